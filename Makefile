@@ -1,0 +1,41 @@
+# Every target sets up what it needs: `make demo` and `make test` work in a fresh clone with Python >= 3.10 alone.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+WORK := build/outside
+SOURCES := pyproject.toml $(shell find gradlab capture analysis runtime datasets -name '*.py' -o -name '*.jinja')
+
+.PHONY: demo test quality typecheck install clean
+
+demo: install
+	$(BIN)/gradlab demo --out runs/demo
+
+# The tests run against the installed wheel: from outside the source root nothing here can be imported by accident.
+test: install
+	mkdir -p $(WORK) && cd $(WORK) && $(CURDIR)/$(BIN)/python -m pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) -p no:cacheprovider $(CURDIR)/tests $(PYTEST_ARGS)
+
+quality: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+typecheck: install
+	mkdir -p $(WORK) && cd $(WORK) && $(CURDIR)/$(BIN)/python -m mypy --config-file $(CURDIR)/pyproject.toml -p gradlab
+
+install: $(VENV)/installed
+
+$(VENV)/dependencies: constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("gradlab needs Python 3.10 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 10) else 0'
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --requirement constraints.txt
+	touch $@
+
+$(VENV)/installed: $(VENV)/dependencies $(SOURCES)
+	rm -rf build/wheel build/lib build/bdist.*
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
+	$(BIN)/python -m pip install --quiet --no-deps --force-reinstall build/wheel/gradlab-*.whl
+	touch $@
+
+clean:
+	rm -rf $(VENV) build runs *.egg-info

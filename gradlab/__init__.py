@@ -1,0 +1,9 @@
+"""gradlab: record gradients, fit compressors on them, train PyTorch DDP compressed.
+
+The package itself imports nothing heavy; take what is needed from its parts: `gradlab.capture`,
+`gradlab.analysis`, `gradlab.runtime`, `gradlab.datasets`, `gradlab.plan`, `gradlab.codecs`, `gradlab.collectives`.
+"""
+
+from gradlab.version import VERSION as __version__
+
+__all__ = ["__version__"]

@@ -1,0 +1,5 @@
+"""Errors that a user can act on: commands print them as one line and exit with code 2."""
+
+
+class GradlabError(ValueError):
+    """Bad input. The message names the thing, what came, what was expected, and what to do."""

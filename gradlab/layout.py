@@ -1,0 +1,177 @@
+"""Layers and how their gradients lie in memory: names, shapes, roles, flattening orders, slices.
+
+GradiVeQ (Yu et al., NeurIPS 2018), section 1 and Fig. 3a: a convolution's gradient is flattened so that the
+values of all F filters at one place are adjacent; places are then traversed along depth, width and height. PyTorch
+keeps a convolution's weight as (F, D, H, W), so that order is the permutation (H, W, D, F) read row by row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from gradlab.errors import GradlabError
+
+Order = Literal["native", "gradiveq"]
+ROLES = ("convolution", "linear", "embedding", "normalization", "bias", "other")
+# Prefixes that wrappers (DDP, torch.compile) put before a parameter's own name.
+_WRAPPER_PREFIXES = ("module.", "_orig_mod.")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One parameter tensor: the unit that plans, traces and states name.
+
+    name: the parameter's name in the bare model; shape: its shape, in elements; role: one of `ROLES`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    role: str = "other"
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "shape": list(self.shape), "role": self.role}
+
+    @classmethod
+    def from_json(cls, value: Any) -> Layer:
+        """Read a layer back from plain JSON.
+
+        Raises:
+            GradlabError: for anything but a name, a list of non-negative sizes and a known role.
+        """
+        if not isinstance(value, dict):
+            raise GradlabError(f"a layer must be an object with name, shape and role, not {value!r}")
+        name, shape, role = value.get("name"), value.get("shape"), value.get("role", "other")
+        sizes_are_sound = isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**40 for n in shape)
+        if not isinstance(name, str) or not name or not sizes_are_sound or role not in ROLES:
+            raise GradlabError(f"not a layer description: {value!r}")
+        return cls(name, tuple(shape), role)
+
+
+def canonical_json(value: Any) -> str:
+    """JSON text that is the same for equal values: sorted keys, no spaces, no NaN."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def fingerprint(layers: Iterable[Layer]) -> str:
+    """Sha256 (hex) of names and shapes, in order: two models with one fingerprint can share a plan."""
+    rows = [[layer.name, list(layer.shape)] for layer in layers]
+    return hashlib.sha256(canonical_json(rows).encode()).hexdigest()
+
+
+def bare_name(name: str) -> str:
+    """A parameter's name without the prefixes that DDP and torch.compile add."""
+    changed = True
+    while changed:
+        changed = False
+        for prefix in _WRAPPER_PREFIXES:
+            if name.startswith(prefix):
+                name, changed = name[len(prefix) :], True
+    return name
+
+
+def _role(module: nn.Module, parameter_name: str, parameter: torch.Tensor) -> str:
+    if parameter_name == "bias":
+        return "bias"
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return "convolution"
+    if isinstance(module, nn.Linear):
+        return "linear"
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return "embedding"
+    norms = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
+    return "normalization" if isinstance(module, norms) else "other"
+
+
+def named_layers(model: nn.Module) -> list[tuple[Layer, nn.Parameter]]:
+    """Every trainable parameter of a model (bare, in DDP, or compiled) with its layer, in registration order.
+
+    A parameter that several modules share appears once, under its first name.
+    """
+    pairs, seen = [], set()
+    for module_name, module in model.named_modules():
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen or not parameter.requires_grad:
+                continue
+            seen.add(id(parameter))
+            name = bare_name(f"{module_name}.{parameter_name}" if module_name else parameter_name)
+            layer = Layer(name, tuple(parameter.shape), _role(module, parameter_name, parameter))
+            pairs.append((layer, parameter))
+    return pairs
+
+
+def layers_of(model: nn.Module) -> tuple[Layer, ...]:
+    """The layers of a model, in registration order."""
+    return tuple(layer for layer, _ in named_layers(model))
+
+
+def describe_difference(expected: Sequence[Layer], found: Sequence[Layer]) -> list[str]:
+    """Layer-by-layer difference, one line each; empty when names, shapes and order agree."""
+    there = {layer.name: layer for layer in found}
+    here = {layer.name: layer for layer in expected}
+    lines = []
+    for name, layer in here.items():
+        if name not in there:
+            lines.append(f"- {name} {list(layer.shape)}: expected, not in the model")
+        elif there[name].shape != layer.shape:
+            lines.append(f"~ {name}: expected shape {list(layer.shape)}, the model has {list(there[name].shape)}")
+    lines += [f"+ {name} {list(layer.shape)}: in the model, not expected" for name, layer in there.items() if name not in here]
+    if not lines and [layer.name for layer in expected] != [layer.name for layer in found]:
+        lines.append("the same layers in another order")
+    return lines
+
+
+def filter_axes(layer: Layer) -> tuple[int, int]:
+    """(F, D) of a layer: filters and depth for a convolution, outputs and inputs for any other matrix.
+
+    A convolution in groups has D = input channels of one group. One-dimensional layers have D = 1.
+    """
+    filters = layer.shape[0] if layer.shape else 1
+    depth = layer.shape[1] if len(layer.shape) > 1 else 1
+    return filters, depth
+
+
+def flatten(tensor: torch.Tensor, order: Order = "native") -> torch.Tensor:
+    """A gradient as a vector of shape (numel,).
+
+    "native" reads row by row; "gradiveq" puts the F filters' collocated values next to each other, then depth,
+    then width, then height (GradiVeQ, Fig. 3a): the shape (F, D, *spatial) is read as (*spatial, D, F).
+    """
+    if order == "gradiveq" and tensor.ndim > 1:
+        tensor = tensor.permute(*range(2, tensor.ndim), 1, 0)
+    elif order not in ("native", "gradiveq"):
+        raise GradlabError(f"flattening order {order!r}: expected 'native' or 'gradiveq'")
+    return tensor.reshape(-1)
+
+
+def unflatten(vector: torch.Tensor, shape: Sequence[int], order: Order = "native") -> torch.Tensor:
+    """The inverse of `flatten`: a vector of shape (numel,) back into `shape`."""
+    if order == "native" or len(shape) < 2:
+        return vector.reshape(tuple(shape))
+    spatial = len(shape) - 2
+    permuted = vector.reshape(*shape[2:], shape[1], shape[0])
+    return permuted.permute(spatial + 1, spatial, *range(spatial))
+
+
+def split_slices(vector: torch.Tensor, slice_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cut a vector (numel,) into whole slices (M, K) and the tail (numel - M K,) that fills no slice.
+
+    Raises:
+        GradlabError: if slice_size is not positive.
+    """
+    if slice_size < 1:
+        raise GradlabError(f"slice size {slice_size}: expected at least 1")
+    whole = vector.numel() // slice_size
+    return vector[: whole * slice_size].reshape(whole, slice_size), vector[whole * slice_size :]
