@@ -54,10 +54,10 @@ class Layer:
         if not isinstance(value, dict):
             raise GradlabError(f"a layer must be an object with name, shape and role, not {value!r}")
         name, shape, role = value.get("name"), value.get("shape"), value.get("role", "other")
-        sizes_are_sound = isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**40 for n in shape)
-        if not isinstance(name, str) or not name or not sizes_are_sound or role not in ROLES:
+        named = isinstance(name, str) and name and role in ROLES
+        if not named or not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**40 for n in shape):
             raise GradlabError(f"not a layer description: {value!r}")
-        return cls(name, tuple(shape), role)
+        return cls(str(name), tuple(shape), role)
 
 
 def canonical_json(value: Any) -> str:
@@ -127,7 +127,9 @@ def describe_difference(expected: Sequence[Layer], found: Sequence[Layer]) -> li
             lines.append(f"- {name} {list(layer.shape)}: expected, not in the model")
         elif there[name].shape != layer.shape:
             lines.append(f"~ {name}: expected shape {list(layer.shape)}, the model has {list(there[name].shape)}")
-    lines += [f"+ {name} {list(layer.shape)}: in the model, not expected" for name, layer in there.items() if name not in here]
+    lines += [
+        f"+ {name} {list(layer.shape)}: in the model, not expected" for name, layer in there.items() if name not in here
+    ]
     if not lines and [layer.name for layer in expected] != [layer.name for layer in found]:
         lines.append("the same layers in another order")
     return lines

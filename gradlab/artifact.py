@@ -1,0 +1,128 @@
+"""An artifact: a plan with its learned tensors in one safetensors file.
+
+The file's single metadata key `gradlab` holds canonical JSON (one key keeps the file's hash stable): format and
+minimum reader version, the plan, where it came from, and a sha256 per tensor, because safetensors itself notices a
+truncated file but not a flipped bit. Nothing in the file is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from gradlab.errors import GradlabError
+from gradlab.layout import canonical_json
+from gradlab.plan import Plan, hash_tensor
+from gradlab.version import VERSION
+
+FORMAT = 1
+# The oldest reader that understands what this version writes.
+MINIMUM_READER = 1
+_LARGEST_HEADER = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A plan and its provenance.
+
+    origin: plain JSON about how it was made: method, trace hash, steps fitted on, held-out error by age, expected
+    bytes.
+    """
+
+    plan: Plan
+    origin: dict[str, Any] = field(default_factory=dict)
+
+    def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> Path:
+        """Write the file whole or not at all: to a temporary name, synchronised, then renamed.
+
+        Raises:
+            GradlabError: if the file exists and overwrite is false, or cannot be written.
+        """
+        path = Path(path)
+        if path.exists() and not overwrite:
+            raise GradlabError(f"{path} exists already: choose another name or ask to overwrite it")
+        header = {
+            "format": FORMAT,
+            "minimum_reader": MINIMUM_READER,
+            "written_by": f"gradlab {VERSION}",
+            "plan": self.plan.to_json(),
+            "origin": self.origin,
+            "sha256": self.plan.tensor_hashes(),
+        }
+        tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in self.plan.tensors().items()}
+        _write_whole(path, save(tensors, metadata={"gradlab": canonical_json(header)}))
+        return path
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Artifact:
+        """Read and verify a file.
+
+        Raises:
+            GradlabError: missing, truncated, foreign, written by a newer version, or with a flipped bit.
+        """
+        path = Path(path)
+        header, tensors = _read(path)
+        _check_version(path, header)
+        hashes = header.get("sha256")
+        if not isinstance(hashes, dict) or set(hashes) != set(tensors):
+            raise GradlabError(f"{path}: the tensors in the file are not those its header lists")
+        for key, tensor in tensors.items():
+            if hash_tensor(tensor) != hashes[key]:
+                raise GradlabError(f"{path}: tensor {key} is damaged (its sha256 differs from the header's)")
+        origin = header.get("origin")
+        try:
+            return cls(Plan.from_json(header.get("plan"), tensors), origin if isinstance(origin, dict) else {})
+        except GradlabError as error:
+            raise GradlabError(f"{path}: {error}") from None
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise GradlabError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    if not path.is_file():
+        raise GradlabError(f"no artifact at {path}")
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            text = (file.metadata() or {}).get("gradlab")
+            tensors = {key: file.get_tensor(key) for key in file.keys()} if text else {}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise GradlabError(f"{path} is not a whole safetensors file ({error})") from None
+    if text is None:
+        raise GradlabError(f"{path} is a safetensors file, but not a gradlab artifact")
+    if len(text) > _LARGEST_HEADER:
+        raise GradlabError(f"{path}: header of {len(text)} bytes, more than any plan needs")
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError):
+        raise GradlabError(f"{path}: the gradlab header is not JSON") from None
+    if not isinstance(header, dict):
+        raise GradlabError(f"{path}: the gradlab header is not a JSON object")
+    return header, tensors
+
+
+def _check_version(path: Path, header: dict[str, Any]) -> None:
+    needed, version = header.get("minimum_reader"), header.get("format")
+    if type(needed) is not int or type(version) is not int:
+        raise GradlabError(f"{path}: the header names no format version")
+    if needed > FORMAT:
+        raise GradlabError(
+            f"{path} was written by a newer gradlab (format {version}); this one reads up to format {FORMAT}: upgrade"
+        )

@@ -1,0 +1,96 @@
+"""PowerSGD: a rank-r approximation of each gradient matrix by one step of power iteration from the last one.
+
+Vogels, Karimireddy, Jaggi, "PowerSGD: Practical low-rank gradient compression", NeurIPS 2019, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gradlab.codec import Codec, Context, Exchanged, Tensors, require
+from gradlab.collectives import Coroutine, Mean
+from gradlab.layout import Layer
+
+
+class PowerSGD(Codec):
+    """P = orth(mean(M Q)); Q = mean(M^T P); mean = P Q^T (Algorithm 1, lines 3 to 7).
+
+    A layer of shape (n, ...) is the matrix M of shape (n, m), m = the rest. Layers of fewer than two dimensions, and
+    those whose factors would be no smaller than the matrix by `minimum_ratio`, are sent dense with the first factor.
+    """
+
+    name = "powersgd"
+    family = "low rank"
+
+    @dataclass(frozen=True)
+    class Settings:
+        """rank: r, columns of P and Q; minimum_ratio: least n m / (r (n + m)) at which a layer is compressed;
+        warm_start: begin from the last Q (the paper's choice) or from a fresh random one."""
+
+        rank: int = 4
+        minimum_ratio: float = 1.0
+        warm_start: bool = True
+
+        def __post_init__(self) -> None:
+            require(self.rank >= 1, "powersgd", "rank", self.rank, "at least 1")
+            require(self.minimum_ratio > 0, "powersgd", "minimum_ratio", self.minimum_ratio, "above 0")
+
+    def matrix_shape(self, shape: Sequence[int]) -> tuple[int, int, int] | None:
+        """(n, m, r) of a layer that is compressed, or None for one that is sent dense."""
+        if len(shape) < 2 or 0 in shape:
+            return None
+        n, m = shape[0], Layer("", tuple(shape[1:])).numel
+        rank = min(n, m, self.settings.rank)
+        return (n, m, rank) if n * m > self.settings.minimum_ratio * rank * (n + m) else None
+
+    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        shapes = {name: self.matrix_shape(grad.shape) for name, grad in grads.items()}
+        matrices = {name: grads[name].reshape(s[0], s[1]) for name, s in shapes.items() if s is not None}
+        dense = {name: grad for name, grad in grads.items() if name not in matrices}
+        last = self._start(matrices, shapes, state, context)
+        left = {name: matrix @ last[name] for name, matrix in matrices.items()}
+        answers = yield tuple(Mean(tensor) for tensor in (*left.values(), *dense.values()))
+        left = {name: orthogonalize(p) for name, p in zip(left, answers[: len(left)], strict=True)}
+        mean = dict(zip(dense, answers[len(left) :], strict=True))
+        own = dict(dense)
+        right = {name: matrix.T @ left[name] for name, matrix in matrices.items()}
+        answers = (yield tuple(Mean(q) for q in right.values())) if right else ()
+        new_state = {}
+        for name, q in zip(right, answers, strict=True):
+            mean[name] = (left[name] @ q.T).reshape(grads[name].shape)
+            own[name] = (left[name] @ right[name].T).reshape(grads[name].shape)
+            new_state[_state_key(name)] = q
+        return Exchanged(mean, own, new_state)
+
+    def _start(self, matrices: Tensors, shapes: dict, state: Tensors, context: Context) -> Tensors:
+        """Q of every layer: the last one, or Gaussian values that every rank draws alike."""
+        generator = context.group_generator() if self.settings.warm_start else context.shared_generator()
+        start = {}
+        for name, matrix in matrices.items():
+            _, m, rank = shapes[name]
+            fresh = torch.randn(m, rank, generator=generator, dtype=matrix.dtype).to(matrix.device)
+            warm = self.settings.warm_start and _state_key(name) in state
+            start[name] = state[_state_key(name)] if warm else fresh
+        return start
+
+    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        total = 0
+        for layer in layers:
+            shape = self.matrix_shape(layer.shape)
+            total += layer.numel if shape is None else shape[2] * (shape[0] + shape[1])
+        return 4 * total
+
+
+def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
+    """Orthonormal columns (n, r) with the span of a matrix (n, r), r <= n, by Householder QR.
+
+    A zero matrix or dependent columns still give finite orthonormal columns, unlike Gram-Schmidt without care.
+    """
+    return torch.linalg.qr(matrix).Q
+
+
+def _state_key(name: str) -> str:
+    return f"{name}/q"

@@ -1,0 +1,248 @@
+"""The collectives a codec may ask for, their byte rules, and the lockstep executor.
+
+A codec is a coroutine: it yields a request (or a tuple of requests, which then travel together) and is sent the
+answer (or a tuple of answers). It never touches torch.distributed, so the same lines run offline on a trace, N
+coroutines stepped together by `run_lockstep`, and online on a process group, driven by `gradlab.runtime`.
+
+Two sizes are counted from the tensors that pass, in bytes:
+    payload  what a rank contributes, the figure papers divide by (only the root contributes to a broadcast)
+    wire     what the rank's network interface sends under the collective's algorithm at N ranks
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from gradlab.errors import GradlabError
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean over ranks of a floating-point tensor, same shape on every rank. Answer: a tensor of that shape."""
+
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Every rank's tensor. Answer: a list of N tensors in rank order.
+
+    varying: the tensors are one-dimensional and their lengths differ from rank to rank.
+    """
+
+    tensor: torch.Tensor
+    varying: bool = False
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """Rank `root`'s tensor. All ranks pass a tensor of one shape; only the root's values count. Answer: a tensor."""
+
+    tensor: torch.Tensor
+    root: int
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """One tensor for each rank. Answer: a list of N tensors, what each rank meant for this one.
+
+    tensors[j] goes to rank j and has the same shape on every rank (shapes may differ between destinations).
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+
+
+Request = Mean | Gather | Broadcast | AllToAll
+Step = Request | tuple[Request, ...]
+Coroutine = Generator[Step, Any, Result]
+
+
+def as_requests(step: Step) -> tuple[Request, ...]:
+    """What a coroutine yielded, as a tuple of requests.
+
+    Raises:
+        GradlabError: if it is neither a request nor a tuple of requests.
+    """
+    requests = step if isinstance(step, tuple) else (step,)
+    for request in requests:
+        if not isinstance(request, (Mean, Gather, Broadcast, AllToAll)):
+            raise GradlabError(f"a codec must yield Mean, Gather, Broadcast or AllToAll, not {type(request).__name__}")
+    return requests
+
+
+def answer_for(step: Step, answers: Sequence[Any]) -> Any:
+    """The answers in the form the coroutine expects: one for a single request, a tuple for a tuple."""
+    return tuple(answers) if isinstance(step, tuple) else answers[0]
+
+
+def signature(request: Request) -> tuple[Any, ...]:
+    """What must agree between ranks: kind, root, dtype and shapes (not the length of a varying gather)."""
+    if isinstance(request, AllToAll):
+        return ("AllToAll", *((str(t.dtype), tuple(t.shape)) for t in request.tensors))
+    tensor = request.tensor
+    if isinstance(request, Gather) and request.varying:
+        return ("Gather", "varying", str(tensor.dtype), tensor.ndim)
+    root = request.root if isinstance(request, Broadcast) else None
+    return (type(request).__name__, root, str(tensor.dtype), tuple(tensor.shape))
+
+
+# --- byte rules ---------------------------------------------------------------------------------------------------
+
+
+def payload_bytes(request: Request, rank: int) -> int:
+    """Bytes that `rank` contributes to a request."""
+    if isinstance(request, AllToAll):
+        return sum(tensor.nbytes for tensor in request.tensors)
+    if isinstance(request, Broadcast) and request.root != rank:
+        return 0
+    return request.tensor.nbytes
+
+
+def all_reduce_wire_bytes(nbytes: int, world_size: int) -> int:
+    """Bytes a rank sends in a ring all-reduce: 2 (N - 1) segments of ceil(nbytes / N)."""
+    return 2 * (world_size - 1) * math.ceil(nbytes / world_size)
+
+
+def all_gather_wire_bytes(nbytes: int, world_size: int) -> int:
+    """Bytes a rank sends in an all-gather of `nbytes` (padded) bytes per rank: every block travels N - 1 hops."""
+    return (world_size - 1) * nbytes
+
+
+def broadcast_wire_bytes(nbytes: int, rank: int, root: int, world_size: int) -> int:
+    """Bytes a rank sends in a binomial-tree broadcast: it forwards to rank + 2^k, relative to the root."""
+    relative = (rank - root) % world_size
+    lowest = math.ceil(math.log2(world_size)) if relative == 0 else (relative & -relative).bit_length() - 1
+    children = sum(1 for k in range(lowest) if relative + (1 << k) < world_size)
+    return children * nbytes
+
+
+def all_to_all_wire_bytes(sizes: Sequence[int], rank: int) -> int:
+    """Bytes a rank sends in an all-to-all: sizes[j] to each other rank j, nothing to itself."""
+    return sum(nbytes for destination, nbytes in enumerate(sizes) if destination != rank)
+
+
+def wire_bytes(request: Request, rank: int, world_size: int, longest: int | None = None) -> int:
+    """Bytes `rank` sends for one request on its own, not fused with others.
+
+    longest: for a varying gather, the largest rank's size in bytes (all are padded to it; 8 bytes of size each).
+    """
+    if isinstance(request, Mean):
+        return all_reduce_wire_bytes(request.tensor.nbytes, world_size)
+    if isinstance(request, Broadcast):
+        return broadcast_wire_bytes(request.tensor.nbytes, rank, request.root, world_size)
+    if isinstance(request, AllToAll):
+        return all_to_all_wire_bytes([tensor.nbytes for tensor in request.tensors], rank)
+    if not request.varying:
+        return all_gather_wire_bytes(request.tensor.nbytes, world_size)
+    padded = request.tensor.nbytes if longest is None else longest
+    return all_gather_wire_bytes(padded + 8, world_size)
+
+
+# --- lockstep -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LockstepResult(Generic[Result]):
+    """One rank's outcome: what its coroutine returned, and the bytes it contributed and sent."""
+
+    value: Result
+    payload_bytes: int
+    wire_bytes: int
+
+
+def sum_in_rank_order(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The mean of N same-shaped tensors: each times 1/N, added in rank order.
+
+    Plain DDP also scales before it sums; the order makes the result one number, bit for bit, wherever it is taken.
+    """
+    scale = 1.0 / len(tensors)
+    total = tensors[0] * scale
+    for tensor in tensors[1:]:
+        total += tensor * scale
+    return total
+
+
+def _answers(requests: Sequence[Request]) -> Iterator[Any]:
+    """The answer to one request, for each rank in turn; every rank gets tensors of its own."""
+    first = requests[0]
+    for rank in range(len(requests)):
+        if isinstance(first, Mean):
+            yield sum_in_rank_order([r.tensor for r in requests if isinstance(r, Mean)])
+        elif isinstance(first, Gather):
+            yield [r.tensor.detach().clone() for r in requests if isinstance(r, Gather)]
+        elif isinstance(first, Broadcast):
+            root = requests[first.root]
+            assert isinstance(root, Broadcast)
+            yield root.tensor.detach().clone()
+        else:
+            yield [r.tensors[rank].detach().clone() for r in requests if isinstance(r, AllToAll)]
+
+
+def check_request(request: Request, world_size: int) -> None:
+    """Refuse a request that no process group could serve.
+
+    Raises:
+        GradlabError: a Mean of integers, a root or a number of tensors that does not fit the world size, a varying
+            gather of anything but a vector.
+    """
+    if isinstance(request, Mean) and not request.tensor.is_floating_point():
+        raise GradlabError(f"Mean needs a floating-point tensor, not {request.tensor.dtype}")
+    if isinstance(request, Broadcast) and not 0 <= request.root < world_size:
+        raise GradlabError(f"Broadcast from rank {request.root}, but ranks are 0..{world_size - 1}")
+    if isinstance(request, AllToAll) and len(request.tensors) != world_size:
+        raise GradlabError(f"AllToAll of {len(request.tensors)} tensors at world size {world_size}")
+    if isinstance(request, Gather) and request.varying and request.tensor.ndim != 1:
+        raise GradlabError(f"a varying Gather takes vectors, not shape {list(request.tensor.shape)}")
+
+
+def _serve(requests_by_rank: Sequence[tuple[Request, ...]], payload: list[int], wire: list[int]) -> list[list[Any]]:
+    """Answer one step of all ranks, and count its bytes."""
+    world_size = len(requests_by_rank)
+    answers: list[list[Any]] = [[] for _ in range(world_size)]
+    signatures = [[signature(request) for request in requests] for requests in requests_by_rank]
+    for rank, mine in enumerate(signatures):
+        if mine != signatures[0]:
+            raise GradlabError(f"ranks ask for different collectives: rank 0 {signatures[0]}, rank {rank} {mine}")
+    for requests in zip(*requests_by_rank, strict=True):
+        check_request(requests[0], world_size)
+        longest = max(payload_bytes(request, rank) for rank, request in enumerate(requests))
+        for rank, (request, answer) in enumerate(zip(requests, _answers(requests), strict=True)):
+            payload[rank] += payload_bytes(request, rank)
+            wire[rank] += wire_bytes(request, rank, world_size, longest)
+            answers[rank].append(answer)
+    return answers
+
+
+def run_lockstep(coroutines: Sequence[Coroutine[Result]]) -> list[LockstepResult[Result]]:
+    """Run one coroutine per rank in this process, stepped together; means are summed in rank order.
+
+    Returns one result per rank, with its byte counts.
+
+    Raises:
+        GradlabError: if ranks ask for different collectives, or one finishes while another still asks.
+    """
+    if not coroutines:
+        raise GradlabError("run_lockstep needs at least one coroutine")
+    payload, wire = [0] * len(coroutines), [0] * len(coroutines)
+    to_send: list[Any] = [None] * len(coroutines)
+    while True:
+        steps: list[Step] = []
+        values: list[Result] = []
+        for coroutine, answer in zip(coroutines, to_send, strict=True):
+            try:
+                steps.append(coroutine.send(answer))
+            except StopIteration as stop:
+                values.append(stop.value)
+        if steps and values:
+            raise GradlabError(f"{len(values)} ranks have finished while {len(steps)} still ask for a collective")
+        if values:
+            return [LockstepResult(*row) for row in zip(values, payload, wire, strict=True)]
+        answers = _serve([as_requests(step) for step in steps], payload, wire)
+        to_send = [answer_for(step, answer) for step, answer in zip(steps, answers, strict=True)]

@@ -1,0 +1,244 @@
+"""A plan: which group of layers gets which codec, and from which step on.
+
+A layer in no group is sent dense. The same plan drives the offline replay and the online engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradlab import codecs
+from gradlab.codec import Codec, ErrorFeedback, Tensors, build_settings
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer, canonical_json, describe_difference, fingerprint, layers_of
+
+# A step with compressed groups also agrees on one float32: are all gradients finite on all ranks?
+FINITE_FLAG_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that one codec treats together.
+
+    name: unique in the plan; layers: names, in order; codec: id; settings: plain JSON values of the codec's settings;
+    error_feedback: add each rank's unsent remainder to its next gradient.
+    """
+
+    name: str
+    layers: tuple[str, ...]
+    codec: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    error_feedback: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "layers": list(self.layers),
+            "codec": self.codec,
+            "settings": dict(self.settings),
+            "error_feedback": self.error_feedback,
+        }
+
+    @classmethod
+    def from_json(cls, value: Any) -> Group:
+        """Raises GradlabError for anything but what `to_json` writes."""
+        if not isinstance(value, dict) or set(value) != {"name", "layers", "codec", "settings", "error_feedback"}:
+            raise GradlabError(f"not a group of a plan: {str(value)[:200]}")
+        layers, settings = value["layers"], value["settings"]
+        sound = isinstance(layers, list) and all(isinstance(name, str) for name in layers)
+        sound = sound and isinstance(settings, dict) and type(value["error_feedback"]) is bool
+        if not sound or not isinstance(value["name"], str) or not isinstance(value["codec"], str):
+            raise GradlabError(f"not a group of a plan: {str(value)[:200]}")
+        return cls(value["name"], tuple(layers), value["codec"], settings, value["error_feedback"])
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When the plan's codecs work. warmup_steps: dense iterations before the first compressed one."""
+
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.warmup_steps) is not int or self.warmup_steps < 0:
+            raise GradlabError(f"schedule: warmup_steps = {self.warmup_steps!r}, expected a whole number from 0")
+
+    def compresses(self, iteration: int) -> bool:
+        """Whether iteration (from 0) runs the codecs."""
+        return iteration >= self.warmup_steps
+
+    def to_json(self) -> dict[str, Any]:
+        return {"warmup_steps": self.warmup_steps}
+
+    @classmethod
+    def from_json(cls, value: Any) -> Schedule:
+        """Raises GradlabError for anything but what `to_json` writes."""
+        if not isinstance(value, dict) or set(value) != {"warmup_steps"}:
+            raise GradlabError(f"not a schedule: {str(value)[:200]}")
+        return cls(value["warmup_steps"])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Groups over the layers of one model, a schedule, a seed for shared random streams, and learned tensors.
+
+    learned: by group name, what the group's codec learned from data.
+
+    Raises:
+        GradlabError: for a group that names an unknown layer, a layer in two groups, two groups of one name, an
+            unknown codec, settings out of range, or learned tensors that do not fit.
+    """
+
+    layers: tuple[Layer, ...]
+    groups: tuple[Group, ...] = ()
+    schedule: Schedule = field(default_factory=Schedule)
+    seed: int = 0
+    learned: Mapping[str, Tensors] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if type(self.seed) is not int:
+            raise GradlabError(f"plan: seed = {self.seed!r}, expected a whole number")
+        _require_unique("layer", [layer.name for layer in self.layers])
+        _require_unique("group", [group.name for group in self.groups])
+        _require_unique("grouped layer", [name for group in self.groups for name in group.layers])
+        known = {layer.name for layer in self.layers}
+        for group in self.groups:
+            if not group.layers:
+                raise GradlabError(f"plan: group {group.name} has no layers")
+            if missing := [name for name in group.layers if name not in known]:
+                raise GradlabError(f"plan: group {group.name} names layers the model lacks: {', '.join(missing)}")
+            self.build(group)
+        if strangers := sorted(set(self.learned) - {group.name for group in self.groups}):
+            raise GradlabError(f"plan: learned tensors for groups it does not have: {', '.join(strangers)}")
+
+    @classmethod
+    def uniform(
+        cls,
+        model: nn.Module | Sequence[Layer],
+        codec: str,
+        *,
+        error_feedback: bool | None = None,
+        warmup_steps: int = 0,
+        minimum_numel: int = 256,
+        seed: int = 0,
+        **settings: Any,
+    ) -> Plan:
+        """One codec with one setting for every layer of two or more dimensions and `minimum_numel` elements.
+
+        Smaller and one-dimensional layers are sent dense. error_feedback: None takes the codec's own habit.
+        """
+        layers = layers_of(model) if isinstance(model, nn.Module) else tuple(model)
+        feedback = codecs.get(codec).wants_error_feedback if error_feedback is None else error_feedback
+        chosen = [layer for layer in layers if len(layer.shape) > 1 and layer.numel >= minimum_numel]
+        groups = tuple(Group(layer.name, (layer.name,), codec, settings, feedback) for layer in chosen)
+        return cls(layers, groups, Schedule(warmup_steps), seed)
+
+    def members(self, group: Group) -> tuple[Layer, ...]:
+        """The layers of a group, in its order."""
+        by_name = {layer.name: layer for layer in self.layers}
+        return tuple(by_name[name] for name in group.layers)
+
+    def build(self, group: Group) -> Codec:
+        """The group's codec, checked against its layers, inside error feedback if the group asks for it."""
+        method = codecs.get(group.codec)
+        codec = method(build_settings(method, group.settings), self.learned.get(group.name))
+        codec.check(self.members(group))
+        return ErrorFeedback(codec) if group.error_feedback else codec
+
+    @property
+    def compressed_groups(self) -> tuple[Group, ...]:
+        """Groups that are not plainly dense."""
+        return tuple(group for group in self.groups if group.codec != "identity")
+
+    @property
+    def dense_layers(self) -> tuple[Layer, ...]:
+        """Layers that are sent uncompressed in every phase."""
+        compressed = {name for group in self.compressed_groups for name in group.layers}
+        return tuple(layer for layer in self.layers if layer.name not in compressed)
+
+    def payload_bytes(self, world_size: int, compressing: bool = True) -> float:
+        """Forecast of the bytes a rank contributes per step, mean over ranks; float32 gradients."""
+        if not compressing or not self.compressed_groups:
+            return 4 * sum(layer.numel for layer in self.layers)
+        dense = 4 * sum(layer.numel for layer in self.dense_layers)
+        groups = sum(
+            self.build(group).payload_bytes(self.members(group), world_size) for group in self.compressed_groups
+        )
+        return dense + groups + FINITE_FLAG_BYTES
+
+    @property
+    def digest(self) -> str:
+        """Sha256 (hex) of the plan with its learned tensors: equal plans, and only they, have one digest."""
+        return hashlib.sha256(canonical_json([self.to_json(), self.tensor_hashes()]).encode()).hexdigest()
+
+    def tensor_hashes(self) -> dict[str, str]:
+        """Sha256 (hex) per learned tensor, by "<group>::<key>"."""
+        return {key: hash_tensor(tensor) for key, tensor in self.tensors().items()}
+
+    def tensors(self) -> Tensors:
+        """All learned tensors by "<group>::<key>"."""
+        return {f"{group}::{key}": t for group, kept in self.learned.items() for key, t in kept.items()}
+
+    def check_model(self, layers: Sequence[Layer]) -> None:
+        """Refuse a model with other layers than the plan was made for.
+
+        Raises:
+            GradlabError: with one line per layer that differs.
+        """
+        if difference := describe_difference(self.layers, layers):
+            shown = difference[:20] + ([f"... and {len(difference) - 20} more"] if len(difference) > 20 else [])
+            raise GradlabError(
+                f"this plan is for another model ({len(difference)} differences):\n  " + "\n  ".join(shown)
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the learned tensors, as plain JSON."""
+        return {
+            "layers": [layer.to_json() for layer in self.layers],
+            "fingerprint": fingerprint(self.layers),
+            "groups": [group.to_json() for group in self.groups],
+            "schedule": self.schedule.to_json(),
+            "seed": self.seed,
+        }
+
+    @classmethod
+    def from_json(cls, value: Any, tensors: Tensors | None = None) -> Plan:
+        """A plan from `to_json`'s output and tensors named as by `tensors`.
+
+        Raises:
+            GradlabError: for anything else, or a fingerprint that does not match the layers.
+        """
+        keys = {"layers", "fingerprint", "groups", "schedule", "seed"}
+        if not isinstance(value, dict) or set(value) != keys:
+            raise GradlabError(f"not a plan: expected the keys {', '.join(sorted(keys))}")
+        if not isinstance(value["layers"], list) or not isinstance(value["groups"], list):
+            raise GradlabError("not a plan: layers and groups must be lists")
+        layers = tuple(Layer.from_json(item) for item in value["layers"])
+        if fingerprint(layers) != value["fingerprint"]:
+            raise GradlabError("plan: the model fingerprint does not match the layers listed")
+        learned: dict[str, Tensors] = {}
+        for key, tensor in (tensors or {}).items():
+            group, _, rest = key.partition("::")
+            learned.setdefault(group, {})[rest] = tensor
+        groups = tuple(Group.from_json(item) for item in value["groups"])
+        return cls(layers, groups, Schedule.from_json(value["schedule"]), value["seed"], learned)
+
+
+def hash_tensor(tensor: torch.Tensor) -> str:
+    """Sha256 (hex) of a tensor's dtype, shape and bytes."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    head = f"{tensor.dtype}{list(tensor.shape)}".encode()
+    return hashlib.sha256(head + flat.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def _require_unique(what: str, names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise GradlabError(f"plan: {what} {name} appears twice")
+        seen.add(name)

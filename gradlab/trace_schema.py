@@ -1,0 +1,278 @@
+"""What a trace consists of: names, types and checksums of its parts, and the two JSON files that describe it.
+
+    manifest.json            what the trace is: run, world size, layers, dtype, metadata; written once, by rank 0
+    rank-00000/index.json    what rank 0 recorded: its segments with their steps; its presence says "closed"
+    rank-00000/000000.h5     a closed segment; while it is being recorded it is called 000000.h5.part
+
+Every file has one writer only, so ranks never wait for each other. A segment holds, in rows of one step each,
+
+    gradients/<layer>   (steps, numel)   in chunks (16, <= 16384), row-major flattening
+    steps               (steps,)         `STEP_DTYPE`: iteration index, loss, learning rate, loss scale, ...
+    unused              (steps, ceil(layers / 8))  packed bits: layers that had no gradient on this rank
+    checksums           (steps, layers)  CRC-32 of each layer's stored row
+    committed           (1,)             rows that are complete; written after everything else
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import uuid
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer, canonical_json
+
+FORMAT = "gradlab-trace"
+INDEX_FORMAT = "gradlab-trace-rank"
+VERSION = 1
+MANIFEST = "manifest.json"
+INDEX = "index.json"
+LOCK = "recording.lock"  # held with flock while a rank records
+PART = ".part"  # suffix of a segment that is still open, or that a killed run left open
+
+CHUNK_STEPS = 16  # rows of a chunk: a whole block of steps goes to disk in one write
+CHUNK_COLUMNS = 16384  # most columns of a chunk: 1 MiB of float32
+STORED_DTYPE = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "bfloat16": np.dtype("<u2")}
+STEP_DTYPE = np.dtype(
+    [
+        ("index", "<i8"),  # iteration: synchronised backward passes since the recorder was attached, from 0
+        ("loss", "<f8"),  # NaN where nobody annotated it
+        ("learning_rate", "<f8"),  # of the first parameter group; NaN without an optimizer
+        ("loss_scale", "<f8"),  # recorded gradients are this many times the true ones
+        ("accumulation", "<i8"),  # forward passes since the last synchronised backward pass
+        ("non_finite", "<i8"),  # elements of the recorded gradients that are infinite or NaN
+        ("checksum", "<u4"),  # CRC-32 of the fields above, the unused bits and the layers' checksums
+    ]
+)
+
+_MAX_JSON_BYTES = 64 * 2**20
+_MAX_NUMEL = 2**40
+_MAX_WORLD_SIZE = 2**20
+
+
+def rank_folder(rank: int) -> str:
+    return f"rank-{rank:05d}"
+
+
+def segment_name(number: int) -> str:
+    return f"{number:06d}.h5"
+
+
+def dataset_name(layer_name: str) -> str:
+    """A layer's name as the name of one HDF5 link, where "/" would open a group and "." is the group itself."""
+    escaped = layer_name.replace("%", "%25").replace("/", "%2F").replace("\0", "%00")
+    return "%2E" if escaped == "." else escaped
+
+
+def chunk_shape(numel: int) -> tuple[int, int]:
+    """Chunk of a layer: 16 steps by equal column widths, so that the last chunk pads little."""
+    pieces = max(1, -(-numel // CHUNK_COLUMNS))
+    return CHUNK_STEPS, -(-numel // pieces)
+
+
+def row_checksums(rows: np.ndarray) -> np.ndarray:
+    """CRC-32 of each stored row: (steps, numel) -> uint32 (steps,)."""
+    rows = np.ascontiguousarray(rows)
+    return np.array([zlib.crc32(row.view(np.uint8)) if row.size else 0 for row in rows], dtype=np.uint32)
+
+
+def record_checksums(records: np.ndarray, unused: np.ndarray, checksums: np.ndarray) -> np.ndarray:
+    """CRC-32 over everything that a step stores beside its gradients: uint32 (steps,)."""
+    sums = np.empty(len(records), dtype=np.uint32)
+    for row, (record, bits, layer_sums) in enumerate(zip(records, unused, checksums, strict=True)):
+        fields = record.tobytes()[: -STEP_DTYPE["checksum"].itemsize]
+        sums[row] = zlib.crc32(layer_sums.tobytes(), zlib.crc32(bits.tobytes(), zlib.crc32(fields)))
+    return sums
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a trace is. `run` is unique to one recording; `metadata` is any JSON the recorder was given."""
+
+    world_size: int
+    layers: tuple[Layer, ...]
+    dtype: str = "float32"
+    metadata: dict[str, Any] = field(default_factory=dict)
+    run: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one step's gradients on one rank, as stored."""
+        return sum(layer.numel for layer in self.layers) * STORED_DTYPE[self.dtype].itemsize
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "run": self.run,
+            "world_size": self.world_size,
+            "layers": [layer.to_json() for layer in self.layers],
+            "dtype": self.dtype,
+            "segments": "rank-{rank:05d}/{segment:06d}.h5",
+            "metadata": self.metadata,
+        }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any], where: Path) -> Manifest:
+        """Check and read the manifest's fields.
+
+        Raises:
+            GradlabError: for a field that is missing, of another type, or out of range.
+        """
+        run, size, dtype = value.get("run"), value.get("world_size"), value.get("dtype")
+        if not isinstance(run, str) or not re.fullmatch(r"[0-9a-f]{32}", run):
+            raise GradlabError(f"{where}: 'run' is {run!r}, expected 32 hexadecimal digits")
+        if type(size) is not int or not 1 <= size <= _MAX_WORLD_SIZE:
+            raise GradlabError(f"{where}: 'world_size' is {size!r}, expected a number of ranks from 1 on")
+        if dtype not in STORED_DTYPE:
+            raise GradlabError(f"{where}: 'dtype' is {dtype!r}, expected one of {', '.join(STORED_DTYPE)}")
+        metadata = value.get("metadata")
+        if not isinstance(metadata, dict):
+            raise GradlabError(f"{where}: 'metadata' is {metadata!r}, expected an object")
+        return cls(size, _checked_layers(value.get("layers"), where), str(dtype), metadata, run)
+
+
+def _checked_layers(value: Any, where: Path) -> tuple[Layer, ...]:
+    if not isinstance(value, list) or not value:
+        raise GradlabError(f"{where}: 'layers' must be a list with at least one layer")
+    layers = tuple(Layer.from_json(entry) for entry in value)
+    for layer in layers:
+        if layer.numel > _MAX_NUMEL:
+            raise GradlabError(f"{where}: layer {layer.name!r} has an absurd shape {list(layer.shape)}")
+    if len({layer.name for layer in layers}) < len(layers):
+        raise GradlabError(f"{where}: 'layers' names a layer twice")
+    return layers
+
+
+@dataclass(frozen=True)
+class RankIndex:
+    """What one rank recorded: (segment number, committed steps) in order of time, and what it lost."""
+
+    run: str
+    rank: int
+    segments: tuple[tuple[int, int], ...]
+    steps_lost: int = 0
+    reason: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "run": self.run,
+            "rank": self.rank,
+            "segments": [{"number": number, "steps": steps} for number, steps in self.segments],
+            "steps_lost": self.steps_lost,
+            "reason": self.reason,
+        }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any], where: Path) -> RankIndex:
+        try:
+            segments = tuple((int(entry["number"]), int(entry["steps"])) for entry in value["segments"])
+            reason = None if value["reason"] is None else str(value["reason"])
+            return cls(str(value["run"]), int(value["rank"]), segments, int(value["steps_lost"]), reason)
+        except (KeyError, TypeError, ValueError) as error:
+            raise GradlabError(f"{where}: not an index of segments ({type(error).__name__}: {error})") from None
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    write_document(folder / MANIFEST, FORMAT, manifest.to_json())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of the trace in `folder`.
+
+    Raises:
+        GradlabError: if there is no such folder, or its manifest is missing, damaged, foreign or newer.
+    """
+    if not folder.is_dir():
+        raise GradlabError(f"{folder}: no such folder; expected a trace recorded by gradlab")
+    if not (folder / MANIFEST).is_file():
+        raise GradlabError(f"{folder}: not a gradlab trace, there is no {MANIFEST} in it")
+    return Manifest.from_json(read_document(folder / MANIFEST, FORMAT), folder / MANIFEST)
+
+
+def write_index(folder: Path, index: RankIndex) -> None:
+    write_document(folder / rank_folder(index.rank) / INDEX, INDEX_FORMAT, index.to_json())
+
+
+def read_index(folder: Path, rank: int) -> RankIndex | None:
+    """The index of one rank; None if the rank has none because its recording was never closed."""
+    path = folder / rank_folder(rank) / INDEX
+    return RankIndex.from_json(read_document(path, INDEX_FORMAT), path) if path.is_file() else None
+
+
+def write_document(path: Path, document_format: str, body: dict[str, Any]) -> None:
+    """Write a JSON document with its own sha256, so that readers see the old one or the new one, whole."""
+    content = {"format": document_format, "version": VERSION, **body}
+    content["sha256"] = hashlib.sha256(canonical_json(content).encode()).hexdigest()
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with open(temporary, "x", encoding="utf-8") as file:
+            json.dump(content, file, indent=1, sort_keys=True, allow_nan=False)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def read_document(path: Path, document_format: str) -> dict[str, Any]:
+    """Read a JSON document and check format, version and sha256, in this order.
+
+    Raises:
+        GradlabError: for anything else than a whole document of this format in a version that is known here.
+    """
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise GradlabError(f"{path}: larger than {_MAX_JSON_BYTES} bytes, not a file that gradlab wrote")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise GradlabError(f"{path}: cannot be read ({error.strerror})") from None
+    except GradlabError:
+        raise
+    except (ValueError, RecursionError):
+        raise GradlabError(f"{path}: truncated or damaged, it is not JSON") from None
+    if not isinstance(content, dict) or content.get("format") != document_format:
+        raise GradlabError(f"{path}: not written by gradlab, expected a {document_format!r} document")
+    version = content.get("version")
+    if type(version) is int and version > VERSION:
+        raise GradlabError(
+            f"{path}: written by a newer gradlab (version {version}, this one reads up to {VERSION}); upgrade gradlab"
+        )
+    if type(version) is not int or version < 1:
+        raise GradlabError(f"{path}: version is {version!r}, expected 1 to {VERSION}")
+    _check_sha256(content, path)
+    return content
+
+
+def _check_sha256(content: dict[str, Any], path: Path) -> None:
+    claimed = content.pop("sha256", None)
+    try:
+        actual = hashlib.sha256(canonical_json(content).encode()).hexdigest()
+    except ValueError:
+        actual = ""
+    if claimed != actual:
+        raise GradlabError(f"{path}: damaged, its content does not match its sha256")
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename inside this folder survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def segment_numbers(folder: Path, suffix: str = "") -> list[int]:
+    """Numbers of the segments of a rank whose file names end in `.h5` + suffix, ascending."""
+    names: Iterable[str] = (entry.name for entry in folder.iterdir()) if folder.is_dir() else ()
+    pattern = re.compile(r"(\d{6,})\.h5" + re.escape(suffix))
+    return sorted(int(match[1]) for name in names if (match := pattern.fullmatch(name)))

@@ -1,0 +1,18 @@
+"""The hook itself, in a file that evaluates annotations: DDP compares them with the classes, not with their names."""
+
+import torch
+import torch.distributed as dist
+
+from gradlab.errors import GradlabError
+from gradlab.runtime.state import CompressionState
+
+
+def compression_hook(state: CompressionState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The communication hook for `DistributedDataParallel.register_comm_hook`.
+
+    Raises:
+        GradlabError: if it was registered with anything but a CompressionState.
+    """
+    if not isinstance(state, CompressionState):
+        raise GradlabError(f"compression_hook needs a CompressionState, it was registered with {type(state).__name__}")
+    return state.submit(bucket)

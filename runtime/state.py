@@ -1,0 +1,195 @@
+"""The state that the DDP communication hook is registered with."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradlab.artifact import Artifact
+from gradlab.codec import Tensors
+from gradlab.errors import GradlabError
+from gradlab.layout import named_layers
+from gradlab.plan import Plan
+from gradlab.runtime.communicator import Communicator
+from gradlab.runtime.engine import Bucket, Engine
+from gradlab.runtime.statistics import Statistics
+
+_STATE_FORMAT = 1
+
+
+class CompressionState:
+    """A plan at work on one DDP model: codecs' states, the engine that runs them, and what it measured.
+
+    All ranks construct it together (it makes a process group of its own and compares plans). Register it with
+
+        ddp_model.register_comm_hook(state, compression_hook)
+
+    and close it, or use it as a context manager, when training ends.
+
+    Args:
+        plan: made for this model's trainable parameters.
+        ddp_model: the DistributedDataParallel model.
+        optimizer: its parameter groups give the learning rates that some codecs follow.
+        deterministic: take means by all-to-all, a sum in rank order and all-gather, bit-identical to the offline
+            replay, instead of by the backend's all-reduce.
+        segment_bytes: gradients encoded before the next collective is issued, in bytes.
+        measure_errors: keep each layer's relative compression error per step (two passes over the gradients).
+        check_requests: compare all ranks' requests before each collective (debugging).
+        history: steps kept in `statistics`.
+        timeout: of the collectives; None takes the backend's default.
+
+    Raises:
+        GradlabError: if the model is not in DDP or is not the plan's (with a layer-by-layer difference), or ranks
+            have different plans.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        ddp_model: nn.Module,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        deterministic: bool = False,
+        segment_bytes: int = 8 * 2**20,
+        measure_errors: bool = True,
+        check_requests: bool = False,
+        history: int = 1000,
+        timeout: timedelta | None = None,
+    ) -> None:
+        if not isinstance(ddp_model, DistributedDataParallel):
+            raise GradlabError(f"expected a DistributedDataParallel model, not {type(ddp_model).__name__}")
+        pairs = named_layers(ddp_model.module)
+        plan.check_model([layer for layer, _ in pairs])
+        if strangers := {str(p.device) for _, p in pairs if p.device.type != "cpu"}:
+            raise GradlabError(f"parameters on {', '.join(sorted(strangers))}: this version compresses on the CPU only")
+        self.plan = plan
+        self.statistics = Statistics(history)
+        self._names: dict[torch.Tensor, str] = {parameter: layer.name for layer, parameter in pairs}
+        group = _group_like(ddp_model.process_group, timeout)
+        self._communicator = Communicator(group, deterministic, check_requests)
+        self._compare_plans()
+        if self._communicator.world_size == 1:
+            warnings.warn("gradlab: world size 1, there is no communication to compress", stacklevel=2)
+        rates = _LearningRates(optimizer, self._names)
+        self.engine = Engine(plan, self._communicator, rates, self.statistics, segment_bytes, measure_errors)
+        # Runs at exit too, so that a script that forgets close() still ends without a stray thread.
+        self._finalizer = weakref.finalize(self, self.engine.close)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], ddp_model: nn.Module, **options: Any) -> CompressionState:
+        """The state for a saved artifact; options as for the constructor.
+
+        Raises:
+            GradlabError: for an artifact that is missing, damaged, of a newer version, or for another model.
+        """
+        return cls(Artifact.load(path).plan, ddp_model, **options)
+
+    def _compare_plans(self) -> None:
+        mine = torch.tensor(list(bytes.fromhex(self.plan.digest)), dtype=torch.uint8)
+        theirs = self._communicator.gather_bytes(mine)
+        if different := [rank for rank, digest in enumerate(theirs) if not torch.equal(digest, theirs[0])]:
+            raise GradlabError(f"ranks {different} loaded another plan than rank 0 (their hashes differ)")
+
+    def submit(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Hand one of DDP's buckets to the engine; the hook calls this.
+
+        Raises:
+            GradlabError: for a parameter that is not in the plan's model.
+        """
+        # Buckets are rebuilt after the first iteration: which layers one holds is asked anew each time.
+        try:
+            names = [self._names[parameter] for parameter in bucket.parameters()]
+        except KeyError:
+            raise GradlabError("a bucket holds a parameter that this state's model does not have") from None
+        gradients = dict(zip(names, bucket.gradients(), strict=True))
+        return self.engine.submit(Bucket(bucket.index(), bucket.is_last(), bucket.buffer(), gradients))
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: plain values and tensors, for `torch.save` and `torch.load` with weights_only.
+
+        States are keyed "<group>::<layer>/<what>". Every rank must save its own: residuals differ between ranks.
+        """
+        states = {f"{group}::{key}": t.clone() for group, kept in self.engine.states.items() for key, t in kept.items()}
+        return {**self._identity(), "iteration": self.engine.iteration, "states": states}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict` of the same plan, rank and world size.
+
+        Raises:
+            GradlabError: naming what differs.
+        """
+        for key, mine in self._identity().items():
+            if state.get(key) != mine:
+                raise GradlabError(f"checkpoint: {key} is {state.get(key)!r}, this run has {mine!r}")
+        restored: dict[str, Tensors] = {}
+        for key, tensor in state["states"].items():
+            group, _, rest = key.partition("::")
+            restored.setdefault(group, {})[rest] = tensor.clone()
+        if unknown := sorted(set(restored) - {group.name for group in self.plan.groups}):
+            raise GradlabError(f"checkpoint: states for groups the plan does not have: {', '.join(unknown)}")
+        self.engine.states, self.engine.iteration = restored, int(state["iteration"])
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "format": _STATE_FORMAT,
+            "plan": self.plan.digest,
+            "rank": self._communicator.rank,
+            "world_size": self._communicator.world_size,
+        }
+
+    def report(self) -> dict[str, Any]:
+        """Plain JSON: bytes and times per step on this rank, error by layer, and what was expected.
+
+        Sizes in bytes, times in seconds per step; see `StepRecord` for what each covers.
+        """
+        dense = 4 * sum(layer.numel for layer in self.plan.layers)
+        summary = self.statistics.summary()
+        payload = summary.get("payload_bytes_per_step")
+        return {
+            "rank": self._communicator.rank,
+            "world_size": self._communicator.world_size,
+            "iteration": self.engine.iteration,
+            "dense_payload_bytes": dense,
+            "forecast_payload_bytes": self.plan.payload_bytes(self._communicator.world_size),
+            "compression_ratio": dense / payload if payload else None,
+            **summary,
+        }
+
+    def close(self) -> None:
+        """Stop the worker thread. Idempotent; also done at exit."""
+        self._finalizer()
+
+    def __enter__(self) -> CompressionState:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class _LearningRates:
+    """Learning rate by layer name, as the optimizer has it now."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None, names: Mapping[torch.Tensor, str]) -> None:
+        self._optimizer, self._names = optimizer, names
+
+    def __call__(self) -> dict[str, float]:
+        groups = self._optimizer.param_groups if self._optimizer is not None else []
+        return {self._names[p]: float(group["lr"]) for group in groups for p in group["params"] if p in self._names}
+
+
+def _group_like(group: dist.ProcessGroup, timeout: timedelta | None) -> dist.ProcessGroup:
+    """A new process group of the same ranks: DDP's own collectives must not mix with ours in another order."""
+    ranks = dist.get_process_group_ranks(group)
+    some = len(ranks) < dist.get_world_size()
+    made = dist.new_group(ranks, timeout=timeout, use_local_synchronization=some)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
