@@ -48,17 +48,17 @@ class Context:
     previous_learning_rate: Mapping[str, float] = field(default_factory=dict)
     loss_scale: float = 1.0
 
-    def shared_generator(self) -> torch.Generator:
-        """A CPU generator in the same state on every rank, new in every iteration."""
-        return seeded_generator("shared", self.seed, self.iteration, self.group)
+    def shared_generator(self, *key: object, every_iteration: bool = True) -> torch.Generator:
+        """A CPU generator in the same state on every rank; new in every iteration, or the same in all (for starts).
 
-    def rank_generator(self) -> torch.Generator:
+        key: tells apart several streams of one group, such as its layers.
+        """
+        when = self.iteration if every_iteration else "start"
+        return seeded_generator("shared", self.seed, when, self.group, *key)
+
+    def rank_generator(self, *key: object) -> torch.Generator:
         """A CPU generator of this rank's own, new in every iteration."""
-        return seeded_generator("rank", self.seed, self.iteration, self.group, self.rank)
-
-    def group_generator(self) -> torch.Generator:
-        """A CPU generator in the same state on every rank and in every iteration: for starting values."""
-        return seeded_generator("group", self.seed, self.group)
+        return seeded_generator("rank", self.seed, self.iteration, self.group, self.rank, *key)
 
 
 @dataclass(frozen=True)

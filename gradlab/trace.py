@@ -251,7 +251,10 @@ class Trace:
         for first in range(start, stop, size):
             last = min(first + size, stop)
             block = [
-                {layer.name: self.read(layer.name, rank, first, last).reshape(-1, *layer.shape) for layer in chosen}
+                {
+                    layer.name: self.read(layer.name, rank, first, last).reshape(last - first, *layer.shape)
+                    for layer in chosen
+                }
                 for rank in range(self.world_size)
             ]
             for offset in range(last - first):

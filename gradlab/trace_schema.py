@@ -41,8 +41,12 @@ PART = ".part"  # suffix of a segment that is still open, or that a killed run l
 
 CHUNK_STEPS = 16  # rows of a chunk: a whole block of steps goes to disk in one write
 CHUNK_COLUMNS = 16384  # most columns of a chunk: 1 MiB of float32
-STORED_DTYPE = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "bfloat16": np.dtype("<u2")}
-STEP_DTYPE = np.dtype(
+STORED_DTYPE: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype("<f4"),
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype("<u2"),
+}
+STEP_DTYPE: np.dtype[Any] = np.dtype(
     [
         ("index", "<i8"),  # iteration: synchronised backward passes since the recorder was attached, from 0
         ("loss", "<f8"),  # NaN where nobody annotated it
@@ -89,7 +93,7 @@ def record_checksums(records: np.ndarray, unused: np.ndarray, checksums: np.ndar
     """CRC-32 over everything that a step stores beside its gradients: uint32 (steps,)."""
     sums = np.empty(len(records), dtype=np.uint32)
     for row, (record, bits, layer_sums) in enumerate(zip(records, unused, checksums, strict=True)):
-        fields = record.tobytes()[: -STEP_DTYPE["checksum"].itemsize]
+        fields = record.tobytes()[:-4]
         sums[row] = zlib.crc32(layer_sums.tobytes(), zlib.crc32(bits.tobytes(), zlib.crc32(fields)))
     return sums
 

@@ -112,9 +112,8 @@ class SegmentReader:
             )
         for key, value in json.loads(expected).items():
             if found.get(key) != value:
-                raise GradlabError(
-                    f"{self.path}: does not belong to this trace: its {key} is {found.get(key)!r}, the manifest says {value!r}"
-                )
+                came = f"its {key} is {found.get(key)!r}, the manifest says {value!r}"
+                raise GradlabError(f"{self.path}: does not belong to this trace: {came}")
 
     def _open_datasets(self) -> None:
         names = set(self._file)

@@ -45,7 +45,10 @@ class CompressionState:
         measure_errors: keep each layer's relative compression error per step (two passes over the gradients).
         check_requests: compare all ranks' requests before each collective (debugging).
         history: steps kept in `statistics`.
-        timeout: of the collectives; None takes the backend's default.
+        process_group: of the DDP group's ranks, for the codecs' collectives alone: DDP's own must not mix with them in
+            another order. None makes one. If DDP runs on a part of the world only, torch names that group after the
+            number of groups a process has made; where ranks have made different numbers, pass one instead.
+        timeout: of the collectives of a group made here; None takes the backend's default.
 
     Raises:
         GradlabError: if the model is not in DDP or is not the plan's (with a layer-by-layer difference), or ranks
@@ -63,6 +66,7 @@ class CompressionState:
         measure_errors: bool = True,
         check_requests: bool = False,
         history: int = 1000,
+        process_group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
     ) -> None:
         if not isinstance(ddp_model, DistributedDataParallel):
@@ -74,7 +78,9 @@ class CompressionState:
         self.plan = plan
         self.statistics = Statistics(history)
         self._names: dict[torch.Tensor, str] = {parameter: layer.name for layer, parameter in pairs}
-        group = _group_like(ddp_model.process_group, timeout)
+        self._made_group = None if process_group else _group_like(ddp_model.process_group, timeout)
+        group = process_group or self._made_group
+        assert group is not None
         self._communicator = Communicator(group, deterministic, check_requests)
         self._compare_plans()
         if self._communicator.world_size == 1:
@@ -165,8 +171,11 @@ class CompressionState:
         }
 
     def close(self) -> None:
-        """Stop the worker thread. Idempotent; also done at exit."""
+        """Stop the worker thread and give back the process group made here. Idempotent; also done at exit."""
         self._finalizer()
+        if self._made_group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._made_group)
+        self._made_group = None
 
     def __enter__(self) -> CompressionState:
         return self
@@ -187,7 +196,7 @@ class _LearningRates:
 
 
 def _group_like(group: dist.ProcessGroup, timeout: timedelta | None) -> dist.ProcessGroup:
-    """A new process group of the same ranks: DDP's own collectives must not mix with ours in another order."""
+    """A new process group of the same ranks."""
     ranks = dist.get_process_group_ranks(group)
     some = len(ranks) < dist.get_world_size()
     made = dist.new_group(ranks, timeout=timeout, use_local_synchronization=some)

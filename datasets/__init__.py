@@ -1,0 +1,37 @@
+"""Workloads: a data set with the model and the recipe that the papers pair it with; and synthetic gradients.
+
+workload = gradlab.datasets.get("digits")
+data = workload.load()
+model = workload.model(seed=0)
+for indices in gradlab.datasets.batches(len(data.train_x), 32, rank=0, world_size=2, seed=0, steps=300):
+    loss = workload.loss(model(data.train_x[indices]), data.train_y[indices])
+"""
+
+from __future__ import annotations
+
+from gradlab.datasets.cifar10 import Cifar10
+from gradlab.datasets.digits import Digits
+from gradlab.datasets.recipe import Recipe, learning_rate_at
+from gradlab.datasets.sampling import batches
+from gradlab.datasets.workload import Data, Workload
+from gradlab.errors import GradlabError
+
+__all__ = ["Data", "Recipe", "Workload", "batches", "get", "learning_rate_at", "names"]
+
+_WORKLOADS: dict[str, Workload] = {workload.name: workload for workload in (Digits(), Cifar10())}
+
+
+def names() -> list[str]:
+    """The names of all workloads; the first needs no download."""
+    return list(_WORKLOADS)
+
+
+def get(name: str) -> Workload:
+    """The workload of that name.
+
+    Raises:
+        GradlabError: for an unknown name; the message lists the known ones.
+    """
+    if name not in _WORKLOADS:
+        raise GradlabError(f"unknown workload {name!r}: expected one of {', '.join(_WORKLOADS)}")
+    return _WORKLOADS[name]

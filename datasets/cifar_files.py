@@ -1,0 +1,41 @@
+"""Find out what a CIFAR-10 path is - by its content, not its name - and read it without running anything in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gradlab.datasets.array_cache import cached
+from gradlab.datasets.cifar_archive import read_folder, read_tar
+from gradlab.datasets.cifar_npz import read_npz
+from gradlab.datasets.splits import Splits, checked
+from gradlab.errors import GradlabError
+
+_EXPECTED = "an .npz, cifar-10-python.tar.gz, cifar-10-binary.tar.gz, or the folder extracted from either"
+_TAR_MAGIC_AT = 257
+
+
+def read_splits(path: str) -> Splits:
+    """The images and labels of an .npz, a published archive (gzip or plain tar), or an extracted folder.
+
+    What took long to unpack is kept as plain arrays beside the file (see `array_cache`).
+
+    Raises:
+        GradlabError: if the path is missing, cannot be read, or does not hold CIFAR-10.
+    """
+    place = Path(path)
+    try:
+        if place.is_dir():
+            return checked(read_folder(place), path)
+        if not place.is_file():
+            raise GradlabError(
+                f"{path}: {'not a regular file' if place.exists() else 'no such file'}, give {_EXPECTED}"
+            )
+        with place.open("rb") as stream:
+            head = stream.read(_TAR_MAGIC_AT + 5)
+        if head.startswith(b"PK"):
+            return cached(place, lambda: checked(read_npz(place), path))
+        if head.startswith(b"\x1f\x8b") or head[_TAR_MAGIC_AT:] == b"ustar":
+            return cached(place, lambda: checked(read_tar(place), path))
+    except OSError as error:
+        raise GradlabError(f"{path}: cannot be read ({error.strerror or error})") from error
+    raise GradlabError(f"{path}: neither a zip nor a tar file, expected {_EXPECTED}")

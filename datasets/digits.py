@@ -1,0 +1,57 @@
+"""Handwritten digits with a small residual network: real data that comes with scikit-learn, no download.
+
+Data: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits" (UCI, 1998), the 1797 test images of
+8x8 pixels in 17 grey levels that scikit-learn bundles. Model: the residual network of He et al. (2016), narrow.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import numpy as np
+import torch
+from torch import nn
+
+from gradlab.datasets.recipe import Recipe
+from gradlab.datasets.resnet import initialized
+from gradlab.datasets.workload import Data, Workload, limited
+from gradlab.errors import GradlabError
+
+TRAIN_SAMPLES = 1437  # 80 % of 1797; the other 360 are the test split
+_SPLIT_SEED = 0
+_WHITE = 16.0  # pixels are counts from 0 to 16
+
+
+@final
+class Digits(Workload):
+    """1437 training and 360 test images (1, 8, 8) in 10 classes; a residual network of 93,562 parameters."""
+
+    name = "digits"
+    description = "handwritten digits of 8x8 pixels (bundled with scikit-learn), residual network of 10 layers"
+    pairing = "no paper: the smallest real task on which convolutional compressors can be compared"
+    recipe = Recipe(learning_rate=0.05, momentum=0.9, weight_decay=5e-4, batch_size=32, steps=300, warmup_steps=20)
+    needs_path = False
+
+    def load(self, path: str | None = None, *, train_limit: int | None = None, test_limit: int | None = None) -> Data:
+        """The bundled images in a fixed split, minus the mean and over the standard deviation of training pixels."""
+        if path is not None:
+            raise GradlabError(f"workload digits is bundled with scikit-learn: give no path (got {path!r})")
+        from sklearn.datasets import load_digits
+
+        pixels, classes = load_digits(return_X_y=True)
+        order = np.random.default_rng(_SPLIT_SEED).permutation(len(pixels))
+        x = torch.from_numpy((pixels[order] / _WHITE).astype(np.float32)).reshape(-1, 1, 8, 8)
+        y = torch.from_numpy(classes[order].astype(np.int64))
+        # Statistics of the whole training split, so that a limit changes no value.
+        deviation, mean = torch.std_mean(x[:TRAIN_SAMPLES])
+        x = (x - mean) / deviation
+        train = limited(TRAIN_SAMPLES, train_limit, "train")
+        test = TRAIN_SAMPLES + limited(len(x) - TRAIN_SAMPLES, test_limit, "test")
+        return Data(x[:train], y[:train], x[TRAIN_SAMPLES:test], y[TRAIN_SAMPLES:test])
+
+    def model(self, seed: int) -> nn.Module:
+        return initialized(channels=1, widths=(16, 32, 64), blocks=(1, 2, 1), classes=10, seed=seed)
+
+    def augment(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """The images as they are: a mirrored or shifted 8x8 digit is often another digit."""
+        return x

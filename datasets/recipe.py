@@ -1,0 +1,78 @@
+"""The recipe of a training run: optimizer settings, batch, number of steps, learning rate over time.
+
+Linear warm-up: Goyal et al., "Accurate, Large Minibatch SGD" (2017), section 2.2. Cosine: Loshchilov and Hutter,
+"SGDR" (2017), eq. 5 without restarts. Steps: He et al., "Deep Residual Learning" (2016), section 4.2, which divides
+the rate by 10 at 32k and 48k of 64k iterations: at one half and three quarters.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from gradlab.errors import GradlabError
+
+Schedule = Literal["cosine", "constant", "step"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Settings of SGD with momentum. Change one with `dataclasses.replace`.
+
+    Raises:
+        GradlabError: for a setting out of its range.
+    """
+
+    learning_rate: float  # peak rate, reached when the warm-up ends
+    momentum: float  # in [0, 1)
+    weight_decay: float  # L2 penalty on every parameter
+    batch_size: int  # samples per rank and step
+    steps: int  # optimizer steps
+    warmup_steps: int = 0  # steps of linear warm-up, at most `steps`
+    schedule: Schedule = "cosine"
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        sound = {
+            "learning_rate": self.learning_rate > 0 and math.isfinite(self.learning_rate),
+            "momentum": 0 <= self.momentum < 1,
+            "weight_decay": self.weight_decay >= 0 and math.isfinite(self.weight_decay),
+            "batch_size": self.batch_size >= 1,
+            "steps": self.steps >= 1,
+            "warmup_steps": 0 <= self.warmup_steps <= self.steps,
+            "schedule": self.schedule in get_args(Schedule),
+            "nesterov": not self.nesterov or self.momentum > 0,
+        }
+        expected = {
+            "learning_rate": "a positive number",
+            "momentum": "0 <= momentum < 1",
+            "weight_decay": "0 or more",
+            "batch_size": "at least 1",
+            "steps": "at least 1",
+            "warmup_steps": f"0 to steps = {self.steps}",
+            "schedule": f"one of {', '.join(get_args(Schedule))}",
+            "nesterov": "a momentum above 0 with it",
+        }
+        for setting, fine in sound.items():
+            if not fine:
+                value = getattr(self, setting)
+                raise GradlabError(f"recipe: {setting} is {value!r}, expected {expected[setting]}")
+
+
+def learning_rate_at(recipe: Recipe, step: int) -> float:
+    """The learning rate of one step, counted from 0.
+
+    Warm-up of W steps: peak ((step + 1) / W). Afterwards, with the progress p = (step - W) / (steps - W) in [0, 1]:
+    cosine peak (1 + cos(pi p)) / 2; constant peak; step: peak / 10 from steps / 2 on, peak / 100 from 3 steps / 4 on.
+    Steps past the end keep the last rate.
+    """
+    peak, warmup, steps = recipe.learning_rate, recipe.warmup_steps, recipe.steps
+    if step < warmup:
+        return peak * ((step + 1) / warmup)
+    if recipe.schedule == "cosine":
+        progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+        return peak * (1 + math.cos(math.pi * progress)) / 2
+    if recipe.schedule == "step":
+        return peak * 0.1 ** ((2 * step >= steps) + (4 * step >= 3 * steps))
+    return peak

@@ -1,0 +1,84 @@
+"""Residual networks for small images, with shortcuts that have no parameters.
+
+He, Zhang, Ren and Sun, "Deep Residual Learning for Image Recognition" (CVPR 2016), section 4.2: a 3x3 stem, stages
+of basic blocks whose first one halves the image, global average pooling, one linear layer; option A shortcuts.
+Initialisation: He et al., "Delving Deep into Rectifiers" (ICCV 2015), eq. 14 (fan out).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+def _conv3x3(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
+
+
+class BasicBlock(nn.Module):
+    """relu(shortcut(x) + bn(conv(relu(bn(conv(x)))))): (batch, inputs, H, W) -> (batch, outputs, H/s, W/s)."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = _conv3x3(inputs, outputs, stride)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = _conv3x3(outputs, outputs)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.stride = stride
+        self.new_channels = outputs - inputs
+
+    def shortcut(self, x: torch.Tensor) -> torch.Tensor:
+        """Option A: every stride-th pixel, and zeros for the channels that the block adds."""
+        if self.stride == 1 and self.new_channels == 0:
+            return x
+        return functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.new_channels))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = functional.relu(self.bn1(self.conv1(x)))
+        return functional.relu(self.shortcut(x) + self.bn2(self.conv2(inner)))
+
+
+class ResidualNetwork(nn.Module):
+    """A residual network: images (batch, channels, H, W) -> logits (batch, classes).
+
+    channels: of the image; widths: channels of each stage; blocks: basic blocks in each stage. The stem has the first
+    stage's width; every stage but the first halves height and width.
+    """
+
+    def __init__(self, channels: int, widths: Sequence[int], blocks: Sequence[int], classes: int) -> None:
+        super().__init__()
+        self.stem = _conv3x3(channels, widths[0])
+        self.bn = nn.BatchNorm2d(widths[0])
+        stages, inputs = [], widths[0]
+        for index, (width, count) in enumerate(zip(widths, blocks, strict=True)):
+            strides = [1 if index == 0 else 2] + [1] * (count - 1)
+            sizes = [inputs] + [width] * (count - 1)
+            pairs = zip(sizes, strides, strict=True)
+            stages.append(nn.Sequential(*(BasicBlock(size, width, stride) for size, stride in pairs)))
+            inputs = width
+        self.stages = nn.Sequential(*stages)
+        self.head = nn.Linear(inputs, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features = self.stages(functional.relu(self.bn(self.stem(x))))
+        return self.head(features.mean(dim=(2, 3)))
+
+
+def initialized(
+    channels: int, widths: Sequence[int], blocks: Sequence[int], classes: int, seed: int
+) -> ResidualNetwork:
+    """A residual network whose values follow from the seed alone; the global generator is left as it was."""
+    # Torch's layers draw their default values from the global generator: those draws are undone, then overwritten.
+    with torch.random.fork_rng(devices=[]):
+        network = ResidualNetwork(channels, widths, blocks, classes)
+    generator = torch.Generator().manual_seed(seed)
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu", generator=generator)
+        elif isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=module.in_features**-0.5, generator=generator)
+            nn.init.zeros_(module.bias)
+    return network

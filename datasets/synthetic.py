@@ -1,0 +1,150 @@
+"""Synthetic gradients whose covariance, correlation and drift are known: the ground truth for tests.
+
+Node n draws at step t, with orthonormal directions U_t (numel, rank) and eigenvalues L = diag(l_1 >= ... >= l_r):
+
+    g_{t,n} = U_t L^{1/2} (sqrt(rho) z_t + sqrt(1 - rho) w_{t,n}) + s_n e_{t,n},    U_t = cos(w t) A + sin(w t) B
+
+z (shared by the nodes), w and e (each node's own) are independent standard normal vectors, drawn anew at every step;
+[A B] is orthonormal, so that all principal angles between U_s and U_t are w |t - s|. Hence, with S = l_1 + ... + l_r:
+
+    covariance of node n at step t          U_t L U_t' + s_n^2 I
+    between two nodes at one step           rho U_t L U_t'; between two steps 0
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from gradlab.errors import GradlabError
+
+
+@dataclass(frozen=True)
+class GradientModel:
+    """Settings of the model above. All nodes have the same signal; their noise may differ.
+
+    Raises:
+        GradlabError: for settings that describe no such model.
+    """
+
+    numel: int  # elements of a gradient
+    eigenvalues: tuple[float, ...]  # l_1 >= ... >= l_r > 0, variance along each direction
+    noise_std: tuple[float, ...]  # s_n, one per node, per element
+    shared: float = 1.0  # rho in [0, 1]: the share of the signal's variance that all nodes have in common
+    drift: float = 0.0  # w, radians per step
+
+    def __post_init__(self) -> None:
+        falling = all(a >= b for a, b in zip(self.eigenvalues, self.eigenvalues[1:], strict=False))
+        if not self.eigenvalues or not falling or not 0 < self.eigenvalues[-1] <= self.eigenvalues[0] < math.inf:
+            raise GradlabError(f"eigenvalues {self.eigenvalues}: expected at least one, positive, falling")
+        if self.numel < 2 * self.rank:
+            raise GradlabError(f"numel {self.numel}: expected at least 2 x rank = {2 * self.rank}, room for the drift")
+        if not self.noise_std or not all(0 <= std < math.inf for std in self.noise_std):
+            raise GradlabError(f"noise_std {self.noise_std}: expected one value per node, 0 or more")
+        if not 0 <= self.shared <= 1 or not math.isfinite(self.drift):
+            raise GradlabError(f"shared {self.shared}, drift {self.drift}: expected 0 to 1, and a finite angle")
+
+    @property
+    def rank(self) -> int:
+        """r, the dimension of the signal."""
+        return len(self.eigenvalues)
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return len(self.noise_std)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What was drawn: `values` float32 (steps, nodes, numel), and the directions A, B (numel, rank) in float64."""
+
+    values: np.ndarray
+    start: np.ndarray
+    turn: np.ndarray
+    model: GradientModel
+
+    def basis(self, step: int) -> np.ndarray:
+        """U_t (numel, rank): the true principal directions at a step, largest eigenvalue first."""
+        angle = self.model.drift * step
+        return math.cos(angle) * self.start + math.sin(angle) * self.turn
+
+
+def geometric_spectrum(rank: int, ratio: float, largest: float = 1.0) -> tuple[float, ...]:
+    """Eigenvalues largest x ratio^i for i = 0 to rank - 1."""
+    return tuple(largest * ratio**i for i in range(rank))
+
+
+def power_spectrum(rank: int, exponent: float, largest: float = 1.0) -> tuple[float, ...]:
+    """Eigenvalues largest x i^-exponent for i = 1 to rank."""
+    return tuple(largest * i**-exponent for i in range(1, rank + 1))
+
+
+def draw(model: GradientModel, steps: int, rng: np.random.Generator) -> Gradients:
+    """Draw gradients of all nodes for `steps` steps, and the directions they were drawn along.
+
+    Raises:
+        GradlabError: if steps is below 1.
+    """
+    if steps < 1:
+        raise GradlabError(f"steps {steps}: expected at least 1")
+    directions, _ = np.linalg.qr(rng.standard_normal((model.numel, 2 * model.rank)))
+    values = np.empty((steps, model.nodes, model.numel), np.float32)
+    gradients = Gradients(values, directions[:, : model.rank], directions[:, model.rank :], model)
+    deviation, noise = np.sqrt(model.eigenvalues), np.array(model.noise_std)[:, None]
+    for step in range(steps):
+        common, own = rng.standard_normal(model.rank), rng.standard_normal((model.nodes, model.rank))
+        scores = deviation * (math.sqrt(model.shared) * common + math.sqrt(1 - model.shared) * own)
+        values[step] = scores @ gradients.basis(step).T + noise * rng.standard_normal((model.nodes, model.numel))
+    return gradients
+
+
+def expected_energy(model: GradientModel) -> np.ndarray:
+    """E |g_n|^2 = S + numel s_n^2 for each node, (nodes,)."""
+    return sum(model.eigenvalues) + model.numel * np.square(model.noise_std)
+
+
+def expected_spectrum(model: GradientModel, node: int = 0) -> np.ndarray:
+    """Eigenvalues of one node's covariance at a step, (numel,): l_i + s^2, then s^2."""
+    spectrum = np.full(model.numel, model.noise_std[node] ** 2)
+    spectrum[: model.rank] += model.eigenvalues
+    return spectrum
+
+
+def expected_mean_spectrum(model: GradientModel) -> np.ndarray:
+    """Eigenvalues of the covariance of the mean over N nodes, (numel,).
+
+    l_i (rho + (1 - rho) / N) + (sum of s_n^2) / N^2, then (sum of s_n^2) / N^2.
+    """
+    nodes = model.nodes
+    spectrum = np.full(model.numel, float(np.sum(np.square(model.noise_std))) / nodes**2)
+    spectrum[: model.rank] += np.array(model.eigenvalues) * (model.shared + (1 - model.shared) / nodes)
+    return spectrum
+
+
+def expected_tail_energy(model: GradientModel, kept: int, age: int = 0, node: int = 0) -> float:
+    """The share of one node's energy outside the first `kept` <= rank true directions of `age` steps ago.
+
+    1 - (cos^2(w age) (l_1 + ... + l_d) + d s^2) / (S + numel s^2), because U_s' U_t = cos(w (t - s)) I.
+
+    Raises:
+        GradlabError: if `kept` is not between 0 and the rank.
+    """
+    if not 0 <= kept <= model.rank:
+        raise GradlabError(f"{kept} directions kept: expected 0 to rank = {model.rank}")
+    captured = math.cos(model.drift * age) ** 2 * sum(model.eigenvalues[:kept])
+    captured += kept * model.noise_std[node] ** 2
+    return 1 - captured / float(expected_energy(model)[node])
+
+
+def expected_cosine(model: GradientModel) -> np.ndarray:
+    """E <g_m, g_n> / sqrt(E |g_m|^2 E |g_n|^2) for two nodes at one step, (nodes, nodes).
+
+    rho S / sqrt((S + numel s_m^2) (S + numel s_n^2)) off the diagonal, 1 on it. Nodes at different steps: 0.
+    """
+    lengths = np.sqrt(expected_energy(model))
+    cosine = model.shared * sum(model.eigenvalues) / np.outer(lengths, lengths)
+    np.fill_diagonal(cosine, 1.0)
+    return cosine

@@ -1,0 +1,171 @@
+"""The contract every codec keeps, as tasks for real ranks and helpers for the lockstep side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pool_groups import SPARE
+from prescribed import SHAPES, Prescribed, gradients, layers
+from torch.nn.parallel import DistributedDataParallel
+
+from gradlab import codecs
+from gradlab.codec import Context, Exchanged, Tensors, build_settings, exchange_group
+from gradlab.collectives import LockstepResult, Mean, as_requests, run_lockstep
+from gradlab.plan import Group, Plan, Schedule
+from gradlab.runtime import CompressionState, compression_hook
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "topk": {"density": 0.07},
+    "powersgd": {"rank": 2},
+    "pca": {"loss_threshold": 0.3, "slice_size": 50},
+}
+
+
+def learned(codec: str, members: tuple[Any, ...]) -> Tensors:
+    """What a codec that learns gets: fitted on averaged gradients that the test does not use."""
+    method = codecs.get(codec)
+    samples = {
+        layer.name: torch.stack([gradients({layer.name: layer.shape}, 0, 500 + t)[layer.name] for t in range(12)])
+        for layer in members
+    }
+    return method(build_settings(method, SETTINGS.get(codec, {}))).fit(members, samples).learned
+
+
+def plan_for(codec: str, grouping: str, feedback: bool, warmup_steps: int = 0) -> Plan:
+    """A plan over `SHAPES`: one group per layer, or one over all layers (so that it spans buckets)."""
+    everything = layers()
+    sets = [everything] if grouping == "model" else [(layer,) for layer in everything]
+    groups, kept = [], {}
+    for members in sets:
+        name = "model" if grouping == "model" else members[0].name
+        tensors = learned(codec, members)
+        if codecs.get(codec).learns and not tensors:
+            continue  # smaller than a slice: dense
+        groups.append(
+            Group(name, tuple(m.name for m in members), codec, SETTINGS.get(codec, {}), error_feedback=feedback)
+        )
+        if tensors:
+            kept[name] = tensors
+    return Plan(everything, tuple(groups), Schedule(warmup_steps), seed=3, learned=kept)
+
+
+def lockstep(
+    plan: Plan, world_size: int, steps: int, make: Callable[[int, int], Tensors]
+) -> list[dict[str, list[LockstepResult[Exchanged]]]]:
+    """Run a plan's groups over `steps` iterations in this process: per step, per group, one result per rank."""
+    states: dict[str, list[Tensors]] = {group.name: [{}] * world_size for group in plan.groups}
+    history = []
+    for step in range(steps):
+        grads = [make(rank, step) for rank in range(world_size)]
+        results = {}
+        for group in plan.groups:
+            context = Context(0, world_size, step, group.name, plan.seed)
+            coroutines = [
+                exchange_group(
+                    plan.build(group),
+                    {name: grads[rank][name] for name in group.layers},
+                    states[group.name][rank],
+                    replace(context, rank=rank),
+                )
+                for rank in range(world_size)
+            ]
+            results[group.name] = run_lockstep(coroutines)
+            states[group.name] = [result.value.state for result in results[group.name]]
+        history.append(results)
+    return history
+
+
+def asks_for_means(plan: Plan, group: Group) -> bool:
+    """Whether a group's codec ever asks for a Mean, whose summation order the backend may choose."""
+    grads = gradients(SHAPES, 0, 0)
+    coroutine = exchange_group(
+        plan.build(group), {name: grads[name] for name in group.layers}, {}, Context(0, 1, 0, group.name)
+    )
+    requests = as_requests(next(coroutine))
+    coroutine.close()
+    return any(isinstance(request, Mean) for request in requests)
+
+
+def engine_against_lockstep(
+    group: dist.ProcessGroup, codec: str, grouping: str, feedback: bool, deterministic: bool, dtype: str
+) -> dict[str, Any]:
+    """Train a prescribed model under DDP on several buckets; compare with the lockstep run of the same plan."""
+    rank, world_size, steps = dist.get_rank(group), dist.get_world_size(group), 4
+    plan, kind = plan_for(codec, grouping, feedback), getattr(torch, dtype)
+    reference = lockstep(plan, world_size, steps, lambda r, t: gradients(SHAPES, r, t, kind))
+    model = DistributedDataParallel(Prescribed(SHAPES, kind), process_group=group, bucket_cap_mb=0.01)
+    bitwise, largest, finite = True, 0.0, True
+    with CompressionState(
+        plan,
+        model,
+        deterministic=deterministic,
+        check_requests=True,
+        segment_bytes=4096,
+        process_group=SPARE.get(world_size),
+    ) as state:
+        model.register_comm_hook(state, compression_hook)
+        for step in range(steps):
+            model.zero_grad()
+            model(gradients(SHAPES, rank, step, kind)).backward()
+            for results in reference[step].values():
+                for name, expected in results[rank].value.mean.items():
+                    got = getattr(model.module, name).grad
+                    bitwise = bitwise and torch.equal(got, expected)
+                    scale = float(expected.abs().max()) if expected.numel() else 0.0
+                    gap = float((got - expected).abs().max()) if expected.numel() else 0.0
+                    largest = max(largest, gap / scale if scale else gap)
+                    finite = finite and bool(got.isfinite().all())
+        # A group of codec identity is plainly dense in the engine: it keeps no residual, which would be zero.
+        compressed = {compressed.name for compressed in plan.compressed_groups}
+        expected_state = {name: r[rank].value.state for name, r in reference[-1].items() if name in compressed}
+        got_state = dict(state.state_dict()["states"])
+        state_bitwise = all(
+            torch.equal(got_state.pop(f"{name}::{key}"), value)
+            for name, kept in expected_state.items()
+            for key, value in kept.items()
+        )
+        payload = [record.payload_bytes for record in state.statistics.steps]
+    flat = torch.cat([p.grad.float().reshape(-1) for p in model.parameters()])
+    return {
+        "bitwise": bitwise,
+        "state_bitwise": state_bitwise and not got_state,
+        "largest_relative_difference": largest,
+        "finite": finite,
+        "ranks_agree": agree(flat, group),
+        "payload": payload,
+        "forecast": plan.payload_bytes(world_size),
+        "means": any(asks_for_means(plan, g) for g in plan.groups),
+    }
+
+
+def non_finite(group: dist.ProcessGroup, codec: str, grouping: str, bad_rank: int) -> dict[str, Any]:
+    """One rank gets a NaN in its last-arriving layer: all ranks see it, no state moves, and the next step is sound."""
+    rank = dist.get_rank(group)
+    plan = plan_for(codec, grouping, feedback=True)
+    model = DistributedDataParallel(Prescribed(SHAPES), process_group=group, bucket_cap_mb=0.01)
+    with CompressionState(plan, model, process_group=SPARE.get(dist.get_world_size(group))) as state:
+        model.register_comm_hook(state, compression_hook)
+        outcomes = []
+        for step in range(4):
+            grads = gradients(SHAPES, rank, step)
+            if step == 2 and rank == bad_rank:
+                grads["conv"][0, 0, 0, 0] = torch.nan
+            before = state.state_dict()["states"]
+            model.zero_grad()
+            model(grads).backward()
+            after = state.state_dict()["states"]
+            flat = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+            unchanged = before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in after)
+            outcomes.append({"finite": bool(flat.isfinite().all()), "state_unchanged": unchanged})
+    return {"outcomes": outcomes, "has_state": bool(after)}
+
+
+def agree(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether all ranks hold the same bits."""
+    everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, tensor, group=group)
+    return all(torch.equal(tensor.view(torch.int32), other.view(torch.int32)) for other in everyone)

@@ -1,0 +1,162 @@
+"""The contract suite: every codec in gradlab/codecs, found by itself, on every case."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from contract import SETTINGS, lockstep, plan_for
+from prescribed import SHAPES, gradients
+from process_pool import ProcessPool
+
+from gradlab import codecs
+from gradlab.codec import Context, Tensors, exchange_group
+from gradlab.collectives import run_lockstep
+
+CODECS = codecs.names()
+GROUPINGS = ["layer", "model"]
+
+
+def clone(grads: Tensors) -> Tensors:
+    return {name: grad.clone() for name, grad in grads.items()}
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("grouping", GROUPINGS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_lockstep_laws(codec: str, grouping: str, world_size: int) -> None:
+    """Ranks agree; own + residual == input; forecast == counted bytes; shapes and dtypes are kept."""
+    plan = plan_for(codec, grouping, feedback=True)
+    residual: dict[tuple[int, str], torch.Tensor] = {}
+    history = lockstep(plan, world_size, 3, lambda rank, step: gradients(SHAPES, rank, step))
+    for step, results in enumerate(history):
+        for group in plan.groups:
+            by_rank = results[group.name]
+            forecast = plan.build(group).payload_bytes(plan.members(group), world_size)
+            assert sum(result.payload_bytes for result in by_rank) / world_size == forecast
+            for rank, result in enumerate(by_rank):
+                grads = gradients(SHAPES, rank, step)
+                for name in group.layers:
+                    mean, own = result.value.mean[name], result.value.own[name]
+                    assert mean.shape == own.shape == grads[name].shape
+                    assert mean.dtype == grads[name].dtype
+                    assert torch.equal(mean, by_rank[0].value.mean[name])
+                    new = result.value.state[f"{name}/residual"]
+                    before = residual.get((rank, name), torch.zeros_like(new))
+                    torch.testing.assert_close(own + new, grads[name] + before, rtol=1e-5, atol=1e-5)
+                    residual[rank, name] = new
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("feedback", [False, True])
+def test_exchange_is_pure(codec: str, feedback: bool) -> None:
+    """No argument is changed, and no returned state shares memory with the gradients, which DDP will overwrite."""
+    plan = plan_for(codec, "model", feedback)
+    (group,) = plan.groups
+    method = plan.build(group)
+    states: list[Tensors] = [{}, {}]
+    for step in range(2):
+        grads = [gradients(SHAPES, rank, step) for rank in range(2)]
+        kept_grads, kept_states = [clone(g) for g in grads], [clone(s) for s in states]
+        learned_before = clone(getattr(method, "codec", method).learned)
+        context = Context(0, 2, step, group.name, plan.seed)
+        results = run_lockstep(
+            [exchange_group(method, grads[rank], states[rank], replace(context, rank=rank)) for rank in range(2)]
+        )
+        for rank in range(2):
+            assert all(torch.equal(grads[rank][name], kept_grads[rank][name]) for name in SHAPES)
+            assert all(torch.equal(states[rank][key], kept_states[rank][key]) for key in kept_states[rank])
+            memory = {grad.untyped_storage().data_ptr() for grad in grads[rank].values() if grad.numel()}
+            new = results[rank].value.state
+            assert not any(value.untyped_storage().data_ptr() in memory for value in new.values() if value.numel())
+        assert all(torch.equal(getattr(method, "codec", method).learned[k], v) for k, v in learned_before.items())
+        states = [result.value.state for result in results]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_non_contiguous_gradients(codec: str) -> None:
+    """A transposed view gives what its contiguous copy gives."""
+    plan = plan_for(codec, "layer", feedback=False)
+
+    def strided(rank: int, step: int) -> Tensors:
+        grads = gradients(SHAPES, rank, step)
+        return {name: g.T.contiguous().T if g.ndim == 2 else g for name, g in grads.items()}
+
+    assert not strided(0, 0)["wide"].is_contiguous()
+    plain = lockstep(plan, 2, 1, lambda rank, step: gradients(SHAPES, rank, step))[0]
+    views = lockstep(plan, 2, 1, strided)[0]
+    for group in plan.groups:
+        for name in group.layers:
+            assert torch.equal(plain[group.name][0].value.mean[name], views[group.name][0].value.mean[name])
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_settings_round_trip_as_json(codec: str) -> None:
+    plan = plan_for(codec, "layer", feedback=True)
+    tensors = plan.tensors()
+    again = type(plan).from_json(plan.to_json(), tensors)
+    assert again.digest == plan.digest
+    assert [g.settings for g in again.groups] == [SETTINGS.get(codec, {})] * len(plan.groups)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_zero_gradients_give_zero_or_mean(codec: str) -> None:
+    """All-zero gradients stay finite, for three steps; what is not learned returns zero."""
+    plan = plan_for(codec, "layer", feedback=True)
+    zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    for results in lockstep(plan, 2, 3, lambda rank, step: zeros):
+        for by_rank in results.values():
+            for mean in by_rank[0].value.mean.values():
+                assert bool(mean.isfinite().all())
+                assert codecs.get(codec).learns or not mean.any()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("grouping", GROUPINGS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_deterministic_engine_equals_lockstep(pool: ProcessPool, codec: str, grouping: str, ranks: int) -> None:
+    """Under real DDP on several buckets, deterministic mode gives lockstep's gradients and states bit for bit."""
+    arguments = {"codec": codec, "grouping": grouping, "feedback": True, "deterministic": True, "dtype": "float32"}
+    for result in pool.run("contract:engine_against_lockstep", ranks, **arguments):
+        assert result["bitwise"]
+        assert result["state_bitwise"]
+        assert result["ranks_agree"]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_backend_all_reduce_stays_close(pool: ProcessPool, codec: str, ranks: int) -> None:
+    """With the backend's all-reduce ranks agree bit for bit; codecs without Mean still equal lockstep bit for bit.
+
+    At two ranks a sum has one order, so that all do.
+    """
+    arguments = {"codec": codec, "grouping": "layer", "feedback": True, "deterministic": False, "dtype": "float32"}
+    results = pool.run("contract:engine_against_lockstep", ranks, **arguments)
+    for result in results:
+        assert result["ranks_agree"]
+        assert result["largest_relative_difference"] < 1e-4
+        if ranks == 2 or not result["means"]:
+            assert result["bitwise"]
+            assert result["state_bitwise"]
+    payload = [sum(step) / ranks for step in zip(*(result["payload"] for result in results), strict=True)]
+    assert payload == [results[0]["forecast"]] * len(payload)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_bfloat16_gradients(pool: ProcessPool, codec: str) -> None:
+    arguments = {"codec": codec, "grouping": "layer", "feedback": True, "deterministic": True, "dtype": "bfloat16"}
+    for result in pool.run("contract:engine_against_lockstep", 2, **arguments):
+        assert result["bitwise"]
+        assert result["finite"]
+        assert result["ranks_agree"]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("grouping", GROUPINGS)
+def test_nan_reaches_all_ranks_and_no_state(pool: ProcessPool, codec: str, grouping: str) -> None:
+    for result in pool.run("contract:non_finite", 2, codec=codec, grouping=grouping, bad_rank=1):
+        assert [outcome["finite"] for outcome in result["outcomes"]] == [True, True, False, True]
+        assert result["outcomes"][2]["state_unchanged"]
+        if result["has_state"]:
+            assert not result["outcomes"][3]["state_unchanged"]
