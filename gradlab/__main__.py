@@ -1,0 +1,5 @@
+"""`python -m gradlab`."""
+
+from gradlab.cli.main import main
+
+main()

@@ -1,0 +1,60 @@
+"""How commands speak: results on standard output, progress and remarks on standard error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+OUT = Console(highlight=False, soft_wrap=True)
+ERR = Console(stderr=True, highlight=False, soft_wrap=True)
+
+Report = Callable[[str, int, int], None]
+
+
+@contextmanager
+def progress_bars() -> Iterator[Report]:
+    """A function (what, done, total) that draws one bar per kind of work; silent where nobody watches."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=ERR, transient=True, disable=not ERR.is_terminal) as bars:
+        tasks: dict[str, Any] = {}
+
+        def report(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done, total=total)
+
+        yield report
+
+
+def print_json(value: Any) -> None:
+    """The result for scripts: one JSON document, nothing else on standard output."""
+    print(json.dumps(value, indent=1))
+
+
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
+    """A table; the first `left` columns are text, the others numbers."""
+    table = Table(title=title or None, title_justify="left", header_style="bold")
+    for column, name in enumerate(header):
+        table.add_column(name, justify="left" if column < left else "right")
+    for row in rows:
+        table.add_row(*row)
+    # Never narrower than its content: a table in a log file must not lose digits.
+    console = OUT if OUT.is_terminal else Console(highlight=False, width=200)
+    console.print(table, markup=False)
+
+
+def say(text: str) -> None:
+    """A remark, for people."""
+    ERR.print(text, markup=False)

@@ -1,0 +1,139 @@
+"""`gradlab demo`: the whole loop on the bundled data set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gradlab.cli.console import OUT, Report, print_json, print_table, progress_bars, say
+from gradlab.errors import GradlabError
+
+if TYPE_CHECKING:
+    from gradlab.analysis.gradiveq import GradiveqFit
+    from gradlab.analysis.replay_result import Replay
+    from gradlab.analysis.spectrum import TraceSpectrum
+    from gradlab.artifact import Artifact
+    from gradlab.trace import Trace
+
+WORKLOAD = "digits"
+
+
+@dataclass(frozen=True)
+class Offline:
+    """What the recording gave: artifacts by method, replays, the PCA fit, and measurements for the report."""
+
+    artifacts: dict[str, Path]
+    replays: dict[str, Replay]
+    fit: GradiveqFit
+    spectrum: TraceSpectrum
+    summary: dict[str, Any]
+
+
+def demo(
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder for everything the demo makes; new or empty.")
+    ] = Path("gradlab-demo"),
+    ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 2,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of each run.")] = 240,
+    seed: Annotated[int, typer.Option(help="Of every run: same model, same data order.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Record a run, analyse it, fit compressors, train compressed, compare; about two minutes.
+
+    Example:
+
+      gradlab demo --out gradlab-demo
+    """
+    if ranks < 2:
+        raise GradlabError(f"ranks = {ranks}: one rank exchanges no gradients, the demo needs at least 2")
+    if steps < 30:
+        raise GradlabError(f"steps = {steps}: the demo records, fits and compresses, it needs at least 30")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise GradlabError(f"{out} exists and is not empty: choose another folder with --out")
+    out.mkdir(parents=True, exist_ok=True)
+    with progress_bars() as progress:
+        runs, offline = _loop(out, ranks, steps, seed, progress)
+        page = _report(out, runs, offline, progress)
+    if as_json:
+        print_json({"report": str(page), "runs": runs})
+    else:
+        _print(runs, offline, page)
+
+
+def _loop(out: Path, ranks: int, steps: int, seed: int, progress: Report) -> tuple[dict[str, dict[str, Any]], Offline]:
+    """Record, analyse and fit, then train each method. The first third of every run is dense: the fit sees only it."""
+    from gradlab.cli.launch import launch, save_report
+    from gradlab.cli.settings import TrainSettings
+    from gradlab.trace import Trace
+
+    common: dict[str, Any] = {"workload": WORKLOAD, "ranks": ranks, "steps": steps, "seed": seed}
+    say(f"1/4 recording {steps} steps of {WORKLOAD} on {ranks} ranks")
+    launch(TrainSettings(**common, name="recording", capture=str((out / "trace").absolute())), progress)
+    say("2/4 measuring, fitting and replaying")
+    with Trace(out / "trace") as trace:
+        offline = _offline(trace, out, steps // 3, seed, progress)
+    say(f"3/4 training again, compressed: {', '.join(offline.artifacts)}")
+    runs = {}
+    for name, artifact in offline.artifacts.items():
+        runs[name] = launch(TrainSettings(**common, name=name, artifact=str(artifact.absolute())), progress)
+        save_report(runs[name], out / f"{name}.json")
+    say("4/4 writing the report")
+    return runs, offline
+
+
+def _offline(trace: Trace, out: Path, warmup: int, seed: int, progress: Report) -> Offline:
+    from gradlab.analysis.gradiveq import fit_gradiveq
+    from gradlab.analysis.replay import replay
+    from gradlab.analysis.report import summarize_trace
+    from gradlab.analysis.spectrum import measure_spectrum
+    from gradlab.artifact import Artifact
+    from gradlab.plan import Plan
+
+    # PCA sees the end of the dense phase: the freshest gradients it can have before it is needed.
+    samples = max(2, min(100, warmup - warmup // 4))
+    fit = fit_gradiveq(
+        trace, samples=samples, start=warmup - samples, warmup_steps=warmup, seed=seed, progress=progress
+    )
+    layers = trace.layers
+    made: dict[str, Artifact] = {
+        "dense": Artifact(Plan.uniform(layers, "identity", warmup_steps=warmup, seed=seed), {"method": "uniform"}),
+        "pca": fit.artifact(),
+        "topk": Artifact(Plan.uniform(layers, "topk", density=0.01, warmup_steps=warmup, seed=seed)),
+        "powersgd": Artifact(Plan.uniform(layers, "powersgd", rank=2, warmup_steps=warmup, seed=seed)),
+    }
+    paths = {name: artifact.save(out / f"{name}.safetensors") for name, artifact in made.items()}
+    replays = {name: replay(trace, artifact.plan, progress=progress) for name, artifact in made.items()}
+    spectrum = measure_spectrum(trace, progress=progress)
+    return Offline(paths, replays, fit, spectrum, summarize_trace(trace))
+
+
+def _report(out: Path, runs: Mapping[str, dict[str, Any]], offline: Offline, progress: Report) -> Path:
+    from gradlab.analysis.report import write_comparison
+
+    return write_comparison(
+        out / "report",
+        runs=runs,
+        replays=offline.replays,
+        fits={"pca": offline.fit},
+        trace_summary=offline.summary,
+        spectrum=offline.spectrum,
+        progress=progress,
+    )
+
+
+def _print(runs: Mapping[str, dict[str, Any]], offline: Offline, page: Path) -> None:
+    import json
+
+    from gradlab.analysis.report_tables import comparison_table
+
+    table = comparison_table(runs, {name: found.to_json() for name, found in offline.replays.items()})
+    print_table(table.title, table.columns, table.rows)
+    OUT.print(table.note, markup=False)
+    for line in offline.fit.warnings:
+        OUT.print(f"pca: {line}", markup=False)
+    OUT.print(json.loads((page.parent / "report.json").read_text())["verdict"], markup=False)
+    OUT.print(f"Report: {page}", markup=False)

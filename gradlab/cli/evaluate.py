@@ -1,0 +1,66 @@
+"""`gradlab evaluate`: replay artifacts on a trace, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gradlab.cli.console import OUT, print_json, print_table, progress_bars, say
+from gradlab.errors import GradlabError
+
+if TYPE_CHECKING:
+    from gradlab.analysis.replay_result import Replay
+
+
+def evaluate(
+    trace: Annotated[Path, typer.Argument(metavar="DIR", help="The trace's folder.")],
+    artifacts: Annotated[list[Path], typer.Argument(metavar="ARTIFACT...", help="Artifacts to replay.")],
+    start: Annotated[int, typer.Option(help="Position of the first recorded step to replay.")] = 0,
+    stop: Annotated[int | None, typer.Option(help="Position after the last.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="REPORT", help="Write a report with plots here.")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace a report that is there.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every step.")] = False,
+) -> None:
+    """Replay artifacts on recorded gradients with the code that trains: error, cosine, bytes, time.
+
+    Example:
+
+      gradlab evaluate trace topk.safetensors pca.safetensors
+    """
+    from gradlab.analysis.replay import replay
+    from gradlab.analysis.report import write_trace_report
+    from gradlab.artifact import Artifact
+    from gradlab.trace import Trace
+
+    names = [path.stem for path in artifacts]
+    if len(set(names)) < len(names):
+        names = [str(path) for path in artifacts]
+    loaded = [Artifact.load(path) for path in artifacts]
+    with Trace(trace) as opened, progress_bars() as progress:
+        if opened.world_size == 1:
+            raise GradlabError(f"{trace}: recorded on one rank: there is no exchange to replay")
+        found = {
+            name: replay(opened, artifact.plan, start=start, stop=stop, progress=progress)
+            for name, artifact in zip(names, loaded, strict=True)
+        }
+        page = write_trace_report(opened, out, replays=found, overwrite=overwrite, progress=progress) if out else None
+    if as_json:
+        print_json({name: result.to_json() for name, result in found.items()})
+    else:
+        print_replays(found)
+        if page:
+            OUT.print(str(page), markup=False)
+
+
+def print_replays(replays: Mapping[str, Replay]) -> None:
+    """One row per replayed plan, then its warnings."""
+    from gradlab.analysis.report_tables import replay_table
+
+    table = replay_table({name: result.to_json() for name, result in replays.items()})
+    print_table(table.title, table.columns, table.rows)
+    for name, result in replays.items():
+        for line in result.warnings:
+            say(f"warning: {name}: {line}")

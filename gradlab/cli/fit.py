@@ -1,0 +1,161 @@
+"""`gradlab fit`: make an artifact, and say how it does on gradients the fit did not see."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gradlab.cli.console import OUT, print_json, print_table, progress_bars, say
+from gradlab.errors import GradlabError
+
+app = typer.Typer(
+    help="Make an artifact from a trace; errors on later iterations are printed.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    add_completion=False,
+)
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The trace's folder.")]
+Target = Annotated[Path, typer.Option("--out", metavar="ARTIFACT", help="The file to write (.safetensors).")]
+Warmup = Annotated[int, typer.Option(help="Dense steps before the first compressed one in training.")]
+Seed = Annotated[int, typer.Option(help="Of the random streams that ranks share.")]
+Overwrite = Annotated[bool, typer.Option(help="Replace a file that is there.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def _require_free(out: Path, overwrite: bool) -> None:
+    if out.exists() and not overwrite:
+        raise GradlabError(f"{out} exists already: choose another name or pass --overwrite")
+
+
+@app.command()
+def gradiveq(
+    trace: Folder,
+    out: Target,
+    samples: Annotated[int, typer.Option(help="Iterations to fit on (the paper's L_t).")] = 100,
+    start: Annotated[
+        int | None, typer.Option(help="Position of the first; the first at or after --warmup-steps by default.")
+    ] = None,
+    loss_threshold: Annotated[float, typer.Option(help="The paper's lambda: share of variance given up.")] = 0.01,
+    slice_size: Annotated[int | None, typer.Option(help="K in elements; a multiple of F x D by default.")] = None,
+    basis: Annotated[str, typer.Option(help="'layer': one basis from the first slice; 'slice': one each.")] = "layer",
+    max_dimension: Annotated[int | None, typer.Option(help="Upper limit on d.")] = None,
+    warmup_steps: Warmup = 0,
+    seed: Seed = 0,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """GradiVeQ's PCA bases for the convolutions; every other layer stays dense.
+
+    Example:
+
+      gradlab fit gradiveq trace --out pca.safetensors --samples 100 --warmup-steps 100
+    """
+    from gradlab.analysis.gradiveq import fit_gradiveq
+    from gradlab.codecs.pca import PCA
+    from gradlab.trace import Trace
+
+    _require_free(out, overwrite)
+    settings = PCA.Settings(loss_threshold, slice_size, basis, max_dimension)
+    with Trace(trace) as opened, progress_bars() as progress:
+        found = fit_gradiveq(
+            opened,
+            samples=samples,
+            start=start,
+            settings=settings,
+            warmup_steps=warmup_steps,
+            seed=seed,
+            progress=progress,
+        )
+    found.artifact().save(out, overwrite)
+    if as_json:
+        print_json(found.origin)
+        return
+    print_gradiveq(found.origin)
+    for line in found.warnings:
+        say(f"warning: {line}")
+    OUT.print(str(out), markup=False)
+
+
+def print_gradiveq(origin: dict[str, Any]) -> None:
+    """Per layer K, d and loss where it was fitted and later; then the loss by age of the bases."""
+    from gradlab.analysis.formatting import format_percent, format_ratio
+    from gradlab.analysis.report_tables import fit_table
+
+    table = fit_table(origin)
+    print_table(table.title, table.columns, table.rows)
+    held, control = origin["holdout"], origin["random_basis"]
+    rows = [
+        (f"{first} to {last}", format_percent(loss), format_percent(random))
+        for (first, last), loss, random in zip(held["ages"], held["loss_by_age"], control["loss_by_age"], strict=True)
+    ]
+    print_table("loss by age of the bases, in steps", ("age", "these bases", "random, same size"), rows)
+    ratio = origin["dense_payload_bytes"] / origin["payload_bytes"]
+    OUT.print(f"payload {format_ratio(ratio)} smaller than dense over the whole model", markup=False)
+
+
+@app.command()
+def uniform(
+    trace: Folder,
+    out: Target,
+    codec: Annotated[str, typer.Option(help="Any codec that needs no fit: topk, powersgd, identity.")],
+    setting: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting of the codec; repeatable.")
+    ] = None,
+    error_feedback: Annotated[bool | None, typer.Option(help="The codec's own habit by default.")] = None,
+    warmup_steps: Warmup = 0,
+    seed: Seed = 0,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """One codec with one setting for all layers of two or more dimensions, replayed on the trace.
+
+    Example:
+
+      gradlab fit uniform trace --codec topk --set density=0.01 --out topk.safetensors
+    """
+    from gradlab.analysis.replay import replay
+    from gradlab.artifact import Artifact
+    from gradlab.cli.evaluate import print_replays
+    from gradlab.plan import Plan
+    from gradlab.trace import Trace
+
+    _require_free(out, overwrite)
+    with Trace(trace) as opened, progress_bars() as progress:
+        plan = Plan.uniform(
+            opened.layers,
+            codec,
+            error_feedback=error_feedback,
+            warmup_steps=warmup_steps,
+            seed=seed,
+            **parse_settings(setting or []),
+        )
+        found = replay(opened, plan, progress=progress)
+        origin = {"method": "uniform", "trace": opened.digest, "replay": found.summary()}
+    Artifact(plan, origin).save(out, overwrite)
+    if as_json:
+        print_json(origin)
+    else:
+        print_replays({out.stem: found})
+        OUT.print(str(out), markup=False)
+
+
+def parse_settings(texts: list[str]) -> dict[str, Any]:
+    """NAME=VALUE texts as settings; values are JSON, or plain words.
+
+    Raises:
+        GradlabError: for a text without "=".
+    """
+    import json
+
+    values = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise GradlabError(f"--set {text}: expected NAME=VALUE, such as density=0.01")
+        try:
+            values[name] = json.loads(value)
+        except ValueError:
+            values[name] = value
+    return values

@@ -1,0 +1,59 @@
+"""`gradlab inspect`: what an artifact holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gradlab.cli.console import OUT, print_json, print_table
+
+
+def inspect(
+    artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A .safetensors file made by gradlab fit.")],
+    ranks: Annotated[int, typer.Option(help="World size for the forecast of bytes.")] = 2,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """What an artifact does to which layer, where it came from, and the bytes it will send.
+
+    Example:
+
+      gradlab inspect plan.safetensors
+    """
+    from gradlab.analysis.formatting import format_bytes, format_ratio
+    from gradlab.artifact import Artifact
+
+    loaded = Artifact.load(artifact)
+    plan = loaded.plan
+    payload, dense = plan.payload_bytes(ranks), plan.payload_bytes(ranks, compressing=False)
+    if as_json:
+        sizes = {"payload_bytes": payload, "dense_payload_bytes": dense, "world_size": ranks}
+        print_json({"digest": plan.digest, "plan": plan.to_json(), "origin": loaded.origin, "expected": sizes})
+        return
+    rows = []
+    for group in plan.groups:
+        codec, members = plan.build(group), plan.members(group)
+        before = 4 * sum(layer.numel for layer in members)
+        after = codec.payload_bytes(members, ranks)
+        rows.append(
+            (group.name, _method(group), format_bytes(before), format_bytes(after), format_ratio(before / after))
+        )
+    rows += [
+        (layer.name, "dense", format_bytes(4 * layer.numel), format_bytes(4 * layer.numel), format_ratio(1.0))
+        for layer in plan.dense_layers
+        if not any(layer.name in group.layers for group in plan.groups)
+    ]
+    print_table(f"{artifact} ({plan.digest[:12]})", ("group", "method", "dense", "payload", "ratio"), rows, left=2)
+    OUT.print(
+        f"per step and rank at {ranks} ranks: {format_bytes(payload)} instead of {format_bytes(dense)} "
+        f"({format_ratio(dense / payload)}), after {plan.schedule.warmup_steps} dense steps; "
+        f"made by {loaded.origin.get('method', 'hand')}",
+        markup=False,
+    )
+
+
+def _method(group: Any) -> str:
+    from gradlab.analysis.replay import describe
+
+    return describe(group)

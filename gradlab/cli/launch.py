@@ -1,0 +1,81 @@
+"""Start the reference trainer under torchrun on this machine, follow its progress, and bring back its report."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gradlab.cli.settings import TrainSettings
+from gradlab.errors import GradlabError
+
+Progress = Callable[[str, int, int], None]
+
+
+def launch(settings: TrainSettings, progress: Progress | None = None) -> dict[str, Any]:
+    """Run `settings.ranks` processes and return the run's report.
+
+    Raises:
+        GradlabError: what a rank said was wrong, or the end of the log of a run that failed otherwise.
+    """
+    settings.check()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={settings.ranks}"]
+    command += ["-m", "gradlab.cli.trainer", settings.to_json()]
+    environment = {"OMP_NUM_THREADS": str(settings.threads), "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+        try:
+            result, error = _follow(process, settings.name, progress)
+        finally:
+            process.terminate()  # no-op for one that has ended; torchrun passes it on to the ranks
+            process.wait()
+        log.seek(0)
+        if error is None and result is None:
+            tail = "\n".join(log.read().splitlines()[-25:])
+            raise GradlabError(f"training run {settings.name} failed (exit code {process.returncode}):\n{tail}")
+    if result is None:
+        raise GradlabError(str(error))
+    return result
+
+
+def _follow(
+    process: subprocess.Popen[str], name: str, progress: Progress | None
+) -> tuple[dict[str, Any] | None, str | None]:
+    """Read lines until the run ends: the result of rank 0, and the first error."""
+    result, error = None, None
+    assert process.stdout is not None
+    for text in process.stdout:
+        try:
+            line = json.loads(text)
+        except ValueError:
+            print(text, end="", file=sys.stderr)
+            continue
+        if "step" in line and progress:
+            progress(name, line["step"], line["steps"])
+        result = line.get("result", result)
+        error = error or line.get("error")
+    process.wait()
+    return result, error
+
+
+def save_report(report: dict[str, Any], path: Path) -> Path:
+    """Write a run's report as JSON, whole or not at all.
+
+    Raises:
+        GradlabError: if the file exists or cannot be written.
+    """
+    if path.exists():
+        raise GradlabError(f"{path} exists already: choose another name")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.part")
+        partial.write_text(json.dumps(report, indent=1))
+        os.replace(partial, path)
+    except OSError as error:
+        raise GradlabError(f"cannot write {path}: {error.strerror}") from None
+    return path

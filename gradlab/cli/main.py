@@ -1,0 +1,56 @@
+"""The command `gradlab`. Bad input is one line on standard error and exit code 2, never a traceback."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from gradlab.cli import analyze, demo, evaluate, fit, inspect, trace, train
+from gradlab.errors import GradlabError
+from gradlab.version import VERSION
+
+app = typer.Typer(
+    name="gradlab",
+    help="Measure the gradients of a PyTorch DDP run, fit compressors on them, train compressed, compare.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command("demo")(demo.demo)
+app.command("train")(train.train)
+app.add_typer(trace.app, name="trace")
+app.command("analyze")(analyze.analyze)
+app.add_typer(fit.app, name="fit")
+app.command("evaluate")(evaluate.evaluate)
+app.command("inspect")(inspect.inspect)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"gradlab {VERSION}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Show the version."),
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        app()
+    except GradlabError as error:
+        print(f"gradlab: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("gradlab: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

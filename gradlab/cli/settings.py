@@ -1,0 +1,64 @@
+"""What a training run of the reference trainer is told, as plain JSON between launcher and ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from gradlab.errors import GradlabError
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """One run. None takes the workload's recipe.
+
+    workload: name; data: path for workloads that need one; ranks: world size; steps, batch_size (per rank),
+    learning_rate: of the recipe; seed: of model, data order and augmentation; threads: per rank; bucket_cap_mb: DDP's
+    bucket size in MiB; capture: folder for a trace; every: record every so many steps; artifact: a plan to train
+    with; deterministic: means in rank order; name: how reports call the run; train_limit: first so many samples.
+    """
+
+    workload: str
+    data: str | None = None
+    ranks: int = 2
+    steps: int | None = None
+    batch_size: int | None = None
+    learning_rate: float | None = None
+    seed: int = 0
+    threads: int = 1
+    bucket_cap_mb: float = 25.0
+    capture: str | None = None
+    every: int = 1
+    artifact: str | None = None
+    deterministic: bool = False
+    name: str = "run"
+    train_limit: int | None = None
+
+    def check(self) -> None:
+        """Refuse what no run can do.
+
+        Raises:
+            GradlabError: naming the setting.
+        """
+        for setting in ("ranks", "steps", "batch_size", "threads", "every", "train_limit"):
+            value = getattr(self, setting)
+            if value is not None and value < 1:
+                raise GradlabError(f"{setting} = {value}, expected at least 1")
+        if self.learning_rate is not None and not 0 < self.learning_rate < 1e6:
+            raise GradlabError(f"learning rate = {self.learning_rate}, expected a positive number")
+        if self.bucket_cap_mb <= 0:
+            raise GradlabError(f"bucket size = {self.bucket_cap_mb} MiB, expected above 0")
+        if self.ranks == 1 and (self.capture or self.artifact):
+            raise GradlabError("one rank exchanges no gradients: recording and compressing need --ranks 2 or more")
+        if self.capture and self.artifact:
+            raise GradlabError("a run either records (--capture) or compresses (--compress), not both")
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> TrainSettings:
+        values: dict[str, Any] = json.loads(text)
+        return cls(**values)

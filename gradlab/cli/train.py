@@ -1,0 +1,106 @@
+"""`gradlab train`: the reference trainer, plain, recorded or compressed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gradlab.cli.console import print_json, print_table, progress_bars, say
+from gradlab.errors import GradlabError
+
+EXAMPLE = """
+Examples:
+
+  gradlab train digits --ranks 2 --capture trace
+
+  gradlab train digits --ranks 2 --compress plan.safetensors --out run.json
+
+  gradlab train cifar10 --data cifar10.npz --steps 200 --capture trace
+"""
+
+
+def train(
+    workload: Annotated[str, typer.Argument(help="digits (bundled) or cifar10 (needs --data).")],
+    ranks: Annotated[int, typer.Option(help="Processes on this machine, under torchrun.")] = 2,
+    capture: Annotated[Path | None, typer.Option(metavar="DIR", help="Record every rank's gradients here.")] = None,
+    compress: Annotated[Path | None, typer.Option(metavar="ARTIFACT", help="Train with this artifact.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Data set file or folder, for workloads that need one.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Keep the run's report here, as JSON.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps; the workload's recipe by default.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Samples per rank and step.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
+    seed: Annotated[int, typer.Option(help="Of model, data order and augmentation.")] = 0,
+    every: Annotated[int, typer.Option(help="Record every so many steps.")] = 1,
+    bucket_cap_mb: Annotated[float, typer.Option(help="DDP's bucket size in MiB.")] = 25.0,
+    threads: Annotated[int, typer.Option(help="Threads per rank.")] = 1,
+    deterministic: Annotated[bool, typer.Option(help="Take means in rank order, as the replay does.")] = False,
+    train_limit: Annotated[int | None, typer.Option(help="Use only the first so many training samples.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the run's report as JSON.")] = False,
+) -> None:
+    """Train a workload on this machine's ranks: plain, recorded (--capture) or compressed (--compress)."""
+    from gradlab.cli.launch import launch, save_report
+    from gradlab.cli.settings import TrainSettings
+
+    settings = TrainSettings(
+        workload=workload,
+        data=str(data.absolute()) if data else None,
+        ranks=ranks,
+        steps=steps,
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        seed=seed,
+        threads=threads,
+        bucket_cap_mb=bucket_cap_mb,
+        capture=str(capture.absolute()) if capture else None,
+        every=every,
+        artifact=str(compress.absolute()) if compress else None,
+        deterministic=deterministic,
+        name=compress.stem if compress else ("recorded" if capture else "plain"),
+        train_limit=train_limit,
+    )
+    settings.check()
+    if out is not None and out.exists():
+        raise GradlabError(f"{out} exists already: choose another name")
+    if compress is not None:
+        from gradlab.artifact import Artifact
+
+        Artifact.load(compress)  # a bad file is better refused before processes start
+    with progress_bars() as progress:
+        report = launch(settings, progress)
+    if out is not None:
+        save_report(report, out)
+    if as_json:
+        print_json(report)
+    else:
+        _print(report)
+    for row in report["recorded"]:
+        if row["steps_lost"]:
+            say(f"warning: {row['path']}: {row['steps_lost']} steps were not recorded ({row['reason']})")
+
+
+train.__doc__ = f"{train.__doc__}\n{EXAMPLE}"
+
+
+def _print(report: dict[str, Any]) -> None:
+    from gradlab.analysis.formatting import format_bytes, format_percent, format_ratio, format_seconds
+
+    rows = [
+        ("steps", str(report["steps"])),
+        ("final accuracy", format_percent(report["final_accuracy"])),
+        ("final loss (last 10 steps)", f"{report['final_loss']:.4f}"),
+        ("step time (median)", format_seconds(report["step_seconds"])),
+    ]
+    if "payload_bytes_per_step" in report:
+        rows += [
+            ("payload per step", format_bytes(report["payload_bytes_per_step"]["mean"])),
+            ("wire per step", format_bytes(report["wire_bytes_per_step"]["mean"])),
+            ("compression ratio", format_ratio(report["compression_ratio"])),
+            *((f"{part} per step", format_seconds(value)) for part, value in report["time"].items()),
+        ]
+    rows += [
+        (f"recorded by rank {rank}", f"{row['steps_written']} steps, {format_bytes(row['bytes_written'])}")
+        for rank, row in enumerate(report["recorded"])
+    ]
+    print_table(f"{report['workload']}, {report['world_size']} ranks: {report['name']}", ("", ""), rows)
