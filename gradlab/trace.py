@@ -214,12 +214,14 @@ class Trace:
             raise GradlabError(f"{self.path}: no rank {rank}; expected 0 to {self.world_size - 1}")
         start, stop = self._range(start, stop)
         columns = _contiguous(columns, found.numel)
-        out = np.empty((stop - start, columns.stop - columns.start), np.float32)
         located = self._ranks[rank]
-        for segment, first, last, at in _runs(self._rows[rank][start:stop], located.starts):
-            reader = self._segment(rank, located.numbers[segment])
-            out[at : at + last - first] = reader.read(found, first, last, columns)
-        return out
+        parts = [
+            self._segment(rank, located.numbers[segment]).read(found, first, last, columns)
+            for segment, first, last in _runs(self._rows[rank][start:stop], located.starts)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate([np.empty((0, columns.stop - columns.start), np.float32), *parts])
 
     def mean(self, layer: str, start: int = 0, stop: int | None = None, columns: slice | None = None) -> np.ndarray:
         """Mean over all ranks, summed in float64: float32 (stop - start, numel[columns]). Arguments as `read`."""
@@ -229,9 +231,10 @@ class Trace:
         for first in range(start, stop, CHUNK_STEPS):
             last = min(first + CHUNK_STEPS, stop)
             total = np.zeros((last - first, out.shape[1]), np.float64)
-            for rank in range(self.world_size):
-                total += self.read(layer, rank, first, last, columns)
-            out[first - start : last - start] = total / self.world_size
+            with np.errstate(invalid="ignore", over="ignore"):  # recorded infinities meet, too
+                for rank in range(self.world_size):
+                    total += self.read(layer, rank, first, last, columns)
+                out[first - start : last - start] = total / self.world_size
         return out
 
     def iterate(
@@ -301,8 +304,8 @@ def _contiguous(columns: slice | None, numel: int) -> slice:
     return slice(start, max(start, stop))
 
 
-def _runs(rows: np.ndarray, starts: np.ndarray) -> Iterator[tuple[int, int, int, int]]:
-    """Cut ascending row numbers into reads: (segment, first row in it, last row + 1, position in `rows`).
+def _runs(rows: np.ndarray, starts: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    """Cut ascending row numbers into reads: (segment, first row in it, last row + 1).
 
     A run is a stretch of consecutive rows inside one segment; rows without gaps in one segment are one run.
     """
@@ -313,4 +316,4 @@ def _runs(rows: np.ndarray, starts: np.ndarray) -> Iterator[tuple[int, int, int,
     for first, last in zip([0, *cuts], [*cuts, len(rows)], strict=True):
         segment = int(segments[first])
         base = int(starts[segment])
-        yield segment, int(rows[first]) - base, int(rows[last - 1]) + 1 - base, int(first)
+        yield segment, int(rows[first]) - base, int(rows[last - 1]) + 1 - base

@@ -284,6 +284,7 @@ def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _unpack(packed: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The inverse of `_pack`: tensors of the dtypes and shapes of `like`, each with storage of its own."""
-    pieces = packed.split([tensor.nbytes for tensor in like])
+    sizes = [tensor.nbytes for tensor in like]
+    pieces = packed[: sum(sizes)].split(sizes)  # what a varying gather was padded with stays behind
     # The copy also aligns the bytes: a view with a wider dtype needs an offset that its element size divides.
     return [piece.clone().view(t.dtype).reshape(t.shape) for piece, t in zip(pieces, like, strict=True)]

@@ -65,7 +65,7 @@ def demo(
 
 
 def _loop(out: Path, ranks: int, steps: int, seed: int, progress: Report) -> tuple[dict[str, dict[str, Any]], Offline]:
-    """Record, analyse and fit, then train each method. The first third of every run is dense: the fit sees only it."""
+    """Record, analyse and fit, then train each method. The first quarter is dense, and all the fit sees."""
     from gradlab.cli.launch import launch, save_report
     from gradlab.cli.settings import TrainSettings
     from gradlab.trace import Trace
@@ -75,7 +75,7 @@ def _loop(out: Path, ranks: int, steps: int, seed: int, progress: Report) -> tup
     launch(TrainSettings(**common, name="recording", capture=str((out / "trace").absolute())), progress)
     say("2/4 measuring, fitting and replaying")
     with Trace(out / "trace") as trace:
-        offline = _offline(trace, out, steps // 3, seed, progress)
+        offline = _offline(trace, out, steps // 4, seed, progress)
     say(f"3/4 training again, compressed: {', '.join(offline.artifacts)}")
     runs = {}
     for name, artifact in offline.artifacts.items():

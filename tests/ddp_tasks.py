@@ -1,0 +1,358 @@
+"""Tasks for real ranks: training under DDP with our hook beside plain DDP and PyTorch's own hooks."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from contract import agree
+from pool_groups import SPARE
+from prescribed import Prescribed, gradients
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
+from torch.nn.parallel import DistributedDataParallel
+
+from gradlab.codec import Context, Exchanged, Tensors
+from gradlab.codecs.identity import Identity
+from gradlab.collectives import AllToAll, Broadcast, Coroutine, Gather, Mean, run_lockstep
+from gradlab.errors import GradlabError
+from gradlab.plan import Group, Plan, Schedule
+from gradlab.runtime import CompressionState, compression_hook
+from gradlab.runtime.communicator import Communicator
+from gradlab.runtime.engine import Exchange
+
+SMALL_BUCKETS = 0.005  # MiB
+
+
+def network() -> nn.Module:
+    """A small convolutional network; the same values wherever it is made."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(512, 48),
+            nn.ReLU(),
+            nn.Linear(48, 10),
+        )
+
+
+def train(
+    group: dist.ProcessGroup,
+    steps: int,
+    plan: Callable[[nn.Module], Plan] | None = None,
+    bucket_cap_mb: float = SMALL_BUCKETS,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train the network on random images; with a plan, compressed. Parameters as one vector, and what was seen."""
+    rank = dist.get_rank(group)
+    model = DistributedDataParallel(network(), process_group=group, bucket_cap_mb=bucket_cap_mb)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    buckets: list[int] = []
+    state = None
+    if plan is not None:
+        options.setdefault("process_group", SPARE.get(dist.get_world_size(group)))
+        state = CompressionState(plan(model), model, optimizer=optimizer, **options)
+
+        # DDP looks at annotations: exact ones, or none.
+        def counting(state, bucket):  # type: ignore[no-untyped-def]
+            buckets.append(bucket.index())
+            return compression_hook(state, bucket)
+
+        model.register_comm_hook(state, counting)
+    stream = torch.Generator().manual_seed(100 + rank)
+    for _ in range(steps):
+        images = torch.randn(8, 1, 8, 8, generator=stream)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images), torch.randint(10, (8,), generator=stream)).backward()
+        optimizer.step()
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    if state is not None:
+        state.close()
+    return {"parameters": flat, "buckets": 1 + max(buckets, default=0), "state": state}
+
+
+def identity_equals_plain_ddp(group: dist.ProcessGroup, steps: int) -> dict[str, Any]:
+    plain = train(group, steps)["parameters"]
+    ours = train(group, steps, lambda model: Plan.uniform(model, "identity"))
+    return {
+        "equal": torch.equal(plain, ours["parameters"]),
+        "buckets": ours["buckets"],
+        "threads": [t.name for t in threading.enumerate() if t.name.startswith("gradlab")],
+    }
+
+
+def warm_up_equals_plain_ddp(group: dist.ProcessGroup) -> dict[str, Any]:
+    """Dense warm-up steps of a compressing plan are plain DDP's; the step after is not."""
+
+    def plan(model: nn.Module) -> Plan:
+        return Plan.uniform(model, "topk", density=0.05, warmup_steps=5)
+
+    return {
+        str(steps): torch.equal(train(group, steps)["parameters"], train(group, steps, plan)["parameters"])
+        for steps in (5, 6)
+    }
+
+
+def long_run(group: dist.ProcessGroup, codec: str, steps: int, settings: dict[str, Any]) -> dict[str, Any]:
+    done = train(group, steps, lambda model: Plan.uniform(model, codec, **settings))
+    flat = done["parameters"]
+    return {
+        "agree": agree(flat, group),
+        "finite": bool(flat.isfinite().all()),
+        "buckets": done["buckets"],
+        "report": done["state"].report(),
+    }
+
+
+def against_torch_powersgd(group: dist.ProcessGroup, rank: int, steps: int, dtype: str) -> list[float]:
+    """Per step the largest relative difference of our PowerSGD from PyTorch's hook: one bucket, the same first Q."""
+    shapes = {"conv": (16, 8, 3, 3), "wide": (24, 300), "tall": (300, 17), "vector": (65,)}
+    dense_steps = 2
+    kind = getattr(torch, dtype)
+    theirs = DistributedDataParallel(Prescribed(shapes, kind), process_group=group)
+    ours = DistributedDataParallel(Prescribed(shapes, kind), process_group=group)
+    torch_state = torch_powersgd.PowerSGDState(
+        group, rank, start_powerSGD_iter=dense_steps, min_compression_rate=1, random_seed=7
+    )
+    order: list[str] = []
+    names = {parameter: name for name, parameter in theirs.module.named_parameters()}
+
+    def remembering(state, bucket):  # type: ignore[no-untyped-def]
+        order[:] = [names[parameter] for parameter in bucket.parameters()]
+        return torch_powersgd.powerSGD_hook(state, bucket)
+
+    theirs.register_comm_hook(torch_state, remembering)
+    plan = Plan.uniform(ours, "powersgd", rank=rank, warmup_steps=dense_steps, error_feedback=True, minimum_numel=1)
+    largest = []
+    with CompressionState(plan, ours, process_group=SPARE.get(dist.get_world_size(group))) as state:
+        ours.register_comm_hook(state, compression_hook)
+        for step in range(steps):
+            if step == dense_steps:
+                _give_first_q(state, shapes, order, rank, 7, kind)
+            for model in (theirs, ours):
+                model.zero_grad()
+                model(gradients(shapes, dist.get_rank(group), step, kind)).backward()
+            pairs = [(getattr(theirs.module, name).grad, getattr(ours.module, name).grad) for name in shapes]
+            largest.append(max(float((b - a).abs().max() / a.abs().max()) for a, b in pairs))
+    return largest
+
+
+def _give_first_q(
+    state: CompressionState,
+    shapes: dict[str, tuple[int, ...]],
+    order: list[str],
+    rank: int,
+    seed: int,
+    dtype: torch.dtype,
+) -> None:
+    """Draw Q as PyTorch's hook does: seeded once, one matrix after another in the bucket's order."""
+    saved = state.state_dict()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(np.random.RandomState(seed).randint(1_000_000_000))
+        for name in order:
+            if len(shapes[name]) > 1:
+                columns = int(np.prod(shapes[name][1:]))
+                saved["states"][f"{name}::{name}/q"] = torch.randn(1, columns, rank, dtype=dtype)[0].T.contiguous()
+    state.load_state_dict(saved)
+
+
+def every_request(group: dist.ProcessGroup, deterministic: bool) -> dict[str, Any]:
+    """A coroutine that asks for every kind of collective, several at once: process group against lockstep."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    expected = run_lockstep([_asks_everything(r, world_size) for r in range(world_size)])[rank]
+    communicator = Communicator(group, deterministic=deterministic, check_requests=True)
+    answers: list[Any] = []
+    exchange = Exchange("everything", _asks_everything(rank, world_size), answers.extend)
+    exchange.advance()
+    while not exchange.done:
+        exchange.advance(communicator.issue(exchange.requests).answers())
+    for answer, wanted in zip(answers, expected.value, strict=True):
+        # The order of a sum is the backend's: the bound is N eps sum|g| / N, with |g| below 5 here.
+        rounding = 5 * world_size * torch.finfo(wanted.dtype).eps if wanted.is_floating_point() else 0
+        torch.testing.assert_close(answer, wanted, rtol=0, atol=rounding)
+    return {
+        "equal": all(torch.equal(a, b) for a, b in zip(answers, expected.value, strict=True)),
+        "payload": [communicator.payload_bytes, expected.payload_bytes],
+    }
+
+
+def _asks_everything(rank: int, world_size: int) -> Coroutine[list[torch.Tensor]]:
+    draw = torch.Generator().manual_seed(rank)
+    root = world_size - 1
+    found: list[torch.Tensor] = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        found.append((yield Mean(torch.randn(7, 3, generator=draw).to(dtype))))
+    whole, bits, mean = yield (
+        Gather(torch.arange(5, dtype=torch.int32) + rank),
+        Gather(torch.tensor([rank], dtype=torch.uint8)),
+        Mean(torch.randn((), generator=draw)),
+    )
+    found += [*whole, *bits, mean]
+    ragged, none, halves = yield (
+        Gather(torch.arange(3 * rank, dtype=torch.float64), varying=True),
+        Gather(torch.empty(0, dtype=torch.int16), varying=True),
+        Gather(torch.full((rank + 1,), 0.5, dtype=torch.bfloat16), varying=True),
+    )
+    found += [*ragged, *none, *halves]
+    first, second = yield Broadcast(torch.full((4,), float(rank)), 0), Broadcast(torch.tensor(rank), root)
+    found += [first, second]
+    parts = yield AllToAll(tuple(torch.full((to + 1,), 10 * rank + to, dtype=torch.int64) for to in range(world_size)))
+    found += parts
+    found.append((yield Mean(torch.empty(0))))
+    return found
+
+
+class Failing(Identity):
+    """A codec with a defect."""
+
+    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        if context.iteration == 2:
+            raise ArithmeticError("the defect")
+        return (yield from super().exchange(grads, state, context))
+
+
+def codec_that_raises(group: dist.ProcessGroup) -> dict[str, Any]:
+    """What the training loop sees of a defect in a codec, and of going on afterwards."""
+    shapes = {"conv": (16, 8, 3, 3), "wide": (12, 300)}
+    model = DistributedDataParallel(Prescribed(shapes), process_group=group, bucket_cap_mb=0.01)
+    messages = []
+    state = CompressionState(Plan.uniform(model, "topk"), model, process_group=SPARE.get(dist.get_world_size(group)))
+    state.engine._codecs["wide"] = Failing()
+    model.register_comm_hook(state, compression_hook)
+    for step in range(4):
+        try:
+            model(gradients(shapes, dist.get_rank(group), step)).backward()
+            messages.append("")
+        except RuntimeError as error:
+            messages.append(str(error))
+    state.close()
+    return {"messages": messages, "threads": [t.name for t in threading.enumerate() if "gradlab" in t.name]}
+
+
+def refusals(group: dist.ProcessGroup) -> dict[str, str]:
+    """What each wrong construction says, on this rank."""
+    rank, spare = dist.get_rank(group), SPARE.get(dist.get_world_size(group))
+    shapes = {"conv": (16, 8, 3, 3), "wide": (12, 300)}
+    bare = Prescribed(shapes)
+    model = DistributedDataParallel(bare, process_group=group)
+    other = Plan.uniform(Prescribed({"conv": (16, 8, 3, 3), "wide": (12, 30), "more": (5, 5)}), "topk")
+    mine = Plan.uniform(model, "topk", density=0.01 if rank == 0 else 0.02)
+    said = {}
+    attempts: dict[str, Callable[[], Any]] = {
+        "bare": lambda: CompressionState(Plan.uniform(bare, "topk"), bare),
+        "other model": lambda: CompressionState(other, model, process_group=spare),
+        "ranks differ": lambda: CompressionState(mine, model, process_group=spare),
+        "wrong state": lambda: _train_with("no state", group),
+        "foreign parameter": lambda: _train_with(
+            CompressionState(Plan.uniform(model, "topk"), model, process_group=spare), group
+        ),
+    }
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+            said[name] = ""
+        except (GradlabError, RuntimeError) as error:
+            said[name] = str(error)
+    with CompressionState(Plan.uniform(model, "topk"), model, process_group=spare) as state:
+        model.register_comm_hook(state, compression_hook)
+        try:
+            model.register_comm_hook(state, compression_hook)
+            said["twice"] = ""
+        except RuntimeError as error:
+            said["twice"] = str(error)
+    return said
+
+
+def _train_with(state: Any, group: dist.ProcessGroup) -> None:
+    shapes = {"conv": (16, 8, 3, 3)}
+    model = DistributedDataParallel(Prescribed(shapes), process_group=group)
+    model.register_comm_hook(state, compression_hook)
+    model(gradients(shapes, 0, 0)).backward()
+
+
+def save_and_load(group: dist.ProcessGroup, codec: str) -> dict[str, Any]:
+    """Six steps at once against three, a checkpoint through torch.save, and three more in a new state."""
+    shapes = {"conv": (16, 8, 3, 3), "wide": (12, 300), "vector": (65,)}
+    rank = dist.get_rank(group)
+    spare = SPARE.get(dist.get_world_size(group))
+
+    def steps(state: CompressionState, model: nn.Module, span: range) -> list[torch.Tensor]:
+        model.register_comm_hook(state, compression_hook)
+        seen = []
+        for step in span:
+            model.zero_grad()
+            model(gradients(shapes, rank, step)).backward()
+            seen.append(torch.cat([p.grad.reshape(-1).clone() for p in model.parameters()]))
+        return seen
+
+    def fresh() -> tuple[CompressionState, nn.Module]:
+        model = DistributedDataParallel(Prescribed(shapes), process_group=group, bucket_cap_mb=0.01)
+        plan = Plan.uniform(model, codec)
+        return CompressionState(plan, model, deterministic=True, process_group=spare), model
+
+    state, model = fresh()
+    with state:
+        straight = steps(state, model, range(6))
+    state, model = fresh()
+    with state:
+        steps(state, model, range(3))
+        file = io.BytesIO()
+        torch.save(state.state_dict(), file)
+    file.seek(0)
+    state, model = fresh()
+    with state:
+        saved = torch.load(file, weights_only=True)
+        state.load_state_dict(saved)
+        resumed = steps(state, model, range(3, 6))
+        refused = []
+        for key, value in (("rank", 99), ("world_size", 99), ("plan", "f" * 64), ("format", 99)):
+            try:
+                state.load_state_dict({**saved, key: value})
+            except GradlabError as error:
+                refused.append(str(error))
+    return {
+        "equal": all(torch.equal(a, b) for a, b in zip(straight[3:], resumed, strict=True)),
+        "keys": sorted(saved["states"]),
+        "refused": refused,
+    }
+
+
+def mixed_groups(group: dist.ProcessGroup) -> dict[str, Any]:
+    """Several codecs in one plan, a group over two buckets, dense layers between; against lockstep, deterministic."""
+    shapes = {"a": (16, 8, 3, 3), "b": (12, 300), "c": (300, 7), "d": (65,), "e": (40, 40)}
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    model = DistributedDataParallel(Prescribed(shapes), process_group=group, bucket_cap_mb=0.008)
+    uniform = Plan.uniform(model, "topk")
+    groups = (
+        Group("ends", ("a", "e"), "topk", {"density": 0.1}, True),
+        Group("middle", ("b",), "powersgd", {"rank": 2}, True),
+    )
+    plan = Plan(uniform.layers, groups, Schedule(1), seed=5)
+    from contract import lockstep
+
+    reference = lockstep(plan, world_size, 3, lambda r, t: gradients(shapes, r, t + 1))
+    equal = True
+    with CompressionState(
+        plan, model, deterministic=True, segment_bytes=1, check_requests=True, process_group=SPARE.get(world_size)
+    ) as state:
+        model.register_comm_hook(state, compression_hook)
+        for step in range(4):
+            model.zero_grad()
+            model(gradients(shapes, rank, step)).backward()
+            if step:
+                # Iterations count from the run's start; lockstep's own count differs, but these codecs do not use it.
+                for results in reference[step - 1].values():
+                    for name, mean in results[rank].value.mean.items():
+                        equal = equal and torch.equal(getattr(model.module, name).grad, mean)
+        errors = [sorted(record.errors) for record in state.statistics.steps]
+    return {"equal": equal, "errors": errors}

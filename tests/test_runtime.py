@@ -1,0 +1,122 @@
+"""The engine under real DDP: against plain DDP, PyTorch's own hook, lockstep, and defects."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from process_pool import ProcessPool
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_identity_plan_is_plain_ddp(pool: ProcessPool, ranks: int) -> None:
+    """After 50 steps over three or more buckets the parameters are plain DDP's, bit for bit; no thread is left."""
+    for result in pool.run("ddp_tasks:identity_equals_plain_ddp", ranks, steps=50):
+        assert result["equal"]
+        assert result["buckets"] >= 3
+        assert result["threads"] == []
+
+
+def test_warm_up_is_plain_ddp(pool: ProcessPool) -> None:
+    for result in pool.run("ddp_tasks:warm_up_equals_plain_ddp", 4):
+        assert result == {"5": True, "6": False}
+
+
+def test_powersgd_over_several_buckets_on_gloo(pool: ProcessPool) -> None:
+    """200 steps at 4 ranks over three or more buckets: no hang, and ranks agree bit for bit."""
+    for result in pool.run("ddp_tasks:long_run", 4, codec="powersgd", steps=200, settings={"rank": 2}):
+        assert result["agree"]
+        assert result["finite"]
+        assert result["buckets"] >= 3
+        report = result["report"]
+        assert report["iteration"] == 200
+        assert report["payload_bytes_per_step"] == report["forecast_payload_bytes"]
+        assert report["compression_ratio"] > 4
+        assert (
+            0 < min(report["relative_error_by_layer"].values()) <= max(report["relative_error_by_layer"].values()) < 1.5
+        )
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_powersgd_equals_pytorchs_hook(pool: ProcessPool, ranks: int, rank: int) -> None:
+    """On one bucket, given the same first Q, with warm start and error feedback: the same algorithm in float64.
+
+    In float32 rounding, which feedback and warm start carry on, is all that differs: below 1e-5 over the first steps.
+    """
+    arguments = {"rank": rank, "steps": 12}
+    for differences in pool.run("ddp_tasks:against_torch_powersgd", ranks, dtype="float64", **arguments):
+        assert max(differences) < 1e-12
+    for differences in pool.run("ddp_tasks:against_torch_powersgd", ranks, dtype="float32", **arguments):
+        assert max(differences[:6]) < 1e-5
+        assert max(differences) < 1e-3
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_every_request_on_a_process_group(pool: ProcessPool, ranks: int) -> None:
+    for result in pool.run("ddp_tasks:every_request", ranks, deterministic=True):
+        assert result["equal"]
+        assert result["payload"][0] == result["payload"][1]
+    for result in pool.run("ddp_tasks:every_request", ranks, deterministic=False):
+        assert result["payload"][0] == result["payload"][1]
+
+
+def test_mixed_plan_with_a_group_over_several_buckets(pool: ProcessPool) -> None:
+    for result in pool.run("ddp_tasks:mixed_groups", 3):
+        assert result["equal"]
+        assert result["errors"] == [[], *[["a", "b", "e"]] * 3]
+
+
+def test_codec_error_reaches_the_training_loop(pool: ProcessPool) -> None:
+    for result in pool.run("ddp_tasks:codec_that_raises", 2):
+        first, second, failing, after = result["messages"]
+        assert first == second == ""
+        for word in ("the defect", "ArithmeticError", "identity", "wide", "step 2"):
+            assert word in failing
+        assert after
+        assert result["threads"] == []
+
+
+def test_wrong_use_is_refused(pool: ProcessPool) -> None:
+    for said in pool.run("ddp_tasks:refusals", 2):
+        assert "DistributedDataParallel" in said["bare"]
+        assert "wide: expected shape [12, 30], the model has [12, 300]" in said["other model"]
+        assert "more [5, 5]: expected, not in the model" in said["other model"]
+        assert "hashes differ" in said["ranks differ"]
+        assert "CompressionState" in said["wrong state"]
+        assert "does not have" in said["foreign parameter"]
+        assert "once" in said["twice"]
+
+
+@pytest.mark.parametrize("codec", ["topk", "powersgd"])
+def test_state_survives_save_and_load(pool: ProcessPool, codec: str) -> None:
+    for result in pool.run("ddp_tasks:save_and_load", 3, codec=codec):
+        assert result["equal"]
+        assert "conv::conv/residual" in result["keys"]
+        assert len(result["refused"]) == 4
+
+
+def test_script_that_forgets_to_close_still_ends(tmp_path: Path) -> None:
+    script = tmp_path / "forgetful.py"
+    script.write_text(
+        "import sys, torch, torch.distributed as dist\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from ddp_tasks import network\n"
+        "from gradlab.plan import Plan\n"
+        "from gradlab.runtime import CompressionState, compression_hook\n"
+        "dist.init_process_group('gloo')\n"
+        "model = torch.nn.parallel.DistributedDataParallel(network(), bucket_cap_mb=0.02)\n"
+        "state = CompressionState(Plan.uniform(model, 'powersgd', rank=1), model)\n"
+        "model.register_comm_hook(state, compression_hook)\n"
+        "for _ in range(3):\n"
+        "    model(torch.randn(4, 1, 8, 8)).sum().backward()\n"
+        "sys.stdout.write(f'trained {state.report()[\"iteration\"]}\\n')\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("trained 3") == 2
