@@ -60,7 +60,7 @@ def print_replays(replays: Mapping[str, Replay]) -> None:
     from gradlab.analysis.report_tables import replay_table
 
     table = replay_table({name: result.to_json() for name, result in replays.items()})
-    print_table(table.title, table.columns, table.rows)
+    print_table(table.title, table.columns, table.rows, left=2)
     for name, result in replays.items():
         for line in result.warnings:
             say(f"warning: {name}: {line}")

@@ -140,7 +140,13 @@ def gather_json(value: Any) -> list[Any]:
 def say(**line: Any) -> None:
     """One line of JSON for the launcher; from rank 0 only."""
     if dist.get_rank() == 0:
-        print(json.dumps(line), flush=True)
+        _write(line)
+
+
+def _write(line: dict[str, Any]) -> None:
+    # One write call: lines of several ranks on one pipe must not run into each other.
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
 
 
 def run_rank(settings: TrainSettings) -> dict[str, Any]:
@@ -178,7 +184,7 @@ def main() -> int:
         code = 0
     except GradlabError as error:
         # Any rank may be the one that noticed; the launcher shows the first line it gets.
-        print(json.dumps({"error": str(error), "rank": dist.get_rank()}), flush=True)
+        _write({"error": str(error), "rank": dist.get_rank()})
         code = 2
     if code:
         os._exit(code)  # other ranks may wait in a collective: an orderly shutdown would wait with them

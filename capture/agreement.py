@@ -1,0 +1,67 @@
+"""All ranks agree, or all raise the same error: nobody is left waiting in a collective."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradlab.errors import GradlabError
+from gradlab.layout import canonical_json
+
+
+class Ranks:
+    """The ranks of a process group, for plain JSON. Every method is a collective.
+
+    Args:
+        group: the process group; device: where its tensors have to be if its backend is NCCL.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), group.size()
+        self._device = device if "nccl" in dist.get_backend(group) else torch.device("cpu")
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every rank, in rank order."""
+        own = torch.tensor(list(canonical_json(value).encode()), dtype=torch.uint8, device=self._device)
+        size = torch.tensor([own.numel()], device=self._device)
+        sizes = [torch.zeros_like(size) for _ in range(self.size)]
+        dist.all_gather(sizes, size, group=self.group)
+        lengths = [int(length) for length in sizes]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self._device)
+        padded[: own.numel()] = own
+        texts = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(texts, padded, group=self.group)
+        return [json.loads(bytes(text[:n].tolist())) for text, n in zip(texts, lengths, strict=True)]
+
+    def raise_together(self, problem: str | None) -> None:
+        """Go on only if no rank has a problem.
+
+        Raises:
+            GradlabError: the problem of the lowest rank that has one, the same line on all ranks.
+        """
+        problems = self.gather(problem)
+        for rank, text in enumerate(problems):
+            if text is not None:
+                raise GradlabError(text if all(other == text for other in problems) else f"rank {rank}: {text}")
+
+    def require_same(self, settings: dict[str, Any]) -> None:
+        """Go on only if all ranks gave the same settings.
+
+        Raises:
+            GradlabError: the first difference, the same line on all ranks.
+        """
+        everyone = self.gather(settings)
+        for rank, other in enumerate(everyone):
+            for name, value in everyone[0].items():
+                if other[name] != value:
+                    came = f"rank {rank} has {_short(other[name])}, rank 0 has {_short(value)}"
+                    raise GradlabError(f"ranks disagree about {name}: {came}; give all ranks the same")
+
+
+def _short(value: Any) -> str:
+    text = canonical_json(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,108 @@
+"""Begin a recording: check everything on all ranks, then start the trace and its writer thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradlab.capture.agreement import Ranks
+from gradlab.capture.async_writer import AsyncWriter
+from gradlab.capture.buffers import BufferPool
+from gradlab.capture.folder import require_free, start_together
+from gradlab.capture.rank_writer import RankWriter
+from gradlab.capture.selection import LayerChoice, choose_layers
+from gradlab.capture.settings import RecorderSettings, check_metadata
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+from gradlab.trace_schema import Manifest
+from gradlab.version import VERSION
+
+Chosen = Sequence[tuple[Layer, nn.Parameter]]
+
+
+def begin_recording(
+    model: DistributedDataParallel,
+    path: Path,
+    settings: RecorderSettings,
+    layers: LayerChoice,
+    wrap: Any,
+    metadata: dict[str, Any],
+    overwrite: bool,
+) -> tuple[Chosen, AsyncWriter]:
+    """The layers that are recorded, with their parameters, and the writer; a collective over the model's group.
+
+    Raises:
+        GradlabError: the same line on all ranks. Nothing has been written then, unless a disk failed on the way.
+    """
+    ranks = Ranks(model.process_group, next(model.parameters()).device)
+    problem: str | None = None
+    chosen: Chosen = ()
+    try:
+        settings.check()
+        check_metadata(metadata)
+        _check_hooks(model, wrap)
+        chosen = choose_layers(model, layers)
+        require_free(path, overwrite)
+    except GradlabError as error:
+        problem = str(error)
+    ranks.raise_together(problem)
+    recorded = tuple(layer for layer, _ in chosen)
+    ranks.require_same(vars(settings) | {"layers": [layer.to_json() for layer in recorded]})
+    about = _about(model, settings, wrap) | metadata
+    manifest = start_together(path, Manifest(ranks.size, recorded, settings.dtype, about), overwrite, ranks)
+    pinned = any(parameter.is_cuda for _, parameter in chosen)
+    return chosen, _start_writer(path, manifest, settings, ranks, pinned)
+
+
+def _start_writer(
+    path: Path, manifest: Manifest, settings: RecorderSettings, ranks: Ranks, pinned: bool
+) -> AsyncWriter:
+    rank_writer, problem = None, None
+    try:
+        rank_writer = RankWriter(path, manifest, ranks.rank, settings.segment_bytes)
+    except (OSError, GradlabError) as error:
+        problem = str(error)
+    try:
+        ranks.raise_together(problem)
+    except GradlabError:
+        if rank_writer is not None:
+            rank_writer.abandon()
+        raise
+    assert rank_writer is not None
+    # One more for the step that the hook fills, and one for the step that waits for annotations.
+    pool = BufferPool(manifest.layers, manifest.dtype, settings.queue_steps + 2, pinned)
+    return AsyncWriter(rank_writer, pool, settings, str(path))
+
+
+def _check_hooks(model: DistributedDataParallel, wrap: Any) -> None:
+    if wrap is not None and not (isinstance(wrap, tuple) and len(wrap) == 2 and callable(wrap[1])):
+        raise GradlabError(f"wrap is {wrap!r}, expected (state, hook) with a communication hook that can be called")
+    # DDP keeps its hooks private; its logger is the only place that knows of a built-in one.
+    attached = [hook.__qualname__ for hook, _ in getattr(model, "_comm_hooks", [])]
+    builtin = model._get_ddp_logging_data().get("comm_hook")
+    if attached or builtin:
+        name = attached[0] if attached else builtin
+        raise GradlabError(
+            f"the DDP model has the communication hook {name} already, and DDP takes one only; "
+            "make a new DDP model, and give the recorder another hook as wrap=(state, hook)"
+        )
+    if getattr(model, "_use_python_reducer", False):
+        raise GradlabError("recording needs DDP's own reducer; switch compiled autograd's DDP mode off")
+
+
+def _about(model: DistributedDataParallel, settings: RecorderSettings, wrap: Any) -> dict[str, Any]:
+    """What the manifest says about the run, unless the user says it."""
+    return {
+        "gradlab": VERSION,
+        "torch": str(torch.__version__),
+        "model": type(model.module).__name__,
+        "every": settings.every,
+        "start": settings.start,
+        "max_steps": settings.max_steps,
+        "hook": getattr(wrap[1], "__qualname__", type(wrap[1]).__name__) if wrap else None,
+    }
