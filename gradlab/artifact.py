@@ -1,18 +1,21 @@
 """An artifact: a plan with its learned tensors in one safetensors file.
 
 The file's single metadata key `gradlab` holds canonical JSON (one key keeps the file's hash stable): format and
-minimum reader version, the plan, where it came from, and a sha256 per tensor, because safetensors itself notices a
-truncated file but not a flipped bit. Nothing in the file is executed.
+minimum reader version, the plan, where it came from, a sha256 per tensor and one of the header itself, because
+safetensors notices a truncated file but not a flipped bit. Nothing in the file is executed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
@@ -25,6 +28,7 @@ FORMAT = 1
 # The oldest reader that understands what this version writes.
 MINIMUM_READER = 1
 _LARGEST_HEADER = 64 * 2**20
+_ROWS = torch.contiguous_format
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,10 @@ class Artifact:
         """Write the file whole or not at all: to a temporary name, synchronised, then renamed.
 
         Raises:
-            GradlabError: if the file exists and overwrite is false, or cannot be written.
+            GradlabError: if the file exists and overwrite is false, cannot be written, or the origin is not JSON.
         """
         path = Path(path)
-        if path.exists() and not overwrite:
+        if os.path.lexists(path) and not overwrite:
             raise GradlabError(f"{path} exists already: choose another name or ask to overwrite it")
         header = {
             "format": FORMAT,
@@ -55,8 +59,9 @@ class Artifact:
             "origin": self.origin,
             "sha256": self.plan.tensor_hashes(),
         }
-        tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in self.plan.tensors().items()}
-        _write_whole(path, save(tensors, metadata={"gradlab": canonical_json(header)}))
+        # Copies, because groups may share a tensor and safetensors refuses shared memory.
+        copies = {key: t.detach().cpu().clone(memory_format=_ROWS) for key, t in self.plan.tensors().items()}
+        _write_whole(path, save(copies, metadata={"gradlab": _seal(header)}))
         return path
 
     @classmethod
@@ -69,6 +74,7 @@ class Artifact:
         path = Path(path)
         header, tensors = _read(path)
         _check_version(path, header)
+        _check_seal(path, header)
         hashes = header.get("sha256")
         if not isinstance(hashes, dict) or set(hashes) != set(tensors):
             raise GradlabError(f"{path}: the tensors in the file are not those its header lists")
@@ -80,6 +86,31 @@ class Artifact:
             return cls(Plan.from_json(header.get("plan"), tensors), origin if isinstance(origin, dict) else {})
         except GradlabError as error:
             raise GradlabError(f"{path}: {error}") from None
+        except RecursionError:
+            raise GradlabError(f"{path}: the gradlab header is nested too deeply") from None
+
+
+def _seal(header: dict[str, Any]) -> str:
+    """The header's canonical JSON with its own sha256 in it."""
+    try:
+        plain = json.loads(canonical_json(header))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise GradlabError(f"artifact: the origin is not plain JSON ({error})") from None
+    return canonical_json(plain | {"header_sha256": _hash_header(plain)})
+
+
+def _hash_header(header: dict[str, Any]) -> str:
+    rest = {key: value for key, value in header.items() if key != "header_sha256"}
+    return hashlib.sha256(canonical_json(rest).encode()).hexdigest()
+
+
+def _check_seal(path: Path, header: dict[str, Any]) -> None:
+    try:
+        sound = header.get("header_sha256") == _hash_header(header)
+    except (ValueError, RecursionError):
+        sound = False
+    if not sound:
+        raise GradlabError(f"{path}: the gradlab header is damaged (its sha256 differs)")
 
 
 def _write_whole(path: Path, data: bytes) -> None:
@@ -91,13 +122,15 @@ def _write_whole(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise GradlabError(f"cannot write {path}: {error.strerror or error}") from None
+    except (OSError, ValueError) as error:
+        with contextlib.suppress(OSError, ValueError):
+            partial.unlink(missing_ok=True)
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise GradlabError(f"cannot write {path}: {reason}") from None
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise GradlabError(f"no artifact at {path}")
     try:
         with safe_open(str(path), framework="pt") as file:

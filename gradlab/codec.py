@@ -158,6 +158,9 @@ class ErrorFeedback(Codec):
     def check(self, layers: Sequence[Layer]) -> None:
         self.codec.check(layers)
 
+    def fit(self, layers: Sequence[Layer], samples: Mapping[str, torch.Tensor]) -> Codec:
+        return ErrorFeedback(self.codec.fit(layers, samples))
+
     def to(self, device: torch.device | str) -> Codec:
         self.codec.to(device)
         return self
@@ -239,7 +242,7 @@ def build_settings(codec: type[Codec], values: Mapping[str, Any]) -> Any:
 _ACCEPTED: dict[str, Callable[[Any], bool]] = {
     "None": lambda v: v is None,
     "int": lambda v: type(v) is int,
-    "float": lambda v: type(v) in (int, float) and math.isfinite(v),
+    "float": lambda v: (type(v) is float and math.isfinite(v)) or (type(v) is int and abs(v) < 2**53),
     "bool": lambda v: type(v) is bool,
     "str": lambda v: type(v) is str,
 }
@@ -248,7 +251,7 @@ _ACCEPTED: dict[str, Callable[[Any], bool]] = {
 def _check_type(codec: str, setting: Any, value: Any) -> None:
     wanted = setting.type if isinstance(setting.type, str) else setting.type.__name__
     if not any(_ACCEPTED[part](value) for part in wanted.split(" | ")):
-        raise GradlabError(f"{codec}: setting {setting.name} = {value!r}, expected {wanted}")
+        raise GradlabError(f"{codec}: setting {setting.name} = {repr(value)[:80]}, expected {wanted}")
 
 
 def require(condition: bool, codec: str, setting: str, value: object, expected: str) -> None:

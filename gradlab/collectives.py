@@ -172,9 +172,11 @@ def sum_in_rank_order(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _answers(requests: Sequence[Request]) -> Iterator[Any]:
     """The answer to one request, for each rank in turn; every rank gets tensors of its own."""
     first = requests[0]
+    # Summed once, or N ranks would cost N^2 additions.
+    mean = sum_in_rank_order([r.tensor for r in requests if isinstance(r, Mean)]) if isinstance(first, Mean) else None
     for rank in range(len(requests)):
-        if isinstance(first, Mean):
-            yield sum_in_rank_order([r.tensor for r in requests if isinstance(r, Mean)])
+        if mean is not None:
+            yield mean.clone()
         elif isinstance(first, Gather):
             yield [r.tensor.detach().clone() for r in requests if isinstance(r, Gather)]
         elif isinstance(first, Broadcast):

@@ -21,8 +21,10 @@ from gradlab.errors import GradlabError
 
 Order = Literal["native", "gradiveq"]
 ROLES = ("convolution", "linear", "embedding", "normalization", "bias", "other")
-# Prefixes that wrappers (DDP, torch.compile) put before a parameter's own name.
-_WRAPPER_PREFIXES = ("module.", "_orig_mod.")
+# Names that wrappers put into a parameter's own: DDP at the front, torch.compile wherever a module is compiled.
+_DDP_NAME, _COMPILED_NAME = "module", "_orig_mod"
+# More elements than any layer has; beyond it sizes no longer fit the integers and floats they are counted in.
+_LARGEST_LAYER = 2**48
 
 
 @dataclass(frozen=True)
@@ -52,12 +54,17 @@ class Layer:
             GradlabError: for anything but a name, a list of non-negative sizes and a known role.
         """
         if not isinstance(value, dict):
-            raise GradlabError(f"a layer must be an object with name, shape and role, not {value!r}")
+            raise GradlabError(f"a layer must be an object with name, shape and role, not {str(value)[:200]}")
         name, shape, role = value.get("name"), value.get("shape"), value.get("role", "other")
         named = isinstance(name, str) and name and role in ROLES
-        if not named or not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**40 for n in shape):
-            raise GradlabError(f"not a layer description: {value!r}")
+        if not named or not isinstance(shape, list) or not _sound_sizes(shape):
+            raise GradlabError(f"not a layer description: {str(value)[:200]}")
         return cls(str(name), tuple(shape), role)
+
+
+def _sound_sizes(shape: list[Any]) -> bool:
+    sized = all(type(n) is int and 0 <= n <= _LARGEST_LAYER for n in shape)
+    return sized and math.prod(shape) <= _LARGEST_LAYER
 
 
 def canonical_json(value: Any) -> str:
@@ -72,14 +79,11 @@ def fingerprint(layers: Iterable[Layer]) -> str:
 
 
 def bare_name(name: str) -> str:
-    """A parameter's name without the prefixes that DDP and torch.compile add."""
-    changed = True
-    while changed:
-        changed = False
-        for prefix in _WRAPPER_PREFIXES:
-            if name.startswith(prefix):
-                name, changed = name[len(prefix) :], True
-    return name
+    """A parameter's name without what DDP and torch.compile (of the model or of modules in it) add."""
+    parts = [part for part in name.split(".") if part != _COMPILED_NAME]
+    while len(parts) > 1 and parts[0] == _DDP_NAME:
+        parts.pop(0)
+    return ".".join(parts)
 
 
 def _role(module: nn.Module, parameter_name: str, parameter: torch.Tensor) -> str:
@@ -91,7 +95,7 @@ def _role(module: nn.Module, parameter_name: str, parameter: torch.Tensor) -> st
         return "linear"
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return "embedding"
-    norms = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
+    norms = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
     return "normalization" if isinstance(module, norms) else "other"
 
 
@@ -151,20 +155,25 @@ def flatten(tensor: torch.Tensor, order: Order = "native") -> torch.Tensor:
     "native" reads row by row; "gradiveq" puts the F filters' collocated values next to each other, then depth,
     then width, then height (GradiVeQ, Fig. 3a): the shape (F, D, *spatial) is read as (*spatial, D, F).
     """
+    _check_order(order)
     if order == "gradiveq" and tensor.ndim > 1:
         tensor = tensor.permute(*range(2, tensor.ndim), 1, 0)
-    elif order not in ("native", "gradiveq"):
-        raise GradlabError(f"flattening order {order!r}: expected 'native' or 'gradiveq'")
     return tensor.reshape(-1)
 
 
 def unflatten(vector: torch.Tensor, shape: Sequence[int], order: Order = "native") -> torch.Tensor:
     """The inverse of `flatten`: a vector of shape (numel,) back into `shape`."""
+    _check_order(order)
     if order == "native" or len(shape) < 2:
         return vector.reshape(tuple(shape))
     spatial = len(shape) - 2
     permuted = vector.reshape(*shape[2:], shape[1], shape[0])
     return permuted.permute(spatial + 1, spatial, *range(spatial))
+
+
+def _check_order(order: str) -> None:
+    if order not in ("native", "gradiveq"):
+        raise GradlabError(f"flattening order {order!r}: expected 'native' or 'gradiveq'")
 
 
 def split_slices(vector: torch.Tensor, slice_size: int) -> tuple[torch.Tensor, torch.Tensor]:

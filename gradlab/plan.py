@@ -90,8 +90,8 @@ class Plan:
     learned: by group name, what the group's codec learned from data.
 
     Raises:
-        GradlabError: for a group that names an unknown layer, a layer in two groups, two groups of one name, an
-            unknown codec, settings out of range, or learned tensors that do not fit.
+        GradlabError: for a group that names an unknown layer, a layer in two groups, two groups of one name, a group
+            name with "::", an unknown codec, settings out of range, or learned tensors that do not fit.
     """
 
     layers: tuple[Layer, ...]
@@ -108,6 +108,8 @@ class Plan:
         _require_unique("grouped layer", [name for group in self.groups for name in group.layers])
         known = {layer.name for layer in self.layers}
         for group in self.groups:
+            if "::" in group.name:
+                raise GradlabError(f"plan: group name {group.name!r}: '::' sets a group apart from its tensors' keys")
             if not group.layers:
                 raise GradlabError(f"plan: group {group.name} has no layers")
             if missing := [name for name in group.layers if name not in known]:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
 from rich.table import Table
+
+from gradlab.progress import Progress
 
 OUT = Console(highlight=False, soft_wrap=True)
 ERR = Console(stderr=True, highlight=False, soft_wrap=True)
 
-Report = Callable[[str, int, int], None]
-
 
 @contextmanager
-def progress_bars() -> Iterator[Report]:
+def progress_bars() -> Iterator[Progress]:
     """A function (what, done, total) that draws one bar per kind of work; silent where nobody watches."""
     columns = (
         TextColumn("{task.description}"),
@@ -27,7 +28,7 @@ def progress_bars() -> Iterator[Report]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=ERR, transient=True, disable=not ERR.is_terminal) as bars:
+    with RichProgress(*columns, console=ERR, transient=True, disable=not ERR.is_terminal) as bars:
         tasks: dict[str, Any] = {}
 
         def report(what: str, done: int, total: int) -> None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradlab.cli.console import OUT, Report, print_json, print_table, progress_bars, say
+from gradlab.cli.console import OUT, print_json, print_table, progress_bars, say
 from gradlab.errors import GradlabError
+from gradlab.progress import Progress
 
 if TYPE_CHECKING:
     from gradlab.analysis.gradiveq import GradiveqFit
@@ -64,7 +65,9 @@ def demo(
         _print(runs, offline, page)
 
 
-def _loop(out: Path, ranks: int, steps: int, seed: int, progress: Report) -> tuple[dict[str, dict[str, Any]], Offline]:
+def _loop(
+    out: Path, ranks: int, steps: int, seed: int, progress: Progress
+) -> tuple[dict[str, dict[str, Any]], Offline]:
     """Record, analyse and fit, then train each method. The first quarter is dense, and all the fit sees."""
     from gradlab.cli.launch import launch, save_report
     from gradlab.cli.settings import TrainSettings
@@ -85,7 +88,7 @@ def _loop(out: Path, ranks: int, steps: int, seed: int, progress: Report) -> tup
     return runs, offline
 
 
-def _offline(trace: Trace, out: Path, warmup: int, seed: int, progress: Report) -> Offline:
+def _offline(trace: Trace, out: Path, warmup: int, seed: int, progress: Progress) -> Offline:
     from gradlab.analysis.gradiveq import fit_gradiveq
     from gradlab.analysis.replay import replay
     from gradlab.analysis.report import summarize_trace
@@ -111,7 +114,7 @@ def _offline(trace: Trace, out: Path, warmup: int, seed: int, progress: Report) 
     return Offline(paths, replays, fit, spectrum, summarize_trace(trace))
 
 
-def _report(out: Path, runs: Mapping[str, dict[str, Any]], offline: Offline, progress: Report) -> Path:
+def _report(out: Path, runs: Mapping[str, dict[str, Any]], offline: Offline, progress: Progress) -> Path:
     from gradlab.analysis.report import write_comparison
 
     return write_comparison(

@@ -7,14 +7,12 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from gradlab.cli.settings import TrainSettings
 from gradlab.errors import GradlabError
-
-Progress = Callable[[str, int, int], None]
+from gradlab.progress import Progress
 
 
 def launch(settings: TrainSettings, progress: Progress | None = None) -> dict[str, Any]:
@@ -28,12 +26,11 @@ def launch(settings: TrainSettings, progress: Progress | None = None) -> dict[st
     command += ["-m", "gradlab.cli.trainer", settings.to_json()]
     environment = {"OMP_NUM_THREADS": str(settings.threads), "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
     with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
-        try:
-            result, error = _follow(process, settings.name, progress)
-        finally:
-            process.terminate()  # no-op for one that has ended; torchrun passes it on to the ranks
-            process.wait()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment) as process:
+            try:
+                result, error = _follow(process, settings.name, progress)
+            finally:
+                process.terminate()  # no-op for one that has ended; torchrun passes it on to the ranks
         log.seek(0)
         if error is None and result is None:
             tail = "\n".join(log.read().splitlines()[-25:])

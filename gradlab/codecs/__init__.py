@@ -22,7 +22,7 @@ def get(name: str) -> type[Codec]:
         GradlabError: if there is none; close matches are named.
     """
     if name not in names():
-        close = get_close_matches(name, names(), n=1)
+        close = get_close_matches(str(name).lower(), names(), n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise GradlabError(f"no codec {name!r}{hint} (there are: {', '.join(names())})")
     module = importlib.import_module(f"{__name__}.{name}")

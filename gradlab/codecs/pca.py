@@ -74,10 +74,13 @@ class PCA(Codec):
         Layers smaller than a slice get no basis.
 
         Raises:
-            GradlabError: for fewer than two samples.
+            GradlabError: for a layer without samples, fewer than two of them, another shape, or values that are not
+                finite.
         """
         learned: Tensors = {}
         for layer in layers:
+            if layer.name not in samples:
+                raise GradlabError(f"{layer.name}: no samples to fit PCA on; there are some of: {', '.join(samples)}")
             slices = _sample_slices(samples[layer.name], layer, self.slice_size(layer))
             if slices.shape[1] > 0:
                 mean, basis = fit_slices(slices, self.settings)
@@ -203,6 +206,8 @@ def _sample_slices(samples: torch.Tensor, layer: Layer, slice_size: int) -> torc
         raise GradlabError(f"{layer.name}: samples of shape {list(samples.shape)}, expected (T, {list(layer.shape)})")
     if len(samples) < 2:
         raise GradlabError(f"{layer.name}: {len(samples)} samples, PCA needs at least 2")
+    if not bool(samples.isfinite().all()):
+        raise GradlabError(f"{layer.name}: samples with NaN or infinity; leave out the steps they come from")
     return torch.stack([split_slices(flatten(sample, "gradiveq"), slice_size)[0] for sample in samples])
 
 
@@ -221,6 +226,10 @@ def _check_basis(layer: Layer, basis: torch.Tensor | None, mean: torch.Tensor | 
         return
     if basis is None or mean is None:
         raise GradlabError(f"codec pca: layer {layer.name} has only one of basis and mean")
+    if not {basis.dtype, mean.dtype} <= {torch.float32, torch.float64}:
+        raise GradlabError(
+            f"codec pca: layer {layer.name} has a basis of {basis.dtype} and a mean of {mean.dtype}, expected float32"
+        )
     sound = basis.ndim == 3 and 1 <= basis.shape[2] <= basis.shape[1] <= layer.numel
     slices = layer.numel // basis.shape[1] if sound else 0
     if not sound or basis.shape[0] not in (1, slices) or tuple(mean.shape) != (slices, basis.shape[1]):

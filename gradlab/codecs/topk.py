@@ -14,7 +14,11 @@ import torch
 
 from gradlab.codec import Codec, Context, Exchanged, Tensors, concatenate, require, separate
 from gradlab.collectives import Coroutine, Gather
+from gradlab.errors import GradlabError
 from gradlab.layout import Layer
+
+# Positions travel as int32.
+_LARGEST_GROUP = 2**31
 
 
 class TopK(Codec):
@@ -50,6 +54,12 @@ class TopK(Codec):
             mean.index_add_(0, their_indices.long(), their_values * (1.0 / context.world_size))
         own = torch.zeros_like(vector).index_copy_(0, indices, values)
         return Exchanged(separate(mean, grads), separate(own, grads))
+
+    def check(self, layers: Sequence[Layer]) -> None:
+        super().check(layers)
+        numel = sum(layer.numel for layer in layers)
+        if numel > _LARGEST_GROUP:
+            raise GradlabError(f"codec topk: a group of {numel} elements, at most {_LARGEST_GROUP}: split the group")
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         return 8 * self.count(sum(layer.numel for layer in layers))

@@ -1,0 +1,79 @@
+"""Numbers as people read them: one form for reports and for commands."""
+
+from __future__ import annotations
+
+import math
+
+# Shown where a figure does not exist (a world of one rank has no cosine between ranks).
+ABSENT = "-"
+
+_BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+_SECOND_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+
+
+def _exists(value: float | None) -> bool:
+    return value is not None and not math.isnan(value)
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """A number with so many significant digits and no exponent: 12345 -> "12300", 0.01234 -> "0.0123"."""
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    places = digits - 1 - math.floor(math.log10(abs(value)))
+    rounded = round(value, places)
+    # Rounding may carry into a further digit (9.996 -> 10.0), which then shows one decimal less.
+    places = digits - 1 - math.floor(math.log10(abs(rounded)))
+    return f"{rounded:.{max(0, places)}f}"
+
+
+def format_bytes(count: float | None, digits: int = 3) -> str:
+    """Bytes with SI units (1 kB = 1000 bytes) and significant digits: "1.23 MB"; whole bytes below 1000."""
+    if not _exists(count):
+        return ABSENT
+    value, unit = float(count or 0.0), 0
+    # 999.5 would be shown as 1000 of its unit: it belongs to the next.
+    while abs(value) >= 999.5 and unit < len(_BYTE_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    number = f"{value:.0f}" if unit == 0 else significant(value, digits)
+    return f"{number} {_BYTE_UNITS[unit]}"
+
+
+def format_seconds(duration: float | None, digits: int = 3) -> str:
+    """A duration in s, ms, µs or ns with so many significant digits; minutes above two of them."""
+    if not _exists(duration):
+        return ABSENT
+    value = float(duration or 0.0)
+    if value == 0:
+        return "0 s"
+    if abs(value) >= 120:
+        minutes, rest = divmod(round(value), 60)
+        return f"{minutes} min {rest:02d} s"
+    for scale, unit in _SECOND_UNITS:
+        if abs(value) >= 0.9995 * scale:
+            return f"{significant(value / scale, digits)} {unit}"
+    return f"{significant(value * 1e9, digits)} ns"
+
+
+def format_percent(share: float | None, digits: int = 1) -> str:
+    """A share as a percentage: 0.1234 -> "12.3 %"; small non-zero shares keep one significant digit."""
+    if not _exists(share):
+        return ABSENT
+    value = 100 * float(share or 0.0)
+    if value != 0 and abs(value) < 0.5 * 10**-digits:
+        return f"{significant(value, 1)} %"
+    return f"{value:.{digits}f} %"
+
+
+def format_ratio(value: float | None) -> str:
+    """A factor: 15.72 -> "15.7x"."""
+    return f"{significant(float(value or 0.0))}x" if _exists(value) else ABSENT
+
+
+def format_number(value: float | None, digits: int = 3) -> str:
+    """A plain number with so many significant digits."""
+    return significant(float(value or 0.0), digits) if _exists(value) else ABSENT
+
+
+def format_count(value: int) -> str:
+    """A whole number with thin groups of three: 1234567 -> "1 234 567" (no-break spaces)."""
+    return f"{value:,}".replace(",", "\u202f")

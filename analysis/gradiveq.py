@@ -1,0 +1,200 @@
+"""Fit GradiVeQ's slice bases to a recorded trace, and measure them where it counts: on later iterations.
+
+Yu, Lin, et al., "GradiVeQ", NeurIPS 2018: L_t = 100 averaged gradients, one PCA per layer (reuse factor infinity), d by
+eq. (6). With L_t samples a basis has at most L_t - 1 axes, so the loss on those samples says nothing about training;
+the loss on iterations that the fit has not seen is reported beside it, as a curve over the age of the basis.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from gradlab.analysis.formatting import format_percent
+from gradlab.analysis.holdout import holdout_by_age, losses_by_slice, random_basis_plan
+from gradlab.analysis.unscaled import mean_unscaled
+from gradlab.artifact import Artifact
+from gradlab.codecs.pca import PCA
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+from gradlab.plan import Group, Plan, Schedule
+from gradlab.progress import Progress
+
+if TYPE_CHECKING:
+    from gradlab.trace import Trace
+
+# Held-out loss above this multiple of lambda is called out in words.
+_TOLERATED = 2.0
+
+
+@dataclass(frozen=True)
+class GradiveqFit:
+    """A plan with fitted bases, and plain JSON about how it was made and how it holds up."""
+
+    plan: Plan
+    origin: dict[str, Any]
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a user must know before training with it, one line each."""
+        return list(self.origin["warnings"])
+
+    def artifact(self) -> Artifact:
+        return Artifact(self.plan, self.origin)
+
+
+def fit_gradiveq(
+    trace: Trace,
+    *,
+    samples: int = 100,
+    start: int | None = None,
+    settings: PCA.Settings | None = None,
+    roles: Sequence[str] = ("convolution",),
+    warmup_steps: int = 0,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> GradiveqFit:
+    """One PCA group per layer of the given roles, fitted on `samples` steps; all later steps are held out.
+
+    start: position of the first step to fit on, None for the first at or after `warmup_steps`. Layers with fewer
+    elements than a slice, or whose codes would be no smaller, stay dense and are listed in origin["skipped"].
+
+    Raises:
+        GradlabError: for fewer than two samples, nothing left to hold out, or no layer that can be fitted.
+    """
+    settings = settings or PCA.Settings()
+    first = _first_position(trace, start, warmup_steps)
+    window = _fit_window(trace, first, samples)
+    learned, layers, skipped = _fit_layers(trace, window, settings, roles, progress)
+    if not learned:
+        reasons = "; ".join(f"{name}: {why}" for name, why in skipped.items()) or "the trace holds none"
+        raise GradlabError(f"{trace.path}: no layer of role {', '.join(roles)} can be fitted ({reasons})")
+    groups = tuple(Group(name, (name,), "pca", dataclasses.asdict(settings), False) for name in learned)
+    plan = Plan(tuple(trace.layers), groups, Schedule(warmup_steps), seed, learned)
+    held = holdout_by_age(trace, plan, start=window.stop, progress=progress)
+    control = holdout_by_age(trace, random_basis_plan(plan, seed), start=window.stop, progress=None)
+    fitted = [int(step) for step in trace.steps[window.start : window.stop]]
+    origin = {
+        "method": "gradiveq",
+        "trace": trace.digest,
+        "world_size": trace.world_size,
+        "settings": dataclasses.asdict(settings),
+        "fitted_on": fitted,
+        "held_out_on": [int(trace.steps[window.stop]), int(trace.steps[-1])],
+        "layers": layers,
+        "skipped": skipped,
+        "fitted_slices_loss": _loss([fact["fitted_slices_energy"] for fact in layers.values()]),
+        "in_sample_loss": _loss([fact["in_sample_energy"] for fact in layers.values()]),
+        "holdout": held,
+        "random_basis": control,
+        "payload_bytes": plan.payload_bytes(trace.world_size),
+        "dense_payload_bytes": plan.payload_bytes(trace.world_size, compressing=False),
+    }
+    return GradiveqFit(plan, {**origin, "warnings": _warnings(origin)})
+
+
+def _first_position(trace: Trace, start: int | None, warmup_steps: int) -> int:
+    if start is not None:
+        if not 0 <= start < max(1, len(trace.steps)):
+            raise GradlabError(f"{trace.path}: start = {start}, expected a position in 0..{len(trace.steps) - 1}")
+        return start
+    return int(np.searchsorted(trace.steps, warmup_steps))
+
+
+def _fit_window(trace: Trace, first: int, samples: int) -> range:
+    there = len(trace.steps) - first
+    if samples < 2:
+        raise GradlabError(f"samples = {samples}, expected at least 2 steps to fit on")
+    if there <= samples:
+        raise GradlabError(
+            f"{trace.path}: {max(0, there)} of {len(trace.steps)} steps are left from position {first}; fitting on "
+            f"{samples} and holding out later ones needs at least {samples + 1}: record more, or fit on fewer samples"
+        )
+    return range(first, first + samples)
+
+
+def _fit_layers(
+    trace: Trace, window: range, settings: PCA.Settings, roles: Sequence[str], progress: Progress | None
+) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any], dict[str, str]]:
+    """Learned tensors, facts and reasons for leaving out, each by layer name."""
+    learned: dict[str, dict[str, torch.Tensor]] = {}
+    facts: dict[str, Any] = {}
+    skipped: dict[str, str] = {}
+    chosen = [layer for layer in trace.layers if layer.role in roles]
+    for done, layer in enumerate(chosen):
+        slice_size = PCA(settings).slice_size(layer)
+        if layer.numel < slice_size:
+            skipped[layer.name] = f"{layer.numel} elements, fewer than a slice of {slice_size}"
+        else:
+            codec, fact = _fit_layer(trace, window, layer, settings)
+            if codec.payload_bytes([layer], 1) < 4 * layer.numel:
+                learned[layer.name], facts[layer.name] = codec.learned, fact
+            else:
+                skipped[layer.name] = f"d = K = {slice_size}: nothing would be saved"
+        if progress:
+            progress("fit", done + 1, len(chosen))
+    return learned, facts, skipped
+
+
+def _fit_layer(trace: Trace, window: range, layer: Layer, settings: PCA.Settings) -> tuple[PCA, dict[str, Any]]:
+    gradients = mean_unscaled(trace, layer.name, window.start, window.stop)
+    finite = np.isfinite(gradients).all(1)
+    if finite.sum() < 2:
+        raise GradlabError(
+            f"{layer.name}: {int(finite.sum())} of {len(window)} samples are finite, expected at least 2"
+        )
+    stacked = torch.from_numpy(np.ascontiguousarray(gradients[finite])).reshape(-1, *layer.shape)
+    codec = PCA(settings).fit([layer], {layer.name: stacked})
+    basis = codec.learned[f"{layer.name}/basis"]
+    slice_size = basis.shape[1]
+    by_slice = losses_by_slice(codec, layer, stacked, slice_size)
+    fact = {
+        "slice_size": slice_size,
+        "dimension": basis.shape[2],
+        "slices": len(by_slice),
+        "samples": int(finite.sum()),
+        "fitted_slices_energy": by_slice[: len(basis)].sum(0).tolist(),
+        "fitted_slices_loss": _loss(by_slice[: len(basis)]),
+        "in_sample_energy": by_slice.sum(0).tolist(),
+        "in_sample_loss": _loss(by_slice),
+    }
+    return codec, fact
+
+
+def _loss(rows: Any) -> float:
+    """Squared error over squared norm, each summed over rows (n, 2)."""
+    error, norm = np.sum(rows, axis=0)
+    return float(error / norm) if norm > 0 else 0.0
+
+
+def _warnings(origin: dict[str, Any]) -> list[str]:
+    threshold = origin["settings"]["loss_threshold"]
+    later, control = origin["holdout"]["loss"], origin["random_basis"]["loss"]
+    if later is None:
+        return ["No later iteration had finite gradients: nothing is known about the loss in training."]
+    lines = []
+    if later > _TOLERATED * threshold:
+        lines.append(
+            f"lambda = {format_percent(threshold)} holds only where the bases were fitted: they lose "
+            f"{format_percent(origin['fitted_slices_loss'])} of the energy on the fitted slices of "
+            f"{len(origin['fitted_on'])} iterations, {format_percent(origin['in_sample_loss'])} on all slices there, "
+            f"and {format_percent(later)} on later iterations (random bases of the same size: "
+            f"{format_percent(control)}). Expect the loss of later iterations in training."
+        )
+    if later >= control:
+        lines.append("On later iterations these bases are no better than random ones of their size: do not use them.")
+    elif useless := _no_better_than_random(origin):
+        shown = ", ".join(useless[:3]) + (f" and {len(useless) - 3} more" if len(useless) > 3 else "")
+        lines.append(f"No better than a random basis of the same size on later iterations: {shown}.")
+    return lines
+
+
+def _no_better_than_random(origin: dict[str, Any]) -> list[str]:
+    control = origin["random_basis"]["groups"]
+    later = {name: curve["loss"] for name, curve in origin["holdout"]["groups"].items()}
+    return [name for name, loss in later.items() if loss is not None and loss >= control[name]["loss"]]

@@ -1,0 +1,167 @@
+"""A plan run over given gradients, all ranks in this process: what the online engine does, step by step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gradlab.codec import Context, Exchanged, Tensors, exchange_group
+from gradlab.collectives import (
+    Coroutine,
+    LockstepResult,
+    Mean,
+    payload_bytes,
+    run_lockstep,
+    wire_bytes,
+)
+from gradlab.plan import FINITE_FLAG_BYTES, Plan
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One step of a plan on N ranks.
+
+    exchanged: per group name, per rank; payload, wire: bytes per rank, dense layers and the finite flag included;
+    codec_seconds: time in the codecs' own code, mean over ranks; finite: whether all gradients, on all ranks, and
+    the results were;
+    compressing: whether the codecs ran.
+    """
+
+    iteration: int
+    compressing: bool
+    finite: bool
+    exchanged: Mapping[str, Sequence[Exchanged]]
+    payload: tuple[int, ...]
+    wire: tuple[int, ...]
+    codec_seconds: float
+
+
+class LockstepPlan:
+    """The plan's groups with the states of all ranks, carried from step to step.
+
+    states: per rank, per group name, the codec's state; replaced after a step whose gradients are finite everywhere.
+    """
+
+    def __init__(self, plan: Plan, world_size: int) -> None:
+        self.plan = plan
+        self.world_size = world_size
+        # A plan of identity groups alone sends no finite flag; its groups run, so that the reference is measured too.
+        self.groups = plan.compressed_groups or plan.groups
+        self.codecs = {group.name: plan.build(group) for group in self.groups}
+        self.states: list[dict[str, Tensors]] = [{} for _ in range(world_size)]
+        self.layers = tuple(name for group in self.groups for name in group.layers)
+
+    @property
+    def stateful(self) -> bool:
+        """Whether what happened in earlier steps changes what the next one does; known after the first step."""
+        return any(state for rank in self.states for state in rank.values())
+
+    def step(
+        self,
+        iteration: int,
+        gradients: Sequence[Tensors],
+        learning_rate: Mapping[str, float] | None = None,
+        previous_learning_rate: Mapping[str, float] | None = None,
+    ) -> StepResult:
+        """Run one iteration. gradients: per rank, by layer name; layers of no group may be left out."""
+        if not self.plan.schedule.compresses(iteration):
+            return self._dense_step(iteration, all_finite(gradients))
+        finite = all_finite(gradients)
+        exchanged: dict[str, list[Exchanged]] = {}
+        payload, wire = self._uncompressed_bytes()
+        seconds = [0.0] * self.world_size
+        for group in self.groups:
+            contexts = [
+                Context(
+                    rank,
+                    self.world_size,
+                    iteration,
+                    group.name,
+                    self.plan.seed,
+                    learning_rate or {},
+                    previous_learning_rate or {},
+                )
+                for rank in range(self.world_size)
+            ]
+            results = self._run(group.name, group.layers, gradients, contexts, seconds)
+            exchanged[group.name] = [result.value for result in results]
+            payload = [total + result.payload_bytes for total, result in zip(payload, results, strict=True)]
+            wire = [total + result.wire_bytes for total, result in zip(wire, results, strict=True)]
+        finite = finite and all_finite([done.mean for ranks in exchanged.values() for done in ranks[:1]])
+        if finite:
+            self.states = [
+                {name: ranks[rank].state for name, ranks in exchanged.items()} for rank in range(self.world_size)
+            ]
+        mean_seconds = sum(seconds) / self.world_size
+        return StepResult(iteration, True, finite, exchanged, tuple(payload), tuple(wire), mean_seconds)
+
+    def _run(
+        self,
+        group: str,
+        layers: Sequence[str],
+        gradients: Sequence[Tensors],
+        contexts: Sequence[Context],
+        seconds: list[float],
+    ) -> list[LockstepResult[Exchanged]]:
+        coroutines = []
+        for rank, context in enumerate(contexts):
+            mine = {name: gradients[rank][name] for name in layers}
+            coroutine = exchange_group(self.codecs[group], mine, self.states[rank].get(group, {}), context)
+            coroutines.append(timed(coroutine, _adder(seconds, rank)))
+        return run_lockstep(coroutines)
+
+    def _dense_step(self, iteration: int, finite: bool) -> StepResult:
+        payload, wire = self._bytes_of(4 * sum(layer.numel for layer in self.plan.layers))
+        return StepResult(iteration, False, finite, {}, tuple(payload), tuple(wire), 0.0)
+
+    def _uncompressed_bytes(self) -> tuple[list[int], list[int]]:
+        """Payload and wire bytes per rank of the layers in no group, as one all-reduce, and of the finite flag."""
+        dense = 4 * sum(layer.numel for layer in self.plan.layers if layer.name not in set(self.layers))
+        payload, wire = self._bytes_of(dense)
+        if self.plan.compressed_groups:
+            flag_payload, flag_wire = self._bytes_of(FINITE_FLAG_BYTES)
+            payload = [a + b for a, b in zip(payload, flag_payload, strict=True)]
+            wire = [a + b for a, b in zip(wire, flag_wire, strict=True)]
+        return payload, wire
+
+    def _bytes_of(self, nbytes: int) -> tuple[list[int], list[int]]:
+        request = Mean(torch.empty(nbytes // 4, dtype=torch.float32, device="meta"))
+        ranks = range(self.world_size)
+        return [payload_bytes(request, rank) for rank in ranks], [
+            wire_bytes(request, rank, self.world_size) for rank in ranks
+        ]
+
+
+def all_finite(gradients: Sequence[Tensors]) -> bool:
+    """Whether every element on every rank is finite."""
+    return all(bool(gradient.isfinite().all()) for rank in gradients for gradient in rank.values())
+
+
+def timed(coroutine: Coroutine[Exchanged], spent: Callable[[float], None]) -> Coroutine[Exchanged]:
+    """The same coroutine; the seconds that its own code takes, not the executor's, go to `spent`."""
+    answer = None
+    while True:
+        began = time.perf_counter()
+        try:
+            step = coroutine.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        finally:
+            spent(time.perf_counter() - began)
+        answer = yield step
+
+
+def _adder(totals: list[float], position: int) -> Callable[[float], None]:
+    def add(value: float) -> None:
+        totals[position] += value
+
+    return add
+
+
+def learning_rates(plan: Plan, rate: float) -> dict[str, float]:
+    """One rate for every layer, as a context has it; nothing where the rate is not known."""
+    return {} if math.isnan(rate) else {layer.name: rate for layer in plan.layers}

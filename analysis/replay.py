@@ -1,0 +1,184 @@
+"""Replay: run a plan over a recorded trace through the lockstep executor and measure what it does to the gradients.
+
+The codecs are the very code that trains, the iteration numbers are the run's own (so are their random streams), and
+states are carried and committed as the engine does it; a replay is the prediction of a compressed run, exact as long
+as the run's gradients are those of the trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from gradlab import codecs
+from gradlab.analysis.lockstep_plan import LockstepPlan, StepResult, learning_rates
+from gradlab.analysis.replay_result import Replay, ReplayStep
+from gradlab.analysis.unscaled import step_gradients
+from gradlab.codec import Tensors, build_settings, contribution_error, relative, squared_norm
+from gradlab.collectives import sum_in_rank_order
+from gradlab.errors import GradlabError
+from gradlab.plan import Group, Plan
+from gradlab.progress import Progress
+
+if TYPE_CHECKING:
+    from gradlab.trace import Trace
+
+LayerErrors = dict[str, tuple[float, float]]
+
+
+def replay(
+    trace: Trace, plan: Plan, *, start: int = 0, stop: int | None = None, progress: Progress | None = None
+) -> Replay:
+    """Run the plan over positions start..stop of a trace.
+
+    Layers that the plan compresses must be in the trace; layers it sends dense may be missing from it.
+
+    Raises:
+        GradlabError: for a plan of another model, a trace without the layers the plan compresses, positions out of
+            range, or a range in which nothing would be compressed.
+    """
+    stop = len(trace.steps) if stop is None else stop
+    _check_layers(trace, plan)
+    _check_range(trace, plan, start, stop)
+    lockstep = LockstepPlan(plan, trace.world_size)
+    steps: list[ReplayStep] = []
+    totals: LayerErrors = {}
+    for done, (result, gradients) in enumerate(replay_steps(trace, lockstep, start, stop)):
+        step, layer_errors = _measure(result, gradients)
+        steps.append(step)
+        for name, (error, norm) in layer_errors.items():
+            before = totals.get(name, (0.0, 0.0))
+            totals[name] = (before[0] + error, before[1] + norm)
+        if progress:
+            progress("replay", done + 1, stop - start)
+    return Replay(
+        steps=tuple(steps),
+        layer_errors={name: relative(*pair) for name, pair in totals.items()},
+        world_size=trace.world_size,
+        plan_digest=plan.digest,
+        trace_digest=trace.digest,
+        methods=tuple(sorted({describe(group) for group in plan.groups})),
+        dense_payload_bytes=plan.payload_bytes(trace.world_size, compressing=False),
+        forecast_payload_bytes=plan.payload_bytes(trace.world_size),
+        warnings=tuple(_warnings(trace, lockstep, start, stop)),
+    )
+
+
+def replay_steps(
+    trace: Trace, lockstep: LockstepPlan, start: int, stop: int
+) -> Iterator[tuple[StepResult, list[Tensors]]]:
+    """Drive `lockstep` over positions start..stop; yields each result with the gradients it was made from."""
+    here = [layer.name for layer in trace.layers]
+    rates = trace.scalars(0)["learning_rate"]
+    for step in trace.iterate(start, stop, here):
+        # Copies: products of rows that lie unaligned in a block differ in the last bit from those of aligned ones.
+        gradients = [
+            {name: torch.from_numpy(value).clone() for name, value in rank.items()} for rank in step_gradients(step)
+        ]
+        before = float(rates[max(0, step.position - 1)])
+        now = learning_rates(lockstep.plan, step.learning_rate)
+        yield lockstep.step(step.index, gradients, now, learning_rates(lockstep.plan, before)), gradients
+
+
+def _measure(result: StepResult, gradients: list[Tensors]) -> tuple[ReplayStep, LayerErrors]:
+    """One step's figures, and per layer (||asked - own||^2, ||asked||^2) summed over ranks."""
+    layers: LayerErrors = {}
+    contribution = aggregate = cosine = None
+    if result.compressing and result.finite:
+        layers = _layer_errors(result)
+        contribution = relative(sum(e for e, _ in layers.values()), sum(n for _, n in layers.values()))
+        aggregate, cosine = _aggregate(result, gradients)
+    step = ReplayStep(
+        iteration=result.iteration,
+        compressing=result.compressing,
+        finite=result.finite,
+        contribution_error=contribution,
+        aggregate_error=aggregate,
+        cosine=cosine,
+        payload_bytes_mean=sum(result.payload) / len(result.payload),
+        payload_bytes_max=max(result.payload),
+        wire_bytes_mean=sum(result.wire) / len(result.wire),
+        wire_bytes_max=max(result.wire),
+        codec_seconds=result.codec_seconds,
+    )
+    return step, layers
+
+
+def _layer_errors(result: StepResult) -> LayerErrors:
+    layers: LayerErrors = {}
+    for ranks in result.exchanged.values():
+        for done in ranks:
+            for name, (error, norm) in contribution_error(done).items():
+                before = layers.get(name, (0.0, 0.0))
+                layers[name] = (before[0] + error, before[1] + norm)
+    return layers
+
+
+def _aggregate(result: StepResult, gradients: list[Tensors]) -> tuple[float, float]:
+    """||mean - true mean|| / ||true mean|| and the cosine between both, over the layers of all groups."""
+    error = true_norm = norm = inner = 0.0
+    for ranks in result.exchanged.values():
+        for name, mean in ranks[0].mean.items():
+            true = sum_in_rank_order([rank[name] for rank in gradients])
+            error += squared_norm(mean - true)
+            true_norm += squared_norm(true)
+            norm += squared_norm(mean)
+            inner += float((mean.double() * true.double()).sum())
+    product = (true_norm * norm) ** 0.5
+    # Nothing asked and nothing given is perfect agreement.
+    cosine = inner / product if product > 0 else float(true_norm == norm)
+    return relative(error, true_norm), min(1.0, max(-1.0, cosine))
+
+
+def describe(group: Group) -> str:
+    """A group's method in a few words: "topk(density=0.01) + feedback"; settings left to the codec are shown too."""
+    chosen = asdict(build_settings(codecs.get(group.codec), group.settings))
+    settings = ", ".join(f"{key}={value}" for key, value in chosen.items() if value is not None)
+    feedback = " + feedback" if group.error_feedback else ""
+    return f"{group.codec}({settings}){feedback}"
+
+
+def _check_layers(trace: Trace, plan: Plan) -> None:
+    """A trace may hold a part of the plan's layers, never others or other shapes."""
+    expected = {layer.name: layer.shape for layer in plan.layers}
+    recorded = {layer.name for layer in trace.layers}
+    if len(recorded) == len(expected) or any(expected.get(layer.name) != layer.shape for layer in trace.layers):
+        plan.check_model(trace.layers)
+        return
+    compressed = {name for group in plan.compressed_groups for name in group.layers}
+    if missing := sorted(compressed - recorded):
+        raise GradlabError(
+            f"{trace.path}: records {len(recorded)} of the model's {len(expected)} layers; the plan compresses "
+            f"{missing[0]} and {len(missing) - 1} more that it lacks: record them, or plan without them"
+        )
+
+
+def _check_range(trace: Trace, plan: Plan, start: int, stop: int) -> None:
+    if not 0 <= start < stop <= len(trace.steps):
+        raise GradlabError(f"{trace.path}: nothing to replay in positions {start}..{stop} of {len(trace.steps)} steps")
+    last, first = int(trace.steps[stop - 1]), plan.schedule.warmup_steps
+    if not plan.schedule.compresses(last):
+        raise GradlabError(
+            f"{trace.path}: ends at iteration {last}, the plan is dense until iteration {first}: nothing to replay"
+        )
+
+
+def _warnings(trace: Trace, lockstep: LockstepPlan, start: int, stop: int) -> Iterator[str]:
+    if not lockstep.stateful:
+        return
+    steps = np.asarray(trace.steps)[start:stop]
+    steps = steps[steps >= lockstep.plan.schedule.warmup_steps]
+    if gaps := int((np.diff(steps) > 1).sum()):
+        yield (
+            f"The plan carries memory from step to step, but the trace lacks iterations in {gaps} places: the replay "
+            "takes recorded steps as neighbours, so its errors are an approximation."
+        )
+    if steps[0] > lockstep.plan.schedule.warmup_steps:
+        yield (
+            f"The plan carries memory and compresses from iteration {lockstep.plan.schedule.warmup_steps} on, but the "
+            f"replay starts cold at iteration {int(steps[0])}."
+        )

@@ -1,0 +1,44 @@
+"""Errors step by step, as a replay predicts them and a run observes them, brought onto the same iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+# Iterations (n,) and contribution errors (n,).
+Series = tuple[np.ndarray, np.ndarray]
+
+
+def predicted_series(replay: Mapping[str, Any]) -> Series:
+    """Contribution errors of a replay's JSON, where there are any."""
+    return _series((step["iteration"], step["contribution_error"]) for step in replay["steps"])
+
+
+def observed_series(run: Mapping[str, Any]) -> Series:
+    """Errors that a run's JSON reports, where there are any."""
+    errors = run.get("errors") or {"steps": [], "relative": []}
+    return _series(zip(errors["steps"], errors["relative"], strict=True))
+
+
+def held_out_error(replay: Mapping[str, Any], fitted_on: Iterable[int]) -> tuple[float | None, float | None]:
+    """Median contribution error on the iterations a plan was fitted on, and on all others; None for no iteration."""
+    steps, errors = predicted_series(replay)
+    inside = np.isin(steps, list(fitted_on))
+    return median_or_none(errors[inside]), median_or_none(errors[~inside])
+
+
+def median_or_none(values: np.ndarray) -> float | None:
+    return float(np.median(values)) if len(values) else None
+
+
+def common(predicted: Series, observed: Series) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Iterations that both have, with predicted and observed errors there."""
+    steps, at, here = np.intersect1d(predicted[0], observed[0], return_indices=True)
+    return steps, predicted[1][at], observed[1][here]
+
+
+def _series(pairs: Iterable[tuple[int, float | None]]) -> Series:
+    kept = np.array([(step, value) for step, value in pairs if value is not None], dtype=float).reshape(-1, 2)
+    return kept[:, 0].astype(int), kept[:, 1]

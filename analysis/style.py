@@ -1,0 +1,150 @@
+"""The look of all figures: one palette that colour-blind readers can tell apart, one type size, no pyplot state."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_pdf import FigureCanvasPdf
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import BoundaryNorm, ListedColormap
+from matplotlib.figure import Figure
+
+# Okabe & Ito, "Color universal design", 2008.
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+YELLOW, BLUE, VERMILION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
+GREY = "#767676"
+_METHOD_COLORS = {"dense": BLACK, "pca": VERMILION, "gradiveq": VERMILION, "topk": BLUE, "powersgd": GREEN}
+_SPARE_COLORS = (ORANGE, PURPLE, SKY, "#8C6D31", "#5F4690", GREY)
+_METHOD_MARKERS = {"dense": "o", "pca": "s", "gradiveq": "s", "topk": "^", "powersgd": "D"}
+_SPARE_MARKERS = ("v", "P", "X", "<", ">", "*")
+
+# More layers than this are told apart by a colour bar, not by a legend.
+_MOST_NAMED_LAYERS = 7
+WIDTH = 6.6
+
+# Any: the keys that matplotlib's own types allow differ from version to version.
+RC: Any = {
+    "font.family": ["DejaVu Sans"],
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e4e4e4",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "axes.linewidth": 0.8,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 4,
+    "svg.fonttype": "none",
+    "pdf.fonttype": 42,
+}
+
+
+def method_colors(names: Iterable[str]) -> dict[str, str]:
+    """One colour per method, the same in every figure; the known ones keep theirs."""
+    spare = iter(_SPARE_COLORS * 4)
+    colors: dict[str, str] = {}
+    for name in names:
+        known = next((color for key, color in _METHOD_COLORS.items() if name.lower().startswith(key)), None)
+        colors[name] = known if known and known not in colors.values() else next(spare)
+    return colors
+
+
+def method_markers(names: Iterable[str]) -> dict[str, str]:
+    """One marker per method, the same in every figure, so that colour is never the only sign."""
+    spare = iter(_SPARE_MARKERS * 4)
+    return {name: _METHOD_MARKERS.get(name.lower()) or next(spare) for name in names}
+
+
+def panels(count: int, columns: int, height: float = 2.0, **kwargs: Any) -> tuple[Figure, list[Axes]]:
+    """A figure of `count` panels in rows of `columns`; height in inches per row."""
+    columns = min(columns, count)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(WIDTH, height * rows + 0.35), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, **kwargs).reshape(-1)
+    for unused in axes[count:]:
+        unused.remove()
+    return figure, list(axes[:count])
+
+
+def layer_colors(count: int) -> list[Any]:
+    """A colour per layer from the first to the last: named hues for few, a perceptually even ramp for many."""
+    if count <= _MOST_NAMED_LAYERS:
+        return [BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, BLACK][:count]
+    return list(_ramp()(np.linspace(0, 1, count)))
+
+
+def name_layers(figure: Figure, axes: Sequence[Axes], names: Sequence[str]) -> None:
+    """A legend of layers below the axes when they are few, else a colour bar from the first to the last."""
+    if len(names) <= _MOST_NAMED_LAYERS:
+        handles, _ = axes[0].get_legend_handles_labels()
+        columns = 3 if max(map(len, names), default=0) < 24 else 2
+        figure.legend(handles[: len(names)], names, loc="outside lower center", ncols=columns)
+        return
+    colors = ListedColormap(layer_colors(len(names)))
+    scale = ScalarMappable(BoundaryNorm(np.arange(len(names) + 1), len(names)), colors)
+    bar = figure.colorbar(scale, ax=list(axes), ticks=[0.5, len(names) - 0.5], aspect=30, pad=0.02)
+    bar.ax.set_yticklabels([f"first:\n{_wrapped(names[0])}", f"last:\n{_wrapped(names[-1])}"])
+    bar.minorticks_off()
+    bar.ax.tick_params(length=0)
+    bar.outline.set_visible(False)
+
+
+def _ramp() -> ListedColormap:
+    from matplotlib import colormaps
+
+    # The brightest tenth of viridis is too pale on white paper.
+    return ListedColormap(colormaps["viridis"](np.linspace(0, 0.9, 256)))
+
+
+def _wrapped(name: str) -> str:
+    return name if len(name) <= 16 else name[:15] + "…"
+
+
+def running_mean(values: Any, window: int) -> np.ndarray:
+    """Centred mean over at most `window` neighbours, NaN left out; the ends use what there is."""
+    series = np.array([np.nan if v is None else v for v in values], dtype=float)
+    finite = np.isfinite(series)
+    kernel = np.ones(min(window, len(series)))
+    total = np.convolve(np.where(finite, series, 0.0), kernel, "same")
+    count = np.convolve(finite.astype(float), kernel, "same")
+    return np.divide(total, count, out=np.full(len(series), np.nan), where=count > 0.5)
+
+
+def smoothing_window(count: int) -> int:
+    """A window, in samples, that leaves some 30 independent values; 1 for short series."""
+    return max(1, count // 30)
+
+
+def render(figure: Figure, name: str) -> dict[str, bytes]:
+    """The figure as {"svg": ..., "pdf": ...}; equal figures give equal bytes. Call inside `drawing`."""
+    files = {}
+    for kind, canvas, metadata in (
+        ("svg", FigureCanvasSVG, {"Date": None, "Creator": "gradlab"}),
+        ("pdf", FigureCanvasPdf, {"CreationDate": None, "Creator": "gradlab"}),
+    ):
+        buffer = io.BytesIO()
+        with rc_context({**RC, "svg.hashsalt": name}):
+            canvas(figure).print_figure(buffer, format=kind, metadata=metadata)
+        # The next format keeps the places that the first has found.
+        figure.set_layout_engine("none")
+        files[kind] = buffer.getvalue()
+    return files
+
+
+def drawing() -> Any:
+    """Context in which figures are made: matplotlib's settings are put back afterwards."""
+    return rc_context(RC)

@@ -1,0 +1,126 @@
+"""What the figures say, in plain words: the first line of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gradlab.analysis.formatting import format_number, format_percent, format_ratio, format_seconds
+from gradlab.analysis.series import held_out_error
+
+# One seed's accuracies differ by about this much for no reason.
+_ACCURACY_NOISE = 0.02
+# A step must be shorter by this share before it is called faster.
+_SPEED_NOISE = 0.05
+
+
+def step_seconds(run: Mapping[str, Any]) -> float | None:
+    """A run's time per step: as reported, else what the step lasts: computing, and waiting for what that hides not."""
+    if run.get("step_seconds"):
+        return float(run["step_seconds"])
+    times = run.get("time") or {}
+    return float((times.get("compute") or 0.0) + (times.get("wait") or 0.0)) or None
+
+
+def comparison_verdict(runs: Mapping[str, Any]) -> str:
+    """Whether compression paid, by the runs' own clocks and accuracies. The run named "dense" is the reference."""
+    dense = runs.get("dense")
+    timed = {name: seconds for name, run in runs.items() if name != "dense" and (seconds := step_seconds(run))}
+    reference = step_seconds(dense) if dense else None
+    if dense is None or not reference or not timed:
+        return "Whether compression pays cannot be told: it takes a dense run and a compressed one, both timed."
+    fastest = min(timed, key=lambda name: timed[name])
+    if timed[fastest] > (1 - _SPEED_NOISE) * reference:
+        ratio = max(run.get("compression_ratio") or 1.0 for run in runs.values())
+        return (
+            f"Compression does not pay on this link: a dense step takes {format_seconds(reference)}, the fastest "
+            f"compressed one ({fastest}) {format_seconds(timed[fastest])}. Up to {format_ratio(ratio)} fewer bytes are "
+            f"worth something only where bytes are slow. {_accuracy_line(runs, dense)}"
+        )
+    drift = _compute_seconds(dense) - _compute_seconds(runs[fastest])
+    if drift >= 0.5 * (reference - timed[fastest]):
+        return (
+            f"Whether compression pays in time cannot be told here: {fastest} takes {format_seconds(timed[fastest])} "
+            f"per step and dense {format_seconds(reference)}, but computing alone, which no codec changes, differs by "
+            f"{format_seconds(drift)} between the two runs. {_accuracy_line(runs, dense)}"
+        )
+    return (
+        f"{fastest} pays in time: {format_seconds(timed[fastest])} per step instead of {format_seconds(reference)}, at "
+        f"{format_ratio(runs[fastest].get('compression_ratio'))} fewer bytes. {_accuracy_line(runs, dense)}"
+    )
+
+
+def _compute_seconds(run: Mapping[str, Any]) -> float:
+    return float((run.get("time") or {}).get("compute") or 0.0)
+
+
+def _accuracy_line(runs: Mapping[str, Any], dense: Mapping[str, Any]) -> str:
+    reference = dense.get("final_accuracy")
+    if reference is None:
+        return "Accuracy was not measured."
+    lost = {
+        name: run["final_accuracy"]
+        for name, run in runs.items()
+        if run.get("final_accuracy") is not None and run["final_accuracy"] < reference - _ACCURACY_NOISE
+    }
+    if not lost:
+        return f"All methods end within 2 points of dense ({format_percent(reference)}) or above, one seed each."
+    listed = ", ".join(f"{name} ({format_percent(accuracy)})" for name, accuracy in lost.items())
+    return f"Accuracy is lost by {listed}; dense reaches {format_percent(reference)}, one seed each."
+
+
+def trace_verdict(
+    spectrum: Mapping[str, Any], fit: Mapping[str, Any] | None, replays: Mapping[str, Any], plan: str | None = None
+) -> str:
+    """What a trace, a fit and replays say about compressing this training.
+
+    fit: a fit's origin; plan: its plan's digest, so that its replay is judged on iterations it was not fitted on.
+    """
+    lines = []
+    if fit is not None:
+        lines.append(_fit_line(fit))
+    if replays:
+        lines.append(_replay_line(replays, fit, plan))
+    lines.append(_agreement_line(spectrum))
+    if fit is None and not replays:
+        lines.insert(0, "A recording alone does not say that compression pays: fit a codec, or replay plans.")
+    return " ".join(line for line in lines if line)
+
+
+def _fit_line(fit: Mapping[str, Any]) -> str:
+    later, threshold = fit["holdout"]["loss"], fit["settings"]["loss_threshold"]
+    if later is None:
+        return "The GradiVeQ fit could not be tried on any later iteration."
+    ratio = format_ratio(fit["dense_payload_bytes"] / fit["payload_bytes"])
+    found = f"{format_percent(later)} of the gradient's energy is lost on later iterations"
+    if later <= 2 * threshold:
+        return f"GradiVeQ holds what its threshold promises: {found}, at {ratio} fewer bytes."
+    return (
+        f"GradiVeQ does not hold what its threshold ({format_percent(threshold)}) promises: {found}, at {ratio} fewer "
+        "bytes."
+    )
+
+
+def _replay_line(replays: Mapping[str, Any], fit: Mapping[str, Any] | None, plan: str | None) -> str:
+    errors = {name: found["summary"]["contribution_error"] for name, found in replays.items()}
+    for name, found in replays.items():
+        if fit is not None and found["plan"] == plan:
+            errors[name] = held_out_error(found, fit["fitted_on"])[1]
+    known = {name: error for name, error in errors.items() if error}
+    if not known:
+        return "The plans replayed change no gradient."
+    best = min(known, key=lambda name: known[name])
+    ratio = format_ratio(replays[best]["summary"]["compression_ratio"])
+    return (
+        f"Of the lossy plans replayed, {best} keeps a rank's gradient best (median error {format_percent(known[best])} "
+        f"at {ratio}); a small error helps training, but does not prove it."
+    )
+
+
+def _agreement_line(spectrum: Mapping[str, Any]) -> str:
+    cosines = [layer["mean_cosine"] for layer in spectrum["layers"] if layer["mean_cosine"] is not None]
+    if not cosines:
+        return ""
+    mean = sum(cosines) / len(cosines)
+    meaning = "mostly noise of their own batches" if mean < 0.3 else "a good part in common"
+    return f"Two ranks' gradients have a cosine of {format_number(mean, 2)} on average: {meaning}."

@@ -1,0 +1,223 @@
+"""The commands as a user types them: the whole loop on a real run, and every kind of bad input."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from gradlab.artifact import Artifact
+from gradlab.cli.main import main
+from gradlab.datasets import get
+from gradlab.plan import Plan
+
+STEPS, WARMUP = 90, 30
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def gradlab(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run a command in this process; its exit code, standard output and standard error."""
+
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["gradlab", *map(str, words)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        said = capsys.readouterr()
+        return int(end.value.code or 0), said.out, said.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `trace`: digits, two ranks, recorded through the trainer."""
+    from gradlab.cli.launch import launch
+    from gradlab.cli.settings import TrainSettings
+
+    folder = tmp_path_factory.mktemp("loop")
+    report = launch(TrainSettings("digits", steps=STEPS, capture=str(folder / "trace"), bucket_cap_mb=0.1))
+    (folder / "recorded.json").write_text(json.dumps(report))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def topk(recording: Path) -> Path:
+    """An artifact made without a fit."""
+    plan = Plan.uniform(get("digits").model(0), "topk", density=0.01, warmup_steps=WARMUP)
+    return Artifact(plan).save(recording / "topk.safetensors")
+
+
+def fit_words(codec: str, trace: Path, out: Path) -> list[object]:
+    if codec == "pca":
+        words = ["fit", "gradiveq", trace, "--samples", WARMUP - 5, "--start", 5, "--slice-size", 144]
+    else:
+        setting = {"topk": "density=0.02", "powersgd": "rank=2"}[codec]
+        words = ["fit", "uniform", trace, "--codec", codec, "--set", setting]
+    return [*words, "--warmup-steps", WARMUP, "--out", out, "--json"]
+
+
+@pytest.mark.parametrize("codec", ["pca", "topk", "powersgd"])
+def test_predicted_error_is_observed(gradlab: Command, recording: Path, tmp_path: Path, codec: str) -> None:
+    """The replay predicts the first compressed step to rounding, and the first 50 within a quarter in the median."""
+    artifact = tmp_path / f"{codec}.safetensors"
+    assert gradlab(*fit_words(codec, recording / "trace", artifact))[0] == 0
+    code, out, _ = gradlab("evaluate", recording / "trace", artifact, "--json")
+    assert code == 0
+    predicted = {
+        step["iteration"]: step["contribution_error"] for step in json.loads(out)[codec]["steps"] if step["compressing"]
+    }
+    # The same buckets as in the recording: the backend sums a bucket in an order that depends on its size.
+    words = ["train", "digits", "--steps", STEPS, "--compress", artifact, "--bucket-cap-mb", 0.1, "--json"]
+    code, out, _ = gradlab(*words)
+    assert code == 0
+    run = json.loads(out)
+    observed = dict(zip(run["errors"]["steps"], run["errors"]["relative"], strict=True))
+    assert sorted(observed) == sorted(predicted) == list(range(WARMUP, STEPS))
+    assert observed[WARMUP] == pytest.approx(predicted[WARMUP], rel=1e-5)
+    assert 0.8 < median(predicted[step] / observed[step] for step in range(WARMUP, WARMUP + 50)) < 1.25
+    recorded = json.loads((recording / "recorded.json").read_text())
+    assert run["losses"][: WARMUP + 1] == recorded["losses"][: WARMUP + 1]  # plain DDP's bits until compression acts
+    assert run["losses"][WARMUP + 1] != recorded["losses"][WARMUP + 1]
+    assert run["payload_bytes_per_step"]["mean"] == run["forecast_payload_bytes"]
+
+
+def test_training_reports_to_a_file_and_to_people(gradlab: Command, topk: Path, tmp_path: Path) -> None:
+    report = tmp_path / "run.json"
+    words = ["train", "digits", "--steps", 35, "--compress", topk, "--out", report]
+    code, out, _ = gradlab(*words)
+    assert code == 0
+    for word in ("final accuracy", "payload per step", "compute per step", "wait per step"):
+        assert word in out
+    kept: dict[str, Any] = json.loads(report.read_text())
+    assert kept["compression_ratio"] > 20
+    assert set(kept["time"]) == {"compute", "compress", "communicate", "wait"}
+    code, _, err = gradlab(*words)
+    assert code == 2
+    assert "exists already" in err
+
+
+def test_trace_commands(gradlab: Command, recording: Path) -> None:
+    code, out, _ = gradlab("trace", "info", recording / "trace", "--json")
+    found = json.loads(out)
+    assert (code, found["steps"], found["world_size"], found["steps_by_rank"]) == (0, STEPS, 2, [STEPS, STEPS])
+    assert found["metadata"]["workload"] == "digits"
+    for words in (["trace", "info"], ["trace", "check"], ["trace", "repair"]):
+        assert gradlab(*words, recording / "trace")[0] == 0
+
+
+def test_analyze_and_inspect(gradlab: Command, recording: Path, topk: Path, tmp_path: Path) -> None:
+    code, out, _ = gradlab("analyze", recording / "trace", "--out", tmp_path / "report")
+    assert code == 0
+    assert "report.html" in out
+    assert json.loads((tmp_path / "report" / "report.json").read_text())["trace"]["steps"] == STEPS
+    code, out, _ = gradlab("inspect", topk, "--json")
+    plan = Artifact.load(topk).plan
+    assert json.loads(out)["digest"] == plan.digest
+    assert json.loads(out)["expected"]["payload_bytes"] == plan.payload_bytes(2)
+    assert "topk(density=0.01) + feedback" in gradlab("inspect", topk)[1]
+
+
+def damaged(recording: Path, folder: Path, hurt: Callable[[Path], None]) -> Path:
+    shutil.copytree(recording / "trace", folder / "trace")
+    hurt(folder / "trace")
+    return folder / "trace"
+
+
+def newer(trace: Path) -> None:
+    manifest = json.loads((trace / "manifest.json").read_text())
+    (trace / "manifest.json").write_text(
+        json.dumps({key: 99 if "version" in key else v for key, v in manifest.items()})
+    )
+
+
+def truncate(trace: Path) -> None:
+    segment = next(trace.glob("rank-00001/*.h5"))
+    segment.write_bytes(segment.read_bytes()[: segment.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    "hurt",
+    [newer, truncate, lambda t: (t / "manifest.json").write_text("{"), lambda t: shutil.rmtree(t / "rank-00001")],
+    ids=["newer", "truncated", "manifest", "rank missing"],
+)
+def test_damaged_traces(gradlab: Command, recording: Path, tmp_path: Path, hurt: Callable[[Path], None]) -> None:
+    trace = damaged(recording, tmp_path, hurt)
+    for words in (["trace", "info", trace], ["analyze", trace, "--out", tmp_path / "report"]):
+        code, _, err = gradlab(*words)
+        assert code == 2
+        assert err.startswith("gradlab: ")
+        assert "Traceback" not in err
+    assert not (tmp_path / "report").exists()
+
+
+def test_bad_input_is_one_line(gradlab: Command, recording: Path, topk: Path, tmp_path: Path) -> None:
+    """Exit code 2, the thing named, no traceback, nothing written."""
+    trace = recording / "trace"
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "text.safetensors").write_text("not a safetensors file")
+    other = Artifact(Plan.uniform(get("cifar10").model(0), "topk")).save(tmp_path / "other.safetensors")
+    target = tmp_path / "x.safetensors"
+    cases: dict[str, list[object]] = {
+        "no such folder": ["trace", "info", tmp_path / "nowhere"],
+        "not a gradlab trace": ["trace", "check", tmp_path / "foreign"],
+        "no artifact at": ["inspect", tmp_path / "nowhere.safetensors"],
+        "not a whole safetensors file": ["train", "digits", "--compress", tmp_path / "text.safetensors"],
+        "another model": ["train", "digits", "--steps", 3, "--compress", other],
+        "this plan is for another model": ["evaluate", trace, other],
+        "one rank": ["train", "digits", "--ranks", 1, "--compress", topk],
+        "--ranks 2 or more": ["train", "digits", "--ranks", 1, "--capture", tmp_path / "t"],
+        "not both": ["train", "digits", "--capture", tmp_path / "t", "--compress", topk],
+        "unknown workload": ["train", "imagenet"],
+        "needs a path": ["train", "cifar10"],
+        "nothing is overwritten": ["train", "digits", "--capture", trace],
+        "expected at least 1": ["train", "digits", "--steps", 0],
+        "exists already": ["fit", "gradiveq", trace, "--out", topk],
+        "record more": ["fit", "gradiveq", trace, "--out", target, "--samples", STEPS],
+        "at least 2": ["fit", "gradiveq", trace, "--out", target, "--samples", 1],
+        "lambda in [0, 1)": ["fit", "gradiveq", trace, "--out", target, "--loss-threshold", 2],
+        "no codec 'topkk'; did you mean topk?": ["fit", "uniform", trace, "--codec", "topkk", "--out", target],
+        "has no setting rank": ["fit", "uniform", trace, "--codec", "topk", "--set", "rank=2", "--out", target],
+        "expected NAME=VALUE": ["fit", "uniform", trace, "--codec", "topk", "--set", "density", "--out", target],
+        "fit one first": ["fit", "uniform", trace, "--codec", "pca", "--out", target],
+        "is not empty": ["demo", "--out", recording],
+        "needs at least 2": ["demo", "--out", tmp_path / "d", "--ranks", 1],
+        "nothing to replay": ["evaluate", trace, topk, "--start", 5, "--stop", 2],
+    }
+    for expected, words in cases.items():
+        code, out, err = gradlab(*words)
+        assert (code, out) == (2, ""), words
+        assert err.startswith("gradlab: "), words
+        assert expected in err, (words, err)
+        assert "Traceback" not in err
+    assert not target.exists()
+    assert not (tmp_path / "t").exists()
+    assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["demo"],
+        ["train"],
+        ["trace", "info"],
+        ["trace", "check"],
+        ["trace", "repair"],
+        ["analyze"],
+        ["fit", "gradiveq"],
+        ["fit", "uniform"],
+        ["evaluate"],
+        ["inspect"],
+    ],
+)
+def test_help_has_an_example(gradlab: Command, words: list[str]) -> None:
+    code, out, _ = gradlab(*words, "--help")
+    assert code == 0
+    assert not words or f"gradlab {' '.join(words)} " in out
