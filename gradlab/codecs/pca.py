@@ -116,7 +116,7 @@ class PCA(Codec):
         """Gradient of the layer's shape from codes (M, d) and tail, eq. (5)."""
         basis = self.learned.get(f"{name}/basis")
         if basis is None:
-            return unflatten(tail, grad.shape, "gradiveq")
+            return unflatten(tail, grad.shape, "gradiveq").contiguous()
         slices = expand(codes, basis.to(grad.dtype)) + self.learned[f"{name}/mean"].to(grad.dtype)
         return unflatten(torch.cat([slices.reshape(-1), tail]), grad.shape, "gradiveq").contiguous()
 

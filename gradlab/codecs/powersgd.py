@@ -51,7 +51,8 @@ class PowerSGD(Codec):
         matrices = {name: grads[name].reshape(s[0], s[1]) for name, s in shapes.items() if s is not None}
         dense = {name: grad for name, grad in grads.items() if name not in matrices}
         # Factors are kept as rows, P^T (r, n) and Q^T (r, m): products with a wide matrix are then 5 to 9 times faster.
-        left = {name: self._start(name, shapes[name], state, context, m) @ m.T for name, m in matrices.items()}
+        start = {name: self._start(name, shapes[name], state, context, m) for name, m in matrices.items()}
+        left = {name: start[name] @ m.T for name, m in matrices.items()}
         answers = yield tuple(Mean(tensor) for tensor in (*left.values(), *dense.values()))
         left = {name: orthogonalize(p.T).T for name, p in zip(left, answers[: len(left)], strict=True)}
         mean, own = dict(zip(dense, answers[len(left) :], strict=True)), dict(dense)
@@ -61,7 +62,9 @@ class PowerSGD(Codec):
         for name, q in last.items():
             mean[name] = (left[name].T @ q).reshape(grads[name].shape)
             own[name] = (left[name].T @ right[name]).reshape(grads[name].shape)
-        return Exchanged(mean, own, {_state_key(name): q for name, q in last.items()})
+        # A gradient of zeros says nothing of the next one, but a Q of zeros could hide rows of it for ever.
+        kept = {name: torch.where(q.any(1, keepdim=True), q, start[name]) for name, q in last.items()}
+        return Exchanged(mean, own, {_state_key(name): q for name, q in kept.items()})
 
     def _start(
         self, name: str, shape: tuple[int, int, int] | None, state: Tensors, context: Context, like: torch.Tensor

@@ -1,0 +1,313 @@
+"""Layers, flattening orders and slices, against explicit loops over the paper's text."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+from laws import law
+from torch import nn
+
+from gradlab.errors import GradlabError
+from gradlab.layout import (
+    ROLES,
+    Layer,
+    bare_name,
+    canonical_json,
+    describe_difference,
+    filter_axes,
+    fingerprint,
+    flatten,
+    layers_of,
+    named_layers,
+    split_slices,
+    unflatten,
+)
+
+shapes = st.lists(st.integers(0, 5), max_size=5).map(tuple)
+orders = st.sampled_from(["native", "gradiveq"])
+
+
+def counting(shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor whose elements tell where they stand in memory."""
+    return torch.arange(int(np.prod(shape, dtype=int)), dtype=torch.float64).reshape(shape)
+
+
+# --- flattening and slices ------------------------------------------------------------------------------------------
+
+
+@law(shapes, orders)
+def test_unflatten_inverts_flatten(shape: tuple[int, ...], order: str) -> None:
+    tensor = counting(shape)
+    vector = flatten(tensor, order)
+    assert vector.shape == (tensor.numel(),)
+    back = unflatten(vector, shape, order)
+    assert back.shape == tensor.shape
+    assert torch.equal(back, tensor)
+
+
+@law(shapes, orders)
+def test_flatten_inverts_unflatten_and_permutes(shape: tuple[int, ...], order: str) -> None:
+    """Flattening is a permutation: nothing is lost, nothing comes twice."""
+    vector = counting(shape).reshape(-1)
+    assert torch.equal(flatten(unflatten(vector, shape, order), order), vector)
+    assert torch.equal(flatten(counting(shape), order).sort().values, vector)
+
+
+@law(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
+def test_gradiveq_order_is_the_papers(filters: int, depth: int, height: int, width: int) -> None:
+    """Section 2: every F collocated gradients adjacent, "first along the filter depth, then width, finally height"."""
+    weight = torch.randn(filters, depth, height, width, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    explicit = [
+        weight[f, d, h, w] for h in range(height) for w in range(width) for d in range(depth) for f in range(filters)
+    ]
+    assert torch.equal(flatten(weight, "gradiveq"), torch.stack(explicit))
+
+
+def test_gradiveq_order_of_other_ranks() -> None:
+    matrix, sequence, volume = counting((3, 4)), counting((3, 4, 5)), counting((2, 3, 2, 2, 3))
+    assert torch.equal(flatten(matrix, "gradiveq"), torch.stack([matrix[f, d] for d in range(4) for f in range(3)]))
+    expected = torch.stack([sequence[f, d, x] for x in range(5) for d in range(4) for f in range(3)])
+    assert torch.equal(flatten(sequence, "gradiveq"), expected)
+    places = [(z, y, x) for z in range(2) for y in range(2) for x in range(3)]
+    expected = torch.stack([volume[f, d, z, y, x] for z, y, x in places for d in range(3) for f in range(2)])
+    assert torch.equal(flatten(volume, "gradiveq"), expected)
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (2, 3), (2, 3, 4, 5)])
+def test_unknown_order_is_refused_both_ways(shape: tuple[int, ...]) -> None:
+    tensor = counting(shape)
+    with pytest.raises(GradlabError, match="'papers': expected 'native' or 'gradiveq'"):
+        flatten(tensor, "papers")  # type: ignore[arg-type]
+    with pytest.raises(GradlabError, match="'papers': expected 'native' or 'gradiveq'"):
+        unflatten(tensor.reshape(-1), shape, "papers")  # type: ignore[arg-type]
+
+
+@law(st.integers(0, 60), st.integers(1, 70))
+def test_slices_and_tail_reassemble(numel: int, slice_size: int) -> None:
+    vector = torch.arange(float(numel))
+    slices, tail = split_slices(vector, slice_size)
+    assert slices.shape == (numel // slice_size, slice_size)
+    assert tail.numel() == numel % slice_size < slice_size
+    assert torch.equal(torch.cat([slices.reshape(-1), tail]), vector)
+
+
+@pytest.mark.parametrize("slice_size", [0, -1])
+def test_slice_size_is_positive(slice_size: int) -> None:
+    with pytest.raises(GradlabError, match=f"slice size {slice_size}"):
+        split_slices(torch.zeros(4), slice_size)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes"), [((16, 8, 3, 3), (16, 8)), ((12, 300), (12, 300)), ((65,), (65, 1)), ((), (1, 1))]
+)
+def test_filters_and_depth(shape: tuple[int, ...], axes: tuple[int, int]) -> None:
+    assert filter_axes(Layer("a", shape)) == axes
+
+
+def test_depth_of_a_grouped_convolution_is_one_groups() -> None:
+    (layer,) = layers_of(nn.Conv2d(8, 16, 3, groups=4, bias=False))
+    assert filter_axes(layer) == (16, 2)
+
+
+# --- layers of a model ----------------------------------------------------------------------------------------------
+
+
+class Everything(nn.Module):
+    """One parameter of each role."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(()))
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.up = nn.ConvTranspose1d(4, 2, 3, bias=False)
+        self.batch = nn.BatchNorm2d(4)
+        self.layer = nn.LayerNorm(4)
+        self.group = nn.GroupNorm(2, 4)
+        self.rms = nn.RMSNorm(4)
+        self.embedding = nn.Embedding(5, 4)
+        self.bag = nn.EmbeddingBag(5, 4)
+        self.head = nn.Linear(4, 2)
+        self.attention = nn.MultiheadAttention(4, 2)
+
+
+def test_roles() -> None:
+    assert {layer.name: layer.role for layer in layers_of(Everything())} == {
+        "scale": "other",
+        "conv.weight": "convolution",
+        "conv.bias": "bias",
+        "up.weight": "convolution",
+        "batch.weight": "normalization",
+        "batch.bias": "bias",
+        "layer.weight": "normalization",
+        "layer.bias": "bias",
+        "group.weight": "normalization",
+        "group.bias": "bias",
+        "rms.weight": "normalization",
+        "embedding.weight": "embedding",
+        "bag.weight": "embedding",
+        "head.weight": "linear",
+        "head.bias": "bias",
+        "attention.in_proj_weight": "other",
+        "attention.in_proj_bias": "other",
+        "attention.out_proj.weight": "linear",
+        "attention.out_proj.bias": "bias",
+    }
+
+
+def test_layers_are_the_models_parameters_in_order() -> None:
+    model = Everything()
+    expected = list(model.named_parameters())
+    pairs = named_layers(model)
+    assert [layer.name for layer, _ in pairs] == [name for name, _ in expected]
+    assert all(mine is theirs for (_, mine), (_, theirs) in zip(pairs, expected, strict=True))
+    assert [layer.shape for layer, _ in pairs] == [tuple(parameter.shape) for _, parameter in expected]
+
+
+def test_a_shared_parameter_appears_once_under_its_first_name() -> None:
+    model = nn.ModuleDict({"embedding": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
+    model["head"].weight = model["embedding"].weight
+    assert layers_of(model) == (Layer("embedding.weight", (5, 4), "embedding"),)
+
+
+def test_frozen_parameters_are_no_layers() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))
+    model[0].weight.requires_grad_(False)
+    assert [layer.name for layer in layers_of(model)] == ["0.bias", "1.weight", "1.bias"]
+
+
+class Wrapper(nn.Module):
+    """Names its child as DDP does."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def test_wrappers_leave_no_trace_in_names() -> None:
+    """DDP, torch.compile, both in either order, and torch.compile of a part give the bare model's layers."""
+    bare = layers_of(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Linear(2, 2)))
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(1, 2, 3), nn.Linear(2, 2))
+
+    assert layers_of(Wrapper(model())) == bare
+    assert layers_of(torch.compile(model(), backend="eager")) == bare
+    assert layers_of(torch.compile(Wrapper(model()), backend="eager")) == bare
+    assert layers_of(Wrapper(torch.compile(model(), backend="eager"))) == bare
+    partly = model()
+    partly[0] = torch.compile(partly[0], backend="eager")
+    assert layers_of(Wrapper(partly)) == bare
+
+
+@pytest.mark.parametrize(
+    ("name", "bare"),
+    [
+        ("conv.weight", "conv.weight"),
+        ("module.conv.weight", "conv.weight"),
+        ("module._orig_mod.conv.weight", "conv.weight"),
+        ("_orig_mod.module.conv.weight", "conv.weight"),
+        ("block._orig_mod.conv.weight", "block.conv.weight"),
+        ("block.module.weight", "block.module.weight"),
+        ("modules.weight", "modules.weight"),
+        ("module", "module"),
+    ],
+)
+def test_bare_names(name: str, bare: str) -> None:
+    assert bare_name(name) == bare
+    assert bare_name(bare) == bare
+
+
+# --- descriptions ---------------------------------------------------------------------------------------------------
+
+names = st.text(min_size=1, max_size=8)
+layer_values = st.builds(Layer, names, shapes, st.sampled_from(ROLES))
+layer_lists = st.lists(layer_values, max_size=5, unique_by=lambda layer: layer.name).map(tuple)
+
+
+@law(layer_values)
+def test_a_layer_round_trips_as_json(layer: Layer) -> None:
+    assert Layer.from_json(layer.to_json()) == layer
+    assert layer.numel == np.prod(layer.shape, dtype=int)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": ""},
+        {"name": 3},
+        {"name": None},
+        {"role": "conv"},
+        {"role": []},
+        {"shape": None},
+        {"shape": 4},
+        {"shape": "33"},
+        {"shape": [3, -1]},
+        {"shape": [3.0]},
+        {"shape": [True]},
+        {"shape": [2**63]},
+        {"shape": [2**30, 2**30]},
+        {"shape": [2**40] * 1000},
+    ],
+)
+def test_what_is_no_layer_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(GradlabError, match="not a layer description") as error:
+        Layer.from_json({"name": "a", "shape": [3, 3], "role": "linear"} | change)
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("value", [None, [], "a", 3])
+def test_a_layer_is_an_object(value: object) -> None:
+    with pytest.raises(GradlabError, match="must be an object"):
+        Layer.from_json(value)
+
+
+@law(layer_lists)
+def test_no_difference_to_itself(layers: tuple[Layer, ...]) -> None:
+    assert describe_difference(layers, layers) == []
+
+
+@law(layer_lists, layer_lists)
+def test_a_difference_shows_exactly_when_names_shapes_or_order_differ(
+    expected: tuple[Layer, ...], found: tuple[Layer, ...]
+) -> None:
+    same = [(layer.name, layer.shape) for layer in expected] == [(layer.name, layer.shape) for layer in found]
+    assert (describe_difference(expected, found) == []) == same
+    assert (fingerprint(expected) == fingerprint(found)) == same
+
+
+def test_the_difference_names_what_differs() -> None:
+    expected = (Layer("a", (2,)), Layer("b", (3, 3)), Layer("c", ()))
+    found = (Layer("b", (3, 4)), Layer("c", ()), Layer("d", (5,)))
+    assert describe_difference(expected, found) == [
+        "- a [2]: expected, not in the model",
+        "~ b: expected shape [3, 3], the model has [3, 4]",
+        "+ d [5]: in the model, not expected",
+    ]
+    assert describe_difference(expected, expected[::-1]) == ["the same layers in another order"]
+
+
+def test_the_fingerprint_is_of_names_and_shapes_alone() -> None:
+    """The text that is hashed is fixed: artifacts of an earlier version must still fit their models."""
+    layers = (Layer("a.weight", (2, 3), "linear"), Layer("a.bias", (2,), "bias"))
+    text = '[["a.weight",[2,3]],["a.bias",[2]]]'
+    assert fingerprint(layers) == hashlib.sha256(text.encode()).hexdigest()
+    assert fingerprint(replace(layer, role="other") for layer in layers) == fingerprint(layers)
+    assert fingerprint(layers[::-1]) != fingerprint(layers)
+
+
+@law(st.dictionaries(st.text(max_size=5), st.integers() | st.floats(allow_nan=False, allow_infinity=False)))
+def test_canonical_json_does_not_depend_on_insertion_order(value: dict[str, float]) -> None:
+    backwards = dict(reversed(list(value.items())))
+    assert canonical_json(value) == canonical_json(backwards)
+    assert canonical_json({"a": [1, 2.5], "b": None}) == '{"a":[1,2.5],"b":null}'
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_canonical_json_has_no_nan(value: float) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        canonical_json([value])
