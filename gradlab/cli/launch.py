@@ -25,19 +25,30 @@ def launch(settings: TrainSettings, progress: Progress | None = None) -> dict[st
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={settings.ranks}"]
     command += ["-m", "gradlab.cli.trainer", settings.to_json()]
     environment = {"OMP_NUM_THREADS": str(settings.threads), "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment) as process:
+    # Started in an empty folder: `python -m` would import from the current one, and a checkout is not the package.
+    with tempfile.TemporaryDirectory() as here, tempfile.TemporaryFile("w+", encoding="utf-8") as log:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, cwd=here
+        ) as process:
             try:
                 result, error = _follow(process, settings.name, progress)
             finally:
                 process.terminate()  # no-op for one that has ended; torchrun passes it on to the ranks
         log.seek(0)
         if error is None and result is None:
-            tail = "\n".join(log.read().splitlines()[-25:])
-            raise GradlabError(f"training run {settings.name} failed (exit code {process.returncode}):\n{tail}")
+            raise GradlabError(
+                f"training run {settings.name} failed (exit code {process.returncode}):\n{_reason(log.read())}"
+            )
     if result is None:
         raise GradlabError(str(error))
     return result
+
+
+def _reason(log: str, longest: int = 25) -> str:
+    """The lines of a log that say why: the first traceback is a rank's own, torchrun's comes after it."""
+    lines = log.splitlines()
+    first = next((i for i, line in enumerate(lines) if "Traceback (most recent call last)" in line), None)
+    return "\n".join(lines[-longest:] if first is None else lines[first : first + longest])
 
 
 def _follow(
