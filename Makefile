@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORK := build/outside
 SOURCES := pyproject.toml $(shell find gradlab capture analysis runtime datasets -name '*.py' -o -name '*.jinja')
 
-.PHONY: demo test quality typecheck install clean
+.PHONY: demo test quality typecheck benchmark install clean
 
 demo: install
 	$(BIN)/gradlab demo --out runs/demo
@@ -20,6 +20,9 @@ quality: install
 
 typecheck: install
 	mkdir -p $(WORK) && cd $(WORK) && $(CURDIR)/$(BIN)/python -m mypy --config-file $(CURDIR)/pyproject.toml -p gradlab
+
+benchmark: install
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/step_time.py
 
 install: $(VENV)/installed
 
