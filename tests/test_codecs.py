@@ -96,6 +96,7 @@ def test_what_is_no_codec_is_refused(asked: str) -> None:
         (TopK, {"density": math.inf}, "topk: setting density = inf, expected float"),
         (TopK, {"density": 10**400}, "topk: setting density = 1000"),
         (TopK, {"density": [0.1]}, "topk: setting density = "),
+        (PowerSGD, {"minimum_ratio": 10**400}, r"powersgd: setting minimum_ratio = 1000.*, expected float"),
         (PowerSGD, {"rank": 2.0}, "powersgd: setting rank = 2.0, expected int"),
         (PowerSGD, {"rank": True}, "powersgd: setting rank = True, expected int"),
         (PowerSGD, {"warm_start": 1}, "powersgd: setting warm_start = 1, expected bool"),
@@ -158,8 +159,8 @@ def test_the_residual_is_added_once_and_the_codecs_state_kept_apart() -> None:
     assert torch.equal(with_feedback.value.mean["matrix"], plain.value.mean["matrix"])
     assert torch.equal(with_feedback.value.asked["matrix"], grads["matrix"] + 1)
     assert torch.equal(with_feedback.value.state["matrix/q"], plain.value.state["matrix/q"])
-    assert set(plain.value.state) == {"matrix/q"}
-    assert set(with_feedback.value.state) == {"matrix/q"} | {f"{name}/residual" for name in SHAPES}
+    assert set(plain.value.state) == {"conv/q", "matrix/q"}
+    assert set(with_feedback.value.state) == {"conv/q", "matrix/q"} | {f"{name}/residual" for name in SHAPES}
 
 
 def test_feedback_delegates() -> None:

@@ -201,13 +201,13 @@ def test_learned_tensors_must_fit_and_be_finite() -> None:
 
 @pytest.mark.parametrize("steps", [-1, 1.0, True, None, "3"])
 def test_warmup_steps_are_whole_numbers(steps: Any) -> None:
-    with pytest.raises(GradlabError, match="schedule: warmup_steps = .*, expected a whole number from 0"):
+    with pytest.raises(GradlabError, match=r"schedule: warmup_steps = .*, expected a whole number from 0"):
         Schedule(steps)
 
 
 @pytest.mark.parametrize("seed", [1.0, True, None, "3"])
 def test_seeds_are_whole_numbers(seed: Any) -> None:
-    with pytest.raises(GradlabError, match="plan: seed = .*, expected a whole number"):
+    with pytest.raises(GradlabError, match=r"plan: seed = .*, expected a whole number"):
         Plan(LAYERS, seed=seed)
 
 

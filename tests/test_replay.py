@@ -245,7 +245,10 @@ def test_layers_sent_dense_may_be_missing_from_the_trace(tmp_path):
         ([LINEAR, BIAS], "records 2 of the model's 3 layers; the plan compresses conv.weight"),
         ([*LAYERS, Layer("other", (2,), "other")], "this plan is for another model"),
         ([Layer("conv.weight", (4, 2, 1, 1)), LINEAR, BIAS], "this plan is for another model"),
-        ([Layer("conv.weight", (4, 2, 1, 1)), LINEAR], r"conv.weight: expected shape \[4, 2, 3, 3\], the model has \[4, 2, 1, 1\]"),
+        (
+            [Layer("conv.weight", (4, 2, 1, 1)), LINEAR],
+            r"conv.weight: expected shape \[4, 2, 3, 3\], the model has \[4, 2, 1, 1\]",
+        ),
     ],
 )
 def test_a_trace_of_other_layers_is_refused(tmp_path, layers, words):

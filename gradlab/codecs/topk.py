@@ -42,7 +42,7 @@ class TopK(Codec):
 
     def count(self, numel: int) -> int:
         """k, the number of elements sent out of `numel`."""
-        return min(numel, math.ceil(self.settings.density * numel))
+        return min(numel, math.ceil(round(self.settings.density * numel, 9)))
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         vector = concatenate(grads)

@@ -1,0 +1,37 @@
+"""The artifact that tests/golden keeps: a fixed plan whose tensors follow from arithmetic alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from gradlab.artifact import Artifact
+from gradlab.layout import Layer
+from gradlab.plan import Group, Plan, Schedule
+
+GOLDEN = Path(__file__).parent / "golden" / "artifact-1.safetensors"
+
+
+def golden_artifact() -> Artifact:
+    """Three codecs, feedback, a warm-up, a seed and a basis, over four layers."""
+    layers = (
+        Layer("stem.weight", (4, 3, 2, 2), "convolution"),
+        Layer("body.weight", (6, 8), "linear"),
+        Layer("head.weight", (5, 6), "linear"),
+        Layer("head.bias", (5,), "bias"),
+    )
+    groups = (
+        Group("stem", ("stem.weight",), "pca", {"loss_threshold": 0.25, "slice_size": 12}),
+        Group("body.weight", ("body.weight",), "powersgd", {"rank": 2}, error_feedback=True),
+        Group("head", ("head.weight",), "topk", {"density": 0.125}, error_feedback=True),
+    )
+    basis = torch.eye(12)[None, :, :3].clone()
+    mean = torch.arange(48.0).reshape(4, 12) / 64
+    learned = {"stem": {"stem.weight/basis": basis, "stem.weight/mean": mean}}
+    plan = Plan(layers, groups, Schedule(10), seed=5, learned=learned)
+    return Artifact(plan, {"method": "gradiveq", "held_out_error": {"1": 0.125, "10": 0.5}, "steps": [0, 100]})
+
+
+if __name__ == "__main__":
+    golden_artifact().save(GOLDEN)
