@@ -8,7 +8,7 @@ SOURCES := pyproject.toml $(shell find gradlab capture analysis runtime datasets
 .PHONY: demo test quality typecheck benchmark install clean
 
 demo: install
-	$(BIN)/gradlab demo --out runs/demo
+	$(BIN)/gradlab demo --out runs/demo-$$(date +%Y%m%d-%H%M%S)
 
 # The tests run against the installed wheel: from outside the source root nothing here can be imported by accident.
 test: install

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 _TOLERATED = 2.0
 
 
+class NotFittable(GradlabError):
+    """A sound trace that a fit cannot use: too short, or without a layer to fit."""
+
+
 @dataclass(frozen=True)
 class GradiveqFit:
     """A plan with fitted bases, and plain JSON about how it was made and how it holds up."""
@@ -45,6 +49,7 @@ class GradiveqFit:
         return list(self.origin["warnings"])
 
     def artifact(self) -> Artifact:
+        """The plan with its origin, to be saved."""
         return Artifact(self.plan, self.origin)
 
 
@@ -61,21 +66,28 @@ def fit_gradiveq(
 ) -> GradiveqFit:
     """One PCA group per layer of the given roles, fitted on `samples` steps; all later steps are held out.
 
-    start: position of the first step to fit on, None for the first at or after `warmup_steps`. Layers with fewer
-    elements than a slice, or whose codes would be no smaller, stay dense and are listed in origin["skipped"].
+    The paper's order: warm-up, L_t dense iterations to fit on, then compression. warmup_steps: the first iteration
+    that the plan compresses; the fit takes the last `samples` steps recorded before it. 0: the fit takes the first
+    `samples` steps, and the plan compresses from the iteration after them on. start: position of the first step to fit
+    on, where that is not wanted; a fit on iterations that the plan compresses is warned of. Layers with fewer elements
+    than a slice, or whose codes would be no smaller, stay dense and are listed in origin["skipped"].
 
     Raises:
-        GradlabError: for fewer than two samples, nothing left to hold out, or no layer that can be fitted.
+        NotFittable: for too few steps before the warm-up ends, nothing left to hold out, or no layer that can be
+            fitted.
+        GradlabError: for fewer than two samples, a start out of range, or a negative warm-up.
     """
     settings = settings or PCA.Settings()
-    first = _first_position(trace, start, warmup_steps)
-    window = _fit_window(trace, first, samples)
+    schedule = Schedule(warmup_steps)
+    window = _fit_window(trace, start, samples, warmup_steps)
+    if warmup_steps == 0:
+        schedule = Schedule(int(trace.steps[window.stop - 1]) + 1)
     learned, layers, skipped = _fit_layers(trace, window, settings, roles, progress)
     if not learned:
         reasons = "; ".join(f"{name}: {why}" for name, why in skipped.items()) or "the trace holds none"
-        raise GradlabError(f"{trace.path}: no layer of role {', '.join(roles)} can be fitted ({reasons})")
+        raise NotFittable(f"{trace.path}: no layer of role {', '.join(roles)} can be fitted ({reasons})")
     groups = tuple(Group(name, (name,), "pca", dataclasses.asdict(settings), False) for name in learned)
-    plan = Plan(tuple(trace.layers), groups, Schedule(warmup_steps), seed, learned)
+    plan = Plan(tuple(trace.layers), groups, schedule, seed, learned)
     held = holdout_by_age(trace, plan, start=window.stop, progress=progress)
     control = holdout_by_age(trace, random_basis_plan(plan, seed), start=window.stop, progress=None)
     fitted = [int(step) for step in trace.steps[window.start : window.stop]]
@@ -85,6 +97,7 @@ def fit_gradiveq(
         "world_size": trace.world_size,
         "settings": dataclasses.asdict(settings),
         "fitted_on": fitted,
+        "warmup_steps": schedule.warmup_steps,
         "held_out_on": [int(trace.steps[window.stop]), int(trace.steps[-1])],
         "layers": layers,
         "skipped": skipped,
@@ -98,24 +111,32 @@ def fit_gradiveq(
     return GradiveqFit(plan, {**origin, "warnings": _warnings(origin)})
 
 
-def _first_position(trace: Trace, start: int | None, warmup_steps: int) -> int:
-    if start is not None:
-        if not 0 <= start < max(1, len(trace.steps)):
-            raise GradlabError(f"{trace.path}: start = {start}, expected a position in 0..{len(trace.steps) - 1}")
-        return start
-    return int(np.searchsorted(trace.steps, warmup_steps))
-
-
-def _fit_window(trace: Trace, first: int, samples: int) -> range:
-    there = len(trace.steps) - first
+def _fit_window(trace: Trace, start: int | None, samples: int, warmup_steps: int) -> range:
+    """Positions to fit on."""
+    recorded = len(trace.steps)
     if samples < 2:
         raise GradlabError(f"samples = {samples}, expected at least 2 steps to fit on")
-    if there <= samples:
-        raise GradlabError(
-            f"{trace.path}: {max(0, there)} of {len(trace.steps)} steps are left from position {first}; fitting on "
+    if start is not None and not 0 <= start < max(1, recorded):
+        raise GradlabError(f"{trace.path}: start = {start}, expected a position in 0..{recorded - 1}")
+    first = start if start is not None else _last_before_compression(trace, samples, warmup_steps)
+    if recorded - first <= samples:
+        raise NotFittable(
+            f"{trace.path}: {recorded - first} of {recorded} steps are left from position {first}; fitting on "
             f"{samples} and holding out later ones needs at least {samples + 1}: record more, or fit on fewer samples"
         )
     return range(first, first + samples)
+
+
+def _last_before_compression(trace: Trace, samples: int, warmup_steps: int) -> int:
+    if warmup_steps == 0:
+        return 0
+    before = int(np.searchsorted(trace.steps, warmup_steps))
+    if before < samples:
+        raise NotFittable(
+            f"{trace.path}: {before} steps are recorded before iteration {warmup_steps}, where compression begins; "
+            f"fitting on {samples} needs as many there: compress later, fit on fewer samples, or record from the start"
+        )
+    return before - samples
 
 
 def _fit_layers(
@@ -145,9 +166,7 @@ def _fit_layer(trace: Trace, window: range, layer: Layer, settings: PCA.Settings
     gradients = mean_unscaled(trace, layer.name, window.start, window.stop)
     finite = np.isfinite(gradients).all(1)
     if finite.sum() < 2:
-        raise GradlabError(
-            f"{layer.name}: {int(finite.sum())} of {len(window)} samples are finite, expected at least 2"
-        )
+        raise NotFittable(f"{layer.name}: {int(finite.sum())} of {len(window)} samples are finite, expected at least 2")
     stacked = torch.from_numpy(np.ascontiguousarray(gradients[finite])).reshape(-1, *layer.shape)
     codec = PCA(settings).fit([layer], {layer.name: stacked})
     basis = codec.learned[f"{layer.name}/basis"]
@@ -173,6 +192,20 @@ def _loss(rows: Any) -> float:
 
 
 def _warnings(origin: dict[str, Any]) -> list[str]:
+    return [*_early_compression(origin), *_poor_fit(origin)]
+
+
+def _early_compression(origin: dict[str, Any]) -> list[str]:
+    begins, last = origin["warmup_steps"], origin["fitted_on"][-1]
+    if begins > last:
+        return []
+    return [
+        f"Compression begins at iteration {begins}, before the fit, which needs gradients up to iteration {last}: no "
+        "run can do that with its own gradients, and errors up to there are no prediction."
+    ]
+
+
+def _poor_fit(origin: dict[str, Any]) -> list[str]:
     threshold = origin["settings"]["loss_threshold"]
     later, control = origin["holdout"]["loss"], origin["random_basis"]["loss"]
     if later is None:

@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter
 
 from gradlab.analysis.formatting import format_bytes, format_seconds
 from gradlab.analysis.plots import short
-from gradlab.analysis.series import common, observed_series, predicted_series
+from gradlab.analysis.series import common, in_sample_series, observed_series, predicted_series
 from gradlab.analysis.style import (
     BLUE,
     GREY,
@@ -70,6 +70,8 @@ def plot_errors(replays: Replays, runs: Runs) -> Figure:
             panel.plot(*observed_series(runs[name]), ".", color=GREY, markersize=2.5, label="observed in training")
         if name in replays:
             panel.plot(*predicted_series(replays[name]), color=colors[name], linewidth=1.2, label="predicted by replay")
+            if len(in_sample_series(replays[name])[0]):
+                panel.plot(*in_sample_series(replays[name]), ":", color=colors[name], label="iterations fitted on")
         panel.set(title=name, xlabel="iteration")
         panel.xaxis.set_tick_params(labelbottom=True)
     axes[0].set_ylim(
@@ -77,9 +79,9 @@ def plot_errors(replays: Replays, runs: Runs) -> Figure:
     )
     for panel in axes[:: min(3, len(axes))]:
         panel.set_ylabel(_ERROR)
-    both = [*axes[0].get_legend_handles_labels()]
-    if len(both[1]) > 1:
-        figure.legend(*both, loc="outside lower center", ncols=2)
+    named = {label: line for panel in axes for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+    if len(named) > 1:
+        figure.legend(list(named.values()), list(named), loc="outside lower center", ncols=3)
     return figure
 
 
@@ -122,11 +124,11 @@ def plot_tradeoff(runs: Runs) -> Figure:
 
 
 def plot_replay_tradeoff(replays: Replays) -> Figure:
-    """Payload per step against the median error of the averaged gradient, by replay."""
+    """Payload per step against the median contribution error, by replay."""
     points = {}
     for name, found in replays.items():
         summary = found["summary"]
-        if summary["aggregate_error"] is not None:
+        if summary["contribution_error"] is not None:
             points[name] = (summary["payload_bytes_per_step"]["mean"], summary["contribution_error"])
     return _scatter(
         points, "payload per step and rank", "median relative error\n‖asked - sent‖ / ‖asked‖", list(replays)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from matplotlib.figure import Figure
 
 from gradlab.analysis.plain import plain
 from gradlab.analysis.style import drawing, render
+from gradlab.analysis.target import REPORT_FILES, require_free
 from gradlab.errors import GradlabError
 from gradlab.progress import Progress
 from gradlab.version import VERSION
@@ -63,7 +63,7 @@ def write_page(page: Page, out: Path, *, overwrite: bool = False, progress: Prog
     Raises:
         GradlabError: if there is a report already and overwrite is false, or the folder cannot be written.
     """
-    _require_free(out, overwrite)
+    require_free(out, overwrite, contents=REPORT_FILES)
     files: dict[str, dict[str, bytes]] = {}
     for done, item in enumerate(page.drawings):
         with drawing():
@@ -72,7 +72,8 @@ def write_page(page: Page, out: Path, *, overwrite: bool = False, progress: Prog
             progress("draw", done + 1, len(page.drawings))
     text = render_html(page, {name: kinds["svg"] for name, kinds in files.items()})
     figures = [{"name": item.name, "title": item.title, "caption": item.caption} for item in page.drawings]
-    data = plain({"gradlab": VERSION, "title": page.title, "verdict": page.verdict, "figures": figures, **page.data})
+    head = {"gradlab": VERSION, "title": page.title, "verdict": page.verdict, "warnings": page.warnings}
+    data = plain({**head, "figures": figures, **page.data})
     try:
         (out / "figures").mkdir(parents=True, exist_ok=True)
         for name, kinds in files.items():
@@ -83,24 +84,6 @@ def write_page(page: Page, out: Path, *, overwrite: bool = False, progress: Prog
     except OSError as error:
         raise GradlabError(f"cannot write the report to {out}: {error.strerror or error}") from None
     return out / "report.html"
-
-
-def check_out(out: str | os.PathLike[str], overwrite: bool) -> Path:
-    """The folder of a report, refused early: before the work, not after it.
-
-    Raises:
-        GradlabError: if it is a file, or holds a report and overwrite is false.
-    """
-    _require_free(Path(out), overwrite)
-    return Path(out)
-
-
-def _require_free(out: Path, overwrite: bool) -> None:
-    if out.exists() and not out.is_dir():
-        raise GradlabError(f"{out} is a file; a report is a folder: choose another name")
-    there = [name for name in ("report.html", "report.json") if (out / name).exists()]
-    if there and not overwrite:
-        raise GradlabError(f"{out / there[0]} exists already: choose another folder or ask to overwrite it")
 
 
 def render_html(page: Page, svgs: dict[str, bytes]) -> str:

@@ -17,8 +17,16 @@ import torch
 from gradlab import codecs
 from gradlab.analysis.lockstep_plan import LockstepPlan, StepResult, learning_rates
 from gradlab.analysis.replay_result import Replay, ReplayStep
-from gradlab.analysis.unscaled import step_gradients
-from gradlab.codec import Tensors, build_settings, contribution_error, relative, squared_norm
+from gradlab.analysis.unscaled import loss_scales, step_gradients
+from gradlab.codec import (
+    LayerErrors,
+    Tensors,
+    add_errors,
+    build_settings,
+    contribution_error,
+    relative,
+    squared_norm,
+)
 from gradlab.collectives import sum_in_rank_order
 from gradlab.errors import GradlabError
 from gradlab.plan import Group, Plan
@@ -27,15 +35,14 @@ from gradlab.progress import Progress
 if TYPE_CHECKING:
     from gradlab.trace import Trace
 
-LayerErrors = dict[str, tuple[float, float]]
-
 
 def replay(
     trace: Trace, plan: Plan, *, start: int = 0, stop: int | None = None, progress: Progress | None = None
 ) -> Replay:
     """Run the plan over positions start..stop of a trace.
 
-    Layers that the plan compresses must be in the trace; layers it sends dense may be missing from it.
+    Layers that the plan compresses must be in the trace; layers it sends dense may be missing from it. What a plan
+    fitted on this trace says of its own samples is no prediction: see `Replay.held_out`.
 
     Raises:
         GradlabError: for a plan of another model, a trace without the layers the plan compresses, positions out of
@@ -46,25 +53,19 @@ def replay(
     _check_range(trace, plan, start, stop)
     lockstep = LockstepPlan(plan, trace.world_size)
     steps: list[ReplayStep] = []
-    totals: LayerErrors = {}
     for done, (result, gradients) in enumerate(replay_steps(trace, lockstep, start, stop)):
-        step, layer_errors = _measure(result, gradients)
-        steps.append(step)
-        for name, (error, norm) in layer_errors.items():
-            before = totals.get(name, (0.0, 0.0))
-            totals[name] = (before[0] + error, before[1] + norm)
+        steps.append(_measure(result, gradients))
         if progress:
             progress("replay", done + 1, stop - start)
     return Replay(
         steps=tuple(steps),
-        layer_errors={name: relative(*pair) for name, pair in totals.items()},
         world_size=trace.world_size,
         plan_digest=plan.digest,
         trace_digest=trace.digest,
         methods=tuple(sorted({describe(group) for group in plan.groups})),
         dense_payload_bytes=plan.payload_bytes(trace.world_size, compressing=False),
         forecast_payload_bytes=plan.payload_bytes(trace.world_size),
-        warnings=tuple(_warnings(trace, lockstep, start, stop)),
+        remarks=tuple(_remarks(trace, lockstep, start, stop)),
     )
 
 
@@ -84,15 +85,15 @@ def replay_steps(
         yield lockstep.step(step.index, gradients, now, learning_rates(lockstep.plan, before)), gradients
 
 
-def _measure(result: StepResult, gradients: list[Tensors]) -> tuple[ReplayStep, LayerErrors]:
-    """One step's figures, and per layer (||asked - own||^2, ||asked||^2) summed over ranks."""
+def _measure(result: StepResult, gradients: list[Tensors]) -> ReplayStep:
     layers: LayerErrors = {}
     contribution = aggregate = cosine = None
     if result.compressing and result.finite:
-        layers = _layer_errors(result)
+        for done in (done for ranks in result.exchanged.values() for done in ranks):
+            add_errors(layers, contribution_error(done))
         contribution = relative(sum(e for e, _ in layers.values()), sum(n for _, n in layers.values()))
         aggregate, cosine = _aggregate(result, gradients)
-    step = ReplayStep(
+    return ReplayStep(
         iteration=result.iteration,
         compressing=result.compressing,
         finite=result.finite,
@@ -104,18 +105,8 @@ def _measure(result: StepResult, gradients: list[Tensors]) -> tuple[ReplayStep, 
         wire_bytes_mean=sum(result.wire) / len(result.wire),
         wire_bytes_max=max(result.wire),
         codec_seconds=result.codec_seconds,
+        layers=layers,
     )
-    return step, layers
-
-
-def _layer_errors(result: StepResult) -> LayerErrors:
-    layers: LayerErrors = {}
-    for ranks in result.exchanged.values():
-        for done in ranks:
-            for name, (error, norm) in contribution_error(done).items():
-                before = layers.get(name, (0.0, 0.0))
-                layers[name] = (before[0] + error, before[1] + norm)
-    return layers
 
 
 def _aggregate(result: StepResult, gradients: list[Tensors]) -> tuple[float, float]:
@@ -167,7 +158,12 @@ def _check_range(trace: Trace, plan: Plan, start: int, stop: int) -> None:
         )
 
 
-def _warnings(trace: Trace, lockstep: LockstepPlan, start: int, stop: int) -> Iterator[str]:
+def _remarks(trace: Trace, lockstep: LockstepPlan, start: int, stop: int) -> Iterator[str]:
+    if lockstep.plan.compressed_groups and (loss_scales(trace)[:, start:stop] != 1).any():
+        yield (
+            "Recorded under a loss scaler, whose factor the replay divides out. A run under a scaler compresses the "
+            "scaled gradients (this version does not unscale them), so the prediction is approximate."
+        )
     if not lockstep.stateful:
         return
     steps = np.asarray(trace.steps)[start:stop]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
+from gradlab.analysis.formatting import format_percent
 from gradlab.analysis.plain import plain
+from gradlab.codec import LayerErrors, add_errors, relative
+from gradlab.errors import GradlabError
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,8 @@ class ReplayStep:
 
     contribution_error: sqrt(sum ||asked - own||^2 / sum ||asked||^2) over ranks and compressed layers, where asked is
     the gradient plus, under error feedback, the residual; aggregate_error: ||mean - true mean|| / ||true mean|| of this
-    step's gradients; cosine: between these two; bytes per rank; codec_seconds: in the codecs' code, mean over ranks.
+    step's gradients; cosine: between these two; bytes per rank; codec_seconds: in the codecs' code, mean over ranks;
+    layers: the two sums of contribution_error, by layer.
     """
 
     iteration: int
@@ -30,42 +34,108 @@ class ReplayStep:
     wire_bytes_mean: float
     wire_bytes_max: int
     codec_seconds: float
+    layers: LayerErrors = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The step as plain JSON, without its layers: `Replay.layer_errors` sums them."""
+        return {key: value for key, value in asdict(self).items() if key != "layers"}
 
 
 @dataclass(frozen=True)
 class Replay:
-    """All steps of a replay. layer_errors: contribution error by layer over all compressed steps (energies summed).
+    """All steps of a replay.
 
-    dense_payload_bytes, forecast_payload_bytes: per step, of the plan while dense and while compressing.
+    dense_payload_bytes, forecast_payload_bytes: per step, of the plan while dense and while compressing. fitted_on:
+    iterations of this trace that the plan was fitted on; only later ones count as a prediction.
     """
 
     steps: tuple[ReplayStep, ...]
-    layer_errors: dict[str, float]
     world_size: int
     plan_digest: str
     trace_digest: str
     methods: tuple[str, ...]
     dense_payload_bytes: float
     forecast_payload_bytes: float
-    warnings: tuple[str, ...] = field(default=())
+    remarks: tuple[str, ...] = ()
+    fitted_on: tuple[int, ...] = ()
+
+    def held_out(self, origin: Mapping[str, Any]) -> Replay:
+        """The same replay, judged on iterations later than those that the plan was fitted on.
+
+        origin: of the plan's artifact or fit. One that names no iterations, or another trace, changes nothing.
+
+        Raises:
+            GradlabError: for an origin whose "fitted_on" is not a list of iterations.
+        """
+        if origin.get("trace") != self.trace_digest or "fitted_on" not in origin:
+            return self
+        fitted = origin["fitted_on"]
+        if not isinstance(fitted, Sequence) or not all(type(step) is int for step in fitted):
+            raise GradlabError(f"origin: fitted_on = {str(fitted)[:80]}, expected a list of iterations")
+        return replace(self, fitted_on=tuple(fitted))
 
     @property
     def compressed(self) -> tuple[ReplayStep, ...]:
         """The steps in which the codecs ran."""
         return tuple(step for step in self.steps if step.compressing)
 
+    @property
+    def judged(self) -> tuple[ReplayStep, ...]:
+        """The compressed steps that count: all, or those after the last iteration that the plan was fitted on."""
+        last = max(self.fitted_on, default=-1)
+        return tuple(step for step in self.compressed if step.iteration > last)
+
+    @property
+    def in_sample(self) -> tuple[ReplayStep, ...]:
+        """The compressed steps whose gradients the plan was fitted on."""
+        fitted = set(self.fitted_on)
+        return tuple(step for step in self.compressed if step.iteration in fitted)
+
+    @property
+    def layer_errors(self) -> dict[str, float]:
+        """Contribution error by layer over the judged steps, energies summed."""
+        total: LayerErrors = {}
+        for step in self.judged:
+            add_errors(total, step.layers)
+        return {name: relative(*pair) for name, pair in total.items()}
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a reader must know before believing the figures, one line each."""
+        if not self.in_sample:
+            return list(self.remarks)
+        seen, later = median_errors(self.in_sample), median_errors(self.judged)
+        line = (
+            f"The plan was fitted on {len(self.in_sample)} of the compressed iterations; there, in-sample, the median "
+            f"error is {format_percent(seen['contribution_error'])} of a rank, "
+            f"{format_percent(seen['aggregate_error'])} of the mean. "
+        )
+        if not self.judged:
+            return [
+                line + "No later iteration was replayed: nothing is known about its error in training.",
+                *self.remarks,
+            ]
+        line += (
+            f"Only the {len(self.judged)} later iterations are a prediction: "
+            f"{format_percent(later['contribution_error'])} of a rank, {format_percent(later['aggregate_error'])} of "
+            "the mean."
+        )
+        return [line, *self.remarks]
+
     def summary(self) -> dict[str, Any]:
-        """Medians of errors and codec time and means of bytes over the compressed steps, as plain JSON."""
+        """Plain JSON: median errors over the judged steps, and beside them over those fitted on ("in_sample", else
+        None); mean bytes and median codec time over all compressed steps."""
         steps = self.compressed
         payload = _mean(step.payload_bytes_mean for step in steps)
+        inside = self.in_sample
         return {
             "methods": list(self.methods),
             "steps": len(self.steps),
             "compressed_steps": len(steps),
+            "judged_steps": len(self.judged),
             "nonfinite_steps": [step.iteration for step in self.steps if not step.finite],
-            "contribution_error": _median(step.contribution_error for step in steps),
-            "aggregate_error": _median(step.aggregate_error for step in steps),
-            "cosine": _median(step.cosine for step in steps),
+            **median_errors(self.judged),
+            "in_sample": {"steps": len(inside), **median_errors(inside)} if inside else None,
             "payload_bytes_per_step": {"mean": payload, "max": max(step.payload_bytes_max for step in steps)},
             "wire_bytes_per_step": {
                 "mean": _mean(step.wire_bytes_mean for step in steps),
@@ -74,7 +144,7 @@ class Replay:
             "dense_payload_bytes": self.dense_payload_bytes,
             "compression_ratio": self.dense_payload_bytes / payload if payload else None,
             "codec_seconds": _median(step.codec_seconds for step in steps),
-            "warnings": list(self.warnings),
+            "warnings": self.warnings,
         }
 
     def to_json(self) -> dict[str, Any]:
@@ -84,11 +154,22 @@ class Replay:
             "trace": self.trace_digest,
             "world_size": self.world_size,
             "forecast_payload_bytes": self.forecast_payload_bytes,
+            "fitted_on": list(self.fitted_on),
             "summary": self.summary(),
             "layer_errors": self.layer_errors,
-            "steps": [asdict(step) for step in self.steps],
+            "steps": [step.to_json() for step in self.steps],
         }
         return dict(plain(found))
+
+
+def median_errors(steps: Iterable[ReplayStep]) -> dict[str, float | None]:
+    """Medians of a rank's error, the mean's error and the cosine; None where no step has them."""
+    steps = list(steps)
+    return {
+        "contribution_error": _median(step.contribution_error for step in steps),
+        "aggregate_error": _median(step.aggregate_error for step in steps),
+        "cosine": _median(step.cosine for step in steps),
+    }
 
 
 def _mean(values: Iterable[float]) -> float:

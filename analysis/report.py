@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradlab.analysis.formatting import format_count, format_percent
+from gradlab.analysis.formatting import format_count
 from gradlab.analysis.gradiveq import GradiveqFit
-from gradlab.analysis.page import Page, check_out, write_page
+from gradlab.analysis.page import Page, write_page
 from gradlab.analysis.plain import plain
 from gradlab.analysis.replay_result import Replay
 from gradlab.analysis.report_figures import fit_drawings, replay_drawings, run_drawings, spectrum_drawings
 from gradlab.analysis.report_tables import comparison_table, fit_table, layer_table, replay_table
-from gradlab.analysis.series import held_out_error
 from gradlab.analysis.spectrum import TraceSpectrum, measure_spectrum
+from gradlab.analysis.target import REPORT_FILES, require_free
 from gradlab.analysis.verdict import comparison_verdict, trace_verdict
 from gradlab.errors import GradlabError
 from gradlab.progress import Progress
@@ -48,28 +48,30 @@ def write_trace_report(
     fit: GradiveqFit | None = None,
     replays: Mapping[str, Replay] | None = None,
     spectrum: TraceSpectrum | None = None,
+    remarks: Sequence[str] = (),
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Path:
     """Measure a trace and write the folder `out`: report.html, report.json, figures/. Returns the path of report.html.
 
-    spectrum: measurements made before, None to make them now.
+    spectrum: measurements made before, None to make them now. remarks: further warnings. Replays of the fit's plan are
+    judged on iterations later than its samples; those of other fitted plans by `Replay.held_out`, before they come.
 
     Raises:
         GradlabError: for a report that is there already (unless overwrite), or a trace too short to measure.
     """
-    folder = check_out(out, overwrite)
+    folder = require_free(out, overwrite, contents=REPORT_FILES)
     measured = dict(plain((spectrum or measure_spectrum(trace, progress=progress)).to_json()))
-    found = {name: replay.to_json() for name, replay in (replays or {}).items()}
+    found = _judged(replays or {}, [fit] if fit else [])
     origin = dict(plain(fit.origin)) if fit else None
     recorded = summarize_trace(trace)
     fit_tables = [fit_table(origin)] if origin else []
     replay_tables = [replay_table(found)] if found else []
     page = Page(
         title=f"Gradients of {recorded['metadata'].get('workload') or trace.path.name}",
-        verdict=trace_verdict(measured, origin, found, fit.plan.digest if fit else None),
+        verdict=trace_verdict(measured, origin, found),
         data={"kind": "trace", "trace": recorded, "spectrum": measured, "fit": origin, "replays": found},
-        warnings=[*(fit.warnings if fit else []), *_replay_warnings(found, [fit] if fit else [])],
+        warnings=[*remarks, *(fit.warnings if fit else []), *_replay_warnings(found)],
         facts=_trace_facts(recorded),
         tables=[*fit_tables, *replay_tables, layer_table(measured)],
         drawings=[
@@ -89,29 +91,28 @@ def write_comparison(
     fits: Mapping[str, GradiveqFit] | None = None,
     trace_summary: Mapping[str, Any] | None = None,
     spectrum: TraceSpectrum | None = None,
-    verdict: str = "",
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Path:
     """Predicted beside observed: runs as the trainer reports them, with replays and fits of the same names.
 
-    The run named "dense" is the reference. trace_summary: `summarize_trace`. verdict: the first line; empty for
-    `comparison_verdict`. Returns the path of report.html.
+    The run named "dense" is the reference. trace_summary: `summarize_trace`. Replays of the fits' plans are judged on
+    iterations later than their samples. Returns the path of report.html.
 
     Raises:
         GradlabError: for a report that is there already (unless overwrite), or no run at all.
     """
-    folder = check_out(out, overwrite)
+    folder = require_free(out, overwrite, contents=REPORT_FILES)
     if not runs:
         raise GradlabError("a comparison needs at least one run, and got none")
     ran = dict(plain(runs))
-    found = {name: replay.to_json() for name, replay in replays.items()}
+    found = _judged(replays, (fits or {}).values())
     origins = {name: dict(plain(fit.origin)) for name, fit in (fits or {}).items()}
     measured = dict(plain(spectrum.to_json())) if spectrum else None
     recorded = dict(plain(trace_summary)) if trace_summary else None
     page = Page(
         title=f"Predicted and observed: {next(iter(ran.values())).get('workload') or 'training runs'}",
-        verdict=verdict or comparison_verdict(ran),
+        verdict=comparison_verdict(ran),
         data={
             "kind": "comparison",
             "trace": recorded,
@@ -122,7 +123,7 @@ def write_comparison(
         },
         warnings=[
             *(line for fit in (fits or {}).values() for line in fit.warnings),
-            *_replay_warnings(found, (fits or {}).values()),
+            *_replay_warnings(found),
         ],
         facts=[*_run_facts(ran), *(_trace_facts(recorded) if recorded else [])],
         tables=[comparison_table(ran, found), *(fit_table(origin) for origin in origins.values())],
@@ -151,14 +152,11 @@ def _run_facts(runs: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [("runs", f"{len(runs)}, each {steps} steps on {ranks} ranks, dense for the first {warmup}")]
 
 
-def _replay_warnings(replays: Mapping[str, Any], fits: Iterable[GradiveqFit]) -> list[str]:
-    lines = [f"{name}: {line}" for name, found in replays.items() for line in found["summary"]["warnings"]]
-    fitted = {fit.plan.digest: fit.origin["fitted_on"] for fit in fits}
-    for name, found in replays.items():
-        inside, outside = held_out_error(found, fitted.get(found["plan"], ()))
-        if inside is not None:
-            lines.append(
-                f"{name}: the replay passes over the iterations that the plan was fitted on; the median error is "
-                f"{format_percent(inside)} there and {format_percent(outside)} on the others."
-            )
-    return lines
+def _judged(replays: Mapping[str, Replay], fits: Iterable[GradiveqFit]) -> dict[str, dict[str, Any]]:
+    """Replays as JSON; those of a fit's plan apart from what it was fitted on."""
+    origins = {fit.plan.digest: fit.origin for fit in fits}
+    return {name: found.held_out(origins.get(found.plan_digest, {})).to_json() for name, found in replays.items()}
+
+
+def _replay_warnings(replays: Mapping[str, Any]) -> list[str]:
+    return [f"{name}: {line}" for name, found in replays.items() for line in found["summary"]["warnings"]]

@@ -72,13 +72,14 @@ def replay_drawings(replays: Mapping[str, Found]) -> list[Drawing]:
             "replay_errors",
             "Error of each method over time",
             "What a rank was asked to send and what it sent, relative, over all ranks and compressed layers; under "
-            "error feedback the residual is part of what is asked.",
+            "error feedback the residual is part of what is asked. Dotted: iterations that a plan was fitted on.",
             partial(method_plots.plot_errors, lossy, {}),
         ),
         Drawing(
             "replay_tradeoff",
             "Bytes against error",
-            "Median relative error over the compressed iterations against the payload that a rank contributes.",
+            "Median relative error over the compressed iterations (after the fit, for fitted plans) against the "
+            "payload that a rank contributes.",
             partial(method_plots.plot_replay_tradeoff, lossy),
         ),
         _layer_errors(lossy, {}),
@@ -123,7 +124,7 @@ def _cost_drawings(runs: Mapping[str, Found]) -> list[Drawing]:
 
 
 def _layer_errors(replays: Mapping[str, Found], runs: Mapping[str, Found]) -> Drawing:
-    caption = "Relative error of each compressed layer over all compressed iterations."
+    caption = "Relative error of each compressed layer over the compressed iterations; predicted ones after the fit."
     return Drawing("layer_errors", "Error by layer", caption, partial(method_plots.plot_layer_errors, replays, runs))
 
 

@@ -1,14 +1,45 @@
-"""The tables of a report, as text cells."""
+"""The tables of a report, as text cells; the commands print the same rows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from gradlab.analysis.formatting import format_count, format_number, format_percent, format_ratio
+from gradlab.analysis.formatting import (
+    format_bytes,
+    format_count,
+    format_number,
+    format_percent,
+    format_ratio,
+    format_seconds,
+)
 from gradlab.analysis.page import Table
-from gradlab.analysis.summary import COLUMNS, REPLAY_COLUMNS, comparison_rows, replay_rows
+from gradlab.analysis.series import common, median_or_none, observed_series, predicted_series
 
+_COMPARISON_COLUMNS = (
+    "method",
+    "final accuracy",
+    "payload/step",
+    "wire/step",
+    "ratio",
+    "error predicted",
+    "error observed",
+    "compute",
+    "compress",
+    "communicate",
+    "wait",
+)
+_REPLAY_COLUMNS = (
+    "plan",
+    "method",
+    "payload/step",
+    "wire/step",
+    "ratio",
+    "error of a rank",
+    "error of the mean",
+    "cosine",
+    "codec time",
+)
 _FIT_COLUMNS = (
     "layer",
     "slice K",
@@ -37,20 +68,78 @@ def comparison_table(runs: Mapping[str, Any], replays: Mapping[str, Any]) -> Tab
     """Runs side by side, with predicted errors where there is a replay."""
     note = (
         "Bytes per compressed step and rank: payload is what a rank contributes, wire what its network interface "
-        "sends. Errors: median of ‖asked - sent‖ / ‖asked‖ over the iterations that replay and run share. "
+        "sends. Errors: median of ‖asked - sent‖ / ‖asked‖ over the iterations that replay and run share, those that a "
+        "plan was fitted on left out. "
         "A step lasts compute + wait; compress and communicate run beside computing."
     )
-    return Table("Methods side by side", COLUMNS, comparison_rows(runs, replays), note)
+    return Table("Methods side by side", _COMPARISON_COLUMNS, _comparison_rows(runs, replays), note)
+
+
+def _comparison_rows(runs: Mapping[str, Any], replays: Mapping[str, Any]) -> list[list[str]]:
+    rows = []
+    for name, run in runs.items():
+        predicted, observed = median_errors(replays.get(name), run)
+        times = run.get("time") or {}
+        rows.append(
+            [
+                name,
+                format_percent(run.get("final_accuracy")),
+                format_bytes((run.get("payload_bytes_per_step") or {}).get("mean")),
+                format_bytes((run.get("wire_bytes_per_step") or {}).get("mean")),
+                format_ratio(run.get("compression_ratio")),
+                format_percent(predicted),
+                format_percent(observed),
+                *(format_seconds(times.get(part)) for part in _COMPARISON_COLUMNS[7:]),
+            ]
+        )
+    return rows
+
+
+def median_errors(replay: Mapping[str, Any] | None, run: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """Median contribution error, predicted and observed, over the iterations that both have; None for what is not."""
+    observed = observed_series(run)
+    if replay is None:
+        return None, median_or_none(observed[1])
+    predicted = predicted_series(replay)
+    steps, at, here = common(predicted, observed)
+    if len(steps):
+        return median_or_none(at), median_or_none(here)
+    return median_or_none(predicted[1]), median_or_none(observed[1])
 
 
 def replay_table(replays: Mapping[str, Any]) -> Table:
-    """Replays side by side."""
+    """Replays side by side; a last column holds what was measured on iterations that a plan was fitted on."""
     note = (
-        "Medians over the compressed iterations. Error of a rank: ‖asked - sent‖ / ‖asked‖, the residual of error "
-        "feedback being part of what is asked. Error of the mean and cosine: against this iteration's true averaged "
-        "gradient; under error feedback a large error here is earlier gradient being delivered late."
+        "Medians over the compressed iterations; of a plan fitted on this trace, over those after its fit. Error of a "
+        "rank: ‖asked - sent‖ / ‖asked‖, the residual of error feedback being part of what is asked. Error of the mean "
+        "and cosine: against this iteration's true averaged gradient; under error feedback a large error here is "
+        "earlier gradient being delivered late."
     )
-    return Table("Plans replayed on the trace", REPLAY_COLUMNS, replay_rows(replays), note, text_columns=2)
+    columns: tuple[str, ...] = _REPLAY_COLUMNS
+    rows = [_replay_row(name, found["summary"]) for name, found in replays.items()]
+    inside = [found["summary"]["in_sample"] for found in replays.values()]
+    if any(inside):
+        columns = (*columns, "in-sample: rank, mean, cosine")
+        note += " In-sample: the same where the plan was fitted, which is no prediction."
+        rows = [[*row, ", ".join(_error_cells(seen)) if seen else "-"] for row, seen in zip(rows, inside, strict=True)]
+    return Table("Plans replayed on the trace", columns, rows, note, text_columns=2)
+
+
+def _replay_row(name: str, found: Mapping[str, Any]) -> list[str]:
+    return [
+        name,
+        "; ".join(found["methods"]),
+        format_bytes(found["payload_bytes_per_step"]["mean"]),
+        format_bytes(found["wire_bytes_per_step"]["mean"]),
+        format_ratio(found["compression_ratio"]),
+        *_error_cells(found),
+        format_seconds(found["codec_seconds"]),
+    ]
+
+
+def _error_cells(found: Mapping[str, Any]) -> tuple[str, str, str]:
+    cosine = "-" if found["cosine"] is None else f"{found['cosine']:.3f}"
+    return format_percent(found["contribution_error"]), format_percent(found["aggregate_error"]), cosine
 
 
 def fit_table(origin: Mapping[str, Any]) -> Table:

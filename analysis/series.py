@@ -12,8 +12,15 @@ Series = tuple[np.ndarray, np.ndarray]
 
 
 def predicted_series(replay: Mapping[str, Any]) -> Series:
-    """Contribution errors of a replay's JSON, where there are any."""
-    return _series((step["iteration"], step["contribution_error"]) for step in replay["steps"])
+    """Contribution errors of a replay's JSON, where there are any, after the last iteration its plan was fitted on."""
+    last = max(replay["fitted_on"], default=-1)
+    return _series((s["iteration"], s["contribution_error"]) for s in replay["steps"] if s["iteration"] > last)
+
+
+def in_sample_series(replay: Mapping[str, Any]) -> Series:
+    """The same on the iterations that the plan was fitted on."""
+    fitted = set(replay["fitted_on"])
+    return _series((s["iteration"], s["contribution_error"]) for s in replay["steps"] if s["iteration"] in fitted)
 
 
 def observed_series(run: Mapping[str, Any]) -> Series:
@@ -22,14 +29,8 @@ def observed_series(run: Mapping[str, Any]) -> Series:
     return _series(zip(errors["steps"], errors["relative"], strict=True))
 
 
-def held_out_error(replay: Mapping[str, Any], fitted_on: Iterable[int]) -> tuple[float | None, float | None]:
-    """Median contribution error on the iterations a plan was fitted on, and on all others; None for no iteration."""
-    steps, errors = predicted_series(replay)
-    inside = np.isin(steps, list(fitted_on))
-    return median_or_none(errors[inside]), median_or_none(errors[~inside])
-
-
 def median_or_none(values: np.ndarray) -> float | None:
+    """The median, None of nothing."""
     return float(np.median(values)) if len(values) else None
 
 

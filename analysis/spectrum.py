@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gradlab.analysis.agreement import rank_cosine, signal_to_noise
+from gradlab.analysis.rank_similarity import rank_cosine, signal_to_noise
 from gradlab.analysis.unscaled import read_unscaled
 from gradlab.codecs.pca import default_slice_size, dimension
 from gradlab.errors import GradlabError
@@ -93,6 +93,7 @@ class LayerSpectrum:
     snr: float | None
 
     def to_json(self) -> dict[str, Any]:
+        """The layer with its measurements, shares and dimensions, as plain JSON; None where ranks have no cosine."""
         mean_cosine = float(np.nanmean(self.cosine)) if np.isfinite(self.cosine).any() else None
         return {
             **self.layer.to_json(),
@@ -123,6 +124,7 @@ class TraceSpectrum:
     skipped: tuple[str, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
+        """Everything, as plain JSON."""
         return {
             "world_size": self.world_size,
             "steps": self.steps.tolist(),

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from gradlab.analysis.formatting import format_number, format_percent, format_ratio, format_seconds
-from gradlab.analysis.series import held_out_error
 
 # One seed's accuracies differ by about this much for no reason.
 _ACCURACY_NOISE = 0.02
@@ -69,30 +68,29 @@ def _accuracy_line(runs: Mapping[str, Any], dense: Mapping[str, Any]) -> str:
     return f"Accuracy is lost by {listed}; dense reaches {format_percent(reference)}, one seed each."
 
 
-def trace_verdict(
-    spectrum: Mapping[str, Any], fit: Mapping[str, Any] | None, replays: Mapping[str, Any], plan: str | None = None
-) -> str:
-    """What a trace, a fit and replays say about compressing this training.
-
-    fit: a fit's origin; plan: its plan's digest, so that its replay is judged on iterations it was not fitted on.
-    """
+def trace_verdict(spectrum: Mapping[str, Any], fit: Mapping[str, Any] | None, replays: Mapping[str, Any]) -> str:
+    """What a trace, a fit and replays say about compressing this training. fit: a fit's origin."""
     lines = []
     if fit is not None:
-        lines.append(_fit_line(fit))
+        lines.append(fit_verdict(fit))
     if replays:
-        lines.append(_replay_line(replays, fit, plan))
+        lines.append(replay_verdict(replays))
     lines.append(_agreement_line(spectrum))
     if fit is None and not replays:
         lines.insert(0, "A recording alone does not say that compression pays: fit a codec, or replay plans.")
     return " ".join(line for line in lines if line)
 
 
-def _fit_line(fit: Mapping[str, Any]) -> str:
-    later, threshold = fit["holdout"]["loss"], fit["settings"]["loss_threshold"]
+def fit_verdict(origin: Mapping[str, Any]) -> str:
+    """Whether a GradiVeQ fit holds on iterations it has not seen."""
+    later, control = origin["holdout"]["loss"], origin["random_basis"]["loss"]
     if later is None:
         return "The GradiVeQ fit could not be tried on any later iteration."
-    ratio = format_ratio(fit["dense_payload_bytes"] / fit["payload_bytes"])
+    threshold = origin["settings"]["loss_threshold"]
+    ratio = format_ratio(origin["dense_payload_bytes"] / origin["payload_bytes"])
     found = f"{format_percent(later)} of the gradient's energy is lost on later iterations"
+    if control is not None and later >= control:
+        return f"The GradiVeQ fit holds nothing that lasts: {found}, {format_percent(control)} with random bases."
     if later <= 2 * threshold:
         return f"GradiVeQ holds what its threshold promises: {found}, at {ratio} fewer bytes."
     return (
@@ -101,20 +99,26 @@ def _fit_line(fit: Mapping[str, Any]) -> str:
     )
 
 
-def _replay_line(replays: Mapping[str, Any], fit: Mapping[str, Any] | None, plan: str | None) -> str:
-    errors = {name: found["summary"]["contribution_error"] for name, found in replays.items()}
-    for name, found in replays.items():
-        if fit is not None and found["plan"] == plan:
-            errors[name] = held_out_error(found, fit["fitted_on"])[1]
-    known = {name: error for name, error in errors.items() if error}
-    if not known:
-        return "The plans replayed change no gradient."
-    best = min(known, key=lambda name: known[name])
-    ratio = format_ratio(replays[best]["summary"]["compression_ratio"])
-    return (
-        f"Of the lossy plans replayed, {best} keeps a rank's gradient best (median error {format_percent(known[best])} "
-        f"at {ratio}); a small error helps training, but does not prove it."
-    )
+def replay_verdict(replays: Mapping[str, Any]) -> str:
+    """Which of the plans replayed (`Replay.to_json()` by name) keeps most, on iterations they were not fitted on."""
+    summaries = {name: found["summary"] for name, found in replays.items()}
+    unknown = [name for name, found in summaries.items() if found["contribution_error"] is None]
+    known = {name: error for name, found in summaries.items() if (error := found["contribution_error"])}
+    lines = []
+    if known:
+        best = min(known, key=lambda name: known[name])
+        lines.append(
+            f"Of the lossy plans replayed, {best} keeps a rank's gradient best (median error "
+            f"{format_percent(known[best])} at {format_ratio(summaries[best]['compression_ratio'])}); a small error "
+            "helps training, but does not prove it."
+        )
+    elif len(unknown) < len(summaries):
+        lines.append("The plans replayed change no gradient.")
+    if unknown:
+        lines.append(
+            f"Nothing is known about {', '.join(unknown)}: no finite iteration was replayed but those of its fit."
+        )
+    return " ".join(lines)
 
 
 def _agreement_line(spectrum: Mapping[str, Any]) -> str:

@@ -5,9 +5,9 @@ repair("trace")                                   # close a trace that a killed 
 TraceWriter("trace", layers, world_size=4)        # write a trace of emulated ranks from one process
 """
 
+from gradlab.capture.async_writer import RecorderReport
 from gradlab.capture.recorder import TraceRecorder, capture_hook
 from gradlab.capture.repair import RepairedRank, repair
-from gradlab.capture.report import RecorderReport
 from gradlab.capture.trace_writer import TraceWriter
 
 __all__ = ["RecorderReport", "RepairedRank", "TraceRecorder", "TraceWriter", "capture_hook", "repair"]

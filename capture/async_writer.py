@@ -9,10 +9,10 @@ import queue
 import re
 import threading
 import time
+from dataclasses import dataclass
 
 from gradlab.capture.buffers import BufferPool, StepBuffer
 from gradlab.capture.rank_writer import RankWriter
-from gradlab.capture.report import RecorderReport
 from gradlab.capture.settings import RecorderSettings
 
 logger = logging.getLogger("gradlab.capture")
@@ -26,6 +26,23 @@ _running: set[AsyncWriter] = set()
 def _close_running() -> None:
     for writer in list(_running):
         writer.close(EXIT_SECONDS)
+
+
+@dataclass(frozen=True)
+class RecorderReport:
+    """What a recorder did on its rank: steps committed and lost, bytes of gradients committed, why it failed if so."""
+
+    path: str
+    steps_written: int
+    steps_lost: int
+    bytes_written: int
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.path}: {self.steps_written} steps recorded, {self.bytes_written / 1e6:.1f} MB"
+        if self.steps_lost:
+            text += f"; {self.steps_lost} steps lost"
+        return text + (f" ({self.reason})" if self.reason else "")
 
 
 class AsyncWriter:

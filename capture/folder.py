@@ -6,8 +6,8 @@ import fcntl
 import os
 from pathlib import Path
 
-from gradlab.capture.agreement import Ranks
 from gradlab.errors import GradlabError
+from gradlab.ranks import Ranks
 from gradlab.trace_schema import (
     INDEX,
     LOCK,

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.capture.allreduce import average_as_ddp
-from gradlab.capture.async_writer import EXIT_SECONDS, AsyncWriter
-from gradlab.capture.beginning import begin_recording
+from gradlab.capture.async_writer import EXIT_SECONDS, AsyncWriter, RecorderReport
 from gradlab.capture.buffers import StepBuffer
-from gradlab.capture.report import RecorderReport
 from gradlab.capture.selection import LayerChoice
 from gradlab.capture.settings import SEGMENT_BYTES, RecorderSettings
+from gradlab.capture.start import start_recording
+from gradlab.ddp import bucket_gradients
 from gradlab.errors import GradlabError
 
 
@@ -45,10 +45,14 @@ class TraceRecorder:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    Training is bit-identical to plain DDP. A step is one synchronised backward pass; what `no_sync` accumulated is in
-    it. Gradients are recorded as the hook sees them: with the loss scale, and infinite or NaN where they are. Memory
-    on the host: about (queue_steps + 18) times the recorded layers. Failing to write never stops training.
-    After `close` the model goes on averaging as plain DDP does: DDP cannot give a hook back.
+    Training is bit-identical to plain DDP, with one exception, which no hook can see: where gradient_as_bucket_view
+    is True, gradients are zeroed and not dropped (zero_grad(set_to_none=False)), and the number of ranks is not a
+    power of two, averages differ in their last bits. What is recorded are the local gradients then as well.
+
+    A step is one synchronised backward pass; what `no_sync` accumulated is in it. Gradients are recorded as the hook
+    sees them: with the loss scale, and infinite or NaN where they are. Memory on the host: about (queue_steps + 18)
+    times the recorded layers. Failing to write never stops training. After `close` the model goes on averaging as
+    plain DDP does: DDP cannot give a hook back.
 
     Args:
         model: a DistributedDataParallel without a communication hook.
@@ -94,7 +98,7 @@ class TraceRecorder:
             every, start, max_steps, queue_steps, on_full, dtype, flush_seconds, segment_bytes
         )
         about = {} if metadata is None else metadata
-        chosen, self._writer = begin_recording(model, self.path, self._settings, layers, wrap, about, overwrite)
+        chosen, self._writer = start_recording(model, self.path, self._settings, layers, wrap, about, overwrite)
         # Parameters are kept alive with their ids: an id alone could pass to another object.
         self._positions = {id(parameter): (n, parameter) for n, (_, parameter) in enumerate(chosen)}
         self._shapes = [layer.shape for layer, _ in chosen]
@@ -198,8 +202,8 @@ class TraceRecorder:
     @torch.no_grad()
     def _copy(self, bucket: dist.GradBucket, buffer: StepBuffer) -> None:
         whole = bucket.buffer()
-        gradients = [whole.to_dense()] if whole.is_sparse else bucket.gradients()
-        for parameter, gradient in zip(bucket.parameters(), gradients, strict=True):
+        pairs = [(bucket.parameters()[0], whole.to_dense())] if whole.is_sparse else bucket_gradients(bucket)
+        for parameter, gradient in pairs:
             if id(parameter) not in self._positions:
                 continue
             position = self._positions[id(parameter)][0]

@@ -6,13 +6,20 @@ only then is the open one removed. Interrupted at any point, repair can simply r
 
 from __future__ import annotations
 
+import contextlib
 import os
+from contextlib import closing
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
+
+import numpy as np
 
 from gradlab.capture.folder import DAMAGED, NEW, REPAIR, lock_rank, unlock_rank
 from gradlab.capture.segment import SegmentWriter
 from gradlab.errors import GradlabError
+from gradlab.trace_check import committed_segments
+from gradlab.trace_rules import index_problems
 from gradlab.trace_schema import (
     CHUNK_STEPS,
     PART,
@@ -30,12 +37,13 @@ from gradlab.trace_segment import SegmentReader
 
 @dataclass(frozen=True)
 class RepairedRank:
-    """One rank after `repair`: the steps it holds, whether anything had to be done, and what could not be kept."""
+    """One rank after `repair`: the steps it holds and lacks, whether anything had to be done, and what is amiss."""
 
     rank: int
     steps: int
+    steps_lost: int  # what its index says; written by repair: iterations that other ranks hold and this one does not
     changed: bool
-    problems: tuple[str, ...]
+    problems: tuple[str, ...]  # what could not be mended or kept, a line each
 
 
 def repair(path: str | os.PathLike[str]) -> list[RepairedRank]:
@@ -48,47 +56,79 @@ def repair(path: str | os.PathLike[str]) -> list[RepairedRank]:
     """
     folder = Path(path)
     manifest = read_manifest(folder)
-    return [_repair_rank(folder, manifest, rank) for rank in range(manifest.world_size)]
+    # All ranks take the same steps, so whatever one of them recorded was due on every other.
+    due = reduce(np.union1d, [_readable_iterations(folder, manifest, rank) for rank in range(manifest.world_size)])
+    return [_repair_rank(folder, manifest, rank, due) for rank in range(manifest.world_size)]
 
 
-def _repair_rank(folder: Path, manifest: Manifest, rank: int) -> RepairedRank:
+def _readable_iterations(folder: Path, manifest: Manifest, rank: int) -> np.ndarray:
+    """Iterations that a rank has committed, int64, as far as its segments can be opened."""
+    found = [np.zeros(0, np.int64)]
+    for number, suffix in committed_segments(folder, rank, None):
+        path = folder / rank_folder(rank) / (segment_name(number) + suffix)
+        with (
+            contextlib.suppress(GradlabError),
+            closing(SegmentReader(path, manifest, rank, number, swmr=bool(suffix))) as segment,
+        ):
+            found.append(segment.records["index"])
+    return np.concatenate(found)
+
+
+def _repair_rank(folder: Path, manifest: Manifest, rank: int, due: np.ndarray) -> RepairedRank:
     here = folder / rank_folder(rank)
     try:
         here.mkdir(exist_ok=True)
         lock = lock_rank(folder, rank)
         try:
-            return _close_rank(folder, manifest, rank)
+            index = _sound_index(folder, rank)
+            if index is None:
+                return _close_rank(folder, manifest, rank, due)
+            steps = sum(steps for _, steps in index.segments)
+            return RepairedRank(
+                rank, steps, index.steps_lost, False, tuple(index_problems(folder, manifest, rank, index))
+            )
         finally:
             unlock_rank(folder, rank, lock)
     except (OSError, RuntimeError, GradlabError) as error:
         line = (str(error).splitlines() or [type(error).__name__])[0][:300]
-        return RepairedRank(rank, 0, False, (line,))
+        return RepairedRank(rank, 0, 0, False, (line,))
 
 
-def _close_rank(folder: Path, manifest: Manifest, rank: int) -> RepairedRank:
-    here = folder / rank_folder(rank)
-    index, problems = None, []
+def _sound_index(folder: Path, rank: int) -> RankIndex | None:
+    """The rank's index; None also for a damaged one, which can be written anew from the segments."""
     try:
-        index = read_index(folder, rank)
-    except GradlabError as error:
-        problems.append(f"{error}; written anew")
-    if index is not None:
-        return RepairedRank(rank, sum(steps for _, steps in index.segments), False, ())
+        return read_index(folder, rank)
+    except GradlabError:
+        return None
+
+
+def _close_rank(folder: Path, manifest: Manifest, rank: int, due: np.ndarray) -> RepairedRank:
+    here = folder / rank_folder(rank)
+    problems = []
     for number in segment_numbers(here, PART):
         problems += _close_segment(folder, manifest, rank, number)
     for suffix in (NEW, REPAIR):
         for number in segment_numbers(here, suffix):
             (here / (segment_name(number) + suffix)).unlink()
-    segments = []
+    segments: list[tuple[int, int]] = []
     for number in segment_numbers(here):
+        path = here / segment_name(number)
         try:
-            reader = SegmentReader(here / segment_name(number), manifest, rank, number)
-            segments.append((number, reader.committed))
-            reader.close()
+            with closing(SegmentReader(path, manifest, rank, number)) as segment:
+                segments.append((number, segment.committed))
         except GradlabError as error:
-            problems.append(f"{error}; left out")
-    write_index(folder, RankIndex(manifest.run, rank, tuple(segments), reason="repaired"))
-    return RepairedRank(rank, sum(steps for _, steps in segments), True, tuple(problems))
+            problems.append(_set_aside(path, path, error))
+    held = _readable_iterations(folder, manifest, rank)
+    lost = len(np.setdiff1d(due, held))
+    write_index(folder, RankIndex(manifest.run, rank, tuple(segments), lost, "repaired"))
+    return RepairedRank(rank, len(held), lost, True, tuple(problems))
+
+
+def _set_aside(path: Path, final: Path, error: GradlabError) -> str:
+    """Rename a segment that cannot be opened, so that the index need not name it; the line that says so."""
+    damaged = final.with_name(final.name + DAMAGED)
+    os.replace(path, damaged)
+    return f"{error}; kept as {damaged.name}"
 
 
 def _close_segment(folder: Path, manifest: Manifest, rank: int, number: int) -> list[str]:
@@ -98,8 +138,7 @@ def _close_segment(folder: Path, manifest: Manifest, rank: int, number: int) -> 
     try:
         reader = SegmentReader(part, manifest, rank, number, swmr=True)
     except GradlabError as error:
-        os.replace(part, damaged)
-        return [f"{error}; kept as {damaged.name}"]
+        return [_set_aside(part, final, error)]
     try:
         # A final file is there already if an earlier repair was killed just before it removed the open one.
         problems = [] if final.exists() or not reader.committed else _copy(reader, folder, manifest, rank, number)

@@ -15,6 +15,7 @@ import h5py
 import numpy as np
 
 from gradlab.capture.folder import NEW
+from gradlab.files import sync_folder
 from gradlab.trace_schema import (
     CHUNK_STEPS,
     PART,
@@ -27,7 +28,6 @@ from gradlab.trace_schema import (
     record_checksums,
     row_checksums,
     segment_name,
-    sync_folder,
 )
 from gradlab.trace_segment import header
 

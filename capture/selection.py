@@ -9,8 +9,9 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradlab.ddp import synchronised_layers
 from gradlab.errors import GradlabError
-from gradlab.layout import Layer, bare_name, named_layers
+from gradlab.layout import Layer
 
 LayerChoice = str | Sequence[str] | Callable[[Layer], bool] | None
 
@@ -23,8 +24,7 @@ def choose_layers(model: DistributedDataParallel, choice: LayerChoice) -> list[t
     Raises:
         GradlabError: for a pattern that matches nothing, or a choice without any layer.
     """
-    ignored = {bare_name(name) for name in model.parameters_to_ignore}
-    pairs = [(layer, parameter) for layer, parameter in named_layers(model) if layer.name not in ignored]
+    pairs = synchronised_layers(model)
     if choice is None:
         chosen = pairs
     elif callable(choice):

@@ -17,7 +17,7 @@ _TAR_MAGIC_AT = 257
 def read_splits(path: str) -> Splits:
     """The images and labels of an .npz, a published archive (gzip or plain tar), or an extracted folder.
 
-    What took long to unpack is kept as plain arrays beside the file (see `array_cache`).
+    What took long to unpack is kept as plain arrays in the user's cache (see `array_cache`).
 
     Raises:
         GradlabError: if the path is missing, cannot be read, or does not hold CIFAR-10.

@@ -7,7 +7,6 @@ safetensors notices a truncated file but not a flipped bit. Nothing in the file 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -20,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from gradlab.errors import GradlabError
+from gradlab.files import write_whole
 from gradlab.layout import canonical_json
 from gradlab.plan import Plan, hash_tensor
 from gradlab.version import VERSION
@@ -61,7 +61,7 @@ class Artifact:
         }
         # Copies, because groups may share a tensor and safetensors refuses shared memory.
         copies = {key: t.detach().cpu().clone(memory_format=_ROWS) for key, t in self.plan.tensors().items()}
-        _write_whole(path, save(copies, metadata={"gradlab": _seal(header)}))
+        _write(path, save(copies, metadata={"gradlab": _seal(header)}))
         return path
 
     @classmethod
@@ -112,18 +112,11 @@ def _check_seal(path: Path, header: dict[str, Any]) -> None:
         raise GradlabError(f"{path}: the gradlab header is damaged (its sha256 differs)")
 
 
-def _write_whole(path: Path, data: bytes) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+def _write(path: Path, data: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
+        write_whole(path, data)
     except (OSError, ValueError) as error:
-        with contextlib.suppress(OSError, ValueError):
-            partial.unlink(missing_ok=True)
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise GradlabError(f"cannot write {path}: {reason}") from None
 

@@ -36,7 +36,6 @@ class Context:
 
     rank, world_size: this process and how many there are; iteration: synchronised steps since the start;
     group: the group's name; learning_rate, previous_learning_rate: by layer name, now and one iteration before;
-    loss_scale: the factor a loss scaler has put on the gradients.
     """
 
     rank: int
@@ -46,7 +45,6 @@ class Context:
     seed: int = 0
     learning_rate: Mapping[str, float] = field(default_factory=dict)
     previous_learning_rate: Mapping[str, float] = field(default_factory=dict)
-    loss_scale: float = 1.0
 
     def shared_generator(self, *key: object, every_iteration: bool = True) -> torch.Generator:
         """A CPU generator in the same state on every rank; new in every iteration, or the same in all (for starts).
@@ -87,6 +85,7 @@ class Codec(ABC):
     linear: ClassVar[bool] = False
     learns: ClassVar[bool] = False
     wants_error_feedback: ClassVar[bool] = True
+    keeps_dtype: ClassVar[bool] = False  # whether half-precision gradients travel as they are
     Settings: ClassVar[type]
 
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -176,7 +175,7 @@ def exchange_group(codec: Codec, grads: Tensors, state: Tensors, context: Contex
 
     The mean comes back in the gradients' own dtype; `own`, `asked` and the state stay in the working dtype.
     """
-    working = {name: _working(grad) for name, grad in grads.items()}
+    working = {name: grad.contiguous() if codec.keeps_dtype else _working(grad) for name, grad in grads.items()}
     done = yield from codec.exchange(working, state, context)
     mean = {name: value.to(grads[name].dtype) for name, value in done.mean.items()}
     return Exchanged(mean, done.own, done.state, done.asked or working)
@@ -205,15 +204,41 @@ def separate(vector: torch.Tensor, like: Tensors) -> Tensors:
     return {name: piece.reshape(grad.shape) for (name, grad), piece in zip(like.items(), pieces, strict=True)}
 
 
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds no infinity and no NaN: its extremes show both, 25 times faster than each element."""
+    if not tensor.numel():
+        return True
+    least, largest = torch.aminmax(tensor)
+    return bool(torch.isfinite(least) & torch.isfinite(largest))
+
+
 def squared_norm(tensor: torch.Tensor) -> float:
-    """||tensor||^2, accumulated in float64 by way of the float32 norm; NaN and infinity show."""
+    """||tensor||^2 by way of the norm in at least float32; accumulating in float64 would take 30 times longer.
+
+    NaN and infinity show; norms beyond the range of float32 (3e38) become infinite.
+    """
     norm = float(torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)))
     return norm * norm
 
 
-def contribution_error(done: Exchanged) -> dict[str, tuple[float, float]]:
+LayerErrors = dict[str, tuple[float, float]]
+
+
+def contribution_error(done: Exchanged) -> LayerErrors:
     """Per layer (||asked - own||^2, ||asked||^2) of one rank: GradiVeQ's eq. (7) and what normalises it."""
-    return {name: (squared_norm(asked - done.own[name]), squared_norm(asked)) for name, asked in done.asked.items()}
+    errors = {}
+    for name, asked in done.asked.items():
+        left = done.state.get(residual_key(name))  # under error feedback that is what asked - own is
+        errors[name] = (squared_norm(asked - done.own[name] if left is None else left), squared_norm(asked))
+    return errors
+
+
+def add_errors(total: LayerErrors, more: Mapping[str, Sequence[float]]) -> LayerErrors:
+    """Add squared errors and norms layer by layer, in place; returns `total`."""
+    for name, (error, norm) in more.items():
+        before = total.get(name, (0.0, 0.0))
+        total[name] = (before[0] + error, before[1] + norm)
+    return total
 
 
 def relative(error: float, norm: float) -> float:

@@ -116,11 +116,13 @@ def all_gather_wire_bytes(nbytes: int, world_size: int) -> int:
 
 
 def broadcast_wire_bytes(nbytes: int, rank: int, root: int, world_size: int) -> int:
-    """Bytes a rank sends in a binomial-tree broadcast: it forwards to rank + 2^k, relative to the root."""
+    """Bytes a rank sends in Gloo's binomial-tree broadcast.
+
+    In round i = 0, 1, ... each of the first 2^i ranks, counted from the root, sends all of it to the rank 2^i further.
+    """
     relative = (rank - root) % world_size
-    lowest = math.ceil(math.log2(world_size)) if relative == 0 else (relative & -relative).bit_length() - 1
-    children = sum(1 for k in range(lowest) if relative + (1 << k) < world_size)
-    return children * nbytes
+    rounds = range(relative.bit_length(), (world_size - 1).bit_length())
+    return nbytes * sum(relative + (1 << i) < world_size for i in rounds)
 
 
 def all_to_all_wire_bytes(sizes: Sequence[int], rank: int) -> int:

@@ -89,7 +89,8 @@ def bare_name(name: str) -> str:
 def _role(module: nn.Module, parameter_name: str, parameter: torch.Tensor) -> str:
     if parameter_name == "bias":
         return "bias"
-    if isinstance(module, nn.modules.conv._ConvNd):
+    # A transposed convolution keeps (D, F, ...): what reads F and D off the first two axes must not take it for one.
+    if isinstance(module, nn.modules.conv._ConvNd) and not module.transposed:
         return "convolution"
     if isinstance(module, nn.Linear):
         return "linear"

@@ -13,7 +13,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import os
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -26,20 +25,12 @@ import numpy as np
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, canonical_json
 from gradlab.trace_check import RankCheck, TraceCheck, check
-from gradlab.trace_schema import (
-    CHUNK_STEPS,
-    STEP_DTYPE,
-    RankIndex,
-    rank_folder,
-    read_index,
-    read_manifest,
-    segment_name,
-)
-from gradlab.trace_segment import SegmentReader
+from gradlab.trace_rank import OpenSegments, RankSteps, require_none
+from gradlab.trace_rules import empty_problems, folder_problems, remarks
+from gradlab.trace_schema import CHUNK_STEPS, RankIndex, read_index, read_manifest
 
 __all__ = ["RankCheck", "Trace", "TraceCheck", "TraceStep", "check"]
 
-_MAX_OPEN_SEGMENTS = 64
 _BLOCK_BYTES = 256 * 2**20  # most memory of a block that `iterate` reads ahead, in bytes
 
 
@@ -56,16 +47,6 @@ class TraceStep:
     accumulation: np.ndarray  # (N,): forward passes that make up the gradient
     non_finite: np.ndarray  # (N,): infinite or NaN elements
     unused: np.ndarray  # (N, L) bool: layers without a gradient on that rank
-
-
-@dataclass(frozen=True)
-class _RankRows:
-    """Where one rank's committed steps lie: segment k holds rows starts[k] .. starts[k + 1]."""
-
-    numbers: tuple[int, ...]
-    starts: np.ndarray
-    records: np.ndarray
-    unused: np.ndarray
 
 
 class Trace:
@@ -86,21 +67,20 @@ class Trace:
         self.layers: tuple[Layer, ...] = self._manifest.layers
         self.metadata: dict[str, Any] = self._manifest.metadata
         self._by_name = {layer.name: layer for layer in self.layers}
-        self._open: OrderedDict[tuple[int, int], SegmentReader] = OrderedDict()
+        self._segments = OpenSegments(self.path, self._manifest)
         try:
+            require_none(folder_problems(self.path, self._manifest))
             indices = self._read_indices()
-            self._ranks = [self._locate(index) for index in indices]
+            self._ranks = [RankSteps(self._segments, rank, index) for rank, index in enumerate(indices)]
+            self.rank_steps: tuple[int, ...] = tuple(len(rank.records) for rank in self._ranks)
+            self.steps: np.ndarray = reduce(np.intersect1d, [rank.iterations for rank in self._ranks])
+            if not allow_empty:
+                require_none(empty_problems(self.path, self.rank_steps, len(self.steps)))
         except GradlabError:
             self.close()
             raise
-        self.rank_steps: tuple[int, ...] = tuple(len(rank.records) for rank in self._ranks)
-        self.steps: np.ndarray = reduce(np.intersect1d, [rank.records["index"] for rank in self._ranks])
-        self._rows = [np.searchsorted(rank.records["index"], self.steps) for rank in self._ranks]
+        self._rows = [np.searchsorted(rank.iterations, self.steps) for rank in self._ranks]
         self.steps_lost: tuple[int, ...] = tuple(index.steps_lost for index in indices)
-        if not len(self.steps) and not allow_empty:
-            self.close()
-            held = ", ".join(map(str, self.rank_steps))
-            raise GradlabError(f"{self.path}: empty trace, no step is common to all ranks (steps per rank: {held})")
 
     def __enter__(self) -> Trace:
         return self
@@ -112,18 +92,9 @@ class Trace:
 
     def close(self) -> None:
         """Close all files; reading again opens them again."""
-        while self._open:
-            self._open.popitem()[1].close()
+        self._segments.close()
 
     def _read_indices(self) -> list[RankIndex]:
-        names = {entry.name for entry in self.path.iterdir() if entry.name.startswith("rank-")}
-        expected = {rank_folder(rank) for rank in range(self.world_size)}
-        if surplus := sorted(names - expected):
-            raise GradlabError(
-                f"{self.path}: ranks disagree, the manifest has {self.world_size}, but {surplus[0]} is there"
-            )
-        if missing := sorted(expected - names):
-            raise GradlabError(f"{self.path}: ranks disagree, the manifest has {self.world_size}, but no {missing[0]}")
         found = [read_index(self.path, rank) for rank in range(self.world_size)]
         indices = [index for index in found if index is not None]
         if len(indices) < len(found):
@@ -131,44 +102,12 @@ class Trace:
             raise GradlabError(
                 f"{self.path}: recording was not closed (rank {open_ranks}); run `gradlab trace repair {self.path}`"
             )
-        for rank, index in enumerate(indices):
-            if index.rank != rank or index.run != self._manifest.run:
-                raise GradlabError(
-                    f"{self.path}: {rank_folder(rank)} disagrees with the manifest, it is of another run"
-                )
         return indices
 
-    def _locate(self, index: RankIndex) -> _RankRows:
-        starts, records, unused = [0], [], []
-        for number, steps in index.segments:
-            segment = self._segment(index.rank, number)
-            if segment.committed != steps:
-                raise GradlabError(
-                    f"{segment.path}: damaged, {segment.committed} committed steps, its index says {steps}"
-                )
-            starts.append(starts[-1] + steps)
-            records.append(segment.records)
-            unused.append(segment.unused)
-        all_records = np.concatenate([np.zeros(0, STEP_DTYPE), *records])
-        if (np.diff(all_records["index"]) <= 0).any():
-            raise GradlabError(f"{self.path}: rank {index.rank}: iterations are not in ascending order")
-        numbers = tuple(number for number, _ in index.segments)
-        all_unused = np.concatenate([np.zeros((0, len(self.layers)), bool), *unused])
-        return _RankRows(numbers, np.array(starts), all_records, all_unused)
-
-    def _segment(self, rank: int, number: int) -> SegmentReader:
-        """An open segment; the one that was not asked for the longest is closed when there are many."""
-        key = (rank, number)
-        if key in self._open:
-            self._open.move_to_end(key)
-            return self._open[key]
-        path = self.path / rank_folder(rank) / segment_name(number)
-        if not path.is_file():
-            raise GradlabError(f"{path}: missing, though the index of rank {rank} names it")
-        self._open[key] = SegmentReader(path, self._manifest, rank, number)
-        if len(self._open) > _MAX_OPEN_SEGMENTS:
-            self._open.popitem(last=False)[1].close()
-        return self._open[key]
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is no error and yet good to know, a line each: ranks that hold different numbers of steps."""
+        return remarks(self.rank_steps, len(self.steps))
 
     @property
     def digest(self) -> str:
@@ -176,7 +115,7 @@ class Trace:
         digest = hashlib.sha256(canonical_json(self._manifest.to_json()).encode())
         for rank in self._ranks:
             digest.update(len(rank.records).to_bytes(8, "little"))
-            digest.update(np.ascontiguousarray(rank.records["index"]).tobytes())
+            digest.update(np.ascontiguousarray(rank.iterations).tobytes())
         return digest.hexdigest()
 
     @property
@@ -214,14 +153,7 @@ class Trace:
             raise GradlabError(f"{self.path}: no rank {rank}; expected 0 to {self.world_size - 1}")
         start, stop = self._range(start, stop)
         columns = _contiguous(columns, found.numel)
-        located = self._ranks[rank]
-        parts = [
-            self._segment(rank, located.numbers[segment]).read(found, first, last, columns)
-            for segment, first, last in _runs(self._rows[rank][start:stop], located.starts)
-        ]
-        if len(parts) == 1:
-            return parts[0]
-        return np.concatenate([np.empty((0, columns.stop - columns.start), np.float32), *parts])
+        return self._ranks[rank].read(found, self._rows[rank][start:stop], columns)
 
     def mean(self, layer: str, start: int = 0, stop: int | None = None, columns: slice | None = None) -> np.ndarray:
         """Mean over all ranks, summed in float64: float32 (stop - start, numel[columns]). Arguments as `read`."""
@@ -302,18 +234,3 @@ def _contiguous(columns: slice | None, numel: int) -> slice:
     if step != 1:
         raise GradlabError(f"columns {columns}: expected a slice without a step")
     return slice(start, max(start, stop))
-
-
-def _runs(rows: np.ndarray, starts: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Cut ascending row numbers into reads: (segment, first row in it, last row + 1).
-
-    A run is a stretch of consecutive rows inside one segment; rows without gaps in one segment are one run.
-    """
-    if not len(rows):
-        return
-    segments = np.searchsorted(starts, rows, side="right") - 1
-    cuts = np.flatnonzero((np.diff(rows) != 1) | (np.diff(segments) != 0)) + 1
-    for first, last in zip([0, *cuts], [*cuts, len(rows)], strict=True):
-        segment = int(segments[first])
-        base = int(starts[segment])
-        yield segment, int(rows[first]) - base, int(rows[last - 1]) + 1 - base

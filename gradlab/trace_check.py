@@ -10,6 +10,14 @@ from pathlib import Path
 import numpy as np
 
 from gradlab.errors import GradlabError
+from gradlab.trace_rules import (
+    count_problems,
+    empty_problems,
+    folder_problems,
+    index_problems,
+    order_problems,
+    remarks,
+)
 from gradlab.trace_schema import (
     CHUNK_STEPS,
     PART,
@@ -38,11 +46,12 @@ class RankCheck:
 
 @dataclass(frozen=True)
 class TraceCheck:
-    """What a trace holds: one row per rank, and the iterations that are committed on every rank."""
+    """What a trace holds: one row per rank, and the number of iterations that are committed on every rank."""
 
     path: Path
     ranks: tuple[RankCheck, ...]
     common_steps: int
+    shared_problems: tuple[str, ...] = ()  # of the trace as a whole, not of one rank
 
     @property
     def world_size(self) -> int:
@@ -56,11 +65,16 @@ class TraceCheck:
     @property
     def problems(self) -> tuple[str, ...]:
         """All problems, one line each; empty for a sound trace."""
-        return tuple(problem for rank in self.ranks for problem in rank.problems)
+        return (*(problem for rank in self.ranks for problem in rank.problems), *self.shared_problems)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is no problem and yet good to know, a line each: ranks that hold different numbers of steps."""
+        return remarks([rank.steps for rank in self.ranks], self.common_steps)
 
     @property
     def ok(self) -> bool:
-        """Whether the trace is closed and free of problems."""
+        """Whether the trace is closed and free of problems: then `Trace` opens it and reads every value."""
         return self.closed and not self.problems
 
 
@@ -72,76 +86,74 @@ def check(path: str | os.PathLike[str]) -> TraceCheck:
     """
     folder = Path(path)
     manifest = read_manifest(folder)
-    rows, indices = [], []
+    rows, iterations = [], []
     for rank in range(manifest.world_size):
-        row, steps = _check_rank(folder, manifest, rank)
+        row, found = _check_rank(folder, manifest, rank)
         rows.append(row)
-        indices.append(steps)
-    return TraceCheck(folder, tuple(rows), len(reduce(np.intersect1d, indices)))
+        iterations.append(found)
+    common = len(reduce(np.intersect1d, iterations))
+    shared = folder_problems(folder, manifest)
+    if all(row.closed for row in rows):  # an open one may still be filled
+        shared += empty_problems(folder, [row.steps for row in rows], common)
+    return TraceCheck(folder, tuple(rows), common, tuple(shared))
 
 
 def _check_rank(folder: Path, manifest: Manifest, rank: int) -> tuple[RankCheck, np.ndarray]:
+    """A rank's row, and the iterations it committed, int64 (steps,)."""
     problems: list[str] = []
     index: RankIndex | None = None
     try:
         index = read_index(folder, rank)
     except GradlabError as error:
         problems.append(str(error))
-    if not (folder / rank_folder(rank)).is_dir():
-        problems.append(f"{folder / rank_folder(rank)}: missing")
-    parts, problem = _segments_to_check(folder, rank, index)
-    problems += problem
-    steps: list[np.ndarray] = []
+    if index is not None:
+        problems += index_problems(folder, manifest, rank, index)
+    parts = committed_segments(folder, rank, index)
+    found: dict[int, np.ndarray] = {}
     for number, suffix in parts:
-        found, problem = _check_segment(folder, manifest, rank, number, suffix)
-        problems += problem
-        steps.append(found)
-    problems += _count_problems(
-        folder, rank, index, {number: len(found) for (number, _), found in zip(parts, steps, strict=True)}
-    )
-    all_steps = np.concatenate([np.zeros(0, np.int64), *steps])
+        iterations, wrong = _check_segment(folder, manifest, rank, number, suffix)
+        problems += wrong
+        if iterations is not None:
+            found[number] = iterations
+    if index is not None:
+        problems += count_problems(folder, index, {number: len(part) for number, part in found.items()})
+    steps = np.concatenate([np.zeros(0, np.int64), *(found[number] for number, _ in parts if number in found)])
+    problems += order_problems(folder, rank, steps)
     lost = index.steps_lost if index else 0
-    row = RankCheck(rank, len(all_steps), index is not None, len(parts), lost, tuple(problems))
-    return row, all_steps
+    return RankCheck(rank, len(steps), index is not None, len(parts), lost, tuple(problems)), steps
 
 
-def _segments_to_check(folder: Path, rank: int, index: RankIndex | None) -> tuple[list[tuple[int, str]], list[str]]:
-    """(number, suffix) of the segments that exist, and a line for each one that the index names in vain."""
+def committed_segments(folder: Path, rank: int, index: RankIndex | None) -> list[tuple[int, str]]:
+    """(number, suffix) of the segments whose steps count: those the index names, or without one all that exist."""
     here = folder / rank_folder(rank)
-    closed, still_open = segment_numbers(here), segment_numbers(here, PART)
-    if index is None:
-        only_open = [(number, PART) for number in still_open if number not in closed]
-        return sorted([(number, "") for number in closed] + only_open), []
-    named = [number for number, _ in index.segments]
-    missing = [f"{here / segment_name(number)}: missing" for number in named if number not in closed]
-    return [(number, "") for number in named if number in closed], missing
-
-
-def _count_problems(folder: Path, rank: int, index: RankIndex | None, found: dict[int, int]) -> list[str]:
-    return [
-        f"{folder / rank_folder(rank) / segment_name(number)}: {found[number]} readable steps, its index says {steps}"
-        for number, steps in (index.segments if index else ())
-        if number in found and found[number] != steps
-    ]
+    closed = segment_numbers(here)
+    if index is not None:
+        return [(number, "") for number, _ in index.segments if number in closed]
+    only_open = [(number, PART) for number in segment_numbers(here, PART) if number not in closed]
+    return sorted([(number, "") for number in closed] + only_open)
 
 
 def _check_segment(
     folder: Path, manifest: Manifest, rank: int, number: int, suffix: str
-) -> tuple[np.ndarray, list[str]]:
-    """Iterations that a segment has committed, and what is wrong with them."""
+) -> tuple[np.ndarray | None, list[str]]:
+    """Iterations that a segment has committed, None if it cannot be opened, and what is wrong with it."""
     path = folder / rank_folder(rank) / (segment_name(number) + suffix)
     try:
         segment = SegmentReader(path, manifest, rank, number, swmr=suffix == PART)
     except GradlabError as error:
-        return np.zeros(0, np.int64), [str(error)]
-    problems = []
+        return None, [str(error)]
     try:
-        for layer in manifest.layers:
-            for start in range(0, segment.committed, CHUNK_STEPS):
-                try:
-                    segment.read_stored(layer, start, min(start + CHUNK_STEPS, segment.committed))
-                except GradlabError as error:
-                    problems.append(str(error))
+        return segment.records["index"], _row_problems(segment, manifest)
     finally:
         segment.close()
-    return segment.records["index"], problems
+
+
+def _row_problems(segment: SegmentReader, manifest: Manifest) -> list[str]:
+    problems = []
+    for layer in manifest.layers:
+        for start in range(0, segment.committed, CHUNK_STEPS):
+            try:
+                segment.read_stored(layer, start, min(start + CHUNK_STEPS, segment.committed))
+            except GradlabError as error:
+                problems.append(str(error))
+    return problems

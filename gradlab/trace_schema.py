@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import uuid
 import zlib
@@ -29,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from gradlab.errors import GradlabError
+from gradlab.files import write_whole
 from gradlab.layout import Layer, canonical_json
 
 FORMAT = "gradlab-trace"
@@ -64,10 +64,12 @@ _MAX_WORLD_SIZE = 2**20
 
 
 def rank_folder(rank: int) -> str:
+    """Name of the folder that one rank writes, inside the trace's."""
     return f"rank-{rank:05d}"
 
 
 def segment_name(number: int) -> str:
+    """File name of a closed segment; `PART` follows it while the segment is open."""
     return f"{number:06d}.h5"
 
 
@@ -114,6 +116,7 @@ class Manifest:
         return sum(layer.numel for layer in self.layers) * STORED_DTYPE[self.dtype].itemsize
 
     def to_json(self) -> dict[str, Any]:
+        """The manifest's fields as JSON values; `from_json` reads them back."""
         return {
             "run": self.run,
             "world_size": self.world_size,
@@ -166,6 +169,7 @@ class RankIndex:
     reason: str | None = None
 
     def to_json(self) -> dict[str, Any]:
+        """The index's fields as JSON values; `from_json` reads them back."""
         return {
             "run": self.run,
             "rank": self.rank,
@@ -176,6 +180,11 @@ class RankIndex:
 
     @classmethod
     def from_json(cls, value: dict[str, Any], where: Path) -> RankIndex:
+        """Read the index's fields; `where` is the file that an error names.
+
+        Raises:
+            GradlabError: for a field that is missing or of another type.
+        """
         try:
             segments = tuple((int(entry["number"]), int(entry["steps"])) for entry in value["segments"])
             reason = None if value["reason"] is None else str(value["reason"])
@@ -185,6 +194,7 @@ class RankIndex:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write a trace's manifest into its folder, which must exist; OSError if that is impossible."""
     write_document(folder / MANIFEST, FORMAT, manifest.to_json())
 
 
@@ -202,29 +212,33 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def write_index(folder: Path, index: RankIndex) -> None:
+    """Write the index of one rank of the trace in `folder`: from then on its recording counts as closed.
+
+    Raises:
+        OSError: if the rank's folder is missing or cannot be written.
+    """
     write_document(folder / rank_folder(index.rank) / INDEX, INDEX_FORMAT, index.to_json())
 
 
 def read_index(folder: Path, rank: int) -> RankIndex | None:
-    """The index of one rank; None if the rank has none because its recording was never closed."""
+    """The index of one rank; None if the rank has none because its recording was never closed.
+
+    Raises:
+        GradlabError: if the index is damaged, foreign or newer.
+    """
     path = folder / rank_folder(rank) / INDEX
     return RankIndex.from_json(read_document(path, INDEX_FORMAT), path) if path.is_file() else None
 
 
 def write_document(path: Path, document_format: str, body: dict[str, Any]) -> None:
-    """Write a JSON document with its own sha256, so that readers see the old one or the new one, whole."""
+    """Write a JSON document with its own sha256, whole or not at all.
+
+    Raises:
+        OSError: if it cannot be written; ValueError: if `body` is not JSON.
+    """
     content = {"format": document_format, "version": VERSION, **body}
     content["sha256"] = hashlib.sha256(canonical_json(content).encode()).hexdigest()
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            json.dump(content, file, indent=1, sort_keys=True, allow_nan=False)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    write_whole(path, json.dumps(content, indent=1, sort_keys=True, allow_nan=False).encode())
 
 
 def read_document(path: Path, document_format: str) -> dict[str, Any]:
@@ -264,15 +278,6 @@ def _check_sha256(content: dict[str, Any], path: Path) -> None:
         actual = ""
     if claimed != actual:
         raise GradlabError(f"{path}: damaged, its content does not match its sha256")
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a rename inside this folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def segment_numbers(folder: Path, suffix: str = "") -> list[int]:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from gradlab.codec import Codec, Context, Exchanged, Tensors, contribution_error, exchange_group
+from gradlab.codec import Codec, Context, Exchanged, Tensors, contribution_error, exchange_group, is_finite
 from gradlab.codecs.identity import Identity
 from gradlab.collectives import Coroutine, Mean, Request, Step, answer_for, as_requests
 from gradlab.errors import GradlabError
@@ -101,6 +101,7 @@ class Engine:
         self.states: dict[str, Tensors] = {}
         self.iteration = 0
         self.broken: str | None = None
+        self.closed = False
         self._communicator = communicator
         self._learning_rates = learning_rates
         self._rates: tuple[dict[str, float], dict[str, float]] = ({}, {})
@@ -120,15 +121,19 @@ class Engine:
         """Take a bucket; the future resolves to its buffer, averaged."""
         if self.broken is not None:
             raise RuntimeError(f"gradlab: the engine stopped earlier: {self.broken}")
+        if self.closed:
+            raise RuntimeError("gradlab: this CompressionState is closed; DDP keeps its hook, so make a new DDP model")
         if self._thread is None:
             # A daemon, so that an interpreter that exits without close() is not held up.
             self._thread = threading.Thread(target=self._work, name="gradlab-engine", daemon=True)
             self._thread.start()
         self._queue.put(bucket)
-        return bucket.future
+        # Chained, because DDP would take an exception set from Python for the bucket's tensor.
+        return bucket.future.then(lambda future: future.value())
 
     def close(self) -> None:
-        """Stop the worker, if it runs, and wait for its end."""
+        """Stop the worker, if it runs, and wait for its end; later buckets are refused."""
+        self.closed = True
         if self._thread is not None and self._thread is not threading.current_thread():
             self._queue.put(None)
             self._thread.join()
@@ -184,14 +189,15 @@ class Engine:
         if not current.record.compressing:
             current.dense.append(self._communicator.mean_in_place(bucket.buffer))
             return
-        current.finite = current.finite and _is_finite(bucket.buffer)
+        current.finite = current.finite and is_finite(bucket.buffer)
         if not any(name in self._group_of for name in bucket.gradients):
             current.dense.append(self._communicator.mean_in_place(bucket.buffer))
         else:
             for segment in _segments(list(self._exchanges(current, bucket)), self._segment_bytes):
                 self._tick(current, segment)
         if bucket.is_last:
-            self._tick(current, [Exchange("finite flag", _agree(current, bucket.buffer.device), lambda _: None)])
+            flag = _agree(current, self._communicator.world_size, bucket.buffer.device)
+            self._tick(current, [Exchange("finite flag", flag, lambda _: None)])
 
     def _exchanges(self, current: Iteration, bucket: Bucket) -> Iterator[tuple[Exchange, int]]:
         """Exchanges that this bucket makes possible, each with its gradients' bytes; dense layers first."""
@@ -251,6 +257,8 @@ class Engine:
             exchange.advance([next(answers) for _ in exchange.requests])
 
     def _drain(self, current: Iteration) -> None:
+        if current.record.compressing and (missing := sorted(set(self._groups) - current.started)):
+            raise GradlabError(f"group {missing[0]}: DDP handed over only some of its layers in this step")
         while current.running:
             self._tick(current, [])
         for fused in current.dense:
@@ -260,7 +268,7 @@ class Engine:
         """Commit the iteration, or poison it if a gradient was not finite, and resolve all futures."""
         record = current.record
         if record.compressing:
-            record.finite = current.finite and all(_is_finite(bucket.buffer) for bucket in current.buckets)
+            record.finite = current.finite and all(is_finite(bucket.buffer) for bucket in current.buckets)
             if record.finite:
                 self.states.update(current.staged)
             else:
@@ -279,15 +287,10 @@ def _reject(bucket: Bucket, reason: str) -> None:
     bucket.future.set_exception(RuntimeError(f"gradlab: {reason}"))  # type: ignore[arg-type]
 
 
-def _agree(current: Iteration, device: torch.device) -> Coroutine[None]:
+def _agree(current: Iteration, world_size: int, device: torch.device) -> Coroutine[None]:
     """Learn whether the gradients were finite on every rank."""
     mean = yield Mean(torch.tensor([float(current.finite)], device=device))
-    current.finite = float(mean) > 1.0 - 1e-6
-
-
-def _is_finite(buffer: torch.Tensor) -> bool:
-    wide = torch.promote_types(buffer.dtype, torch.float32)
-    return bool(torch.isfinite(torch.linalg.vector_norm(buffer, dtype=wide)))
+    current.finite = float(mean) > 1.0 - 0.5 / world_size  # N times 1/N is not quite 1 in float32
 
 
 def _segments(exchanges: Sequence[tuple[Exchange, int]], segment_bytes: int) -> Iterator[list[Exchange]]:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.artifact import Artifact
 from gradlab.codec import Tensors
+from gradlab.ddp import attached_hook, bucket_gradients, synchronised_layers
 from gradlab.errors import GradlabError
-from gradlab.layout import named_layers
 from gradlab.plan import Plan
+from gradlab.ranks import Ranks
 from gradlab.runtime.communicator import Communicator
 from gradlab.runtime.engine import Bucket, Engine
 from gradlab.runtime.statistics import Statistics
@@ -48,7 +49,7 @@ class CompressionState:
         process_group: of the DDP group's ranks, for the codecs' collectives alone: DDP's own must not mix with them in
             another order. None makes one. If DDP runs on a part of the world only, torch names that group after the
             number of groups a process has made; where ranks have made different numbers, pass one instead.
-        timeout: of the collectives of a group made here; None takes the backend's default.
+        timeout: of the collectives of a group made here; None takes that of the model's group.
 
     Raises:
         GradlabError: if the model is not in DDP or is not the plan's (with a layer-by-layer difference), or ranks
@@ -58,7 +59,7 @@ class CompressionState:
     def __init__(
         self,
         plan: Plan,
-        ddp_model: nn.Module,
+        ddp_model: DistributedDataParallel,
         *,
         optimizer: torch.optim.Optimizer | None = None,
         deterministic: bool = False,
@@ -69,54 +70,49 @@ class CompressionState:
         process_group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        if not isinstance(ddp_model, DistributedDataParallel):
-            raise GradlabError(f"expected a DistributedDataParallel model, not {type(ddp_model).__name__}")
-        pairs = named_layers(ddp_model.module)
-        plan.check_model([layer for layer, _ in pairs])
-        if strangers := {str(p.device) for _, p in pairs if p.device.type != "cpu"}:
-            raise GradlabError(f"parameters on {', '.join(sorted(strangers))}: this version compresses on the CPU only")
+        _require_ddp(ddp_model)
+        pairs = synchronised_layers(ddp_model)
+        options = {"deterministic": deterministic, "segment_bytes": segment_bytes, "check_requests": check_requests}
+        _agree(ddp_model, lambda: _check(plan, ddp_model), {"the plan (sha256)": plan.digest, **options})
         self.plan = plan
         self.statistics = Statistics(history)
         self._names: dict[torch.Tensor, str] = {parameter: layer.name for layer, parameter in pairs}
+        self._dense_bytes = sum(parameter.numel() * parameter.element_size() for _, parameter in pairs)
         self._made_group = None if process_group else _group_like(ddp_model.process_group, timeout)
         group = process_group or self._made_group
         assert group is not None
         self._communicator = Communicator(group, deterministic, check_requests)
-        self._compare_plans()
         if self._communicator.world_size == 1:
             warnings.warn("gradlab: world size 1, there is no communication to compress", stacklevel=2)
         rates = _LearningRates(optimizer, self._names)
         self.engine = Engine(plan, self._communicator, rates, self.statistics, segment_bytes, measure_errors)
-        # Runs at exit too, so that a script that forgets close() still ends without a stray thread.
-        self._finalizer = weakref.finalize(self, self.engine.close)
+        # Also when the state is dropped, and at exit: a script that forgets close() still ends, without a stray thread.
+        self._finalizer = weakref.finalize(self, _release, self.engine, self._made_group)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], ddp_model: nn.Module, **options: Any) -> CompressionState:
+    def load(cls, path: str | os.PathLike[str], ddp_model: DistributedDataParallel, **options: Any) -> CompressionState:
         """The state for a saved artifact; options as for the constructor.
 
         Raises:
             GradlabError: for an artifact that is missing, damaged, of a newer version, or for another model.
         """
-        return cls(Artifact.load(path).plan, ddp_model, **options)
-
-    def _compare_plans(self) -> None:
-        mine = torch.tensor(list(bytes.fromhex(self.plan.digest)), dtype=torch.uint8)
-        theirs = self._communicator.gather_bytes(mine)
-        if different := [rank for rank, digest in enumerate(theirs) if not torch.equal(digest, theirs[0])]:
-            raise GradlabError(f"ranks {different} loaded another plan than rank 0 (their hashes differ)")
+        _require_ddp(ddp_model)
+        loaded: list[Artifact] = []
+        # A file may be missing on one machine only: all ranks then say so, and none waits for it.
+        _agree(ddp_model, lambda: loaded.append(Artifact.load(path)), {})
+        return cls(loaded[0].plan, ddp_model, **options)
 
     def submit(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Hand one of DDP's buckets to the engine; the hook calls this.
 
         Raises:
-            GradlabError: for a parameter that is not in the plan's model.
+            GradlabError: for a parameter that is not in the plan's model, or a sparse gradient.
         """
         # Buckets are rebuilt after the first iteration: which layers one holds is asked anew each time.
         try:
-            names = [self._names[parameter] for parameter in bucket.parameters()]
+            gradients = {self._names[parameter]: gradient for parameter, gradient in bucket_gradients(bucket)}
         except KeyError:
             raise GradlabError("a bucket holds a parameter that this state's model does not have") from None
-        gradients = dict(zip(names, bucket.gradients(), strict=True))
         return self.engine.submit(Bucket(bucket.index(), bucket.is_last(), bucket.buffer(), gradients))
 
     def state_dict(self) -> dict[str, Any]:
@@ -136,13 +132,16 @@ class CompressionState:
         for key, mine in self._identity().items():
             if state.get(key) != mine:
                 raise GradlabError(f"checkpoint: {key} is {state.get(key)!r}, this run has {mine!r}")
+        states, iteration = state.get("states"), state.get("iteration")
+        if not isinstance(states, Mapping) or type(iteration) is not int:
+            raise GradlabError("checkpoint: expected the states and the iteration that state_dict gives")
         restored: dict[str, Tensors] = {}
-        for key, tensor in state["states"].items():
+        for key, tensor in states.items():
             group, _, rest = key.partition("::")
             restored.setdefault(group, {})[rest] = tensor.clone()
         if unknown := sorted(set(restored) - {group.name for group in self.plan.groups}):
             raise GradlabError(f"checkpoint: states for groups the plan does not have: {', '.join(unknown)}")
-        self.engine.states, self.engine.iteration = restored, int(state["iteration"])
+        self.engine.states, self.engine.iteration = restored, iteration
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -157,7 +156,7 @@ class CompressionState:
 
         Sizes in bytes, times in seconds per step; see `StepRecord` for what each covers.
         """
-        dense = 4 * sum(layer.numel for layer in self.plan.layers)
+        dense = self._dense_bytes
         summary = self.statistics.summary()
         payload = summary.get("payload_bytes_per_step")
         return {
@@ -173,15 +172,46 @@ class CompressionState:
     def close(self) -> None:
         """Stop the worker thread and give back the process group made here. Idempotent; also done at exit."""
         self._finalizer()
-        if self._made_group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._made_group)
-        self._made_group = None
 
     def __enter__(self) -> CompressionState:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _require_ddp(model: object) -> None:
+    if not isinstance(model, DistributedDataParallel):
+        raise GradlabError(f"expected a DistributedDataParallel model, not {type(model).__name__}")
+
+
+def _check(plan: Plan, model: DistributedDataParallel) -> None:
+    pairs = synchronised_layers(model)
+    plan.check_model([layer for layer, _ in pairs])
+    if strangers := {str(p.device) for _, p in pairs if p.device.type != "cpu"}:
+        raise GradlabError(f"parameters on {', '.join(sorted(strangers))}: this version compresses on the CPU only")
+    if hook := attached_hook(model):
+        raise GradlabError(f"the DDP model has the communication hook {hook} already, and DDP takes one only")
+
+
+def _agree(model: DistributedDataParallel, attempt: Callable[[], object], settings: dict[str, Any]) -> None:
+    """Go on only if `attempt` succeeds on all ranks, with the same settings; else raise the same line everywhere."""
+    problem = None
+    try:
+        attempt()
+    except GradlabError as error:
+        problem = str(error)
+    ranks = Ranks(model.process_group, torch.device("cpu"))
+    ranks.raise_together(problem)
+    ranks.require_same(settings)
+
+
+def _release(engine: Engine, group: dist.ProcessGroup | None) -> None:
+    engine.close()
+    if group is not None and dist.is_initialized():
+        # ValueError: the group went before, with destroy_process_group().
+        with contextlib.suppress(ValueError):
+            dist.destroy_process_group(group)
 
 
 class _LearningRates:
@@ -199,6 +229,9 @@ def _group_like(group: dist.ProcessGroup, timeout: timedelta | None) -> dist.Pro
     """A new process group of the same ranks."""
     ranks = dist.get_process_group_ranks(group)
     some = len(ranks) < dist.get_world_size()
+    if timeout is None:
+        backend = group._get_backend(torch.device("cpu"))
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
     made = dist.new_group(ranks, timeout=timeout, use_local_synchronization=some)
     assert isinstance(made, dist.ProcessGroup)
     return made

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from gradlab.codec import relative
+from gradlab.codec import LayerErrors, add_errors, relative
 
 
 @dataclass
@@ -28,7 +28,7 @@ class StepRecord:
     communicate_seconds: float = 0.0
     wait_seconds: float = 0.0
     finite: bool = True
-    errors: dict[str, tuple[float, float]] = field(default_factory=dict)
+    errors: LayerErrors = field(default_factory=dict)
 
 
 class Statistics:
@@ -38,6 +38,7 @@ class Statistics:
         self.steps: deque[StepRecord] = deque(maxlen=history)
 
     def add(self, record: StepRecord) -> None:
+        """Keep a step; the oldest goes when there are too many."""
         self.steps.append(record)
 
     def summary(self) -> dict[str, Any]:
@@ -45,6 +46,9 @@ class Statistics:
         chosen = [record for record in self.steps if record.compressing] or list(self.steps)
         if not chosen:
             return {"steps": 0}
+        errors: LayerErrors = {}
+        for record in chosen:
+            add_errors(errors, record.errors if record.finite else {})
         return {
             "steps": len(chosen),
             "compressing": chosen[0].compressing,
@@ -54,15 +58,5 @@ class Statistics:
             "communicate_seconds": fmean(r.communicate_seconds for r in chosen),
             "wait_seconds": fmean(r.wait_seconds for r in chosen),
             "non_finite_steps": sum(not r.finite for r in chosen),
-            "relative_error_by_layer": _by_layer([record.errors for record in chosen if record.finite]),
+            "relative_error_by_layer": {name: relative(*pair) for name, pair in errors.items()},
         }
-
-
-def _by_layer(rows: list[dict[str, tuple[float, float]]]) -> dict[str, float]:
-    totals: dict[str, list[float]] = {}
-    for row in rows:
-        for name, (error, norm) in row.items():
-            total = totals.setdefault(name, [0.0, 0.0])
-            total[0] += error
-            total[1] += norm
-    return {name: relative(error, norm) for name, (error, norm) in totals.items()}

@@ -25,6 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.capture import TraceRecorder
 from gradlab.errors import GradlabError
+from gradlab.plan import Plan
+from gradlab.runtime import CompressionState, compression_hook
 from gradlab.trace import Trace
 
 STEPS = 9
@@ -65,7 +67,7 @@ def train(
     model: DistributedDataParallel,
     recorder: TraceRecorder | None = None,
     steps: int = STEPS,
-    after_step: Callable[[], None] = lambda: None,
+    zeroed: bool = False,
     **keywords: Any,
 ) -> list[dict[str, np.ndarray]]:
     """SGD; returns this rank's gradients at each step, computed apart from DDP on a copy of the model."""
@@ -81,8 +83,7 @@ def train(
         if recorder is not None:
             recorder.annotate(loss=loss)
         optimizer.step()
-        optimizer.zero_grad()
-        after_step()
+        optimizer.zero_grad(set_to_none=not zeroed)
     return found
 
 
@@ -186,6 +187,51 @@ def wrapped_hook(folder: Path) -> dict[str, Any]:
         expected = train(model, recorder)
     dist.barrier()
     return {"same": same_parameters(reference, model), "equal": rows_equal(folder / "t", expected)}
+
+
+def wrapped_compression(folder: Path) -> dict[str, Any]:
+    """The runtime's hook does the averaging: gradients are recorded before it encodes them."""
+
+    def state_of(model: DistributedDataParallel) -> CompressionState:
+        plan = Plan.uniform(model, "powersgd", rank=1, minimum_numel=1, warmup_steps=3, error_feedback=True)
+        return CompressionState(plan, model)
+
+    plain = parallel_model()
+    train(plain)
+    reference = parallel_model()
+    with state_of(reference) as state:
+        reference.register_comm_hook(state, compression_hook)
+        train(reference)
+    model = parallel_model()
+    with (
+        state_of(model) as state,
+        TraceRecorder(model, folder / "t", wrap=(state, compression_hook)) as recorder,
+    ):
+        expected = train(model, recorder)
+    dist.barrier()
+    with Trace(folder / "t") as trace:
+        hook = trace.metadata["hook"]
+    return {
+        "hook": hook,
+        "compressed_differs_from_plain": not same_parameters(plain, model),
+        "same": same_parameters(reference, model),
+        "equal": rows_equal(folder / "t", expected),
+    }
+
+
+def zeroed_bucket_views(folder: Path) -> dict[str, Any]:
+    """Gradients live in the buckets and are zeroed: plain DDP divides by N then, and a hook cannot know."""
+    reference = parallel_model(gradient_as_bucket_view=True)
+    train(reference, zeroed=True)
+    model = parallel_model(gradient_as_bucket_view=True)
+    with TraceRecorder(model, folder / "t") as recorder:
+        expected = train(model, recorder, zeroed=True)
+    dist.barrier()
+    pairs = zip(reference.parameters(), model.parameters(), strict=True)
+    return {
+        "largest_difference": max(float((one - other).detach().abs().max()) for one, other in pairs),
+        "equal": rows_equal(folder / "t", expected),
+    }
 
 
 class _Log(logging.Handler):
@@ -390,6 +436,8 @@ SCENARIOS = [
     choice_of_steps_and_layers,
     unused_layers,
     wrapped_hook,
+    wrapped_compression,
+    zeroed_bucket_views,
     full_disk,
     slow_disk,
     refusals,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,9 +35,11 @@ def learned(codec: str, members: tuple[Any, ...]) -> Tensors:
     return method(build_settings(method, SETTINGS.get(codec, {}))).fit(members, samples).learned
 
 
-def plan_for(codec: str, grouping: str, feedback: bool, warmup_steps: int = 0) -> Plan:
-    """A plan over `SHAPES`: one group per layer, or one over all layers (so that it spans buckets)."""
-    everything = layers()
+def plan_for(
+    codec: str, grouping: str, feedback: bool, warmup_steps: int = 0, shapes: Mapping[str, Sequence[int]] = SHAPES
+) -> Plan:
+    """A plan over `shapes`: one group per layer, or one over all layers (so that it spans buckets)."""
+    everything = layers(shapes)
     sets = [everything] if grouping == "model" else [(layer,) for layer in everything]
     groups, kept = [], {}
     for members in sets:

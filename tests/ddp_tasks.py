@@ -5,21 +5,24 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from contract import agree
+from contract import agree, lockstep, plan_for
 from pool_groups import SPARE
 from prescribed import Prescribed, gradients
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 from torch.nn.parallel import DistributedDataParallel
 
+from gradlab.artifact import Artifact
 from gradlab.codec import Context, Exchanged, Tensors
 from gradlab.codecs.identity import Identity
 from gradlab.collectives import AllToAll, Broadcast, Coroutine, Gather, Mean, run_lockstep
+from gradlab.ddp import synchronised_layers
 from gradlab.errors import GradlabError
 from gradlab.plan import Group, Plan, Schedule
 from gradlab.runtime import CompressionState, compression_hook
@@ -239,7 +242,7 @@ def codec_that_raises(group: dist.ProcessGroup) -> dict[str, Any]:
     return {"messages": messages, "threads": [t.name for t in threading.enumerate() if "gradlab" in t.name]}
 
 
-def refusals(group: dist.ProcessGroup) -> dict[str, str]:
+def refusals(group: dist.ProcessGroup, folder: str) -> dict[str, str]:
     """What each wrong construction says, on this rank."""
     rank, spare = dist.get_rank(group), SPARE.get(dist.get_world_size(group))
     shapes = {"conv": (16, 8, 3, 3), "wide": (12, 300)}
@@ -248,10 +251,15 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
     other = Plan.uniform(Prescribed({"conv": (16, 8, 3, 3), "wide": (12, 30), "more": (5, 5)}), "topk")
     mine = Plan.uniform(model, "topk", density=0.01 if rank == 0 else 0.02)
     said = {}
+    here = Artifact(Plan.uniform(model, "topk")).save(Path(folder) / "plan.safetensors") if rank == 0 else None
     attempts: dict[str, Callable[[], Any]] = {
         "bare": lambda: CompressionState(Plan.uniform(bare, "topk"), bare),
         "other model": lambda: CompressionState(other, model, process_group=spare),
         "ranks differ": lambda: CompressionState(mine, model, process_group=spare),
+        "options differ": lambda: CompressionState(
+            Plan.uniform(model, "topk"), model, segment_bytes=1000 + rank, process_group=spare
+        ),
+        "one file missing": lambda: CompressionState.load(here if rank == 0 else "nowhere", model),
         "wrong state": lambda: _train_with("no state", group),
         "foreign parameter": lambda: _train_with(
             CompressionState(Plan.uniform(model, "topk"), model, process_group=spare), group
@@ -270,6 +278,10 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
             said["twice"] = ""
         except RuntimeError as error:
             said["twice"] = str(error)
+        try:
+            CompressionState(Plan.uniform(model, "topk"), model, process_group=spare)
+        except GradlabError as error:
+            said["second state"] = str(error)
     return said
 
 
@@ -278,6 +290,61 @@ def _train_with(state: Any, group: dist.ProcessGroup) -> None:
     model = DistributedDataParallel(Prescribed(shapes), process_group=group)
     model.register_comm_hook(state, compression_hook)
     model(gradients(shapes, 0, 0)).backward()
+
+
+def channels_last(group: dist.ProcessGroup) -> dict[str, Any]:
+    """A convolution whose weight lies channels_last: its gradient must reach the codec in the weight's own shape."""
+    shapes = {"conv": (16, 8, 3, 3), "wide": (12, 300)}
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    bare = Prescribed(shapes)
+    bare.conv = nn.Parameter(bare.conv.detach().to(memory_format=torch.channels_last))
+    model = DistributedDataParallel(bare, process_group=group)
+    plan = Plan.uniform(model, "powersgd", rank=2, seed=3)
+    reference = lockstep(plan, world_size, 1, lambda r, t: gradients(shapes, r, t))[0]
+    with CompressionState(plan, model, deterministic=True, process_group=SPARE.get(world_size)) as state:
+        model.register_comm_hook(state, compression_hook)
+        model(gradients(shapes, rank, 0)).backward()
+    return {
+        "strided": not bare.conv.grad.is_contiguous(),
+        "equal": torch.equal(bare.conv.grad, reference["conv"][rank].value.mean["conv"]),
+    }
+
+
+def use_after_close(group: dist.ProcessGroup) -> str:
+    """What a backward says after the state was closed."""
+    shapes = {"conv": (16, 8, 3, 3)}
+    model = DistributedDataParallel(Prescribed(shapes), process_group=group)
+    state = CompressionState(Plan.uniform(model, "topk"), model, process_group=SPARE.get(dist.get_world_size(group)))
+    model.register_comm_hook(state, compression_hook)
+    model(gradients(shapes, 0, 0)).backward()
+    state.close()
+    state.close()
+    try:
+        model(gradients(shapes, 0, 1)).backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def ignored_parameter(group: dist.ProcessGroup) -> dict[str, Any]:
+    """A model of which DDP is told to leave one layer alone."""
+    shapes = {"conv": (16, 8, 3, 3), "wide": (12, 300)}
+    bare = Prescribed(shapes)
+    everything = Plan.uniform(bare, "topk", density=1.0)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(bare, [".conv"])
+    model = DistributedDataParallel(bare, process_group=group)
+    spare, rank, world_size = SPARE.get(dist.get_world_size(group)), dist.get_rank(group), dist.get_world_size(group)
+    try:
+        CompressionState(everything, model, process_group=spare)
+        refused = ""
+    except GradlabError as error:
+        refused = str(error)
+    layers = [layer for layer, _ in synchronised_layers(model)]
+    with CompressionState(Plan.uniform(layers, "topk", density=1.0), model, process_group=spare) as state:
+        model.register_comm_hook(state, compression_hook)
+        model(gradients(shapes, rank, 0)).backward()
+    mean = sum(gradients(shapes, r, 0)["wide"] for r in range(world_size)) / world_size
+    return {"refused": refused, "averaged": torch.allclose(bare.wide.grad, mean)}
 
 
 def save_and_load(group: dist.ProcessGroup, codec: str) -> dict[str, Any]:
@@ -297,7 +364,7 @@ def save_and_load(group: dist.ProcessGroup, codec: str) -> dict[str, Any]:
 
     def fresh() -> tuple[CompressionState, nn.Module]:
         model = DistributedDataParallel(Prescribed(shapes), process_group=group, bucket_cap_mb=0.01)
-        plan = Plan.uniform(model, codec)
+        plan = plan_for(codec, "layer", feedback=True, shapes=shapes)
         return CompressionState(plan, model, deterministic=True, process_group=spare), model
 
     state, model = fresh()
@@ -315,7 +382,8 @@ def save_and_load(group: dist.ProcessGroup, codec: str) -> dict[str, Any]:
         state.load_state_dict(saved)
         resumed = steps(state, model, range(3, 6))
         refused = []
-        for key, value in (("rank", 99), ("world_size", 99), ("plan", "f" * 64), ("format", 99)):
+        wrong = (("rank", 99), ("world_size", 99), ("plan", "f" * 64), ("format", 99), ("states", None))
+        for key, value in wrong:
             try:
                 state.load_state_dict({**saved, key: value})
             except GradlabError as error:
@@ -338,8 +406,6 @@ def mixed_groups(group: dist.ProcessGroup) -> dict[str, Any]:
         Group("middle", ("b",), "powersgd", {"rank": 2}, True),
     )
     plan = Plan(uniform.layers, groups, Schedule(1), seed=5)
-    from contract import lockstep
-
     reference = lockstep(plan, world_size, 3, lambda r, t: gradients(shapes, r, t + 1))
     equal = True
     with CompressionState(

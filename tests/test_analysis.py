@@ -15,7 +15,6 @@ from recorded import BIAS, CONVOLUTION, LAYERS, LINEAR, random_gradients, record
 from sklearn.decomposition import PCA as ScikitPCA
 
 from gradlab.analysis import spectrum as spectrum_module
-from gradlab.analysis.agreement import rank_cosine, signal_to_noise
 from gradlab.analysis.formatting import (
     format_bytes,
     format_count,
@@ -24,9 +23,10 @@ from gradlab.analysis.formatting import (
     format_ratio,
     format_seconds,
 )
-from gradlab.analysis.gradiveq import fit_gradiveq
+from gradlab.analysis.gradiveq import NotFittable, fit_gradiveq
 from gradlab.analysis.holdout import age_bins, holdout_by_age
 from gradlab.analysis.plain import plain
+from gradlab.analysis.rank_similarity import rank_cosine, signal_to_noise
 from gradlab.analysis.spectrum import (
     centred_eigenvalues,
     cumulative_variance,
@@ -34,6 +34,7 @@ from gradlab.analysis.spectrum import (
     slice_of_column,
     spread,
 )
+from gradlab.analysis.verdict import fit_verdict
 from gradlab.artifact import Artifact
 from gradlab.codecs.pca import PCA, principal_axes
 from gradlab.datasets.synthetic import GradientModel, draw, expected_cosine, expected_tail_energy
@@ -218,6 +219,7 @@ def test_pure_noise_is_called_what_it_is(tmp_path):
     assert found.origin["fitted_slices_loss"] <= 0.011
     assert found.origin["holdout"]["loss"] > 0.9
     assert any("no better than random" in line for line in found.warnings)
+    assert fit_verdict(found.origin).startswith("The GradiVeQ fit holds nothing that lasts")
 
 
 def test_single_layers_without_structure_are_named(tmp_path):
@@ -255,7 +257,7 @@ def test_plan_has_one_group_per_layer_of_the_role_and_survives_saving(tmp_path):
             samples=10,
             settings=PCA.Settings(slice_size=24),
             roles=("convolution", "linear"),
-            warmup_steps=5,
+            warmup_steps=15,
             seed=3,
         )
         digest = trace.digest
@@ -264,7 +266,7 @@ def test_plan_has_one_group_per_layer_of_the_role_and_survives_saving(tmp_path):
     assert found.origin["fitted_on"] == list(range(5, 15))
     assert found.origin["held_out_on"] == [15, 39]
     assert found.origin["trace"] == digest
-    assert (found.plan.schedule.warmup_steps, found.plan.seed, found.plan.layers) == (5, 3, layers)
+    assert (found.plan.schedule.warmup_steps, found.plan.seed, found.plan.layers) == (15, 3, layers)
     path = found.artifact().save(tmp_path / "a.safetensors")
     loaded = Artifact.load(path)
     assert loaded.plan.digest == found.plan.digest
@@ -304,8 +306,11 @@ def test_loss_scale_is_divided_out(tmp_path):
     [
         ({"samples": 1}, "samples = 1, expected at least 2"),
         ({"samples": 12}, "12 of 12 steps are left from position 0; fitting on 12 .* needs at least 13"),
-        ({"samples": 8, "warmup_steps": 6}, "6 of 12 steps are left from position 6"),
-        ({"samples": 4, "warmup_steps": 50}, "0 of 12 steps are left from position 12"),
+        ({"samples": 8, "start": 6}, "6 of 12 steps are left from position 6"),
+        ({"samples": 4, "warmup_steps": 50}, "4 of 12 steps are left from position 8"),
+        ({"samples": 8, "warmup_steps": 6}, "6 steps are recorded before iteration 6, .* fitting on 8 needs as many"),
+        ({"samples": 2, "warmup_steps": 1}, "1 steps are recorded before iteration 1"),
+        ({"samples": 4, "warmup_steps": -1}, "warmup_steps = -1, expected a whole number from 0"),
         ({"samples": 4, "start": 12}, r"start = 12, expected a position in 0\.\.11"),
         ({"samples": 4, "roles": ("embedding",)}, r"no layer of role embedding can be fitted \(the trace holds none\)"),
     ],
@@ -313,6 +318,36 @@ def test_loss_scale_is_divided_out(tmp_path):
 def test_what_cannot_be_fitted_is_refused_with_the_numbers(tmp_path, arguments, words):
     with record(tmp_path / "t", random_gradients(10, 12, 2)) as trace, pytest.raises(GradlabError, match=words):
         fit_gradiveq(trace, **arguments)
+
+
+@settings(max_examples=25, deadline=None)
+@given(every=st.integers(1, 7), begin=st.integers(0, 9), samples=st.integers(2, 6), warmup=st.integers(0, 60))
+def test_the_plan_never_compresses_what_it_was_fitted_on(tmp_path_factory, every, begin, samples, warmup):
+    indices = [begin + every * position for position in range(9)]
+    before = [index for index in indices if index < warmup]
+    with record(tmp_path_factory.mktemp("t") / "t", random_gradients(13, 9, 1), indices=indices) as trace:
+        if warmup and (len(before) < samples or len(before) == len(indices)):
+            with pytest.raises(NotFittable):
+                fit_gradiveq(trace, samples=samples, warmup_steps=warmup)
+            return
+        found = fit_gradiveq(trace, samples=samples, warmup_steps=warmup)
+    expected = before[-samples:] if warmup else indices[:samples]
+    assert found.origin["fitted_on"] == expected
+    assert found.plan.schedule.warmup_steps == found.origin["warmup_steps"] == (warmup or expected[-1] + 1)
+    assert not any(found.plan.schedule.compresses(step) for step in expected)
+    assert not any("Compression begins" in line for line in found.warnings)
+
+
+@pytest.mark.parametrize(("start", "last"), [(4, 9), (0, 5)])
+def test_a_fit_after_compression_begins_is_possible_and_warned_of(tmp_path, start, last):
+    with record(tmp_path / "t", random_gradients(14, 12, 2)) as trace:
+        found = fit_gradiveq(trace, samples=6, start=start, warmup_steps=3)
+    assert found.plan.schedule.warmup_steps == 3
+    assert found.origin["fitted_on"][-1] == last
+    assert (
+        f"Compression begins at iteration 3, before the fit, which needs gradients up to iteration {last}"
+        in (found.origin["warnings"][0])
+    )
 
 
 def test_hold_out_refuses_what_it_cannot_measure(tmp_path):

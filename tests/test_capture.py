@@ -1,52 +1,22 @@
 """Recording under real DDP: torchrun runs tests/capture_scenarios.py once, the tests read what each rank found."""
 
-import contextlib
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from torchrun_job import torchrun
 
 from gradlab.capture import repair
-from gradlab.capture.folder import lock_rank, start_folder, unlock_rank
-from gradlab.capture.rank_writer import RankWriter
 from gradlab.capture.selection import choose_layers
 from gradlab.capture.settings import RecorderSettings
 from gradlab.errors import GradlabError
-from gradlab.layout import Layer
 from gradlab.trace import Trace, check
-from gradlab.trace_schema import STEP_DTYPE, Manifest
 
-HERE = Path(__file__).parent
 RANKS = 3  # not a power of two: multiplying by 1/N and dividing by N differ
-
-
-@contextlib.contextmanager
-def torchrun(script: str, ranks: int, *arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """A running job; whatever happens, it has ended afterwards."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    process = subprocess.Popen(
-        [*command, str(HERE / script), *map(str, arguments)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.terminate()  # torchrun ends its ranks
-        if process.stdout is not None and not process.stdout.closed:
-            process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +77,26 @@ def test_a_wrapped_hook_does_the_averaging(results: list[dict[str, Any]]) -> Non
     assert all(rank["wrapped_hook"] == {"same": True, "equal": True} for rank in results)
 
 
+def test_recording_around_the_compression_hook_changes_nothing_and_records_what_enters_it(
+    results: list[dict[str, Any]],
+) -> None:
+    for rank in results:
+        found = rank["wrapped_compression"]
+        assert found["hook"] == "compression_hook"
+        assert found["compressed_differs_from_plain"]
+        assert found["same"]
+        assert found["equal"]
+
+
+def test_the_one_exception_differs_in_the_last_bits_only_and_records_the_local_gradients(
+    results: list[dict[str, Any]],
+) -> None:
+    for rank in results:
+        found = rank["zeroed_bucket_views"]
+        assert found["largest_difference"] < 1e-6
+        assert found["equal"]
+
+
 def test_a_full_disk_stops_recording_and_not_training(run: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
     folder, results = run
     found = [rank["full_disk"] for rank in results]
@@ -124,6 +114,7 @@ def test_a_full_disk_stops_recording_and_not_training(run: tuple[Path, list[dict
     assert [rank.steps for rank in check(trace).ranks] == [100, found[1]["written"], 100]
     assert [rank.steps for rank in repair(trace)] == [100, found[1]["written"], 100]
     assert check(trace).ok
+    assert [rank.steps_lost for rank in check(trace).ranks] == [0, found[1]["lost"], 0]
     with Trace(trace) as opened:
         assert len(opened.steps) == found[1]["written"]
 
@@ -200,141 +191,6 @@ def test_whatever_fails_in_recording_training_goes_on(results: list[dict[str, An
 def test_a_recorder_that_nobody_closes_is_closed_at_exit(run: tuple[Path, list[dict[str, Any]]]) -> None:
     with Trace(run[0] / "never_closed" / "t") as trace:
         assert trace.rank_steps == (9,) * RANKS
-
-
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
-    """A trace whose ranks were killed with SIGKILL while recording, and what each had acknowledged by then."""
-    folder = tmp_path_factory.mktemp("killed")
-    files = [folder / f"progress-{rank}" for rank in range(2)]
-    with torchrun("capture_killed.py", 2, folder) as process:
-        deadline = time.monotonic() + 120
-        while not all(_acknowledged(file) >= 40 for file in files):
-            assert process.poll() is None, process.communicate()[0][-4000:]
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        for file in files:
-            os.kill(int(file.read_text().split("\n")[0]), signal.SIGKILL)
-        process.communicate(timeout=60)
-        assert process.returncode != 0
-    return folder / "trace", [_acknowledged(file) for file in files]
-
-
-def _acknowledged(file: Path) -> int:
-    lines = file.read_text().split("\n")[1:-1] if file.exists() else []
-    return int(lines[-1]) if lines else 0
-
-
-@pytest.fixture
-def killed_trace(killed: tuple[Path, list[int]], tmp_path: Path) -> tuple[Path, list[int]]:
-    shutil.copytree(killed[0], tmp_path / "trace")
-    return tmp_path / "trace", killed[1]
-
-
-def test_check_reads_what_a_killed_run_acknowledged(killed_trace: tuple[Path, list[int]]) -> None:
-    path, acknowledged = killed_trace
-    found = check(path)
-    assert found.problems == ()
-    assert [rank.closed for rank in found.ranks] == [False, False]
-    assert all(rank.steps >= steps for rank, steps in zip(found.ranks, acknowledged, strict=True))
-    assert found.common_steps == min(rank.steps for rank in found.ranks)
-
-
-def test_a_killed_trace_names_the_command_that_repairs_it(killed_trace: tuple[Path, list[int]]) -> None:
-    with pytest.raises(GradlabError, match=r"not closed \(rank 0, 1\); run `gradlab trace repair "):
-        Trace(killed_trace[0])
-
-
-def test_repair_closes_a_killed_trace_and_loses_nothing(killed_trace: tuple[Path, list[int]]) -> None:
-    path, _ = killed_trace
-    before = check(path)
-    first = repair(path)
-    assert [rank.steps for rank in first] == [rank.steps for rank in before.ranks]
-    assert all(rank.changed and not rank.problems for rank in first)
-    assert check(path).ok
-    files = {file: file.stat().st_mtime_ns for file in path.rglob("*") if file.is_file()}
-    assert not [file for file in files if file.suffix not in (".h5", ".json")]
-    again = repair(path)
-    assert [(rank.steps, rank.changed) for rank in again] == [(rank.steps, False) for rank in first]
-    assert {file: file.stat().st_mtime_ns for file in path.rglob("*") if file.is_file()} == files
-    with Trace(path) as trace:
-        assert trace.rank_steps == tuple(rank.steps for rank in first)
-        assert np.isfinite(trace.mean("last.weight")).all()
-
-
-LAYERS = [Layer("a.weight", (30, 20), "linear"), Layer("a.bias", (30,), "bias")]
-
-
-def left_open(folder: Path, steps: int) -> list[np.ndarray]:
-    """A trace of two ranks whose writers stopped without closing; the rows of a.weight, the same on both ranks."""
-    generator = np.random.default_rng(0)
-    rows = [generator.standard_normal(600).astype(np.float32) for _ in range(steps)]
-    manifest = Manifest(2, tuple(LAYERS))
-    start_folder(folder, manifest, overwrite=False)
-    for rank in range(2):
-        writer = RankWriter(folder, manifest, rank, segment_bytes=1)
-        for index, row in enumerate(rows):
-            record = np.zeros(1, STEP_DTYPE)
-            record["index"] = index
-            writer.append([row, row[:30]], record[0], np.zeros(2, bool))
-        writer.flush()
-        writer.abandon()
-    return rows
-
-
-def test_repair_goes_on_after_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
-    left_open(tmp_path / "t", 20)
-    part = tmp_path / "t" / "rank-00000" / "000001.h5.part"
-    part.write_bytes(part.read_bytes()[:2000])
-    rows = repair(tmp_path / "t")
-    assert [row.steps for row in rows] == [16, 20]
-    assert len(rows[0].problems) == 1
-    assert "kept as 000001.h5.damaged" in rows[0].problems[0]
-    assert (tmp_path / "t" / "rank-00000" / "000001.h5.damaged").exists()
-    assert rows[1].problems == ()
-    with Trace(tmp_path / "t") as trace:
-        assert trace.rank_steps == (16, 20)
-
-
-@pytest.mark.parametrize("damaged", [16, 18, 19])
-def test_repair_keeps_the_steps_around_a_damaged_one(tmp_path: Path, damaged: int) -> None:
-    rows = left_open(tmp_path / "t", 20)
-    part = tmp_path / "t" / "rank-00001" / "000001.h5.part"
-    content = bytearray(part.read_bytes())
-    content[content.index(rows[damaged].tobytes()) + 100] ^= 1
-    part.write_bytes(content)
-    assert f"at iteration {damaged} is damaged" in check(tmp_path / "t").ranks[1].problems[0]
-    repaired = repair(tmp_path / "t")
-    assert [row.steps for row in repaired] == [20, 19]
-    assert f"iteration {damaged} is damaged" in repaired[1].problems[0]
-    with Trace(tmp_path / "t") as trace:
-        assert trace.steps.tolist() == [index for index in range(20) if index != damaged]
-        kept = [row for index, row in enumerate(rows) if index != damaged]
-        np.testing.assert_array_equal(trace.read("a.weight", 1), kept)
-        np.testing.assert_array_equal(trace.read("a.weight", 0), kept)
-
-
-def test_repair_that_was_interrupted_can_run_again(tmp_path: Path) -> None:
-    """Stopped between giving the copy its final name and removing the open file; and stopped while copying."""
-    left_open(tmp_path / "t", 20)
-    folder = tmp_path / "t" / "rank-00000"
-    shutil.copy(folder / "000001.h5.part", tmp_path / "kept")
-    repair(tmp_path / "t")
-    (folder / "index.json").unlink()
-    shutil.copy(tmp_path / "kept", folder / "000001.h5.part")
-    (folder / "000001.h5.repair").write_bytes(b"half a copy")
-    assert [row.steps for row in repair(tmp_path / "t")] == [20, 20]
-    assert check(tmp_path / "t").ok
-    assert sorted(file.name for file in folder.iterdir()) == ["000000.h5", "000001.h5", "index.json"]
-
-
-def test_a_trace_that_is_still_being_recorded_is_not_repaired(tmp_path: Path) -> None:
-    left_open(tmp_path / "t", 3)
-    held = lock_rank(tmp_path / "t", 0)
-    rows = repair(tmp_path / "t")
-    unlock_rank(tmp_path / "t", 0, held)
-    assert "still being recorded" in rows[0].problems[0]
-    assert [row.changed for row in rows] == [False, True]
 
 
 @pytest.mark.parametrize(

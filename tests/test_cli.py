@@ -9,12 +9,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pytest
+from recorded import CONVOLUTION, LINEAR, random_gradients, record, record_layer
 
 from gradlab.artifact import Artifact
 from gradlab.cli.main import main
 from gradlab.datasets import get
 from gradlab.plan import Plan
+from gradlab.trace import Trace
 
 STEPS, WARMUP = 90, 30
 Command = Callable[..., tuple[int, str, str]]
@@ -56,7 +59,7 @@ def topk(recording: Path) -> Path:
 
 def fit_words(codec: str, trace: Path, out: Path) -> list[object]:
     if codec == "pca":
-        words = ["fit", "gradiveq", trace, "--samples", WARMUP - 5, "--start", 5, "--slice-size", 144]
+        words = ["fit", "gradiveq", trace, "--samples", WARMUP - 5, "--slice-size", 144]
     else:
         setting = {"topk": "density=0.02", "powersgd": "rank=2"}[codec]
         words = ["fit", "uniform", trace, "--codec", codec, "--set", setting]
@@ -116,12 +119,77 @@ def test_analyze_and_inspect(gradlab: Command, recording: Path, topk: Path, tmp_
     code, out, _ = gradlab("analyze", recording / "trace", "--out", tmp_path / "report")
     assert code == 0
     assert "report.html" in out
-    assert json.loads((tmp_path / "report" / "report.json").read_text())["trace"]["steps"] == STEPS
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert report["trace"]["steps"] == STEPS
+    assert report["fit"]["fitted_on"] == list(range(STEPS // 2))
+    assert report["fit"]["holdout"]["loss"] > report["fit"]["fitted_slices_loss"]
+    assert "holdout" in [figure["name"] for figure in report["figures"]]
+    assert out.startswith(report["verdict"])
+    code, _, err = gradlab("analyze", recording / "trace", "--out", tmp_path / "report")
+    assert (code, "exists already" in err) == (2, True)
     code, out, _ = gradlab("inspect", topk, "--json")
     plan = Artifact.load(topk).plan
     assert json.loads(out)["digest"] == plan.digest
     assert json.loads(out)["expected"]["payload_bytes"] == plan.payload_bytes(2)
     assert "topk(density=0.01) + feedback" in gradlab("inspect", topk)[1]
+
+
+def test_demo_goes_round_the_loop(gradlab: Command, tmp_path: Path) -> None:
+    """Short, but whole: the files, the table's columns, and dense training bit-identical to the recorded run."""
+    out = tmp_path / "demo"
+    code, printed, _ = gradlab("demo", "--out", out, "--steps", 48)
+    assert code == 0
+    for word in ("final accuracy", "payload/step", "wire/step", "error predicted", "error observed", "communicate"):
+        assert word in printed
+    assert str(out / "report" / "report.html") in printed.replace("\n", "")
+    runs = {name: json.loads((out / f"{name}.json").read_text()) for name in ("dense", "pca", "topk", "powersgd")}
+    with Trace(out / "trace") as trace:
+        recorded = [trace.scalars(rank)["loss"] for rank in range(2)]
+    assert runs["dense"]["losses"] == pytest.approx([(a + b) / 2 for a, b in zip(*recorded, strict=True)], rel=1e-6)
+    for name in ("pca", "topk", "powersgd"):
+        assert runs[name]["compression_ratio"] > 4
+        assert runs[name]["payload_bytes_per_step"]["mean"] == runs[name]["forecast_payload_bytes"]
+        assert (
+            Artifact.load(out / f"{name}.safetensors").origin["trace"]
+            == Artifact.load(out / "pca.safetensors").origin["trace"]
+        )
+
+
+def test_a_fit_to_noise_is_seen_through(gradlab: Command, tmp_path: Path) -> None:
+    """Fitted on the steps it is replayed on, its error is shown from later ones; the verdict comes before tables."""
+    noise = np.random.default_rng(0).standard_normal((24, 2, CONVOLUTION.numel)).astype(np.float32)
+    record_layer(tmp_path / "trace", noise, CONVOLUTION).close()
+    artifact, words = tmp_path / "pca.safetensors", ["--samples", 12, "--start", 0, "--warmup-steps", 2]
+    code, out, err = gradlab("fit", "gradiveq", tmp_path / "trace", "--out", artifact, "--loss-threshold", 0, *words)
+    assert (code, err) == (0, "")
+    assert out.startswith("The GradiVeQ fit holds nothing that lasts")
+    assert 0 < out.index("warning: Compression begins at iteration 2") < out.index("GradiVeQ fit, layer by layer")
+    code, out, _ = gradlab("evaluate", tmp_path / "trace", artifact)
+    assert code == 0
+    assert out.index("warning: pca: The plan was fitted on 10 of") < out.index("Plans replayed on the trace")
+    assert "in-sample" in out
+    summary = json.loads(gradlab("evaluate", tmp_path / "trace", artifact, "--json")[1])["pca"]["summary"]
+    assert summary["in_sample"]["aggregate_error"] < 1e-3 < 0.7 < summary["aggregate_error"]
+
+
+def test_a_trace_that_no_fit_can_use_is_analysed_without(gradlab: Command, tmp_path: Path) -> None:
+    record(tmp_path / "trace", random_gradients(0, 6, 2, [LINEAR]), [LINEAR]).close()
+    code, out, _ = gradlab("analyze", tmp_path / "trace", "--out", tmp_path / "report")
+    assert code == 0
+    assert "warning: No GradiVeQ fit: " in out
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert report["fit"] is None
+    assert "no layer of role convolution can be fitted" in report["warnings"][0]
+
+
+def test_an_artifact_without_a_fit_bears_its_provenance(gradlab: Command, recording: Path, tmp_path: Path) -> None:
+    artifact = tmp_path / "topk.safetensors"
+    code, out, _ = gradlab("fit", "uniform", recording / "trace", "--codec", "topk", "--out", artifact)
+    assert code == 0
+    assert out.startswith("Of the lossy plans replayed, topk keeps")
+    found = Artifact.load(artifact)
+    assert found.origin["payload_bytes"] == found.plan.payload_bytes(2) < found.origin["dense_payload_bytes"]
+    assert found.origin["world_size"] == 2
 
 
 def damaged(recording: Path, folder: Path, hurt: Callable[[Path], None]) -> Path:

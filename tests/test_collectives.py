@@ -50,16 +50,14 @@ def ring_all_reduce_messages(nbytes: int, world_size: int) -> Iterator[tuple[int
 
 
 def tree_broadcast_messages(nbytes: int, root: int, world_size: int) -> list[tuple[int, int, int]]:
-    """(from, to, bytes) of a binomial tree: in every round each rank that has the data sends it half as far."""
-    holders, messages, distance = {0}, [], 1
+    """(from, to, bytes) of Gloo's tree: in every round all that have the data send it, each time twice as far."""
+    holders, messages, distance = [0], [], 1
     while distance < world_size:
-        distance *= 2
-    while distance > 1:
-        distance //= 2
-        for holder in sorted(holders):
+        for holder in tuple(holders):
             if holder + distance < world_size:
                 messages.append(((holder + root) % world_size, (holder + distance + root) % world_size, nbytes))
-                holders.add(holder + distance)
+                holders.append(holder + distance)
+        distance *= 2
     return messages
 
 
@@ -216,7 +214,7 @@ def test_bytes_add_up_over_steps_and_requests() -> None:
     tensor = torch.zeros(6)
     results = run_lockstep([asking((Mean(tensor), Gather(tensor)), Broadcast(tensor, 1)) for _ in range(4)])
     mean, gather = all_reduce_wire_bytes(24, 4), all_gather_wire_bytes(24, 4)
-    assert [result.wire_bytes - mean - gather for result in results] == [0, 48, 0, 24]
+    assert [result.wire_bytes - mean - gather for result in results] == [0, 48, 24, 0]
     assert [result.payload_bytes for result in results] == [48, 72, 48, 48]
 
 

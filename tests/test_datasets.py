@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import io
+import os
 import pickle
 import pickletools
 import struct
@@ -23,6 +24,7 @@ from scipy.linalg import subspace_angles
 
 from gradlab import datasets
 from gradlab.datasets import synthetic
+from gradlab.datasets.array_cache import cached
 from gradlab.datasets.cifar10 import CHANNEL_DEVIATION, CHANNEL_MEAN, random_crop, random_flip
 from gradlab.datasets.cifar_archive import BATCHES
 from gradlab.datasets.cifar_files import read_splits
@@ -439,27 +441,64 @@ def _cached_file(root: Path, key: str = "x_train") -> Path:
     return file
 
 
-def test_the_cache_lies_beside_the_file_and_is_mapped_not_read(tmp_path: Path) -> None:
-    path = _npz(tmp_path / "a.npz", _splits())
+def test_the_cache_lies_in_the_users_folder_and_is_mapped_not_read(tmp_path: Path, user_cache: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    path = _npz(folder / "a.npz", _splits())
     read_splits(str(path))
     again = read_splits(str(path))
     assert isinstance(again.x_train, np.memmap)
-    assert Path(again.x_train.filename or "") == _cached_file(tmp_path / "a.npz.gradlab-cache")
+    assert Path(again.x_train.filename or "") == _cached_file(user_cache)
     assert not again.x_train.flags.writeable
+    assert [file.name for file in folder.iterdir()] == ["a.npz"]
+
+
+def test_without_a_named_cache_folder_it_is_the_usual_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for named in (None, "", "relative"):
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        if named is not None:
+            monkeypatch.setenv("XDG_CACHE_HOME", named)
+        path = _npz(tmp_path / f"{named}.npz", _splits())
+        read_splits(str(path))
+        home = tmp_path / "home" / ".cache" / "gradlab"
+        assert home in Path(read_splits(str(path)).x_train.filename or "").parents  # type: ignore[attr-defined]
 
 
 def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:
     path = _npz(tmp_path / "a.npz", _splits(0))
+    size = path.stat().st_size
     read_splits(str(path))
     _npz(path, _splits(1))
+    assert path.stat().st_size == size
     assert _same(read_splits(str(path)), _splits(1))
 
 
+def test_files_of_one_size_and_time_do_not_share_a_cache(tmp_path: Path) -> None:
+    paths = [_npz(tmp_path / f"{seed}.npz", _splits(seed)) for seed in (0, 1)]
+    for path in paths:
+        os.utime(path, ns=(10**18, 10**18))
+    assert paths[0].stat().st_size == paths[1].stat().st_size
+    for _ in range(2):
+        assert all(_same(read_splits(str(path)), _splits(seed)) for seed, path in enumerate(paths))
+
+
+def test_a_file_that_changes_while_it_is_read_is_not_cached(tmp_path: Path, user_cache: Path) -> None:
+    path = _npz(tmp_path / "a.npz", _splits(0))
+
+    def read() -> Splits:
+        os.utime(path, ns=(10**18, 10**18))
+        return _splits(0)
+
+    assert _same(cached(path, read), _splits(0))
+    assert not user_cache.exists()
+
+
 @pytest.mark.parametrize("damage", ["truncated", "empty", "gone", "foreign", "labels"])
-def test_a_damaged_cache_is_replaced(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_cache_is_replaced(damage: str, tmp_path: Path, user_cache: Path) -> None:
     path = _npz(tmp_path / "a.npz", _splits())
     read_splits(str(path))
-    file = _cached_file(tmp_path / "a.npz.gradlab-cache", "y_train" if damage == "labels" else "x_train")
+    file = _cached_file(user_cache, "y_train" if damage == "labels" else "x_train")
     if damage == "gone":
         file.unlink()
     elif damage == "labels":
@@ -470,40 +509,19 @@ def test_a_damaged_cache_is_replaced(damage: str, tmp_path: Path) -> None:
     assert isinstance(read_splits(str(path)).x_train, np.memmap)
 
 
-def test_the_users_cache_serves_where_the_folder_cannot(tmp_path: Path, user_cache: Path) -> None:
-    path = _npz(tmp_path / "a.npz", _splits())
-    (tmp_path / "a.npz.gradlab-cache").write_text("a file where the folder would be")
-    read_splits(str(path))
-    assert Path(read_splits(str(path)).x_train.filename or "") == _cached_file(user_cache)  # type: ignore[attr-defined]
-
-
-def test_a_folder_marked_read_only_is_left_as_it_is(tmp_path: Path, user_cache: Path) -> None:
-    folder = tmp_path / "shared"
-    folder.mkdir()
-    path = _npz(folder / "a.npz", _splits())
-    folder.chmod(0o555)
-    try:
-        read_splits(str(path))
-        assert [file.name for file in folder.iterdir()] == ["a.npz"]
-        assert _cached_file(user_cache).is_file()
-    finally:
-        folder.chmod(0o755)
-
-
 def test_where_no_cache_can_be_written_the_file_is_still_read(tmp_path: Path) -> None:
     path = _npz(tmp_path / "a.npz", _splits())
-    for blocked in ("a.npz.gradlab-cache", "user"):
-        (tmp_path / blocked).write_text("a file where the folder would be")
+    (tmp_path / "user").write_text("a file where the folder would be")
     for _ in range(2):
         assert _same(read_splits(str(path)), _splits())
 
 
-def test_many_readers_at_once_leave_one_sound_cache(tmp_path: Path) -> None:
+def test_many_readers_at_once_leave_one_sound_cache(tmp_path: Path, user_cache: Path) -> None:
     path = _npz(tmp_path / "a.npz", _splits())
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(read_splits, [str(path)] * 16))
     assert all(_same(result, _splits()) for result in results)
-    names = [file.name for file in tmp_path.glob("a.npz.gradlab-cache/*/*")]
+    names = [file.name for file in user_cache.glob("*/*")]
     assert sorted(names) == sorted(f"{key}.npy" for key in Splits._fields)
 
 
@@ -542,7 +560,7 @@ BAD_ARRAYS: dict[str, tuple[str, object, str]] = {
 def test_an_npz_with_a_bad_array_is_refused(case: str, tmp_path: Path) -> None:
     key, array, message = BAD_ARRAYS[case]
     assert message in _refused(_npz(tmp_path / "a.npz", _splits(), **{key: array}))
-    assert not list(tmp_path.glob("*-cache"))
+    assert not (tmp_path / "user").exists()
 
 
 def test_a_header_that_claims_too_much_is_refused_before_memory_is_taken(tmp_path: Path) -> None:

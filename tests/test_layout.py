@@ -140,7 +140,7 @@ def test_roles() -> None:
         "scale": "other",
         "conv.weight": "convolution",
         "conv.bias": "bias",
-        "up.weight": "convolution",
+        "up.weight": "other",
         "batch.weight": "normalization",
         "batch.bias": "bias",
         "layer.weight": "normalization",

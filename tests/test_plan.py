@@ -220,7 +220,6 @@ GROUP_JSON = TOPK.to_json()
         None,
         [],
         {},
-        {**GROUP_JSON, "extra": 1},
         {key: value for key, value in GROUP_JSON.items() if key != "codec"},
         {**GROUP_JSON, "layers": "conv"},
         {**GROUP_JSON, "layers": [1]},
@@ -240,7 +239,6 @@ def test_what_is_no_group_is_refused(value: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"extra": 1}, "not a plan: expected the keys"),
         ({"layers": {}}, "layers and groups must be lists"),
         ({"groups": None}, "layers and groups must be lists"),
         ({"layers": []}, "fingerprint does not match"),
@@ -249,7 +247,7 @@ def test_what_is_no_group_is_refused(value: Any) -> None:
         ({"groups": [3]}, "not a group"),
         ({"schedule": None}, "not a schedule"),
         ({"schedule": {"warmup_steps": -2}}, "warmup_steps = -2"),
-        ({"schedule": {"warmup_steps": 2, "more": 1}}, "not a schedule"),
+        ({"schedule": {"warm_up": 2}}, "not a schedule"),
         ({"seed": 1.5}, "seed = 1.5"),
     ],
 )
@@ -257,6 +255,20 @@ def test_json_that_is_no_plan_is_refused(change: dict[str, Any], message: str) -
     plan = mixed_plan()
     with pytest.raises(GradlabError, match=message):
         Plan.from_json({**plan.to_json(), **change}, plan.tensors())
+
+
+def test_keys_of_a_later_version_are_passed_over() -> None:
+    """A newer writer that lets this reader in may add keys that this reader does not need."""
+    plan = mixed_plan()
+    value = plan.to_json()
+    later = {
+        **value,
+        "new": 1,
+        "schedule": {**value["schedule"], "new": 1},
+        "groups": [{**group, "new": 1} for group in value["groups"]],
+        "layers": [{**layer, "new": 1} for layer in value["layers"]],
+    }
+    assert Plan.from_json(later, plan.tensors()).digest == plan.digest
 
 
 @pytest.mark.parametrize("value", [None, [], {}, "plan"])

@@ -10,10 +10,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from recorded import BIAS, CONVOLUTION, LAYERS, LINEAR, random_gradients, record
+from recorded import BIAS, CONVOLUTION, LAYERS, LINEAR, random_gradients, record, record_layer
 
+from gradlab.analysis.gradiveq import fit_gradiveq
 from gradlab.analysis.lockstep_plan import LockstepPlan
 from gradlab.analysis.replay import replay, replay_steps
+from gradlab.analysis.report_tables import replay_table
+from gradlab.analysis.uniform import uniform_artifact
+from gradlab.analysis.verdict import replay_verdict
+from gradlab.artifact import Artifact
 from gradlab.codec import Context, Exchanged, mean_only
 from gradlab.codecs.identity import Identity
 from gradlab.codecs.pca import PCA
@@ -48,7 +53,7 @@ def test_identity_changes_nothing_and_costs_what_dense_costs(tmp_path, ranks):
     assert [step.cosine for step in found.steps] == pytest.approx([1.0] * 5, abs=1e-6)
     assert {step.payload_bytes_mean for step in found.steps} == {DENSE_BYTES}
     assert found.summary()["compression_ratio"] == 1.0
-    assert found.warnings == ()
+    assert found.warnings == []
 
 
 def simulated_topk(gradients, density, names):
@@ -272,7 +277,103 @@ def test_memory_across_gaps_and_cold_starts_is_pointed_out(tmp_path):
     remembering, forgetful = uniform("topk"), uniform("topk", error_feedback=False)
     with record(tmp_path / "a", gradients, indices=[0, 10, 20, 30]) as trace:
         assert "lacks iterations in 3 places" in replay(trace, remembering).warnings[0]
-        assert replay(trace, forgetful).warnings == ()
+        assert replay(trace, forgetful).warnings == []
     with record(tmp_path / "b", gradients) as trace:
-        assert replay(trace, remembering).warnings == ()
+        assert replay(trace, remembering).warnings == []
         assert "starts cold at iteration 2" in replay(trace, remembering, start=2).warnings[0]
+
+
+# --- plans fitted on the trace they are replayed on ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def noise(tmp_path_factory):
+    """A fit on 24 steps of pure noise, compressed from step 4 on, and its replay over all 40 as the fit judges it."""
+    layer = Layer("conv.weight", (8, 4, 3, 3), "convolution")
+    values = np.random.default_rng(0).standard_normal((40, 2, layer.numel)).astype(np.float32)
+    with record_layer(tmp_path_factory.mktemp("noise") / "t", values, layer) as trace:
+        fit = fit_gradiveq(trace, samples=24, start=6, warmup_steps=4, settings=PCA.Settings(loss_threshold=0.0))
+        yield trace, fit, replay(trace, fit.plan)
+
+
+ERRORS = ("contribution_error", "aggregate_error", "cosine")
+
+
+def medians(steps):
+    return {key: float(np.median([getattr(step, key) for step in steps])) for key in ERRORS}
+
+
+def test_errors_of_a_fit_to_noise_are_those_of_later_iterations(noise):
+    _, fit, unjudged = noise
+    summary = unjudged.held_out(fit.origin).summary()
+    assert unjudged.summary()["aggregate_error"] < 1e-3  # what the replay alone would say
+    assert summary["aggregate_error"] > 0.9
+    assert summary["cosine"] < 0.4
+    assert {key: summary[key] for key in ERRORS} == medians(unjudged.steps[30:])
+    assert summary["in_sample"] == {"steps": 24, **medians(unjudged.steps[6:30])}
+    assert (summary["compressed_steps"], summary["judged_steps"]) == (36, 10)
+    assert unjudged.held_out(fit.origin).layer_errors["conv.weight"] == pytest.approx(
+        summary["contribution_error"], rel=0.05
+    )
+
+
+def test_in_sample_figures_stand_beside_with_a_warning(noise):
+    _, fit, unjudged = noise
+    found = unjudged.held_out(fit.origin)
+    assert "fitted on 24 of the compressed iterations" in found.warnings[0]
+    assert "Only the 10 later iterations are a prediction" in found.warnings[0]
+    both = {"pca": found.to_json()}
+    table = replay_table(both)
+    assert dict(zip(table.columns, table.rows[0], strict=True))["error of the mean"].startswith("9")
+    assert table.columns[-1] == "in-sample: rank, mean, cosine"
+    assert ", 1.000" in table.rows[0][-1]
+    assert both["pca"]["fitted_on"] == list(range(6, 30))
+    assert both["pca"]["summary"]["in_sample"]["aggregate_error"] < 1e-3
+    alone = replay_table({"pca": unjudged.to_json()})
+    assert len(alone.columns) == len(alone.rows[0]) == len(table.columns) - 1
+
+
+def test_nothing_is_claimed_where_no_later_iteration_was_replayed(noise):
+    trace, fit, _ = noise
+    found = replay(trace, fit.plan, stop=30).held_out(fit.origin)
+    assert found.summary()["contribution_error"] is None
+    assert found.summary()["in_sample"]["steps"] == 24
+    assert found.layer_errors == {}
+    assert "nothing is known" in found.warnings[0]
+    assert replay_verdict({"pca": found.to_json()}).startswith("Nothing is known about pca")
+
+
+def test_only_an_origin_of_this_trace_holds_anything_out(noise):
+    trace, fit, unjudged = noise
+    for origin in ({}, {"trace": trace.digest}, {**fit.origin, "trace": "another"}):
+        assert unjudged.held_out(origin) == unjudged
+    with pytest.raises(GradlabError, match="fitted_on = all, expected a list of iterations"):
+        unjudged.held_out({"trace": trace.digest, "fitted_on": "all"})
+    with pytest.raises(GradlabError, match="expected a list of iterations"):
+        unjudged.held_out({"trace": trace.digest, "fitted_on": [1.5]})
+
+
+def test_a_run_under_a_loss_scaler_is_predicted_with_a_warning(tmp_path):
+    with record(tmp_path / "t", random_gradients(15, 4, 2), loss_scale=1024.0) as trace:
+        assert "under a loss scaler" in replay(trace, uniform("topk")).warnings[0]
+        assert replay(trace, uniform("identity")).warnings == []
+
+
+def test_an_artifact_without_a_fit_says_where_it_comes_from(tmp_path):
+    plan = uniform("topk", density=0.1)
+    with record(tmp_path / "t", random_gradients(16, 4, 2)) as trace:
+        found = replay(trace, plan)
+        digest = trace.digest
+    artifact = uniform_artifact(plan, found)
+    assert artifact.plan is plan
+    assert artifact.origin == {
+        "method": "uniform",
+        "trace": digest,
+        "world_size": 2,
+        "payload_bytes": plan.payload_bytes(2),
+        "dense_payload_bytes": DENSE_BYTES,
+        "replay": found.to_json()["summary"],
+    }
+    assert Artifact.load(artifact.save(tmp_path / "a.safetensors")).origin == artifact.origin
+    with pytest.raises(GradlabError, match="replay the plan itself"):
+        uniform_artifact(uniform("topk", density=0.2), found)

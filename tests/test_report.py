@@ -17,9 +17,9 @@ from gradlab.analysis.gradiveq import fit_gradiveq
 from gradlab.analysis.page import Page, inline_svg, write_page
 from gradlab.analysis.replay import replay
 from gradlab.analysis.report import summarize_trace, write_comparison, write_trace_report
+from gradlab.analysis.report_tables import comparison_table, median_errors
 from gradlab.analysis.spectrum import measure_spectrum
 from gradlab.analysis.style import method_colors, method_markers, running_mean
-from gradlab.analysis.summary import COLUMNS, comparison_rows, median_errors
 from gradlab.analysis.verdict import comparison_verdict
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
@@ -98,7 +98,7 @@ def made(tmp_path_factory):
     with record(
         folder / "trace", random_gradients(0, 12, 2, LAYERS), LAYERS, metadata={"workload": "<b>digits</b>"}
     ) as trace:
-        fit = fit_gradiveq(trace, samples=6)
+        fit = fit_gradiveq(trace, samples=6, start=0, warmup_steps=3)  # compresses three of the steps it was fitted on
         topk = Plan.uniform(LAYERS, "topk", density=0.1, minimum_numel=1, warmup_steps=3)
         replays = {"pca": replay(trace, fit.plan), "topk": replay(trace, topk)}
         runs = {
@@ -114,7 +114,6 @@ def made(tmp_path_factory):
             fits={"pca": fit},
             trace_summary=summarize_trace(trace),
             spectrum=measure_spectrum(trace),
-            verdict="Nobody <i>won</i>.",
         )
     return {
         "analysis": analysis,
@@ -158,15 +157,19 @@ def test_names_from_outside_are_escaped(made, which):
     assert "<script>" not in text
     assert "&lt;script&gt;alert(" in text
     assert "<b>digits" not in text
-    assert "<i>won" not in text
     assert "<friends>" not in text
+
+
+def judged(made):
+    """The replays as the reports must judge them: the fitted plan by iterations after its fit."""
+    return {**made["replays"], "pca": made["replays"]["pca"].held_out(made["fit"].origin)}
 
 
 def test_json_holds_what_the_figures_show(made):
     data = json.loads((made["comparison"].parent / "report.json").read_text(encoding="utf-8"))
     assert data["kind"] == "comparison"
     assert data["runs"] == made["runs"]
-    assert data["replays"] == {name: found.to_json() for name, found in made["replays"].items()}
+    assert data["replays"] == {name: found.to_json() for name, found in judged(made).items()}
     assert data["fits"]["pca"] == made["fit"].origin
     assert len(data["spectrum"]["layers"]) == 3
     data = json.loads((made["analysis"].parent / "report.json").read_text(encoding="utf-8"))
@@ -178,16 +181,18 @@ def body_words(path):
     return " ".join(" ".join(parse(path).text).split())
 
 
-def test_first_line_is_the_verdict_given_or_derived(made):
-    assert body_words(made["comparison"]).startswith("Predicted and observed: digits & <friends> Nobody <i>won</i>.")
-    assert body_words(made["analysis"]).startswith("Gradients of <b>digits</b> GradiVeQ does not hold")
+def test_first_line_is_the_verdict_and_warnings_follow(made):
+    words = body_words(made["comparison"])
+    assert words.startswith("Predicted and observed: digits & <friends> Compression does not pay on this link")
+    assert body_words(made["analysis"]).startswith("Gradients of <b>digits</b> The GradiVeQ fit holds nothing that")
     assert made["fit"].warnings[0] in body_words(made["analysis"])
 
 
 def test_table_sets_predicted_beside_observed(made):
     words = body_words(made["comparison"])
-    assert " ".join(COLUMNS) in words
-    for row in comparison_rows(made["runs"], {name: found.to_json() for name, found in made["replays"].items()}):
+    table = comparison_table(made["runs"], {name: found.to_json() for name, found in judged(made).items()})
+    assert " ".join(table.columns) in words
+    for row in table.rows:
         assert " ".join(row) in words
     predicted, observed = median_errors(made["replays"]["topk"].to_json(), made["runs"]["topk"])
     assert observed == pytest.approx(1.1 * predicted)
@@ -197,7 +202,7 @@ def test_an_older_report_stays_unless_asked(made, tmp_path):
     page = Page("t", "v", {"value": 1})
     path = write_page(page, tmp_path / "r")
     before = path.read_bytes()
-    with pytest.raises(GradlabError, match=r"report\.html exists already: choose another folder or ask to overwrite"):
+    with pytest.raises(GradlabError, match=r"report\.html exists already: choose another name or ask to overwrite"):
         write_page(Page("other", "v", {}), tmp_path / "r")
     assert path.read_bytes() == before
     write_page(Page("other", "v", {}), tmp_path / "r", overwrite=True)
@@ -239,6 +244,26 @@ def test_many_layers_and_bare_runs_draw(tmp_path):
     assert "cannot be told" in body_words(path)
     assert "first:" in body_words(whole)
     assert "block8.conv" in body_words(whole)
+
+
+@pytest.mark.parametrize("which", ["analysis", "comparison"])
+def test_a_fitted_plan_is_judged_by_what_came_after_its_fit(made, which):
+    data = json.loads((made[which].parent / "report.json").read_text(encoding="utf-8"))
+    alone, found = made["replays"]["pca"].summary(), data["replays"]["pca"]["summary"]
+    assert (found["judged_steps"], found["in_sample"]["steps"], alone["judged_steps"]) == (6, 3, 9)
+    assert alone["aggregate_error"] < found["aggregate_error"]
+    (warning,) = [line for line in data["warnings"] if "Only the 6 later iterations are a prediction" in line]
+    assert warning.startswith("pca: The plan was fitted on 3 of the compressed iterations")
+    assert warning in body_words(made[which])
+    name = {"analysis": "replay_errors", "comparison": "errors"}[which]
+    assert "iterations fitted on" in (made[which].parent / "figures" / f"{name}.svg").read_text(encoding="utf-8")
+
+
+def test_predicted_and_observed_errors_are_of_the_same_later_iterations(made):
+    replayed = judged(made)["pca"]
+    predicted, observed = median_errors(replayed.to_json(), made["runs"]["pca"])
+    assert predicted == pytest.approx(replayed.summary()["contribution_error"])
+    assert observed == pytest.approx(1.1 * predicted)
 
 
 def test_a_short_trace_gives_no_report(tmp_path):

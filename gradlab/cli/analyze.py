@@ -7,7 +7,10 @@ from typing import Annotated
 
 import typer
 
-from gradlab.cli.console import OUT, print_json, progress_bars
+from gradlab.cli.console import OUT, print_json, print_warnings, progress_bars
+
+# GradiVeQ's L_t; of a shorter trace the first half, so that the other can be held out.
+SAMPLES = 100
 
 
 def analyze(
@@ -16,7 +19,7 @@ def analyze(
     overwrite: Annotated[bool, typer.Option(help="Replace a report that is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the measurements as JSON too.")] = False,
 ) -> None:
-    """Measure a trace: spectra, agreement between ranks, norms; write a report with plots.
+    """Measure a trace: spectra, agreement between ranks, a GradiVeQ fit tried on later iterations; write a report.
 
     Example:
 
@@ -24,14 +27,23 @@ def analyze(
     """
     import json
 
+    from gradlab.analysis.gradiveq import NotFittable, fit_gradiveq
     from gradlab.analysis.report import write_trace_report
+    from gradlab.analysis.target import REPORT_FILES, require_free
     from gradlab.trace import Trace
 
+    require_free(out, overwrite, contents=REPORT_FILES)
     with Trace(trace) as opened, progress_bars() as progress:
-        page = write_trace_report(opened, out, overwrite=overwrite, progress=progress)
+        fit, remarks = None, []
+        try:
+            fit = fit_gradiveq(opened, samples=max(2, min(SAMPLES, len(opened.steps) // 2)), progress=progress)
+        except NotFittable as reason:
+            remarks.append(f"No GradiVeQ fit: {reason}")
+        page = write_trace_report(opened, out, fit=fit, remarks=remarks, overwrite=overwrite, progress=progress)
     found = json.loads((page.parent / "report.json").read_text())
     if as_json:
         print_json(found)
     else:
         OUT.print(found["verdict"], markup=False)
+        print_warnings(found["warnings"])
         OUT.print(str(page), markup=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,6 +54,12 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
     # Never narrower than its content: a table in a log file must not lose digits.
     console = OUT if OUT.is_terminal else Console(highlight=False, width=200)
     console.print(table, markup=False)
+
+
+def print_warnings(lines: Iterable[str]) -> None:
+    """What a reader must know before the figures that follow: part of the result."""
+    for line in lines:
+        OUT.print(f"warning: {line}", markup=False)
 
 
 def say(text: str) -> None:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from gradlab.analysis.gradiveq import GradiveqFit
     from gradlab.analysis.replay_result import Replay
     from gradlab.analysis.spectrum import TraceSpectrum
-    from gradlab.artifact import Artifact
     from gradlab.trace import Trace
 
 WORKLOAD = "digits"
@@ -93,23 +92,22 @@ def _offline(trace: Trace, out: Path, warmup: int, seed: int, progress: Progress
     from gradlab.analysis.replay import replay
     from gradlab.analysis.report import summarize_trace
     from gradlab.analysis.spectrum import measure_spectrum
-    from gradlab.artifact import Artifact
+    from gradlab.analysis.uniform import uniform_artifact
     from gradlab.plan import Plan
 
     # PCA sees the end of the dense phase: the freshest gradients it can have before it is needed.
     samples = max(2, min(100, warmup - warmup // 4))
-    fit = fit_gradiveq(
-        trace, samples=samples, start=warmup - samples, warmup_steps=warmup, seed=seed, progress=progress
-    )
-    layers = trace.layers
-    made: dict[str, Artifact] = {
-        "dense": Artifact(Plan.uniform(layers, "identity", warmup_steps=warmup, seed=seed), {"method": "uniform"}),
-        "pca": fit.artifact(),
-        "topk": Artifact(Plan.uniform(layers, "topk", density=0.01, warmup_steps=warmup, seed=seed)),
-        "powersgd": Artifact(Plan.uniform(layers, "powersgd", rank=2, warmup_steps=warmup, seed=seed)),
+    fit = fit_gradiveq(trace, samples=samples, warmup_steps=warmup, seed=seed, progress=progress)
+    plans = {
+        "dense": Plan.uniform(trace.layers, "identity", warmup_steps=warmup, seed=seed),
+        "pca": fit.plan,
+        "topk": Plan.uniform(trace.layers, "topk", density=0.01, warmup_steps=warmup, seed=seed),
+        "powersgd": Plan.uniform(trace.layers, "powersgd", rank=2, warmup_steps=warmup, seed=seed),
     }
-    paths = {name: artifact.save(out / f"{name}.safetensors") for name, artifact in made.items()}
-    replays = {name: replay(trace, artifact.plan, progress=progress) for name, artifact in made.items()}
+    replays = {name: replay(trace, plan, progress=progress) for name, plan in plans.items()}
+    made = {name: uniform_artifact(plan, replays[name]) for name, plan in plans.items() if name != "pca"}
+    made["pca"] = fit.artifact()
+    paths = {name: made[name].save(out / f"{name}.safetensors") for name in plans}
     spectrum = measure_spectrum(trace, progress=progress)
     return Offline(paths, replays, fit, spectrum, summarize_trace(trace))
 
@@ -133,10 +131,10 @@ def _print(runs: Mapping[str, dict[str, Any]], offline: Offline, page: Path) -> 
 
     from gradlab.analysis.report_tables import comparison_table
 
+    OUT.print(json.loads((page.parent / "report.json").read_text())["verdict"], markup=False)
+    for line in offline.fit.warnings:
+        OUT.print(f"pca: {line}", markup=False)
     table = comparison_table(runs, {name: found.to_json() for name, found in offline.replays.items()})
     print_table(table.title, table.columns, table.rows)
     OUT.print(table.note, markup=False)
-    for line in offline.fit.warnings:
-        OUT.print(f"pca: {line}", markup=False)
-    OUT.print(json.loads((page.parent / "report.json").read_text())["verdict"], markup=False)
     OUT.print(f"Report: {page}", markup=False)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradlab.cli.console import OUT, print_json, print_table, progress_bars, say
+from gradlab.cli.console import OUT, print_json, print_table, print_warnings, progress_bars
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
@@ -26,15 +26,20 @@ def evaluate(
 ) -> None:
     """Replay artifacts on recorded gradients with the code that trains: error, cosine, bytes, time.
 
+    Errors of an artifact fitted on this trace are those of iterations after its fit; in-sample ones stand beside them.
+
     Example:
 
       gradlab evaluate trace topk.safetensors pca.safetensors
     """
     from gradlab.analysis.replay import replay
     from gradlab.analysis.report import write_trace_report
+    from gradlab.analysis.target import REPORT_FILES, require_free
     from gradlab.artifact import Artifact
     from gradlab.trace import Trace
 
+    if out is not None:
+        require_free(out, overwrite, contents=REPORT_FILES)
     names = [path.stem for path in artifacts]
     if len(set(names)) < len(names):
         names = [str(path) for path in artifacts]
@@ -43,7 +48,7 @@ def evaluate(
         if opened.world_size == 1:
             raise GradlabError(f"{trace}: recorded on one rank: there is no exchange to replay")
         found = {
-            name: replay(opened, artifact.plan, start=start, stop=stop, progress=progress)
+            name: replay(opened, artifact.plan, start=start, stop=stop, progress=progress).held_out(artifact.origin)
             for name, artifact in zip(names, loaded, strict=True)
         }
         page = write_trace_report(opened, out, replays=found, overwrite=overwrite, progress=progress) if out else None
@@ -56,11 +61,12 @@ def evaluate(
 
 
 def print_replays(replays: Mapping[str, Replay]) -> None:
-    """One row per replayed plan, then its warnings."""
+    """What they say and what to beware of, then one row per replayed plan."""
     from gradlab.analysis.report_tables import replay_table
+    from gradlab.analysis.verdict import replay_verdict
 
-    table = replay_table({name: result.to_json() for name, result in replays.items()})
-    print_table(table.title, table.columns, table.rows, left=2)
-    for name, result in replays.items():
-        for line in result.warnings:
-            say(f"warning: {name}: {line}")
+    found = {name: result.to_json() for name, result in replays.items()}
+    OUT.print(replay_verdict(found), markup=False)
+    print_warnings(f"{name}: {line}" for name, result in replays.items() for line in result.warnings)
+    table = replay_table(found)
+    print_table(table.title, table.columns, table.rows, left=table.text_columns)

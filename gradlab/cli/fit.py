@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gradlab.cli.console import OUT, print_json, print_table, progress_bars, say
+from gradlab.cli.console import OUT, print_json, print_table, print_warnings, progress_bars
 from gradlab.errors import GradlabError
 
 app = typer.Typer(
@@ -19,14 +19,16 @@ app = typer.Typer(
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The trace's folder.")]
 Target = Annotated[Path, typer.Option("--out", metavar="ARTIFACT", help="The file to write (.safetensors).")]
 Warmup = Annotated[int, typer.Option(help="Dense steps before the first compressed one in training.")]
+FitWarmup = Annotated[
+    int,
+    typer.Option(
+        help="Dense steps before the first compressed one; the fit takes the last --samples of them. 0: compress once "
+        "the first --samples are over."
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Of the random streams that ranks share.")]
 Overwrite = Annotated[bool, typer.Option(help="Replace a file that is there.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
-def _require_free(out: Path, overwrite: bool) -> None:
-    if out.exists() and not overwrite:
-        raise GradlabError(f"{out} exists already: choose another name or pass --overwrite")
 
 
 @app.command()
@@ -35,13 +37,13 @@ def gradiveq(
     out: Target,
     samples: Annotated[int, typer.Option(help="Iterations to fit on (the paper's L_t).")] = 100,
     start: Annotated[
-        int | None, typer.Option(help="Position of the first; the first at or after --warmup-steps by default.")
+        int | None, typer.Option(help="Position of the first of them, if they shall not end where compression begins.")
     ] = None,
     loss_threshold: Annotated[float, typer.Option(help="The paper's lambda: share of variance given up.")] = 0.01,
     slice_size: Annotated[int | None, typer.Option(help="K in elements; a multiple of F x D by default.")] = None,
     basis: Annotated[str, typer.Option(help="'layer': one basis from the first slice; 'slice': one each.")] = "layer",
     max_dimension: Annotated[int | None, typer.Option(help="Upper limit on d.")] = None,
-    warmup_steps: Warmup = 0,
+    warmup_steps: FitWarmup = 0,
     seed: Seed = 0,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -53,10 +55,11 @@ def gradiveq(
       gradlab fit gradiveq trace --out pca.safetensors --samples 100 --warmup-steps 100
     """
     from gradlab.analysis.gradiveq import fit_gradiveq
+    from gradlab.analysis.target import require_free
     from gradlab.codecs.pca import PCA
     from gradlab.trace import Trace
 
-    _require_free(out, overwrite)
+    require_free(out, overwrite)
     settings = PCA.Settings(loss_threshold, slice_size, basis, max_dimension)
     with Trace(trace) as opened, progress_bars() as progress:
         found = fit_gradiveq(
@@ -73,16 +76,17 @@ def gradiveq(
         print_json(found.origin)
         return
     print_gradiveq(found.origin)
-    for line in found.warnings:
-        say(f"warning: {line}")
     OUT.print(str(out), markup=False)
 
 
 def print_gradiveq(origin: dict[str, Any]) -> None:
-    """Per layer K, d and loss where it was fitted and later; then the loss by age of the bases."""
+    """Whether it holds; then per layer K, d and loss where it was fitted and later, and the loss by age."""
     from gradlab.analysis.formatting import format_percent, format_ratio
     from gradlab.analysis.report_tables import fit_table
+    from gradlab.analysis.verdict import fit_verdict
 
+    OUT.print(fit_verdict(origin), markup=False)
+    print_warnings(origin["warnings"])
     table = fit_table(origin)
     print_table(table.title, table.columns, table.rows)
     held, control = origin["holdout"], origin["random_basis"]
@@ -92,7 +96,11 @@ def print_gradiveq(origin: dict[str, Any]) -> None:
     ]
     print_table("loss by age of the bases, in steps", ("age", "these bases", "random, same size"), rows)
     ratio = origin["dense_payload_bytes"] / origin["payload_bytes"]
-    OUT.print(f"payload {format_ratio(ratio)} smaller than dense over the whole model", markup=False)
+    OUT.print(
+        f"payload {format_ratio(ratio)} smaller than dense over the whole model, from iteration "
+        f"{origin['warmup_steps']} on",
+        markup=False,
+    )
 
 
 @app.command()
@@ -116,12 +124,13 @@ def uniform(
       gradlab fit uniform trace --codec topk --set density=0.01 --out topk.safetensors
     """
     from gradlab.analysis.replay import replay
-    from gradlab.artifact import Artifact
+    from gradlab.analysis.target import require_free
+    from gradlab.analysis.uniform import uniform_artifact
     from gradlab.cli.evaluate import print_replays
     from gradlab.plan import Plan
     from gradlab.trace import Trace
 
-    _require_free(out, overwrite)
+    require_free(out, overwrite)
     with Trace(trace) as opened, progress_bars() as progress:
         plan = Plan.uniform(
             opened.layers,
@@ -132,10 +141,10 @@ def uniform(
             **parse_settings(setting or []),
         )
         found = replay(opened, plan, progress=progress)
-        origin = {"method": "uniform", "trace": opened.digest, "replay": found.summary()}
-    Artifact(plan, origin).save(out, overwrite)
+    artifact = uniform_artifact(plan, found)
+    artifact.save(out, overwrite)
     if as_json:
-        print_json(origin)
+        print_json(artifact.origin)
     else:
         print_replays({out.stem: found})
         OUT.print(str(out), markup=False)

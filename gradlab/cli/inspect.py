@@ -12,7 +12,7 @@ from gradlab.cli.console import OUT, print_json, print_table
 
 def inspect(
     artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A .safetensors file made by gradlab fit.")],
-    ranks: Annotated[int, typer.Option(help="World size for the forecast of bytes.")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, help="World size for the forecast of bytes.")] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """What an artifact does to which layer, where it came from, and the bytes it will send.

@@ -12,6 +12,7 @@ from typing import Any
 
 from gradlab.cli.settings import TrainSettings
 from gradlab.errors import GradlabError
+from gradlab.files import write_whole
 from gradlab.progress import Progress
 
 
@@ -81,9 +82,7 @@ def save_report(report: dict[str, Any], path: Path) -> Path:
         raise GradlabError(f"{path} exists already: choose another name")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.part")
-        partial.write_text(json.dumps(report, indent=1))
-        os.replace(partial, path)
+        write_whole(path, json.dumps(report, indent=1).encode())
     except OSError as error:
         raise GradlabError(f"cannot write {path}: {error.strerror}") from None
     return path

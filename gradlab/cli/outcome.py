@@ -9,7 +9,7 @@ from statistics import fmean, median
 from typing import Any
 
 from gradlab.capture import RecorderReport
-from gradlab.codec import relative
+from gradlab.codec import LayerErrors, add_errors, relative
 from gradlab.runtime.statistics import StepRecord
 
 
@@ -81,18 +81,16 @@ def _measured(
 
 
 def _errors(records: list[list[dict[str, Any]]], compressed: list[int]) -> dict[str, Any]:
-    layers: dict[str, list[float]] = {}
+    layers: LayerErrors = {}
     steps, values = [], []
     for i in compressed:
-        total = [0.0, 0.0]
+        here: LayerErrors = {}
         for row in records:
-            for name, pair in row[i]["errors"].items():
-                for part in (0, 1):
-                    layers.setdefault(name, [0.0, 0.0])[part] += pair[part]
-                    total[part] += pair[part]
+            add_errors(here, row[i]["errors"])
+        add_errors(layers, here)
         steps.append(records[0][i]["step"])
-        values.append(relative(total[0], total[1]))
+        values.append(relative(*(sum(column) for column in zip(*here.values(), strict=True))))
     return {
         "errors": {"steps": steps, "relative": values},
-        "layer_errors": {name: relative(error, norm) for name, (error, norm) in layers.items()},
+        "layer_errors": {name: relative(*pair) for name, pair in layers.items()},
     }

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gradlab.cli.console import OUT, print_json, print_table
 from gradlab.errors import GradlabError
+
+if TYPE_CHECKING:
+    from gradlab.trace_check import TraceCheck
 
 app = typer.Typer(
     help="Look at, check and repair a recording.", no_args_is_help=True, rich_markup_mode=None, add_completion=False
@@ -41,6 +44,7 @@ def info(trace: Folder, as_json: AsJson = False) -> None:
             "dtype": opened.dtype,
             "metadata": opened.metadata,
             "digest": opened.digest,
+            "remarks": list(opened.remarks),
         }
     if as_json:
         print_json(found)
@@ -51,6 +55,8 @@ def info(trace: Folder, as_json: AsJson = False) -> None:
         f"{format_bytes(4 * parameters * found['steps'] * found['world_size'])} of gradients",
         markup=False,
     )
+    for remark in found["remarks"]:
+        OUT.print(remark, markup=False)
     rows = [(layer["name"], layer["role"], "x".join(map(str, layer["shape"])) or "-") for layer in found["layers"]]
     print_table("", ("layer", "role", "shape"), rows, left=2)
 
@@ -71,30 +77,41 @@ def check(trace: Folder, as_json: AsJson = False) -> None:
 
     found = check_trace(trace)
     if as_json:
-        ranks = [dataclasses.asdict(rank) for rank in found.ranks]
-        print_json({"ok": found.ok, "closed": found.closed, "common_steps": found.common_steps, "ranks": ranks})
-    else:
-        rows = [
-            (str(r.rank), str(r.steps), str(r.steps_lost), "yes" if r.closed else "no", str(len(r.problems)))
-            for r in found.ranks
-        ]
-        print_table(
-            f"{trace}: {found.common_steps} steps on all ranks",
-            ("rank", "steps", "lost", "closed", "problems"),
-            rows,
-            left=0,
+        print_json(
+            {
+                "ok": found.ok,
+                "closed": found.closed,
+                "common_steps": found.common_steps,
+                "ranks": [dataclasses.asdict(rank) for rank in found.ranks],
+                "problems": list(found.problems),
+                "remarks": list(found.remarks),
+            }
         )
-        for problem in found.problems:
-            OUT.print(f"  {problem}", markup=False)
+    else:
+        _print_check(found)
     if found.problems:
-        raise GradlabError(f"{trace}: {len(found.problems)} problems: {found.problems[0]}")
+        count = f"{len(found.problems)} problem" + "s" * (len(found.problems) > 1)
+        raise GradlabError(f"{trace}: {count}: {found.problems[0]}")
     if not found.closed:
         raise GradlabError(f"{trace}: left open by a run that was killed; close it with: gradlab trace repair {trace}")
+
+
+def _print_check(found: TraceCheck) -> None:
+    rows = [
+        (str(r.rank), str(r.steps), str(r.steps_lost), "yes" if r.closed else "no", str(len(r.problems)))
+        for r in found.ranks
+    ]
+    OUT.print(f"{found.path}: {found.common_steps} steps on all ranks", markup=False)
+    print_table("", ("rank", "steps", "lost", "closed", "problems"), rows, left=0)
+    for line in (*found.remarks, *found.problems):
+        OUT.print(f"  {line}", markup=False)
 
 
 @app.command()
 def repair(trace: Folder, as_json: AsJson = False) -> None:
     """Close a trace that a killed run left open, keeping every committed step.
+
+    Exit code 0 if the trace can be read afterwards and nothing is missing that had been committed, otherwise 2.
 
     Example:
 
@@ -103,17 +120,21 @@ def repair(trace: Folder, as_json: AsJson = False) -> None:
     import dataclasses
 
     from gradlab.capture import repair as repair_trace
+    from gradlab.trace import Trace
 
     ranks = repair_trace(trace)
+    problems = [problem for rank in ranks for problem in rank.problems]
     if as_json:
         print_json([dataclasses.asdict(rank) for rank in ranks])
-        return
-    fields = [field.name for field in dataclasses.fields(ranks[0])] if ranks else []
-    rows = [[_cell(getattr(rank, name)) for name in fields] for rank in ranks]
-    print_table(str(trace), [name.replace("_", " ") for name in fields], rows, left=0)
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return "; ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    else:
+        rows = [
+            (str(r.rank), str(r.steps), str(r.steps_lost), "yes" if r.changed else "no", str(len(r.problems)))
+            for r in ranks
+        ]
+        OUT.print(str(trace), markup=False)
+        print_table("", ("rank", "steps", "lost", "changed", "problems"), rows, left=0)
+        for problem in problems:
+            OUT.print(f"  {problem}", markup=False)
+    if problems:
+        raise GradlabError(problems[0])
+    Trace(trace).close()  # what concerns no single rank, as a trace without any common step

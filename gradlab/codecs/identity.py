@@ -17,6 +17,7 @@ class Identity(Codec):
     family = "dense"
     linear = True
     wants_error_feedback = False
+    keeps_dtype = True
 
     @dataclass(frozen=True)
     class Settings:

@@ -1,4 +1,4 @@
-"""Begin a recording: check everything on all ranks, then start the trace and its writer thread."""
+"""Start a recording: check everything on all ranks, then start the trace and its writer thread."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradlab.capture.agreement import Ranks
 from gradlab.capture.async_writer import AsyncWriter
 from gradlab.capture.buffers import BufferPool
 from gradlab.capture.folder import require_free, start_together
 from gradlab.capture.rank_writer import RankWriter
 from gradlab.capture.selection import LayerChoice, choose_layers
 from gradlab.capture.settings import RecorderSettings, check_metadata
+from gradlab.ddp import attached_hook
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
+from gradlab.ranks import Ranks
 from gradlab.trace_schema import Manifest
 from gradlab.version import VERSION
 
 Chosen = Sequence[tuple[Layer, nn.Parameter]]
 
 
-def begin_recording(
+def start_recording(
     model: DistributedDataParallel,
     path: Path,
     settings: RecorderSettings,
@@ -82,11 +83,7 @@ def _start_writer(
 def _check_hooks(model: DistributedDataParallel, wrap: Any) -> None:
     if wrap is not None and not (isinstance(wrap, tuple) and len(wrap) == 2 and callable(wrap[1])):
         raise GradlabError(f"wrap is {wrap!r}, expected (state, hook) with a communication hook that can be called")
-    # DDP keeps its hooks private; its logger is the only place that knows of a built-in one.
-    attached = [hook.__qualname__ for hook, _ in getattr(model, "_comm_hooks", [])]
-    builtin = model._get_ddp_logging_data().get("comm_hook")
-    if attached or builtin:
-        name = attached[0] if attached else builtin
+    if name := attached_hook(model):
         raise GradlabError(
             f"the DDP model has the communication hook {name} already, and DDP takes one only; "
             "make a new DDP model, and give the recorder another hook as wrap=(state, hook)"

@@ -1,0 +1,30 @@
+"""Where results go: refused before the work, not after it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from gradlab.errors import GradlabError
+
+# What makes a folder a report.
+REPORT_FILES = ("report.html", "report.json")
+
+
+def require_free(
+    target: str | os.PathLike[str], overwrite: bool = False, *, contents: Sequence[str] | None = None
+) -> Path:
+    """The path of a file to be written, or of a folder that is to hold files named `contents`.
+
+    Raises:
+        GradlabError: if a folder's place is taken by a file, or something is there already and overwrite is false.
+    """
+    path = Path(target)
+    if contents is not None and path.exists() and not path.is_dir():
+        raise GradlabError(f"{path} is a file; a report is a folder: choose another name")
+    files = [path] if contents is None else [path / name for name in contents]
+    there = [file for file in files if os.path.lexists(file)]
+    if there and not overwrite:
+        raise GradlabError(f"{there[0]} exists already: choose another name or ask to overwrite it")
+    return path

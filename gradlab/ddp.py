@@ -1,0 +1,48 @@
+"""What a DistributedDataParallel model tells: the layers it synchronises, and whether it has a hook already."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer, bare_name, named_layers
+
+
+def synchronised_layers(model: DistributedDataParallel) -> list[tuple[Layer, nn.Parameter]]:
+    """Trainable layers that DDP averages (it can be told to skip some), and their parameters, in registration order."""
+    ignored = {bare_name(name) for name in model.parameters_to_ignore}
+    return [pair for pair in named_layers(model.module) if _as_ddp_names_it(pair[0].name) not in ignored]
+
+
+def _as_ddp_names_it(name: str) -> str:
+    # "<module>.<parameter>" even where the module is the model itself and has no name.
+    return name if "." in name else f".{name}"
+
+
+def bucket_gradients(bucket: dist.GradBucket) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each parameter in a bucket with its gradient, a view of the bucket's buffer in the parameter's own shape.
+
+    Raises:
+        GradlabError: for a sparse gradient.
+    """
+    if bucket.buffer().is_sparse:
+        raise GradlabError("a sparse gradient (an embedding with sparse=True): only dense gradients can be compressed")
+    return [(p, _as_parameter_lies(p, g)) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)]
+
+
+def _as_parameter_lies(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    # DDP lays a gradient out by its parameter's strides (channels_last) but shows it as if it were contiguous. It does
+    # so where strides leave no gap and no overlap: exactly those that a new tensor like the parameter would get.
+    if parameter.is_contiguous() or torch.empty_like(parameter, device="meta").stride() != parameter.stride():
+        return gradient
+    return gradient.as_strided(parameter.shape, parameter.stride())
+
+
+def attached_hook(model: DistributedDataParallel) -> str | None:
+    """The name of the communication hook that a model has, or None. DDP takes one, and never gives it back."""
+    # DDP keeps its hooks private; its logger is the only place that knows of a built-in one.
+    attached = [hook.__qualname__ for hook, _ in getattr(model, "_comm_hooks", [])]
+    return attached[0] if attached else (model._get_ddp_logging_data().get("comm_hook") or None)

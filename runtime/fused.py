@@ -1,0 +1,209 @@
+"""One collective for several requests: means of one dtype as one all-reduce, everything else as bytes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from gradlab.collectives import (
+    AllToAll,
+    Broadcast,
+    Gather,
+    Mean,
+    Request,
+    all_gather_wire_bytes,
+    all_reduce_wire_bytes,
+    all_to_all_wire_bytes,
+    broadcast_wire_bytes,
+    sum_in_rank_order,
+)
+
+if TYPE_CHECKING:
+    from gradlab.runtime.communicator import Communicator
+
+
+def fusion_key(request: Request) -> tuple[Any, ...]:
+    """Requests with one key travel in one collective."""
+    if isinstance(request, Mean):
+        return (Mean, request.tensor.dtype)
+    if isinstance(request, Gather):
+        return ("varying",) if request.varying else (Gather,)
+    return (Broadcast, request.root) if isinstance(request, Broadcast) else (AllToAll,)
+
+
+def fuse(communicator: Communicator, requests: Sequence[Any]) -> Fused:
+    """Start one collective for requests of one fusion key."""
+    return _FUSED[fusion_key(requests[0])[0]](communicator, requests)
+
+
+class Fused(ABC):
+    """One collective in flight, for several requests of one kind."""
+
+    @abstractmethod
+    def answers(self) -> list[Any]:
+        """Wait and return the requests' answers."""
+
+
+class InPlaceMean(Fused):
+    """Mean of one flat floating-point buffer, in place."""
+
+    def __init__(self, communicator: Communicator, buffer: torch.Tensor) -> None:
+        self._communicator, self._buffer = communicator, buffer
+        self._received: torch.Tensor | None = None
+        self._work: dist.Work | None = None
+        if communicator.deterministic and buffer.numel():
+            self._scatter()
+        elif buffer.numel():
+            # Plain DDP multiplies by 1/N before it sums; dividing afterwards differs in the last bit at N = 3.
+            buffer.mul_(1.0 / communicator.world_size)
+            communicator.wire_bytes += all_reduce_wire_bytes(buffer.nbytes, communicator.world_size)
+            self._work = dist.all_reduce(buffer, group=communicator.group, async_op=True)
+
+    def _scatter(self) -> None:
+        world_size = self._communicator.world_size
+        chunk = -(-self._buffer.numel() // world_size)
+        padded = torch.nn.functional.pad(self._buffer, (0, chunk * world_size - self._buffer.numel()))
+        self._received = torch.empty_like(padded)
+        self._communicator.wire_bytes += 2 * all_gather_wire_bytes(padded.nbytes // world_size, world_size)
+        self._work = dist.all_to_all_single(self._received, padded, group=self._communicator.group, async_op=True)
+
+    def answers(self) -> list[Any]:
+        self._communicator.wait(self._work)
+        if self._received is not None:
+            world_size = self._communicator.world_size
+            mine = sum_in_rank_order(list(self._received.view(world_size, -1)))
+            gathered, work = self._communicator.start_all_gather(mine)
+            self._communicator.wait(work)
+            self._buffer.copy_(gathered.view(-1)[: self._buffer.numel()])
+        return [self._buffer]
+
+
+class _FusedMean(InPlaceMean):
+    """Several Means of one dtype as one."""
+
+    def __init__(self, communicator: Communicator, requests: Sequence[Mean]) -> None:
+        self._shapes = [request.tensor.shape for request in requests]
+        super().__init__(communicator, torch.cat([request.tensor.reshape(-1) for request in requests]))
+
+    def answers(self) -> list[Any]:
+        (buffer,) = super().answers()
+        pieces = buffer.split([shape.numel() for shape in self._shapes])
+        return [piece.clone().reshape(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
+
+
+class _FusedGather(Fused):
+    """Several Gathers of equal sizes as one all-gather of bytes."""
+
+    def __init__(self, communicator: Communicator, requests: Sequence[Gather]) -> None:
+        self._communicator = communicator
+        self._like = [request.tensor for request in requests]
+        packed = _pack(self._like)
+        communicator.wire_bytes += all_gather_wire_bytes(packed.nbytes, communicator.world_size)
+        self._rows, self._work = communicator.start_all_gather(packed)
+
+    def answers(self) -> list[Any]:
+        self._communicator.wait(self._work)
+        by_rank = [_unpack(row, self._like) for row in self._rows]
+        return [list(tensors) for tensors in zip(*by_rank, strict=True)]
+
+
+class _VaryingGather(Fused):
+    """Several Gathers of varying lengths: an all-gather of the lengths, then one of the bytes, padded."""
+
+    def __init__(self, communicator: Communicator, requests: Sequence[Gather]) -> None:
+        self._communicator = communicator
+        self._tensors = [request.tensor for request in requests]
+        lengths = torch.tensor([tensor.numel() for tensor in self._tensors])
+        communicator.wire_bytes += all_gather_wire_bytes(lengths.nbytes, communicator.world_size)
+        self._lengths, self._work = communicator.start_all_gather(lengths)
+
+    def answers(self) -> list[Any]:
+        communicator = self._communicator
+        communicator.wait(self._work)
+        lengths = self._lengths.tolist()
+        sizes = [tensor.element_size() for tensor in self._tensors]
+        longest = max(sum(n * size for n, size in zip(row, sizes, strict=True)) for row in lengths)
+        packed = _pack(self._tensors)
+        padded = torch.nn.functional.pad(packed, (0, longest - packed.numel()))
+        communicator.wire_bytes += all_gather_wire_bytes(longest, communicator.world_size)
+        rows = communicator.gather_bytes(padded)
+        by_rank = [
+            _unpack(row, [tensor.new_empty(n) for tensor, n in zip(self._tensors, counts, strict=True)])
+            for row, counts in zip(rows, lengths, strict=True)
+        ]
+        return [list(tensors) for tensors in zip(*by_rank, strict=True)]
+
+
+class _FusedBroadcast(Fused):
+    """Several Broadcasts from one root as one of bytes."""
+
+    def __init__(self, communicator: Communicator, requests: Sequence[Broadcast]) -> None:
+        self._communicator = communicator
+        self._like = [request.tensor for request in requests]
+        root = requests[0].root
+        self._packed = _pack(self._like)
+        communicator.wire_bytes += broadcast_wire_bytes(
+            self._packed.nbytes, communicator.rank, root, communicator.world_size
+        )
+        source = dist.get_global_rank(communicator.group, root)
+        self._work = (
+            dist.broadcast(self._packed, src=source, group=communicator.group, async_op=True)
+            if self._packed.numel()
+            else None
+        )
+
+    def answers(self) -> list[Any]:
+        self._communicator.wait(self._work)
+        return _unpack(self._packed, self._like)
+
+
+class _FusedAllToAll(Fused):
+    """Several AllToAlls as one of bytes; destination j's parts of all requests lie together."""
+
+    def __init__(self, communicator: Communicator, requests: Sequence[AllToAll]) -> None:
+        self._communicator = communicator
+        packed = [_pack([request.tensors[j] for request in requests]) for j in range(communicator.world_size)]
+        sizes = [part.numel() for part in packed]
+        communicator.wire_bytes += all_to_all_wire_bytes(sizes, communicator.rank)
+        self._mine = [request.tensors[communicator.rank] for request in requests]
+        incoming = [sizes[communicator.rank]] * communicator.world_size
+        self._out = torch.empty(sum(incoming), dtype=torch.uint8, device=packed[0].device)
+        self._work = (
+            dist.all_to_all_single(
+                self._out, torch.cat(packed), incoming, sizes, group=communicator.group, async_op=True
+            )
+            if sum(sizes)
+            else None
+        )
+
+    def answers(self) -> list[Any]:
+        self._communicator.wait(self._work)
+        rows = self._out.view(self._communicator.world_size, -1)
+        by_rank = [_unpack(row, self._mine) for row in rows]
+        return [list(tensors) for tensors in zip(*by_rank, strict=True)]
+
+
+def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The bytes of several tensors, one after another: a uint8 vector."""
+    return torch.cat([tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
+
+
+def _unpack(packed: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The inverse of `_pack`: tensors of the dtypes and shapes of `like`, each with storage of its own."""
+    sizes = [tensor.nbytes for tensor in like]
+    pieces = packed[: sum(sizes)].split(sizes)  # what a varying gather was padded with stays behind
+    # The copy also aligns the bytes: a view with a wider dtype needs an offset that its element size divides.
+    return [piece.clone().view(t.dtype).reshape(t.shape) for piece, t in zip(pieces, like, strict=True)]
+
+
+_FUSED: dict[Any, Any] = {
+    Mean: _FusedMean,
+    Gather: _FusedGather,
+    "varying": _VaryingGather,
+    Broadcast: _FusedBroadcast,
+    AllToAll: _FusedAllToAll,
+}

@@ -1,0 +1,29 @@
+"""Start a script of this folder under torchrun."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+@contextlib.contextmanager
+def torchrun(script: str, ranks: int, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """A running job; whatever happens, it has ended afterwards."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    process = subprocess.Popen(
+        [*command, str(HERE / script), *map(str, arguments)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.terminate()  # torchrun ends its ranks
+        if process.stdout is not None and not process.stdout.closed:
+            process.communicate()
