@@ -71,15 +71,15 @@ def test_predicted_error_is_observed(gradlab: Command, recording: Path, tmp_path
     """The replay predicts the first compressed step to rounding, and the first 50 within a quarter in the median."""
     artifact = tmp_path / f"{codec}.safetensors"
     assert gradlab(*fit_words(codec, recording / "trace", artifact))[0] == 0
-    code, out, _ = gradlab("evaluate", recording / "trace", artifact, "--json")
-    assert code == 0
+    code, out, err = gradlab("evaluate", recording / "trace", artifact, "--json")
+    assert code == 0, err
     predicted = {
         step["iteration"]: step["contribution_error"] for step in json.loads(out)[codec]["steps"] if step["compressing"]
     }
     # The same buckets as in the recording: the backend sums a bucket in an order that depends on its size.
     words = ["train", "digits", "--steps", STEPS, "--compress", artifact, "--bucket-cap-mb", 0.1, "--json"]
-    code, out, _ = gradlab(*words)
-    assert code == 0
+    code, out, err = gradlab(*words)
+    assert code == 0, err
     run = json.loads(out)
     observed = dict(zip(run["errors"]["steps"], run["errors"]["relative"], strict=True))
     assert sorted(observed) == sorted(predicted) == list(range(WARMUP, STEPS))
@@ -94,8 +94,8 @@ def test_predicted_error_is_observed(gradlab: Command, recording: Path, tmp_path
 def test_training_reports_to_a_file_and_to_people(gradlab: Command, topk: Path, tmp_path: Path) -> None:
     report = tmp_path / "run.json"
     words = ["train", "digits", "--steps", 35, "--compress", topk, "--out", report]
-    code, out, _ = gradlab(*words)
-    assert code == 0
+    code, out, err = gradlab(*words)
+    assert code == 0, err
     for word in ("final accuracy", "payload per step", "compute per step", "wait per step"):
         assert word in out
     kept: dict[str, Any] = json.loads(report.read_text())
@@ -116,8 +116,8 @@ def test_trace_commands(gradlab: Command, recording: Path) -> None:
 
 
 def test_analyze_and_inspect(gradlab: Command, recording: Path, topk: Path, tmp_path: Path) -> None:
-    code, out, _ = gradlab("analyze", recording / "trace", "--out", tmp_path / "report")
-    assert code == 0
+    code, out, err = gradlab("analyze", recording / "trace", "--out", tmp_path / "report")
+    assert code == 0, err
     assert "report.html" in out
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     assert report["trace"]["steps"] == STEPS
@@ -164,8 +164,8 @@ def test_a_fit_to_noise_is_seen_through(gradlab: Command, tmp_path: Path) -> Non
     assert (code, err) == (0, "")
     assert out.startswith("The GradiVeQ fit holds nothing that lasts")
     assert 0 < out.index("warning: Compression begins at iteration 2") < out.index("GradiVeQ fit, layer by layer")
-    code, out, _ = gradlab("evaluate", tmp_path / "trace", artifact)
-    assert code == 0
+    code, out, err = gradlab("evaluate", tmp_path / "trace", artifact)
+    assert code == 0, err
     assert out.index("warning: pca: The plan was fitted on 10 of") < out.index("Plans replayed on the trace")
     assert "in-sample" in out
     summary = json.loads(gradlab("evaluate", tmp_path / "trace", artifact, "--json")[1])["pca"]["summary"]
@@ -174,8 +174,8 @@ def test_a_fit_to_noise_is_seen_through(gradlab: Command, tmp_path: Path) -> Non
 
 def test_a_trace_that_no_fit_can_use_is_analysed_without(gradlab: Command, tmp_path: Path) -> None:
     record(tmp_path / "trace", random_gradients(0, 6, 2, [LINEAR]), [LINEAR]).close()
-    code, out, _ = gradlab("analyze", tmp_path / "trace", "--out", tmp_path / "report")
-    assert code == 0
+    code, out, err = gradlab("analyze", tmp_path / "trace", "--out", tmp_path / "report")
+    assert code == 0, err
     assert "warning: No GradiVeQ fit: " in out
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     assert report["fit"] is None
@@ -184,8 +184,8 @@ def test_a_trace_that_no_fit_can_use_is_analysed_without(gradlab: Command, tmp_p
 
 def test_an_artifact_without_a_fit_bears_its_provenance(gradlab: Command, recording: Path, tmp_path: Path) -> None:
     artifact = tmp_path / "topk.safetensors"
-    code, out, _ = gradlab("fit", "uniform", recording / "trace", "--codec", "topk", "--out", artifact)
-    assert code == 0
+    code, out, err = gradlab("fit", "uniform", recording / "trace", "--codec", "topk", "--out", artifact)
+    assert code == 0, err
     assert out.startswith("Of the lossy plans replayed, topk keeps")
     found = Artifact.load(artifact)
     assert found.origin["payload_bytes"] == found.plan.payload_bytes(2) < found.origin["dense_payload_bytes"]
@@ -286,6 +286,6 @@ def test_bad_input_is_one_line(gradlab: Command, recording: Path, topk: Path, tm
     ],
 )
 def test_help_has_an_example(gradlab: Command, words: list[str]) -> None:
-    code, out, _ = gradlab(*words, "--help")
-    assert code == 0
+    code, out, err = gradlab(*words, "--help")
+    assert code == 0, err
     assert not words or f"gradlab {' '.join(words)} " in out
