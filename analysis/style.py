@@ -132,6 +132,7 @@ def smoothing_window(count: int) -> int:
 def render(figure: Figure, name: str) -> dict[str, bytes]:
     """The figure as {"svg": ..., "pdf": ...}; equal figures give equal bytes. Call inside `drawing`."""
     files = {}
+    _drop_empty_log_scales(figure)
     for kind, canvas, metadata in (
         ("svg", FigureCanvasSVG, {"Date": None, "Creator": "gradlab"}),
         ("pdf", FigureCanvasPdf, {"CreationDate": None, "Creator": "gradlab"}),
@@ -143,6 +144,18 @@ def render(figure: Figure, name: str) -> dict[str, bytes]:
         figure.set_layout_engine("none")
         files[kind] = buffer.getvalue()
     return files
+
+
+def _drop_empty_log_scales(figure: Figure) -> None:
+    # A logarithmic axis without a positive value (gradients that are all zero) is an error for matplotlib.
+    for axes in figure.axes:
+        for scale, get, put in (
+            (axes.get_xscale, "get_xdata", axes.set_xscale),
+            (axes.get_yscale, "get_ydata", axes.set_yscale),
+        ):
+            drawn = [np.asarray(getattr(line, get)(), float) for line in axes.lines]
+            if scale() == "log" and not any((values > 0).any() for values in drawn):
+                put("linear")
 
 
 def drawing() -> Any:

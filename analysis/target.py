@@ -9,7 +9,7 @@ from pathlib import Path
 from gradlab.errors import GradlabError
 
 # What makes a folder a report.
-REPORT_FILES = ("report.html", "report.json")
+REPORT_FILES = ("report.html", "report.json", "figures")
 
 
 def require_free(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +22,8 @@ from gradlab.trace_schema import (
     write_index,
 )
 
+SPACE_RESERVE = 4 * 2**20  # bytes of the disk that recording leaves free, for what closing the files still needs
+
 
 class RankWriter:
     """The recording of one rank, in the thread that calls it.
@@ -31,7 +35,7 @@ class RankWriter:
         segment_bytes: size after which a new segment begins (always whole blocks).
     Raises:
         GradlabError: if another process is recording this rank.
-        OSError: if the rank's folder cannot be written.
+        OSError: if the rank's folder cannot be written; from `append`, `flush` and `close` also if the disk is full.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, rank: int, segment_bytes: int = SEGMENT_BYTES) -> None:
@@ -78,6 +82,7 @@ class RankWriter:
         """Commit all steps that were taken."""
         new = slice(self._written, self._filled)
         if self._filled > self._written:
+            require_space(self._folder, self._manifest.world_size * CHUNK_STEPS * self._manifest.row_bytes)
             if self._segment is None:
                 self._segment = SegmentWriter(self._folder, self._manifest, self._rank, len(self._segments))
             self._segment.append([block[new] for block in self._blocks], self._records[new], self._unused[new])
@@ -115,6 +120,19 @@ class RankWriter:
         if self._lock >= 0:
             unlock_rank(self._folder, self._rank, self._lock)
             self._lock = -1
+
+
+def require_space(folder: Path, block_bytes: int) -> None:
+    """Stop before the disk is full, not after: HDF5 may crash the process when it cannot write out what it holds.
+
+    Args:
+        block_bytes: what all ranks may write at once; as much must be left, and room for HDF5's own records.
+    Raises:
+        OSError: ENOSPC, as the disk itself would say a little later.
+    """
+    disk = os.statvfs(folder)
+    if disk.f_bavail * disk.f_frsize < 2 * block_bytes + SPACE_RESERVE:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
 def _non_finite(row: np.ndarray, dtype: str) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 
 from gradlab.capture.folder import DAMAGED, NEW, REPAIR, lock_rank, unlock_rank
 from gradlab.capture.segment import SegmentWriter
-from gradlab.errors import GradlabError
+from gradlab.errors import GradlabError, NewerFormat
 from gradlab.trace_check import committed_segments
 from gradlab.trace_rules import index_problems
 from gradlab.trace_schema import (
@@ -98,6 +98,8 @@ def _sound_index(folder: Path, rank: int) -> RankIndex | None:
     """The rank's index; None also for a damaged one, which can be written anew from the segments."""
     try:
         return read_index(folder, rank)
+    except NewerFormat:
+        raise
     except GradlabError:
         return None
 
@@ -137,6 +139,8 @@ def _close_segment(folder: Path, manifest: Manifest, rank: int, number: int) -> 
     part, damaged = final.with_name(final.name + PART), final.with_name(final.name + DAMAGED)
     try:
         reader = SegmentReader(part, manifest, rank, number, swmr=True)
+    except NewerFormat:
+        raise
     except GradlabError as error:
         return [_set_aside(part, final, error)]
     try:

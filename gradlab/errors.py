@@ -3,3 +3,7 @@
 
 class GradlabError(ValueError):
     """Bad input. The message names the thing, what came, what was expected, and what to do."""
+
+
+class NewerFormat(GradlabError):
+    """A file that a newer gradlab wrote: sound, but not for this version to read, mend or replace."""

@@ -101,8 +101,8 @@ class Plan:
     learned: Mapping[str, Tensors] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if type(self.seed) is not int:
-            raise GradlabError(f"plan: seed = {self.seed!r}, expected a whole number")
+        if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
+            raise GradlabError(f"plan: seed = {str(self.seed)[:80]}, expected a whole number of 64 bits")
         _require_unique("layer", [layer.name for layer in self.layers])
         _require_unique("group", [group.name for group in self.groups])
         _require_unique("grouped layer", [name for group in self.groups for name in group.layers])

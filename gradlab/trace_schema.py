@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from gradlab.errors import GradlabError
+from gradlab.errors import GradlabError, NewerFormat
 from gradlab.files import write_whole
 from gradlab.layout import Layer, canonical_json
 
@@ -261,7 +261,7 @@ def read_document(path: Path, document_format: str) -> dict[str, Any]:
         raise GradlabError(f"{path}: not written by gradlab, expected a {document_format!r} document")
     version = content.get("version")
     if type(version) is int and version > VERSION:
-        raise GradlabError(
+        raise NewerFormat(
             f"{path}: written by a newer gradlab (version {version}, this one reads up to {VERSION}); upgrade gradlab"
         )
     if type(version) is not int or version < 1:

@@ -16,7 +16,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from gradlab.errors import GradlabError
+from gradlab.errors import GradlabError, NewerFormat
 from gradlab.layout import Layer, canonical_json, fingerprint
 from gradlab.trace_schema import (
     FORMAT,
@@ -107,7 +107,7 @@ class SegmentReader:
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise GradlabError(f"{self.path}: not a segment of a gradlab trace")
         if type(found.get("version")) is int and found["version"] > VERSION:
-            raise GradlabError(
+            raise NewerFormat(
                 f"{self.path}: written by a newer gradlab (version {found['version']}, this one reads up to {VERSION})"
             )
         for key, value in json.loads(expected).items():

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -247,3 +249,37 @@ def test_layers_are_chosen_by_name_pattern_or_function(choice: Any, names: list[
 def test_a_choice_without_layers_is_refused(choice: Any) -> None:
     with pytest.raises(GradlabError, match="layers: "):
         choose_layers(_Bare(), choice)  # type: ignore[arg-type]
+
+
+FILL_A_DISK = """
+import sys, numpy as np
+from gradlab.capture import TraceWriter
+from gradlab.layout import Layer
+writer = TraceWriter(sys.argv[1], (Layer("weight", (300, 300), "linear"),), 1)
+try:
+    for step in range(200):
+        writer.append(0, step, {"weight": np.ones((300, 300), np.float32)})
+except OSError as error:
+    print(step, error.strerror)
+"""
+
+
+@pytest.mark.parametrize("free", [64, 1000, 6000, 24000])
+def test_a_full_disk_does_not_kill_the_process(tmp_path: Path, free: int) -> None:
+    """A real small file system, filled but for `free` kB: writing stops with an error while HDF5 still has room."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    size = 32 * 1024
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", disk], check=False)
+    if mounted.returncode:
+        pytest.skip("mounting a small file system needs more rights than this process has")
+    try:
+        (disk / "filling").write_bytes(bytes(1024 * (size - free)))
+        command = [sys.executable, "-c", FILL_A_DISK, str(disk / "trace")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        step, reason = done.stdout.split(maxsplit=1)
+        assert reason.strip() == "No space left on device"
+        assert (int(step) >= 16) == (free == 24000)
+    finally:
+        subprocess.run(["umount", disk], check=True)

@@ -40,8 +40,10 @@ def progress_bars() -> Iterator[Progress]:
 
 
 def print_json(value: Any) -> None:
-    """The result for scripts: one JSON document, nothing else on standard output."""
-    print(json.dumps(value, indent=1))
+    """The result for scripts: one JSON document, nothing else on standard output; no NaN."""
+    from gradlab.analysis.plain import plain
+
+    print(json.dumps(plain(value), indent=1, allow_nan=False))
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:

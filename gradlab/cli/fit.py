@@ -123,14 +123,18 @@ def uniform(
 
       gradlab fit uniform trace --codec topk --set density=0.01 --out topk.safetensors
     """
+    from gradlab import codecs
     from gradlab.analysis.replay import replay
     from gradlab.analysis.target import require_free
     from gradlab.analysis.uniform import uniform_artifact
     from gradlab.cli.evaluate import print_replays
+    from gradlab.codec import build_settings
     from gradlab.plan import Plan
     from gradlab.trace import Trace
 
     require_free(out, overwrite)
+    settings = parse_settings(setting or [])
+    build_settings(codecs.get(codec), settings)  # names the codec's settings; Plan.uniform has arguments of its own
     with Trace(trace) as opened, progress_bars() as progress:
         plan = Plan.uniform(
             opened.layers,
@@ -138,7 +142,7 @@ def uniform(
             error_feedback=error_feedback,
             warmup_steps=warmup_steps,
             seed=seed,
-            **parse_settings(setting or []),
+            **settings,
         )
         found = replay(opened, plan, progress=progress)
     artifact = uniform_artifact(plan, found)

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from gradlab.analysis.plain import plain
 from gradlab.cli.settings import TrainSettings
 from gradlab.errors import GradlabError
 from gradlab.files import write_whole
@@ -82,7 +83,7 @@ def save_report(report: dict[str, Any], path: Path) -> Path:
         raise GradlabError(f"{path} exists already: choose another name")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(report, indent=1).encode())
+        write_whole(path, json.dumps(plain(report), indent=1, allow_nan=False).encode())
     except OSError as error:
         raise GradlabError(f"cannot write {path}: {error.strerror}") from None
     return path

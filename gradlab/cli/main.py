@@ -47,6 +47,10 @@ def main() -> None:
     except GradlabError as error:
         print(f"gradlab: {error}", file=sys.stderr)
         sys.exit(2)
+    except OSError as error:
+        # A path that cannot be used; what is told of the file is the system's own word.
+        print(f"gradlab: {error.filename or 'input or output'}: {error.strerror or error}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         print("gradlab: interrupted", file=sys.stderr)
         sys.exit(130)

@@ -31,7 +31,8 @@ def run_report(ranks: Sequence[dict[str, Any]], dense_payload_bytes: int) -> dic
     """The report of a run from every rank's `RankOutcome` as JSON.
 
     Times are medians over the compressed steps (all steps, if none was compressed), mean over ranks, in seconds:
-    compute is the step less the wait for gradients; compress and communicate are the worker's and overlap with it.
+    compute is the median step less the median wait for gradients; compress and communicate are the worker's and
+    overlap with it.
     Errors are sqrt(sum ||asked - own||^2 / sum ||asked||^2) over ranks and compressed layers.
     """
     losses = [fmean(step) for step in zip(*(rank["losses"] for rank in ranks), strict=True)]
@@ -64,9 +65,7 @@ def _measured(
         "warmup_steps": chosen[0] if compressed else 0,
         "step_seconds": fmean(median(row) for row in steps),
         "time": {
-            "compute": fmean(
-                median(s - w for s, w in zip(row, wait, strict=True)) for row, wait in zip(steps, waits, strict=True)
-            ),
+            "compute": fmean(median(row) for row in steps) - fmean(median(row) for row in waits),
             "compress": fmean(median(row[i]["compress_seconds"] for i in chosen) for row in records),
             "communicate": fmean(median(row[i]["communicate_seconds"] for i in chosen) for row in records),
             "wait": fmean(median(row) for row in waits),

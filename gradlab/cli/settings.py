@@ -48,8 +48,10 @@ class TrainSettings:
                 raise GradlabError(f"{setting} = {value}, expected at least 1")
         if self.learning_rate is not None and not 0 < self.learning_rate < 1e6:
             raise GradlabError(f"learning rate = {self.learning_rate}, expected a positive number")
-        if self.bucket_cap_mb <= 0:
-            raise GradlabError(f"bucket size = {self.bucket_cap_mb} MiB, expected above 0")
+        if not 0 <= self.seed < 2**63:
+            raise GradlabError(f"seed = {self.seed}, expected a whole number from 0 to 2^63 - 1")
+        if not 0 < self.bucket_cap_mb < 1e6:
+            raise GradlabError(f"bucket size = {self.bucket_cap_mb} MiB, expected above 0 and below 1e6")
         if self.ranks == 1 and (self.capture or self.artifact):
             raise GradlabError("one rank exchanges no gradients: recording and compressing need --ranks 2 or more")
         if self.capture and self.artifact:

@@ -61,8 +61,10 @@ def train(
         train_limit=train_limit,
     )
     settings.check()
-    if out is not None and out.exists():
-        raise GradlabError(f"{out} exists already: choose another name")
+    if out is not None:
+        if out.exists():
+            raise GradlabError(f"{out} exists already: choose another name")
+        out.parent.mkdir(parents=True, exist_ok=True)  # better refused now than after the training
     if compress is not None:
         from gradlab.artifact import Artifact
 
