@@ -107,6 +107,8 @@ def plot_norms(spectrum: Spectrum) -> Figure:
     """Norm of the averaged gradient over time, by layer."""
     figure = _over_time(spectrum, lambda layer: layer["norm"], "‖averaged gradient‖", zero=False)
     axes = figure.axes[0]
+    if not any((np.asarray(line.get_ydata(), float) > 0).any() for line in axes.lines):
+        return figure  # all zero: nothing that a logarithmic axis could show
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     axes.yaxis.set_major_formatter("{x:g}")

@@ -326,3 +326,16 @@ def test_drawing_leaves_matplotlib_as_it_was(made):
 def test_importing_and_drawing_never_load_pyplot():
     code = "import sys, gradlab.analysis.report; sys.exit('matplotlib.pyplot' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_gradients_that_never_change_get_a_report(tmp_path, value):
+    """Nothing varies, and at 0 nothing is positive either: no figure may fail on a logarithmic axis, or warn."""
+    constant = [
+        [{name: np.full_like(g, value) for name, g in rank.items()} for rank in step]
+        for step in random_gradients(0, 30, 2)
+    ]
+    with record(tmp_path / "trace", constant) as trace:
+        fit = fit_gradiveq(trace, samples=10)
+        page = write_trace_report(trace, tmp_path / "report", fit=fit)
+    assert "figures/norms.svg" in page.read_text()
