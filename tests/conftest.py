@@ -1,4 +1,4 @@
-"""One pool of real ranks for the whole session: starting torch in a process costs seconds, a task milliseconds."""
+"""Fixtures that several test files share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from command_line import Command
 from process_pool import ProcessPool
+
+from gradlab.cli.main import main
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -17,6 +20,21 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPool]:
-    """Four ranks under torchrun on Gloo, reused by all distributed tests."""
+    """Four ranks under torchrun on Gloo, for all distributed tests: a start costs seconds, a task milliseconds."""
     with ProcessPool(world_size=4, log=tmp_path_factory.mktemp("pool") / "torchrun.log") as running:
         yield running
+
+
+@pytest.fixture
+def gradlab(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run a command in this process; its exit code, standard output and standard error."""
+
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["gradlab", *map(str, words)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        said = capsys.readouterr()
+        return int(end.value.code or 0), said.out, said.err
+
+    return run

@@ -11,31 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from command_line import Command
 from recorded import CONVOLUTION, LINEAR, random_gradients, record, record_layer
 
 from gradlab.artifact import Artifact
-from gradlab.cli.main import main
 from gradlab.datasets import get
 from gradlab.plan import Plan
 from gradlab.trace import Trace
 
 STEPS, WARMUP = 90, 30
-Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def gradlab(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Run a command in this process; its exit code, standard output and standard error."""
-
-    def run(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["gradlab", *map(str, words)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main()
-        said = capsys.readouterr()
-        return int(end.value.code or 0), said.out, said.err
-
-    return run
 
 
 @pytest.fixture(scope="module")

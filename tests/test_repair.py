@@ -5,38 +5,26 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from command_line import Command
 from torchrun_job import torchrun
 
 from gradlab.capture import TraceWriter, repair
 from gradlab.capture.folder import lock_rank, start_folder, unlock_rank
 from gradlab.capture.rank_writer import RankWriter
-from gradlab.cli.main import main
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.trace import Trace, check
 from gradlab.trace_schema import STEP_DTYPE, Manifest, RankIndex, read_index, write_index
 
-Command = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Run `gradlab trace ...` in this process; its exit code, standard output and standard error."""
-
-    def run(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["gradlab", "trace", *map(str, words)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main()
-        said = capsys.readouterr()
-        return int(end.value.code or 0), said.out, said.err
-
-    return run
+def command(gradlab: Command) -> Command:
+    """Run `gradlab trace ...`."""
+    return lambda *words: gradlab("trace", *words)
 
 
 @pytest.fixture(scope="module")
