@@ -144,10 +144,23 @@ def against_torch_powersgd(group: dist.ProcessGroup, rank: int, steps: int, dtyp
                 _give_first_q(state, shapes, order, rank, 7, kind)
             for model in (theirs, ours):
                 model.zero_grad()
-                model(gradients(shapes, dist.get_rank(group), step, kind)).backward()
+                model(_with_signal(gradients(shapes, dist.get_rank(group), step, kind))).backward()
             pairs = [(getattr(theirs.module, name).grad, getattr(ours.module, name).grad) for name in shapes]
             largest.append(max(float((b - a).abs().max() / a.abs().max()) for a, b in pairs))
     return largest
+
+
+def _with_signal(noise: Tensors) -> Tensors:
+    """Noise under a lasting signal of rank 4, as gradients have it: on noise alone every direction is as good as any."""
+    made = {}
+    for name, grad in noise.items():
+        matrix = grad.reshape(grad.shape[0], -1)
+        draw = torch.Generator().manual_seed(len(name))
+        left = torch.randn(matrix.shape[0], 4, generator=draw, dtype=torch.float64).to(grad.dtype)
+        right = torch.randn(4, matrix.shape[1], generator=draw, dtype=torch.float64).to(grad.dtype)
+        strength = torch.tensor([8.0, 4.0, 2.0, 1.0], dtype=grad.dtype)
+        made[name] = ((left * strength) @ right + 0.1 * matrix).reshape(grad.shape)
+    return made
 
 
 def _give_first_q(

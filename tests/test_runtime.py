@@ -50,13 +50,14 @@ def test_powersgd_over_several_buckets_on_gloo(pool: ProcessPool) -> None:
 def test_powersgd_equals_pytorchs_hook(pool: ProcessPool, ranks: int, rank: int) -> None:
     """On one bucket, given the same first Q, with warm start and error feedback: the same algorithm in float64.
 
-    In float32 rounding, which feedback and warm start carry on, is all that differs: below 1e-5 over the first steps.
+    In float32, below 1e-5 at every step where the signal's rank is r. Where it is higher, feedback lets the unsent
+    directions grow until they change places with the sent ones; there rounding is magnified, here from step 9 on.
     """
     arguments = {"rank": rank, "steps": 12}
     for differences in pool.run("ddp_tasks:against_torch_powersgd", ranks, dtype="float64", **arguments):
         assert max(differences) < 1e-12
     for differences in pool.run("ddp_tasks:against_torch_powersgd", ranks, dtype="float32", **arguments):
-        assert max(differences[:6]) < 1e-5
+        assert max(differences if rank == 4 else differences[:9]) < 1e-5
         assert max(differences) < 1e-3
 
 
