@@ -151,7 +151,7 @@ def against_torch_powersgd(group: dist.ProcessGroup, rank: int, steps: int, dtyp
 
 
 def _with_signal(noise: Tensors) -> Tensors:
-    """Noise under a lasting signal of rank 4, as gradients have it: in noise alone no direction is better than another."""
+    """Noise under a lasting signal of rank 4, as gradients have it: in noise alone no direction is the better one."""
     made = {}
     for name, grad in noise.items():
         matrix = grad.reshape(grad.shape[0], -1)
