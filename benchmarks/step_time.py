@@ -84,6 +84,7 @@ class Contestant:
 
 
 def main() -> None:
+    """Time all methods in turns and print one line of JSON each, from rank 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("--steps", 10), ("--rounds", 3), ("--width", 32), ("--batch", 16)):
         parser.add_argument(name, type=int, default=default)

@@ -68,6 +68,8 @@ def train(
 
         # DDP looks at annotations: exact ones, or none.
         def counting(state, bucket):  # type: ignore[no-untyped-def]
+            if bucket.index() == 0:
+                buckets.clear()  # what counts is the last step: buckets are rebuilt after the first
             buckets.append(bucket.index())
             return compression_hook(state, bucket)
 
