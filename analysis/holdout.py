@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 from gradlab.analysis.unscaled import mean_unscaled
-from gradlab.codec import Codec, Context, Tensors, exchange_group, squared_norm
+from gradlab.codec import Codec, Context, Tensors, exchange_group
 from gradlab.collectives import run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, flatten, split_slices
+from gradlab.measures import squared_norm
 from gradlab.plan import Plan
 from gradlab.progress import Progress
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,7 +28,7 @@ class StepResult:
     exchanged: per group name, per rank; payload, wire: bytes per rank, dense layers and the finite flag included;
     codec_seconds: time in the codecs' own code, mean over ranks; finite: whether all gradients, on all ranks, and
     the results were;
-    compressing: whether the codecs ran.
+    compressing: whether the schedule compresses in this iteration.
     """
 
     iteration: int
@@ -43,12 +43,14 @@ class StepResult:
 class LockstepPlan:
     """The plan's groups with the states of all ranks, carried from step to step.
 
-    states: per rank, per group name, the codec's state; replaced after a step whose gradients are finite everywhere.
+    plain_sgd: whether the run's optimizer is SGD without momentum (see `Context`); states: per rank, per group name,
+    the codec's state; replaced after a step whose gradients are finite everywhere.
     """
 
-    def __init__(self, plan: Plan, world_size: int) -> None:
+    def __init__(self, plan: Plan, world_size: int, plain_sgd: bool = False) -> None:
         self.plan = plan
         self.world_size = world_size
+        self.plain_sgd = plain_sgd
         # A plan of identity groups alone sends no finite flag; its groups run, so that the reference is measured too.
         self.groups = plan.compressed_groups or plan.groups
         self.codecs = {group.name: plan.build(group) for group in self.groups}
@@ -66,63 +68,67 @@ class LockstepPlan:
         gradients: Sequence[Tensors],
         learning_rate: Mapping[str, float] | None = None,
         previous_learning_rate: Mapping[str, float] | None = None,
+        loss_scale: float = 1.0,
     ) -> StepResult:
-        """Run one iteration. gradients: per rank, by layer name; layers of no group may be left out."""
-        if not self.plan.schedule.compresses(iteration):
-            return self._dense_step(iteration, all_finite(gradients))
+        """Run one iteration. gradients: per rank, by layer name, without the loss scale that the run had; layers of
+        no group may be left out."""
+        compressing = self.plan.schedule.compresses(iteration)
         finite = all_finite(gradients)
         exchanged: dict[str, list[Exchanged]] = {}
-        payload, wire = self._uncompressed_bytes()
         seconds = [0.0] * self.world_size
-        for group in self.groups:
-            contexts = [
-                Context(
-                    rank,
-                    self.world_size,
-                    iteration,
-                    group.name,
-                    self.plan.seed,
-                    learning_rate or {},
-                    previous_learning_rate or {},
-                )
-                for rank in range(self.world_size)
-            ]
-            results = self._run(group.name, group.layers, gradients, contexts, seconds)
+        context = Context(
+            0,
+            self.world_size,
+            iteration,
+            seed=self.plan.seed,
+            learning_rate=learning_rate or {},
+            previous_learning_rate=previous_learning_rate or {},
+            loss_scale=loss_scale,
+            start=self.plan.schedule.warmup_steps,
+            plain_sgd=self.plain_sgd,
+        )
+        running = [group for group in self.groups if compressing or self._acts_when_dense(group.name)]
+        payload, wire = self._uncompressed_bytes({name for group in running for name in group.layers}, compressing)
+        for group in running:
+            results = self._run(group.name, group.layers, gradients, replace(context, group=group.name), seconds)
             exchanged[group.name] = [result.value for result in results]
             payload = [total + result.payload_bytes for total, result in zip(payload, results, strict=True)]
             wire = [total + result.wire_bytes for total, result in zip(wire, results, strict=True)]
         finite = finite and all_finite([done.mean for ranks in exchanged.values() for done in ranks[:1]])
         if finite:
-            self.states = [
-                {name: ranks[rank].state for name, ranks in exchanged.items()} for rank in range(self.world_size)
-            ]
+            for rank, states in enumerate(self.states):
+                states |= {name: ranks[rank].state for name, ranks in exchanged.items()}
         mean_seconds = sum(seconds) / self.world_size
-        return StepResult(iteration, True, finite, exchanged, tuple(payload), tuple(wire), mean_seconds)
+        shown = exchanged if compressing else {}
+        return StepResult(iteration, compressing, finite, shown, tuple(payload), tuple(wire), mean_seconds)
+
+    def _acts_when_dense(self, group: str) -> bool:
+        return self.codecs[group].acts_when_dense(self.states[0].get(group, {}))
 
     def _run(
         self,
         group: str,
         layers: Sequence[str],
         gradients: Sequence[Tensors],
-        contexts: Sequence[Context],
+        context: Context,
         seconds: list[float],
     ) -> list[LockstepResult[Exchanged]]:
+        dense = not self.plan.schedule.compresses(context.iteration)
         coroutines = []
-        for rank, context in enumerate(contexts):
+        for rank in range(self.world_size):
             mine = {name: gradients[rank][name] for name in layers}
-            coroutine = exchange_group(self.codecs[group], mine, self.states[rank].get(group, {}), context)
+            state = self.states[rank].get(group, {})
+            here = replace(context, rank=rank)
+            coroutine = exchange_group(self.codecs[group], mine, state, here, dense=dense)
             coroutines.append(timed(coroutine, _adder(seconds, rank)))
         return run_lockstep(coroutines)
 
-    def _dense_step(self, iteration: int, finite: bool) -> StepResult:
-        payload, wire = self._bytes_of(4 * sum(layer.numel for layer in self.plan.layers))
-        return StepResult(iteration, False, finite, {}, tuple(payload), tuple(wire), 0.0)
-
-    def _uncompressed_bytes(self) -> tuple[list[int], list[int]]:
-        """Payload and wire bytes per rank of the layers in no group, as one all-reduce, and of the finite flag."""
-        dense = 4 * sum(layer.numel for layer in self.plan.layers if layer.name not in set(self.layers))
-        payload, wire = self._bytes_of(dense)
-        if self.plan.compressed_groups:
+    def _uncompressed_bytes(self, exchanged: set[str], compressing: bool) -> tuple[list[int], list[int]]:
+        """Payload and wire bytes per rank of all other layers, as one all-reduce, and of the finite flag."""
+        payload, wire = self._bytes_of(
+            4 * sum(layer.numel for layer in self.plan.layers if layer.name not in exchanged)
+        )
+        if self.plan.compressed_groups and (compressing or exchanged):
             flag_payload, flag_wire = self._bytes_of(FINITE_FLAG_BYTES)
             payload = [a + b for a, b in zip(payload, flag_payload, strict=True)]
             wire = [a + b for a, b in zip(wire, flag_wire, strict=True)]

@@ -9,27 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from gradlab import codecs
+from gradlab import codecs, wrappers
 from gradlab.analysis.lockstep_plan import LockstepPlan, StepResult, learning_rates
 from gradlab.analysis.replay_result import Replay, ReplayStep
-from gradlab.analysis.unscaled import loss_scales, step_gradients
-from gradlab.codec import (
-    LayerErrors,
-    Tensors,
-    add_errors,
-    build_settings,
-    contribution_error,
-    relative,
-    squared_norm,
-)
+from gradlab.analysis.unscaled import step_gradients
+from gradlab.codec import Tensors
+from gradlab.codec_settings import build_settings
 from gradlab.collectives import sum_in_rank_order
 from gradlab.errors import GradlabError
-from gradlab.plan import Group, Plan
+from gradlab.measures import LayerErrors, add_errors, contribution_error, relative, squared_norm
+from gradlab.plan import Group, Plan, Wrap
 from gradlab.progress import Progress
 
 if TYPE_CHECKING:
@@ -51,7 +45,7 @@ def replay(
     stop = len(trace.steps) if stop is None else stop
     _check_layers(trace, plan)
     _check_range(trace, plan, start, stop)
-    lockstep = LockstepPlan(plan, trace.world_size)
+    lockstep = LockstepPlan(plan, trace.world_size, plain_sgd=trace.metadata.get("plain_sgd") is True)
     steps: list[ReplayStep] = []
     for done, (result, gradients) in enumerate(replay_steps(trace, lockstep, start, stop)):
         steps.append(_measure(result, gradients))
@@ -82,7 +76,8 @@ def replay_steps(
         ]
         before = float(rates[max(0, step.position - 1)])
         now = learning_rates(lockstep.plan, step.learning_rate)
-        yield lockstep.step(step.index, gradients, now, learning_rates(lockstep.plan, before)), gradients
+        earlier = learning_rates(lockstep.plan, before)
+        yield lockstep.step(step.index, gradients, now, earlier, float(step.loss_scale[0])), gradients
 
 
 def _measure(result: StepResult, gradients: list[Tensors]) -> ReplayStep:
@@ -127,10 +122,19 @@ def _aggregate(result: StepResult, gradients: list[Tensors]) -> tuple[float, flo
 
 def describe(group: Group) -> str:
     """A group's method in a few words: "topk(density=0.01) + feedback"; settings left to the codec are shown too."""
-    chosen = asdict(build_settings(codecs.get(group.codec), group.settings))
-    settings = ", ".join(f"{key}={value}" for key, value in chosen.items() if value is not None)
-    feedback = " + feedback" if group.error_feedback else ""
-    return f"{group.codec}({settings}){feedback}"
+    method = codecs.get(group.codec)
+    around = [_describe_wrap(wrap) for wrap in reversed(group.wrappers)]
+    return " + ".join([f"{group.codec}({_settings(build_settings(method, group.settings))})", *around])
+
+
+def _describe_wrap(wrap: Wrap) -> str:
+    if wrap.name == "error_feedback" and not wrap.settings:
+        return "feedback"
+    return f"{wrap.name.replace('_', ' ')}({_settings(build_settings(wrappers.get(wrap.name), wrap.settings))})"
+
+
+def _settings(chosen: Any) -> str:
+    return ", ".join(f"{key}={value}" for key, value in asdict(chosen).items() if value is not None)
 
 
 def _check_layers(trace: Trace, plan: Plan) -> None:
@@ -159,11 +163,6 @@ def _check_range(trace: Trace, plan: Plan, start: int, stop: int) -> None:
 
 
 def _remarks(trace: Trace, lockstep: LockstepPlan, start: int, stop: int) -> Iterator[str]:
-    if lockstep.plan.compressed_groups and (loss_scales(trace)[:, start:stop] != 1).any():
-        yield (
-            "Recorded under a loss scaler, whose factor the replay divides out. A run under a scaler compresses the "
-            "scaled gradients (this version does not unscale them), so the prediction is approximate."
-        )
     if not lockstep.stateful:
         return
     steps = np.asarray(trace.steps)[start:stop]

@@ -9,8 +9,8 @@ from typing import Any
 
 from gradlab.analysis.formatting import format_percent
 from gradlab.analysis.plain import plain
-from gradlab.codec import LayerErrors, add_errors, relative
 from gradlab.errors import GradlabError
+from gradlab.measures import LayerErrors, add_errors, relative
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,10 @@ from gradlab.layout import canonical_json
 from gradlab.plan import Plan, hash_tensor
 from gradlab.version import VERSION
 
-FORMAT = 1
+# 2: groups have wrappers, where format 1 had error_feedback alone.
+FORMAT = 2
 # The oldest reader that understands what this version writes.
-MINIMUM_READER = 1
+MINIMUM_READER = 2
 _LARGEST_HEADER = 64 * 2**20
 _ROWS = torch.contiguous_format
 

@@ -1,4 +1,4 @@
-"""The contract of a codec, and the wrappers and entry point that both executors share.
+"""The contract of a codec, and the entry point that both executors share.
 
 A codec turns one group of layers on one rank into requests and back (DESIGN: a coroutine that yields the collectives
 it needs). It is pure: it changes none of its arguments; its memory between iterations is a dict of tensors that goes
@@ -7,17 +7,15 @@ in and comes back; its settings are a frozen dataclass; what was learned from da
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 
-from gradlab.collectives import Coroutine, Mean
+from gradlab.collectives import Coroutine, Gather, Mean
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 
@@ -36,6 +34,9 @@ class Context:
 
     rank, world_size: this process and how many there are; iteration: synchronised steps since the start;
     group: the group's name; learning_rate, previous_learning_rate: by layer name, now and one iteration before;
+    loss_scale: the run's factor on its loss (gradients that reach a codec are free of it);
+    start: the first iteration that the schedule compresses;
+    plain_sgd: whether the optimizer is SGD without momentum of its own.
     """
 
     rank: int
@@ -45,6 +46,9 @@ class Context:
     seed: int = 0
     learning_rate: Mapping[str, float] = field(default_factory=dict)
     previous_learning_rate: Mapping[str, float] = field(default_factory=dict)
+    loss_scale: float = 1.0
+    start: int = 0
+    plain_sgd: bool = False
 
     def shared_generator(self, *key: object, every_iteration: bool = True) -> torch.Generator:
         """A CPU generator in the same state on every rank; new in every iteration, or the same in all (for starts).
@@ -58,6 +62,16 @@ class Context:
         """A CPU generator of this rank's own, new in every iteration."""
         return seeded_generator("rank", self.seed, self.iteration, self.group, self.rank, *key)
 
+    def residual_ratio(self, layer: str, wanted: bool | None) -> float:
+        """eta_(t-1) / eta_t, what a residual is multiplied by; 1 where a rate is not known, or zero: no ratio then.
+
+        wanted: the wrapper's setting; None asks for it if the optimizer is SGD without momentum of its own.
+        """
+        if not (self.plain_sgd if wanted is None else wanted):
+            return 1.0
+        now, before = self.learning_rate.get(layer, 0.0), self.previous_learning_rate.get(layer, 0.0)
+        return before / now if now > 0 and before > 0 else 1.0
+
 
 @dataclass(frozen=True)
 class Exchanged:
@@ -65,19 +79,22 @@ class Exchanged:
 
     mean: the aggregated gradient that every rank applies; own: what this rank's contribution amounted to after
     compression; state: the new state, keys "<layer name>/<what>"; asked: what the codec was asked to send (gradient
-    plus residual under error feedback), for measuring the error ||asked - own||.
+    plus residual under error feedback), for measuring the error ||asked - own||; unsent: that difference, where it
+    was computed anyway.
     """
 
     mean: Tensors
     own: Tensors
     state: Tensors = field(default_factory=dict)
     asked: Tensors = field(default_factory=dict)
+    unsent: Tensors = field(default_factory=dict)
 
 
 class Codec(ABC):
     """One compression method with its settings.
 
     Subclasses set `name` (the file's name) and `Settings`, and may keep learned tensors under `learned`.
+    State that is not the same on every rank belongs to wrappers (see `gradlab.wrapper`): a codec's own is shared.
     """
 
     name: ClassVar[str]
@@ -85,7 +102,7 @@ class Codec(ABC):
     linear: ClassVar[bool] = False
     learns: ClassVar[bool] = False
     wants_error_feedback: ClassVar[bool] = True
-    keeps_dtype: ClassVar[bool] = False  # whether half-precision gradients travel as they are
+    keeps_dtype: ClassVar[bool] = False  # whether gradients travel in their own dtype, with the loss scale on them
     Settings: ClassVar[type]
 
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -101,6 +118,15 @@ class Codec(ABC):
         grads: this rank's gradients by layer name, contiguous, float32 or float64. state: what the last exchange
         returned, empty at first.
         """
+
+    def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        """What stands for `exchange` in iterations that the schedule leaves uncompressed; the state is kept."""
+        done = yield from mean_only(grads)
+        return replace(done, state=state)
+
+    def acts_when_dense(self, state: Tensors) -> bool:
+        """Whether `dense_exchange` does anything but average, so that the executor has to run it."""
+        return False
 
     @abstractmethod
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
@@ -124,66 +150,73 @@ class Codec(ABC):
         self.learned = {key: value.to(device) for key, value in self.learned.items()}
         return self
 
+    def with_settings(self, **changes: Any) -> Codec:
+        """The same codec with some settings changed; it shares the learned tensors."""
+        return type(self)(replace(self.settings, **changes), self.learned)
 
-class ErrorFeedback(Codec):
-    """Add what earlier exchanges left unsent, and keep what this one leaves (Seide 2014; Karimireddy 2019).
+    def redistribute(self, states: Sequence[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:
+        """The state of one of `world_size` ranks that continue the run of len(states) ranks; see `gradlab.wrapper`."""
+        return states[0]
 
-    asked = gradient + residual; new residual = asked - own. Law: own + new residual == gradient + old residual.
+
+class Compressor(Codec):
+    """A codec C(x) that one rank computes alone, without what other ranks know: gathered, decompressed, averaged.
+
+    The sizes of what `compress` returns depend on the length of the vector alone.
     """
 
-    name = "error_feedback"
-    family = "wrapper"
-    Settings = type(None)
+    block: int = 1  # elements that must not be parted when a vector is cut into shards
 
-    def __init__(self, codec: Codec) -> None:
-        if isinstance(codec, ErrorFeedback):
-            raise GradlabError("error feedback stacked on error feedback: the residual would be added twice")
-        super().__init__()
-        self.codec = codec
+    @abstractmethod
+    def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        """What travels for a vector (numel,), as vectors; numel may be 0. generator: of this rank's own."""
+
+    @abstractmethod
+    def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
+        """total += scale * C(x), in place. total: (numel,), floating point; payload: what `compress` returned."""
+
+    def decompress(self, payload: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        """C(x), a vector of the length and dtype of `like`."""
+        vector = torch.zeros_like(like)
+        self.add_decompressed(vector, payload, 1.0)
+        return vector
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        inner = {key: value for key, value in state.items() if not key.endswith("/residual")}
-        asked = {
-            name: grad + state[residual_key(name)] if residual_key(name) in state else grad
-            for name, grad in grads.items()
-        }
-        done = yield from self.codec.exchange(asked, inner, context)
-        residual = {residual_key(name): asked[name] - done.own[name] for name in grads}
-        return Exchanged(done.mean, done.own, {**done.state, **residual}, asked)
-
-    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        return self.codec.payload_bytes(layers, world_size)
-
-    def check(self, layers: Sequence[Layer]) -> None:
-        self.codec.check(layers)
-
-    def fit(self, layers: Sequence[Layer], samples: Mapping[str, torch.Tensor]) -> Codec:
-        return ErrorFeedback(self.codec.fit(layers, samples))
-
-    def to(self, device: torch.device | str) -> Codec:
-        self.codec.to(device)
-        return self
+        vector = concatenate(grads)
+        payload = self.compress(vector, context.rank_generator())
+        answers = yield tuple(Gather(part) for part in payload)
+        mean = torch.zeros_like(vector)
+        for theirs in zip(*answers, strict=True):
+            self.add_decompressed(mean, theirs, 1.0 / context.world_size)
+        return Exchanged(separate(mean, grads), separate(self.decompress(payload, vector), grads))
 
 
-def residual_key(name: str) -> str:
-    """State key of a layer's residual."""
-    return f"{name}/residual"
+def exchange_group(
+    codec: Codec, grads: Tensors, state: Tensors, context: Context, *, scaled_by: float = 1.0, dense: bool = False
+) -> Coroutine[Exchanged]:
+    """The coroutine an executor runs for one group: codecs compute in float32 and without the loss scale.
 
-
-def exchange_group(codec: Codec, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-    """The coroutine an executor runs for one group: half-precision gradients are computed with in float32.
-
-    The mean comes back in the gradients' own dtype; `own`, `asked` and the state stay in the working dtype.
+    scaled_by: the loss scale that is on the gradients; states never hold it, so that a change of it leaves them
+    sound. dense: whether the schedule leaves this iteration uncompressed. The mean comes back in the gradients' own
+    dtype and scale; `own`, `asked` and the state stay as the codec works with them.
     """
-    working = {name: grad.contiguous() if codec.keeps_dtype else _working(grad) for name, grad in grads.items()}
-    done = yield from codec.exchange(working, state, context)
-    mean = {name: value.to(grads[name].dtype) for name, value in done.mean.items()}
-    return Exchanged(mean, done.own, done.state, done.asked or working)
+    if codec.keeps_dtype:
+        working, scaled_by = {name: grad.contiguous() for name, grad in grads.items()}, 1.0
+    else:
+        working = {name: _working(grad, scaled_by) for name, grad in grads.items()}
+    run = codec.dense_exchange if dense else codec.exchange
+    done = yield from run(working, state, context)
+    mean = {name: _rescaled(value, scaled_by).to(grads[name].dtype) for name, value in done.mean.items()}
+    return replace(done, mean=mean, asked=done.asked or working)
 
 
-def _working(grad: torch.Tensor) -> torch.Tensor:
+def _working(grad: torch.Tensor, scaled_by: float) -> torch.Tensor:
     wide = grad if grad.dtype in (torch.float32, torch.float64) else grad.float()
-    return wide.contiguous()
+    return (wide if scaled_by == 1.0 else wide / scaled_by).contiguous()
+
+
+def _rescaled(mean: torch.Tensor, scaled_by: float) -> torch.Tensor:
+    return mean if scaled_by == 1.0 else mean * scaled_by
 
 
 def mean_only(grads: Tensors) -> Coroutine[Exchanged]:
@@ -194,96 +227,12 @@ def mean_only(grads: Tensors) -> Coroutine[Exchanged]:
 
 
 def concatenate(grads: Tensors) -> torch.Tensor:
-    """All layers of a group as one vector (sum of numel,), in order; a copy."""
-    return torch.cat([grad.reshape(-1) for grad in grads.values()])
+    """All layers of a group as one vector (sum of numel,), in order; one layer's is a view of it."""
+    pieces = [grad.reshape(-1) for grad in grads.values()]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def separate(vector: torch.Tensor, like: Tensors) -> Tensors:
     """The inverse of `concatenate`: cut a vector into tensors shaped like those of `like` (views of the vector)."""
     pieces = vector.split([grad.numel() for grad in like.values()])
     return {name: piece.reshape(grad.shape) for (name, grad), piece in zip(like.items(), pieces, strict=True)}
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds no infinity and no NaN: its extremes show both, 25 times faster than each element."""
-    if not tensor.numel():
-        return True
-    least, largest = torch.aminmax(tensor)
-    return bool(torch.isfinite(least) & torch.isfinite(largest))
-
-
-def squared_norm(tensor: torch.Tensor) -> float:
-    """||tensor||^2 by way of the norm in at least float32; accumulating in float64 would take 30 times longer.
-
-    NaN and infinity show; norms beyond the range of float32 (3e38) become infinite.
-    """
-    norm = float(torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)))
-    return norm * norm
-
-
-LayerErrors = dict[str, tuple[float, float]]
-
-
-def contribution_error(done: Exchanged) -> LayerErrors:
-    """Per layer (||asked - own||^2, ||asked||^2) of one rank: GradiVeQ's eq. (7) and what normalises it."""
-    errors = {}
-    for name, asked in done.asked.items():
-        left = done.state.get(residual_key(name))  # under error feedback that is what asked - own is
-        errors[name] = (squared_norm(asked - done.own[name] if left is None else left), squared_norm(asked))
-    return errors
-
-
-def add_errors(total: LayerErrors, more: Mapping[str, Sequence[float]]) -> LayerErrors:
-    """Add squared errors and norms layer by layer, in place; returns `total`."""
-    for name, (error, norm) in more.items():
-        before = total.get(name, (0.0, 0.0))
-        total[name] = (before[0] + error, before[1] + norm)
-    return total
-
-
-def relative(error: float, norm: float) -> float:
-    """sqrt(error / norm) of squared quantities; 0 when both are 0."""
-    if norm > 0.0:
-        return math.sqrt(error / norm)
-    return 0.0 if error == 0.0 else math.inf
-
-
-def build_settings(codec: type[Codec], values: Mapping[str, Any]) -> Any:
-    """Settings of a codec from plain JSON values.
-
-    Raises:
-        GradlabError: for an unknown setting, a wrong type, or a value out of range (checked by the settings class).
-    """
-    fields = {f.name: f for f in dataclasses.fields(codec.Settings)}
-    unknown = sorted(set(values) - set(fields))
-    if unknown:
-        known = ", ".join(fields) or "none"
-        raise GradlabError(f"codec {codec.name} has no setting {', '.join(unknown)}; it has: {known}")
-    for name, value in values.items():
-        _check_type(codec.name, fields[name], value)
-    return codec.Settings(**values)
-
-
-_ACCEPTED: dict[str, Callable[[Any], bool]] = {
-    "None": lambda v: v is None,
-    "int": lambda v: type(v) is int,
-    "float": lambda v: (type(v) is float and math.isfinite(v)) or (type(v) is int and abs(v) < 2**53),
-    "bool": lambda v: type(v) is bool,
-    "str": lambda v: type(v) is str,
-}
-
-
-def _check_type(codec: str, setting: Any, value: Any) -> None:
-    wanted = setting.type if isinstance(setting.type, str) else setting.type.__name__
-    if not any(_ACCEPTED[part](value) for part in wanted.split(" | ")):
-        raise GradlabError(f"{codec}: setting {setting.name} = {repr(value)[:80]}, expected {wanted}")
-
-
-def require(condition: bool, codec: str, setting: str, value: object, expected: str) -> None:
-    """Check of one setting's range.
-
-    Raises:
-        GradlabError: "<codec>: setting <setting> = <value>, expected <expected>".
-    """
-    if not condition:
-        raise GradlabError(f"{codec}: setting {setting} = {value!r}, expected {expected}")

@@ -6,7 +6,7 @@ A layer in no group is sent dense. The same plan drives the offline replay and t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from gradlab import codecs
-from gradlab.codec import Codec, ErrorFeedback, Tensors, build_settings
+from gradlab import wrappers as wrapper_registry
+from gradlab.codec import Codec, Tensors
+from gradlab.codec_settings import build_settings
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, canonical_json, describe_difference, fingerprint, layers_of
 
@@ -23,18 +25,45 @@ FINITE_FLAG_BYTES = 4
 
 
 @dataclass(frozen=True)
+class Wrap:
+    """A wrapper's id with its settings as plain JSON values: Wrap("error_feedback", {"decay": 0.1})."""
+
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "settings": dict(self.settings)}
+
+    @classmethod
+    def from_json(cls, value: Any) -> Wrap:
+        """Raises GradlabError for anything but what `to_json` writes."""
+        sound = isinstance(value, dict) and isinstance(value.get("name"), str)
+        if not sound or not isinstance(value.get("settings"), dict):
+            raise GradlabError(f"not a group of a plan: its wrapper {str(value)[:200]}")
+        return cls(value["name"], value["settings"])
+
+
+FEEDBACK = (Wrap("error_feedback"),)
+
+
+@dataclass(frozen=True)
 class Group:
     """Layers that one codec treats together.
 
     name: unique in the plan; layers: names, in order; codec: id; settings: plain JSON values of the codec's settings;
-    error_feedback: add each rank's unsent remainder to its next gradient.
+    wrappers: around the codec, outermost first.
     """
 
     name: str
     layers: tuple[str, ...]
     codec: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    error_feedback: bool = False
+    wrappers: tuple[Wrap, ...] = ()
+
+    @property
+    def plainly_dense(self) -> bool:
+        """Whether the group is averaged and nothing else."""
+        return self.codec == "identity" and not self.wrappers
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -42,20 +71,29 @@ class Group:
             "layers": list(self.layers),
             "codec": self.codec,
             "settings": dict(self.settings),
-            "error_feedback": self.error_feedback,
+            "wrappers": [wrap.to_json() for wrap in self.wrappers],
         }
 
     @classmethod
     def from_json(cls, value: Any) -> Group:
-        """Raises GradlabError for anything but what `to_json` writes."""
-        if not isinstance(value, dict) or not {"name", "layers", "codec", "settings", "error_feedback"} <= set(value):
+        """Raises GradlabError for anything but what `to_json` writes, or wrote before there were wrappers."""
+        if not isinstance(value, dict) or not {"name", "layers", "codec", "settings"} <= set(value):
             raise GradlabError(f"not a group of a plan: {str(value)[:200]}")
         layers, settings = value["layers"], value["settings"]
         sound = isinstance(layers, list) and all(isinstance(name, str) for name in layers)
-        sound = sound and isinstance(settings, dict) and type(value["error_feedback"]) is bool
-        if not sound or not isinstance(value["name"], str) or not isinstance(value["codec"], str):
+        if not sound or not isinstance(settings, dict) or not all(isinstance(value[k], str) for k in ("name", "codec")):
             raise GradlabError(f"not a group of a plan: {str(value)[:200]}")
-        return cls(value["name"], tuple(layers), value["codec"], settings, value["error_feedback"])
+        return cls(value["name"], tuple(layers), value["codec"], settings, _wrappers_from_json(value))
+
+
+def _wrappers_from_json(group: dict[str, Any]) -> tuple[Wrap, ...]:
+    if "wrappers" not in group:  # format 1
+        if type(group.get("error_feedback")) is not bool:
+            raise GradlabError(f"not a group of a plan: {str(group)[:200]}")
+        return FEEDBACK if group["error_feedback"] else ()
+    if not isinstance(group["wrappers"], list):
+        raise GradlabError(f"not a group of a plan: {str(group)[:200]}")
+    return tuple(Wrap.from_json(item) for item in group["wrappers"])
 
 
 @dataclass(frozen=True)
@@ -125,6 +163,7 @@ class Plan:
         codec: str,
         *,
         error_feedback: bool | None = None,
+        wrappers: Sequence[Wrap] | None = None,
         warmup_steps: int = 0,
         minimum_numel: int = 256,
         seed: int = 0,
@@ -132,13 +171,20 @@ class Plan:
     ) -> Plan:
         """One codec with one setting for every layer of two or more dimensions and `minimum_numel` elements.
 
-        Smaller and one-dimensional layers are sent dense. error_feedback: None takes the codec's own habit.
+        Smaller and one-dimensional layers are sent dense. wrappers: around the codec, outermost first; None:
+        error feedback or nothing, as `error_feedback` says, or (None) as is the codec's own habit. Where a wrapper is
+        momentum correction, dense layers get the same momentum after the average.
         """
         layers = layers_of(model) if isinstance(model, nn.Module) else tuple(model)
+        if wrappers is not None and error_feedback is not None:
+            raise GradlabError(
+                "plan: wrappers and error_feedback are both given: name error_feedback among the wrappers"
+            )
         feedback = codecs.get(codec).wants_error_feedback if error_feedback is None else error_feedback
+        around = (FEEDBACK if feedback else ()) if wrappers is None else tuple(wrappers)
         chosen = [layer for layer in layers if len(layer.shape) > 1 and layer.numel >= minimum_numel]
-        groups = tuple(Group(layer.name, (layer.name,), codec, settings, feedback) for layer in chosen)
-        return cls(layers, groups, Schedule(warmup_steps), seed)
+        groups = tuple(Group(layer.name, (layer.name,), codec, settings, around) for layer in chosen)
+        return cls(layers, (*groups, *_momentum_groups(layers, chosen, around)), Schedule(warmup_steps), seed)
 
     def members(self, group: Group) -> tuple[Layer, ...]:
         """The layers of a group, in its order."""
@@ -146,16 +192,19 @@ class Plan:
         return tuple(by_name[name] for name in group.layers)
 
     def build(self, group: Group) -> Codec:
-        """The group's codec, checked against its layers, inside error feedback if the group asks for it."""
+        """The group's codec, checked against its layers, inside the group's wrappers."""
         method = codecs.get(group.codec)
         codec = method(build_settings(method, group.settings), self.learned.get(group.name))
         codec.check(self.members(group))
-        return ErrorFeedback(codec) if group.error_feedback else codec
+        for wrap in reversed(group.wrappers):
+            wrapper = wrapper_registry.get(wrap.name)
+            codec = wrapper(codec, build_settings(wrapper, wrap.settings))
+        return codec
 
     @property
     def compressed_groups(self) -> tuple[Group, ...]:
         """Groups that are not plainly dense."""
-        return tuple(group for group in self.groups if group.codec != "identity")
+        return tuple(group for group in self.groups if not group.plainly_dense)
 
     @property
     def dense_layers(self) -> tuple[Layer, ...]:
@@ -236,6 +285,15 @@ def hash_tensor(tensor: torch.Tensor) -> str:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     head = f"{tensor.dtype}{list(tensor.shape)}".encode()
     return hashlib.sha256(head + flat.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def _momentum_groups(layers: Sequence[Layer], compressed: Sequence[Layer], around: Sequence[Wrap]) -> Iterator[Group]:
+    """Groups that give the layers in no other their momentum, if the others correct theirs."""
+    for wrap in around:
+        if wrap.name == "momentum_correction":
+            settings = {key: value for key, value in wrap.settings.items() if key in ("momentum", "nesterov")}
+            for layer in (layer for layer in layers if layer not in compressed):
+                yield Group(layer.name, (layer.name,), "identity", {}, (Wrap("momentum", settings),))
 
 
 def _require_unique(what: str, names: Iterable[str]) -> None:

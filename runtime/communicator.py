@@ -7,15 +7,27 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gradlab.collectives import Request, check_request, payload_bytes, signature
+from gradlab.collectives import (
+    Request,
+    all_gather_wire_bytes,
+    all_reduce_wire_bytes,
+    all_to_all_wire_bytes,
+    broadcast_wire_bytes,
+    check_request,
+    payload_bytes,
+    signature,
+)
 from gradlab.errors import GradlabError
+from gradlab.runtime.faults import CommunicationError
 from gradlab.runtime.fused import Fused, InPlaceMean, fuse, fusion_key
+from gradlab.runtime.timeline import Timeline
 
 # torch 2.13 renames all_gather_into_tensor and warns of the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -24,13 +36,23 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class Communicator:
     """Issues fused collectives on one process group and counts what passes.
 
+    owned: whether `close` destroys the group; device: where messages of its own have to be.
     deterministic: means are taken by all-to-all, a sum in rank order and all-gather, so that they equal
     `run_lockstep`'s bit for bit; otherwise by the backend's all-reduce.
     check_requests: before each round compare all ranks' requests (a debugging aid; one small collective more).
     """
 
-    def __init__(self, group: dist.ProcessGroup, deterministic: bool = False, check_requests: bool = False) -> None:
-        self.group = group
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        deterministic: bool = False,
+        check_requests: bool = False,
+        *,
+        owned: bool = False,
+        timeline: Timeline | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.group: dist.ProcessGroup | None = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.deterministic = deterministic
@@ -38,6 +60,17 @@ class Communicator:
         self.payload_bytes = 0
         self.wire_bytes = 0
         self.wait_seconds = 0.0
+        self.device = device or torch.device("cpu")
+        self._owned = owned
+        self._timeline = timeline or Timeline()
+
+    def close(self) -> None:
+        """Let go of the group. Idempotent. Peers that wait for this rank in an owned one get an error."""
+        group, self.group = self.group, None
+        if group is not None and self._owned and dist.is_initialized():
+            # ValueError: the group went before, with destroy_process_group().
+            with suppress(ValueError):
+                dist.destroy_process_group(group)
 
     def issue(self, requests: Sequence[Request]) -> Round:
         """Start the collectives that serve `requests`, without waiting for them."""
@@ -54,28 +87,72 @@ class Communicator:
         return InPlaceMean(self, buffer)
 
     def wait(self, work: dist.Work | None) -> None:
-        """Wait for a collective, and note how long that took."""
+        """Wait for a collective, and note how long that took.
+
+        Raises:
+            CommunicationError: if it failed.
+        """
         if work is not None:
             start = time.perf_counter()
-            work.wait()
-            self.wait_seconds += time.perf_counter() - start
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise CommunicationError(f"a collective failed: {error}") from error
+            stop = time.perf_counter()
+            self.wait_seconds += stop - start
+            self._timeline.add("wait", "wait", start, stop)
+
+    def all_reduce(self, buffer: torch.Tensor) -> dist.Work | None:
+        """Start summing a buffer over ranks, in place."""
+        self.wire_bytes += all_reduce_wire_bytes(buffer.nbytes, self.world_size)
+        return self._start("all-reduce", buffer.nbytes, dist.all_reduce, buffer)
+
+    def all_gather(self, message: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
+        """Start gathering vectors of one length: the tensor (N, length) that will hold them, and what to wait for."""
+        out = message.new_empty(self.world_size, message.numel())
+        self.wire_bytes += all_gather_wire_bytes(message.nbytes, self.world_size)
+        return out, self._start("all-gather", message.nbytes, _all_gather, out.view(-1), message)
+
+    def broadcast(self, buffer: torch.Tensor, root: int) -> dist.Work | None:
+        """Start overwriting a buffer with the root's."""
+        self.wire_bytes += broadcast_wire_bytes(buffer.nbytes, self.rank, root, self.world_size)
+        assert self.group is not None
+        return self._start("broadcast", buffer.nbytes, dist.broadcast, buffer, dist.get_global_rank(self.group, root))
+
+    def all_to_all(self, parts: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, dist.Work | None]:
+        """Start sending `sizes[j]` elements of a vector to each rank j: the vector of what comes in, and its work.
+
+        Every rank sends this one the same number of elements.
+        """
+        mine = sizes[self.rank]
+        out = parts.new_empty(mine * self.world_size)
+        self.wire_bytes += all_to_all_wire_bytes([n * parts.element_size() for n in sizes], self.rank)
+        incoming = [mine] * self.world_size
+        # Empty only if it is on all ranks: a rank that is sent nothing still sends.
+        work = self._start("all-to-all", parts.nbytes, dist.all_to_all_single, out, parts, incoming, list(sizes))
+        return out, work
+
+    def _start(self, name: str, nbytes: int, collective: Callable[..., Any], *tensors: Any) -> dist.Work | None:
+        if nbytes == 0:  # on all ranks alike; an error on some backends
+            return None
+        try:
+            work: dist.Work = collective(*tensors, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise CommunicationError(f"{name} could not start: {error}") from error
+        self._timeline.watch(work, name, nbytes)
+        return work
 
     def gather_bytes(self, message: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's message, a uint8 vector of one length on all ranks; not counted."""
-        out, work = self.start_all_gather(message)
+        """Every rank's message, a vector of one length on all ranks."""
+        out, work = self.all_gather(message)
         self.wait(work)
         return list(out)
 
-    def start_all_gather(self, message: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
-        """Start gathering vectors of one length: the tensor (N, length) that will hold them, and what to wait for."""
-        out = message.new_empty(self.world_size, message.numel())
-        # An empty collective is an error on some backends.
-        empty = message.numel() == 0
-        return out, None if empty else _all_gather(out.view(-1), message, group=self.group, async_op=True)
-
     def _compare(self, signatures: Sequence[Any]) -> None:
         digest = hashlib.sha256(repr(signatures).encode()).digest()
-        theirs = self.gather_bytes(torch.tensor(list(digest), dtype=torch.uint8))
+        counted = self.wire_bytes
+        theirs = self.gather_bytes(torch.tensor(list(digest), dtype=torch.uint8, device=self.device))
+        self.wire_bytes = counted
         if different := [rank for rank, other in enumerate(theirs) if bytes(other.tolist()) != digest]:
             raise GradlabError(f"ranks {different} ask for other collectives than rank {self.rank}: {signatures}")
 

@@ -5,7 +5,7 @@ tick: (1) the new groups are encoded up to their first request, while the last t
 are awaited, and the groups that asked for them advance to their next request or finish; (3) all open requests are
 issued together, one collective per kind. After the last bucket, ticks go on without new groups until none is open.
 So the order of collectives follows from buckets and phases alone, never from timing, and one order serves every
-backend. A bucket without compressed layers is averaged in its own buffer, exactly as plain DDP does it.
+backend. A bucket without layers that a codec works on is averaged in its own buffer, exactly as plain DDP does it.
 
 States are committed once, after the last bucket, if the gradients of all ranks were finite; the flag that tells
 travels with the last segment. If they were not, the last bucket becomes NaN on every rank, so that a loss scaler
@@ -17,112 +17,103 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
-from gradlab.codec import Codec, Context, Exchanged, Tensors, contribution_error, exchange_group, is_finite
+from gradlab.codec import Codec, Context, Exchanged, Tensors, exchange_group
 from gradlab.codecs.identity import Identity
-from gradlab.collectives import Coroutine, Mean, Request, Step, answer_for, as_requests
+from gradlab.collectives import Coroutine, Mean, payload_bytes
 from gradlab.errors import GradlabError
+from gradlab.measures import contribution_error, is_finite, squared_norm
 from gradlab.plan import Plan
-from gradlab.runtime.communicator import Communicator, Fused, Round
+from gradlab.ranks import Ranks
+from gradlab.runtime.communicator import Communicator
+from gradlab.runtime.device import HostDevice
+from gradlab.runtime.exchange import Bucket, Exchange, Iteration, segments
+from gradlab.runtime.faults import CommunicationError, Reasons
 from gradlab.runtime.statistics import Statistics, StepRecord
+from gradlab.runtime.timeline import Timeline
+from gradlab.wrapper import innermost, wrappers_of
 
 
-@dataclass(eq=False)
-class Bucket:
-    """One bucket as DDP handed it over. gradients: views of its buffer by layer name."""
+@dataclass(frozen=True)
+class EngineOptions:
+    """segment_bytes: gradients encoded before the next collective is issued; measure_every: steps between measured
+    ones, 0 for none; hold_unused: keep what is due to a layer whose gradient is zero on all ranks, because DDP may
+    throw the result away; non_finite_limit: non-finite steps in a row that end the run; plain_sgd: whether the
+    optimizer is SGD without momentum; scaled: whether a loss scaler is in use."""
 
-    index: int
-    is_last: bool
-    buffer: torch.Tensor
-    gradients: Tensors
-    future: torch.futures.Future[torch.Tensor] = field(default_factory=torch.futures.Future)
-    arrived: float = field(default_factory=time.perf_counter)
-
-
-class Exchange:
-    """One coroutine in progress: a group's codec, the dense layers of a mixed bucket, or the finite flag."""
-
-    def __init__(self, name: str, coroutine: Coroutine[Any], finish: Callable[[Any], None]) -> None:
-        self.name = name
-        self._coroutine = coroutine
-        self._finish = finish
-        self._step: Step = ()
-        self.requests: tuple[Request, ...] = ()
-        self.done = False
-
-    def advance(self, answers: Sequence[Any] | None = None) -> None:
-        """Run to the next request, or to the end. answers: those to the open requests; None to start."""
-        try:
-            self._step = self._coroutine.send(None if answers is None else answer_for(self._step, answers))
-            self.requests = as_requests(self._step)
-        except StopIteration as stop:
-            self.requests, self.done = (), True
-            self._finish(stop.value)
-        except Exception as error:
-            raise GradlabError(f"{self.name}: {type(error).__name__}: {error}") from error
+    segment_bytes: int = 8 * 2**20
+    measure_every: int = 1
+    hold_unused: bool = False
+    non_finite_limit: int = 50
+    plain_sgd: bool = False
+    scaled: bool = False
 
 
-@dataclass
-class Iteration:
-    """What belongs to the step in progress and is gone after it."""
+@dataclass(frozen=True)
+class Surroundings:
+    """What the engine reads anew in each iteration. learning_rates: by layer name; loss_scale: of the loss scaler."""
 
-    record: StepRecord
-    buckets: list[Bucket] = field(default_factory=list)
-    arrived: dict[str, Bucket] = field(default_factory=dict)
-    started: set[str] = field(default_factory=set)
-    dense: list[Fused] = field(default_factory=list)
-    running: list[Exchange] = field(default_factory=list)
-    in_flight: Round | None = None
-    staged: dict[str, Tensors] = field(default_factory=dict)
-    finite: bool = True
+    learning_rates: Callable[[], dict[str, float]]
+    loss_scale: Callable[[], float]
 
 
 class Engine:
     """The worker and the states it keeps; `submit` is called by the hook, everything else runs in the worker.
 
     states: by group name, the codec's state after the last committed iteration. iteration: synchronised steps so far.
+    learning_rates: of the last iteration, by layer name.
     """
 
     def __init__(
         self,
         plan: Plan,
         communicator: Communicator,
-        learning_rates: Callable[[], dict[str, float]],
+        surroundings: Surroundings,
         statistics: Statistics,
-        segment_bytes: int,
-        measure_errors: bool,
+        device: HostDevice,
+        timeline: Timeline,
+        reasons: Reasons,
+        options: EngineOptions,
     ) -> None:
         self.plan = plan
         self.states: dict[str, Tensors] = {}
         self.iteration = 0
+        self.learning_rates: dict[str, float] = {}
+        self.ranks_compared = False
         self.broken: str | None = None
         self.closed = False
+        self.codecs: dict[str, Codec] = {g.name: plan.build(g).to(device.device) for g in plan.compressed_groups}
         self._communicator = communicator
-        self._learning_rates = learning_rates
-        self._rates: tuple[dict[str, float], dict[str, float]] = ({}, {})
+        self._surroundings = surroundings
         self._statistics = statistics
-        self._segment_bytes = segment_bytes
-        self._measure_errors = measure_errors
-        self._codecs: dict[str, Codec] = {group.name: plan.build(group) for group in plan.compressed_groups}
+        self._device = device
+        self._timeline = timeline
+        self._reasons = reasons
+        self._options = options
         self._groups = {group.name: group for group in plan.compressed_groups}
         self._group_of = {name: group.name for group in plan.compressed_groups for name in group.layers}
+        self._context = Context(0, 1, 0)
+        self._non_finite_in_a_row = 0
         self._current: Iteration | None = None
         self._queue: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     # --- called from the training thread ---
 
-    def submit(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
+    def submit(
+        self, index: int, is_last: bool, buffer: torch.Tensor, gradients: Tensors
+    ) -> torch.futures.Future[torch.Tensor]:
         """Take a bucket; the future resolves to its buffer, averaged."""
         if self.broken is not None:
             raise RuntimeError(f"gradlab: the engine stopped earlier: {self.broken}")
         if self.closed:
             raise RuntimeError("gradlab: this CompressionState is closed; DDP keeps its hook, so make a new DDP model")
+        bucket = Bucket(index, is_last, buffer, gradients, self._device.future(), self._device.ready())
         if self._thread is None:
             # A daemon, so that an interpreter that exits without close() is not held up.
             self._thread = threading.Thread(target=self._work, name="gradlab-engine", daemon=True)
@@ -132,12 +123,13 @@ class Engine:
         return bucket.future.then(lambda future: future.value())
 
     def close(self) -> None:
-        """Stop the worker, if it runs, and wait for its end; later buckets are refused."""
+        """Stop the worker, if it runs, wait for its end, and let go of the process group; later buckets are refused."""
         self.closed = True
         if self._thread is not None and self._thread is not threading.current_thread():
             self._queue.put(None)
             self._thread.join()
             self._thread = None
+        self._communicator.close()
 
     # --- the worker ---
 
@@ -145,20 +137,30 @@ class Engine:
     def _work(self) -> None:
         while (bucket := self._queue.get()) is not None:
             if self.broken is not None:
-                _reject(bucket, self.broken)
+                bucket.reject(self.broken)
                 continue
             try:
-                self._accept(bucket)
-            except Exception as error:  # whatever failed belongs to the training loop, by way of the futures
+                with self._device.working():
+                    self._accept(bucket)
+            except BaseException as error:  # whatever failed belongs to the training loop, by way of the futures
                 self._fail(bucket, error)
 
-    def _fail(self, bucket: Bucket, error: Exception) -> None:
-        self.broken = f"step {self.iteration}: {error}"
-        waiting = {id(b): b for b in [*(self._current.buckets if self._current else []), bucket]}
-        for waiter in waiting.values():
-            if not waiter.future.done():
-                _reject(waiter, self.broken)
+    def _fail(self, bucket: Bucket, error: BaseException) -> None:
+        """Give the error to this rank's training loop, and to the other ranks."""
+        text = str(error) if isinstance(error, GradlabError) else f"{type(error).__name__}: {error}"
+        reason = f"step {self.iteration}: {text}"
+        if isinstance(error, CommunicationError):
+            theirs = self._reasons.find()
+            self.broken = f"step {self.iteration}: another rank failed ({theirs})" if theirs else reason
+        else:
+            self._reasons.leave(reason)
+            self.broken = reason
+        waiting = [*(self._current.buckets if self._current else []), bucket]
         self._current = None
+        del error
+        for waiter in waiting:
+            waiter.reject(self.broken)
+        self._communicator.close()
 
     def _accept(self, bucket: Bucket) -> None:
         began, waited = time.perf_counter(), self._communicator.wait_seconds
@@ -168,6 +170,7 @@ class Engine:
         if current is None:
             raise GradlabError(f"bucket {bucket.index} arrived outside an iteration")
         current.buckets.append(bucket)
+        self._device.receive(bucket.ready, bucket.buffer)
         self._start_bucket(current, bucket)
         if bucket.is_last:
             self._drain(current)
@@ -180,68 +183,116 @@ class Engine:
     def _begin(self) -> None:
         if self._current is not None:
             raise GradlabError("a new backward began before the last one's buckets had all arrived")
-        self._rates = (self._learning_rates(), self._rates[0])
+        self._compare_ranks()
+        self._timeline.begin(self.iteration)
+        before, self.learning_rates = self.learning_rates, self._surroundings.learning_rates()
         compressing = bool(self._groups) and self.plan.schedule.compresses(self.iteration)
-        self._current = Iteration(StepRecord(self.iteration, compressing))
-        self._communicator.payload_bytes = self._communicator.wire_bytes = 0
-
-    def _start_bucket(self, current: Iteration, bucket: Bucket) -> None:
-        if not current.record.compressing:
-            current.dense.append(self._communicator.mean_in_place(bucket.buffer))
-            return
-        current.finite = current.finite and is_finite(bucket.buffer)
-        if not any(name in self._group_of for name in bucket.gradients):
-            current.dense.append(self._communicator.mean_in_place(bucket.buffer))
-        else:
-            for segment in _segments(list(self._exchanges(current, bucket)), self._segment_bytes):
-                self._tick(current, segment)
-        if bucket.is_last:
-            flag = _agree(current, self._communicator.world_size, bucket.buffer.device)
-            self._tick(current, [Exchange("finite flag", flag, lambda _: None)])
-
-    def _exchanges(self, current: Iteration, bucket: Bucket) -> Iterator[tuple[Exchange, int]]:
-        """Exchanges that this bucket makes possible, each with its gradients' bytes; dense layers first."""
-        dense = {name: grad for name, grad in bucket.gradients.items() if name not in self._group_of}
-        current.arrived |= dict.fromkeys(bucket.gradients, bucket)
-        if dense:
-            yield self._exchange(current, f"dense layers of bucket {bucket.index}", Identity(), dense)
-        for name, group in self._groups.items():
-            complete = name not in current.started and all(layer in current.arrived for layer in group.layers)
-            if complete:
-                current.started.add(name)
-                grads = {layer: current.arrived[layer].gradients[layer] for layer in group.layers}
-                yield self._exchange(current, name, self._codecs[name], grads)
-
-    def _exchange(self, current: Iteration, name: str, codec: Codec, grads: Tensors) -> tuple[Exchange, int]:
-        context = Context(
+        scale = self._surroundings.loss_scale()
+        self._context = Context(
             rank=self._communicator.rank,
             world_size=self._communicator.world_size,
             iteration=self.iteration,
-            group=name,
             seed=self.plan.seed,
-            learning_rate=self._rates[0],
-            previous_learning_rate=self._rates[1] or self._rates[0],
+            learning_rate=self.learning_rates,
+            previous_learning_rate=before or self.learning_rates,
+            loss_scale=scale,
+            start=self.plan.schedule.warmup_steps,
+            plain_sgd=self._options.plain_sgd,
         )
-        coroutine = exchange_group(codec, grads, self.states.get(name, {}), context)
-        label = f"codec {codec.name} on {name}" if name in self._groups else name
+        active = self._groups if compressing else [name for name in self._groups if self._acts_when_dense(name)]
+        record = StepRecord(self.iteration, compressing, loss_scale=scale)
+        self._current = Iteration(record, frozenset(active), self._is_measured(compressing))
+        self._communicator.payload_bytes = self._communicator.wire_bytes = 0
+
+    def _compare_ranks(self) -> None:
+        """Once after a start or a resume: ranks that stand at different steps would send each other nonsense."""
+        if not self.ranks_compared:
+            assert self._communicator.group is not None
+            ranks = Ranks(self._communicator.group, self._device.device)
+            ranks.require_same({"the iteration": self.iteration})
+            self.ranks_compared = True
+
+    def _acts_when_dense(self, name: str) -> bool:
+        return self.codecs[name].acts_when_dense(self.states.get(name, {}))
+
+    def _is_measured(self, compressing: bool) -> bool:
+        every = self._options.measure_every
+        return compressing and every > 0 and (self.iteration - self.plan.schedule.warmup_steps) % every == 0
+
+    def _start_bucket(self, current: Iteration, bucket: Bucket) -> None:
+        self._timeline.add("backward", f"bucket {bucket.index} ready", bucket.arrived, bucket.arrived)
+        if not current.active:
+            current.dense.append(self._communicator.mean_in_place(bucket.buffer))
+            return
+        self._look_at(current, bucket)
+        if not any(self._group_of.get(name) in current.active for name in bucket.gradients):
+            current.dense.append(self._communicator.mean_in_place(bucket.buffer))
+        else:
+            for segment in segments(list(self._exchanges(current, bucket)), self._options.segment_bytes):
+                self._tick(current, segment)
+        if bucket.is_last:
+            flag = agree(current, self._communicator.world_size, bucket.buffer.device)
+            self._tick(current, [Exchange("finite flag", flag, lambda _: None)])
+
+    def _look_at(self, current: Iteration, bucket: Bucket) -> None:
+        """What the ranks will have to agree on: are gradients finite, and which layers have none at all?"""
+        if not is_finite(bucket.buffer):
+            current.finite = False
+            bad = [name for name, grad in bucket.gradients.items() if not is_finite(grad)]
+            current.record.non_finite_layers += tuple(bad)
+        if self._options.hold_unused:
+            layers = [name for name in bucket.gradients if self._group_of.get(name) in current.active]
+            current.zero |= {name: not bool(bucket.gradients[name].any()) for name in layers}
+
+    def _exchanges(self, current: Iteration, bucket: Bucket) -> Iterator[tuple[Exchange, int]]:
+        """Exchanges that this bucket makes possible, each with its gradients' bytes; dense layers first."""
+        dense = {
+            name: grad for name, grad in bucket.gradients.items() if self._group_of.get(name) not in current.active
+        }
+        current.arrived |= dict.fromkeys(bucket.gradients, bucket)
+        if dense:
+            yield self._exchange(current, f"dense layers of bucket {bucket.index}", Identity(), dense)
+        touched = dict.fromkeys(self._group_of[name] for name in bucket.gradients if name not in dense)
+        for name in touched:
+            group = self._groups[name]
+            if name not in current.started and all(layer in current.arrived for layer in group.layers):
+                current.started.add(name)
+                grads = {layer: current.arrived[layer].gradients[layer] for layer in group.layers}
+                yield self._exchange(current, name, self.codecs[name], grads)
+
+    def _exchange(self, current: Iteration, name: str, codec: Codec, grads: Tensors) -> tuple[Exchange, int]:
+        coroutine = exchange_group(
+            codec,
+            grads,
+            self.states.get(name, {}),
+            replace(self._context, group=name),
+            scaled_by=self._context.loss_scale,
+            dense=not current.record.compressing,
+        )
 
         def finish(done: Exchanged) -> None:
             self._apply(current, name, grads, done)
 
-        return Exchange(label, coroutine, finish), sum(grad.nbytes for grad in grads.values())
+        described = "+".join([innermost(codec).name, *(w.name for w in wrappers_of(codec))])
+        method = described if name in self._groups else ""
+        return Exchange(name, coroutine, finish, method), sum(grad.nbytes for grad in grads.values())
 
     def _apply(self, current: Iteration, name: str, grads: Tensors, done: Exchanged) -> None:
         """Write a finished group's mean into its buckets and stage its state."""
         if name in self._groups:
             current.staged[name] = done.state
-            if self._measure_errors:  # before the gradients, which `done` may still refer to, are overwritten
+            if current.measured:  # before the gradients, which `done` may still refer to, are overwritten
                 current.record.errors |= contribution_error(done)
+                norms = {layer: squared_norm(unsent) ** 0.5 for layer, unsent in done.unsent.items()}
+                current.record.residual_norms |= norms
         for layer, grad in grads.items():
             grad.copy_(done.mean[layer])
 
     def _tick(self, current: Iteration, fresh: Sequence[Exchange]) -> None:
+        began = time.perf_counter()
         for exchange in fresh:
-            exchange.advance()
+            self._advance(current, exchange, None)
+        current.record.encode_seconds += time.perf_counter() - began
         self._receive(current)
         current.running = [exchange for exchange in (*current.running, *fresh) if not exchange.done]
         requests = [request for exchange in current.running for request in exchange.requests]
@@ -253,11 +304,27 @@ class Engine:
             return
         answers = iter(current.in_flight.answers())
         current.in_flight = None
+        began = time.perf_counter()
         for exchange in current.running:
-            exchange.advance([next(answers) for _ in exchange.requests])
+            self._advance(current, exchange, [next(answers) for _ in exchange.requests])
+        current.record.decode_seconds += time.perf_counter() - began
+
+    def _advance(self, current: Iteration, exchange: Exchange, answers: list[object] | None) -> None:
+        began = time.perf_counter()
+        exchange.advance(answers)
+        stop = time.perf_counter()
+        verb = "encode" if answers is None else "decode"
+        self._timeline.add("encode and decode", f"{verb} {exchange.name}", began, stop)
+        if current.measured:
+            name, record = exchange.name, current.record
+            encode, decode = record.group_seconds.get(name, (0.0, 0.0))
+            spent = stop - began
+            record.group_seconds[name] = (encode + spent, decode) if answers is None else (encode, decode + spent)
+            asked = sum(payload_bytes(request, self._communicator.rank) for request in exchange.requests)
+            record.group_payload_bytes[name] = record.group_payload_bytes.get(name, 0) + asked
 
     def _drain(self, current: Iteration) -> None:
-        if current.record.compressing and (missing := sorted(set(self._groups) - current.started)):
+        if missing := sorted(current.active - current.started):
             raise GradlabError(f"group {missing[0]}: DDP handed over only some of its layers in this step")
         while current.running:
             self._tick(current, [])
@@ -267,41 +334,62 @@ class Engine:
     def _finish(self, current: Iteration) -> None:
         """Commit the iteration, or poison it if a gradient was not finite, and resolve all futures."""
         record = current.record
-        if record.compressing:
+        if current.active:
             record.finite = current.finite and all(is_finite(bucket.buffer) for bucket in current.buckets)
             if record.finite:
-                self.states.update(current.staged)
+                self._commit(current)
             else:
                 current.buckets[-1].buffer.fill_(torch.nan)
         record.payload_bytes, record.wire_bytes = self._communicator.payload_bytes, self._communicator.wire_bytes
         record.wait_seconds = time.perf_counter() - current.buckets[-1].arrived
+        self._timeline.add("backward", "backward", current.buckets[0].arrived, current.buckets[-1].arrived)
         self._statistics.add(record)
+        self._count_non_finite(record)
         self.iteration += 1
         self._current = None
         for bucket in current.buckets:
             bucket.future.set_result(bucket.buffer)
 
+    def _commit(self, current: Iteration) -> None:
+        """Take over the new states; a layer that had no gradient anywhere keeps its old one, and gets none."""
+        for layer, zero in current.zero.items():
+            if zero:
+                name = self._group_of[layer]
+                current.arrived[layer].gradients[layer].zero_()
+                others = {k: v for k, v in current.staged[name].items() if not k.startswith(f"{layer}/")}
+                kept = {k: v for k, v in self.states.get(name, {}).items() if k.startswith(f"{layer}/")}
+                current.staged[name] = {**others, **kept}
+        self.states.update(current.staged)
 
-def _reject(bucket: Bucket, reason: str) -> None:
-    # torch annotates the argument with the future's own type, though it takes an exception.
-    bucket.future.set_exception(RuntimeError(f"gradlab: {reason}"))  # type: ignore[arg-type]
+    def _count_non_finite(self, record: StepRecord) -> None:
+        """Say once that gradients are not finite; end a run that does not get out of it.
+
+        Raises:
+            GradlabError: after too many such steps in a row.
+        """
+        self._non_finite_in_a_row = 0 if record.finite else self._non_finite_in_a_row + 1
+        if record.finite:
+            return
+        where = ", ".join(record.non_finite_layers[:3]) or "another rank"
+        many = self._non_finite_in_a_row
+        if many >= self._options.non_finite_limit:
+            scale = f"the loss scale is {record.loss_scale:g}" if self._options.scaled else "there is no loss scaler"
+            raise GradlabError(
+                f"gradients were not finite in {many} steps in a row (now in {where}; {scale}): the run does not "
+                "recover; look at the loss, the learning rate, and the first step at which this began"
+            )
+        if many == 1 and not self._options.scaled:
+            warnings.warn(
+                f"gradlab: step {record.step}: gradients are not finite in {where}; every rank's become NaN, and no "
+                "codec state moves (pass scaler= if a loss scaler is to skip such steps)",
+                stacklevel=1,
+            )
 
 
-def _agree(current: Iteration, world_size: int, device: torch.device) -> Coroutine[None]:
-    """Learn whether the gradients were finite on every rank."""
-    mean = yield Mean(torch.tensor([float(current.finite)], device=device))
-    current.finite = float(mean) > 1.0 - 0.5 / world_size  # N times 1/N is not quite 1 in float32
-
-
-def _segments(exchanges: Sequence[tuple[Exchange, int]], segment_bytes: int) -> Iterator[list[Exchange]]:
-    """Consecutive exchanges whose gradients stay within `segment_bytes`, at least one each."""
-    segment: list[Exchange] = []
-    size = 0
-    for exchange, nbytes in exchanges:
-        if segment and size + nbytes > segment_bytes:
-            yield segment
-            segment, size = [], 0
-        segment.append(exchange)
-        size += nbytes
-    if segment:
-        yield segment
+def agree(current: Iteration, world_size: int, device: torch.device) -> Coroutine[None]:
+    """Learn whether the gradients were finite on every rank, and which layers' are zero on all of them."""
+    flags = [float(current.finite), *(float(not zero) for zero in current.zero.values())]
+    mean = yield Mean(torch.tensor(flags, device=device))
+    shares = mean.tolist()
+    current.finite = shares[0] > 1.0 - 0.5 / world_size  # N times 1/N is not quite 1 in float32
+    current.zero = {name: share < 0.5 / world_size for name, share in zip(current.zero, shares[1:], strict=True)}

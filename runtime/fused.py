@@ -9,18 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from gradlab.collectives import (
-    AllToAll,
-    Broadcast,
-    Gather,
-    Mean,
-    Request,
-    all_gather_wire_bytes,
-    all_reduce_wire_bytes,
-    all_to_all_wire_bytes,
-    broadcast_wire_bytes,
-    sum_in_rank_order,
-)
+from gradlab.collectives import AllToAll, Broadcast, Gather, Mean, Request, sum_in_rank_order
 
 if TYPE_CHECKING:
     from gradlab.runtime.communicator import Communicator
@@ -60,23 +49,20 @@ class InPlaceMean(Fused):
         elif buffer.numel():
             # Plain DDP multiplies by 1/N before it sums; dividing afterwards differs in the last bit at N = 3.
             buffer.mul_(1.0 / communicator.world_size)
-            communicator.wire_bytes += all_reduce_wire_bytes(buffer.nbytes, communicator.world_size)
-            self._work = dist.all_reduce(buffer, group=communicator.group, async_op=True)
+            self._work = communicator.all_reduce(buffer)
 
     def _scatter(self) -> None:
         world_size = self._communicator.world_size
         chunk = -(-self._buffer.numel() // world_size)
         padded = torch.nn.functional.pad(self._buffer, (0, chunk * world_size - self._buffer.numel()))
-        self._received = torch.empty_like(padded)
-        self._communicator.wire_bytes += 2 * all_gather_wire_bytes(padded.nbytes // world_size, world_size)
-        self._work = dist.all_to_all_single(self._received, padded, group=self._communicator.group, async_op=True)
+        self._received, self._work = self._communicator.all_to_all(padded, [chunk] * world_size)
 
     def answers(self) -> list[Any]:
         self._communicator.wait(self._work)
         if self._received is not None:
             world_size = self._communicator.world_size
             mine = sum_in_rank_order(list(self._received.view(world_size, -1)))
-            gathered, work = self._communicator.start_all_gather(mine)
+            gathered, work = self._communicator.all_gather(mine)
             self._communicator.wait(work)
             self._buffer.copy_(gathered.view(-1)[: self._buffer.numel()])
         return [self._buffer]
@@ -91,6 +77,8 @@ class _FusedMean(InPlaceMean):
 
     def answers(self) -> list[Any]:
         (buffer,) = super().answers()
+        if len(self._shapes) == 1:
+            return [buffer.view(self._shapes[0])]
         pieces = buffer.split([shape.numel() for shape in self._shapes])
         return [piece.clone().reshape(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
 
@@ -102,8 +90,7 @@ class _FusedGather(Fused):
         self._communicator = communicator
         self._like = [request.tensor for request in requests]
         packed = _pack(self._like)
-        communicator.wire_bytes += all_gather_wire_bytes(packed.nbytes, communicator.world_size)
-        self._rows, self._work = communicator.start_all_gather(packed)
+        self._rows, self._work = communicator.all_gather(packed)
 
     def answers(self) -> list[Any]:
         self._communicator.wait(self._work)
@@ -117,9 +104,8 @@ class _VaryingGather(Fused):
     def __init__(self, communicator: Communicator, requests: Sequence[Gather]) -> None:
         self._communicator = communicator
         self._tensors = [request.tensor for request in requests]
-        lengths = torch.tensor([tensor.numel() for tensor in self._tensors])
-        communicator.wire_bytes += all_gather_wire_bytes(lengths.nbytes, communicator.world_size)
-        self._lengths, self._work = communicator.start_all_gather(lengths)
+        lengths = torch.tensor([tensor.numel() for tensor in self._tensors], device=self._tensors[0].device)
+        self._lengths, self._work = communicator.all_gather(lengths)
 
     def answers(self) -> list[Any]:
         communicator = self._communicator
@@ -129,7 +115,6 @@ class _VaryingGather(Fused):
         longest = max(sum(n * size for n, size in zip(row, sizes, strict=True)) for row in lengths)
         packed = _pack(self._tensors)
         padded = torch.nn.functional.pad(packed, (0, longest - packed.numel()))
-        communicator.wire_bytes += all_gather_wire_bytes(longest, communicator.world_size)
         rows = communicator.gather_bytes(padded)
         by_rank = [
             _unpack(row, [tensor.new_empty(n) for tensor, n in zip(self._tensors, counts, strict=True)])
@@ -144,17 +129,8 @@ class _FusedBroadcast(Fused):
     def __init__(self, communicator: Communicator, requests: Sequence[Broadcast]) -> None:
         self._communicator = communicator
         self._like = [request.tensor for request in requests]
-        root = requests[0].root
         self._packed = _pack(self._like)
-        communicator.wire_bytes += broadcast_wire_bytes(
-            self._packed.nbytes, communicator.rank, root, communicator.world_size
-        )
-        source = dist.get_global_rank(communicator.group, root)
-        self._work = (
-            dist.broadcast(self._packed, src=source, group=communicator.group, async_op=True)
-            if self._packed.numel()
-            else None
-        )
+        self._work = communicator.broadcast(self._packed, requests[0].root)
 
     def answers(self) -> list[Any]:
         self._communicator.wait(self._work)
@@ -168,17 +144,8 @@ class _FusedAllToAll(Fused):
         self._communicator = communicator
         packed = [_pack([request.tensors[j] for request in requests]) for j in range(communicator.world_size)]
         sizes = [part.numel() for part in packed]
-        communicator.wire_bytes += all_to_all_wire_bytes(sizes, communicator.rank)
         self._mine = [request.tensors[communicator.rank] for request in requests]
-        incoming = [sizes[communicator.rank]] * communicator.world_size
-        self._out = torch.empty(sum(incoming), dtype=torch.uint8, device=packed[0].device)
-        self._work = (
-            dist.all_to_all_single(
-                self._out, torch.cat(packed), incoming, sizes, group=communicator.group, async_op=True
-            )
-            if sum(sizes)
-            else None
-        )
+        self._out, self._work = communicator.all_to_all(torch.cat(packed), sizes)
 
     def answers(self) -> list[Any]:
         self._communicator.wait(self._work)

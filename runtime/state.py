@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -15,16 +15,21 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.artifact import Artifact
-from gradlab.codec import Tensors
 from gradlab.ddp import attached_hook, bucket_gradients, synchronised_layers
 from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+from gradlab.optimizers import is_plain_sgd, learning_rates, own_momentum
 from gradlab.plan import Plan
 from gradlab.ranks import Ranks
+from gradlab.runtime import checkpoint
+from gradlab.runtime import report as reporting
 from gradlab.runtime.communicator import Communicator
-from gradlab.runtime.engine import Bucket, Engine
+from gradlab.runtime.device import device_of
+from gradlab.runtime.engine import Engine, EngineOptions, Surroundings
+from gradlab.runtime.faults import Reasons
 from gradlab.runtime.statistics import Statistics
-
-_STATE_FORMAT = 1
+from gradlab.runtime.timeline import Timeline
+from gradlab.wrapper import wrappers_of
 
 
 class CompressionState:
@@ -39,11 +44,16 @@ class CompressionState:
     Args:
         plan: made for this model's trainable parameters.
         ddp_model: the DistributedDataParallel model.
-        optimizer: its parameter groups give the learning rates that some codecs follow.
+        optimizer: its parameter groups give the learning rates that some codecs follow; needed where the plan applies
+            momentum, which the optimizer must then not do.
+        scaler: the torch.amp.GradScaler, if one is in use: residuals are then kept without its factor.
         deterministic: take means by all-to-all, a sum in rank order and all-gather, bit-identical to the offline
             replay, instead of by the backend's all-reduce.
         segment_bytes: gradients encoded before the next collective is issued, in bytes.
-        measure_errors: keep each layer's relative compression error per step (two passes over the gradients).
+        measure_every: steps from one whose errors, norms and bytes by layer are measured (two passes over the
+            gradients) to the next; 0 for none.
+        trace_steps: iterations whose spans are kept for `chrome_trace`.
+        non_finite_limit: non-finite steps in a row after which every rank raises an error.
         check_requests: compare all ranks' requests before each collective (debugging).
         history: steps kept in `statistics`.
         process_group: of the DDP group's ranks, for the codecs' collectives alone: DDP's own must not mix with them in
@@ -52,8 +62,8 @@ class CompressionState:
         timeout: of the collectives of a group made here; None takes that of the model's group.
 
     Raises:
-        GradlabError: if the model is not in DDP or is not the plan's (with a layer-by-layer difference), or ranks
-            have different plans.
+        GradlabError: if the model is not in DDP or is not the plan's (with a layer-by-layer difference), the plan and
+            the optimizer both apply momentum, or ranks have different plans.
     """
 
     def __init__(
@@ -62,9 +72,12 @@ class CompressionState:
         ddp_model: DistributedDataParallel,
         *,
         optimizer: torch.optim.Optimizer | None = None,
+        scaler: torch.amp.GradScaler | None = None,
         deterministic: bool = False,
         segment_bytes: int = 8 * 2**20,
-        measure_errors: bool = True,
+        measure_every: int = 10,
+        trace_steps: Collection[int] = (),
+        non_finite_limit: int = 50,
         check_requests: bool = False,
         history: int = 1000,
         process_group: dist.ProcessGroup | None = None,
@@ -72,22 +85,49 @@ class CompressionState:
     ) -> None:
         _require_ddp(ddp_model)
         pairs = synchronised_layers(ddp_model)
-        options = {"deterministic": deterministic, "segment_bytes": segment_bytes, "check_requests": check_requests}
-        _agree(ddp_model, lambda: _check(plan, ddp_model), {"the plan (sha256)": plan.digest, **options})
+        options = EngineOptions(
+            segment_bytes,
+            measure_every,
+            hold_unused=ddp_model.find_unused_parameters or ddp_model.static_graph,
+            non_finite_limit=non_finite_limit,
+            plain_sgd=is_plain_sgd(optimizer),
+            scaled=scaler is not None and scaler.is_enabled(),
+        )
+        same = {"deterministic": deterministic, "check_requests": check_requests, **asdict(options)}
+        _agree(
+            ddp_model, lambda: _check(plan, ddp_model, optimizer, options), {"the plan (sha256)": plan.digest, **same}
+        )
         self.plan = plan
         self.statistics = Statistics(history)
         self._names: dict[torch.Tensor, str] = {parameter: layer.name for layer, parameter in pairs}
         self._dense_bytes = sum(parameter.numel() * parameter.element_size() for _, parameter in pairs)
-        self._made_group = None if process_group else _group_like(ddp_model.process_group, timeout)
-        group = process_group or self._made_group
-        assert group is not None
-        self._communicator = Communicator(group, deterministic, check_requests)
+        self._device = device_of(_device(pairs))
+        self._timeline = Timeline(trace_steps)
+        group = process_group or _group_like(ddp_model.process_group, timeout, self._device.device)
+        self._communicator = Communicator(
+            group,
+            deterministic,
+            check_requests,
+            owned=process_group is None,
+            timeline=self._timeline,
+            device=self._device.device,
+        )
         if self._communicator.world_size == 1:
             warnings.warn("gradlab: world size 1, there is no communication to compress", stacklevel=2)
-        rates = _LearningRates(optimizer, self._names)
-        self.engine = Engine(plan, self._communicator, rates, self.statistics, segment_bytes, measure_errors)
+        names = self._names
+        self.engine = Engine(
+            plan,
+            self._communicator,
+            Surroundings(lambda: learning_rates(optimizer, names), lambda: scaler.get_scale() if scaler else 1.0),
+            self.statistics,
+            self._device,
+            self._timeline,
+            Reasons(group.group_name, self._communicator.rank, self._communicator.world_size),
+            options,
+        )
+        del group  # of one made here the communicator alone holds on: destroying it is how peers learn of a failure
         # Also when the state is dropped, and at exit: a script that forgets close() still ends, without a stray thread.
-        self._finalizer = weakref.finalize(self, _release, self.engine, self._made_group)
+        self._finalizer = weakref.finalize(self, self.engine.close)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], ddp_model: DistributedDataParallel, **options: Any) -> CompressionState:
@@ -113,52 +153,50 @@ class CompressionState:
             gradients = {self._names[parameter]: gradient for parameter, gradient in bucket_gradients(bucket)}
         except KeyError:
             raise GradlabError("a bucket holds a parameter that this state's model does not have") from None
-        return self.engine.submit(Bucket(bucket.index(), bucket.is_last(), bucket.buffer(), gradients))
+        return self.engine.submit(bucket.index(), bucket.is_last(), bucket.buffer(), gradients)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: plain values and tensors, for `torch.save` and `torch.load` with weights_only.
 
         States are keyed "<group>::<layer>/<what>". Every rank must save its own: residuals differ between ranks.
         """
-        states = {f"{group}::{key}": t.clone() for group, kept in self.engine.states.items() for key, t in kept.items()}
-        return {**self._identity(), "iteration": self.engine.iteration, "states": states}
+        return checkpoint.save(self.engine, self._identity())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict` of the same plan, rank and world size.
+        """Continue from a `state_dict` of the same plan, rank and world size; every rank loads its own.
 
         Raises:
-            GradlabError: naming what differs.
+            GradlabError: naming what differs. If ranks continue from different iterations, the next step says so.
         """
-        for key, mine in self._identity().items():
-            if state.get(key) != mine:
-                raise GradlabError(f"checkpoint: {key} is {state.get(key)!r}, this run has {mine!r}")
-        states, iteration = state.get("states"), state.get("iteration")
-        if not isinstance(states, Mapping) or type(iteration) is not int:
-            raise GradlabError("checkpoint: expected the states and the iteration that state_dict gives")
-        restored: dict[str, Tensors] = {}
-        for key, tensor in states.items():
-            group, _, rest = key.partition("::")
-            restored.setdefault(group, {})[rest] = tensor.clone()
-        if unknown := sorted(set(restored) - {group.name for group in self.plan.groups}):
-            raise GradlabError(f"checkpoint: states for groups the plan does not have: {', '.join(unknown)}")
-        self.engine.states, self.engine.iteration = restored, iteration
+        checkpoint.restore(self.engine, state, self._identity(), self._device.device)
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]], residuals: str) -> None:
+        """Continue the run of N ranks on this run's M: every rank loads the `state_dict` of all N, in rank order.
+
+        residuals: what becomes of the residuals and velocities e_i, of which each rank has its own. "split": every
+        new rank gets their mean. "sum": old rank i's go to new rank i mod M; each sums what it gets, times M / N; a
+        rank that gets none starts from zero. Both keep (1/M) sum e'_j == (1/N) sum e_i, what is owed to the model.
+        "drop": all start from nothing. What ranks share (warm starts, momentum after the average) is taken over, and
+        the residual of a sharded server is cut anew; "drop" drops that one too.
+
+        Raises:
+            GradlabError: for another policy, another plan, or checkpoints that are not those of one run, whole.
+        """
+        checkpoint.redistribute(self.engine, states, self._identity(), residuals, self._device.device)
 
     def _identity(self) -> dict[str, Any]:
-        return {
-            "format": _STATE_FORMAT,
-            "plan": self.plan.digest,
-            "rank": self._communicator.rank,
-            "world_size": self._communicator.world_size,
-        }
+        communicator = self._communicator
+        return {"plan": self.plan.digest, "rank": communicator.rank, "world_size": communicator.world_size}
 
     def report(self) -> dict[str, Any]:
-        """Plain JSON: bytes and times per step on this rank, error by layer, and what was expected.
+        """Plain JSON: bytes and times per step on this rank, by group and by codec, and what was expected.
 
         Sizes in bytes, times in seconds per step; see `StepRecord` for what each covers.
         """
         dense = self._dense_bytes
         summary = self.statistics.summary()
         payload = summary.get("payload_bytes_per_step")
+        groups = reporting.layer_rows(self.plan, list(self.statistics.steps))
         return {
             "rank": self._communicator.rank,
             "world_size": self._communicator.world_size,
@@ -167,7 +205,24 @@ class CompressionState:
             "forecast_payload_bytes": self.plan.payload_bytes(self._communicator.world_size),
             "compression_ratio": dense / payload if payload else None,
             **summary,
+            "groups": groups,
+            "codecs": reporting.codec_rows(groups),
         }
+
+    def table(self) -> str:
+        """`report` as text, one line per group."""
+        return reporting.table(self.report())
+
+    def scalars(self) -> dict[str, float]:
+        """The last step as flat names and numbers, for TensorBoard: `writer.add_scalar(name, value, step)` each."""
+        return reporting.scalars(self.statistics)
+
+    def chrome_trace(self) -> list[dict[str, Any]]:
+        """Events of the iterations in `trace_steps`, for chrome://tracing or Perfetto once saved as JSON.
+
+        The lists of several ranks may be joined: a rank is a process there, and clocks are the machine's.
+        """
+        return self._timeline.events(self._communicator.rank)
 
     def close(self) -> None:
         """Stop the worker thread and give back the process group made here. Idempotent; also done at exit."""
@@ -185,13 +240,45 @@ def _require_ddp(model: object) -> None:
         raise GradlabError(f"expected a DistributedDataParallel model, not {type(model).__name__}")
 
 
-def _check(plan: Plan, model: DistributedDataParallel) -> None:
+def _check(
+    plan: Plan, model: DistributedDataParallel, optimizer: torch.optim.Optimizer | None, options: EngineOptions
+) -> None:
     pairs = synchronised_layers(model)
     plan.check_model([layer for layer, _ in pairs])
-    if strangers := {str(p.device) for _, p in pairs if p.device.type != "cpu"}:
-        raise GradlabError(f"parameters on {', '.join(sorted(strangers))}: this version compresses on the CPU only")
+    _device(pairs)
+    _check_momentum(plan, optimizer)
+    plan.payload_bytes(model.process_group.size())  # refuses what makes no sense at this world size
+    for name, least in (("segment_bytes", 1), ("measure_every", 0), ("non_finite_limit", 1)):
+        if getattr(options, name) < least:
+            raise GradlabError(f"{name} = {getattr(options, name)}, expected at least {least}")
     if hook := attached_hook(model):
         raise GradlabError(f"the DDP model has the communication hook {hook} already, and DDP takes one only")
+
+
+def _check_momentum(plan: Plan, optimizer: torch.optim.Optimizer | None) -> None:
+    codecs = (plan.build(group) for group in plan.compressed_groups)
+    wrapper = next((w.name for codec in codecs for w in wrappers_of(codec) if w.applies_momentum), None)
+    if wrapper is None:
+        return
+    if optimizer is None:
+        raise GradlabError(
+            f"the plan applies momentum ({wrapper}): pass optimizer=, so that its own is known to be off"
+        )
+    if own := own_momentum(optimizer):
+        raise GradlabError(
+            f"the plan applies momentum ({wrapper}) and the optimizer has {own}: it would be applied twice; set the "
+            "optimizer's to 0"
+        )
+
+
+def _device(pairs: Sequence[tuple[Layer, torch.Tensor]]) -> torch.device:
+    """The one device that a model's gradients are on."""
+    devices = sorted({str(parameter.device) for _, parameter in pairs})
+    if len(devices) != 1 or torch.device(devices[0]).type not in ("cpu", "cuda"):
+        raise GradlabError(
+            f"parameters on {', '.join(devices) or 'no device'}, expected all on the CPU or on one CUDA device"
+        )
+    return torch.device(devices[0])
 
 
 def _agree(model: DistributedDataParallel, attempt: Callable[[], object], settings: dict[str, Any]) -> None:
@@ -201,36 +288,17 @@ def _agree(model: DistributedDataParallel, attempt: Callable[[], object], settin
         attempt()
     except GradlabError as error:
         problem = str(error)
-    ranks = Ranks(model.process_group, torch.device("cpu"))
+    ranks = Ranks(model.process_group, next(model.parameters()).device)
     ranks.raise_together(problem)
     ranks.require_same(settings)
 
 
-def _release(engine: Engine, group: dist.ProcessGroup | None) -> None:
-    engine.close()
-    if group is not None and dist.is_initialized():
-        # ValueError: the group went before, with destroy_process_group().
-        with contextlib.suppress(ValueError):
-            dist.destroy_process_group(group)
-
-
-class _LearningRates:
-    """Learning rate by layer name, as the optimizer has it now."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer | None, names: Mapping[torch.Tensor, str]) -> None:
-        self._optimizer, self._names = optimizer, names
-
-    def __call__(self) -> dict[str, float]:
-        groups = self._optimizer.param_groups if self._optimizer is not None else []
-        return {self._names[p]: float(group["lr"]) for group in groups for p in group["params"] if p in self._names}
-
-
-def _group_like(group: dist.ProcessGroup, timeout: timedelta | None) -> dist.ProcessGroup:
+def _group_like(group: dist.ProcessGroup, timeout: timedelta | None, device: torch.device) -> dist.ProcessGroup:
     """A new process group of the same ranks."""
     ranks = dist.get_process_group_ranks(group)
     some = len(ranks) < dist.get_world_size()
     if timeout is None:
-        backend = group._get_backend(torch.device("cpu"))
+        backend = group._get_backend(device)
         timeout = getattr(getattr(backend, "options", None), "_timeout", None)
     made = dist.new_group(ranks, timeout=timeout, use_local_synchronization=some)
     assert isinstance(made, dist.ProcessGroup)

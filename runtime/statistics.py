@@ -7,17 +7,23 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from gradlab.codec import LayerErrors, add_errors, relative
+from gradlab.measures import LayerErrors, add_errors, relative
+
+TIMES = ("compress_seconds", "encode_seconds", "decode_seconds", "communicate_seconds", "wait_seconds")
 
 
 @dataclass
 class StepRecord:
     """One synchronised step on this rank.
 
-    payload_bytes, wire_bytes: see gradlab.collectives. compress_seconds: codec work in the worker thread.
-    communicate_seconds: time the worker stood waiting for the network. wait_seconds: time from the last bucket's
-    arrival, when backward has nothing left to compute, to the last result. errors: per layer ||asked - own||^2 and
-    ||asked||^2. finite: whether all ranks' gradients were, so that the states were committed.
+    payload_bytes, wire_bytes: see gradlab.collectives. compress_seconds: codec work in the worker thread, of which
+    encode_seconds up to the groups' first requests and decode_seconds after answers came. communicate_seconds: time
+    the worker stood waiting for the network. wait_seconds: time from the last bucket's arrival, when backward has
+    nothing left to compute, to the last result. finite: whether all ranks' gradients were, so that the states were
+    committed; non_finite_layers: those of this rank that were not; loss_scale: as it was on the gradients.
+
+    On measured steps alone: errors, per layer ||asked - own||^2 and ||asked||^2; residual_norms, per layer;
+    group_payload_bytes and group_seconds (encode, decode), per group.
     """
 
     step: int
@@ -25,10 +31,17 @@ class StepRecord:
     payload_bytes: int = 0
     wire_bytes: int = 0
     compress_seconds: float = 0.0
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
     communicate_seconds: float = 0.0
     wait_seconds: float = 0.0
     finite: bool = True
+    loss_scale: float = 1.0
+    non_finite_layers: tuple[str, ...] = ()
     errors: LayerErrors = field(default_factory=dict)
+    residual_norms: dict[str, float] = field(default_factory=dict)
+    group_payload_bytes: dict[str, int] = field(default_factory=dict)
+    group_seconds: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 class Statistics:
@@ -54,9 +67,7 @@ class Statistics:
             "compressing": chosen[0].compressing,
             "payload_bytes_per_step": fmean(r.payload_bytes for r in chosen),
             "wire_bytes_per_step": fmean(r.wire_bytes for r in chosen),
-            "compress_seconds": fmean(r.compress_seconds for r in chosen),
-            "communicate_seconds": fmean(r.communicate_seconds for r in chosen),
-            "wait_seconds": fmean(r.wait_seconds for r in chosen),
+            **{name: fmean(getattr(record, name) for record in chosen) for name in TIMES},
             "non_finite_steps": sum(not r.finite for r in chosen),
             "relative_error_by_layer": {name: relative(*pair) for name, pair in errors.items()},
         }

@@ -13,9 +13,10 @@ from prescribed import SHAPES, Prescribed, gradients, layers
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab import codecs
-from gradlab.codec import Context, Exchanged, Tensors, build_settings, exchange_group
+from gradlab.codec import Context, Exchanged, Tensors, exchange_group
+from gradlab.codec_settings import build_settings
 from gradlab.collectives import LockstepResult, Mean, as_requests, run_lockstep
-from gradlab.plan import Group, Plan, Schedule
+from gradlab.plan import FEEDBACK, Group, Plan, Schedule
 from gradlab.runtime import CompressionState, compression_hook
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -48,7 +49,13 @@ def plan_for(
         if codecs.get(codec).learns and not tensors:
             continue  # smaller than a slice: dense
         groups.append(
-            Group(name, tuple(m.name for m in members), codec, SETTINGS.get(codec, {}), error_feedback=feedback)
+            Group(
+                name,
+                tuple(m.name for m in members),
+                codec,
+                SETTINGS.get(codec, {}),
+                wrappers=FEEDBACK if feedback else (),
+            )
         )
         if tensors:
             kept[name] = tensors

@@ -24,10 +24,10 @@ from gradlab.codecs.identity import Identity
 from gradlab.collectives import AllToAll, Broadcast, Coroutine, Gather, Mean, run_lockstep
 from gradlab.ddp import synchronised_layers
 from gradlab.errors import GradlabError
-from gradlab.plan import Group, Plan, Schedule
+from gradlab.plan import FEEDBACK, Group, Plan, Schedule
 from gradlab.runtime import CompressionState, compression_hook
 from gradlab.runtime.communicator import Communicator
-from gradlab.runtime.engine import Exchange
+from gradlab.runtime.exchange import Exchange
 
 SMALL_BUCKETS = 0.005  # MiB
 
@@ -245,7 +245,7 @@ def codec_that_raises(group: dist.ProcessGroup) -> dict[str, Any]:
     model = DistributedDataParallel(Prescribed(shapes), process_group=group, bucket_cap_mb=0.01)
     messages = []
     state = CompressionState(Plan.uniform(model, "topk"), model, process_group=SPARE.get(dist.get_world_size(group)))
-    state.engine._codecs["wide"] = Failing()
+    state.engine.codecs["wide"] = Failing()
     model.register_comm_hook(state, compression_hook)
     for step in range(4):
         try:
@@ -417,14 +417,20 @@ def mixed_groups(group: dist.ProcessGroup) -> dict[str, Any]:
     model = DistributedDataParallel(Prescribed(shapes), process_group=group, bucket_cap_mb=0.008)
     uniform = Plan.uniform(model, "topk")
     groups = (
-        Group("ends", ("a", "e"), "topk", {"density": 0.1}, True),
-        Group("middle", ("b",), "powersgd", {"rank": 2}, True),
+        Group("ends", ("a", "e"), "topk", {"density": 0.1}, FEEDBACK),
+        Group("middle", ("b",), "powersgd", {"rank": 2}, FEEDBACK),
     )
     plan = Plan(uniform.layers, groups, Schedule(1), seed=5)
     reference = lockstep(plan, world_size, 3, lambda r, t: gradients(shapes, r, t + 1))
     equal = True
     with CompressionState(
-        plan, model, deterministic=True, segment_bytes=1, check_requests=True, process_group=SPARE.get(world_size)
+        plan,
+        model,
+        deterministic=True,
+        segment_bytes=1,
+        measure_every=1,
+        check_requests=True,
+        process_group=SPARE.get(world_size),
     ) as state:
         model.register_comm_hook(state, compression_hook)
         for step in range(4):

@@ -8,13 +8,21 @@ import torch
 
 from gradlab.artifact import Artifact
 from gradlab.layout import Layer
-from gradlab.plan import Group, Plan, Schedule
+from gradlab.plan import FEEDBACK, Group, Plan, Schedule, Wrap
 
-GOLDEN = Path(__file__).parent / "golden" / "artifact-1.safetensors"
+FOLDER = Path(__file__).parent / "golden"
 
 
-def golden_artifact() -> Artifact:
-    """Three codecs, feedback, a warm-up, a seed and a basis, over four layers."""
+def golden(version: int) -> Path:
+    """The file that this format's writer made."""
+    return FOLDER / f"artifact-{version}.safetensors"
+
+
+def golden_artifact(version: int = 2) -> Artifact:
+    """Three codecs, feedback, a warm-up, a seed and a basis, over four layers; from format 2 on other wrappers too."""
+    around = FEEDBACK
+    if version > 1:
+        around = (Wrap("momentum_correction", {"momentum": 0.5}), Wrap("sparsity_warmup", {"steps": 8, "stages": 2}))
     layers = (
         Layer("stem.weight", (4, 3, 2, 2), "convolution"),
         Layer("body.weight", (6, 8), "linear"),
@@ -23,8 +31,8 @@ def golden_artifact() -> Artifact:
     )
     groups = (
         Group("stem", ("stem.weight",), "pca", {"loss_threshold": 0.25, "slice_size": 12}),
-        Group("body.weight", ("body.weight",), "powersgd", {"rank": 2}, error_feedback=True),
-        Group("head", ("head.weight",), "topk", {"density": 0.125}, error_feedback=True),
+        Group("body.weight", ("body.weight",), "powersgd", {"rank": 2}, wrappers=FEEDBACK),
+        Group("head", ("head.weight",), "topk", {"density": 0.125}, wrappers=around),
     )
     basis = torch.eye(12)[None, :, :3].clone()
     mean = torch.arange(48.0).reshape(4, 12) / 64
@@ -34,4 +42,4 @@ def golden_artifact() -> Artifact:
 
 
 if __name__ == "__main__":
-    golden_artifact().save(GOLDEN)
+    golden_artifact().save(golden(2))

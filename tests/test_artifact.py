@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from golden_artifact import GOLDEN, golden_artifact
+from golden_artifact import golden, golden_artifact
 from hypothesis import strategies as st
 from laws import law
 from safetensors.torch import save_file
@@ -26,8 +26,11 @@ from gradlab.errors import GradlabError
 from gradlab.layout import Layer, canonical_json
 from gradlab.plan import Group, Plan, hash_tensor
 
-# Of the plan in the golden file; it changes only with the format.
-GOLDEN_DIGEST = "b862a7ad4d36443d295646d8d77c568ff65906a41a70d006305ed39cad69809e"
+# Of the plans in the golden files; they change only with the format.
+GOLDEN_DIGESTS = {
+    1: "5fd69c4138b58776d2338bf357383913105412901667a4bece225366579b2564",
+    2: "ef34a8d276e5ed6dd956f84274b0ff0cbe69e9a2ded4b3bf92d2f64e5fd2cfd1",
+}
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +119,11 @@ def test_groups_that_share_a_tensor_and_views_of_it(tmp_path: Path) -> None:
     assert Artifact.load(Artifact(plan).save(tmp_path / "plan")).plan.digest == plan.digest
 
 
-def test_the_golden_file_still_loads(whole: bytes) -> None:
-    loaded = Artifact.load(GOLDEN)
-    assert loaded.plan.digest == golden_artifact().plan.digest == GOLDEN_DIGEST
-    assert loaded.origin == golden_artifact().origin
+@pytest.mark.parametrize("version", [1, 2])
+def test_golden_files_still_load(version: int) -> None:
+    loaded = Artifact.load(golden(version))
+    assert loaded.plan.digest == golden_artifact(version).plan.digest == GOLDEN_DIGESTS[version]
+    assert loaded.origin == golden_artifact(version).origin
     assert torch.equal(loaded.plan.learned["stem"]["stem.weight/basis"], torch.eye(12)[None, :, :3])
 
 
@@ -355,7 +359,7 @@ def test_a_newer_file_says_upgrade(tmp_path: Path, whole: bytes, needed: int) ->
     """Even one whose header this version could not check."""
     for seal in (True, False):
         data = rewritten(whole, put("minimum_reader", needed), seal)
-        refused(tmp_path / "newer", data, r"written by a newer gradlab .* this one reads up to format 1: upgrade")
+        refused(tmp_path / "newer", data, r"written by a newer gradlab .* this one reads up to format 2: upgrade")
 
 
 def test_a_header_that_does_not_match_its_sha256_is_refused(tmp_path: Path, whole: bytes) -> None:

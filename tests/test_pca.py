@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from laws import law
 from sklearn.decomposition import PCA as SklearnPCA
 
-from gradlab.codec import Context, Tensors, contribution_error
+from gradlab.codec import Context, Tensors
 from gradlab.codecs.pca import PCA, default_slice_size, dimension, fit_slices, principal_axes
 from gradlab.collectives import LockstepResult, run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, flatten, unflatten
+from gradlab.measures import contribution_error
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:

@@ -12,12 +12,13 @@ from laws import law
 from torch import nn
 
 from gradlab import codecs
-from gradlab.codec import ErrorFeedback, Tensors
+from gradlab.codec import Tensors
 from gradlab.codecs.pca import PCA
 from gradlab.codecs.powersgd import PowerSGD
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, layers_of
-from gradlab.plan import FINITE_FLAG_BYTES, Group, Plan, Schedule, hash_tensor
+from gradlab.plan import FEEDBACK, FINITE_FLAG_BYTES, Group, Plan, Schedule, Wrap, hash_tensor
+from gradlab.wrappers.error_feedback import ErrorFeedback
 
 LAYERS = (
     Layer("conv", (8, 4, 3, 3), "convolution"),
@@ -34,7 +35,7 @@ def basis(seed: int = 0) -> Tensors:
 
 def mixed_plan() -> Plan:
     groups = (
-        Group("pair", ("tall", "conv"), "topk", {"density": 0.05}, error_feedback=True),
+        Group("pair", ("tall", "conv"), "topk", {"density": 0.05}, wrappers=FEEDBACK),
         Group("wide", ("wide",), "pca", {"slice_size": 50}),
         Group("plain", ("bias",), "identity"),
     )
@@ -64,6 +65,15 @@ settings_of = {
 }
 
 
+# Wrappers that any codec takes.
+AROUND = [
+    (),
+    FEEDBACK,
+    (Wrap("error_feedback", {"decay": 0.25, "buffer": "int8"}),),
+    (Wrap("momentum", {"momentum": 0.5}), Wrap("error_feedback", {"step_size_ratio": True})),
+]
+
+
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     """Plans of codecs that learn nothing, over layers of any size, with groups of any layers."""
@@ -75,7 +85,7 @@ def plans(draw: st.DrawFn) -> Plan:
     groups = []
     for i, part in enumerate(parts):
         codec = draw(st.sampled_from(sorted(settings_of)))
-        groups.append(Group(f"group{i}", tuple(part), codec, draw(settings_of[codec]), draw(st.booleans())))
+        groups.append(Group(f"group{i}", tuple(part), codec, draw(settings_of[codec]), draw(st.sampled_from(AROUND))))
     return Plan(layers, tuple(groups), Schedule(draw(st.integers(0, 99))), draw(st.integers(-9, 9)))
 
 
@@ -106,7 +116,7 @@ def changed_plans() -> list[Plan]:
         (replace(pair, settings={"density": 0.05000000000000001}), wide, plain),
         (replace(pair, settings={}), wide, plain),
         (replace(pair, codec="powersgd", settings={}), wide, plain),
-        (replace(pair, error_feedback=False), wide, plain),
+        (replace(pair, wrappers=()), wide, plain),
         (wide, pair, plain),
         (pair, wide),
     ]
@@ -153,6 +163,12 @@ def test_tensor_hashes_see_dtype_shape_and_bits() -> None:
 TOPK = Group("a", ("conv",), "topk")
 
 
+def wrapped(codec: str, *names: str, **settings: Any) -> Group:
+    """A group with wrappers, outermost first; the settings are the outermost one's."""
+    around = [Wrap(name, settings if i == 0 else {}) for i, name in enumerate(names)]
+    return Group("a", ("conv",), codec, {}, tuple(around))
+
+
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
@@ -166,6 +182,15 @@ TOPK = Group("a", ("conv",), "topk")
         ((Group("a", ("conv",), "topk", {"density": 2.0}),), "topk: setting density = 2.0"),
         ((Group("a", ("conv",), "topk", {"rank": 2}),), "codec topk has no setting rank"),
         ((Group("a", ("conv",), "pca"),), "pca has no basis yet"),
+        ((wrapped("topk", "error_fedback"),), "no wrapper 'error_fedback'; did you mean error_feedback"),
+        ((wrapped("topk", "error_feedback", decay=1.0),), "error_feedback: setting decay = 1.0"),
+        ((wrapped("topk", "error_feedback", beta=1.0),), "wrapper error_feedback has no setting beta"),
+        ((wrapped("topk", "error_feedback", "error_feedback"),), "error_feedback stacked on itself"),
+        ((wrapped("topk", "momentum_correction", "error_feedback"),), "both add the residual"),
+        ((wrapped("topk", "momentum", "momentum_correction"),), "both apply momentum"),
+        ((wrapped("powersgd", "two_way"),), "two_way around powersgd"),
+        ((wrapped("powersgd", "sparsity_warmup"),), "sparsity_warmup around powersgd, which has no density"),
+        ((wrapped("powersgd", "momentum_correction", masking=True),), "all momentum would be lost"),
     ],
 )
 def test_groups_that_make_no_plan_are_refused(groups: tuple[Group, ...], message: str) -> None:
@@ -224,7 +249,10 @@ GROUP_JSON = TOPK.to_json()
         {**GROUP_JSON, "layers": "conv"},
         {**GROUP_JSON, "layers": [1]},
         {**GROUP_JSON, "settings": []},
-        {**GROUP_JSON, "error_feedback": 1},
+        {**GROUP_JSON, "wrappers": 1},
+        {**GROUP_JSON, "wrappers": ["error_feedback"]},
+        {**GROUP_JSON, "wrappers": [{"name": "error_feedback"}]},
+        {**{key: value for key, value in GROUP_JSON.items() if key != "wrappers"}, "error_feedback": 1},
         {**GROUP_JSON, "name": 1},
         {**GROUP_JSON, "codec": None},
         {**GROUP_JSON, "name": ["x" * 10_000]},
@@ -304,18 +332,18 @@ def test_uniform_takes_the_large_layers_of_two_or_more_dimensions() -> None:
     assert plan.layers == layers_of(model)
     assert [group.name for group in plan.groups] == ["conv.weight", "embedding.weight"]
     assert all(group.layers == (group.name,) for group in plan.groups)
-    assert all(group.error_feedback for group in plan.groups)
+    assert all(group.wrappers == FEEDBACK for group in plan.groups)
     assert (plan.schedule, plan.seed) == (Schedule(0), 0)
     fewer = Plan.uniform(model, "topk", minimum_numel=255, density=0.5, error_feedback=False, warmup_steps=3, seed=8)
     assert [group.name for group in fewer.groups] == ["conv.weight", "embedding.weight", "edge.weight"]
-    assert all(not group.error_feedback and group.settings == {"density": 0.5} for group in fewer.groups)
+    assert all(not group.wrappers and group.settings == {"density": 0.5} for group in fewer.groups)
     assert (fewer.schedule, fewer.seed) == (Schedule(3), 8)
 
 
 @pytest.mark.parametrize("codec", ["identity", "topk", "powersgd"])
 def test_uniform_takes_the_codecs_own_habit(codec: str) -> None:
     plan = Plan.uniform(LAYERS, codec)
-    assert {group.error_feedback for group in plan.groups} == {codecs.get(codec).wants_error_feedback}
+    assert {bool(group.wrappers) for group in plan.groups} == {codecs.get(codec).wants_error_feedback}
     assert [group.name for group in plan.groups] == ["conv", "wide", "tall"]
 
 

@@ -8,11 +8,12 @@ import torch
 from hypothesis import strategies as st
 from laws import law
 
-from gradlab.codec import Context, ErrorFeedback, Tensors
+from gradlab.codec import Context, Tensors
 from gradlab.codecs.powersgd import PowerSGD, orthogonalize
 from gradlab.collectives import LockstepResult, run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
+from gradlab.wrappers.error_feedback import ErrorFeedback
 
 
 def exchange(

@@ -25,7 +25,7 @@ from gradlab.codecs.pca import PCA
 from gradlab.collectives import all_reduce_wire_bytes
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
-from gradlab.plan import FINITE_FLAG_BYTES, Group, Plan, Schedule
+from gradlab.plan import FEEDBACK, FINITE_FLAG_BYTES, Group, Plan, Schedule
 
 DENSE_BYTES = 4 * sum(layer.numel for layer in LAYERS)
 
@@ -234,7 +234,7 @@ def test_json_is_plain_and_complete(tmp_path):
 
 def test_layers_sent_dense_may_be_missing_from_the_trace(tmp_path):
     gradients = random_gradients(11, 3, 2)
-    plan = Plan(LAYERS, (Group("conv", (CONVOLUTION.name,), "topk", {"density": 0.1}, True),))
+    plan = Plan(LAYERS, (Group("conv", (CONVOLUTION.name,), "topk", {"density": 0.1}, FEEDBACK),))
     with record(tmp_path / "a", gradients) as trace:
         whole = replay(trace, plan)
     part = [[{CONVOLUTION.name: rank[CONVOLUTION.name]} for rank in step] for step in gradients]

@@ -10,11 +10,12 @@ import torch
 from hypothesis import strategies as st
 from laws import law
 
-from gradlab.codec import Codec, Context, ErrorFeedback, Tensors
+from gradlab.codec import Codec, Context, Tensors
 from gradlab.codecs.topk import TopK
 from gradlab.collectives import LockstepResult, run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
+from gradlab.wrappers.error_feedback import ErrorFeedback
 
 SHAPES = {"a": (7, 5), "b": (11,), "c": ()}
 NUMEL = 35 + 11 + 1

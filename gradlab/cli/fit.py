@@ -128,7 +128,7 @@ def uniform(
     from gradlab.analysis.target import require_free
     from gradlab.analysis.uniform import uniform_artifact
     from gradlab.cli.evaluate import print_replays
-    from gradlab.codec import build_settings
+    from gradlab.codec_settings import build_settings
     from gradlab.plan import Plan
     from gradlab.trace import Trace
 

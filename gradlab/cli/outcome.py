@@ -9,7 +9,7 @@ from statistics import fmean, median
 from typing import Any
 
 from gradlab.capture import RecorderReport
-from gradlab.codec import LayerErrors, add_errors, relative
+from gradlab.measures import LayerErrors, add_errors, relative
 from gradlab.runtime.statistics import StepRecord
 
 

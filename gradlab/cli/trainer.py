@@ -107,6 +107,7 @@ def _prepare(settings: TrainSettings, exits: ExitStack) -> Rank:
                 model,
                 optimizer=optimizer,
                 deterministic=settings.deterministic,
+                measure_every=1,
                 history=recipe.steps,
             )
         )

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from gradlab.codec import Codec, Context, Exchanged, Tensors, require
+from gradlab.codec import Codec, Context, Exchanged, Tensors
+from gradlab.codec_settings import require
 from gradlab.collectives import Coroutine, Mean
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, filter_axes, flatten, split_slices, unflatten

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from gradlab.codec import Codec, Context, Exchanged, Tensors, require
+from gradlab.codec import Codec, Context, Exchanged, Tensors
+from gradlab.codec_settings import require
 from gradlab.collectives import Coroutine, Mean
 from gradlab.layout import Layer
 

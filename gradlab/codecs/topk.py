@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from gradlab.codec import Codec, Context, Exchanged, Tensors, concatenate, require, separate
-from gradlab.collectives import Coroutine, Gather
+from gradlab.codec import Compressor
+from gradlab.codec_settings import require
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 
@@ -23,7 +23,7 @@ _LARGEST_GROUP = 2**31
 _SAMPLE = 16384  # values looked at before the threshold is chosen
 
 
-class TopK(Codec):
+class TopK(Compressor):
     """The k = ceil(density * numel) largest magnitudes of the group's concatenated gradient.
 
     Every rank chooses its own positions, so values and indices are gathered: wire bytes grow with N - 1.
@@ -46,16 +46,14 @@ class TopK(Codec):
         """k, the number of elements sent out of `numel`."""
         return min(numel, max(1, math.ceil(round(self.settings.density * numel, 9))))
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        vector = concatenate(grads)
+    def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        """Values (k,) and their positions (k,), int32."""
         indices = largest(vector.abs(), self.count(vector.numel()))
-        values = vector[indices]
-        all_values, all_indices = yield Gather(values), Gather(indices.to(torch.int32))
-        mean = torch.zeros_like(vector)
-        for their_values, their_indices in zip(all_values, all_indices, strict=True):
-            mean.index_add_(0, their_indices.long(), their_values * (1.0 / context.world_size))
-        own = torch.zeros_like(vector).index_copy_(0, indices, values)
-        return Exchanged(separate(mean, grads), separate(own, grads))
+        return vector[indices], indices.to(torch.int32)
+
+    def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
+        values, indices = payload
+        total.index_add_(0, indices, values * scale)
 
     def check(self, layers: Sequence[Layer]) -> None:
         super().check(layers)

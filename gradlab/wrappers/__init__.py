@@ -1,0 +1,22 @@
+"""One file per wrapper; the file's name is the wrapper's id. A new file here is found by itself."""
+
+from __future__ import annotations
+
+from gradlab.registry import find_method, method_names
+from gradlab.wrapper import Wrapper
+
+
+def names() -> list[str]:
+    """Ids of all wrappers, sorted."""
+    return method_names(__path__)
+
+
+def get(name: str) -> type[Wrapper]:
+    """The wrapper class with this id.
+
+    Raises:
+        GradlabError: if there is none; close matches are named.
+    """
+    found = find_method("wrapper", __name__, __path__, name)
+    assert issubclass(found, Wrapper)
+    return found

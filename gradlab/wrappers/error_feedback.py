@@ -1,0 +1,85 @@
+"""Error feedback: add what earlier exchanges left unsent, and keep what this one leaves.
+
+Seide et al., "1-bit SGD", Interspeech 2014; Karimireddy et al., "Error feedback fixes SignSGD", ICML 2019, Algorithm 1.
+Low-pass form: Chen et al., "ScaleCom", NeurIPS 2020, eq. (5) and Algorithm 1. Step-size ratio: Zheng, Huang, Kwok,
+"Communication-efficient distributed blockwise momentum SGD with error-feedback", NeurIPS 2019, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gradlab.codec import Context, Exchanged, Tensors
+from gradlab.codec_settings import require
+from gradlab.collectives import Coroutine
+from gradlab.wrapper import Wrapper, load_buffer, store_buffer
+
+BUFFERS = ("float32", "int8")
+
+
+class ErrorFeedback(Wrapper):
+    """asked = gradient + residual; new residual = asked - own. Law: own + new residual == gradient + old residual.
+
+    The iteration before is remembered whole: with eta_t the step size, what is left is eta_t * residual of the
+    parameters' path, so that under a changing step size the ratio eta_(t-1) / eta_t belongs before the residual.
+    That holds for plain SGD; an optimizer with momentum or a preconditioner of its own has no such law.
+    In iterations that are dense the residual is sent along and is gone.
+    """
+
+    name = "error_feedback"
+    keys = ("residual",)
+    keeps_residual = True
+
+    @dataclass(frozen=True)
+    class Settings:
+        """decay: weight of the old residual in the new one, ScaleCom's 1 - beta, in [0, 1); 0 is error feedback as
+        known. The new residual is then decay * residual + (1 - decay) * (asked - own);
+        step_size_ratio: multiply the residual by eta_(t-1) / eta_t; None does so if the optimizer is SGD without
+        momentum;
+        buffer: "float32" (the gradient's working type) or "int8", a quarter of the memory, blocks of 256 with a scale.
+        """
+
+        decay: float = 0.0
+        step_size_ratio: bool | None = None
+        buffer: str = "float32"
+
+        def __post_init__(self) -> None:
+            require(0 <= self.decay < 1, "error_feedback", "decay", self.decay, "a share in [0, 1)")
+            require(self.buffer in BUFFERS, "error_feedback", "buffer", self.buffer, "'float32' or 'int8'")
+
+    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        residual = self._residual(grads, state, context)
+        asked = add(grads, residual)
+        done = yield from self.codec.exchange(asked, self.inner_state(state), context)
+        unsent = {name: asked[name] - done.own[name] for name in grads}
+        kept: Tensors = {}
+        for name, left in unsent.items():
+            kept |= store_buffer(name, "residual", self._low_pass(left, residual.get(name)), self.settings.buffer)
+        return Exchanged(done.mean, done.own, {**done.state, **kept}, asked, unsent)
+
+    def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        asked = add(grads, self._residual(grads, state, context))
+        done = yield from self.codec.dense_exchange(asked, self.inner_state(state), context)
+        return Exchanged(done.mean, done.own, done.state, asked)
+
+    def _residual(self, grads: Tensors, state: Tensors, context: Context) -> Tensors:
+        found = {}
+        for name in grads:
+            residual = load_buffer(state, name, "residual")
+            if residual is not None:
+                ratio = context.residual_ratio(name, self.settings.step_size_ratio)
+                found[name] = residual if ratio == 1.0 else residual * ratio
+        return found
+
+    def _low_pass(self, unsent: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+        decay = self.settings.decay
+        if decay == 0.0:
+            return unsent
+        return (1 - decay) * unsent + (0.0 if before is None else decay * before)
+
+
+def add(grads: Tensors, residual: Tensors) -> Tensors:
+    """Gradients plus the residuals there are."""
+    return {name: grad + residual[name] if name in residual else grad for name, grad in grads.items()}

@@ -1,0 +1,57 @@
+"""Momentum after the average: what parameters that are sent dense need beside momentum correction.
+
+Lin, Han, Mao, Wang, Dally, "Deep gradient compression", ICLR 2018, section 3.2 and their published code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from gradlab.codec import Context, Exchanged, Tensors
+from gradlab.codec_settings import require
+from gradlab.collectives import Coroutine
+from gradlab.wrapper import Wrapper
+
+
+class Momentum(Wrapper):
+    """u = momentum * u + mean; applied: u, or with Nesterov's form mean + momentum * u. As torch.optim.SGD does it.
+
+    The optimizer's own momentum must be 0. u is the same on every rank.
+    """
+
+    name = "momentum"
+    keys = ("momentum",)
+    applies_momentum = True
+
+    @dataclass(frozen=True)
+    class Settings:
+        """momentum: m, in [0, 1); nesterov: look ahead along u."""
+
+        momentum: float = 0.9
+        nesterov: bool = False
+
+        def __post_init__(self) -> None:
+            require(0 <= self.momentum < 1, "momentum", "momentum", self.momentum, "a number in [0, 1)")
+
+    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        done = yield from self.codec.exchange(grads, self.inner_state(state), context)
+        return self._applied(done, state)
+
+    def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        done = yield from self.codec.dense_exchange(grads, self.inner_state(state), context)
+        return self._applied(done, state)
+
+    def acts_when_dense(self, state: Tensors) -> bool:
+        return True
+
+    def _applied(self, done: Exchanged, state: Tensors) -> Exchanged:
+        m, applied, kept = self.settings.momentum, {}, {}
+        for name, mean in done.mean.items():
+            before = state.get(f"{name}/momentum")
+            u = mean.clone() if before is None else (before * m).add_(mean)
+            kept[f"{name}/momentum"] = u
+            applied[name] = mean.add(u, alpha=m) if self.settings.nesterov else u
+        return replace(done, mean=applied, state={**done.state, **kept})
+
+    def _redistribute_own(self, own: list[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:  # type: ignore[override]
+        return own[0]

@@ -1,0 +1,109 @@
+"""Momentum correction: momentum before compression, and error feedback on what it gives.
+
+Lin, Han, Mao, Wang, Dally, "Deep gradient compression" (DGC), ICLR 2018: momentum correction section 3.1 (eq. 4),
+local gradient clipping section 3.2, momentum factor masking section 3.3; Nesterov's form from their published code.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from gradlab.codec import Codec, Context, Exchanged, Tensors
+from gradlab.codec_settings import require
+from gradlab.collectives import Coroutine
+from gradlab.errors import GradlabError
+from gradlab.wrapper import Wrapper, innermost, load_buffer, store_buffer
+from gradlab.wrappers.error_feedback import BUFFERS
+
+
+class MomentumCorrection(Wrapper):
+    """u = m u + g; v = v + u; own = C(v); v = v - own; u = 0 where something was sent (masking).
+
+    Nesterov: u = m (u + g); v = v + u + g. In code v without what is sent is "residual" and u is "velocity". The
+    optimizer's own momentum must be 0. While the schedule is dense, all of v is sent: momentum SGD to rounding.
+    """
+
+    name = "momentum_correction"
+    keys = ("residual", "velocity")
+    keeps_residual = True
+    applies_momentum = True
+
+    @dataclass(frozen=True)
+    class Settings:
+        """momentum: m, in [0, 1); nesterov: look ahead along u; masking: zero u where values were sent (None: if the
+        codec is a sparsification; others send every element a little, and would lose all momentum);
+        clip_norm: largest L2 norm of a step's gradient, 0 for none; each rank clips its own to clip_norm / sqrt(N),
+        group by group (the paper clips the whole gradient, which is known only when backward has ended);
+        buffer: "float32" or "int8", for u and v.
+        """
+
+        momentum: float = 0.9
+        nesterov: bool = False
+        masking: bool | None = None
+        clip_norm: float = 0.0
+        buffer: str = "float32"
+
+        def __post_init__(self) -> None:
+            require(0 <= self.momentum < 1, "momentum_correction", "momentum", self.momentum, "a number in [0, 1)")
+            require(self.clip_norm >= 0, "momentum_correction", "clip_norm", self.clip_norm, "0 or more")
+            require(self.buffer in BUFFERS, "momentum_correction", "buffer", self.buffer, "'float32' or 'int8'")
+
+    def __init__(self, codec: Codec, settings: MomentumCorrection.Settings | None = None) -> None:
+        super().__init__(codec, settings)
+        method = innermost(codec)
+        self._masks = method.family == "sparsification" if self.settings.masking is None else self.settings.masking
+        if self._masks and method.family != "sparsification":
+            raise GradlabError(
+                f"momentum_correction: masking = true around {method.name}, which sends every element: all momentum "
+                "would be lost; masking is for sparsifications"
+            )
+
+    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        velocity, asked = self._accumulate(grads, state, context)
+        done = yield from self.codec.exchange(asked, self.inner_state(state), context)
+        unsent = {name: asked[name] - done.own[name] for name in grads}
+        if self._masks:
+            velocity = {name: u.masked_fill(done.own[name] != 0, 0.0) for name, u in velocity.items()}
+        return Exchanged(done.mean, done.own, {**done.state, **self._kept(velocity, unsent)}, asked, unsent)
+
+    def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        velocity, asked = self._accumulate(grads, state, context)
+        done = yield from self.codec.dense_exchange(asked, self.inner_state(state), context)
+        return Exchanged(done.mean, done.own, {**done.state, **self._kept(velocity, {})}, asked)
+
+    def acts_when_dense(self, state: Tensors) -> bool:
+        return True
+
+    def _accumulate(self, grads: Tensors, state: Tensors, context: Context) -> tuple[Tensors, Tensors]:
+        """The new u, and v with it: what is to be sent."""
+        m, velocity, asked = self.settings.momentum, {}, {}
+        for name, grad in clipped(grads, self.settings.clip_norm, context.world_size).items():
+            before, residual = load_buffer(state, name, "velocity"), load_buffer(state, name, "residual")
+            if self.settings.nesterov:
+                velocity[name] = grad * m if before is None else (before + grad).mul_(m)
+                asked[name] = velocity[name] + grad
+            else:
+                velocity[name] = grad.clone() if before is None else (before * m).add_(grad)
+                asked[name] = velocity[name].clone()
+            if residual is not None:
+                asked[name] += residual
+        return velocity, asked
+
+    def _kept(self, velocity: Tensors, residual: Tensors) -> Tensors:
+        kept: Tensors = {}
+        for what, tensors in (("velocity", velocity), ("residual", residual)):
+            for name, tensor in tensors.items():
+                kept |= store_buffer(name, what, tensor, self.settings.buffer)
+        return kept
+
+
+def clipped(grads: Tensors, clip_norm: float, world_size: int) -> Tensors:
+    """Gradients of one group, scaled down to an L2 norm of at most clip_norm / sqrt(N); 0 leaves them."""
+    if clip_norm == 0:
+        return grads
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads.values()]))
+    factor = (clip_norm / math.sqrt(world_size) / norm).clamp(max=1.0)
+    return {name: grad * factor for name, grad in grads.items()}

@@ -1,0 +1,170 @@
+"""Two-way compression: a server averages what ranks sent compressed, and answers compressed, with feedback of its own.
+
+Zheng, Huang, Kwok, "Communication-efficient distributed blockwise momentum SGD with error-feedback", NeurIPS 2019,
+Algorithm 2 (one server); Tang et al., "DoubleSqueeze", ICML 2019. Sharded over the ranks, every rank is the server of
+one part, so that no link carries more than the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from gradlab.codec import Codec, Compressor, Context, Exchanged, Tensors, concatenate, separate
+from gradlab.codec_settings import require
+from gradlab.collectives import AllToAll, Broadcast, Coroutine, Gather
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+from gradlab.wrapper import Wrapper, load_buffer, store_buffer
+from gradlab.wrappers.error_feedback import BUFFERS
+
+Shard = tuple[int, int]
+Payload = tuple[torch.Tensor, ...]
+
+
+class TwoWay(Wrapper):
+    """Rank i sends C(x_i), shard by shard, to the shards' servers; a server answers C(mean + its residual).
+
+    `own` is C(x_i) alone: put error feedback or momentum correction around it for the ranks' own remainder. The
+    server's remainder is kept here, "server_residual", each rank that of its shard.
+    """
+
+    name = "two_way"
+    keys = ("server_residual",)
+
+    @dataclass(frozen=True)
+    class Settings:
+        """server: "sharded" over the ranks, or "rank": all on server_rank; server_rank: which, from 0;
+        error_feedback: whether a server adds what its earlier answers left out;
+        step_size_ratio: multiply its residual by eta_(t-1) / eta_t; None does so if the optimizer is SGD without
+        momentum; buffer: of its residual, "float32" or "int8".
+        """
+
+        server: str = "sharded"
+        server_rank: int = 0
+        error_feedback: bool = True
+        step_size_ratio: bool | None = None
+        buffer: str = "float32"
+
+        def __post_init__(self) -> None:
+            require(self.server in ("sharded", "rank"), "two_way", "server", self.server, "'sharded' or 'rank'")
+            require(self.server_rank >= 0, "two_way", "server_rank", self.server_rank, "a rank, from 0")
+            require(self.buffer in BUFFERS, "two_way", "buffer", self.buffer, "'float32' or 'int8'")
+
+    def __init__(self, codec: Codec, settings: TwoWay.Settings | None = None) -> None:
+        super().__init__(codec, settings)
+        if not isinstance(codec, Compressor):
+            raise GradlabError(
+                f"two_way around {codec.name}: it needs a codec that a rank computes alone, such as topk or qsgd"
+            )
+        self.compressor = codec
+
+    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        vector, codec = concatenate(grads), self.compressor
+        shards = self.shards(vector.numel(), context.world_size)
+        sent = [codec.compress(vector[a:b], context.rank_generator("shard", a)) for a, b in shards]
+        received = yield tuple(AllToAll(parts) for parts in zip(*sent, strict=True))
+        start, stop = shards[context.rank]
+        asked = torch.zeros_like(vector[start:stop])
+        for payload in zip(*received, strict=True):
+            codec.add_decompressed(asked, payload, 1.0 / context.world_size)
+        asked += self._server_residual(grads, state, context, asked)
+        answer = codec.compress(asked, context.rank_generator("server"))
+        answers = yield self._answer_requests(answer, sent, context)
+        mean = self._assembled(vector, shards, self._unpadded(answers, sent, context))
+        kept = self._kept(grads, asked - codec.decompress(answer, asked), start)
+        own = torch.cat([codec.decompress(part, vector[a:b]) for part, (a, b) in zip(sent, shards, strict=True)])
+        return Exchanged(separate(mean, grads), separate(own, grads), kept)
+
+    def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        """The servers' residuals are sent along: the one that holds a part adds N times it to its own gradient."""
+        vector = concatenate(grads)
+        start, stop = self.shards(vector.numel(), context.world_size)[context.rank]
+        asked = vector.clone()
+        asked[start:stop] += context.world_size * self._server_residual(grads, state, context, asked[start:stop])
+        done = yield from self.codec.dense_exchange(separate(asked, grads), {}, context)
+        return Exchanged(done.mean, dict(grads), {})
+
+    def shards(self, numel: int, world_size: int) -> list[Shard]:
+        """(start, stop) of each rank's shard: whole blocks, as equal as they can be; or everything on one rank."""
+        if self.settings.server == "rank":
+            if self.settings.server_rank >= world_size:
+                raise GradlabError(f"two_way: server_rank = {self.settings.server_rank} at world size {world_size}")
+            server = self.settings.server_rank
+            return [(0, numel) if rank == server else (numel, numel) for rank in range(world_size)]
+        blocks = -(-numel // self.compressor.block)
+        bounds = [min(numel, self.compressor.block * (blocks * n // world_size)) for n in range(world_size + 1)]
+        return list(pairwise(bounds))
+
+    def _answer_requests(
+        self, answer: Payload, sent: Sequence[Payload], context: Context
+    ) -> tuple[Broadcast | Gather, ...]:
+        if self.settings.server == "rank":
+            root = self.settings.server_rank
+            mine = answer if context.rank == root else tuple(torch.zeros_like(part) for part in sent[root])
+            return tuple(Broadcast(part, root) for part in mine)
+        # What ranks answer differs in size by a block at most; a Gather of equal sizes saves a round.
+        longest = [max(parts, key=len) for parts in zip(*sent, strict=True)]
+        return tuple(Gather(_padded(part, len(most))) for part, most in zip(answer, longest, strict=True))
+
+    def _unpadded(self, answers: Sequence[torch.Tensor], sent: Sequence[Payload], context: Context) -> list[Payload]:
+        """Every server's answer, by shard; a shard's payload has the sizes that this rank's own for it had."""
+        if self.settings.server == "rank":
+            root = self.settings.server_rank
+            return [tuple(answers) if rank == root else sent[rank] for rank in range(context.world_size)]
+        return [
+            tuple(parts[rank][: len(own)] for parts, own in zip(answers, sent[rank], strict=True))
+            for rank in range(context.world_size)
+        ]
+
+    def _assembled(self, vector: torch.Tensor, shards: Sequence[Shard], answers: Sequence[Payload]) -> torch.Tensor:
+        pieces = [self.compressor.decompress(part, vector[a:b]) for part, (a, b) in zip(answers, shards, strict=True)]
+        return torch.cat(pieces)
+
+    def _server_residual(self, grads: Tensors, state: Tensors, context: Context, like: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of the residual, rescaled layer by layer."""
+        pieces = []
+        for name in grads:
+            piece = load_buffer(state, name, "server_residual")
+            if piece is None:
+                return torch.zeros_like(like)
+            ratio = context.residual_ratio(name, self.settings.step_size_ratio)
+            pieces.append(piece if ratio == 1.0 else piece * ratio)
+        return torch.cat(pieces)
+
+    def _kept(self, grads: Tensors, residual: torch.Tensor, start: int) -> Tensors:
+        """The residual of the shard that begins at `start`, layer by layer."""
+        if not self.settings.error_feedback:
+            return {}
+        kept: Tensors = {}
+        first = 0
+        for name, grad in grads.items():
+            a, b = (max(0, min(len(residual), place - start)) for place in (first, first + grad.numel()))
+            kept |= store_buffer(name, "server_residual", residual[a:b].clone(), self.settings.buffer)
+            first += grad.numel()
+        return kept
+
+    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        numel = sum(layer.numel for layer in layers)
+        shards = self.shards(numel, world_size)
+        sizes = [self.codec.payload_bytes([Layer("shard", (b - a,))], world_size) for a, b in shards]
+        answers = sum(sizes) / world_size if self.settings.server == "rank" else max(sizes)
+        return sum(sizes) + answers
+
+    def _redistribute_own(self, own: Sequence[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:
+        """Shards in rank order are the whole; cut anew. "sum" and "split" keep it, "drop" does not."""
+        names = [key.rpartition("/")[0] for key in own[0] if key.endswith("/server_residual")]
+        if residuals == "drop" or not names:
+            return {}
+        pieces = {name: [load_buffer(one, name, "server_residual") for one in own] for name in names}
+        whole = {name: torch.cat([piece for piece in held if piece is not None]) for name, held in pieces.items()}
+        vector = torch.cat(list(whole.values()))
+        start, stop = self.shards(vector.numel(), world_size)[rank]
+        return self._kept(whole, vector[start:stop], start)
+
+
+def _padded(part: torch.Tensor, length: int) -> torch.Tensor:
+    return torch.nn.functional.pad(part, (0, length - len(part))) if len(part) < length else part

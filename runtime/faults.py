@@ -1,0 +1,55 @@
+"""When a rank fails, the others shall know at once, and why.
+
+A rank leaves its reason in the process group's store and then destroys the group that its codecs use: its peers'
+collectives end with an error at once instead of at the timeout, and they find the reason in the store. A rank that
+was killed leaves none; then the error names what the backend saw.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+
+from gradlab.errors import GradlabError
+
+_PATIENCE = 1.0  # seconds in which a peer's reason may still be on its way
+
+
+class CommunicationError(GradlabError):
+    """A collective failed: a peer is gone or stuck, or the network is."""
+
+
+class Reasons:
+    """Why ranks failed, by rank, in the store that all of them reach.
+
+    name: of the process group; two states of one process have two.
+    """
+
+    def __init__(self, name: str, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._prefix = f"gradlab/failure/{name}"
+        self._store: Any = None
+        with suppress(Exception):  # private, and absent where the default group was made without one
+            self._store = dist.distributed_c10d._get_default_store()
+
+    def leave(self, reason: str) -> None:
+        """Tell the others why this rank fails."""
+        with suppress(Exception):  # the store may be gone with the rank that held it
+            self._store.set(f"{self._prefix}/{self._rank}", json.dumps(reason))
+
+    def find(self) -> str | None:
+        """What another rank left, "rank 2: ...", or None."""
+        deadline = time.monotonic() + _PATIENCE
+        while True:
+            for rank in range(self._world_size):
+                with suppress(Exception):
+                    key = f"{self._prefix}/{rank}"
+                    if rank != self._rank and self._store.check([key]):
+                        return f"rank {rank}: {json.loads(self._store.get(key))}"
+            if time.monotonic() > deadline or self._store is None:
+                return None
+            time.sleep(0.05)

@@ -1,0 +1,100 @@
+"""What a state has seen, as plain JSON, as a table to print, and as numbers for a logger."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from gradlab.measures import LayerErrors, add_errors, relative
+from gradlab.plan import Plan
+from gradlab.runtime.statistics import TIMES, Statistics, StepRecord
+
+
+def layer_rows(plan: Plan, steps: Sequence[StepRecord]) -> list[dict[str, Any]]:
+    """One row per group: name, codec, layers, and over the measured steps: payload bytes and seconds per step,
+    relative error, L2 norm of what was left unsent, both over all of its layers."""
+    measured = [step for step in steps if step.group_seconds and step.finite]
+    return [_group_row(group.name, _title(group), group.layers, measured) for group in plan.compressed_groups]
+
+
+def _title(group: Any) -> str:
+    return "+".join([group.codec, *(wrap.name for wrap in reversed(group.wrappers))])
+
+
+def _group_row(name: str, codec: str, layers: Sequence[str], measured: Sequence[StepRecord]) -> dict[str, Any]:
+    row: dict[str, Any] = {"group": name, "codec": codec, "layers": list(layers)}
+    if not measured:
+        return row
+    errors: LayerErrors = {}
+    for step in measured:
+        add_errors(errors, {layer: step.errors[layer] for layer in layers if layer in step.errors})
+    norms = [sum(step.residual_norms.get(layer, 0.0) ** 2 for layer in layers) ** 0.5 for step in measured]
+    return row | {
+        "payload_bytes_per_step": fmean(step.group_payload_bytes.get(name, 0) for step in measured),
+        "encode_seconds": fmean(step.group_seconds.get(name, (0.0, 0.0))[0] for step in measured),
+        "decode_seconds": fmean(step.group_seconds.get(name, (0.0, 0.0))[1] for step in measured),
+        "relative_error": relative(*(sum(column) for column in zip(*errors.values(), strict=True))) if errors else None,
+        "residual_norm": fmean(norms) if any(step.residual_norms for step in measured) else None,
+    }
+
+
+def codec_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of `layer_rows` summed by codec."""
+    totals: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        total = totals.setdefault(row["codec"], {"codec": row["codec"], "groups": 0})
+        total["groups"] += 1
+        for key in ("payload_bytes_per_step", "encode_seconds", "decode_seconds"):
+            total[key] = total.get(key, 0.0) + row.get(key, 0.0)
+    return list(totals.values())
+
+
+def table(report: dict[str, Any]) -> str:
+    """A report as text: one line per group, then the step."""
+    head = ("group", "codec", "payload/step", "encode", "decode", "error", "unsent norm")
+    lines = [head]
+    for row in report["groups"]:
+        if "payload_bytes_per_step" not in row:
+            lines.append((row["group"], row["codec"], "-", "-", "-", "-", "-"))
+            continue
+        error, norm = row["relative_error"], row["residual_norm"]
+        times = (f"{row[key] * 1e3:.3f} ms" for key in ("encode_seconds", "decode_seconds"))
+        known = ("-" if error is None else f"{error:.1%}", "-" if norm is None else f"{norm:.3g}")
+        lines.append((row["group"], row["codec"], f"{row['payload_bytes_per_step']:,.0f} B", *times, *known))
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    text = [
+        "  ".join(
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
+    text.insert(1, "-" * max(map(len, text)))
+    if report["steps"]:
+        times = ", ".join(f"{name.removesuffix('_seconds')} {report[name] * 1e3:.2f} ms" for name in TIMES)
+        ratio = f", {report['compression_ratio']:.1f}x" if report["compression_ratio"] else ""
+        text += [
+            f"payload {report['payload_bytes_per_step']:,.0f} B, wire {report['wire_bytes_per_step']:,.0f} B{ratio}",
+            f"{times} per step",
+        ]
+    return "\n".join(text)
+
+
+def scalars(statistics: Statistics) -> dict[str, float]:
+    """The last step as flat names and numbers, as TensorBoard's add_scalar takes them; empty before the first."""
+    if not statistics.steps:
+        return {}
+    last = statistics.steps[-1]
+    found = {
+        "gradlab/payload_bytes": float(last.payload_bytes),
+        "gradlab/wire_bytes": float(last.wire_bytes),
+        "gradlab/finite": float(last.finite),
+        "gradlab/loss_scale": last.loss_scale,
+        **{f"gradlab/{name}": float(getattr(last, name)) for name in TIMES},
+    }
+    measured = next((step for step in reversed(statistics.steps) if step.errors and step.finite), None)
+    if measured is not None:
+        found |= {f"gradlab/relative_error/{name}": relative(*pair) for name, pair in measured.errors.items()}
+        found |= {f"gradlab/residual_norm/{name}": norm for name, norm in measured.residual_norms.items()}
+    return found
