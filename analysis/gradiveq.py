@@ -86,7 +86,7 @@ def fit_gradiveq(
     if not learned:
         reasons = "; ".join(f"{name}: {why}" for name, why in skipped.items()) or "the trace holds none"
         raise NotFittable(f"{trace.path}: no layer of role {', '.join(roles)} can be fitted ({reasons})")
-    groups = tuple(Group(name, (name,), "pca", dataclasses.asdict(settings), False) for name in learned)
+    groups = tuple(Group(name, (name,), "pca", dataclasses.asdict(settings)) for name in learned)
     plan = Plan(tuple(trace.layers), groups, schedule, seed, learned)
     held = holdout_by_age(trace, plan, start=window.stop, progress=progress)
     control = holdout_by_age(trace, random_basis_plan(plan, seed), start=window.stop, progress=None)

@@ -72,11 +72,11 @@ def table(report: dict[str, Any]) -> str:
     ]
     text.insert(1, "-" * max(map(len, text)))
     if report["steps"]:
-        times = ", ".join(f"{name.removesuffix('_seconds')} {report[name] * 1e3:.2f} ms" for name in TIMES)
+        spent = ", ".join(f"{name.removesuffix('_seconds')} {report[name] * 1e3:.2f} ms" for name in TIMES)
         ratio = f", {report['compression_ratio']:.1f}x" if report["compression_ratio"] else ""
         text += [
             f"payload {report['payload_bytes_per_step']:,.0f} B, wire {report['wire_bytes_per_step']:,.0f} B{ratio}",
-            f"{times} per step",
+            f"{spent} per step",
         ]
     return "\n".join(text)
 

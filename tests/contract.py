@@ -170,7 +170,7 @@ def non_finite(group: dist.ProcessGroup, codec: str, grouping: str, bad_rank: in
             flat = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
             unchanged = before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in after)
             outcomes.append({"finite": bool(flat.isfinite().all()), "state_unchanged": unchanged})
-    return {"outcomes": outcomes, "has_state": bool(after)}
+    return {"outcomes": outcomes, "has_state": any(bool(tensor.any()) for tensor in after.values())}
 
 
 def agree(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:

@@ -353,12 +353,6 @@ def test_only_an_origin_of_this_trace_holds_anything_out(noise):
         unjudged.held_out({"trace": trace.digest, "fitted_on": [1.5]})
 
 
-def test_a_run_under_a_loss_scaler_is_predicted_with_a_warning(tmp_path):
-    with record(tmp_path / "t", random_gradients(15, 4, 2), loss_scale=1024.0) as trace:
-        assert "under a loss scaler" in replay(trace, uniform("topk")).warnings[0]
-        assert replay(trace, uniform("identity")).warnings == []
-
-
 def test_an_artifact_without_a_fit_says_where_it_comes_from(tmp_path):
     plan = uniform("topk", density=0.1)
     with record(tmp_path / "t", random_gradients(16, 4, 2)) as trace:
