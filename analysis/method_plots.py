@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from gradlab.analysis.formatting import format_bytes, format_seconds
+from gradlab.analysis.metric import final_score, metric_of, scores
 from gradlab.analysis.plots import short
 from gradlab.analysis.series import common, in_sample_series, observed_series, predicted_series
 from gradlab.analysis.style import (
@@ -35,19 +36,19 @@ _EDGE: dict[str, Any] = {"edgecolor": "white", "linewidth": 0}
 
 
 def plot_training(runs: Runs) -> Figure:
-    """Loss and accuracy of every run."""
-    with_accuracy = any(run.get("accuracies") for run in runs.values())
-    figure, axes = panels(1 + with_accuracy, 2, height=2.6)
+    """Loss and test metric of every run."""
+    metric, tested = metric_of(runs.values()), any(scores(run) for run in runs.values())
+    figure, axes = panels(1 + tested, 2, height=2.6)
     colors, markers = method_colors(runs), method_markers(runs)
     for name, run in runs.items():
         losses = running_mean(run["losses"], smoothing_window(len(run["losses"])))
         axes[0].plot(np.arange(len(losses)), losses, color=colors[name], label=name)
-        if run.get("accuracies"):
-            steps, values = np.array(run["accuracies"], dtype=float).T
-            axes[1].plot(steps, 100 * values, color=colors[name], marker=markers[name])
+        if scores(run):
+            steps, values = np.array(scores(run), dtype=float).T
+            axes[1].plot(steps, metric.drawn(values), color=colors[name], marker=markers[name])
     axes[0].set(xlabel="iteration", ylabel="training loss (running mean)")
-    if with_accuracy:
-        axes[1].set(xlabel="iteration", ylabel="test accuracy, %")
+    if tested:
+        axes[1].set(xlabel="iteration", ylabel=metric.label)
     warmup = max((run.get("warmup_steps") or 0 for run in runs.values()), default=0)
     if warmup:
         for panel in axes:
@@ -118,9 +119,10 @@ def plot_error_ratio(replays: Replays, runs: Runs) -> Figure:
 
 
 def plot_tradeoff(runs: Runs) -> Figure:
-    """Payload per step against final accuracy."""
-    points = {n: (r["payload_bytes_per_step"]["mean"], 100 * r["final_accuracy"]) for n, r in runs.items()}
-    return _scatter(points, "payload per step and rank", "final test accuracy, %", list(runs))
+    """Payload per step against the test metric at the end."""
+    metric = metric_of(runs.values())
+    points = {n: (r["payload_bytes_per_step"]["mean"], float(metric.drawn(final_score(r)))) for n, r in runs.items()}
+    return _scatter(points, "payload per step and rank", f"final {metric.label}", list(runs))
 
 
 def plot_replay_tradeoff(replays: Replays) -> Figure:

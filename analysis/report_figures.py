@@ -8,6 +8,7 @@ from typing import Any
 
 from gradlab.analysis import method_plots, plots
 from gradlab.analysis.formatting import format_percent
+from gradlab.analysis.metric import final_score, metric_of
 from gradlab.analysis.page import Drawing
 from gradlab.analysis.series import common, observed_series, predicted_series
 
@@ -91,7 +92,7 @@ def run_drawings(runs: Mapping[str, Found], replays: Mapping[str, Found]) -> lis
     lossy = _lossy(replays)
     caption = "All runs start from the same parameters and see the same data in the same order."
     draw = partial(method_plots.plot_training, runs)
-    drawings = [Drawing("training", "Training: loss and accuracy", caption, draw)]
+    drawings = [Drawing("training", f"Training: loss and {metric_of(runs.values()).name}", caption, draw)]
     if lossy or any(observed_series(run)[1].any() for run in runs.values()):
         caption = (
             "Predicted: the method replayed on the dense run's gradients. Observed: what training with it measured. "
@@ -110,9 +111,10 @@ def run_drawings(runs: Mapping[str, Found], replays: Mapping[str, Found]) -> lis
 def _cost_drawings(runs: Mapping[str, Found]) -> list[Drawing]:
     drawings = []
     if placed := {name: run for name, run in runs.items() if _is_placed(run)}:
-        caption = "Payload that a rank contributes per compressed step, and the accuracy at the end; one seed each."
+        name = metric_of(runs.values()).name
+        caption = f"Payload that a rank contributes per compressed step, and the {name} at the end; one seed each."
         draw = partial(method_plots.plot_tradeoff, placed)
-        drawings.append(Drawing("tradeoff", "Bytes against accuracy", caption, draw))
+        drawings.append(Drawing("tradeoff", f"Bytes against {name}", caption, draw))
     if timed := {name: run for name, run in runs.items() if any((run.get("time") or {}).values())}:
         caption = (
             "Per step, as the runs measured it. Upper bar: what a step lasts, computing and then waiting for the "
@@ -129,7 +131,7 @@ def _layer_errors(replays: Mapping[str, Found], runs: Mapping[str, Found]) -> Dr
 
 
 def _is_placed(run: Found) -> bool:
-    return run.get("final_accuracy") is not None and bool(run.get("payload_bytes_per_step"))
+    return final_score(run) is not None and bool(run.get("payload_bytes_per_step"))
 
 
 def _lossy(replays: Mapping[str, Found]) -> dict[str, Found]:

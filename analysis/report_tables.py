@@ -13,12 +13,13 @@ from gradlab.analysis.formatting import (
     format_ratio,
     format_seconds,
 )
+from gradlab.analysis.metric import final_score, metric_of
 from gradlab.analysis.page import Table
 from gradlab.analysis.series import common, median_or_none, observed_series, predicted_series
 
 _COMPARISON_COLUMNS = (
     "method",
-    "final accuracy",
+    "final",
     "payload/step",
     "wire/step",
     "ratio",
@@ -72,18 +73,20 @@ def comparison_table(runs: Mapping[str, Any], replays: Mapping[str, Any]) -> Tab
         "plan was fitted on left out. "
         "A step lasts compute + wait; compress and communicate run beside computing."
     )
-    return Table("Methods side by side", _COMPARISON_COLUMNS, _comparison_rows(runs, replays), note)
+    method, final, *rest = _COMPARISON_COLUMNS
+    columns = (method, f"{final} {metric_of(runs.values()).name}", *rest)
+    return Table("Methods side by side", columns, _comparison_rows(runs, replays), note)
 
 
 def _comparison_rows(runs: Mapping[str, Any], replays: Mapping[str, Any]) -> list[list[str]]:
-    rows = []
+    rows, metric = [], metric_of(runs.values())
     for name, run in runs.items():
         predicted, observed = median_errors(replays.get(name), run)
         times = run.get("time") or {}
         rows.append(
             [
                 name,
-                format_percent(run.get("final_accuracy")),
+                metric.text(final_score(run)),
                 format_bytes((run.get("payload_bytes_per_step") or {}).get("mean")),
                 format_bytes((run.get("wire_bytes_per_step") or {}).get("mean")),
                 format_ratio(run.get("compression_ratio")),

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from gradlab.analysis.formatting import format_number, format_percent, format_ratio, format_seconds
+from gradlab.analysis.metric import RELATIVE_NOISE, final_score, metric_of, scores
 
-# One seed's accuracies differ by about this much for no reason.
-_ACCURACY_NOISE = 0.02
 # A step must be shorter by this share before it is called faster.
 _SPEED_NOISE = 0.05
 
@@ -22,7 +21,7 @@ def step_seconds(run: Mapping[str, Any]) -> float | None:
 
 
 def comparison_verdict(runs: Mapping[str, Any]) -> str:
-    """Whether compression paid, by the runs' own clocks and accuracies. The run named "dense" is the reference."""
+    """Whether compression paid, by the runs' own clocks and what they reach. The run named "dense" is the reference."""
     dense = runs.get("dense")
     timed = {name: seconds for name, run in runs.items() if name != "dense" and (seconds := step_seconds(run))}
     reference = step_seconds(dense) if dense else None
@@ -34,18 +33,18 @@ def comparison_verdict(runs: Mapping[str, Any]) -> str:
         return (
             f"Compression does not pay on this link: a dense step takes {format_seconds(reference)}, the fastest "
             f"compressed one ({fastest}) {format_seconds(timed[fastest])}. Up to {format_ratio(ratio)} fewer bytes are "
-            f"worth something only where bytes are slow. {_accuracy_line(runs, dense)}"
+            f"worth something only where bytes are slow. {_quality_line(runs, dense)}"
         )
     drift = _compute_seconds(dense) - _compute_seconds(runs[fastest])
     if drift >= 0.5 * (reference - timed[fastest]):
         return (
             f"Whether compression pays in time cannot be told here: {fastest} takes {format_seconds(timed[fastest])} "
             f"per step and dense {format_seconds(reference)}, but computing alone, which no codec changes, differs by "
-            f"{format_seconds(drift)} between the two runs. {_accuracy_line(runs, dense)}"
+            f"{format_seconds(drift)} between the two runs. {_quality_line(runs, dense)}"
         )
     return (
         f"{fastest} pays in time: {format_seconds(timed[fastest])} per step instead of {format_seconds(reference)}, at "
-        f"{format_ratio(runs[fastest].get('compression_ratio'))} fewer bytes. {_accuracy_line(runs, dense)}"
+        f"{format_ratio(runs[fastest].get('compression_ratio'))} fewer bytes. {_quality_line(runs, dense)}"
     )
 
 
@@ -53,19 +52,27 @@ def _compute_seconds(run: Mapping[str, Any]) -> float:
     return float((run.get("time") or {}).get("compute") or 0.0)
 
 
-def _accuracy_line(runs: Mapping[str, Any], dense: Mapping[str, Any]) -> str:
-    reference = dense.get("final_accuracy")
+def _quality_line(runs: Mapping[str, Any], dense: Mapping[str, Any]) -> str:
+    metric, reference = metric_of(runs.values()), final_score(dense)
+    name = metric.name[:1].upper() + metric.name[1:]
     if reference is None:
-        return "Accuracy was not measured."
-    lost = {
-        name: run["final_accuracy"]
-        for name, run in runs.items()
-        if run.get("final_accuracy") is not None and run["final_accuracy"] < reference - _ACCURACY_NOISE
-    }
+        return f"{name}: dense itself diverged." if scores(dense) else f"{name} was not measured."
+    ends = {method: final_score(run) for method, run in runs.items() if scores(run) or final_score(run) is not None}
+    lost = {method: value for method, value in ends.items() if metric.worse(value, reference)}
+    if not lost and metric.form == "percent":
+        return f"All methods end within 2 points of dense ({metric.text(reference)}) or above, one seed each."
     if not lost:
-        return f"All methods end within 2 points of dense ({format_percent(reference)}) or above, one seed each."
-    listed = ", ".join(f"{name} ({format_percent(accuracy)})" for name, accuracy in lost.items())
-    return f"Accuracy is lost by {listed}; dense reaches {format_percent(reference)}, one seed each."
+        way = "below" if metric.better == "lower" else "above"
+        share = format_percent(RELATIVE_NOISE, 0)
+        return (
+            f"All methods end within {share} of dense ({metric.name} {metric.text(reference)}) or {way}, one seed each."
+        )
+    listed = ", ".join(f"{method} ({_reached(metric.text(value), value)})" for method, value in lost.items())
+    return f"{name} is lost by {listed}; dense reaches {metric.text(reference)}, one seed each."
+
+
+def _reached(text: str, value: float | None) -> str:
+    return "diverged" if value is None else text
 
 
 def trace_verdict(spectrum: Mapping[str, Any], fit: Mapping[str, Any] | None, replays: Mapping[str, Any]) -> str:

@@ -2,12 +2,22 @@
 
 recorder = TraceRecorder(ddp_model, "trace")      # attaches itself to DDP; recorder.close() or `with`
 repair("trace")                                   # close a trace that a killed run left open
-TraceWriter("trace", layers, world_size=4)        # write a trace of emulated ranks from one process
+EmulatedNodes(model, "trace", world_size=64)      # N nodes played by one model in one process
+TraceWriter("trace", layers, world_size=4)        # write a trace of gradients that come from elsewhere
 """
 
 from gradlab.capture.async_writer import RecorderReport
+from gradlab.capture.emulated import EmulatedNodes
 from gradlab.capture.recorder import TraceRecorder, capture_hook
 from gradlab.capture.repair import RepairedRank, repair
 from gradlab.capture.trace_writer import TraceWriter
 
-__all__ = ["RecorderReport", "RepairedRank", "TraceRecorder", "TraceWriter", "capture_hook", "repair"]
+__all__ = [
+    "EmulatedNodes",
+    "RecorderReport",
+    "RepairedRank",
+    "TraceRecorder",
+    "TraceWriter",
+    "capture_hook",
+    "repair",
+]

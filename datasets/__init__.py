@@ -5,20 +5,39 @@ data = workload.load()
 model = workload.model(seed=0)
 for indices in gradlab.datasets.batches(len(data.train_x), 32, rank=0, world_size=2, seed=0, steps=300):
     loss = workload.loss(model(data.train_x[indices]), data.train_y[indices])
+
+Other settings than the registered ones: `gradlab.datasets.TextWords(context=128, vocabulary=20_000)`.
 """
 
 from __future__ import annotations
 
 from gradlab.datasets.cifar10 import Cifar10
 from gradlab.datasets.digits import Digits
+from gradlab.datasets.fashion_mnist import FashionMnist
+from gradlab.datasets.metric import Metric
+from gradlab.datasets.optimizer import build_optimizer
 from gradlab.datasets.recipe import Recipe, learning_rate_at
 from gradlab.datasets.sampling import batches
+from gradlab.datasets.text import TextBytes, TextWords
 from gradlab.datasets.workload import Data, Workload
 from gradlab.errors import GradlabError
 
-__all__ = ["Data", "Recipe", "Workload", "batches", "get", "learning_rate_at", "names"]
+__all__ = [
+    "Data",
+    "Metric",
+    "Recipe",
+    "TextBytes",
+    "TextWords",
+    "Workload",
+    "batches",
+    "build_optimizer",
+    "get",
+    "learning_rate_at",
+    "names",
+]
 
-_WORKLOADS: dict[str, Workload] = {workload.name: workload for workload in (Digits(), Cifar10())}
+_ALL: tuple[Workload, ...] = (Digits(), Cifar10(), FashionMnist(), TextBytes(), TextWords())
+_WORKLOADS: dict[str, Workload] = {workload.name: workload for workload in _ALL}
 
 
 def names() -> list[str]:

@@ -22,15 +22,17 @@ from gradlab.files import write_whole
 from gradlab.layout import canonical_json
 
 
-def cached(source: Path, read: Callable[[], Splits]) -> Splits:
+def cached(source: Path, image: tuple[int, ...], read: Callable[[], Splits]) -> Splits:
     """The arrays of `source`, mapped from a cache if it holds them sound and whole, else by `read` and then cached.
+
+    image: the shape that one image must have.
 
     Raises:
         GradlabError: what `read` raises.
         OSError: if `source` cannot be read.
     """
     root, key = _root(), _key(source)
-    splits = _load(root / key) if root else None
+    splits = _load(root / key, image) if root else None
     if splits is None:
         splits = read()
         if root and _key(source) == key:  # else it changed while it was read
@@ -55,10 +57,10 @@ def _key(source: Path) -> str:
     return hashlib.sha256(said.encode()).hexdigest()[:32]
 
 
-def _load(place: Path) -> Splits | None:
+def _load(place: Path, image: tuple[int, ...]) -> Splits | None:
     try:
         arrays = [np.load(place / f"{key}.npy", mmap_mode="r", allow_pickle=False) for key in Splits._fields]
-        return checked(Splits(*arrays), str(place))
+        return checked(Splits(*arrays), image, str(place))
     except (OSError, EOFError, ValueError):  # GradlabError among them: whatever is amiss, the file itself is read
         return None
 

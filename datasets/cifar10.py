@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from gradlab.datasets.cifar_files import read_splits
+from gradlab.datasets.metric import ACCURACY
 from gradlab.datasets.recipe import Recipe
 from gradlab.datasets.resnet import initialized
 from gradlab.datasets.workload import Data, Workload, limited
@@ -36,6 +37,7 @@ class Cifar10(Workload):
     description = "CIFAR-10 images of 32x32 pixels (from a path you give), ResNet-20"
     pairing = "He et al. 2016, section 4.2: batch 128 (2 ranks of 64), 64k steps, random crop and flip"
     recipe = Recipe(learning_rate=0.1, momentum=0.9, weight_decay=1e-4, batch_size=64, steps=64000, schedule="step")
+    metric = ACCURACY
     needs_path = True
 
     def load(self, path: str | None = None, *, train_limit: int | None = None, test_limit: int | None = None) -> Data:

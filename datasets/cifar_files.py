@@ -6,10 +6,11 @@ from pathlib import Path
 
 from gradlab.datasets.array_cache import cached
 from gradlab.datasets.cifar_archive import read_folder, read_tar
-from gradlab.datasets.cifar_npz import read_npz
+from gradlab.datasets.image_npz import read_npz
 from gradlab.datasets.splits import Splits, checked
 from gradlab.errors import GradlabError
 
+IMAGE = (32, 32, 3)  # height, width, colours
 _EXPECTED = "an .npz, cifar-10-python.tar.gz, cifar-10-binary.tar.gz, or the folder extracted from either"
 _TAR_MAGIC_AT = 257
 
@@ -25,7 +26,7 @@ def read_splits(path: str) -> Splits:
     place = Path(path)
     try:
         if place.is_dir():
-            return checked(read_folder(place), path)
+            return checked(read_folder(place), IMAGE, path)
         if not place.is_file():
             raise GradlabError(
                 f"{path}: {'not a regular file' if place.exists() else 'no such file'}, give {_EXPECTED}"
@@ -33,9 +34,9 @@ def read_splits(path: str) -> Splits:
         with place.open("rb") as stream:
             head = stream.read(_TAR_MAGIC_AT + 5)
         if head.startswith(b"PK"):
-            return cached(place, lambda: checked(read_npz(place), path))
+            return cached(place, IMAGE, lambda: checked(read_npz(place, IMAGE), IMAGE, path))
         if head.startswith(b"\x1f\x8b") or head[_TAR_MAGIC_AT:] == b"ustar":
-            return cached(place, lambda: checked(read_tar(place), path))
+            return cached(place, IMAGE, lambda: checked(read_tar(place), IMAGE, path))
     except OSError as error:
         raise GradlabError(f"{path}: cannot be read ({error.strerror or error})") from error
     raise GradlabError(f"{path}: neither a zip nor a tar file, expected {_EXPECTED}")

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from gradlab.datasets.metric import ACCURACY
 from gradlab.datasets.recipe import Recipe
 from gradlab.datasets.resnet import initialized
 from gradlab.datasets.workload import Data, Workload, limited
@@ -32,6 +33,7 @@ class Digits(Workload):
     description = "handwritten digits of 8x8 pixels (bundled with scikit-learn), residual network of 10 layers"
     pairing = "no paper: the smallest real task on which convolutional compressors can be compared"
     recipe = Recipe(learning_rate=0.05, momentum=0.9, weight_decay=5e-4, batch_size=32, steps=300, warmup_steps=20)
+    metric = ACCURACY
     needs_path = False
 
     def load(self, path: str | None = None, *, train_limit: int | None = None, test_limit: int | None = None) -> Data:

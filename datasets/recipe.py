@@ -1,8 +1,9 @@
-"""The recipe of a training run: optimizer settings, batch, number of steps, learning rate over time.
+"""The recipe of a training run: optimizer and its settings, batch, number of steps, learning rate over time.
 
 Linear warm-up: Goyal et al., "Accurate, Large Minibatch SGD" (2017), section 2.2. Cosine: Loshchilov and Hutter,
 "SGDR" (2017), eq. 5 without restarts. Steps: He et al., "Deep Residual Learning" (2016), section 4.2, which divides
-the rate by 10 at 32k and 48k of 64k iterations: at one half and three quarters.
+the rate by 10 at 32k and 48k of 64k iterations: at one half and three quarters. AdamW: Loshchilov and Hutter,
+"Decoupled Weight Decay Regularization" (2019), algorithm 2.
 """
 
 from __future__ import annotations
@@ -14,24 +15,27 @@ from typing import Literal, get_args
 from gradlab.errors import GradlabError
 
 Schedule = Literal["cosine", "constant", "step"]
+Optimizer = Literal["sgd", "adamw"]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings of SGD with momentum. Change one with `dataclasses.replace`.
+    """Settings of SGD with momentum, or of AdamW. Change one with `dataclasses.replace`.
 
     Raises:
         GradlabError: for a setting out of its range.
     """
 
     learning_rate: float  # peak rate, reached when the warm-up ends
-    momentum: float  # in [0, 1)
-    weight_decay: float  # L2 penalty on every parameter
+    momentum: float  # in [0, 1); AdamW's beta_1
+    weight_decay: float  # of every parameter: SGD's L2 penalty, AdamW's decay per unit of learning rate
     batch_size: int  # samples per rank and step
     steps: int  # optimizer steps
     warmup_steps: int = 0  # steps of linear warm-up, at most `steps`
     schedule: Schedule = "cosine"
-    nesterov: bool = False
+    nesterov: bool = False  # with SGD
+    optimizer: Optimizer = "sgd"
+    second_momentum: float = 0.999  # in [0, 1); AdamW's beta_2
 
     def __post_init__(self) -> None:
         sound = {
@@ -42,7 +46,9 @@ class Recipe:
             "steps": self.steps >= 1,
             "warmup_steps": 0 <= self.warmup_steps <= self.steps,
             "schedule": self.schedule in get_args(Schedule),
-            "nesterov": not self.nesterov or self.momentum > 0,
+            "nesterov": not self.nesterov or (self.momentum > 0 and self.optimizer == "sgd"),
+            "optimizer": self.optimizer in get_args(Optimizer),
+            "second_momentum": 0 <= self.second_momentum < 1,
         }
         expected = {
             "learning_rate": "a positive number",
@@ -52,7 +58,9 @@ class Recipe:
             "steps": "at least 1",
             "warmup_steps": f"0 to steps = {self.steps}",
             "schedule": f"one of {', '.join(get_args(Schedule))}",
-            "nesterov": "a momentum above 0 with it",
+            "nesterov": "SGD and a momentum above 0 with it",
+            "optimizer": f"one of {', '.join(get_args(Optimizer))}",
+            "second_momentum": "0 <= second_momentum < 1",
         }
         for setting, fine in sound.items():
             if not fine:

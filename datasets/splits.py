@@ -9,12 +9,11 @@ import numpy as np
 from gradlab.errors import GradlabError
 
 CLASSES = 10
-IMAGE = (32, 32, 3)  # height, width, colours
 MAX_IMAGES = 200_000  # in one split: a header that claims more is refused before memory is taken
 
 
 class Splits(NamedTuple):
-    """Images as bytes (samples, 32, 32, 3) and classes 0 to 9 as int64 (samples,), for training and for testing."""
+    """Images as bytes (samples, height, width[, colours]) and classes 0 to 9 (samples,), to train and to test on."""
 
     x_train: np.ndarray
     y_train: np.ndarray
@@ -22,29 +21,31 @@ class Splits(NamedTuple):
     y_test: np.ndarray
 
 
-def check_header(key: str, shape: tuple[int, ...], dtype: np.dtype, source: str) -> None:
-    """Refuse an array by its shape and type alone; `key` is one of the fields of `Splits`.
+def check_header(key: str, shape: tuple[int, ...], dtype: np.dtype, image: tuple[int, ...], source: str) -> None:
+    """Refuse an array by its shape and type alone.
+
+    key: one of the fields of `Splits`; image: shape of one image, (height, width) or (height, width, colours).
 
     Raises:
         GradlabError: for objects, a wrong type or shape, no images, or more than MAX_IMAGES.
     """
     images = key.startswith("x")
     kind = dtype == np.uint8 if images else dtype.kind in "iu"
-    expected = f"uint8 of shape (samples, {', '.join(map(str, IMAGE))})" if images else "integers of shape (samples,)"
-    if dtype.hasobject or not kind or len(shape) < 1 or shape[1:] != (IMAGE if images else ()):
+    expected = f"uint8 of shape (samples, {', '.join(map(str, image))})" if images else "integers of shape (samples,)"
+    if dtype.hasobject or not kind or len(shape) < 1 or shape[1:] != (image if images else ()):
         raise GradlabError(f"{source}: {key} is {dtype} of shape {shape}, expected {expected}")
     if not 1 <= shape[0] <= MAX_IMAGES:
         raise GradlabError(f"{source}: {key} holds {shape[0]} samples, expected 1 to {MAX_IMAGES}")
 
 
-def checked(splits: Splits, source: str) -> Splits:
-    """The same arrays, labels as int64, once they are known to fit each other.
+def checked(splits: Splits, image: tuple[int, ...], source: str) -> Splits:
+    """The same arrays, labels as int64, once they are known to fit each other; image: the shape of one.
 
     Raises:
         GradlabError: for a wrong type or shape, a label outside 0 to 9, or labels that do not match the images.
     """
     for key, array in splits._asdict().items():
-        check_header(key, array.shape, array.dtype, source)
+        check_header(key, array.shape, array.dtype, image, source)
     for split in ("train", "test"):
         images, labels = getattr(splits, f"x_{split}"), getattr(splits, f"y_{split}")
         if len(images) != len(labels):

@@ -1,25 +1,26 @@
-"""What a workload is: data, a model, a loss, a recipe, and how accuracy is measured."""
+"""What a workload is: data, a model, a loss, a recipe, and the metric that a trained model is judged by."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import final
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from gradlab.datasets.metric import Metric
 from gradlab.datasets.recipe import Recipe
 from gradlab.errors import GradlabError
 
 
 @dataclass(frozen=True)
 class Data:
-    """A data set in memory, normalised and split.
+    """A data set in memory, split. Samples are drawn by their first axis.
 
-    train_x, test_x: float32 images (samples, channels, height, width), about zero mean and unit variance;
-    train_y, test_y: int64 classes (samples,).
+    train_x, test_x: float32 images (samples, channels, height, width), about zero mean and unit variance, or int64
+    tokens (samples, context); train_y, test_y: int64 classes (samples,), or each token's successor (samples, context).
     """
 
     train_x: torch.Tensor
@@ -29,13 +30,15 @@ class Data:
 
 
 class Workload(ABC):
-    """A data set with the model and the recipe it is trained by. Stateless: methods are functions."""
+    """A data set with the model and the recipe it is trained by. Holds settings at most: methods are functions."""
 
-    name: ClassVar[str]
-    description: ClassVar[str]
-    pairing: ClassVar[str]  # where this data set, model and recipe were put together
-    recipe: ClassVar[Recipe]
-    needs_path: ClassVar[bool]  # whether `load` needs a file that the user has
+    name: str
+    description: str
+    pairing: str  # where this data set, model and recipe were put together
+    recipe: Recipe
+    metric: Metric
+    needs_path: bool  # whether `load` needs a file that the user has
+    interim_samples: int = 1000  # of the test split, for a look at the metric while training
 
     @abstractmethod
     def load(self, path: str | None = None, *, train_limit: int | None = None, test_limit: int | None = None) -> Data:
@@ -51,30 +54,32 @@ class Workload(ABC):
 
     @abstractmethod
     def augment(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Training images (batch, channels, height, width), randomly altered; of the same shape."""
+        """Training inputs (batch, ...), randomly altered or as they are; of the same shape."""
 
     @final
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Mean cross entropy in nats of logits (batch, classes) against classes (batch,)."""
-        return functional.cross_entropy(output, target)
+        """Mean cross entropy in nats of logits (batch, ..., classes) against classes (batch, ...)."""
+        return functional.cross_entropy(output.flatten(0, -2), target.flatten())
 
     @final
     @torch.no_grad()
-    def accuracy(self, model: nn.Module, x: torch.Tensor, y: torch.Tensor, *, batch_size: int = 250) -> float:
-        """The fraction (0 to 1) of images (samples, ...) whose largest logit is their class (samples,).
+    def score(self, model: nn.Module, x: torch.Tensor, y: torch.Tensor, *, batch_size: int | None = None) -> float:
+        """The workload's metric of a model on samples (samples, ...) with their classes (samples, ...).
 
-        The model is put in evaluation mode and back. Raises GradlabError if there are no samples.
+        batch_size: samples at a time, the recipe's by default. The model is put in evaluation mode and back. Raises
+        GradlabError if there are no samples.
         """
         if not len(x):
-            raise GradlabError("accuracy of no samples: expected at least 1 image")
+            raise GradlabError(f"{self.metric.name} of no samples: expected at least 1")
+        size = batch_size or self.recipe.batch_size
         was_training = model.training
         model.eval()
         try:
-            parts = zip(x.split(batch_size), y.split(batch_size), strict=True)
-            right = sum(int((model(images).argmax(1) == classes).sum()) for images, classes in parts)
+            parts = zip(x.split(size), y.split(size), strict=True)
+            total = sum(float(self.metric.total(model(a).flatten(0, -2), b.flatten())) for a, b in parts)
         finally:
             model.train(was_training)
-        return right / len(x)
+        return self.metric.of_mean(total / y.numel())
 
 
 def limited(length: int, limit: int | None, split: str) -> int:

@@ -9,17 +9,18 @@ from statistics import fmean, median
 from typing import Any
 
 from gradlab.capture import RecorderReport
+from gradlab.datasets.metric import ACCURACY, Metric
 from gradlab.measures import LayerErrors, add_errors, relative
 from gradlab.runtime.statistics import StepRecord
 
 
 @dataclass
 class RankOutcome:
-    """One rank's measurements, per step. accuracies: (step, fraction right), kept by rank 0."""
+    """One rank's measurements, per step. scores: (step, the workload's metric), kept by rank 0."""
 
     step_seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    accuracies: list[tuple[int, float]] = field(default_factory=list)
+    scores: list[tuple[int, float]] = field(default_factory=list)
     records: list[StepRecord] = field(default_factory=list)
     recorder: RecorderReport | None = None
 
@@ -27,7 +28,7 @@ class RankOutcome:
         return dataclasses.asdict(self)
 
 
-def run_report(ranks: Sequence[dict[str, Any]], dense_payload_bytes: int) -> dict[str, Any]:
+def run_report(ranks: Sequence[dict[str, Any]], dense_payload_bytes: int, metric: Metric) -> dict[str, Any]:
     """The report of a run from every rank's `RankOutcome` as JSON.
 
     Times are medians over the compressed steps (all steps, if none was compressed), mean over ranks, in seconds:
@@ -36,15 +37,18 @@ def run_report(ranks: Sequence[dict[str, Any]], dense_payload_bytes: int) -> dic
     Errors are sqrt(sum ||asked - own||^2 / sum ||asked||^2) over ranks and compressed layers.
     """
     losses = [fmean(step) for step in zip(*(rank["losses"] for rank in ranks), strict=True)]
-    accuracies = ranks[0]["accuracies"]
+    scores = ranks[0]["scores"]
     tail = losses[-10:]
     report: dict[str, Any] = {
         "losses": losses,
-        "accuracies": accuracies,
         "final_loss": fmean(tail) if tail else None,
-        "final_accuracy": accuracies[-1][1] if accuracies else None,
+        "metric": metric.to_json(),
+        "scores": scores,
+        "final_score": scores[-1][1] if scores else None,
         "recorded": [rank["recorder"] for rank in ranks if rank["recorder"]],
     }
+    if metric is ACCURACY:  # as the first version called them
+        report |= {"accuracies": scores, "final_accuracy": report["final_score"]}
     records = [rank["records"] for rank in ranks]
     if not records[0]:
         return {**report, "step_seconds": fmean(median(rank["step_seconds"]) for rank in ranks)}

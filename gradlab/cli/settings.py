@@ -5,9 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradlab.errors import GradlabError
+
+if TYPE_CHECKING:
+    from gradlab.datasets import Recipe
+
+EVALUATIONS = 8  # times at which a run's model is tested
 
 
 @dataclass(frozen=True)
@@ -17,7 +22,8 @@ class TrainSettings:
     workload: name; data: path for workloads that need one; ranks: world size; steps, batch_size (per rank),
     learning_rate: of the recipe; seed: of model, data order and augmentation; threads: per rank; bucket_cap_mb: DDP's
     bucket size in MiB; capture: folder for a trace; every: record every so many steps; artifact: a plan to train
-    with; deterministic: means in rank order; name: how reports call the run; train_limit: first so many samples.
+    with; deterministic: means in rank order; name: how reports call the run; train_limit: first so many samples;
+    emulate: one process plays all ranks.
     """
 
     workload: str
@@ -35,6 +41,7 @@ class TrainSettings:
     deterministic: bool = False
     name: str = "run"
     train_limit: int | None = None
+    emulate: bool = False
 
     def check(self) -> None:
         """Refuse what no run can do.
@@ -52,10 +59,24 @@ class TrainSettings:
             raise GradlabError(f"seed = {self.seed}, expected a whole number from 0 to 2^63 - 1")
         if not 0 < self.bucket_cap_mb < 1e6:
             raise GradlabError(f"bucket size = {self.bucket_cap_mb} MiB, expected above 0 and below 1e6")
+        if self.emulate and (self.artifact or not self.capture):
+            raise GradlabError("emulated nodes are there to be recorded: --emulate needs --capture, and no --compress")
         if self.ranks == 1 and (self.capture or self.artifact):
-            raise GradlabError("one rank exchanges no gradients: recording and compressing need --ranks 2 or more")
+            option = "--emulate" if self.emulate else "--ranks"
+            raise GradlabError(f"one rank exchanges no gradients: recording and compressing need {option} 2 or more")
         if self.capture and self.artifact:
             raise GradlabError("a run either records (--capture) or compresses (--compress), not both")
+
+    def applied_to(self, recipe: Recipe) -> Recipe:
+        """The workload's recipe with what this run says otherwise; a warm-up never exceeds the steps."""
+        steps = self.steps or recipe.steps
+        return dataclasses.replace(
+            recipe,
+            steps=steps,
+            warmup_steps=min(recipe.warmup_steps, steps),
+            batch_size=self.batch_size or recipe.batch_size,
+            learning_rate=self.learning_rate or recipe.learning_rate,
+        )
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gradlab.cli.console import print_json, print_table, progress_bars, say
 from gradlab.errors import GradlabError
+
+if TYPE_CHECKING:
+    from gradlab.cli.settings import TrainSettings
+    from gradlab.progress import Progress
 
 EXAMPLE = """
 Examples:
@@ -18,12 +22,21 @@ Examples:
   gradlab train digits --ranks 2 --compress plan.safetensors --out run.json
 
   gradlab train cifar10 --data cifar10.npz --steps 200 --capture trace
+
+  gradlab train digits --emulate 16 --batch-size 16 --capture trace
+
+  gradlab train text_bytes --data book.txt --steps 500
 """
+WORKLOADS = "digits (bundled), cifar10, fashion_mnist, text_bytes or text_words (these need --data)."
 
 
 def train(
-    workload: Annotated[str, typer.Argument(help="digits (bundled) or cifar10 (needs --data).")],
-    ranks: Annotated[int, typer.Option(help="Processes on this machine, under torchrun.")] = 2,
+    workload: Annotated[str, typer.Argument(help=WORKLOADS)],
+    ranks: Annotated[int | None, typer.Option(help="Processes on this machine, under torchrun; 2 by default.")] = None,
+    emulate: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Instead of ranks: one process plays N nodes in turn, for --capture."),
+    ] = None,
     capture: Annotated[Path | None, typer.Option(metavar="DIR", help="Record every rank's gradients here.")] = None,
     compress: Annotated[Path | None, typer.Option(metavar="ARTIFACT", help="Train with this artifact.")] = None,
     data: Annotated[Path | None, typer.Option(help="Data set file or folder, for workloads that need one.")] = None,
@@ -40,13 +53,15 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="Print the run's report as JSON.")] = False,
 ) -> None:
     """Train a workload on this machine's ranks: plain, recorded (--capture) or compressed (--compress)."""
-    from gradlab.cli.launch import launch, save_report
+    from gradlab.cli.launch import save_report
     from gradlab.cli.settings import TrainSettings
 
+    if ranks is not None and emulate is not None:
+        raise GradlabError("a run has either ranks (--ranks) or emulated nodes (--emulate), not both")
     settings = TrainSettings(
         workload=workload,
         data=str(data.absolute()) if data else None,
-        ranks=ranks,
+        ranks=next((number for number in (emulate, ranks) if number is not None), 2),
         steps=steps,
         batch_size=batch_size,
         learning_rate=learning_rate,
@@ -59,6 +74,7 @@ def train(
         deterministic=deterministic,
         name=compress.stem if compress else ("recorded" if capture else "plain"),
         train_limit=train_limit,
+        emulate=emulate is not None,
     )
     settings.check()
     if out is not None:
@@ -70,7 +86,7 @@ def train(
 
         Artifact.load(compress)  # a bad file is better refused before processes start
     with progress_bars() as progress:
-        report = launch(settings, progress)
+        report = _run(settings, progress)
     if out is not None:
         save_report(report, out)
     if as_json:
@@ -85,14 +101,29 @@ def train(
 train.__doc__ = f"{train.__doc__}\n{EXAMPLE}"
 
 
-def _print(report: dict[str, Any]) -> None:
-    from gradlab.analysis.formatting import format_bytes, format_percent, format_ratio, format_seconds
+def _run(settings: TrainSettings, progress: Progress) -> dict[str, Any]:
+    if settings.emulate:
+        from gradlab.cli.emulate import emulate
 
+        return emulate(settings, progress)
+    from gradlab.cli.launch import launch
+
+    return launch(settings, progress)
+
+
+def _print(report: dict[str, Any]) -> None:
+    from gradlab.analysis.formatting import format_bytes, format_ratio, format_seconds
+    from gradlab.analysis.metric import final_score, metric_of
+
+    metric = metric_of([report])
     rows = [
         ("steps", str(report["steps"])),
-        ("final accuracy", format_percent(report["final_accuracy"])),
+        (f"final {metric.name}", metric.text(final_score(report))),
         ("final loss (last 10 steps)", f"{report['final_loss']:.4f}"),
-        ("step time (median)", format_seconds(report["step_seconds"])),
+        (
+            "step time (median)" + (", all nodes in turn" if report.get("emulated") else ""),
+            format_seconds(report["step_seconds"]),
+        ),
     ]
     if "payload_bytes_per_step" in report:
         rows += [
@@ -101,8 +132,13 @@ def _print(report: dict[str, Any]) -> None:
             ("compression ratio", format_ratio(report["compression_ratio"])),
             *((f"{part} per step", format_seconds(value)) for part, value in report["time"].items()),
         ]
+    emulated = report.get("emulated", False)
     rows += [
-        (f"recorded by rank {rank}", f"{row['steps_written']} steps, {format_bytes(row['bytes_written'])}")
+        (
+            "recorded of all nodes" if emulated else f"recorded by rank {rank}",
+            f"{row['steps_written']} steps, {format_bytes(row['bytes_written'])}",
+        )
         for rank, row in enumerate(report["recorded"])
     ]
-    print_table(f"{report['workload']}, {report['world_size']} ranks: {report['name']}", ("", ""), rows)
+    kind = "emulated nodes" if emulated else "ranks"
+    print_table(f"{report['workload']}, {report['world_size']} {kind}: {report['name']}", ("", ""), rows)

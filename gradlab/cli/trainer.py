@@ -23,12 +23,12 @@ from gradlab.capture import TraceRecorder
 from gradlab.cli.outcome import RankOutcome, run_report
 from gradlab.cli.settings import TrainSettings
 from gradlab.codec import seeded_generator
-from gradlab.datasets import Data, Recipe, Workload, batches, get, learning_rate_at
+from gradlab.datasets import Data, Recipe, Workload, batches, build_optimizer, get, learning_rate_at
 from gradlab.errors import GradlabError
 from gradlab.runtime import CompressionState, compression_hook
 
-# Times at which the model is tested on the way, and on how many test samples; at the end it is tested on all.
-_EVALUATIONS, _EVALUATION_SAMPLES = 8, 1000
+# Times at which the model is tested, on a part of the test data; at the end it is tested on all.
+_EVALUATIONS = 8
 
 
 @dataclass
@@ -62,11 +62,11 @@ class Rank:
         self.outcome.losses.append(float(loss.detach()))
 
     def evaluate(self, step: int) -> None:
-        """Test accuracy of rank 0's model; the others wait, so that it does not count as their step."""
+        """The metric of rank 0's model on test data; the others wait, so that it does not count as their step."""
         if dist.get_rank() == 0:
-            some = None if step == self.recipe.steps else _EVALUATION_SAMPLES
-            accuracy = self.workload.accuracy(self.model.module, self.data.test_x[:some], self.data.test_y[:some])
-            self.outcome.accuracies.append((step, accuracy))
+            some = None if step == self.recipe.steps else self.workload.interim_samples
+            score = self.workload.score(self.model.module, self.data.test_x[:some], self.data.test_y[:some])
+            self.outcome.scores.append((step, score))
         dist.barrier()
 
 
@@ -86,13 +86,7 @@ def _prepare(settings: TrainSettings, exits: ExitStack) -> Rank:
     recipe = _recipe(settings, workload.recipe)
     data = workload.load(settings.data, train_limit=settings.train_limit)
     model = DistributedDataParallel(workload.model(settings.seed), bucket_cap_mb=settings.bucket_cap_mb)
-    optimizer = torch.optim.SGD(
-        model.parameters(),
-        lr=learning_rate_at(recipe, 0),
-        momentum=recipe.momentum,
-        weight_decay=recipe.weight_decay,
-        nesterov=recipe.nesterov,
-    )
+    optimizer = build_optimizer(recipe, model.parameters())
     generator = seeded_generator("augmentation", settings.seed, dist.get_rank())
     rank = Rank(settings, workload, recipe, data, model, optimizer, generator)
     if settings.capture:
@@ -174,7 +168,7 @@ def run_rank(settings: TrainSettings) -> dict[str, Any]:
         "plan": rank.state.plan.digest if rank.state else None,
         "forecast_payload_bytes": rank.state.plan.payload_bytes(settings.ranks) if rank.state else dense,
     }
-    return {**about, **run_report(rows, dense)}
+    return {**about, **run_report(rows, dense, rank.workload.metric)}
 
 
 def main() -> int:

@@ -1,0 +1,76 @@
+"""The mean gradient of emulated nodes, one node in memory at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from gradlab.errors import GradlabError
+
+
+class NodeMean:
+    """The mean of N nodes' gradients: each times 1/N, added in rank order, as `sum_in_rank_order` does.
+
+    Takes every parameter's .grad when a node ends, and puts the mean there when the step ends. Memory: one gradient.
+    """
+
+    def __init__(self, model: nn.Module, world_size: int) -> None:
+        self._names, self._parameters = zip(*model.named_parameters(), strict=True)
+        self._scale = 1.0 / world_size
+        self._before: list[torch.Tensor | None] = []  # each .grad as the step found it: None or zeros
+        self._totals: list[torch.Tensor | None] = []
+        self._versions: list[int] = []
+
+    def begin_step(self) -> None:
+        """Raises GradlabError if a gradient other than zero is left over; DDP would add it to every node's."""
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            if parameter.grad is not None and _any(parameter.grad):
+                raise GradlabError(
+                    f"{name}: a gradient is left over from before node 0; call optimizer.zero_grad() before each step"
+                )
+        self._before = [parameter.grad for parameter in self._parameters]
+        self._totals = [None] * len(self._before)
+        self._versions = [parameter._version for parameter in self._parameters]
+
+    def begin_node(self) -> None:
+        """Raises GradlabError if a parameter has changed within the step."""
+        self._require_unchanged()
+        self._clear()
+
+    def discard_node(self) -> None:
+        """A node that failed: what it left in .grad does not count."""
+        for parameter, before in zip(self._parameters, self._before, strict=True):
+            parameter.grad = before
+
+    @torch.no_grad()
+    def end_node(self) -> None:
+        for position, parameter in enumerate(self._parameters):
+            if parameter.grad is None:
+                continue
+            share, total = parameter.grad.detach().mul_(self._scale), self._totals[position]
+            self._totals[position] = share if total is None else total.add_(share)
+        self._clear()
+
+    def end_step(self) -> None:
+        """A parameter that no node used gets back the .grad that the step found. Raises as `begin_node`."""
+        self._require_unchanged()
+        for parameter, total, before in zip(self._parameters, self._totals, self._before, strict=True):
+            parameter.grad = before if total is None else total
+        self._totals, self._before = [], []
+
+    def _require_unchanged(self) -> None:
+        for name, parameter, version in zip(self._names, self._parameters, self._versions, strict=True):
+            if parameter._version != version:
+                raise GradlabError(
+                    f"{name} has changed since the step began; all nodes of a step take their gradients at the same "
+                    "parameters, and optimizer.step() comes after average()"
+                )
+
+    def _clear(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+
+def _any(gradient: torch.Tensor) -> bool:
+    """Whether any element is other than zero; NaN is."""
+    return bool((gradient.coalesce().values() if gradient.is_sparse else gradient).any())

@@ -1,0 +1,96 @@
+"""What a DDP rank has of its own beside its gradients: its buffers, random generators, and forward passes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from gradlab.errors import GradlabError
+
+
+class NodeBuffers:
+    """Buffers (running statistics and the like) of emulated nodes, as DDP with broadcast_buffers treats them.
+
+    Before a step's forward pass every rank has the buffers of rank 0; each then changes its own, and rank 0's alone
+    reach the next step. Memory: two copies of the buffers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._common: dict[str, torch.Tensor] = {}  # before the step, on every node
+        self._first: dict[str, torch.Tensor] = {}  # as node 0 leaves them
+
+    def begin_step(self) -> None:
+        self._common = self._copy()
+
+    def begin_node(self) -> None:
+        """Give the node that comes next what node 0 began with."""
+        self._restore(self._common)
+
+    def keep_first(self) -> None:
+        """Node 0 has made its pass."""
+        self._first = self._copy()
+
+    def end_step(self) -> None:
+        self._restore(self._first)
+
+    def _copy(self) -> dict[str, torch.Tensor]:
+        return {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
+
+    @torch.no_grad()
+    def _restore(self, values: dict[str, torch.Tensor]) -> None:
+        for name, buffer in self._model.named_buffers():
+            if name in values:
+                buffer.copy_(values[name])
+
+
+class NodeStreams:
+    """Torch's global generators, one state for each node: dropout draws from them, and knows no other.
+
+    Node r begins where `torch.manual_seed(seed + r)` puts a rank's process. Outside of nodes the generators are as if
+    no node had drawn from them.
+
+    Args:
+        devices: indices of CUDA devices whose generators count too.
+    """
+
+    def __init__(self, seed: int, devices: list[int]) -> None:
+        self._seed, self._devices = seed, devices
+        self._states: dict[int, list[torch.Tensor]] = {}
+
+    @contextlib.contextmanager
+    def of(self, rank: int) -> Iterator[None]:
+        """Draw as this node; if the body fails, its draws did not happen."""
+        generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in self._devices)]
+        with torch.random.fork_rng(devices=self._devices):
+            states = self._states.get(rank)
+            for position, generator in enumerate(generators):
+                if states is None:
+                    generator.manual_seed(self._seed + rank)
+                else:
+                    generator.set_state(states[position])
+            yield
+            self._states[rank] = [generator.get_state() for generator in generators]
+
+
+class ForwardPasses:
+    """A forward pre-hook that counts a node's passes, and refuses training passes that belong to no node."""
+
+    def __init__(self) -> None:
+        self.inside: bool | None = None  # of a node; None: not recording
+        self.count = 0
+
+    def __reduce__(self) -> tuple[type[ForwardPasses], tuple[()]]:
+        # Hooks travel with a copied or saved model; the copy is not being recorded.
+        return ForwardPasses, ()
+
+    def __call__(self, module: nn.Module, inputs: object) -> None:
+        if self.inside is None or not torch.is_grad_enabled():
+            return
+        if not self.inside and module.training:
+            # It would change the buffers that every node begins with, and its graph would belong to no node.
+            raise GradlabError("a training forward pass outside of a node: put it into `with nodes.node(rank):`")
+        self.count += 1

@@ -1,0 +1,53 @@
+"""What a trained model is judged by: a figure with a name, a direction and a form, from its logits on the test split.
+
+Perplexity and bits per byte are one quantity, the mean negative log likelihood H in nats of a token: exp(H), and
+H / ln 2 where a token is a byte (Jelinek et al., "Perplexity - a measure of the difficulty of speech recognition
+tasks", 1977; Graves, "Generating Sequences With Recurrent Neural Networks", 2013, section 3).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.nn import functional
+
+_LARGEST_EXPONENT = 700.0  # beyond it exp leaves the range of a float
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A figure made of a sum over predictions: of_mean(total(logits, classes) / predictions).
+
+    total: logits (predictions, classes) and true classes (predictions,) -> a scalar.
+    """
+
+    name: str  # as reports call it
+    better: Literal["higher", "lower"]
+    form: Literal["percent", "number"]  # percent: a fraction from 0 to 1, shown as a percentage
+    total: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    of_mean: Callable[[float], float]
+
+    def to_json(self) -> dict[str, Any]:
+        """What a run's report keeps: name, direction and form."""
+        return {"name": self.name, "better": self.better, "form": self.form}
+
+
+def _right(logits: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    return (logits.argmax(1) == classes).sum()
+
+
+def _nats(logits: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits, classes, reduction="none").double().sum()
+
+
+def _exponential(nats: float) -> float:
+    return math.inf if nats > _LARGEST_EXPONENT else math.exp(nats)
+
+
+ACCURACY = Metric("accuracy", "higher", "percent", _right, float)
+PERPLEXITY = Metric("perplexity", "lower", "number", _nats, _exponential)
+BITS_PER_BYTE = Metric("bits per byte", "lower", "number", _nats, lambda nats: nats / math.log(2))

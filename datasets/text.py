@@ -1,0 +1,124 @@
+"""Language modelling on a text that the user has, by bytes or by words, with a small transformer.
+
+Every token is predicted from those before it in its row of `context` tokens; see `transformer` for the model,
+`vocabulary` for words, `text_files` for the files and the split. By bytes as in Al-Rfou et al., "Character-Level
+Language Modeling with Deeper Self-Attention" (2019); by words as in Merity et al. (2016), whose WikiText files are read
+as they are.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import numpy as np
+import torch
+from torch import nn
+
+from gradlab.datasets.metric import BITS_PER_BYTE, PERPLEXITY
+from gradlab.datasets.recipe import Recipe
+from gradlab.datasets.text_files import EXPECTED, Text, decoded, read_texts, windows
+from gradlab.datasets.transformer import TransformerSize, initialized
+from gradlab.datasets.vocabulary import build_vocabulary, encode
+from gradlab.datasets.workload import Data, Workload, limited
+from gradlab.errors import GradlabError
+
+_BYTES = 256
+_RECIPE = Recipe(
+    learning_rate=1e-3,
+    momentum=0.9,
+    weight_decay=0.1,
+    batch_size=16,
+    steps=2000,
+    warmup_steps=50,
+    optimizer="adamw",
+    second_momentum=0.95,
+)
+_PAIRING = "no paper: a transformer small enough to learn text on two processors; AdamW as in Brown et al. 2020"
+
+
+@final
+class TextBytes(Workload):
+    """Any file, byte by byte: 256 tokens, four layers of 128, 842,496 parameters at a context of 128 bytes.
+
+    context: tokens that a row has, and positions that the model has.
+    """
+
+    name = "text_bytes"
+    description = "any text by bytes (a file or folder you give), transformer of 4 layers"
+    pairing = _PAIRING
+    recipe = _RECIPE
+    metric = BITS_PER_BYTE
+    needs_path = True
+    interim_samples = 100
+
+    def __init__(self, context: int = 128) -> None:
+        self.size = TransformerSize(vocabulary=_BYTES, context=context)
+
+    def load(self, path: str | None = None, *, train_limit: int | None = None, test_limit: int | None = None) -> Data:
+        """Rows of bytes, and the bytes that follow them; a limit keeps the first so many rows."""
+        train, test = read_texts(_required(path, self.name))
+        tokens = [np.frombuffer(text.content, np.uint8) for text in (train, test)]
+        return _data(tokens, (train, test), self.size.context, train_limit, test_limit)
+
+    def model(self, seed: int) -> nn.Module:
+        return initialized(self.size, seed)
+
+    def augment(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """As it is: a changed byte is another text."""
+        return x
+
+
+@final
+class TextWords(Workload):
+    """A UTF-8 text, word by word: four layers of 128, 1,850,112 parameters with 8,192 words at a context of 64.
+
+    context: tokens that a row has, and positions that the model has; vocabulary: tokens, <unk> and <eos> included. The
+    model has room for all of them, however few the text has. Perplexities are comparable at one vocabulary only, as
+    <unk> counts as a word that is easy to predict.
+    """
+
+    name = "text_words"
+    description = "text by words (a file, or a folder as WikiText's), 8192 words, transformer of 4 layers"
+    pairing = _PAIRING
+    recipe = _RECIPE
+    metric = PERPLEXITY
+    needs_path = True
+    interim_samples = 50
+
+    def __init__(self, context: int = 64, vocabulary: int = 8192) -> None:
+        self.size = TransformerSize(vocabulary=vocabulary, context=context)
+
+    def load(self, path: str | None = None, *, train_limit: int | None = None, test_limit: int | None = None) -> Data:
+        """Rows of words, and the words that follow them; a limit keeps the first so many rows.
+
+        The vocabulary is that of the whole training text, so that a limit changes no token.
+        """
+        train, test = read_texts(_required(path, self.name), between_words=True)
+        lines = [decoded(text) for text in (train, test)]
+        vocabulary = build_vocabulary(lines[0], self.size.vocabulary)
+        tokens = [encode(line, vocabulary) for line in lines]
+        return _data(tokens, (train, test), self.size.context, train_limit, test_limit)
+
+    def model(self, seed: int) -> nn.Module:
+        return initialized(self.size, seed)
+
+    def augment(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """As it is: a changed word is another text."""
+        return x
+
+
+def _required(path: str | None, name: str) -> str:
+    if path is None:
+        raise GradlabError(f"workload {name} needs a path: {EXPECTED}")
+    return path
+
+
+def _data(
+    tokens: list[np.ndarray], texts: tuple[Text, Text], context: int, train_limit: int | None, test_limit: int | None
+) -> Data:
+    parts: list[torch.Tensor] = []
+    for row, text, limit, split in zip(tokens, texts, (train_limit, test_limit), ("train", "test"), strict=True):
+        x, y = windows(row, context, text.source)
+        kept = limited(len(x), limit, split)
+        parts += [x[:kept], y[:kept]]
+    return Data(*parts)

@@ -1,0 +1,96 @@
+"""Text for language models: one file, or a folder with train.txt and test.txt, as bytes; and how it becomes samples."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from gradlab.errors import GradlabError
+
+MAX_TEXT_BYTES = 1 << 27  # in one file; tokens take eight bytes each in memory
+EXPECTED = "a text file, or a folder with train.txt and test.txt"
+_WHITE_SPACE = re.compile(rb"[ \t\r\n]")
+
+
+class Text(NamedTuple):
+    """The bytes of one split, and where they come from, for messages."""
+
+    content: bytes
+    source: str
+
+
+def read_texts(path: str, *, between_words: bool = False) -> tuple[Text, Text]:
+    """The training and the test text. Of a single file these are the first 90 % of its bytes and the rest.
+
+    between_words: move the cut of a single file to the next white space. A valid.txt beside the other two is not read:
+    nothing here is tuned on it.
+
+    Raises:
+        GradlabError: if the path is missing, cannot be read, or holds an empty or an oversized file.
+    """
+    place = Path(path)
+    try:
+        if place.is_dir():
+            return _read(place / "train.txt"), _read(place / "test.txt")
+        whole = _read(place)
+    except OSError as error:
+        raise GradlabError(f"{path}: cannot be read ({error.strerror or error})") from error
+    cut = _cut(whole.content, between_words)
+    return Text(whole.content[:cut], f"{path} (first 90 %)"), Text(whole.content[cut:], f"{path} (last 10 %)")
+
+
+def _read(file: Path) -> Text:
+    if not file.is_file():
+        what = "not a regular file" if file.exists() else "no such file"
+        raise GradlabError(f"{file}: {what}, expected {EXPECTED}")
+    with file.open("rb") as stream:
+        content = stream.read(MAX_TEXT_BYTES + 1)
+    if len(content) > MAX_TEXT_BYTES:
+        raise GradlabError(f"{file}: more than {MAX_TEXT_BYTES} bytes; give a part of it")
+    if not content:
+        raise GradlabError(f"{file}: is empty, expected text")
+    return Text(content, str(file))
+
+
+def _cut(content: bytes, between_words: bool) -> int:
+    cut = 9 * len(content) // 10
+    if not between_words:
+        return cut
+    found = _WHITE_SPACE.search(content, cut)
+    return found.start() if found else len(content)
+
+
+def decoded(text: Text) -> str:
+    """The text of UTF-8 bytes.
+
+    Raises:
+        GradlabError: if they are not UTF-8.
+    """
+    try:
+        return text.content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise GradlabError(
+            f"{text.source}: not UTF-8 at byte {error.start}: words need it; text_bytes takes any bytes"
+        ) from None
+
+
+def windows(tokens: np.ndarray, context: int, source: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of `context` tokens that follow one another, and each token's successor: two int64 (samples, context).
+
+    tokens: integers (tokens,). The rows do not overlap; the last incomplete one is left out. Both are views of one
+    copy.
+
+    Raises:
+        GradlabError: if there is no whole row.
+    """
+    samples = (len(tokens) - 1) // context
+    if samples < 1:
+        raise GradlabError(
+            f"{source}: {len(tokens)} tokens, expected at least {context + 1}: a context of {context} and its successor"
+        )
+    line = torch.from_numpy(tokens[: samples * context + 1].astype(np.int64))
+    return line[:-1].view(samples, context), line[1:].view(samples, context)
