@@ -36,6 +36,7 @@ from gradlab.runtime.exchange import Bucket, Exchange, Iteration, segments
 from gradlab.runtime.faults import CommunicationError, Reasons
 from gradlab.runtime.statistics import Statistics, StepRecord
 from gradlab.runtime.timeline import Timeline
+from gradlab.workspace import RecyclingWorkspace
 from gradlab.wrapper import innermost, wrappers_of
 
 
@@ -78,6 +79,7 @@ class Engine:
         device: HostDevice,
         timeline: Timeline,
         reasons: Reasons,
+        workspace: RecyclingWorkspace,
         options: EngineOptions,
     ) -> None:
         self.plan = plan
@@ -95,6 +97,7 @@ class Engine:
         self._timeline = timeline
         self._reasons = reasons
         self._options = options
+        self._workspace = workspace
         self._groups = {group.name: group for group in plan.compressed_groups}
         self._group_of = {name: group.name for group in plan.compressed_groups for name in group.layers}
         self._context = Context(0, 1, 0)
@@ -198,6 +201,7 @@ class Engine:
             loss_scale=scale,
             start=self.plan.schedule.warmup_steps,
             plain_sgd=self._options.plain_sgd,
+            workspace=self._workspace,
         )
         active = self._groups if compressing else [name for name in self._groups if self._acts_when_dense(name)]
         record = StepRecord(self.iteration, compressing, loss_scale=scale)
@@ -347,6 +351,7 @@ class Engine:
         self._count_non_finite(record)
         self.iteration += 1
         self._current = None
+        self._workspace.recycle(tensor for state in self.states.values() for tensor in state.values())
         for bucket in current.buckets:
             bucket.future.set_result(bucket.buffer)
 

@@ -29,7 +29,7 @@ from gradlab.runtime.engine import Engine, EngineOptions, Surroundings
 from gradlab.runtime.faults import Reasons
 from gradlab.runtime.statistics import Statistics
 from gradlab.runtime.timeline import Timeline
-from gradlab.wrapper import wrappers_of
+from gradlab.workspace import RecyclingWorkspace
 
 
 class CompressionState:
@@ -103,6 +103,7 @@ class CompressionState:
         self._dense_bytes = sum(parameter.numel() * parameter.element_size() for _, parameter in pairs)
         self._device = device_of(_device(pairs))
         self._timeline = Timeline(trace_steps)
+        workspace = RecyclingWorkspace()
         group = process_group or _group_like(ddp_model.process_group, timeout, self._device.device)
         self._communicator = Communicator(
             group,
@@ -110,6 +111,7 @@ class CompressionState:
             check_requests,
             owned=process_group is None,
             timeline=self._timeline,
+            workspace=workspace,
             device=self._device.device,
         )
         if self._communicator.world_size == 1:
@@ -123,6 +125,7 @@ class CompressionState:
             self._device,
             self._timeline,
             Reasons(group.group_name, self._communicator.rank, self._communicator.world_size),
+            workspace,
             options,
         )
         del group  # of one made here the communicator alone holds on: destroying it is how peers learn of a failure
@@ -256,8 +259,7 @@ def _check(
 
 
 def _check_momentum(plan: Plan, optimizer: torch.optim.Optimizer | None) -> None:
-    codecs = (plan.build(group) for group in plan.compressed_groups)
-    wrapper = next((w.name for codec in codecs for w in wrappers_of(codec) if w.applies_momentum), None)
+    wrapper = plan.applies_momentum
     if wrapper is None:
         return
     if optimizer is None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradlab.artifact import Artifact
 from gradlab.capture import TraceRecorder
 from gradlab.cli.outcome import RankOutcome, run_report
 from gradlab.cli.settings import TrainSettings
@@ -86,12 +87,13 @@ def _prepare(settings: TrainSettings, exits: ExitStack) -> Rank:
     recipe = _recipe(settings, workload.recipe)
     data = workload.load(settings.data, train_limit=settings.train_limit)
     model = DistributedDataParallel(workload.model(settings.seed), bucket_cap_mb=settings.bucket_cap_mb)
+    momentum = 0.0 if settings.artifact and applies_momentum(settings.artifact) else recipe.momentum
     optimizer = torch.optim.SGD(
         model.parameters(),
         lr=learning_rate_at(recipe, 0),
-        momentum=recipe.momentum,
+        momentum=momentum,
         weight_decay=recipe.weight_decay,
-        nesterov=recipe.nesterov,
+        nesterov=recipe.nesterov and momentum > 0,
     )
     generator = seeded_generator("augmentation", settings.seed, dist.get_rank())
     rank = Rank(settings, workload, recipe, data, model, optimizer, generator)
@@ -113,6 +115,14 @@ def _prepare(settings: TrainSettings, exits: ExitStack) -> Rank:
         )
         model.register_comm_hook(rank.state, compression_hook)
     return rank
+
+
+def applies_momentum(artifact: str) -> bool:
+    """Whether a plan applies momentum itself; one that cannot be read is refused later, by all ranks alike."""
+    try:
+        return Artifact.load(artifact).plan.applies_momentum is not None
+    except GradlabError:
+        return False
 
 
 def _train(rank: Rank) -> None:

@@ -51,16 +51,16 @@ class ErrorFeedback(Wrapper):
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         residual = self._residual(grads, state, context)
-        asked = add(grads, residual)
+        asked = add(grads, residual, context)
         done = yield from self.codec.exchange(asked, self.inner_state(state), context)
-        unsent = {name: asked[name] - done.own[name] for name in grads}
+        unsent = subtract(asked, done.own, context)
         kept: Tensors = {}
         for name, left in unsent.items():
             kept |= store_buffer(name, "residual", self._low_pass(left, residual.get(name)), self.settings.buffer)
         return Exchanged(done.mean, done.own, {**done.state, **kept}, asked, unsent)
 
     def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        asked = add(grads, self._residual(grads, state, context))
+        asked = add(grads, self._residual(grads, state, context), context)
         done = yield from self.codec.dense_exchange(asked, self.inner_state(state), context)
         return Exchanged(done.mean, done.own, done.state, asked)
 
@@ -80,6 +80,14 @@ class ErrorFeedback(Wrapper):
         return (1 - decay) * unsent + (0.0 if before is None else decay * before)
 
 
-def add(grads: Tensors, residual: Tensors) -> Tensors:
+def add(grads: Tensors, residual: Tensors, context: Context) -> Tensors:
     """Gradients plus the residuals there are."""
-    return {name: grad + residual[name] if name in residual else grad for name, grad in grads.items()}
+    return {
+        name: torch.add(grad, residual[name], out=context.workspace.empty_like(grad)) if name in residual else grad
+        for name, grad in grads.items()
+    }
+
+
+def subtract(asked: Tensors, own: Tensors, context: Context) -> Tensors:
+    """What an exchange left unsent, by layer."""
+    return {name: torch.sub(value, own[name], out=context.workspace.empty_like(value)) for name, value in asked.items()}
