@@ -2,7 +2,7 @@
 
 Seide et al., "1-bit SGD", Interspeech 2014; Karimireddy et al., "Error feedback fixes SignSGD", ICML 2019, Algorithm 1.
 Low-pass form: Chen et al., "ScaleCom", NeurIPS 2020, eq. (5) and Algorithm 1. Step-size ratio: Zheng, Huang, Kwok,
-"Communication-efficient distributed blockwise momentum SGD with error-feedback", NeurIPS 2019, Algorithm 1.
+"Communication-efficient distributed blockwise momentum SGD with error-feedback", NeurIPS 2019, Algorithm 2, line 5.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ BUFFERS = ("float32", "int8")
 class ErrorFeedback(Wrapper):
     """asked = gradient + residual; new residual = asked - own. Law: own + new residual == gradient + old residual.
 
-    The iteration before is remembered whole: with eta_t the step size, what is left is eta_t * residual of the
-    parameters' path, so that under a changing step size the ratio eta_(t-1) / eta_t belongs before the residual.
-    That holds for plain SGD; an optimizer with momentum or a preconditioner of its own has no such law.
+    With eta_t the step size, the parameters are eta_t * residual away from where they would be without compression, so
+    that under a changing step size the ratio eta_(t-1) / eta_t belongs before the residual (the paper's Lemma 1). That
+    holds for plain SGD; an optimizer with momentum or a preconditioner of its own has no such law.
     In iterations that are dense the residual is sent along and is gone.
     """
 
@@ -38,7 +38,8 @@ class ErrorFeedback(Wrapper):
         known. The new residual is then decay * residual + (1 - decay) * (asked - own);
         step_size_ratio: multiply the residual by eta_(t-1) / eta_t; None does so if the optimizer is SGD without
         momentum;
-        buffer: "float32" (the gradient's working type) or "int8", a quarter of the memory, blocks of 256 with a scale.
+        buffer: "float32" (the gradient's working type) or "int8", a quarter of the memory, blocks of 256 with a scale;
+        what is below 1/254 of its block's largest is then lost.
         """
 
         decay: float = 0.0
