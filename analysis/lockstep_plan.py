@@ -55,6 +55,7 @@ class LockstepPlan:
         self.groups = plan.compressed_groups or plan.groups
         self.codecs = {group.name: plan.build(group) for group in self.groups}
         self.states: list[dict[str, Tensors]] = [{} for _ in range(world_size)]
+        self._learning_rates: dict[str, float] = {}  # of the last step that was committed
         self.layers = tuple(name for group in self.groups for name in group.layers)
 
     @property
@@ -67,7 +68,6 @@ class LockstepPlan:
         iteration: int,
         gradients: Sequence[Tensors],
         learning_rate: Mapping[str, float] | None = None,
-        previous_learning_rate: Mapping[str, float] | None = None,
         loss_scale: float = 1.0,
     ) -> StepResult:
         """Run one iteration. gradients: per rank, by layer name, without the loss scale that the run had; layers of
@@ -82,7 +82,7 @@ class LockstepPlan:
             iteration,
             seed=self.plan.seed,
             learning_rate=learning_rate or {},
-            previous_learning_rate=previous_learning_rate or {},
+            previous_learning_rate={**(learning_rate or {}), **self._learning_rates},
             loss_scale=loss_scale,
             start=self.plan.schedule.warmup_steps,
             plain_sgd=self.plain_sgd,
@@ -96,6 +96,7 @@ class LockstepPlan:
             wire = [total + result.wire_bytes for total, result in zip(wire, results, strict=True)]
         finite = finite and all_finite([done.mean for ranks in exchanged.values() for done in ranks[:1]])
         if finite:
+            self._learning_rates |= learning_rate or {}
             for rank, states in enumerate(self.states):
                 states |= {name: ranks[rank].state for name, ranks in exchanged.items()}
         mean_seconds = sum(seconds) / self.world_size

@@ -68,16 +68,13 @@ def replay_steps(
 ) -> Iterator[tuple[StepResult, list[Tensors]]]:
     """Drive `lockstep` over positions start..stop; yields each result with the gradients it was made from."""
     here = [layer.name for layer in trace.layers]
-    rates = trace.scalars(0)["learning_rate"]
     for step in trace.iterate(start, stop, here):
         # Copies: products of rows that lie unaligned in a block differ in the last bit from those of aligned ones.
         gradients = [
             {name: torch.from_numpy(value).clone() for name, value in rank.items()} for rank in step_gradients(step)
         ]
-        before = float(rates[max(0, step.position - 1)])
         now = learning_rates(lockstep.plan, step.learning_rate)
-        earlier = learning_rates(lockstep.plan, before)
-        yield lockstep.step(step.index, gradients, now, earlier, float(step.loss_scale[0])), gradients
+        yield lockstep.step(step.index, gradients, now, float(step.loss_scale[0])), gradients
 
 
 def _measure(result: StepResult, gradients: list[Tensors]) -> ReplayStep:

@@ -45,11 +45,11 @@ def network(width: int) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels[-1], 10))
 
 
-def ours(codec: str, **settings: Any) -> Attach:
+def ours(codec: str, measure_every: int = 0, **settings: Any) -> Attach:
     """Attach a uniform plan."""
 
     def attach(model: DistributedDataParallel) -> None:
-        state = CompressionState(Plan.uniform(model, codec, **settings), model)
+        state = CompressionState(Plan.uniform(model, codec, **settings), model, measure_every=measure_every)
         model.register_comm_hook(state, compression_hook)
 
     return attach
@@ -60,7 +60,10 @@ METHODS: dict[str, Attach] = {
     "PyTorch allreduce_hook": lambda model: model.register_comm_hook(None, allreduce_hook),
     "PyTorch fp16 hook": lambda model: model.register_comm_hook(None, fp16_compress_hook),
     "identity": ours("identity"),
+    "cast float16": ours("cast"),
+    "qsgd 4 bit": ours("qsgd", bits=4),
     "powersgd rank 2": ours("powersgd", rank=2),
+    "powersgd rank 2, measured at every step": ours("powersgd", 1, rank=2),
     "topk 1 %": ours("topk", density=0.01),
 }
 

@@ -26,6 +26,7 @@ from gradlab.capture.settings import SEGMENT_BYTES, RecorderSettings
 from gradlab.capture.start import start_recording
 from gradlab.ddp import bucket_gradients
 from gradlab.errors import GradlabError
+from gradlab.optimizers import is_plain_sgd
 
 
 def capture_hook(state: "TraceRecorder", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -98,6 +99,8 @@ class TraceRecorder:
             every, start, max_steps, queue_steps, on_full, dtype, flush_seconds, segment_bytes
         )
         about = {} if metadata is None else metadata
+        if isinstance(about, dict):  # a replay has to know what the run's residuals would be multiplied by
+            about = {"plain_sgd": is_plain_sgd(optimizer)} | about
         chosen, self._writer = start_recording(model, self.path, self._settings, layers, wrap, about, overwrite)
         # Parameters are kept alive with their ids: an id alone could pass to another object.
         self._positions = {id(parameter): (n, parameter) for n, (_, parameter) in enumerate(chosen)}

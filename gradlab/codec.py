@@ -18,6 +18,7 @@ import torch
 from gradlab.collectives import Coroutine, Gather, Mean
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
+from gradlab.workspace import Workspace
 
 Tensors = dict[str, torch.Tensor]
 
@@ -36,7 +37,8 @@ class Context:
     group: the group's name; learning_rate, previous_learning_rate: by layer name, now and one iteration before;
     loss_scale: the run's factor on its loss (gradients that reach a codec are free of it);
     start: the first iteration that the schedule compresses;
-    plain_sgd: whether the optimizer is SGD without momentum of its own.
+    plain_sgd: whether the optimizer is SGD without momentum of its own;
+    workspace: where results as large as gradients take their memory from.
     """
 
     rank: int
@@ -49,6 +51,7 @@ class Context:
     loss_scale: float = 1.0
     start: int = 0
     plain_sgd: bool = False
+    workspace: Workspace = field(default_factory=Workspace)
 
     def shared_generator(self, *key: object, every_iteration: bool = True) -> torch.Generator:
         """A CPU generator in the same state on every rank; new in every iteration, or the same in all (for starts).
@@ -185,10 +188,12 @@ class Compressor(Codec):
         vector = concatenate(grads)
         payload = self.compress(vector, context.rank_generator())
         answers = yield tuple(Gather(part) for part in payload)
-        mean = torch.zeros_like(vector)
+        mean = context.workspace.zeros_like(vector)
         for theirs in zip(*answers, strict=True):
             self.add_decompressed(mean, theirs, 1.0 / context.world_size)
-        return Exchanged(separate(mean, grads), separate(self.decompress(payload, vector), grads))
+        own = context.workspace.zeros_like(vector)
+        self.add_decompressed(own, payload, 1.0)
+        return Exchanged(separate(mean, grads), separate(own, grads))
 
 
 def exchange_group(

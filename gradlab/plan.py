@@ -207,6 +207,12 @@ class Plan:
         return tuple(group for group in self.groups if not group.plainly_dense)
 
     @property
+    def applies_momentum(self) -> str | None:
+        """The name of a wrapper that applies momentum, which the optimizer must then not do; or None."""
+        names = (wrap.name for group in self.groups for wrap in group.wrappers)
+        return next((name for name in names if wrapper_registry.get(name).applies_momentum), None)
+
+    @property
     def dense_layers(self) -> tuple[Layer, ...]:
         """Layers that are sent uncompressed in every phase."""
         compressed = {name for group in self.compressed_groups for name in group.layers}

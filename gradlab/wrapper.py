@@ -138,8 +138,8 @@ def store_buffer(name: str, what: str, tensor: torch.Tensor, kind: str) -> Tenso
     if kind != "int8":
         return {f"{name}/{what}": tensor}
     blocks = torch.nn.functional.pad(tensor.reshape(-1), (0, -tensor.numel() % _BLOCK)).view(-1, _BLOCK)
-    scales = blocks.abs().amax(1) / 127
-    steps = (blocks / scales.clamp_min(torch.finfo(scales.dtype).tiny)[:, None]).round().to(torch.int8)
+    scales = (blocks.abs().amax(1) / 127).clamp_min(torch.finfo(tensor.dtype).tiny)  # below it division is inexact
+    steps = (blocks / scales[:, None]).round().to(torch.int8)
     return {
         f"{name}/{what}": steps.view(-1)[: tensor.numel()].reshape(tensor.shape).clone(),
         f"{name}/{what}_scale": scales,

@@ -9,6 +9,7 @@ import torch
 
 from gradlab.codec import Tensors
 from gradlab.errors import GradlabError
+from gradlab.runtime.device import HostDevice
 from gradlab.runtime.engine import Engine
 from gradlab.wrapper import POLICIES
 
@@ -27,7 +28,7 @@ def save(engine: Engine, identity: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def restore(engine: Engine, saved: Mapping[str, Any], identity: Mapping[str, Any], device: torch.device) -> None:
+def restore(engine: Engine, saved: Mapping[str, Any], identity: Mapping[str, Any], device: HostDevice) -> None:
     """Continue from `save` of the same plan, rank and world size.
 
     Raises:
@@ -39,7 +40,7 @@ def restore(engine: Engine, saved: Mapping[str, Any], identity: Mapping[str, Any
             hint = "; load_state_dicts takes the checkpoints of all old ranks" if key == "world_size" else ""
             raise GradlabError(f"checkpoint: {key} is {came}, this run has {mine!r}{hint}")
     states = _states(engine, saved)
-    _continue(engine, saved, {group: _moved(kept, device) for group, kept in states.items()})
+    _continue(engine, saved, _moved(states, device))
 
 
 def redistribute(
@@ -47,7 +48,7 @@ def redistribute(
     saved: Sequence[Mapping[str, Any]],
     identity: Mapping[str, Any],
     residuals: str,
-    device: torch.device,
+    device: HostDevice,
 ) -> None:
     """Continue from the `save` of every rank of a run at any world size; see `CompressionState.load_state_dicts`.
 
@@ -72,7 +73,7 @@ def redistribute(
         group: engine.codecs[group].redistribute([one[group] for one in by_rank], rank, world_size, residuals)
         for group in by_rank[0]
     }
-    _continue(engine, saved[0], {group: _moved(kept, device) for group, kept in states.items()})
+    _continue(engine, saved[0], _moved(states, device))
 
 
 def _states(engine: Engine, saved: Mapping[str, Any]) -> dict[str, Tensors]:
@@ -90,8 +91,15 @@ def _states(engine: Engine, saved: Mapping[str, Any]) -> dict[str, Tensors]:
     return found
 
 
-def _moved(state: Tensors, device: torch.device) -> Tensors:
-    return {key: tensor.detach().clone().to(device) for key, tensor in state.items()}
+def _moved(states: dict[str, Tensors], device: HostDevice) -> dict[str, Tensors]:
+    """Copies on the device, made where the worker makes its own, and there before anybody uses them."""
+    with device.working():
+        copies = {
+            group: {key: tensor.detach().clone().to(device.device) for key, tensor in state.items()}
+            for group, state in states.items()
+        }
+        device.synchronize()
+    return copies
 
 
 def _continue(engine: Engine, saved: Mapping[str, Any], states: dict[str, Tensors]) -> None:

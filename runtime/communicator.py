@@ -28,6 +28,7 @@ from gradlab.errors import GradlabError
 from gradlab.runtime.faults import CommunicationError
 from gradlab.runtime.fused import Fused, InPlaceMean, fuse, fusion_key
 from gradlab.runtime.timeline import Timeline
+from gradlab.workspace import Workspace
 
 # torch 2.13 renames all_gather_into_tensor and warns of the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -36,7 +37,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class Communicator:
     """Issues fused collectives on one process group and counts what passes.
 
-    owned: whether `close` destroys the group; device: where messages of its own have to be.
+    owned: whether `close` destroys the group; device: where messages of its own have to be; workspace: where
+    messages take their memory from.
     deterministic: means are taken by all-to-all, a sum in rank order and all-gather, so that they equal
     `run_lockstep`'s bit for bit; otherwise by the backend's all-reduce.
     check_requests: before each round compare all ranks' requests (a debugging aid; one small collective more).
@@ -50,6 +52,7 @@ class Communicator:
         *,
         owned: bool = False,
         timeline: Timeline | None = None,
+        workspace: Workspace | None = None,
         device: torch.device | None = None,
     ) -> None:
         self.group: dist.ProcessGroup | None = group
@@ -63,6 +66,7 @@ class Communicator:
         self.device = device or torch.device("cpu")
         self._owned = owned
         self._timeline = timeline or Timeline()
+        self.workspace = workspace or Workspace()
 
     def close(self) -> None:
         """Let go of the group. Idempotent. Peers that wait for this rank in an owned one get an error."""
@@ -109,7 +113,7 @@ class Communicator:
 
     def all_gather(self, message: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
         """Start gathering vectors of one length: the tensor (N, length) that will hold them, and what to wait for."""
-        out = message.new_empty(self.world_size, message.numel())
+        out = self.workspace.empty((self.world_size, message.numel()), message)
         self.wire_bytes += all_gather_wire_bytes(message.nbytes, self.world_size)
         return out, self._start("all-gather", message.nbytes, _all_gather, out.view(-1), message)
 
@@ -125,7 +129,7 @@ class Communicator:
         Every rank sends this one the same number of elements.
         """
         mine = sizes[self.rank]
-        out = parts.new_empty(mine * self.world_size)
+        out = self.workspace.empty((mine * self.world_size,), parts)
         self.wire_bytes += all_to_all_wire_bytes([n * parts.element_size() for n in sizes], self.rank)
         incoming = [mine] * self.world_size
         # Empty only if it is on all ranks: a rank that is sent nothing still sends.
@@ -170,7 +174,7 @@ class Round:
         ]
 
     def answers(self) -> list[Any]:
-        """Wait, and return one answer per request, in order; every tensor has storage of its own."""
+        """Wait, and return one answer per request, in order; no two tensors overlap."""
         answers: list[Any] = [None] * self._count
         for positions, fused in self._fused:
             for position, answer in zip(positions, fused.answers(), strict=True):

@@ -31,6 +31,9 @@ class HostDevice:
     def receive(self, ready: Any, buffer: torch.Tensor) -> None:
         """In the worker: take over a bucket that is marked `ready`."""
 
+    def synchronize(self) -> None:
+        """Wait until what was computed under `working` is there."""
+
 
 class CudaDevice(HostDevice):
     """A GPU: the worker has a stream of its own, ordered by events against the training stream.
@@ -63,6 +66,10 @@ class CudaDevice(HostDevice):
         assert self._stream is not None
         self._stream.wait_event(ready)
         buffer.record_stream(self._stream)
+
+    def synchronize(self) -> None:
+        assert self._stream is not None
+        self._stream.synchronize()
 
 
 def device_of(device: torch.device) -> HostDevice:

@@ -36,6 +36,7 @@ from gradlab.runtime.exchange import Bucket, Exchange, Iteration, segments
 from gradlab.runtime.faults import CommunicationError, Reasons
 from gradlab.runtime.statistics import Statistics, StepRecord
 from gradlab.runtime.timeline import Timeline
+from gradlab.workspace import RecyclingWorkspace
 from gradlab.wrapper import innermost, wrappers_of
 
 
@@ -66,7 +67,7 @@ class Engine:
     """The worker and the states it keeps; `submit` is called by the hook, everything else runs in the worker.
 
     states: by group name, the codec's state after the last committed iteration. iteration: synchronised steps so far.
-    learning_rates: of the last iteration, by layer name.
+    learning_rates: by layer name, of the last iteration that was committed: the unit in which residuals are kept.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Engine:
         device: HostDevice,
         timeline: Timeline,
         reasons: Reasons,
+        workspace: RecyclingWorkspace,
         options: EngineOptions,
     ) -> None:
         self.plan = plan
@@ -95,6 +97,7 @@ class Engine:
         self._timeline = timeline
         self._reasons = reasons
         self._options = options
+        self._workspace = workspace
         self._groups = {group.name: group for group in plan.compressed_groups}
         self._group_of = {name: group.name for group in plan.compressed_groups for name in group.layers}
         self._context = Context(0, 1, 0)
@@ -142,24 +145,30 @@ class Engine:
             try:
                 with self._device.working():
                     self._accept(bucket)
+                continue
             except BaseException as error:  # whatever failed belongs to the training loop, by way of the futures
-                self._fail(bucket, error)
+                self.broken = self._reason(error)
+            # Out here the traceback is gone. It holds collectives, and these the group that peers must see closed.
+            self._fail(bucket, self.broken)
 
-    def _fail(self, bucket: Bucket, error: BaseException) -> None:
-        """Give the error to this rank's training loop, and to the other ranks."""
+    def _reason(self, error: BaseException) -> str:
+        """What the training loop is told. Other ranks find it too, if it began here."""
         text = str(error) if isinstance(error, GradlabError) else f"{type(error).__name__}: {error}"
         reason = f"step {self.iteration}: {text}"
         if isinstance(error, CommunicationError):
             theirs = self._reasons.find()
-            self.broken = f"step {self.iteration}: another rank failed ({theirs})" if theirs else reason
-        else:
-            self._reasons.leave(reason)
-            self.broken = reason
-        waiting = [*(self._current.buckets if self._current else []), bucket]
-        self._current = None
-        del error
-        for waiter in waiting:
-            waiter.reject(self.broken)
+            return f"step {self.iteration}: another rank failed ({theirs})" if theirs else reason
+        self._reasons.leave(reason)
+        return reason
+
+    def _fail(self, bucket: Bucket, reason: str) -> None:
+        """Give the reason to the training loop, and let go of the group."""
+        current, self._current = self._current, None
+        if current is not None:
+            current.abandon()
+        for waiter in [*(current.buckets if current else []), bucket]:
+            waiter.reject(reason)
+        del current
         self._communicator.close()
 
     def _accept(self, bucket: Bucket) -> None:
@@ -185,7 +194,7 @@ class Engine:
             raise GradlabError("a new backward began before the last one's buckets had all arrived")
         self._compare_ranks()
         self._timeline.begin(self.iteration)
-        before, self.learning_rates = self.learning_rates, self._surroundings.learning_rates()
+        rates = self._surroundings.learning_rates()
         compressing = bool(self._groups) and self.plan.schedule.compresses(self.iteration)
         scale = self._surroundings.loss_scale()
         self._context = Context(
@@ -193,11 +202,12 @@ class Engine:
             world_size=self._communicator.world_size,
             iteration=self.iteration,
             seed=self.plan.seed,
-            learning_rate=self.learning_rates,
-            previous_learning_rate=before or self.learning_rates,
+            learning_rate=rates,
+            previous_learning_rate={**rates, **self.learning_rates},
             loss_scale=scale,
             start=self.plan.schedule.warmup_steps,
             plain_sgd=self._options.plain_sgd,
+            workspace=self._workspace,
         )
         active = self._groups if compressing else [name for name in self._groups if self._acts_when_dense(name)]
         record = StepRecord(self.iteration, compressing, loss_scale=scale)
@@ -338,6 +348,9 @@ class Engine:
             record.finite = current.finite and all(is_finite(bucket.buffer) for bucket in current.buckets)
             if record.finite:
                 self._commit(current)
+                held = {layer for layer, zero in current.zero.items() if zero}
+                now = self._context.learning_rate
+                self.learning_rates |= {layer: rate for layer, rate in now.items() if layer not in held}
             else:
                 current.buckets[-1].buffer.fill_(torch.nan)
         record.payload_bytes, record.wire_bytes = self._communicator.payload_bytes, self._communicator.wire_bytes
@@ -347,6 +360,7 @@ class Engine:
         self._count_non_finite(record)
         self.iteration += 1
         self._current = None
+        self._workspace.recycle(tensor for state in self.states.values() for tensor in state.values())
         for bucket in current.buckets:
             bucket.future.set_result(bucket.buffer)
 

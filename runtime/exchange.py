@@ -83,6 +83,12 @@ class Iteration:
     zero: dict[str, bool] = field(default_factory=dict)
     finite: bool = True
 
+    def abandon(self) -> None:
+        """Let go of what holds collectives: exchanges refer back to here, and would wait for the collector."""
+        self.in_flight = None
+        self.running.clear()
+        self.dense.clear()
+
 
 def segments(exchanges: Sequence[tuple[Exchange, int]], segment_bytes: int) -> Iterator[list[Exchange]]:
     """Consecutive exchanges whose gradients stay within `segment_bytes`, at least one each."""

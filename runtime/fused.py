@@ -73,14 +73,12 @@ class _FusedMean(InPlaceMean):
 
     def __init__(self, communicator: Communicator, requests: Sequence[Mean]) -> None:
         self._shapes = [request.tensor.shape for request in requests]
-        super().__init__(communicator, torch.cat([request.tensor.reshape(-1) for request in requests]))
+        super().__init__(communicator, _joined([request.tensor.reshape(-1) for request in requests], communicator))
 
     def answers(self) -> list[Any]:
         (buffer,) = super().answers()
-        if len(self._shapes) == 1:
-            return [buffer.view(self._shapes[0])]
         pieces = buffer.split([shape.numel() for shape in self._shapes])
-        return [piece.clone().reshape(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
+        return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
 
 
 class _FusedGather(Fused):
@@ -89,7 +87,7 @@ class _FusedGather(Fused):
     def __init__(self, communicator: Communicator, requests: Sequence[Gather]) -> None:
         self._communicator = communicator
         self._like = [request.tensor for request in requests]
-        packed = _pack(self._like)
+        packed = _pack(self._like, communicator)
         self._rows, self._work = communicator.all_gather(packed)
 
     def answers(self) -> list[Any]:
@@ -113,7 +111,7 @@ class _VaryingGather(Fused):
         lengths = self._lengths.tolist()
         sizes = [tensor.element_size() for tensor in self._tensors]
         longest = max(sum(n * size for n, size in zip(row, sizes, strict=True)) for row in lengths)
-        packed = _pack(self._tensors)
+        packed = _pack(self._tensors, communicator)
         padded = torch.nn.functional.pad(packed, (0, longest - packed.numel()))
         rows = communicator.gather_bytes(padded)
         by_rank = [
@@ -129,7 +127,7 @@ class _FusedBroadcast(Fused):
     def __init__(self, communicator: Communicator, requests: Sequence[Broadcast]) -> None:
         self._communicator = communicator
         self._like = [request.tensor for request in requests]
-        self._packed = _pack(self._like)
+        self._packed = _pack(self._like, communicator)
         self._work = communicator.broadcast(self._packed, requests[0].root)
 
     def answers(self) -> list[Any]:
@@ -142,10 +140,12 @@ class _FusedAllToAll(Fused):
 
     def __init__(self, communicator: Communicator, requests: Sequence[AllToAll]) -> None:
         self._communicator = communicator
-        packed = [_pack([request.tensors[j] for request in requests]) for j in range(communicator.world_size)]
+        packed = [
+            _pack([request.tensors[j] for request in requests], communicator) for j in range(communicator.world_size)
+        ]
         sizes = [part.numel() for part in packed]
         self._mine = [request.tensors[communicator.rank] for request in requests]
-        self._out, self._work = communicator.all_to_all(torch.cat(packed), sizes)
+        self._out, self._work = communicator.all_to_all(_joined(packed, communicator), sizes)
 
     def answers(self) -> list[Any]:
         self._communicator.wait(self._work)
@@ -154,17 +154,27 @@ class _FusedAllToAll(Fused):
         return [list(tensors) for tensors in zip(*by_rank, strict=True)]
 
 
-def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _joined(vectors: Sequence[torch.Tensor], communicator: Communicator) -> torch.Tensor:
+    """Several vectors of one dtype, one after another, in memory of their own."""
+    out = communicator.workspace.empty((sum(vector.numel() for vector in vectors),), vectors[0])
+    return torch.cat(list(vectors), out=out)
+
+
+def _pack(tensors: Sequence[torch.Tensor], communicator: Communicator) -> torch.Tensor:
     """The bytes of several tensors, one after another: a uint8 vector."""
-    return torch.cat([tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
+    return _joined([t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors], communicator)
 
 
 def _unpack(packed: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The inverse of `_pack`: tensors of the dtypes and shapes of `like`, each with storage of its own."""
+    """The inverse of `_pack`: tensors of the dtypes and shapes of `like`, which do not overlap."""
     sizes = [tensor.nbytes for tensor in like]
     pieces = packed[: sum(sizes)].split(sizes)  # what a varying gather was padded with stays behind
-    # The copy also aligns the bytes: a view with a wider dtype needs an offset that its element size divides.
-    return [piece.clone().view(t.dtype).reshape(t.shape) for piece, t in zip(pieces, like, strict=True)]
+    return [_aligned(piece, t).view(t.dtype).view(t.shape) for piece, t in zip(pieces, like, strict=True)]
+
+
+def _aligned(piece: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    # A view with a wider dtype needs an offset that its element size divides.
+    return piece if piece.storage_offset() % like.element_size() == 0 else piece.clone()
 
 
 _FUSED: dict[Any, Any] = {

@@ -27,9 +27,10 @@ from gradlab.runtime.communicator import Communicator
 from gradlab.runtime.device import device_of
 from gradlab.runtime.engine import Engine, EngineOptions, Surroundings
 from gradlab.runtime.faults import Reasons
+from gradlab.runtime.groups import group_like
 from gradlab.runtime.statistics import Statistics
 from gradlab.runtime.timeline import Timeline
-from gradlab.wrapper import wrappers_of
+from gradlab.workspace import RecyclingWorkspace
 
 
 class CompressionState:
@@ -103,13 +104,15 @@ class CompressionState:
         self._dense_bytes = sum(parameter.numel() * parameter.element_size() for _, parameter in pairs)
         self._device = device_of(_device(pairs))
         self._timeline = Timeline(trace_steps)
-        group = process_group or _group_like(ddp_model.process_group, timeout, self._device.device)
+        workspace = RecyclingWorkspace()
+        group = process_group or group_like(ddp_model.process_group, timeout, self._device.device)
         self._communicator = Communicator(
             group,
             deterministic,
             check_requests,
             owned=process_group is None,
             timeline=self._timeline,
+            workspace=workspace,
             device=self._device.device,
         )
         if self._communicator.world_size == 1:
@@ -123,6 +126,7 @@ class CompressionState:
             self._device,
             self._timeline,
             Reasons(group.group_name, self._communicator.rank, self._communicator.world_size),
+            workspace,
             options,
         )
         del group  # of one made here the communicator alone holds on: destroying it is how peers learn of a failure
@@ -168,7 +172,7 @@ class CompressionState:
         Raises:
             GradlabError: naming what differs. If ranks continue from different iterations, the next step says so.
         """
-        checkpoint.restore(self.engine, state, self._identity(), self._device.device)
+        checkpoint.restore(self.engine, state, self._identity(), self._device)
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]], residuals: str) -> None:
         """Continue the run of N ranks on this run's M: every rank loads the `state_dict` of all N, in rank order.
@@ -182,7 +186,7 @@ class CompressionState:
         Raises:
             GradlabError: for another policy, another plan, or checkpoints that are not those of one run, whole.
         """
-        checkpoint.redistribute(self.engine, states, self._identity(), residuals, self._device.device)
+        checkpoint.redistribute(self.engine, states, self._identity(), residuals, self._device)
 
     def _identity(self) -> dict[str, Any]:
         communicator = self._communicator
@@ -256,8 +260,7 @@ def _check(
 
 
 def _check_momentum(plan: Plan, optimizer: torch.optim.Optimizer | None) -> None:
-    codecs = (plan.build(group) for group in plan.compressed_groups)
-    wrapper = next((w.name for codec in codecs for w in wrappers_of(codec) if w.applies_momentum), None)
+    wrapper = plan.applies_momentum
     if wrapper is None:
         return
     if optimizer is None:
@@ -291,15 +294,3 @@ def _agree(model: DistributedDataParallel, attempt: Callable[[], object], settin
     ranks = Ranks(model.process_group, next(model.parameters()).device)
     ranks.raise_together(problem)
     ranks.require_same(settings)
-
-
-def _group_like(group: dist.ProcessGroup, timeout: timedelta | None, device: torch.device) -> dist.ProcessGroup:
-    """A new process group of the same ranks."""
-    ranks = dist.get_process_group_ranks(group)
-    some = len(ranks) < dist.get_world_size()
-    if timeout is None:
-        backend = group._get_backend(device)
-        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-    made = dist.new_group(ranks, timeout=timeout, use_local_synchronization=some)
-    assert isinstance(made, dist.ProcessGroup)
-    return made

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,10 +40,6 @@ class Timeline:
         """A step begins."""
         self._step = step if step in self.steps else None
 
-    def span(self, lane: str, name: str, **detail: Any) -> AbstractContextManager[None]:
-        """Note the time that a block takes, if this step is a chosen one."""
-        return nullcontext() if self._step is None else _Timed(self, lane, name, self._step, detail)
-
     def add(self, lane: str, name: str, start: float, stop: float, **detail: Any) -> None:
         """Note a span that is over."""
         if self._step is not None:
@@ -63,35 +58,39 @@ class Timeline:
 
     def events(self, rank: int) -> list[dict[str, Any]]:
         """The spans as trace events of one process; those of several ranks may be joined in one list."""
+        spans = sorted(self.spans, key=lambda span: span.start)
+        rows = _rows(spans)
         names: list[dict[str, Any]] = [
             {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
         ]
-        for lane, title in enumerate(LANES):
-            names.append({"ph": "M", "pid": rank, "tid": lane, "name": "thread_name", "args": {"name": title}})
-            names.append(
-                {"ph": "M", "pid": rank, "tid": lane, "name": "thread_sort_index", "args": {"sort_index": lane}}
-            )
+        for row in range(max(rows, default=0) + 1):
+            title = LANES[min(row, len(LANES) - 1)]
+            names.append({"ph": "M", "pid": rank, "tid": row, "name": "thread_name", "args": {"name": title}})
+            names.append({"ph": "M", "pid": rank, "tid": row, "name": "thread_sort_index", "args": {"sort_index": row}})
         return names + [
             {
                 "ph": "X",
                 "pid": rank,
-                "tid": LANES.index(span.lane),
+                "tid": row,
                 "name": span.name,
                 "ts": (self._epoch + span.start) * 1e6,
                 "dur": (span.stop - span.start) * 1e6,
                 "args": {"step": span.step, **span.detail},
             }
-            for span in sorted(self.spans, key=lambda span: span.start)
+            for span, row in zip(spans, rows, strict=True)
         ]
 
 
-class _Timed(AbstractContextManager[None]):
-    def __init__(self, timeline: Timeline, lane: str, name: str, step: int, detail: dict[str, Any]) -> None:
-        self._timeline, self._lane, self._name, self._step, self._detail = timeline, lane, name, step, detail
-
-    def __enter__(self) -> None:
-        self._began = time.perf_counter()
-
-    def __exit__(self, *exception: object) -> None:
-        span = Span(self._name, self._lane, self._began, time.perf_counter(), self._step, self._detail)
-        self._timeline.spans.append(span)
+def _rows(spans: Sequence[Span]) -> list[int]:
+    """The row of each span: its lane's, and for collectives that travel at once, which rows cannot show, one more."""
+    first = LANES.index("network")
+    free: list[float] = []
+    rows = []
+    for span in spans:
+        if span.lane != "network":
+            rows.append(LANES.index(span.lane))
+            continue
+        row = next((i for i, until in enumerate(free) if until <= span.start), len(free))
+        free[row : row + 1] = [span.stop]
+        rows.append(first + row)
+    return rows

@@ -23,6 +23,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "topk": {"density": 0.07},
     "powersgd": {"rank": 2},
     "pca": {"loss_threshold": 0.3, "slice_size": 50},
+    "qsgd": {"bits": 3, "bucket_size": 100},
 }
 
 

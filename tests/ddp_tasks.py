@@ -443,3 +443,24 @@ def mixed_groups(group: dist.ProcessGroup) -> dict[str, Any]:
                         equal = equal and torch.equal(getattr(model.module, name).grad, mean)
         errors = [sorted(record.errors) for record in state.statistics.steps]
     return {"equal": equal, "errors": errors}
+
+
+def chrome_trace(group: dist.ProcessGroup) -> dict[str, Any]:
+    """The events of one chosen step, and what the report, the table and the scalars say of the same run."""
+    done = train(
+        group,
+        6,
+        lambda model: Plan.uniform(model, "powersgd", rank=2),
+        trace_steps=(4,),
+        measure_every=2,
+        segment_bytes=4096,
+    )
+    state = done["state"]
+    return {
+        "events": state.chrome_trace(),
+        "report": state.report(),
+        "table": state.table(),
+        "scalars": state.scalars(),
+        "errors": [bool(record.errors) for record in state.statistics.steps],
+        "buckets": done["buckets"],
+    }

@@ -75,7 +75,7 @@ def test_a_misspelt_codec_is_suggested(asked: str, meant: str) -> None:
 
 @pytest.mark.parametrize("asked", ["", "zzzzzz", "codecs.topk", "../topk", "__init__", "topk.py"])
 def test_what_is_no_codec_is_refused(asked: str) -> None:
-    with pytest.raises(GradlabError, match=r"no codec .*\(there are: identity, pca, powersgd, topk"):
+    with pytest.raises(GradlabError, match=rf"no codec .*\(there are: {', '.join(codecs.names())}"):
         codecs.get(asked)
 
 

@@ -135,7 +135,7 @@ def test_backend_all_reduce_stays_close(pool: ProcessPool, codec: str, ranks: in
     results = pool.run("contract:engine_against_lockstep", ranks, **arguments)
     for result in results:
         assert result["ranks_agree"]
-        assert result["largest_relative_difference"] < 1e-4
+        assert result["largest_relative_difference"] < (5e-3 if codec == "cast" else 1e-4)  # it sums in 16 bits
         if ranks == 2 or not result["means"]:
             assert result["bitwise"]
             assert result["state_bitwise"]

@@ -19,6 +19,8 @@ else:
 
 ROOT = Path(__file__).parents[1]
 SIDES = ("capture", "analysis", "runtime", "datasets")
+# Each is imported by the runtime module of its name alone, which the user imports by choice.
+EXTRAS = {"lightning", "accelerate"}
 HEAVY = {"h5py", "scipy", "sklearn", "matplotlib", "typer", "rich", "jinja2"}
 
 
@@ -120,6 +122,8 @@ def test_the_ground_floor_and_the_runtime_need_torch_and_numpy_only() -> None:
     for library in HEAVY - {"h5py"}:
         assert {module for module in importers(library) if floor(module) in ("ground", "runtime")} == set()
     assert {module for module in importers("h5py") if floor(module) == "runtime"} == set()
+    for library in EXTRAS:
+        assert importers(library) == {f"gradlab.runtime.{library}"}
 
 
 def test_nothing_is_evaluated_or_unpickled() -> None:
@@ -158,7 +162,7 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 def test_importing_the_runtime_loads_torch_and_safetensors_only() -> None:
     loaded = loaded_by("import gradlab.runtime")
     assert {"torch", "safetensors", "gradlab"} <= loaded
-    assert loaded & HEAVY == set()
+    assert loaded & (HEAVY | EXTRAS) == set()
 
 
 def test_codecs_and_plans_load_no_more() -> None:

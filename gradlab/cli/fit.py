@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gradlab.cli.console import OUT, print_json, print_table, print_warnings, progress_bars
 from gradlab.errors import GradlabError
+
+if TYPE_CHECKING:
+    from gradlab.plan import Wrap
 
 app = typer.Typer(
     help="Make an artifact from a trace; errors on later iterations are printed.",
@@ -107,11 +110,18 @@ def print_gradiveq(origin: dict[str, Any]) -> None:
 def uniform(
     trace: Folder,
     out: Target,
-    codec: Annotated[str, typer.Option(help="Any codec that needs no fit: topk, powersgd, identity.")],
+    codec: Annotated[str, typer.Option(help="Any codec that needs no fit: topk, powersgd, qsgd, cast, identity.")],
     setting: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting of the codec; repeatable.")
     ] = None,
     error_feedback: Annotated[bool | None, typer.Option(help="The codec's own habit by default.")] = None,
+    wrap: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[:KEY=VALUE,...]",
+            help="A wrapper around the codec, outermost first; repeatable; in place of --error-feedback.",
+        ),
+    ] = None,
     warmup_steps: Warmup = 0,
     seed: Seed = 0,
     overwrite: Overwrite = False,
@@ -122,6 +132,9 @@ def uniform(
     Example:
 
       gradlab fit uniform trace --codec topk --set density=0.01 --out topk.safetensors
+
+      gradlab fit uniform trace --codec topk --set density=0.001 --wrap momentum_correction:momentum=0.9
+      --wrap sparsity_warmup:steps=500 --out dgc.safetensors
     """
     from gradlab import codecs
     from gradlab.analysis.replay import replay
@@ -140,6 +153,7 @@ def uniform(
             opened.layers,
             codec,
             error_feedback=error_feedback,
+            wrappers=[parse_wrapper(text) for text in wrap] if wrap else None,
             warmup_steps=warmup_steps,
             seed=seed,
             **settings,
@@ -154,7 +168,23 @@ def uniform(
         OUT.print(str(out), markup=False)
 
 
-def parse_settings(texts: list[str]) -> dict[str, Any]:
+def parse_wrapper(text: str) -> Wrap:
+    """NAME[:KEY=VALUE,...] as a wrapper of a plan.
+
+    Raises:
+        GradlabError: for a name or a setting that there is not.
+    """
+    from gradlab import wrappers
+    from gradlab.codec_settings import build_settings
+    from gradlab.plan import Wrap
+
+    name, _, rest = text.partition(":")
+    settings = parse_settings(rest.split(",") if rest else [], f"--wrap {name}")
+    build_settings(wrappers.get(name), settings)
+    return Wrap(name, settings)
+
+
+def parse_settings(texts: list[str], option: str = "--set") -> dict[str, Any]:
     """NAME=VALUE texts as settings; values are JSON, or plain words.
 
     Raises:
@@ -166,7 +196,7 @@ def parse_settings(texts: list[str]) -> dict[str, Any]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name:
-            raise GradlabError(f"--set {text}: expected NAME=VALUE, such as density=0.01")
+            raise GradlabError(f"{option} {text}: expected NAME=VALUE, such as density=0.01")
         try:
             values[name] = json.loads(value)
         except ValueError:

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from gradlab.cli import analyze, demo, evaluate, fit, inspect, trace, train
+from gradlab.cli import analyze, demo, evaluate, fit, inspect, predict, trace, train
 from gradlab.errors import GradlabError
 from gradlab.version import VERSION
 
@@ -24,6 +24,7 @@ app.add_typer(trace.app, name="trace")
 app.command("analyze")(analyze.analyze)
 app.add_typer(fit.app, name="fit")
 app.command("evaluate")(evaluate.evaluate)
+app.command("predict")(predict.predict)
 app.command("inspect")(inspect.inspect)
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradlab.artifact import Artifact
 from gradlab.capture import TraceRecorder
 from gradlab.cli.outcome import RankOutcome, run_report
 from gradlab.cli.settings import TrainSettings
@@ -70,20 +71,11 @@ class Rank:
         dist.barrier()
 
 
-def _recipe(settings: TrainSettings, recipe: Recipe) -> Recipe:
-    steps = settings.steps or recipe.steps
-    return replace(
-        recipe,
-        steps=steps,
-        warmup_steps=min(recipe.warmup_steps, steps),
-        batch_size=settings.batch_size or recipe.batch_size,
-        learning_rate=settings.learning_rate or recipe.learning_rate,
-    )
-
-
 def _prepare(settings: TrainSettings, exits: ExitStack) -> Rank:
     workload = get(settings.workload)
-    recipe = _recipe(settings, workload.recipe)
+    recipe = settings.applied_to(workload.recipe)
+    if settings.artifact and applies_momentum(settings.artifact):
+        recipe = replace(recipe, momentum=0.0, nesterov=False)
     data = workload.load(settings.data, train_limit=settings.train_limit)
     model = DistributedDataParallel(workload.model(settings.seed), bucket_cap_mb=settings.bucket_cap_mb)
     optimizer = build_optimizer(recipe, model.parameters())
@@ -107,6 +99,14 @@ def _prepare(settings: TrainSettings, exits: ExitStack) -> Rank:
         )
         model.register_comm_hook(rank.state, compression_hook)
     return rank
+
+
+def applies_momentum(artifact: str) -> bool:
+    """Whether a plan applies momentum itself; one that cannot be read is refused later, by all ranks alike."""
+    try:
+        return Artifact.load(artifact).plan.applies_momentum is not None
+    except GradlabError:
+        return False
 
 
 def _train(rank: Rank) -> None:

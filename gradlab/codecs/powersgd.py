@@ -61,8 +61,9 @@ class PowerSGD(Codec):
         answers = (yield tuple(Mean(q) for q in right.values())) if right else ()
         last = dict(zip(right, answers, strict=True))
         for name, q in last.items():
-            mean[name] = (left[name].T @ q).reshape(grads[name].shape)
-            own[name] = (left[name].T @ right[name]).reshape(grads[name].shape)
+            for product, factor in ((mean, q), (own, right[name])):
+                out = context.workspace.empty_like(matrices[name])
+                product[name] = torch.mm(left[name].T, factor, out=out).view(grads[name].shape)
         # A gradient of zeros says nothing of the next one, but a Q of zeros could hide rows of it for ever.
         kept = {name: torch.where(q.any(1, keepdim=True), q, start[name]) for name, q in last.items()}
         return Exchanged(mean, own, {_state_key(name): q for name, q in kept.items()})

@@ -21,6 +21,7 @@ from gradlab.layout import Layer
 _LARGEST_GROUP = 2**31
 
 _SAMPLE = 16384  # values looked at before the threshold is chosen
+_PIECE = 2**18  # values looked at together
 
 
 class TopK(Compressor):
@@ -48,7 +49,7 @@ class TopK(Compressor):
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Values (k,) and their positions (k,), int32."""
-        indices = largest(vector.abs(), self.count(vector.numel()))
+        indices = largest(vector, self.count(vector.numel()))
         return vector[indices], indices.to(torch.int32)
 
     def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
@@ -65,18 +66,25 @@ class TopK(Compressor):
         return 8 * self.count(sum(layer.numel for layer in layers))
 
 
-def largest(magnitudes: torch.Tensor, count: int) -> torch.Tensor:
-    """Positions (count,) of the largest values of a vector, exactly, in no order; among equals any.
+def largest(vector: torch.Tensor, count: int) -> torch.Tensor:
+    """Positions (count,) of the largest magnitudes of a vector, exactly, in no order; among equals any.
 
     A threshold from a sample, chosen low, leaves a few candidates to select from: 7 times faster on a million values.
     """
-    stride = magnitudes.numel() // _SAMPLE
+    stride = vector.numel() // _SAMPLE
     expected = count // max(1, stride)
     place = expected + 4 * math.isqrt(expected) + 8  # in the sample: low enough by four standard deviations
     if stride < 4 or 4 * place > _SAMPLE:
-        return magnitudes.topk(count, sorted=False).indices
-    threshold = magnitudes[::stride].topk(place, sorted=False).values.min()
-    candidates = (magnitudes >= threshold).nonzero().view(-1)
+        return vector.abs().topk(count, sorted=False).indices
+    threshold = vector[::stride].abs().topk(place, sorted=False).values.min()
+    candidates = _at_least(vector, threshold)
     if len(candidates) < count:  # the sample did not stand for the rest
-        return magnitudes.topk(count, sorted=False).indices
-    return candidates[magnitudes[candidates].topk(count, sorted=False).indices]
+        return vector.abs().topk(count, sorted=False).indices
+    return candidates[vector[candidates].abs().topk(count, sorted=False).indices]
+
+
+def _at_least(vector: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
+    """Positions whose magnitude reaches a threshold; piece by piece, so that what is in between stays in the cache."""
+    piece = _PIECE if vector.device.type == "cpu" else vector.numel()
+    pieces = vector.split(piece)
+    return torch.cat([(part.abs() >= threshold).nonzero().view(-1) + i * piece for i, part in enumerate(pieces)])

@@ -2,7 +2,7 @@
 
 Seide et al., "1-bit SGD", Interspeech 2014; Karimireddy et al., "Error feedback fixes SignSGD", ICML 2019, Algorithm 1.
 Low-pass form: Chen et al., "ScaleCom", NeurIPS 2020, eq. (5) and Algorithm 1. Step-size ratio: Zheng, Huang, Kwok,
-"Communication-efficient distributed blockwise momentum SGD with error-feedback", NeurIPS 2019, Algorithm 1.
+"Communication-efficient distributed blockwise momentum SGD with error-feedback", NeurIPS 2019, Algorithm 2, line 5.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ BUFFERS = ("float32", "int8")
 class ErrorFeedback(Wrapper):
     """asked = gradient + residual; new residual = asked - own. Law: own + new residual == gradient + old residual.
 
-    The iteration before is remembered whole: with eta_t the step size, what is left is eta_t * residual of the
-    parameters' path, so that under a changing step size the ratio eta_(t-1) / eta_t belongs before the residual.
-    That holds for plain SGD; an optimizer with momentum or a preconditioner of its own has no such law.
+    With eta_t the step size, the parameters are eta_t * residual away from where they would be without compression, so
+    that under a changing step size the ratio eta_(t-1) / eta_t belongs before the residual (the paper's Lemma 1). That
+    holds for plain SGD; an optimizer with momentum or a preconditioner of its own has no such law.
     In iterations that are dense the residual is sent along and is gone.
     """
 
@@ -38,7 +38,8 @@ class ErrorFeedback(Wrapper):
         known. The new residual is then decay * residual + (1 - decay) * (asked - own);
         step_size_ratio: multiply the residual by eta_(t-1) / eta_t; None does so if the optimizer is SGD without
         momentum;
-        buffer: "float32" (the gradient's working type) or "int8", a quarter of the memory, blocks of 256 with a scale.
+        buffer: "float32" (the gradient's working type) or "int8", a quarter of the memory, blocks of 256 with a scale;
+        what is below 1/254 of its block's largest is then lost.
         """
 
         decay: float = 0.0
@@ -51,16 +52,16 @@ class ErrorFeedback(Wrapper):
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         residual = self._residual(grads, state, context)
-        asked = add(grads, residual)
+        asked = add(grads, residual, context)
         done = yield from self.codec.exchange(asked, self.inner_state(state), context)
-        unsent = {name: asked[name] - done.own[name] for name in grads}
+        unsent = subtract(asked, done.own, context)
         kept: Tensors = {}
         for name, left in unsent.items():
             kept |= store_buffer(name, "residual", self._low_pass(left, residual.get(name)), self.settings.buffer)
         return Exchanged(done.mean, done.own, {**done.state, **kept}, asked, unsent)
 
     def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        asked = add(grads, self._residual(grads, state, context))
+        asked = add(grads, self._residual(grads, state, context), context)
         done = yield from self.codec.dense_exchange(asked, self.inner_state(state), context)
         return Exchanged(done.mean, done.own, done.state, asked)
 
@@ -80,6 +81,14 @@ class ErrorFeedback(Wrapper):
         return (1 - decay) * unsent + (0.0 if before is None else decay * before)
 
 
-def add(grads: Tensors, residual: Tensors) -> Tensors:
+def add(grads: Tensors, residual: Tensors, context: Context) -> Tensors:
     """Gradients plus the residuals there are."""
-    return {name: grad + residual[name] if name in residual else grad for name, grad in grads.items()}
+    return {
+        name: torch.add(grad, residual[name], out=context.workspace.empty_like(grad)) if name in residual else grad
+        for name, grad in grads.items()
+    }
+
+
+def subtract(asked: Tensors, own: Tensors, context: Context) -> Tensors:
+    """What an exchange left unsent, by layer."""
+    return {name: torch.sub(value, own[name], out=context.workspace.empty_like(value)) for name, value in asked.items()}

@@ -50,7 +50,8 @@ class Momentum(Wrapper):
             before = state.get(f"{name}/momentum")
             u = mean.clone() if before is None else (before * m).add_(mean)
             kept[f"{name}/momentum"] = u
-            applied[name] = mean.add(u, alpha=m) if self.settings.nesterov else u
+            # A copy: who gets the mean may change it in place (clipping does), which must not reach the state.
+            applied[name] = mean.add(u, alpha=m) if self.settings.nesterov else u.clone()
         return replace(done, mean=applied, state={**done.state, **kept})
 
     def _redistribute_own(self, own: list[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:  # type: ignore[override]

@@ -1,7 +1,9 @@
 """Momentum correction: momentum before compression, and error feedback on what it gives.
 
-Lin, Han, Mao, Wang, Dally, "Deep gradient compression" (DGC), ICLR 2018: momentum correction section 3.1 (eq. 4),
-local gradient clipping section 3.2, momentum factor masking section 3.3; Nesterov's form from their published code.
+Lin, Han, Mao, Wang, Dally, "Deep gradient compression" (DGC), ICLR 2018: momentum correction and local gradient
+clipping section 3.2, momentum factor masking section 3.3; Nesterov's form from their published code. Nesterov's form
+without masking, with the step-size ratio and around `two_way`, is Zheng, Huang, Kwok, "Communication-efficient
+distributed blockwise momentum SGD with error-feedback", NeurIPS 2019, Algorithm 4.
 """
 
 from __future__ import annotations
@@ -37,13 +39,15 @@ class MomentumCorrection(Wrapper):
         codec is a sparsification; others send every element a little, and would lose all momentum);
         clip_norm: largest L2 norm of a step's gradient, 0 for none; each rank clips its own to clip_norm / sqrt(N),
         group by group (the paper clips the whole gradient, which is known only when backward has ended);
-        buffer: "float32" or "int8", for u and v.
+        step_size_ratio: multiply what is left of v by eta_(t-1) / eta_t (DGC does not); None does so if the optimizer
+        is SGD without momentum; buffer: "float32" or "int8", for u and v.
         """
 
         momentum: float = 0.9
         nesterov: bool = False
         masking: bool | None = None
         clip_norm: float = 0.0
+        step_size_ratio: bool | None = False
         buffer: str = "float32"
 
         def __post_init__(self) -> None:
@@ -89,7 +93,8 @@ class MomentumCorrection(Wrapper):
                 velocity[name] = grad.clone() if before is None else (before * m).add_(grad)
                 asked[name] = velocity[name].clone()
             if residual is not None:
-                asked[name] += residual
+                ratio = context.residual_ratio(name, self.settings.step_size_ratio)
+                asked[name] += residual if ratio == 1.0 else residual * ratio
         return velocity, asked
 
     def _kept(self, velocity: Tensors, residual: Tensors) -> Tensors:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+import torch
+
 from gradlab.codec import Codec, Context, Exchanged, Tensors
 from gradlab.codec_settings import require
 from gradlab.collectives import Coroutine
@@ -18,7 +20,8 @@ from gradlab.wrapper import Wrapper, innermost
 class SparsityWarmup(Wrapper):
     """Density in stage s of S: initial (final / initial)^(s / S); the codec's own density from then on.
 
-    With the defaults and a density of 0.001 these are the paper's figures to their rounding.
+    With the defaults and a density of 0.001: 25 %, 6.3 %, 1.58 %, 0.398 %, within 2 % of the paper's. The first stage
+    begins where the schedule starts to compress.
     """
 
     name = "sparsity_warmup"
@@ -57,6 +60,11 @@ class SparsityWarmup(Wrapper):
 
     def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         return (yield from self.codec.dense_exchange(grads, state, context))
+
+    def to(self, device: torch.device | str) -> Codec:
+        for codec in (self.codec, *self._codecs):
+            codec.to(device)
+        return self
 
     def at(self, step: int) -> Codec:
         """The codec of the compressed iteration `step`, counted from 0."""

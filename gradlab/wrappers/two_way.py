@@ -1,8 +1,8 @@
 """Two-way compression: a server averages what ranks sent compressed, and answers compressed, with feedback of its own.
 
 Zheng, Huang, Kwok, "Communication-efficient distributed blockwise momentum SGD with error-feedback", NeurIPS 2019,
-Algorithm 2 (one server); Tang et al., "DoubleSqueeze", ICML 2019. Sharded over the ranks, every rank is the server of
-one part, so that no link carries more than the others.
+Algorithm 2, lines 9 to 12 (one server); Tang et al., "DoubleSqueeze", ICML 2019. Sharded over the ranks, every rank is
+the server of one part, so that no link carries more than the others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gradlab.codec_settings import require
 from gradlab.collectives import AllToAll, Broadcast, Coroutine, Gather
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
-from gradlab.wrapper import Wrapper, load_buffer, store_buffer
+from gradlab.wrapper import Wrapper, load_buffer, state_names, store_buffer
 from gradlab.wrappers.error_feedback import BUFFERS
 
 Shard = tuple[int, int]
@@ -29,11 +29,12 @@ class TwoWay(Wrapper):
     """Rank i sends C(x_i), shard by shard, to the shards' servers; a server answers C(mean + its residual).
 
     `own` is C(x_i) alone: put error feedback or momentum correction around it for the ranks' own remainder. The
-    server's remainder is kept here, "server_residual", each rank that of its shard.
+    server's remainder is kept here, "server_residual", each rank that of its shard; after a change of the world size as
+    "server_whole", of whole layers, until the next exchange cuts it.
     """
 
     name = "two_way"
-    keys = ("server_residual",)
+    keys = ("server_residual", "server_whole")
 
     @dataclass(frozen=True)
     class Settings:
@@ -58,7 +59,8 @@ class TwoWay(Wrapper):
         super().__init__(codec, settings)
         if not isinstance(codec, Compressor):
             raise GradlabError(
-                f"two_way around {codec.name}: it needs a codec that a rank computes alone, such as topk or qsgd"
+                f"two_way around {codec.name}: it needs a codec that a rank computes alone, such as topk or qsgd, with "
+                "no wrapper between them"
             )
         self.compressor = codec
 
@@ -75,7 +77,7 @@ class TwoWay(Wrapper):
         answer = codec.compress(asked, context.rank_generator("server"))
         answers = yield self._answer_requests(answer, sent, context)
         mean = self._assembled(vector, shards, self._unpadded(answers, sent, context))
-        kept = self._kept(grads, asked - codec.decompress(answer, asked), start)
+        kept = self._kept(grads, asked - codec.decompress(answer, asked), context)
         own = torch.cat([codec.decompress(part, vector[a:b]) for part, (a, b) in zip(sent, shards, strict=True)])
         return Exchanged(separate(mean, grads), separate(own, grads), kept)
 
@@ -125,26 +127,38 @@ class TwoWay(Wrapper):
         return torch.cat(pieces)
 
     def _server_residual(self, grads: Tensors, state: Tensors, context: Context, like: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of the residual, rescaled layer by layer."""
+        """This rank's shard of the residual (numel of `like`,), rescaled layer by layer."""
         pieces = []
-        for name in grads:
-            piece = load_buffer(state, name, "server_residual")
-            if piece is None:
-                return torch.zeros_like(like)
+        for name, (a, b) in self._cuts(grads, context).items():
+            piece, whole = (load_buffer(state, name, what) for what in ("server_residual", "server_whole"))
+            if whole is not None:
+                piece = whole[a:b]
+            elif piece is None:  # one layer's may be missing: it has had no gradient on any rank yet
+                piece = like.new_zeros(b - a)
             ratio = context.residual_ratio(name, self.settings.step_size_ratio)
             pieces.append(piece if ratio == 1.0 else piece * ratio)
         return torch.cat(pieces)
 
-    def _kept(self, grads: Tensors, residual: torch.Tensor, start: int) -> Tensors:
-        """The residual of the shard that begins at `start`, layer by layer."""
+    def _cuts(self, grads: Tensors, context: Context) -> dict[str, Shard]:
+        """What this rank's shard holds of each layer: (start, stop) in the layer."""
+        numel = sum(grad.numel() for grad in grads.values())
+        start, stop = self.shards(numel, context.world_size)[context.rank]
+        cuts, first = {}, 0
+        for name, grad in grads.items():
+            a, b = (max(0, min(grad.numel(), place - first)) for place in (start, stop))
+            cuts[name] = (a, b)
+            first += grad.numel()
+        return cuts
+
+    def _kept(self, grads: Tensors, residual: torch.Tensor, context: Context) -> Tensors:
+        """The residual of this rank's shard, layer by layer."""
         if not self.settings.error_feedback:
             return {}
+        cuts = self._cuts(grads, context)
+        pieces = residual.split([b - a for a, b in cuts.values()])
         kept: Tensors = {}
-        first = 0
-        for name, grad in grads.items():
-            a, b = (max(0, min(len(residual), place - start)) for place in (first, first + grad.numel()))
-            kept |= store_buffer(name, "server_residual", residual[a:b].clone(), self.settings.buffer)
-            first += grad.numel()
+        for name, piece in zip(cuts, pieces, strict=True):
+            kept |= store_buffer(name, "server_residual", piece.clone(), self.settings.buffer)
         return kept
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
@@ -155,15 +169,15 @@ class TwoWay(Wrapper):
         return sum(sizes) + answers
 
     def _redistribute_own(self, own: Sequence[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:
-        """Shards in rank order are the whole; cut anew. "sum" and "split" keep it, "drop" does not."""
-        names = [key.rpartition("/")[0] for key in own[0] if key.endswith("/server_residual")]
-        if residuals == "drop" or not names:
+        """Shards in rank order are the whole, which every rank gets. "sum" and "split" keep it, "drop" does not."""
+        if residuals == "drop":
             return {}
-        pieces = {name: [load_buffer(one, name, "server_residual") for one in own] for name in names}
-        whole = {name: torch.cat([piece for piece in held if piece is not None]) for name, held in pieces.items()}
-        vector = torch.cat(list(whole.values()))
-        start, stop = self.shards(vector.numel(), world_size)[rank]
-        return self._kept(whole, vector[start:stop], start)
+        whole: Tensors = {}
+        for name, what in state_names(own[0]):
+            held = [load_buffer(one, name, what) for one in own]
+            pieces = [piece for piece in held if piece is not None]
+            whole[f"{name}/server_whole"] = torch.cat(pieces) if what == "server_residual" else pieces[0].clone()
+        return whole
 
 
 def _padded(part: torch.Tensor, length: int) -> torch.Tensor:

@@ -1,0 +1,205 @@
+"""A network link between ranks, and how long a collective takes on it: bytes over speed, and messages in a row.
+
+The cost of a collective is alpha-beta (Hockney 1994; Thakur, Rabenseifner, Gropp 2005, "Optimization of collective
+communication operations in MPICH", table 1): the bytes on its critical path over the link's speed, plus one latency
+for each message that has to follow another. Bytes follow the rules in gradlab.collectives.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradlab.collectives import (
+    AllToAll,
+    Broadcast,
+    Gather,
+    Mean,
+    Request,
+    all_gather_wire_bytes,
+    all_reduce_wire_bytes,
+    all_to_all_wire_bytes,
+    broadcast_wire_bytes,
+)
+from gradlab.errors import GradlabError
+
+_RATES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_NUMBER = r"(\d+(?:\.\d+)?|\.\d+)"
+
+
+@dataclass(frozen=True)
+class Link:
+    """What every rank is connected by, the same in both directions, all ranks at once.
+
+    bits_per_second: line rate, decimal; latency_seconds: from one rank's send to another's receive of a small
+    message, the receiver's wake-up included; header_share: bytes of protocol per byte sent (TCP over Ethernet: 66 of
+    1448, and its acknowledgements); host_seconds_per_byte: what sending a byte costs the ranks' processors;
+    collective_seconds: fixed cost of starting a collective.
+    """
+
+    bits_per_second: float
+    latency_seconds: float = 0.0
+    header_share: float = 0.06
+    host_seconds_per_byte: float = 0.0
+    collective_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.bits_per_second > 0:
+            raise GradlabError(f"bandwidth = {self.bits_per_second:g} bit/s, expected above 0")
+        for name in ("latency_seconds", "header_share", "host_seconds_per_byte", "collective_seconds"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise GradlabError(f"link: {name} = {value:g}, expected a number from 0")
+
+    def busy_seconds(self, transfer: Transfer) -> float:
+        """How long a collective keeps the link from others."""
+        wire = 8 * (1 + self.header_share) / self.bits_per_second
+        return self.collective_seconds + transfer.path_bytes * (wire + self.host_seconds_per_byte)
+
+    def delay_seconds(self, transfer: Transfer) -> float:
+        """What a collective takes longer than it keeps the link busy: its messages wait for one another."""
+        return transfer.rounds * self.latency_seconds
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective as the link sees it.
+
+    wire_bytes: what this rank sends; path_bytes: what the busiest link carries, in or out; rounds: messages that have
+    to follow one another.
+    """
+
+    wire_bytes: int
+    path_bytes: int
+    rounds: int
+
+
+def all_reduce(nbytes: int, world_size: int) -> Transfer:
+    """A ring all-reduce: reduce-scatter and all-gather, N - 1 messages each."""
+    wire = all_reduce_wire_bytes(nbytes, world_size)
+    return Transfer(wire, wire, 2 * (world_size - 1))
+
+
+def all_gather(nbytes: int, world_size: int) -> Transfer:
+    """A ring all-gather of `nbytes` per rank."""
+    wire = all_gather_wire_bytes(nbytes, world_size)
+    return Transfer(wire, wire, world_size - 1)
+
+
+def broadcast(nbytes: int, rank: int, root: int, world_size: int) -> Transfer:
+    """A binomial tree: the root's link carries all of its messages, one after another."""
+    wire = broadcast_wire_bytes(nbytes, rank, root, world_size)
+    depth = (world_size - 1).bit_length()
+    return Transfer(wire, depth * nbytes, depth)
+
+
+def all_to_all(sizes: Sequence[int], rank: int) -> Transfer:
+    """Every rank sends sizes[j] to rank j, all messages at once; a large part slows its receiver's link."""
+    received = max(sizes, default=0) * (len(sizes) - 1)
+    sent = sum(sizes) - min(sizes, default=0)
+    return Transfer(all_to_all_wire_bytes(sizes, rank), max(sent, received), 1 if len(sizes) > 1 else 0)
+
+
+def transfers(requests: Sequence[Request], rank: int, world_size: int) -> list[Transfer]:
+    """The collectives that serve requests standing at one step: those of a kind, a root and a dtype travel as one.
+
+    A varying gather is taken as if all ranks sent as much as this one. Empty collectives are left out.
+    """
+    by_kind: dict[tuple[Any, ...], list[Any]] = {}
+    for request in requests:
+        by_kind.setdefault(_kind(request), []).append(request)
+    fused = [_fused(together, rank, world_size) for together in by_kind.values()]
+    return [transfer for transfer in fused if transfer.path_bytes]
+
+
+def _kind(request: Request) -> tuple[Any, ...]:
+    if isinstance(request, Mean):
+        return (Mean, request.tensor.dtype)
+    if isinstance(request, Gather):
+        return (Gather, request.varying)
+    return (Broadcast, request.root) if isinstance(request, Broadcast) else (AllToAll,)
+
+
+def _fused(together: Sequence[Any], rank: int, world_size: int) -> Transfer:
+    first = together[0]
+    if isinstance(first, AllToAll):
+        return all_to_all([sum(r.tensors[j].nbytes for r in together) for j in range(world_size)], rank)
+    nbytes = sum(request.tensor.nbytes for request in together)
+    if isinstance(first, Mean):
+        return all_reduce(nbytes, world_size)
+    if isinstance(first, Broadcast):
+        return broadcast(nbytes, rank, first.root, world_size)
+    if not first.varying:
+        return all_gather(nbytes, world_size)
+    lengths = all_gather(8 * len(together), world_size)
+    values = all_gather(nbytes, world_size)
+    return Transfer(
+        lengths.wire_bytes + values.wire_bytes,
+        lengths.path_bytes + values.path_bytes,
+        lengths.rounds + values.rounds,
+    )
+
+
+def weightless(request: Request) -> Request:
+    """The same request without its values: what is counted needs shapes alone."""
+    if isinstance(request, AllToAll):
+        return AllToAll(tuple(_empty(tensor) for tensor in request.tensors))
+    if isinstance(request, Mean):
+        return Mean(_empty(request.tensor))
+    if isinstance(request, Gather):
+        return Gather(_empty(request.tensor), request.varying)
+    return Broadcast(_empty(request.tensor), request.root)
+
+
+def _empty(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def parse_bandwidth(text: str) -> float:
+    """Bits per second of a rate as the field writes it: "200mbit", "1gbit", "25 Gbit/s", "inf"; decimal.
+
+    Raises:
+        GradlabError: for anything else, and for 0.
+    """
+    word = text.strip().lower()
+    if word in ("inf", "unlimited"):
+        return math.inf
+    match = re.fullmatch(rf"{_NUMBER}\s*([kmgt]?)(?:bit(?:/s|ps)?|bps)", word)
+    rate = float(match[1]) * _RATES[match[2]] if match else 0.0
+    if not 0 < rate < math.inf:
+        raise GradlabError(f"bandwidth {text!r}: expected bits per second above 0, such as 200mbit, 1gbit or 25gbit")
+    return rate
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of a duration: "50us", "1.5ms", "0.36s"; a bare number is seconds.
+
+    Raises:
+        GradlabError: for anything else, and below 0.
+    """
+    match = re.fullmatch(rf"{_NUMBER}(?:e([+-]?\d+))?\s*(s|ms|us|µs|ns)?", text.strip().lower())
+    if not match:
+        raise GradlabError(f"duration {text!r}: expected a time from 0 with its unit, such as 50us, 1ms or 0.36s")
+    value = float(f"{match[1]}e{match[2] or 0}") * _TIMES[match[3] or "s"]
+    if not math.isfinite(value):
+        raise GradlabError(f"duration {text!r}: too long")
+    return value
+
+
+def format_rate(bits_per_second: float) -> str:
+    """A rate as `parse_bandwidth` reads it: 2e8 -> "200mbit"; three significant digits."""
+    from gradlab.analysis.formatting import significant
+
+    if math.isinf(bits_per_second):
+        return "unlimited"
+    for unit, scale in (("t", 1e12), ("g", 1e9), ("m", 1e6), ("k", 1e3)):
+        if bits_per_second >= 0.9995 * scale:
+            number = significant(bits_per_second / scale)
+            return f"{number.rstrip('0').rstrip('.') if '.' in number else number}{unit}bit"
+    return f"{significant(bits_per_second)}bit"

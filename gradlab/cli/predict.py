@@ -1,0 +1,131 @@
+"""`gradlab predict`: step time over nodes and link speed, and the speed from which on compression no longer pays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gradlab.cli.console import OUT, print_json, print_table, print_warnings, progress_bars
+from gradlab.errors import GradlabError
+
+if TYPE_CHECKING:
+    from gradlab.analysis.forecast import Forecast
+
+_FIGURES = (".svg", ".pdf")
+
+
+def predict(
+    artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A .safetensors file made by gradlab fit.")],
+    nodes: Annotated[str, typer.Option(help="Numbers of nodes, with commas; one rank each.")] = "4,64,1024",
+    bandwidth: Annotated[
+        str, typer.Option(help="Link speeds, with commas: 200mbit,1gbit,25gbit; decimal bits per second.")
+    ] = "1gbit",
+    latency: Annotated[str, typer.Option(help="From a rank's send to another's receive: 50us, 1ms.")] = "100us",
+    compute_seconds: Annotated[str | None, typer.Option(help="A step without gradient exchange: 0.36s, 120ms.")] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN.json", help="A run's report (gradlab train --compress --out): its times."),
+    ] = None,
+    cores: Annotated[float, typer.Option(help="Per rank, for computing and codecs; with 1 they take turns.")] = 2.0,
+    bucket_cap_mb: Annotated[
+        float | None, typer.Option(help="DDP's bucket size in MiB; its default if left out.")
+    ] = None,
+    header_share: Annotated[
+        float, typer.Option(help="Bytes of protocol per byte sent; 0.06 is TCP on Ethernet.")
+    ] = 0.06,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FIGURE", help="Draw step time over link speed (.svg, .pdf).")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace a figure that is there.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with the curves of the figure.")] = False,
+) -> None:
+    """Predict the step time of an artifact's plan beside plain DDP's, before there are any nodes.
+
+    Computing time comes from --compute-seconds or --run, codec times from the run, else from the artifact's replay,
+    else they are taken here; bytes and rounds come from the codecs' own code at that number of nodes.
+
+    Examples:
+
+      gradlab predict powersgd.safetensors --nodes 4,64,1024 --bandwidth 1gbit --compute-seconds 0.36s
+
+      gradlab predict topk.safetensors --nodes 8 --bandwidth 200mbit,1gbit,25gbit --run run.json --out steps.svg
+    """
+    from gradlab.analysis.forecast import forecast
+    from gradlab.analysis.link import Link, parse_bandwidth, parse_seconds
+    from gradlab.analysis.profile import profile_of
+    from gradlab.analysis.target import require_free
+    from gradlab.artifact import Artifact
+
+    delay = parse_seconds(latency)
+    links = [Link(parse_bandwidth(rate), delay, header_share) for rate in bandwidth.split(",")]
+    counts = [_count(word) for word in nodes.split(",")]
+    seconds = parse_seconds(compute_seconds) if compute_seconds is not None else None
+    if out is not None:
+        if out.suffix not in _FIGURES:
+            raise GradlabError(f"{out}: a figure is written as {' or '.join(_FIGURES)}")
+        require_free(out, overwrite)
+    loaded = Artifact.load(artifact)
+    profile = profile_of(loaded, run, seconds)
+    with progress_bars() as progress:
+        found = forecast(
+            loaded.plan, profile, counts, links, bucket_cap_mb=bucket_cap_mb, cores=cores, progress=progress
+        )
+    if out is not None:
+        _draw(found, out)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        _print(found, out)
+
+
+def _count(word: str) -> int:
+    if not word.strip().isdecimal():
+        raise GradlabError(f"nodes {word!r}: expected whole numbers from 1, such as 4,64,1024")
+    return int(word)
+
+
+def _draw(found: Forecast, out: Path) -> None:
+    from gradlab.analysis.forecast_plot import plot_step_time
+    from gradlab.analysis.style import drawing, render
+    from gradlab.files import write_whole
+
+    with drawing():
+        files = render(plot_step_time(found.to_json()), out.stem)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(out, files[out.suffix.removeprefix(".")])
+
+
+def _print(found: Forecast, out: Path | None) -> None:
+    import math
+
+    from gradlab.analysis.formatting import format_bytes, format_ratio, format_seconds
+    from gradlab.analysis.link import format_rate
+
+    OUT.print(found.verdict, markup=False)
+    print_warnings(found.remarks)
+    rows = [
+        (
+            str(count),
+            format_rate(pair.link.bits_per_second),
+            format_seconds(pair.dense.seconds),
+            format_seconds(pair.compressed.seconds),
+            format_ratio(pair.speedup),
+            format_seconds(pair.compressed.encode),
+            format_seconds(pair.compressed.communicate),
+            format_bytes(pair.compressed.wire_bytes),
+        )
+        for count, pair in found.comparisons
+    ]
+    columns = ("nodes", "link", "dense step", "step", "speed-up", "codec exposed", "network exposed", "wire")
+    print_table(found.method, columns, rows, left=0)
+    OUT.print(f"computing alone: {format_seconds(found.profile.compute_seconds)} per step", markup=False)
+    for node in found.nodes:
+        even = node.break_even
+        said = "compression pays at no link speed"
+        if even is not None:
+            said = f"compression pays {'at any link speed' if math.isinf(even) else f'below {format_rate(even)}'}"
+        OUT.print(f"nodes {node.job.world_size}: {said}", markup=False)
+    if out is not None:
+        OUT.print(str(out), markup=False)

@@ -1,0 +1,69 @@
+"""Cast: send gradients in 16 bits.
+
+float16 under a loss scale: Micikevicius et al., "Mixed precision training", ICLR 2018, section 3.2. bfloat16:
+Kalamkar et al., "A study of BFLOAT16 for deep learning training", 2019.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gradlab.codec import Codec, Context, Exchanged, Tensors
+from gradlab.codec_settings import require
+from gradlab.collectives import Coroutine, Mean
+from gradlab.layout import Layer
+from gradlab.workspace import Workspace
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class Cast(Codec):
+    """The mean in 16 bits: 2 bytes per element, in one all-reduce. Rounds to nearest: not linear, and biased a little.
+
+    float16: relative error 2^-11 between 6e-5 and 65504; smaller values lose bits, below 3e-8 all of them, and larger
+    ones become infinite, so that the step is skipped. The run's loss scale moves gradients into that range: it is put
+    back on what travels, and taken off the answer. bfloat16: relative error 2^-8 in float32's range.
+    The sum over ranks is rounded as often as there are ranks.
+    """
+
+    name = "cast"
+    family = "quantization"
+    wants_error_feedback = False
+
+    @dataclass(frozen=True)
+    class Settings:
+        """dtype: of what travels, "float16" or "bfloat16"."""
+
+        dtype: str = "float16"
+
+        def __post_init__(self) -> None:
+            require(self.dtype in DTYPES, "cast", "dtype", self.dtype, "'float16' or 'bfloat16'")
+
+    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        dtype = DTYPES[self.settings.dtype]
+        scale = context.loss_scale if dtype == torch.float16 else 1.0
+        sent = [_narrowed(grad, dtype, scale, context.workspace) for grad in grads.values()]
+        answers = yield tuple(Mean(tensor) for tensor in sent)
+        mean, own = (_widened(narrow, grads, scale, context.workspace) for narrow in (answers, sent))
+        return Exchanged(mean, own)
+
+    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        return 2 * sum(layer.numel for layer in layers)
+
+
+def _narrowed(grad: torch.Tensor, dtype: torch.dtype, scale: float, workspace: Workspace) -> torch.Tensor:
+    """A gradient in 16 bits, with the loss scale on it."""
+    scaled = grad if scale == 1.0 else torch.mul(grad, scale, out=workspace.empty_like(grad))
+    return workspace.empty(grad.shape, grad.new_empty(0, dtype=dtype)).copy_(scaled)
+
+
+def _widened(narrow: Sequence[torch.Tensor], like: Tensors, scale: float, workspace: Workspace) -> Tensors:
+    """Tensors in the dtypes of `like`, by its names, without the loss scale."""
+    wide = {
+        name: workspace.empty_like(grad).copy_(tensor)
+        for (name, grad), tensor in zip(like.items(), narrow, strict=True)
+    }
+    return wide if scale == 1.0 else {name: tensor.div_(scale) for name, tensor in wide.items()}

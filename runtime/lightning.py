@@ -1,0 +1,191 @@
+"""Lightning: a callback that trains compressed under Trainer(strategy="ddp"), on the CPU as on CUDA.
+
+DDPStrategy(ddp_comm_hook=...) registers a hook on CUDA only, and says nothing on a CPU; and a CompressionState needs
+the DDP model, which that strategy has yet to make. The callback registers when the strategy is set up.
+
+Lightning writes rank 0's checkpoint, but every rank has residuals of its own. They are sent to rank 0 and become part
+of the one checkpoint: it is complete, written whole, and may be moved, ranked, deleted or kept in the cloud as any
+other. The price is that a checkpoint carries N ranks' states over the network: with error feedback, N gradients.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gradlab.errors import GradlabError
+from gradlab.plan import Plan
+from gradlab.ranks import Ranks
+from gradlab.runtime.hook import compression_hook
+from gradlab.runtime.state import CompressionState
+from gradlab.wrapper import POLICIES
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.utilities import rank_zero_warn
+except ModuleNotFoundError as error:
+    if error.name != "lightning":
+        raise
+    needed = "gradlab.runtime.lightning needs Lightning: pip install 'gradlab[lightning]'"
+    raise ModuleNotFoundError(needed, name=error.name) from None
+
+# Where a checkpoint keeps the state dicts of all ranks, in rank order.
+_CHECKPOINT_KEY = "gradlab"
+
+
+class CompressionCallback(Callback):
+    """Compress the gradients of `trainer.fit`.
+
+        Trainer(strategy="ddp", callbacks=[CompressionCallback("plan.safetensors")])
+
+    One checkpoint holds all ranks' states, and `trainer.fit(ckpt_path=...)` continues with them. A checkpoint without
+    them (of a run without the callback, or saved while an exception was on its way) starts them anew, with a warning.
+
+    Args:
+        plan: for the LightningModule's trainable parameters, or the path of an artifact.
+        log: send `state.scalars()` to the trainer's loggers every `log_every_n_steps` steps.
+        residuals: what becomes of the residuals in a checkpoint of another world size: "split", "sum" or "drop", see
+            `CompressionState.load_state_dicts`. None refuses such a checkpoint.
+        options: those of CompressionState. Optimizer and loss scaler are the trainer's.
+
+    Attributes:
+        state: the CompressionState of the current or the last fit, None before the first. Closed when fit ends; its
+            report and statistics can still be read.
+
+    Raises:
+        GradlabError: when fit starts, if the strategy does not train one DistributedDataParallel model with one
+            optimizer, or has a communication hook already; see also CompressionState.
+    """
+
+    def __init__(
+        self, plan: Plan | str | os.PathLike[str], *, log: bool = False, residuals: str | None = None, **options: Any
+    ) -> None:
+        if residuals not in (None, *POLICIES):
+            raise GradlabError(f"residuals = {residuals!r}, expected None or one of {', '.join(POLICIES)}")
+        self.state: CompressionState | None = None
+        self._plan, self._log, self._residuals, self._options = plan, log, residuals, options
+        self._restored: list[dict[str, Any]] | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget the last fit; Lightning restores checkpoints after this and before it wraps the model."""
+        if stage == "fit":
+            self.state = self._restored = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Register the hook on the model that the strategy has just wrapped."""
+        model = _ddp_model(trainer)
+        options = {"optimizer": trainer.optimizers[0], **self._options}
+        if (scaler := getattr(trainer.precision_plugin, "scaler", None)) is not None:
+            options["scaler"] = scaler
+        if isinstance(self._plan, Plan):
+            self.state = CompressionState(self._plan, model, **options)
+        else:
+            self.state = CompressionState.load(self._plan, model, **options)
+        if self._restored is not None:
+            self._load(self.state, self._restored, trainer)
+            self._restored = None
+        model.register_comm_hook(self.state, compression_hook)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the state's figures, if asked."""
+        interval: int = getattr(trainer, "log_every_n_steps", 0)  # 0 too where nothing is to be logged
+        if self._log and self.state is not None and interval and trainer.global_step % interval == 0:
+            for logger in trainer.loggers:
+                logger.log_metrics(self.state.scalars(), step=trainer.global_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plan's digest: Lightning warns if a checkpoint is resumed without a callback that has saved something."""
+        return {} if self.state is None else {"plan": self.state.plan.digest}
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Put the states of all ranks into rank 0's checkpoint. Lightning calls it on all ranks."""
+        if self.state is None:
+            checkpoint[_CHECKPOINT_KEY] = []  # as the learning rate finder does it, before our turn
+            return
+        if trainer.interrupted:
+            # Other ranks may have failed, or have not: to wait for them could cost this checkpoint.
+            rank_zero_warn(
+                "gradlab: saved after an exception, this checkpoint is without the ranks' compression states"
+            )
+            return
+        checkpoint[_CHECKPOINT_KEY] = _gather(self.state.state_dict(), trainer.strategy.root_device)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Take the states out of a checkpoint that fit continues from."""
+        if trainer.state.fn != "fit":
+            return
+        everyone = checkpoint.get(_CHECKPOINT_KEY)
+        if everyone is None:
+            rank_zero_warn("gradlab: the checkpoint holds no compression states, they start anew")
+        elif everyone and self.state is None:
+            self._restored = everyone
+        elif everyone and self.state is not None:  # within fit, as the learning rate finder may do it
+            self._load(self.state, everyone, trainer)
+
+    def _load(self, state: CompressionState, everyone: list[dict[str, Any]], trainer: Trainer) -> None:
+        if len(everyone) == trainer.world_size:
+            state.load_state_dict(everyone[trainer.global_rank])
+        elif self._residuals is not None:
+            state.load_state_dicts(everyone, self._residuals)
+        else:
+            came = f"checkpoint: world_size is {len(everyone)}, this run has {trainer.world_size}"
+            raise GradlabError(f"{came}; CompressionCallback(residuals=...) says what becomes of the residuals")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Stop the engine."""
+        self._close()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Stop the engine."""
+        self._close()
+
+    def _close(self) -> None:
+        if self.state is not None:
+            self.state.close()
+
+
+def _ddp_model(trainer: Trainer) -> DistributedDataParallel:
+    strategy, model = trainer.strategy, trainer.strategy.model
+    if not isinstance(model, DistributedDataParallel):
+        name = f"{type(strategy).__name__} (model: {type(model).__name__})"
+        raise GradlabError(f"CompressionCallback: the strategy is {name}, not DDP; use Trainer(strategy='ddp')")
+    if getattr(strategy, "_ddp_comm_hook", None) is not None:  # on a CPU Lightning does not register it
+        raise GradlabError("CompressionCallback: DDPStrategy has a ddp_comm_hook, and DDP takes one only; leave it out")
+    if len(trainer.optimizers) != 1:
+        raise GradlabError(f"CompressionCallback: {len(trainer.optimizers)} optimizers, expected one")
+    return model
+
+
+def _gather(state: dict[str, Any], device: torch.device) -> list[dict[str, Any]] | None:
+    """All ranks' state dicts in rank order, on rank 0; None on the others. A collective of the whole world.
+
+    As bytes: ranks need not know the keys and shapes of one another.
+    """
+    file = io.BytesIO()
+    torch.save(state, file)
+    own = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+    world = dist.group.WORLD
+    assert world is not None
+    ranks = Ranks(world, device)
+    wire = device if "nccl" in dist.get_backend() else torch.device("cpu")
+    sizes = ranks.gather(own.numel())
+    if ranks.rank != 0:
+        dist.send(own.to(wire), dst=0)
+        return None
+    return [state] + [_receive(source, sizes[source], wire) for source in range(1, ranks.size)]
+
+
+def _receive(source: int, size: int, wire: torch.device) -> dict[str, Any]:
+    packed = torch.empty(size, dtype=torch.uint8, device=wire)
+    dist.recv(packed, src=source)
+    received: dict[str, Any] = torch.load(
+        io.BytesIO(packed.cpu().numpy().tobytes()), map_location="cpu", weights_only=True
+    )
+    return received

@@ -1,0 +1,606 @@
+"""Predicted step times: bytes are those that real executors count, times obey their laws, and bad input is one line."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from command_line import Command
+from contract import plan_for
+from hypothesis import strategies as st
+from laws import law
+from process_pool import ProcessPool
+
+from gradlab import codecs
+from gradlab.analysis.dry_run import DryRuns, dry_run, scan_seconds_per_byte
+from gradlab.analysis.forecast import forecast
+from gradlab.analysis.link import (
+    Link,
+    Transfer,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    format_rate,
+    parse_bandwidth,
+    parse_seconds,
+    transfers,
+)
+from gradlab.analysis.predict import Job, assign_buckets, break_even, compare, make_job, ready_seconds
+from gradlab.analysis.profile import CodecTime, Profile, profile_of
+from gradlab.analysis.timeline import Bucket, Exchange, Turn, segments, simulate
+from gradlab.artifact import Artifact
+from gradlab.codec import exchange_group
+from gradlab.collectives import (
+    AllToAll,
+    Broadcast,
+    Gather,
+    Mean,
+    Request,
+    all_gather_wire_bytes,
+    all_reduce_wire_bytes,
+    run_lockstep,
+    wire_bytes,
+)
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+from gradlab.plan import Plan, Wrap
+
+COMPRESSORS = [name for name in codecs.names() if name != "identity"]
+LAYERS = (
+    Layer("stem.weight", (16, 3, 3, 3), "convolution"),
+    Layer("body.weight", (64, 16, 3, 3), "convolution"),
+    Layer("body.bias", (64,), "bias"),
+    Layer("head.weight", (100, 1024), "linear"),
+)
+
+
+# --- units -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("200mbit", 2e8),
+        ("1gbit", 1e9),
+        ("25 Gbit/s", 2.5e10),
+        ("2.5gbps", 2.5e9),
+        ("9600bit", 9600.0),
+        ("64kbit", 64e3),
+        ("1tbit", 1e12),
+        ("unlimited", math.inf),
+    ],
+)
+def test_bandwidth_as_the_field_writes_it(text: str, expected: float) -> None:
+    assert parse_bandwidth(text) == expected
+
+
+@pytest.mark.parametrize("text", ["1 furlong", "", "gbit", "-1gbit", "0mbit", "1GiB", "1e9", "1gbit,2gbit", "nanbit"])
+def test_other_bandwidths_are_refused_by_name(text: str) -> None:
+    with pytest.raises(GradlabError, match="expected bits per second above 0, such as 200mbit"):
+        parse_bandwidth(text)
+
+
+@law(st.floats(1e3, 1e13))
+def test_rates_are_read_as_they_are_written(rate: float) -> None:
+    assert parse_bandwidth(format_rate(rate)) == pytest.approx(rate, rel=6e-3)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("50us", 5e-5), ("1.5ms", 1.5e-3), ("0.36s", 0.36), ("2", 2.0), ("1e-3", 1e-3), ("7ns", 7e-9)],
+)
+def test_durations(text: str, expected: float) -> None:
+    assert parse_seconds(text) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("text", ["-1ms", "fast", "1min", "", "1e999s"])
+def test_other_durations_are_refused(text: str) -> None:
+    with pytest.raises(GradlabError, match="duration"):
+        parse_seconds(text)
+
+
+@pytest.mark.parametrize("setting", ["latency_seconds", "header_share", "host_seconds_per_byte", "collective_seconds"])
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
+def test_a_link_cannot_be_faster_than_light(setting: str, value: float) -> None:
+    with pytest.raises(GradlabError, match=setting):
+        Link(1e9, **{setting: value})
+
+
+# --- collectives -----------------------------------------------------------------------------------------------------
+
+
+@law(st.integers(0, 10**9), st.integers(1, 4096))
+def test_transfers_send_what_the_byte_rules_say(nbytes: int, world_size: int) -> None:
+    assert all_reduce(nbytes, world_size).wire_bytes == all_reduce_wire_bytes(nbytes, world_size)
+    assert all_gather(nbytes, world_size).wire_bytes == all_gather_wire_bytes(nbytes, world_size)
+    # Over all ranks of a tree everybody but the root receives it once.
+    if world_size <= 64:
+        sent = [broadcast(nbytes, rank, 0, world_size) for rank in range(world_size)]
+        assert sum(transfer.wire_bytes for transfer in sent) == (world_size - 1) * nbytes
+        assert max(transfer.wire_bytes for transfer in sent) == sent[0].path_bytes
+
+
+def test_a_server_that_all_send_to_is_the_busiest_link() -> None:
+    """Seven ranks send 1000 bytes to rank 0: each sends 1000, but rank 0's link carries 7000."""
+    found = all_to_all([1000, 0, 0, 0, 0, 0, 0, 0], rank=3)
+    assert (found.wire_bytes, found.path_bytes, found.rounds) == (1000, 7000, 1)
+    assert all_to_all([10], rank=0) == Transfer(0, 0, 0)
+
+
+def test_requests_of_a_kind_travel_as_one() -> None:
+    half = torch.empty(6, dtype=torch.float16)
+    requests: list[Request] = [Mean(torch.empty(5)), Gather(half), Mean(torch.empty(7)), Mean(half), Gather(half)]
+    requests += [Broadcast(half, 1), AllToAll((half, half, half)), Gather(half, varying=True)]
+    found = transfers(requests, rank=0, world_size=3)
+    assert found[:3] == [all_reduce(48, 3), all_gather(24, 3), all_reduce(12, 3)]
+    assert found[3:5] == [broadcast(12, 0, 1, 3), all_to_all([12, 12, 12], 0)]
+    assert found[5].wire_bytes == wire_bytes(requests[-1], 0, 3, longest=12)
+    assert transfers([Mean(torch.empty(0))], 0, 3) == []
+
+
+# --- what codecs ask for ---------------------------------------------------------------------------------------------
+
+
+def require_same_bytes(plan: Plan, world_size: int) -> None:
+    """One coroutine with fabricated answers asks, byte for byte, for what each of N real ones in lockstep sends."""
+    for rank in range(world_size):
+        runs = DryRuns(plan, world_size, rank, repeats=1)
+        for group in plan.compressed_groups:
+            context = runs.context(group.name)
+            generator = torch.Generator().manual_seed(plan.seed)
+            grads = {layer.name: 1e-3 * torch.randn(layer.shape, generator=generator) for layer in plan.members(group)}
+            coroutines = [
+                exchange_group(plan.build(group), dict(grads), {}, replace(context, rank=r)) for r in range(world_size)
+            ]
+            counted = run_lockstep(coroutines)[rank].wire_bytes
+            asked = [request for turn in runs.group(group).turns for request in turn.requests]
+            assert sum(wire_bytes(request, rank, world_size) for request in asked) == counted
+
+
+@pytest.mark.parametrize("codec", COMPRESSORS)
+@pytest.mark.parametrize("grouping", ["layer", "model"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_dry_run_asks_for_what_lockstep_counts(codec: str, grouping: str, world_size: int) -> None:
+    require_same_bytes(plan_for(codec, grouping, feedback=True), world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "wrappers", [[Wrap("two_way")], [Wrap("two_way", {"server": "rank"})], [Wrap("momentum_correction")]]
+)
+def test_dry_run_sees_through_wrappers(wrappers: list[Wrap], world_size: int) -> None:
+    """AllToAll and Broadcast too, where ranks play different parts."""
+    require_same_bytes(Plan.uniform(LAYERS, "topk", density=0.01, wrappers=wrappers), world_size)
+
+
+@pytest.mark.parametrize("codec", COMPRESSORS)
+@pytest.mark.parametrize("grouping", ["layer", "model"])
+@pytest.mark.parametrize("bucket_cap_mb", [None, 0.01])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_simulated_bytes_are_those_of_the_engine(
+    pool: ProcessPool, codec: str, grouping: str, bucket_cap_mb: float | None, ranks: int
+) -> None:
+    """Fused, over DDP's own buckets, with the dense layers and the flag: to the byte, on every rank."""
+    counted = pool.run(
+        "predict_task:counted_wire_bytes", ranks, codec=codec, grouping=grouping, bucket_cap_mb=bucket_cap_mb
+    )
+    plan = plan_for(codec, grouping, feedback=True)
+    for rank in range(ranks):
+        job = make_job(plan, DryRuns(plan, ranks, rank, repeats=1), 1.0, bucket_cap_mb=bucket_cap_mb)
+        step = simulate(job.buckets, 1.0, Link(1e9), ranks, rank=rank)
+        assert step.wire_bytes == counted[rank][-1]
+
+
+def test_dry_run_at_many_nodes_takes_one_coroutine() -> None:
+    plan = Plan.uniform(LAYERS, "topk", density=0.01)
+    few, many = (
+        make_job(plan, DryRuns(plan, count, repeats=1), 1.0).buckets[0].exchanges[-1].turns[0].requests
+        for count in (2, 4096)
+    )
+    assert [request.tensor.shape for request in few] == [request.tensor.shape for request in many]  # type: ignore[union-attr]
+    assert all_gather(800, 4096).wire_bytes == 4095 * 800
+
+
+def test_alike_groups_are_run_once() -> None:
+    """40 layers of one shape take one dry run: their exchanges share their turns."""
+    layers = tuple(Layer(f"block{i}.weight", (32, 32), "linear") for i in range(40))
+    plan = Plan.uniform(layers, "powersgd", rank=2)
+    runs = DryRuns(plan, 4, repeats=1)
+    exchanges = [runs.group(group) for group in plan.compressed_groups]
+    assert len({id(exchange.turns) for exchange in exchanges}) == 1
+    assert [exchange.name for exchange in exchanges] == [layer.name for layer in layers]
+
+
+def test_dry_run_times_every_turn() -> None:
+    plan = Plan.uniform(LAYERS, "powersgd", rank=2)
+    group = plan.compressed_groups[0]
+    found = dry_run(plan.build(group), plan.members(group), DryRuns(plan, 4).context(group.name), repeats=2)
+    assert len(found.turns) == 3
+    assert all(turn.seconds > 0 for turn in found.turns)
+    assert found.apply_seconds > 0
+    assert scan_seconds_per_byte() > 0
+
+
+# --- buckets ---------------------------------------------------------------------------------------------------------
+
+
+@law(st.lists(st.integers(1, 400_000), min_size=1, max_size=40), st.sampled_from([None, 0.1, 1.0, 25.0]))
+def test_buckets_are_those_of_ddp(sizes: list[int], cap: float | None) -> None:
+    """Against torch's own assignment, in the order in which backward meets layers."""
+    layers = [Layer(f"p{i}", (size,)) for i, size in enumerate(sizes)]
+    tensors = [torch.empty(size) for size in reversed(sizes)]
+    limits = [2**20, 25 * 2**20] if cap is None else [int(cap * 2**20)]
+    expected, _ = dist._compute_bucket_assignment_by_size(tensors, limits)
+    found = assign_buckets(layers, cap)
+    assert [[len(sizes) - 1 - i for i in bucket] for bucket in expected] == [
+        [int(layer.name[1:]) for layer in bucket] for bucket in found
+    ]
+
+
+def test_a_bucket_size_must_be_positive() -> None:
+    with pytest.raises(GradlabError, match="bucket size"):
+        assign_buckets(LAYERS, 0.0)
+
+
+def test_backward_hands_over_buckets_in_order_and_ends_with_the_last() -> None:
+    moments = ready_seconds([[layer] for layer in reversed(LAYERS)], 3.0)
+    assert moments == pytest.approx([1.0 + 2 / 3, 1.0 + 2 / 3, 1.0 + 4 / 3, 3.0])
+    assert ready_seconds([[Layer("bias", (3,))]], 3.0) == [3.0]
+
+
+# --- the simulation --------------------------------------------------------------------------------------------------
+
+
+def mean_of(elements: int) -> tuple[Request, ...]:
+    return (Mean(torch.empty(elements, device="meta")),)
+
+
+def test_plain_ddp_by_hand() -> None:
+    """Two buckets, ready at 1 and 2 s; each keeps a link of 8 kbit/s busy for 3 s: 1 + 3 + 3 = 7 s."""
+    link = Link(8e3, header_share=0.0)
+    step = simulate([Bucket(1.0, 3000), Bucket(2.0, 3000)], 2.0, link, 2)
+    assert (step.seconds, step.compute, step.encode, step.communicate) == pytest.approx((7.0, 2.0, 0.0, 5.0))
+    assert step.wire_bytes == 6000
+
+
+def test_latencies_overlap_but_bytes_wait() -> None:
+    """The second collective's bytes follow the first's; each is through two latencies after its last byte."""
+    link = Link(8e3, latency_seconds=0.5, header_share=0.0)
+    assert simulate([Bucket(1.0, 3000), Bucket(2.0, 3000)], 2.0, link, 2).seconds == pytest.approx(8.0)
+
+
+def test_two_ticks_by_hand() -> None:
+    """Backward ends at 2 s. Encode 1 s, 4000 bytes at 1000 B/s with the flag's tick behind it, decode 2 s.
+
+    2 + 1 = 3: issued; the flag's tick waits for it until 7, decodes until 9, and sends its own 4 bytes: 9.004.
+    """
+    exchange = Exchange("g", 100, (Turn(1.0, mean_of(1000)), Turn(2.0)))
+    link = Link(8e3, header_share=0.0)
+    step = simulate([Bucket(2.0, exchanges=(exchange,))], 2.0, link, 2)
+    assert step.seconds == pytest.approx(9.004)
+    assert (step.encode, step.communicate) == pytest.approx((3.0, 4.004))
+    assert step.wire_bytes == 4004
+
+
+def test_encoding_hides_the_network() -> None:
+    """Two segments: the second is encoded while the first travels."""
+    exchanges = tuple(Exchange(f"g{i}", 100, (Turn(1.0, mean_of(250)), Turn(0.0))) for i in range(2))
+    link = Link(8e3, header_share=0.0)
+    bucket = Bucket(0.0, exchanges=exchanges)
+    # 1: first issued (1 s on the wire); 2: second issued; 3: through; the flag behind it.
+    assert simulate([bucket], 0.0, link, 2, segment_bytes=100).seconds == pytest.approx(3.004)
+    # Both in one segment: 2 s of encoding, then 2 s of network.
+    assert simulate([bucket], 0.0, link, 2, segment_bytes=200).seconds == pytest.approx(4.004)
+
+
+def test_codecs_hide_behind_backward_only_with_a_core_of_their_own() -> None:
+    exchange = Exchange("g", 100, (Turn(1.0, mean_of(1)), Turn(0.0)))
+    buckets = [Bucket(1.0, exchanges=(exchange,)), Bucket(4.0, 8)]
+    fast = Link(math.inf)
+    assert simulate(buckets, 4.0, fast, 2).seconds == pytest.approx(4.0)
+    shared = simulate(buckets, 4.0, fast, 2, speed=0.5)
+    assert (shared.seconds, shared.encode) == pytest.approx((5.0, 1.0))
+
+
+def test_segments_hold_at_least_one_exchange() -> None:
+    exchanges = [Exchange(str(size), size, (Turn(0.0),)) for size in (5, 20, 4, 6, 1)]
+    assert [[e.gradient_bytes for e in segment] for segment in segments(exchanges, 10)] == [[5], [20], [4, 6], [1]]
+
+
+@pytest.mark.parametrize(
+    ("compute", "nodes", "speed"), [(-1.0, 2, 1.0), (math.nan, 2, 1.0), (1.0, 0, 1.0), (1.0, 2, 2.0)]
+)
+def test_impossible_steps_are_refused(compute: float, nodes: int, speed: float) -> None:
+    with pytest.raises(GradlabError):
+        simulate([], compute, Link(1e9), nodes, speed=speed)
+
+
+times = st.floats(0.0, 2.0)
+sizes = st.integers(1, 50_000)
+
+
+@st.composite
+def exchanges(draw: st.DrawFn) -> Exchange:
+    asks = [Mean, Gather]
+    turns = [
+        Turn(draw(times), (draw(st.sampled_from(asks))(torch.empty(draw(sizes), device="meta")),))
+        for _ in range(draw(st.integers(0, 3)))
+    ]
+    return Exchange("g", draw(sizes), (*turns, Turn(draw(times))), draw(times))
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[list[Bucket], float]:
+    """Buckets, some compressed, and the computing time at which the last is ready."""
+    moments = sorted(draw(st.lists(times, min_size=1, max_size=4)))
+    found = [
+        Bucket(moment, draw(sizes), draw(times), tuple(draw(st.lists(exchanges(), max_size=3)))) for moment in moments
+    ]
+    return found, moments[-1]
+
+
+links = st.builds(Link, st.floats(1e4, 1e9), st.floats(0, 0.1), st.floats(0, 0.2))
+worlds = st.integers(1, 9)
+
+
+@law(steps(), links, worlds, st.floats(0.5, 1.0))
+def test_a_step_is_the_sum_of_its_parts(step: tuple[list[Bucket], float], link: Link, world: int, speed: float) -> None:
+    buckets, compute = step
+    found = simulate(buckets, compute, link, world, speed=speed)
+    assert found.seconds == pytest.approx(found.compute + found.encode + found.communicate)
+    assert found.encode >= -1e-9
+    assert found.communicate >= 0
+    work = sum(b.scan_seconds + sum(e.codec_seconds + e.apply_seconds for e in b.exchanges) for b in buckets)
+    network = 9.6 * found.wire_bytes / link.bits_per_second + 200 * link.latency_seconds
+    assert found.seconds <= compute + work + network + 1e-9
+
+
+@law(steps(), links, worlds, st.floats(1.0, 100.0))
+def test_a_faster_link_is_never_slower(step: tuple[list[Bucket], float], link: Link, world: int, factor: float) -> None:
+    buckets, compute = step
+    before = simulate(buckets, compute, link, world).seconds
+    assert simulate(buckets, compute, replace(link, bits_per_second=factor * link.bits_per_second), world).seconds <= (
+        before + 1e-9
+    )
+    assert simulate(buckets, compute, replace(link, latency_seconds=link.latency_seconds / factor), world).seconds <= (
+        before + 1e-9
+    )
+
+
+@law(steps(), links, worlds)
+def test_a_shared_core_is_never_faster(step: tuple[list[Bucket], float], link: Link, world: int) -> None:
+    buckets, compute = step
+    alone, shared = (simulate(buckets, compute, link, world, speed=speed).seconds for speed in (1.0, 0.5))
+    assert shared >= alone - 1e-9
+
+
+@law(steps(), worlds)
+def test_dense_time_tends_to_computing(step: tuple[list[Bucket], float], world: int) -> None:
+    plain = [Bucket(bucket.ready_seconds, bucket.in_place_bytes) for bucket in step[0]]
+    gaps = [simulate(plain, step[1], Link(10.0**power), world).seconds - step[1] for power in (5, 9, 13)]
+    assert gaps == sorted(gaps, reverse=True)
+    assert 0 <= gaps[-1] < 1e-5
+    assert simulate(plain, step[1], Link(math.inf), world).seconds == step[1]
+
+
+# --- break-even ------------------------------------------------------------------------------------------------------
+
+
+@law(st.floats(1e5, 1e12))
+def test_break_even_finds_a_crossing(crossing: float) -> None:
+    """Savings of c / speed - 1 end at speed c."""
+    assert break_even(lambda speed: crossing / speed - 1) == pytest.approx(crossing, rel=1e-6)
+
+
+def test_break_even_at_the_ends() -> None:
+    assert break_even(lambda speed: -1.0) is None
+    assert break_even(lambda speed: 0.0) is None
+    assert break_even(lambda speed: 1.0) == math.inf
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    """Top-k on a model of 0.45 MB at 4 nodes, whose codecs' times are set: 2 ms of code."""
+    plan = Plan.uniform(LAYERS, "topk", density=0.01)
+    found = make_job(plan, DryRuns(plan, 4, repeats=1), 0.01)
+    return found.scaled(codec=0.002 / found.codec_seconds, engine=0.0)
+
+
+@law(st.floats(0, 1e-3), examples=20)
+def test_break_even_is_where_the_curves_cross(job: Job, latency: float) -> None:
+    def on(rate: float) -> Any:
+        return compare(job, Link(rate, latency))
+
+    even = break_even(lambda rate: on(rate).dense.seconds - on(rate).compressed.seconds)
+    assert even is not None
+    assert math.isfinite(even)
+    here, slower, faster = on(even), on(0.9 * even), on(1.1 * even)
+    assert here.compressed.seconds == pytest.approx(here.dense.seconds, rel=1e-5)
+    assert slower.speedup > 1 > faster.speedup
+
+
+# --- profiles and forecasts ------------------------------------------------------------------------------------------
+
+
+def report(**changes: Any) -> dict[str, Any]:
+    return {"world_size": 2, "plan": None, "time": {"compute": 0.25, "compress": 0.05}, **changes}
+
+
+def written(folder: Path, value: object) -> Path:
+    path = folder / "run.json"
+    path.write_text(json.dumps(value))
+    return path
+
+
+def test_times_come_from_the_run_of_the_same_plan(tmp_path: Path) -> None:
+    artifact = Artifact(Plan.uniform(LAYERS, "topk", density=0.01))
+    mine = profile_of(artifact, written(tmp_path, report(plan=artifact.plan.digest)))
+    assert (mine.compute_seconds, mine.codec) == (0.25, CodecTime(0.05, 2, True, f"the run {tmp_path / 'run.json'}"))
+    other = profile_of(artifact, written(tmp_path, report(plan="another")))
+    assert (other.compute_seconds, other.codec) == (0.25, None)
+    assert profile_of(artifact, written(tmp_path, report()), compute_seconds=3.0).compute_seconds == 3.0
+
+
+def test_codec_times_come_from_the_artifacts_replay() -> None:
+    origin = {"world_size": 3, "replay": {"codec_seconds": 0.02}}
+    artifact = Artifact(Plan.uniform(LAYERS, "topk", density=0.01), origin)
+    assert profile_of(artifact, compute_seconds=1.0).codec == CodecTime(
+        0.02, 3, False, "the artifact's replay on 3 ranks"
+    )
+    for odd in ({}, {"replay": 3}, {"world_size": 2, "replay": {"codec_seconds": None}}, {"replay": {}}):
+        assert profile_of(Artifact(artifact.plan, odd), compute_seconds=1.0).codec is None
+
+
+@pytest.mark.parametrize(("engine", "expected"), [(True, 0.5), (False, 0.5)])
+def test_measured_codec_times_are_met_at_their_number_of_nodes(engine: bool, expected: float) -> None:
+    plan = Plan.uniform(LAYERS, "powersgd", rank=2)
+    profile = Profile(1.0, "as given", CodecTime(expected, 4, engine, "a test"))
+    node = forecast(plan, profile, [4], [Link(1e9)]).nodes[0].job
+    total = node.codec_seconds + (node.engine_seconds if engine else 0.0)
+    # Timed twice, once for the factor and once for the forecast: only their size is certain.
+    assert expected / 20 < total < expected * 20
+
+
+def test_a_first_line_that_says_no() -> None:
+    """Links on which dense gradients cost nothing, a codec that does; and the other way round."""
+    plan = Plan.uniform(LAYERS, "topk", density=0.001)
+    slow_codec = Profile(0.01, "as given", CodecTime(5.0, 2, False, "a test"))
+    assert forecast(plan, slow_codec, [2, 4], [Link(1e12)]).verdict.startswith("Compression does not pay: at best")
+    quick = Profile(0.01, "as given", CodecTime(1e-5, 2, False, "a test"))
+    found = forecast(plan, quick, [2, 4], [Link(1e6)])
+    assert found.verdict.startswith("Compression pays in time: at least")
+    mixed = forecast(plan, quick, [2], [Link(1e6), Link(1e14)]).verdict
+    assert mixed.startswith("Compression does not pay everywhere: not at 2 nodes over 100tbit.")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "cores", "said"),
+    [([0], 2.0, "nodes = 0"), ([10**6], 2.0, "nodes"), ([2], 0.0, "cores"), ([], 2.0, "nothing")],
+)
+def test_impossible_forecasts_are_refused(nodes: list[int], cores: float, said: str) -> None:
+    plan = Plan.uniform(LAYERS, "topk", density=0.01)
+    with pytest.raises(GradlabError, match=said):
+        forecast(plan, Profile(1.0, "as given"), nodes, [Link(1e9)], cores=cores)
+
+
+def test_a_dense_plan_is_refused() -> None:
+    with pytest.raises(GradlabError, match="compresses nothing"):
+        forecast(Plan.uniform(LAYERS, "identity"), Profile(1.0, "as given"), [2], [Link(1e9)])
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    plan = Plan.uniform(LAYERS, "topk", density=0.01, warmup_steps=7)
+    return Artifact(plan).save(tmp_path_factory.mktemp("artifact") / "topk.safetensors")
+
+
+def test_predict_command(gradlab: Command, artifact: Path, tmp_path: Path) -> None:
+    figure = tmp_path / "new" / "steps.svg"
+    words = [
+        "predict",
+        artifact,
+        "--nodes",
+        "2,32",
+        "--bandwidth",
+        "10mbit,1gbit,unlimited",
+        "--compute-seconds",
+        "20ms",
+    ]
+    code, out, err = gradlab(*words, "--out", figure, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["verdict"].startswith("Compression")
+    assert any("first 7 steps are dense" in line for line in found["warnings"])
+    assert [node["nodes"] for node in found["nodes"]] == [2, 32]
+    for node in found["nodes"]:
+        assert [link["bits_per_second"] for link in node["links"]] == [1e7, 1e9, "unlimited"]
+        assert node["links"][-1]["dense"]["seconds"] == pytest.approx(0.02 + 2 * (node["nodes"] - 1) * 1e-4)
+        for link in node["links"]:
+            step = link["compressed"]
+            assert step["seconds"] == pytest.approx(step["compute"] + step["encode"] + step["communicate"])
+    text = figure.read_text()
+    assert text.startswith("<?xml")
+    assert "plain DDP" in text
+    assert "2 nodes" in text
+    code, _, err = gradlab(*words, "--out", figure)
+    assert code == 2
+    assert "exists already" in err
+    code, out, _ = gradlab(*words)
+    assert code == 0
+    assert out.splitlines()[0] == found["verdict"] or out.startswith("Compression")  # times differ from run to run
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--bandwidth", "1 furlong"], "bandwidth '1 furlong': expected bits per second"),
+        (["--bandwidth", ""], "bandwidth ''"),
+        (["--nodes", "0"], "nodes = 0, expected 1 to"),
+        (["--nodes", "four"], "nodes 'four': expected whole numbers"),
+        (["--nodes", "-4"], "nodes '-4'"),
+        (["--latency", "-1ms"], "duration '-1ms'"),
+        (["--compute-seconds", "0"], "compute time = 0 s"),
+        (["--header-share", "-0.5"], "header_share = -0.5"),
+        (["--cores", "0"], "cores = 0"),
+        (["--bucket-cap-mb", "-1"], "bucket size = -1"),
+        (["--out", "steps.gif"], "a figure is written as .svg or .pdf"),
+    ],
+)
+def test_bad_input_is_one_line(gradlab: Command, artifact: Path, words: list[str], said: str) -> None:
+    given = [] if "--compute-seconds" in words else ["--compute-seconds", "1s"]
+    code, out, err = gradlab("predict", artifact, *given, *words)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_a_run_of_the_trainer_gives_the_times(gradlab: Command, tmp_path: Path) -> None:
+    """The report of a real compressed run, as `gradlab train --out` writes it, is a profile."""
+    from gradlab.datasets import get
+
+    plan = Plan.uniform(get("digits").model(0), "powersgd", rank=2)
+    made = Artifact(plan).save(tmp_path / "powersgd.safetensors")
+    code, _, err = gradlab("train", "digits", "--steps", 6, "--compress", made, "--out", tmp_path / "run.json")
+    assert code == 0, err
+    times = json.loads((tmp_path / "run.json").read_text())["time"]
+    code, out, err = gradlab("predict", made, "--run", tmp_path / "run.json", "--nodes", "2", "--cores", "1", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["profile"]["compute_seconds"] == times["compute"]
+    assert found["profile"]["codec"]["seconds"] == times["compress"]
+    assert found["nodes"][0]["links"][0]["compressed"]["seconds"] >= times["compute"]
+
+
+def test_no_computing_time_says_how_to_get_it(gradlab: Command, artifact: Path, tmp_path: Path) -> None:
+    code, _, err = gradlab("predict", artifact)
+    assert code == 2
+    assert "--compute-seconds" in err
+    assert "gradlab train" in err
+    assert err.count("\n") == 1
+    for value, said in (
+        ([1], "a JSON object"),
+        ({"step_seconds": 1.0}, "holds no time.compute"),
+        (report(time={"compute": -1}), "holds no time.compute"),
+        (report(plan=Artifact.load(artifact).plan.digest, world_size="two"), "world_size"),
+    ):
+        code, _, err = gradlab("predict", artifact, "--run", written(tmp_path, value))
+        assert code == 2
+        assert said in err
+        assert err.count("\n") == 1
+    (tmp_path / "run.json").write_text("{")
+    code, _, err = gradlab("predict", artifact, "--run", tmp_path / "run.json")
+    assert code == 2
+    assert "is not JSON" in err
+    code, _, err = gradlab("predict", artifact, "--run", tmp_path / "nowhere.json")
+    assert code == 2
+    assert "nowhere.json" in err

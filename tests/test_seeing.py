@@ -1,0 +1,69 @@
+"""What a run shows of itself: chrome trace, report, table, numbers for a logger."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from process_pool import ProcessPool
+
+from gradlab.runtime.report import scalars
+from gradlab.runtime.statistics import Statistics
+from gradlab.runtime.timeline import LANES, Timeline
+
+
+def test_one_step_is_seen_whole(pool: ProcessPool) -> None:
+    for rank, seen in enumerate(pool.run("ddp_tasks:chrome_trace", 2)):
+        spans = [event for event in seen["events"] if event["ph"] == "X"]
+        assert {event["pid"] for event in seen["events"]} == {rank}
+        assert {event["args"]["step"] for event in spans} == {4}
+        by_row = {LANES[min(event["tid"], 3)] for event in spans}
+        assert by_row == set(LANES)
+        assert sum("ready" in event["name"] for event in spans) == seen["buckets"]
+        rounds = [event for event in spans if event["tid"] >= LANES.index("network")]
+        assert {event["name"] for event in rounds} == {"all-reduce"}
+        encodes = [event for event in spans if event["name"].startswith("encode")]
+        assert any(r["ts"] < e["ts"] < r["ts"] + r["dur"] for r in rounds for e in encodes)  # one under the other
+        json.dumps(seen["events"], allow_nan=False)
+
+
+def test_report_table_and_scalars_agree(pool: ProcessPool) -> None:
+    for seen in pool.run("ddp_tasks:chrome_trace", 2):
+        report, found = seen["report"], seen["scalars"]
+        assert seen["errors"] == [True, False] * 3
+        assert [row["group"] for row in report["groups"]] == ["0.weight", "3.weight", "6.weight", "8.weight"][
+            -len(report["groups"]) :
+        ]
+        compressed = sum(row["payload_bytes_per_step"] for row in report["groups"])
+        assert 0 < compressed < report["payload_bytes_per_step"] == found["gradlab/payload_bytes"]
+        assert [row["codec"] for row in report["codecs"]] == ["powersgd+error_feedback"]
+        assert report["codecs"][0]["payload_bytes_per_step"] == pytest.approx(compressed)
+        for row in report["groups"]:
+            assert row["encode_seconds"] > 0 < row["decode_seconds"]
+            assert 0 < row["relative_error"] < 1
+            assert row["residual_norm"] > 0
+            assert row["group"] in seen["table"]
+            assert f"gradlab/relative_error/{row['group']}" in found
+        assert report["encode_seconds"] + report["decode_seconds"] <= report["compress_seconds"]
+        assert all(type(value) is float for value in found.values())
+
+
+def test_nothing_is_kept_of_other_steps() -> None:
+    timeline = Timeline([3])
+    for step in range(5):
+        timeline.begin(step)
+        timeline.add("wait", "wait", step, step + 0.5)
+    assert [span.step for span in timeline.spans] == [3]
+
+
+def test_collectives_that_travel_at_once_get_rows_of_their_own() -> None:
+    timeline = Timeline([0])
+    timeline.begin(0)
+    for start, stop in ((0, 2), (1, 3), (2, 4), (5, 6)):
+        timeline.add("network", "all-reduce", start, stop)
+    rows = [event["tid"] - LANES.index("network") for event in timeline.events(0) if event["ph"] == "X"]
+    assert rows == [0, 1, 0, 0]
+
+
+def test_scalars_before_the_first_step() -> None:
+    assert scalars(Statistics(3)) == {}
