@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -76,6 +76,26 @@ class Context:
         return before / now if now > 0 and before > 0 else 1.0
 
 
+class Deferred(Mapping[str, torch.Tensor]):
+    """Tensors by layer name, computed when the first of them is asked for: most exchanges need no `own`."""
+
+    def __init__(self, names: Iterable[str], compute: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        self._names = tuple(names)
+        self._compute = compute
+        self._tensors: Mapping[str, torch.Tensor] | None = None
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if self._tensors is None:
+            self._tensors = self._compute()
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 @dataclass(frozen=True)
 class Exchanged:
     """What an exchange returns; every dict is keyed by layer name and holds tensors of the layers' shapes.
@@ -87,7 +107,7 @@ class Exchanged:
     """
 
     mean: Tensors
-    own: Tensors
+    own: Mapping[str, torch.Tensor]
     state: Tensors = field(default_factory=dict)
     asked: Tensors = field(default_factory=dict)
     unsent: Tensors = field(default_factory=dict)
@@ -191,9 +211,12 @@ class Compressor(Codec):
         mean = context.workspace.zeros_like(vector)
         for theirs in zip(*answers, strict=True):
             self.add_decompressed(mean, theirs, 1.0 / context.world_size)
+        return Exchanged(separate(mean, grads), Deferred(grads, lambda: self._own(payload, vector, grads, context)))
+
+    def _own(self, payload: Sequence[torch.Tensor], vector: torch.Tensor, grads: Tensors, context: Context) -> Tensors:
         own = context.workspace.zeros_like(vector)
         self.add_decompressed(own, payload, 1.0)
-        return Exchanged(separate(mean, grads), separate(own, grads))
+        return separate(own, grads)
 
 
 def exchange_group(

@@ -338,8 +338,11 @@ class Engine:
             raise GradlabError(f"group {missing[0]}: DDP handed over only some of its layers in this step")
         while current.running:
             self._tick(current, [])
-        for fused in current.dense:
+        for position, fused in enumerate(current.dense):
             fused.answers()
+            if not current.active and position + 1 < len(current.buckets):
+                # Nothing to agree on: DDP may take bucket after bucket while the last ones travel.
+                current.buckets[position].future.set_result(current.buckets[position].buffer)
 
     def _finish(self, current: Iteration) -> None:
         """Commit the iteration, or poison it if a gradient was not finite, and resolve all futures."""
@@ -348,9 +351,6 @@ class Engine:
             record.finite = current.finite and all(is_finite(bucket.buffer) for bucket in current.buckets)
             if record.finite:
                 self._commit(current)
-                held = {layer for layer, zero in current.zero.items() if zero}
-                now = self._context.learning_rate
-                self.learning_rates |= {layer: rate for layer, rate in now.items() if layer not in held}
             else:
                 current.buckets[-1].buffer.fill_(torch.nan)
         record.payload_bytes, record.wire_bytes = self._communicator.payload_bytes, self._communicator.wire_bytes
@@ -362,7 +362,8 @@ class Engine:
         self._current = None
         self._workspace.recycle(tensor for state in self.states.values() for tensor in state.values())
         for bucket in current.buckets:
-            bucket.future.set_result(bucket.buffer)
+            if not bucket.future.done():
+                bucket.future.set_result(bucket.buffer)
 
     def _commit(self, current: Iteration) -> None:
         """Take over the new states; a layer that had no gradient anywhere keeps its old one, and gets none."""
@@ -374,6 +375,8 @@ class Engine:
                 kept = {k: v for k, v in self.states.get(name, {}).items() if k.startswith(f"{layer}/")}
                 current.staged[name] = {**others, **kept}
         self.states.update(current.staged)
+        rates = self._context.learning_rate
+        self.learning_rates |= {layer: rate for layer, rate in rates.items() if not current.zero.get(layer)}
 
     def _count_non_finite(self, record: StepRecord) -> None:
         """Say once that gradients are not finite; end a run that does not get out of it.

@@ -8,7 +8,9 @@ was killed leaves none; then the error names what the backend saw.
 from __future__ import annotations
 
 import json
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -38,18 +40,35 @@ class Reasons:
 
     def leave(self, reason: str) -> None:
         """Tell the others why this rank fails."""
-        with suppress(Exception):  # the store may be gone with the rank that held it
-            self._store.set(f"{self._prefix}/{self._rank}", json.dumps(reason))
+        _patiently(lambda: self._store.set(f"{self._prefix}/{self._rank}", json.dumps(reason)))
 
     def find(self) -> str | None:
         """What another rank left, "rank 2: ...", or None."""
+        return None if self._store is None else _patiently(self._look)
+
+    def _look(self) -> str | None:
         deadline = time.monotonic() + _PATIENCE
-        while True:
+        while time.monotonic() < deadline:
             for rank in range(self._world_size):
-                with suppress(Exception):
-                    key = f"{self._prefix}/{rank}"
-                    if rank != self._rank and self._store.check([key]):
-                        return f"rank {rank}: {json.loads(self._store.get(key))}"
-            if time.monotonic() > deadline or self._store is None:
-                return None
+                key = f"{self._prefix}/{rank}"
+                if rank != self._rank and self._store.check([key]):
+                    return f"rank {rank}: {json.loads(self._store.get(key))}"
             time.sleep(0.05)
+        return None
+
+
+def _patiently(ask: Callable[[], str | None]) -> str | None:
+    """What `ask` returns; None if it fails, because the store is gone with the rank that held it, or takes too long.
+
+    A store whose rank stands still does not answer, and no timeout of its own ends that.
+    """
+    answers: list[str | None] = []
+
+    def run() -> None:
+        with suppress(Exception):
+            answers.append(ask())
+
+    thread = threading.Thread(target=run, name="gradlab-failure", daemon=True)
+    thread.start()
+    thread.join(2 * _PATIENCE)
+    return answers[0] if answers else None

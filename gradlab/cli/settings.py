@@ -23,7 +23,7 @@ class TrainSettings:
     learning_rate: of the recipe; seed: of model, data order and augmentation; threads: per rank; bucket_cap_mb: DDP's
     bucket size in MiB; capture: folder for a trace; every: record every so many steps; artifact: a plan to train
     with; deterministic: means in rank order; name: how reports call the run; train_limit: first so many samples;
-    emulate: one process plays all ranks.
+    emulate: one process plays all ranks; trace_steps: iterations whose spans a compressed run keeps.
     """
 
     workload: str
@@ -42,6 +42,7 @@ class TrainSettings:
     name: str = "run"
     train_limit: int | None = None
     emulate: bool = False
+    trace_steps: tuple[int, ...] = ()
 
     def check(self) -> None:
         """Refuse what no run can do.
@@ -64,6 +65,8 @@ class TrainSettings:
         if self.ranks == 1 and (self.capture or self.artifact):
             option = "--emulate" if self.emulate else "--ranks"
             raise GradlabError(f"one rank exchanges no gradients: recording and compressing need {option} 2 or more")
+        if self.trace_steps and not self.artifact:
+            raise GradlabError("a chrome trace shows the engine at work: --chrome-trace needs --compress")
         if self.capture and self.artifact:
             raise GradlabError("a run either records (--capture) or compresses (--compress), not both")
 

@@ -49,6 +49,12 @@ def train(
     bucket_cap_mb: Annotated[float, typer.Option(help="DDP's bucket size in MiB.")] = 25.0,
     threads: Annotated[int, typer.Option(help="Threads per rank.")] = 1,
     deterministic: Annotated[bool, typer.Option(help="Take means in rank order, as the replay does.")] = False,
+    chrome_trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Keep some steps' spans of all ranks here, for Perfetto.")
+    ] = None,
+    trace_steps: Annotated[
+        list[int] | None, typer.Option(help="Which steps, for --chrome-trace; repeatable; 10 and 11 by default.")
+    ] = None,
     train_limit: Annotated[int | None, typer.Option(help="Use only the first so many training samples.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the run's report as JSON.")] = False,
 ) -> None:
@@ -75,18 +81,22 @@ def train(
         name=compress.stem if compress else ("recorded" if capture else "plain"),
         train_limit=train_limit,
         emulate=emulate is not None,
+        trace_steps=tuple(trace_steps or (10, 11)) if chrome_trace else (),
     )
     settings.check()
-    if out is not None:
-        if out.exists():
-            raise GradlabError(f"{out} exists already: choose another name")
-        out.parent.mkdir(parents=True, exist_ok=True)  # better refused now than after the training
+    for file in (out, chrome_trace):
+        if file is not None:
+            if file.exists():
+                raise GradlabError(f"{file} exists already: choose another name")
+            file.parent.mkdir(parents=True, exist_ok=True)  # better refused now than after the training
     if compress is not None:
         from gradlab.artifact import Artifact
 
         Artifact.load(compress)  # a bad file is better refused before processes start
     with progress_bars() as progress:
         report = _run(settings, progress)
+    if chrome_trace is not None:
+        save_report({"traceEvents": report.pop("chrome_trace")}, chrome_trace)
     if out is not None:
         save_report(report, out)
     if as_json:

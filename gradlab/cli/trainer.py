@@ -22,14 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 from gradlab.artifact import Artifact
 from gradlab.capture import TraceRecorder
 from gradlab.cli.outcome import RankOutcome, run_report
-from gradlab.cli.settings import TrainSettings
+from gradlab.cli.settings import EVALUATIONS, TrainSettings
 from gradlab.codec import seeded_generator
 from gradlab.datasets import Data, Recipe, Workload, batches, build_optimizer, get, learning_rate_at
 from gradlab.errors import GradlabError
 from gradlab.runtime import CompressionState, compression_hook
-
-# Times at which the model is tested, on a part of the test data; at the end it is tested on all.
-_EVALUATIONS = 8
 
 
 @dataclass
@@ -94,6 +91,7 @@ def _prepare(settings: TrainSettings, exits: ExitStack) -> Rank:
                 optimizer=optimizer,
                 deterministic=settings.deterministic,
                 measure_every=1,
+                trace_steps=settings.trace_steps,
                 history=recipe.steps,
             )
         )
@@ -114,7 +112,7 @@ def _train(rank: Rank) -> None:
     order = batches(
         len(rank.data.train_x), recipe.batch_size, dist.get_rank(), settings.ranks, settings.seed, recipe.steps
     )
-    evaluate_every = max(1, recipe.steps // _EVALUATIONS)
+    evaluate_every = max(1, recipe.steps // EVALUATIONS)
     for step, indices in enumerate(order):
         rank.step(step, indices)
         if (step + 1) % evaluate_every == 0 or step + 1 == recipe.steps:
@@ -168,6 +166,8 @@ def run_rank(settings: TrainSettings) -> dict[str, Any]:
         "plan": rank.state.plan.digest if rank.state else None,
         "forecast_payload_bytes": rank.state.plan.payload_bytes(settings.ranks) if rank.state else dense,
     }
+    if rank.state is not None and settings.trace_steps:
+        about["chrome_trace"] = [event for events in gather_json(rank.state.chrome_trace()) for event in events]
     return {**about, **run_report(rows, dense, rank.workload.metric)}
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gradlab.codec import Codec, Context, Exchanged, Tensors
+from gradlab.codec import Codec, Context, Deferred, Exchanged, Tensors
 from gradlab.codec_settings import require
 from gradlab.collectives import Coroutine, Mean
 from gradlab.layout import Layer
@@ -47,8 +47,8 @@ class Cast(Codec):
         scale = context.loss_scale if dtype == torch.float16 else 1.0
         sent = [_narrowed(grad, dtype, scale, context.workspace) for grad in grads.values()]
         answers = yield tuple(Mean(tensor) for tensor in sent)
-        mean, own = (_widened(narrow, grads, scale, context.workspace) for narrow in (answers, sent))
-        return Exchanged(mean, own)
+        mean = _widened(answers, grads, scale, context.workspace)
+        return Exchanged(mean, Deferred(grads, lambda: _widened(sent, grads, scale, context.workspace)))
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         return 2 * sum(layer.numel for layer in layers)

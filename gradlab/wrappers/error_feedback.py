@@ -7,6 +7,7 @@ Low-pass form: Chen et al., "ScaleCom", NeurIPS 2020, eq. (5) and Algorithm 1. S
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -89,6 +90,6 @@ def add(grads: Tensors, residual: Tensors, context: Context) -> Tensors:
     }
 
 
-def subtract(asked: Tensors, own: Tensors, context: Context) -> Tensors:
+def subtract(asked: Tensors, own: Mapping[str, torch.Tensor], context: Context) -> Tensors:
     """What an exchange left unsent, by layer."""
     return {name: torch.sub(value, own[name], out=context.workspace.empty_like(value)) for name, value in asked.items()}
