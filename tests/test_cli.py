@@ -90,6 +90,44 @@ def test_training_reports_to_a_file_and_to_people(gradlab: Command, topk: Path, 
     assert "exists already" in err
 
 
+def test_a_plan_with_wrappers_trains_and_shows_its_steps(gradlab: Command, recording: Path, tmp_path: Path) -> None:
+    """DGC from the command line: the trainer leaves momentum to the plan; a chrome trace of both ranks is written."""
+    artifact, spans = tmp_path / "dgc.safetensors", tmp_path / "spans.json"
+    words = ["fit", "uniform", recording / "trace", "--codec", "topk", "--set", "density=0.01", "--out", artifact]
+    words += ["--wrap", "momentum_correction:momentum=0.9,nesterov=true", "--wrap", "sparsity_warmup:steps=8"]
+    code, out, err = gradlab(*words, "--warmup-steps", WARMUP)
+    assert code == 0, err
+    code, out, err = gradlab("inspect", artifact)
+    assert "momentum correction(momentum=0.9, nesterov=True" in " ".join(out.split())
+    words = ["train", "digits", "--steps", WARMUP + 12, "--compress", artifact, "--json"]
+    code, out, err = gradlab(*words, "--chrome-trace", spans, "--trace-steps", WARMUP + 1)
+    assert code == 0, err
+    assert json.loads(out)["final_loss"] < 2.0
+    events = json.loads(spans.read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {WARMUP + 1}
+    code, _, err = gradlab("train", "digits", "--steps", 3, "--chrome-trace", tmp_path / "no.json")
+    assert (code, err.strip()) == (
+        2,
+        "gradlab: a chrome trace shows the engine at work: --chrome-trace needs --compress",
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrap", "message"),
+    [
+        ("eror_feedback", "no wrapper 'eror_feedback'; did you mean error_feedback?"),
+        ("error_feedback:decay", "--wrap error_feedback decay: expected NAME=VALUE"),
+        ("error_feedback:decay=2", "error_feedback: setting decay = 2, expected a share in [0, 1)"),
+    ],
+)
+def test_wrappers_that_are_none(gradlab: Command, recording: Path, tmp_path: Path, wrap: str, message: str) -> None:
+    words = ["fit", "uniform", recording / "trace", "--codec", "topk", "--out", tmp_path / "a", "--wrap", wrap]
+    code, _, err = gradlab(*words)
+    assert code == 2
+    assert message in " ".join(err.split())
+
+
 def test_trace_commands(gradlab: Command, recording: Path) -> None:
     code, out, _ = gradlab("trace", "info", recording / "trace", "--json")
     found = json.loads(out)
