@@ -38,9 +38,9 @@ class Fused(ABC):
 
 
 class InPlaceMean(Fused):
-    """Mean of one flat floating-point buffer, in place."""
+    """Mean of one flat floating-point buffer, in place. scaled: whether it is multiplied by 1/N already."""
 
-    def __init__(self, communicator: Communicator, buffer: torch.Tensor) -> None:
+    def __init__(self, communicator: Communicator, buffer: torch.Tensor, scaled: bool = False) -> None:
         self._communicator, self._buffer = communicator, buffer
         self._received: torch.Tensor | None = None
         self._work: dist.Work | None = None
@@ -48,7 +48,8 @@ class InPlaceMean(Fused):
             self._scatter()
         elif buffer.numel():
             # Plain DDP multiplies by 1/N before it sums; dividing afterwards differs in the last bit at N = 3.
-            buffer.mul_(1.0 / communicator.world_size)
+            if not scaled:
+                buffer.mul_(1.0 / communicator.world_size)
             self._work = communicator.all_reduce(buffer)
 
     def _scatter(self) -> None:
@@ -73,7 +74,11 @@ class _FusedMean(InPlaceMean):
 
     def __init__(self, communicator: Communicator, requests: Sequence[Mean]) -> None:
         self._shapes = [request.tensor.shape for request in requests]
-        super().__init__(communicator, _joined([request.tensor.reshape(-1) for request in requests], communicator))
+        vectors = [request.tensor.reshape(-1) for request in requests]
+        if communicator.deterministic:
+            super().__init__(communicator, _joined(vectors, communicator))
+        else:
+            super().__init__(communicator, _joined_and_scaled(vectors, communicator), scaled=True)
 
     def answers(self) -> list[Any]:
         (buffer,) = super().answers()
@@ -158,6 +163,15 @@ def _joined(vectors: Sequence[torch.Tensor], communicator: Communicator) -> torc
     """Several vectors of one dtype, one after another, in memory of their own."""
     out = communicator.workspace.empty((sum(vector.numel() for vector in vectors),), vectors[0])
     return torch.cat(list(vectors), out=out)
+
+
+def _joined_and_scaled(vectors: Sequence[torch.Tensor], communicator: Communicator) -> torch.Tensor:
+    """The same, times 1/N, in one pass."""
+    sizes = [vector.numel() for vector in vectors]
+    out = communicator.workspace.empty((sum(sizes),), vectors[0])
+    for vector, piece in zip(vectors, out.split(sizes), strict=True):
+        torch.mul(vector, 1.0 / communicator.world_size, out=piece)
+    return out
 
 
 def _pack(tensors: Sequence[torch.Tensor], communicator: Communicator) -> torch.Tensor:
