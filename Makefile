@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORK := build/outside
 SOURCES := pyproject.toml $(shell find gradlab capture analysis runtime datasets -name '*.py' -o -name '*.jinja')
 
-.PHONY: demo test quality typecheck benchmark install clean
+.PHONY: demo test quality typecheck benchmark matrix faults resume install clean
 
 demo: install
 	$(BIN)/gradlab demo --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -23,6 +23,11 @@ typecheck: install
 
 benchmark: install
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/step_time.py
+
+# Longer campaigns, each a table on standard output: codec x DDP option x ranks; ranks killed, stopped and failing;
+# every codec x wrapper resumed in new processes.
+matrix faults resume: install
+	mkdir -p $(WORK) && cd $(WORK) && $(CURDIR)/$(BIN)/python $(CURDIR)/tests/$@.py $(ARGS)
 
 install: $(VENV)/installed
 

@@ -17,8 +17,10 @@ def build_settings(codec: type[Codec], values: Mapping[str, Any]) -> Any:
     Raises:
         GradlabError: for an unknown setting, a wrong type, or a value out of range (checked by the settings class).
     """
+    if not isinstance(values, Mapping):
+        raise GradlabError(f"{kind(codec)} {codec.name}: settings are {str(values)[:80]!r}, expected names with values")
     fields = {f.name: f for f in dataclasses.fields(codec.Settings)}
-    unknown = sorted(set(values) - set(fields))
+    unknown = sorted(map(str, set(values) - set(fields)))
     if unknown:
         known = ", ".join(fields) or "none"
         raise GradlabError(f"{kind(codec)} {codec.name} has no setting {', '.join(unknown)}; it has: {known}")

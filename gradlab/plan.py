@@ -172,10 +172,14 @@ class Plan:
         """One codec with one setting for every layer of two or more dimensions and `minimum_numel` elements.
 
         Smaller and one-dimensional layers are sent dense. wrappers: around the codec, outermost first; None:
-        error feedback or nothing, as `error_feedback` says, or (None) as is the codec's own habit. Where a wrapper is
-        momentum correction, dense layers get the same momentum after the average.
+        error feedback or nothing, as `error_feedback` says, or (None) as is the codec's own habit. Where a wrapper
+        applies momentum, dense layers get the same after the average.
         """
         layers = layers_of(model) if isinstance(model, nn.Module) else tuple(model)
+        if wrappers is not None and not (
+            isinstance(wrappers, Sequence) and all(isinstance(wrap, Wrap) for wrap in wrappers)
+        ):
+            raise GradlabError(f"plan: wrappers = {str(wrappers)[:80]!r}, expected a list of Wrap(name, settings)")
         if wrappers is not None and error_feedback is not None:
             raise GradlabError(
                 "plan: wrappers and error_feedback are both given: name error_feedback among the wrappers"
@@ -294,9 +298,9 @@ def hash_tensor(tensor: torch.Tensor) -> str:
 
 
 def _momentum_groups(layers: Sequence[Layer], compressed: Sequence[Layer], around: Sequence[Wrap]) -> Iterator[Group]:
-    """Groups that give the layers in no other their momentum, if the others correct theirs."""
+    """Groups that give the layers in no other their momentum, if the others' wrappers apply it."""
     for wrap in around:
-        if wrap.name == "momentum_correction":
+        if wrap.name in ("momentum", "momentum_correction"):
             settings = {key: value for key, value in wrap.settings.items() if key in ("momentum", "nesterov")}
             for layer in (layer for layer in layers if layer not in compressed):
                 yield Group(layer.name, (layer.name,), "identity", {}, (Wrap("momentum", settings),))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,11 +10,14 @@ import torch
 
 from gradlab.codec import Tensors
 from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+from gradlab.measures import is_finite
 from gradlab.runtime.device import HostDevice
 from gradlab.runtime.engine import Engine
 from gradlab.wrapper import POLICIES
 
 _FORMAT = 2
+_WHOLE = ("residual", "velocity", "momentum")  # kept in the layer's own shape
 
 
 def save(engine: Engine, identity: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,7 +39,7 @@ def restore(engine: Engine, saved: Mapping[str, Any], identity: Mapping[str, Any
         GradlabError: naming what differs; the engine is then as it was.
     """
     for key, mine in {"format": _FORMAT, **identity}.items():
-        if not isinstance(saved, Mapping) or saved.get(key) != mine:
+        if not isinstance(saved, Mapping) or type(saved.get(key)) is not type(mine) or saved[key] != mine:
             came = repr(saved.get(key))[:80] if isinstance(saved, Mapping) else type(saved).__name__
             hint = "; load_state_dicts takes the checkpoints of all old ranks" if key == "world_size" else ""
             raise GradlabError(f"checkpoint: {key} is {came}, this run has {mine!r}{hint}")
@@ -55,6 +59,8 @@ def redistribute(
     Raises:
         GradlabError: for another policy, another plan, or checkpoints that are not those of one run, whole.
     """
+    if not isinstance(saved, Sequence) or isinstance(saved, (str, bytes)):
+        raise GradlabError(f"expected a list with the checkpoint of every old rank, not {type(saved).__name__}")
     if residuals not in POLICIES:
         raise GradlabError(f"residuals = {residuals!r}, expected one of {', '.join(POLICIES)}")
     ranks = [one.get("rank") if isinstance(one, Mapping) else None for one in saved]
@@ -68,6 +74,8 @@ def redistribute(
     if len({one.get("iteration") for one in saved}) > 1:
         raise GradlabError(f"checkpoints of iterations {[one.get('iteration') for one in saved]}, expected one step's")
     by_rank = [_states(engine, one) for one in saved]
+    if others := [rank for rank, one in enumerate(saved) if set(one["states"]) != set(saved[0]["states"])]:
+        raise GradlabError(f"checkpoint of rank {others[0]}: other states than in that of rank 0")
     rank, world_size = identity["rank"], identity["world_size"]
     states = {
         group: engine.codecs[group].redistribute([one[group] for one in by_rank], rank, world_size, residuals)
@@ -78,22 +86,44 @@ def redistribute(
 
 def _states(engine: Engine, saved: Mapping[str, Any]) -> dict[str, Tensors]:
     """States by group, from a checkpoint's; their own copies."""
-    states, rates = saved.get("states"), saved.get("learning_rates")
-    sound = isinstance(states, Mapping) and type(saved.get("iteration")) is int and isinstance(rates, Mapping)
-    if not sound or not all(isinstance(value, torch.Tensor) for value in states.values()):  # type: ignore[union-attr]
-        raise GradlabError("checkpoint: expected the states and the iteration that state_dict gives")
+    states, rates, iteration = saved.get("states"), saved.get("learning_rates"), saved.get("iteration")
+    sound = type(iteration) is int and 0 <= iteration < 2**63
+    if not sound or not isinstance(states, Mapping) or not isinstance(rates, Mapping):
+        raise GradlabError("checkpoint: expected the states, rates and iteration that state_dict gives")
+    if not all(type(rate) in (int, float) and math.isfinite(rate) for rate in rates.values()):
+        raise GradlabError("checkpoint: learning rates that are not finite numbers")
+    groups = {group.name: group for group in engine.plan.groups}
     found: dict[str, Tensors] = {}
-    for key, tensor in states.items():  # type: ignore[union-attr]
-        group, _, rest = key.partition("::")
-        found.setdefault(group, {})[rest] = tensor
-    if unknown := sorted(set(found) - set(engine.codecs)):
-        raise GradlabError(f"checkpoint: states for groups the plan does not have: {', '.join(unknown)}")
+    for key, tensor in states.items():
+        name, _, rest = str(key).partition("::")
+        if name not in engine.codecs:
+            raise GradlabError(f"checkpoint: {str(key)[:80]!r}: the plan has no group {name[:80]!r}")
+        _check_tensor(str(key), tensor, states, engine.plan.members(groups[name]))
+        found.setdefault(name, {})[rest] = tensor
     return found
+
+
+def _check_tensor(key: str, tensor: Any, states: Mapping[Any, Any], layers: Sequence[Layer]) -> None:
+    name, _, what = key.partition("::")[2].rpartition("/")
+    layer = next((layer for layer in layers if layer.name == name), None)
+    if layer is None:
+        raise GradlabError(f"checkpoint: {key[:80]!r} belongs to no layer of its group")
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+        raise GradlabError(f"checkpoint: {key[:80]!r} is no dense tensor")
+    if what in _WHOLE and tuple(tensor.shape) != layer.shape:
+        raise GradlabError(
+            f"checkpoint: {key[:80]!r} has the shape {list(tensor.shape)}, its layer {list(layer.shape)}"
+        )
+    int8 = tensor.dtype == torch.int8 and f"{key}_scale" in states
+    if not int8 and (tensor.dtype not in (torch.float32, torch.float64) or not is_finite(tensor)):
+        raise GradlabError(f"checkpoint: {key[:80]!r} is {tensor.dtype}, or not finite: expected finite float32 values")
 
 
 def _moved(states: dict[str, Tensors], device: HostDevice) -> dict[str, Tensors]:
     """Copies on the device, made where the worker makes its own, and there before anybody uses them."""
+    ready = device.ready()
     with device.working():
+        device.wait(ready)
         copies = {
             group: {key: tensor.detach().clone().to(device.device) for key, tensor in state.items()}
             for group, state in states.items()

@@ -31,6 +31,9 @@ class HostDevice:
     def receive(self, ready: Any, buffer: torch.Tensor) -> None:
         """In the worker: take over a bucket that is marked `ready`."""
 
+    def wait(self, ready: Any) -> None:
+        """Under `working`: go on after what is marked `ready`."""
+
     def synchronize(self) -> None:
         """Wait until what was computed under `working` is there."""
 
@@ -56,16 +59,20 @@ class CudaDevice(HostDevice):
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        torch.cuda.set_device(self.device)  # of this thread; a new thread starts on device 0
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)
-        with torch.cuda.stream(self._stream):
-            yield
+        with torch.cuda.device(self.device):  # of this thread; a new thread starts on device 0
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(self.device)
+            with torch.cuda.stream(self._stream):
+                yield
 
     def receive(self, ready: Any, buffer: torch.Tensor) -> None:
         assert self._stream is not None
-        self._stream.wait_event(ready)
+        self.wait(ready)
         buffer.record_stream(self._stream)
+
+    def wait(self, ready: Any) -> None:
+        assert self._stream is not None
+        self._stream.wait_event(ready)
 
     def synchronize(self) -> None:
         assert self._stream is not None

@@ -8,12 +8,13 @@ So the order of collectives follows from buckets and phases alone, never from ti
 backend. A bucket without layers that a codec works on is averaged in its own buffer, exactly as plain DDP does it.
 
 States are committed once, after the last bucket, if the gradients of all ranks were finite; the flag that tells
-travels with the last segment. If they were not, the last bucket becomes NaN on every rank, so that a loss scaler
-skips the step everywhere.
+travels with the last segment. If they were not, all buckets become NaN on every rank, so that a loss scaler skips the
+step everywhere.
 """
 
 from __future__ import annotations
 
+import hashlib
 import queue
 import threading
 import time
@@ -45,7 +46,8 @@ class EngineOptions:
     """segment_bytes: gradients encoded before the next collective is issued; measure_every: steps between measured
     ones, 0 for none; hold_unused: keep what is due to a layer whose gradient is zero on all ranks, because DDP may
     throw the result away; non_finite_limit: non-finite steps in a row that end the run; plain_sgd: whether the
-    optimizer is SGD without momentum; scaled: whether a loss scaler is in use."""
+    optimizer is SGD without momentum; scaled: whether a loss scaler is in use;
+    trace_steps: iterations whose spans are kept."""
 
     segment_bytes: int = 8 * 2**20
     measure_every: int = 1
@@ -53,6 +55,7 @@ class EngineOptions:
     non_finite_limit: int = 50
     plain_sgd: bool = False
     scaled: bool = False
+    trace_steps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -125,13 +128,19 @@ class Engine:
         # Chained, because DDP would take an exception set from Python for the bucket's tensor.
         return bucket.future.then(lambda future: future.value())
 
+    def leave_reason(self, reason: str) -> None:
+        """Tell the other ranks why this one ends, if its engine has not."""
+        if self.broken is None and not self.closed:
+            self._reasons.leave(f"step {self.iteration}: {reason}")
+
     def close(self) -> None:
         """Stop the worker, if it runs, wait for its end, and let go of the process group; later buckets are refused."""
         self.closed = True
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not None:
             self._queue.put(None)
-            self._thread.join()
-            self._thread = None
+            if self._thread is not threading.current_thread():  # which a finalizer may run in
+                self._thread.join()
+                self._thread = None
         self._communicator.close()
 
     # --- the worker ---
@@ -173,13 +182,13 @@ class Engine:
 
     def _accept(self, bucket: Bucket) -> None:
         began, waited = time.perf_counter(), self._communicator.wait_seconds
+        self._device.receive(bucket.ready, bucket.buffer)  # first: the loss scale may be on the device too
         if bucket.index == 0:
             self._begin()
         current = self._current
         if current is None:
             raise GradlabError(f"bucket {bucket.index} arrived outside an iteration")
         current.buckets.append(bucket)
-        self._device.receive(bucket.ready, bucket.buffer)
         self._start_bucket(current, bucket)
         if bucket.is_last:
             self._drain(current)
@@ -219,7 +228,9 @@ class Engine:
         if not self.ranks_compared:
             assert self._communicator.group is not None
             ranks = Ranks(self._communicator.group, self._device.device)
-            ranks.require_same({"the iteration": self.iteration})
+            keys = sorted(f"{group}::{key}" for group, state in self.states.items() for key in state)
+            digest = hashlib.sha256(repr(keys).encode()).hexdigest()
+            ranks.require_same({"the iteration": self.iteration, "which states there are (sha256)": digest})
             self.ranks_compared = True
 
     def _acts_when_dense(self, name: str) -> bool:
@@ -352,7 +363,8 @@ class Engine:
             if record.finite:
                 self._commit(current)
             else:
-                current.buckets[-1].buffer.fill_(torch.nan)
+                for bucket in current.buckets:  # all of them: DDP may throw away the results of one
+                    bucket.buffer.fill_(torch.nan)
         record.payload_bytes, record.wire_bytes = self._communicator.payload_bytes, self._communicator.wire_bytes
         record.wait_seconds = time.perf_counter() - current.buckets[-1].arrived
         self._timeline.add("backward", "backward", current.buckets[0].arrived, current.buckets[-1].arrived)
@@ -371,8 +383,8 @@ class Engine:
             if zero:
                 name = self._group_of[layer]
                 current.arrived[layer].gradients[layer].zero_()
-                others = {k: v for k, v in current.staged[name].items() if not k.startswith(f"{layer}/")}
-                kept = {k: v for k, v in self.states.get(name, {}).items() if k.startswith(f"{layer}/")}
+                others = {k: v for k, v in current.staged[name].items() if k.rpartition("/")[0] != layer}
+                kept = {k: v for k, v in self.states.get(name, {}).items() if k.rpartition("/")[0] == layer}
                 current.staged[name] = {**others, **kept}
         self.states.update(current.staged)
         rates = self._context.learning_rate

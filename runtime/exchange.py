@@ -53,11 +53,12 @@ class Exchange:
     def advance(self, answers: Sequence[Any] | None = None) -> None:
         """Run to the next request, or to the end. answers: those to the open requests; None to start."""
         try:
-            self._step = self._coroutine.send(None if answers is None else answer_for(self._step, answers))
-            self.requests = as_requests(self._step)
-        except StopIteration as stop:
-            self.requests, self.done = (), True
-            self._finish(stop.value)
+            try:
+                self._step = self._coroutine.send(None if answers is None else answer_for(self._step, answers))
+                self.requests = as_requests(self._step)
+            except StopIteration as stop:
+                self.requests, self.done = (), True
+                self._finish(stop.value)
         except Exception as error:
             raise GradlabError(f"{self._label}: {type(error).__name__}: {error}") from error
 

@@ -85,25 +85,34 @@ class CompressionState:
         timeout: timedelta | None = None,
     ) -> None:
         _require_ddp(ddp_model)
-        pairs = synchronised_layers(ddp_model)
-        options = EngineOptions(
-            segment_bytes,
-            measure_every,
-            hold_unused=ddp_model.find_unused_parameters or ddp_model.static_graph,
-            non_finite_limit=non_finite_limit,
-            plain_sgd=is_plain_sgd(optimizer),
-            scaled=scaler is not None and scaler.is_enabled(),
-        )
-        same = {"deterministic": deterministic, "check_requests": check_requests, **asdict(options)}
-        _agree(
-            ddp_model, lambda: _check(plan, ddp_model, optimizer, options), {"the plan (sha256)": plan.digest, **same}
-        )
+        settled: list[EngineOptions] = []
+
+        def settle() -> None:
+            _check_types(plan, optimizer, scaler, history, trace_steps, process_group, timeout, ddp_model)
+            settled.append(
+                EngineOptions(
+                    segment_bytes,
+                    measure_every,
+                    hold_unused=ddp_model.find_unused_parameters or ddp_model.static_graph,
+                    non_finite_limit=non_finite_limit,
+                    plain_sgd=is_plain_sgd(optimizer),
+                    scaled=scaler is not None and scaler.is_enabled(),
+                    trace_steps=tuple(trace_steps),
+                )
+            )
+            _check(plan, ddp_model, optimizer, settled[0])
+
+        same = {"deterministic": bool(deterministic), "check_requests": bool(check_requests)}
+        _agree(ddp_model, settle, lambda: {"the plan (sha256)": plan.digest, **same, **asdict(settled[0])})
+        if ddp_model.process_group.size() == 1:
+            warnings.warn("gradlab: world size 1, there is no communication to compress", stacklevel=2)
+        options, pairs = settled[0], synchronised_layers(ddp_model)
         self.plan = plan
         self.statistics = Statistics(history)
         self._names: dict[torch.Tensor, str] = {parameter: layer.name for layer, parameter in pairs}
         self._dense_bytes = sum(parameter.numel() * parameter.element_size() for _, parameter in pairs)
         self._device = device_of(_device(pairs))
-        self._timeline = Timeline(trace_steps)
+        self._timeline = Timeline(options.trace_steps)
         workspace = RecyclingWorkspace()
         group = process_group or group_like(ddp_model.process_group, timeout, self._device.device)
         self._communicator = Communicator(
@@ -115,8 +124,6 @@ class CompressionState:
             workspace=workspace,
             device=self._device.device,
         )
-        if self._communicator.world_size == 1:
-            warnings.warn("gradlab: world size 1, there is no communication to compress", stacklevel=2)
         names = self._names
         self.engine = Engine(
             plan,
@@ -143,7 +150,7 @@ class CompressionState:
         _require_ddp(ddp_model)
         loaded: list[Artifact] = []
         # A file may be missing on one machine only: all ranks then say so, and none waits for it.
-        _agree(ddp_model, lambda: loaded.append(Artifact.load(path)), {})
+        _agree(ddp_model, lambda: loaded.append(Artifact.load(path)), dict)
         return cls(loaded[0].plan, ddp_model, **options)
 
     def submit(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -235,7 +242,9 @@ class CompressionState:
     def __enter__(self) -> CompressionState:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *traceback: object) -> None:
+        if kind is not None:
+            self.engine.leave_reason(f"{kind.__name__}: {error}")
         self.close()
 
 
@@ -253,10 +262,50 @@ def _check(
     _check_momentum(plan, optimizer)
     plan.payload_bytes(model.process_group.size())  # refuses what makes no sense at this world size
     for name, least in (("segment_bytes", 1), ("measure_every", 0), ("non_finite_limit", 1)):
-        if getattr(options, name) < least:
-            raise GradlabError(f"{name} = {getattr(options, name)}, expected at least {least}")
+        _require_whole(name, getattr(options, name), least)
+    for step in options.trace_steps:
+        _require_whole("a step of trace_steps", step, 0)
+    if getattr(model, "mixed_precision", None) is not None:
+        raise GradlabError(
+            "DDP's mixed_precision brings a communication hook of its own; use torch.autocast, or model.to(dtype)"
+        )
     if hook := attached_hook(model):
         raise GradlabError(f"the DDP model has the communication hook {hook} already, and DDP takes one only")
+
+
+def _require_whole(name: str, value: object, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise GradlabError(f"{name} = {value!r}, expected a whole number from {least}")
+
+
+def _check_types(
+    plan: object,
+    optimizer: object,
+    scaler: object,
+    history: object,
+    trace_steps: object,
+    process_group: dist.ProcessGroup | None,
+    timeout: object,
+    model: DistributedDataParallel,
+) -> None:
+    """Refuse what would fail only when it is used."""
+    if not isinstance(plan, Plan):
+        raise GradlabError(f"expected a Plan, not {type(plan).__name__} (CompressionState.load takes a path)")
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise GradlabError(f"optimizer is {type(optimizer).__name__}, expected a torch optimizer")
+    if scaler is not None and not (hasattr(scaler, "get_scale") and hasattr(scaler, "is_enabled")):
+        raise GradlabError(f"scaler is {type(scaler).__name__}, expected a GradScaler")
+    _require_whole("history", history, 1)
+    if not isinstance(trace_steps, Collection):
+        raise GradlabError(f"trace_steps = {trace_steps!r}, expected a list of iterations")
+    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
+        raise GradlabError(f"timeout = {timeout!r}, expected a timedelta above 0")
+    if process_group is not None:
+        if not isinstance(process_group, dist.ProcessGroup):
+            raise GradlabError(f"process_group is {type(process_group).__name__}, expected a ProcessGroup")
+        mine, its = (dist.get_process_group_ranks(group) for group in (process_group, model.process_group))
+        if mine != its:
+            raise GradlabError(f"process_group is of ranks {mine}, the DDP model's of {its}")
 
 
 def _check_momentum(plan: Plan, optimizer: torch.optim.Optimizer | None) -> None:
@@ -284,13 +333,18 @@ def _device(pairs: Sequence[tuple[Layer, torch.Tensor]]) -> torch.device:
     return torch.device(devices[0])
 
 
-def _agree(model: DistributedDataParallel, attempt: Callable[[], object], settings: dict[str, Any]) -> None:
+def _agree(
+    model: DistributedDataParallel, attempt: Callable[[], object], settings: Callable[[], dict[str, Any]]
+) -> None:
     """Go on only if `attempt` succeeds on all ranks, with the same settings; else raise the same line everywhere."""
-    problem = None
+    problem, same = None, {}
     try:
         attempt()
+        same = settings()
     except GradlabError as error:
         problem = str(error)
+    except Exception as error:  # the others wait to hear of it
+        problem = f"{type(error).__name__}: {error}"
     ranks = Ranks(model.process_group, next(model.parameters()).device)
     ranks.raise_together(problem)
-    ranks.require_same(settings)
+    ranks.require_same(same)

@@ -56,7 +56,8 @@ class Statistics:
 
     def summary(self) -> dict[str, Any]:
         """Plain JSON: means per step over the compressed steps kept (over all steps, if none was compressed)."""
-        chosen = [record for record in self.steps if record.compressing] or list(self.steps)
+        steps = list(self.steps)  # at once: the worker may add one meanwhile
+        chosen = [record for record in steps if record.compressing] or steps
         if not chosen:
             return {"steps": 0}
         errors: LayerErrors = {}

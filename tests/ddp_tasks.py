@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -464,3 +465,95 @@ def chrome_trace(group: dist.ProcessGroup) -> dict[str, Any]:
         "errors": [bool(record.errors) for record in state.statistics.steps],
         "buckets": done["buckets"],
     }
+
+
+def bad_options(group: dist.ProcessGroup) -> dict[str, str]:
+    """What rank 1's wrong option makes every rank say; rank 0's own are sound."""
+    rank, spare = dist.get_rank(group), SPARE.get(dist.get_world_size(group))
+    model = DistributedDataParallel(Prescribed({"wide": (12, 300)}), process_group=group)
+    plan = Plan.uniform(model, "topk")
+    wrong: dict[str, dict[str, Any]] = {
+        "segment_bytes": {"segment_bytes": "8"},
+        "measure_every": {"measure_every": 2.5},
+        "non_finite_limit": {"non_finite_limit": float("nan")},
+        "trace_steps": {"trace_steps": 5},
+        "a step of trace_steps": {"trace_steps": "ab"},
+        "history": {"history": -1},
+        "timeout": {"timeout": 30},
+        "optimizer": {"optimizer": "sgd"},
+        "scaler": {"scaler": "s"},
+    }
+    said = {}
+    for name, options in wrong.items():
+        try:
+            CompressionState(plan, model, **{"process_group": spare, **(options if rank == 1 else {})})
+            said[name] = ""
+        except GradlabError as error:
+            said[name] = str(error)
+    return said
+
+
+def bad_checkpoints(group: dist.ProcessGroup) -> dict[str, Any]:
+    """What a state says of its own checkpoint with one entry changed; it stays as it was."""
+    rank, spare = dist.get_rank(group), SPARE.get(dist.get_world_size(group))
+    shapes = {"wide": (12, 300), "tall": (300, 7)}
+    model = DistributedDataParallel(Prescribed(shapes), process_group=group)
+    with CompressionState(Plan.uniform(model, "powersgd", rank=1), model, process_group=spare) as state:
+        model.register_comm_hook(state, compression_hook)
+        model(gradients(shapes, rank, 0)).backward()
+        sound = state.state_dict()
+        key = "wide::wide/residual"
+        residual = sound["states"][key]
+        states: dict[str, Any] = {
+            "shape": {**sound["states"], key: residual[:1]},
+            "transposed": {**sound["states"], key: residual.T},
+            "integers": {**sound["states"], key: residual.long()},
+            "int8 alone": {**sound["states"], key: residual.to(torch.int8)},
+            "sparse": {**sound["states"], key: residual.to_sparse()},
+            "NaN": {**sound["states"], key: residual * torch.nan},
+            "no layer": {**sound["states"], "wide::deep/residual": residual},
+            "no group": {**sound["states"], "deep::wide/residual": residual},
+            "no name": {**sound["states"], 5: residual},
+            "list": [residual],
+        }
+        wrong = {name: {**sound, "states": value} for name, value in states.items()}
+        wrong |= {f"iteration {value}": {**sound, "iteration": value} for value in (-5, 10**30, "1", [1])}
+        wrong |= {f"rate {value}": {**sound, "learning_rates": {"wide": value}} for value in (math.nan, "x")}
+        wrong |= {"format": {**sound, "format": torch.ones(2)}, "nothing": None}
+        said = {}
+        for name, value in wrong.items():
+            try:
+                state.load_state_dict(value)
+                said[name] = ""
+            except GradlabError as error:
+                said[name] = str(error)
+        for name, several in {
+            "none": None,
+            "one of two": [sound],
+            "keys": [sound, {**sound, "rank": 1, "states": {}}],
+        }.items():
+            try:
+                state.load_state_dicts(several, "split")
+                said[name] = ""
+            except GradlabError as error:
+                said[name] = str(error)
+        after = state.state_dict()
+    same = all(torch.equal(after["states"][key], value) for key, value in sound["states"].items())
+    return {"said": said, "unchanged": same and after["iteration"] == sound["iteration"]}
+
+
+def states_that_differ(group: dist.ProcessGroup) -> str:
+    """What ranks say that continue from different sets of states."""
+    rank, spare = dist.get_rank(group), SPARE.get(dist.get_world_size(group))
+    shapes = {"wide": (12, 300)}
+    model = DistributedDataParallel(Prescribed(shapes), process_group=group)
+    with CompressionState(Plan.uniform(model, "powersgd", rank=1), model, process_group=spare) as state:
+        model.register_comm_hook(state, compression_hook)
+        model(gradients(shapes, rank, 0)).backward()
+        saved = state.state_dict()
+        state.load_state_dict({**saved, "states": saved["states"] if rank == 0 else {}})
+        try:
+            model(gradients(shapes, rank, 1)).backward()
+        except RuntimeError as error:
+            return str(error)
+    return ""

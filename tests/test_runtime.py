@@ -102,6 +102,27 @@ def test_wrong_use_is_refused(pool: ProcessPool, tmp_path: Path) -> None:
         assert "has the communication hook compression_hook already" in said["second state"]
 
 
+def test_one_ranks_bad_option_is_said_by_all(pool: ProcessPool) -> None:
+    for said in pool.run("ddp_tasks:bad_options", 2):
+        for option, message in said.items():
+            assert message.startswith("rank 1: ")
+            assert option.split()[-1] in message
+            assert "\n" not in message
+
+
+def test_a_damaged_checkpoint_is_refused_and_changes_nothing(pool: ProcessPool) -> None:
+    for result in pool.run("ddp_tasks:bad_checkpoints", 2):
+        assert result["unchanged"]
+        for name, message in result["said"].items():
+            assert "checkpoint" in message, name
+            assert "\n" not in message
+
+
+def test_ranks_that_continue_from_other_states_are_told(pool: ProcessPool) -> None:
+    for said in pool.run("ddp_tasks:states_that_differ", 2):
+        assert "ranks disagree about which states there are" in said
+
+
 def test_channels_last(pool: ProcessPool) -> None:
     for result in pool.run("ddp_tasks:channels_last", 2):
         assert result == {"strided": True, "equal": True}

@@ -74,7 +74,7 @@ class QSGD(Compressor):
         """Norms (ceil(numel / bucket_size),), float32, and the packed codes (ceil(numel / 8) * bits,), uint8."""
         generator = on_device(generator, vector.device)
         codes = torch.empty(vector.numel(), dtype=torch.uint8, device=vector.device)
-        size, norms = self.settings.bucket_size, [torch.empty(0, device=vector.device)]
+        size, norms = self.settings.bucket_size, [torch.empty(0, dtype=torch.float32, device=vector.device)]
         for rows, out in zip(pieces(vector, size), pieces(codes, size), strict=True):
             norms.append(bucket_norms(rows, self.settings.norm))
             out.copy_(self._places(rows, norms[-1], generator))  # truncates

@@ -36,7 +36,7 @@ class SparsityWarmup(Wrapper):
         initial_density: float = 0.25
 
         def __post_init__(self) -> None:
-            require(self.stages >= 1, "sparsity_warmup", "stages", self.stages, "at least 1")
+            require(1 <= self.stages <= 1000, "sparsity_warmup", "stages", self.stages, "1 to 1000")
             require(self.steps >= self.stages, "sparsity_warmup", "steps", self.steps, "at least one per stage")
             sound = 0 < self.initial_density <= 1
             require(sound, "sparsity_warmup", "initial_density", self.initial_density, "a share in (0, 1]")
