@@ -18,15 +18,14 @@ import hashlib
 import queue
 import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
 from gradlab.codec import Codec, Context, Exchanged, Tensors, exchange_group
 from gradlab.codecs.identity import Identity
-from gradlab.collectives import Coroutine, Mean, payload_bytes
+from gradlab.collectives import payload_bytes
 from gradlab.errors import GradlabError
 from gradlab.measures import contribution_error, is_finite, squared_norm
 from gradlab.plan import Plan
@@ -35,35 +34,12 @@ from gradlab.runtime.communicator import Communicator
 from gradlab.runtime.device import HostDevice
 from gradlab.runtime.exchange import Bucket, Exchange, Iteration, segments
 from gradlab.runtime.faults import CommunicationError, Reasons
+from gradlab.runtime.finiteness import NonFiniteSteps, agree
+from gradlab.runtime.options import EngineOptions, Surroundings
 from gradlab.runtime.statistics import Statistics, StepRecord
 from gradlab.runtime.timeline import Timeline
 from gradlab.workspace import RecyclingWorkspace
 from gradlab.wrapper import innermost, wrappers_of
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """segment_bytes: gradients encoded before the next collective is issued; measure_every: steps between measured
-    ones, 0 for none; hold_unused: keep what is due to a layer whose gradient is zero on all ranks, because DDP may
-    throw the result away; non_finite_limit: non-finite steps in a row that end the run; plain_sgd: whether the
-    optimizer is SGD without momentum; scaled: whether a loss scaler is in use;
-    trace_steps: iterations whose spans are kept."""
-
-    segment_bytes: int = 8 * 2**20
-    measure_every: int = 1
-    hold_unused: bool = False
-    non_finite_limit: int = 50
-    plain_sgd: bool = False
-    scaled: bool = False
-    trace_steps: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What the engine reads anew in each iteration. learning_rates: by layer name; loss_scale: of the loss scaler."""
-
-    learning_rates: Callable[[], dict[str, float]]
-    loss_scale: Callable[[], float]
 
 
 class Engine:
@@ -104,7 +80,7 @@ class Engine:
         self._groups = {group.name: group for group in plan.compressed_groups}
         self._group_of = {name: group.name for group in plan.compressed_groups for name in group.layers}
         self._context = Context(0, 1, 0)
-        self._non_finite_in_a_row = 0
+        self._non_finite = NonFiniteSteps(options.non_finite_limit, options.scaled)
         self._current: Iteration | None = None
         self._queue: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -369,7 +345,7 @@ class Engine:
         record.wait_seconds = time.perf_counter() - current.buckets[-1].arrived
         self._timeline.add("backward", "backward", current.buckets[0].arrived, current.buckets[-1].arrived)
         self._statistics.add(record)
-        self._count_non_finite(record)
+        self._non_finite.add(record)
         self.iteration += 1
         self._current = None
         self._workspace.recycle(tensor for state in self.states.values() for tensor in state.values())
@@ -389,36 +365,3 @@ class Engine:
         self.states.update(current.staged)
         rates = self._context.learning_rate
         self.learning_rates |= {layer: rate for layer, rate in rates.items() if not current.zero.get(layer)}
-
-    def _count_non_finite(self, record: StepRecord) -> None:
-        """Say once that gradients are not finite; end a run that does not get out of it.
-
-        Raises:
-            GradlabError: after too many such steps in a row.
-        """
-        self._non_finite_in_a_row = 0 if record.finite else self._non_finite_in_a_row + 1
-        if record.finite:
-            return
-        where = ", ".join(record.non_finite_layers[:3]) or "another rank"
-        many = self._non_finite_in_a_row
-        if many >= self._options.non_finite_limit:
-            scale = f"the loss scale is {record.loss_scale:g}" if self._options.scaled else "there is no loss scaler"
-            raise GradlabError(
-                f"gradients were not finite in {many} steps in a row (now in {where}; {scale}): the run does not "
-                "recover; look at the loss, the learning rate, and the first step at which this began"
-            )
-        if many == 1 and not self._options.scaled:
-            warnings.warn(
-                f"gradlab: step {record.step}: gradients are not finite in {where}; every rank's become NaN, and no "
-                "codec state moves (pass scaler= if a loss scaler is to skip such steps)",
-                stacklevel=1,
-            )
-
-
-def agree(current: Iteration, world_size: int, device: torch.device) -> Coroutine[None]:
-    """Learn whether the gradients were finite on every rank, and which layers' are zero on all of them."""
-    flags = [float(current.finite), *(float(not zero) for zero in current.zero.values())]
-    mean = yield Mean(torch.tensor(flags, device=device))
-    shares = mean.tolist()
-    current.finite = shares[0] > 1.0 - 0.5 / world_size  # N times 1/N is not quite 1 in float32
-    current.zero = {name: share < 0.5 / world_size for name, share in zip(current.zero, shares[1:], strict=True)}

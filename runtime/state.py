@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -15,19 +15,19 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.artifact import Artifact
-from gradlab.ddp import attached_hook, bucket_gradients, synchronised_layers
+from gradlab.ddp import bucket_gradients, synchronised_layers
 from gradlab.errors import GradlabError
-from gradlab.layout import Layer
-from gradlab.optimizers import is_plain_sgd, learning_rates, own_momentum
+from gradlab.optimizers import is_plain_sgd, learning_rates
 from gradlab.plan import Plan
-from gradlab.ranks import Ranks
 from gradlab.runtime import checkpoint
 from gradlab.runtime import report as reporting
+from gradlab.runtime.checks import agree_on, check, check_types, device_of_model, require_ddp
 from gradlab.runtime.communicator import Communicator
 from gradlab.runtime.device import device_of
-from gradlab.runtime.engine import Engine, EngineOptions, Surroundings
+from gradlab.runtime.engine import Engine
 from gradlab.runtime.faults import Reasons
 from gradlab.runtime.groups import group_like
+from gradlab.runtime.options import EngineOptions, Surroundings
 from gradlab.runtime.statistics import Statistics
 from gradlab.runtime.timeline import Timeline
 from gradlab.workspace import RecyclingWorkspace
@@ -84,11 +84,11 @@ class CompressionState:
         process_group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        _require_ddp(ddp_model)
+        require_ddp(ddp_model)
         settled: list[EngineOptions] = []
 
         def settle() -> None:
-            _check_types(plan, optimizer, scaler, history, trace_steps, process_group, timeout, ddp_model)
+            check_types(plan, optimizer, scaler, history, trace_steps, process_group, timeout, ddp_model)
             settled.append(
                 EngineOptions(
                     segment_bytes,
@@ -100,10 +100,10 @@ class CompressionState:
                     trace_steps=tuple(trace_steps),
                 )
             )
-            _check(plan, ddp_model, optimizer, settled[0])
+            check(plan, ddp_model, optimizer, settled[0])
 
         same = {"deterministic": bool(deterministic), "check_requests": bool(check_requests)}
-        _agree(ddp_model, settle, lambda: {"the plan (sha256)": plan.digest, **same, **asdict(settled[0])})
+        agree_on(ddp_model, settle, lambda: {"the plan (sha256)": plan.digest, **same, **asdict(settled[0])})
         if ddp_model.process_group.size() == 1:
             warnings.warn("gradlab: world size 1, there is no communication to compress", stacklevel=2)
         options, pairs = settled[0], synchronised_layers(ddp_model)
@@ -111,7 +111,7 @@ class CompressionState:
         self.statistics = Statistics(history)
         self._names: dict[torch.Tensor, str] = {parameter: layer.name for layer, parameter in pairs}
         self._dense_bytes = sum(parameter.numel() * parameter.element_size() for _, parameter in pairs)
-        self._device = device_of(_device(pairs))
+        self._device = device_of(device_of_model(pairs))
         self._timeline = Timeline(options.trace_steps)
         workspace = RecyclingWorkspace()
         group = process_group or group_like(ddp_model.process_group, timeout, self._device.device)
@@ -147,10 +147,10 @@ class CompressionState:
         Raises:
             GradlabError: for an artifact that is missing, damaged, of a newer version, or for another model.
         """
-        _require_ddp(ddp_model)
+        require_ddp(ddp_model)
         loaded: list[Artifact] = []
         # A file may be missing on one machine only: all ranks then say so, and none waits for it.
-        _agree(ddp_model, lambda: loaded.append(Artifact.load(path)), dict)
+        agree_on(ddp_model, lambda: loaded.append(Artifact.load(path)), dict)
         return cls(loaded[0].plan, ddp_model, **options)
 
     def submit(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -246,105 +246,3 @@ class CompressionState:
         if kind is not None:
             self.engine.leave_reason(f"{kind.__name__}: {error}")
         self.close()
-
-
-def _require_ddp(model: object) -> None:
-    if not isinstance(model, DistributedDataParallel):
-        raise GradlabError(f"expected a DistributedDataParallel model, not {type(model).__name__}")
-
-
-def _check(
-    plan: Plan, model: DistributedDataParallel, optimizer: torch.optim.Optimizer | None, options: EngineOptions
-) -> None:
-    pairs = synchronised_layers(model)
-    plan.check_model([layer for layer, _ in pairs])
-    _device(pairs)
-    _check_momentum(plan, optimizer)
-    plan.payload_bytes(model.process_group.size())  # refuses what makes no sense at this world size
-    for name, least in (("segment_bytes", 1), ("measure_every", 0), ("non_finite_limit", 1)):
-        _require_whole(name, getattr(options, name), least)
-    for step in options.trace_steps:
-        _require_whole("a step of trace_steps", step, 0)
-    if getattr(model, "mixed_precision", None) is not None:
-        raise GradlabError(
-            "DDP's mixed_precision brings a communication hook of its own; use torch.autocast, or model.to(dtype)"
-        )
-    if hook := attached_hook(model):
-        raise GradlabError(f"the DDP model has the communication hook {hook} already, and DDP takes one only")
-
-
-def _require_whole(name: str, value: object, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise GradlabError(f"{name} = {value!r}, expected a whole number from {least}")
-
-
-def _check_types(
-    plan: object,
-    optimizer: object,
-    scaler: object,
-    history: object,
-    trace_steps: object,
-    process_group: dist.ProcessGroup | None,
-    timeout: object,
-    model: DistributedDataParallel,
-) -> None:
-    """Refuse what would fail only when it is used."""
-    if not isinstance(plan, Plan):
-        raise GradlabError(f"expected a Plan, not {type(plan).__name__} (CompressionState.load takes a path)")
-    if optimizer is not None and not hasattr(optimizer, "param_groups"):
-        raise GradlabError(f"optimizer is {type(optimizer).__name__}, expected a torch optimizer")
-    if scaler is not None and not (hasattr(scaler, "get_scale") and hasattr(scaler, "is_enabled")):
-        raise GradlabError(f"scaler is {type(scaler).__name__}, expected a GradScaler")
-    _require_whole("history", history, 1)
-    if not isinstance(trace_steps, Collection):
-        raise GradlabError(f"trace_steps = {trace_steps!r}, expected a list of iterations")
-    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
-        raise GradlabError(f"timeout = {timeout!r}, expected a timedelta above 0")
-    if process_group is not None:
-        if not isinstance(process_group, dist.ProcessGroup):
-            raise GradlabError(f"process_group is {type(process_group).__name__}, expected a ProcessGroup")
-        mine, its = (dist.get_process_group_ranks(group) for group in (process_group, model.process_group))
-        if mine != its:
-            raise GradlabError(f"process_group is of ranks {mine}, the DDP model's of {its}")
-
-
-def _check_momentum(plan: Plan, optimizer: torch.optim.Optimizer | None) -> None:
-    wrapper = plan.applies_momentum
-    if wrapper is None:
-        return
-    if optimizer is None:
-        raise GradlabError(
-            f"the plan applies momentum ({wrapper}): pass optimizer=, so that its own is known to be off"
-        )
-    if own := own_momentum(optimizer):
-        raise GradlabError(
-            f"the plan applies momentum ({wrapper}) and the optimizer has {own}: it would be applied twice; set the "
-            "optimizer's to 0"
-        )
-
-
-def _device(pairs: Sequence[tuple[Layer, torch.Tensor]]) -> torch.device:
-    """The one device that a model's gradients are on."""
-    devices = sorted({str(parameter.device) for _, parameter in pairs})
-    if len(devices) != 1 or torch.device(devices[0]).type not in ("cpu", "cuda"):
-        raise GradlabError(
-            f"parameters on {', '.join(devices) or 'no device'}, expected all on the CPU or on one CUDA device"
-        )
-    return torch.device(devices[0])
-
-
-def _agree(
-    model: DistributedDataParallel, attempt: Callable[[], object], settings: Callable[[], dict[str, Any]]
-) -> None:
-    """Go on only if `attempt` succeeds on all ranks, with the same settings; else raise the same line everywhere."""
-    problem, same = None, {}
-    try:
-        attempt()
-        same = settings()
-    except GradlabError as error:
-        problem = str(error)
-    except Exception as error:  # the others wait to hear of it
-        problem = f"{type(error).__name__}: {error}"
-    ranks = Ranks(model.process_group, next(model.parameters()).device)
-    ranks.raise_together(problem)
-    ranks.require_same(same)

@@ -11,6 +11,7 @@ deterministic mode. Rank 0 writes FOLDER/results.json.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -233,6 +234,10 @@ def main() -> None:
     if dist.get_rank() == 0:
         (folder / "results.json").write_text(json.dumps(rows))
     dist.destroy_process_group()
+    # Now and then the interpreter's own end aborts after so many process groups ("terminate called without an active
+    # exception"); what was measured is written by then.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

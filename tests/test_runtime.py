@@ -12,8 +12,8 @@ import torch
 from process_pool import ProcessPool
 
 from gradlab.codecs import names
-from gradlab.runtime.engine import agree
 from gradlab.runtime.exchange import Iteration
+from gradlab.runtime.finiteness import agree
 from gradlab.runtime.statistics import StepRecord
 
 
