@@ -17,9 +17,7 @@ import torch
 from gradlab.analysis.link import Link, Transfer, all_reduce, transfers
 from gradlab.collectives import Mean, Request
 from gradlab.errors import GradlabError
-
-# The engine's own default.
-SEGMENT_BYTES = 8 * 2**20
+from gradlab.segments import SEGMENT_BYTES, segments
 
 
 @dataclass(frozen=True)
@@ -203,7 +201,7 @@ def simulate(
         clock.work(bucket.scan_seconds)
         if bucket.in_place_bytes:
             in_place = max(in_place, wire.send(all_reduce(bucket.in_place_bytes, world_size), clock.now))
-        for segment in segments(bucket.exchanges, segment_bytes):
+        for segment in segments(bucket.exchanges, lambda exchange: exchange.gradient_bytes, segment_bytes):
             ticks.tick(segment)
     if compressing:
         ticks.tick([Exchange("finite flag", 0, (Turn(0.0, _flag()), Turn(0.0)))])
@@ -223,19 +221,6 @@ def _turns(exchange: Exchange) -> Iterator[Turn]:
 
 def _flag() -> tuple[Request, ...]:
     return (Mean(torch.empty(1, device="meta")),)
-
-
-def segments(exchanges: Sequence[Exchange], segment_bytes: int) -> Iterator[list[Exchange]]:
-    """Consecutive exchanges whose gradients stay within `segment_bytes`, at least one each."""
-    segment: list[Exchange] = []
-    for exchange in exchanges:
-        size = sum(before.gradient_bytes for before in segment)
-        if segment and size + exchange.gradient_bytes > segment_bytes:
-            yield segment
-            segment = []
-        segment.append(exchange)
-    if segment:
-        yield segment
 
 
 def _check(compute_seconds: float, world_size: int, speed: float) -> None:

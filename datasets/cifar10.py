@@ -16,7 +16,7 @@ from gradlab.datasets.cifar_files import read_splits
 from gradlab.datasets.metric import ACCURACY
 from gradlab.datasets.recipe import Recipe
 from gradlab.datasets.resnet import initialized
-from gradlab.datasets.workload import Data, Workload, limited
+from gradlab.datasets.workload import Data, Workload, limited_data
 from gradlab.errors import GradlabError
 
 # Mean and standard deviation of each colour over the published training images, on the scale 0 to 1.
@@ -50,15 +50,7 @@ class Cifar10(Workload):
                 "workload cifar10 needs a path: an .npz with x_train, y_train, x_test, y_test, or the published "
                 "cifar-10-python.tar.gz or cifar-10-binary.tar.gz, or the folder extracted from either"
             )
-        splits = read_splits(path)
-        train = limited(len(splits.x_train), train_limit, "train")
-        test = limited(len(splits.x_test), test_limit, "test")
-        return Data(
-            normalized(splits.x_train[:train]),
-            torch.from_numpy(splits.y_train[:train].copy()),
-            normalized(splits.x_test[:test]),
-            torch.from_numpy(splits.y_test[:test].copy()),
-        )
+        return limited_data(read_splits(path), normalized, train_limit, test_limit)
 
     def model(self, seed: int) -> nn.Module:
         """ResNet-20: three stages of three blocks, 16, 32 and 64 channels wide."""

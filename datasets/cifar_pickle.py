@@ -8,6 +8,7 @@ file needs; what a pickle would call becomes an inert record (`_Call`), from whi
 from __future__ import annotations
 
 import pickletools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +56,9 @@ def read_batch(content: bytes, source: str) -> tuple[np.ndarray, np.ndarray]:
             labels do not fit.
     """
     try:
-        batch = _follow(content, source)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of escapes in a text that damage made
+            batch = _follow(content, source)
         pixels, labels = _entry(batch, "data"), _entry(batch, "labels")
         array = _array(pixels)
     except GradlabError:

@@ -19,7 +19,7 @@ from gradlab.datasets.image_npz import read_npz
 from gradlab.datasets.metric import ACCURACY
 from gradlab.datasets.recipe import Recipe
 from gradlab.datasets.splits import CLASSES, Splits, checked
-from gradlab.datasets.workload import Data, Workload, limited
+from gradlab.datasets.workload import Data, Workload, limited_data
 from gradlab.errors import GradlabError
 
 IMAGE = (28, 28)  # height, width
@@ -59,15 +59,7 @@ class FashionMnist(Workload):
         """
         if path is None:
             raise GradlabError(f"workload fashion_mnist needs a path: {_EXPECTED}")
-        splits = read_splits(path)
-        train = limited(len(splits.x_train), train_limit, "train")
-        test = limited(len(splits.x_test), test_limit, "test")
-        return Data(
-            normalized(splits.x_train[:train]),
-            torch.from_numpy(splits.y_train[:train].copy()),
-            normalized(splits.x_test[:test]),
-            torch.from_numpy(splits.y_test[:test].copy()),
-        )
+        return limited_data(read_splits(path), normalized, train_limit, test_limit)
 
     def model(self, seed: int) -> nn.Module:
         return initialized(CLASSES, seed)

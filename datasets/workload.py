@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
 from gradlab.datasets.metric import Metric
 from gradlab.datasets.recipe import Recipe
+from gradlab.datasets.splits import Splits
 from gradlab.errors import GradlabError
 
 
@@ -87,3 +90,20 @@ def limited(length: int, limit: int | None, split: str) -> int:
     if limit is not None and limit < 1:
         raise GradlabError(f"{split}_limit is {limit}: expected at least 1 sample, or None for all")
     return length if limit is None else min(length, limit)
+
+
+def limited_data(
+    splits: Splits,
+    normalized: Callable[[np.ndarray], torch.Tensor],
+    train_limit: int | None,
+    test_limit: int | None,
+) -> Data:
+    """The first so many samples of both splits, as a workload has them; GradlabError for a limit below 1."""
+    train = limited(len(splits.x_train), train_limit, "train")
+    test = limited(len(splits.x_test), test_limit, "test")
+    return Data(
+        normalized(splits.x_train[:train]),
+        torch.from_numpy(splits.y_train[:train].copy()),
+        normalized(splits.x_test[:test]),
+        torch.from_numpy(splits.y_test[:test].copy()),
+    )

@@ -32,12 +32,13 @@ from gradlab.plan import Plan
 from gradlab.ranks import Ranks
 from gradlab.runtime.communicator import Communicator
 from gradlab.runtime.device import HostDevice
-from gradlab.runtime.exchange import Bucket, Exchange, Iteration, segments
+from gradlab.runtime.exchange import Bucket, Exchange, Iteration
 from gradlab.runtime.faults import CommunicationError, Reasons
 from gradlab.runtime.finiteness import NonFiniteSteps, agree
 from gradlab.runtime.options import EngineOptions, Surroundings
 from gradlab.runtime.statistics import Statistics, StepRecord
 from gradlab.runtime.timeline import Timeline
+from gradlab.segments import segments
 from gradlab.workspace import RecyclingWorkspace
 from gradlab.wrapper import innermost, wrappers_of
 
@@ -225,8 +226,9 @@ class Engine:
         if not any(self._group_of.get(name) in current.active for name in bucket.gradients):
             current.dense.append(self._communicator.mean_in_place(bucket.buffer))
         else:
-            for segment in segments(list(self._exchanges(current, bucket)), self._options.segment_bytes):
-                self._tick(current, segment)
+            exchanges = list(self._exchanges(current, bucket))
+            for segment in segments(exchanges, lambda pair: pair[1], self._options.segment_bytes):
+                self._tick(current, [exchange for exchange, _ in segment])
         if bucket.is_last:
             flag = agree(current, self._communicator.world_size, bucket.buffer.device)
             self._tick(current, [Exchange("finite flag", flag, lambda _: None)])

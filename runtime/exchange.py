@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,17 +89,3 @@ class Iteration:
         self.in_flight = None
         self.running.clear()
         self.dense.clear()
-
-
-def segments(exchanges: Sequence[tuple[Exchange, int]], segment_bytes: int) -> Iterator[list[Exchange]]:
-    """Consecutive exchanges whose gradients stay within `segment_bytes`, at least one each."""
-    segment: list[Exchange] = []
-    size = 0
-    for exchange, nbytes in exchanges:
-        if segment and size + nbytes > segment_bytes:
-            yield segment
-            segment, size = [], 0
-        segment.append(exchange)
-        size += nbytes
-    if segment:
-        yield segment

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from gradlab.segments import SEGMENT_BYTES
+
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -14,7 +16,7 @@ class EngineOptions:
     optimizer is SGD without momentum; scaled: whether a loss scaler is in use;
     trace_steps: iterations whose spans are kept."""
 
-    segment_bytes: int = 8 * 2**20
+    segment_bytes: int = SEGMENT_BYTES
     measure_every: int = 1
     hold_unused: bool = False
     non_finite_limit: int = 50

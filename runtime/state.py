@@ -30,6 +30,7 @@ from gradlab.runtime.groups import group_like
 from gradlab.runtime.options import EngineOptions, Surroundings
 from gradlab.runtime.statistics import Statistics
 from gradlab.runtime.timeline import Timeline
+from gradlab.segments import SEGMENT_BYTES
 from gradlab.workspace import RecyclingWorkspace
 
 
@@ -75,7 +76,7 @@ class CompressionState:
         optimizer: torch.optim.Optimizer | None = None,
         scaler: torch.amp.GradScaler | None = None,
         deterministic: bool = False,
-        segment_bytes: int = 8 * 2**20,
+        segment_bytes: int = SEGMENT_BYTES,
         measure_every: int = 10,
         trace_steps: Collection[int] = (),
         non_finite_limit: int = 50,

@@ -483,3 +483,9 @@ def test_a_pickle_with_any_damage_is_read_or_refused(data: st.DataObject) -> Non
     else:
         assert pixels.shape == (4, 3072)
         assert labels.shape == (4,)
+
+
+def test_an_escape_that_python_warns_of_is_refused_like_any_damage() -> None:
+    """Splitting such a text into opcodes warns; a user's run may treat warnings as errors."""
+    with pytest.raises(GradlabError, match=r"batch\.bin"):
+        read_batch(b"\x80\x02S'\\u'\n.", "batch.bin")

@@ -34,7 +34,7 @@ from gradlab.analysis.link import (
 )
 from gradlab.analysis.predict import Job, assign_buckets, break_even, compare, make_job, ready_seconds
 from gradlab.analysis.profile import CodecTime, Profile, profile_of
-from gradlab.analysis.timeline import Bucket, Exchange, Turn, segments, simulate
+from gradlab.analysis.timeline import Bucket, Exchange, Turn, simulate
 from gradlab.artifact import Artifact
 from gradlab.codec import exchange_group
 from gradlab.collectives import (
@@ -51,6 +51,7 @@ from gradlab.collectives import (
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan import Plan, Wrap
+from gradlab.segments import segments
 
 COMPRESSORS = [name for name in codecs.names() if name != "identity"]
 LAYERS = (
@@ -311,7 +312,8 @@ def test_codecs_hide_behind_backward_only_with_a_core_of_their_own() -> None:
 
 def test_segments_hold_at_least_one_exchange() -> None:
     exchanges = [Exchange(str(size), size, (Turn(0.0),)) for size in (5, 20, 4, 6, 1)]
-    assert [[e.gradient_bytes for e in segment] for segment in segments(exchanges, 10)] == [[5], [20], [4, 6], [1]]
+    cut = segments(exchanges, lambda exchange: exchange.gradient_bytes, 10)
+    assert [[e.gradient_bytes for e in segment] for segment in cut] == [[5], [20], [4, 6], [1]]
 
 
 @pytest.mark.parametrize(

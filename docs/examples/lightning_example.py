@@ -46,6 +46,7 @@ def batches() -> DataLoader[tuple[torch.Tensor, ...]]:
 
 
 def main() -> None:
+    """Train, saving a checkpoint after every epoch."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--folder", default="lightning-run", help="for checkpoints")

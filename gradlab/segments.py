@@ -1,0 +1,25 @@
+"""Cut what is encoded into segments: each is on the wire while the next is encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+Item = TypeVar("Item")
+
+# Bytes of gradients that are encoded before the next collective is issued, unless the user says otherwise.
+SEGMENT_BYTES = 8 * 2**20
+
+
+def segments(items: Sequence[Item], nbytes: Callable[[Item], int], segment_bytes: int) -> Iterator[list[Item]]:
+    """Consecutive items whose sizes stay within `segment_bytes` together, at least one each."""
+    segment: list[Item] = []
+    size = 0
+    for item in items:
+        if segment and size + nbytes(item) > segment_bytes:
+            yield segment
+            segment, size = [], 0
+        segment.append(item)
+        size += nbytes(item)
+    if segment:
+        yield segment
