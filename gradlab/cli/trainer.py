@@ -12,7 +12,7 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -171,7 +171,7 @@ def run_rank(settings: TrainSettings) -> dict[str, Any]:
     return {**about, **run_report(rows, dense, rank.workload.metric)}
 
 
-def main() -> int:
+def main() -> NoReturn:
     """Entry point of one rank: settings as JSON in the first argument. Bad input exits with 2, said by one rank."""
     settings = TrainSettings.from_json(sys.argv[1])
     dist.init_process_group("gloo")
@@ -182,11 +182,13 @@ def main() -> int:
         # Any rank may be the one that noticed; the launcher shows the first line it gets.
         _write({"error": str(error), "rank": dist.get_rank()})
         code = 2
-    if code:
-        os._exit(code)  # other ranks may wait in a collective: an orderly shutdown would wait with them
-    dist.destroy_process_group()
-    return code
+    if not code:  # else other ranks may wait in a collective: an orderly shutdown would wait with them
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    # Not through the interpreter's end: Gloo's threads ask for Python's lock after a collective, and before Python 3.14
+    # asking while the interpreter ends aborts the process (plain DDP's too). DDP keeps those threads beyond the group.
+    os._exit(code)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
