@@ -70,9 +70,6 @@ class RankWriter:
         for block, row in zip(self._blocks, gradients, strict=True):
             block[self._filled] = row
         self._records[self._filled] = record
-        self._records["non_finite"][self._filled] = sum(
-            _non_finite(block[self._filled], self._manifest.dtype) for block in self._blocks
-        )
         self._unused[self._filled] = unused
         self._filled += 1
         if self._filled == CHUNK_STEPS:
@@ -85,7 +82,9 @@ class RankWriter:
             require_space(self._folder, self._manifest.world_size * CHUNK_STEPS * self._manifest.row_bytes)
             if self._segment is None:
                 self._segment = SegmentWriter(self._folder, self._manifest, self._rank, len(self._segments))
-            self._segment.append([block[new] for block in self._blocks], self._records[new], self._unused[new])
+            gradients = [block[new] for block in self._blocks]
+            self._records["non_finite"][new] = _non_finite(gradients, self._manifest.dtype)
+            self._segment.append(gradients, self._records[new], self._unused[new])
             self.steps_committed += self._filled - self._written
         self._written = self._filled
         if self._filled == CHUNK_STEPS:
@@ -135,12 +134,18 @@ def require_space(folder: Path, block_bytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
-def _non_finite(row: np.ndarray, dtype: str) -> int:
-    """How many elements are infinite or NaN. One dot product tells whether there is anything to count."""
+def _non_finite(layers: Sequence[np.ndarray], dtype: str) -> np.ndarray:
+    """How many elements of each step are infinite or NaN: layers of (steps, numel) -> (steps,)."""
+    return np.add.reduce([_non_finite_rows(rows, dtype) for rows in layers], axis=0)
+
+
+def _non_finite_rows(rows: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == "bfloat16":
         exponent = np.uint16(0x7F80)
-        return int(np.count_nonzero((row & exponent) == exponent))
+        return np.count_nonzero((rows & exponent) == exponent, axis=1)
+    counts = np.zeros(len(rows), np.int64)
     with np.errstate(all="ignore"):
-        if dtype == "float32" and np.isfinite(np.dot(row, row)):
-            return 0
-    return int(row.size - np.count_nonzero(np.isfinite(row)))
+        # One sum of squares a row tells whether there is anything to count.
+        doubtful = ~np.isfinite(np.einsum("sn,sn->s", rows, rows)) if dtype == "float32" else np.ones(len(rows), bool)
+    counts[doubtful] = rows.shape[1] - np.count_nonzero(np.isfinite(rows[doubtful]), axis=1)
+    return counts

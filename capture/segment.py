@@ -54,7 +54,8 @@ class SegmentWriter:
         # The oldest file format that knows SWMR, so that older HDF5 libraries can read a trace as well.
         self._file = h5py.File(unfinished, "w", libver=("v110", "v110"), rdcc_nbytes=0)
         try:
-            self._file.attrs["gradlab"] = header(manifest, rank, number)
+            # Text of fixed length lies under a checksum of HDF5's; of variable length, it does not.
+            self._file.attrs["gradlab"] = np.bytes_(header(manifest, rank, number))
             self._create_datasets()
             self._file.swmr_mode = True
             # A file under the name .part is readable from its first moment on.
@@ -82,7 +83,7 @@ class SegmentWriter:
         self._counter = self._file.create_dataset("committed", data=np.zeros(1, np.dtype("<i8")))
         if self._manifest.dtype == "bfloat16":
             for dataset in filter(None, self._gradients):
-                dataset.attrs["logical_dtype"] = "bfloat16"
+                dataset.attrs["logical_dtype"] = np.bytes_("bfloat16")
 
     @staticmethod
     def _growing(

@@ -165,7 +165,7 @@ def test_narrow_types_round_as_torch_does(tmp_path: Path, dtype: str, reference:
     expected = torch.from_numpy(gradient(LAYERS[3], 0, 1)).to(reference).float().reshape(1, -1)
     np.testing.assert_array_equal(found, expected.numpy())
     segment = h5py.File(tmp_path / "t" / "rank-00000" / "000000.h5")
-    assert segment["gradients/wide"].attrs.get("logical_dtype") == ("bfloat16" if dtype == "bfloat16" else None)
+    assert segment["gradients/wide"].attrs.get("logical_dtype") == (b"bfloat16" if dtype == "bfloat16" else None)
     segment.close()
 
 
@@ -496,6 +496,13 @@ def test_a_flipped_bit_anywhere_is_found_or_harmless(tmp_path: Path, data: st.Da
         np.testing.assert_array_equal(trace.scalars(0)["loss"], np.arange(20.0))
 
 
+def test_no_text_lies_where_hdf5_has_no_checksum(tmp_path: Path) -> None:
+    """A flipped bit in a global heap ("GCOL") can keep HDF5 reading for ever."""
+    with TraceWriter(tmp_path / "t", [Layer("x", (50,))], 1, dtype="bfloat16") as writer:
+        writer.append(0, 0, {"x": np.ones(50)})
+    assert b"GCOL" not in (tmp_path / "t" / "rank-00000" / "000000.h5").read_bytes()
+
+
 def edit(trace_path: Path, change: Callable[[h5py.File], object]) -> None:
     with h5py.File(trace_path / "rank-00000" / "000000.h5", "r+") as file:
         change(file)
@@ -561,6 +568,7 @@ WIDE = "gradients/conv%2Fone.weight"
         (lambda f: f["committed"].__setitem__(0, -1), "-1 committed steps"),
         (lambda f: f["committed"].__setitem__(0, 2**60), "claims|has shape"),
         (lambda f: f["unused"].__setitem__(3, 255), "do not match their checksums"),
+        (lambda f: f.attrs.__setitem__("gradlab", np.bytes_("{}")), "not a segment of a gradlab trace"),
         (lambda f: f.attrs.__setitem__("gradlab", "{}"), "not a segment of a gradlab trace"),
         (lambda f: f.attrs.__setitem__("gradlab", 3), "not a segment of a gradlab trace"),
         (lambda f: f.attrs.__delitem__("gradlab"), "not a segment of a gradlab trace"),
@@ -585,7 +593,7 @@ def test_a_segment_that_is_not_what_it_claims(
 )
 def test_a_segment_with_another_header(trace_path: Path, key: str, value: int, match: str) -> None:
     def change(file: h5py.File) -> None:
-        file.attrs["gradlab"] = json.dumps(json.loads(file.attrs["gradlab"]) | {key: value})
+        file.attrs["gradlab"] = np.bytes_(json.dumps(json.loads(file.attrs["gradlab"]) | {key: value}))
 
     edit(trace_path, change)
     refused(trace_path, match)
