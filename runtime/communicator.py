@@ -85,6 +85,12 @@ class Communicator:
             self._compare([signature(request) for request in requests])
         return Round(self, requests)
 
+    def take_counts(self) -> tuple[int, int]:
+        """Payload and wire bytes since the last call."""
+        counts = self.payload_bytes, self.wire_bytes
+        self.payload_bytes = self.wire_bytes = 0
+        return counts
+
     def mean_in_place(self, buffer: torch.Tensor) -> Fused:
         """Start replacing a buffer by its mean over ranks; exactly plain DDP's arithmetic unless deterministic."""
         self.payload_bytes += buffer.nbytes
@@ -139,6 +145,8 @@ class Communicator:
     def _start(self, name: str, nbytes: int, collective: Callable[..., Any], *tensors: Any) -> dist.Work | None:
         if nbytes == 0:  # on all ranks alike; an error on some backends
             return None
+        if self.group is None:  # PyTorch would take the default group
+            raise CommunicationError(f"{name} could not start: the process group is closed")
         try:
             work: dist.Work = collective(*tensors, group=self.group, async_op=True)
         except RuntimeError as error:

@@ -10,7 +10,12 @@ import torch
 
 
 class HostDevice:
-    """The CPU: what a hook is handed is there, and what the worker returns is too."""
+    """The CPU: what a hook is handed is there, and what the worker returns is too.
+
+    shares_stream: whether the hook's thread and the worker see each other's work without more ado.
+    """
+
+    shares_stream = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -44,6 +49,8 @@ class CudaDevice(HostDevice):
     The future is given its device and its value under the worker's stream, so that DDP's stream waits for that one;
     the caching allocator is told that a bucket is used on a second stream.
     """
+
+    shares_stream = False
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

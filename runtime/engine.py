@@ -5,7 +5,8 @@ tick: (1) the new groups are encoded up to their first request, while the last t
 are awaited, and the groups that asked for them advance to their next request or finish; (3) all open requests are
 issued together, one collective per kind. After the last bucket, ticks go on without new groups until none is open.
 So the order of collectives follows from buckets and phases alone, never from timing, and one order serves every
-backend. A bucket without layers that a codec works on is averaged in its own buffer, exactly as plain DDP does it.
+backend. A bucket without layers that a codec works on is averaged in its own buffer, exactly as plain DDP does it; in
+an iteration without codecs the hook starts that itself, so that it need not wait for a thread to wake.
 
 States are committed once, after the last bucket, if the gradients of all ranks were finite; the flag that tells
 travels with the last segment. If they were not, all buckets become NaN on every rank, so that a loss scaler skips the
@@ -83,6 +84,8 @@ class Engine:
         self._context = Context(0, 1, 0)
         self._non_finite = NonFiniteSteps(options.non_finite_limit, options.scaled)
         self._current: Iteration | None = None
+        self._all_dense = False  # no codec will run in the next iteration; and in the one that hands over its buckets:
+        self._starting_here = False
         self._queue: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -97,6 +100,8 @@ class Engine:
         if self.closed:
             raise RuntimeError("gradlab: this CompressionState is closed; DDP keeps its hook, so make a new DDP model")
         bucket = Bucket(index, is_last, buffer, gradients, self._device.future(), self._device.ready())
+        if self._starts_here(index):
+            bucket.start(self._communicator.mean_in_place)
         if self._thread is None:
             # A daemon, so that an interpreter that exits without close() is not held up.
             self._thread = threading.Thread(target=self._work, name="gradlab-engine", daemon=True)
@@ -104,6 +109,14 @@ class Engine:
         self._queue.put(bucket)
         # Chained, because DDP would take an exception set from Python for the bucket's tensor.
         return bucket.future.then(lambda future: future.value())
+
+    def _starts_here(self, index: int) -> bool:
+        """Whether the hook starts a bucket's all-reduce. The worker is idle when an iteration's first bucket comes."""
+        if index == 0:
+            self._timeline.begin(self.iteration)
+            plain = self._device.shares_stream and not self._communicator.deterministic
+            self._starting_here = plain and self._all_dense and self.ranks_compared
+        return self._starting_here
 
     def leave_reason(self, reason: str) -> None:
         """Tell the other ranks why this one ends, if its engine has not."""
@@ -166,6 +179,8 @@ class Engine:
         if current is None:
             raise GradlabError(f"bucket {bucket.index} arrived outside an iteration")
         current.buckets.append(bucket)
+        if bucket.failure is not None:
+            raise bucket.failure
         self._start_bucket(current, bucket)
         if bucket.is_last:
             self._drain(current)
@@ -179,9 +194,8 @@ class Engine:
         if self._current is not None:
             raise GradlabError("a new backward began before the last one's buckets had all arrived")
         self._compare_ranks()
-        self._timeline.begin(self.iteration)
         rates = self._surroundings.learning_rates()
-        compressing = bool(self._groups) and self.plan.schedule.compresses(self.iteration)
+        compressing = self._compresses()
         scale = self._surroundings.loss_scale()
         self._context = Context(
             rank=self._communicator.rank,
@@ -195,10 +209,8 @@ class Engine:
             plain_sgd=self._options.plain_sgd,
             workspace=self._workspace,
         )
-        active = self._groups if compressing else [name for name in self._groups if self._acts_when_dense(name)]
         record = StepRecord(self.iteration, compressing, loss_scale=scale)
-        self._current = Iteration(record, frozenset(active), self._is_measured(compressing))
-        self._communicator.payload_bytes = self._communicator.wire_bytes = 0
+        self._current = Iteration(record, self._active_groups(), self._is_measured(compressing))
 
     def _compare_ranks(self) -> None:
         """Once after a start or a resume: ranks that stand at different steps would send each other nonsense."""
@@ -210,8 +222,14 @@ class Engine:
             ranks.require_same({"the iteration": self.iteration, "which states there are (sha256)": digest})
             self.ranks_compared = True
 
-    def _acts_when_dense(self, name: str) -> bool:
-        return self.codecs[name].acts_when_dense(self.states.get(name, {}))
+    def _compresses(self) -> bool:
+        return bool(self._groups) and self.plan.schedule.compresses(self.iteration)
+
+    def _active_groups(self) -> frozenset[str]:
+        """The groups whose codecs run in this iteration."""
+        if self._compresses():
+            return frozenset(self._groups)
+        return frozenset(n for n in self._groups if self.codecs[n].acts_when_dense(self.states.get(n, {})))
 
     def _is_measured(self, compressing: bool) -> bool:
         every = self._options.measure_every
@@ -220,7 +238,8 @@ class Engine:
     def _start_bucket(self, current: Iteration, bucket: Bucket) -> None:
         self._timeline.add("backward", f"bucket {bucket.index} ready", bucket.arrived, bucket.arrived)
         if not current.active:
-            current.dense.append(self._communicator.mean_in_place(bucket.buffer))
+            current.dense.append(bucket.started or self._communicator.mean_in_place(bucket.buffer))
+            bucket.started = None
             return
         self._look_at(current, bucket)
         if not any(self._group_of.get(name) in current.active for name in bucket.gradients):
@@ -343,12 +362,13 @@ class Engine:
             else:
                 for bucket in current.buckets:  # all of them: DDP may throw away the results of one
                     bucket.buffer.fill_(torch.nan)
-        record.payload_bytes, record.wire_bytes = self._communicator.payload_bytes, self._communicator.wire_bytes
+        record.payload_bytes, record.wire_bytes = self._communicator.take_counts()
         record.wait_seconds = time.perf_counter() - current.buckets[-1].arrived
         self._timeline.add("backward", "backward", current.buckets[0].arrived, current.buckets[-1].arrived)
         self._statistics.add(record)
         self._non_finite.add(record)
         self.iteration += 1
+        self._all_dense = not self._active_groups()
         self._current = None
         self._workspace.recycle(tensor for state in self.states.values() for tensor in state.values())
         for bucket in current.buckets:

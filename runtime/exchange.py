@@ -20,7 +20,8 @@ from gradlab.runtime.statistics import StepRecord
 class Bucket:
     """One bucket as DDP handed it over.
 
-    gradients: views of its buffer by layer name; ready: what a device's worker has to wait for before it reads them.
+    gradients: views of its buffer by layer name; ready: what a device's worker has to wait for before it reads them;
+    started: the mean of its buffer, if the hook has begun it; failure: why it could not.
     """
 
     index: int
@@ -30,9 +31,19 @@ class Bucket:
     future: torch.futures.Future[torch.Tensor] = field(default_factory=torch.futures.Future)
     ready: Any = None
     arrived: float = field(default_factory=time.perf_counter)
+    started: Fused | None = None
+    failure: Exception | None = None
+
+    def start(self, mean_in_place: Callable[[torch.Tensor], Fused]) -> None:
+        """Begin averaging the buffer; the worker raises what fails."""
+        try:
+            self.started = mean_in_place(self.buffer)
+        except Exception as error:
+            self.failure = error
 
     def reject(self, reason: str) -> None:
-        """Let the training loop see an error instead of the gradients."""
+        """Let the training loop see an error instead of the gradients; let go of what holds a collective."""
+        self.started = self.failure = None
         if not self.future.done():
             # torch annotates the argument with the future's own type, though it takes an exception.
             self.future.set_exception(RuntimeError(f"gradlab: {reason}"))  # type: ignore[arg-type]
