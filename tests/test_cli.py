@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -311,3 +315,17 @@ def test_help_has_an_example(gradlab: Command, words: list[str]) -> None:
     code, out, err = gradlab(*words, "--help")
     assert code == 0, err
     assert not words or f"gradlab {' '.join(words)} " in out
+
+
+def test_an_interrupt_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "gradlab.cli.main", "train", "digits", "--steps", "100000"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        deadline = time.monotonic() + 120
+        while not (launched := children.read_text().split()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "gradlab: interrupted\n")
+    assert launched
+    assert not any(Path(f"/proc/{child}").exists() for child in launched)

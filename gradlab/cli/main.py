@@ -52,9 +52,10 @@ def main() -> None:
         # A path that cannot be used; what is told of the file is the system's own word.
         print(f"gradlab: {error.filename or 'input or output'}: {error.strerror or error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("gradlab: interrupted", file=sys.stderr)
-        sys.exit(130)
+    except SystemExit as end:
+        if end.code == 130:  # Typer's answer to Ctrl-C, without a word
+            print("gradlab: interrupted", file=sys.stderr)
+        raise
 
 
 if __name__ == "__main__":
