@@ -7,7 +7,9 @@ own, shapes that the file's size cannot carry.
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +35,7 @@ _FILTERS = (h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FL
 _MAX_DEFLATE_RATIO = 1100  # deflate cannot do better than 1032:1
 _MAX_CHUNK_BYTES = 64 * 2**20
 _MAX_HEADER_BYTES = 2**16
+_READ_ATTEMPTS = 26  # with pauses of 67 ms in all
 _MEMBERS = {"gradients", "steps", "unused", "checksums", "committed"}
 
 
@@ -73,6 +76,19 @@ def _one_line(path: Path, doing: str) -> Iterator[None]:
         raise GradlabError(f"{path}: {doing}: {lines[0][:200]}") from None
 
 
+def _open_growing(path: Path) -> h5py.File:
+    """Open a file that may be growing. What does not match its checksum may be half written, so HDF5 reads it again, by
+    default 100 times, and doubles its pause from 1 ns every time: a damaged file keeps it for ever.
+    """
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
+    # h5py does not wrap this function; its module is linked with the library that has it.
+    set_attempts = ctypes.CDLL(h5py.h5p.__file__).H5Pset_metadata_read_attempts
+    if set_attempts(ctypes.c_int64(access.id), ctypes.c_uint(_READ_ATTEMPTS)) < 0:
+        raise OSError("HDF5 refuses to limit its attempts at reading")
+    return h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY | h5py.h5f.ACC_SWMR_READ, access))
+
+
 class SegmentReader:
     """One open segment.
 
@@ -90,7 +106,7 @@ class SegmentReader:
         self._stored = STORED_DTYPE[manifest.dtype]
         self._dtype = manifest.dtype
         with _one_line(path, "not a readable HDF5 file, or truncated"):
-            self._file = h5py.File(path, "r", swmr=swmr)
+            self._file = _open_growing(path) if swmr else h5py.File(path, "r")
         try:
             with _one_line(path, "damaged"):
                 self._check_header(header(manifest, rank, number))

@@ -112,10 +112,12 @@ def left_open(folder: Path, *steps: int) -> list[np.ndarray]:
     return rows
 
 
-def test_repair_goes_on_after_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
+@pytest.mark.parametrize("left", [0, 500, 2000, 3000, 10000])
+def test_repair_goes_on_after_a_file_that_cannot_be_opened(tmp_path: Path, left: int) -> None:
+    """Opened as one that may be growing: HDF5 would look again and again for what is cut off."""
     left_open(tmp_path / "t", 20)
     part = tmp_path / "t" / "rank-00000" / "000001.h5.part"
-    part.write_bytes(part.read_bytes()[:2000])
+    part.write_bytes(part.read_bytes()[:left])
     rows = repair(tmp_path / "t")
     assert [row.steps for row in rows] == [16, 20]
     assert len(rows[0].problems) == 1
