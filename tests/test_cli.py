@@ -319,13 +319,20 @@ def test_help_has_an_example(gradlab: Command, words: list[str]) -> None:
 
 def test_an_interrupt_is_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gradlab.cli.main", "train", "digits", "--steps", "100000"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+
+    def listen() -> None:  # a shell's background job, as the tests may be, is told to ignore interrupts
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, preexec_fn=listen) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         deadline = time.monotonic() + 120
         while not (launched := children.read_text().split()) and time.monotonic() < deadline:
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        try:
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert (process.returncode, err) == (130, "gradlab: interrupted\n")
     assert launched
     assert not any(Path(f"/proc/{child}").exists() for child in launched)
