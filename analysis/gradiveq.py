@@ -24,6 +24,7 @@ from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan import Group, Plan, Schedule
 from gradlab.progress import Progress
+from gradlab.slice_pca import fitted_slices
 
 if TYPE_CHECKING:
     from gradlab.trace import Trace
@@ -172,13 +173,14 @@ def _fit_layer(trace: Trace, window: range, layer: Layer, settings: PCA.Settings
     basis = codec.learned[f"{layer.name}/basis"]
     slice_size = basis.shape[1]
     by_slice = losses_by_slice(codec, layer, stacked, slice_size)
+    chosen = list(fitted_slices(len(by_slice), settings.reuse))
     fact = {
         "slice_size": slice_size,
         "dimension": basis.shape[2],
         "slices": len(by_slice),
         "samples": int(finite.sum()),
-        "fitted_slices_energy": by_slice[: len(basis)].sum(0).tolist(),
-        "fitted_slices_loss": _loss(by_slice[: len(basis)]),
+        "fitted_slices_energy": by_slice[chosen].sum(0).tolist(),
+        "fitted_slices_loss": _loss(by_slice[chosen]),
         "in_sample_energy": by_slice.sum(0).tolist(),
         "in_sample_loss": _loss(by_slice),
     }

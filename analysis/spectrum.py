@@ -17,10 +17,10 @@ import torch
 
 from gradlab.analysis.rank_similarity import rank_cosine, signal_to_noise
 from gradlab.analysis.unscaled import read_unscaled
-from gradlab.codecs.pca import default_slice_size, dimension
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, flatten
 from gradlab.progress import Progress
+from gradlab.slice_pca import default_slice_size, dimension
 
 if TYPE_CHECKING:
     from gradlab.trace import Trace

@@ -153,7 +153,11 @@ class Codec(ABC):
 
     @abstractmethod
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        """Forecast of the bytes a rank contributes per exchange, mean over ranks; float32 gradients."""
+        """Forecast of the bytes a rank contributes per exchange, mean over ranks and a run; float32 gradients."""
+
+    def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
+        """The same for the one exchange that starts from `state`; they differ for codecs that work in phases."""
+        return self.payload_bytes(layers, world_size)
 
     def check(self, layers: Sequence[Layer]) -> None:
         """Refuse layers that the learned tensors do not fit.

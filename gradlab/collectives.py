@@ -224,6 +224,28 @@ def _serve(requests_by_rank: Sequence[tuple[Request, ...]], payload: list[int], 
     return answers
 
 
+def together(coroutines: Sequence[Coroutine[Result]]) -> Coroutine[list[Result]]:
+    """Run several coroutines of one rank as one: requests that stand at the same step travel together."""
+    results: dict[int, Result] = {}
+    steps: dict[int, Step] = {}
+
+    def advance(position: int, answer: Any) -> None:
+        try:
+            steps[position] = coroutines[position].send(answer)
+        except StopIteration as stop:
+            steps.pop(position, None)
+            results[position] = stop.value
+
+    for position in range(len(coroutines)):
+        advance(position, None)
+    while steps:
+        asked = {position: as_requests(step) for position, step in steps.items()}
+        answers = iter((yield tuple(request for requests in asked.values() for request in requests)))
+        for position, requests in asked.items():
+            advance(position, answer_for(steps[position], [next(answers) for _ in requests]))
+    return [results[position] for position in range(len(coroutines))]
+
+
 def run_lockstep(coroutines: Sequence[Coroutine[Result]]) -> list[LockstepResult[Result]]:
     """Run one coroutine per rank in this process, stepped together; means are summed in rank order.
 

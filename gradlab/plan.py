@@ -222,15 +222,23 @@ class Plan:
         compressed = {name for group in self.compressed_groups for name in group.layers}
         return tuple(layer for layer in self.layers if layer.name not in compressed)
 
-    def payload_bytes(self, world_size: int, compressing: bool = True) -> float:
-        """Forecast of the bytes a rank contributes per step, mean over ranks; float32 gradients."""
+    def payload_bytes(
+        self, world_size: int, compressing: bool = True, states: Mapping[str, Tensors] | None = None
+    ) -> float:
+        """Forecast of the bytes a rank contributes per step, mean over ranks; float32 gradients.
+
+        states: by group name, forecast the step that starts from them; None: the mean over a run.
+        """
         if not compressing or not self.compressed_groups:
             return 4 * sum(layer.numel for layer in self.layers)
-        dense = 4 * sum(layer.numel for layer in self.dense_layers)
-        groups = sum(
-            self.build(group).payload_bytes(self.members(group), world_size) for group in self.compressed_groups
-        )
-        return dense + groups + FINITE_FLAG_BYTES
+        total = 4.0 * sum(layer.numel for layer in self.dense_layers) + FINITE_FLAG_BYTES
+        for group in self.compressed_groups:
+            codec, members = self.build(group), self.members(group)
+            if states is None:
+                total += codec.payload_bytes(members, world_size)
+            else:
+                total += codec.next_payload_bytes(members, world_size, states.get(group.name, {}))
+        return total
 
     @property
     def digest(self) -> str:

@@ -24,6 +24,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "powersgd": {"rank": 2},
     "pca": {"loss_threshold": 0.3, "slice_size": 50},
     "qsgd": {"bits": 3, "bucket_size": 100},
+    # Within four steps it compresses with what it learned, samples, fits, and compresses with that.
+    "gradiveq": {
+        "loss_threshold": 0.3,
+        "slice_size": 50,
+        "sample_steps": 2,
+        "compressed_steps": 1,
+        "complement": 0.5,
+        "monitor": "normalised",
+        "monitor_threshold": 2.0,
+    },
 }
 
 
@@ -139,6 +149,7 @@ def engine_against_lockstep(
             for key, value in kept.items()
         )
         payload = [record.payload_bytes for record in state.statistics.steps]
+    befores = [{}, *({name: by_rank[rank].value.state for name, by_rank in step.items()} for step in reference[:-1])]
     flat = torch.cat([p.grad.float().reshape(-1) for p in model.parameters()])
     return {
         "bitwise": bitwise,
@@ -147,7 +158,7 @@ def engine_against_lockstep(
         "finite": finite,
         "ranks_agree": agree(flat, group),
         "payload": payload,
-        "forecast": plan.payload_bytes(world_size),
+        "forecast": [plan.payload_bytes(world_size, states=states) for states in befores],
         "means": any(asks_for_means(plan, g) for g in plan.groups),
     }
 

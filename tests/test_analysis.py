@@ -36,11 +36,12 @@ from gradlab.analysis.spectrum import (
 )
 from gradlab.analysis.verdict import fit_verdict
 from gradlab.artifact import Artifact
-from gradlab.codecs.pca import PCA, principal_axes
+from gradlab.codecs.pca import PCA
 from gradlab.datasets.synthetic import GradientModel, draw, expected_cosine, expected_tail_energy
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, canonical_json, flatten, split_slices
 from gradlab.plan import Plan
+from gradlab.slice_pca import principal_axes
 
 PLANTED = Layer("conv.weight", (8, 4, 3, 3), "convolution")  # one slice of 288
 
@@ -244,7 +245,7 @@ def test_loss_on_fitted_slices_meets_lambda_and_other_slices_are_told_apart(tmp_
     layer = Layer("conv.weight", (4, 2, 3, 3), "convolution")
     with record(tmp_path / "t", random_gradients(5, 30, 1, [layer]), [layer]) as trace:
         whole = fit_gradiveq(trace, samples=20, settings=PCA.Settings(slice_size=24, loss_threshold=0.1))
-        each = fit_gradiveq(trace, samples=20, settings=PCA.Settings(slice_size=24, loss_threshold=0.1, basis="slice"))
+        each = fit_gradiveq(trace, samples=20, settings=PCA.Settings(slice_size=24, loss_threshold=0.1, reuse=1))
     assert whole.origin["fitted_slices_loss"] <= 0.1 < whole.origin["in_sample_loss"]
     assert each.origin["fitted_slices_loss"] == each.origin["in_sample_loss"] <= 0.1
 

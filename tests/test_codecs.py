@@ -99,8 +99,7 @@ def test_what_is_no_codec_is_refused(asked: str) -> None:
         (PowerSGD, {"rank": True}, "powersgd: setting rank = True, expected int"),
         (PowerSGD, {"warm_start": 1}, "powersgd: setting warm_start = 1, expected bool"),
         (PCA, {"slice_size": 1.5}, r"pca: setting slice_size = 1.5, expected int \| None"),
-        (PCA, {"basis": 3}, "pca: setting basis = 3, expected str"),
-        (PCA, {"basis": "x" * 1000}, "pca: setting basis = "),
+        (PCA, {"reuse": "x" * 1000}, "pca: setting reuse = "),
         (TopK, {"density": 2}, "topk: setting density = 2, expected a share"),
     ],
 )

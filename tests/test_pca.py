@@ -11,11 +11,12 @@ from laws import law
 from sklearn.decomposition import PCA as SklearnPCA
 
 from gradlab.codec import Context, Tensors
-from gradlab.codecs.pca import PCA, default_slice_size, dimension, fit_slices, principal_axes
+from gradlab.codecs.pca import PCA
 from gradlab.collectives import LockstepResult, run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, flatten, unflatten
 from gradlab.measures import contribution_error
+from gradlab.slice_pca import default_slice_size, dimension, fit_bases, principal_axes
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:
@@ -26,39 +27,39 @@ def exchange(codec: PCA, grads: list[Tensors]) -> list[LockstepResult]:
     return run_lockstep([codec.exchange(g, {}, Context(rank, len(grads), 0)) for rank, g in enumerate(grads)])
 
 
-def explicit(vector: np.ndarray, basis: np.ndarray, mean: np.ndarray) -> np.ndarray:
+def explicit(vector: np.ndarray, basis: np.ndarray, mean: np.ndarray, reuse: int | None) -> np.ndarray:
     """Eqs. (3) and (5), slice by slice: what a gradient (numel,) becomes; the tail that fills no slice stays."""
     result, size = vector.copy(), basis.shape[1]
     for m in range(len(vector) // size):
-        u = basis[0] if len(basis) == 1 else basis[m]
+        u = basis[m // (reuse or len(vector))]
         code = u.T @ (vector[m * size : (m + 1) * size] - mean[m])
         result[m * size : (m + 1) * size] = u @ code + mean[m]
     return result
 
 
 conv_shapes = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
-cases = (conv_shapes, st.integers(2, 12), st.sampled_from(["layer", "slice"]), st.integers(1, 4), st.integers(0, 99))
+cases = (conv_shapes, st.integers(2, 12), st.sampled_from([None, 1, 2, 3]), st.integers(1, 4), st.integers(0, 99))
 
 
-def fitted(shape: tuple[int, ...], slice_size: int, basis: str, seed: int, loss: float = 0.2) -> PCA:
-    settings = PCA.Settings(loss, slice_size=slice_size, basis=basis)
+def fitted(shape: tuple[int, ...], slice_size: int, reuse: int | None, seed: int, loss: float = 0.2) -> PCA:
+    settings = PCA.Settings(loss, slice_size=slice_size, reuse=reuse)
     return PCA(settings).fit([Layer("w", shape)], {"w": normal(seed, 9, *shape)})
 
 
 @law(*cases)
 def test_exchange_is_equations_3_to_5(
-    shape: tuple[int, ...], slice_size: int, basis: str, ranks: int, seed: int
+    shape: tuple[int, ...], slice_size: int, reuse: int | None, ranks: int, seed: int
 ) -> None:
     """With the paper's sums g = sum g_n and mu = N mean, the mean is (U sum_n U^T (g_n - mu/N) + mu) / N."""
     assume(np.prod(shape) >= slice_size)
-    codec = fitted(shape, slice_size, basis, seed)
+    codec = fitted(shape, slice_size, reuse, seed)
     axes, mean = codec.learned["w/basis"].double().numpy(), codec.learned["w/mean"].double().numpy()
     grads = [normal(1000 + seed + rank, *shape) for rank in range(ranks)]
     vectors = [flatten(grad, "gradiveq").numpy() for grad in grads]
     size = axes.shape[1]
     total = sum(vectors)
     for m in range(len(total) // size):
-        u = axes[0] if len(axes) == 1 else axes[m]
+        u = axes[m // (reuse or len(total))]
         part = slice(m * size, (m + 1) * size)
         mu = ranks * mean[m]
         total[part] = u @ sum(u.T @ (vector[part] - mu / ranks) for vector in vectors) + mu
@@ -67,16 +68,16 @@ def test_exchange_is_equations_3_to_5(
     for vector, result in zip(vectors, results, strict=True):
         np.testing.assert_allclose(flatten(result.value.mean["w"], "gradiveq").numpy(), total / ranks, atol=1e-12)
         own = flatten(result.value.own["w"], "gradiveq").numpy()
-        np.testing.assert_allclose(own, explicit(vector, axes, mean), atol=1e-12)
+        np.testing.assert_allclose(own, explicit(vector, axes, mean, reuse), atol=1e-12)
         assert result.payload_bytes == 8 * (whole * width + len(vector) - whole * size)
 
 
 @law(*cases)
 def test_compression_commutes_with_aggregation(
-    shape: tuple[int, ...], slice_size: int, basis: str, ranks: int, seed: int
+    shape: tuple[int, ...], slice_size: int, reuse: int | None, ranks: int, seed: int
 ) -> None:
     """Eq. (1): aggregating compressed gradients is compressing the aggregate."""
-    codec = fitted(shape, slice_size, basis, seed) if np.prod(shape) >= slice_size else PCA()
+    codec = fitted(shape, slice_size, reuse, seed) if np.prod(shape) >= slice_size else PCA()
     grads = [normal(1000 + seed + rank, *shape) for rank in range(ranks)]
     together = exchange(codec, [{"w": grad} for grad in grads])
     (alone,) = exchange(codec, [{"w": sum(grads) / ranks}])
@@ -86,12 +87,12 @@ def test_compression_commutes_with_aggregation(
 
 
 def test_the_error_of_a_contribution_is_equation_7() -> None:
-    codec = fitted((4, 3, 3, 3), 12, "layer", 0)
+    codec = fitted((4, 3, 3, 3), 12, None, 0)
     grad = normal(5, 4, 3, 3, 3)
     (result,) = exchange(codec, [{"w": grad}])
     done = type(result.value)(result.value.mean, result.value.own, asked={"w": grad})
     vector = flatten(grad, "gradiveq").numpy()
-    left = explicit(vector, codec.learned["w/basis"].double().numpy(), codec.learned["w/mean"].double().numpy())
+    left = explicit(vector, codec.learned["w/basis"].double().numpy(), codec.learned["w/mean"].double().numpy(), None)
     error, norm = contribution_error(done)["w"]
     assert error == pytest.approx(float(np.sum((vector - left) ** 2)), rel=1e-12)
     assert norm == pytest.approx(float(np.sum(vector**2)), rel=1e-12)
@@ -166,7 +167,8 @@ def test_a_planted_rank_is_found(planted: int, count: int) -> None:
 def test_the_loss_on_the_fitted_samples_keeps_the_threshold(loss_threshold: float, count: int, seed: int) -> None:
     """Section 3: the chosen d guarantees a loss of at most lambda of the variance of the samples of each slice."""
     slices = normal(seed, count, 3, 10)
-    mean, basis = fit_slices(slices, PCA.Settings(loss_threshold, basis="slice"))
+    mean = slices.mean(0)
+    basis = fit_bases(slices, mean, loss_threshold, None)
     for m in range(3):
         centred = slices[:, m] - mean[m].double()
         u = basis[m].double()
@@ -176,12 +178,13 @@ def test_the_loss_on_the_fitted_samples_keeps_the_threshold(loss_threshold: floa
 
 def test_one_basis_for_all_slices_comes_from_the_first() -> None:
     slices = normal(0, 50, 4, 12)
-    mean, one = fit_slices(slices, PCA.Settings(0.3))
-    same_mean, each = fit_slices(slices, PCA.Settings(0.3, basis="slice"))
-    assert torch.equal(mean, same_mean)
-    assert torch.equal(mean, slices.mean(0).float())
-    assert one.shape[0] == 1
-    assert each.shape[0] == 4
+    layer = Layer("w", (48,))
+    fits = [PCA(PCA.Settings(0.3, 12, reuse)).fit([layer], {"w": slices.reshape(50, 48)}) for reuse in (None, 1, 3)]
+    one, each, some = (fit.learned["w/basis"] for fit in fits)
+    assert all(torch.equal(fit.learned["w/mean"], slices.mean(0).float()) for fit in fits)
+    assert (len(one), len(each), len(some)) == (1, 4, 2)
+    shared = min(each.shape[2], some.shape[2])
+    assert torch.equal(some[:, :, :shared], each[[0, 3], :, :shared])
     _, axes = principal_axes(slices[:, 0] - slices[:, 0].mean(0))
     torch.testing.assert_close(one[0], axes[:, : one.shape[2]].float())
     torch.testing.assert_close(each[0, :, : one.shape[2]], one[0])
@@ -189,16 +192,16 @@ def test_one_basis_for_all_slices_comes_from_the_first() -> None:
 
 def test_max_dimension_limits_d() -> None:
     slices = normal(0, 50, 2, 12)
-    assert fit_slices(slices, PCA.Settings(0.0, max_dimension=5))[1].shape == (1, 12, 5)
-    assert fit_slices(slices, PCA.Settings(0.0, max_dimension=99))[1].shape == (1, 12, 12)
+    assert fit_bases(slices[:, :1], slices[:, :1].mean(0), 0.0, 5).shape == (1, 12, 5)
+    assert fit_bases(slices[:, :1], slices[:, :1].mean(0), 0.0, 99).shape == (1, 12, 12)
 
 
 @pytest.mark.parametrize("value", [0.0, 3.5])
-@pytest.mark.parametrize("basis", ["layer", "slice"])
-def test_samples_that_never_change_are_their_mean(value: float, basis: str) -> None:
+@pytest.mark.parametrize("reuse", [None, 1, 2])
+def test_samples_that_never_change_are_their_mean(value: float, reuse: int | None) -> None:
     """Constant and all-zero slices: finite orthonormal axes, and the constant comes back."""
     constant = torch.full((6, 4, 3, 2, 2), value)
-    codec = PCA(PCA.Settings(slice_size=12, basis=basis)).fit([Layer("w", (4, 3, 2, 2))], {"w": constant})
+    codec = PCA(PCA.Settings(slice_size=12, reuse=reuse)).fit([Layer("w", (4, 3, 2, 2))], {"w": constant})
     axes = codec.learned["w/basis"]
     torch.testing.assert_close(axes.mT @ axes, torch.eye(axes.shape[2]).expand(len(axes), -1, -1))
     (result,) = exchange(codec, [{"w": constant[0]}])
@@ -210,7 +213,7 @@ def test_slices_without_variance_beside_others() -> None:
     slices = normal(0, 20, 3, 8)
     slices[:, 1] = 0.0
     slices[:, 2, 1:] = 2.0
-    _, basis = fit_slices(slices, PCA.Settings(0.05, basis="slice"))
+    basis = fit_bases(slices, slices.mean(0), 0.05, None)
     width = basis.shape[2]
     assert width > 1
     torch.testing.assert_close(basis.mT @ basis, torch.eye(width).expand(3, -1, -1), atol=1e-5, rtol=0)
@@ -275,7 +278,7 @@ def test_samples_that_cannot_be_fitted_are_refused(samples: Tensors, message: st
         {"loss_threshold": -0.1},
         {"loss_threshold": 1.0},
         {"slice_size": 0},
-        {"basis": "model"},
+        {"reuse": 0},
         {"max_dimension": 0},
     ],
 )

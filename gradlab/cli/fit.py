@@ -44,7 +44,9 @@ def gradiveq(
     ] = None,
     loss_threshold: Annotated[float, typer.Option(help="The paper's lambda: share of variance given up.")] = 0.01,
     slice_size: Annotated[int | None, typer.Option(help="K in elements; a multiple of F x D by default.")] = None,
-    basis: Annotated[str, typer.Option(help="'layer': one basis from the first slice; 'slice': one each.")] = "layer",
+    reuse: Annotated[
+        int | None, typer.Option(help="Slices that share one basis (the paper's s); all of a layer's by default.")
+    ] = None,
     max_dimension: Annotated[int | None, typer.Option(help="Upper limit on d.")] = None,
     warmup_steps: FitWarmup = 0,
     seed: Seed = 0,
@@ -63,7 +65,7 @@ def gradiveq(
     from gradlab.trace import Trace
 
     require_free(out, overwrite)
-    settings = PCA.Settings(loss_threshold, slice_size, basis, max_dimension)
+    settings = PCA.Settings(loss_threshold, slice_size, reuse, max_dimension)
     with Trace(trace) as opened, progress_bars() as progress:
         found = fit_gradiveq(
             opened,

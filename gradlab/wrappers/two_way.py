@@ -168,6 +168,9 @@ class TwoWay(Wrapper):
         answers = sum(sizes) / world_size if self.settings.server == "rank" else max(sizes)
         return sum(sizes) + answers
 
+    def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
+        return self.payload_bytes(layers, world_size)
+
     def _redistribute_own(self, own: Sequence[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:
         """Shards in rank order are the whole, which every rank gets. "sum" and "split" keep it, "drop" does not."""
         if residuals == "drop":

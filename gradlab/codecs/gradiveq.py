@@ -1,0 +1,326 @@
+"""GradiVeQ as an online method: sample, fit, compress, sample again; or with bases fitted on an earlier run.
+
+Yu, Lin, et al., "GradiVeQ: Vector quantization for bandwidth-efficient gradient aggregation in distributed CNN
+training", NeurIPS 2018. Faithful with the default settings: L_t = 100 iterations travel as 4-bit QSGD and are what PCA
+is fitted on (section 4), d by eq. (6) with lambda = 0.01, one basis per layer (s = infinity), then L_c = 400 iterations
+travel as U^T (g - mu) (eqs. 3 to 5). The paper's g is a sum over nodes; here gradients and means are averages over
+ranks, so that nothing depends on their number. Its warm-up (2500 iterations) is the plan's schedule.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gradlab.codec import Codec, Context, Deferred, Exchanged, Tensors
+from gradlab.codec_settings import require
+from gradlab.codecs.qsgd import QSGD
+from gradlab.collectives import Broadcast, Coroutine, Gather, Mean, Request, together
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer, flatten, split_slices, unflatten
+from gradlab.measures import squared_norm
+from gradlab.slice_pca import (
+    check_bases,
+    complement,
+    default_slice_size,
+    expand,
+    fit_bases,
+    fitted_slices,
+    project,
+    sample_slices,
+)
+
+SAMPLING, COMPRESSING, DENSE = range(3)
+MONITORS = ("off", "absolute", "normalised")
+ANSWERS = ("refresh", "dense", "stop")
+DIGEST_BYTES = 5 * 8
+
+
+@dataclass(frozen=True)
+class _Done:
+    """One layer's exchange: vectors (numel,) in GradiVeQ's order, and the layer's new state without its name."""
+
+    mean: torch.Tensor
+    own: Callable[[], torch.Tensor]
+    state: Tensors
+
+
+class GradiVeQ(Codec):
+    """Per layer a clock that all ranks share: SAMPLING for L_t iterations, COMPRESSING for L_c, and again.
+
+    State, per layer: "clock" (2,), mode and position in it; in compression "basis" (B, K, d), "mean" (M, K), "width";
+    while sampling "sample 17" (B, K) and "sum" (M, K). Learned: those of compression, which it then begins with.
+    All of it follows from averaged gradients, which every rank has; bases that came out different on machines that
+    round differently are replaced by rank 0's. Layers smaller than a slice, and what fills no slice, travel dense.
+
+    What a fixed basis does not span is never sent, so that error feedback cannot help. With `complement` a share of the
+    d axes is drawn anew in every iteration from the shared seed, orthogonal to the fitted ones: then it does.
+    """
+
+    name = "gradiveq"
+    family = "learned linear"
+    learns = True
+    wants_error_feedback = False
+
+    @dataclass(frozen=True)
+    class Settings:
+        """loss_threshold: lambda, the share of variance given up; slice_size: K in elements, None for a multiple of
+        F D near 2048; reuse: slices that share one basis, the paper's s, None for infinity; max_dimension: upper limit
+        on d, None for none;
+        sample_steps: L_t; compressed_steps: L_c, 0 for no end; sample_bits: of QSGD while sampling, 0 for none;
+        monitor: of each rank's own loss ||g_n - decompressed||^2, "off", "absolute" (eq. 7) or "normalised" (divided by
+        ||g_n||^2); monitor_threshold: above it a rank votes; on_loss: what the majority's vote does: "refresh" samples
+        again (the paper), "dense" sends the layer dense from then on, "stop" ends the run;
+        complement: share of d that is drawn at random in every iteration; whitening: subtract the samples' mean,
+        as eq. (3) does.
+        """
+
+        loss_threshold: float = 0.01
+        slice_size: int | None = None
+        reuse: int | None = None
+        max_dimension: int | None = None
+        sample_steps: int = 100
+        compressed_steps: int = 400
+        sample_bits: int = 4
+        monitor: str = "off"
+        monitor_threshold: float = 0.5
+        on_loss: str = "refresh"
+        complement: float = 0.0
+        whitening: bool = True
+
+        def __post_init__(self) -> None:
+            def check(condition: bool, setting: str, expected: str) -> None:
+                require(condition, "gradiveq", setting, getattr(self, setting), expected)
+
+            check(0 <= self.loss_threshold < 1, "loss_threshold", "lambda in [0, 1) (eq. 6)")
+            for setting in ("slice_size", "reuse", "max_dimension"):
+                value = getattr(self, setting)
+                check(value is None or value >= 1, setting, "at least 1, or none")
+            check(self.sample_steps >= 2, "sample_steps", "at least 2 samples")
+            check(self.compressed_steps >= 0, "compressed_steps", "iterations, or 0 for no end")
+            check(self.sample_bits == 0 or 2 <= self.sample_bits <= 8, "sample_bits", "2 to 8, or 0 for no QSGD")
+            check(self.monitor in MONITORS, "monitor", f"one of {', '.join(MONITORS)}")
+            check(self.monitor_threshold > 0, "monitor_threshold", "above 0")
+            check(self.on_loss in ANSWERS, "on_loss", f"one of {', '.join(ANSWERS)}")
+            check(0 <= self.complement < 1, "complement", "a share in [0, 1)")
+
+    def slice_size(self, layer: Layer) -> int:
+        """K for a layer: as set, else by `default_slice_size`."""
+        return self.settings.slice_size or default_slice_size(layer)
+
+    # --- the exchange ---
+
+    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        parts = [self._layer(name, grad, self._of(name, state), context) for name, grad in grads.items()]
+        done = dict(zip(grads, (yield from together(parts)), strict=True))
+
+        def shaped(name: str, vector: torch.Tensor) -> torch.Tensor:
+            return unflatten(vector, grads[name].shape, "gradiveq").contiguous()
+
+        return Exchanged(
+            {name: shaped(name, layer.mean) for name, layer in done.items()},
+            Deferred(grads, lambda: {name: shaped(name, layer.own()) for name, layer in done.items()}),
+            {f"{name}/{key}": value for name, layer in done.items() for key, value in layer.state.items()},
+        )
+
+    def _of(self, name: str, state: Tensors) -> Tensors:
+        """A layer's state; at the start that of its learned tensors, or none."""
+        if found := _below(name, state):
+            return found
+        learned = _below(name, self.learned)
+        return learned | {"clock": _clock(COMPRESSING if learned else SAMPLING, 0)}
+
+    def _layer(self, name: str, grad: torch.Tensor, mine: Tensors, context: Context) -> Coroutine[_Done]:
+        vector = flatten(grad, "gradiveq")
+        mode, position = mine["clock"].tolist()
+        slices, tail = split_slices(vector, self.slice_size(Layer(name, tuple(grad.shape))))
+        if mode == DENSE or not slices.numel():
+            mean = yield Mean(vector)
+            return _Done(mean, lambda: vector, mine)
+        if mode == SAMPLING:
+            return (yield from self._sample(name, vector, slices.shape, mine, position, context))
+        return (yield from self._compress(name, slices, tail, mine, position, context))
+
+    # --- sampling ---
+
+    def _sample(
+        self, name: str, vector: torch.Tensor, shape: torch.Size, mine: Tensors, position: int, context: Context
+    ) -> Coroutine[_Done]:
+        """An iteration whose average becomes a sample; after the last one, the bases. shape: (M, K)."""
+        mean, own = yield from self._quantized(name, vector, context)
+        slices = mean[: shape.numel()].view(shape)
+        chosen = list(fitted_slices(len(slices), self.settings.reuse))
+        total = slices.double() + mine["sum"] if position else slices.double()
+        mine = mine | {f"sample {position}": slices[chosen], "sum": total, "clock": _clock(SAMPLING, position + 1)}
+        if position + 1 >= self.settings.sample_steps:
+            mine = yield from self._fit(mine)
+        return _Done(mean, own, mine)
+
+    def _quantized(
+        self, name: str, vector: torch.Tensor, context: Context
+    ) -> Coroutine[tuple[torch.Tensor, Callable[[], torch.Tensor]]]:
+        """The average of what QSGD makes of the ranks' gradients, and this rank's own part."""
+        if self.settings.sample_bits == 0:
+            mean = yield Mean(vector)
+            return mean, lambda: vector
+        quantizer = QSGD(QSGD.Settings(self.settings.sample_bits))
+        payload = quantizer.compress(vector, context.rank_generator(name))
+        answers = yield tuple(Gather(part) for part in payload)
+        mean = torch.zeros_like(vector)
+        for theirs in zip(*answers, strict=True):
+            quantizer.add_decompressed(mean, theirs, 1.0 / context.world_size)
+        return mean, lambda: quantizer.decompress(payload, vector)
+
+    def _fit(self, mine: Tensors) -> Coroutine[Tensors]:
+        """Bases from the samples; rank 0's, should ranks have come to different ones."""
+        # If the last one is not finite, neither is this iteration, and what comes out here is thrown away.
+        samples = torch.stack([mine[f"sample {n}"] for n in range(self.settings.sample_steps)]).nan_to_num(0, 0, 0)
+        mean = (mine["sum"] / self.settings.sample_steps).to(samples.dtype).nan_to_num(0, 0, 0)
+        learned = self._bases(samples, mean)
+        digests = yield Gather(_digest(learned))
+        if any(not torch.equal(digest, digests[0]) for digest in digests):
+            shape = digests[0][:3].tolist()
+            learned["basis"] = yield Broadcast(_resized(learned["basis"], shape), root=0)
+            learned["width"] = digests[0][3]
+        return learned | {"clock": _clock(COMPRESSING, 0)}
+
+    def _bases(self, samples: torch.Tensor, mean: torch.Tensor) -> Tensors:
+        """What compression needs, from samples (T, B, K) of the fitted slices and the mean (M, K) of all."""
+        settings = self.settings
+        mean = mean if settings.whitening else torch.zeros_like(mean)
+        chosen = list(fitted_slices(len(mean), settings.reuse))
+        basis = fit_bases(samples, mean[chosen], settings.loss_threshold, settings.max_dimension)
+        width = basis.shape[2]
+        kept = max(1, round(width * (1 - settings.complement)))
+        return {"basis": basis[:, :, :kept].contiguous(), "mean": mean.float(), "width": torch.tensor(width)}
+
+    # --- compression ---
+
+    def _compress(
+        self, name: str, slices: torch.Tensor, tail: torch.Tensor, mine: Tensors, position: int, context: Context
+    ) -> Coroutine[_Done]:
+        basis, mean = self._axes(name, mine, context).to(slices.dtype), mine["mean"].to(slices.dtype)
+        codes = project(slices - mean, basis, self.settings.reuse)
+
+        def decoded(numbers: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+            whole = expand(numbers, basis, self.settings.reuse) + mean
+            return torch.cat([whole.reshape(-1), rest])
+
+        asked: list[Request] = [Mean(codes), Mean(tail)]
+        if self.settings.monitor != "off":
+            asked.append(Mean(self._vote(slices, expand(codes, basis, self.settings.reuse) + mean)))
+        numbers, rest, *votes = yield tuple(asked)
+        new = self._after(name, mine, position, bool(votes) and float(votes[0]) > 0.5, context)
+        return _Done(decoded(numbers, rest), lambda: decoded(codes, tail), new)
+
+    def _axes(self, name: str, mine: Tensors, context: Context) -> torch.Tensor:
+        """The basis (B, K, d) of this iteration: the fitted axes, and random ones that complete them."""
+        basis = mine["basis"]
+        drawn = int(mine["width"]) - basis.shape[2]
+        if drawn == 0:
+            return basis
+        return torch.cat([basis, complement(basis, drawn, context.shared_generator(name))], dim=2)
+
+    def _vote(self, slices: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
+        """1 if this rank's own loss, eq. (7), is above the threshold: shape (1,)."""
+        loss, norm = squared_norm(slices - decoded), 1.0
+        if self.settings.monitor == "normalised":
+            norm = squared_norm(slices)
+        return slices.new_tensor([float(loss > self.settings.monitor_threshold * norm)])
+
+    def _after(self, name: str, mine: Tensors, position: int, outvoted: bool, context: Context) -> Tensors:
+        """The state after a compressed iteration."""
+        if outvoted and self.settings.on_loss == "stop":
+            raise GradlabError(
+                f"{name}: most ranks lose more than {self.settings.monitor_threshold:g} ({self.settings.monitor}) at "
+                f"iteration {context.iteration}, and the plan says to stop then: fit again"
+            )
+        if outvoted and self.settings.on_loss == "dense":
+            return {"clock": _clock(DENSE, 0)}
+        ends = 0 < self.settings.compressed_steps <= position + 1
+        if outvoted or ends:
+            return {"clock": _clock(SAMPLING, 0)}
+        return mine | {"clock": _clock(COMPRESSING, position + 1)}
+
+    # --- fitting before the run, forecasts, checks ---
+
+    def fit(self, layers: Sequence[Layer], samples: Mapping[str, torch.Tensor]) -> GradiVeQ:
+        """Bases from averaged gradients (T, *layer.shape) of each layer; compression then begins at once.
+
+        Layers smaller than a slice get none.
+
+        Raises:
+            GradlabError: for a layer without samples, fewer than two of them, another shape, or values that are not
+                finite.
+        """
+        learned: Tensors = {}
+        for layer in layers:
+            slices = sample_slices(samples, layer, self.slice_size(layer))
+            if slices.shape[1]:
+                chosen = list(fitted_slices(slices.shape[1], self.settings.reuse))
+                found = self._bases(slices[:, chosen], slices.double().mean(0).to(slices.dtype))
+                learned |= {f"{layer.name}/{key}": value for key, value in found.items()}
+        return GradiVeQ(self.settings, learned)
+
+    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        """Mean over a cycle; a layer without bases counts as sampled, since its d is not known."""
+        sampled, compressed = self.settings.sample_steps, self.settings.compressed_steps
+        share = compressed / (sampled + compressed) if compressed else 1.0
+        total = 0.0
+        for layer in layers:
+            learned = _below(layer.name, self.learned)
+            sampling = self._bytes(layer, {"clock": _clock(SAMPLING, 0)})
+            total += share * self._bytes(layer, learned | {"clock": _clock(COMPRESSING, 0)}) if learned else 0.0
+            total += ((1 - share) if learned else 1.0) * sampling
+        return total
+
+    def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
+        return sum(self._bytes(layer, self._of(layer.name, state)) for layer in layers)
+
+    def _bytes(self, layer: Layer, mine: Tensors) -> float:
+        size = self.slice_size(layer)
+        whole, tail = divmod(layer.numel, size)
+        mode, position = mine["clock"].tolist()
+        if mode == DENSE or not whole:
+            return 4 * layer.numel
+        if mode == COMPRESSING:
+            return 4 * (whole * int(mine["width"]) + tail + (self.settings.monitor != "off"))
+        last = position + 1 >= self.settings.sample_steps
+        bits = self.settings.sample_bits
+        sampled = QSGD(QSGD.Settings(bits)).payload_bytes([layer], 1) if bits else 4 * layer.numel
+        return sampled + (DIGEST_BYTES if last else 0)
+
+    def check(self, layers: Sequence[Layer]) -> None:
+        keys = ("basis", "mean", "width")
+        if unknown := sorted(set(self.learned) - {f"{layer.name}/{key}" for layer in layers for key in keys}):
+            raise GradlabError(f"codec gradiveq: learned tensors {unknown} belong to no layer of the group")
+        for layer in layers:
+            mine = _below(layer.name, self.learned)
+            check_bases("gradiveq", layer, mine.get("basis"), mine.get("mean"), self.settings.reuse)
+            fitted, size = mine["basis"].shape[2:0:-1] if mine else (0, 0)
+            if not fitted <= int(mine.get("width", torch.tensor(0))) <= size:
+                raise GradlabError(f"codec gradiveq: layer {layer.name}: width is missing or not between d and K")
+
+
+def _below(name: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    prefix = f"{name}/"
+    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+
+
+def _clock(mode: int, position: int) -> torch.Tensor:
+    return torch.tensor([mode, position])
+
+
+def _digest(learned: Tensors) -> torch.Tensor:
+    """Shape of the basis, width, and a hash of the basis: int64 (5,)."""
+    content = learned["basis"].numpy(force=True).tobytes()
+    number = int.from_bytes(hashlib.sha256(content).digest()[:7], "little")
+    return torch.tensor([*learned["basis"].shape, int(learned["width"]), number])
+
+
+def _resized(basis: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor of rank 0's shape to receive into; on rank 0 the basis itself."""
+    return basis if list(basis.shape) == list(shape) else basis.new_zeros(tuple(shape))

@@ -1,0 +1,154 @@
+"""PCA of gradient slices: axes, their number, and the way there and back. Pure functions.
+
+Yu, Lin, et al., "GradiVeQ: Vector quantization for bandwidth-efficient gradient aggregation in distributed CNN
+training", NeurIPS 2018. A layer's gradient is flattened with its F filters' collocated values adjacent (Fig. 3a) and
+cut into M slices of K. Every `reuse` consecutive slices share one basis, fitted on the first of them (the paper's s).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer, filter_axes, flatten, split_slices
+
+# A slice of at most this many elements, where the layer leaves a choice: its basis is K x d floats per layer.
+_PREFERRED_SLICE = 2048
+
+
+def default_slice_size(layer: Layer) -> int:
+    """K: the largest multiple of F D (GradiVeQ, section 3) that divides the layer and is at most 2048, or F D.
+
+    A layer without spatial extent is one slice.
+    """
+    filters, depth = filter_axes(layer)
+    places = layer.numel // max(1, filters * depth)
+    fitting = [n for n in range(1, places + 1) if places % n == 0 and n * filters * depth <= _PREFERRED_SLICE]
+    return max(1, filters * depth * max(fitting, default=1))
+
+
+def fitted_slices(slices: int, reuse: int | None) -> range:
+    """Which of a layer's M slices bases are fitted on: every `reuse`-th; None, the paper's s = infinity: the first."""
+    return range(0, slices, reuse or max(1, slices))
+
+
+def principal_axes(samples: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eigenvalues (R,), largest first, and axes (K, R) of the covariance of centred samples (T, K), in float64.
+
+    Works on the smaller of the (T, T) Gram and the (K, K) covariance matrix; R = min(T, K) less the directions that
+    hold no variance. The sign of an axis makes its largest component positive.
+    """
+    samples = samples.double()
+    count, features = samples.shape
+    small = samples @ samples.T if count < features else samples.T @ samples
+    values, vectors = torch.linalg.eigh(small / count)
+    values, vectors = values.flip(0).clamp_min(0), vectors.flip(1)
+    keep = int((values > 1e-12 * values[:1].clamp_min(torch.finfo(torch.float64).tiny)).sum())
+    values, vectors = values[:keep], vectors[:, :keep]
+    axes = samples.T @ vectors / (values * count).sqrt() if count < features else vectors
+    largest = axes.abs().argmax(0, keepdim=True)
+    return values, axes * axes.gather(0, largest).sign()
+
+
+def dimension(eigenvalues: torch.Tensor, loss_threshold: float) -> int:
+    """d by eq. (6): the fewest leading eigenvalues whose sum exceeds 1 - lambda of the total; at least 1."""
+    total = eigenvalues.sum()
+    if total <= 0:
+        return 1
+    enough = eigenvalues.cumsum(0) / total > 1 - loss_threshold
+    return int(enough.int().argmax()) + 1 if bool(enough.any()) else len(eigenvalues)
+
+
+def fit_bases(samples: torch.Tensor, mean: torch.Tensor, loss_threshold: float, limit: int | None) -> torch.Tensor:
+    """Bases (B, K, d), float32, of B slices: the most axes that eq. (6) asks for in any of them, at most `limit`.
+
+    samples: (T, B, K), averaged gradients; mean: (B, K), their mean. Slices that never change get the first unit
+    vector: their mean already says everything.
+    """
+    centred = samples.double() - mean.double()
+    spectra = [principal_axes(centred[:, b]) for b in range(centred.shape[1])]
+    most = min(limit or samples.shape[2], samples.shape[2])
+    width = max(min(most, dimension(values, loss_threshold)) for values, _ in spectra)
+    return torch.stack([_first_columns(axes, width) for _, axes in spectra]).float().contiguous()
+
+
+def _first_columns(axes: torch.Tensor, width: int) -> torch.Tensor:
+    """The first `width` axes (K, width); where variance runs out, completed to an orthonormal set."""
+    if axes.shape[1] >= width:
+        return axes[:, :width]
+    complete = torch.linalg.qr(torch.cat([axes, torch.eye(axes.shape[0], dtype=axes.dtype)], dim=1)).Q
+    return torch.cat([axes, complete[:, axes.shape[1] : width]], dim=1)
+
+
+def complement(basis: torch.Tensor, width: int, generator: torch.Generator) -> torch.Tensor:
+    """Random orthonormal columns (B, K, width), orthogonal to each basis (B, K, d): uniform among all such.
+
+    generator: on the CPU, in the same state on every rank.
+    """
+    drawn = torch.randn(basis.shape[0], basis.shape[1], width, generator=generator).to(basis)
+    for _ in range(2):  # twice is enough: what is left of the basis after one pass is rounding
+        drawn = drawn - basis @ (basis.mT @ drawn)
+    return torch.linalg.qr(drawn).Q
+
+
+def project(slices: torch.Tensor, basis: torch.Tensor, reuse: int | None) -> torch.Tensor:
+    """Codes (M, d) of slices (M, K), eq. (3), under bases (B, K, d) of which each serves `reuse` slices."""
+    return torch.cat([part @ one for part, one in _served(slices, basis, reuse)])
+
+
+def expand(codes: torch.Tensor, basis: torch.Tensor, reuse: int | None) -> torch.Tensor:
+    """Slices (M, K) from codes (M, d), eq. (5), under bases (B, K, d) of which each serves `reuse` slices."""
+    return torch.cat([part @ one.T for part, one in _served(codes, basis, reuse)])
+
+
+def _served(rows: torch.Tensor, basis: torch.Tensor, reuse: int | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(zip(rows.split(reuse or max(1, len(rows))), basis, strict=True))
+
+
+def sample_slices(samples: Mapping[str, torch.Tensor], layer: Layer, slice_size: int) -> torch.Tensor:
+    """A layer's samples (T, *layer.shape) as slices (T, M, K).
+
+    Raises:
+        GradlabError: for no samples, fewer than two of them, another shape, or values that are not finite.
+    """
+    if layer.name not in samples:
+        raise GradlabError(f"{layer.name}: no samples to fit PCA on; there are some of: {', '.join(samples)}")
+    found = samples[layer.name]
+    if found.ndim < 1 or tuple(found.shape[1:]) != layer.shape:
+        raise GradlabError(f"{layer.name}: samples of shape {list(found.shape)}, expected (T, {list(layer.shape)})")
+    if len(found) < 2:
+        raise GradlabError(f"{layer.name}: {len(found)} samples, PCA needs at least 2")
+    if not bool(found.isfinite().all()):
+        raise GradlabError(f"{layer.name}: samples with NaN or infinity; leave out the steps they come from")
+    return torch.stack([split_slices(flatten(sample, "gradiveq"), slice_size)[0] for sample in found])
+
+
+def check_bases(
+    codec: str, layer: Layer, basis: torch.Tensor | None, mean: torch.Tensor | None, reuse: int | None
+) -> None:
+    """Refuse a basis and a mean that do not fit a layer; both may be missing.
+
+    Raises:
+        GradlabError: naming codec and layer, what came and what was expected.
+    """
+    if basis is None and mean is None:
+        return
+    if basis is None or mean is None:
+        raise GradlabError(f"codec {codec}: layer {layer.name} has only one of basis and mean")
+    if not {basis.dtype, mean.dtype} <= {torch.float32, torch.float64}:
+        raise GradlabError(
+            f"codec {codec}: layer {layer.name} has a basis of {basis.dtype} and a mean of {mean.dtype}, "
+            "expected float32"
+        )
+    sound = basis.ndim == 3 and 1 <= basis.shape[2] <= basis.shape[1] <= layer.numel
+    slices = layer.numel // basis.shape[1] if sound else 0
+    bases = len(fitted_slices(slices, reuse))
+    if not sound or basis.shape[0] != bases or tuple(mean.shape) != (slices, basis.shape[1]):
+        raise GradlabError(
+            f"codec {codec}: layer {layer.name} {list(layer.shape)} got a basis {list(basis.shape)} and a mean "
+            f"{list(mean.shape)}, expected (B, K, d) with d <= K and (M, K): M = numel // K, B = M / reuse or 1"
+        )
+    if not bool(basis.isfinite().all() and mean.isfinite().all()):
+        raise GradlabError(f"codec {codec}: layer {layer.name} has non-finite values in its basis or mean")
