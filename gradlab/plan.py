@@ -6,7 +6,7 @@ A layer in no group is sent dense. The same plan drives the offline replay and t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,14 +166,16 @@ class Plan:
         wrappers: Sequence[Wrap] | None = None,
         warmup_steps: int = 0,
         minimum_numel: int = 256,
+        roles: Collection[str] | None = None,
         seed: int = 0,
         **settings: Any,
     ) -> Plan:
         """One codec with one setting for every layer of two or more dimensions and `minimum_numel` elements.
 
-        Smaller and one-dimensional layers are sent dense. wrappers: around the codec, outermost first; None:
-        error feedback or nothing, as `error_feedback` says, or (None) as is the codec's own habit. Where a wrapper
-        applies momentum, dense layers get the same after the average.
+        roles: of these roles only, such as ("convolution",). Other layers, smaller and one-dimensional ones are sent
+        dense. wrappers: around the codec, outermost first; None: error feedback or nothing, as `error_feedback` says,
+        or (None) as is the codec's own habit. Where a wrapper applies momentum, dense layers get the same after the
+        average.
         """
         layers = layers_of(model) if isinstance(model, nn.Module) else tuple(model)
         if wrappers is not None and not (
@@ -187,6 +189,7 @@ class Plan:
         feedback = codecs.get(codec).wants_error_feedback if error_feedback is None else error_feedback
         around = (FEEDBACK if feedback else ()) if wrappers is None else tuple(wrappers)
         chosen = [layer for layer in layers if len(layer.shape) > 1 and layer.numel >= minimum_numel]
+        chosen = [layer for layer in chosen if roles is None or layer.role in roles]
         groups = tuple(Group(layer.name, (layer.name,), codec, settings, around) for layer in chosen)
         return cls(layers, (*groups, *_momentum_groups(layers, chosen, around)), Schedule(warmup_steps), seed)
 

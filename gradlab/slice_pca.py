@@ -61,16 +61,32 @@ def dimension(eigenvalues: torch.Tensor, loss_threshold: float) -> int:
     return int(enough.int().argmax()) + 1 if bool(enough.any()) else len(eigenvalues)
 
 
-def fit_bases(samples: torch.Tensor, mean: torch.Tensor, loss_threshold: float, limit: int | None) -> torch.Tensor:
+def held_dimension(later: torch.Tensor, axes: torch.Tensor, loss_threshold: float) -> int:
+    """The fewest of the axes (K, R) that lose at most lambda of the energy of samples (T, K); R where all lose more."""
+    total = later.square().sum()
+    captured = (later @ axes).square().sum(0).cumsum(0)
+    enough = captured >= (1 - loss_threshold) * total
+    return max(1, int(enough.int().argmax()) + 1 if bool(enough.any()) else axes.shape[1])
+
+
+def fit_bases(
+    samples: torch.Tensor, mean: torch.Tensor, loss_threshold: float, limit: int | None = None, held_out: int = 0
+) -> torch.Tensor:
     """Bases (B, K, d), float32, of B slices: the most axes that eq. (6) asks for in any of them, at most `limit`.
 
-    samples: (T, B, K), averaged gradients; mean: (B, K), their mean. Slices that never change get the first unit
-    vector: their mean already says everything.
+    samples: (T, B, K), averaged gradients; mean: (B, K), their mean; held_out: so many of the latest are not fitted on,
+    and eq. (6) is asked of what the axes hold of them: all axes where even these lose more. Slices that never change
+    get the first unit vector: their mean already says everything.
     """
     centred = samples.double() - mean.double()
-    spectra = [principal_axes(centred[:, b]) for b in range(centred.shape[1])]
+    fitted = centred[: max(2, len(centred) - held_out)]
+    spectra = [principal_axes(fitted[:, b]) for b in range(centred.shape[1])]
     most = min(limit or samples.shape[2], samples.shape[2])
-    width = max(min(most, dimension(values, loss_threshold)) for values, _ in spectra)
+    wanted = []
+    for b, (values, axes) in enumerate(spectra):
+        later = centred[len(fitted) :, b]
+        wanted.append(held_dimension(later, axes, loss_threshold) if len(later) else dimension(values, loss_threshold))
+    width = min(most, max(wanted))
     return torch.stack([_first_columns(axes, width) for _, axes in spectra]).float().contiguous()
 
 

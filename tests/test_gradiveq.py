@@ -14,7 +14,7 @@ from gradlab.codecs.qsgd import QSGD
 from gradlab.collectives import LockstepResult, run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, flatten
-from gradlab.slice_pca import complement
+from gradlab.slice_pca import complement, fit_bases
 from gradlab.wrappers.error_feedback import ErrorFeedback
 
 SHAPE = (4, 3, 3, 3)
@@ -133,7 +133,13 @@ def test_samples_travel_as_qsgd() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "steps"), [({}, 11), ({"sample_bits": 4, "monitor": "absolute"}, 11), ({"slice_size": 13}, 8)]
+    ("changes", "steps"),
+    [
+        ({}, 11),
+        ({"sample_bits": 4, "monitor": "absolute", "bfloat16": True}, 11),
+        ({"slice_size": 13}, 8),
+        ({"refresh": "decoded", "compressed_steps": 8, "complement": 0.3}, 24),
+    ],
 )
 def test_the_forecast_is_what_is_sent(changes: dict[str, object], steps: int) -> None:
     method = codec(**changes)
@@ -142,6 +148,46 @@ def test_the_forecast_is_what_is_sent(changes: dict[str, object], steps: int) ->
         forecast = method.next_payload_bytes([LAYER], 2, run.states[0])
         for result in run.step(*(gradient(rank, step).float() for rank in range(2))):
             assert result.payload_bytes == forecast
+
+
+def test_bases_fitted_on_what_was_decoded_follow_a_drift() -> None:
+    """After a sudden turn of the signal's subspace, feedback and the complement bring the new one into the bases."""
+    settings: dict[str, object] = {
+        "sample_steps": 20,
+        "compressed_steps": 60,
+        "complement": 0.5,
+        "whitening": False,
+    }
+    turn = torch.linalg.qr(torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(9)).double()).Q
+
+    def turned(step: int) -> torch.Tensor:
+        slices = torch.from_numpy(slices_of(gradient(0, step))) @ turn
+        return slices.reshape(3, 3, 3, 4).permute(3, 2, 0, 1).contiguous()
+
+    def held_by(basis: torch.Tensor) -> float:
+        later = torch.from_numpy(np.concatenate([slices_of(turned(step)) for step in range(900, 930)]))
+        return float((later @ basis[0].double()).square().sum() / later.square().sum())
+
+    inner = codec(refresh="decoded", max_dimension=8, loss_threshold=0.0, **settings)
+    run = Run(ErrorFeedback(inner), ranks=1)
+    held = []
+    for step in range(20 + 3 * 60):
+        run.step(gradient(0, step) if step < 20 else turned(step))
+        if (step - 19) % 60 == 0:
+            held.append(held_by(run.states[0]["w/basis"]))
+    assert run.mode == COMPRESSING
+    assert held == sorted(held)
+    assert held[-1] > 0.95 > 0.5 > held[0]
+
+
+def test_held_out_samples_choose_more_axes_where_the_fit_is_poor() -> None:
+    """White noise: T - 1 axes hold all of the samples they were fitted on, and no more than their share of others."""
+    samples = torch.randn(20, 1, 200, generator=torch.Generator().manual_seed(0)).double()
+    mean = samples.mean(0)
+    assert fit_bases(samples, mean, 0.01).shape[2] <= 19
+    assert fit_bases(samples, mean, 0.5).shape[2] < fit_bases(samples, mean, 0.5, held_out=5).shape[2] == 15
+    planted = samples[..., :3] @ torch.eye(3, 200).double()
+    assert fit_bases(planted, planted.mean(0), 0.01, held_out=5).shape[2] == 3
 
 
 @pytest.mark.parametrize(("strangers", "fires"), [(1, False), (2, True)])
@@ -239,6 +285,9 @@ def test_feedback_helps_only_where_the_basis_changes(share: float, sent: bool) -
         ({"monitor": "loud"}, "one of off, absolute, normalised"),
         ({"on_loss": "cry"}, "one of refresh, dense, stop"),
         ({"complement": 1.0}, "complement"),
+        ({"held_out": 1.0}, "held_out"),
+        ({"refresh": "decoded"}, "above 0 where bases are fitted on what was decoded"),
+        ({"refresh": "decoded", "complement": 0.5, "compressed_steps": 50}, "at least sample_steps then"),
     ],
 )
 def test_settings_out_of_range(settings: dict[str, object], match: str) -> None:

@@ -75,7 +75,9 @@ class GradiVeQ(Codec):
         ||g_n||^2); monitor_threshold: above it a rank votes; on_loss: what the majority's vote does: "refresh" samples
         again (the paper), "dense" sends the layer dense from then on, "stop" ends the run;
         complement: share of d that is drawn at random in every iteration; whitening: subtract the samples' mean,
-        as eq. (3) does.
+        as eq. (3) does; held_out: share of the samples, the latest, that the axes are not fitted on and eq. (6) is
+        asked of; refresh: "sample" again after L_c iterations, or fit on what the last L_t of them "decoded", which
+        needs a complement: else nothing new is ever seen; bfloat16: codes travel in half of the bytes.
         """
 
         loss_threshold: float = 0.01
@@ -90,6 +92,9 @@ class GradiVeQ(Codec):
         on_loss: str = "refresh"
         complement: float = 0.0
         whitening: bool = True
+        held_out: float = 0.0
+        refresh: str = "sample"
+        bfloat16: bool = False
 
         def __post_init__(self) -> None:
             def check(condition: bool, setting: str, expected: str) -> None:
@@ -106,6 +111,11 @@ class GradiVeQ(Codec):
             check(self.monitor_threshold > 0, "monitor_threshold", "above 0")
             check(self.on_loss in ANSWERS, "on_loss", f"one of {', '.join(ANSWERS)}")
             check(0 <= self.complement < 1, "complement", "a share in [0, 1)")
+            check(0 <= self.held_out < 1, "held_out", "a share in [0, 1)")
+            check(self.refresh in ("sample", "decoded"), "refresh", "'sample' or 'decoded'")
+            if self.refresh == "decoded":
+                check(self.complement > 0, "complement", "above 0 where bases are fitted on what was decoded")
+                check(self.compressed_steps >= self.sample_steps, "compressed_steps", "at least sample_steps then")
 
     def slice_size(self, layer: Layer) -> int:
         """K for a layer: as set, else by `default_slice_size`."""
@@ -151,13 +161,16 @@ class GradiVeQ(Codec):
     ) -> Coroutine[_Done]:
         """An iteration whose average becomes a sample; after the last one, the bases. shape: (M, K)."""
         mean, own = yield from self._quantized(name, vector, context)
-        slices = mean[: shape.numel()].view(shape)
-        chosen = list(fitted_slices(len(slices), self.settings.reuse))
-        total = slices.double() + mine["sum"] if position else slices.double()
-        mine = mine | {f"sample {position}": slices[chosen], "sum": total, "clock": _clock(SAMPLING, position + 1)}
+        mine = self._with_sample(mine, position, mean[: shape.numel()].view(shape))
         if position + 1 >= self.settings.sample_steps:
-            mine = yield from self._fit(mine)
-        return _Done(mean, own, mine)
+            return _Done(mean, own, (yield from self._fit(mine)))
+        return _Done(mean, own, mine | {"clock": _clock(SAMPLING, position + 1)})
+
+    def _with_sample(self, mine: Tensors, number: int, slices: torch.Tensor) -> Tensors:
+        """The state with one more sample, counted from 0: averaged slices (M, K)."""
+        chosen = list(fitted_slices(len(slices), self.settings.reuse))
+        total = slices.double() + mine["sum"] if number else slices.double()
+        return mine | {f"sample {number}": slices[chosen], "sum": total}
 
     def _quantized(
         self, name: str, vector: torch.Tensor, context: Context
@@ -192,7 +205,8 @@ class GradiVeQ(Codec):
         settings = self.settings
         mean = mean if settings.whitening else torch.zeros_like(mean)
         chosen = list(fitted_slices(len(mean), settings.reuse))
-        basis = fit_bases(samples, mean[chosen], settings.loss_threshold, settings.max_dimension)
+        held_out = round(settings.held_out * len(samples))
+        basis = fit_bases(samples, mean[chosen], settings.loss_threshold, settings.max_dimension, held_out)
         width = basis.shape[2]
         kept = max(1, round(width * (1 - settings.complement)))
         return {"basis": basis[:, :, :kept].contiguous(), "mean": mean.float(), "width": torch.tensor(width)}
@@ -204,17 +218,19 @@ class GradiVeQ(Codec):
     ) -> Coroutine[_Done]:
         basis, mean = self._axes(name, mine, context).to(slices.dtype), mine["mean"].to(slices.dtype)
         codes = project(slices - mean, basis, self.settings.reuse)
+        codes = codes.bfloat16() if self.settings.bfloat16 else codes
 
-        def decoded(numbers: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-            whole = expand(numbers, basis, self.settings.reuse) + mean
-            return torch.cat([whole.reshape(-1), rest])
+        def decoded(numbers: torch.Tensor) -> torch.Tensor:
+            return expand(numbers.to(slices.dtype), basis, self.settings.reuse) + mean
 
         asked: list[Request] = [Mean(codes), Mean(tail)]
         if self.settings.monitor != "off":
-            asked.append(Mean(self._vote(slices, expand(codes, basis, self.settings.reuse) + mean)))
+            asked.append(Mean(self._vote(slices, decoded(codes))))
         numbers, rest, *votes = yield tuple(asked)
-        new = self._after(name, mine, position, bool(votes) and float(votes[0]) > 0.5, context)
-        return _Done(decoded(numbers, rest), lambda: decoded(codes, tail), new)
+        average = decoded(numbers)
+        outvoted = bool(votes) and float(votes[0]) > 0.5
+        new = yield from self._after(name, mine, position, average, outvoted, context)
+        return _Done(joined(average, rest), lambda: joined(decoded(codes), tail), new)
 
     def _axes(self, name: str, mine: Tensors, context: Context) -> torch.Tensor:
         """The basis (B, K, d) of this iteration: the fitted axes, and random ones that complete them."""
@@ -231,8 +247,10 @@ class GradiVeQ(Codec):
             norm = squared_norm(slices)
         return slices.new_tensor([float(loss > self.settings.monitor_threshold * norm)])
 
-    def _after(self, name: str, mine: Tensors, position: int, outvoted: bool, context: Context) -> Tensors:
-        """The state after a compressed iteration."""
+    def _after(
+        self, name: str, mine: Tensors, position: int, average: torch.Tensor, outvoted: bool, context: Context
+    ) -> Coroutine[Tensors]:
+        """The state after a compressed iteration. average: what all ranks decoded, (M, K)."""
         if outvoted and self.settings.on_loss == "stop":
             raise GradlabError(
                 f"{name}: most ranks lose more than {self.settings.monitor_threshold:g} ({self.settings.monitor}) at "
@@ -240,9 +258,13 @@ class GradiVeQ(Codec):
             )
         if outvoted and self.settings.on_loss == "dense":
             return {"clock": _clock(DENSE, 0)}
-        ends = 0 < self.settings.compressed_steps <= position + 1
-        if outvoted or ends:
+        left = self.settings.compressed_steps - position - 1  # negative for no end
+        if outvoted or (left == 0 and self.settings.refresh == "sample"):
             return {"clock": _clock(SAMPLING, 0)}
+        if self.settings.refresh == "decoded" and left < self.settings.sample_steps:
+            mine = self._with_sample(mine, self.settings.sample_steps - 1 - left, average)
+            if left == 0:
+                return (yield from self._fit(mine))
         return mine | {"clock": _clock(COMPRESSING, position + 1)}
 
     # --- fitting before the run, forecasts, checks ---
@@ -286,12 +308,14 @@ class GradiVeQ(Codec):
         mode, position = mine["clock"].tolist()
         if mode == DENSE or not whole:
             return 4 * layer.numel
+        settings = self.settings
         if mode == COMPRESSING:
-            return 4 * (whole * int(mine["width"]) + tail + (self.settings.monitor != "off"))
-        last = position + 1 >= self.settings.sample_steps
-        bits = self.settings.sample_bits
+            fits = settings.refresh == "decoded" and position + 1 == settings.compressed_steps
+            codes = whole * int(mine["width"]) * (2 if settings.bfloat16 else 4)
+            return codes + 4 * (tail + (settings.monitor != "off")) + DIGEST_BYTES * fits
+        bits = settings.sample_bits
         sampled = QSGD(QSGD.Settings(bits)).payload_bytes([layer], 1) if bits else 4 * layer.numel
-        return sampled + (DIGEST_BYTES if last else 0)
+        return sampled + DIGEST_BYTES * (position + 1 >= settings.sample_steps)
 
     def check(self, layers: Sequence[Layer]) -> None:
         keys = ("basis", "mean", "width")
@@ -308,6 +332,11 @@ class GradiVeQ(Codec):
 def _below(name: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
     prefix = f"{name}/"
     return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+
+
+def joined(slices: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
+    """Slices (M, K) and what follows them as one vector."""
+    return torch.cat([slices.reshape(-1), tail])
 
 
 def _clock(mode: int, position: int) -> torch.Tensor:
