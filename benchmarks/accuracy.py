@@ -1,0 +1,202 @@
+"""Accuracy of compressed training: methods beside each other over seeds, N ranks played in one process.
+
+    python benchmarks/accuracy.py --data cifar10.npz --out results.jsonl [--methods dense gradiveq] [--seeds 0 1 2]
+                                  [--batch 16] [--ranks 4] [--steps 1200] [--warmup 200] [--learning-rate 0.1]
+
+CIFAR-10 and ResNet-8 (one block a stage, 16, 32 and 64 channels: 78,042 parameters). Every rank has its own batch and
+batch statistics; the plans run in lockstep, which is what the engine computes, bit for bit. The learning rate is the
+one that dense training is given. A method starts compressing after `--warmup` dense iterations. One line of JSON per
+run is added to `--out`, and a run that is there already is not done again; `--table` prints what is there: means,
+and differences to dense paired by seed with 95 % t intervals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from scipy import stats
+from torch import nn
+
+from gradlab.analysis.lockstep_plan import LockstepPlan
+from gradlab.codec import Tensors
+from gradlab.datasets import get
+from gradlab.datasets.optimizer import build_optimizer
+from gradlab.datasets.recipe import Recipe, learning_rate_at
+from gradlab.datasets.resnet import initialized
+from gradlab.datasets.sampling import batches
+from gradlab.layout import Layer, layers_of
+from gradlab.plan import Plan
+
+WORKLOAD = get("cifar10")
+Layers = Sequence[Layer]
+CONVOLUTIONS = ("convolution",)
+
+
+def online(warmup: int, feedback: bool, **settings: Any) -> Callable[[Layers], Plan]:
+    """GradiVeQ on the convolutions, from iteration `warmup` on."""
+
+    def plan(layers: Layers) -> Plan:
+        return Plan.uniform(
+            layers, "gradiveq", error_feedback=feedback, warmup_steps=warmup, roles=CONVOLUTIONS, **settings
+        )
+
+    return plan
+
+
+def uniform(warmup: int, codec: str, **settings: Any) -> Callable[[Layers], Plan]:
+    return lambda layers: Plan.uniform(layers, codec, warmup_steps=warmup, **settings)
+
+
+def methods(warmup: int) -> dict[str, Callable[[Layers], Plan]]:
+    """What is compared; `ratio` in the results says how the bytes compare."""
+    fixed: dict[str, Any] = {"slice_size": 144, "compressed_steps": 0, "max_dimension": 14, "loss_threshold": 0.0}
+    return {
+        "dense": lambda layers: Plan(tuple(layers)),
+        "qsgd 4 bit": uniform(warmup, "qsgd", bits=4),
+        "powersgd rank 1": uniform(warmup, "powersgd", rank=1),
+        "powersgd rank 2": uniform(warmup, "powersgd", rank=2),
+        "topk 5 %": uniform(warmup, "topk", density=0.05),
+        "gradiveq, faithful": online(warmup, False),
+        "pca, one fit": online(warmup, False, **fixed),
+        "random half": online(warmup, True, complement=0.5, whitening=False, **fixed),
+        "random nearly all": online(warmup, True, complement=0.99, whitening=False, **fixed),
+        "random half, from decoded": online(
+            warmup,
+            True,
+            refresh="decoded",
+            complement=0.5,
+            whitening=False,
+            **{**fixed, "compressed_steps": 200},
+        ),
+    }
+
+
+class Nodes:
+    """One model, and N nodes' gradients of it: each with its own batch and batch statistics; node 0's are kept."""
+
+    def __init__(self, model: nn.Module, world_size: int) -> None:
+        self.model, self.world_size = model, world_size
+
+    def gradients(self, images: Sequence[torch.Tensor], classes: Sequence[torch.Tensor]) -> tuple[list[Tensors], float]:
+        found, losses, kept = [], [], {}
+        for rank in range(self.world_size):
+            before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+            self.model.zero_grad()
+            loss = WORKLOAD.loss(self.model(images[rank]), classes[rank])
+            loss.backward()
+            losses.append(float(loss.detach()))
+            found.append({name: p.grad for name, p in self.model.named_parameters() if p.grad is not None})
+            kept = kept or {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+            self._set_buffers(before)
+        self._set_buffers(kept)
+        return found, statistics.fmean(losses)
+
+    def _set_buffers(self, values: Tensors) -> None:
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(values[name])
+
+
+def run(plan: Callable[[Layers], Plan], data: Any, recipe: Recipe, ranks: int, seed: int) -> dict[str, Any]:
+    """Train once: accuracy, loss, and bytes."""
+    model = initialized(3, (16, 32, 64), (1, 1, 1), 10, seed)
+    layers = layers_of(model)
+    lockstep = LockstepPlan(plan(layers), ranks)
+    nodes, optimizer = Nodes(model, ranks), build_optimizer(recipe, model.parameters())
+    orders = [batches(len(data.train_x), recipe.batch_size, rank, ranks, seed, recipe.steps) for rank in range(ranks)]
+    augment = [torch.Generator().manual_seed(1000 * seed + rank) for rank in range(ranks)]
+    payload, wire, losses, began = 0.0, 0.0, [], time.perf_counter()
+    for step, indices in enumerate(zip(*orders, strict=True)):
+        rate = learning_rate_at(recipe, step)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        images = [WORKLOAD.augment(data.train_x[i], g) for i, g in zip(indices, augment, strict=True)]
+        gradients, loss = nodes.gradients(images, [data.train_y[i] for i in indices])
+        result = lockstep.step(step, gradients, {layer.name: rate for layer in layers})
+        means = {name: value for ranks_ in result.exchanged.values() for name, value in ranks_[0].mean.items()}
+        for name, parameter in model.named_parameters():
+            mean = means.get(name)
+            parameter.grad = mean if mean is not None else sum(g[name] for g in gradients) / ranks
+        optimizer.step()
+        payload += statistics.fmean(result.payload)
+        wire += statistics.fmean(result.wire)
+        losses.append(loss)
+    dense = 4 * sum(layer.numel for layer in layers) * recipe.steps
+    return {
+        "accuracy": WORKLOAD.score(model, data.test_x, data.test_y, batch_size=500),
+        "loss": statistics.fmean(losses[-50:]),
+        "ratio": dense / payload,
+        "payload": payload / recipe.steps,
+        "wire": wire / recipe.steps,
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Per batch size and method: accuracy, loss, ratio over all phases, and the difference to dense paired by seed."""
+    lines = ["batch  method                       n  accuracy   loss  ratio  difference to dense (95 %)"]
+    for batch in sorted({row["batch"] for row in rows}):
+        here = [row for row in rows if row["batch"] == batch]
+        dense = {row["seed"]: row["accuracy"] for row in here if row["method"] == "dense"}
+        for method in dict.fromkeys(row["method"] for row in here):
+            mine = [row for row in here if row["method"] == method]
+            mean = {key: statistics.fmean(row[key] for row in mine) for key in ("accuracy", "loss", "ratio")}
+            pairs = [100 * (row["accuracy"] - dense[row["seed"]]) for row in mine if row["seed"] in dense]
+            figures = f"{100 * mean['accuracy']:6.2f} %  {mean['loss']:.3f}  {mean['ratio']:5.1f}  {_paired(pairs)}"
+            lines.append(f"{batch:5d}  {method:27s} {len(mine):2d}  {figures}")
+    return "\n".join(lines)
+
+
+def _paired(differences: Sequence[float]) -> str:
+    if len(differences) < 2:
+        return " ".join(f"{value:+.2f}" for value in differences)
+    half = stats.t.ppf(0.975, len(differences) - 1) * statistics.stdev(differences) / len(differences) ** 0.5
+    return f"{statistics.fmean(differences):+.2f} +- {half:.2f}"
+
+
+def main() -> None:
+    """Do the runs that are missing, one after another; or print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--methods", nargs="+")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--learning-rate", type=float, default=0.1)
+    parser.add_argument("--table", action="store_true")
+    for name, default in (("--batch", 16), ("--ranks", 4), ("--steps", 1200), ("--warmup", 200)):
+        parser.add_argument(name, type=int, default=default)
+    options = parser.parse_args()
+    rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
+    if options.table:
+        print(table(rows))
+        return
+    torch.set_num_threads(1)
+    data = WORKLOAD.load(options.data)
+    known = methods(options.warmup)
+    recipe = replace(
+        WORKLOAD.recipe,
+        learning_rate=options.learning_rate,
+        batch_size=options.batch,
+        steps=options.steps,
+        schedule="cosine",
+    )
+    fixed = {k: getattr(options, k) for k in ("batch", "ranks", "steps", "warmup", "learning_rate")}
+    for seed in options.seeds:
+        for method in options.methods or list(known):
+            about = {"method": method, "seed": seed, **fixed}
+            if not any(about.items() <= row.items() for row in rows):
+                row = about | run(known[method], data, recipe, options.ranks, seed)
+                with options.out.open("a") as out:
+                    out.write(json.dumps(row) + "\n")
+                print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
