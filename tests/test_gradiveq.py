@@ -228,6 +228,7 @@ def test_a_fit_before_the_run_starts_compressed() -> None:
     given = gradient(0, 99)
     (result,) = run.step(given)
     assert run.mode == COMPRESSING
+    assert run.states[0].keys() == {"w/clock"}, "what was learned is not kept twice"
     assert float((result.value.mean["w"] - given).norm() / given.norm()) < 0.1
 
 

@@ -10,7 +10,7 @@ ranks, so that nothing depends on their number. Its warm-up (2500 iterations) is
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +52,8 @@ class GradiVeQ(Codec):
     """Per layer a clock that all ranks share: SAMPLING for L_t iterations, COMPRESSING for L_c, and again.
 
     State, per layer: "clock" (2,), mode and position in it; in compression "basis" (B, K, d), "mean" (M, K), "width";
-    while sampling "sample 17" (B, K) and "sum" (M, K). Learned: those of compression, which it then begins with.
+    while sampling "sample 17" (B, K) and "sum" (M, K). Learned: those of compression, which it then begins with and
+    keeps out of its state.
     All of it follows from averaged gradients, which every rank has; bases that came out different on machines that
     round differently are replaced by rank 0's. Layers smaller than a slice, and what fills no slice, travel dense.
 
@@ -133,15 +134,19 @@ class GradiVeQ(Codec):
         return Exchanged(
             {name: shaped(name, layer.mean) for name, layer in done.items()},
             Deferred(grads, lambda: {name: shaped(name, layer.own()) for name, layer in done.items()}),
-            {f"{name}/{key}": value for name, layer in done.items() for key, value in layer.state.items()},
+            {key: value for name, layer in done.items() for key, value in self._kept(name, layer.state)},
         )
 
     def _of(self, name: str, state: Tensors) -> Tensors:
-        """A layer's state; at the start that of its learned tensors, or none."""
-        if found := _below(name, state):
-            return found
+        """A layer's state over its learned tensors, which it begins with if there are any."""
         learned = _below(name, self.learned)
-        return learned | {"clock": _clock(COMPRESSING if learned else SAMPLING, 0)}
+        return {"clock": _clock(COMPRESSING if learned else SAMPLING, 0), **learned, **_below(name, state)}
+
+    def _kept(self, name: str, mine: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+        """A layer's state under the layer's name, without what is still as it was learned."""
+        for key, value in mine.items():
+            if value is not self.learned.get(f"{name}/{key}"):
+                yield f"{name}/{key}", value
 
     def _layer(self, name: str, grad: torch.Tensor, mine: Tensors, context: Context) -> Coroutine[_Done]:
         vector = flatten(grad, "gradiveq")
