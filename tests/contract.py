@@ -37,6 +37,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+STEADY: dict[str, dict[str, Any]] = {"gradiveq": {"compressed_steps": 0, "monitor": "off"}}
+
+
 def learned(codec: str, members: tuple[Any, ...]) -> Tensors:
     """What a codec that learns gets: fitted on averaged gradients that the test does not use."""
     method = codecs.get(codec)
@@ -48,9 +51,18 @@ def learned(codec: str, members: tuple[Any, ...]) -> Tensors:
 
 
 def plan_for(
-    codec: str, grouping: str, feedback: bool, warmup_steps: int = 0, shapes: Mapping[str, Sequence[int]] = SHAPES
+    codec: str,
+    grouping: str,
+    feedback: bool,
+    warmup_steps: int = 0,
+    shapes: Mapping[str, Sequence[int]] = SHAPES,
+    steady: bool = False,
 ) -> Plan:
-    """A plan over `shapes`: one group per layer, or one over all layers (so that it spans buckets)."""
+    """A plan over `shapes`: one group per layer, or one over all layers (so that it spans buckets).
+
+    steady: a codec that works in phases stays in that of compression.
+    """
+    settings = SETTINGS.get(codec, {}) | (STEADY.get(codec, {}) if steady else {})
     everything = layers(shapes)
     sets = [everything] if grouping == "model" else [(layer,) for layer in everything]
     groups, kept = [], {}
@@ -64,7 +76,7 @@ def plan_for(
                 name,
                 tuple(m.name for m in members),
                 codec,
-                SETTINGS.get(codec, {}),
+                settings,
                 wrappers=FEEDBACK if feedback else (),
             )
         )

@@ -16,7 +16,7 @@ def counted_wire_bytes(group: dist.ProcessGroup, codec: str, grouping: str, buck
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     buckets = {} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}
     model = DistributedDataParallel(Prescribed(SHAPES), process_group=group, **buckets)
-    plan = plan_for(codec, grouping, feedback=True)
+    plan = plan_for(codec, grouping, feedback=True, steady=True)
     with CompressionState(plan, model, process_group=SPARE.get(world_size)) as state:
         model.register_comm_hook(state, compression_hook)
         for step in range(4):

@@ -169,7 +169,7 @@ def require_same_bytes(plan: Plan, world_size: int) -> None:
 @pytest.mark.parametrize("grouping", ["layer", "model"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_dry_run_asks_for_what_lockstep_counts(codec: str, grouping: str, world_size: int) -> None:
-    require_same_bytes(plan_for(codec, grouping, feedback=True), world_size)
+    require_same_bytes(plan_for(codec, grouping, feedback=True, steady=True), world_size)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -192,7 +192,7 @@ def test_simulated_bytes_are_those_of_the_engine(
     counted = pool.run(
         "predict_task:counted_wire_bytes", ranks, codec=codec, grouping=grouping, bucket_cap_mb=bucket_cap_mb
     )
-    plan = plan_for(codec, grouping, feedback=True)
+    plan = plan_for(codec, grouping, feedback=True, steady=True)
     for rank in range(ranks):
         job = make_job(plan, DryRuns(plan, ranks, rank, repeats=1), 1.0, bucket_cap_mb=bucket_cap_mb)
         step = simulate(job.buckets, 1.0, Link(1e9), ranks, rank=rank)

@@ -150,7 +150,7 @@ class GradiVeQ(Codec):
 
     def _layer(self, name: str, grad: torch.Tensor, mine: Tensors, context: Context) -> Coroutine[_Done]:
         vector = flatten(grad, "gradiveq")
-        mode, position = mine["clock"].tolist()
+        mode, position = map(int, mine["clock"].tolist())
         slices, tail = split_slices(vector, self.slice_size(Layer(name, tuple(grad.shape))))
         if mode == DENSE or not slices.numel():
             mean = yield Mean(vector)
@@ -202,7 +202,7 @@ class GradiVeQ(Codec):
         if any(not torch.equal(digest, digests[0]) for digest in digests):
             shape = digests[0][:3].tolist()
             learned["basis"] = yield Broadcast(_resized(learned["basis"], shape), root=0)
-            learned["width"] = digests[0][3]
+            learned["width"] = digests[0][3].float()
         return learned | {"clock": _clock(COMPRESSING, 0)}
 
     def _bases(self, samples: torch.Tensor, mean: torch.Tensor) -> Tensors:
@@ -214,7 +214,7 @@ class GradiVeQ(Codec):
         basis = fit_bases(samples, mean[chosen], settings.loss_threshold, settings.max_dimension, held_out)
         width = basis.shape[2]
         kept = max(1, round(width * (1 - settings.complement)))
-        return {"basis": basis[:, :, :kept].contiguous(), "mean": mean.float(), "width": torch.tensor(width)}
+        return {"basis": basis[:, :, :kept].contiguous(), "mean": mean.float(), "width": torch.tensor(float(width))}
 
     # --- compression ---
 
@@ -310,7 +310,7 @@ class GradiVeQ(Codec):
     def _bytes(self, layer: Layer, mine: Tensors) -> float:
         size = self.slice_size(layer)
         whole, tail = divmod(layer.numel, size)
-        mode, position = mine["clock"].tolist()
+        mode, position = map(int, mine["clock"].tolist())
         if mode == DENSE or not whole:
             return 4 * layer.numel
         settings = self.settings
@@ -330,7 +330,7 @@ class GradiVeQ(Codec):
             mine = _below(layer.name, self.learned)
             check_bases("gradiveq", layer, mine.get("basis"), mine.get("mean"), self.settings.reuse)
             fitted, size = mine["basis"].shape[2:0:-1] if mine else (0, 0)
-            if not fitted <= int(mine.get("width", torch.tensor(0))) <= size:
+            if not fitted <= int(mine.get("width", torch.tensor(0.0))) <= size:
                 raise GradlabError(f"codec gradiveq: layer {layer.name}: width is missing or not between d and K")
 
 
@@ -345,7 +345,7 @@ def joined(slices: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
 
 
 def _clock(mode: int, position: int) -> torch.Tensor:
-    return torch.tensor([mode, position])
+    return torch.tensor([mode, position], dtype=torch.float32)
 
 
 def _digest(learned: Tensors) -> torch.Tensor:
