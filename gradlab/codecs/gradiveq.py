@@ -352,7 +352,8 @@ def _digest(learned: Tensors) -> torch.Tensor:
     """Shape of the basis, width, and a hash of the basis: int64 (5,)."""
     content = learned["basis"].numpy(force=True).tobytes()
     number = int.from_bytes(hashlib.sha256(content).digest()[:7], "little")
-    return torch.tensor([*learned["basis"].shape, int(learned["width"]), number])
+    device = learned["basis"].device
+    return torch.tensor([*learned["basis"].shape, int(learned["width"]), number], device=device)
 
 
 def _resized(basis: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
