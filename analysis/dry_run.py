@@ -19,10 +19,11 @@ import torch
 from gradlab.analysis.link import weightless
 from gradlab.analysis.timeline import Exchange, Turn
 from gradlab.codec import Codec, Context, Exchanged, Tensors, exchange_group
-from gradlab.collectives import AllToAll, Gather, Request, answer_for, as_requests
+from gradlab.collectives import AllToAll, Gather, Request, Ring, answer_for, as_requests
 from gradlab.layout import Layer
 from gradlab.measures import is_finite
 from gradlab.plan import Group, Plan
+from gradlab.ring import RingCode
 from gradlab.workspace import RecyclingWorkspace
 
 # Timed runs after the first, which starts states and caches; long ones are not repeated so often.
@@ -51,11 +52,22 @@ def fabricate(request: Request, rank: int, world_size: int) -> tuple[Any, float]
     if isinstance(request, AllToAll):
         _pack(request.tensors)
         return _copies(request.tensors[rank], world_size, began)
+    if isinstance(request, Ring):
+        return _around(request.code, rank), time.thread_time() - began
     packed = _pack([request.tensor])
     if isinstance(request, Gather):
         return _copies(request.tensor, world_size, began)
     spent = time.thread_time() - began
     return packed.view(request.tensor.dtype).reshape(request.tensor.shape), spent
+
+
+def _around(code: RingCode, rank: int) -> list[torch.Tensor]:
+    """What this rank does in a ring whose every message holds what it would have sent itself."""
+    messages = [code.add(segment, None, code.prepare(segment)) for segment in range(code.segments)]
+    for segment, message in enumerate(messages):
+        if segment != rank:
+            messages[segment] = code.add(segment, message, code.prepare(segment))
+    return [code.finish(segment, message) for segment, message in enumerate(messages)]
 
 
 def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -21,12 +21,14 @@ from gradlab.collectives import (
     Gather,
     Mean,
     Request,
+    Ring,
     all_gather_wire_bytes,
     all_reduce_wire_bytes,
     all_to_all_wire_bytes,
     broadcast_wire_bytes,
 )
 from gradlab.errors import GradlabError
+from gradlab.ring import RingCode, ring_wire_bytes
 
 _RATES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
@@ -106,6 +108,12 @@ def all_to_all(sizes: Sequence[int], rank: int) -> Transfer:
     return Transfer(all_to_all_wire_bytes(sizes, rank), max(sent, received), 1 if len(sizes) > 1 else 0)
 
 
+def ring(sizes: Sequence[int], rank: int) -> Transfer:
+    """Messages hop by hop, 2 (N - 1) of them; in each round the largest holds up the others."""
+    rounds = 2 * (len(sizes) - 1)
+    return Transfer(ring_wire_bytes(sizes, rank), rounds * max(sizes, default=0), rounds)
+
+
 def transfers(requests: Sequence[Request], rank: int, world_size: int) -> list[Transfer]:
     """The collectives that serve requests standing at one step: those of a kind, a root and a dtype travel as one.
 
@@ -123,13 +131,15 @@ def _kind(request: Request) -> tuple[Any, ...]:
         return (Mean, request.tensor.dtype)
     if isinstance(request, Gather):
         return (Gather, request.varying)
-    return (Broadcast, request.root) if isinstance(request, Broadcast) else (AllToAll,)
+    return (Broadcast, request.root) if isinstance(request, Broadcast) else (type(request),)
 
 
 def _fused(together: Sequence[Any], rank: int, world_size: int) -> Transfer:
     first = together[0]
     if isinstance(first, AllToAll):
         return all_to_all([sum(r.tensors[j].nbytes for r in together) for j in range(world_size)], rank)
+    if isinstance(first, Ring):
+        return ring([sum(sizes) for sizes in zip(*(r.sizes for r in together), strict=True)], rank)
     nbytes = sum(request.tensor.nbytes for request in together)
     if isinstance(first, Mean):
         return all_reduce(nbytes, world_size)
@@ -154,7 +164,24 @@ def weightless(request: Request) -> Request:
         return Mean(_empty(request.tensor))
     if isinstance(request, Gather):
         return Gather(_empty(request.tensor), request.varying)
+    if isinstance(request, Ring):
+        return Ring(_Sizes(request.sizes))
     return Broadcast(_empty(request.tensor), request.root)
+
+
+class _Sizes(RingCode):
+    """A ring's sizes without its values."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.segments, self._sizes = len(sizes), sizes
+
+    def nbytes(self, segment: int) -> int:
+        return self._sizes[segment]
+
+    def prepare(self, segment: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    add = finish = prepare  # type: ignore[assignment]
 
 
 def _empty(tensor: torch.Tensor) -> torch.Tensor:

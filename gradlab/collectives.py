@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from gradlab.errors import GradlabError
+from gradlab.ring import RingCode, pass_around, ring_wire_bytes
 
 Result = TypeVar("Result")
 
@@ -59,7 +60,23 @@ class AllToAll:
     tensors: tuple[torch.Tensor, ...]
 
 
-Request = Mean | Gather | Broadcast | AllToAll
+@dataclass(frozen=True)
+class Ring:
+    """A mean over ranks that is compressed, summed and decompressed segment by segment along a ring of the ranks.
+
+    Answer: a list of N vectors, the segments' means, the same on every rank, bit for bit.
+    """
+
+    code: RingCode
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each segment's messages."""
+        return [self.code.nbytes(segment) for segment in range(self.code.segments)]
+
+
+Request = Mean | Gather | Broadcast | AllToAll | Ring
+_KINDS = "Mean, Gather, Broadcast, AllToAll and Ring"
 Step = Request | tuple[Request, ...]
 Coroutine = Generator[Step, Any, Result]
 
@@ -72,8 +89,8 @@ def as_requests(step: Step) -> tuple[Request, ...]:
     """
     requests = step if isinstance(step, tuple) else (step,)
     for request in requests:
-        if not isinstance(request, (Mean, Gather, Broadcast, AllToAll)):
-            raise GradlabError(f"a codec must yield Mean, Gather, Broadcast or AllToAll, not {type(request).__name__}")
+        if not isinstance(request, Request):
+            raise GradlabError(f"a codec must yield one of {_KINDS}, not {type(request).__name__}")
     return requests
 
 
@@ -86,6 +103,8 @@ def signature(request: Request) -> tuple[Any, ...]:
     """What must agree between ranks: kind, root, dtype and shapes (not the length of a varying gather)."""
     if isinstance(request, AllToAll):
         return ("AllToAll", *((str(t.dtype), tuple(t.shape)) for t in request.tensors))
+    if isinstance(request, Ring):
+        return ("Ring", *request.sizes)
     tensor = request.tensor
     if isinstance(request, Gather) and request.varying:
         return ("Gather", "varying", str(tensor.dtype), tensor.ndim)
@@ -100,6 +119,8 @@ def payload_bytes(request: Request, rank: int) -> int:
     """Bytes that `rank` contributes to a request."""
     if isinstance(request, AllToAll):
         return sum(tensor.nbytes for tensor in request.tensors)
+    if isinstance(request, Ring):
+        return sum(request.sizes)
     if isinstance(request, Broadcast) and request.root != rank:
         return 0
     return request.tensor.nbytes
@@ -141,6 +162,8 @@ def wire_bytes(request: Request, rank: int, world_size: int, longest: int | None
         return broadcast_wire_bytes(request.tensor.nbytes, rank, request.root, world_size)
     if isinstance(request, AllToAll):
         return all_to_all_wire_bytes([tensor.nbytes for tensor in request.tensors], rank)
+    if isinstance(request, Ring):
+        return ring_wire_bytes(request.sizes, rank)
     if not request.varying:
         return all_gather_wire_bytes(request.tensor.nbytes, world_size)
     padded = request.tensor.nbytes if longest is None else longest
@@ -176,6 +199,9 @@ def _answers(requests: Sequence[Request]) -> Iterator[Any]:
     first = requests[0]
     # Summed once, or N ranks would cost N^2 additions.
     mean = sum_in_rank_order([r.tensor for r in requests if isinstance(r, Mean)]) if isinstance(first, Mean) else None
+    if isinstance(first, Ring):
+        yield from pass_around([r.code for r in requests if isinstance(r, Ring)])
+        return
     for rank in range(len(requests)):
         if mean is not None:
             yield mean.clone()
@@ -202,6 +228,8 @@ def check_request(request: Request, world_size: int) -> None:
         raise GradlabError(f"Broadcast from rank {request.root}, but ranks are 0..{world_size - 1}")
     if isinstance(request, AllToAll) and len(request.tensors) != world_size:
         raise GradlabError(f"AllToAll of {len(request.tensors)} tensors at world size {world_size}")
+    if isinstance(request, Ring) and request.code.segments != world_size:
+        raise GradlabError(f"Ring of {request.code.segments} segments at world size {world_size}")
     if isinstance(request, Gather) and request.varying and request.tensor.ndim != 1:
         raise GradlabError(f"a varying Gather takes vectors, not shape {list(request.tensor.shape)}")
 

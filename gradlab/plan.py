@@ -63,7 +63,7 @@ class Group:
     @property
     def plainly_dense(self) -> bool:
         """Whether the group is averaged and nothing else."""
-        return self.codec == "identity" and not self.wrappers
+        return self.codec == "identity" and not self.wrappers and not self.settings.get("ring")
 
     def to_json(self) -> dict[str, Any]:
         return {

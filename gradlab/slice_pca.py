@@ -7,7 +7,9 @@ cut into M slices of K. Every `reuse` consecutive slices share one basis, fitted
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -16,17 +18,28 @@ from gradlab.layout import Layer, filter_axes, flatten, split_slices
 
 # A slice of at most this many elements, where the layer leaves a choice: its basis is K x d floats per layer.
 _PREFERRED_SLICE = 2048
+_LARGEST_SLICE = 4096
 
 
 def default_slice_size(layer: Layer) -> int:
     """K: the largest multiple of F D (GradiVeQ, section 3) that divides the layer and is at most 2048, or F D.
 
-    A layer without spatial extent is one slice.
+    Where F D is more than 4096 a basis would outgrow the layer: the largest multiple of F, or else divisor of F, that
+    divides F D and is at most 2048. A layer without spatial extent is one such slice.
     """
+    if not layer.numel:
+        return 1
     filters, depth = filter_axes(layer)
-    places = layer.numel // max(1, filters * depth)
-    fitting = [n for n in range(1, places + 1) if places % n == 0 and n * filters * depth <= _PREFERRED_SLICE]
-    return max(1, filters * depth * max(fitting, default=1))
+    if filters * depth <= _LARGEST_SLICE:
+        return filters * depth * _largest_divisor(layer.numel // (filters * depth), filters * depth)
+    if filters <= _LARGEST_SLICE:
+        return filters * _largest_divisor(depth, filters)
+    return _largest_divisor(filters, 1)
+
+
+def _largest_divisor(number: int, unit: int) -> int:
+    """The largest divisor n of a number with n * unit at most 2048; 1 if there is none."""
+    return max((n for n in range(1, _PREFERRED_SLICE // unit + 1) if number % n == 0), default=1)
 
 
 def fitted_slices(slices: int, reuse: int | None) -> range:
@@ -61,12 +74,54 @@ def dimension(eigenvalues: torch.Tensor, loss_threshold: float) -> int:
     return int(enough.int().argmax()) + 1 if bool(enough.any()) else len(eigenvalues)
 
 
-def held_dimension(later: torch.Tensor, axes: torch.Tensor, loss_threshold: float) -> int:
-    """The fewest of the axes (K, R) that lose at most lambda of the energy of samples (T, K); R where all lose more."""
-    total = later.square().sum()
-    captured = (later @ axes).square().sum(0).cumsum(0)
-    enough = captured >= (1 - loss_threshold) * total
-    return max(1, int(enough.int().argmax()) + 1 if bool(enough.any()) else axes.shape[1])
+@dataclass(frozen=True)
+class Spectrum:
+    """PCA of the slices that one basis serves.
+
+    eigenvalues: (R,), largest first; axes: (K, R); later: (R,), the share of energy of the samples held out that the
+    first 1, 2, ... axes hold, or None.
+    """
+
+    eigenvalues: torch.Tensor
+    axes: torch.Tensor
+    later: torch.Tensor | None = None
+
+    def dimension(self, loss_threshold: float) -> int:
+        """d by eq. (6), asked of the samples held out if there are any: all axes where even these lose more."""
+        if self.later is None:
+            return dimension(self.eigenvalues, loss_threshold)
+        enough = self.later >= 1 - loss_threshold
+        return max(1, int(enough.int().argmax()) + 1 if bool(enough.any()) else len(self.later))
+
+
+def spectrum(centred: torch.Tensor, held_out: int = 0) -> Spectrum:
+    """PCA of samples (T, r, K) of r slices that share a basis; the `held_out` latest are not fitted on."""
+    fitted, later = centred[: max(2, len(centred) - held_out)], centred[max(2, len(centred) - held_out) :]
+    values, axes = principal_axes(fitted.reshape(-1, fitted.shape[2]))
+    if not len(later):
+        return Spectrum(values, axes)
+    captured = (later.double().reshape(-1, axes.shape[0]) @ axes).square().sum(0).cumsum(0)
+    total = later.double().square().sum()
+    return Spectrum(values, axes, captured / total if total > 0 else torch.ones_like(captured))
+
+
+def fitted_samples(samples: torch.Tensor, mean: torch.Tensor, reuse: int | None, pooled: bool) -> list[torch.Tensor]:
+    """What each of B bases is fitted on: centred samples (T, r, K), float64.
+
+    samples: (T, S, K), of all M slices if pooled, else of the first of every `reuse`; mean: (M, K).
+    """
+    if pooled:
+        return list((samples.double() - mean.double()).split(reuse or max(1, len(mean)), dim=1))
+    chosen = list(fitted_slices(len(mean), reuse))
+    return list((samples.double() - mean[chosen].double()).split(1, dim=1))
+
+
+def stacked_axes(spectra: Sequence[Spectrum], width: int) -> torch.Tensor:
+    """Bases (B, K, width), float32: the leading axes of each; where variance runs out, completed to orthonormal sets.
+
+    Slices that never change get the first unit vectors: their mean already says everything.
+    """
+    return torch.stack([_first_columns(found.axes, width) for found in spectra]).float().contiguous()
 
 
 def fit_bases(
@@ -75,23 +130,15 @@ def fit_bases(
     """Bases (B, K, d), float32, of B slices: the most axes that eq. (6) asks for in any of them, at most `limit`.
 
     samples: (T, B, K), averaged gradients; mean: (B, K), their mean; held_out: so many of the latest are not fitted on,
-    and eq. (6) is asked of what the axes hold of them: all axes where even these lose more. Slices that never change
-    get the first unit vector: their mean already says everything.
+    and eq. (6) is asked of what the axes hold of them.
     """
-    centred = samples.double() - mean.double()
-    fitted = centred[: max(2, len(centred) - held_out)]
-    spectra = [principal_axes(fitted[:, b]) for b in range(centred.shape[1])]
+    spectra = [spectrum(centred, held_out) for centred in fitted_samples(samples, mean, 1, pooled=False)]
     most = min(limit or samples.shape[2], samples.shape[2])
-    wanted = []
-    for b, (values, axes) in enumerate(spectra):
-        later = centred[len(fitted) :, b]
-        wanted.append(held_dimension(later, axes, loss_threshold) if len(later) else dimension(values, loss_threshold))
-    width = min(most, max(wanted))
-    return torch.stack([_first_columns(axes, width) for _, axes in spectra]).float().contiguous()
+    return stacked_axes(spectra, min(most, max(found.dimension(loss_threshold) for found in spectra)))
 
 
 def _first_columns(axes: torch.Tensor, width: int) -> torch.Tensor:
-    """The first `width` axes (K, width); where variance runs out, completed to an orthonormal set."""
+    """The first `width` axes (K, width)."""
     if axes.shape[1] >= width:
         return axes[:, :width]
     complete = torch.linalg.qr(torch.cat([axes, torch.eye(axes.shape[0], dtype=axes.dtype)], dim=1)).Q
@@ -109,18 +156,28 @@ def complement(basis: torch.Tensor, width: int, generator: torch.Generator) -> t
     return torch.linalg.qr(drawn).Q
 
 
-def project(slices: torch.Tensor, basis: torch.Tensor, reuse: int | None) -> torch.Tensor:
-    """Codes (M, d) of slices (M, K), eq. (3), under bases (B, K, d) of which each serves `reuse` slices."""
-    return torch.cat([part @ one for part, one in _served(slices, basis, reuse)])
+def project(slices: torch.Tensor, basis: torch.Tensor, reuse: int | None, first: int = 0) -> torch.Tensor:
+    """Codes (m, d) of slices (m, K), eq. (3), under bases (B, K, d) of which each serves `reuse` slices.
+
+    first: the number of the first of these slices in its layer.
+    """
+    return torch.cat([part @ one for part, one in _served(slices, basis, reuse, first)])
 
 
-def expand(codes: torch.Tensor, basis: torch.Tensor, reuse: int | None) -> torch.Tensor:
-    """Slices (M, K) from codes (M, d), eq. (5), under bases (B, K, d) of which each serves `reuse` slices."""
-    return torch.cat([part @ one.T for part, one in _served(codes, basis, reuse)])
+def expand(codes: torch.Tensor, basis: torch.Tensor, reuse: int | None, first: int = 0) -> torch.Tensor:
+    """Slices (m, K) from codes (m, d), eq. (5); arguments as those of `project`."""
+    return torch.cat([part @ one.T for part, one in _served(codes, basis, reuse, first)])
 
 
-def _served(rows: torch.Tensor, basis: torch.Tensor, reuse: int | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return list(zip(rows.split(reuse or max(1, len(rows))), basis, strict=True))
+def _served(
+    rows: torch.Tensor, basis: torch.Tensor, reuse: int | None, first: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Rows that share a basis, each with it."""
+    if reuse is None or not len(rows):
+        return [(rows, basis[0])]
+    last = first + len(rows)
+    edges = [first, *range((first // reuse + 1) * reuse, last, reuse), last]
+    return [(rows[a - first : b - first], basis[a // reuse]) for a, b in pairwise(edges)]
 
 
 def sample_slices(samples: Mapping[str, torch.Tensor], layer: Layer, slice_size: int) -> torch.Tensor:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,16 @@ from gradlab.workspace import Workspace
 
 # torch 2.13 renames all_gather_into_tensor and warns of the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A message on its way to the next rank of the ring and one from the one before, since `began` (perf_counter)."""
+
+    incoming: torch.Tensor
+    works: tuple[dist.Work, ...]
+    outgoing: torch.Tensor  # alive until it is sent
+    began: float
 
 
 class Communicator:
@@ -141,6 +152,40 @@ class Communicator:
         # Empty only if it is on all ranks: a rank that is sent nothing still sends.
         work = self._start("all-to-all", parts.nbytes, dist.all_to_all_single, out, parts, incoming, list(sizes))
         return out, work
+
+    def pass_on(self, message: torch.Tensor, expected: int) -> Transfer:
+        """Start sending bytes to the next rank, and receiving `expected` ones from the rank before."""
+        incoming = self.workspace.empty((expected,), message)
+        self.wire_bytes += message.nbytes if self.world_size > 1 else 0
+        group = self.group
+        if group is None:
+            raise CommunicationError("a ring could not go on: the process group is closed")
+        after, before = (dist.get_global_rank(group, (self.rank + i) % self.world_size) for i in (1, -1))
+        operations = []
+        if self.world_size > 1 and message.numel():
+            operations.append(dist.P2POp(dist.isend, message, after, group))
+        if self.world_size > 1 and expected:
+            operations.append(dist.P2POp(dist.irecv, incoming, before, group))
+        try:
+            works = dist.batch_isend_irecv(operations) if operations else []
+        except RuntimeError as error:
+            raise CommunicationError(f"a ring could not go on: {error}") from error
+        return Transfer(incoming, tuple(works), message, time.perf_counter())
+
+    def arrived(self, transfer: Transfer) -> torch.Tensor:
+        """Wait for both directions of a transfer: what came in."""
+        for work in transfer.works:
+            self.wait(work)
+        # Point-to-point work has no future to tell when it was over, so that the span ends with the wait for it.
+        self._timeline.add("network", "ring", transfer.began, time.perf_counter(), bytes=transfer.outgoing.nbytes)
+        return transfer.incoming
+
+    @contextmanager
+    def working(self, name: str) -> Iterator[None]:
+        """Note the codec's work between two messages of a ring."""
+        began = time.perf_counter()
+        yield
+        self._timeline.add("encode and decode", name, began, time.perf_counter())
 
     def _start(self, name: str, nbytes: int, collective: Callable[..., Any], *tensors: Any) -> dist.Work | None:
         if nbytes == 0:  # on all ranks alike; an error on some backends

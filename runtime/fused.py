@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from gradlab.collectives import AllToAll, Broadcast, Gather, Mean, Request, sum_in_rank_order
+from gradlab.collectives import AllToAll, Broadcast, Gather, Mean, Request, Ring, sum_in_rank_order
 
 if TYPE_CHECKING:
-    from gradlab.runtime.communicator import Communicator
+    from gradlab.runtime.communicator import Communicator, Transfer
 
 
 def fusion_key(request: Request) -> tuple[Any, ...]:
@@ -21,7 +21,7 @@ def fusion_key(request: Request) -> tuple[Any, ...]:
         return (Mean, request.tensor.dtype)
     if isinstance(request, Gather):
         return ("varying",) if request.varying else (Gather,)
-    return (Broadcast, request.root) if isinstance(request, Broadcast) else (AllToAll,)
+    return (Broadcast, request.root) if isinstance(request, Broadcast) else (type(request),)
 
 
 def fuse(communicator: Communicator, requests: Sequence[Any]) -> Fused:
@@ -159,6 +159,64 @@ class _FusedAllToAll(Fused):
         return [list(tensors) for tensors in zip(*by_rank, strict=True)]
 
 
+class _FusedRing(Fused):
+    """Several Rings as one, Algorithm 1 of GradiVeQ: a segment's messages of all of them lie together.
+
+    While a message travels, this rank prepares its own part of it; while a sum travels, it decompresses the last one.
+    """
+
+    def __init__(self, communicator: Communicator, requests: Sequence[Ring]) -> None:
+        self._communicator = communicator
+        self._codes = [request.code for request in requests]
+        self._rank, self._world_size = communicator.rank, communicator.world_size
+        self._message = self._added(self._rank, None, self._prepared(self._rank))
+        self._transfer = self._pass_on(self._rank)
+
+    def answers(self) -> list[Any]:
+        rank, last = self._rank, self._world_size - 1
+        for i in range(1, self._world_size):
+            own = self._prepared(rank - i)
+            self._message = self._added(rank - i, self._communicator.arrived(self._transfer), own)
+            self._transfer = self._pass_on(rank - i)
+        # What this rank completed is the segment after its own; the next to arrive is its own.
+        means: list[list[torch.Tensor]] = [[torch.empty(0)] * self._world_size for _ in self._codes]
+        for i in range(self._world_size):
+            segment = (rank + 1 - i) % self._world_size
+            for code, mean, message in zip(self._codes, means, self._parts(segment, self._message), strict=True):
+                mean[segment] = code.finish(segment, message)
+            if i < last:
+                self._message = self._communicator.arrived(self._transfer)
+            if i < last - 1:
+                self._transfer = self._pass_on(segment - 1)
+        return means
+
+    def _prepared(self, segment: int) -> list[torch.Tensor]:
+        with self._communicator.working("prepare a ring's segment"):
+            return [code.prepare(segment % self._world_size) for code in self._codes]
+
+    def _added(self, segment: int, received: torch.Tensor | None, own: Sequence[torch.Tensor]) -> torch.Tensor:
+        segment %= self._world_size
+        parts = [None] * len(own) if received is None else self._parts(segment, received)
+        with self._communicator.working("add a ring's segment"):
+            messages = [c.add(segment, part, mine) for c, part, mine in zip(self._codes, parts, own, strict=True)]
+        return messages[0] if len(messages) == 1 else torch.cat(messages)
+
+    def _parts(self, segment: int, message: torch.Tensor) -> list[torch.Tensor]:
+        return [_aligned_bytes(part) for part in message.split(self._sizes(segment))]
+
+    def _sizes(self, segment: int) -> list[int]:
+        return [code.nbytes(segment % self._world_size) for code in self._codes]
+
+    def _pass_on(self, segment: int) -> Transfer:
+        """Send the segment's message to the next rank, and begin to receive the one before it."""
+        return self._communicator.pass_on(self._message, sum(self._sizes(segment - 1)))
+
+
+def _aligned_bytes(part: torch.Tensor) -> torch.Tensor:
+    # A view with a wider dtype needs an offset that its element size divides.
+    return part if part.storage_offset() % 8 == 0 else part.clone()
+
+
 def _joined(vectors: Sequence[torch.Tensor], communicator: Communicator) -> torch.Tensor:
     """Several vectors of one dtype, one after another, in memory of their own."""
     out = communicator.workspace.empty((sum(vector.numel() for vector in vectors),), vectors[0])
@@ -197,4 +255,5 @@ _FUSED: dict[Any, Any] = {
     "varying": _VaryingGather,
     Broadcast: _FusedBroadcast,
     AllToAll: _FusedAllToAll,
+    Ring: _FusedRing,
 }

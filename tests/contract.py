@@ -35,6 +35,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "monitor_threshold": 2.0,
     },
 }
+# The same codecs with messages that go round a ring: "<codec>, ring".
+for _codec in ("identity", "qsgd", "gradiveq"):
+    SETTINGS[f"{_codec}, ring"] = {**SETTINGS.get(_codec, {}), "ring": True}
+
+
+def codec_of(case: str) -> str:
+    """The codec's name of a case in SETTINGS: what stands before a comma."""
+    return case.partition(",")[0]
 
 
 STEADY: dict[str, dict[str, Any]] = {"gradiveq": {"compressed_steps": 0, "monitor": "off"}}
@@ -42,7 +50,7 @@ STEADY: dict[str, dict[str, Any]] = {"gradiveq": {"compressed_steps": 0, "monito
 
 def learned(codec: str, members: tuple[Any, ...]) -> Tensors:
     """What a codec that learns gets: fitted on averaged gradients that the test does not use."""
-    method = codecs.get(codec)
+    method = codecs.get(codec_of(codec))
     samples = {
         layer.name: torch.stack([gradients({layer.name: layer.shape}, 0, 500 + t)[layer.name] for t in range(12)])
         for layer in members
@@ -62,20 +70,20 @@ def plan_for(
 
     steady: a codec that works in phases stays in that of compression.
     """
-    settings = SETTINGS.get(codec, {}) | (STEADY.get(codec, {}) if steady else {})
+    settings = SETTINGS.get(codec, {}) | (STEADY.get(codec_of(codec), {}) if steady else {})
     everything = layers(shapes)
     sets = [everything] if grouping == "model" else [(layer,) for layer in everything]
     groups, kept = [], {}
     for members in sets:
         name = "model" if grouping == "model" else members[0].name
         tensors = learned(codec, members)
-        if codecs.get(codec).learns and not tensors:
+        if codecs.get(codec_of(codec)).learns and not tensors:
             continue  # smaller than a slice: dense
         groups.append(
             Group(
                 name,
                 tuple(m.name for m in members),
-                codec,
+                codec_of(codec),
                 settings,
                 wrappers=FEEDBACK if feedback else (),
             )

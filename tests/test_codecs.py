@@ -86,7 +86,7 @@ def test_what_is_no_codec_is_refused(asked: str) -> None:
     ("codec", "values", "message"),
     [
         (TopK, {"densty": 0.1}, "codec topk has no setting densty; it has: density"),
-        (Identity, {"rank": 1}, "codec identity has no setting rank; it has: none"),
+        (Identity, {"rank": 1}, "codec identity has no setting rank; it has: ring"),
         (TopK, {"density": "0.1"}, "topk: setting density = '0.1', expected float"),
         (TopK, {"density": True}, "topk: setting density = True, expected float"),
         (TopK, {"density": None}, "topk: setting density = None, expected float"),

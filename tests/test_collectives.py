@@ -307,7 +307,7 @@ def test_a_rank_that_finishes_early_is_refused() -> None:
 
 @pytest.mark.parametrize("step", [A, None, 3, [Mean(A)], (Mean(A), A), {"a": Mean(A)}])
 def test_a_yield_of_anything_else_is_refused(step: Any) -> None:
-    with pytest.raises(GradlabError, match="must yield Mean, Gather, Broadcast or AllToAll"):
+    with pytest.raises(GradlabError, match="must yield one of Mean, Gather, Broadcast, AllToAll and Ring"):
         run_lockstep([asking(step)])
     with pytest.raises(GradlabError, match="must yield"):
         as_requests(step)

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -66,7 +67,8 @@ def test_every_element_becomes_a_neighbour_on_the_grid(case: tuple[int, str], nu
     low, high, step = grid(*case, vector)
     (got,) = draws(*case, vector, 1, seed)
     off = torch.minimum((got - low).abs(), (got - high).abs())
-    assert float(off.max()) <= 1e-5 * step
+    rounding = 4 * 2**-24 * float(vector.double().norm())  # of a norm and of its product with a level, in float32
+    assert float(off.max()) <= 1e-5 * step + rounding
 
 
 @law(st.integers(2, 8), st.sampled_from(["max", "l2"]), st.integers(1, 300), st.integers(1, 70))
@@ -290,11 +292,11 @@ def test_many_buckets_and_a_large_one() -> None:
 GOLDEN = {
     (1, "max"): "4bd13a9dc088b68d",
     (2, "max"): "6021b8620d7f4418",
-    (3, "l2"): "969a7704a28d8a32",
+    (3, "l2"): "626e931444300729",
     (4, "max"): "723d75300934161b",
-    (4, "l2"): "c7a1b7a2dfd6ec21",
+    (4, "l2"): "20d7cf512d5cbbaa",
     (7, "max"): "7c887f6a52a20909",
-    (8, "l2"): "7940d2ee16b974f1",
+    (8, "l2"): "752e0bee89045ea2",
 }
 
 
@@ -308,6 +310,17 @@ def test_the_same_bits_on_every_machine(bits: int, norm: str) -> None:
     for part in (*payload, codec.decompress(payload, vector)):
         digest.update(part.numpy().tobytes())
     assert digest.hexdigest()[:16] == GOLDEN[bits, norm]
+
+
+def test_l2_norms_are_rounded_correctly() -> None:
+    """Bit for bit numpy's, whose root is IEEE's on every processor; torch's own in float32 is not."""
+    rows = torch.randn(4000, 8, generator=generator(3)) * 100
+    largest = rows.abs().amax(1, keepdim=True).numpy()
+    squares = np.square(rows.numpy() / largest)
+    while (half := squares.shape[1] // 2) > 0:
+        squares = squares[:, :half] + squares[:, half:]
+    expected = largest[:, 0] * np.sqrt(squares[:, 0])
+    assert np.array_equal(bucket_norms(rows, "l2").numpy(), expected)
 
 
 def test_the_mean_is_the_mean_of_what_ranks_sent() -> None:

@@ -18,19 +18,23 @@ import torch
 from gradlab.codec import Codec, Context, Deferred, Exchanged, Tensors
 from gradlab.codec_settings import require
 from gradlab.codecs.qsgd import QSGD
-from gradlab.collectives import Broadcast, Coroutine, Gather, Mean, Request, together
+from gradlab.collectives import Broadcast, Coroutine, Gather, Mean, Request, Ring, together
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, flatten, split_slices, unflatten
 from gradlab.measures import squared_norm
+from gradlab.ring import SummedRing, segment_bounds
 from gradlab.slice_pca import (
+    Spectrum,
     check_bases,
     complement,
     default_slice_size,
     expand,
-    fit_bases,
+    fitted_samples,
     fitted_slices,
     project,
     sample_slices,
+    spectrum,
+    stacked_axes,
 )
 
 SAMPLING, COMPRESSING, DENSE = range(3)
@@ -46,6 +50,38 @@ class _Done:
     mean: torch.Tensor
     own: Callable[[], torch.Tensor]
     state: Tensors
+
+
+class _Coder:
+    """One rank's slices (M, K) of a layer under bases (B, K, d) and the mean (M, K): eqs. (3) and (5), run by run."""
+
+    def __init__(
+        self, slices: torch.Tensor, basis: torch.Tensor, mean: torch.Tensor, reuse: int | None, bfloat16: bool
+    ) -> None:
+        self.slices, self.basis, self.mean = slices, basis, mean
+        self.dtype = torch.bfloat16 if bfloat16 else slices.dtype
+        self._reuse = reuse
+        self._encoded: dict[tuple[int, int], torch.Tensor] = {}
+
+    def encode(self, first: int, last: int) -> torch.Tensor:
+        """Codes (last - first, d) of these slices."""
+        whole = self._encoded.get((0, len(self.slices)))
+        if whole is not None:
+            return whole[first:last]
+        centred = self.slices[first:last] - self.mean[first:last]
+        codes = project(centred, self.basis, self._reuse, first).to(self.dtype)
+        self._encoded[first, last] = codes
+        return codes
+
+    def decode(self, first: int, last: int, codes: torch.Tensor) -> torch.Tensor:
+        """Slices (last - first, K) from their codes, (last - first, d) or flat."""
+        numbers = codes.view(last - first, self.basis.shape[2]).to(self.slices.dtype)
+        return expand(numbers, self.basis, self._reuse, first) + self.mean[first:last]
+
+    def own(self) -> torch.Tensor:
+        """What this rank's codes amount to, (M, K)."""
+        runs = sorted(self._encoded) or [(0, len(self.slices))]
+        return torch.cat([self.decode(first, last, self.encode(first, last)) for first, last in runs])
 
 
 class GradiVeQ(Codec):
@@ -69,23 +105,29 @@ class GradiVeQ(Codec):
     @dataclass(frozen=True)
     class Settings:
         """loss_threshold: lambda, the share of variance given up; slice_size: K in elements, None for a multiple of
-        F D near 2048; reuse: slices that share one basis, the paper's s, None for infinity; max_dimension: upper limit
-        on d, None for none;
-        sample_steps: L_t; compressed_steps: L_c, 0 for no end; sample_bits: of QSGD while sampling, 0 for none;
+        F D near 2048; reuse: slices that share one basis, the paper's s, None for infinity; pooled: fit a basis on all
+        slices it serves, not on the first alone; ratio: d = K / ratio in place of eq. (6), None for eq. (6);
+        max_dimension: upper limit on d, None for none;
+        sample_steps: L_t; stable_steps: stop sampling once d has stayed the same for so many samples, 0 for never;
+        compressed_steps: L_c, 0 for no end; sample_bits: of QSGD while sampling, 0 for none;
         monitor: of each rank's own loss ||g_n - decompressed||^2, "off", "absolute" (eq. 7) or "normalised" (divided by
         ||g_n||^2); monitor_threshold: above it a rank votes; on_loss: what the majority's vote does: "refresh" samples
         again (the paper), "dense" sends the layer dense from then on, "stop" ends the run;
-        complement: share of d that is drawn at random in every iteration; whitening: subtract the samples' mean,
-        as eq. (3) does; held_out: share of the samples, the latest, that the axes are not fitted on and eq. (6) is
-        asked of; refresh: "sample" again after L_c iterations, or fit on what the last L_t of them "decoded", which
-        needs a complement: else nothing new is ever seen; bfloat16: codes travel in half of the bytes.
+        complement: share of d that is drawn at random in every iteration, and whatever PCA has no axes for; 1 fits
+        nothing and needs a ratio; whitening: subtract the samples' mean, as eq. (3) does; held_out: share of the
+        samples, the latest, that the axes are not fitted on and eq. (6) is asked of; refresh: "sample" again after L_c
+        iterations, or fit on what the last L_t of them "decoded", which needs a complement: else nothing new is ever
+        seen; bfloat16: codes travel in half of the bytes; ring: Algorithm 1 in place of one all-reduce of all codes.
         """
 
         loss_threshold: float = 0.01
         slice_size: int | None = None
         reuse: int | None = None
+        pooled: bool = False
+        ratio: float | None = None
         max_dimension: int | None = None
         sample_steps: int = 100
+        stable_steps: int = 0
         compressed_steps: int = 400
         sample_bits: int = 4
         monitor: str = "off"
@@ -96,6 +138,7 @@ class GradiVeQ(Codec):
         held_out: float = 0.0
         refresh: str = "sample"
         bfloat16: bool = False
+        ring: bool = False
 
         def __post_init__(self) -> None:
             def check(condition: bool, setting: str, expected: str) -> None:
@@ -105,13 +148,16 @@ class GradiVeQ(Codec):
             for setting in ("slice_size", "reuse", "max_dimension"):
                 value = getattr(self, setting)
                 check(value is None or value >= 1, setting, "at least 1, or none")
+            check(self.ratio is None or self.ratio >= 1, "ratio", "at least 1, or none")
             check(self.sample_steps >= 2, "sample_steps", "at least 2 samples")
+            check(self.stable_steps >= 0, "stable_steps", "samples, or 0")
             check(self.compressed_steps >= 0, "compressed_steps", "iterations, or 0 for no end")
             check(self.sample_bits == 0 or 2 <= self.sample_bits <= 8, "sample_bits", "2 to 8, or 0 for no QSGD")
             check(self.monitor in MONITORS, "monitor", f"one of {', '.join(MONITORS)}")
             check(self.monitor_threshold > 0, "monitor_threshold", "above 0")
             check(self.on_loss in ANSWERS, "on_loss", f"one of {', '.join(ANSWERS)}")
-            check(0 <= self.complement < 1, "complement", "a share in [0, 1)")
+            check(0 <= self.complement <= 1, "complement", "a share in [0, 1]")
+            check(self.complement < 1 or self.ratio is not None, "ratio", "a number where all axes are random")
             check(0 <= self.held_out < 1, "held_out", "a share in [0, 1)")
             check(self.refresh in ("sample", "decoded"), "refresh", "'sample' or 'decoded'")
             if self.refresh == "decoded":
@@ -140,7 +186,8 @@ class GradiVeQ(Codec):
     def _of(self, name: str, state: Tensors) -> Tensors:
         """A layer's state over its learned tensors, which it begins with if there are any."""
         learned = _below(name, self.learned)
-        return {"clock": _clock(COMPRESSING if learned else SAMPLING, 0), **learned, **_below(name, state)}
+        fitted = learned or self.settings.complement == 1
+        return {"clock": _clock(COMPRESSING if fitted else SAMPLING, 0), **learned, **_below(name, state)}
 
     def _kept(self, name: str, mine: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         """A layer's state under the layer's name, without what is still as it was learned."""
@@ -167,15 +214,26 @@ class GradiVeQ(Codec):
         """An iteration whose average becomes a sample; after the last one, the bases. shape: (M, K)."""
         mean, own = yield from self._quantized(name, vector, context)
         mine = self._with_sample(mine, position, mean[: shape.numel()].view(shape))
-        if position + 1 >= self.settings.sample_steps:
-            return _Done(mean, own, (yield from self._fit(mine)))
-        return _Done(mean, own, mine | {"clock": _clock(SAMPLING, position + 1)})
+        number = position + 1
+        stable = False
+        if self._looks_for_stability(number):
+            agreed = yield Gather(mean.new_tensor([self._dimension(self._spectra(*_samples(mine, number)))]).float())
+            stable = torch.equal(mine.get("dimension", agreed[0] * 0), agreed[0])
+            mine |= {"dimension": agreed[0]}
+        if stable or number >= self.settings.sample_steps:
+            return _Done(mean, own, (yield from self._fit(mine, number)))
+        return _Done(mean, own, mine | {"clock": _clock(SAMPLING, number)})
+
+    def _looks_for_stability(self, number: int) -> bool:
+        """Whether d is looked at after so many samples."""
+        every = self.settings.stable_steps
+        return every > 0 and 2 <= number < self.settings.sample_steps and number % every == 0
 
     def _with_sample(self, mine: Tensors, number: int, slices: torch.Tensor) -> Tensors:
         """The state with one more sample, counted from 0: averaged slices (M, K)."""
-        chosen = list(fitted_slices(len(slices), self.settings.reuse))
         total = slices.double() + mine["sum"] if number else slices.double()
-        return mine | {f"sample {number}": slices[chosen], "sum": total}
+        chosen = slices if self.settings.pooled else slices[list(fitted_slices(len(slices), self.settings.reuse))]
+        return mine | {f"sample {number}": chosen, "sum": total}
 
     def _quantized(
         self, name: str, vector: torch.Tensor, context: Context
@@ -192,12 +250,9 @@ class GradiVeQ(Codec):
             quantizer.add_decompressed(mean, theirs, 1.0 / context.world_size)
         return mean, lambda: quantizer.decompress(payload, vector)
 
-    def _fit(self, mine: Tensors) -> Coroutine[Tensors]:
+    def _fit(self, mine: Tensors, number: int) -> Coroutine[Tensors]:
         """Bases from the samples; rank 0's, should ranks have come to different ones."""
-        # If the last one is not finite, neither is this iteration, and what comes out here is thrown away.
-        samples = torch.stack([mine[f"sample {n}"] for n in range(self.settings.sample_steps)]).nan_to_num(0, 0, 0)
-        mean = (mine["sum"] / self.settings.sample_steps).to(samples.dtype).nan_to_num(0, 0, 0)
-        learned = self._bases(samples, mean)
+        learned = self._bases(*_samples(mine, number))
         digests = yield Gather(_digest(learned))
         if any(not torch.equal(digest, digests[0]) for digest in digests):
             shape = digests[0][:3].tolist()
@@ -205,37 +260,75 @@ class GradiVeQ(Codec):
             learned["width"] = digests[0][3].float()
         return learned | {"clock": _clock(COMPRESSING, 0)}
 
-    def _bases(self, samples: torch.Tensor, mean: torch.Tensor) -> Tensors:
-        """What compression needs, from samples (T, B, K) of the fitted slices and the mean (M, K) of all."""
-        settings = self.settings
-        mean = mean if settings.whitening else torch.zeros_like(mean)
-        chosen = list(fitted_slices(len(mean), settings.reuse))
+    def _spectra(self, samples: torch.Tensor, mean: torch.Tensor) -> list[Spectrum]:
+        """PCA for each of B bases, of samples (T, S, K) of the slices that are fitted on; mean: (M, K), of all."""
+        settings, centre = self.settings, mean if self.settings.whitening else torch.zeros_like(mean)
         held_out = round(settings.held_out * len(samples))
-        basis = fit_bases(samples, mean[chosen], settings.loss_threshold, settings.max_dimension, held_out)
-        width = basis.shape[2]
-        kept = max(1, round(width * (1 - settings.complement)))
-        return {"basis": basis[:, :, :kept].contiguous(), "mean": mean.float(), "width": torch.tensor(float(width))}
+        parts = fitted_samples(samples, centre, settings.reuse, settings.pooled)
+        return [spectrum(part, held_out) for part in parts]
+
+    def _dimension(self, spectra: Sequence[Spectrum]) -> int:
+        """d: as eq. (6) asks of the most demanding basis, or K / ratio."""
+        settings, size = self.settings, spectra[0].axes.shape[0]
+        if settings.ratio is not None:
+            return self._width(size)
+        most = min(settings.max_dimension or size, size)
+        return min(most, max(found.dimension(settings.loss_threshold) for found in spectra))
+
+    def _width(self, slice_size: int) -> int:
+        """d = K / ratio, at least 1."""
+        return max(1, round(slice_size / (self.settings.ratio or 1)))
+
+    def _bases(self, samples: torch.Tensor, mean: torch.Tensor) -> Tensors:
+        """What compression needs, from samples (T, S, K) and the mean (M, K)."""
+        spectra = self._spectra(samples, mean)
+        width = self._dimension(spectra)
+        axes = max(1, *(len(found.eigenvalues) for found in spectra), 0)
+        if self.settings.complement == 0:
+            width = kept = min(width, axes)
+        else:
+            kept = min(axes, max(1, round(width * (1 - self.settings.complement))))
+        whitened = mean if self.settings.whitening else torch.zeros_like(mean)
+        return {
+            "basis": stacked_axes(spectra, kept),
+            "mean": whitened.float(),
+            "width": torch.tensor(float(width)),
+        }
 
     # --- compression ---
 
     def _compress(
         self, name: str, slices: torch.Tensor, tail: torch.Tensor, mine: Tensors, position: int, context: Context
     ) -> Coroutine[_Done]:
+        if self.settings.complement == 1:
+            mine = self._nothing_fitted(slices)
         basis, mean = self._axes(name, mine, context).to(slices.dtype), mine["mean"].to(slices.dtype)
-        codes = project(slices - mean, basis, self.settings.reuse)
-        codes = codes.bfloat16() if self.settings.bfloat16 else codes
-
-        def decoded(numbers: torch.Tensor) -> torch.Tensor:
-            return expand(numbers.to(slices.dtype), basis, self.settings.reuse) + mean
-
-        asked: list[Request] = [Mean(codes), Mean(tail)]
+        coder = _Coder(slices, basis, mean, self.settings.reuse, self.settings.bfloat16)
+        asked: list[Request] = [self._codes(coder, context.world_size), Mean(tail)]
         if self.settings.monitor != "off":
-            asked.append(Mean(self._vote(slices, decoded(codes))))
-        numbers, rest, *votes = yield tuple(asked)
-        average = decoded(numbers)
+            asked.append(Mean(self._vote(slices, coder.own())))
+        summed, rest, *votes = yield tuple(asked)
+        average = torch.cat(summed).view_as(slices) if self.settings.ring else coder.decode(0, len(slices), summed)
         outvoted = bool(votes) and float(votes[0]) > 0.5
         new = yield from self._after(name, mine, position, average, outvoted, context)
-        return _Done(joined(average, rest), lambda: joined(decoded(codes), tail), new)
+        return _Done(joined(average, rest), lambda: joined(coder.own(), tail), new)
+
+    def _codes(self, coder: _Coder, world_size: int) -> Request:
+        """The request for the mean of codes: at once, or segment by segment."""
+        count = len(coder.slices)
+        if not self.settings.ring:
+            return Mean(coder.encode(0, count))
+        bounds = segment_bounds(count, world_size)
+        return Ring(SummedRing(bounds, coder.encode, coder.decode, coder.basis.shape[2], coder.dtype))
+
+    def _nothing_fitted(self, slices: torch.Tensor) -> Tensors:
+        """Bases without axes, to be completed by random ones: no state needs to be kept of them."""
+        bases = len(fitted_slices(len(slices), self.settings.reuse))
+        return {
+            "basis": slices.new_zeros(bases, slices.shape[1], 0),
+            "mean": torch.zeros_like(slices),
+            "width": torch.tensor(float(self._width(slices.shape[1]))),
+        }
 
     def _axes(self, name: str, mine: Tensors, context: Context) -> torch.Tensor:
         """The basis (B, K, d) of this iteration: the fitted axes, and random ones that complete them."""
@@ -263,13 +356,15 @@ class GradiVeQ(Codec):
             )
         if outvoted and self.settings.on_loss == "dense":
             return {"clock": _clock(DENSE, 0)}
+        if self.settings.complement == 1:
+            return {}
         left = self.settings.compressed_steps - position - 1  # negative for no end
         if outvoted or (left == 0 and self.settings.refresh == "sample"):
             return {"clock": _clock(SAMPLING, 0)}
         if self.settings.refresh == "decoded" and left < self.settings.sample_steps:
             mine = self._with_sample(mine, self.settings.sample_steps - 1 - left, average)
             if left == 0:
-                return (yield from self._fit(mine))
+                return (yield from self._fit(mine, self.settings.sample_steps))
         return mine | {"clock": _clock(COMPRESSING, position + 1)}
 
     # --- fitting before the run, forecasts, checks ---
@@ -286,22 +381,27 @@ class GradiVeQ(Codec):
         learned: Tensors = {}
         for layer in layers:
             slices = sample_slices(samples, layer, self.slice_size(layer))
-            if slices.shape[1]:
-                chosen = list(fitted_slices(slices.shape[1], self.settings.reuse))
+            if slices.shape[1] and self.settings.complement < 1:
+                chosen = list(fitted_slices(slices.shape[1], 1 if self.settings.pooled else self.settings.reuse))
                 found = self._bases(slices[:, chosen], slices.double().mean(0).to(slices.dtype))
                 learned |= {f"{layer.name}/{key}": value for key, value in found.items()}
         return GradiVeQ(self.settings, learned)
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        """Mean over a cycle; a layer without bases counts as sampled, since its d is not known."""
+        """Mean over a cycle; a layer without bases counts as sampled where its d is not known."""
         sampled, compressed = self.settings.sample_steps, self.settings.compressed_steps
         share = compressed / (sampled + compressed) if compressed else 1.0
         total = 0.0
         for layer in layers:
             learned = _below(layer.name, self.learned)
             sampling = self._bytes(layer, {"clock": _clock(SAMPLING, 0)})
-            total += share * self._bytes(layer, learned | {"clock": _clock(COMPRESSING, 0)}) if learned else 0.0
-            total += ((1 - share) if learned else 1.0) * sampling
+            if self.settings.complement == 1:
+                total += self._bytes(layer, {"clock": _clock(COMPRESSING, 0)})
+            elif learned or self.settings.ratio is not None:
+                compressing = self._bytes(layer, learned | {"clock": _clock(COMPRESSING, 0)})
+                total += share * compressing + (1 - share) * sampling
+            else:
+                total += sampling
         return total
 
     def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
@@ -316,11 +416,12 @@ class GradiVeQ(Codec):
         settings = self.settings
         if mode == COMPRESSING:
             fits = settings.refresh == "decoded" and position + 1 == settings.compressed_steps
-            codes = whole * int(mine["width"]) * (2 if settings.bfloat16 else 4)
+            codes = whole * int(mine.get("width", self._width(size))) * (2 if settings.bfloat16 else 4)
             return codes + 4 * (tail + (settings.monitor != "off")) + DIGEST_BYTES * fits
         bits = settings.sample_bits
         sampled = QSGD(QSGD.Settings(bits)).payload_bytes([layer], 1) if bits else 4 * layer.numel
-        return sampled + DIGEST_BYTES * (position + 1 >= settings.sample_steps)
+        looked = 4 * self._looks_for_stability(position + 1)
+        return sampled + looked + DIGEST_BYTES * (position + 1 >= settings.sample_steps)
 
     def check(self, layers: Sequence[Layer]) -> None:
         keys = ("basis", "mean", "width")
@@ -337,6 +438,13 @@ class GradiVeQ(Codec):
 def _below(name: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
     prefix = f"{name}/"
     return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+
+
+def _samples(mine: Tensors, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is sampled so far, (T, S, K), and its mean over all slices (M, K)."""
+    # If the last one is not finite, neither is this iteration, and what comes of it is thrown away.
+    samples = torch.stack([mine[f"sample {n}"] for n in range(number)]).nan_to_num(0, 0, 0)
+    return samples, (mine["sum"] / number).to(samples.dtype).nan_to_num(0, 0, 0)
 
 
 def joined(slices: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradlab.codec import Codec, Context, Exchanged, Tensors, mean_only
-from gradlab.collectives import Coroutine
+import torch
+
+from gradlab.codec import Codec, Context, Exchanged, Tensors, concatenate, mean_only, separate
+from gradlab.collectives import Coroutine, Ring
 from gradlab.layout import Layer
+from gradlab.ring import SummedRing, segment_bounds
 
 
 class Identity(Codec):
@@ -21,10 +24,19 @@ class Identity(Codec):
 
     @dataclass(frozen=True)
     class Settings:
-        """Nothing to set."""
+        """ring: the segments of a ring, hop by hop (Algorithm 1 of GradiVeQ without compression), in place of the
+        backend's all-reduce; to compare with."""
+
+        ring: bool = False
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        return (yield from mean_only(grads))
+        if not self.settings.ring:
+            return (yield from mean_only(grads))
+        vector = concatenate(grads)
+        bounds = segment_bounds(vector.numel(), context.world_size)
+        code = SummedRing(bounds, lambda a, b: vector[a:b], lambda a, b, summed: summed, 1, vector.dtype)
+        segments = yield Ring(code)
+        return Exchanged(separate(torch.cat(segments), grads), dict(grads))
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         return 4 * sum(layer.numel for layer in layers)

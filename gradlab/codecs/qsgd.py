@@ -13,9 +13,11 @@ from itertools import pairwise
 
 import torch
 
-from gradlab.codec import Compressor, Tensors
+from gradlab.codec import Compressor, Context, Exchanged, Tensors, concatenate, separate
 from gradlab.codec_settings import require
+from gradlab.collectives import Coroutine, Ring
 from gradlab.layout import Layer
+from gradlab.ring import RingCode, segment_bounds
 
 NORMS = ("max", "l2")
 _CACHED = 2**18  # elements worked on at a time
@@ -46,13 +48,16 @@ class QSGD(Compressor):
     class Settings:
         """bits: per element, its sign included, 1 to 8; bucket_size: elements that share one norm, a float32 (the
         paper's d); norm: "max", the largest magnitude, or "l2", the paper's, under which most elements are zero;
-        stochastic: round at random, without bias, or to the nearest level.
+        stochastic: round at random, without bias, or to the nearest level; ring: sums travel along a ring of ranks,
+        decompressed, added to and compressed again at every hop: the form GradiVeQ is compared with (its Fig. 2a). What
+        a rank contributed is then not known, and `own` is its gradient.
         """
 
         bits: int = 4
         bucket_size: int = 512
         norm: str = "max"
         stochastic: bool = True
+        ring: bool = False
 
         def __post_init__(self) -> None:
             require(1 <= self.bits <= 8, "qsgd", "bits", self.bits, "1 to 8")
@@ -102,9 +107,56 @@ class QSGD(Compressor):
             rows.add_(level.to(total.dtype).mul_(steps[:, None]))
             first += len(rows)
 
+    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        if not self.settings.ring:
+            return (yield from super().exchange(grads, state, context))
+        vector = concatenate(grads)
+        segments = yield Ring(QuantizedRing(self, vector, context))
+        return Exchanged(separate(torch.cat(segments), grads), dict(grads))
+
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         numel = sum(layer.numel for layer in layers)
+        if not self.settings.ring:
+            return self.compressed_bytes(numel)
+        return sum(self.compressed_bytes(b - a) for a, b in pairwise(ring_edges(numel, world_size)))
+
+    def compressed_bytes(self, numel: int) -> int:
+        """Bytes of norms and codes of a vector."""
         return 4 * -(-numel // self.settings.bucket_size) + -(-numel // 8) * self.settings.bits
+
+
+class QuantizedRing(RingCode):
+    """Sums that are decompressed, added to, and quantized anew at every hop."""
+
+    def __init__(self, quantizer: QSGD, vector: torch.Tensor, context: Context) -> None:
+        self.segments = context.world_size
+        self._quantizer, self._context = quantizer, context
+        self._parts = [vector[a:b] for a, b in pairwise(ring_edges(vector.numel(), self.segments))]
+
+    def nbytes(self, segment: int) -> int:
+        return self._quantizer.compressed_bytes(self._parts[segment].numel())
+
+    def prepare(self, segment: int) -> torch.Tensor:
+        return self._parts[segment]
+
+    def add(self, segment: int, received: torch.Tensor | None, own: torch.Tensor) -> torch.Tensor:
+        total = own if received is None else own + self._decompressed(segment, received)
+        # A stream for each segment, because ranks come to them in different orders.
+        norms, codes = self._quantizer.compress(total, self._context.rank_generator("segment", segment))
+        return torch.cat([norms.view(torch.uint8), codes])
+
+    def finish(self, segment: int, message: torch.Tensor) -> torch.Tensor:
+        return self._decompressed(segment, message).mul_(1.0 / self.segments)
+
+    def _decompressed(self, segment: int, message: torch.Tensor) -> torch.Tensor:
+        like = self._parts[segment]
+        norms, codes = message.tensor_split([4 * -(-like.numel() // self._quantizer.settings.bucket_size)])
+        return self._quantizer.decompress((norms.view(torch.float32), codes), like)
+
+
+def ring_edges(numel: int, segments: int) -> list[int]:
+    """Where segments of a vector begin and end: at multiples of 8, so that only the last one's codes are padded."""
+    return [0, *(min(8 * last, numel) for _, last in segment_bounds(-(-numel // 8), segments))]
 
 
 def pieces(vector: torch.Tensor, size: int) -> list[torch.Tensor]:
@@ -132,7 +184,8 @@ def bucket_norms(rows: torch.Tensor, norm: str) -> torch.Tensor:
         half = (width + 1) // 2
         squares[:, : width - half] += squares[:, half:]
         squares = squares[:, :half]
-    return (largest * squares[:, 0].sqrt()).float()
+    # In float64: torch's float32 root (MKL's) is rounded differently on different processors.
+    return (largest * squares[:, 0].double().sqrt().to(largest.dtype)).float()
 
 
 def on_device(generator: torch.Generator, device: torch.device) -> torch.Generator:
