@@ -105,15 +105,18 @@ def spectrum(centred: torch.Tensor, held_out: int = 0) -> Spectrum:
     return Spectrum(values, axes, captured / total if total > 0 else torch.ones_like(captured))
 
 
-def fitted_samples(samples: torch.Tensor, mean: torch.Tensor, reuse: int | None, pooled: bool) -> list[torch.Tensor]:
-    """What each of B bases is fitted on: centred samples (T, r, K), float64.
+def fitted_samples(
+    samples: torch.Tensor, mean: torch.Tensor | None, reuse: int | None, pooled: bool
+) -> list[torch.Tensor]:
+    """What each of B bases is fitted on: samples (T, r, K), centred if there is a mean, float64.
 
     samples: (T, S, K), of all M slices if pooled, else of the first of every `reuse`; mean: (M, K).
     """
-    if pooled:
-        return list((samples.double() - mean.double()).split(reuse or max(1, len(mean)), dim=1))
-    chosen = list(fitted_slices(len(mean), reuse))
-    return list((samples.double() - mean[chosen].double()).split(1, dim=1))
+    centred = samples.double()
+    if mean is not None:
+        chosen = mean if pooled else mean[list(fitted_slices(len(mean), reuse))]
+        centred = centred - chosen.double()
+    return list(centred.split((reuse or samples.shape[1]) if pooled else 1, dim=1))
 
 
 def stacked_axes(spectra: Sequence[Spectrum], width: int) -> torch.Tensor:
@@ -161,12 +164,16 @@ def project(slices: torch.Tensor, basis: torch.Tensor, reuse: int | None, first:
 
     first: the number of the first of these slices in its layer.
     """
-    return torch.cat([part @ one for part, one in _served(slices, basis, reuse, first)])
+    return _joined([part @ one for part, one in _served(slices, basis, reuse, first)])
 
 
 def expand(codes: torch.Tensor, basis: torch.Tensor, reuse: int | None, first: int = 0) -> torch.Tensor:
     """Slices (m, K) from codes (m, d), eq. (5); arguments as those of `project`."""
-    return torch.cat([part @ one.T for part, one in _served(codes, basis, reuse, first)])
+    return _joined([part @ one.T for part, one in _served(codes, basis, reuse, first)])
+
+
+def _joined(rows: list[torch.Tensor]) -> torch.Tensor:
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def _served(
@@ -199,17 +206,24 @@ def sample_slices(samples: Mapping[str, torch.Tensor], layer: Layer, slice_size:
 
 
 def check_bases(
-    codec: str, layer: Layer, basis: torch.Tensor | None, mean: torch.Tensor | None, reuse: int | None
+    codec: str,
+    layer: Layer,
+    basis: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    reuse: int | None,
+    whitening: bool = True,
 ) -> None:
-    """Refuse a basis and a mean that do not fit a layer; both may be missing.
+    """Refuse a basis and a mean that do not fit a layer; both may be missing, the mean must be without whitening.
 
     Raises:
         GradlabError: naming codec and layer, what came and what was expected.
     """
     if basis is None and mean is None:
         return
-    if basis is None or mean is None:
-        raise GradlabError(f"codec {codec}: layer {layer.name} has only one of basis and mean")
+    if basis is None or (mean is None) == whitening:
+        expected = "a basis and a mean" if whitening else "a basis and no mean (whitening is off)"
+        raise GradlabError(f"codec {codec}: layer {layer.name}: expected {expected}, or neither")
+    mean = basis.new_zeros(layer.numel // max(1, basis.shape[1]), basis.shape[1]) if mean is None else mean
     if not {basis.dtype, mean.dtype} <= {torch.float32, torch.float64}:
         raise GradlabError(
             f"codec {codec}: layer {layer.name} has a basis of {basis.dtype} and a mean of {mean.dtype}, "

@@ -125,7 +125,7 @@ def test_samples_travel_as_qsgd() -> None:
     expected = torch.zeros(108)
     for rank, given in enumerate(mine):
         vector = flatten(given, "gradiveq")
-        payload = quantizer.compress(vector, replace(context, rank=rank).rank_generator("w"))
+        payload = quantizer.compress(vector, replace(context, group="w/w", rank=rank).rank_generator())
         quantizer.add_decompressed(expected, payload, 0.5)
     np.testing.assert_array_equal(slices_of(results[0].value.mean["w"]), expected.double().numpy().reshape(-1, SIZE))
     torch.testing.assert_close(run.states[0]["w/sample 0"], expected[:SIZE][None])

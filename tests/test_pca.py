@@ -294,8 +294,8 @@ GOOD = {"w/basis": torch.eye(12)[None, :, :3], "w/mean": torch.zeros(4, 12)}
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"w/basis": None}, "only one of basis and mean"),
-        ({"w/mean": None}, "only one of basis and mean"),
+        ({"w/basis": None}, "expected a basis and a mean, or neither"),
+        ({"w/mean": None}, "expected a basis and a mean, or neither"),
         ({"w/basis": torch.zeros(12, 3)}, "got a basis"),
         ({"w/basis": torch.zeros(1, 12, 13)}, "got a basis"),
         ({"w/basis": torch.zeros(1, 12, 0)}, "got a basis"),

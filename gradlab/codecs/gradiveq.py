@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -53,10 +53,10 @@ class _Done:
 
 
 class _Coder:
-    """One rank's slices (M, K) of a layer under bases (B, K, d) and the mean (M, K): eqs. (3) and (5), run by run."""
+    """One rank's slices (M, K) under bases (B, K, d) and a mean (M, K), if any: eqs. (3) and (5), run by run."""
 
     def __init__(
-        self, slices: torch.Tensor, basis: torch.Tensor, mean: torch.Tensor, reuse: int | None, bfloat16: bool
+        self, slices: torch.Tensor, basis: torch.Tensor, mean: torch.Tensor | None, reuse: int | None, bfloat16: bool
     ) -> None:
         self.slices, self.basis, self.mean = slices, basis, mean
         self.dtype = torch.bfloat16 if bfloat16 else slices.dtype
@@ -68,7 +68,9 @@ class _Coder:
         whole = self._encoded.get((0, len(self.slices)))
         if whole is not None:
             return whole[first:last]
-        centred = self.slices[first:last] - self.mean[first:last]
+        centred = self.slices[first:last]
+        if self.mean is not None:
+            centred = centred - self.mean[first:last]
         codes = project(centred, self.basis, self._reuse, first).to(self.dtype)
         self._encoded[first, last] = codes
         return codes
@@ -76,20 +78,22 @@ class _Coder:
     def decode(self, first: int, last: int, codes: torch.Tensor) -> torch.Tensor:
         """Slices (last - first, K) from their codes, (last - first, d) or flat."""
         numbers = codes.view(last - first, self.basis.shape[2]).to(self.slices.dtype)
-        return expand(numbers, self.basis, self._reuse, first) + self.mean[first:last]
+        decoded = expand(numbers, self.basis, self._reuse, first)
+        return decoded if self.mean is None else decoded.add_(self.mean[first:last])
 
     def own(self) -> torch.Tensor:
         """What this rank's codes amount to, (M, K)."""
         runs = sorted(self._encoded) or [(0, len(self.slices))]
-        return torch.cat([self.decode(first, last, self.encode(first, last)) for first, last in runs])
+        decoded = [self.decode(first, last, self.encode(first, last)) for first, last in runs]
+        return decoded[0] if len(runs) == 1 else torch.cat(decoded)
 
 
 class GradiVeQ(Codec):
     """Per layer a clock that all ranks share: SAMPLING for L_t iterations, COMPRESSING for L_c, and again.
 
-    State, per layer: "clock" (2,), mode and position in it; in compression "basis" (B, K, d), "mean" (M, K), "width";
-    while sampling "sample 17" (B, K) and "sum" (M, K). Learned: those of compression, which it then begins with and
-    keeps out of its state.
+    State, per layer: "clock" (2,), mode and position in it; in compression "basis" (B, K, d), "mean" (M, K) with
+    whitening, "width"; while sampling "sample 17" (B, K), or (M, K) if pooled, and with whitening "sum" (M, K).
+    Learned: those of compression, which it then begins with and keeps out of its state.
     All of it follows from averaged gradients, which every rank has; bases that came out different on machines that
     round differently are replaced by rank 0's. Layers smaller than a slice, and what fills no slice, travel dense.
 
@@ -175,7 +179,7 @@ class GradiVeQ(Codec):
         done = dict(zip(grads, (yield from together(parts)), strict=True))
 
         def shaped(name: str, vector: torch.Tensor) -> torch.Tensor:
-            return unflatten(vector, grads[name].shape, "gradiveq").contiguous()
+            return unflatten(vector, grads[name].shape, "gradiveq")
 
         return Exchanged(
             {name: shaped(name, layer.mean) for name, layer in done.items()},
@@ -213,7 +217,7 @@ class GradiVeQ(Codec):
     ) -> Coroutine[_Done]:
         """An iteration whose average becomes a sample; after the last one, the bases. shape: (M, K)."""
         mean, own = yield from self._quantized(name, vector, context)
-        mine = self._with_sample(mine, position, mean[: shape.numel()].view(shape))
+        mine = self._with_sample(mine, position, mean[: shape.numel()].view(shape), context)
         number = position + 1
         stable = False
         if self._looks_for_stability(number):
@@ -229,11 +233,14 @@ class GradiVeQ(Codec):
         every = self.settings.stable_steps
         return every > 0 and 2 <= number < self.settings.sample_steps and number % every == 0
 
-    def _with_sample(self, mine: Tensors, number: int, slices: torch.Tensor) -> Tensors:
+    def _with_sample(self, mine: Tensors, number: int, slices: torch.Tensor, context: Context) -> Tensors:
         """The state with one more sample, counted from 0: averaged slices (M, K)."""
-        total = slices.double() + mine["sum"] if number else slices.double()
-        chosen = slices if self.settings.pooled else slices[list(fitted_slices(len(slices), self.settings.reuse))]
-        return mine | {f"sample {number}": chosen, "sum": total}
+        chosen = list(fitted_slices(len(slices), 1 if self.settings.pooled else self.settings.reuse))
+        mine = mine | {f"sample {number}": slices[chosen]}
+        if self.settings.whitening:
+            total = context.workspace.empty_like(slices)
+            mine["sum"] = torch.add(slices, mine["sum"], out=total) if number else total.copy_(slices)
+        return mine
 
     def _quantized(
         self, name: str, vector: torch.Tensor, context: Context
@@ -243,12 +250,8 @@ class GradiVeQ(Codec):
             mean = yield Mean(vector)
             return mean, lambda: vector
         quantizer = QSGD(QSGD.Settings(self.settings.sample_bits))
-        payload = quantizer.compress(vector, context.rank_generator(name))
-        answers = yield tuple(Gather(part) for part in payload)
-        mean = torch.zeros_like(vector)
-        for theirs in zip(*answers, strict=True):
-            quantizer.add_decompressed(mean, theirs, 1.0 / context.world_size)
-        return mean, lambda: quantizer.decompress(payload, vector)
+        done = yield from quantizer.exchange({name: vector}, {}, replace(context, group=f"{context.group}/{name}"))
+        return done.mean[name], lambda: done.own[name]
 
     def _fit(self, mine: Tensors, number: int) -> Coroutine[Tensors]:
         """Bases from the samples; rank 0's, should ranks have come to different ones."""
@@ -260,11 +263,11 @@ class GradiVeQ(Codec):
             learned["width"] = digests[0][3].float()
         return learned | {"clock": _clock(COMPRESSING, 0)}
 
-    def _spectra(self, samples: torch.Tensor, mean: torch.Tensor) -> list[Spectrum]:
+    def _spectra(self, samples: torch.Tensor, mean: torch.Tensor | None) -> list[Spectrum]:
         """PCA for each of B bases, of samples (T, S, K) of the slices that are fitted on; mean: (M, K), of all."""
-        settings, centre = self.settings, mean if self.settings.whitening else torch.zeros_like(mean)
+        settings = self.settings
         held_out = round(settings.held_out * len(samples))
-        parts = fitted_samples(samples, centre, settings.reuse, settings.pooled)
+        parts = fitted_samples(samples, mean, settings.reuse, settings.pooled)
         return [spectrum(part, held_out) for part in parts]
 
     def _dimension(self, spectra: Sequence[Spectrum]) -> int:
@@ -279,8 +282,8 @@ class GradiVeQ(Codec):
         """d = K / ratio, at least 1."""
         return max(1, round(slice_size / (self.settings.ratio or 1)))
 
-    def _bases(self, samples: torch.Tensor, mean: torch.Tensor) -> Tensors:
-        """What compression needs, from samples (T, S, K) and the mean (M, K)."""
+    def _bases(self, samples: torch.Tensor, mean: torch.Tensor | None) -> Tensors:
+        """What compression needs, from samples (T, S, K) and, with whitening, the mean (M, K)."""
         spectra = self._spectra(samples, mean)
         width = self._dimension(spectra)
         axes = max(1, *(len(found.eigenvalues) for found in spectra), 0)
@@ -288,12 +291,8 @@ class GradiVeQ(Codec):
             width = kept = min(width, axes)
         else:
             kept = min(axes, max(1, round(width * (1 - self.settings.complement))))
-        whitened = mean if self.settings.whitening else torch.zeros_like(mean)
-        return {
-            "basis": stacked_axes(spectra, kept),
-            "mean": whitened.float(),
-            "width": torch.tensor(float(width)),
-        }
+        found = {"basis": stacked_axes(spectra, kept), "width": torch.tensor(float(width))}
+        return found if mean is None else found | {"mean": mean.float()}
 
     # --- compression ---
 
@@ -302,7 +301,8 @@ class GradiVeQ(Codec):
     ) -> Coroutine[_Done]:
         if self.settings.complement == 1:
             mine = self._nothing_fitted(slices)
-        basis, mean = self._axes(name, mine, context).to(slices.dtype), mine["mean"].to(slices.dtype)
+        basis, mean = self._axes(name, mine, context).to(slices.dtype), mine.get("mean")
+        mean = None if mean is None else mean.to(slices.dtype)
         coder = _Coder(slices, basis, mean, self.settings.reuse, self.settings.bfloat16)
         asked: list[Request] = [self._codes(coder, context.world_size), Mean(tail)]
         if self.settings.monitor != "off":
@@ -326,7 +326,6 @@ class GradiVeQ(Codec):
         bases = len(fitted_slices(len(slices), self.settings.reuse))
         return {
             "basis": slices.new_zeros(bases, slices.shape[1], 0),
-            "mean": torch.zeros_like(slices),
             "width": torch.tensor(float(self._width(slices.shape[1]))),
         }
 
@@ -362,7 +361,7 @@ class GradiVeQ(Codec):
         if outvoted or (left == 0 and self.settings.refresh == "sample"):
             return {"clock": _clock(SAMPLING, 0)}
         if self.settings.refresh == "decoded" and left < self.settings.sample_steps:
-            mine = self._with_sample(mine, self.settings.sample_steps - 1 - left, average)
+            mine = self._with_sample(mine, self.settings.sample_steps - 1 - left, average, context)
             if left == 0:
                 return (yield from self._fit(mine, self.settings.sample_steps))
         return mine | {"clock": _clock(COMPRESSING, position + 1)}
@@ -383,7 +382,8 @@ class GradiVeQ(Codec):
             slices = sample_slices(samples, layer, self.slice_size(layer))
             if slices.shape[1] and self.settings.complement < 1:
                 chosen = list(fitted_slices(slices.shape[1], 1 if self.settings.pooled else self.settings.reuse))
-                found = self._bases(slices[:, chosen], slices.double().mean(0).to(slices.dtype))
+                mean = slices.double().mean(0).to(slices.dtype) if self.settings.whitening else None
+                found = self._bases(slices[:, chosen], mean)
                 learned |= {f"{layer.name}/{key}": value for key, value in found.items()}
         return GradiVeQ(self.settings, learned)
 
@@ -424,12 +424,12 @@ class GradiVeQ(Codec):
         return sampled + looked + DIGEST_BYTES * (position + 1 >= settings.sample_steps)
 
     def check(self, layers: Sequence[Layer]) -> None:
-        keys = ("basis", "mean", "width")
+        keys, whitening = ("basis", "mean", "width"), self.settings.whitening
         if unknown := sorted(set(self.learned) - {f"{layer.name}/{key}" for layer in layers for key in keys}):
             raise GradlabError(f"codec gradiveq: learned tensors {unknown} belong to no layer of the group")
         for layer in layers:
             mine = _below(layer.name, self.learned)
-            check_bases("gradiveq", layer, mine.get("basis"), mine.get("mean"), self.settings.reuse)
+            check_bases("gradiveq", layer, mine.get("basis"), mine.get("mean"), self.settings.reuse, whitening)
             fitted, size = mine["basis"].shape[2:0:-1] if mine else (0, 0)
             if not fitted <= int(mine.get("width", torch.tensor(0.0))) <= size:
                 raise GradlabError(f"codec gradiveq: layer {layer.name}: width is missing or not between d and K")
@@ -440,16 +440,16 @@ def _below(name: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
     return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
 
 
-def _samples(mine: Tensors, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is sampled so far, (T, S, K), and its mean over all slices (M, K)."""
+def _samples(mine: Tensors, number: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What is sampled so far, (T, S, K), and its mean over all slices (M, K) if there is a sum."""
     # If the last one is not finite, neither is this iteration, and what comes of it is thrown away.
     samples = torch.stack([mine[f"sample {n}"] for n in range(number)]).nan_to_num(0, 0, 0)
-    return samples, (mine["sum"] / number).to(samples.dtype).nan_to_num(0, 0, 0)
+    return samples, (mine["sum"] / number).nan_to_num(0, 0, 0) if "sum" in mine else None
 
 
 def joined(slices: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
     """Slices (M, K) and what follows them as one vector."""
-    return torch.cat([slices.reshape(-1), tail])
+    return torch.cat([slices.reshape(-1), tail]) if tail.numel() else slices.reshape(-1)
 
 
 def _clock(mode: int, position: int) -> torch.Tensor:
