@@ -8,7 +8,7 @@ the loss on iterations that the fit has not seen is reported beside it, as a cur
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,16 +19,19 @@ from gradlab.analysis.formatting import format_percent
 from gradlab.analysis.holdout import holdout_by_age, losses_by_slice, random_basis_plan
 from gradlab.analysis.unscaled import mean_unscaled
 from gradlab.artifact import Artifact
-from gradlab.codecs.pca import PCA
+from gradlab.codec_settings import build_settings
+from gradlab.codecs.gradiveq import GradiVeQ
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
-from gradlab.plan import Group, Plan, Schedule
+from gradlab.plan import FEEDBACK, Group, Plan, Schedule
 from gradlab.progress import Progress
-from gradlab.slice_pca import fitted_slices
+from gradlab.slice_pca import fitted_slices, sample_slices, shared_dimensions, spectrum
 
 if TYPE_CHECKING:
     from gradlab.trace import Trace
 
+# Of the fit's samples, the latest: what each axis is worth is asked of these, where a budget is shared out.
+_JUDGES = 0.25
 # Held-out loss above this multiple of lambda is called out in words.
 _TOLERATED = 2.0
 
@@ -59,13 +62,15 @@ def fit_gradiveq(
     *,
     samples: int = 100,
     start: int | None = None,
-    settings: PCA.Settings | None = None,
+    settings: GradiVeQ.Settings | None = None,
+    layer_settings: Mapping[str, Mapping[str, Any]] | None = None,
+    total_ratio: float | None = None,
     roles: Sequence[str] = ("convolution",),
     warmup_steps: int = 0,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> GradiveqFit:
-    """One PCA group per layer of the given roles, fitted on `samples` steps; all later steps are held out.
+    """One group per layer of the given roles, fitted on `samples` steps; all later steps are held out.
 
     The paper's order: warm-up, L_t dense iterations to fit on, then compression. warmup_steps: the first iteration
     that the plan compresses; the fit takes the last `samples` steps recorded before it. 0: the fit takes the first
@@ -73,21 +78,30 @@ def fit_gradiveq(
     on, where that is not wanted; a fit on iterations that the plan compresses is warned of. Layers with fewer elements
     than a slice, or whose codes would be no smaller, stay dense and are listed in origin["skipped"].
 
+    settings: of every group; None: the fitted bases serve to the end of the run (compressed_steps = 0). With a
+    complement the groups get error feedback. layer_settings: by layer name, what differs there, such as what happens
+    when the loss monitor fires. total_ratio: in place of eq. (6), d of all layers at once: dense bytes of the whole
+    model over those of a compressed iteration; each further axis goes where it holds most of the energy, per byte, of
+    the last quarter of the samples, which the axes are not fitted on while this is decided.
+
     Raises:
         NotFittable: for too few steps before the warm-up ends, nothing left to hold out, or no layer that can be
             fitted.
-        GradlabError: for fewer than two samples, a start out of range, or a negative warm-up.
+        GradlabError: for fewer than two samples, a start out of range, a negative warm-up, settings of a layer that is
+            not fitted, or a total ratio out of reach.
     """
-    settings = settings or PCA.Settings()
+    chosen = _chosen_settings(trace, settings or GradiVeQ.Settings(compressed_steps=0), layer_settings or {}, roles)
     schedule = Schedule(warmup_steps)
     window = _fit_window(trace, start, samples, warmup_steps)
     if warmup_steps == 0:
         schedule = Schedule(int(trace.steps[window.stop - 1]) + 1)
-    learned, layers, skipped = _fit_layers(trace, window, settings, roles, progress)
+    if total_ratio is not None:
+        chosen = _within_budget(trace, window, chosen, total_ratio)
+    learned, layers, skipped = _fit_layers(trace, window, chosen, progress)
     if not learned:
         reasons = "; ".join(f"{name}: {why}" for name, why in skipped.items()) or "the trace holds none"
         raise NotFittable(f"{trace.path}: no layer of role {', '.join(roles)} can be fitted ({reasons})")
-    groups = tuple(Group(name, (name,), "pca", dataclasses.asdict(settings)) for name in learned)
+    groups = tuple(_group(name, chosen[name]) for name in learned)
     plan = Plan(tuple(trace.layers), groups, schedule, seed, learned)
     held = holdout_by_age(trace, plan, start=window.stop, progress=progress)
     control = holdout_by_age(trace, random_basis_plan(plan, seed), start=window.stop, progress=None)
@@ -96,7 +110,8 @@ def fit_gradiveq(
         "method": "gradiveq",
         "trace": trace.digest,
         "world_size": trace.world_size,
-        "settings": dataclasses.asdict(settings),
+        "settings": dataclasses.asdict(settings or GradiVeQ.Settings(compressed_steps=0)),
+        "total_ratio": total_ratio,
         "fitted_on": fitted,
         "warmup_steps": schedule.warmup_steps,
         "held_out_on": [int(trace.steps[window.stop]), int(trace.steps[-1])],
@@ -106,7 +121,8 @@ def fit_gradiveq(
         "in_sample_loss": _loss([fact["in_sample_energy"] for fact in layers.values()]),
         "holdout": held,
         "random_basis": control,
-        "payload_bytes": plan.payload_bytes(trace.world_size),
+        "payload_bytes": plan.payload_bytes(trace.world_size, states={}),
+        "mean_payload_bytes": plan.payload_bytes(trace.world_size),
         "dense_payload_bytes": plan.payload_bytes(trace.world_size, compressing=False),
     }
     return GradiveqFit(plan, {**origin, "warnings": _warnings(origin)})
@@ -140,45 +156,100 @@ def _last_before_compression(trace: Trace, samples: int, warmup_steps: int) -> i
     return before - samples
 
 
+def _chosen_settings(
+    trace: Trace, common: GradiVeQ.Settings, special: Mapping[str, Mapping[str, Any]], roles: Sequence[str]
+) -> dict[str, GradiVeQ.Settings]:
+    """The settings of every layer of the roles, by name."""
+    names = [layer.name for layer in trace.layers if layer.role in roles]
+    if unknown := sorted(set(special) - set(names)):
+        raise GradlabError(f"settings for {', '.join(unknown)}: no layer of role {', '.join(roles)} has that name")
+    values = dataclasses.asdict(common)
+    return {name: build_settings(GradiVeQ, {**values, **special.get(name, {})}) for name in names}
+
+
+def _group(name: str, settings: GradiVeQ.Settings) -> Group:
+    return Group(name, (name,), "gradiveq", dataclasses.asdict(settings), FEEDBACK if settings.complement else ())
+
+
+def _within_budget(
+    trace: Trace, window: range, chosen: Mapping[str, GradiVeQ.Settings], total_ratio: float
+) -> dict[str, GradiVeQ.Settings]:
+    """The settings with each layer's d, so that the whole model is total_ratio smaller in a compressed iteration."""
+    energies, prices, fitted = [], [], []
+    free = 4.0 * sum(layer.numel for layer in trace.layers) / total_ratio
+    for layer in trace.layers:
+        settings = chosen.get(layer.name)
+        slice_size = GradiVeQ(settings).slice_size(layer) if settings else layer.numel + 1
+        if settings is None or layer.numel < slice_size:
+            free -= 4 * layer.numel
+            continue
+        gradients = _finite_samples(trace, window, layer)
+        slices = sample_slices({layer.name: gradients}, layer, slice_size)
+        judges = max(1, round(_JUDGES * len(slices)))
+        fitting = slices if settings.pooled else slices[:, :1]
+        axes = spectrum(fitting.double(), judges).axes
+        energies.append((slices[-judges:].double().reshape(-1, slice_size) @ axes).square().sum(0))
+        prices.append(float(slices.shape[1] * (2 if settings.bfloat16 else 4)))
+        free -= 4 * (layer.numel % slice_size)
+        fitted.append(layer.name)
+    try:
+        dimensions = dict(zip(fitted, shared_dimensions(energies, prices, free), strict=True))
+    except GradlabError as error:
+        raise GradlabError(f"total ratio {total_ratio:g} is out of reach: {error}") from None
+    return {
+        name: dataclasses.replace(settings, ratio=None, loss_threshold=0.0, max_dimension=dimensions.get(name))
+        for name, settings in chosen.items()
+    }
+
+
 def _fit_layers(
-    trace: Trace, window: range, settings: PCA.Settings, roles: Sequence[str], progress: Progress | None
+    trace: Trace, window: range, chosen: Mapping[str, GradiVeQ.Settings], progress: Progress | None
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any], dict[str, str]]:
     """Learned tensors, facts and reasons for leaving out, each by layer name."""
     learned: dict[str, dict[str, torch.Tensor]] = {}
     facts: dict[str, Any] = {}
     skipped: dict[str, str] = {}
-    chosen = [layer for layer in trace.layers if layer.role in roles]
-    for done, layer in enumerate(chosen):
-        slice_size = PCA(settings).slice_size(layer)
+    layers = [layer for layer in trace.layers if layer.name in chosen]
+    for done, layer in enumerate(layers):
+        settings = chosen[layer.name]
+        slice_size = GradiVeQ(settings).slice_size(layer)
         if layer.numel < slice_size:
             skipped[layer.name] = f"{layer.numel} elements, fewer than a slice of {slice_size}"
         else:
             codec, fact = _fit_layer(trace, window, layer, settings)
-            if codec.payload_bytes([layer], 1) < 4 * layer.numel:
+            if codec.next_payload_bytes([layer], 1, {}) < 4 * layer.numel:
                 learned[layer.name], facts[layer.name] = codec.learned, fact
             else:
                 skipped[layer.name] = f"d = K = {slice_size}: nothing would be saved"
         if progress:
-            progress("fit", done + 1, len(chosen))
+            progress("fit", done + 1, len(layers))
     return learned, facts, skipped
 
 
-def _fit_layer(trace: Trace, window: range, layer: Layer, settings: PCA.Settings) -> tuple[PCA, dict[str, Any]]:
+def _finite_samples(trace: Trace, window: range, layer: Layer) -> torch.Tensor:
+    """Averaged gradients (T, *layer.shape) of the window's steps, without those that are not finite."""
     gradients = mean_unscaled(trace, layer.name, window.start, window.stop)
     finite = np.isfinite(gradients).all(1)
     if finite.sum() < 2:
         raise NotFittable(f"{layer.name}: {int(finite.sum())} of {len(window)} samples are finite, expected at least 2")
-    stacked = torch.from_numpy(np.ascontiguousarray(gradients[finite])).reshape(-1, *layer.shape)
-    codec = PCA(settings).fit([layer], {layer.name: stacked})
+    return torch.from_numpy(np.ascontiguousarray(gradients[finite])).reshape(-1, *layer.shape)
+
+
+def _fit_layer(
+    trace: Trace, window: range, layer: Layer, settings: GradiVeQ.Settings
+) -> tuple[GradiVeQ, dict[str, Any]]:
+    stacked = _finite_samples(trace, window, layer)
+    codec = GradiVeQ(settings).fit([layer], {layer.name: stacked})
     basis = codec.learned[f"{layer.name}/basis"]
     slice_size = basis.shape[1]
     by_slice = losses_by_slice(codec, layer, stacked, slice_size)
     chosen = list(fitted_slices(len(by_slice), settings.reuse))
     fact = {
         "slice_size": slice_size,
-        "dimension": basis.shape[2],
+        "dimension": int(codec.learned[f"{layer.name}/width"]),
+        "fitted_axes": basis.shape[2],
         "slices": len(by_slice),
-        "samples": int(finite.sum()),
+        "samples": len(stacked),
         "fitted_slices_energy": by_slice[chosen].sum(0).tolist(),
         "fitted_slices_loss": _loss(by_slice[chosen]),
         "in_sample_energy": by_slice.sum(0).tolist(),

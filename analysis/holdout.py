@@ -23,6 +23,7 @@ from gradlab.layout import Layer, flatten, split_slices
 from gradlab.measures import squared_norm
 from gradlab.plan import Plan
 from gradlab.progress import Progress
+from gradlab.wrapper import innermost
 
 if TYPE_CHECKING:
     from gradlab.trace import Trace
@@ -82,8 +83,10 @@ def holdout_by_age(
     last), "steps" per bin, "loss" over everything, "loss_by_age", and the same per group under "groups". Bins
     without a finite step hold None.
 
+    What a wrapper adds is left aside.
+
     Raises:
-        GradlabError: for nothing to hold out, or a group whose codec is not linear (replay those).
+        GradlabError: for nothing to hold out, or a group whose codec is neither linear nor fitted (replay those).
     """
     stop = len(trace.steps) if stop is None else stop
     if not 0 < start < stop <= len(trace.steps):
@@ -93,8 +96,8 @@ def holdout_by_age(
     groups = plan.compressed_groups
     rows = {}
     for done, group in enumerate(groups):
-        codec = plan.build(group)
-        if not codec.linear:
+        codec = innermost(plan.build(group))
+        if not (codec.linear or codec.learned):
             raise GradlabError(f"group {group.name}: codec {group.codec} is not linear; replay the plan instead")
         rows[group.name] = _group_losses(trace, codec, group.layers, start, stop)
         if progress:
@@ -141,12 +144,16 @@ def random_basis_plan(plan: Plan, seed: int) -> Plan:
     generator = torch.Generator().manual_seed(seed)
     learned = {
         group: {
-            key: _random_like(t, generator) if key.endswith("/basis") else torch.zeros_like(t)
+            key: _random_like(t, generator) if key.endswith("/basis") else _without_mean(key, t)
             for key, t in kept.items()
         }
         for group, kept in plan.learned.items()
     }
     return replace(plan, learned=learned)
+
+
+def _without_mean(key: str, tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(tensor) if key.endswith("/mean") else tensor
 
 
 def _random_like(basis: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -19,9 +19,9 @@ from matplotlib.figure import Figure
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, VERMILION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 GREY = "#767676"
-_METHOD_COLORS = {"dense": BLACK, "pca": VERMILION, "gradiveq": VERMILION, "topk": BLUE, "powersgd": GREEN}
+_METHOD_COLORS = {"dense": BLACK, "gradiveq": VERMILION, "topk": BLUE, "powersgd": GREEN}
 _SPARE_COLORS = (ORANGE, PURPLE, SKY, "#8C6D31", "#5F4690", GREY)
-_METHOD_MARKERS = {"dense": "o", "pca": "s", "gradiveq": "s", "topk": "^", "powersgd": "D"}
+_METHOD_MARKERS = {"dense": "o", "gradiveq": "s", "topk": "^", "powersgd": "D"}
 _SPARE_MARKERS = ("v", "P", "X", "<", ">", "*")
 
 # More layers than this are told apart by a colour bar, not by a legend.

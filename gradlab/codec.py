@@ -17,7 +17,7 @@ import torch
 
 from gradlab.collectives import Coroutine, Gather, Mean
 from gradlab.errors import GradlabError
-from gradlab.layout import Layer
+from gradlab.layout import ROLES, Layer
 from gradlab.workspace import Workspace
 
 Tensors = dict[str, torch.Tensor]
@@ -125,6 +125,8 @@ class Codec(ABC):
     linear: ClassVar[bool] = False
     learns: ClassVar[bool] = False
     wants_error_feedback: ClassVar[bool] = True
+    roles: ClassVar[tuple[str, ...]] = ROLES  # of the layers that a plan gives it, if nothing else is asked for
+    warmup_steps: ClassVar[int] = 0  # dense iterations before it, likewise
     keeps_dtype: ClassVar[bool] = False  # whether gradients travel in their own dtype, with the loss scale on them
     Settings: ClassVar[type]
 

@@ -83,7 +83,13 @@ class Group:
         sound = isinstance(layers, list) and all(isinstance(name, str) for name in layers)
         if not sound or not isinstance(settings, dict) or not all(isinstance(value[k], str) for k in ("name", "codec")):
             raise GradlabError(f"not a group of a plan: {str(value)[:200]}")
-        return cls(value["name"], tuple(layers), value["codec"], settings, _wrappers_from_json(value))
+        codec, settings = _codec_of_today(value["codec"], settings)
+        return cls(value["name"], tuple(layers), codec, settings, _wrappers_from_json(value))
+
+
+def _codec_of_today(codec: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Formats 1 and 2 knew a codec pca: fitted bases to the end of the run, gradiveq with no end of compression."""
+    return ("gradiveq", {**settings, "compressed_steps": 0}) if codec == "pca" else (codec, settings)
 
 
 def _wrappers_from_json(group: dict[str, Any]) -> tuple[Wrap, ...]:
@@ -164,7 +170,7 @@ class Plan:
         *,
         error_feedback: bool | None = None,
         wrappers: Sequence[Wrap] | None = None,
-        warmup_steps: int = 0,
+        warmup_steps: int | None = None,
         minimum_numel: int = 256,
         roles: Collection[str] | None = None,
         seed: int = 0,
@@ -172,10 +178,11 @@ class Plan:
     ) -> Plan:
         """One codec with one setting for every layer of two or more dimensions and `minimum_numel` elements.
 
-        roles: of these roles only, such as ("convolution",). Other layers, smaller and one-dimensional ones are sent
-        dense. wrappers: around the codec, outermost first; None: error feedback or nothing, as `error_feedback` says,
-        or (None) as is the codec's own habit. Where a wrapper applies momentum, dense layers get the same after the
-        average.
+        roles: of these roles only, such as ("convolution",); warmup_steps: dense iterations before; None for either:
+        as is the codec's own habit (GradiVeQ: convolutions, after 2500 iterations; others: all, at once). Other layers,
+        smaller and one-dimensional ones are sent dense. wrappers: around the codec, outermost first; None: error
+        feedback or nothing, as `error_feedback` says, or (None) as is the codec's own habit. Where a wrapper applies
+        momentum, dense layers get the same after the average.
         """
         layers = layers_of(model) if isinstance(model, nn.Module) else tuple(model)
         if wrappers is not None and not (
@@ -186,12 +193,14 @@ class Plan:
             raise GradlabError(
                 "plan: wrappers and error_feedback are both given: name error_feedback among the wrappers"
             )
-        feedback = codecs.get(codec).wants_error_feedback if error_feedback is None else error_feedback
+        method = codecs.get(codec)
+        feedback = method.wants_error_feedback if error_feedback is None else error_feedback
         around = (FEEDBACK if feedback else ()) if wrappers is None else tuple(wrappers)
         chosen = [layer for layer in layers if len(layer.shape) > 1 and layer.numel >= minimum_numel]
-        chosen = [layer for layer in chosen if roles is None or layer.role in roles]
+        chosen = [layer for layer in chosen if layer.role in (method.roles if roles is None else roles)]
         groups = tuple(Group(layer.name, (layer.name,), codec, settings, around) for layer in chosen)
-        return cls(layers, (*groups, *_momentum_groups(layers, chosen, around)), Schedule(warmup_steps), seed)
+        schedule = Schedule(method.warmup_steps if warmup_steps is None else warmup_steps)
+        return cls(layers, (*groups, *_momentum_groups(layers, chosen, around)), schedule, seed)
 
     def members(self, group: Group) -> tuple[Layer, ...]:
         """The layers of a group, in its order."""

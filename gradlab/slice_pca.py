@@ -140,6 +140,43 @@ def fit_bases(
     return stacked_axes(spectra, min(most, max(found.dimension(loss_threshold) for found in spectra)))
 
 
+def shared_dimensions(energies: Sequence[torch.Tensor], prices: Sequence[float], budget: float) -> list[int]:
+    """d of each layer, at least 1, so that together they hold the most energy a budget of bytes pays for.
+
+    energies: per layer (R,), what each further axis holds of samples that it was not fitted on; prices: bytes of one
+    axis. Axes are bought by energy per byte, in their order: where a later axis holds more than an earlier one, the
+    run up to it is bought as one. That is optimal but for what the last run bought leaves of the budget.
+
+    Raises:
+        GradlabError: if the budget does not pay for one axis of every layer.
+    """
+    left = budget - sum(prices)
+    if left < 0:
+        raise GradlabError(f"a budget of {budget:.0f} bytes, but one axis for every layer takes {sum(prices):.0f}")
+    found = [1] * len(energies)
+    runs = [
+        (gain / price, layer, first, last)
+        for layer, (energy, price) in enumerate(zip(energies, prices, strict=True))
+        for gain, first, last in _runs(energy[1:].tolist())
+    ]
+    for _, layer, first, last in sorted(runs, key=lambda run: (-run[0], run[1], run[2])):
+        price = (last - first) * prices[layer]
+        if price <= left and found[layer] == first + 1:
+            found[layer], left = last + 1, left - price
+    return found
+
+
+def _runs(energies: list[float]) -> list[tuple[float, int, int]]:
+    """Consecutive axes [first, last) with their mean energy, merged until these means fall."""
+    runs: list[tuple[float, int, int]] = []
+    for position, energy in enumerate(energies):
+        runs.append((energy, position, position + 1))
+        while len(runs) > 1 and runs[-2][0] <= runs[-1][0]:
+            (one, a, b), (other, _, c) = runs[-2:]
+            runs[-2:] = [((one * (b - a) + other * (c - b)) / (c - a), a, c)]
+    return runs
+
+
 def _first_columns(axes: torch.Tensor, width: int) -> torch.Tensor:
     """The first `width` axes (K, width)."""
     if axes.shape[1] >= width:

@@ -22,7 +22,6 @@ from gradlab.runtime import CompressionState, compression_hook
 SETTINGS: dict[str, dict[str, Any]] = {
     "topk": {"density": 0.07},
     "powersgd": {"rank": 2},
-    "pca": {"loss_threshold": 0.3, "slice_size": 50},
     "qsgd": {"bits": 3, "bucket_size": 100},
     # Within four steps it compresses with what it learned, samples, fits, and compresses with that.
     "gradiveq": {

@@ -10,6 +10,8 @@ from gradlab.artifact import Artifact
 from gradlab.layout import Layer
 from gradlab.plan import FEEDBACK, Group, Plan, Schedule, Wrap
 
+# In the files of formats 1 and 2 this is codec pca.
+_FITTED = {"loss_threshold": 0.25, "slice_size": 12, "compressed_steps": 0}
 FOLDER = Path(__file__).parent / "golden"
 
 
@@ -30,7 +32,7 @@ def golden_artifact(version: int = 2) -> Artifact:
         Layer("head.bias", (5,), "bias"),
     )
     groups = (
-        Group("stem", ("stem.weight",), "pca", {"loss_threshold": 0.25, "slice_size": 12}),
+        Group("stem", ("stem.weight",), "gradiveq", _FITTED),
         Group("body.weight", ("body.weight",), "powersgd", {"rank": 2}, wrappers=FEEDBACK),
         Group("head", ("head.weight",), "topk", {"density": 0.125}, wrappers=around),
     )

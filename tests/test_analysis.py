@@ -36,7 +36,7 @@ from gradlab.analysis.spectrum import (
 )
 from gradlab.analysis.verdict import fit_verdict
 from gradlab.artifact import Artifact
-from gradlab.codecs.pca import PCA
+from gradlab.codecs.gradiveq import GradiVeQ
 from gradlab.datasets.synthetic import GradientModel, draw, expected_cosine, expected_tail_energy
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, canonical_json, flatten, split_slices
@@ -179,7 +179,7 @@ def exact_rank(seed, steps, rank, ranks=2):
 @pytest.mark.parametrize("rank", [1, 4, 9])
 def test_the_planted_rank_is_found_and_loses_nothing_later(tmp_path, rank):
     with record_layer(tmp_path / "t", exact_rank(rank, 60, rank), PLANTED) as trace:
-        found = fit_gradiveq(trace, samples=40, settings=PCA.Settings(loss_threshold=1e-6))
+        found = fit_gradiveq(trace, samples=40, settings=GradiVeQ.Settings(loss_threshold=1e-6))
     assert found.origin["layers"][PLANTED.name]["dimension"] == rank
     assert found.origin["in_sample_loss"] < 1e-6
     assert found.origin["holdout"]["loss"] < 1e-6
@@ -191,7 +191,7 @@ def test_held_out_loss_is_the_planted_tail(tmp_path):
     model = GradientModel(PLANTED.numel, (8.0, 4.0, 2.0, 1.0), (0.05,))
     values = draw(model, 1200, np.random.default_rng(2)).values
     with record_layer(tmp_path / "t", values, PLANTED) as trace:
-        found = fit_gradiveq(trace, samples=800, settings=PCA.Settings(loss_threshold=0.0, max_dimension=4))
+        found = fit_gradiveq(trace, samples=800, settings=GradiVeQ.Settings(loss_threshold=0.0, max_dimension=4))
     expected = expected_tail_energy(model, kept=4)
     assert found.origin["holdout"]["loss"] == pytest.approx(expected, rel=0.08)
     assert found.origin["in_sample_loss"] == pytest.approx(expected, rel=0.08)
@@ -202,7 +202,7 @@ def test_held_out_loss_rises_with_age_as_the_planted_subspace_turns(tmp_path):
     model = GradientModel(PLANTED.numel, (1.0,) * 4, (1e-4,), drift=turn)
     values = draw(model, 20 + 75, np.random.default_rng(3)).values
     with record_layer(tmp_path / "t", values, PLANTED) as trace:
-        found = fit_gradiveq(trace, samples=20, settings=PCA.Settings(loss_threshold=0.0, max_dimension=4))
+        found = fit_gradiveq(trace, samples=20, settings=GradiVeQ.Settings(loss_threshold=0.0, max_dimension=4))
         held = holdout_by_age(trace, found.plan, start=20)
     assert held == found.origin["holdout"]
     losses = held["loss_by_age"]
@@ -234,7 +234,7 @@ def test_single_layers_without_structure_are_named(tmp_path):
         for step in structured
     ]
     with record(tmp_path / "t", gradients, [PLANTED, noisy]) as trace:
-        found = fit_gradiveq(trace, samples=40, settings=PCA.Settings(max_dimension=3))
+        found = fit_gradiveq(trace, samples=40, settings=GradiVeQ.Settings(max_dimension=3))
     later, control = found.origin["holdout"]["groups"], found.origin["random_basis"]["groups"]
     assert later["conv.weight"]["loss"] < 0.01 < 0.9 < control["conv.weight"]["loss"]
     assert later["noisy.weight"]["loss"] > control["noisy.weight"]["loss"]
@@ -244,8 +244,8 @@ def test_single_layers_without_structure_are_named(tmp_path):
 def test_loss_on_fitted_slices_meets_lambda_and_other_slices_are_told_apart(tmp_path):
     layer = Layer("conv.weight", (4, 2, 3, 3), "convolution")
     with record(tmp_path / "t", random_gradients(5, 30, 1, [layer]), [layer]) as trace:
-        whole = fit_gradiveq(trace, samples=20, settings=PCA.Settings(slice_size=24, loss_threshold=0.1))
-        each = fit_gradiveq(trace, samples=20, settings=PCA.Settings(slice_size=24, loss_threshold=0.1, reuse=1))
+        whole = fit_gradiveq(trace, samples=20, settings=GradiVeQ.Settings(slice_size=24, loss_threshold=0.1))
+        each = fit_gradiveq(trace, samples=20, settings=GradiVeQ.Settings(slice_size=24, loss_threshold=0.1, reuse=1))
     assert whole.origin["fitted_slices_loss"] <= 0.1 < whole.origin["in_sample_loss"]
     assert each.origin["fitted_slices_loss"] == each.origin["in_sample_loss"] <= 0.1
 
@@ -256,7 +256,7 @@ def test_plan_has_one_group_per_layer_of_the_role_and_survives_saving(tmp_path):
         found = fit_gradiveq(
             trace,
             samples=10,
-            settings=PCA.Settings(slice_size=24),
+            settings=GradiVeQ.Settings(slice_size=24),
             roles=("convolution", "linear"),
             warmup_steps=15,
             seed=3,
@@ -278,7 +278,7 @@ def test_a_layer_that_would_save_nothing_stays_dense(tmp_path):
     tiny = Layer("tiny.weight", (2, 1, 1, 1), "convolution")
     layers = (CONVOLUTION, tiny)
     with record(tmp_path / "t", random_gradients(7, 40, 1, layers), layers) as trace:
-        found = fit_gradiveq(trace, samples=20, settings=PCA.Settings(loss_threshold=0.0))
+        found = fit_gradiveq(trace, samples=20, settings=GradiVeQ.Settings(loss_threshold=0.0))
     assert "nothing would be saved" in found.origin["skipped"]["tiny.weight"]
 
 

@@ -26,10 +26,10 @@ from gradlab.errors import GradlabError
 from gradlab.layout import Layer, canonical_json
 from gradlab.plan import Group, Plan, hash_tensor
 
-# Of the plans in the golden files; they change only with the format.
+# Of the plans in the golden files, as they are read; they change only with the format, or with a codec's name.
 GOLDEN_DIGESTS = {
-    1: "5fd69c4138b58776d2338bf357383913105412901667a4bece225366579b2564",
-    2: "ef34a8d276e5ed6dd956f84274b0ff0cbe69e9a2ded4b3bf92d2f64e5fd2cfd1",
+    1: "4fde4c899d0e58c8f03b8b4eef2f09f72981d55dae555ecc8a890c0f9c7dec7c",
+    2: "0c8d6a39ef9b76ed4fea12e4077af86d0d6b043e370dd10e484b27caaa036efc",
 }
 
 
@@ -113,7 +113,7 @@ def test_an_origin_with_numbers_as_keys_gets_text_keys(tmp_path: Path) -> None:
 
 def test_groups_that_share_a_tensor_and_views_of_it(tmp_path: Path) -> None:
     layers = (Layer("a", (4, 6)), Layer("b", (4, 6)))
-    groups = tuple(Group(name, (name,), "pca", {"slice_size": 12}) for name in "ab")
+    groups = tuple(Group(name, (name,), "gradiveq", {"slice_size": 12}) for name in "ab")
     basis, mean = torch.eye(12).expand(1, 12, 12)[:, :, :2], torch.zeros(2, 12)
     plan = Plan(layers, groups, learned={name: {f"{name}/basis": basis, f"{name}/mean": mean} for name in "ab"})
     assert Artifact.load(Artifact(plan).save(tmp_path / "plan")).plan.digest == plan.digest

@@ -46,7 +46,7 @@ def topk(recording: Path) -> Path:
 
 
 def fit_words(codec: str, trace: Path, out: Path) -> list[object]:
-    if codec == "pca":
+    if codec == "gradiveq":
         words = ["fit", "gradiveq", trace, "--samples", WARMUP - 5, "--slice-size", 144]
     else:
         setting = {"topk": "density=0.02", "powersgd": "rank=2"}[codec]
@@ -54,7 +54,7 @@ def fit_words(codec: str, trace: Path, out: Path) -> list[object]:
     return [*words, "--warmup-steps", WARMUP, "--out", out, "--json"]
 
 
-@pytest.mark.parametrize("codec", ["pca", "topk", "powersgd"])
+@pytest.mark.parametrize("codec", ["gradiveq", "topk", "powersgd"])
 def test_predicted_error_is_observed(gradlab: Command, recording: Path, tmp_path: Path, codec: str) -> None:
     """The replay predicts the first compressed step to rounding, and the first 50 within a quarter in the median."""
     artifact = tmp_path / f"{codec}.safetensors"
@@ -168,16 +168,16 @@ def test_demo_goes_round_the_loop(gradlab: Command, tmp_path: Path) -> None:
     for word in ("final accuracy", "payload/step", "wire/step", "error predicted", "error observed", "communicate"):
         assert word in printed
     assert str(out / "report" / "report.html") in printed.replace("\n", "")
-    runs = {name: json.loads((out / f"{name}.json").read_text()) for name in ("dense", "pca", "topk", "powersgd")}
+    runs = {name: json.loads((out / f"{name}.json").read_text()) for name in ("dense", "gradiveq", "topk", "powersgd")}
     with Trace(out / "trace") as trace:
         recorded = [trace.scalars(rank)["loss"] for rank in range(2)]
     assert runs["dense"]["losses"] == pytest.approx([(a + b) / 2 for a, b in zip(*recorded, strict=True)], rel=1e-6)
-    for name in ("pca", "topk", "powersgd"):
+    for name in ("gradiveq", "topk", "powersgd"):
         assert runs[name]["compression_ratio"] > 4
         assert runs[name]["payload_bytes_per_step"]["mean"] == runs[name]["forecast_payload_bytes"]
         assert (
             Artifact.load(out / f"{name}.safetensors").origin["trace"]
-            == Artifact.load(out / "pca.safetensors").origin["trace"]
+            == Artifact.load(out / "gradiveq.safetensors").origin["trace"]
         )
 
 
@@ -185,16 +185,16 @@ def test_a_fit_to_noise_is_seen_through(gradlab: Command, tmp_path: Path) -> Non
     """Fitted on the steps it is replayed on, its error is shown from later ones; the verdict comes before tables."""
     noise = np.random.default_rng(0).standard_normal((24, 2, CONVOLUTION.numel)).astype(np.float32)
     record_layer(tmp_path / "trace", noise, CONVOLUTION).close()
-    artifact, words = tmp_path / "pca.safetensors", ["--samples", 12, "--start", 0, "--warmup-steps", 2]
+    artifact, words = tmp_path / "gradiveq.safetensors", ["--samples", 12, "--start", 0, "--warmup-steps", 2]
     code, out, err = gradlab("fit", "gradiveq", tmp_path / "trace", "--out", artifact, "--loss-threshold", 0, *words)
     assert (code, err) == (0, "")
     assert out.startswith("The GradiVeQ fit holds nothing that lasts")
     assert 0 < out.index("warning: Compression begins at iteration 2") < out.index("GradiVeQ fit, layer by layer")
     code, out, err = gradlab("evaluate", tmp_path / "trace", artifact)
     assert code == 0, err
-    assert out.index("warning: pca: The plan was fitted on 10 of") < out.index("Plans replayed on the trace")
+    assert out.index("warning: gradiveq: The plan was fitted on 10 of") < out.index("Plans replayed on the trace")
     assert "in-sample" in out
-    summary = json.loads(gradlab("evaluate", tmp_path / "trace", artifact, "--json")[1])["pca"]["summary"]
+    summary = json.loads(gradlab("evaluate", tmp_path / "trace", artifact, "--json")[1])["gradiveq"]["summary"]
     assert summary["in_sample"]["aggregate_error"] < 1e-3 < 0.7 < summary["aggregate_error"]
 
 
@@ -279,7 +279,6 @@ def test_bad_input_is_one_line(gradlab: Command, recording: Path, topk: Path, tm
         "no codec 'topkk'; did you mean topk?": ["fit", "uniform", trace, "--codec", "topkk", "--out", target],
         "has no setting rank": ["fit", "uniform", trace, "--codec", "topk", "--set", "rank=2", "--out", target],
         "expected NAME=VALUE": ["fit", "uniform", trace, "--codec", "topk", "--set", "density", "--out", target],
-        "fit one first": ["fit", "uniform", trace, "--codec", "pca", "--out", target],
         "is not empty": ["demo", "--out", recording],
         "needs at least 2": ["demo", "--out", tmp_path / "d", "--ranks", 1],
         "nothing to replay": ["evaluate", trace, topk, "--start", 5, "--stop", 2],

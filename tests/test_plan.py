@@ -13,7 +13,7 @@ from torch import nn
 
 from gradlab import codecs
 from gradlab.codec import Tensors
-from gradlab.codecs.pca import PCA
+from gradlab.codecs.gradiveq import GradiVeQ
 from gradlab.codecs.powersgd import PowerSGD
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, layers_of
@@ -30,13 +30,13 @@ LAYERS = (
 
 def basis(seed: int = 0) -> Tensors:
     samples = torch.randn(9, 10, 40, generator=torch.Generator().manual_seed(seed))
-    return PCA(PCA.Settings(0.2, slice_size=50)).fit([LAYERS[1]], {"wide": samples}).learned
+    return GradiVeQ(GradiVeQ.Settings(0.2, slice_size=50)).fit([LAYERS[1]], {"wide": samples}).learned
 
 
 def mixed_plan() -> Plan:
     groups = (
         Group("pair", ("tall", "conv"), "topk", {"density": 0.05}, wrappers=FEEDBACK),
-        Group("wide", ("wide",), "pca", {"slice_size": 50}),
+        Group("wide", ("wide",), "gradiveq", {"slice_size": 50, "compressed_steps": 0}),
         Group("plain", ("bias",), "identity"),
     )
     return Plan(LAYERS, groups, Schedule(7), seed=3, learned={"wide": basis()})
@@ -181,7 +181,6 @@ def wrapped(codec: str, *names: str, **settings: Any) -> Group:
         ((Group("a", ("conv",), "tpok"),), "no codec 'tpok'; did you mean topk"),
         ((Group("a", ("conv",), "topk", {"density": 2.0}),), "topk: setting density = 2.0"),
         ((Group("a", ("conv",), "topk", {"rank": 2}),), "codec topk has no setting rank"),
-        ((Group("a", ("conv",), "pca"),), "pca has no basis yet"),
         ((wrapped("topk", "error_fedback"),), "no wrapper 'error_fedback'; did you mean error_feedback"),
         ((wrapped("topk", "error_feedback", decay=1.0),), "error_feedback: setting decay = 1.0"),
         ((wrapped("topk", "error_feedback", beta=1.0),), "wrapper error_feedback has no setting beta"),
@@ -216,9 +215,9 @@ def test_learned_tensors_for_strange_groups_are_refused(learned: dict[str, Tenso
 
 
 def test_learned_tensors_must_fit_and_be_finite() -> None:
-    group = (Group("wide", ("wide",), "pca"),)
+    group = (Group("wide", ("wide",), "gradiveq"),)
     with pytest.raises(GradlabError, match="belong to no layer of the group"):
-        Plan(LAYERS, (Group("wide", ("tall",), "pca"),), learned={"wide": basis()})
+        Plan(LAYERS, (Group("wide", ("tall",), "gradiveq"),), learned={"wide": basis()})
     broken = {**basis(), "wide/mean": basis()["wide/mean"] * torch.nan}
     with pytest.raises(GradlabError, match="non-finite"):
         Plan(LAYERS, group, learned={"wide": broken})
@@ -352,8 +351,6 @@ def test_uniform_refuses_what_no_plan_could_hold() -> None:
         Plan.uniform(LAYERS, "top-k")
     with pytest.raises(GradlabError, match="codec topk has no setting rank"):
         Plan.uniform(LAYERS, "topk", rank=3)
-    with pytest.raises(GradlabError, match="pca has no basis yet"):
-        Plan.uniform(LAYERS, "pca")
 
 
 def test_the_schedule_begins_after_warm_up() -> None:
@@ -366,7 +363,7 @@ def test_members_and_codecs_of_a_group() -> None:
     pair, wide, plain = plan.groups
     assert plan.members(pair) == (LAYERS[2], LAYERS[0])
     assert isinstance(plan.build(pair), ErrorFeedback)
-    assert isinstance(plan.build(wide), PCA)
+    assert isinstance(plan.build(wide), GradiVeQ)
     assert plan.compressed_groups == (pair, wide)
     assert plan.dense_layers == (LAYERS[3],)
     assert plan.members(plain) == (LAYERS[3],)

@@ -20,8 +20,9 @@ from gradlab.analysis.uniform import uniform_artifact
 from gradlab.analysis.verdict import replay_verdict
 from gradlab.artifact import Artifact
 from gradlab.codec import Context, Exchanged, mean_only
+from gradlab.codec_settings import build_settings
+from gradlab.codecs.gradiveq import GradiVeQ
 from gradlab.codecs.identity import Identity
-from gradlab.codecs.pca import PCA
 from gradlab.collectives import all_reduce_wire_bytes
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
@@ -34,13 +35,14 @@ def uniform(codec, **kwargs):
     return Plan.uniform(LAYERS, codec, minimum_numel=1, **kwargs)
 
 
-def fitted_pca(gradients):
-    """A PCA plan for the convolution, fitted on the gradients' own averages."""
+def fitted_gradiveq(gradients):
+    """A GradiVeQ plan for the convolution, fitted on the gradients' own averages."""
     averages = np.stack([np.mean([rank[CONVOLUTION.name] for rank in step], axis=0) for step in gradients])
-    codec = PCA(PCA.Settings(max_dimension=3, slice_size=24)).fit(
+    settings = {"max_dimension": 3, "slice_size": 24, "compressed_steps": 0}
+    codec = GradiVeQ(build_settings(GradiVeQ, settings)).fit(
         [CONVOLUTION], {CONVOLUTION.name: torch.from_numpy(averages)}
     )
-    group = Group("conv", (CONVOLUTION.name,), "pca", {"max_dimension": 3, "slice_size": 24})
+    group = Group("conv", (CONVOLUTION.name,), "gradiveq", settings)
     return Plan(LAYERS, (group,), learned={"conv": codec.learned})
 
 
@@ -108,10 +110,10 @@ def test_what_was_sent_and_what_is_kept_add_up_to_all_gradients(tmp_path, codec,
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
-@pytest.mark.parametrize("name", ["topk", "powersgd", "pca"])
+@pytest.mark.parametrize("name", ["topk", "powersgd", "gradiveq"])
 def test_counted_payload_is_the_plans_forecast(tmp_path, name, ranks):
     gradients = random_gradients(2, 4, ranks)
-    plan = fitted_pca(gradients) if name == "pca" else uniform(name)
+    plan = fitted_gradiveq(gradients) if name == "gradiveq" else uniform(name)
     with record(tmp_path / "t", gradients) as trace:
         found = replay(trace, plan)
     assert {step.payload_bytes_mean for step in found.steps} == {plan.payload_bytes(ranks)}
@@ -120,7 +122,7 @@ def test_counted_payload_is_the_plans_forecast(tmp_path, name, ranks):
 
 
 def test_wire_bytes_of_dense_layers_and_flag_follow_the_ring(tmp_path):
-    plan = fitted_pca(random_gradients(3, 4, 4))
+    plan = fitted_gradiveq(random_gradients(3, 4, 4))
     with record(tmp_path / "t", random_gradients(3, 4, 4)) as trace:
         found = replay(trace, plan)
     dense = 4 * (LINEAR.numel + BIAS.numel)
@@ -292,7 +294,7 @@ def noise(tmp_path_factory):
     layer = Layer("conv.weight", (8, 4, 3, 3), "convolution")
     values = np.random.default_rng(0).standard_normal((40, 2, layer.numel)).astype(np.float32)
     with record_layer(tmp_path_factory.mktemp("noise") / "t", values, layer) as trace:
-        fit = fit_gradiveq(trace, samples=24, start=6, warmup_steps=4, settings=PCA.Settings(loss_threshold=0.0))
+        fit = fit_gradiveq(trace, samples=24, start=6, warmup_steps=4, settings=GradiVeQ.Settings(loss_threshold=0.0))
         yield trace, fit, replay(trace, fit.plan)
 
 
@@ -322,14 +324,14 @@ def test_in_sample_figures_stand_beside_with_a_warning(noise):
     found = unjudged.held_out(fit.origin)
     assert "fitted on 24 of the compressed iterations" in found.warnings[0]
     assert "Only the 10 later iterations are a prediction" in found.warnings[0]
-    both = {"pca": found.to_json()}
+    both = {"gradiveq": found.to_json()}
     table = replay_table(both)
     assert dict(zip(table.columns, table.rows[0], strict=True))["error of the mean"].startswith("9")
     assert table.columns[-1] == "in-sample: rank, mean, cosine"
     assert ", 1.000" in table.rows[0][-1]
-    assert both["pca"]["fitted_on"] == list(range(6, 30))
-    assert both["pca"]["summary"]["in_sample"]["aggregate_error"] < 1e-3
-    alone = replay_table({"pca": unjudged.to_json()})
+    assert both["gradiveq"]["fitted_on"] == list(range(6, 30))
+    assert both["gradiveq"]["summary"]["in_sample"]["aggregate_error"] < 1e-3
+    alone = replay_table({"gradiveq": unjudged.to_json()})
     assert len(alone.columns) == len(alone.rows[0]) == len(table.columns) - 1
 
 
@@ -340,7 +342,7 @@ def test_nothing_is_claimed_where_no_later_iteration_was_replayed(noise):
     assert found.summary()["in_sample"]["steps"] == 24
     assert found.layer_errors == {}
     assert "nothing is known" in found.warnings[0]
-    assert replay_verdict({"pca": found.to_json()}).startswith("Nothing is known about pca")
+    assert replay_verdict({"gradiveq": found.to_json()}).startswith("Nothing is known about gradiveq")
 
 
 def test_only_an_origin_of_this_trace_holds_anything_out(noise):

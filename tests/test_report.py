@@ -100,10 +100,10 @@ def made(tmp_path_factory):
     ) as trace:
         fit = fit_gradiveq(trace, samples=6, start=0, warmup_steps=3)  # compresses three of the steps it was fitted on
         topk = Plan.uniform(LAYERS, "topk", density=0.1, minimum_numel=1, warmup_steps=3)
-        replays = {"pca": replay(trace, fit.plan), "topk": replay(trace, topk)}
+        replays = {"gradiveq": replay(trace, fit.plan), "topk": replay(trace, topk)}
         runs = {
             "dense": run_json("dense", seconds=0.010, accuracy=0.9, payload=988),
-            "pca": run_json("pca", seconds=0.012, accuracy=0.8, payload=200, replayed=replays["pca"], ratio=4.9),
+            "gradiveq": run_json("gradiveq", seconds=0.012, accuracy=0.8, payload=200, replayed=replays["gradiveq"], ratio=4.9),
             "topk": run_json("topk", seconds=0.011, accuracy=0.9, payload=100, replayed=replays["topk"], ratio=9.9),
         }
         analysis = write_trace_report(trace, folder / "analysis", fit=fit, replays=replays)
@@ -111,7 +111,7 @@ def made(tmp_path_factory):
             folder / "comparison",
             runs=runs,
             replays=replays,
-            fits={"pca": fit},
+            fits={"gradiveq": fit},
             trace_summary=summarize_trace(trace),
             spectrum=measure_spectrum(trace),
         )
@@ -162,7 +162,7 @@ def test_names_from_outside_are_escaped(made, which):
 
 def judged(made):
     """The replays as the reports must judge them: the fitted plan by iterations after its fit."""
-    return {**made["replays"], "pca": made["replays"]["pca"].held_out(made["fit"].origin)}
+    return {**made["replays"], "gradiveq": made["replays"]["gradiveq"].held_out(made["fit"].origin)}
 
 
 def test_json_holds_what_the_figures_show(made):
@@ -170,7 +170,7 @@ def test_json_holds_what_the_figures_show(made):
     assert data["kind"] == "comparison"
     assert data["runs"] == made["runs"]
     assert data["replays"] == {name: found.to_json() for name, found in judged(made).items()}
-    assert data["fits"]["pca"] == made["fit"].origin
+    assert data["fits"]["gradiveq"] == made["fit"].origin
     assert len(data["spectrum"]["layers"]) == 3
     data = json.loads((made["analysis"].parent / "report.json").read_text(encoding="utf-8"))
     assert data["trace"]["metadata"]["workload"] == "<b>digits</b>"
@@ -239,7 +239,7 @@ def test_many_layers_and_bare_runs_draw(tmp_path):
     with record(tmp_path / "t", random_gradients(2, 8, 2, layers), layers) as trace:
         fit = fit_gradiveq(trace, samples=4)
         bare = {"name": "dense", "losses": [1.0, 0.5]}
-        path = write_comparison(tmp_path / "r", runs={"dense": bare}, replays={"pca": replay(trace, fit.plan)})
+        path = write_comparison(tmp_path / "r", runs={"dense": bare}, replays={"gradiveq": replay(trace, fit.plan)})
         whole = write_trace_report(trace, tmp_path / "w", fit=fit)
     assert "cannot be told" in body_words(path)
     assert "first:" in body_words(whole)
@@ -249,19 +249,19 @@ def test_many_layers_and_bare_runs_draw(tmp_path):
 @pytest.mark.parametrize("which", ["analysis", "comparison"])
 def test_a_fitted_plan_is_judged_by_what_came_after_its_fit(made, which):
     data = json.loads((made[which].parent / "report.json").read_text(encoding="utf-8"))
-    alone, found = made["replays"]["pca"].summary(), data["replays"]["pca"]["summary"]
+    alone, found = made["replays"]["gradiveq"].summary(), data["replays"]["gradiveq"]["summary"]
     assert (found["judged_steps"], found["in_sample"]["steps"], alone["judged_steps"]) == (6, 3, 9)
     assert alone["aggregate_error"] < found["aggregate_error"]
     (warning,) = [line for line in data["warnings"] if "Only the 6 later iterations are a prediction" in line]
-    assert warning.startswith("pca: The plan was fitted on 3 of the compressed iterations")
+    assert warning.startswith("gradiveq: The plan was fitted on 3 of the compressed iterations")
     assert warning in body_words(made[which])
     name = {"analysis": "replay_errors", "comparison": "errors"}[which]
     assert "iterations fitted on" in (made[which].parent / "figures" / f"{name}.svg").read_text(encoding="utf-8")
 
 
 def test_predicted_and_observed_errors_are_of_the_same_later_iterations(made):
-    replayed = judged(made)["pca"]
-    predicted, observed = median_errors(replayed.to_json(), made["runs"]["pca"])
+    replayed = judged(made)["gradiveq"]
+    predicted, observed = median_errors(replayed.to_json(), made["runs"]["gradiveq"])
     assert predicted == pytest.approx(replayed.summary()["contribution_error"])
     assert observed == pytest.approx(1.1 * predicted)
 
@@ -300,7 +300,7 @@ def test_a_gain_that_comes_from_computing_is_not_claimed():
 
 
 def test_methods_look_the_same_in_every_figure():
-    few, many = method_colors(["pca", "topk"]), method_colors(["dense", "mine", "topk", "powersgd", "pca"])
+    few, many = method_colors(["gradiveq", "topk"]), method_colors(["dense", "mine", "topk", "powersgd", "gradiveq"])
     assert {name: many[name] for name in few} == few
     assert len(set(many.values())) == 5
     assert len(set(method_markers(many).values())) == 5

@@ -640,7 +640,7 @@ def test_the_warm_up_counts_from_where_compression_starts(
 
 def test_a_stack_hands_on_what_concerns_the_codec() -> None:
     """Fitting, moving, and changed settings reach the codec at the heart; the wrappers stay."""
-    method = codecs.get("pca")
+    method = codecs.get("gradiveq")
     layers, samples = [Layer("w", (6, 9))], {"w": torch.stack([draw(0, t, {"w": (6, 9)})["w"] for t in range(6)])}
     plain = method(build_settings(method, {"loss_threshold": 0.3, "slice_size": 9}))
     stack = Momentum(feedback(plain, decay=0.25), Momentum.Settings(0.5))

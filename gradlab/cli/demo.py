@@ -24,7 +24,7 @@ WORKLOAD = "digits"
 
 @dataclass(frozen=True)
 class Offline:
-    """What the recording gave: artifacts by method, replays, the PCA fit, and measurements for the report."""
+    """What the recording gave: artifacts by method, replays, the GradiVeQ fit, and measurements for the report."""
 
     artifacts: dict[str, Path]
     replays: dict[str, Replay]
@@ -100,13 +100,13 @@ def _offline(trace: Trace, out: Path, warmup: int, seed: int, progress: Progress
     fit = fit_gradiveq(trace, samples=samples, warmup_steps=warmup, seed=seed, progress=progress)
     plans = {
         "dense": Plan.uniform(trace.layers, "identity", warmup_steps=warmup, seed=seed),
-        "pca": fit.plan,
+        "gradiveq": fit.plan,
         "topk": Plan.uniform(trace.layers, "topk", density=0.01, warmup_steps=warmup, seed=seed),
         "powersgd": Plan.uniform(trace.layers, "powersgd", rank=2, warmup_steps=warmup, seed=seed),
     }
     replays = {name: replay(trace, plan, progress=progress) for name, plan in plans.items()}
-    made = {name: uniform_artifact(plan, replays[name]) for name, plan in plans.items() if name != "pca"}
-    made["pca"] = fit.artifact()
+    made = {name: uniform_artifact(plan, replays[name]) for name, plan in plans.items() if name != "gradiveq"}
+    made["gradiveq"] = fit.artifact()
     paths = {name: made[name].save(out / f"{name}.safetensors") for name in plans}
     spectrum = measure_spectrum(trace, progress=progress)
     return Offline(paths, replays, fit, spectrum, summarize_trace(trace))
@@ -119,7 +119,7 @@ def _report(out: Path, runs: Mapping[str, dict[str, Any]], offline: Offline, pro
         out / "report",
         runs=runs,
         replays=offline.replays,
-        fits={"pca": offline.fit},
+        fits={"gradiveq": offline.fit},
         trace_summary=offline.summary,
         spectrum=offline.spectrum,
         progress=progress,
@@ -133,7 +133,7 @@ def _print(runs: Mapping[str, dict[str, Any]], offline: Offline, page: Path) -> 
 
     OUT.print(json.loads((page.parent / "report.json").read_text())["verdict"], markup=False)
     for line in offline.fit.warnings:
-        OUT.print(f"pca: {line}", markup=False)
+        OUT.print(f"gradiveq: {line}", markup=False)
     table = comparison_table(runs, {name: found.to_json() for name, found in offline.replays.items()})
     print_table(table.title, table.columns, table.rows)
     OUT.print(table.note, markup=False)

@@ -30,7 +30,7 @@ def evaluate(
 
     Example:
 
-      gradlab evaluate trace topk.safetensors pca.safetensors
+      gradlab evaluate trace topk.safetensors gradiveq.safetensors
     """
     from gradlab.analysis.replay import replay
     from gradlab.analysis.report import write_trace_report

@@ -21,7 +21,21 @@ app = typer.Typer(
 )
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The trace's folder.")]
 Target = Annotated[Path, typer.Option("--out", metavar="ARTIFACT", help="The file to write (.safetensors).")]
-Warmup = Annotated[int, typer.Option(help="Dense steps before the first compressed one in training.")]
+Warmup = Annotated[
+    int | None,
+    typer.Option(help="Dense steps before the first compressed one in training; the codec's own habit by default."),
+]
+Roles = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--role",
+        metavar="ROLE",
+        help="Layers of this role only, such as convolution or linear; repeatable; the codec's own habit by default.",
+    ),
+]
+Setting = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting of the codec; repeatable.")
+]
 FitWarmup = Annotated[
     int,
     typer.Option(
@@ -48,6 +62,20 @@ def gradiveq(
         int | None, typer.Option(help="Slices that share one basis (the paper's s); all of a layer's by default.")
     ] = None,
     max_dimension: Annotated[int | None, typer.Option(help="Upper limit on d.")] = None,
+    ratio: Annotated[float | None, typer.Option(help="d = K / ratio, in place of lambda.")] = None,
+    total_ratio: Annotated[
+        float | None,
+        typer.Option(help="d of all layers at once: the whole model so many times smaller; in place of lambda."),
+    ] = None,
+    complement: Annotated[
+        float, typer.Option(help="Share of d that is random, new in every iteration; brings error feedback.")
+    ] = 0.0,
+    setting: Setting = None,
+    layer_setting: Annotated[
+        list[str] | None,
+        typer.Option("--layer-set", metavar="LAYER:NAME=VALUE", help="A setting of one layer's codec; repeatable."),
+    ] = None,
+    role: Roles = None,
     warmup_steps: FitWarmup = 0,
     seed: Seed = 0,
     overwrite: Overwrite = False,
@@ -55,23 +83,43 @@ def gradiveq(
 ) -> None:
     """GradiVeQ's PCA bases for the convolutions; every other layer stays dense.
 
+    The bases serve to the end of the run, unless --set compressed_steps=400 makes it sample and fit again.
+
     Example:
 
-      gradlab fit gradiveq trace --out pca.safetensors --samples 100 --warmup-steps 100
+      gradlab fit gradiveq trace --out gradiveq.safetensors --samples 100 --warmup-steps 100
+
+      gradlab fit gradiveq trace --out half.safetensors --total-ratio 16 --complement 0.5 --set pooled=true
+      --set monitor=normalised --set on_loss=refresh --layer-set stem.weight:on_loss=dense
     """
     from gradlab.analysis.gradiveq import fit_gradiveq
     from gradlab.analysis.target import require_free
-    from gradlab.codecs.pca import PCA
+    from gradlab.codec_settings import build_settings
+    from gradlab.codecs.gradiveq import GradiVeQ
     from gradlab.trace import Trace
 
     require_free(out, overwrite)
-    settings = PCA.Settings(loss_threshold, slice_size, reuse, max_dimension)
+    values: dict[str, Any] = {
+        "loss_threshold": loss_threshold,
+        "slice_size": slice_size,
+        "reuse": reuse,
+        "max_dimension": max_dimension,
+        "ratio": ratio,
+        "complement": complement,
+        "sample_steps": samples,
+        "compressed_steps": 0,
+        "whitening": complement == 0,
+    }
+    settings = build_settings(GradiVeQ, values | parse_settings(setting or []))
     with Trace(trace) as opened, progress_bars() as progress:
         found = fit_gradiveq(
             opened,
             samples=samples,
             start=start,
             settings=settings,
+            layer_settings=parse_layer_settings(layer_setting or []),
+            total_ratio=total_ratio,
+            roles=_known_roles(role) or GradiVeQ.roles,
             warmup_steps=warmup_steps,
             seed=seed,
             progress=progress,
@@ -113,9 +161,8 @@ def uniform(
     trace: Folder,
     out: Target,
     codec: Annotated[str, typer.Option(help="Any codec that needs no fit: topk, powersgd, qsgd, cast, identity.")],
-    setting: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting of the codec; repeatable.")
-    ] = None,
+    setting: Setting = None,
+    role: Roles = None,
     error_feedback: Annotated[bool | None, typer.Option(help="The codec's own habit by default.")] = None,
     wrap: Annotated[
         list[str] | None,
@@ -124,7 +171,7 @@ def uniform(
             help="A wrapper around the codec, outermost first; repeatable; in place of --error-feedback.",
         ),
     ] = None,
-    warmup_steps: Warmup = 0,
+    warmup_steps: Warmup = None,
     seed: Seed = 0,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -157,6 +204,7 @@ def uniform(
             error_feedback=error_feedback,
             wrappers=[parse_wrapper(text) for text in wrap] if wrap else None,
             warmup_steps=warmup_steps,
+            roles=_known_roles(role),
             seed=seed,
             **settings,
         )
@@ -168,6 +216,14 @@ def uniform(
     else:
         print_replays({out.stem: found})
         OUT.print(str(out), markup=False)
+
+
+def _known_roles(roles: list[str] | None) -> tuple[str, ...] | None:
+    from gradlab.layout import ROLES
+
+    if unknown := [role for role in roles or [] if role not in ROLES]:
+        raise GradlabError(f"--role {unknown[0]}: expected one of {', '.join(ROLES)}")
+    return tuple(roles) if roles else None
 
 
 def parse_wrapper(text: str) -> Wrap:
@@ -184,6 +240,21 @@ def parse_wrapper(text: str) -> Wrap:
     settings = parse_settings(rest.split(",") if rest else [], f"--wrap {name}")
     build_settings(wrappers.get(name), settings)
     return Wrap(name, settings)
+
+
+def parse_layer_settings(texts: list[str]) -> dict[str, dict[str, Any]]:
+    """LAYER:NAME=VALUE texts as settings by layer.
+
+    Raises:
+        GradlabError: for a text without ":" or "=".
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        layer, colon, setting = text.partition(":")
+        if not colon:
+            raise GradlabError(f"--layer-set {text}: expected LAYER:NAME=VALUE, such as stem.weight:on_loss=dense")
+        found.setdefault(layer, {}).update(parse_settings([setting], f"--layer-set {layer}:"))
+    return found
 
 
 def parse_settings(texts: list[str], option: str = "--set") -> dict[str, Any]:

@@ -4,7 +4,8 @@ Yu, Lin, et al., "GradiVeQ: Vector quantization for bandwidth-efficient gradient
 training", NeurIPS 2018. Faithful with the default settings: L_t = 100 iterations travel as 4-bit QSGD and are what PCA
 is fitted on (section 4), d by eq. (6) with lambda = 0.01, one basis per layer (s = infinity), then L_c = 400 iterations
 travel as U^T (g - mu) (eqs. 3 to 5). The paper's g is a sum over nodes; here gradients and means are averages over
-ranks, so that nothing depends on their number. Its warm-up (2500 iterations) is the plan's schedule.
+ranks, so that nothing depends on their number. Its warm-up (2500 iterations) is the plan's schedule. For other layers
+than convolutions F is the number of outputs (an embedding's rows), D that of inputs (its columns).
 """
 
 from __future__ import annotations
@@ -105,6 +106,8 @@ class GradiVeQ(Codec):
     family = "learned linear"
     learns = True
     wants_error_feedback = False
+    roles = ("convolution",)
+    warmup_steps = 2500
 
     @dataclass(frozen=True)
     class Settings:
@@ -168,6 +171,12 @@ class GradiVeQ(Codec):
                 check(self.complement > 0, "complement", "above 0 where bases are fitted on what was decoded")
                 check(self.compressed_steps >= self.sample_steps, "compressed_steps", "at least sample_steps then")
 
+    def __init__(self, settings: GradiVeQ.Settings | None = None, learned: Mapping[str, torch.Tensor] | None = None):
+        super().__init__(settings, learned)
+        for key, basis in list(self.learned.items()):
+            if key.endswith("/basis") and basis.ndim == 3:  # artifacts of format 2 have no width
+                self.learned.setdefault(f"{key.removesuffix('/basis')}/width", torch.tensor(float(basis.shape[2])))
+
     def slice_size(self, layer: Layer) -> int:
         """K for a layer: as set, else by `default_slice_size`."""
         return self.settings.slice_size or default_slice_size(layer)
@@ -190,8 +199,9 @@ class GradiVeQ(Codec):
     def _of(self, name: str, state: Tensors) -> Tensors:
         """A layer's state over its learned tensors, which it begins with if there are any."""
         learned = _below(name, self.learned)
-        fitted = learned or self.settings.complement == 1
-        return {"clock": _clock(COMPRESSING if fitted else SAMPLING, 0), **learned, **_below(name, state)}
+        unfitted = DENSE if self.learned else SAMPLING
+        mode = COMPRESSING if learned or self.settings.complement == 1 else unfitted
+        return {"clock": _clock(mode, 0), **learned, **_below(name, state)}
 
     def _kept(self, name: str, mine: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         """A layer's state under the layer's name, without what is still as it was learned."""
@@ -202,7 +212,8 @@ class GradiVeQ(Codec):
     def _layer(self, name: str, grad: torch.Tensor, mine: Tensors, context: Context) -> Coroutine[_Done]:
         vector = flatten(grad, "gradiveq")
         mode, position = map(int, mine["clock"].tolist())
-        slices, tail = split_slices(vector, self.slice_size(Layer(name, tuple(grad.shape))))
+        size = mine["basis"].shape[1] if "basis" in mine else self.slice_size(Layer(name, tuple(grad.shape)))
+        slices, tail = split_slices(vector, size)
         if mode == DENSE or not slices.numel():
             mean = yield Mean(vector)
             return _Done(mean, lambda: vector, mine)
@@ -393,13 +404,15 @@ class GradiVeQ(Codec):
         share = compressed / (sampled + compressed) if compressed else 1.0
         total = 0.0
         for layer in layers:
-            learned = _below(layer.name, self.learned)
+            start = self._of(layer.name, {})
+            mode, first = int(start["clock"][0]), self._bytes(layer, start)
             sampling = self._bytes(layer, {"clock": _clock(SAMPLING, 0)})
-            if self.settings.complement == 1:
-                total += self._bytes(layer, {"clock": _clock(COMPRESSING, 0)})
-            elif learned or self.settings.ratio is not None:
-                compressing = self._bytes(layer, learned | {"clock": _clock(COMPRESSING, 0)})
-                total += share * compressing + (1 - share) * sampling
+            if mode == DENSE or self.settings.complement == 1:
+                total += first
+            elif mode == COMPRESSING:
+                total += share * first + (1 - share) * sampling
+            elif self.settings.ratio is not None:
+                total += share * self._bytes(layer, {"clock": _clock(COMPRESSING, 0)}) + (1 - share) * sampling
             else:
                 total += sampling
         return total
@@ -408,7 +421,7 @@ class GradiVeQ(Codec):
         return sum(self._bytes(layer, self._of(layer.name, state)) for layer in layers)
 
     def _bytes(self, layer: Layer, mine: Tensors) -> float:
-        size = self.slice_size(layer)
+        size = mine["basis"].shape[1] if "basis" in mine else self.slice_size(layer)
         whole, tail = divmod(layer.numel, size)
         mode, position = map(int, mine["clock"].tolist())
         if mode == DENSE or not whole:
@@ -430,9 +443,8 @@ class GradiVeQ(Codec):
         for layer in layers:
             mine = _below(layer.name, self.learned)
             check_bases("gradiveq", layer, mine.get("basis"), mine.get("mean"), self.settings.reuse, whitening)
-            fitted, size = mine["basis"].shape[2:0:-1] if mine else (0, 0)
-            if not fitted <= int(mine.get("width", torch.tensor(0.0))) <= size:
-                raise GradlabError(f"codec gradiveq: layer {layer.name}: width is missing or not between d and K")
+            if mine and not mine["basis"].shape[2] <= float(mine["width"]) <= mine["basis"].shape[1]:
+                raise GradlabError(f"codec gradiveq: layer {layer.name}: width is not between the basis's and K")
 
 
 def _below(name: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
