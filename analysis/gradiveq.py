@@ -112,6 +112,7 @@ def fit_gradiveq(
         "world_size": trace.world_size,
         "settings": dataclasses.asdict(settings or GradiVeQ.Settings(compressed_steps=0)),
         "total_ratio": total_ratio,
+        "promised_loss": _promised_loss(chosen),
         "fitted_on": fitted,
         "warmup_steps": schedule.warmup_steps,
         "held_out_on": [int(trace.steps[window.stop]), int(trace.steps[-1])],
@@ -264,6 +265,13 @@ def _loss(rows: Any) -> float:
     return float(error / norm) if norm > 0 else 0.0
 
 
+def _promised_loss(chosen: Mapping[str, GradiVeQ.Settings]) -> float | None:
+    """lambda, the largest of any layer; None where something else than eq. (6) decides on d."""
+    if any(settings.ratio or settings.max_dimension for settings in chosen.values()):
+        return None
+    return max((settings.loss_threshold for settings in chosen.values()), default=None)
+
+
 def _warnings(origin: dict[str, Any]) -> list[str]:
     return [*_early_compression(origin), *_poor_fit(origin)]
 
@@ -279,12 +287,12 @@ def _early_compression(origin: dict[str, Any]) -> list[str]:
 
 
 def _poor_fit(origin: dict[str, Any]) -> list[str]:
-    threshold = origin["settings"]["loss_threshold"]
+    threshold = origin["promised_loss"]
     later, control = origin["holdout"]["loss"], origin["random_basis"]["loss"]
     if later is None:
         return ["No later iteration had finite gradients: nothing is known about the loss in training."]
     lines = []
-    if later > _TOLERATED * threshold:
+    if threshold is not None and later > _TOLERATED * threshold:
         lines.append(
             f"lambda = {format_percent(threshold)} holds only where the bases were fitted: they lose "
             f"{format_percent(origin['fitted_slices_loss'])} of the energy on the fitted slices of "

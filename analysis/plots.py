@@ -68,7 +68,7 @@ def plot_holdout(origin: Mapping[str, Any]) -> Figure:
     figure, (left, right) = panels(2, 2, height=2.9, sharey=True)
     held, control = origin["holdout"], origin["random_basis"]
     ages = np.array([np.sqrt(first * last) for first, last in held["ages"]])
-    threshold = origin["settings"]["loss_threshold"]
+    threshold = origin["promised_loss"]
     left.plot(ages, _numbers(control["loss_by_age"]), "--", color=GREY, marker="x", label="random basis, same d")
     left.plot(ages, _numbers(held["loss_by_age"]), color=VERMILION, marker="o", label="fitted basis, later iterations")
     left.axhline(origin["in_sample_loss"], color=BLACK, linestyle="-.", label="iterations fitted on, all slices")
@@ -78,11 +78,12 @@ def plot_holdout(origin: Mapping[str, Any]) -> Figure:
         linestyle=(0, (4, 2)),
         label="iterations fitted on, fitted slices",
     )
-    left.axhline(threshold, color=BLACK, linestyle=":", label=f"threshold λ = {format_percent(threshold, 0)}")
+    if threshold is not None:
+        left.axhline(threshold, color=BLACK, linestyle=":", label=f"threshold λ = {format_percent(threshold, 0)}")
+        right.axhline(threshold, color=BLACK, linestyle=":")
     groups = held["groups"]
     for (name, curve), color in zip(groups.items(), layer_colors(len(groups)), strict=True):
         right.plot(ages, _numbers(curve["loss_by_age"]), color=color, marker="o", label=short(name))
-    right.axhline(threshold, color=BLACK, linestyle=":")
     curves = [control, *groups.values()]
     top = max(1.0, *(value for curve in curves for value in curve["loss_by_age"] if value is not None))
     left.set(xscale="log", ylim=(0, 1.05 * top), ylabel="loss ‖ĝ - g‖² / ‖g‖²", title="(a) all fitted layers")

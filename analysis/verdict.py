@@ -93,11 +93,14 @@ def fit_verdict(origin: Mapping[str, Any]) -> str:
     later, control = origin["holdout"]["loss"], origin["random_basis"]["loss"]
     if later is None:
         return "The GradiVeQ fit could not be tried on any later iteration."
-    threshold = origin["settings"]["loss_threshold"]
+    threshold = origin["promised_loss"]
     ratio = format_ratio(origin["dense_payload_bytes"] / origin["payload_bytes"])
     found = f"{format_percent(later)} of the gradient's energy is lost on later iterations"
     if control is not None and later >= control:
         return f"The GradiVeQ fit holds nothing that lasts: {found}, {format_percent(control)} with random bases."
+    if threshold is None:
+        beside = "" if control is None else f" ({format_percent(control)} with random bases)"
+        return f"GradiVeQ at {ratio} fewer bytes: {found}{beside}."
     if later <= 2 * threshold:
         return f"GradiVeQ holds what its threshold promises: {found}, at {ratio} fewer bytes."
     return (

@@ -159,10 +159,12 @@ def shared_dimensions(energies: Sequence[torch.Tensor], prices: Sequence[float],
         for layer, (energy, price) in enumerate(zip(energies, prices, strict=True))
         for gain, first, last in _runs(energy[1:].tolist())
     ]
-    for _, layer, first, last in sorted(runs, key=lambda run: (-run[0], run[1], run[2])):
-        price = (last - first) * prices[layer]
-        if price <= left and found[layer] == first + 1:
-            found[layer], left = last + 1, left - price
+    runs.sort(key=lambda run: (-run[0], run[1], run[2]))
+    for whole in (True, False):  # what is left at last pays for parts of runs
+        for _, layer, first, last in runs:
+            count = min(last - first, int(left / prices[layer]))
+            if found[layer] == first + 1 and (count == last - first or not whole):
+                found[layer], left = found[layer] + count, left - count * prices[layer]
     return found
 
 
