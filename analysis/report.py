@@ -12,8 +12,20 @@ from gradlab.analysis.gradiveq import GradiveqFit
 from gradlab.analysis.page import Page, write_page
 from gradlab.analysis.plain import plain
 from gradlab.analysis.replay_result import Replay
-from gradlab.analysis.report_figures import fit_drawings, replay_drawings, run_drawings, spectrum_drawings
-from gradlab.analysis.report_tables import comparison_table, fit_table, layer_table, replay_table
+from gradlab.analysis.report_figures import (
+    fit_drawings,
+    replay_drawings,
+    run_drawings,
+    slice_structure_drawings,
+    spectrum_drawings,
+)
+from gradlab.analysis.report_tables import (
+    comparison_table,
+    fit_table,
+    layer_table,
+    replay_table,
+    slice_structure_table,
+)
 from gradlab.analysis.spectrum import TraceSpectrum, measure_spectrum
 from gradlab.analysis.target import REPORT_FILES, require_free
 from gradlab.analysis.verdict import comparison_verdict, trace_verdict
@@ -48,13 +60,15 @@ def write_trace_report(
     fit: GradiveqFit | None = None,
     replays: Mapping[str, Replay] | None = None,
     spectrum: TraceSpectrum | None = None,
+    structure: Mapping[str, Any] | None = None,
     remarks: Sequence[str] = (),
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Path:
     """Measure a trace and write the folder `out`: report.html, report.json, figures/. Returns the path of report.html.
 
-    spectrum: measurements made before, None to make them now. remarks: further warnings. Replays of the fit's plan are
+    spectrum: measurements made before, None to make them now. structure: `measure_slice_structure`'s, None to leave
+    that section out. remarks: further warnings. Replays of the fit's plan are
     judged on iterations later than its samples; those of other fitted plans by `Replay.held_out`, before they come.
 
     Raises:
@@ -64,20 +78,35 @@ def write_trace_report(
     measured = dict(plain((spectrum or measure_spectrum(trace, progress=progress)).to_json()))
     found = _judged(replays or {}, [fit] if fit else [])
     origin = dict(plain(fit.origin)) if fit else None
+    found_structure = dict(plain(structure)) if structure else None
+    shown = found_structure if found_structure and found_structure["layers"] else None
     recorded = summarize_trace(trace)
     fit_tables = [fit_table(origin)] if origin else []
     replay_tables = [replay_table(found)] if found else []
     page = Page(
         title=f"Gradients of {recorded['metadata'].get('workload') or trace.path.name}",
         verdict=trace_verdict(measured, origin, found),
-        data={"kind": "trace", "trace": recorded, "spectrum": measured, "fit": origin, "replays": found},
+        data={
+            "kind": "trace",
+            "trace": recorded,
+            "spectrum": measured,
+            "fit": origin,
+            "replays": found,
+            "slice_structure": found_structure,
+        },
         warnings=[*remarks, *(fit.warnings if fit else []), *_replay_warnings(found)],
         facts=_trace_facts(recorded),
-        tables=[*fit_tables, *replay_tables, layer_table(measured)],
+        tables=[
+            *fit_tables,
+            *replay_tables,
+            layer_table(measured),
+            *([slice_structure_table(shown)] if shown else []),
+        ],
         drawings=[
             *(fit_drawings(origin) if origin else []),
             *replay_drawings(found),
             *spectrum_drawings(measured),
+            *(slice_structure_drawings(shown) if shown else []),
         ],
     )
     return write_page(page, folder, overwrite=overwrite, progress=progress)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from gradlab.analysis import method_plots, plots
+from gradlab.analysis import method_plots, plots, slice_structure_plots
 from gradlab.analysis.formatting import format_percent
 from gradlab.analysis.metric import final_score, metric_of
 from gradlab.analysis.page import Drawing
@@ -61,6 +61,60 @@ def fit_drawings(origin: Found, name: str = "") -> list[Drawing]:
     )
     title = "Loss on later iterations, by age of the fit" + (f": {name}" if name else "")
     return [Drawing(f"holdout_{name}" if name else "holdout", title, caption, partial(plots.plot_holdout, origin))]
+
+
+def slice_structure_drawings(structure: Found) -> list[Drawing]:
+    """Figures of `measure_slice_structure`; of what no layer has, none."""
+    windows = structure.get("windows") or [[0, 0]]
+    held = "Later iterations: not fitted on, spread over the rest of the trace."
+    captions = {
+        "scatter": (
+            "adjacent gradients",
+            "After Fig. 4, in GradiVeQ's order, over the iterations fitted on. Left: correlation of neighbours over "
+            "iterations. Right: two of three neighbours, as recorded, then centred and rotated, with the share of the "
+            "three's variance on either axis.",
+        ),
+        "slice_sizes": (
+            "slice size and the first slice's compressor",
+            "After Fig. 5: the basis fitted on the first slice (d by eq. (6)) compresses the remaining ones. The paper "
+            f"finds that the loss dips at multiples of F D. {held}",
+        ),
+        "consistency": (
+            "one slice's basis on another",
+            f"Loss of the slice in a column under the basis of the slice in a row. {held} Where slices share their "
+            "correlation, the whole square is as dark as its diagonal.",
+        ),
+        "thresholds": (
+            "how many axes",
+            "The first slice. (b) Dotted: what the threshold promises. (c) A star: so many samples, after which d "
+            "stays within 10 %; without one, more samples go on finding more axes.",
+        ),
+        "cost": (
+            "slice size, loss and bytes",
+            f"d by eq. (6) on the iterations fitted on. {held} s: slices that share a basis. What fills no slice "
+            "travels dense.",
+        ),
+        "staleness": (
+            "how fast a basis grows old",
+            f"The first slice, bases fitted on windows of {_length(windows[0])} iterations. L_c: the age up to which "
+            f"the loss stays within {format_percent(structure['tolerance'], 0)} of the youngest bin's.",
+        ),
+        "angles": (
+            "angles between successive bases",
+            "Principal angles between the leading d axes of bases fitted on successive windows; 0 is the same "
+            "subspace. Axes that hold little more than noise turn by chance alone.",
+        ),
+    }
+    return [
+        Drawing(f"gradiveq_{part}", f"What GradiVeQ would find: {title}", caption, partial(draw, structure))
+        for part, draw in slice_structure_plots.PLOTS.items()
+        for title, caption in [captions[part]]
+        if slice_structure_plots.measured(structure, part)
+    ]
+
+
+def _length(window: Sequence[int]) -> int:
+    return window[1] - window[0] + 1
 
 
 def replay_drawings(replays: Mapping[str, Found]) -> list[Drawing]:

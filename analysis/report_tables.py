@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import median
 from typing import Any
 
 from gradlab.analysis.formatting import (
@@ -51,6 +52,18 @@ _FIT_COLUMNS = (
     "loss, all slices",
     "loss, later iterations",
     "loss, random basis",
+)
+_STRUCTURE_COLUMNS = (
+    "layer",
+    "slice K",
+    "correlation of neighbours (by chance)",
+    "axes d",
+    "d stable after",
+    "loss at multiples of F D / beside them",
+    "loss, own basis / other slices'",
+    "random",
+    "L_c",
+    "mean angle (by chance)",
 )
 _LAYER_COLUMNS = (
     "layer",
@@ -158,6 +171,57 @@ def fit_table(origin: Mapping[str, Any]) -> Table:
     note = "Loss is ‖ĝ - g‖² / ‖g‖² of the averaged gradient (GradiVeQ, Fig. 5)."
     note += f" Left dense: {left_out}." if left_out else ""
     return Table("GradiVeQ fit, layer by layer", _FIT_COLUMNS, rows, note)
+
+
+def slice_structure_table(structure: Mapping[str, Any]) -> Table:
+    """What `measure_slice_structure` found, a row per layer; remarks in the note."""
+    threshold = next((layer["samples"]["thresholds"][0] for layer in structure["layers"] if layer["samples"]), None)
+    remarks = [
+        *structure["remarks"],
+        *(f"{row['name']}: {line}" for row in structure["layers"] for line in row["remarks"]),
+    ]
+    note = (
+        f"Fitted on {len(structure['fitted_on'])} iterations, losses ‖ĝ - g‖² / ‖g‖² on later ones; d by eq. (6)"
+        + (f", lambda = {threshold:g}. " if threshold is not None else ". ")
+        + "Correlation: mean |r|. At multiples, beside: medians over slice sizes K that are multiples and over "
+        "the next ones tried; lower at multiples is the paper's Fig. 5. L_c: the age in iterations up to which a "
+        f"basis loses at most {format_percent(structure['tolerance'], 0)} more than when young."
+    )
+    rows = [_structure_row(layer) for layer in structure["layers"]]
+    return Table("What GradiVeQ would find", _STRUCTURE_COLUMNS, rows, " ".join([note, *(f"{r}." for r in remarks)]))
+
+
+def _structure_row(layer: Mapping[str, Any]) -> list[str]:
+    correlation, grown, alike = (layer[part] or {} for part in ("correlation", "samples", "consistency"))
+    aged, angles, absent = layer["staleness"], layer["angles"], format_number(None)
+    stable = (grown.get("stable_at") or [None])[0]
+    lasts = absent if aged is None else aged["suggested"] or f"at least {aged['last_age']}"
+    means = [value for value in (angles or {}).get("mean", []) if value is not None]
+    turned = f"{sum(means) / len(means):.0f}° ({angles['by_chance']:.0f}°)" if means else absent
+    return [
+        layer["name"],
+        format_count(layer["slice_size"]),
+        f"{format_number(correlation.get('mean_absolute'), 2)} ({format_number(correlation.get('by_chance'), 2)})",
+        format_count(grown["dimensions"][0][-1]) if grown else absent,
+        absent if not grown else "never" if stable is None else format_count(stable),
+        " / ".join(format_percent(loss) for loss in _at_and_beside(layer["slice_sizes"])),
+        f"{format_percent(alike.get('own'))} / {format_percent(alike.get('others'))}",
+        format_percent(alike.get("random")),
+        str(lasts),
+        turned,
+    ]
+
+
+def _at_and_beside(found: Mapping[str, Any] | None) -> tuple[float | None, float | None]:
+    """Of Fig. 5, median losses on later iterations at multiples of the period, and at the sizes next to each."""
+    at, beside = [], []
+    multiples, losses = (found["multiples"], found["later_loss"]) if found else ([], [])
+    for place, multiple in enumerate(multiples):
+        near = [n for n in (place - 1, place + 1) if 0 <= n < len(losses) and not multiples[n]]
+        if multiple and near:
+            at.append(losses[place])
+            beside.append(sum(losses[n] for n in near) / len(near))
+    return (median(at), median(beside)) if at else (None, None)
 
 
 def layer_table(spectrum: Mapping[str, Any]) -> Table:

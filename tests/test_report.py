@@ -103,7 +103,9 @@ def made(tmp_path_factory):
         replays = {"gradiveq": replay(trace, fit.plan), "topk": replay(trace, topk)}
         runs = {
             "dense": run_json("dense", seconds=0.010, accuracy=0.9, payload=988),
-            "gradiveq": run_json("gradiveq", seconds=0.012, accuracy=0.8, payload=200, replayed=replays["gradiveq"], ratio=4.9),
+            "gradiveq": run_json(
+                "gradiveq", seconds=0.012, accuracy=0.8, payload=200, replayed=replays["gradiveq"], ratio=4.9
+            ),
             "topk": run_json("topk", seconds=0.011, accuracy=0.9, payload=100, replayed=replays["topk"], ratio=9.9),
         }
         analysis = write_trace_report(trace, folder / "analysis", fit=fit, replays=replays)

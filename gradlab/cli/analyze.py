@@ -21,6 +21,8 @@ def analyze(
 ) -> None:
     """Measure a trace: spectra, agreement between ranks, a GradiVeQ fit tried on later iterations; write a report.
 
+    Also what GradiVeQ builds on, by layer: correlated neighbours, like slices, bases that last.
+
     Example:
 
       gradlab analyze trace --out report
@@ -29,6 +31,7 @@ def analyze(
 
     from gradlab.analysis.gradiveq import NotFittable, fit_gradiveq
     from gradlab.analysis.report import write_trace_report
+    from gradlab.analysis.slice_structure import measure_slice_structure
     from gradlab.analysis.target import REPORT_FILES, require_free
     from gradlab.trace import Trace
 
@@ -39,7 +42,10 @@ def analyze(
             fit = fit_gradiveq(opened, samples=max(2, min(SAMPLES, len(opened.steps) // 2)), progress=progress)
         except NotFittable as reason:
             remarks.append(f"No GradiVeQ fit: {reason}")
-        page = write_trace_report(opened, out, fit=fit, remarks=remarks, overwrite=overwrite, progress=progress)
+        structure = measure_slice_structure(opened, samples=SAMPLES, progress=progress)
+        page = write_trace_report(
+            opened, out, fit=fit, structure=structure, remarks=remarks, overwrite=overwrite, progress=progress
+        )
     found = json.loads((page.parent / "report.json").read_text())
     if as_json:
         print_json(found)

@@ -173,6 +173,7 @@ class GradiVeQ(Codec):
 
     def __init__(self, settings: GradiVeQ.Settings | None = None, learned: Mapping[str, torch.Tensor] | None = None):
         super().__init__(settings, learned)
+        self._completed: dict[str, tuple[tuple[object, ...], torch.Tensor]] = {}  # the last basis of each layer
         for key, basis in list(self.learned.items()):
             if key.endswith("/basis") and basis.ndim == 3:  # artifacts of format 2 have no width
                 self.learned.setdefault(f"{key.removesuffix('/basis')}/width", torch.tensor(float(basis.shape[2])))
@@ -346,7 +347,13 @@ class GradiVeQ(Codec):
         drawn = int(mine["width"]) - basis.shape[2]
         if drawn == 0:
             return basis
-        return torch.cat([basis, complement(basis, drawn, context.shared_generator(name))], dim=2)
+        key = (context.seed, context.iteration, context.group, drawn)
+        last = self._completed.get(name)
+        # Ranks that are played in one process share what they would all draw.
+        if last is None or last[0] != key or not torch.equal(last[1][:, :, : basis.shape[2]], basis):
+            columns = complement(basis, drawn, context.shared_generator(name))
+            last = self._completed[name] = (key, torch.cat([basis, columns], dim=2))
+        return last[1]
 
     def _vote(self, slices: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
         """1 if this rank's own loss, eq. (7), is above the threshold: shape (1,)."""
