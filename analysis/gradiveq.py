@@ -8,7 +8,7 @@ the loss on iterations that the fit has not seen is reported beside it, as a cur
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,16 +22,18 @@ from gradlab.artifact import Artifact
 from gradlab.codec_settings import build_settings
 from gradlab.codecs.gradiveq import GradiVeQ
 from gradlab.errors import GradlabError
-from gradlab.layout import Layer
+from gradlab.layout import Layer, flatten, split_slices
 from gradlab.plan import FEEDBACK, Group, Plan, Schedule
 from gradlab.progress import Progress
-from gradlab.slice_pca import fitted_slices, sample_slices, shared_dimensions, spectrum
+from gradlab.slice_pca import shared_dimensions, spectrum
 
 if TYPE_CHECKING:
     from gradlab.trace import Trace
 
 # Of the fit's samples, the latest: what each axis is worth is asked of these, where a budget is shared out.
 _JUDGES = 0.25
+# Averaged gradients held at a time, while a layer is streamed: float32 values.
+_BLOCK_VALUES = 2**24
 # Held-out loss above this multiple of lambda is called out in words.
 _TOLERATED = 2.0
 
@@ -112,7 +114,7 @@ def fit_gradiveq(
         "world_size": trace.world_size,
         "settings": dataclasses.asdict(settings or GradiVeQ.Settings(compressed_steps=0)),
         "total_ratio": total_ratio,
-        "promised_loss": _promised_loss(chosen),
+        "promised_loss": None if total_ratio else _promised_loss(chosen),
         "fitted_on": fitted,
         "warmup_steps": schedule.warmup_steps,
         "held_out_on": [int(trace.steps[window.stop]), int(trace.steps[-1])],
@@ -184,13 +186,15 @@ def _within_budget(
         if settings is None or layer.numel < slice_size:
             free -= 4 * layer.numel
             continue
-        gradients = _finite_samples(trace, window, layer)
-        slices = sample_slices({layer.name: gradients}, layer, slice_size)
+        codec = GradiVeQ(settings)
+        chosen_slices = codec.fitted_slices(layer.numel // slice_size)[0]
+        slices, _ = _samples(trace, window, layer, slice_size, chosen_slices, whitening=False)
         judges = max(1, round(_JUDGES * len(slices)))
-        fitting = slices if settings.pooled else slices[:, :1]
-        axes = spectrum(fitting.double(), judges).axes
-        energies.append((slices[-judges:].double().reshape(-1, slice_size) @ axes).square().sum(0))
-        prices.append(float(slices.shape[1] * (2 if settings.bfloat16 else 4)))
+        axes = spectrum(slices.double(), judges).axes
+        # Energy of the slices looked at, for all of the layer's.
+        more = layer.numel // slice_size / len(chosen_slices)
+        energies.append(more * (slices[-judges:].double().reshape(-1, slice_size) @ axes).square().sum(0))
+        prices.append(float(layer.numel // slice_size * (2 if settings.bfloat16 else 4)))
         free -= 4 * (layer.numel % slice_size)
         fitted.append(layer.name)
     try:
@@ -227,30 +231,51 @@ def _fit_layers(
     return learned, facts, skipped
 
 
-def _finite_samples(trace: Trace, window: range, layer: Layer) -> torch.Tensor:
-    """Averaged gradients (T, *layer.shape) of the window's steps, without those that are not finite."""
-    gradients = mean_unscaled(trace, layer.name, window.start, window.stop)
-    finite = np.isfinite(gradients).all(1)
-    if finite.sum() < 2:
-        raise NotFittable(f"{layer.name}: {int(finite.sum())} of {len(window)} samples are finite, expected at least 2")
-    return torch.from_numpy(np.ascontiguousarray(gradients[finite])).reshape(-1, *layer.shape)
+def _blocks(trace: Trace, window: range, layer: Layer, slice_size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Averaged gradients (t, *layer.shape) of the window, block by block, and their slices (t, M, K); finite ones."""
+    length = max(1, _BLOCK_VALUES // max(1, layer.numel))
+    for first in range(window.start, window.stop, length):
+        gradients = mean_unscaled(trace, layer.name, first, min(first + length, window.stop))
+        finite = np.ascontiguousarray(gradients[np.isfinite(gradients).all(1)])
+        stacked = torch.from_numpy(finite).reshape(-1, *layer.shape)
+        if len(stacked):
+            yield stacked, torch.stack([split_slices(flatten(one, "gradiveq"), slice_size)[0] for one in stacked])
+
+
+def _samples(
+    trace: Trace, window: range, layer: Layer, slice_size: int, chosen: Sequence[int], whitening: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Averaged gradients (T, S, K) of the chosen slices, and with whitening the mean (M, K) of all."""
+    found, total = [], torch.zeros(layer.numel // slice_size, slice_size, dtype=torch.float64)
+    for _, slices in _blocks(trace, window, layer, slice_size):
+        found.append(slices[:, list(chosen)])
+        if whitening:
+            total += slices.sum(0, dtype=torch.float64)
+    count = sum(map(len, found))
+    if count < 2:
+        raise NotFittable(f"{layer.name}: {count} of {len(window)} samples are finite, expected at least 2")
+    return torch.cat(found), (total / count).float() if whitening else None
 
 
 def _fit_layer(
     trace: Trace, window: range, layer: Layer, settings: GradiVeQ.Settings
 ) -> tuple[GradiVeQ, dict[str, Any]]:
-    stacked = _finite_samples(trace, window, layer)
-    codec = GradiVeQ(settings).fit([layer], {layer.name: stacked})
-    basis = codec.learned[f"{layer.name}/basis"]
-    slice_size = basis.shape[1]
-    by_slice = losses_by_slice(codec, layer, stacked, slice_size)
-    chosen = list(fitted_slices(len(by_slice), settings.reuse))
+    codec = GradiVeQ(settings)
+    slice_size = codec.slice_size(layer)
+    count = layer.numel // slice_size
+    chosen = [m for run in codec.fitted_slices(count) for m in run]
+    samples, mean = _samples(trace, window, layer, slice_size, chosen, settings.whitening)
+    bases = codec.bases(samples, mean, count)
+    codec = GradiVeQ(settings, {f"{layer.name}/{key}": tensor for key, tensor in bases.items()})
+    by_slice = np.zeros((count, 2))
+    for stacked, _ in _blocks(trace, window, layer, slice_size):
+        by_slice += losses_by_slice(codec, layer, stacked, slice_size)
     fact = {
         "slice_size": slice_size,
-        "dimension": int(codec.learned[f"{layer.name}/width"]),
-        "fitted_axes": basis.shape[2],
-        "slices": len(by_slice),
-        "samples": len(stacked),
+        "dimension": int(bases["width"]),
+        "fitted_axes": bases["basis"].shape[2],
+        "slices": count,
+        "samples": len(samples),
         "fitted_slices_energy": by_slice[chosen].sum(0).tolist(),
         "fitted_slices_loss": _loss(by_slice[chosen]),
         "in_sample_energy": by_slice.sum(0).tolist(),
@@ -267,7 +292,7 @@ def _loss(rows: Any) -> float:
 
 def _promised_loss(chosen: Mapping[str, GradiVeQ.Settings]) -> float | None:
     """lambda, the largest of any layer; None where something else than eq. (6) decides on d."""
-    if any(settings.ratio or settings.max_dimension for settings in chosen.values()):
+    if any(settings.ratio for settings in chosen.values()):
         return None
     return max((settings.loss_threshold for settings in chosen.values()), default=None)
 

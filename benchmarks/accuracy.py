@@ -63,7 +63,7 @@ def methods(warmup: int) -> dict[str, Method]:
         options = {"error_feedback": settings.get("complement", 0) > 0, "warmup_steps": warmup, "roles": CONVOLUTIONS}
         return Method(lambda layers: Plan.uniform(layers, "gradiveq", **options, **settings), earlier)
 
-    pca: dict[str, Any] = {"ratio": 20, "pooled": True, "whitening": False}
+    pca: dict[str, Any] = {"ratio": 20, "pooled": 16, "whitening": False}
     half = {**pca, "complement": 0.5}
     return {
         "dense": Method(lambda layers: Plan(tuple(layers))),

@@ -42,9 +42,15 @@ def _largest_divisor(number: int, unit: int) -> int:
     return max((n for n in range(1, _PREFERRED_SLICE // unit + 1) if number % n == 0), default=1)
 
 
-def fitted_slices(slices: int, reuse: int | None) -> range:
-    """Which of a layer's M slices bases are fitted on: every `reuse`-th; None, the paper's s = infinity: the first."""
-    return range(0, slices, reuse or max(1, slices))
+def fitted_slices(slices: int, reuse: int | None, pooled: int = 1) -> list[list[int]]:
+    """For each of B bases, which of a layer's M slices it is fitted on.
+
+    A basis serves `reuse` consecutive slices, the paper's s, None for infinity: all. It is fitted on the first of them
+    (the paper), or on `pooled` of them, evenly spread.
+    """
+    step = reuse or max(1, slices)
+    served = [range(first, min(first + step, slices)) for first in range(0, slices, step)]
+    return [[run[i * len(run) // count] for i in range(count)] for run in served for count in [min(pooled, len(run))]]
 
 
 def principal_axes(samples: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,17 +112,16 @@ def spectrum(centred: torch.Tensor, held_out: int = 0) -> Spectrum:
 
 
 def fitted_samples(
-    samples: torch.Tensor, mean: torch.Tensor | None, reuse: int | None, pooled: bool
+    samples: torch.Tensor, mean: torch.Tensor | None, chosen: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
     """What each of B bases is fitted on: samples (T, r, K), centred if there is a mean, float64.
 
-    samples: (T, S, K), of all M slices if pooled, else of the first of every `reuse`; mean: (M, K).
+    samples: (T, S, K), of the slices in `chosen` (see `fitted_slices`) one after another; mean: (M, K).
     """
     centred = samples.double()
     if mean is not None:
-        chosen = mean if pooled else mean[list(fitted_slices(len(mean), reuse))]
-        centred = centred - chosen.double()
-    return list(centred.split((reuse or samples.shape[1]) if pooled else 1, dim=1))
+        centred = centred - mean[[m for run in chosen for m in run]].double()
+    return list(centred.split([len(run) for run in chosen], dim=1))
 
 
 def stacked_axes(spectra: Sequence[Spectrum], width: int) -> torch.Tensor:
@@ -135,7 +140,7 @@ def fit_bases(
     samples: (T, B, K), averaged gradients; mean: (B, K), their mean; held_out: so many of the latest are not fitted on,
     and eq. (6) is asked of what the axes hold of them.
     """
-    spectra = [spectrum(centred, held_out) for centred in fitted_samples(samples, mean, 1, pooled=False)]
+    spectra = [spectrum(part, held_out) for part in fitted_samples(samples, mean, fitted_slices(len(mean), 1))]
     most = min(limit or samples.shape[2], samples.shape[2])
     return stacked_axes(spectra, min(most, max(found.dimension(loss_threshold) for found in spectra)))
 

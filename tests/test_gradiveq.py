@@ -236,8 +236,8 @@ def test_bases_that_differ_between_ranks_become_rank_0s() -> None:
     """Machines that round differently: a rank whose axes have other signs, and one that keeps one axis fewer."""
 
     class Elsewhere(GradiVeQ):
-        def _bases(self, samples: torch.Tensor, mean: torch.Tensor) -> Tensors:
-            found = super()._bases(samples, mean)
+        def bases(self, samples: torch.Tensor, mean: torch.Tensor | None, slices: int) -> Tensors:
+            found = super().bases(samples, mean, slices)
             return found | {"basis": -found["basis"][:, :, :-1], "width": found["width"] - 1}
 
     run = Run(codec(loss_threshold=0.001))

@@ -24,7 +24,7 @@ from gradlab.collectives import run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, flatten
 from gradlab.plan import Plan
-from gradlab.slice_pca import fit_bases, shared_dimensions
+from gradlab.slice_pca import fit_bases, fitted_slices, shared_dimensions
 from gradlab.wrappers.error_feedback import ErrorFeedback
 
 SIZE, SLICES = 40, 6
@@ -65,7 +65,7 @@ def test_a_pca_half_beats_a_random_basis_by_the_margin_of_theory(noise: float) -
     basis, generator = planted(rank, 1)
     shared = {"slice_size": SIZE, "ratio": SIZE / width, "whitening": False, "compressed_steps": 0}
     samples = {"w": torch.stack([sample(basis, noise, generator) for _ in range(400)])}
-    half = GradiVeQ(GradiVeQ.Settings(complement=0.5, pooled=True, **shared)).fit([LAYER], samples)
+    half = GradiVeQ(GradiVeQ.Settings(complement=0.5, pooled=9, **shared)).fit([LAYER], samples)
     alone = GradiVeQ(GradiVeQ.Settings(complement=1.0, **shared))
     later = [sample(basis, noise, generator) for _ in range(300)]
     energy = rank + SIZE * noise**2
@@ -82,8 +82,7 @@ def test_pooled_slices_find_what_the_first_alone_cannot() -> None:
     later = [sample(basis, 0.4, generator) for _ in range(100)]
     shared = {"slice_size": SIZE, "ratio": SIZE / 3, "whitening": False, "compressed_steps": 0}
     first, all_of_them = (
-        loss(GradiVeQ(GradiVeQ.Settings(pooled=pooled, **shared)).fit([LAYER], samples), later)
-        for pooled in (False, True)
+        loss(GradiVeQ(GradiVeQ.Settings(pooled=pooled, **shared)).fit([LAYER], samples), later) for pooled in (1, 9)
     )
     assert all_of_them < 0.9 * first
 
@@ -92,7 +91,7 @@ def test_pooled_slices_find_what_the_first_alone_cannot() -> None:
 def test_pooled_bases_are_those_of_the_slices_they_serve(reuse: int | None) -> None:
     generator = torch.Generator().manual_seed(0)
     samples = torch.randn(15, *LAYER.shape, generator=generator).double()
-    settings = GradiVeQ.Settings(slice_size=SIZE, reuse=reuse, ratio=8, pooled=True, whitening=False)
+    settings = GradiVeQ.Settings(slice_size=SIZE, reuse=reuse, ratio=8, pooled=9, whitening=False)
     basis = GradiVeQ(settings).fit([LAYER], {"w": samples}).learned["w/basis"].double()
     slices = torch.stack([flatten(one, "gradiveq") for one in samples]).view(15, SLICES, SIZE)
     for b, served in enumerate(torch.arange(SLICES).split(reuse or SLICES)):
@@ -103,6 +102,20 @@ def test_pooled_bases_are_those_of_the_slices_they_serve(reuse: int | None) -> N
 
 
 # --- how many axes --------------------------------------------------------------------------------------------------
+
+
+@law(st.integers(0, 30), st.integers(1, 9), st.integers(1, 9))
+def test_slices_that_are_fitted_on_are_spread_over_those_served(slices: int, reuse: int, pooled: int) -> None:
+    chosen = fitted_slices(slices, reuse, pooled)
+    for b, run in enumerate(chosen):
+        served = range(b * reuse, min((b + 1) * reuse, slices))
+        assert run[0] == served[0]
+        assert set(run) <= set(served)
+        assert len(set(run)) == len(run) == min(pooled, len(served))
+        gaps = np.diff([*run, run[0] + len(served)])
+        assert max(gaps) - min(gaps) <= 1
+    assert len(chosen) == -(-slices // reuse)
+    assert fitted_slices(slices, None) == ([[0]] if slices else [])
 
 
 @law(
@@ -265,8 +278,8 @@ def test_means_do_not_depend_on_the_number_of_ranks() -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, 1.5])
-@pytest.mark.parametrize("pooled", [False, True])
-def test_slices_that_never_change_cost_one_axis(value: float, pooled: bool) -> None:
+@pytest.mark.parametrize("pooled", [1, 3])
+def test_slices_that_never_change_cost_one_axis(value: float, pooled: int) -> None:
     """Zero, or constant: the mean, or the one axis they span without one, is all there is."""
     constant = torch.full((8, *LAYER.shape), value)
     for whitening in (True, False):
@@ -281,7 +294,7 @@ def test_slices_that_never_change_cost_one_axis(value: float, pooled: bool) -> N
 def test_all_axes_lose_nothing() -> None:
     draw = torch.Generator().manual_seed(0)
     samples = torch.randn(60, *LAYER.shape, generator=draw).double()
-    codec = GradiVeQ(GradiVeQ.Settings(0.0, SIZE, pooled=True, compressed_steps=0)).fit([LAYER], {"w": samples})
+    codec = GradiVeQ(GradiVeQ.Settings(0.0, SIZE, pooled=9, compressed_steps=0)).fit([LAYER], {"w": samples})
     assert codec.learned["w/basis"].shape == (1, SIZE, SIZE)
     assert loss(codec, [torch.randn(LAYER.shape, generator=draw).double()]) < 1e-10
 

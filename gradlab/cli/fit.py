@@ -89,7 +89,7 @@ def gradiveq(
 
       gradlab fit gradiveq trace --out gradiveq.safetensors --samples 100 --warmup-steps 100
 
-      gradlab fit gradiveq trace --out half.safetensors --total-ratio 16 --complement 0.5 --set pooled=true
+      gradlab fit gradiveq trace --out half.safetensors --total-ratio 16 --complement 0.5 --set pooled=8
       --set monitor=normalised --set on_loss=refresh --layer-set stem.weight:on_loss=dense
     """
     from gradlab.analysis.gradiveq import fit_gradiveq

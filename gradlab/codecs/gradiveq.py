@@ -93,7 +93,7 @@ class GradiVeQ(Codec):
     """Per layer a clock that all ranks share: SAMPLING for L_t iterations, COMPRESSING for L_c, and again.
 
     State, per layer: "clock" (2,), mode and position in it; in compression "basis" (B, K, d), "mean" (M, K) with
-    whitening, "width"; while sampling "sample 17" (B, K), or (M, K) if pooled, and with whitening "sum" (M, K).
+    whitening, "width"; while sampling "sample 17" (S, K) of the slices fitted on, and with whitening "sum" (M, K).
     Learned: those of compression, which it then begins with and keeps out of its state.
     All of it follows from averaged gradients, which every rank has; bases that came out different on machines that
     round differently are replaced by rank 0's. Layers smaller than a slice, and what fills no slice, travel dense.
@@ -112,8 +112,8 @@ class GradiVeQ(Codec):
     @dataclass(frozen=True)
     class Settings:
         """loss_threshold: lambda, the share of variance given up; slice_size: K in elements, None for a multiple of
-        F D near 2048; reuse: slices that share one basis, the paper's s, None for infinity; pooled: fit a basis on all
-        slices it serves, not on the first alone; ratio: d = K / ratio in place of eq. (6), None for eq. (6);
+        F D near 2048; reuse: slices that share one basis, the paper's s, None for infinity; pooled: slices that a basis
+        is fitted on, spread over those it serves; 1, the paper's: the first; ratio: d = K / ratio in place of eq. (6);
         max_dimension: upper limit on d, None for none;
         sample_steps: L_t; stable_steps: stop sampling once d has stayed the same for so many samples, 0 for never;
         compressed_steps: L_c, 0 for no end; sample_bits: of QSGD while sampling, 0 for none;
@@ -130,7 +130,7 @@ class GradiVeQ(Codec):
         loss_threshold: float = 0.01
         slice_size: int | None = None
         reuse: int | None = None
-        pooled: bool = False
+        pooled: int = 1
         ratio: float | None = None
         max_dimension: int | None = None
         sample_steps: int = 100
@@ -155,6 +155,7 @@ class GradiVeQ(Codec):
             for setting in ("slice_size", "reuse", "max_dimension"):
                 value = getattr(self, setting)
                 check(value is None or value >= 1, setting, "at least 1, or none")
+            check(self.pooled >= 1, "pooled", "slices, at least 1")
             check(self.ratio is None or self.ratio >= 1, "ratio", "at least 1, or none")
             check(self.sample_steps >= 2, "sample_steps", "at least 2 samples")
             check(self.stable_steps >= 0, "stable_steps", "samples, or 0")
@@ -181,6 +182,10 @@ class GradiVeQ(Codec):
     def slice_size(self, layer: Layer) -> int:
         """K for a layer: as set, else by `default_slice_size`."""
         return self.settings.slice_size or default_slice_size(layer)
+
+    def fitted_slices(self, slices: int) -> list[list[int]]:
+        """For each basis, which of a layer's M slices it is fitted on."""
+        return fitted_slices(slices, self.settings.reuse, self.settings.pooled)
 
     # --- the exchange ---
 
@@ -233,11 +238,12 @@ class GradiVeQ(Codec):
         number = position + 1
         stable = False
         if self._looks_for_stability(number):
-            agreed = yield Gather(mean.new_tensor([self._dimension(self._spectra(*_samples(mine, number)))]).float())
+            found = self._dimension(self._spectra(*_samples(mine, number), shape[0]))
+            agreed = yield Gather(torch.tensor([float(found)], device=mean.device))
             stable = torch.equal(mine.get("dimension", agreed[0] * 0), agreed[0])
             mine |= {"dimension": agreed[0]}
         if stable or number >= self.settings.sample_steps:
-            return _Done(mean, own, (yield from self._fit(mine, number)))
+            return _Done(mean, own, (yield from self._fit(mine, number, shape[0])))
         return _Done(mean, own, mine | {"clock": _clock(SAMPLING, number)})
 
     def _looks_for_stability(self, number: int) -> bool:
@@ -247,7 +253,7 @@ class GradiVeQ(Codec):
 
     def _with_sample(self, mine: Tensors, number: int, slices: torch.Tensor, context: Context) -> Tensors:
         """The state with one more sample, counted from 0: averaged slices (M, K)."""
-        chosen = list(fitted_slices(len(slices), 1 if self.settings.pooled else self.settings.reuse))
+        chosen = [m for run in self.fitted_slices(len(slices)) for m in run]
         mine = mine | {f"sample {number}": slices[chosen]}
         if self.settings.whitening:
             total = context.workspace.empty_like(slices)
@@ -265,9 +271,9 @@ class GradiVeQ(Codec):
         done = yield from quantizer.exchange({name: vector}, {}, replace(context, group=f"{context.group}/{name}"))
         return done.mean[name], lambda: done.own[name]
 
-    def _fit(self, mine: Tensors, number: int) -> Coroutine[Tensors]:
+    def _fit(self, mine: Tensors, number: int, slices: int) -> Coroutine[Tensors]:
         """Bases from the samples; rank 0's, should ranks have come to different ones."""
-        learned = self._bases(*_samples(mine, number))
+        learned = self.bases(*_samples(mine, number), slices)
         digests = yield Gather(_digest(learned))
         if any(not torch.equal(digest, digests[0]) for digest in digests):
             shape = digests[0][:3].tolist()
@@ -275,11 +281,10 @@ class GradiVeQ(Codec):
             learned["width"] = digests[0][3].float()
         return learned | {"clock": _clock(COMPRESSING, 0)}
 
-    def _spectra(self, samples: torch.Tensor, mean: torch.Tensor | None) -> list[Spectrum]:
-        """PCA for each of B bases, of samples (T, S, K) of the slices that are fitted on; mean: (M, K), of all."""
-        settings = self.settings
-        held_out = round(settings.held_out * len(samples))
-        parts = fitted_samples(samples, mean, settings.reuse, settings.pooled)
+    def _spectra(self, samples: torch.Tensor, mean: torch.Tensor | None, slices: int) -> list[Spectrum]:
+        """PCA for each of B bases; arguments as those of `bases`."""
+        held_out = round(self.settings.held_out * len(samples))
+        parts = fitted_samples(samples, mean, self.fitted_slices(slices))
         return [spectrum(part, held_out) for part in parts]
 
     def _dimension(self, spectra: Sequence[Spectrum]) -> int:
@@ -294,9 +299,13 @@ class GradiVeQ(Codec):
         """d = K / ratio, at least 1."""
         return max(1, round(slice_size / (self.settings.ratio or 1)))
 
-    def _bases(self, samples: torch.Tensor, mean: torch.Tensor | None) -> Tensors:
-        """What compression needs, from samples (T, S, K) and, with whitening, the mean (M, K)."""
-        spectra = self._spectra(samples, mean)
+    def bases(self, samples: torch.Tensor, mean: torch.Tensor | None, slices: int) -> Tensors:
+        """What compression needs to know of a layer: "basis" (B, K, d), "width" and, with whitening, "mean" (M, K).
+
+        samples: (T, S, K), averaged gradients of the slices in `fitted_slices`, one after another; mean: (M, K), with
+        whitening; slices: M.
+        """
+        spectra = self._spectra(samples, mean, slices)
         width = self._dimension(spectra)
         axes = max(1, *(len(found.eigenvalues) for found in spectra), 0)
         if self.settings.complement == 0:
@@ -381,7 +390,7 @@ class GradiVeQ(Codec):
         if self.settings.refresh == "decoded" and left < self.settings.sample_steps:
             mine = self._with_sample(mine, self.settings.sample_steps - 1 - left, average, context)
             if left == 0:
-                return (yield from self._fit(mine, self.settings.sample_steps))
+                return (yield from self._fit(mine, self.settings.sample_steps, len(average)))
         return mine | {"clock": _clock(COMPRESSING, position + 1)}
 
     # --- fitting before the run, forecasts, checks ---
@@ -399,9 +408,9 @@ class GradiVeQ(Codec):
         for layer in layers:
             slices = sample_slices(samples, layer, self.slice_size(layer))
             if slices.shape[1] and self.settings.complement < 1:
-                chosen = list(fitted_slices(slices.shape[1], 1 if self.settings.pooled else self.settings.reuse))
+                chosen = [m for run in self.fitted_slices(slices.shape[1]) for m in run]
                 mean = slices.double().mean(0).to(slices.dtype) if self.settings.whitening else None
-                found = self._bases(slices[:, chosen], mean)
+                found = self.bases(slices[:, chosen], mean, slices.shape[1])
                 learned |= {f"{layer.name}/{key}": value for key, value in found.items()}
         return GradiVeQ(self.settings, learned)
 
