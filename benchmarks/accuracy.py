@@ -113,7 +113,7 @@ class Nodes:
 
 def fitted_earlier(plan: Plan, data: Any, recipe: Recipe, ranks: int, seed: int) -> Plan:
     """The plan with bases fitted on another seed's dense run: its averages in the iterations that would be sampled."""
-    first, count = plan.schedule.warmup_steps, plan.build(plan.groups[0]).settings.sample_steps
+    first, count = plan.schedule.warmup_steps, innermost(plan.build(plan.groups[0])).settings.sample_steps
     seen: list[Tensors] = []
     train(Plan(plan.layers), data, recipe, ranks, seed + 1000, stop=first + count, watch=seen.append)
     learned = {}
