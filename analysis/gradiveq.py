@@ -178,7 +178,7 @@ def _within_budget(
     trace: Trace, window: range, chosen: Mapping[str, GradiVeQ.Settings], total_ratio: float
 ) -> dict[str, GradiVeQ.Settings]:
     """The settings with each layer's d, so that the whole model is total_ratio smaller in a compressed iteration."""
-    energies, prices, fitted = [], [], []
+    energies, prices, sizes = [], [], dict[str, int]()
     free = 4.0 * sum(layer.numel for layer in trace.layers) / total_ratio
     for layer in trace.layers:
         settings = chosen.get(layer.name)
@@ -190,21 +190,38 @@ def _within_budget(
         chosen_slices = codec.fitted_slices(layer.numel // slice_size)[0]
         slices, _ = _samples(trace, window, layer, slice_size, chosen_slices, whitening=False)
         judges = max(1, round(_JUDGES * len(slices)))
-        axes = spectrum(slices.double(), judges).axes
         # Energy of the slices looked at, for all of the layer's.
         more = layer.numel // slice_size / len(chosen_slices)
-        energies.append(more * (slices[-judges:].double().reshape(-1, slice_size) @ axes).square().sum(0))
+        energies.append(more * _energy_per_axis(slices.double(), judges, settings.complement))
         prices.append(float(layer.numel // slice_size * (2 if settings.bfloat16 else 4)))
         free -= 4 * (layer.numel % slice_size)
-        fitted.append(layer.name)
+        sizes[layer.name] = slice_size
     try:
-        dimensions = dict(zip(fitted, shared_dimensions(energies, prices, free), strict=True))
+        dimensions = dict(zip(sizes, shared_dimensions(energies, prices, free), strict=True))
     except GradlabError as error:
         raise GradlabError(f"total ratio {total_ratio:g} is out of reach: {error}") from None
     return {
-        name: dataclasses.replace(settings, ratio=None, loss_threshold=0.0, max_dimension=dimensions.get(name))
+        name: dataclasses.replace(settings, max_dimension=None, ratio=sizes[name] / dimensions[name])
         for name, settings in chosen.items()
-    }
+        if name in dimensions
+    } | {name: settings for name, settings in chosen.items() if name not in dimensions}
+
+
+def _energy_per_axis(slices: torch.Tensor, judges: int, complement: float) -> torch.Tensor:
+    """What each further axis holds of the `judges` latest samples (T, r, K), without which the axes are fitted.
+
+    A random axis holds its share of what the fitted ones leave: with a complement there are K of them to be had.
+    """
+    size = slices.shape[2]
+    axes, later = spectrum(slices, judges).axes, slices[-judges:].reshape(-1, size)
+    fitted = torch.cat([torch.zeros(1), (later @ axes).square().sum(0).cumsum(0)])
+    if complement == 0:
+        return fitted.diff()
+    count = torch.arange(size + 1)
+    kept = (count * (1 - complement)).round().long().clamp(max=axes.shape[1])
+    left = later.square().sum() - fitted[kept]
+    held = fitted[kept] + left * (count - kept) / (size - kept).clamp(min=1)
+    return held.diff()
 
 
 def _fit_layers(

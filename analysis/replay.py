@@ -8,7 +8,7 @@ as the run's gradients are those of the trace.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -118,7 +118,10 @@ def _aggregate(result: StepResult, gradients: list[Tensors]) -> tuple[float, flo
 
 
 def describe(group: Group) -> str:
-    """A group's method in a few words: "topk(density=0.01) + feedback"; settings left to the codec are shown too."""
+    """A group's method in a few words: "topk(density=0.01) + feedback".
+
+    Settings left to the codec are shown too, but of a codec with many only those that are not as it would have them.
+    """
     method = codecs.get(group.codec)
     around = [_describe_wrap(wrap) for wrap in reversed(group.wrappers)]
     return " + ".join([f"{group.codec}({_settings(build_settings(method, group.settings))})", *around])
@@ -131,7 +134,14 @@ def _describe_wrap(wrap: Wrap) -> str:
 
 
 def _settings(chosen: Any) -> str:
-    return ", ".join(f"{key}={value}" for key, value in asdict(chosen).items() if value is not None)
+    values, habits = asdict(chosen), {field.name: field.default for field in fields(chosen)}
+    shown = [key for key, value in values.items() if value is not None and (len(values) <= 6 or value != habits[key])]
+    return ", ".join(f"{key}={_setting(values[key])}" for key in shown)
+
+
+def _setting(value: Any) -> str:
+    """A setting's value; numbers with four significant digits."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _check_layers(trace: Trace, plan: Plan) -> None:

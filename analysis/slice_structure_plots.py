@@ -46,14 +46,15 @@ def plot_adjacent(structure: Structure) -> Figure:
         _scatter(before, layer["scatter"]["before"], ("gradient 1", "gradient 2"), "as recorded")
         shares = " + ".join(format_percent(share, 0) for share in layer["scatter"]["share"][:2])
         _scatter(after, layer["scatter"]["after"], ("gradient 1'", "gradient 2'"), f"rotated: {shares}")
-    figure.colorbar(image, ax=axes, label="correlation", aspect=40, pad=0.02)
+    figure.colorbar(image, ax=axes, label="correlation", aspect=30, shrink=0.5, pad=0.02)
     return figure
 
 
 def _scatter(axes: Axes, points: Sequence[Sequence[float]], names: tuple[str, str], title: str) -> None:
     first, second = _numbers(points)[:, :2].T
     axes.plot(first, second, ".", color=BLUE, markersize=3)
-    axes.set(xlabel=names[0], ylabel=names[1], title=title)
+    axes.set(ylabel=names[1], title=title)
+    axes.set_xlabel(names[0], loc="left")  # a power of ten stands at the right
     axes.set_aspect("equal", adjustable="datalim")
     axes.ticklabel_format(style="sci", scilimits=(-2, 2))
     axes.locator_params(nbins=4)

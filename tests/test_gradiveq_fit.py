@@ -179,6 +179,17 @@ def test_a_total_ratio_goes_where_the_structure_is(tmp_path: Path) -> None:
     assert not any("lambda" in line for line in found.warnings)
 
 
+@pytest.mark.parametrize(("complement", "total_ratio"), [(0.5, 4), (0.25, 2), (0.5, 20)])
+def test_random_axes_fill_a_budget_that_samples_cannot(tmp_path: Path, complement: float, total_ratio: float) -> None:
+    """Nine fitted axes at most, but the bytes are as asked, to within an axis of a layer."""
+    layers = (CONVOLUTION, Layer("second.weight", (16, 8, 3, 3), "convolution"))
+    settings = GradiVeQ.Settings(complement=complement, compressed_steps=0, whitening=False)
+    with record(tmp_path / "t", random_gradients(0, 30, 2, layers), layers) as trace:
+        found = fit_gradiveq(trace, samples=12, settings=settings, total_ratio=total_ratio)
+    dense = 4 * sum(layer.numel for layer in layers)
+    assert dense / total_ratio - 8 < found.origin["payload_bytes"] - 4 <= dense / total_ratio
+
+
 @pytest.mark.parametrize("complement", [0.0, 0.25, 0.5, 1.0])
 def test_a_ratio_is_kept(complement: float) -> None:
     """d = K / ratio, fitted and random axes together."""

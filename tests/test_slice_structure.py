@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from laws import law
 from recorded import CONVOLUTION, LINEAR, random_gradients, record, record_layer
 
-from gradlab.analysis import slice_structure as module
+from gradlab.analysis import slice_structure_trace as module
 from gradlab.analysis.holdout import losses_by_slice
 from gradlab.analysis.plain import plain
 from gradlab.analysis.report_figures import slice_structure_drawings
@@ -25,9 +25,7 @@ from gradlab.analysis.slice_structure import (
     dimension_by_samples,
     dimension_by_threshold,
     fit_basis,
-    looked_at,
     loss_by_slice_size,
-    measure_slice_structure,
     principal_angles,
     rotated_scatter,
     spatial_consistency,
@@ -36,6 +34,7 @@ from gradlab.analysis.slice_structure import (
     whole_slices,
 )
 from gradlab.analysis.slice_structure_plots import PLOTS
+from gradlab.analysis.slice_structure_trace import looked_at, measure_slice_structure
 from gradlab.analysis.style import drawing
 from gradlab.cli.analyze import analyze
 from gradlab.codecs.gradiveq import GradiVeQ

@@ -31,7 +31,7 @@ def analyze(
 
     from gradlab.analysis.gradiveq import NotFittable, fit_gradiveq
     from gradlab.analysis.report import write_trace_report
-    from gradlab.analysis.slice_structure import measure_slice_structure
+    from gradlab.analysis.slice_structure_trace import measure_slice_structure
     from gradlab.analysis.target import REPORT_FILES, require_free
     from gradlab.trace import Trace
 

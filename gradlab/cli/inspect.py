@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -22,6 +22,7 @@ def inspect(
       gradlab inspect plan.safetensors
     """
     from gradlab.analysis.formatting import format_bytes, format_ratio
+    from gradlab.analysis.replay import describe
     from gradlab.artifact import Artifact
 
     loaded = Artifact.load(artifact)
@@ -37,7 +38,7 @@ def inspect(
         before = 4 * sum(layer.numel for layer in members)
         after = codec.payload_bytes(members, ranks)
         rows.append(
-            (group.name, _method(group), format_bytes(before), format_bytes(after), format_ratio(before / after))
+            (group.name, describe(group), format_bytes(before), format_bytes(after), format_ratio(before / after))
         )
     rows += [
         (layer.name, "dense", format_bytes(4 * layer.numel), format_bytes(4 * layer.numel), format_ratio(1.0))
@@ -51,9 +52,3 @@ def inspect(
         f"made by {loaded.origin.get('method', 'hand')}",
         markup=False,
     )
-
-
-def _method(group: Any) -> str:
-    from gradlab.analysis.replay import describe
-
-    return describe(group)
