@@ -446,12 +446,14 @@ def mixed_groups(group: dist.ProcessGroup) -> dict[str, Any]:
     return {"equal": equal, "errors": errors}
 
 
-def chrome_trace(group: dist.ProcessGroup) -> dict[str, Any]:
+def chrome_trace(
+    group: dist.ProcessGroup, codec: str = "powersgd", settings: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """The events of one chosen step, and what the report, the table and the scalars say of the same run."""
     done = train(
         group,
         6,
-        lambda model: Plan.uniform(model, "powersgd", rank=2),
+        lambda model: Plan.uniform(model, codec, **(settings or {"rank": 2})),
         trace_steps=(4,),
         measure_every=2,
         segment_bytes=4096,

@@ -27,6 +27,23 @@ def test_one_step_is_seen_whole(pool: ProcessPool) -> None:
         json.dumps(seen["events"], allow_nan=False)
 
 
+@pytest.mark.parametrize(("codec", "settings"), [("qsgd", {"bits": 4}), ("identity", {})])
+def test_a_ring_prepares_its_segments_while_others_travel(
+    pool: ProcessPool, codec: str, settings: dict[str, object]
+) -> None:
+    """Algorithm 1, lines 5 and 6: the download of one and the compression of the next at the same time."""
+    arguments = {"codec": codec, "settings": {**settings, "ring": True}}
+    for seen in pool.run("ddp_tasks:chrome_trace", 3, **arguments):
+        spans = [event for event in seen["events"] if event["ph"] == "X"]
+        hops = [event for event in spans if event["name"] == "ring"]
+        prepared = [event for event in spans if event["name"] == "prepare a ring's segment"]
+        assert len(hops) % (2 * (3 - 1)) == 0 < len(hops)
+        inside = [
+            p for p in prepared if any(h["ts"] <= p["ts"] and p["ts"] + p["dur"] <= h["ts"] + h["dur"] for h in hops)
+        ]
+        assert len(inside) == len(prepared) * 2 / 3  # all but the first segment of each ring
+
+
 def test_report_table_and_scalars_agree(pool: ProcessPool) -> None:
     for seen in pool.run("ddp_tasks:chrome_trace", 2):
         report, found = seen["report"], seen["scalars"]

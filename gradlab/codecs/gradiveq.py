@@ -124,7 +124,8 @@ class GradiVeQ(Codec):
         nothing and needs a ratio; whitening: subtract the samples' mean, as eq. (3) does; held_out: share of the
         samples, the latest, that the axes are not fitted on and eq. (6) is asked of; refresh: "sample" again after L_c
         iterations, or fit on what the last L_t of them "decoded", which needs a complement: else nothing new is ever
-        seen; bfloat16: codes travel in half of the bytes; ring: Algorithm 1 in place of one all-reduce of all codes.
+        seen; bfloat16: codes travel in half of the bytes; ring: Algorithm 1 in place of one all-reduce of all codes, and
+        of QSGD's gather.
         """
 
         loss_threshold: float = 0.01
@@ -267,7 +268,7 @@ class GradiVeQ(Codec):
         if self.settings.sample_bits == 0:
             mean = yield Mean(vector)
             return mean, lambda: vector
-        quantizer = QSGD(QSGD.Settings(self.settings.sample_bits))
+        quantizer = QSGD(QSGD.Settings(self.settings.sample_bits, ring=self.settings.ring))
         done = yield from quantizer.exchange({name: vector}, {}, replace(context, group=f"{context.group}/{name}"))
         return done.mean[name], lambda: done.own[name]
 
@@ -421,22 +422,24 @@ class GradiVeQ(Codec):
         total = 0.0
         for layer in layers:
             start = self._of(layer.name, {})
-            mode, first = int(start["clock"][0]), self._bytes(layer, start)
-            sampling = self._bytes(layer, {"clock": _clock(SAMPLING, 0)})
+            mode, first = int(start["clock"][0]), self._bytes(layer, start, world_size)
+            sampling = self._bytes(layer, {"clock": _clock(SAMPLING, 0)}, world_size)
             if mode == DENSE or self.settings.complement == 1:
                 total += first
             elif mode == COMPRESSING:
                 total += share * first + (1 - share) * sampling
             elif self.settings.ratio is not None:
-                total += share * self._bytes(layer, {"clock": _clock(COMPRESSING, 0)}) + (1 - share) * sampling
+                total += (
+                    share * self._bytes(layer, {"clock": _clock(COMPRESSING, 0)}, world_size) + (1 - share) * sampling
+                )
             else:
                 total += sampling
         return total
 
     def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
-        return sum(self._bytes(layer, self._of(layer.name, state)) for layer in layers)
+        return sum(self._bytes(layer, self._of(layer.name, state), world_size) for layer in layers)
 
-    def _bytes(self, layer: Layer, mine: Tensors) -> float:
+    def _bytes(self, layer: Layer, mine: Tensors, world_size: int) -> float:
         size = mine["basis"].shape[1] if "basis" in mine else self.slice_size(layer)
         whole, tail = divmod(layer.numel, size)
         mode, position = map(int, mine["clock"].tolist())
@@ -448,7 +451,8 @@ class GradiVeQ(Codec):
             codes = whole * int(mine.get("width", self._width(size))) * (2 if settings.bfloat16 else 4)
             return codes + 4 * (tail + (settings.monitor != "off")) + DIGEST_BYTES * fits
         bits = settings.sample_bits
-        sampled = QSGD(QSGD.Settings(bits)).payload_bytes([layer], 1) if bits else 4 * layer.numel
+        quantizer = QSGD(QSGD.Settings(bits or 8, ring=settings.ring))
+        sampled = quantizer.payload_bytes([layer], world_size) if bits else 4 * layer.numel
         looked = 4 * self._looks_for_stability(position + 1)
         return sampled + looked + DIGEST_BYTES * (position + 1 >= settings.sample_steps)
 
