@@ -124,7 +124,7 @@ class GradiVeQ(Codec):
         nothing and needs a ratio; whitening: subtract the samples' mean, as eq. (3) does; held_out: share of the
         samples, the latest, that the axes are not fitted on and eq. (6) is asked of; refresh: "sample" again after L_c
         iterations, or fit on what the last L_t of them "decoded", which needs a complement: else nothing new is ever
-        seen; bfloat16: codes travel in half of the bytes; ring: Algorithm 1 in place of one all-reduce of all codes, and
+        seen; bfloat16: codes travel in half of the bytes; ring: Algorithm 1 in place of one all-reduce of codes, and
         of QSGD's gather.
         """
 
