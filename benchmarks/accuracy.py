@@ -75,6 +75,7 @@ def methods(warmup: int) -> dict[str, Method]:
         "half, fitted once": gradiveq(**half, compressed_steps=0),
         "half, from an earlier run": gradiveq(**half, compressed_steps=0, earlier=True),
         "half, from decoded": gradiveq(**half, refresh="decoded", compressed_steps=200),
+        "half, earlier and decoded": gradiveq(**half, refresh="decoded", compressed_steps=200, earlier=True),
         "pca only, refreshed": gradiveq(**pca),
     }
 
