@@ -30,6 +30,11 @@ from gradlab.slice_pca import shared_dimensions, spectrum
 if TYPE_CHECKING:
     from gradlab.trace import Trace
 
+# The paper's, with bases that serve to the end of the run.
+PAPER = GradiVeQ.Settings(compressed_steps=0)
+# What trained best at the same bytes (benchmarks/accuracy.py): half of the axes random and new in every iteration, the
+# other half fitted on several slices of each layer, and again on what was decoded.
+RECOMMENDED = GradiVeQ.Settings(ratio=20.0, pooled=8, complement=0.5, whitening=False, refresh="decoded")
 # Of the fit's samples, the latest: what each axis is worth is asked of these, where a budget is shared out.
 _JUDGES = 0.25
 # Averaged gradients held at a time, while a layer is streamed: float32 values.
@@ -80,7 +85,7 @@ def fit_gradiveq(
     on, where that is not wanted; a fit on iterations that the plan compresses is warned of. Layers with fewer elements
     than a slice, or whose codes would be no smaller, stay dense and are listed in origin["skipped"].
 
-    settings: of every group; None: the fitted bases serve to the end of the run (compressed_steps = 0). With a
+    settings: of every group; None: `PAPER`. With a
     complement the groups get error feedback. layer_settings: by layer name, what differs there, such as what happens
     when the loss monitor fires. total_ratio: in place of eq. (6), d of all layers at once: dense bytes of the whole
     model over those of a compressed iteration; each further axis goes where it holds most of the energy, per byte, of
@@ -92,7 +97,12 @@ def fit_gradiveq(
         GradlabError: for fewer than two samples, a start out of range, a negative warm-up, settings of a layer that is
             not fitted, or a total ratio out of reach.
     """
-    chosen = _chosen_settings(trace, settings or GradiVeQ.Settings(compressed_steps=0), layer_settings or {}, roles)
+    settings = settings or PAPER
+    if settings.complement == 1:
+        raise NotFittable("complement = 1: all axes are random, there is nothing to fit; make a uniform plan")
+    if total_ratio is not None and not total_ratio >= 1:
+        raise GradlabError(f"total ratio = {total_ratio:g}, expected at least 1")
+    chosen = _chosen_settings(trace, settings, layer_settings or {}, roles)
     schedule = Schedule(warmup_steps)
     window = _fit_window(trace, start, samples, warmup_steps)
     if warmup_steps == 0:
@@ -112,7 +122,7 @@ def fit_gradiveq(
         "method": "gradiveq",
         "trace": trace.digest,
         "world_size": trace.world_size,
-        "settings": dataclasses.asdict(settings or GradiVeQ.Settings(compressed_steps=0)),
+        "settings": dataclasses.asdict(settings),
         "total_ratio": total_ratio,
         "promised_loss": None if total_ratio else _promised_loss(chosen),
         "fitted_on": fitted,

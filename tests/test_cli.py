@@ -186,7 +186,9 @@ def test_a_fit_to_noise_is_seen_through(gradlab: Command, tmp_path: Path) -> Non
     noise = np.random.default_rng(0).standard_normal((24, 2, CONVOLUTION.numel)).astype(np.float32)
     record_layer(tmp_path / "trace", noise, CONVOLUTION).close()
     artifact, words = tmp_path / "gradiveq.safetensors", ["--samples", 12, "--start", 0, "--warmup-steps", 2]
-    code, out, err = gradlab("fit", "gradiveq", tmp_path / "trace", "--out", artifact, "--loss-threshold", 0, *words)
+    code, out, err = gradlab(
+        "fit", "gradiveq", tmp_path / "trace", "--out", artifact, "--paper", "--loss-threshold", 0, *words
+    )
     assert (code, err) == (0, "")
     assert out.startswith("The GradiVeQ fit holds nothing that lasts")
     assert 0 < out.index("warning: Compression begins at iteration 2") < out.index("GradiVeQ fit, layer by layer")

@@ -317,6 +317,8 @@ def test_all_axes_lose_nothing() -> None:
         ({"layer_settings": {CONVOLUTION.name: {"on_loss": "cry"}}}, "one of refresh, dense, stop"),
         ({"layer_settings": {CONVOLUTION.name: {"size": 1}}}, "gradiveq has no setting size"),
         ({"total_ratio": 1e9}, "total ratio 1e\\+09 is out of reach"),
+        ({"total_ratio": math.nan}, "total ratio = nan, expected at least 1"),
+        ({"settings": GradiVeQ.Settings(complement=1.0, ratio=4.0)}, "nothing to fit"),
         ({"samples": 1}, "at least 2"),
     ],
 )

@@ -88,7 +88,7 @@ def _loop(
 
 
 def _offline(trace: Trace, out: Path, warmup: int, seed: int, progress: Progress) -> Offline:
-    from gradlab.analysis.gradiveq import fit_gradiveq
+    from gradlab.analysis.gradiveq import RECOMMENDED, fit_gradiveq
     from gradlab.analysis.replay import replay
     from gradlab.analysis.report import summarize_trace
     from gradlab.analysis.spectrum import measure_spectrum
@@ -97,7 +97,7 @@ def _offline(trace: Trace, out: Path, warmup: int, seed: int, progress: Progress
 
     # PCA sees the end of the dense phase: the freshest gradients it can have before it is needed.
     samples = max(2, min(100, warmup - warmup // 4))
-    fit = fit_gradiveq(trace, samples=samples, warmup_steps=warmup, seed=seed, progress=progress)
+    fit = fit_gradiveq(trace, samples=samples, settings=RECOMMENDED, warmup_steps=warmup, seed=seed, progress=progress)
     plans = {
         "dense": Plan.uniform(trace.layers, "identity", warmup_steps=warmup, seed=seed),
         "gradiveq": fit.plan,

@@ -56,20 +56,30 @@ def gradiveq(
     start: Annotated[
         int | None, typer.Option(help="Position of the first of them, if they shall not end where compression begins.")
     ] = None,
-    loss_threshold: Annotated[float, typer.Option(help="The paper's lambda: share of variance given up.")] = 0.01,
+    paper: Annotated[
+        bool,
+        typer.Option(
+            "--paper",
+            help="The paper's method: d by lambda = 0.01, bases of each layer's first slice, kept; no random axes.",
+        ),
+    ] = False,
+    loss_threshold: Annotated[
+        float | None, typer.Option(help="d by the paper's lambda, the share of variance given up.")
+    ] = None,
     slice_size: Annotated[int | None, typer.Option(help="K in elements; a multiple of F x D by default.")] = None,
     reuse: Annotated[
         int | None, typer.Option(help="Slices that share one basis (the paper's s); all of a layer's by default.")
     ] = None,
     max_dimension: Annotated[int | None, typer.Option(help="Upper limit on d.")] = None,
-    ratio: Annotated[float | None, typer.Option(help="d = K / ratio, in place of lambda.")] = None,
+    ratio: Annotated[float | None, typer.Option(help="d = K / ratio; 20 if nothing else decides on d.")] = None,
     total_ratio: Annotated[
         float | None,
-        typer.Option(help="d of all layers at once: the whole model so many times smaller; in place of lambda."),
+        typer.Option(help="d of all layers at once: the whole model so many times smaller."),
     ] = None,
     complement: Annotated[
-        float, typer.Option(help="Share of d that is random, new in every iteration; brings error feedback.")
-    ] = 0.0,
+        float | None,
+        typer.Option(help="Share of d that is random, new in every iteration; brings error feedback; 0.5 by default."),
+    ] = None,
     setting: Setting = None,
     layer_setting: Annotated[
         list[str] | None,
@@ -83,33 +93,41 @@ def gradiveq(
 ) -> None:
     """GradiVeQ's PCA bases for the convolutions; every other layer stays dense.
 
-    The bases serve to the end of the run, unless --set compressed_steps=400 makes it sample and fit again.
+    Half of the axes are fitted, half are random and new in every iteration, with error feedback, so that nothing is
+    lost for good; bases are fitted again on what was decoded, every four times --samples iterations. That trained best
+    at the same bytes; --paper is the published method.
 
     Example:
 
       gradlab fit gradiveq trace --out gradiveq.safetensors --samples 100 --warmup-steps 100
 
-      gradlab fit gradiveq trace --out half.safetensors --total-ratio 16 --complement 0.5 --set pooled=8
-      --set monitor=normalised --set on_loss=refresh --layer-set stem.weight:on_loss=dense
+      gradlab fit gradiveq trace --out gradiveq.safetensors --total-ratio 16 --set monitor=normalised
+      --layer-set stem.weight:on_loss=dense
+
+      gradlab fit gradiveq trace --out paper.safetensors --paper --loss-threshold 0.05
     """
-    from gradlab.analysis.gradiveq import fit_gradiveq
+    from dataclasses import asdict
+
+    from gradlab.analysis.gradiveq import PAPER, RECOMMENDED, fit_gradiveq
     from gradlab.analysis.target import require_free
     from gradlab.codec_settings import build_settings
     from gradlab.codecs.gradiveq import GradiVeQ
     from gradlab.trace import Trace
 
     require_free(out, overwrite)
-    values: dict[str, Any] = {
+    chosen: dict[str, Any] = {
         "loss_threshold": loss_threshold,
         "slice_size": slice_size,
         "reuse": reuse,
         "max_dimension": max_dimension,
         "ratio": ratio,
         "complement": complement,
-        "sample_steps": samples,
-        "compressed_steps": 0,
-        "whitening": complement == 0,
     }
+    values = asdict(PAPER if paper else RECOMMENDED) | {"sample_steps": samples}
+    values |= {"compressed_steps": 4 * samples} if values["compressed_steps"] else {}
+    values |= {"ratio": None} if loss_threshold is not None else {}
+    values |= {"refresh": "sample", "compressed_steps": 0} if complement == 0 else {}
+    values |= {name: value for name, value in chosen.items() if value is not None}
     settings = build_settings(GradiVeQ, values | parse_settings(setting or []))
     with Trace(trace) as opened, progress_bars() as progress:
         found = fit_gradiveq(

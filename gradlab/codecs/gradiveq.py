@@ -424,8 +424,9 @@ class GradiVeQ(Codec):
             start = self._of(layer.name, {})
             mode, first = int(start["clock"][0]), self._bytes(layer, start, world_size)
             sampling = self._bytes(layer, {"clock": _clock(SAMPLING, 0)}, world_size)
-            if mode == DENSE or self.settings.complement == 1:
-                total += first
+            refitted = mode == COMPRESSING and self.settings.refresh == "decoded"
+            if mode == DENSE or refitted or self.settings.complement == 1:
+                total += first  # to the end of the run
             elif mode == COMPRESSING:
                 total += share * first + (1 - share) * sampling
             elif self.settings.ratio is not None:
