@@ -357,7 +357,7 @@ class GradiVeQ(Codec):
         drawn = int(mine["width"]) - basis.shape[2]
         if drawn == 0:
             return basis
-        key = (context.seed, context.iteration, context.group, drawn)
+        key = (context.seed, context.iteration, context.group, drawn, basis.device)
         last = self._completed.get(name)
         # Ranks that are played in one process share what they would all draw.
         if last is None or last[0] != key or not torch.equal(last[1][:, :, : basis.shape[2]], basis):
