@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 # The paper's, with bases that serve to the end of the run.
 PAPER = GradiVeQ.Settings(compressed_steps=0)
-# What trained best at the same bytes (benchmarks/accuracy.py): half of the axes random and new in every iteration, the
-# other half fitted on several slices of each layer, and again on what was decoded.
+# The form of GradiVeQ that trained best at the same bytes (docs/gradiveq.md): half of the axes random and new in every
+# iteration, the other half fitted on several slices of each layer, and again on what was decoded.
 RECOMMENDED = GradiVeQ.Settings(ratio=20.0, pooled=8, complement=0.5, whitening=False, refresh="decoded")
 # Of the fit's samples, the latest: what each axis is worth is asked of these, where a budget is shared out.
 _JUDGES = 0.25
@@ -85,11 +85,11 @@ def fit_gradiveq(
     on, where that is not wanted; a fit on iterations that the plan compresses is warned of. Layers with fewer elements
     than a slice, or whose codes would be no smaller, stay dense and are listed in origin["skipped"].
 
-    settings: of every group; None: `PAPER`. With a
-    complement the groups get error feedback. layer_settings: by layer name, what differs there, such as what happens
-    when the loss monitor fires. total_ratio: in place of eq. (6), d of all layers at once: dense bytes of the whole
-    model over those of a compressed iteration; each further axis goes where it holds most of the energy, per byte, of
-    the last quarter of the samples, which the axes are not fitted on while this is decided.
+    settings: of every group; None: `PAPER`. With a complement the groups get error feedback. layer_settings: by layer
+    name, what differs there, such as what happens when the loss monitor fires. total_ratio: in place of eq. (6), d of
+    all layers at once: dense bytes of the whole model over those of a compressed iteration; each further axis goes
+    where it holds most of the energy, per byte, of the last quarter of the samples, which the axes are not fitted on
+    while this is decided.
 
     Raises:
         NotFittable: for too few steps before the warm-up ends, nothing left to hold out, or no layer that can be

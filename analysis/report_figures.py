@@ -54,9 +54,10 @@ def spectrum_drawings(spectrum: Found) -> list[Drawing]:
 
 def fit_drawings(origin: Found, name: str = "") -> list[Drawing]:
     """The held-out curve of a fit's origin."""
+    promised = origin["promised_loss"]
+    rule = "" if promised is None else f" (d by eq. (6), threshold {format_percent(promised)})"
     caption = (
-        f"Fitted on {len(origin['fitted_on'])} iterations (d by eq. (6), threshold "
-        f"{format_percent(origin['settings']['loss_threshold'])}), tried on all later ones. (a) all fitted layers "
+        f"Fitted on {len(origin['fitted_on'])} iterations{rule}, tried on all later ones. (a) all fitted layers "
         "together, with the loss on the fit's own iterations and that of random bases of the same size; (b) by layer."
     )
     title = "Loss on later iterations, by age of the fit" + (f": {name}" if name else "")

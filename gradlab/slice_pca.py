@@ -132,19 +132,6 @@ def stacked_axes(spectra: Sequence[Spectrum], width: int) -> torch.Tensor:
     return torch.stack([_first_columns(found.axes, width) for found in spectra]).float().contiguous()
 
 
-def fit_bases(
-    samples: torch.Tensor, mean: torch.Tensor, loss_threshold: float, limit: int | None = None, held_out: int = 0
-) -> torch.Tensor:
-    """Bases (B, K, d), float32, of B slices: the most axes that eq. (6) asks for in any of them, at most `limit`.
-
-    samples: (T, B, K), averaged gradients; mean: (B, K), their mean; held_out: so many of the latest are not fitted on,
-    and eq. (6) is asked of what the axes hold of them.
-    """
-    spectra = [spectrum(part, held_out) for part in fitted_samples(samples, mean, fitted_slices(len(mean), 1))]
-    most = min(limit or samples.shape[2], samples.shape[2])
-    return stacked_axes(spectra, min(most, max(found.dimension(loss_threshold) for found in spectra)))
-
-
 def shared_dimensions(energies: Sequence[torch.Tensor], prices: Sequence[float], budget: float) -> list[int]:
     """d of each layer, at least 1, so that together they hold the most energy a budget of bytes pays for.
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from slice_bases import fit_bases
 
 from gradlab.codec import Context, Exchanged, Tensors, exchange_group
 from gradlab.codecs.gradiveq import COMPRESSING, DENSE, SAMPLING, GradiVeQ
@@ -14,7 +15,7 @@ from gradlab.codecs.qsgd import QSGD
 from gradlab.collectives import LockstepResult, run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, flatten
-from gradlab.slice_pca import complement, fit_bases
+from gradlab.slice_pca import complement
 from gradlab.wrappers.error_feedback import ErrorFeedback
 
 SHAPE = (4, 3, 3, 3)

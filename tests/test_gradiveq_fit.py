@@ -24,7 +24,7 @@ from gradlab.collectives import run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, flatten
 from gradlab.plan import Plan
-from gradlab.slice_pca import fit_bases, fitted_slices, shared_dimensions
+from gradlab.slice_pca import fitted_slices, shared_dimensions
 from gradlab.wrappers.error_feedback import ErrorFeedback
 
 SIZE, SLICES = 40, 6
@@ -200,6 +200,12 @@ def test_a_ratio_is_kept(complement: float) -> None:
         [exchange_group(codec, {"w": torch.randn(LAYER.shape, generator=draw)}, {}, Context(0, 1, 0))]
     )
     assert done.payload_bytes == 4 * SLICES * 8 == codec.payload_bytes([LAYER], 1)
+
+
+def test_max_dimension_limits_a_ratio() -> None:
+    samples = {"w": torch.randn(30, *LAYER.shape, generator=torch.Generator().manual_seed(0))}
+    settings = GradiVeQ.Settings(slice_size=SIZE, ratio=2.0, max_dimension=7, complement=0.5)
+    assert int(GradiVeQ(settings).fit([LAYER], samples).learned["w/width"]) == 7
 
 
 def test_a_complement_takes_what_too_few_samples_leave() -> None:
@@ -401,9 +407,3 @@ def test_compressed_sums_are_compressed_sums(
     for result in together:
         torch.testing.assert_close(result.value.mean["w"], alone.value.mean["w"], atol=tolerance, rtol=tolerance)
     assert math.isfinite(float(alone.value.mean["w"].sum()))
-
-
-def test_fit_bases_still_takes_one_slice_each() -> None:
-    generator = torch.Generator().manual_seed(0)
-    samples = torch.randn(9, 2, 12, generator=generator)
-    assert fit_bases(samples, samples.mean(0), 0.0, 5).shape == (2, 12, 5)

@@ -9,6 +9,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from laws import law
 from sklearn.decomposition import PCA as SklearnPCA
+from slice_bases import fit_bases
 
 from gradlab.codec import Context, Tensors
 from gradlab.codecs.gradiveq import GradiVeQ
@@ -16,7 +17,7 @@ from gradlab.collectives import LockstepResult, run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, flatten, unflatten
 from gradlab.measures import contribution_error
-from gradlab.slice_pca import default_slice_size, dimension, fit_bases, principal_axes
+from gradlab.slice_pca import default_slice_size, dimension, principal_axes
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:

@@ -94,8 +94,8 @@ def gradiveq(
     """GradiVeQ's PCA bases for the convolutions; every other layer stays dense.
 
     Half of the axes are fitted, half are random and new in every iteration, with error feedback, so that nothing is
-    lost for good; bases are fitted again on what was decoded, every four times --samples iterations. That trained best
-    at the same bytes; --paper is the published method.
+    lost for good; bases are fitted again on what was decoded, every four times --samples iterations. Of GradiVeQ's
+    forms that trained best at the same bytes; --paper is the published method.
 
     Example:
 

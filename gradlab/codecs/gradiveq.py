@@ -297,8 +297,9 @@ class GradiVeQ(Codec):
         return min(most, max(found.dimension(settings.loss_threshold) for found in spectra))
 
     def _width(self, slice_size: int) -> int:
-        """d = K / ratio, at least 1."""
-        return max(1, round(slice_size / (self.settings.ratio or 1)))
+        """d = K / ratio, at least 1, at most `max_dimension`."""
+        limit = self.settings.max_dimension or slice_size
+        return min(limit, max(1, round(slice_size / (self.settings.ratio or 1))))
 
     def bases(self, samples: torch.Tensor, mean: torch.Tensor | None, slices: int) -> Tensors:
         """What compression needs to know of a layer: "basis" (B, K, d), "width" and, with whitening, "mean" (M, K).
