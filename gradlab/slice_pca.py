@@ -195,16 +195,22 @@ def project(slices: torch.Tensor, basis: torch.Tensor, reuse: int | None, first:
 
     first: the number of the first of these slices in its layer.
     """
-    return _joined([part @ one for part, one in _served(slices, basis, reuse, first)])
+    codes = slices.new_empty(len(slices), basis.shape[2])
+    served = zip(_served(slices, basis, reuse, first), _served(codes, basis, reuse, first), strict=True)
+    for (part, one), (target, _) in served:
+        torch.mm(part, one, out=target)
+    return codes
 
 
-def expand(codes: torch.Tensor, basis: torch.Tensor, reuse: int | None, first: int = 0) -> torch.Tensor:
-    """Slices (m, K) from codes (m, d), eq. (5); arguments as those of `project`."""
-    return _joined([part @ one.T for part, one in _served(codes, basis, reuse, first)])
-
-
-def _joined(rows: list[torch.Tensor]) -> torch.Tensor:
-    return rows[0] if len(rows) == 1 else torch.cat(rows)
+def expand(
+    codes: torch.Tensor, basis: torch.Tensor, reuse: int | None, first: int = 0, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Slices (m, K) from codes (m, d), eq. (5), in `out` if it is given; other arguments as those of `project`."""
+    slices = codes.new_empty(len(codes), basis.shape[1]) if out is None else out
+    served = zip(_served(codes, basis, reuse, first), _served(slices, basis, reuse, first), strict=True)
+    for (part, one), (target, _) in served:
+        torch.mm(part, one.T, out=target)
+    return slices
 
 
 def _served(

@@ -110,6 +110,13 @@ def test_a_plan_with_wrappers_trains_and_shows_its_steps(gradlab: Command, recor
     events = json.loads(spans.read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
     assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {WARMUP + 1}
+    picture = tmp_path / "pictures" / "timeline.svg"
+    code, out, err = gradlab("timeline", spans, "--rank", 1, "--out", picture)
+    assert code == 0, err
+    assert all(word in out for word in ("spans", "exposed", str(picture)))
+    assert b"<svg" in picture.read_bytes()
+    code, _, err = gradlab("timeline", spans, "--out", picture)
+    assert (code, "exists already" in err) == (2, True)
     code, _, err = gradlab("train", "digits", "--steps", 3, "--chrome-trace", tmp_path / "no.json")
     assert (code, err.strip()) == (
         2,

@@ -58,6 +58,18 @@ def test_flatten_inverts_unflatten_and_permutes(shape: tuple[int, ...], order: s
     assert torch.equal(flatten(counting(shape), order).sort().values, vector)
 
 
+@pytest.mark.parametrize("shape", [(65, 515, 3, 3), (700, 401), (130, 99, 5, 5), (1100, 300, 1, 1), (70, 63, 4, 4, 4)])
+def test_large_tensors_are_permuted_as_small_ones_are(shape: tuple[int, ...]) -> None:
+    """They are copied tile by tile, and no edge of a tile is lost."""
+    spatial = range(2, len(shape))
+    for tensor in (counting(shape), counting(shape[::-1]).permute(*range(len(shape))[::-1])):
+        expected = tensor.permute(*spatial, 1, 0).reshape(-1)
+        vector = flatten(tensor, "gradiveq")
+        assert torch.equal(vector, expected)
+        assert torch.equal(unflatten(vector, shape, "gradiveq"), tensor)
+        assert torch.equal(unflatten(vector.repeat_interleave(2)[::2], shape, "gradiveq"), tensor)
+
+
 @law(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
 def test_gradiveq_order_is_the_papers(filters: int, depth: int, height: int, width: int) -> None:
     """Section 2: every F collocated gradients adjacent, "first along the filter depth, then width, finally height"."""

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from process_pool import ProcessPool
 
+from gradlab.analysis.chrome_trace import read_step
+from gradlab.analysis.chrome_trace_plot import plot_timelines
+from gradlab.analysis.style import drawing, render
+from gradlab.errors import GradlabError
 from gradlab.runtime.report import scalars
 from gradlab.runtime.statistics import Statistics
 from gradlab.runtime.timeline import LANES, Timeline
+
+# Bases are drawn at random: compression from the first iteration on, with nothing fitted.
+RING = {"ratio": 4.0, "complement": 1.0, "slice_size": 12, "whitening": False, "ring": True, "warmup_steps": 0}
 
 
 def test_one_step_is_seen_whole(pool: ProcessPool) -> None:
@@ -42,6 +53,66 @@ def test_a_ring_prepares_its_segments_while_others_travel(
             p for p in prepared if any(h["ts"] <= p["ts"] and p["ts"] + p["dur"] <= h["ts"] + h["dur"] for h in hops)
         ]
         assert len(inside) == len(prepared) * 2 / 3  # all but the first segment of each ring
+
+
+def test_a_trace_is_read_again_and_drawn(pool: ProcessPool, tmp_path: Path) -> None:
+    """Hidden is what of the network lies under computing or coding, counted here microsecond by microsecond."""
+    file = tmp_path / "spans.json"
+    seen = pool.run("ddp_tasks:chrome_trace", 3, codec="gradiveq", settings=RING)
+    other = {"ph": "X", "pid": 7, "tid": 0, "name": "another program's", "ts": 0, "dur": 1}
+    file.write_text(json.dumps([other, *(event for rank in seen for event in rank["events"])]))
+    for rank in range(3):
+        step = read_step(file, rank)
+        assert (step.step, step.rank) == (4, rank)
+        events = [e for e in seen[rank]["events"] if e["ph"] == "X"]
+        first = min(e["ts"] for e in events)
+
+        def during(rows: Iterable[int], events: list[dict[str, Any]] = events, first: float = first) -> np.ndarray:
+            busy = np.zeros(10_000_000, bool)
+            for e in events:
+                if e["tid"] in rows:
+                    busy[round(e["ts"] - first) : round(e["ts"] - first + e["dur"])] = True
+            return busy
+
+        found, slack = step.to_json(), 2e-6 * len(events)
+        network = during(range(3, 99))
+        assert found["network_seconds"] == pytest.approx(network.sum() / 1e6, abs=slack)
+        assert found["hidden_seconds"] == pytest.approx((network & during((0, 1))).sum() / 1e6, abs=slack)
+        assert found["hidden_seconds"] + found["exposed_seconds"] == pytest.approx(found["network_seconds"])
+        assert found["seconds"] == pytest.approx((max(e["ts"] + e["dur"] for e in events) - first) / 1e6, abs=slack)
+    with drawing():
+        figure = plot_timelines({"one": read_step(file, 0), "two": read_step(file, 1)})
+        assert [panel.get_title("left").split(":")[0] for panel in figure.axes] == ["one", "two"]
+        legend = {text.get_text() for text in figure.legends[0].get_texts()}
+        assert {"backward", "encode", "decode", "a ring's segment", "network"} <= legend
+        assert set(render(figure, "timeline")) == {"svg", "pdf"}
+
+
+@pytest.mark.parametrize(
+    ("content", "rank", "step", "message"),
+    [
+        ("{", 0, None, "spans.json: not a chrome trace"),
+        ('{"events": []}', 0, None, "spans.json: not a chrome trace"),
+        ("[3]", 0, None, "spans.json: not a chrome trace"),
+        ("[" * 100_000, 0, None, "spans.json: not a chrome trace"),
+        ("[]", 0, None, "no spans of gradlab's engine"),
+        (None, 1, None, r"rank 1 is not in it, there are \[0\]"),
+        (None, 0, 5, r"iteration 5 of rank 0 is not in it, there are \[3\]"),
+        ("nan", 0, None, "not a chrome trace"),
+    ],
+)
+def test_files_that_hold_no_such_iteration(
+    tmp_path: Path, content: str | None, rank: int, step: int | None, message: str
+) -> None:
+    timeline = Timeline([3])
+    timeline.begin(3)
+    timeline.add("wait", "wait", 1.0, 2.0)
+    sound = json.dumps({"traceEvents": timeline.events(0)})
+    file = tmp_path / "spans.json"
+    text = content if content not in (None, "nan") else sound
+    file.write_text(text.replace('"dur": ', '"dur": NaN, "was": ') if content == "nan" else text)
+    with pytest.raises(GradlabError, match=message):
+        read_step(file, rank, step)
 
 
 def test_report_table_and_scalars_agree(pool: ProcessPool) -> None:

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from gradlab.cli import analyze, demo, evaluate, fit, inspect, predict, trace, train
+from gradlab.cli import analyze, demo, evaluate, fit, inspect, predict, timeline, trace, train
 from gradlab.errors import GradlabError
 from gradlab.version import VERSION
 
@@ -25,6 +25,7 @@ app.command("analyze")(analyze.analyze)
 app.add_typer(fit.app, name="fit")
 app.command("evaluate")(evaluate.evaluate)
 app.command("predict")(predict.predict)
+app.command("timeline")(timeline.timeline)
 app.command("inspect")(inspect.inspect)
 
 

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradlab.cli.console import OUT, print_json, print_table, print_warnings, progress_bars
+from gradlab.cli.figures import require_figure, write_figure
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
     from gradlab.analysis.forecast import Forecast
-
-_FIGURES = (".svg", ".pdf")
 
 
 def predict(
@@ -55,7 +54,6 @@ def predict(
     from gradlab.analysis.forecast import forecast
     from gradlab.analysis.link import Link, parse_bandwidth, parse_seconds
     from gradlab.analysis.profile import profile_of
-    from gradlab.analysis.target import require_free
     from gradlab.artifact import Artifact
 
     delay = parse_seconds(latency)
@@ -63,9 +61,7 @@ def predict(
     counts = [_count(word) for word in nodes.split(",")]
     seconds = parse_seconds(compute_seconds) if compute_seconds is not None else None
     if out is not None:
-        if out.suffix not in _FIGURES:
-            raise GradlabError(f"{out}: a figure is written as {' or '.join(_FIGURES)}")
-        require_free(out, overwrite)
+        require_figure(out, overwrite)
     loaded = Artifact.load(artifact)
     profile = profile_of(loaded, run, seconds)
     with progress_bars() as progress:
@@ -73,7 +69,9 @@ def predict(
             loaded.plan, profile, counts, links, bucket_cap_mb=bucket_cap_mb, cores=cores, progress=progress
         )
     if out is not None:
-        _draw(found, out)
+        from gradlab.analysis.forecast_plot import plot_step_time
+
+        write_figure(lambda: plot_step_time(found.to_json()), out)
     if as_json:
         print_json(found.to_json())
     else:
@@ -84,17 +82,6 @@ def _count(word: str) -> int:
     if not word.strip().isdecimal():
         raise GradlabError(f"nodes {word!r}: expected whole numbers from 1, such as 4,64,1024")
     return int(word)
-
-
-def _draw(found: Forecast, out: Path) -> None:
-    from gradlab.analysis.forecast_plot import plot_step_time
-    from gradlab.analysis.style import drawing, render
-    from gradlab.files import write_whole
-
-    with drawing():
-        files = render(plot_step_time(found.to_json()), out.stem)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(out, files[out.suffix.removeprefix(".")])
 
 
 def _print(found: Forecast, out: Path | None) -> None:

@@ -37,6 +37,7 @@ from gradlab.slice_pca import (
     spectrum,
     stacked_axes,
 )
+from gradlab.workspace import Workspace
 
 SAMPLING, COMPRESSING, DENSE = range(3)
 MONITORS = ("off", "absolute", "normalised")
@@ -57,11 +58,16 @@ class _Coder:
     """One rank's slices (M, K) under bases (B, K, d) and a mean (M, K), if any: eqs. (3) and (5), run by run."""
 
     def __init__(
-        self, slices: torch.Tensor, basis: torch.Tensor, mean: torch.Tensor | None, reuse: int | None, bfloat16: bool
+        self,
+        slices: torch.Tensor,
+        basis: torch.Tensor,
+        mean: torch.Tensor | None,
+        settings: GradiVeQ.Settings,
+        workspace: Workspace,
     ) -> None:
         self.slices, self.basis, self.mean = slices, basis, mean
-        self.dtype = torch.bfloat16 if bfloat16 else slices.dtype
-        self._reuse = reuse
+        self.dtype = torch.bfloat16 if settings.bfloat16 else slices.dtype
+        self._reuse, self._workspace = settings.reuse, workspace
         self._encoded: dict[tuple[int, int], torch.Tensor] = {}
 
     def encode(self, first: int, last: int) -> torch.Tensor:
@@ -71,7 +77,7 @@ class _Coder:
             return whole[first:last]
         centred = self.slices[first:last]
         if self.mean is not None:
-            centred = centred - self.mean[first:last]
+            centred = torch.sub(centred, self.mean[first:last], out=self._workspace.empty_like(centred))
         codes = project(centred, self.basis, self._reuse, first).to(self.dtype)
         self._encoded[first, last] = codes
         return codes
@@ -79,7 +85,8 @@ class _Coder:
     def decode(self, first: int, last: int, codes: torch.Tensor) -> torch.Tensor:
         """Slices (last - first, K) from their codes, (last - first, d) or flat."""
         numbers = codes.view(last - first, self.basis.shape[2]).to(self.slices.dtype)
-        decoded = expand(numbers, self.basis, self._reuse, first)
+        decoded = self._workspace.empty((last - first, self.basis.shape[1]), self.slices)
+        expand(numbers, self.basis, self._reuse, first, out=decoded)
         return decoded if self.mean is None else decoded.add_(self.mean[first:last])
 
     def own(self) -> torch.Tensor:
@@ -195,7 +202,7 @@ class GradiVeQ(Codec):
         done = dict(zip(grads, (yield from together(parts)), strict=True))
 
         def shaped(name: str, vector: torch.Tensor) -> torch.Tensor:
-            return unflatten(vector, grads[name].shape, "gradiveq")
+            return unflatten(vector, grads[name].shape, "gradiveq", context.workspace)
 
         return Exchanged(
             {name: shaped(name, layer.mean) for name, layer in done.items()},
@@ -217,7 +224,7 @@ class GradiVeQ(Codec):
                 yield f"{name}/{key}", value
 
     def _layer(self, name: str, grad: torch.Tensor, mine: Tensors, context: Context) -> Coroutine[_Done]:
-        vector = flatten(grad, "gradiveq")
+        vector = flatten(grad, "gradiveq", context.workspace)
         mode, position = map(int, mine["clock"].tolist())
         size = mine["basis"].shape[1] if "basis" in mine else self.slice_size(Layer(name, tuple(grad.shape)))
         slices, tail = split_slices(vector, size)
@@ -326,7 +333,7 @@ class GradiVeQ(Codec):
             mine = self._nothing_fitted(slices)
         basis, mean = self._axes(name, mine, context).to(slices.dtype), mine.get("mean")
         mean = None if mean is None else mean.to(slices.dtype)
-        coder = _Coder(slices, basis, mean, self.settings.reuse, self.settings.bfloat16)
+        coder = _Coder(slices, basis, mean, self.settings, context.workspace)
         asked: list[Request] = [self._codes(coder, context.world_size), Mean(tail)]
         if self.settings.monitor != "off":
             asked.append(Mean(self._vote(slices, coder.own())))

@@ -1,0 +1,119 @@
+"""Chrome traces of the engine (`CompressionState.chrome_trace`), read again: how much of the network was hidden."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradlab.errors import GradlabError
+
+LANES = ("backward", "encode and decode", "wait", "network")
+_WORK = LANES[:2]
+
+
+@dataclass(frozen=True)
+class Span:
+    """name: what; lane: one of `LANES`; start, stop: seconds.
+
+    row: the trace's thread; the network's lane has several where collectives travel at once.
+    """
+
+    name: str
+    lane: str
+    row: int
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True)
+class StepSpans:
+    """One rank's spans of one iteration, in the order in which they began."""
+
+    step: int
+    rank: int
+    spans: tuple[Span, ...]
+
+    @property
+    def begin(self) -> float:
+        """When the first bucket arrived, or whatever else came first; seconds."""
+        return self.spans[0].start
+
+    @property
+    def seconds(self) -> float:
+        """From there to the end of the last span."""
+        return max(span.stop for span in self.spans) - self.begin
+
+    def to_json(self) -> dict[str, Any]:
+        """Seconds; "hidden" are those of the network's in which this rank was computing or coding, "exposed" others."""
+        network = self._busy("network")
+        hidden = sum(max(0.0, min(b, d) - max(a, c)) for a, b in network for c, d in self._busy(*_WORK))
+        return {
+            "step": self.step,
+            "rank": self.rank,
+            "seconds": self.seconds,
+            "backward_seconds": _length(self._busy("backward")),
+            "codec_seconds": _length(self._busy("encode and decode")),
+            "network_seconds": _length(network),
+            "hidden_seconds": hidden,
+            "exposed_seconds": _length(network) - hidden,
+        }
+
+    def _busy(self, *lanes: str) -> list[tuple[float, float]]:
+        """Disjoint intervals in which something was in at least one of these lanes."""
+        busy: list[tuple[float, float]] = []
+        for span in self.spans:
+            if span.lane not in lanes:
+                continue
+            if busy and span.start <= busy[-1][1]:
+                busy[-1] = (busy[-1][0], max(busy[-1][1], span.stop))
+            else:
+                busy.append((span.start, span.stop))
+        return busy
+
+
+def _length(intervals: Sequence[tuple[float, float]]) -> float:
+    return sum(stop - start for start, stop in intervals)
+
+
+def read_step(path: Path, rank: int = 0, step: int | None = None) -> StepSpans:
+    """One iteration of one rank from a file of `gradlab train --chrome-trace`, or of a list of events saved as JSON.
+
+    step: None for the rank's first. Spans of other programs in the file are left out.
+
+    Raises:
+        GradlabError: if the file is no chrome trace, or does not hold that rank or iteration.
+        OSError: if it cannot be read.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        events = content["traceEvents"] if isinstance(content, dict) else content
+        found = _by_rank_and_step(events)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise GradlabError(f"{path}: not a chrome trace: {type(error).__name__}: {str(error)[:100]}") from None
+    if not found:
+        raise GradlabError(f"{path}: no spans of gradlab's engine in it; gradlab train ... --chrome-trace writes them")
+    steps = sorted(number for one, number in found if one == rank)
+    if not steps:
+        raise GradlabError(f"{path}: rank {rank} is not in it, there are {sorted({one for one, _ in found})}")
+    chosen = steps[0] if step is None else step
+    if chosen not in steps:
+        raise GradlabError(f"{path}: iteration {chosen} of rank {rank} is not in it, there are {steps}")
+    return StepSpans(chosen, rank, tuple(sorted(found[rank, chosen], key=lambda span: span.start)))
+
+
+def _by_rank_and_step(events: Sequence[dict[str, Any]]) -> dict[tuple[int, int], list[Span]]:
+    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
+    found: dict[tuple[int, int], list[Span]] = {}
+    for event in events:
+        lane = lanes.get((event.get("pid"), event.get("tid")))
+        if event.get("ph") == "X" and lane in LANES:
+            start, stop = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+            if not math.isfinite(start) or not start <= stop < math.inf:
+                raise ValueError(f"a span from {start:g} to {stop:g} s")
+            span = Span(str(event["name"]), lane, int(event["tid"]), start, stop)
+            found.setdefault((int(event["pid"]), int(event["args"]["step"])), []).append(span)
+    return found
