@@ -27,6 +27,7 @@ _SPARE_MARKERS = ("v", "P", "X", "<", ">", "*")
 # More layers than this are told apart by a colour bar, not by a legend.
 _MOST_NAMED_LAYERS = 7
 WIDTH = 6.6
+_POINTS_PER_INCH = 72  # the resolution of both formats
 
 # Any: the keys that matplotlib's own types allow differ from version to version.
 RC: Any = {
@@ -133,16 +134,20 @@ def render(figure: Figure, name: str) -> dict[str, bytes]:
     """The figure as {"svg": ..., "pdf": ...}; equal figures give equal bytes. Call inside `drawing`."""
     files = {}
     _drop_empty_log_scales(figure)
-    for kind, canvas, metadata in (
-        ("svg", FigureCanvasSVG, {"Date": None, "Creator": "gradlab"}),
-        ("pdf", FigureCanvasPdf, {"CreationDate": None, "Creator": "gradlab"}),
-    ):
-        buffer = io.BytesIO()
-        with rc_context({**RC, "svg.hashsalt": name}):
-            canvas(figure).print_figure(buffer, format=kind, metadata=metadata)
-        # The next format keeps the places that the first has found.
+    with rc_context({**RC, "svg.hashsalt": name}):
+        canvas, image_dpi = FigureCanvasSVG(figure), figure.dpi
+        figure.set_dpi(_POINTS_PER_INCH)
+        figure.draw_without_rendering()
+        # Places are found once and kept. `print_figure` would look for them before each of the formats.
         figure.set_layout_engine("none")
-        files[kind] = buffer.getvalue()
+        for kind, write, metadata in (
+            ("svg", canvas.print_svg, {"Date": None, "Creator": "gradlab"}),
+            ("pdf", FigureCanvasPdf(figure).print_pdf, {"CreationDate": None, "Creator": "gradlab"}),
+        ):
+            figure.set_dpi(image_dpi)  # of what is drawn as pixels; writing changes it
+            buffer = io.BytesIO()
+            write(buffer, metadata=metadata)
+            files[kind] = buffer.getvalue()
     return files
 
 

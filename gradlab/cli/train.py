@@ -91,8 +91,11 @@ def train(
             file.parent.mkdir(parents=True, exist_ok=True)  # better refused now than after the training
     if compress is not None:
         from gradlab.artifact import Artifact
+        from gradlab.datasets import get
+        from gradlab.layout import layers_of
 
-        Artifact.load(compress)  # a bad file is better refused before processes start
+        # What does not fit is better refused before processes start.
+        Artifact.load(compress).plan.check_model(layers_of(get(workload).model(0)))
     with progress_bars() as progress:
         report = _run(settings, progress)
     if chrome_trace is not None:
