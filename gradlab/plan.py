@@ -320,7 +320,7 @@ def hash_tensor(tensor: torch.Tensor) -> str:
 def _momentum_groups(layers: Sequence[Layer], compressed: Sequence[Layer], around: Sequence[Wrap]) -> Iterator[Group]:
     """Groups that give the layers in no other their momentum, if the others' wrappers apply it."""
     for wrap in around:
-        if wrap.name in ("momentum", "momentum_correction"):
+        if wrapper_registry.get(wrap.name).applies_momentum:
             settings = {key: value for key, value in wrap.settings.items() if key in ("momentum", "nesterov")}
             for layer in (layer for layer in layers if layer not in compressed):
                 yield Group(layer.name, (layer.name,), "identity", {}, (Wrap("momentum", settings),))

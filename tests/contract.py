@@ -23,6 +23,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "topk": {"density": 0.07},
     "powersgd": {"rank": 2},
     "qsgd": {"bits": 3, "bucket_size": 100},
+    "sign": {"block_size": 100},
     # Within four steps it compresses with what it learned, samples, fits, and compresses with that.
     "gradiveq": {
         "loss_threshold": 0.3,

@@ -41,6 +41,12 @@ WRAPPINGS: dict[str, tuple[Wrap, ...]] = {
         Wrap("sparsity_warmup", {"steps": 6, "stages": 3, "initial_density": 0.5}),
         Wrap("two_way"),
     ),
+    "local momentum over two-way feedback": (
+        Wrap("local_momentum", {"buffer": "int8"}),
+        Wrap("error_feedback", {"step_size_ratio": True}),
+        Wrap("two_way", {"step_size_ratio": True}),
+    ),
+    "local momentum, dampened": (Wrap("local_momentum", {"nesterov": False, "dampening": True}),),
     "feedback twice": (Wrap("error_feedback"), Wrap("error_feedback")),
     "feedback over correction": (Wrap("error_feedback"), Wrap("momentum_correction")),
     "momentum over correction": (Wrap("momentum"), Wrap("momentum_correction")),

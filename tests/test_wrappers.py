@@ -39,6 +39,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "topk": {"density": 0.1},
     "powersgd": {"rank": 2},
     "qsgd": {"bits": 3, "bucket_size": 20},
+    "sign": {"block_size": 20},
 }
 # Outermost first; what the wrappers are around is put in last.
 STACKS: dict[str, list[tuple[str, dict[str, Any]]]] = {
@@ -49,6 +50,8 @@ STACKS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "momentum, feedback": [("momentum", {}), ("error_feedback", {})],
     "correction": [("momentum_correction", {})],
     "correction, all": [("momentum_correction", {"nesterov": True, "clip_norm": 0.5, "buffer": "int8"})],
+    "local momentum, feedback": [("local_momentum", {}), ("error_feedback", {})],
+    "local momentum": [("local_momentum", {"nesterov": False, "dampening": True, "buffer": "int8"})],
     "two-way": [("two_way", {})],
     "feedback, two-way": [("error_feedback", {}), ("two_way", {})],
     "feedback, server": [("error_feedback", {}), ("two_way", {"server": "rank", "buffer": "int8"})],

@@ -7,6 +7,7 @@ the server of one part, so that no link carries more than the others.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -66,7 +67,7 @@ class TwoWay(Wrapper):
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         vector, codec = concatenate(grads), self.compressor
-        shards = self.shards(vector.numel(), context.world_size)
+        shards = self.shards(vector.numel(), context.world_size, context.group)
         sent = [codec.compress(vector[a:b], context.rank_generator("shard", a)) for a, b in shards]
         received = yield tuple(AllToAll(parts) for parts in zip(*sent, strict=True))
         start, stop = shards[context.rank]
@@ -75,8 +76,9 @@ class TwoWay(Wrapper):
             codec.add_decompressed(asked, payload, 1.0 / context.world_size)
         asked += self._server_residual(grads, state, context, asked)
         answer = codec.compress(asked, context.rank_generator("server"))
-        answers = yield self._answer_requests(answer, sent, context)
-        mean = self._assembled(vector, shards, self._unpadded(answers, sent, context))
+        root = self.root(vector.numel(), context.world_size, context.group)
+        answers = yield self._answer_requests(answer, sent, root, context)
+        mean = self._assembled(vector, shards, self._unpadded(answers, sent, root))
         kept = self._kept(grads, asked - codec.decompress(answer, asked), context)
         own = torch.cat([codec.decompress(part, vector[a:b]) for part, (a, b) in zip(sent, shards, strict=True)])
         return Exchanged(separate(mean, grads), separate(own, grads), kept)
@@ -84,42 +86,49 @@ class TwoWay(Wrapper):
     def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         """The servers' residuals are sent along: the one that holds a part adds N times it to its own gradient."""
         vector = concatenate(grads)
-        start, stop = self.shards(vector.numel(), context.world_size)[context.rank]
+        start, stop = self.shards(vector.numel(), context.world_size, context.group)[context.rank]
         asked = vector.clone()
         asked[start:stop] += context.world_size * self._server_residual(grads, state, context, asked[start:stop])
         done = yield from self.codec.dense_exchange(separate(asked, grads), {}, context)
         return Exchanged(done.mean, dict(grads), {})
 
-    def shards(self, numel: int, world_size: int) -> list[Shard]:
-        """(start, stop) of each rank's shard: whole blocks, as equal as they can be; or everything on one rank."""
-        if self.settings.server == "rank":
-            if self.settings.server_rank >= world_size:
-                raise GradlabError(f"two_way: server_rank = {self.settings.server_rank} at world size {world_size}")
-            server = self.settings.server_rank
-            return [(0, numel) if rank == server else (numel, numel) for rank in range(world_size)]
+    def shards(self, numel: int, world_size: int, group: str = "") -> list[Shard]:
+        """(start, stop) of each rank's shard of a group: whole blocks, as equal as they can be; or all on one rank."""
+        root = self.root(numel, world_size, group)
+        if root is not None:
+            return [(0, numel) if rank == root else (numel, numel) for rank in range(world_size)]
         blocks = -(-numel // self.compressor.block)
         bounds = [min(numel, self.compressor.block * (blocks * n // world_size)) for n in range(world_size + 1)]
         return list(pairwise(bounds))
 
-    def _answer_requests(
-        self, answer: Payload, sent: Sequence[Payload], context: Context
-    ) -> tuple[Broadcast | Gather, ...]:
+    def root(self, numel: int, world_size: int, group: str = "") -> int | None:
+        """The rank that is the server of all of a group; None if it is sharded.
+
+        A group of one block cannot be: its server follows from its name, so that other groups' are other ranks.
+        """
         if self.settings.server == "rank":
-            root = self.settings.server_rank
+            if self.settings.server_rank >= world_size:
+                raise GradlabError(f"two_way: server_rank = {self.settings.server_rank} at world size {world_size}")
+            return self.settings.server_rank
+        return zlib.crc32(group.encode()) % world_size if numel <= self.compressor.block else None
+
+    def _answer_requests(
+        self, answer: Payload, sent: Sequence[Payload], root: int | None, context: Context
+    ) -> tuple[Broadcast | Gather, ...]:
+        if root is not None:
             mine = answer if context.rank == root else tuple(torch.zeros_like(part) for part in sent[root])
             return tuple(Broadcast(part, root) for part in mine)
         # What ranks answer differs in size by a block at most; a Gather of equal sizes saves a round.
         longest = [max(parts, key=len) for parts in zip(*sent, strict=True)]
         return tuple(Gather(_padded(part, len(most))) for part, most in zip(answer, longest, strict=True))
 
-    def _unpadded(self, answers: Sequence[torch.Tensor], sent: Sequence[Payload], context: Context) -> list[Payload]:
+    def _unpadded(self, answers: Sequence[torch.Tensor], sent: Sequence[Payload], root: int | None) -> list[Payload]:
         """Every server's answer, by shard; a shard's payload has the sizes that this rank's own for it had."""
-        if self.settings.server == "rank":
-            root = self.settings.server_rank
-            return [tuple(answers) if rank == root else sent[rank] for rank in range(context.world_size)]
+        if root is not None:
+            return [tuple(answers) if rank == root else own for rank, own in enumerate(sent)]
         return [
-            tuple(parts[rank][: len(own)] for parts, own in zip(answers, sent[rank], strict=True))
-            for rank in range(context.world_size)
+            tuple(parts[rank][: len(part)] for parts, part in zip(answers, own, strict=True))
+            for rank, own in enumerate(sent)
         ]
 
     def _assembled(self, vector: torch.Tensor, shards: Sequence[Shard], answers: Sequence[Payload]) -> torch.Tensor:
@@ -142,7 +151,7 @@ class TwoWay(Wrapper):
     def _cuts(self, grads: Tensors, context: Context) -> dict[str, Shard]:
         """What this rank's shard holds of each layer: (start, stop) in the layer."""
         numel = sum(grad.numel() for grad in grads.values())
-        start, stop = self.shards(numel, context.world_size)[context.rank]
+        start, stop = self.shards(numel, context.world_size, context.group)[context.rank]
         cuts, first = {}, 0
         for name, grad in grads.items():
             a, b = (max(0, min(grad.numel(), place - first)) for place in (start, stop))
@@ -165,7 +174,7 @@ class TwoWay(Wrapper):
         numel = sum(layer.numel for layer in layers)
         shards = self.shards(numel, world_size)
         sizes = [self.codec.payload_bytes([Layer("shard", (b - a,))], world_size) for a, b in shards]
-        answers = sum(sizes) / world_size if self.settings.server == "rank" else max(sizes)
+        answers = max(sizes) if self.root(numel, world_size) is None else sum(sizes) / world_size
         return sum(sizes) + answers
 
     def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:

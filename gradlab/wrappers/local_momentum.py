@@ -1,0 +1,74 @@
+"""Momentum of each rank's own, before anything is compressed.
+
+Zheng, Huang, Kwok, "Communication-efficient distributed blockwise momentum SGD with error-feedback", NeurIPS 2019,
+Algorithm 4, lines 5 and 6: around `error_feedback` with the step-size ratio, around `two_way`. Without feedback and
+with dampening: signum, Bernstein, Zhao, Azizzadenesheli, Anandkumar, "signSGD with majority vote is communication
+efficient and fault tolerant", ICLR 2019, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradlab.codec import Context, Exchanged, Tensors
+from gradlab.codec_settings import require
+from gradlab.collectives import Coroutine
+from gradlab.wrapper import Wrapper, load_buffer, store_buffer
+from gradlab.wrappers.error_feedback import BUFFERS
+
+
+class LocalMomentum(Wrapper):
+    """m_t = mu m_(t-1) + g; sent: m_t, or with Nesterov's form mu m_t + g. What is left unsent is not its business.
+
+    The optimizer's own momentum must be 0. Unlike `momentum_correction` it keeps no residual and masks nothing. While
+    the schedule is dense, the average is that of the ranks' momenta: momentum SGD to rounding.
+    """
+
+    name = "local_momentum"
+    keys = ("velocity",)
+    applies_momentum = True
+
+    @dataclass(frozen=True)
+    class Settings:
+        """momentum: mu, in [0, 1); nesterov: look ahead along m; dampening: weight of g in m is 1 - mu (signum) and not
+        1; buffer: of m, "float32" or "int8".
+        """
+
+        momentum: float = 0.9
+        nesterov: bool = True
+        dampening: bool = False
+        buffer: str = "float32"
+
+        def __post_init__(self) -> None:
+            require(0 <= self.momentum < 1, "local_momentum", "momentum", self.momentum, "a number in [0, 1)")
+            require(self.buffer in BUFFERS, "local_momentum", "buffer", self.buffer, "'float32' or 'int8'")
+
+    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        velocity, sent = self._accumulate(grads, state)
+        done = yield from self.codec.exchange(sent, self.inner_state(state), context)
+        return self._done(done, velocity, sent)
+
+    def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        velocity, sent = self._accumulate(grads, state)
+        done = yield from self.codec.dense_exchange(sent, self.inner_state(state), context)
+        return self._done(done, velocity, sent)
+
+    def acts_when_dense(self, state: Tensors) -> bool:
+        return True
+
+    def _accumulate(self, grads: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
+        """The new m, and what is to be sent."""
+        mu, velocity, sent = self.settings.momentum, {}, {}
+        for name, grad in grads.items():
+            before = load_buffer(state, name, "velocity")
+            added = grad * (1 - mu) if self.settings.dampening else grad
+            velocity[name] = added.clone() if before is None else (before * mu).add_(added)
+            # A copy where it is sent as it is: what a codec does with it must not reach the state.
+            sent[name] = added.add(velocity[name], alpha=mu) if self.settings.nesterov else velocity[name].clone()
+        return velocity, sent
+
+    def _done(self, done: Exchanged, velocity: Tensors, sent: Tensors) -> Exchanged:
+        kept: Tensors = {}
+        for name, tensor in velocity.items():
+            kept |= store_buffer(name, "velocity", tensor, self.settings.buffer)
+        return Exchanged(done.mean, done.own, {**done.state, **kept}, done.asked or sent, done.unsent)
