@@ -16,6 +16,7 @@ from gradlab.analysis.report_figures import (
     fit_drawings,
     replay_drawings,
     run_drawings,
+    sign_drawings,
     slice_structure_drawings,
     spectrum_drawings,
 )
@@ -24,6 +25,7 @@ from gradlab.analysis.report_tables import (
     fit_table,
     layer_table,
     replay_table,
+    sign_table,
     slice_structure_table,
 )
 from gradlab.analysis.spectrum import TraceSpectrum, measure_spectrum
@@ -61,14 +63,15 @@ def write_trace_report(
     replays: Mapping[str, Replay] | None = None,
     spectrum: TraceSpectrum | None = None,
     structure: Mapping[str, Any] | None = None,
+    signs: Mapping[str, Any] | None = None,
     remarks: Sequence[str] = (),
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Path:
     """Measure a trace and write the folder `out`: report.html, report.json, figures/. Returns the path of report.html.
 
-    spectrum: measurements made before, None to make them now. structure: `measure_slice_structure`'s, None to leave
-    that section out. remarks: further warnings. Replays of the fit's plan are
+    spectrum: measurements made before, None to make them now. structure: `measure_slice_structure`'s, signs:
+    `measure_sign_blocks`', None to leave a section out. remarks: further warnings. Replays of the fit's plan are
     judged on iterations later than its samples; those of other fitted plans by `Replay.held_out`, before they come.
 
     Raises:
@@ -79,6 +82,7 @@ def write_trace_report(
     found = _judged(replays or {}, [fit] if fit else [])
     origin = dict(plain(fit.origin)) if fit else None
     found_structure = dict(plain(structure)) if structure else None
+    found_signs = dict(plain(signs)) if signs else None
     shown = found_structure if found_structure and found_structure["layers"] else None
     recorded = summarize_trace(trace)
     fit_tables = [fit_table(origin)] if origin else []
@@ -93,6 +97,7 @@ def write_trace_report(
             "fit": origin,
             "replays": found,
             "slice_structure": found_structure,
+            "sign_blocks": found_signs,
         },
         warnings=[*remarks, *(fit.warnings if fit else []), *_replay_warnings(found)],
         facts=_trace_facts(recorded),
@@ -101,12 +106,14 @@ def write_trace_report(
             *replay_tables,
             layer_table(measured),
             *([slice_structure_table(shown)] if shown else []),
+            *([sign_table(found_signs)] if found_signs else []),
         ],
         drawings=[
             *(fit_drawings(origin) if origin else []),
             *replay_drawings(found),
             *spectrum_drawings(measured),
             *(slice_structure_drawings(shown) if shown else []),
+            *(sign_drawings(found_signs) if found_signs else []),
         ],
     )
     return write_page(page, folder, overwrite=overwrite, progress=progress)

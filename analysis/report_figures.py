@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from gradlab.analysis import method_plots, plots, slice_structure_plots
+from gradlab.analysis import method_plots, plots, sign_blocks_plots, slice_structure_plots
 from gradlab.analysis.formatting import format_percent
 from gradlab.analysis.metric import final_score, metric_of
 from gradlab.analysis.page import Drawing
@@ -116,6 +116,28 @@ def slice_structure_drawings(structure: Found) -> list[Drawing]:
 
 def _length(window: Sequence[int]) -> int:
     return window[1] - window[0] + 1
+
+
+def sign_drawings(found: Found) -> list[Drawing]:
+    """Figures of `measure_sign_blocks`."""
+    window = found["window"]
+    return [
+        Drawing(
+            "sign_statistics",
+            "How well signs stand for gradients",
+            f"After Fig. 1 of dist-EF-blockSGD, a point for {window} iterations: (a) how much magnitudes differ within "
+            "tensors, standard deviation over mean, averaged; (b) the smallest δ = ‖v‖₁² / (d ‖v‖²), with what it can "
+            "fall to at worst (1 / d).",
+            partial(sign_blocks_plots.plot_sign_statistics, found),
+        ),
+        Drawing(
+            "sign_blocks",
+            "Where more scales pay",
+            "Share of the gradients' energy that signs keep, over bits per value. The leftmost point is one scale per "
+            "tensor; block sizes of every point are in report.json.",
+            partial(sign_blocks_plots.plot_sign_blocks, found),
+        ),
+    ]
 
 
 def replay_drawings(replays: Mapping[str, Found]) -> list[Drawing]:

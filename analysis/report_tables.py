@@ -191,6 +191,15 @@ def slice_structure_table(structure: Mapping[str, Any]) -> Table:
     return Table("What GradiVeQ would find", _STRUCTURE_COLUMNS, rows, " ".join([note, *(f"{r}." for r in remarks)]))
 
 
+def sign_table(found: Mapping[str, Any]) -> Table:
+    """Table 1 of dist-EF-blockSGD for the recorded model and ranks."""
+    bits = found["bits_per_iteration"]
+    dense = bits["full-precision SGD"]
+    rows = [[method, format_count(count), format_ratio(dense / count)] for method, count in bits.items()]
+    note = "All ranks, to a server and back, as in Table 1 of dist-EF-blockSGD; every tensor is a block."
+    return Table("Bits per iteration of signs", ["method", "bits", "ratio"], rows, note)
+
+
 def _structure_row(layer: Mapping[str, Any]) -> list[str]:
     correlation, grown, alike = (layer[part] or {} for part in ("correlation", "samples", "consistency"))
     aged, angles, absent = layer["staleness"], layer["angles"], format_number(None)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from gradlab.cli.console import OUT, print_json, print_warnings, progress_bars
+from gradlab.errors import GradlabError
 
 # GradiVeQ's L_t; of a shorter trace the first half, so that the other can be held out.
 SAMPLES = 100
@@ -21,7 +22,8 @@ def analyze(
 ) -> None:
     """Measure a trace: spectra, agreement between ranks, a GradiVeQ fit tried on later iterations; write a report.
 
-    Also what GradiVeQ builds on, by layer: correlated neighbours, like slices, bases that last.
+    Also what GradiVeQ builds on, by layer: correlated neighbours, like slices, bases that last; and how well
+    blocks of signs stand for gradients.
 
     Example:
 
@@ -31,6 +33,7 @@ def analyze(
 
     from gradlab.analysis.gradiveq import NotFittable, fit_gradiveq
     from gradlab.analysis.report import write_trace_report
+    from gradlab.analysis.sign_blocks import measure_sign_blocks
     from gradlab.analysis.slice_structure_trace import measure_slice_structure
     from gradlab.analysis.target import REPORT_FILES, require_free
     from gradlab.trace import Trace
@@ -43,8 +46,20 @@ def analyze(
         except NotFittable as reason:
             remarks.append(f"No GradiVeQ fit: {reason}")
         structure = measure_slice_structure(opened, samples=SAMPLES, progress=progress)
+        signs = None
+        try:
+            signs = measure_sign_blocks(opened, progress=progress)
+        except GradlabError as reason:
+            remarks.append(f"Nothing to say of signs: {reason}")
         page = write_trace_report(
-            opened, out, fit=fit, structure=structure, remarks=remarks, overwrite=overwrite, progress=progress
+            opened,
+            out,
+            fit=fit,
+            structure=structure,
+            signs=signs,
+            remarks=remarks,
+            overwrite=overwrite,
+            progress=progress,
         )
     found = json.loads((page.parent / "report.json").read_text())
     if as_json:

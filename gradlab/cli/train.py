@@ -89,13 +89,7 @@ def train(
             if file.exists():
                 raise GradlabError(f"{file} exists already: choose another name")
             file.parent.mkdir(parents=True, exist_ok=True)  # better refused now than after the training
-    if compress is not None:
-        from gradlab.artifact import Artifact
-        from gradlab.datasets import get
-        from gradlab.layout import layers_of
-
-        # What does not fit is better refused before processes start.
-        Artifact.load(compress).plan.check_model(layers_of(get(workload).model(0)))
+    _refuse_early(workload, data, capture, compress)
     with progress_bars() as progress:
         report = _run(settings, progress)
     if chrome_trace is not None:
@@ -109,6 +103,23 @@ def train(
     for row in report["recorded"]:
         if row["steps_lost"]:
             say(f"warning: {row['path']}: {row['steps_lost']} steps were not recorded ({row['reason']})")
+
+
+def _refuse_early(workload: str, data: Path | None, capture: Path | None, compress: Path | None) -> None:
+    """Refuse before processes start what each of them would refuse after."""
+    from gradlab.capture.folder import require_free
+    from gradlab.datasets import get
+
+    method = get(workload)
+    if method.needs_path and data is None:
+        method.load(None)  # says what it expects
+    if capture is not None:
+        require_free(capture, overwrite=False)
+    if compress is not None:
+        from gradlab.artifact import Artifact
+        from gradlab.layout import layers_of
+
+        Artifact.load(compress).plan.check_model(layers_of(method.model(0)))
 
 
 train.__doc__ = f"{train.__doc__}\n{EXAMPLE}"
