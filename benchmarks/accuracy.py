@@ -178,17 +178,21 @@ def train(
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Per batch size and method: accuracy, loss, ratio over all phases, and the difference to dense paired by seed."""
-    lines = ["batch  method                       n  accuracy   loss  ratio  difference to dense (95 %)"]
+    """Per batch size and method: accuracy, loss, ratio and sent bytes per iteration and rank over all phases, and the
+    difference to dense paired by seed.
+    """
+    lines = ["batch  method                       n  accuracy   loss  ratio  wire kB  difference to dense (95 %)"]
     for batch in sorted({row["batch"] for row in rows}):
         here = [row for row in rows if row["batch"] == batch]
         dense = {row["seed"]: row["accuracy"] for row in here if row["method"] == "dense"}
         for method in dict.fromkeys(row["method"] for row in here):
             mine = [row for row in here if row["method"] == method]
-            mean = {key: statistics.fmean(row[key] for row in mine) for key in ("accuracy", "loss", "ratio")}
+            mean = {key: statistics.fmean(row[key] for row in mine) for key in ("accuracy", "loss", "ratio", "wire")}
             pairs = [100 * (row["accuracy"] - dense[row["seed"]]) for row in mine if row["seed"] in dense]
-            figures = f"{100 * mean['accuracy']:6.2f} %  {mean['loss']:.3f}  {mean['ratio']:5.1f}  {_paired(pairs)}"
-            lines.append(f"{batch:5d}  {method:27s} {len(mine):2d}  {figures}")
+            figures = (
+                f"{100 * mean['accuracy']:6.2f} %  {mean['loss']:.3f}  {mean['ratio']:5.1f}  {mean['wire'] / 1e3:7.1f}"
+            )
+            lines.append(f"{batch:5d}  {method:27s} {len(mine):2d}  {figures}  {_paired(pairs)}")
     return "\n".join(lines)
 
 
