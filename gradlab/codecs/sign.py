@@ -7,6 +7,7 @@ Bernstein, Wang, Azizzadenesheli, Anandkumar, "signSGD", ICML 2018; inside `two_
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,23 +86,39 @@ class Sign(Compressor):
         scales, packed = payload
         numel, size = like.numel(), self.block
         most = _CACHED if like.device.type == "cpu" else max(8, numel + -numel % 8)
+        together = math.lcm(size, 8)  # whole blocks, in whole bytes
+        if together <= most:
+            most -= most % together
         factors = scales.to(like.dtype) * scale
         for start in range(0, numel, most):
             stop = min(numel, start + most)
             signs = unpack_signs(packed[start // 8 : -(-stop // 8)], like.dtype)[: stop - start]
-            first, last = start // size, (stop - 1) // size
             if self.settings.scale == "one":
-                yield start, signs.mul_(scale)
-            elif first == last:
-                yield start, signs.mul_(factors[first])
+                signs.mul_(scale)
             else:
-                each = factors[first : last + 1].repeat_interleave(size)
-                yield start, signs.mul_(each[start - first * size :][: stop - start])
+                _scale_blocks(signs, factors, start, size)
+            yield start, signs
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         numel = sum(layer.numel for layer in layers)
         scales = -(-numel // self.block) if self.settings.scale == "mean" else 0
         return 4 * scales + -(-numel // 8)
+
+
+def _scale_blocks(signs: torch.Tensor, factors: torch.Tensor, start: int, size: int) -> None:
+    """Multiply, in place, what begins at element `start` of a vector by its blocks' factors."""
+    first, offset = divmod(start, size)
+    head = min(len(signs), size - offset) if offset else 0
+    whole = head + (len(signs) - head) // size * size
+    if head:
+        signs[:head].mul_(factors[first])
+        first += 1
+    if whole > head:
+        count = (whole - head) // size
+        signs[head:whole].view(count, size).mul_(factors[first : first + count, None])
+        first += count
+    if whole < len(signs):
+        signs[whole:].mul_(factors[first])
 
 
 def mean_magnitudes(rows: torch.Tensor) -> torch.Tensor:
