@@ -125,6 +125,7 @@ class Codec(ABC):
     linear: ClassVar[bool] = False
     learns: ClassVar[bool] = False
     wants_error_feedback: ClassVar[bool] = True
+    wants_two_way: ClassVar[bool] = False  # whether a plan puts it inside `two_way`, if nothing else is asked for
     roles: ClassVar[tuple[str, ...]] = ROLES  # of the layers that a plan gives it, if nothing else is asked for
     warmup_steps: ClassVar[int] = 0  # dense iterations before it, likewise
     keeps_dtype: ClassVar[bool] = False  # whether gradients travel in their own dtype, with the loss scale on them

@@ -181,7 +181,8 @@ class Plan:
         roles: of these roles only, such as ("convolution",); warmup_steps: dense iterations before; None for either:
         as is the codec's own habit (GradiVeQ: convolutions, after 2500 iterations; others: all, at once). Other layers,
         smaller and one-dimensional ones are sent dense. wrappers: around the codec, outermost first; None: error
-        feedback or nothing, as `error_feedback` says, or (None) as is the codec's own habit. Where a wrapper applies
+        feedback or nothing, as `error_feedback` says, or (None) as is the codec's own habit, and two-way compression
+        where that is (signs). Where a wrapper applies
         momentum, dense layers get the same after the average.
         """
         layers = layers_of(model) if isinstance(model, nn.Module) else tuple(model)
@@ -195,7 +196,8 @@ class Plan:
             )
         method = codecs.get(codec)
         feedback = method.wants_error_feedback if error_feedback is None else error_feedback
-        around = (FEEDBACK if feedback else ()) if wrappers is None else tuple(wrappers)
+        by_habit = (*(FEEDBACK if feedback else ()), *((Wrap("two_way"),) if method.wants_two_way else ()))
+        around = by_habit if wrappers is None else tuple(wrappers)
         chosen = [layer for layer in layers if len(layer.shape) > 1 and layer.numel >= minimum_numel]
         chosen = [layer for layer in chosen if layer.role in (method.roles if roles is None else roles)]
         groups = tuple(Group(layer.name, (layer.name,), codec, settings, around) for layer in chosen)

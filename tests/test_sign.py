@@ -15,6 +15,8 @@ from laws import law
 from gradlab.codec import Codec, Context, Exchanged, Tensors, exchange_group
 from gradlab.codecs.sign import Sign, pack_signs, unpack_signs
 from gradlab.collectives import LockstepResult, run_lockstep
+from gradlab.layout import Layer
+from gradlab.plan import Plan, Wrap
 from gradlab.wrappers.error_feedback import ErrorFeedback
 from gradlab.wrappers.local_momentum import LocalMomentum
 from gradlab.wrappers.two_way import TwoWay
@@ -268,6 +270,12 @@ def test_coordinates_that_are_always_zero_gather_no_error() -> None:
         for state in states:
             assert np.abs(state["w/residual"].numpy()[::5]).max() <= 1.01 * max(1.0, largest)
     assert np.abs(moved[::5]).max() < 6  # of 400 steps with scales near 0.6
+
+
+def test_a_plan_of_signs_is_two_way_by_habit() -> None:
+    plan = Plan.uniform([Layer("w", (30, 30))], "sign", block_size=64)
+    assert plan.groups[0].wrappers == (Wrap("error_feedback"), Wrap("two_way"))
+    assert Plan.uniform([Layer("w", (30, 30))], "sign", wrappers=()).groups[0].wrappers == ()
 
 
 # --- votes ----------------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ class Sign(Compressor):
 
     name = "sign"
     family = "quantization"
+    wants_two_way = True
 
     @dataclass(frozen=True)
     class Settings:
