@@ -205,11 +205,14 @@ class Compressor(Codec):
     def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
         """total += scale * C(x), in place. total: (numel,), floating point; payload: what `compress` returned."""
 
+    def decompress_into(self, out: torch.Tensor, payload: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Overwrite a vector (numel,) with C(x); returns it."""
+        self.add_decompressed(out.zero_(), payload, 1.0)
+        return out
+
     def decompress(self, payload: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
         """C(x), a vector of the length and dtype of `like`."""
-        vector = torch.zeros_like(like)
-        self.add_decompressed(vector, payload, 1.0)
-        return vector
+        return self.decompress_into(torch.empty_like(like), payload)
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         vector = concatenate(grads)
@@ -221,9 +224,7 @@ class Compressor(Codec):
         return Exchanged(separate(mean, grads), Deferred(grads, lambda: self._own(payload, vector, grads, context)))
 
     def _own(self, payload: Sequence[torch.Tensor], vector: torch.Tensor, grads: Tensors, context: Context) -> Tensors:
-        own = context.workspace.zeros_like(vector)
-        self.add_decompressed(own, payload, 1.0)
-        return separate(own, grads)
+        return separate(self.decompress_into(context.workspace.empty_like(vector), payload), grads)
 
 
 def exchange_group(

@@ -74,11 +74,10 @@ class Sign(Compressor):
         for start, values in self._pieces(payload, total, scale):
             total[start : start + len(values)] += values
 
-    def decompress(self, payload: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-        vector = torch.empty_like(like)
-        for start, values in self._pieces(payload, like, 1.0):
-            vector[start : start + len(values)] = values
-        return vector
+    def decompress_into(self, out: torch.Tensor, payload: Sequence[torch.Tensor]) -> torch.Tensor:
+        for start, values in self._pieces(payload, out, 1.0):
+            out[start : start + len(values)] = values
+        return out
 
     def _pieces(
         self, payload: Sequence[torch.Tensor], like: torch.Tensor, scale: float

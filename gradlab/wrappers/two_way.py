@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import torch
 
-from gradlab.codec import Codec, Compressor, Context, Exchanged, Tensors, concatenate, separate
+from gradlab.codec import Codec, Compressor, Context, Deferred, Exchanged, Tensors, concatenate, separate
 from gradlab.codec_settings import require
 from gradlab.collectives import AllToAll, Broadcast, Coroutine, Gather
 from gradlab.errors import GradlabError
@@ -71,17 +71,16 @@ class TwoWay(Wrapper):
         sent = [codec.compress(vector[a:b], context.rank_generator("shard", a)) for a, b in shards]
         received = yield tuple(AllToAll(parts) for parts in zip(*sent, strict=True))
         start, stop = shards[context.rank]
-        asked = torch.zeros_like(vector[start:stop])
+        asked = context.workspace.zeros_like(vector[start:stop])
         for payload in zip(*received, strict=True):
             codec.add_decompressed(asked, payload, 1.0 / context.world_size)
         asked += self._server_residual(grads, state, context, asked)
         answer = codec.compress(asked, context.rank_generator("server"))
         root = self.root(vector.numel(), context.world_size, context.group)
         answers = yield self._answer_requests(answer, sent, root, context)
-        mean = self._assembled(vector, shards, self._unpadded(answers, sent, root))
-        kept = self._kept(grads, asked - codec.decompress(answer, asked), context)
-        own = torch.cat([codec.decompress(part, vector[a:b]) for part, (a, b) in zip(sent, shards, strict=True)])
-        return Exchanged(separate(mean, grads), separate(own, grads), kept)
+        mean = self._assembled(vector, shards, self._unpadded(answers, sent, root), context)
+        own = Deferred(grads, lambda: separate(self._assembled(vector, shards, sent, context), grads))
+        return Exchanged(separate(mean, grads), own, self._kept(grads, asked, answer, context))
 
     def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         """The servers' residuals are sent along: the one that holds a part adds N times it to its own gradient."""
@@ -131,9 +130,14 @@ class TwoWay(Wrapper):
             for rank, own in enumerate(sent)
         ]
 
-    def _assembled(self, vector: torch.Tensor, shards: Sequence[Shard], answers: Sequence[Payload]) -> torch.Tensor:
-        pieces = [self.compressor.decompress(part, vector[a:b]) for part, (a, b) in zip(answers, shards, strict=True)]
-        return torch.cat(pieces)
+    def _assembled(
+        self, vector: torch.Tensor, shards: Sequence[Shard], payloads: Sequence[Payload], context: Context
+    ) -> torch.Tensor:
+        """A vector like the gradients' from one payload per shard."""
+        out = context.workspace.empty_like(vector)
+        for payload, (start, stop) in zip(payloads, shards, strict=True):
+            self.compressor.decompress_into(out[start:stop], payload)
+        return out
 
     def _server_residual(self, grads: Tensors, state: Tensors, context: Context, like: torch.Tensor) -> torch.Tensor:
         """This rank's shard of the residual (numel of `like`,), rescaled layer by layer."""
@@ -159,15 +163,19 @@ class TwoWay(Wrapper):
             first += grad.numel()
         return cuts
 
-    def _kept(self, grads: Tensors, residual: torch.Tensor, context: Context) -> Tensors:
-        """The residual of this rank's shard, layer by layer."""
+    def _kept(self, grads: Tensors, asked: torch.Tensor, answer: Payload, context: Context) -> Tensors:
+        """What the answer leaves of what was asked, this rank's shard, layer by layer."""
         if not self.settings.error_feedback:
             return {}
         cuts = self._cuts(grads, context)
-        pieces = residual.split([b - a for a, b in cuts.values()])
+        answered = self.compressor.decompress_into(context.workspace.empty_like(asked), answer)
+        pieces = (asked - answered).split([b - a for a, b in cuts.values()])
         kept: Tensors = {}
         for name, piece in zip(cuts, pieces, strict=True):
-            kept |= store_buffer(name, "server_residual", piece.clone(), self.settings.buffer)
+            # A view would keep all layers' memory alive for one of them.
+            kept |= store_buffer(
+                name, "server_residual", piece if len(cuts) == 1 else piece.clone(), self.settings.buffer
+            )
         return kept
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
