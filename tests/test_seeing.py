@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from process_pool import ProcessPool
 
+from gradlab.analysis import chrome_trace
 from gradlab.analysis.chrome_trace import read_step
 from gradlab.analysis.chrome_trace_plot import plot_timelines
 from gradlab.analysis.style import drawing, render
@@ -57,6 +58,7 @@ def test_a_ring_prepares_its_segments_while_others_travel(
 
 def test_a_trace_is_read_again_and_drawn(pool: ProcessPool, tmp_path: Path) -> None:
     """Hidden is what of the network lies under computing or coding, counted here microsecond by microsecond."""
+    assert chrome_trace.LANES == LANES  # written down in two packages that do not import each other
     file = tmp_path / "spans.json"
     seen = pool.run("ddp_tasks:chrome_trace", 3, codec="gradiveq", settings=RING)
     other = {"ph": "X", "pid": 7, "tid": 0, "name": "another program's", "ts": 0, "dur": 1}
