@@ -55,6 +55,8 @@ def fabricate(request: Request, rank: int, world_size: int) -> tuple[Any, float]
     if isinstance(request, Ring):
         return _around(request.code, rank), time.thread_time() - began
     packed = _pack([request.tensor])
+    if isinstance(request, Gather) and request.lengths is not None:
+        return [_of_length(request.tensor, length) for length in request.lengths], time.thread_time() - began
     if isinstance(request, Gather):
         return _copies(request.tensor, world_size, began)
     spent = time.thread_time() - began
@@ -68,6 +70,13 @@ def _around(code: RingCode, rank: int) -> list[torch.Tensor]:
         if segment != rank:
             messages[segment] = code.add(segment, message, code.prepare(segment))
     return [code.finish(segment, message) for segment, message in enumerate(messages)]
+
+
+def _of_length(vector: torch.Tensor, length: int) -> torch.Tensor:
+    """A vector's values, as often as it takes; zeros if it has none."""
+    if not vector.numel():
+        return vector.new_zeros(length)
+    return vector.repeat(-(-length // vector.numel()))[:length]
 
 
 def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

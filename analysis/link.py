@@ -108,6 +108,13 @@ def all_to_all(sizes: Sequence[int], rank: int) -> Transfer:
     return Transfer(all_to_all_wire_bytes(sizes, rank), max(sent, received), 1 if len(sizes) > 1 else 0)
 
 
+def gather_of_lengths(sizes: Sequence[int], rank: int) -> Transfer:
+    """Every rank sends its sizes[rank] bytes to all others at once; the largest slows its sender's link."""
+    others = len(sizes) - 1
+    path = max(others * max(sizes, default=0), sum(sizes) - min(sizes, default=0))
+    return Transfer(others * sizes[rank], path if others else 0, 1 if others else 0)
+
+
 def ring(sizes: Sequence[int], rank: int) -> Transfer:
     """Messages hop by hop, 2 (N - 1) of them; in each round the largest holds up the others."""
     rounds = 2 * (len(sizes) - 1)
@@ -130,7 +137,7 @@ def _kind(request: Request) -> tuple[Any, ...]:
     if isinstance(request, Mean):
         return (Mean, request.tensor.dtype)
     if isinstance(request, Gather):
-        return (Gather, request.varying)
+        return (Gather, request.varying, request.lengths is None)
     return (Broadcast, request.root) if isinstance(request, Broadcast) else (type(request),)
 
 
@@ -145,6 +152,9 @@ def _fused(together: Sequence[Any], rank: int, world_size: int) -> Transfer:
         return all_reduce(nbytes, world_size)
     if isinstance(first, Broadcast):
         return broadcast(nbytes, rank, first.root, world_size)
+    if first.lengths is not None:
+        sizes = [sum(r.lengths[j] * r.tensor.element_size() for r in together) for j in range(world_size)]
+        return gather_of_lengths(sizes, rank)
     if not first.varying:
         return all_gather(nbytes, world_size)
     lengths = all_gather(8 * len(together), world_size)
@@ -163,7 +173,7 @@ def weightless(request: Request) -> Request:
     if isinstance(request, Mean):
         return Mean(_empty(request.tensor))
     if isinstance(request, Gather):
-        return Gather(_empty(request.tensor), request.varying)
+        return Gather(_empty(request.tensor), request.varying, request.lengths)
     if isinstance(request, Ring):
         return Ring(_Sizes(request.sizes))
     return Broadcast(_empty(request.tensor), request.root)

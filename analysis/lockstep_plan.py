@@ -55,7 +55,7 @@ class LockstepPlan:
         self.groups = plan.compressed_groups or plan.groups
         self.codecs = {group.name: plan.build(group) for group in self.groups}
         self.states: list[dict[str, Tensors]] = [{} for _ in range(world_size)]
-        self._learning_rates: dict[str, float] = {}  # of the last step that was committed
+        self._learning_rates: dict[str, float] = {}  # the last of a committed step that was not zero
         self.layers = tuple(name for group in self.groups for name in group.layers)
 
     @property
@@ -69,9 +69,10 @@ class LockstepPlan:
         gradients: Sequence[Tensors],
         learning_rate: Mapping[str, float] | None = None,
         loss_scale: float = 1.0,
+        parameters: Tensors | None = None,
     ) -> StepResult:
         """Run one iteration. gradients: per rank, by layer name, without the loss scale that the run had; layers of
-        no group may be left out."""
+        no group may be left out. parameters: for weight decay, which is left out where they are not known."""
         compressing = self.plan.schedule.compresses(iteration)
         finite = all_finite(gradients)
         exchanged: dict[str, list[Exchanged]] = {}
@@ -86,6 +87,7 @@ class LockstepPlan:
             loss_scale=loss_scale,
             start=self.plan.schedule.warmup_steps,
             plain_sgd=self.plain_sgd,
+            parameters=parameters or {},
         )
         running = [group for group in self.groups if compressing or self._acts_when_dense(group.name)]
         payload, wire = self._uncompressed_bytes({name for group in running for name in group.layers}, compressing)
@@ -96,7 +98,7 @@ class LockstepPlan:
             wire = [total + result.wire_bytes for total, result in zip(wire, results, strict=True)]
         finite = finite and all_finite([done.mean for ranks in exchanged.values() for done in ranks[:1]])
         if finite:
-            self._learning_rates |= learning_rate or {}
+            self._learning_rates |= {layer: rate for layer, rate in (learning_rate or {}).items() if rate}
             for rank, states in enumerate(self.states):
                 states |= {name: ranks[rank].state for name, ranks in exchanged.items()}
         mean_seconds = sum(seconds) / self.world_size

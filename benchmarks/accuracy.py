@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +38,7 @@ from gradlab.datasets.recipe import Recipe, learning_rate_at
 from gradlab.datasets.resnet import initialized
 from gradlab.datasets.sampling import batches
 from gradlab.layout import Layer, layers_of
+from gradlab.optimizers import is_plain_sgd
 from gradlab.plan import Plan
 from gradlab.wrapper import innermost
 
@@ -140,15 +142,18 @@ def train(
     seed: int,
     stop: int | None = None,
     watch: Callable[[Tensors], None] | None = None,
+    score_every: int | None = None,
 ) -> dict[str, Any]:
-    """Train under a plan. stop: end after so many iterations; watch: is given each iteration's averages."""
+    """Train under a plan. stop: end after so many iterations; watch: is given each iteration's averages;
+    score_every: iterations between points of a curve of accuracy on the first 2000 test images. A run whose loss is not
+    finite ends there."""
     model = initialized(3, (16, 32, 64), (1, 1, 1), 10, seed)
     layers = layers_of(model)
-    lockstep = LockstepPlan(plan, ranks)
     nodes, optimizer = Nodes(model, ranks), build_optimizer(recipe, model.parameters())
+    lockstep = LockstepPlan(plan, ranks, is_plain_sgd(optimizer))
     orders = [batches(len(data.train_x), recipe.batch_size, rank, ranks, seed, recipe.steps) for rank in range(ranks)]
     augment = [torch.Generator().manual_seed(1000 * seed + rank) for rank in range(ranks)]
-    payload, wire, losses, began = 0.0, 0.0, [], time.perf_counter()
+    payload, wire, losses, curve, began = 0.0, 0.0, [], [], time.perf_counter()
     for step, indices in enumerate(islice(zip(*orders, strict=True), stop)):
         rate = learning_rate_at(recipe, step)
         for group in optimizer.param_groups:
@@ -166,15 +171,25 @@ def train(
         payload += statistics.fmean(result.payload)
         wire += statistics.fmean(result.wire)
         losses.append(loss)
+        if not math.isfinite(loss):
+            break
+        if score_every and (step + 1) % score_every == 0:
+            curve.append((step + 1, score(model, data, 2000)))
     dense = 4 * sum(layer.numel for layer in layers) * recipe.steps
     return {
-        "accuracy": WORKLOAD.score(model, halved(data.test_x), data.test_y, batch_size=500),
+        "accuracy": score(model, data),
+        "curve": curve,
         "loss": statistics.fmean(losses[-50:]),
         "ratio": dense / payload,
         "payload": payload / recipe.steps,
         "wire": wire / recipe.steps,
         "seconds": time.perf_counter() - began,
     }
+
+
+def score(model: nn.Module, data: Any, first: int | None = None) -> float:
+    """Accuracy on the (first) test images, a share."""
+    return WORKLOAD.score(model, halved(data.test_x[:first]), data.test_y[:first], batch_size=500)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

@@ -34,10 +34,11 @@ class Context:
     """Where and when an exchange happens. Random streams follow from (seed, iteration, group): resume needs no state.
 
     rank, world_size: this process and how many there are; iteration: synchronised steps since the start;
-    group: the group's name; learning_rate, previous_learning_rate: by layer name, now and one iteration before;
+    group: the group's name; learning_rate: by layer name; previous_learning_rate: the last one that was not zero;
     loss_scale: the run's factor on its loss (gradients that reach a codec are free of it);
     start: the first iteration that the schedule compresses;
     plain_sgd: whether the optimizer is SGD without momentum of its own;
+    parameters: by layer name, the model's at this iteration; empty where they are not known, as in a trace's replay;
     workspace: where results as large as gradients take their memory from.
     """
 
@@ -51,6 +52,7 @@ class Context:
     loss_scale: float = 1.0
     start: int = 0
     plain_sgd: bool = False
+    parameters: Mapping[str, torch.Tensor] = field(default_factory=dict)
     workspace: Workspace = field(default_factory=Workspace)
 
     def shared_generator(self, *key: object, every_iteration: bool = True) -> torch.Generator:
@@ -70,10 +72,20 @@ class Context:
 
         wanted: the wrapper's setting; None asks for it if the optimizer is SGD without momentum of its own.
         """
-        if not (self.plain_sgd if wanted is None else wanted):
+        if not self._follows_rates(wanted):
             return 1.0
         now, before = self.learning_rate.get(layer, 0.0), self.previous_learning_rate.get(layer, 0.0)
         return before / now if now > 0 and before > 0 else 1.0
+
+    def stands_still(self, layer: str, wanted: bool | None) -> bool:
+        """Whether a layer's rate is zero: what this iteration sends is not applied, so its residual is to be held.
+
+        x~_t = x_t - eta e then stays as it is, with eta the last rate that was not zero. wanted: see `residual_ratio`.
+        """
+        return self._follows_rates(wanted) and self.learning_rate.get(layer) == 0
+
+    def _follows_rates(self, wanted: bool | None) -> bool:
+        return self.plain_sgd if wanted is None else wanted
 
 
 class Deferred(Mapping[str, torch.Tensor]):
@@ -127,6 +139,9 @@ class Codec(ABC):
     wants_error_feedback: ClassVar[bool] = True
     wants_two_way: ClassVar[bool] = False  # whether a plan puts it inside `two_way`, if nothing else is asked for
     roles: ClassVar[tuple[str, ...]] = ROLES  # of the layers that a plan gives it, if nothing else is asked for
+    minimum_dimensions: ClassVar[int] = 2  # of such layers
+    minimum_numel: ClassVar[int] = 256  # of such layers
+    group_bytes: ClassVar[int] = 0  # of gradients: up to so many, layers that follow each other are treated together
     warmup_steps: ClassVar[int] = 0  # dense iterations before it, likewise
     keeps_dtype: ClassVar[bool] = False  # whether gradients travel in their own dtype, with the loss scale on them
     Settings: ClassVar[type]
@@ -197,6 +212,23 @@ class Compressor(Codec):
 
     block: int = 1  # elements that must not be parted when a vector is cut into shards
 
+    def for_layers(self, numels: Sequence[int]) -> Compressor:
+        """The compressor of a vector in which layers of so many elements follow each other."""
+        return self
+
+    def part(self, start: int, stop: int) -> Compressor:
+        """The compressor of vector[start:stop], both of them among what `bounds` may give."""
+        return self
+
+    def blocks(self, numel: int) -> int:
+        """How many pieces a vector can be cut into."""
+        return -(-numel // self.block)
+
+    def bounds(self, numel: int, parts: int) -> list[int]:
+        """Where to cut a vector into shards of whole blocks, as equal as they can be: 0, ..., numel."""
+        blocks = self.blocks(numel)
+        return [min(numel, self.block * (blocks * n // parts)) for n in range(parts + 1)]
+
     @abstractmethod
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """What travels for a vector (numel,), as vectors; numel may be 0. generator: of this rank's own."""
@@ -215,16 +247,17 @@ class Compressor(Codec):
         return self.decompress_into(torch.empty_like(like), payload)
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        vector = concatenate(grads)
-        payload = self.compress(vector, context.rank_generator())
+        vector, codec = concatenate(grads), self.for_layers([grad.numel() for grad in grads.values()])
+        payload = codec.compress(vector, context.rank_generator())
         answers = yield tuple(Gather(part) for part in payload)
         mean = context.workspace.zeros_like(vector)
         for theirs in zip(*answers, strict=True):
-            self.add_decompressed(mean, theirs, 1.0 / context.world_size)
-        return Exchanged(separate(mean, grads), Deferred(grads, lambda: self._own(payload, vector, grads, context)))
+            codec.add_decompressed(mean, theirs, 1.0 / context.world_size)
 
-    def _own(self, payload: Sequence[torch.Tensor], vector: torch.Tensor, grads: Tensors, context: Context) -> Tensors:
-        return separate(self.decompress_into(context.workspace.empty_like(vector), payload), grads)
+        def own() -> Tensors:
+            return separate(codec.decompress_into(context.workspace.empty_like(vector), payload), grads)
+
+        return Exchanged(separate(mean, grads), Deferred(grads, own))
 
 
 def exchange_group(

@@ -35,11 +35,13 @@ class Mean:
 class Gather:
     """Every rank's tensor. Answer: a list of N tensors in rank order.
 
-    varying: the tensors are one-dimensional and their lengths differ from rank to rank.
+    varying: the tensors are one-dimensional and their lengths differ from rank to rank; lengths: the same, where every
+    rank knows them all, so that none has to be told, and nothing is padded.
     """
 
     tensor: torch.Tensor
     varying: bool = False
+    lengths: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,8 @@ def signature(request: Request) -> tuple[Any, ...]:
     tensor = request.tensor
     if isinstance(request, Gather) and request.varying:
         return ("Gather", "varying", str(tensor.dtype), tensor.ndim)
+    if isinstance(request, Gather) and request.lengths is not None:
+        return ("Gather", request.lengths, str(tensor.dtype), tensor.ndim)
     root = request.root if isinstance(request, Broadcast) else None
     return (type(request).__name__, root, str(tensor.dtype), tuple(tensor.shape))
 
@@ -220,7 +224,7 @@ def check_request(request: Request, world_size: int) -> None:
 
     Raises:
         GradlabError: a Mean of integers, a root or a number of tensors that does not fit the world size, a varying
-            gather of anything but a vector.
+            gather of anything but a vector, or of another length than was said.
     """
     if isinstance(request, Mean) and not request.tensor.is_floating_point():
         raise GradlabError(f"Mean needs a floating-point tensor, not {request.tensor.dtype}")
@@ -230,8 +234,18 @@ def check_request(request: Request, world_size: int) -> None:
         raise GradlabError(f"AllToAll of {len(request.tensors)} tensors at world size {world_size}")
     if isinstance(request, Ring) and request.code.segments != world_size:
         raise GradlabError(f"Ring of {request.code.segments} segments at world size {world_size}")
-    if isinstance(request, Gather) and request.varying and request.tensor.ndim != 1:
+    if isinstance(request, Gather):
+        _check_gather(request, world_size)
+
+
+def _check_gather(request: Gather, world_size: int) -> None:
+    lengths = request.lengths
+    if (request.varying or lengths is not None) and request.tensor.ndim != 1:
         raise GradlabError(f"a varying Gather takes vectors, not shape {list(request.tensor.shape)}")
+    if lengths is not None and (request.varying or len(lengths) != world_size):
+        raise GradlabError(f"Gather of lengths {lengths} at world size {world_size}: expected one for each rank")
+    if lengths is not None and request.tensor.numel() not in lengths:
+        raise GradlabError(f"Gather of {request.tensor.numel()} elements, which is none of the lengths {lengths}")
 
 
 def _serve(requests_by_rank: Sequence[tuple[Request, ...]], payload: list[int], wire: list[int]) -> list[list[Any]]:

@@ -1,4 +1,4 @@
-"""What gradlab asks of an optimizer: its rates, and whether it keeps momentum of its own."""
+"""What gradlab asks of an optimizer: its rates, and whether it applies momentum or weight decay of its own."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ def own_momentum(optimizer: torch.optim.Optimizer) -> str | None:
         if group.get("betas") and group["betas"][0]:
             return f"betas = {tuple(group['betas'])}"
     return None
+
+
+def own_weight_decay(optimizer: torch.optim.Optimizer) -> str | None:
+    """The setting by which an optimizer applies weight decay, such as "weight_decay = 0.0001"; or None."""
+    rates = (group.get("weight_decay") for group in optimizer.param_groups)
+    return next((f"weight_decay = {rate}" for rate in rates if rate), None)
 
 
 def is_plain_sgd(optimizer: torch.optim.Optimizer | None) -> bool:

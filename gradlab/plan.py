@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from gradlab.codec import Codec, Tensors
 from gradlab.codec_settings import build_settings
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, canonical_json, describe_difference, fingerprint, layers_of
+from gradlab.segments import segments
 
 # A step with compressed groups also agrees on one float32: are all gradients finite on all ranks?
 FINITE_FLAG_BYTES = 4
@@ -171,19 +172,24 @@ class Plan:
         error_feedback: bool | None = None,
         wrappers: Sequence[Wrap] | None = None,
         warmup_steps: int | None = None,
-        minimum_numel: int = 256,
+        minimum_dimensions: int | None = None,
+        minimum_numel: int | None = None,
         roles: Collection[str] | None = None,
+        group_bytes: float | None = None,
         seed: int = 0,
         **settings: Any,
     ) -> Plan:
-        """One codec with one setting for every layer of two or more dimensions and `minimum_numel` elements.
+        """One codec with one setting for every layer, but vectors and small ones.
 
-        roles: of these roles only, such as ("convolution",); warmup_steps: dense iterations before; None for either:
-        as is the codec's own habit (GradiVeQ: convolutions, after 2500 iterations; others: all, at once). Other layers,
-        smaller and one-dimensional ones are sent dense. wrappers: around the codec, outermost first; None: error
-        feedback or nothing, as `error_feedback` says, or (None) as is the codec's own habit, and two-way compression
-        where that is (signs). Where a wrapper applies
-        momentum, dense layers get the same after the average.
+        minimum_dimensions, minimum_numel: of a layer that is not small; roles: layers of these roles only, such as
+        ("convolution",); group_bytes: layers that follow each other make one group as long as their gradients have at
+        most so many bytes together, 0: each for itself, math.inf: all; warmup_steps: dense iterations before; None for
+        any of these: as is the codec's own habit (two dimensions, 256 elements, each layer for itself, signs: every
+        layer, in groups of 4 MiB; GradiVeQ: convolutions, after 2500 iterations; others: all roles, at once). Other
+        layers are sent dense.
+        wrappers: around the codec, outermost first; None: error feedback or nothing, as `error_feedback` says, or
+        (None) as is the codec's own habit, and two-way compression where that is (signs). Where a wrapper applies
+        momentum or weight decay, dense layers get the same.
         """
         layers = layers_of(model) if isinstance(model, nn.Module) else tuple(model)
         if wrappers is not None and not (
@@ -198,11 +204,15 @@ class Plan:
         feedback = method.wants_error_feedback if error_feedback is None else error_feedback
         by_habit = (*(FEEDBACK if feedback else ()), *((Wrap("two_way"),) if method.wants_two_way else ()))
         around = by_habit if wrappers is None else tuple(wrappers)
-        chosen = [layer for layer in layers if len(layer.shape) > 1 and layer.numel >= minimum_numel]
+        dimensions = method.minimum_dimensions if minimum_dimensions is None else minimum_dimensions
+        least = method.minimum_numel if minimum_numel is None else minimum_numel
+        chosen = [layer for layer in layers if len(layer.shape) >= dimensions and layer.numel >= least]
         chosen = [layer for layer in chosen if layer.role in (method.roles if roles is None else roles)]
-        groups = tuple(Group(layer.name, (layer.name,), codec, settings, around) for layer in chosen)
+        most = method.group_bytes if group_bytes is None else group_bytes
+        names = [tuple(layer.name for layer in some) for some in segments(chosen, lambda layer: 4 * layer.numel, most)]
+        groups = [Group(_group_name(members), members, codec, settings, around) for members in names]
         schedule = Schedule(method.warmup_steps if warmup_steps is None else warmup_steps)
-        return cls(layers, (*groups, *_momentum_groups(layers, chosen, around)), schedule, seed)
+        return cls(layers, (*groups, *_groups_of_the_rest(layers, chosen, around)), schedule, seed)
 
     def members(self, group: Group) -> tuple[Layer, ...]:
         """The layers of a group, in its order."""
@@ -227,8 +237,21 @@ class Plan:
     @property
     def applies_momentum(self) -> str | None:
         """The name of a wrapper that applies momentum, which the optimizer must then not do; or None."""
-        names = (wrap.name for group in self.groups for wrap in group.wrappers)
-        return next((name for name in names if wrapper_registry.get(name).applies_momentum), None)
+        return next((name for name in self._wrappers() if wrapper_registry.get(name).applies_momentum), None)
+
+    @property
+    def applies_weight_decay(self) -> bool:
+        """Whether a wrapper applies weight decay, which the optimizer must then not do."""
+        return any(wrapper_registry.get(name).applies_weight_decay for name in self._wrappers())
+
+    @property
+    def follows_learning_rate(self) -> str | None:
+        """The name of a wrapper that is set to follow the optimizer's learning rate; or None."""
+        asked = [wrap.name for group in self.groups for wrap in group.wrappers if wrap.settings.get("step_size_ratio")]
+        return asked[0] if asked else None
+
+    def _wrappers(self) -> Iterator[str]:
+        return (wrap.name for group in self.groups for wrap in group.wrappers)
 
     @property
     def dense_layers(self) -> tuple[Layer, ...]:
@@ -319,13 +342,27 @@ def hash_tensor(tensor: torch.Tensor) -> str:
     return hashlib.sha256(head + flat.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def _momentum_groups(layers: Sequence[Layer], compressed: Sequence[Layer], around: Sequence[Wrap]) -> Iterator[Group]:
-    """Groups that give the layers in no other their momentum, if the others' wrappers apply it."""
+def _group_name(layers: Sequence[str]) -> str:
+    return layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
+
+
+def _groups_of_the_rest(
+    layers: Sequence[Layer], compressed: Sequence[Layer], around: Sequence[Wrap]
+) -> Iterator[Group]:
+    """Groups that give the layers in no other their momentum and weight decay, if the others' wrappers apply them."""
+    if same := tuple(_without_compression(around)):
+        for layer in (layer for layer in layers if layer not in compressed):
+            yield Group(layer.name, (layer.name,), "identity", {}, same)
+
+
+def _without_compression(around: Sequence[Wrap]) -> Iterator[Wrap]:
     for wrap in around:
-        if wrapper_registry.get(wrap.name).applies_momentum:
-            settings = {key: value for key, value in wrap.settings.items() if key in ("momentum", "nesterov")}
-            for layer in (layer for layer in layers if layer not in compressed):
-                yield Group(layer.name, (layer.name,), "identity", {}, (Wrap("momentum", settings),))
+        wrapper = wrapper_registry.get(wrap.name)
+        if wrapper.applies_weight_decay:
+            yield wrap
+        if wrapper.applies_momentum:
+            values = asdict(build_settings(wrapper, wrap.settings))  # defaults too: Nesterov's form is not one's only
+            yield Wrap("momentum", {key: values[key] for key in ("momentum", "nesterov")})
 
 
 def _require_unique(what: str, names: Iterable[str]) -> None:

@@ -11,7 +11,7 @@ Item = TypeVar("Item")
 SEGMENT_BYTES = 8 * 2**20
 
 
-def segments(items: Sequence[Item], nbytes: Callable[[Item], int], segment_bytes: int) -> Iterator[list[Item]]:
+def segments(items: Sequence[Item], nbytes: Callable[[Item], int], segment_bytes: float) -> Iterator[list[Item]]:
     """Consecutive items whose sizes stay within `segment_bytes` together, at least one each."""
     segment: list[Item] = []
     size = 0

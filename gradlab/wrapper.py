@@ -25,13 +25,14 @@ class Wrapper(Codec):
 
     Raises:
         GradlabError: for a stack that makes no sense: the same wrapper twice, two that keep residuals, two that apply
-            momentum.
+            momentum, weight decay inside another.
     """
 
     family = "wrapper"
     keys: ClassVar[tuple[str, ...]] = ()
     keeps_residual: ClassVar[bool] = False
     applies_momentum: ClassVar[bool] = False
+    applies_weight_decay: ClassVar[bool] = False
 
     def __init__(self, codec: Codec, settings: Any = None) -> None:
         super().__init__(settings)
@@ -46,6 +47,8 @@ class Wrapper(Codec):
             raise GradlabError(f"wrappers {self.name} and {inner.name} both add the residual: use one of them")
         if self.applies_momentum and inner.applies_momentum:
             raise GradlabError(f"wrappers {self.name} and {inner.name} both apply momentum: use one of them")
+        if inner.applies_weight_decay:
+            raise GradlabError(f"wrapper {inner.name} inside {self.name}: it is part of the gradient, name it first")
 
     def inner_state(self, state: Tensors) -> Tensors:
         """The wrapped codec's part of a state."""
@@ -113,6 +116,11 @@ def innermost(codec: Codec) -> Codec:
     while isinstance(codec, Wrapper):
         codec = codec.codec
     return codec
+
+
+def entries(state: Tensors, name: str, what: str) -> Tensors:
+    """The state entries of one buffer, as `store_buffer` wrote them."""
+    return {key: state[key] for key in (f"{name}/{what}", f"{name}/{what}_scale") if key in state}
 
 
 def state_names(state: Tensors) -> Iterable[tuple[str, str]]:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradlab.ddp import attached_hook, synchronised_layers
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
-from gradlab.optimizers import own_momentum
+from gradlab.optimizers import own_momentum, own_weight_decay
 from gradlab.plan import Plan
 from gradlab.ranks import Ranks
 from gradlab.runtime.options import EngineOptions
@@ -32,7 +32,7 @@ def check(
     pairs = synchronised_layers(model)
     plan.check_model([layer for layer, _ in pairs])
     device_of_model(pairs)
-    _check_momentum(plan, optimizer)
+    _check_optimizer(plan, optimizer)
     plan.payload_bytes(model.process_group.size())  # refuses what makes no sense at this world size
     for name, least in (("segment_bytes", 1), ("measure_every", 0), ("non_finite_limit", 1)):
         _require_whole(name, getattr(options, name), least)
@@ -81,17 +81,25 @@ def check_types(
             raise GradlabError(f"process_group is of ranks {mine}, the DDP model's of {its}")
 
 
-def _check_momentum(plan: Plan, optimizer: torch.optim.Optimizer | None) -> None:
-    wrapper = plan.applies_momentum
-    if wrapper is None:
-        return
-    if optimizer is None:
+def _check_optimizer(plan: Plan, optimizer: torch.optim.Optimizer | None) -> None:
+    if optimizer is None and (wrapper := plan.follows_learning_rate):
         raise GradlabError(
-            f"the plan applies momentum ({wrapper}): pass optimizer=, so that its own is known to be off"
+            f"the plan's {wrapper} follows the learning rate (step_size_ratio): pass optimizer=, which has it"
         )
-    if own := own_momentum(optimizer):
+    if wrapper := plan.applies_momentum:
+        _require_off(f"momentum ({wrapper})", optimizer, own_momentum)
+    if plan.applies_weight_decay:
+        _require_off("weight decay", optimizer, own_weight_decay)
+
+
+def _require_off(
+    what: str, optimizer: torch.optim.Optimizer | None, own: Callable[[torch.optim.Optimizer], str | None]
+) -> None:
+    if optimizer is None:
+        raise GradlabError(f"the plan applies {what}: pass optimizer=, so that its own is known to be off")
+    if setting := own(optimizer):
         raise GradlabError(
-            f"the plan applies momentum ({wrapper}) and the optimizer has {own}: it would be applied twice; set the "
+            f"the plan applies {what} and the optimizer has {setting}: it would be applied twice; set the "
             "optimizer's to 0"
         )
 

@@ -140,17 +140,19 @@ class Communicator:
         assert self.group is not None
         return self._start("broadcast", buffer.nbytes, dist.broadcast, buffer, dist.get_global_rank(self.group, root))
 
-    def all_to_all(self, parts: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, dist.Work | None]:
+    def all_to_all(
+        self, parts: torch.Tensor, sizes: Sequence[int], incoming: Sequence[int] | None = None
+    ) -> tuple[torch.Tensor, dist.Work | None]:
         """Start sending `sizes[j]` elements of a vector to each rank j: the vector of what comes in, and its work.
 
-        Every rank sends this one the same number of elements.
+        incoming: elements that each rank sends this one; None if all send it as many as it sends itself.
         """
-        mine = sizes[self.rank]
-        out = self.workspace.empty((mine * self.world_size,), parts)
+        incoming = [sizes[self.rank]] * self.world_size if incoming is None else list(incoming)
+        out = self.workspace.empty((sum(incoming),), parts)
         self.wire_bytes += all_to_all_wire_bytes([n * parts.element_size() for n in sizes], self.rank)
-        incoming = [mine] * self.world_size
-        # Empty only if it is on all ranks: a rank that is sent nothing still sends.
-        work = self._start("all-to-all", parts.nbytes, dist.all_to_all_single, out, parts, incoming, list(sizes))
+        # Empty only if it is on all ranks: one that sends nothing is still sent something, or the other way round.
+        nbytes = parts.nbytes or out.nbytes
+        work = self._start("all-to-all", nbytes, dist.all_to_all_single, out, parts, incoming, list(sizes))
         return out, work
 
     def pass_on(self, message: torch.Tensor, expected: int) -> Transfer:

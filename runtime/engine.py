@@ -48,7 +48,7 @@ class Engine:
     """The worker and the states it keeps; `submit` is called by the hook, everything else runs in the worker.
 
     states: by group name, the codec's state after the last committed iteration. iteration: synchronised steps so far.
-    learning_rates: by layer name, of the last iteration that was committed: the unit in which residuals are kept.
+    learning_rates: by layer name, the last of a committed iteration that was not zero: the unit of residuals.
     """
 
     def __init__(
@@ -207,6 +207,7 @@ class Engine:
             loss_scale=scale,
             start=self.plan.schedule.warmup_steps,
             plain_sgd=self._options.plain_sgd,
+            parameters=self._surroundings.parameters,
             workspace=self._workspace,
         )
         record = StepRecord(self.iteration, compressing, loss_scale=scale)
@@ -386,4 +387,4 @@ class Engine:
                 current.staged[name] = {**others, **kept}
         self.states.update(current.staged)
         rates = self._context.learning_rate
-        self.learning_rates |= {layer: rate for layer, rate in rates.items() if not current.zero.get(layer)}
+        self.learning_rates |= {layer: rate for layer, rate in rates.items() if rate and not current.zero.get(layer)}

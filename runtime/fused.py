@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gradlab.collectives import AllToAll, Broadcast, Gather, Mean, Request, Ring, sum_in_rank_order
+from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
     from gradlab.runtime.communicator import Communicator, Transfer
@@ -20,7 +21,7 @@ def fusion_key(request: Request) -> tuple[Any, ...]:
     if isinstance(request, Mean):
         return (Mean, request.tensor.dtype)
     if isinstance(request, Gather):
-        return ("varying",) if request.varying else (Gather,)
+        return ("varying",) if request.varying else (Gather,) if request.lengths is None else ("lengths",)
     return (Broadcast, request.root) if isinstance(request, Broadcast) else (type(request),)
 
 
@@ -99,6 +100,27 @@ class _FusedGather(Fused):
         self._communicator.wait(self._work)
         by_rank = [_unpack(row, self._like) for row in self._rows]
         return [list(tensors) for tensors in zip(*by_rank, strict=True)]
+
+
+class _KnownGather(Fused):
+    """Several Gathers of lengths that all ranks know, as one all-to-all of bytes: each sends its own to all."""
+
+    def __init__(self, communicator: Communicator, requests: Sequence[Gather]) -> None:
+        self._communicator = communicator
+        ranks = range(communicator.world_size)
+        tensors = [(request.tensor, request.lengths or ()) for request in requests]
+        self._like = [[tensor.new_empty(lengths[rank]) for tensor, lengths in tensors] for rank in ranks]
+        packed = _pack([request.tensor for request in requests], communicator)
+        self._sizes = [sum(tensor.nbytes for tensor in like) for like in self._like]
+        if packed.numel() != self._sizes[communicator.rank]:
+            raise GradlabError(f"Gather of {packed.numel()} bytes, announced {self._sizes[communicator.rank]}")
+        copies = packed.repeat(communicator.world_size)
+        self._out, self._work = communicator.all_to_all(copies, [packed.numel() for _ in ranks], self._sizes)
+
+    def answers(self) -> list[Any]:
+        self._communicator.wait(self._work)
+        rows = zip(self._out.split(self._sizes), self._like, strict=True)
+        return [list(tensors) for tensors in zip(*(_unpack(row, like) for row, like in rows), strict=True)]
 
 
 class _VaryingGather(Fused):
@@ -253,6 +275,7 @@ _FUSED: dict[Any, Any] = {
     Mean: _FusedMean,
     Gather: _FusedGather,
     "varying": _VaryingGather,
+    "lengths": _KnownGather,
     Broadcast: _FusedBroadcast,
     AllToAll: _FusedAllToAll,
     Ring: _FusedRing,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+import torch
 
 from gradlab.segments import SEGMENT_BYTES
 
@@ -27,7 +29,9 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the engine reads anew in each iteration. learning_rates: by layer name; loss_scale: of the loss scaler."""
+    """What the engine reads anew in each iteration. learning_rates: by layer name; loss_scale: of the loss scaler;
+    parameters: by layer name, the model's own tensors."""
 
     learning_rates: Callable[[], dict[str, float]]
     loss_scale: Callable[[], float]
+    parameters: Mapping[str, torch.Tensor]

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
+import torch
+
+from gradlab import wrappers
+from gradlab.codec_settings import build_settings
 from gradlab.measures import LayerErrors, add_errors, relative
+from gradlab.optimizers import is_plain_sgd, own_momentum
 from gradlab.plan import Plan
 from gradlab.runtime.statistics import TIMES, Statistics, StepRecord
 
@@ -50,6 +56,35 @@ def codec_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(totals.values())
 
 
+def residual_statement(plan: Plan, optimizer: torch.optim.Optimizer | None) -> str | None:
+    """What holds for the residuals that a plan keeps, under the optimizer it trains with; None if it keeps none."""
+    asked = [
+        values["step_size_ratio"]
+        for group in plan.groups
+        for wrap in group.wrappers
+        if "step_size_ratio" in (values := asdict(build_settings(wrappers.get(wrap.name), wrap.settings)))
+    ]
+    if not asked:
+        return None
+    plain = is_plain_sgd(optimizer)
+    if not any(plain if wanted is None else wanted for wanted in asked):
+        why = f"under {_named(optimizer)}" if not plain else "as the plan says"
+        return f"residuals are kept as they are {why}: right as long as the learning rate stays the same"
+    if not plain:
+        return (
+            f"residuals follow the learning rate as the plan says, but under {_named(optimizer)}: that the "
+            "error-corrected iterate is SGD's (Lemma 1 of dist-EF-SGD) is known for SGD without momentum alone"
+        )
+    return "residuals follow the learning rate: the error-corrected iterate is SGD's (Lemma 1 of dist-EF-SGD)"
+
+
+def _named(optimizer: torch.optim.Optimizer | None) -> str:
+    if optimizer is None:
+        return "an optimizer that was not given"
+    momentum = own_momentum(optimizer)
+    return type(optimizer).__name__ + (f" with {momentum}" if momentum else "")
+
+
 def table(report: dict[str, Any]) -> str:
     """A report as text: one line per group, then the step."""
     head = ("group", "codec", "payload/step", "encode", "decode", "error", "unsent norm")
@@ -78,6 +113,7 @@ def table(report: dict[str, Any]) -> str:
             f"payload {report['payload_bytes_per_step']:,.0f} B, wire {report['wire_bytes_per_step']:,.0f} B{ratio}",
             f"{spent} per step",
         ]
+    text += [report["residuals"]] if report["residuals"] else []
     return "\n".join(text)
 
 

@@ -46,8 +46,9 @@ class CompressionState:
     Args:
         plan: made for this model's trainable parameters.
         ddp_model: the DistributedDataParallel model.
-        optimizer: its parameter groups give the learning rates that some codecs follow; needed where the plan applies
-            momentum, which the optimizer must then not do.
+        optimizer: its parameter groups give the learning rates that residuals follow, anew in every iteration, so that
+            schedules and groups added later are heeded; needed where the plan follows them or applies momentum or
+            weight decay, which the optimizer must then not do.
         scaler: the torch.amp.GradScaler, if one is in use: residuals are then kept without its factor.
         deterministic: take means by all-to-all, a sum in rank order and all-gather, bit-identical to the offline
             replay, instead of by the backend's all-reduce.
@@ -65,7 +66,7 @@ class CompressionState:
 
     Raises:
         GradlabError: if the model is not in DDP or is not the plan's (with a layer-by-layer difference), the plan and
-            the optimizer both apply momentum, or ranks have different plans.
+            the optimizer both apply momentum or weight decay, or ranks have different plans.
     """
 
     def __init__(
@@ -107,6 +108,9 @@ class CompressionState:
         agree_on(ddp_model, settle, lambda: {"the plan (sha256)": plan.digest, **same, **asdict(settled[0])})
         if ddp_model.process_group.size() == 1:
             warnings.warn("gradlab: world size 1, there is no communication to compress", stacklevel=2)
+        self._residuals = reporting.residual_statement(plan, optimizer)
+        if plan.follows_learning_rate and not is_plain_sgd(optimizer):
+            warnings.warn(f"gradlab: {self._residuals}", stacklevel=2)
         options, pairs = settled[0], synchronised_layers(ddp_model)
         self.plan = plan
         self.statistics = Statistics(history)
@@ -129,7 +133,11 @@ class CompressionState:
         self.engine = Engine(
             plan,
             self._communicator,
-            Surroundings(lambda: learning_rates(optimizer, names), lambda: scaler.get_scale() if scaler else 1.0),
+            Surroundings(
+                lambda: learning_rates(optimizer, names),
+                lambda: scaler.get_scale() if scaler else 1.0,
+                {name: parameter.detach() for parameter, name in names.items()},
+            ),
             self.statistics,
             self._device,
             self._timeline,
@@ -201,7 +209,8 @@ class CompressionState:
         return {"plan": self.plan.digest, "rank": communicator.rank, "world_size": communicator.world_size}
 
     def report(self) -> dict[str, Any]:
-        """Plain JSON: bytes and times per step on this rank, by group and by codec, and what was expected.
+        """Plain JSON: bytes and times per step on this rank, by group and by codec, what was expected, and what holds
+        for the residuals under this optimizer.
 
         Sizes in bytes, times in seconds per step; see `StepRecord` for what each covers.
         """
@@ -216,6 +225,7 @@ class CompressionState:
             "dense_payload_bytes": dense,
             "forecast_payload_bytes": self.plan.payload_bytes(self._communicator.world_size),
             "compression_ratio": dense / payload if payload else None,
+            "residuals": self._residuals,
             **summary,
             "groups": groups,
             "codecs": reporting.codec_rows(groups),

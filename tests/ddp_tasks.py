@@ -223,6 +223,12 @@ def _asks_everything(rank: int, world_size: int) -> Coroutine[list[torch.Tensor]
         Gather(torch.full((rank + 1,), 0.5, dtype=torch.bfloat16), varying=True),
     )
     found += [*ragged, *none, *halves]
+    lengths = tuple(2 * to for to in range(world_size))
+    known, pairs = yield (
+        Gather(torch.full((lengths[rank],), float(rank), dtype=torch.float64), lengths=lengths),
+        Gather(torch.arange(world_size - rank, dtype=torch.uint8), lengths=tuple(range(world_size, 0, -1))),
+    )
+    found += [*known, *pairs]
     first, second = yield Broadcast(torch.full((4,), float(rank)), 0), Broadcast(torch.tensor(rank), root)
     found += [first, second]
     parts = yield AllToAll(tuple(torch.full((to + 1,), 10 * rank + to, dtype=torch.int64) for to in range(world_size)))

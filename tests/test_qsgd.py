@@ -338,7 +338,7 @@ def test_the_mean_is_the_mean_of_what_ranks_sent() -> None:
 def test_two_way(server: str, ranks: int) -> None:
     """Shards are whole buckets; the forecast holds; ranks agree; 8 bits there and back are close to the mean."""
     codec = TwoWay(quantizer(bits=8, bucket_size=64), TwoWay.Settings(server=server))
-    assert all(start % 64 == 0 for start, _ in codec.shards(1000, ranks) if start < 1000)
+    assert all(start % 64 == 0 for start, _ in codec.shards([700, 300], ranks) if start < 1000)
     grads = [{"a": normal(700, rank), "b": normal(300, rank + 9)} for rank in range(ranks)]
     results = run_lockstep([codec.exchange(grads[r], {}, Context(r, ranks, 0)) for r in range(ranks)])
     forecast = codec.payload_bytes([Layer("a", (700,)), Layer("b", (300,))], ranks)
@@ -363,3 +363,71 @@ def test_two_way(server: str, ranks: int) -> None:
 def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(GradlabError, match=message):
         QSGD.Settings(**settings)
+
+
+# --- contractions: dist-EF-SGD, section 3.1 --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", ["max", "l2"])
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("contraction", ["bound", "measured"])
+def test_a_contraction_times_c_errs_by_one_minus_c_at_most(norm: str, bits: int, contraction: str) -> None:
+    """E||c U(x) - x||^2 <= (1 - c) ||x||^2 per bucket, and with the c that was measured exactly that; 1000 draws."""
+    if (norm, bits) == ("l2", 1):
+        pytest.skip("one bit is for the largest magnitude alone")
+    size, x = 32, normal(70).double()
+    plain, shrunk = (
+        quantizer(bits=bits, bucket_size=size, norm=norm, contraction=how) for how in ("none", contraction)
+    )
+    stream = torch.Generator().manual_seed(1)
+    for bucket in x.split(size):
+        (norm_sent, _), (norm_there, _) = (q.compress(bucket, stream) for q in (shrunk, plain))
+        c = float(norm_sent / norm_there)
+        assert 0 < c <= 1
+        assert c >= 1 / (1 + plain.variance_bound(len(bucket))) - 1e-6
+        errors = torch.stack(
+            [(shrunk.decompress(shrunk.compress(bucket, stream), bucket) - bucket).square().sum() for _ in range(1000)]
+        )
+        found, allowed = float(errors.mean() / bucket.square().sum()), 1 - c
+        tolerance = 5 * float(errors.std() / bucket.square().sum()) / 1000**0.5 + 1e-6
+        assert found <= allowed + tolerance
+        if contraction == "measured":
+            assert found == pytest.approx(allowed, abs=tolerance)
+
+
+@pytest.mark.parametrize("contraction", ["bound", "measured"])
+def test_feedback_on_a_contraction_stays_bounded_where_it_would_grow_without_end(contraction: str) -> None:
+    """Two bits, l2, 512 elements: the unbiased form has an error of several times ||x||^2."""
+
+    def residual(how: str, steps: int) -> float:
+        codec = ErrorFeedback(TwoWay(quantizer(bits=2, norm="l2", bucket_size=512, contraction=how)))
+        states: list[Tensors] = [{}, {}]
+        for step in range(steps):
+            context = Context(0, 2, step, "g")
+            runs = [
+                codec.exchange({"w": normal(512, 2 * step + r)}, states[r], replace(context, rank=r)) for r in (0, 1)
+            ]
+            states = [result.value.state for result in run_lockstep(runs)]
+        return max(float(state[f"w/{what}"].norm()) for state in states for what in ("residual", "server_residual"))
+
+    # 8 (1 - delta) / delta^2 (1 + 16 / delta^2) G^2 of Lemma 2, with delta = 1 / (1 + sqrt(512)) and G^2 near 512.
+    bound = (8 * (1 + 512**0.5) ** 2 * (1 + 16 * (1 + 512**0.5) ** 2) * 600) ** 0.5
+    assert residual(contraction, 200) < bound
+    assert residual(contraction, 200) < 1.5 * residual(contraction, 100)
+    assert residual("none", 60) > 1e6
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"contraction": "some"}, {"contraction": "bound", "stochastic": False}, {"contraction": "bound", "ring": True}],
+)
+def test_contractions_that_make_no_sense_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(GradlabError, match="contraction"):
+        quantizer(**settings)
+
+
+def test_a_contraction_of_zeros_and_of_the_smallest_numbers() -> None:
+    for values in (torch.zeros(40), torch.full((40,), 1e-40), torch.tensor([3e38, -3e38, 0.0])):
+        found = decoded(quantizer(contraction="measured"), values)
+        assert bool(found.isfinite().all())
+        assert bool((found.abs() <= 1.0001 * values.abs().max() + 1e-44).all())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,11 +13,14 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from laws import law
+from process_pool import ProcessPool
 
-from gradlab.codec import Codec, Context, Exchanged, Tensors, exchange_group
+from gradlab.codec import Codec, Compressor, Context, Exchanged, Tensors, exchange_group
 from gradlab.codecs.sign import Sign, pack_signs, unpack_signs
 from gradlab.collectives import LockstepResult, run_lockstep
+from gradlab.errors import GradlabError
 from gradlab.layout import Layer
+from gradlab.methods import METHODS, method_plan
 from gradlab.plan import Plan, Wrap
 from gradlab.wrappers.error_feedback import ErrorFeedback
 from gradlab.wrappers.local_momentum import LocalMomentum
@@ -144,9 +149,14 @@ class DistEF:
 
 
 def dist_ef(size: int | None, mu: float = 0.0, server: str = "sharded") -> Codec:
-    inner = TwoWay(sign(size), TwoWay.Settings(server=server, step_size_ratio=True))
-    codec = ErrorFeedback(inner, ErrorFeedback.Settings(step_size_ratio=True))
+    codec = dist_ef_of(sign(size), {"server": server, "step_size_ratio": True})
     return LocalMomentum(codec, LocalMomentum.Settings(mu)) if mu else codec
+
+
+def dist_ef_of(compressor: Compressor, settings: dict[str, Any]) -> Codec:
+    """Algorithm 2 with some compressor. settings: of two_way."""
+    inner = TwoWay(compressor, TwoWay.Settings(**settings))
+    return ErrorFeedback(inner, ErrorFeedback.Settings(step_size_ratio=True))
 
 
 def one_step(
@@ -175,6 +185,7 @@ class Quadratic:
 
 
 RATES = [0.1, 0.1, 0.2, 0.05, 0.4, 0.01, 0.01, 0.3, 0.25, 0.2, 0.15, 0.1]
+WITH_PAUSES = [0.0, *RATES[:4], 0.0, 0.0, *RATES[4:]]
 
 
 @pytest.mark.parametrize("size", [None, 7], ids=["tensor", "blocks"])
@@ -201,20 +212,25 @@ def test_runs_follow_the_papers_algorithms_line_by_line(size: int | None, mu: fl
 @pytest.mark.parametrize("mu", [0.0, 0.9], ids=["Lemma 1", "Lemma 3"])
 @pytest.mark.parametrize("size", [None, 7], ids=["tensor", "blocks"])
 def test_the_error_corrected_iterate_follows_its_recurrence(mu: float, size: int | None) -> None:
-    """x~_t = x_t - eta_(t-1) (e~_t + mean e_t,i); x~_(t+1) = x~_t - eta_t mean(g), or mean(mu m + g), to rounding."""
+    """x~_t = x_t - eta_(t-1) (e~_t + mean e_t,i); x~_(t+1) = x~_t - eta_t mean(g), or mean(mu m + g), to rounding.
+
+    Over rates of zero as well: eta_(t-1) is then the last that was not.
+    """
     workers, codec, problem = 4, dist_ef(size, mu), Quadratic(4, 40, 2)
     x, states, before = np.ones(40), [{}] * workers, 0.0
     corrected, m = x.copy(), np.zeros((workers, 40))
-    for step, rate in enumerate(RATES * 5):
+    for step, rate in enumerate(WITH_PAUSES * 5):
         gradients = problem.gradients(x)
         m = mu * m + np.stack(gradients)
         results = one_step(codec, gradients, states, step, rate, before)
-        states, before = [result.value.state for result in results], rate
+        states, before = [result.value.state for result in results], rate or before
         x = x - rate * results[0].value.mean["w"].numpy()
         corrected -= rate * np.mean(mu * m + gradients if mu else gradients, axis=0)
-        owed = np.mean([state["w/residual"].numpy() for state in states], axis=0)
-        owed += np.concatenate([state["w/server_residual"].numpy() for state in states])
-        np.testing.assert_allclose(x - rate * owed, corrected, rtol=0, atol=1e-12)
+        owed = np.zeros(40)
+        if before:
+            owed += np.mean([state["w/residual"].numpy() for state in states], axis=0)
+            owed += np.concatenate([state["w/server_residual"].numpy() for state in states])
+        np.testing.assert_allclose(x - before * owed, corrected, rtol=0, atol=1e-12)
 
 
 def test_the_residual_stays_within_lemma_2() -> None:
@@ -272,10 +288,189 @@ def test_coordinates_that_are_always_zero_gather_no_error() -> None:
     assert np.abs(moved[::5]).max() < 6  # of 400 steps with scales near 0.6
 
 
-def test_a_plan_of_signs_is_two_way_by_habit() -> None:
-    plan = Plan.uniform([Layer("w", (30, 30))], "sign", block_size=64)
+def test_a_plan_of_signs_is_two_way_by_habit_and_of_every_tensor() -> None:
+    layers = [
+        Layer("w", (30, 30)),
+        Layer("b", (30,)),
+        Layer("s", ()),
+        Layer("large", (1024, 1024)),
+        Layer("last", (2,)),
+    ]
+    plan = Plan.uniform(layers, "sign", block_size=64)
     assert plan.groups[0].wrappers == (Wrap("error_feedback"), Wrap("two_way"))
-    assert Plan.uniform([Layer("w", (30, 30))], "sign", wrappers=()).groups[0].wrappers == ()
+    assert Plan.uniform(layers, "sign", wrappers=()).groups[0].wrappers == ()
+    assert [group.layers for group in plan.groups] == [("w", "b", "s"), ("large",), ("last",)]
+    assert plan.groups[0].name == "w to s"
+    assert [group.layers for group in Plan.uniform(layers, "sign", group_bytes=math.inf).groups] == [
+        tuple(layer.name for layer in layers)
+    ]
+    assert len(Plan.uniform(layers, "sign", group_bytes=0).groups) == 5
+
+
+shape_lists = st.lists(st.sampled_from([(), (1,), (3,), (7, 5), (0,), (64,), (40, 3), (130,)]), min_size=1, max_size=6)
+
+
+@pytest.mark.parametrize("server", ["sharded", "rank"])
+@law(shape_lists, st.none() | st.integers(1, 50), st.integers(1, 5), seeds, examples=15)
+def test_layers_in_one_group_are_what_each_is_alone_bit_for_bit(
+    server: str, shapes: list[tuple[int, ...]], size: int | None, workers: int, seed: int
+) -> None:
+    """They share messages and servers, no scale."""
+    named = {f"l{i}": shape for i, shape in enumerate(shapes)}
+    codec = dist_ef(size, 0.9, server)
+    together: list[Tensors] = [{}] * workers
+    alone: dict[str, list[Tensors]] = {name: [{}] * workers for name in named}
+    for step in range(3):
+        grads = [
+            {
+                n: torch.from_numpy(random(math.prod(s), seed + 97 * step + rank, np.float32)).view(s)
+                for n, s in named.items()
+            }
+            for rank in range(workers)
+        ]
+        context = Context(0, workers, step, "g", learning_rate=dict.fromkeys(named, 0.1 + step))
+        results = run_lockstep(
+            [
+                exchange_group(codec, g, s, replace(context, rank=r))
+                for r, (g, s) in enumerate(zip(grads, together, strict=True))
+            ]
+        )
+        together = [result.value.state for result in results]
+        for name, states in alone.items():
+            single = run_lockstep(
+                [
+                    exchange_group(codec, {name: g[name]}, s, replace(context, rank=r))
+                    for r, (g, s) in enumerate(zip(grads, states, strict=True))
+                ]
+            )
+            alone[name] = [result.value.state for result in single]
+            for result, of_all in zip(single, results, strict=True):
+                assert torch.equal(result.value.mean[name], of_all.value.mean[name])
+                assert torch.equal(result.value.own[name], of_all.value.own[name])
+                assert torch.equal(result.value.state[f"{name}/residual"], of_all.value.state[f"{name}/residual"])
+    layers = [Layer(name, shape) for name, shape in named.items()]
+    counted = sum(result.payload_bytes for result in results) / workers
+    assert counted == pytest.approx(codec.payload_bytes(layers, workers))
+
+
+def test_across_layers_is_equation_1_of_the_model() -> None:
+    grads = {"a": torch.from_numpy(random(30, 1)), "b": torch.from_numpy(10 * random(50, 2))}
+    for across in (False, True):
+        codec = dist_ef_of(sign(across_layers=across), {"step_size_ratio": True})
+        (result,) = run_lockstep([exchange_group(codec, grads, {}, Context(0, 1, 0, "g"))])
+        whole = np.concatenate([grad.numpy() for grad in grads.values()])
+        wanted = (
+            explicit(whole, None) if across else np.concatenate([explicit(g.numpy(), None) for g in grads.values()])
+        )
+        np.testing.assert_allclose(torch.cat(list(result.value.own.values())).numpy(), wanted, rtol=2e-7)
+
+
+@law(st.lists(st.integers(1, 300), min_size=2, max_size=9), st.integers(1, 6))
+def test_shards_end_where_blocks_end(numels: list[int], parts: int) -> None:
+    codec = sign().for_layers(numels)
+    bounds = codec.bounds(sum(numels), parts)
+    assert (bounds[0], bounds[-1], len(bounds)) == (0, sum(numels), parts + 1)
+    assert bounds == sorted(bounds)
+    ends = {0, *np.cumsum(numels).tolist()}
+    assert set(bounds) <= ends
+    for n, place in enumerate(bounds[1:-1], 1):
+        assert abs(place - sum(numels) * n / parts) == min(abs(end - sum(numels) * n / parts) for end in ends)
+
+
+# --- methods by name ------------------------------------------------------------------------------------------------
+
+
+LAYERS = [Layer("w", (30, 30), "linear"), Layer("b", (30,), "bias")]
+
+
+def test_methods_are_what_the_paper_compares() -> None:
+    wrapped = {name: [wrap.name for wrap in method_plan(LAYERS, name).groups[0].wrappers] for name in METHODS}
+    both = ["error_feedback", "two_way"]
+    assert wrapped == {
+        "SGD": [],
+        "SGDM": ["momentum"],
+        "signSGD": ["two_way"],
+        "signum": ["local_momentum", "two_way"],
+        "dist-EF-SGD": both,
+        "dist-EF-SGDM": ["local_momentum", *both],
+        "dist-EF-blockSGD": both,
+        "dist-EF-blockSGDM": ["local_momentum", *both],
+    }
+    assert not method_plan(LAYERS, "SGD").compressed_groups
+    plan = method_plan(LAYERS, "dist-EF-blockSGDM", momentum=0.8, weight_decay=1e-3, server="rank", block_size=64)
+    (group,) = plan.groups
+    assert group.settings == {"block_size": 64}
+    assert [dict(wrap.settings) for wrap in group.wrappers] == [
+        {"rate": 1e-3},
+        {"momentum": 0.8, "nesterov": True},
+        {"step_size_ratio": True},
+        {"step_size_ratio": True, "server": "rank"},
+    ]
+    # One scale for all in the non-block form.
+    assert method_plan(LAYERS, "dist-EF-SGD").payload_bytes(2) == 2 * (4 + -(-930 // 8)) * 3 / 4 + 4
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("DIST-EF-blockSGDN", {}, "did you mean dist-EF-blockSGD"),
+        ("x", {}, "there are SGD, SGDM, signSGD"),
+        ("signum", {"momentum": 1.0}, "momentum = 1.0, expected a number in"),
+        ("signum", {"weight_decay": -1.0}, "rate = -1.0, expected a number in"),
+        ("signSGD", {"server": "nobody"}, "server = 'nobody'"),
+        ("dist-EF-SGD", {"block_size": 0}, "block_size = 0"),
+    ],
+)
+def test_bad_methods_are_refused(name: str, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(GradlabError, match=re.escape(said)):
+        method_plan(LAYERS, name, **settings)
+
+
+# --- real runs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["dist-EF-blockSGD", "dist-EF-blockSGDM", "dist-EF-SGDM", "signum"])
+def test_the_engine_is_lockstep_and_the_sharded_server_one_server_bit_for_bit(pool: ProcessPool, method: str) -> None:
+    arguments = {"method": method}
+    found = [
+        result
+        for server in ("sharded", "rank")
+        for result in pool.run("sign_tasks:engine_equals_lockstep", 4, server=server, **arguments)
+    ]
+    assert all(result["bitwise"] and result["states"] for result in found)
+    assert found[0]["groups"] == (1 if method == "dist-EF-SGDM" else 3)
+    # Ties of a vote are ended by a coin of the server's own.
+    assert len({result["means"] for result in found}) == (2 if method == "signum" else 1)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["all layers", "some join later"])
+@pytest.mark.parametrize("method", ["dist-EF-blockSGD", "dist-EF-blockSGDM"], ids=["Lemma 1", "Lemma 3"])
+def test_the_lemmas_hold_in_real_runs(pool: ProcessPool, method: str, late: bool) -> None:
+    """Four ranks, several buckets, rates that change, pause at zero and return: to rounding of numbers near 1."""
+    for server in ("sharded", "rank"):
+        for result in pool.run("sign_tasks:lemma", 4, method=method, server=server, late=late):
+            assert result["largest"] < 1e-14
+            assert result["owed"] > 1e-3
+
+
+def test_weight_decay_is_torchs(pool: ProcessPool) -> None:
+    for difference in pool.run("sign_tasks:weight_decay_is_torchs", 2):
+        assert difference < 1e-14
+
+
+def test_a_state_says_what_an_optimizer_must_not_do_and_what_holds(pool: ProcessPool) -> None:
+    for said in pool.run("sign_tasks:refusals", 2):
+        assert "the plan applies momentum (local_momentum) and the optimizer has momentum = 0.9" in said["own momentum"]
+        assert "betas = (0.9, 0.999)" in said["adam"]
+        assert "the plan applies weight decay and the optimizer has weight_decay = 0.0001" in said["own weight decay"]
+        assert said["no optimizer"].startswith("the plan's error_feedback follows the learning rate")
+        for name in ("momentum", "weight decay"):
+            assert "pass optimizer=, so that its own is known to be off" in said[f"no optimizer, {name}"]
+        assert said["adam, feedback by habit"].startswith("residuals are kept as they are under AdamW with betas")
+        assert said["plain"].endswith("iterate is SGD's (Lemma 1 of dist-EF-SGD) (0 warnings)")
+        assert said["nothing kept"] == "None (0 warnings)"
+        assert "under SGD with momentum = 0.9: that the" in said["ratio asked of momentum"]
+        assert "(1 warnings)" in said["ratio asked of momentum"]
 
 
 # --- votes ----------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from gradlab.layout import Layer
 from gradlab.ring import RingCode, segment_bounds
 
 NORMS = ("max", "l2")
+CONTRACTIONS = ("none", "bound", "measured")
 _CACHED = 2**18  # elements worked on at a time
 
 
@@ -50,7 +51,10 @@ class QSGD(Compressor):
         paper's d); norm: "max", the largest magnitude, or "l2", the paper's, under which most elements are zero;
         stochastic: round at random, without bias, or to the nearest level; ring: sums travel along a ring of ranks,
         decompressed, added to and compressed again at every hop: the form GradiVeQ is compared with (its Fig. 2a). What
-        a rank contributed is then not known, and `own` is its gradient.
+        a rank contributed is then not known, and `own` is its gradient; contraction: "none"; "bound", c times the
+        unbiased C(x), c from the bound on its error, so that E||c C(x) - x||^2 <= (1 - c) ||x||^2 and feedback keeps
+        the residual bounded (dist-EF-SGD, section 3.1); or "measured", bucket by bucket the c that its error calls for,
+        ||x||^2 / E||C(x)||^2, which is larger. The factor travels in the norms.
         """
 
         bits: int = 4
@@ -58,6 +62,7 @@ class QSGD(Compressor):
         norm: str = "max"
         stochastic: bool = True
         ring: bool = False
+        contraction: str = "none"
 
         def __post_init__(self) -> None:
             require(1 <= self.bits <= 8, "qsgd", "bits", self.bits, "1 to 8")
@@ -66,6 +71,10 @@ class QSGD(Compressor):
             one = self.bits == 1
             require(not one or self.norm == "max", "qsgd", "norm", self.norm, "'max' at 1 bit")
             require(not one or self.stochastic, "qsgd", "stochastic", False, "true at 1 bit")
+            shrinks = self.contraction != "none"
+            require(self.contraction in CONTRACTIONS, "qsgd", "contraction", self.contraction, ", ".join(CONTRACTIONS))
+            require(not shrinks or self.stochastic, "qsgd", "contraction", self.contraction, "'none' without chance")
+            require(not shrinks or not self.ring, "qsgd", "contraction", self.contraction, "'none' along a ring")
 
     def __init__(self, settings: QSGD.Settings | None = None, learned: Tensors | None = None) -> None:
         super().__init__(settings, learned)
@@ -81,9 +90,29 @@ class QSGD(Compressor):
         codes = torch.empty(vector.numel(), dtype=torch.uint8, device=vector.device)
         size, norms = self.settings.bucket_size, [torch.empty(0, dtype=torch.float32, device=vector.device)]
         for rows, out in zip(pieces(vector, size), pieces(codes, size), strict=True):
-            norms.append(bucket_norms(rows, self.settings.norm))
-            out.copy_(self._places(rows, norms[-1], generator))  # truncates
+            norm = bucket_norms(rows, self.settings.norm)
+            out.copy_(self._places(rows, norm, generator))  # truncates
+            norms.append(norm if self.settings.contraction == "none" else norm * self._contraction(rows, norm))
         return torch.cat(norms), pack(codes, self.settings.bits)
+
+    def _contraction(self, rows: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
+        """c of each row, (m, n), (m,) -> (m,), float32: 1 / (1 + the bound), or ||x||^2 / (||x||^2 + variance)."""
+        if self.settings.contraction == "bound":
+            return torch.full_like(norms, 1 / (1 + self.variance_bound(rows.shape[1])))
+        unit = norms.masked_fill(norms == 0, 1.0).to(rows.dtype)[:, None]
+        scaled = rows / unit  # no square over- or underflows
+        places = scaled * (self.levels / self._stride) + self.levels / self._stride
+        above = places - places.floor()
+        variance = sum_of_rows(above * (1 - above)) * (self._stride / self.levels) ** 2
+        energy = sum_of_rows(scaled.square_())
+        return (energy / (energy + variance).masked_fill_(energy == 0, 1.0)).float()
+
+    def variance_bound(self, numel: int) -> float:
+        """The most that E||C(x) - x||^2 / ||x||^2 can be for a bucket of so many elements."""
+        s = self.levels
+        if self.settings.bits == 1:  # sum (norm^2 - x_i^2), of which the largest element has none
+            return numel - 1
+        return numel / (4 * s**2) if self.settings.norm == "max" else min(numel / s**2, numel**0.5 / s)
 
     def _places(self, rows: torch.Tensor, norms: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """Where elements stand between -norm and norm, randomly moved: the whole part is the code. (m, n), (m,)."""
@@ -179,13 +208,18 @@ def bucket_norms(rows: torch.Tensor, norm: str) -> torch.Tensor:
     largest = torch.maximum(rows.amax(1), -rows.amin(1))
     if norm == "max":
         return largest.float()
-    squares = (rows / largest.masked_fill(largest == 0, 1.0)[:, None]).square_()
-    while (width := squares.shape[1]) > 1:
-        half = (width + 1) // 2
-        squares[:, : width - half] += squares[:, half:]
-        squares = squares[:, :half]
+    squares = sum_of_rows((rows / largest.masked_fill(largest == 0, 1.0)[:, None]).square_())
     # In float64: torch's float32 root (MKL's) is rounded differently on different processors.
-    return (largest * squares[:, 0].double().sqrt().to(largest.dtype)).float()
+    return (largest * squares.double().sqrt().to(largest.dtype)).float()
+
+
+def sum_of_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Sum of each row, (m, n) -> (m,), halves onto halves: the same bits everywhere. The rows are overwritten."""
+    while (width := rows.shape[1]) > 1:
+        half = (width + 1) // 2
+        rows[:, : width - half] += rows[:, half:]
+        rows = rows[:, :half]
+    return rows[:, 0]
 
 
 def on_device(generator: torch.Generator, device: torch.device) -> torch.Generator:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -38,16 +39,22 @@ class Sign(Compressor):
     name = "sign"
     family = "quantization"
     wants_two_way = True
+    # The paper compresses every tensor, vectors too. Together, as each costs the same work beside its arithmetic.
+    minimum_dimensions = 0
+    minimum_numel = 1
+    group_bytes = 4 * 2**20
 
     @dataclass(frozen=True)
     class Settings:
-        """block_size: elements that share a scale, the paper's d_b; None for the whole group: a tensor where each layer
-        is a group of its own (the paper), the model (eq. 1) where all layers are in one;
+        """block_size: elements of a tensor that share a scale, the paper's d_b; None for the whole tensor, as in its
+        experiments; across_layers: blocks do not end where a layer of the group does: with all layers in one group and
+        no block_size that is eq. (1), the paper's non-block compressor;
         scale: "mean", of the magnitudes in a block, or "one" for signs alone;
         zeros: the sign of zero, "positive", or "random": a coin, for votes that may end in a tie.
         """
 
         block_size: int | None = None
+        across_layers: bool = False
         scale: str = "mean"
         zeros: str = "positive"
 
@@ -59,16 +66,64 @@ class Sign(Compressor):
 
     def __init__(self, settings: Sign.Settings | None = None, learned: dict[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
-        self.block = self.settings.block_size or _WHOLE
+        # Without scales it may be cut anywhere, in whole bytes.
+        self.block = self.settings.block_size or (8 if self.settings.scale == "one" else _WHOLE)
+        self._sizes: np.ndarray | None = None  # of the blocks, where they are not all alike; and where they begin
+        self._starts = np.zeros(1, np.int64)
+        self._relatives: dict[tuple[int, ...], Sign] = {}
+
+    def for_layers(self, numels: Sequence[int]) -> Sign:
+        if len(numels) == 1 or self.settings.across_layers or self.settings.scale == "one":
+            return self
+        key = tuple(numels)
+        if key not in self._relatives:
+            sizes = [size for numel in numels for size in _block_sizes(numel, self.settings.block_size)]
+            self._relatives[key] = self._of_blocks(np.array(sizes, np.int64))
+        return self._relatives[key]
+
+    def part(self, start: int, stop: int) -> Sign:
+        if self._sizes is None:
+            return self
+        key = (-1, start, stop)
+        if key not in self._relatives:
+            first, last = np.searchsorted(self._starts, [start, stop])
+            self._relatives[key] = self._of_blocks(self._sizes[first:last])
+        return self._relatives[key]
+
+    def _of_blocks(self, sizes: np.ndarray) -> Sign:
+        relative = Sign(self.settings)
+        relative._sizes, relative._starts = sizes, np.concatenate([[0], np.cumsum(sizes)])
+        return relative
+
+    def blocks(self, numel: int) -> int:
+        return super().blocks(numel) if self._sizes is None else len(self._sizes)
+
+    def bounds(self, numel: int, parts: int) -> list[int]:
+        if self._sizes is None:
+            return super().bounds(numel, parts)
+        # The start nearest to where equal shards would begin.
+        wanted = np.arange(parts + 1) * numel / parts
+        above = np.searchsorted(self._starts, wanted).clip(1, None)
+        below, above = self._starts[above - 1], self._starts[above]
+        return [int(place) for place in np.where(wanted - below < above - wanted, below, above)]
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Scales (number of blocks,), float32, none of them with scale "one"; signs (ceil(numel / 8),), uint8."""
         scales = [torch.empty(0, dtype=torch.float32, device=vector.device)]
         if self.settings.scale == "mean" and vector.numel():
-            scales += [mean_magnitudes(rows) for rows in pieces(vector, min(self.block, vector.numel()))]
+            scales += [mean_magnitudes(rows) for rows in self._rows(vector)]
         if self.settings.zeros == "random":
             vector = _tossed(vector, generator)
         return torch.cat(scales), pack_signs(vector)
+
+    def _rows(self, vector: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The blocks in order, as matrices of those of one size."""
+        if self._sizes is None:
+            yield from pieces(vector, min(self.block, vector.numel()))
+            return
+        ends = [*(np.flatnonzero(np.diff(self._sizes)) + 1).tolist(), len(self._sizes)]
+        for first, last in pairwise([0, *ends]):
+            yield from pieces(vector[self._starts[first] : self._starts[last]], int(self._sizes[first]))
 
     def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
         for start, values in self._pieces(payload, total, scale):
@@ -95,14 +150,28 @@ class Sign(Compressor):
             signs = unpack_signs(packed[start // 8 : -(-stop // 8)], like.dtype)[: stop - start]
             if self.settings.scale == "one":
                 signs.mul_(scale)
-            else:
+            elif self._sizes is None:
                 _scale_blocks(signs, factors, start, size)
+            else:
+                signs.mul_(self._spread(factors, start, stop))
             yield start, signs
+
+    def _spread(self, factors: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """The blocks' factors, each as often as its block has elements between start and stop."""
+        first, last = int(np.searchsorted(self._starts, start, "right")) - 1, int(np.searchsorted(self._starts, stop))
+        counts = np.diff(self._starts[first : last + 1].clip(start, stop))
+        return factors[first:last].repeat_interleave(torch.from_numpy(counts).to(factors.device))
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         numel = sum(layer.numel for layer in layers)
-        scales = -(-numel // self.block) if self.settings.scale == "mean" else 0
-        return 4 * scales + -(-numel // 8)
+        scales = self.for_layers([layer.numel for layer in layers]).blocks(numel)
+        return (4 * scales if self.settings.scale == "mean" else 0) + -(-numel // 8)
+
+
+def _block_sizes(numel: int, block_size: int | None) -> list[int]:
+    """Sizes of a layer's blocks: all alike but the last, which may be smaller."""
+    size = block_size or max(1, numel)
+    return [size] * (numel // size) + ([numel % size] if numel % size else [])
 
 
 def _scale_blocks(signs: torch.Tensor, factors: torch.Tensor, start: int, size: int) -> None:

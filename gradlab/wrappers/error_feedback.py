@@ -15,7 +15,7 @@ import torch
 from gradlab.codec import Context, Exchanged, Tensors
 from gradlab.codec_settings import require
 from gradlab.collectives import Coroutine
-from gradlab.wrapper import Wrapper, load_buffer, store_buffer
+from gradlab.wrapper import Wrapper, entries, load_buffer, store_buffer
 
 BUFFERS = ("float32", "int8")
 
@@ -25,7 +25,8 @@ class ErrorFeedback(Wrapper):
 
     With eta_t the step size, the parameters are eta_t * residual away from where they would be without compression, so
     that under a changing step size the ratio eta_(t-1) / eta_t belongs before the residual (the paper's Lemma 1). That
-    holds for plain SGD; an optimizer with momentum or a preconditioner of its own has no such law.
+    holds for plain SGD; an optimizer with momentum or a preconditioner of its own has no such law. With the ratio, a
+    layer's residual is held in iterations whose step size is zero, in the unit of the last one that was not.
     In iterations that are dense the residual is sent along and is gone.
     """
 
@@ -56,21 +57,30 @@ class ErrorFeedback(Wrapper):
         asked = add(grads, residual, context)
         done = yield from self.codec.exchange(asked, self.inner_state(state), context)
         unsent = subtract(asked, done.own, context)
-        kept: Tensors = {}
+        kept = self._held(grads, state, context)
         for name, left in unsent.items():
-            kept |= store_buffer(name, "residual", self._low_pass(left, residual.get(name)), self.settings.buffer)
+            if not context.stands_still(name, self.settings.step_size_ratio):
+                kept |= store_buffer(name, "residual", self._low_pass(left, residual.get(name)), self.settings.buffer)
         return Exchanged(done.mean, done.own, {**done.state, **kept}, asked, unsent)
 
     def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         asked = add(grads, self._residual(grads, state, context), context)
         done = yield from self.codec.dense_exchange(asked, self.inner_state(state), context)
-        return Exchanged(done.mean, done.own, done.state, asked)
+        return Exchanged(done.mean, done.own, {**done.state, **self._held(grads, state, context)}, asked)
+
+    def _held(self, grads: Tensors, state: Tensors, context: Context) -> Tensors:
+        """The residuals of layers whose parameters do not move in this iteration, as they are."""
+        wanted, held = self.settings.step_size_ratio, {}
+        for name in grads:
+            if context.stands_still(name, wanted):
+                held |= entries(state, name, "residual")
+        return held
 
     def _residual(self, grads: Tensors, state: Tensors, context: Context) -> Tensors:
         found = {}
         for name in grads:
             residual = load_buffer(state, name, "residual")
-            if residual is not None:
+            if residual is not None and not context.stands_still(name, self.settings.step_size_ratio):
                 ratio = context.residual_ratio(name, self.settings.step_size_ratio)
                 found[name] = residual if ratio == 1.0 else residual * ratio
         return found

@@ -17,7 +17,7 @@ from gradlab.codec import Codec, Context, Exchanged, Tensors
 from gradlab.codec_settings import require
 from gradlab.collectives import Coroutine
 from gradlab.errors import GradlabError
-from gradlab.wrapper import Wrapper, innermost, load_buffer, store_buffer
+from gradlab.wrapper import Wrapper, entries, innermost, load_buffer, store_buffer
 from gradlab.wrappers.error_feedback import BUFFERS
 
 
@@ -71,12 +71,15 @@ class MomentumCorrection(Wrapper):
         unsent = {name: asked[name] - done.own[name] for name in grads}
         if self._masks:
             velocity = {name: u.masked_fill(done.own[name] != 0, 0.0) for name, u in velocity.items()}
-        return Exchanged(done.mean, done.own, {**done.state, **self._kept(velocity, unsent)}, asked, unsent)
+        left = {name: value for name, value in unsent.items() if not self._holds(name, context)}
+        kept = {**self._held(grads, state, context), **self._kept(velocity, left)}
+        return Exchanged(done.mean, done.own, {**done.state, **kept}, asked, unsent)
 
     def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         velocity, asked = self._accumulate(grads, state, context)
         done = yield from self.codec.dense_exchange(asked, self.inner_state(state), context)
-        return Exchanged(done.mean, done.own, {**done.state, **self._kept(velocity, {})}, asked)
+        kept = {**self._held(grads, state, context), **self._kept(velocity, {})}
+        return Exchanged(done.mean, done.own, {**done.state, **kept}, asked)
 
     def acts_when_dense(self, state: Tensors) -> bool:
         return True
@@ -92,10 +95,19 @@ class MomentumCorrection(Wrapper):
             else:
                 velocity[name] = grad.clone() if before is None else (before * m).add_(grad)
                 asked[name] = velocity[name].clone()
-            if residual is not None:
+            if residual is not None and not self._holds(name, context):
                 ratio = context.residual_ratio(name, self.settings.step_size_ratio)
                 asked[name] += residual if ratio == 1.0 else residual * ratio
         return velocity, asked
+
+    def _holds(self, name: str, context: Context) -> bool:
+        return context.stands_still(name, self.settings.step_size_ratio)
+
+    def _held(self, grads: Tensors, state: Tensors, context: Context) -> Tensors:
+        held: Tensors = {}
+        for name in grads:
+            held |= entries(state, name, "residual") if self._holds(name, context) else {}
+        return held
 
     def _kept(self, velocity: Tensors, residual: Tensors) -> Tensors:
         kept: Tensors = {}

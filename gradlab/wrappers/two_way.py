@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -66,96 +67,110 @@ class TwoWay(Wrapper):
         self.compressor = codec
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        vector, codec = concatenate(grads), self.compressor
-        shards = self.shards(vector.numel(), context.world_size, context.group)
-        sent = [codec.compress(vector[a:b], context.rank_generator("shard", a)) for a, b in shards]
+        vector, numels = concatenate(grads), [grad.numel() for grad in grads.values()]
+        shards = self.shards(numels, context.world_size, context.group)
+        codecs = [self.compressor.for_layers(numels).part(a, b) for a, b in shards]
+        sent = [
+            codec.compress(vector[a:b], context.rank_generator("shard", a))
+            for codec, (a, b) in zip(codecs, shards, strict=True)
+        ]
         received = yield tuple(AllToAll(parts) for parts in zip(*sent, strict=True))
-        start, stop = shards[context.rank]
+        (start, stop), codec = shards[context.rank], codecs[context.rank]
         asked = context.workspace.zeros_like(vector[start:stop])
         for payload in zip(*received, strict=True):
             codec.add_decompressed(asked, payload, 1.0 / context.world_size)
-        asked += self._server_residual(grads, state, context, asked)
+        held = self._server_residual(grads, state, context, asked)
+        asked += self._rescaled(held, context, asked)
         answer = codec.compress(asked, context.rank_generator("server"))
-        root = self.root(vector.numel(), context.world_size, context.group)
-        answers = yield self._answer_requests(answer, sent, root, context)
-        mean = self._assembled(vector, shards, self._unpadded(answers, sent, root), context)
-        own = Deferred(grads, lambda: separate(self._assembled(vector, shards, sent, context), grads))
-        return Exchanged(separate(mean, grads), own, self._kept(grads, asked, answer, context))
+        answers = yield self._answer_requests(answer, sent, context)
+        mean = self._assembled(vector, shards, codecs, self._by_shard(answers, sent), context)
+        own = Deferred(grads, lambda: separate(self._assembled(vector, shards, codecs, sent, context), grads))
+        kept = self._kept(held, asked, codec, answer, context)
+        return Exchanged(separate(mean, grads), own, kept)
 
     def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         """The servers' residuals are sent along: the one that holds a part adds N times it to its own gradient."""
         vector = concatenate(grads)
-        start, stop = self.shards(vector.numel(), context.world_size, context.group)[context.rank]
+        numels = [grad.numel() for grad in grads.values()]
+        start, stop = self.shards(numels, context.world_size, context.group)[context.rank]
         asked = vector.clone()
-        asked[start:stop] += context.world_size * self._server_residual(grads, state, context, asked[start:stop])
+        held = self._server_residual(grads, state, context, asked[start:stop])
+        asked[start:stop] += context.world_size * self._rescaled(held, context, asked[start:stop])
         done = yield from self.codec.dense_exchange(separate(asked, grads), {}, context)
-        return Exchanged(done.mean, dict(grads), {})
+        kept: Tensors = {}
+        for name, piece in held.items() if self.settings.error_feedback else ():
+            if context.stands_still(name, self.settings.step_size_ratio):
+                kept |= store_buffer(name, "server_residual", piece.clone(), self.settings.buffer)
+        return Exchanged(done.mean, dict(grads), kept)
 
-    def shards(self, numel: int, world_size: int, group: str = "") -> list[Shard]:
-        """(start, stop) of each rank's shard of a group: whole blocks, as equal as they can be; or all on one rank."""
-        root = self.root(numel, world_size, group)
-        if root is not None:
-            return [(0, numel) if rank == root else (numel, numel) for rank in range(world_size)]
-        blocks = -(-numel // self.compressor.block)
-        bounds = [min(numel, self.compressor.block * (blocks * n // world_size)) for n in range(world_size + 1)]
-        return list(pairwise(bounds))
+    def shards(self, numels: Sequence[int], world_size: int, group: str = "") -> list[Shard]:
+        """(start, stop) of each rank's shard of layers with so many elements: whole blocks, or all on one rank.
 
-    def root(self, numel: int, world_size: int, group: str = "") -> int | None:
-        """The rank that is the server of all of a group; None if it is sharded.
-
-        A group of one block cannot be: its server follows from its name, so that other groups' are other ranks.
+        A group of one block cannot be shared out: its server follows from its name, so that other groups' are others.
         """
-        if self.settings.server == "rank":
-            if self.settings.server_rank >= world_size:
-                raise GradlabError(f"two_way: server_rank = {self.settings.server_rank} at world size {world_size}")
-            return self.settings.server_rank
-        return zlib.crc32(group.encode()) % world_size if numel <= self.compressor.block else None
+        numel, codec = sum(numels), self.compressor.for_layers(numels)
+        if self.settings.server == "sharded" and codec.blocks(numel) > 1:
+            return list(pairwise(codec.bounds(numel, world_size)))
+        root = self.settings.server_rank if self.settings.server == "rank" else zlib.crc32(group.encode()) % world_size
+        if root >= world_size:
+            raise GradlabError(f"two_way: server_rank = {root} at world size {world_size}")
+        return [(0, numel) if rank == root else (numel, numel) for rank in range(world_size)]
 
     def _answer_requests(
-        self, answer: Payload, sent: Sequence[Payload], root: int | None, context: Context
+        self, answer: Payload, sent: Sequence[Payload], context: Context
     ) -> tuple[Broadcast | Gather, ...]:
-        if root is not None:
+        """From one server by a tree, which shares the load; from all, each its own. Sizes are those that were sent."""
+        if self.settings.server == "rank":
+            root = self.settings.server_rank
             mine = answer if context.rank == root else tuple(torch.zeros_like(part) for part in sent[root])
             return tuple(Broadcast(part, root) for part in mine)
-        # What ranks answer differs in size by a block at most; a Gather of equal sizes saves a round.
-        longest = [max(parts, key=len) for parts in zip(*sent, strict=True)]
-        return tuple(Gather(_padded(part, len(most))) for part, most in zip(answer, longest, strict=True))
+        lengths = [tuple(len(part) for part in parts) for parts in zip(*sent, strict=True)]
+        return tuple(Gather(part, lengths=known) for part, known in zip(answer, lengths, strict=True))
 
-    def _unpadded(self, answers: Sequence[torch.Tensor], sent: Sequence[Payload], root: int | None) -> list[Payload]:
-        """Every server's answer, by shard; a shard's payload has the sizes that this rank's own for it had."""
-        if root is not None:
-            return [tuple(answers) if rank == root else own for rank, own in enumerate(sent)]
-        return [
-            tuple(parts[rank][: len(part)] for parts, part in zip(answers, own, strict=True))
-            for rank, own in enumerate(sent)
-        ]
+    def _by_shard(self, answers: Sequence[Any], sent: Sequence[Payload]) -> Sequence[Payload]:
+        if self.settings.server == "rank":  # what this rank sent to other shards is as empty as they are
+            return [tuple(answers) if rank == self.settings.server_rank else own for rank, own in enumerate(sent)]
+        return list(zip(*answers, strict=True))
 
     def _assembled(
-        self, vector: torch.Tensor, shards: Sequence[Shard], payloads: Sequence[Payload], context: Context
+        self,
+        vector: torch.Tensor,
+        shards: Sequence[Shard],
+        codecs: Sequence[Compressor],
+        payloads: Sequence[Payload],
+        context: Context,
     ) -> torch.Tensor:
         """A vector like the gradients' from one payload per shard."""
         out = context.workspace.empty_like(vector)
-        for payload, (start, stop) in zip(payloads, shards, strict=True):
-            self.compressor.decompress_into(out[start:stop], payload)
+        for codec, payload, (start, stop) in zip(codecs, payloads, shards, strict=True):
+            if stop > start:
+                codec.decompress_into(out[start:stop], payload)
         return out
 
-    def _server_residual(self, grads: Tensors, state: Tensors, context: Context, like: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of the residual (numel of `like`,), rescaled layer by layer."""
-        pieces = []
+    def _server_residual(self, grads: Tensors, state: Tensors, context: Context, like: torch.Tensor) -> Tensors:
+        """What this rank's shard holds of the layers' residuals: by layer, (elements there,) of the type of `like`."""
+        pieces = {}
         for name, (a, b) in self._cuts(grads, context).items():
             piece, whole = (load_buffer(state, name, what) for what in ("server_residual", "server_whole"))
             if whole is not None:
                 piece = whole[a:b]
             elif piece is None:  # one layer's may be missing: it has had no gradient on any rank yet
                 piece = like.new_zeros(b - a)
-            ratio = context.residual_ratio(name, self.settings.step_size_ratio)
+            pieces[name] = piece
+        return pieces
+
+    def _rescaled(self, held: Tensors, context: Context, like: torch.Tensor) -> torch.Tensor:
+        """The shard's residual in the unit of this iteration (numel of `like`,); zero where it is to be held."""
+        wanted, pieces = self.settings.step_size_ratio, []
+        for name, piece in held.items():
+            ratio = 0.0 if context.stands_still(name, wanted) else context.residual_ratio(name, wanted)
             pieces.append(piece if ratio == 1.0 else piece * ratio)
         return torch.cat(pieces)
 
     def _cuts(self, grads: Tensors, context: Context) -> dict[str, Shard]:
         """What this rank's shard holds of each layer: (start, stop) in the layer."""
-        numel = sum(grad.numel() for grad in grads.values())
-        start, stop = self.shards(numel, context.world_size, context.group)[context.rank]
+        numels = [grad.numel() for grad in grads.values()]
+        start, stop = self.shards(numels, context.world_size, context.group)[context.rank]
         cuts, first = {}, 0
         for name, grad in grads.items():
             a, b = (max(0, min(grad.numel(), place - first)) for place in (start, stop))
@@ -163,27 +178,28 @@ class TwoWay(Wrapper):
             first += grad.numel()
         return cuts
 
-    def _kept(self, grads: Tensors, asked: torch.Tensor, answer: Payload, context: Context) -> Tensors:
-        """What the answer leaves of what was asked, this rank's shard, layer by layer."""
+    def _kept(
+        self, held: Tensors, asked: torch.Tensor, codec: Compressor, answer: Payload, context: Context
+    ) -> Tensors:
+        """What the answer leaves of what was asked, this rank's shard, layer by layer; or what was held."""
         if not self.settings.error_feedback:
             return {}
-        cuts = self._cuts(grads, context)
-        answered = self.compressor.decompress_into(context.workspace.empty_like(asked), answer)
-        pieces = (asked - answered).split([b - a for a, b in cuts.values()])
+        answered = codec.decompress_into(context.workspace.empty_like(asked), answer)
+        pieces = (asked - answered).split([len(piece) for piece in held.values()])
         kept: Tensors = {}
-        for name, piece in zip(cuts, pieces, strict=True):
+        for (name, before), left in zip(held.items(), pieces, strict=True):
+            piece = before if context.stands_still(name, self.settings.step_size_ratio) else left
             # A view would keep all layers' memory alive for one of them.
             kept |= store_buffer(
-                name, "server_residual", piece if len(cuts) == 1 else piece.clone(), self.settings.buffer
+                name, "server_residual", piece if len(held) == 1 else piece.clone(), self.settings.buffer
             )
         return kept
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        numel = sum(layer.numel for layer in layers)
-        shards = self.shards(numel, world_size)
-        sizes = [self.codec.payload_bytes([Layer("shard", (b - a,))], world_size) for a, b in shards]
-        answers = max(sizes) if self.root(numel, world_size) is None else sum(sizes) / world_size
-        return sum(sizes) + answers
+        numels = [layer.numel for layer in layers]
+        codec, shards = self.compressor.for_layers(numels), self.shards(numels, world_size)
+        sizes = [codec.part(a, b).payload_bytes([Layer("shard", (b - a,))], world_size) for a, b in shards]
+        return sum(sizes) + sum(sizes) / world_size
 
     def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
         return self.payload_bytes(layers, world_size)
@@ -198,7 +214,3 @@ class TwoWay(Wrapper):
             pieces = [piece for piece in held if piece is not None]
             whole[f"{name}/server_whole"] = torch.cat(pieces) if what == "server_residual" else pieces[0].clone()
         return whole
-
-
-def _padded(part: torch.Tensor, length: int) -> torch.Tensor:
-    return torch.nn.functional.pad(part, (0, length - len(part))) if len(part) < length else part

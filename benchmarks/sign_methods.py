@@ -1,0 +1,171 @@
+"""Fig. 2 of dist-EF-blockSGDM in a short form: its methods beside SGD(M), signSGD and signum.
+
+    python benchmarks/sign_methods.py --data cifar10.npz --out results.jsonl [--batch 8 32] [--seeds 0 1 2]
+                                      [--methods SGD dist-EF-blockSGD] [--steps 800] [--ranks 4]
+    python benchmarks/sign_methods.py --out results.jsonl --table --figure curves.svg
+
+The training is that of accuracy.py (CIFAR-10 at 16 x 16, ResNet-8, bfloat16 autocast, ranks in lockstep), with a cosine
+schedule and without momentum in the optimizer: plans bring it along. Curves are of 2000 test images, final accuracies
+of all. One grid of learning rates serves all methods. For
+each method and batch size all of the grid is tried for `--probe` iterations, the two with the smallest training loss
+are trained in full on the first seed, and the one of these with the smaller training loss on all other seeds; test
+images decide nothing. One line of JSON per run is added to `--out`; a run that is there is not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accuracy import WORKLOAD, train
+from matplotlib.figure import Figure
+
+from gradlab.analysis.style import drawing, method_colors, panels, render
+from gradlab.datasets.resnet import initialized
+from gradlab.layout import layers_of
+from gradlab.methods import METHODS, method_plan
+
+GRID = (3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003)
+MOMENTUM = 0.9
+POINTS = 16  # of a curve
+Row = dict[str, Any]
+
+
+class Campaign:
+    """Runs, and the file that remembers them."""
+
+    def __init__(self, out: Path, data: Any, ranks: int) -> None:
+        self.out, self.data, self.ranks = out, data, ranks
+        self.rows: list[Row] = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+
+    def run(self, method: str, batch: int, steps: int, rate: float, seed: int, points: int = POINTS) -> Row:
+        """One training run, or what is known of it. points: of its curve, 0 for none."""
+        about = {"method": method, "batch": batch, "steps": steps, "rate": rate, "seed": seed, "ranks": self.ranks}
+        if known := next((row for row in self.rows if about.items() <= row.items()), None):
+            return known
+        recipe = replace(
+            WORKLOAD.recipe,
+            learning_rate=rate,
+            batch_size=batch,
+            steps=steps,
+            schedule="cosine",
+            momentum=0.0,
+            nesterov=False,
+            warmup_steps=0,
+        )
+        layers = layers_of(initialized(3, (16, 32, 64), (1, 1, 1), 10, seed))
+        plan = method_plan(layers, method, momentum=MOMENTUM, seed=seed)
+        row = about | train(plan, self.data, recipe, self.ranks, seed, score_every=steps // points if points else None)
+        row["loss"] = row["loss"] if math.isfinite(row["loss"]) else None  # JSON knows no NaN
+        self.rows.append(row)
+        with self.out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(json.dumps({key: value for key, value in row.items() if key != "curve"}), flush=True)
+        return row
+
+    def compare(self, method: str, batch: int, steps: int, probe: int, seeds: Sequence[int]) -> None:
+        """Find a method's rate on the first seed, then train it on all."""
+        first, *others = seeds
+        tried = sorted((self.run(method, batch, probe, rate, first, points=0) for rate in GRID), key=training_loss)
+        full = [self.run(method, batch, steps, row["rate"], first) for row in tried[:2]]
+        best = min(full, key=training_loss)["rate"]
+        for seed in others:
+            self.run(method, batch, steps, best, seed)
+
+
+def training_loss(row: Row) -> float:
+    return math.inf if row["loss"] is None else row["loss"]
+
+
+def final_rows(rows: Sequence[Row]) -> dict[tuple[int, str], list[Row]]:
+    """By batch size and method: the full runs at the rate that was chosen."""
+    steps = max(row["steps"] for row in rows)
+    found = {}
+    for key in dict.fromkeys((row["batch"], row["method"]) for row in rows):
+        full = [row for row in rows if (row["batch"], row["method"]) == key and row["steps"] == steps]
+        if full:
+            first = min(row["seed"] for row in full)
+            best = min((row for row in full if row["seed"] == first), key=training_loss)["rate"]
+            found[key] = [row for row in full if row["rate"] == best]
+    return found
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Per batch size and method: chosen rate, mean and deviation of accuracy, training loss, payload."""
+    lines = ["batch  method             rate    n  accuracy            loss  payload kB"]
+    for (batch, method), mine in sorted(final_rows(rows).items(), key=lambda item: item[0][0]):
+        scores = [100 * row["accuracy"] for row in mine]
+        spread = f"+- {statistics.stdev(scores):.2f}" if len(scores) > 1 else ""
+        losses = statistics.fmean(training_loss(row) for row in mine)
+        lines.append(
+            f"{batch:5d}  {method:17s}  {mine[0]['rate']:<6g} {len(mine):2d}  {statistics.fmean(scores):6.2f} % "
+            f"{spread:9s}  {losses:6.3f}  {mine[0]['payload'] / 1e3:7.1f}"
+        )
+    return "\n".join(lines)
+
+
+def figure(rows: Sequence[Row]) -> Figure:
+    """Accuracy by iteration, without and with momentum (rows) by batch size (columns): mean, and a deviation shaded."""
+    found = final_rows(rows)
+    batches = sorted({batch for batch, _ in found})
+    drawn, axes = panels(2 * len(batches), len(batches), height=2.6, sharex=True, sharey=True)
+    colors = [method_colors(method for method in METHODS if bool(METHODS[method].momentum) is m) for m in (False, True)]
+    for (batch, method), mine in found.items():
+        row = int(METHODS[method].momentum is not None)
+        panel = axes[row * len(batches) + batches.index(batch)]
+        steps = [step for step, _ in mine[0]["curve"]]
+        curves = np.array([[100 * score for _, score in row["curve"]] for row in mine if row["loss"] is not None])
+        mean, deviation = curves.mean(0), curves.std(0, ddof=1) if len(curves) > 1 else np.zeros(len(steps))
+        color = colors[row][method]
+        panel.plot(steps, mean, label=method, color=color)
+        panel.fill_between(steps, mean - deviation, mean + deviation, color=color, alpha=0.2, linewidth=0)
+    for place, panel in enumerate(axes):
+        row, column = divmod(place, len(batches))
+        panel.set_title(f"{batches[column]} images per rank, {'momentum 0.9' if row else 'no momentum'}")
+        if column == len(batches) - 1:
+            panel.legend(loc="lower right")
+        if column == 0:
+            panel.set_ylabel("test accuracy (%)")
+        if row == 1:
+            panel.set_xlabel("iteration")
+    return drawn
+
+
+def main() -> None:
+    """Do the runs that are missing, one after another; or print and draw what there is."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--batch", nargs="+", type=int, default=[8, 32])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--figure", type=Path)
+    for name, default in (("--ranks", 4), ("--steps", 800), ("--probe", 100)):
+        parser.add_argument(name, type=int, default=default)
+    options = parser.parse_args()
+    if options.table or options.figure:
+        rows = Campaign(options.out, None, options.ranks).rows
+        if options.table:
+            print(table(rows))
+        if options.figure:
+            with drawing():
+                options.figure.write_bytes(render(figure(rows), "sign methods")["svg"])
+        return
+    torch.set_num_threads(1)
+    campaign = Campaign(options.out, WORKLOAD.load(options.data), options.ranks)
+    for batch in options.batch:
+        for method in options.methods:
+            campaign.compare(method, batch, options.steps, options.probe, options.seeds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Weight decay as part of the gradient: before momentum and before compression.
+
+Krogh & Hertz, "A simple weight decay can improve generalization", NeurIPS 1991. torch.optim.SGD adds it to the gradient
+before its own momentum; where a plan applies momentum, what the optimizer adds comes after it, and is 1 - mu times as
+strong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradlab.codec import Context, Exchanged, Tensors
+from gradlab.codec_settings import require
+from gradlab.collectives import Coroutine
+from gradlab.wrapper import Wrapper
+
+
+class WeightDecay(Wrapper):
+    """g + rate * x in the place of g. The optimizer's own weight decay must be 0.
+
+    A replay of a trace knows no parameters x and leaves it out.
+    """
+
+    name = "weight_decay"
+    applies_weight_decay = True
+
+    @dataclass(frozen=True)
+    class Settings:
+        """rate: lambda, weight of the parameters in the gradient, such as 1e-4."""
+
+        rate: float = 1e-4
+
+        def __post_init__(self) -> None:
+            require(0 <= self.rate < 1, "weight_decay", "rate", self.rate, "a number in [0, 1)")
+
+    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        return (yield from self.codec.exchange(self._decayed(grads, context), state, context))
+
+    def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        return (yield from self.codec.dense_exchange(self._decayed(grads, context), state, context))
+
+    def acts_when_dense(self, state: Tensors) -> bool:
+        return True
+
+    def _decayed(self, grads: Tensors, context: Context) -> Tensors:
+        if not context.parameters:
+            return grads
+        rate = self.settings.rate
+        return {name: grad.add(context.parameters[name].to(grad.dtype), alpha=rate) for name, grad in grads.items()}
