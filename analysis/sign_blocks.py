@@ -7,13 +7,15 @@ section 3.2. Of a block v of d elements, C(v) = ||v||_1 / d sign(v) keeps ||v||_
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from gradlab.analysis.spectrum import spread
 from gradlab.analysis.unscaled import step_gradients
+from gradlab.codecs.sign import Sign
 from gradlab.errors import GradlabError
 from gradlab.progress import Progress
 
@@ -49,21 +51,35 @@ def kept_energy(vector: np.ndarray, block_size: int) -> float:
     return float((sums**2 / sizes).sum())
 
 
+METHODS = ("full-precision SGD", "signSGD with majority vote", "dist-EF-blockSGD")
+
+
 def bits_per_iteration(parameters: int, blocks: int, workers: int) -> dict[str, int]:
     """Table 1: bits that M workers push and pull in an iteration, d parameters, B blocks."""
-    return {
-        "full-precision SGD": 64 * workers * parameters,
-        "signSGD with majority vote": 2 * workers * parameters,
-        "dist-EF-blockSGD": 2 * workers * parameters + 64 * workers * blocks,
-    }
+    signs = 2 * workers * parameters
+    return dict(zip(METHODS, (64 * workers * parameters, signs, signs + 64 * workers * blocks), strict=True))
+
+
+def counted_bits(tensors: Sequence[np.ndarray], workers: int) -> dict[str, int]:
+    """The same, counted: what the codecs make of one gradient, (numel,) each, there and back for every worker.
+
+    Bytes are whole: a group's signs fill up the last one.
+    """
+    vectors = [torch.from_numpy(np.ascontiguousarray(tensor)) for tensor in tensors]
+    whole, numels = torch.cat(vectors), [vector.numel() for vector in vectors]
+    bare, blocks = Sign(Sign.Settings(scale="one")), Sign().for_layers(numels)
+    payloads = ((whole,), *(codec.compress(whole, torch.Generator()) for codec in (bare, blocks)))
+    sizes = (sum(part.nbytes for part in payload) for payload in payloads)
+    return {name: 2 * workers * 8 * size for name, size in zip(METHODS, sizes, strict=True)}
 
 
 def candidate_sizes(numel: int) -> list[int]:
-    """Block sizes to choose from for a tensor: all of it, half (rounded up), a quarter, ... to 16 elements."""
-    sizes = [max(1, numel)]
-    while sizes[-1] > _SMALLEST_BLOCK:
-        sizes.append(-(-sizes[-1] // 2))
-    return sizes
+    """Block sizes to choose from for a tensor: all of it, and the powers of two below, largest first, to 16 elements.
+
+    Powers of two, so that tensors of different sizes can share a group.
+    """
+    below = (1 << bit for bit in reversed(range(max(1, numel - 1).bit_length())))
+    return [max(1, numel), *(size for size in below if _SMALLEST_BLOCK <= size < numel)]
 
 
 def share_out_blocks(numels: Sequence[int], kept: Sequence[Sequence[float] | np.ndarray], scales: int) -> list[int]:
@@ -126,36 +142,50 @@ def measure_sign_blocks(
     Raises:
         GradlabError: if there is none that is finite and not zero.
     """
-    positions = spread(len(trace.steps), most_steps)
     window = window or -(-len(trace.steps) // 20)
-    layers = trace.layers
-    found = _Found([layer.numel for layer in layers])
-    for done, position in enumerate(positions):
-        step = next(iter(trace.iterate(int(position), int(position) + 1)))
-        for rank, gradients in enumerate(step_gradients(step)):
-            if not step.non_finite[rank]:
-                found.add(int(position) // window, [gradients[layer.name].reshape(-1) for layer in layers])
-        if progress:
-            progress("sign blocks", done + 1, len(positions))
-    if not found.count:
-        raise GradlabError(f"{trace.path}: no gradient that is finite and not zero")
+    positions = spread(len(trace.steps), most_steps)
+    found = gather_statistics(trace, positions, window, progress)
     return {
         "window": window,
         "iterations": [int(trace.steps[int(position)]) for position in positions],
         "figure_1": found.figure_1([int(step) for step in trace.steps], window),
         "bits_per_iteration": bits_per_iteration(sum(found.numels), len(found.numels), trace.world_size),
-        "suggestion": found.suggestion([layer.name for layer in layers]),
+        "counted_bits_per_iteration": counted_bits(found.example, trace.world_size),
+        "suggestion": found.suggestion([layer.name for layer in trace.layers]),
     }
 
 
-class _Found:
+def gather_statistics(
+    trace: Trace, positions: Iterable[int], window: int = 1, progress: Progress | None = None
+) -> BlockStatistics:
+    """What signs would keep of all ranks' gradients at some positions of a trace.
+
+    Raises:
+        GradlabError: if there is none that is finite and not zero.
+    """
+    layers, wanted = trace.layers, [int(position) for position in positions]
+    found = BlockStatistics([layer.numel for layer in layers])
+    for done, position in enumerate(wanted):
+        step = next(iter(trace.iterate(position, position + 1)))
+        for rank, gradients in enumerate(step_gradients(step)):
+            if not step.non_finite[rank]:
+                found.add(position // window, [gradients[layer.name].reshape(-1) for layer in layers])
+        if progress:
+            progress("sign blocks", done + 1, len(wanted))
+    if not found.count:
+        raise GradlabError(f"{trace.path}: no gradient that is finite and not zero")
+    return found
+
+
+class BlockStatistics:
     """Sums over the gradients seen. numels: of the tensors."""
 
     def __init__(self, numels: Sequence[int]) -> None:
         self.numels = list(numels)
         self.count = 0
+        self.example: Sequence[np.ndarray] = ()  # the last gradient
         self._windows: dict[int, list[tuple[float, float, float]]] = {}
-        self._kept = [np.zeros(len(candidate_sizes(numel))) for numel in numels]
+        self.kept = [np.zeros(len(candidate_sizes(numel))) for numel in numels]
         self._kept_by_model = self._energy = 0.0
 
     def add(self, window: int, tensors: Sequence[np.ndarray]) -> None:
@@ -164,12 +194,12 @@ class _Found:
         deltas = [delta(tensor) for tensor in tensors]
         if not np.isfinite(deltas).any():
             return  # all of it is zero
-        self.count += 1
+        self.count, self.example = self.count + 1, tensors
         row = (float(np.nanmean([variation(tensor) for tensor in tensors])), float(np.nanmin(deltas)), delta(whole))
         self._windows.setdefault(window, []).append(row)
         self._energy += float(np.square(whole, dtype=np.float64).sum())
         self._kept_by_model += kept_energy(whole, len(whole))
-        for kept, tensor in zip(self._kept, tensors, strict=True):
+        for kept, tensor in zip(self.kept, tensors, strict=True):
             kept += [kept_energy(tensor, size) for size in candidate_sizes(len(tensor))]
 
     def figure_1(self, steps: Sequence[int], window: int) -> dict[str, Any]:
@@ -190,18 +220,28 @@ class _Found:
         rows = []
         for factor in (1, 2, 4, 8, 16, 32, 64):
             scales = factor * len(self.numels)
-            best, equal = share_out_blocks(self.numels, self._kept, scales), equal_blocks(self.numels, scales)
-            sizes = [candidate_sizes(numel)[place] for numel, place in zip(self.numels, best, strict=True)]
+            best, equal = share_out_blocks(self.numels, self.kept, scales), equal_blocks(self.numels, scales)
             rows.append(
                 {
                     "scales": scales,
                     "bits_per_value": 1 + 32 * scales / sum(self.numels),
-                    "kept": self._share_kept(best),
-                    "kept_by_equal_blocks": self._share_kept(equal),
-                    "block_sizes": dict(zip(names, sizes, strict=True)),
+                    "kept": self.share_kept(best),
+                    "kept_by_equal_blocks": self.share_kept(equal),
+                    "block_sizes": dict(zip(names, sizes_of(self.numels, best), strict=True)),
                 }
             )
-        return {"kept_by_one_block": self._kept_by_model / self._energy, "rows": rows}
+        return {"kept_by_one_block": self.share_kept_by_model, "rows": rows}
 
-    def _share_kept(self, chosen: Sequence[int]) -> float:
-        return sum(float(kept[place]) for kept, place in zip(self._kept, chosen, strict=True)) / self._energy
+    @property
+    def share_kept_by_model(self) -> float:
+        """Share of the energy that signs with one scale for all keep."""
+        return self._kept_by_model / self._energy
+
+    def share_kept(self, chosen: Sequence[int]) -> float:
+        """Share of the energy that signs keep, with a candidate chosen for each tensor."""
+        return sum(float(kept[place]) for kept, place in zip(self.kept, chosen, strict=True)) / self._energy
+
+
+def sizes_of(numels: Sequence[int], chosen: Sequence[int]) -> list[int]:
+    """The block sizes of the candidates chosen for tensors."""
+    return [candidate_sizes(numel)[place] for numel, place in zip(numels, chosen, strict=True)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from gradlab.analysis.plain import plain
 from gradlab.analysis.replay_result import Replay
 from gradlab.artifact import Artifact
@@ -9,8 +11,10 @@ from gradlab.errors import GradlabError
 from gradlab.plan import Plan
 
 
-def uniform_artifact(plan: Plan, replay: Replay) -> Artifact:
+def uniform_artifact(plan: Plan, replay: Replay, **about: Any) -> Artifact:
     """The plan with its provenance: the trace it was replayed on, the bytes it will send, and the replay's summary.
+
+    about: plain JSON that goes with it; None is left out.
 
     Raises:
         GradlabError: for a replay of another plan.
@@ -26,5 +30,5 @@ def uniform_artifact(plan: Plan, replay: Replay) -> Artifact:
         "payload_bytes": replay.forecast_payload_bytes,
         "dense_payload_bytes": replay.dense_payload_bytes,
         "replay": plain(replay.summary()),
-    }
+    } | {key: value for key, value in about.items() if value is not None}
     return Artifact(plan, origin)

@@ -49,15 +49,15 @@ METHODS: dict[str, Method] = {
 }
 
 
-def find_method(name: str) -> Method:
-    """The method of this name, in whatever case it is written.
+def known_name(name: str) -> str:
+    """The name of a method, in whatever case it is written.
 
     Raises:
         GradlabError: if there is none; a close match is named.
     """
     by_lower = {known.lower(): known for known in METHODS}
     if name.lower() in by_lower:
-        return METHODS[by_lower[name.lower()]]
+        return by_lower[name.lower()]
     close = difflib.get_close_matches(name.lower(), by_lower, n=1)
     hint = f"; did you mean {by_lower[close[0]]}?" if close else ""
     raise GradlabError(f"no method {name!r}{hint} (there are {', '.join(METHODS)})")
@@ -86,7 +86,7 @@ def method_plan(
     Raises:
         GradlabError: for an unknown name (close ones are named), or a setting out of range.
     """
-    method = find_method(name)
+    method = METHODS[known_name(name)]
     around = [Wrap("weight_decay", {"rate": weight_decay})] if weight_decay else []
     if method.momentum is not None:
         around.append(Wrap(method.momentum.name, {"momentum": momentum, **method.momentum.settings}))

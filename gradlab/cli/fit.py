@@ -11,6 +11,7 @@ from gradlab.cli.console import OUT, print_json, print_table, print_warnings, pr
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
+    from gradlab.analysis.sign_fit import BlockFit
     from gradlab.plan import Wrap
 
 app = typer.Typer(
@@ -175,10 +176,117 @@ def print_gradiveq(origin: dict[str, Any]) -> None:
 
 
 @app.command()
+def signs(
+    trace: Folder,
+    out: Target,
+    method: Annotated[
+        str, typer.Option(help="dist-EF-blockSGD(M), dist-EF-SGD(M), signSGD, signum, SGD or SGDM.")
+    ] = "dist-EF-blockSGDM",
+    momentum: Annotated[float, typer.Option(help="Of the methods that have it; the optimizer's is to be 0.")] = 0.9,
+    weight_decay: Annotated[
+        float, typer.Option(help="In the gradient, before momentum; the optimizer's is to be 0. 0 leaves it there.")
+    ] = 0.0,
+    server: Annotated[
+        str, typer.Option(help="sharded over the ranks, or rank: all on rank 0, the paper's.")
+    ] = "sharded",
+    scales: Annotated[
+        float,
+        typer.Option(
+            help="Scales per tensor, on average, shared out where they keep most of the gradients' energy; 1: one each."
+        ),
+    ] = 1.0,
+    samples: Annotated[
+        int | None, typer.Option(help="Iterations to measure that on; half of the trace by default, 100 at most.")
+    ] = None,
+    setting: Setting = None,
+    warmup_steps: FitWarmup = 0,
+    seed: Seed = 0,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """A method of the dist-EF-blockSGDM paper, of every tensor, replayed on the trace.
+
+    One bit per value both ways and a scale per block: what to try first when nothing was fitted. More --scales cut
+    tensors into blocks where that pays; what the blocks keep is checked on iterations that were not looked at.
+
+    Example:
+
+      gradlab fit signs trace --out signs.safetensors
+
+      gradlab fit signs trace --method dist-EF-blockSGD --scales 16 --out blocks.safetensors
+
+      gradlab fit signs trace --method signum --out signum.safetensors
+    """
+    from gradlab.analysis.replay import replay
+    from gradlab.analysis.sign_fit import fit_block_sizes, with_block_sizes
+    from gradlab.analysis.target import require_free
+    from gradlab.analysis.uniform import uniform_artifact
+    from gradlab.cli.evaluate import print_replays
+    from gradlab.methods import known_name, method_plan
+    from gradlab.trace import Trace
+
+    require_free(out, overwrite)
+    method, blocks = known_name(method), None
+    with Trace(trace) as opened, progress_bars() as progress:
+        plan = method_plan(
+            opened.layers,
+            method,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            server=server,
+            warmup_steps=warmup_steps,
+            seed=seed,
+            **parse_settings(setting or []),
+        )
+        if scales != 1:
+            _require_blocks(method)
+            half = min(100, max(1, len(opened.steps) // 2)) if samples is None else samples
+            blocks = fit_block_sizes(opened, scales, half, progress=progress)
+            plan = with_block_sizes(plan, blocks.block_sizes)
+        found = replay(opened, plan, progress=progress)
+    artifact = uniform_artifact(plan, found, method=method, blocks=blocks.to_json() if blocks else None)
+    artifact.save(out, overwrite)
+    if as_json:
+        print_json(artifact.origin)
+        return
+    print_replays({out.stem: found})
+    if blocks:
+        print_blocks(blocks)
+    OUT.print(str(out), markup=False)
+
+
+def _require_blocks(method: str) -> None:
+    from gradlab.methods import METHODS
+
+    chosen = METHODS[method]
+    if chosen.codec != "sign" or chosen.one_block or chosen.settings.get("scale") == "one":
+        raise GradlabError(f"--scales shares out the scales of blocks, and {method} has none: use dist-EF-blockSGD(M)")
+
+
+def print_blocks(blocks: BlockFit) -> None:
+    """What the blocks keep of the gradients' energy, where they were fitted and later."""
+    from gradlab.analysis.formatting import format_percent
+
+    rows = [
+        (name, *(format_percent(shares[key]) for shares in (blocks.fitted, blocks.held_out)))
+        for name, key in (
+            (f"{blocks.scales} scales, shared out", "kept"),
+            ("a scale per tensor", "by_tensor"),
+            ("one scale", "by_model"),
+        )
+    ]
+    first, held, last = blocks.iterations
+    columns = ("signs with", f"fitted, {first} to {held - 1}", f"held out, {held} to {last}")
+    print_table("energy of the gradients that signs keep", columns, rows)
+
+
+@app.command()
 def uniform(
     trace: Folder,
     out: Target,
-    codec: Annotated[str, typer.Option(help="Any codec that needs no fit: topk, powersgd, qsgd, cast, identity.")],
+    codec: Annotated[
+        str, typer.Option(help="Any codec that needs no fit: topk, powersgd, qsgd, sign, cast, identity.")
+    ],
     setting: Setting = None,
     role: Roles = None,
     error_feedback: Annotated[bool | None, typer.Option(help="The codec's own habit by default.")] = None,
@@ -194,7 +302,7 @@ def uniform(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """One codec with one setting for all layers of two or more dimensions, replayed on the trace.
+    """One codec with one setting for all layers, but vectors and small ones (signs: all), replayed on the trace.
 
     Example:
 

@@ -70,9 +70,9 @@ class ErrorFeedback(Wrapper):
 
     def _held(self, grads: Tensors, state: Tensors, context: Context) -> Tensors:
         """The residuals of layers whose parameters do not move in this iteration, as they are."""
-        wanted, held = self.settings.step_size_ratio, {}
+        held: Tensors = {}
         for name in grads:
-            if context.stands_still(name, wanted):
+            if context.stands_still(name, self.settings.step_size_ratio):
                 held |= entries(state, name, "residual")
         return held
 
