@@ -89,11 +89,20 @@ class Context:
 
 
 class Deferred(Mapping[str, torch.Tensor]):
-    """Tensors by layer name, computed when the first of them is asked for: most exchanges need no `own`."""
+    """Tensors by layer name, computed when the first of them is asked for: most exchanges need no `own`.
 
-    def __init__(self, names: Iterable[str], compute: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+    unsent: computes what is left of the exchange's gradients without them, in fewer passes than a subtraction takes.
+    """
+
+    def __init__(
+        self,
+        names: Iterable[str],
+        compute: Callable[[], Mapping[str, torch.Tensor]],
+        unsent: Callable[[], Tensors] | None = None,
+    ) -> None:
         self._names = tuple(names)
         self._compute = compute
+        self.unsent = unsent
         self._tensors: Mapping[str, torch.Tensor] | None = None
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -242,6 +251,16 @@ class Compressor(Codec):
         self.add_decompressed(out.zero_(), payload, 1.0)
         return out
 
+    def add_all(self, total: torch.Tensor, payloads: Iterable[Sequence[torch.Tensor]], scale: float) -> None:
+        """Add several ranks' vectors, in their order."""
+        for payload in payloads:
+            self.add_decompressed(total, payload, scale)
+
+    def residual_into(self, out: torch.Tensor, vector: torch.Tensor, payload: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Overwrite `out` with vector - C(vector), (numel,) each; returns it."""
+        self.add_decompressed(out.copy_(vector), payload, -1.0)
+        return out
+
     def decompress(self, payload: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
         """C(x), a vector of the length and dtype of `like`."""
         return self.decompress_into(torch.empty_like(like), payload)
@@ -251,13 +270,15 @@ class Compressor(Codec):
         payload = codec.compress(vector, context.rank_generator())
         answers = yield tuple(Gather(part) for part in payload)
         mean = context.workspace.zeros_like(vector)
-        for theirs in zip(*answers, strict=True):
-            codec.add_decompressed(mean, theirs, 1.0 / context.world_size)
+        codec.add_all(mean, zip(*answers, strict=True), 1.0 / context.world_size)
 
         def own() -> Tensors:
             return separate(codec.decompress_into(context.workspace.empty_like(vector), payload), grads)
 
-        return Exchanged(separate(mean, grads), Deferred(grads, own))
+        def unsent() -> Tensors:
+            return separate(codec.residual_into(context.workspace.empty_like(vector), vector, payload), grads)
+
+        return Exchanged(separate(mean, grads), Deferred(grads, own, unsent))
 
 
 def exchange_group(

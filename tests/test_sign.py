@@ -16,7 +16,7 @@ from laws import law
 from process_pool import ProcessPool
 
 from gradlab.codec import Codec, Compressor, Context, Exchanged, Tensors, exchange_group
-from gradlab.codecs.sign import Sign, pack_signs, unpack_signs
+from gradlab.codecs.sign import Sign, pack_signs, write_signs
 from gradlab.collectives import LockstepResult, run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
@@ -96,7 +96,7 @@ def test_signs_are_packed_eight_to_a_byte(numel: int, seed: int) -> None:
     packed = pack_signs(vector)
     assert packed.dtype == torch.uint8
     assert len(packed) == -(-numel // 8)
-    signs = unpack_signs(packed, torch.float64)
+    signs = write_signs(torch.empty(8 * len(packed), dtype=torch.float64), packed, 1.0)
     assert torch.equal(signs[:numel] < 0, vector < 0)
     assert bool((signs[numel:] == 1).all())
     for i in range(numel):

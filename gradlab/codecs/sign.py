@@ -8,7 +8,7 @@ Bernstein, Wang, Azizzadenesheli, Anandkumar, "signSGD", ICML 2018; inside `two_
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -25,6 +25,7 @@ SCALES = ("mean", "one")
 ZEROS = ("positive", "random")
 _WHOLE = 2**62  # elements of a block that has no end
 _CACHED = 2**16  # elements worked on at a time
+Shard = tuple[int, int]
 
 
 class Sign(Compressor):
@@ -126,35 +127,71 @@ class Sign(Compressor):
             yield from pieces(vector[self._starts[first] : self._starts[last]], int(self._sizes[first]))
 
     def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
-        for start, values in self._pieces(payload, total, scale):
-            total[start : start + len(values)] += values
+        self.add_all(total, [payload], scale)
+
+    def add_all(self, total: torch.Tensor, payloads: Iterable[Sequence[torch.Tensor]], scale: float) -> None:
+        # All ranks' values of a piece while it is in the cache, and no piece of two ranks at a time.
+        scratch = total.new_empty(min(self._most(total), total.numel()))
+        ranks = [(packed, self._factors(scales, total, scale)) for scales, packed in payloads]
+        for start, stop in self._pieces(total):
+            piece, values = total[start:stop], scratch[: stop - start]
+            for packed, factors in ranks:
+                piece += self._fill(values, packed, factors, start)
 
     def decompress_into(self, out: torch.Tensor, payload: Sequence[torch.Tensor]) -> torch.Tensor:
-        for start, values in self._pieces(payload, out, 1.0):
-            out[start : start + len(values)] = values
+        scales, packed = payload
+        factors = self._factors(scales, out, 1.0)
+        for start, stop in self._pieces(out):
+            self._fill(out[start:stop], packed, factors, start)
         return out
 
-    def _pieces(
-        self, payload: Sequence[torch.Tensor], like: torch.Tensor, scale: float
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """scale * C(x) piece by piece: where each begins, and its values."""
+    def residual_into(self, out: torch.Tensor, vector: torch.Tensor, payload: Sequence[torch.Tensor]) -> torch.Tensor:
         scales, packed = payload
-        numel, size = like.numel(), self.block
-        most = _CACHED if like.device.type == "cpu" else max(8, numel + -numel % 8)
-        together = math.lcm(size, 8)  # whole blocks, in whole bytes
-        if together <= most:
-            most -= most % together
-        factors = scales.to(like.dtype) * scale
-        for start in range(0, numel, most):
-            stop = min(numel, start + most)
-            signs = unpack_signs(packed[start // 8 : -(-stop // 8)], like.dtype)[: stop - start]
-            if self.settings.scale == "one":
-                signs.mul_(scale)
-            elif self._sizes is None:
-                _scale_blocks(signs, factors, start, size)
-            else:
-                signs.mul_(self._spread(factors, start, stop))
-            yield start, signs
+        factors = self._factors(scales, out, 1.0)
+        for start, stop in self._pieces(out):
+            piece = out[start:stop]
+            torch.sub(vector[start:stop], self._fill(piece, packed, factors, start), out=piece)
+        return out
+
+    def _factors(self, scales: torch.Tensor, like: torch.Tensor, scale: float) -> torch.Tensor:
+        """What the blocks' signs are multiplied by; without scales, one for all."""
+        if self.settings.scale == "one":
+            return like.new_full((1,), scale)
+        return scales.to(like.dtype) * scale
+
+    def _most(self, like: torch.Tensor) -> int:
+        """Elements worked on at a time: what fits the cache, in whole bytes of signs, and in whole blocks if it can."""
+        if like.device.type != "cpu":
+            return max(8, like.numel() + -like.numel() % 8)
+        together = math.lcm(self.block, 8)
+        return _CACHED - _CACHED % together if together <= _CACHED else _CACHED
+
+    def _pieces(self, like: torch.Tensor) -> Iterator[Shard]:
+        numel, most = like.numel(), self._most(like)
+        return ((start, min(numel, start + most)) for start in range(0, numel, most))
+
+    def _fill(self, values: torch.Tensor, packed: torch.Tensor, factors: torch.Tensor, start: int) -> torch.Tensor:
+        """Overwrite what begins at element `start` of a vector with its signs times their blocks' factors."""
+        stop = start + len(values)
+        packed = packed[start // 8 : -(-stop // 8)]
+        if self.settings.scale == "one":
+            return write_signs(values, packed, float(factors))
+        first, last = self._blocks_of(start, stop)
+        if first == last:
+            return write_signs(values, packed, float(factors[first]))
+        write_signs(values, packed, 1.0)
+        if self._sizes is None:
+            _scale_blocks(values, factors, start, self.block)
+        else:
+            values.mul_(self._spread(factors, start, stop))
+        return values
+
+    def _blocks_of(self, start: int, stop: int) -> Shard:
+        """The blocks of the first and the last of some elements."""
+        if self._sizes is None:
+            return start // self.block, (stop - 1) // self.block
+        first, last = np.searchsorted(self._starts, [start, stop - 1], "right") - 1
+        return int(first), int(last)
 
     def _spread(self, factors: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """The blocks' factors, each as often as its block has elements between start and stop."""
@@ -215,14 +252,17 @@ def pack_signs(vector: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(packed)
 
 
-def unpack_signs(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The inverse of `pack_signs`: 1 and -1, (8 * bytes,)."""
-    if packed.device.type != "cpu":
+def write_signs(values: torch.Tensor, packed: torch.Tensor, factor: float) -> torch.Tensor:
+    """The inverse of `pack_signs`: overwrite values (numel,) with factor and -factor; returns them."""
+    if values.device.type != "cpu":
         bits = packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1
-        return 1 - 2 * bits.reshape(-1).to(dtype)
-    signs = torch.empty(len(packed), 8, dtype=dtype)
-    np.take(_SIGNS[dtype], packed.numpy(), axis=0, out=signs.numpy(), mode="clip")
-    return signs.view(-1)
+        return values.copy_((1 - 2 * bits.reshape(-1)[: len(values)].to(values.dtype)).mul_(factor))
+    table = _SIGNS[values.dtype] if factor == 1 else _SIGNS[values.dtype] * factor
+    whole = len(values) // 8
+    np.take(table, packed[:whole].numpy(), axis=0, out=values[: 8 * whole].view(-1, 8).numpy(), mode="clip")
+    if rest := len(values) - 8 * whole:
+        values[8 * whole :] = torch.from_numpy(table[int(packed[whole]), :rest])
+    return values
 
 
 # The eight signs that a byte stands for: (256, 8).

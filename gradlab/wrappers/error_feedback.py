@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gradlab.codec import Context, Exchanged, Tensors
+from gradlab.codec import Context, Deferred, Exchanged, Tensors
 from gradlab.codec_settings import require
 from gradlab.collectives import Coroutine
 from gradlab.wrapper import Wrapper, entries, load_buffer, store_buffer
@@ -56,7 +56,7 @@ class ErrorFeedback(Wrapper):
         residual = self._residual(grads, state, context)
         asked = add(grads, residual, context)
         done = yield from self.codec.exchange(asked, self.inner_state(state), context)
-        unsent = subtract(asked, done.own, context)
+        unsent = left_of(asked, done.own, context)
         kept = self._held(grads, state, context)
         for name, left in unsent.items():
             if not context.stands_still(name, self.settings.step_size_ratio):
@@ -100,6 +100,8 @@ def add(grads: Tensors, residual: Tensors, context: Context) -> Tensors:
     }
 
 
-def subtract(asked: Tensors, own: Mapping[str, torch.Tensor], context: Context) -> Tensors:
+def left_of(asked: Tensors, own: Mapping[str, torch.Tensor], context: Context) -> Tensors:
     """What an exchange left unsent, by layer."""
+    if isinstance(own, Deferred) and own.unsent is not None:
+        return own.unsent()
     return {name: torch.sub(value, own[name], out=context.workspace.empty_like(value)) for name, value in asked.items()}

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from gradlab.codec import Context, Exchanged, Tensors
 from gradlab.codec_settings import require
 from gradlab.collectives import Coroutine
@@ -44,27 +46,29 @@ class LocalMomentum(Wrapper):
             require(self.buffer in BUFFERS, "local_momentum", "buffer", self.buffer, "'float32' or 'int8'")
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        velocity, sent = self._accumulate(grads, state)
+        velocity, sent = self._accumulate(grads, state, context)
         done = yield from self.codec.exchange(sent, self.inner_state(state), context)
         return self._done(done, velocity, sent)
 
     def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        velocity, sent = self._accumulate(grads, state)
+        velocity, sent = self._accumulate(grads, state, context)
         done = yield from self.codec.dense_exchange(sent, self.inner_state(state), context)
         return self._done(done, velocity, sent)
 
     def acts_when_dense(self, state: Tensors) -> bool:
         return True
 
-    def _accumulate(self, grads: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
+    def _accumulate(self, grads: Tensors, state: Tensors, context: Context) -> tuple[Tensors, Tensors]:
         """The new m, and what is to be sent."""
-        mu, velocity, sent = self.settings.momentum, {}, {}
+        mu, memory, velocity, sent = self.settings.momentum, context.workspace, {}, {}
         for name, grad in grads.items():
             before = load_buffer(state, name, "velocity")
             added = grad * (1 - mu) if self.settings.dampening else grad
-            velocity[name] = added.clone() if before is None else (before * mu).add_(added)
+            m = memory.empty_like(grad)
+            velocity[name] = m.copy_(added) if before is None else torch.add(added, before, alpha=mu, out=m)
             # A copy where it is sent as it is: what a codec does with it must not reach the state.
-            sent[name] = added.add(velocity[name], alpha=mu) if self.settings.nesterov else velocity[name].clone()
+            out = memory.empty_like(grad)
+            sent[name] = torch.add(added, m, alpha=mu, out=out) if self.settings.nesterov else out.copy_(m)
         return velocity, sent
 
     def _done(self, done: Exchanged, velocity: Tensors, sent: Tensors) -> Exchanged:

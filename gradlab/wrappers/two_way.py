@@ -77,14 +77,17 @@ class TwoWay(Wrapper):
         received = yield tuple(AllToAll(parts) for parts in zip(*sent, strict=True))
         (start, stop), codec = shards[context.rank], codecs[context.rank]
         asked = context.workspace.zeros_like(vector[start:stop])
-        for payload in zip(*received, strict=True):
-            codec.add_decompressed(asked, payload, 1.0 / context.world_size)
+        codec.add_all(asked, zip(*received, strict=True), 1.0 / context.world_size)
         held = self._server_residual(grads, state, context, asked)
         asked += self._rescaled(held, context, asked)
         answer = codec.compress(asked, context.rank_generator("server"))
         answers = yield self._answer_requests(answer, sent, context)
         mean = self._assembled(vector, shards, codecs, self._by_shard(answers, sent), context)
-        own = Deferred(grads, lambda: separate(self._assembled(vector, shards, codecs, sent, context), grads))
+        own = Deferred(
+            grads,
+            lambda: separate(self._assembled(vector, shards, codecs, sent, context), grads),
+            lambda: separate(self._unsent(vector, shards, codecs, sent, context), grads),
+        )
         kept = self._kept(held, asked, codec, answer, context)
         return Exchanged(separate(mean, grads), own, kept)
 
@@ -147,6 +150,21 @@ class TwoWay(Wrapper):
                 codec.decompress_into(out[start:stop], payload)
         return out
 
+    def _unsent(
+        self,
+        vector: torch.Tensor,
+        shards: Sequence[Shard],
+        codecs: Sequence[Compressor],
+        sent: Sequence[Payload],
+        context: Context,
+    ) -> torch.Tensor:
+        """What this rank's payloads leave of its vector."""
+        out = context.workspace.empty_like(vector)
+        for codec, payload, (start, stop) in zip(codecs, sent, shards, strict=True):
+            if stop > start:
+                codec.residual_into(out[start:stop], vector[start:stop], payload)
+        return out
+
     def _server_residual(self, grads: Tensors, state: Tensors, context: Context, like: torch.Tensor) -> Tensors:
         """What this rank's shard holds of the layers' residuals: by layer, (elements there,) of the type of `like`."""
         pieces = {}
@@ -184,11 +202,11 @@ class TwoWay(Wrapper):
         """What the answer leaves of what was asked, this rank's shard, layer by layer; or what was held."""
         if not self.settings.error_feedback:
             return {}
-        answered = codec.decompress_into(context.workspace.empty_like(asked), answer)
-        pieces = (asked - answered).split([len(piece) for piece in held.values()])
+        left = codec.residual_into(context.workspace.empty_like(asked), asked, answer)
+        pieces = left.split([len(piece) for piece in held.values()])
         kept: Tensors = {}
-        for (name, before), left in zip(held.items(), pieces, strict=True):
-            piece = before if context.stands_still(name, self.settings.step_size_ratio) else left
+        for (name, before), after in zip(held.items(), pieces, strict=True):
+            piece = before if context.stands_still(name, self.settings.step_size_ratio) else after
             # A view would keep all layers' memory alive for one of them.
             kept |= store_buffer(
                 name, "server_residual", piece if len(held) == 1 else piece.clone(), self.settings.buffer
