@@ -13,7 +13,7 @@ from gradlab.analysis.link import Link, format_rate
 from gradlab.analysis.plain import plain
 from gradlab.analysis.predict import Comparison, Job, break_even, compare, make_job
 from gradlab.analysis.profile import Profile
-from gradlab.analysis.replay import describe
+from gradlab.analysis.replay import methods_of
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
 from gradlab.progress import Progress
@@ -164,7 +164,7 @@ def forecast(
             found.append(_at(job.scaled(codec, engine), links, speed))
             if progress:
                 progress("nodes", done + 1, len(nodes))
-    method = ", ".join(sorted({describe(group) for group in plan.compressed_groups}))
+    method = ", ".join(methods_of(plan.compressed_groups))
     return Forecast(method, profile, tuple(found), tuple(_remarks(plan, profile, nodes)))
 
 

@@ -7,7 +7,7 @@ as the run's gradients are those of the trace.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,9 @@ from gradlab.progress import Progress
 
 if TYPE_CHECKING:
     from gradlab.trace import Trace
+
+# So many settings of a codec are shown as they are; of more, those that are not its habit.
+_FEW_SETTINGS = 2
 
 
 def replay(
@@ -56,7 +59,7 @@ def replay(
         world_size=trace.world_size,
         plan_digest=plan.digest,
         trace_digest=trace.digest,
-        methods=tuple(sorted({describe(group) for group in plan.groups})),
+        methods=methods_of(plan.groups),
         dense_payload_bytes=plan.payload_bytes(trace.world_size, compressing=False),
         forecast_payload_bytes=plan.payload_bytes(trace.world_size),
         remarks=tuple(_remarks(trace, lockstep, start, stop)),
@@ -117,26 +120,51 @@ def _aggregate(result: StepResult, gradients: list[Tensors]) -> tuple[float, flo
     return relative(error, true_norm), min(1.0, max(-1.0, cosine))
 
 
-def describe(group: Group) -> str:
-    """A group's method in a few words: "topk(density=0.01) + feedback".
+def methods_of(groups: Sequence[Group]) -> tuple[str, ...]:
+    """The methods of groups in a few words each: "topk(density=0.01) + feedback".
 
-    Settings left to the codec are shown too, but of a codec with many only those that are not as it would have them.
+    Of settings, one or two are shown as they are, of more those that are not as the codec would have them. Groups that
+    differ in their codec's settings alone are one method: "sign(block_size=16 to 4096)".
     """
-    method = codecs.get(group.codec)
-    around = [_describe_wrap(wrap) for wrap in reversed(group.wrappers)]
-    return " + ".join([f"{group.codec}({_settings(build_settings(method, group.settings))})", *around])
+    alike: dict[str, list[Group]] = {}
+    for group in groups:
+        around = [_describe_wrap(wrap) for wrap in reversed(group.wrappers)]
+        alike.setdefault(" + ".join(["", *around]), []).append(group)
+    lines = {
+        f"{_describe_codec(codec, [g.settings for g in members if g.codec == codec])}{around}"
+        for around, members in alike.items()
+        for codec in {group.codec for group in members}
+    }
+    return tuple(sorted(lines))
+
+
+def _describe_codec(codec: str, settings: Sequence[Mapping[str, Any]]) -> str:
+    built = [_shown(build_settings(codecs.get(codec), values)) for values in settings]
+    names = dict.fromkeys(name for shown in built for name in shown)
+    found = {name: list({shown[name] for shown in built if name in shown}) for name in names}
+    return _with_settings(codec, {name: _range(values) for name, values in found.items()})
 
 
 def _describe_wrap(wrap: Wrap) -> str:
-    if wrap.name == "error_feedback" and not wrap.settings:
-        return "feedback"
-    return f"{wrap.name.replace('_', ' ')}({_settings(build_settings(wrappers.get(wrap.name), wrap.settings))})"
+    name = "feedback" if wrap.name == "error_feedback" else wrap.name.replace("_", " ")
+    shown = _shown(build_settings(wrappers.get(wrap.name), wrap.settings))
+    return _with_settings(name, {key: _setting(value) for key, value in shown.items()})
 
 
-def _settings(chosen: Any) -> str:
+def _with_settings(name: str, texts: Mapping[str, str]) -> str:
+    return f"{name}({', '.join(f'{key}={text}' for key, text in texts.items())})" if texts else name
+
+
+def _shown(chosen: Any) -> dict[str, Any]:
     values, habits = asdict(chosen), {field.name: field.default for field in fields(chosen)}
-    shown = [key for key, value in values.items() if value is not None and (len(values) <= 6 or value != habits[key])]
-    return ", ".join(f"{key}={_setting(values[key])}" for key in shown)
+    few = len(values) <= _FEW_SETTINGS
+    return {key: value for key, value in values.items() if value is not None and (few or value != habits[key])}
+
+
+def _range(values: Sequence[Any]) -> str:
+    if len(values) > 1 and all(type(value) in (int, float) for value in values):
+        return f"{_setting(min(values))} to {_setting(max(values))}"
+    return " or ".join(sorted(map(_setting, values)))
 
 
 def _setting(value: Any) -> str:

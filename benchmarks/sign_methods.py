@@ -1,15 +1,15 @@
 """Fig. 2 of dist-EF-blockSGDM in a short form: its methods beside SGD(M), signSGD and signum.
 
     python benchmarks/sign_methods.py --data cifar10.npz --out results.jsonl [--batch 8 32] [--seeds 0 1 2]
-                                      [--methods SGD dist-EF-blockSGD] [--steps 800] [--ranks 4]
+                                      [--methods SGD dist-EF-blockSGD] [--steps 800] [--ranks 4] [--schedule cosine]
     python benchmarks/sign_methods.py --out results.jsonl --table --figure curves.svg
 
 The training is that of accuracy.py (CIFAR-10 at 16 x 16, ResNet-8, bfloat16 autocast, ranks in lockstep), with a cosine
-schedule and without momentum in the optimizer: plans bring it along. Curves are of 2000 test images, final accuracies
-of all. One grid of learning rates serves all methods. For
-each method and batch size all of the grid is tried for `--probe` iterations, the two with the smallest training loss
-are trained in full on the first seed, and the one of these with the smaller training loss on all other seeds; test
-images decide nothing. One line of JSON per run is added to `--out`; a run that is there is not done again.
+or a constant learning rate (the paper's is constant for its first 100 epochs), and without momentum in the optimizer:
+plans bring it along. Curves are of 2000 test images, final accuracies of all. One grid of learning rates serves all
+methods: all of it is tried for `--probe` iterations, the two with the smallest training loss are trained in full on the
+first seed, and the one of these with the smaller training loss on all other seeds; test images decide nothing. One line
+of JSON per run is added to `--out`; a run that is there is not done again.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ Row = dict[str, Any]
 class Campaign:
     """Runs, and the file that remembers them."""
 
-    def __init__(self, out: Path, data: Any, ranks: int) -> None:
-        self.out, self.data, self.ranks = out, data, ranks
+    def __init__(self, out: Path, data: Any = None, ranks: int = 4, schedule: Any = "cosine") -> None:
+        self.out, self.data, self.ranks, self.schedule = out, data, ranks, schedule
         self.rows: list[Row] = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
 
     def run(self, method: str, batch: int, steps: int, rate: float, seed: int, points: int = POINTS) -> Row:
         """One training run, or what is known of it. points: of its curve, 0 for none."""
         about = {"method": method, "batch": batch, "steps": steps, "rate": rate, "seed": seed, "ranks": self.ranks}
+        about["schedule"] = self.schedule
         if known := next((row for row in self.rows if about.items() <= row.items()), None):
             return known
         recipe = replace(
@@ -56,7 +57,7 @@ class Campaign:
             learning_rate=rate,
             batch_size=batch,
             steps=steps,
-            schedule="cosine",
+            schedule=self.schedule,
             momentum=0.0,
             nesterov=False,
             warmup_steps=0,
@@ -147,13 +148,14 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--batch", nargs="+", type=int, default=[8, 32])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--schedule", default="cosine", choices=["cosine", "constant"])
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--figure", type=Path)
     for name, default in (("--ranks", 4), ("--steps", 800), ("--probe", 100)):
         parser.add_argument(name, type=int, default=default)
     options = parser.parse_args()
     if options.table or options.figure:
-        rows = Campaign(options.out, None, options.ranks).rows
+        rows = Campaign(options.out).rows
         if options.table:
             print(table(rows))
         if options.figure:
@@ -161,7 +163,7 @@ def main() -> None:
                 options.figure.write_bytes(render(figure(rows), "sign methods")["svg"])
         return
     torch.set_num_threads(1)
-    campaign = Campaign(options.out, WORKLOAD.load(options.data), options.ranks)
+    campaign = Campaign(options.out, WORKLOAD.load(options.data), options.ranks, options.schedule)
     for batch in options.batch:
         for method in options.methods:
             campaign.compare(method, batch, options.steps, options.probe, options.seeds)

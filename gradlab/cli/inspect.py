@@ -22,7 +22,7 @@ def inspect(
       gradlab inspect plan.safetensors
     """
     from gradlab.analysis.formatting import format_bytes, format_ratio
-    from gradlab.analysis.replay import describe
+    from gradlab.analysis.replay import methods_of
     from gradlab.artifact import Artifact
 
     loaded = Artifact.load(artifact)
@@ -38,7 +38,13 @@ def inspect(
         before = 4 * sum(layer.numel for layer in members)
         after = codec.payload_bytes(members, ranks)
         rows.append(
-            (group.name, describe(group), format_bytes(before), format_bytes(after), format_ratio(before / after))
+            (
+                group.name,
+                methods_of([group])[0],
+                format_bytes(before),
+                format_bytes(after),
+                format_ratio(before / after),
+            )
         )
     rows += [
         (layer.name, "dense", format_bytes(4 * layer.numel), format_bytes(4 * layer.numel), format_ratio(1.0))

@@ -20,10 +20,11 @@ class TrainSettings:
     """One run. None takes the workload's recipe.
 
     workload: name; data: path for workloads that need one; ranks: world size; steps, batch_size (per rank),
-    learning_rate: of the recipe; seed: of model, data order and augmentation; threads: per rank; bucket_cap_mb: DDP's
-    bucket size in MiB; capture: folder for a trace; every: record every so many steps; artifact: a plan to train
-    with; deterministic: means in rank order; name: how reports call the run; train_limit: first so many samples;
-    emulate: one process plays all ranks; trace_steps: iterations whose spans a compressed run keeps.
+    learning_rate, momentum (the optimizer's): of the recipe; seed: of model, data order and augmentation; threads: per
+    rank; bucket_cap_mb: DDP's bucket size in MiB; capture: folder for a trace; every: record every so many steps;
+    artifact: a plan to train with; deterministic: means in rank order; name: how reports call the run; train_limit:
+    first so many samples; emulate: one process plays all ranks; trace_steps: iterations whose spans a compressed run
+    keeps.
     """
 
     workload: str
@@ -32,6 +33,7 @@ class TrainSettings:
     steps: int | None = None
     batch_size: int | None = None
     learning_rate: float | None = None
+    momentum: float | None = None
     seed: int = 0
     threads: int = 1
     bucket_cap_mb: float = 25.0
@@ -56,6 +58,8 @@ class TrainSettings:
                 raise GradlabError(f"{setting} = {value}, expected at least 1")
         if self.learning_rate is not None and not 0 < self.learning_rate < 1e6:
             raise GradlabError(f"learning rate = {self.learning_rate}, expected a positive number")
+        if self.momentum is not None and not 0 <= self.momentum < 1:
+            raise GradlabError(f"momentum = {self.momentum}, expected a number in [0, 1)")
         if not 0 <= self.seed < 2**63:
             raise GradlabError(f"seed = {self.seed}, expected a whole number from 0 to 2^63 - 1")
         if not 0 < self.bucket_cap_mb < 1e6:
@@ -73,8 +77,11 @@ class TrainSettings:
     def applied_to(self, recipe: Recipe) -> Recipe:
         """The workload's recipe with what this run says otherwise; a warm-up never exceeds the steps."""
         steps = self.steps or recipe.steps
+        momentum = recipe.momentum if self.momentum is None else self.momentum
         return dataclasses.replace(
             recipe,
+            momentum=momentum,
+            nesterov=recipe.nesterov and momentum > 0,
             steps=steps,
             warmup_steps=min(recipe.warmup_steps, steps),
             batch_size=self.batch_size or recipe.batch_size,

@@ -44,6 +44,9 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Optimizer steps; the workload's recipe by default.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples per rank and step.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
+    momentum: Annotated[
+        float | None, typer.Option(help="The optimizer's; the recipe's by default, 0 where the plan applies its own.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of model, data order and augmentation.")] = 0,
     every: Annotated[int, typer.Option(help="Record every so many steps.")] = 1,
     bucket_cap_mb: Annotated[float, typer.Option(help="DDP's bucket size in MiB.")] = 25.0,
@@ -71,6 +74,7 @@ def train(
         steps=steps,
         batch_size=batch_size,
         learning_rate=learning_rate,
+        momentum=momentum,
         seed=seed,
         threads=threads,
         bucket_cap_mb=bucket_cap_mb,
@@ -100,6 +104,8 @@ def train(
         print_json(report)
     else:
         _print(report)
+    if report.get("residuals"):
+        say(report["residuals"])
     for row in report["recorded"]:
         if row["steps_lost"]:
             say(f"warning: {row['path']}: {row['steps_lost']} steps were not recorded ({row['reason']})")

@@ -71,8 +71,8 @@ class Rank:
 def _prepare(settings: TrainSettings, exits: ExitStack) -> Rank:
     workload = get(settings.workload)
     recipe = settings.applied_to(workload.recipe)
-    if settings.artifact and applies_momentum(settings.artifact):
-        recipe = replace(recipe, momentum=0.0, nesterov=False)
+    if settings.artifact:
+        recipe = without_what_the_plan_does(recipe, settings.artifact)
     data = workload.load(settings.data, train_limit=settings.train_limit)
     model = DistributedDataParallel(workload.model(settings.seed), bucket_cap_mb=settings.bucket_cap_mb)
     optimizer = build_optimizer(recipe, model.parameters())
@@ -99,12 +99,18 @@ def _prepare(settings: TrainSettings, exits: ExitStack) -> Rank:
     return rank
 
 
-def applies_momentum(artifact: str) -> bool:
-    """Whether a plan applies momentum itself; one that cannot be read is refused later, by all ranks alike."""
+def without_what_the_plan_does(recipe: Recipe, artifact: str) -> Recipe:
+    """The recipe without momentum and weight decay that a plan applies itself.
+
+    A plan that cannot be read is refused later, by all ranks alike.
+    """
     try:
-        return Artifact.load(artifact).plan.applies_momentum is not None
+        plan = Artifact.load(artifact).plan
     except GradlabError:
-        return False
+        return recipe
+    if plan.applies_momentum:
+        recipe = replace(recipe, momentum=0.0, nesterov=False)
+    return replace(recipe, weight_decay=0.0) if plan.applies_weight_decay else recipe
 
 
 def _train(rank: Rank) -> None:
@@ -166,6 +172,8 @@ def run_rank(settings: TrainSettings) -> dict[str, Any]:
         "plan": rank.state.plan.digest if rank.state else None,
         "forecast_payload_bytes": rank.state.plan.payload_bytes(settings.ranks) if rank.state else dense,
     }
+    if rank.state is not None:
+        about["residuals"] = rank.state.report()["residuals"]
     if rank.state is not None and settings.trace_steps:
         about["chrome_trace"] = [event for events in gather_json(rank.state.chrome_trace()) for event in events]
     return {**about, **run_report(rows, dense, rank.workload.metric)}
