@@ -47,6 +47,12 @@ WRAPPINGS: dict[str, tuple[Wrap, ...]] = {
         Wrap("two_way", {"step_size_ratio": True}),
     ),
     "local momentum, dampened": (Wrap("local_momentum", {"nesterov": False, "dampening": True}),),
+    "weight decay over local momentum": (
+        Wrap("weight_decay", {"rate": 0.01}),
+        Wrap("local_momentum", {"buffer": "int8"}),
+        Wrap("error_feedback", {"step_size_ratio": True}),
+    ),
+    "feedback over weight decay": (Wrap("error_feedback"), Wrap("weight_decay")),
     "feedback twice": (Wrap("error_feedback"), Wrap("error_feedback")),
     "feedback over correction": (Wrap("error_feedback"), Wrap("momentum_correction")),
     "momentum over correction": (Wrap("momentum"), Wrap("momentum_correction")),

@@ -16,7 +16,10 @@ from recorded import random_gradients, record
 from gradlab.analysis.sign_blocks import candidate_sizes, kept_energy
 from gradlab.analysis.sign_fit import fit_block_sizes, with_block_sizes
 from gradlab.artifact import Artifact
+from gradlab.cli.settings import TrainSettings
+from gradlab.cli.trainer import without_what_the_plan_does
 from gradlab.codecs.sign import Sign
+from gradlab.datasets import get
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.methods import method_plan
@@ -118,8 +121,23 @@ def test_the_command_writes_an_artifact(tmp_path: Path, gradlab: Command) -> Non
         (("--set", "block=3"), "sign has no setting block"),
         (("--scales", "2", "--samples", 10), "samples = 10 of a trace of 10 iterations"),
         (("--momentum", 1), "momentum = 1"),
+        (("--weight-decay", -1), "rate = -1"),
+        (("--server", "both"), "server = 'both'"),
     ):
         code, _, err = gradlab("fit", "signs", tmp_path / "trace", *words, "--out", tmp_path / "c.safetensors")
         assert code == 2
         assert said in err
         assert "Traceback" not in err
+
+
+def test_the_trainer_leaves_to_the_plan_what_it_does(tmp_path: Path) -> None:
+    plan = method_plan(LAYERS, "dist-EF-blockSGDM", weight_decay=1e-4)
+    Artifact(plan).save(tmp_path / "a.safetensors")
+    recipe = TrainSettings("digits", momentum=0.5).applied_to(get("digits").recipe)
+    assert recipe.momentum == 0.5
+    done = without_what_the_plan_does(recipe, str(tmp_path / "a.safetensors"))
+    assert (done.momentum, done.weight_decay, done.nesterov) == (0, 0, False)
+    assert without_what_the_plan_does(recipe, str(tmp_path / "none.safetensors")) == recipe
+    for momentum in (1.0, -0.1):
+        with pytest.raises(GradlabError, match="momentum = "):
+            TrainSettings("digits", momentum=momentum).check()
