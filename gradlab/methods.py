@@ -55,10 +55,10 @@ def known_name(name: str) -> str:
     Raises:
         GradlabError: if there is none; a close match is named.
     """
-    by_lower = {known.lower(): known for known in METHODS}
-    if name.lower() in by_lower:
-        return by_lower[name.lower()]
-    close = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    by_lower, lower = {known.lower(): known for known in METHODS}, str(name).lower()
+    if lower in by_lower:
+        return by_lower[lower]
+    close = difflib.get_close_matches(lower, by_lower, n=1)
     hint = f"; did you mean {by_lower[close[0]]}?" if close else ""
     raise GradlabError(f"no method {name!r}{hint} (there are {', '.join(METHODS)})")
 

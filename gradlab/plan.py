@@ -209,6 +209,8 @@ class Plan:
         chosen = [layer for layer in layers if len(layer.shape) >= dimensions and layer.numel >= least]
         chosen = [layer for layer in chosen if layer.role in (method.roles if roles is None else roles)]
         most = method.group_bytes if group_bytes is None else group_bytes
+        if not isinstance(most, (int, float)) or not most >= 0:
+            raise GradlabError(f"plan: group_bytes = {most!r}, expected a number from 0")
         names = [tuple(layer.name for layer in some) for some in segments(chosen, lambda layer: 4 * layer.numel, most)]
         groups = [Group(_group_name(members), members, codec, settings, around) for members in names]
         schedule = Schedule(method.warmup_steps if warmup_steps is None else warmup_steps)

@@ -415,13 +415,17 @@ def test_methods_are_what_the_paper_compares() -> None:
     [
         ("DIST-EF-blockSGDN", {}, "did you mean dist-EF-blockSGD"),
         ("x", {}, "there are SGD, SGDM, signSGD"),
+        (3, {}, "no method 3"),
+        ("dist-EF-blockSGD", {"group_bytes": math.nan}, "group_bytes = nan, expected a number from 0"),
+        ("dist-EF-blockSGD", {"group_bytes": "all"}, "group_bytes = 'all'"),
+        ("SGDM", {"momentum": "0.9"}, "momentum = '0.9', expected float"),
         ("signum", {"momentum": 1.0}, "momentum = 1.0, expected a number in"),
         ("signum", {"weight_decay": -1.0}, "rate = -1.0, expected a number in"),
         ("signSGD", {"server": "nobody"}, "server = 'nobody'"),
         ("dist-EF-SGD", {"block_size": 0}, "block_size = 0"),
     ],
 )
-def test_bad_methods_are_refused(name: str, settings: dict[str, Any], said: str) -> None:
+def test_bad_methods_are_refused(name: Any, settings: dict[str, Any], said: str) -> None:
     with pytest.raises(GradlabError, match=re.escape(said)):
         method_plan(LAYERS, name, **settings)
 
