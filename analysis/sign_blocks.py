@@ -92,9 +92,10 @@ def share_out_blocks(numels: Sequence[int], kept: Sequence[Sequence[float] | np.
         GradlabError: for fewer scales than tensors.
     """
     counts = [[-(-numel // size) for size in candidate_sizes(numel)] for numel in numels]
-    if scales < len(numels):
-        raise GradlabError(f"{scales} scales for {len(numels)} tensors: expected one each at least")
-    chosen, left = [0] * len(numels), scales - len(numels)
+    least = sum(count[0] for count in counts)  # one each; a tensor without elements has none
+    if scales < least:
+        raise GradlabError(f"{scales} scales for {least} tensors: expected one each at least")
+    chosen, left = [0] * len(numels), scales - least
     tensors = range(len(numels))
     queue = [item for tensor in tensors for item in _best_step(tensor, 0, counts[tensor], kept[tensor], left)]
     heapq.heapify(queue)

@@ -85,7 +85,8 @@ def with_block_sizes(plan: Plan, sizes: Mapping[str, int]) -> Plan:
             continue
         for size, names in _runs(group.layers, sizes, numels):
             title = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-            settings = {**group.settings, **({} if size is None else {"block_size": size})}
+            others = {key: value for key, value in group.settings.items() if key != "block_size"}
+            settings = {**others, **({} if size is None else {"block_size": size})}
             groups.append(replace(group, name=title, layers=tuple(names), settings=settings))
     return replace(plan, groups=tuple(groups))
 

@@ -78,9 +78,10 @@ def method_plan(
     """The plan of a method in `METHODS`, of every tensor; the optimizer is to be SGD without momentum.
 
     momentum: mu, of methods that have it (name ends in M, or signum); weight_decay: lambda, added times the parameters
-    to each rank's gradient, before momentum and compression; 0 leaves it to the optimizer; server: "sharded" over the
-    ranks, or "rank": all on rank 0, as in the paper (the same numbers, but for the coins that end a vote's ties);
-    warmup_steps: dense iterations before it; group_bytes: as for `Plan.uniform`; settings: of the codec, such as
+    to each rank's gradient, before momentum and compression; 0 leaves it to the optimizer, as published code of signSGD
+    and signum does, which votes on the loss alone; server: "sharded" over the ranks, or "rank": all on rank 0, as in
+    the paper (the same numbers on the CPU, but for the coins that end a vote's ties); warmup_steps: dense iterations
+    before it; group_bytes: as for `Plan.uniform`, where not all layers are one block; settings: of the codec, such as
     block_size, beside the method's own.
 
     Raises:

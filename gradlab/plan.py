@@ -364,7 +364,7 @@ def _without_compression(around: Sequence[Wrap]) -> Iterator[Wrap]:
             yield wrap
         if wrapper.applies_momentum:
             values = asdict(build_settings(wrapper, wrap.settings))  # defaults too: Nesterov's form is not one's only
-            yield Wrap("momentum", {key: values[key] for key in ("momentum", "nesterov")})
+            yield Wrap("momentum", {key: values[key] for key in ("momentum", "nesterov", "dampening") if key in values})
 
 
 def _require_unique(what: str, names: Iterable[str]) -> None:

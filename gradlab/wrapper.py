@@ -25,13 +25,14 @@ class Wrapper(Codec):
 
     Raises:
         GradlabError: for a stack that makes no sense: the same wrapper twice, two that keep residuals, two that apply
-            momentum, weight decay inside another.
+            momentum, momentum before compression inside feedback, weight decay inside another.
     """
 
     family = "wrapper"
     keys: ClassVar[tuple[str, ...]] = ()
     keeps_residual: ClassVar[bool] = False
     applies_momentum: ClassVar[bool] = False
+    before_compression: ClassVar[bool] = False  # of momentum: whether it changes what the codec is asked to send
     applies_weight_decay: ClassVar[bool] = False
 
     def __init__(self, codec: Codec, settings: Any = None) -> None:
@@ -47,6 +48,10 @@ class Wrapper(Codec):
             raise GradlabError(f"wrappers {self.name} and {inner.name} both add the residual: use one of them")
         if self.applies_momentum and inner.applies_momentum:
             raise GradlabError(f"wrappers {self.name} and {inner.name} both apply momentum: use one of them")
+        if self.keeps_residual and inner.applies_momentum and inner.before_compression:
+            raise GradlabError(
+                f"wrapper {inner.name} inside {self.name}: feedback would take momentum for an error; name it first"
+            )
         if inner.applies_weight_decay:
             raise GradlabError(f"wrapper {inner.name} inside {self.name}: it is part of the gradient, name it first")
 

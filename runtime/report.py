@@ -13,7 +13,7 @@ from gradlab import wrappers
 from gradlab.codec_settings import build_settings
 from gradlab.measures import LayerErrors, add_errors, relative
 from gradlab.optimizers import is_plain_sgd, own_momentum
-from gradlab.plan import Plan
+from gradlab.plan import Group, Plan
 from gradlab.runtime.statistics import TIMES, Statistics, StepRecord
 
 
@@ -58,24 +58,43 @@ def codec_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def residual_statement(plan: Plan, optimizer: torch.optim.Optimizer | None) -> str | None:
     """What holds for the residuals that a plan keeps, under the optimizer it trains with; None if it keeps none."""
-    asked = [
-        values["step_size_ratio"]
-        for group in plan.groups
-        for wrap in group.wrappers
-        if "step_size_ratio" in (values := asdict(build_settings(wrappers.get(wrap.name), wrap.settings)))
-    ]
+    kept = [row for group in plan.groups if (row := _residuals(group))]
+    asked = [values["step_size_ratio"] for row in kept for values in row.values()]
     if not asked:
         return None
     plain = is_plain_sgd(optimizer)
-    if not any(plain if wanted is None else wanted for wanted in asked):
-        why = f"under {_named(optimizer)}" if not plain else "as the plan says"
-        return f"residuals are kept as they are {why}: right as long as the learning rate stays the same"
+    follows = [plain if wanted is None else wanted for wanted in asked]
+    if not all(follows):
+        which = "some residuals are" if any(follows) else "residuals are"
+        why = "as the plan says" if plain else f"under {_named(optimizer)}"
+        return f"{which} kept as they are {why}: right as long as the learning rate stays the same"
     if not plain:
         return (
-            f"residuals follow the learning rate as the plan says, but under {_named(optimizer)}: that the "
-            "error-corrected iterate is SGD's (Lemma 1 of dist-EF-SGD) is known for SGD without momentum alone"
+            f"residuals follow the learning rate as the plan says, but under {_named(optimizer)}: the error-corrected "
+            "iterate is known to follow a recurrence (the lemmas of dist-EF-SGD) for SGD without momentum alone"
         )
-    return "residuals follow the learning rate: the error-corrected iterate is SGD's (Lemma 1 of dist-EF-SGD)"
+    if not all(_lossless(row) for row in kept):
+        return "residuals follow the learning rate"
+    momentum = any(wrap.name == "local_momentum" for group in plan.groups for wrap in group.wrappers)
+    law = "Nesterov's SGD (Lemma 3 of dist-EF-SGD)" if momentum else "SGD (Lemma 1 of dist-EF-SGD)"
+    return f"residuals follow the learning rate: the error-corrected iterate follows the recurrence of {law}"
+
+
+def _residuals(group: Group) -> dict[str, dict[str, Any]]:
+    """The settings of a group's wrappers that keep a residual, by name."""
+    found = {}
+    for wrap in group.wrappers:
+        wrapper = wrappers.get(wrap.name)
+        values = asdict(build_settings(wrapper, wrap.settings))
+        if wrapper.keeps_residual or (wrap.name == "two_way" and values["error_feedback"]):
+            found[wrap.name] = values
+    return found
+
+
+def _lossless(row: dict[str, dict[str, Any]]) -> bool:
+    """Whether what was not sent is kept to rounding, at the ranks too."""
+    exact = all(values["buffer"] == "float32" and not values.get("decay") for values in row.values())
+    return exact and "error_feedback" in row
 
 
 def _named(optimizer: torch.optim.Optimizer | None) -> str:

@@ -24,6 +24,7 @@ from gradlab.runtime import CompressionState, compression_hook
 
 SHAPES = {"conv": (16, 8, 3, 3), "bias": (16,), "wide": (12, 300), "scalar": (), "norm": (5,)}
 # Warm-up from zero, changes, a pause, and a rate that comes back.
+SHARES = [1.0, 0.3, 0.5]  # of the rate, by parameter group
 RATES = [0.0, 0.02, 0.05, 0.05, 0.1, 0.0, 0.0, 0.02, 0.04, 0.01, 0.01, 0.06]
 
 
@@ -71,7 +72,9 @@ def lemma(group: dist.ProcessGroup, method: str, server: str, late: bool) -> dic
     bare = network().double()
     model = DistributedDataParallel(bare, process_group=group, bucket_cap_mb=SMALL_BUCKETS)
     parameters = list(model.parameters())
-    optimizer = torch.optim.SGD(parameters[:-4] if late else parameters, lr=0.1)
+    optimizer = torch.optim.SGD([{"params": parameters[:3]}, {"params": parameters[3:-4]}], lr=0.1)
+    if not late:
+        optimizer.add_param_group({"params": parameters[-4:]})
     mu = 0.9 if METHODS[method].momentum else 0.0
     local: Tensors = {}
     names = dict(zip(parameters, (layer.name for layer in layers_of(bare)), strict=True))
@@ -95,10 +98,11 @@ def lemma(group: dist.ProcessGroup, method: str, server: str, late: bool) -> dic
                 optimizer.add_param_group({"params": parameters[-4:]})
                 owed = residuals(state, group)
                 for name in set(corrected) - joined:  # what they gathered until now is paid at their first rate
-                    corrected[name] -= rate * owed[name]
+                    corrected[name] -= SHARES[2] * rate * owed[name]
                 joined = set(corrected)
-            for settings in optimizer.param_groups:
-                settings["lr"] = rate
+            for settings, share in zip(optimizer.param_groups, SHARES, strict=False):
+                settings["lr"] = share * rate
+            rates = {names[p]: settings["lr"] for settings in optimizer.param_groups for p in settings["params"]}
             images = torch.randn(8, 1, 8, 8, generator=stream, dtype=torch.float64)
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(images), torch.randint(10, (8,), generator=stream)).backward()
@@ -110,8 +114,8 @@ def lemma(group: dist.ProcessGroup, method: str, server: str, late: bool) -> dic
                 mean = sent[name].clone()
                 dist.all_reduce(mean, group=group)
                 if name in joined:
-                    corrected[name] -= rate * mean / world_size
-                    last[name] = rate or last[name]
+                    corrected[name] -= rates[name] * mean / world_size
+                    last[name] = rates[name] or last[name]
                     debt = last[name] * owed.get(name, torch.zeros_like(mean))  # none before the first rate
                     away = parameter.detach() - debt - corrected[name]
                     largest, owed_most = max(largest, float(away.abs().max())), max(owed_most, float(debt.abs().max()))

@@ -53,6 +53,7 @@ WRAPPINGS: dict[str, tuple[Wrap, ...]] = {
         Wrap("error_feedback", {"step_size_ratio": True}),
     ),
     "feedback over weight decay": (Wrap("error_feedback"), Wrap("weight_decay")),
+    "feedback over local momentum": (Wrap("error_feedback"), Wrap("local_momentum")),
     "feedback twice": (Wrap("error_feedback"), Wrap("error_feedback")),
     "feedback over correction": (Wrap("error_feedback"), Wrap("momentum_correction")),
     "momentum over correction": (Wrap("momentum"), Wrap("momentum_correction")),

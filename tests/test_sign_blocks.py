@@ -92,7 +92,8 @@ def test_scales_go_where_they_keep_most(numels: list[int], extra: int, seed: int
 
 def test_fewer_scales_than_tensors_are_refused() -> None:
     with pytest.raises(GradlabError, match="2 scales for 3 tensors"):
-        share_out_blocks([4, 4, 4], [[1.0]] * 3, 2)
+        share_out_blocks([4, 4, 4, 0], [[1.0]] * 4, 2)
+    assert share_out_blocks([4, 0], [[1.0]] * 2, 1) == [0, 0]
 
 
 MIXED, EVEN = Layer("mixed", (2, 64)), Layer("even", (128,))

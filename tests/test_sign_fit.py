@@ -59,7 +59,7 @@ def test_layers_are_cut_as_they_were_to_be(numels: list[int], choice: np.random.
     """Whatever sizes stand next to each other; every layer once, in order."""
     layers = [Layer(f"l{i}", (numel,)) for i, numel in enumerate(numels)]
     sizes = {layer.name: choice.choice(candidate_sizes(layer.numel)) for layer in layers}
-    plan = with_block_sizes(method_plan(layers, "dist-EF-blockSGDM"), sizes)
+    plan = with_block_sizes(method_plan(layers, "dist-EF-blockSGDM", block_size=7), sizes)
     signs = [group for group in plan.groups if group.codec == "sign"]
     grouped = [name for group in signs for name in group.layers]
     assert grouped == [layer.name for layer in layers if layer.numel]
@@ -121,6 +121,7 @@ def test_the_command_writes_an_artifact(tmp_path: Path, gradlab: Command) -> Non
         (("--set", "block=3"), "sign has no setting block"),
         (("--scales", "2", "--samples", 10), "samples = 10 of a trace of 10 iterations"),
         (("--momentum", 1), "momentum = 1"),
+        (("--scales", 2, "--set", "block_size=64"), "--set block_size chooses them too"),
         (("--weight-decay", -1), "rate = -1"),
         (("--server", "both"), "server = 'both'"),
     ):

@@ -239,7 +239,7 @@ def signs(
             **parse_settings(setting or []),
         )
         if scales != 1:
-            _require_blocks(method)
+            _require_blocks(method, parse_settings(setting or []))
             half = min(100, max(1, len(opened.steps) // 2)) if samples is None else samples
             blocks = fit_block_sizes(opened, scales, half, progress=progress)
             plan = with_block_sizes(plan, blocks.block_sizes)
@@ -255,12 +255,16 @@ def signs(
     OUT.print(str(out), markup=False)
 
 
-def _require_blocks(method: str) -> None:
+def _require_blocks(method: str, settings: dict[str, Any]) -> None:
     from gradlab.methods import METHODS
 
     chosen = METHODS[method]
     if chosen.codec != "sign" or chosen.one_block or chosen.settings.get("scale") == "one":
         raise GradlabError(f"--scales shares out the scales of blocks, and {method} has none: use dist-EF-blockSGD(M)")
+    if given := sorted(set(settings) & {"block_size", "across_layers", "scale"}):
+        raise GradlabError(
+            f"--scales chooses blocks by measured energy, and --set {given[0]} chooses them too: use one"
+        )
 
 
 def print_blocks(blocks: BlockFit) -> None:

@@ -33,8 +33,9 @@ class Sign(Compressor):
 
     delta-approximate with delta(v) = min_b ||v_b||_1^2 / (d_b ||v_b||_2^2) >= min_b 1 / d_b (Proposition 1):
     ||C(v) - v||^2 <= (1 - delta(v)) ||v||^2. A block that is zero comes back zero. In one that is not, a zero is sent
-    with one of the signs; error feedback takes that back in the next iterations, so that the residual stays within
-    the largest scale. Without a scale C(v) = sign(v), which is no contraction.
+    with one of the signs; error feedback takes that back in the next iterations, so that at a constant learning rate
+    the residual of a coordinate that is always zero stays within the largest scale. Without a scale C(v) = sign(v),
+    which is no contraction.
     """
 
     name = "sign"
@@ -132,11 +133,15 @@ class Sign(Compressor):
     def add_all(self, total: torch.Tensor, payloads: Iterable[Sequence[torch.Tensor]], scale: float) -> None:
         # All ranks' values of a piece while it is in the cache, and no piece of two ranks at a time.
         scratch = total.new_empty(min(self._most(total), total.numel()))
-        ranks = [(packed, self._factors(scales, total, scale)) for scales, packed in payloads]
+        counted = self.settings.scale == "one"  # votes are whole numbers: a tie is zero exactly
+        ranks = [(packed, self._factors(scales, total, 1.0 if counted else scale)) for scales, packed in payloads]
         for start, stop in self._pieces(total):
             piece, values = total[start:stop], scratch[: stop - start]
+            votes = torch.zeros_like(piece) if counted else piece
             for packed, factors in ranks:
-                piece += self._fill(values, packed, factors, start)
+                votes += self._fill(values, packed, factors, start)
+            if counted:
+                piece += votes.mul_(scale)
 
     def decompress_into(self, out: torch.Tensor, payload: Sequence[torch.Tensor]) -> torch.Tensor:
         scales, packed = payload
@@ -233,10 +238,13 @@ def mean_magnitudes(rows: torch.Tensor) -> torch.Tensor:
     torch's sums do depend on that, in the last bit; numpy's order follows from the length.
     """
     if rows.device.type != "cpu":
-        return rows.abs().mean(1).float()
+        return (rows.abs().sum(1, dtype=torch.float64) / rows.shape[1]).float()
     values, total = rows.numpy(), np.zeros(len(rows))
-    for start in range(0, values.shape[1], _CACHED):
-        total += np.abs(values[:, start : start + _CACHED]).sum(1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, values.shape[1], _CACHED):
+            total += np.abs(values[:, start : start + _CACHED]).sum(1)
+    if not np.isfinite(total).all():  # a sum of finite numbers may be too large for float32, not their mean
+        total = np.abs(values).sum(1, dtype=np.float64)
     return torch.from_numpy((total / values.shape[1]).astype(np.float32))
 
 

@@ -23,10 +23,11 @@ BUFFERS = ("float32", "int8")
 class ErrorFeedback(Wrapper):
     """asked = gradient + residual; new residual = asked - own. Law: own + new residual == gradient + old residual.
 
-    With eta_t the step size, the parameters are eta_t * residual away from where they would be without compression, so
-    that under a changing step size the ratio eta_(t-1) / eta_t belongs before the residual (the paper's Lemma 1). That
-    holds for plain SGD; an optimizer with momentum or a preconditioner of its own has no such law. With the ratio, a
-    layer's residual is held in iterations whose step size is zero, in the unit of the last one that was not.
+    With eta_t the step size, the parameters less eta_t * residual follow SGD's recurrence, its gradients taken where
+    the parameters are; so under a changing step size the ratio eta_(t-1) / eta_t belongs before the residual (the
+    paper's Lemma 1). That holds for plain SGD; an optimizer with momentum or a preconditioner of its own has no such
+    law. With the ratio, a layer's residual is held in iterations whose step size is zero, in the unit of the last one
+    that was not.
     In iterations that are dense the residual is sent along and is gone.
     """
 

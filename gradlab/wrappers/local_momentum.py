@@ -29,6 +29,7 @@ class LocalMomentum(Wrapper):
     name = "local_momentum"
     keys = ("velocity",)
     applies_momentum = True
+    before_compression = True
 
     @dataclass(frozen=True)
     class Settings:

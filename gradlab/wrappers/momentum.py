@@ -25,10 +25,11 @@ class Momentum(Wrapper):
 
     @dataclass(frozen=True)
     class Settings:
-        """momentum: m, in [0, 1); nesterov: look ahead along u."""
+        """momentum: m, in [0, 1); nesterov: look ahead along u; dampening: weight of the mean in u is 1 - m, not 1."""
 
         momentum: float = 0.9
         nesterov: bool = False
+        dampening: bool = False
 
         def __post_init__(self) -> None:
             require(0 <= self.momentum < 1, "momentum", "momentum", self.momentum, "a number in [0, 1)")
@@ -48,10 +49,11 @@ class Momentum(Wrapper):
         m, applied, kept = self.settings.momentum, {}, {}
         for name, mean in done.mean.items():
             before = state.get(f"{name}/momentum")
-            u = mean.clone() if before is None else (before * m).add_(mean)
+            added = mean * (1 - m) if self.settings.dampening else mean
+            u = added.clone() if before is None else (before * m).add_(added)
             kept[f"{name}/momentum"] = u
             # A copy: who gets the mean may change it in place (clipping does), which must not reach the state.
-            applied[name] = mean.add(u, alpha=m) if self.settings.nesterov else u.clone()
+            applied[name] = added.add(u, alpha=m) if self.settings.nesterov else u.clone()
         return replace(done, mean=applied, state={**done.state, **kept})
 
     def _redistribute_own(self, own: list[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:  # type: ignore[override]
