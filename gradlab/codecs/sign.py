@@ -132,16 +132,26 @@ class Sign(Compressor):
 
     def add_all(self, total: torch.Tensor, payloads: Iterable[Sequence[torch.Tensor]], scale: float) -> None:
         # All ranks' values of a piece while it is in the cache, and no piece of two ranks at a time.
+        if self.settings.scale == "one":
+            self._add_votes(total, [packed for _, packed in payloads], scale)
+            return
         scratch = total.new_empty(min(self._most(total), total.numel()))
-        counted = self.settings.scale == "one"  # votes are whole numbers: a tie is zero exactly
-        ranks = [(packed, self._factors(scales, total, 1.0 if counted else scale)) for scales, packed in payloads]
+        ranks = [(packed, self._factors(scales, total, scale)) for scales, packed in payloads]
         for start, stop in self._pieces(total):
             piece, values = total[start:stop], scratch[: stop - start]
-            votes = torch.zeros_like(piece) if counted else piece
             for packed, factors in ranks:
-                votes += self._fill(values, packed, factors, start)
-            if counted:
-                piece += votes.mul_(scale)
+                piece += self._fill(values, packed, factors, start)
+
+    def _add_votes(self, total: torch.Tensor, ranks: Sequence[torch.Tensor], scale: float) -> None:
+        """The sum of whole numbers first, which is exact: a tie is zero, at any number of ranks."""
+        scratch = total.new_empty(2, min(self._most(total), total.numel()))
+        one = total.new_ones(1)
+        for start, stop in self._pieces(total):
+            sums, values = scratch[0, : stop - start], scratch[1, : stop - start]
+            self._fill(sums, ranks[0], one, start)
+            for packed in ranks[1:]:
+                sums += self._fill(values, packed, one, start)
+            total[start:stop] += sums.mul_(scale)
 
     def decompress_into(self, out: torch.Tensor, payload: Sequence[torch.Tensor]) -> torch.Tensor:
         scales, packed = payload
