@@ -62,26 +62,24 @@ def engine_equals_lockstep(group: dist.ProcessGroup, method: str, server: str) -
     return {"bitwise": bitwise, "states": same, "means": means.hexdigest(), "groups": len(plan.compressed_groups)}
 
 
-def lemma(group: dist.ProcessGroup, method: str, server: str, late: bool) -> dict[str, float]:
+def lemma(group: dist.ProcessGroup, method: str, server: str) -> dict[str, float]:
     """How far the error-corrected iterate is from its recurrence in a real run, and how far the residuals are from it.
 
-    Lemma 1 and, with momentum, Lemma 3; in float64, so that only roundings remain. late: the last layers join the
-    optimizer in the fifth iteration.
+    Lemma 1 and, with momentum, Lemma 3; in float64, so that only roundings remain. The last layers join the optimizer
+    in the fifth iteration.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     bare = network().double()
     model = DistributedDataParallel(bare, process_group=group, bucket_cap_mb=SMALL_BUCKETS)
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD([{"params": parameters[:3]}, {"params": parameters[3:-4]}], lr=0.1)
-    if not late:
-        optimizer.add_param_group({"params": parameters[-4:]})
     mu = 0.9 if METHODS[method].momentum else 0.0
     local: Tensors = {}
     names = dict(zip(parameters, (layer.name for layer in layers_of(bare)), strict=True))
     stream = torch.Generator().manual_seed(100 + rank)
     momentum: Tensors = {}
     largest = owed_most = 0.0
-    joined = {names[p] for p in parameters} - ({names[p] for p in parameters[-4:]} if late else set())
+    joined = {names[p] for p in parameters[:-4]}
     with CompressionState(
         method_plan(model, method, server=server), model, optimizer=optimizer, process_group=SPARE.get(world_size)
     ) as state:
@@ -94,7 +92,7 @@ def lemma(group: dist.ProcessGroup, method: str, server: str, late: bool) -> dic
         corrected = {names[p]: p.detach().clone() for p in parameters}
         last = dict.fromkeys(corrected, 0.0)
         for step, rate in enumerate(RATES):
-            if late and step == 4:
+            if step == 4:
                 optimizer.add_param_group({"params": parameters[-4:]})
                 owed = residuals(state, group)
                 for name in set(corrected) - joined:  # what they gathered until now is paid at their first rate
