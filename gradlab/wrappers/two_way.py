@@ -79,14 +79,14 @@ class TwoWay(Wrapper):
         asked = context.workspace.zeros_like(vector[start:stop])
         codec.add_all(asked, zip(*received, strict=True), 1.0 / context.world_size)
         held = self._server_residual(grads, state, context, asked)
-        asked += self._rescaled(held, context, asked)
+        asked += self._rescaled(held, context)
         answer = codec.compress(asked, context.rank_generator("server"))
         answers = yield self._answer_requests(answer, sent, context)
-        mean = self._assembled(vector, shards, codecs, self._by_shard(answers, sent), context)
+        mean = self._decoded(vector, shards, codecs, self._by_shard(answers, sent), context)
         own = Deferred(
             grads,
-            lambda: separate(self._assembled(vector, shards, codecs, sent, context), grads),
-            lambda: separate(self._unsent(vector, shards, codecs, sent, context), grads),
+            lambda: separate(self._decoded(vector, shards, codecs, sent, context), grads),
+            lambda: separate(self._decoded(vector, shards, codecs, sent, context, residual=True), grads),
         )
         kept = self._kept(held, asked, codec, answer, context)
         return Exchanged(separate(mean, grads), own, kept)
@@ -98,7 +98,7 @@ class TwoWay(Wrapper):
         start, stop = self.shards(numels, context.world_size, context.group)[context.rank]
         asked = vector.clone()
         held = self._server_residual(grads, state, context, asked[start:stop])
-        asked[start:stop] += context.world_size * self._rescaled(held, context, asked[start:stop])
+        asked[start:stop] += context.world_size * self._rescaled(held, context)
         done = yield from self.codec.dense_exchange(separate(asked, grads), {}, context)
         kept: Tensors = {}
         for name, piece in held.items() if self.settings.error_feedback else ():
@@ -135,34 +135,22 @@ class TwoWay(Wrapper):
             return [tuple(answers) if rank == self.settings.server_rank else own for rank, own in enumerate(sent)]
         return list(zip(*answers, strict=True))
 
-    def _assembled(
+    def _decoded(
         self,
         vector: torch.Tensor,
         shards: Sequence[Shard],
         codecs: Sequence[Compressor],
         payloads: Sequence[Payload],
         context: Context,
+        residual: bool = False,
     ) -> torch.Tensor:
-        """A vector like the gradients' from one payload per shard."""
+        """One payload per shard as a vector like `vector`; residual: what they leave of it instead."""
         out = context.workspace.empty_like(vector)
         for codec, payload, (start, stop) in zip(codecs, payloads, shards, strict=True):
-            if stop > start:
-                codec.decompress_into(out[start:stop], payload)
-        return out
-
-    def _unsent(
-        self,
-        vector: torch.Tensor,
-        shards: Sequence[Shard],
-        codecs: Sequence[Compressor],
-        sent: Sequence[Payload],
-        context: Context,
-    ) -> torch.Tensor:
-        """What this rank's payloads leave of its vector."""
-        out = context.workspace.empty_like(vector)
-        for codec, payload, (start, stop) in zip(codecs, sent, shards, strict=True):
-            if stop > start:
+            if stop > start and residual:
                 codec.residual_into(out[start:stop], vector[start:stop], payload)
+            elif stop > start:
+                codec.decompress_into(out[start:stop], payload)
         return out
 
     def _server_residual(self, grads: Tensors, state: Tensors, context: Context, like: torch.Tensor) -> Tensors:
@@ -177,8 +165,8 @@ class TwoWay(Wrapper):
             pieces[name] = piece
         return pieces
 
-    def _rescaled(self, held: Tensors, context: Context, like: torch.Tensor) -> torch.Tensor:
-        """The shard's residual in the unit of this iteration (numel of `like`,); zero where it is to be held."""
+    def _rescaled(self, held: Tensors, context: Context) -> torch.Tensor:
+        """The shard's residual in the unit of this iteration, a vector; zero where it is to be held."""
         wanted, pieces = self.settings.step_size_ratio, []
         for name, piece in held.items():
             ratio = 0.0 if context.stands_still(name, wanted) else context.residual_ratio(name, wanted)
