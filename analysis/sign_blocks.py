@@ -67,7 +67,7 @@ def counted_bits(tensors: Sequence[np.ndarray], workers: int) -> dict[str, int]:
     """
     vectors = [torch.from_numpy(np.ascontiguousarray(tensor)) for tensor in tensors]
     whole, numels = torch.cat(vectors), [vector.numel() for vector in vectors]
-    bare, blocks = Sign(Sign.Settings(scale="one")), Sign().for_layers(numels)
+    bare, blocks = Sign(Sign.Settings(scale="one")), Sign().for_layers([(numel,) for numel in numels])
     payloads = ((whole,), *(codec.compress(whole, torch.Generator()) for codec in (bare, blocks)))
     sizes = (sum(part.nbytes for part in payload) for payload in payloads)
     return {name: 2 * workers * 8 * size for name, size in zip(METHODS, sizes, strict=True)}

@@ -31,7 +31,7 @@ from matplotlib.figure import Figure
 from gradlab.analysis.style import drawing, method_colors, panels, render
 from gradlab.datasets.resnet import initialized
 from gradlab.layout import layers_of
-from gradlab.methods import METHODS, method_plan
+from gradlab.methods import SIGN_METHODS, method_plan
 
 GRID = (3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003)
 MOMENTUM = 0.9
@@ -118,9 +118,12 @@ def figure(rows: Sequence[Row]) -> Figure:
     found = final_rows(rows)
     batches = sorted({batch for batch, _ in found})
     drawn, axes = panels(2 * len(batches), len(batches), height=2.6, sharex=True, sharey=True)
-    colors = [method_colors(method for method in METHODS if bool(METHODS[method].momentum) is m) for m in (False, True)]
+    colors = [
+        method_colors(method for method in SIGN_METHODS if bool(SIGN_METHODS[method].momentum) is m)
+        for m in (False, True)
+    ]
     for (batch, method), mine in found.items():
-        row = int(METHODS[method].momentum is not None)
+        row = int(SIGN_METHODS[method].momentum is not None)
         panel = axes[row * len(batches) + batches.index(batch)]
         steps = [step for step, _ in mine[0]["curve"]]
         curves = np.array([[100 * score for _, score in row["curve"]] for row in mine if row["loss"] is not None])
@@ -145,7 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--methods", nargs="+", default=list(SIGN_METHODS), choices=list(SIGN_METHODS))
     parser.add_argument("--batch", nargs="+", type=int, default=[8, 32])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--schedule", default="cosine", choices=["cosine", "constant"])

@@ -153,6 +153,8 @@ class Codec(ABC):
     group_bytes: ClassVar[int] = 0  # of gradients: up to so many, layers that follow each other are treated together
     warmup_steps: ClassVar[int] = 0  # dense iterations before it, likewise
     keeps_dtype: ClassVar[bool] = False  # whether gradients travel in their own dtype, with the loss scale on them
+    formula: ClassVar[str]  # of payload bytes: n elements, N ranks, settings by their names
+    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)  # settings that are worth comparing, for a planner
     Settings: ClassVar[type]
 
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -186,6 +188,20 @@ class Codec(ABC):
         """The same for the one exchange that starts from `state`; they differ for codecs that work in phases."""
         return self.payload_bytes(layers, world_size)
 
+    @property
+    def unbiased(self) -> bool:
+        """Whether E C(x) = x over the codec's own draws, to the resolution of its random numbers."""
+        return False
+
+    def delta(self, layers: Sequence[Layer]) -> float | None:
+        """delta in (0, 1] of E||C(x) - x||^2 <= (1 - delta) ||x||^2 for every x, C(x) what one rank's contribution to a
+        group amounts to and E over the codec's own draws; None where none is guaranteed."""
+        return None
+
+    def variance_bound(self, layers: Sequence[Layer]) -> float | None:
+        """omega of E||C(x) - x||^2 <= omega ||x||^2 for every x, of an unbiased codec; None of others."""
+        return None
+
     def check(self, layers: Sequence[Layer]) -> None:
         """Refuse layers that the learned tensors do not fit.
 
@@ -216,13 +232,19 @@ class Codec(ABC):
 class Compressor(Codec):
     """A codec C(x) that one rank computes alone, without what other ranks know: gathered, decompressed, averaged.
 
-    The sizes of what `compress` returns depend on the length of the vector alone.
+    The sizes of what `compress` returns depend on the length of the vector alone, unless it says that they are
+    `varying`.
     """
 
     block: int = 1  # elements that must not be parted when a vector is cut into shards
 
-    def for_layers(self, numels: Sequence[int]) -> Compressor:
-        """The compressor of a vector in which layers of so many elements follow each other."""
+    @property
+    def varying(self) -> bool:
+        """Whether the sizes of what `compress` returns depend on the vector's values."""
+        return False
+
+    def for_layers(self, shapes: Sequence[Sequence[int]]) -> Compressor:
+        """The compressor of a vector in which layers of these shapes follow each other."""
         return self
 
     def part(self, start: int, stop: int) -> Compressor:
@@ -266,9 +288,9 @@ class Compressor(Codec):
         return self.decompress_into(torch.empty_like(like), payload)
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        vector, codec = concatenate(grads), self.for_layers([grad.numel() for grad in grads.values()])
+        vector, codec = concatenate(grads), self.for_layers([grad.shape for grad in grads.values()])
         payload = codec.compress(vector, context.rank_generator())
-        answers = yield tuple(Gather(part) for part in payload)
+        answers = yield tuple(Gather(part, varying=self.varying) for part in payload)
         mean = context.workspace.zeros_like(vector)
         codec.add_all(mean, zip(*answers, strict=True), 1.0 / context.world_size)
 

@@ -266,6 +266,18 @@ def _serve(requests_by_rank: Sequence[tuple[Request, ...]], payload: list[int], 
     return answers
 
 
+def observed(coroutine: Coroutine[Result], seen: list[Request]) -> Coroutine[Result]:
+    """The same coroutine; what it asks for is added to `seen`."""
+    answer: Any = None
+    while True:
+        try:
+            step = coroutine.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        seen.extend(as_requests(step))
+        answer = yield step
+
+
 def together(coroutines: Sequence[Coroutine[Result]]) -> Coroutine[list[Result]]:
     """Run several coroutines of one rank as one: requests that stand at the same step travel together."""
     results: dict[int, Result] = {}

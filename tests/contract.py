@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradlab import codecs
 from gradlab.codec import Context, Exchanged, Tensors, exchange_group
 from gradlab.codec_settings import build_settings
-from gradlab.collectives import LockstepResult, Mean, as_requests, run_lockstep
+from gradlab.collectives import LockstepResult, Mean, observed, run_lockstep
 from gradlab.plan import FEEDBACK, Group, Plan, Schedule
 from gradlab.runtime import CompressionState, compression_hook
 
@@ -24,6 +24,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "powersgd": {"rank": 2},
     "qsgd": {"bits": 3, "bucket_size": 100},
     "sign": {"block_size": 100},
+    "threshold": {"density": 0.07},
+    "sampled_threshold": {"density": 0.07},
+    "random_k": {"density": 0.07},
+    "clt_k": {"density": 0.07},
+    "dct_topk": {"chunk": 12, "count": 5},
+    "block_scaled": {"block_size": 100},
+    "powersgd, alternating": {"rank": 2, "alternating": True},
+    "terngrad, shared scale": {"shared_scale": True},
+    "topk, smallest coding": {"density": 0.07, "index_coding": "smallest"},
+    "clt_k, int8": {"density": 0.07, "values": "int8", "leader": "random", "selection": "chunks"},
+    "block_scaled, fp8": {"dtype": "float8_e4m3fn", "stochastic": True},
+    "block_scaled, int4": {"dtype": "int4", "scale": 3.0},
     # Within four steps it compresses with what it learned, samples, fits, and compresses with that.
     "gradiveq": {
         "loss_threshold": 0.3,
@@ -40,9 +52,20 @@ for _codec in ("identity", "qsgd", "gradiveq"):
     SETTINGS[f"{_codec}, ring"] = {**SETTINGS.get(_codec, {}), "ring": True}
 
 
+def cases() -> list[str]:
+    """Every codec in gradlab/codecs, found by itself, and further settings of some: "<codec>, <what>"."""
+    return sorted({*codecs.names(), *SETTINGS})
+
+
 def codec_of(case: str) -> str:
-    """The codec's name of a case in SETTINGS: what stands before a comma."""
+    """The codec's name of a case: what stands before a comma."""
     return case.partition(",")[0]
+
+
+def sizes_vary(case: str) -> bool:
+    """Whether the bytes of a case depend on the gradients' values, so that a forecast is an estimate."""
+    method = codecs.get(codec_of(case))
+    return bool(getattr(method(build_settings(method, SETTINGS.get(case, {}))), "varying", False))
 
 
 STEADY: dict[str, dict[str, Any]] = {"gradiveq": {"compressed_steps": 0, "monitor": "off"}}
@@ -121,13 +144,10 @@ def lockstep(
 
 def asks_for_means(plan: Plan, group: Group) -> bool:
     """Whether a group's codec ever asks for a Mean, whose summation order the backend may choose."""
-    grads = gradients(SHAPES, 0, 0)
-    coroutine = exchange_group(
-        plan.build(group), {name: grads[name] for name in group.layers}, {}, Context(0, 1, 0, group.name)
-    )
-    requests = as_requests(next(coroutine))
-    coroutine.close()
-    return any(isinstance(request, Mean) for request in requests)
+    grads, seen = gradients(SHAPES, 0, 0), []
+    context = Context(0, 1, 0, group.name)
+    run_lockstep([observed(exchange_group(plan.build(group), {n: grads[n] for n in group.layers}, {}, context), seen)])
+    return any(isinstance(request, Mean) for request in seen)
 
 
 def engine_against_lockstep(

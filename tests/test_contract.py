@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from contract import SETTINGS, lockstep, plan_for
+from contract import SETTINGS, cases, codec_of, lockstep, plan_for, sizes_vary
 from prescribed import SHAPES, gradients
 from process_pool import ProcessPool
 
@@ -14,7 +14,7 @@ from gradlab import codecs
 from gradlab.codec import Context, Tensors, exchange_group
 from gradlab.collectives import run_lockstep
 
-CODECS = codecs.names()
+CODECS = cases()
 GROUPINGS = ["layer", "model"]
 
 
@@ -37,7 +37,8 @@ def test_lockstep_laws(codec: str, grouping: str, world_size: int) -> None:
             before = states.get(group.name, {})
             forecast = plan.build(group).next_payload_bytes(plan.members(group), world_size, before)
             states[group.name] = by_rank[0].value.state
-            assert sum(result.payload_bytes for result in by_rank) / world_size == forecast
+            counted = sum(result.payload_bytes for result in by_rank) / world_size
+            assert sizes_vary(codec) or counted == pytest.approx(forecast, rel=1e-12)
             for rank, result in enumerate(by_rank):
                 grads = gradients(SHAPES, rank, step)
                 for name in group.layers:
@@ -112,7 +113,7 @@ def test_zero_gradients_give_zero_or_mean(codec: str) -> None:
         for by_rank in results.values():
             for mean in by_rank[0].value.mean.values():
                 assert bool(mean.isfinite().all())
-                assert codecs.get(codec).learns or not mean.any()
+                assert codecs.get(codec_of(codec)).learns or not mean.any()
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -143,7 +144,7 @@ def test_backend_all_reduce_stays_close(pool: ProcessPool, codec: str, ranks: in
             assert result["bitwise"]
             assert result["state_bitwise"]
     payload = [sum(step) / ranks for step in zip(*(result["payload"] for result in results), strict=True)]
-    assert payload == results[0]["forecast"]
+    assert sizes_vary(codec) or payload == pytest.approx(results[0]["forecast"], rel=1e-12)
 
 
 @pytest.mark.parametrize("codec", CODECS)

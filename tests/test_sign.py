@@ -20,7 +20,7 @@ from gradlab.codecs.sign import Sign, pack_signs, write_signs
 from gradlab.collectives import LockstepResult, run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
-from gradlab.methods import METHODS, method_plan
+from gradlab.methods import SIGN_METHODS, method_plan
 from gradlab.plan import Plan, Wrap
 from gradlab.runtime.report import residual_statement
 from gradlab.wrappers.error_feedback import ErrorFeedback
@@ -375,7 +375,7 @@ def test_across_layers_is_equation_1_of_the_model() -> None:
 
 @law(st.lists(st.integers(1, 300), min_size=2, max_size=9), st.integers(1, 6))
 def test_shards_end_where_blocks_end(numels: list[int], parts: int) -> None:
-    codec = sign().for_layers(numels)
+    codec = sign().for_layers([(numel,) for numel in numels])
     bounds = codec.bounds(sum(numels), parts)
     assert (bounds[0], bounds[-1], len(bounds)) == (0, sum(numels), parts + 1)
     assert bounds == sorted(bounds)
@@ -392,7 +392,7 @@ LAYERS = [Layer("w", (30, 30), "linear"), Layer("b", (30,), "bias")]
 
 
 def test_methods_are_what_the_paper_compares() -> None:
-    wrapped = {name: [wrap.name for wrap in method_plan(LAYERS, name).groups[0].wrappers] for name in METHODS}
+    wrapped = {name: [wrap.name for wrap in method_plan(LAYERS, name).groups[0].wrappers] for name in SIGN_METHODS}
     both = ["error_feedback", "two_way"]
     assert wrapped == {
         "SGD": [],

@@ -14,7 +14,6 @@ from gradlab.codec import Codec, Context, Tensors
 from gradlab.codecs.topk import TopK
 from gradlab.collectives import LockstepResult, run_lockstep
 from gradlab.errors import GradlabError
-from gradlab.layout import Layer
 from gradlab.wrappers.error_feedback import ErrorFeedback
 
 SHAPES = {"a": (7, 5), "b": (11,), "c": ()}
@@ -58,7 +57,7 @@ def test_topk_with_feedback_is_the_dense_simulation(ranks: int, density: float) 
             mean = mean + sent * np.float32(1.0 / ranks)
             np.testing.assert_array_equal(flat(result.value.asked), asked)
             np.testing.assert_array_equal(flat(result.value.own), sent)
-            assert result.payload_bytes == 8 * k
+            assert result.payload_bytes == 4 * k + min(-(-k // 8) * 6, 4 * k, -(-NUMEL // 8))
         for result in results:
             np.testing.assert_array_equal(flat(result.value.mean), mean)
 
@@ -115,13 +114,6 @@ def test_a_group_without_elements() -> None:
     (result,) = exchange(TopK(), [{"empty": torch.zeros(0, 4)}])
     assert result.value.mean["empty"].shape == (0, 4)
     assert result.payload_bytes == 0
-
-
-def test_a_group_beyond_int32_positions_is_refused() -> None:
-    layers = [Layer("a", (2**16, 2**14)), Layer("b", (2**16, 2**14))]
-    TopK().check(layers)
-    with pytest.raises(GradlabError, match="topk: a group of 2147483649 elements"):
-        TopK().check([*layers, Layer("c", (1,))])
 
 
 @pytest.mark.parametrize("density", [0.0, -0.1, 1.0001])

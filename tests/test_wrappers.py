@@ -532,7 +532,7 @@ def test_what_servers_answer_and_keep_is_what_they_got_and_kept(
 
 @law(st.integers(0, 100), worlds, st.integers(1, 9))
 def test_shards_cover_a_vector_in_whole_blocks_of_equal_number(numel: int, ranks: int, block: int) -> None:
-    shards = two_way(QSGD(QSGD.Settings(bucket_size=block))).shards([numel], ranks)
+    shards = two_way(QSGD(QSGD.Settings(bucket_size=block))).shards([(numel,)], ranks)
     assert [shards[0][0], *(stop for _, stop in shards)] == [*(start for start, _ in shards), numel]
     assert all(start % block == 0 or start == numel for start, _ in shards)
     blocks = [-(-(stop - start) // block) for start, stop in shards]

@@ -222,11 +222,11 @@ def signs(
     from gradlab.analysis.target import require_free
     from gradlab.analysis.uniform import uniform_artifact
     from gradlab.cli.evaluate import print_replays
-    from gradlab.methods import known_name, method_plan
+    from gradlab.methods import SIGN_METHODS, known_name, method_plan
     from gradlab.trace import Trace
 
     require_free(out, overwrite)
-    method, blocks = known_name(method), None
+    method, blocks = known_name(method, SIGN_METHODS), None
     with Trace(trace) as opened, progress_bars() as progress:
         plan = method_plan(
             opened.layers,

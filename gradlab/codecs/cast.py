@@ -6,8 +6,9 @@ Kalamkar et al., "A study of BFLOAT16 for deep learning training", 2019.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
@@ -32,6 +33,8 @@ class Cast(Codec):
     name = "cast"
     family = "quantization"
     wants_error_feedback = False
+    formula = "2 * n"
+    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({"dtype": "float16"}, {"dtype": "bfloat16"})
 
     @dataclass(frozen=True)
     class Settings:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 
@@ -113,6 +114,10 @@ class GradiVeQ(Codec):
     family = "learned linear"
     learns = True
     wants_error_feedback = False
+    formula = "while compressing 4 * sum of slices * d + tail over layers; while sampling QSGD's or 4 * n"
+    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(
+        {"ratio": ratio} for ratio in (4.0, 8.0, 16.0, 32.0, 64.0)
+    )
     roles = ("convolution",)
     warmup_steps = 2500
 

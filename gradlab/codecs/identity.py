@@ -20,6 +20,7 @@ class Identity(Codec):
     family = "dense"
     linear = True
     wants_error_feedback = False
+    formula = "4 * n"
     keeps_dtype = True
 
     @dataclass(frozen=True)
@@ -28,6 +29,16 @@ class Identity(Codec):
         backend's all-reduce; to compare with."""
 
         ring: bool = False
+
+    @property
+    def unbiased(self) -> bool:
+        return True
+
+    def delta(self, layers: Sequence[Layer]) -> float:
+        return 1.0
+
+    def variance_bound(self, layers: Sequence[Layer]) -> float:
+        return 0.0
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         if not self.settings.ring:

@@ -1,19 +1,25 @@
 """PowerSGD: a rank-r approximation of each gradient matrix by one step of power iteration from the last one.
 
-Vogels, Karimireddy, Jaggi, "PowerSGD: Practical low-rank gradient compression", NeurIPS 2019, Algorithm 1.
+Vogels, Karimireddy, Jaggi, "PowerSGD: Practical low-rank gradient compression", NeurIPS 2019, Algorithm 1. Alternating,
+with one multiplication and one all-reduce per step: the authors' later library (epfml/powersgd), after Vogels,
+Karimireddy, Jaggi, "Practical low-rank communication compression in decentralized deep learning", NeurIPS 2020.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
-from gradlab.codec import Codec, Context, Exchanged, Tensors
+from gradlab.codec import Codec, Context, Deferred, Exchanged, Tensors
 from gradlab.codec_settings import require
 from gradlab.collectives import Coroutine, Mean
 from gradlab.layout import Layer
+
+# Left and right factors of the mean, of the own contribution; the new state; what was sent dense.
+Factors = tuple[tuple[Tensors, Tensors], tuple[Tensors, Tensors], Tensors, Tensors]
 
 
 class PowerSGD(Codec):
@@ -21,23 +27,33 @@ class PowerSGD(Codec):
 
     A layer of shape (n, ...) is the matrix M of shape (n, m), m = the rest. Layers of fewer than two dimensions, and
     those whose factors would be no smaller than the matrix by `minimum_ratio`, are sent dense with the first factor.
+    Alternating: one iteration computes P = mean(M orth(Q)), mean = P orth(Q)^T, the next Q = mean(M^T orth(P)),
+    mean = orth(P) Q^T, and so on: half the bytes, half the arithmetic, one message; made for error feedback.
+    Layers of one shape in a group are orthogonalized, and on a GPU multiplied, together. Each contribution is a
+    projection of M: ||own - M||^2 <= ||M||^2, but no delta is known beforehand.
     """
 
     name = "powersgd"
     family = "low rank"
+    formula = "4 * sum of r * (n + m) over layers, r = min(rank, n, m); alternating: of r * n and r * m in turn"
+    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple({"rank": rank} for rank in (1, 2, 4, 8, 16, 32, 64))
 
     @dataclass(frozen=True)
     class Settings:
         """rank: r, columns of P and Q; minimum_ratio: least n m / (r (n + m)) at which a layer is compressed;
-        warm_start: begin from the last Q (the paper's choice) or from a fresh random one."""
+        warm_start: begin from the last factor (the paper's choice) or from a fresh random Q; alternating: P and Q in
+        turn, which needs the warm start."""
 
         rank: int = 4
         minimum_ratio: float = 1.0
         warm_start: bool = True
+        alternating: bool = False
 
         def __post_init__(self) -> None:
             require(self.rank >= 1, "powersgd", "rank", self.rank, "at least 1")
             require(self.minimum_ratio > 0, "powersgd", "minimum_ratio", self.minimum_ratio, "above 0")
+            cold = self.alternating and not self.warm_start
+            require(not cold, "powersgd", "warm_start", self.warm_start, "true where factors alternate")
 
     def matrix_shape(self, shape: Sequence[int]) -> tuple[int, int, int] | None:
         """(n, m, r) of a layer that is compressed, or None for one that is sent dense."""
@@ -48,51 +64,127 @@ class PowerSGD(Codec):
         return (n, m, rank) if n * m > self.settings.minimum_ratio * rank * (n + m) else None
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        shapes = {name: self.matrix_shape(grad.shape) for name, grad in grads.items()}
-        matrices = {name: grads[name].reshape(s[0], s[1]) for name, s in shapes.items() if s is not None}
+        matrices = {}
+        for name, grad in grads.items():
+            if (shape := self.matrix_shape(grad.shape)) is not None:
+                matrices[name] = grad.reshape(shape[:2])
         dense = {name: grad for name, grad in grads.items() if name not in matrices}
-        # Factors are kept as rows, P^T (r, n) and Q^T (r, m): products with a wide matrix are then 5 to 9 times faster.
-        start = {name: self._start(name, shapes[name], state, context, m) for name, m in matrices.items()}
-        left = {name: start[name] @ m.T for name, m in matrices.items()}
+        run = self._alternate if self.settings.alternating else self._iterate
+        means, own, kept, sent_dense = yield from run(matrices, dense, state, context)
+
+        def products(left: Tensors, right: Tensors, others: Tensors) -> Tensors:
+            found = dict(others)
+            for name, matrix in matrices.items():
+                out = context.workspace.empty_like(matrix)
+                found[name] = torch.mm(left[name].T, right[name], out=out).view(grads[name].shape)
+            return found
+
+        return Exchanged(products(*means, sent_dense), Deferred(grads, lambda: products(*own, dense)), kept)
+
+    # Factors are kept as rows, P^T (r, n) and Q^T (r, m): products with a wide matrix are then 5 to 9 times faster.
+
+    def _iterate(self, matrices: Tensors, dense: Tensors, state: Tensors, context: Context) -> Coroutine[Factors]:
+        """Algorithm 1: both factors in one iteration."""
+        start = {name: self._start(name, matrix, state, context) for name, matrix in matrices.items()}
+        left = multiplied(start, {name: matrix.T for name, matrix in matrices.items()})
         answers = yield tuple(Mean(tensor) for tensor in (*left.values(), *dense.values()))
-        left = {name: orthogonalize(p.T).T for name, p in zip(left, answers[: len(left)], strict=True)}
-        mean, own = dict(zip(dense, answers[len(left) :], strict=True)), dict(dense)
-        right = {name: left[name] @ matrix for name, matrix in matrices.items()}
+        left = orthogonalized(dict(zip(left, answers, strict=False)))
+        sent_dense = dict(zip(dense, answers[len(left) :], strict=True))
+        right = multiplied(left, matrices)
         answers = (yield tuple(Mean(q) for q in right.values())) if right else ()
-        last = dict(zip(right, answers, strict=True))
-        for name, q in last.items():
-            for product, factor in ((mean, q), (own, right[name])):
-                out = context.workspace.empty_like(matrices[name])
-                product[name] = torch.mm(left[name].T, factor, out=out).view(grads[name].shape)
+        mean = dict(zip(right, answers, strict=True))
         # A gradient of zeros says nothing of the next one, but a Q of zeros could hide rows of it for ever.
-        kept = {name: torch.where(q.any(1, keepdim=True), q, start[name]) for name, q in last.items()}
-        return Exchanged(mean, own, {_state_key(name): q for name, q in kept.items()})
+        kept = {_key(name, "q"): torch.where(q.any(1, keepdim=True), q, start[name]) for name, q in mean.items()}
+        return (left, mean), (left, right), kept, sent_dense
+
+    def _alternate(self, matrices: Tensors, dense: Tensors, state: Tensors, context: Context) -> Coroutine[Factors]:
+        """One factor per iteration, from the other one, which the last iteration left."""
+        flipped = {name for name in matrices if _key(name, "p") in state}  # those whose turn it is to compute Q
+        start = {name: self._start(name, matrix, state, context, name in flipped) for name, matrix in matrices.items()}
+        basis = orthogonalized(start)
+        factors = multiplied(basis, {name: m if name in flipped else m.T for name, m in matrices.items()})
+        answers = yield tuple(Mean(tensor) for tensor in (*factors.values(), *dense.values()))
+        mean = dict(zip(factors, answers, strict=False))
+        kept = {}
+        for name, factor in mean.items():
+            fresh = self._random(name, factor.shape[1], factor, context, "again")
+            kept[_key(name, "q" if name in flipped else "p")] = torch.where(factor.any(1, keepdim=True), factor, fresh)
+
+        def ordered(found: Tensors) -> tuple[Tensors, Tensors]:
+            """Left and right factors of each product."""
+            left = {name: basis[name] if name in flipped else factor for name, factor in found.items()}
+            return left, {name: factor if name in flipped else basis[name] for name, factor in found.items()}
+
+        return ordered(mean), ordered(factors), kept, dict(zip(dense, answers[len(mean) :], strict=True))
 
     def _start(
-        self, name: str, shape: tuple[int, int, int] | None, state: Tensors, context: Context, like: torch.Tensor
+        self, name: str, matrix: torch.Tensor, state: Tensors, context: Context, flipped: bool = False
     ) -> torch.Tensor:
-        """Q^T (r, m): the last one, or Gaussian values that every rank draws alike."""
-        assert shape is not None
-        if self.settings.warm_start and _state_key(name) in state:
-            return state[_state_key(name)].to(like.dtype)
-        generator = context.shared_generator(name, every_iteration=not self.settings.warm_start)
-        return torch.randn(shape[2], shape[1], generator=generator, dtype=like.dtype).to(like.device)
+        """P^T or Q^T (r, m), the last one; or Gaussian values that every rank draws alike."""
+        key = _key(name, "p" if flipped else "q")
+        if self.settings.warm_start and key in state:
+            return state[key].to(matrix.dtype)
+        return self._random(name, matrix.shape[1], matrix, context)
+
+    def _random(self, name: str, columns: int, like: torch.Tensor, context: Context, *key: str) -> torch.Tensor:
+        generator = context.shared_generator(name, *key, every_iteration=bool(key) or not self.settings.warm_start)
+        rank = min(*like.shape, self.settings.rank)
+        return torch.randn(rank, columns, generator=generator, dtype=like.dtype).to(like.device)
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        total = 0
+        return self._bytes(layers, lambda n, m: (n + m) / (2 if self.settings.alternating else 1))
+
+    def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
+        if not self.settings.alternating:
+            return self.payload_bytes(layers, world_size)
+        flipped = [layer for layer in layers if _key(layer.name, "p") in state]
+        others = [layer for layer in layers if layer not in flipped]
+        return self._bytes(flipped, lambda n, m: m) + self._bytes(others, lambda n, m: n)
+
+    def _bytes(self, layers: Sequence[Layer], sent: Callable[[int, int], float]) -> float:
+        """sent: elements of one column of the factors, given n and m."""
+        total = 0.0
         for layer in layers:
             shape = self.matrix_shape(layer.shape)
-            total += layer.numel if shape is None else shape[2] * (shape[0] + shape[1])
+            total += layer.numel if shape is None else shape[2] * sent(shape[0], shape[1])
         return 4 * total
 
 
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
-    """Orthonormal columns (n, r) with the span of a matrix (n, r), r <= n, by Householder QR.
+    """Orthonormal columns (..., n, r) with the span of matrices (..., n, r), r <= n, by Householder QR.
 
     A zero matrix or dependent columns still give finite orthonormal columns, unlike Gram-Schmidt without care.
     """
     return torch.linalg.qr(matrix).Q
 
 
-def _state_key(name: str) -> str:
-    return f"{name}/q"
+def orthogonalized(factors: Tensors) -> Tensors:
+    """Factors as rows (r, n), orthonormal, those of one shape together."""
+    found: Tensors = {}
+    for names in _of_one_shape(factors):
+        together = orthogonalize(torch.stack([factors[name].T for name in names]))
+        found |= {name: basis.T.contiguous() for name, basis in zip(names, together, strict=True)}
+    return {name: found[name] for name in factors}
+
+
+def multiplied(factors: Tensors, matrices: Tensors) -> Tensors:
+    """factors[name] @ matrices[name]; on a GPU one call for all of one shape, worth the copy that it takes."""
+    found: Tensors = {}
+    for names in _of_one_shape(matrices):
+        if len(names) > 1 and matrices[names[0]].device.type != "cpu":
+            left, right = (torch.stack([some[name] for name in names]) for some in (factors, matrices))
+            found |= dict(zip(names, torch.bmm(left, right), strict=True))
+        else:
+            found |= {name: factors[name] @ matrices[name] for name in names}
+    return {name: found[name] for name in factors}
+
+
+def _of_one_shape(tensors: Tensors) -> list[list[str]]:
+    groups: dict[torch.Size, list[str]] = {}
+    for name, tensor in tensors.items():
+        groups.setdefault(tensor.shape, []).append(name)
+    return list(groups.values())
+
+
+def _key(name: str, factor: str) -> str:
+    return f"{name}/{factor}"

@@ -7,21 +7,24 @@ width here, where the paper shortens frequent ones (Elias). Two bits are TernGra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, ClassVar
 
 import torch
 
+from gradlab.bits import pack, packed_bytes, unpack
+from gradlab.blocks import pieces
 from gradlab.codec import Compressor, Context, Exchanged, Tensors, concatenate, separate
 from gradlab.codec_settings import require
 from gradlab.collectives import Coroutine, Ring
 from gradlab.layout import Layer
+from gradlab.random_bits import on_device, sixteen_random_bits
 from gradlab.ring import RingCode, segment_bounds
 
 NORMS = ("max", "l2")
 CONTRACTIONS = ("none", "bound", "measured")
-_CACHED = 2**18  # elements worked on at a time
 
 
 class QSGD(Compressor):
@@ -44,6 +47,8 @@ class QSGD(Compressor):
     name = "qsgd"
     family = "quantization"
     wants_error_feedback = False
+    formula = "4 * ceil(n / bucket_size) + bits * ceil(n / 8)"
+    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple({"bits": bits} for bits in range(2, 9))
 
     @dataclass(frozen=True)
     class Settings:
@@ -98,7 +103,7 @@ class QSGD(Compressor):
     def _contraction(self, rows: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
         """c of each row, (m, n), (m,) -> (m,), float32: 1 / (1 + the bound), or ||x||^2 / (||x||^2 + variance)."""
         if self.settings.contraction == "bound":
-            return torch.full_like(norms, 1 / (1 + self.variance_bound(rows.shape[1])))
+            return torch.full_like(norms, 1 / (1 + self.bucket_variance_bound(rows.shape[1])))
         unit = norms.masked_fill(norms == 0, 1.0).to(rows.dtype)[:, None]
         scaled = rows / unit  # no square over- or underflows
         places = scaled * (self.levels / self._stride) + self.levels / self._stride
@@ -107,7 +112,22 @@ class QSGD(Compressor):
         energy = sum_of_rows(scaled.square_())
         return (energy / (energy + variance).masked_fill_(energy == 0, 1.0)).float()
 
-    def variance_bound(self, numel: int) -> float:
+    @property
+    def unbiased(self) -> bool:
+        return bool(self.settings.stochastic) and self.settings.contraction == "none" and not self.settings.ring
+
+    def delta(self, layers: Sequence[Layer]) -> float | None:
+        longest = max(1, min(self.settings.bucket_size, sum(layer.numel for layer in layers)))
+        if not self.settings.stochastic and self.settings.norm == "max" and not self.settings.ring:
+            return 1 / longest
+        shrinks = self.settings.contraction != "none"
+        return 1 / (1 + self.bucket_variance_bound(longest)) if shrinks else None
+
+    def variance_bound(self, layers: Sequence[Layer]) -> float | None:
+        longest = max(1, min(self.settings.bucket_size, sum(layer.numel for layer in layers)))
+        return self.bucket_variance_bound(longest) if self.unbiased else None
+
+    def bucket_variance_bound(self, numel: int) -> float:
         """The most that E||C(x) - x||^2 / ||x||^2 can be for a bucket of so many elements."""
         s = self.levels
         if self.settings.bits == 1:  # sum (norm^2 - x_i^2), of which the largest element has none
@@ -151,7 +171,7 @@ class QSGD(Compressor):
 
     def compressed_bytes(self, numel: int) -> int:
         """Bytes of norms and codes of a vector."""
-        return 4 * -(-numel // self.settings.bucket_size) + -(-numel // 8) * self.settings.bits
+        return 4 * -(-numel // self.settings.bucket_size) + packed_bytes(numel, self.settings.bits)
 
 
 class QuantizedRing(RingCode):
@@ -188,18 +208,6 @@ def ring_edges(numel: int, segments: int) -> list[int]:
     return [0, *(min(8 * last, numel) for _, last in segment_bounds(-(-numel // 8), segments))]
 
 
-def pieces(vector: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """A vector as matrices of whole buckets (m, size), and what is left over as one more, (1, rest): views.
-
-    On a CPU each is small enough that all that is done to it happens in the cache.
-    """
-    whole = vector.numel() // size * size
-    most = max(1, _CACHED // size) * size if vector.device.type == "cpu" else max(1, whole)
-    matrices = [vector[a:b].view(-1, size) for a, b in pairwise([*range(0, whole, most), whole])]
-    rest = vector[whole:]
-    return [*matrices, rest.view(1, -1)] if rest.numel() else matrices
-
-
 def bucket_norms(rows: torch.Tensor, norm: str) -> torch.Tensor:
     """Largest magnitude or Euclidean norm of each row: (m, n) -> (m,), float32.
 
@@ -220,58 +228,3 @@ def sum_of_rows(rows: torch.Tensor) -> torch.Tensor:
         rows[:, : width - half] += rows[:, half:]
         rows = rows[:, :half]
     return rows[:, 0]
-
-
-def on_device(generator: torch.Generator, device: torch.device) -> torch.Generator:
-    """The generator itself, or one on the device that is seeded from it."""
-    if generator.device.type == device.type:
-        return generator
-    return torch.Generator(device).manual_seed(int(torch.randint(2**62, (), generator=generator)))
-
-
-def sixteen_random_bits(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Uniform integers in [-2^15, 2^15), int16, in the shape of `like`.
-
-    Drawn 64 bits at a time: a fifth of the time of torch.rand.
-    """
-    words = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
-    return words.random_(-(2**63), None, generator=generator).view(torch.int16)[: like.numel()].view(like.shape)
-
-
-def fields(bits: int) -> list[int]:
-    """The powers of two in a number of bits, largest first: 7 -> 4, 2, 1."""
-    return [width for width in (8, 4, 2, 1) if bits & width]
-
-
-def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes below 2^bits, (numel,) uint8, as a vector of ceil(numel / 8) * bits bytes.
-
-    Bits go field by field, low ones first. Each folds its field's vector in halves until a byte is full, so that
-    every operation runs over contiguous memory.
-    """
-    codes = torch.nn.functional.pad(codes, (0, -codes.numel() % 8))
-    packed = []
-    for width in fields(bits):
-        field = codes.bitwise_and(2**width - 1)
-        codes = codes.bitwise_right_shift(width) if width < 8 else codes
-        while width < 8:
-            low, high = field.view(2, field.numel() // 2)
-            field = low | high << width
-            width *= 2
-        packed.append(field)
-    return torch.cat(packed)
-
-
-def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """The inverse of `pack`: uint8 codes, up to seven more of them than were packed."""
-    groups = packed.numel() // bits
-    codes = packed.new_zeros(8 * groups)
-    shift = 0
-    for width, field in zip(fields(bits), packed.split([width * groups for width in fields(bits)]), strict=True):
-        full = 8
-        while full > width:
-            full //= 2
-            field = torch.cat([field & 2**full - 1, field >> full])
-        codes |= field << shift
-        shift += width
-    return codes

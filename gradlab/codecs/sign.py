@@ -7,28 +7,22 @@ Bernstein, Wang, Azizzadenesheli, Anandkumar, "signSGD", ICML 2018; inside `two_
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from gradlab.codec import Compressor
+from gradlab.blocks import CACHED, WHOLE, BlockCompressor
 from gradlab.codec_settings import require
-from gradlab.codecs.qsgd import pieces
 from gradlab.layout import Layer
 
 SCALES = ("mean", "one")
 ZEROS = ("positive", "random")
-_WHOLE = 2**62  # elements of a block that has no end
-_CACHED = 2**16  # elements worked on at a time
-Shard = tuple[int, int]
 
 
-class Sign(Compressor):
+class Sign(BlockCompressor):
     """C(v) = [||v_b||_1 / d_b sign(v_b)] over blocks b of d_b elements; eq. (1) where all is one block.
 
     delta-approximate with delta(v) = min_b ||v_b||_1^2 / (d_b ||v_b||_2^2) >= min_b 1 / d_b (Proposition 1):
@@ -45,6 +39,8 @@ class Sign(Compressor):
     minimum_dimensions = 0
     minimum_numel = 1
     group_bytes = 4 * 2**20
+    formula = "(4 * blocks if scale == 'mean' else 0) + ceil(n / 8)"
+    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({}, {"block_size": 4096}, {"block_size": 256})
 
     @dataclass(frozen=True)
     class Settings:
@@ -69,63 +65,31 @@ class Sign(Compressor):
     def __init__(self, settings: Sign.Settings | None = None, learned: dict[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
         # Without scales it may be cut anywhere, in whole bytes.
-        self.block = self.settings.block_size or (8 if self.settings.scale == "one" else _WHOLE)
-        self._sizes: np.ndarray | None = None  # of the blocks, where they are not all alike; and where they begin
-        self._starts = np.zeros(1, np.int64)
-        self._relatives: dict[tuple[int, ...], Sign] = {}
+        self.block = self.settings.block_size or (8 if self.settings.scale == "one" else WHOLE)
 
-    def for_layers(self, numels: Sequence[int]) -> Sign:
-        if len(numels) == 1 or self.settings.across_layers or self.settings.scale == "one":
+    def delta(self, layers: Sequence[Layer]) -> float | None:
+        if self.settings.scale == "one":
+            return None
+        numel = sum(layer.numel for layer in layers)
+        lengths = [numel] if self.settings.across_layers else [layer.numel for layer in layers]
+        return 1 / max([1, *(min(length, self.settings.block_size or WHOLE) for length in lengths)])
+
+    def block_of(self, shape: Sequence[int]) -> int:
+        return self.settings.block_size or WHOLE
+
+    def for_layers(self, shapes: Sequence[Sequence[int]]) -> Sign:
+        if len(shapes) == 1 or self.settings.across_layers or self.settings.scale == "one":
             return self
-        key = tuple(numels)
-        if key not in self._relatives:
-            sizes = [size for numel in numels for size in _block_sizes(numel, self.settings.block_size)]
-            self._relatives[key] = self._of_blocks(np.array(sizes, np.int64))
-        return self._relatives[key]
-
-    def part(self, start: int, stop: int) -> Sign:
-        if self._sizes is None:
-            return self
-        key = (-1, start, stop)
-        if key not in self._relatives:
-            first, last = np.searchsorted(self._starts, [start, stop])
-            self._relatives[key] = self._of_blocks(self._sizes[first:last])
-        return self._relatives[key]
-
-    def _of_blocks(self, sizes: np.ndarray) -> Sign:
-        relative = Sign(self.settings)
-        relative._sizes, relative._starts = sizes, np.concatenate([[0], np.cumsum(sizes)])
-        return relative
-
-    def blocks(self, numel: int) -> int:
-        return super().blocks(numel) if self._sizes is None else len(self._sizes)
-
-    def bounds(self, numel: int, parts: int) -> list[int]:
-        if self._sizes is None:
-            return super().bounds(numel, parts)
-        # The start nearest to where equal shards would begin.
-        wanted = np.arange(parts + 1) * numel / parts
-        above = np.searchsorted(self._starts, wanted).clip(1, None)
-        below, above = self._starts[above - 1], self._starts[above]
-        return [int(place) for place in np.where(wanted - below < above - wanted, below, above)]
+        return super().for_layers(shapes)
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Scales (number of blocks,), float32, none of them with scale "one"; signs (ceil(numel / 8),), uint8."""
         scales = [torch.empty(0, dtype=torch.float32, device=vector.device)]
-        if self.settings.scale == "mean" and vector.numel():
-            scales += [mean_magnitudes(rows) for rows in self._rows(vector)]
+        if self.settings.scale == "mean":
+            scales += [mean_magnitudes(rows) for rows in self.rows(vector)]
         if self.settings.zeros == "random":
             vector = _tossed(vector, generator)
         return torch.cat(scales), pack_signs(vector)
-
-    def _rows(self, vector: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The blocks in order, as matrices of those of one size."""
-        if self._sizes is None:
-            yield from pieces(vector, min(self.block, vector.numel()))
-            return
-        ends = [*(np.flatnonzero(np.diff(self._sizes)) + 1).tolist(), len(self._sizes)]
-        for first, last in pairwise([0, *ends]):
-            yield from pieces(vector[self._starts[first] : self._starts[last]], int(self._sizes[first]))
 
     def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
         self.add_all(total, [payload], scale)
@@ -135,18 +99,18 @@ class Sign(Compressor):
         if self.settings.scale == "one":
             self._add_votes(total, [packed for _, packed in payloads], scale)
             return
-        scratch = total.new_empty(min(self._most(total), total.numel()))
+        scratch = total.new_empty(min(self.span(total), total.numel()))
         ranks = [(packed, self._factors(scales, total, scale)) for scales, packed in payloads]
-        for start, stop in self._pieces(total):
+        for start, stop in self.spans(total):
             piece, values = total[start:stop], scratch[: stop - start]
             for packed, factors in ranks:
                 piece += self._fill(values, packed, factors, start)
 
     def _add_votes(self, total: torch.Tensor, ranks: Sequence[torch.Tensor], scale: float) -> None:
         """The sum of whole numbers first, which is exact: a tie is zero, at any number of ranks."""
-        scratch = total.new_empty(2, min(self._most(total), total.numel()))
+        scratch = total.new_empty(2, min(self.span(total), total.numel()))
         one = total.new_ones(1)
-        for start, stop in self._pieces(total):
+        for start, stop in self.spans(total):
             sums, values = scratch[0, : stop - start], scratch[1, : stop - start]
             self._fill(sums, ranks[0], one, start)
             for packed in ranks[1:]:
@@ -156,14 +120,14 @@ class Sign(Compressor):
     def decompress_into(self, out: torch.Tensor, payload: Sequence[torch.Tensor]) -> torch.Tensor:
         scales, packed = payload
         factors = self._factors(scales, out, 1.0)
-        for start, stop in self._pieces(out):
+        for start, stop in self.spans(out):
             self._fill(out[start:stop], packed, factors, start)
         return out
 
     def residual_into(self, out: torch.Tensor, vector: torch.Tensor, payload: Sequence[torch.Tensor]) -> torch.Tensor:
         scales, packed = payload
         factors = self._factors(scales, out, 1.0)
-        for start, stop in self._pieces(out):
+        for start, stop in self.spans(out):
             piece = out[start:stop]
             torch.sub(vector[start:stop], self._fill(piece, packed, factors, start), out=piece)
         return out
@@ -174,72 +138,21 @@ class Sign(Compressor):
             return like.new_full((1,), scale)
         return scales.to(like.dtype) * scale
 
-    def _most(self, like: torch.Tensor) -> int:
-        """Elements worked on at a time: what fits the cache, in whole bytes of signs, and in whole blocks if it can."""
-        if like.device.type != "cpu":
-            return max(8, like.numel() + -like.numel() % 8)
-        together = math.lcm(self.block, 8)
-        return _CACHED - _CACHED % together if together <= _CACHED else _CACHED
-
-    def _pieces(self, like: torch.Tensor) -> Iterator[Shard]:
-        numel, most = like.numel(), self._most(like)
-        return ((start, min(numel, start + most)) for start in range(0, numel, most))
-
     def _fill(self, values: torch.Tensor, packed: torch.Tensor, factors: torch.Tensor, start: int) -> torch.Tensor:
         """Overwrite what begins at element `start` of a vector with its signs times their blocks' factors."""
         stop = start + len(values)
         packed = packed[start // 8 : -(-stop // 8)]
         if self.settings.scale == "one":
             return write_signs(values, packed, float(factors))
-        first, last = self._blocks_of(start, stop)
+        first, last = self.blocks_of(start, stop)
         if first == last:
             return write_signs(values, packed, float(factors[first]))
-        write_signs(values, packed, 1.0)
-        if self._sizes is None:
-            _scale_blocks(values, factors, start, self.block)
-        else:
-            values.mul_(self._spread(factors, start, stop))
-        return values
-
-    def _blocks_of(self, start: int, stop: int) -> Shard:
-        """The blocks of the first and the last of some elements."""
-        if self._sizes is None:
-            return start // self.block, (stop - 1) // self.block
-        first, last = np.searchsorted(self._starts, [start, stop - 1], "right") - 1
-        return int(first), int(last)
-
-    def _spread(self, factors: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """The blocks' factors, each as often as its block has elements between start and stop."""
-        first, last = int(np.searchsorted(self._starts, start, "right")) - 1, int(np.searchsorted(self._starts, stop))
-        counts = np.diff(self._starts[first : last + 1].clip(start, stop))
-        return factors[first:last].repeat_interleave(torch.from_numpy(counts).to(factors.device))
+        return self.scale(write_signs(values, packed, 1.0), factors, start)
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         numel = sum(layer.numel for layer in layers)
-        scales = self.for_layers([layer.numel for layer in layers]).blocks(numel)
+        scales = self.for_layers([layer.shape for layer in layers]).blocks(numel)
         return (4 * scales if self.settings.scale == "mean" else 0) + -(-numel // 8)
-
-
-def _block_sizes(numel: int, block_size: int | None) -> list[int]:
-    """Sizes of a layer's blocks: all alike but the last, which may be smaller."""
-    size = block_size or max(1, numel)
-    return [size] * (numel // size) + ([numel % size] if numel % size else [])
-
-
-def _scale_blocks(signs: torch.Tensor, factors: torch.Tensor, start: int, size: int) -> None:
-    """Multiply, in place, what begins at element `start` of a vector by its blocks' factors."""
-    first, offset = divmod(start, size)
-    head = min(len(signs), size - offset) if offset else 0
-    whole = head + (len(signs) - head) // size * size
-    if head:
-        signs[:head].mul_(factors[first])
-        first += 1
-    if whole > head:
-        count = (whole - head) // size
-        signs[head:whole].view(count, size).mul_(factors[first : first + count, None])
-        first += count
-    if whole < len(signs):
-        signs[whole:].mul_(factors[first])
 
 
 def mean_magnitudes(rows: torch.Tensor) -> torch.Tensor:
@@ -251,8 +164,8 @@ def mean_magnitudes(rows: torch.Tensor) -> torch.Tensor:
         return (rows.abs().sum(1, dtype=torch.float64) / rows.shape[1]).float()
     values, total = rows.numpy(), np.zeros(len(rows))
     with np.errstate(over="ignore", invalid="ignore"):
-        for start in range(0, values.shape[1], _CACHED):
-            total += np.abs(values[:, start : start + _CACHED]).sum(1)
+        for start in range(0, values.shape[1], CACHED):
+            total += np.abs(values[:, start : start + CACHED]).sum(1)
     if not np.isfinite(total).all():  # a sum of finite numbers may be too large for float32, not their mean
         total = np.abs(values).sum(1, dtype=np.float64)
     return torch.from_numpy((total / values.shape[1]).astype(np.float32))
@@ -264,7 +177,7 @@ def pack_signs(vector: torch.Tensor) -> torch.Tensor:
         negative = torch.nn.functional.pad(vector < 0, (0, -vector.numel() % 8)).view(-1, 8)
         return (negative * (1 << torch.arange(8, device=vector.device))).sum(1).to(torch.uint8)
     packed = np.empty(-(-vector.numel() // 8), np.uint8)
-    for start, part in zip(range(0, vector.numel(), _CACHED), vector.split(_CACHED), strict=False):
+    for start, part in zip(range(0, vector.numel(), CACHED), vector.split(CACHED), strict=False):
         bits = np.packbits(part.numpy() < 0, bitorder="little")
         packed[start // 8 : start // 8 + len(bits)] = bits
     return torch.from_numpy(packed)

@@ -3,6 +3,8 @@
 Seide et al., "1-bit SGD", Interspeech 2014; Karimireddy et al., "Error feedback fixes SignSGD", ICML 2019, Algorithm 1.
 Low-pass form: Chen et al., "ScaleCom", NeurIPS 2020, eq. (5) and Algorithm 1. Step-size ratio: Zheng, Huang, Kwok,
 "Communication-efficient distributed blockwise momentum SGD with error-feedback", NeurIPS 2019, Algorithm 2, line 5.
+A residual that is the momentum: Peng, Quesnelle, Kingma, "DeMo: Decoupled momentum optimization", 2024, Algorithm 1.
+Resets, and the residual in 8 bits: Xie, Lin, Toh, Zhou, "LoCo", IEEE TPAMI 2025, Algorithm 1.
 """
 
 from __future__ import annotations
@@ -41,6 +43,9 @@ class ErrorFeedback(Wrapper):
         known. The new residual is then decay * residual + (1 - decay) * (asked - own);
         step_size_ratio: multiply the residual by eta_(t-1) / eta_t; None does so if the optimizer is SGD without
         momentum;
+        carried: share of the residual that is added to the next gradient, DeMo's beta; below 1 what is not sent is
+        forgotten little by little, as in momentum, which it then is: m = beta m + g, less what is sent;
+        reset_steps: drop the residual after every so many compressed iterations, LoCo's T_c; 0 for never;
         buffer: "float32" (the gradient's working type) or "int8", a quarter of the memory, blocks of 256 with a scale;
         what is below 1/254 of its block's largest is then lost.
         """
@@ -48,10 +53,14 @@ class ErrorFeedback(Wrapper):
         decay: float = 0.0
         step_size_ratio: bool | None = None
         buffer: str = "float32"
+        carried: float = 1.0
+        reset_steps: int = 0
 
         def __post_init__(self) -> None:
             require(0 <= self.decay < 1, "error_feedback", "decay", self.decay, "a share in [0, 1)")
             require(self.buffer in BUFFERS, "error_feedback", "buffer", self.buffer, "'float32' or 'int8'")
+            require(0 < self.carried <= 1, "error_feedback", "carried", self.carried, "a share in (0, 1]")
+            require(self.reset_steps >= 0, "error_feedback", "reset_steps", self.reset_steps, "0 or more")
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         residual = self._residual(grads, state, context)
@@ -59,8 +68,10 @@ class ErrorFeedback(Wrapper):
         done = yield from self.codec.exchange(asked, self.inner_state(state), context)
         unsent = left_of(asked, done.own, context)
         kept = self._held(grads, state, context)
+        steps = self.settings.reset_steps
+        dropped = steps > 0 and (context.iteration - context.start + 1) % steps == 0
         for name, left in unsent.items():
-            if not context.stands_still(name, self.settings.step_size_ratio):
+            if not dropped and not context.stands_still(name, self.settings.step_size_ratio):
                 kept |= store_buffer(name, "residual", self._low_pass(left, residual.get(name)), self.settings.buffer)
         return Exchanged(done.mean, done.own, {**done.state, **kept}, asked, unsent)
 
@@ -82,7 +93,7 @@ class ErrorFeedback(Wrapper):
         for name in grads:
             residual = load_buffer(state, name, "residual")
             if residual is not None and not context.stands_still(name, self.settings.step_size_ratio):
-                ratio = context.residual_ratio(name, self.settings.step_size_ratio)
+                ratio = self.settings.carried * context.residual_ratio(name, self.settings.step_size_ratio)
                 found[name] = residual if ratio == 1.0 else residual * ratio
         return found
 

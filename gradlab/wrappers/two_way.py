@@ -7,6 +7,7 @@ the server of one part, so that no link carries more than the others.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,12 +65,17 @@ class TwoWay(Wrapper):
                 f"two_way around {codec.name}: it needs a codec that a rank computes alone, such as topk or qsgd, with "
                 "no wrapper between them"
             )
+        if codec.varying:
+            raise GradlabError(
+                f"two_way around {codec.name} with messages whose sizes vary: a server's must be known to all; choose "
+                "settings that fix them"
+            )
         self.compressor = codec
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        vector, numels = concatenate(grads), [grad.numel() for grad in grads.values()]
-        shards = self.shards(numels, context.world_size, context.group)
-        codecs = [self.compressor.for_layers(numels).part(a, b) for a, b in shards]
+        vector, shapes = concatenate(grads), [grad.shape for grad in grads.values()]
+        shards = self.shards(shapes, context.world_size, context.group)
+        codecs = [self.compressor.for_layers(shapes).part(a, b) for a, b in shards]
         sent = [
             codec.compress(vector[a:b], context.rank_generator("shard", a))
             for codec, (a, b) in zip(codecs, shards, strict=True)
@@ -94,8 +100,8 @@ class TwoWay(Wrapper):
     def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         """The servers' residuals are sent along: the one that holds a part adds N times it to its own gradient."""
         vector = concatenate(grads)
-        numels = [grad.numel() for grad in grads.values()]
-        start, stop = self.shards(numels, context.world_size, context.group)[context.rank]
+        shapes = [grad.shape for grad in grads.values()]
+        start, stop = self.shards(shapes, context.world_size, context.group)[context.rank]
         asked = vector.clone()
         held = self._server_residual(grads, state, context, asked[start:stop])
         asked[start:stop] += context.world_size * self._rescaled(held, context)
@@ -106,12 +112,12 @@ class TwoWay(Wrapper):
                 kept |= store_buffer(name, "server_residual", piece.clone(), self.settings.buffer)
         return Exchanged(done.mean, dict(grads), kept)
 
-    def shards(self, numels: Sequence[int], world_size: int, group: str = "") -> list[Shard]:
-        """(start, stop) of each rank's shard of layers with so many elements: whole blocks, or all on one rank.
+    def shards(self, shapes: Sequence[Sequence[int]], world_size: int, group: str = "") -> list[Shard]:
+        """(start, stop) of each rank's shard of layers of these shapes: whole blocks, or all on one rank.
 
         A group of one block cannot be shared out: its server follows from its name, so that other groups' are others.
         """
-        numel, codec = sum(numels), self.compressor.for_layers(numels)
+        numel, codec = sum(map(math.prod, shapes)), self.compressor.for_layers(shapes)
         if self.settings.server == "sharded" and codec.blocks(numel) > 1:
             return list(pairwise(codec.bounds(numel, world_size)))
         root = self.settings.server_rank if self.settings.server == "rank" else zlib.crc32(group.encode()) % world_size
@@ -175,8 +181,9 @@ class TwoWay(Wrapper):
 
     def _cuts(self, grads: Tensors, context: Context) -> dict[str, Shard]:
         """What this rank's shard holds of each layer: (start, stop) in the layer."""
-        numels = [grad.numel() for grad in grads.values()]
-        start, stop = self.shards(numels, context.world_size, context.group)[context.rank]
+        start, stop = self.shards([grad.shape for grad in grads.values()], context.world_size, context.group)[
+            context.rank
+        ]
         cuts, first = {}, 0
         for name, grad in grads.items():
             a, b = (max(0, min(grad.numel(), place - first)) for place in (start, stop))
@@ -202,8 +209,8 @@ class TwoWay(Wrapper):
         return kept
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        numels = [layer.numel for layer in layers]
-        codec, shards = self.compressor.for_layers(numels), self.shards(numels, world_size)
+        shapes = [layer.shape for layer in layers]
+        codec, shards = self.compressor.for_layers(shapes), self.shards(shapes, world_size)
         sizes = [codec.part(a, b).payload_bytes([Layer("shard", (b - a,))], world_size) for a, b in shards]
         return sum(sizes) + sum(sizes) / world_size
 

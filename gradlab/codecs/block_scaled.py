@@ -1,0 +1,157 @@
+"""Eight or four bits per value with one scale per block: int8, int4, and the two 8-bit floating-point formats.
+
+int8 and blocks: Dettmers, "8-bit approximations for parallelism in deep learning", ICLR 2016; formats: Micikevicius et
+al., "FP8 formats for deep learning", 2022. int4 with one fixed scale, inside `error_feedback` with `decay`, an int8
+buffer and `reset_steps`: Xie, Lin, Toh, Zhou, "LoCo: Low-bit communication adaptor for large-scale model training",
+IEEE TPAMI 2025, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from gradlab.bits import pack, packed_bytes, unpack
+from gradlab.blocks import pieces
+from gradlab.codec import Compressor
+from gradlab.codec_settings import require
+from gradlab.layout import Layer
+from gradlab.random_bits import on_device, sixteen_random_bits
+
+INTEGERS = {"int8": 8, "int4": 4}
+FLOATS = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
+_MANTISSA = {"float8_e4m3fn": 3, "float8_e5m2": 2}  # bits
+_FINEST = {"float8_e4m3fn": 2.0**-9, "float8_e5m2": 2.0**-16}  # steps, below the smallest normal number
+
+
+class BlockScaled(Compressor):
+    """C(x) = s Q(x / s) for each block of n elements, with s such that the largest magnitude is the format's own.
+
+    Q rounds to the nearest value of the format: int8 -127..127, int4 -7..7, float8_e4m3fn up to 448 with 3 bits of
+    mantissa, float8_e5m2 up to 57344 with 2; or (`stochastic`) at random to one of the two beside it, without bias.
+    Integers are right to max|x| / (2 * 127) or / (2 * 7); floats to 2^-4 or 2^-3 of each value, until they underflow
+    at 2^-9 / 448 or 2^-16 / 57344 of the largest. To the nearest, C is delta-approximate: no error is larger than its
+    value and the largest value has none, or next to none, so that delta >= 1 / n at least; `delta` gives more.
+    With a fixed scale (LoCo's), C(x) = Q(s x) / s, cut off at the format's ends (-8 or 7, -128 or 127 for integers).
+    No error feedback by default at 8 bits; with int4 ask for it.
+    """
+
+    name = "block_scaled"
+    family = "quantization"
+    wants_error_feedback = False
+    formula = "4 * ceil(n / block_size) + bits * ceil(n / 8)"
+    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple({"dtype": dtype} for dtype in (*INTEGERS, *FLOATS))
+
+    @dataclass(frozen=True)
+    class Settings:
+        """dtype: "int8", "int4", "float8_e4m3fn" or "float8_e5m2"; block_size: elements that share a scale, a
+        float32; stochastic: round at random; scale: LoCo's s, by which all values are multiplied, or None: of blocks.
+        """
+
+        dtype: str = "int8"
+        block_size: int = 256
+        stochastic: bool = False
+        scale: float | None = None
+
+        def __post_init__(self) -> None:
+            known = (*INTEGERS, *FLOATS)
+            require(self.dtype in known, "block_scaled", "dtype", self.dtype, f"one of {', '.join(known)}")
+            require(self.block_size >= 1, "block_scaled", "block_size", self.block_size, "elements, at least 1")
+            require(self.scale is None or self.scale > 0, "block_scaled", "scale", self.scale, "above 0, or none")
+
+    def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
+        super().__init__(settings, learned)
+        self.block = self.settings.block_size if self.settings.scale is None else 8
+        self.bits = INTEGERS.get(self.settings.dtype, 8)
+        whole = self.settings.dtype in INTEGERS
+        self.largest = float(2 ** (self.bits - 1) - 1) if whole else torch.finfo(FLOATS[self.settings.dtype]).max
+
+    @property
+    def unbiased(self) -> bool:
+        return bool(self.settings.stochastic) and self.settings.scale is None
+
+    def delta(self, layers: Sequence[Layer]) -> float | None:
+        if self.settings.stochastic or self.settings.scale is not None:
+            return None
+        return max(1 / self._longest(layers), 1 - self._error(layers, 0.5)) * (1 - 1e-6)  # scales are rounded too
+
+    def variance_bound(self, layers: Sequence[Layer]) -> float | None:
+        # The variance between two neighbours is at most a quarter of their distance squared.
+        return self._error(layers, 0.5) if self.unbiased else None
+
+    def _longest(self, layers: Sequence[Layer]) -> int:
+        return max(1, min(self.settings.block_size, sum(layer.numel for layer in layers)))
+
+    def _error(self, layers: Sequence[Layer], part: float) -> float:
+        """The most that ||C(x) - x||^2 / ||x||^2 can be if each error is at most a part of the step around it."""
+        dtype, longest = self.settings.dtype, self._longest(layers)
+        if dtype in INTEGERS:
+            return longest * (part / self.largest) ** 2
+        underflow = longest * (part * _FINEST[dtype] / self.largest) ** 2
+        return (part * 2.0 ** -_MANTISSA[dtype]) ** 2 + underflow
+
+    def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        """Scales (ceil(numel / block_size),), float32, or one where it is fixed; codes, uint8."""
+        generator = on_device(generator, vector.device)
+        codes = torch.empty(vector.numel(), dtype=torch.uint8, device=vector.device)
+        scales = [torch.empty(0, dtype=torch.float32, device=vector.device)]
+        size = self.settings.block_size
+        for rows, out in zip(pieces(vector, size), pieces(codes, size), strict=True):
+            scale = self._scales(rows)
+            out.copy_(self._codes(rows / scale.masked_fill(scale == 0, 1.0).to(rows.dtype)[:, None], generator))
+            scales.append(scale)
+        found = torch.cat(scales)
+        if self.settings.scale is not None:  # one says it all, and whether something was not finite
+            found = found.sum(0, keepdim=True) if not found.isfinite().all() else found[:1]
+        return found, codes if self.bits == 8 else pack(codes, self.bits)
+
+    def _scales(self, rows: torch.Tensor) -> torch.Tensor:
+        """What each row (n,) of (m, n) is divided by, (m,), float32; not finite where one of its values is not."""
+        largest = torch.maximum(rows.amax(1), -rows.amin(1)).float()
+        if self.settings.scale is None:
+            return largest / self.largest
+        fixed = torch.full_like(largest, 1 / self.settings.scale)
+        return torch.where(largest.isfinite(), fixed, largest)
+
+    def _codes(self, places: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Values in the format's own unit as its codes, uint8. Overwrites them."""
+        if self.settings.stochastic:
+            chance = sixteen_random_bits(places, generator).to(places.dtype).add_(2.0**15 + 0.5).mul_(2.0**-16)
+            step = self._steps(places)
+            places = places.div_(step).add_(chance).floor_().mul_(step)
+        if self.settings.dtype in FLOATS:
+            ends = self.largest
+            return places.clamp_(-ends, ends).float().to(FLOATS[self.settings.dtype]).view(torch.uint8)
+        least = -self.largest - (self.settings.scale is not None)
+        whole = (places if self.settings.stochastic else places.round_()).clamp_(least, self.largest)
+        return whole.to(torch.int8).view(torch.uint8) if self.bits == 8 else whole.add_(8).to(torch.uint8)
+
+    def _steps(self, places: torch.Tensor) -> torch.Tensor | float:
+        """The distance between the format's values around each place."""
+        dtype = self.settings.dtype
+        if dtype in INTEGERS:
+            return 1.0
+        _, exponents = torch.frexp(places.float())  # |x| in [2^(e-1), 2^e)
+        return torch.ldexp(torch.ones_like(places), exponents - 1 - _MANTISSA[dtype]).clamp_(min=_FINEST[dtype])
+
+    def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
+        scales, packed = payload
+        codes = packed if self.bits == 8 else unpack(packed, self.bits)[: total.numel()]
+        size, first = self.settings.block_size, 0
+        for rows, code in zip(pieces(total, size), pieces(codes, size), strict=True):
+            factors = scales[first : first + len(rows)] if self.settings.scale is None else scales
+            rows.add_(self._values(code).to(total.dtype).mul_((factors.to(total.dtype) * scale)[:, None]))
+            first += len(rows)
+
+    def _values(self, codes: torch.Tensor) -> torch.Tensor:
+        if self.settings.dtype in FLOATS:
+            return codes.view(FLOATS[self.settings.dtype]).float()
+        return codes.view(torch.int8) if self.bits == 8 else codes.view(torch.int8) - 8
+
+    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        numel = sum(layer.numel for layer in layers)
+        scales = -(-numel // self.settings.block_size) if self.settings.scale is None else min(1, numel)
+        return 4 * scales + (numel if self.bits == 8 else packed_bytes(numel, self.bits))

@@ -1,0 +1,117 @@
+"""CLT-k: one rank chooses the positions for all, and every rank sends its values there, which add up.
+
+Chen et al., "ScaleCom: Scalable sparsified gradient compression for communication-efficient distributed training",
+NeurIPS 2020, eq. (3) and Algorithm 1 (cyclic local top-k); selection in chunks: its section 4. Inside `error_feedback`
+with `decay` 1 - beta (the low-pass filter, eq. 5) it is ScaleCom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from gradlab.codec import Codec, Context, Deferred, Exchanged, Tensors, concatenate, separate
+from gradlab.codec_settings import require
+from gradlab.codecs.block_scaled import BlockScaled
+from gradlab.collectives import Broadcast, Coroutine, Gather, Mean
+from gradlab.indices import decode, encode, in_order, index_bytes
+from gradlab.layout import Layer
+from gradlab.sparse import count_of, largest, require_coding, require_density
+
+_INT8 = BlockScaled(BlockScaled.Settings("int8"))
+
+
+class CLTK(Codec):
+    """Positions: the leader's k = ceil(density * numel) largest magnitudes; sent: every rank's values there.
+
+    The leader is rank (iteration mod N), or drawn from the shared seed. Given its positions the compressor commutes
+    with the sum, so values go as one all-reduce, which does not grow with N; positions are broadcast, which only the
+    leader contributes to. For the leader delta = k / numel; for others as far as their largest elements are the
+    leader's, which is what the paper rests on, and what feedback makes up for.
+    """
+
+    name = "clt_k"
+    family = "sparsification"
+    formula = "4 * k + index_bytes(k, n) / N, k = ceil(density * n)"
+    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(
+        {"density": density} for density in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
+    )
+
+    @dataclass(frozen=True)
+    class Settings:
+        """density: share of elements sent, in (0, 1]; leader: "rotating" or "random"; values: "float32" in an
+        all-reduce, or "int8" with a scale per 256, gathered; selection: "topk", or the largest of each chunk of
+        1 / density elements ("chunks"), which needs no sorting; index_coding: "fixed", "raw", "packed" or "bitmap"."""
+
+        density: float = 0.01
+        leader: str = "rotating"
+        values: str = "float32"
+        selection: str = "topk"
+        index_coding: str = "fixed"
+
+        def __post_init__(self) -> None:
+            require_density(self.density, "clt_k")
+            require(self.leader in ("rotating", "random"), "clt_k", "leader", self.leader, "'rotating' or 'random'")
+            require(self.values in ("float32", "int8"), "clt_k", "values", self.values, "'float32' or 'int8'")
+            known = ("topk", "chunks")
+            require(self.selection in known, "clt_k", "selection", self.selection, "'topk' or 'chunks'")
+            require_coding(self.index_coding, "clt_k", ("fixed", "raw", "packed", "bitmap"))
+
+    def leader(self, context: Context) -> int:
+        """The rank whose positions are taken in this iteration."""
+        if self.settings.leader == "rotating":
+            return context.iteration % context.world_size
+        return int(torch.randint(context.world_size, (), generator=context.shared_generator("leader")))
+
+    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        vector, leader = concatenate(grads), self.leader(context)
+        numel, coding = vector.numel(), self.settings.index_coding
+        count = self._count(numel)
+        if context.rank == leader:
+            chosen = self._select(vector, count)
+            chosen = chosen.sort().values if in_order(coding, count, numel) else chosen
+            encoded = encode(chosen, numel, coding)
+        else:
+            encoded = torch.zeros(index_bytes(coding, count, numel), dtype=torch.uint8, device=vector.device)
+        encoded = yield Broadcast(encoded, leader)
+        positions = decode(encoded, count, numel, coding)
+        mean, own = yield from self._values(vector[positions], context)
+
+        def spread(values: torch.Tensor) -> Tensors:
+            return separate(context.workspace.zeros_like(vector).index_copy_(0, positions, values), grads)
+
+        return Exchanged(spread(mean), Deferred(grads, lambda: spread(own)))
+
+    def _count(self, numel: int) -> int:
+        if self.settings.selection == "chunks":
+            size = max(1, round(1 / self.settings.density))
+            return -(-numel // size)
+        return count_of(self.settings.density, numel)
+
+    def _select(self, vector: torch.Tensor, count: int) -> torch.Tensor:
+        if self.settings.selection == "topk" or count == 0:
+            return largest(vector, count)
+        size = max(1, round(1 / self.settings.density))
+        padded = torch.nn.functional.pad(vector.abs(), (0, count * size - vector.numel()), value=-1.0)
+        return padded.view(count, size).argmax(1) + size * torch.arange(count, device=vector.device)
+
+    def _values(self, values: torch.Tensor, context: Context) -> Coroutine[tuple[torch.Tensor, torch.Tensor]]:
+        """The mean of all ranks' values, and what this rank's amounted to."""
+        if self.settings.values == "float32":
+            mean = yield Mean(values)
+            return mean, values
+        payload = _INT8.compress(values, context.rank_generator())
+        answers = yield tuple(Gather(part) for part in payload)
+        mean = torch.zeros_like(values)
+        _INT8.add_all(mean, zip(*answers, strict=True), 1.0 / context.world_size)
+        return mean, _INT8.decompress(payload, values)
+
+    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        numel = sum(layer.numel for layer in layers)
+        count = self._count(numel)
+        int8 = self.settings.values == "int8"
+        values = _INT8.payload_bytes([Layer("values", (count,))], world_size) if int8 else 4 * count
+        return values + index_bytes(self.settings.index_coding, count, numel) / world_size

@@ -1,0 +1,181 @@
+"""Top-k of the discrete cosine transform, chunk by chunk: what DeMo sends of its momentum.
+
+Peng, Quesnelle, Kingma, "DeMo: Decoupled momentum optimization", 2024, section 3 and Algorithm 1; sizes of chunks, the
+mean over those ranks that sent a coefficient, and the sign of the answer from their published code. Inside
+`error_feedback` with `carried` beta it is DeMo.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from gradlab.bits import pack, packed_bytes, unpack
+from gradlab.codec import Compressor, Context, Exchanged, Tensors
+from gradlab.codec_settings import require
+from gradlab.collectives import Coroutine
+from gradlab.layout import Layer
+
+AVERAGES = ("ranks", "senders")
+Tiles = tuple[int, int, int, int]
+
+
+class DCTTopK(Compressor):
+    """Of each chunk's coefficients under the orthonormal DCT-II the k largest magnitudes, and which they are.
+
+    A layer (n, ...) is a matrix (n, m), cut into chunks of h x w: the largest divisors of n and m up to `chunk`; a
+    vector into chunks of w. The transform keeps norms, so that C is delta-approximate with the smallest of
+    min(1, k / (h w)): ||C(x) - x||^2 <= (1 - delta) ||x||^2. Every rank chooses its own: gathered.
+    """
+
+    name = "dct_topk"
+    family = "sparsification"
+    formula = "chunks of h * w elements: (4 * k + ceil(log2(h * w)) / 8 * k) each, k = min(count, h * w)"
+    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple({"count": count} for count in (1, 2, 4, 8, 16, 32, 64))
+
+    @dataclass(frozen=True)
+    class Settings:
+        """chunk: largest side of a chunk (the paper's s); count: coefficients sent of each, k; average: a coefficient's
+        mean over all "ranks", or over its "senders" (as in the published code); sign: apply the sign of the answer.
+        """
+
+        chunk: int = 64
+        count: int = 32
+        average: str = "ranks"
+        sign: bool = False
+
+        def __post_init__(self) -> None:
+            require(1 <= self.chunk <= 4096, "dct_topk", "chunk", self.chunk, "1 to 4096")
+            require(self.count >= 1, "dct_topk", "count", self.count, "at least 1")
+            require(self.average in AVERAGES, "dct_topk", "average", self.average, "'ranks' or 'senders'")
+
+    def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
+        super().__init__(settings, learned)
+        self._tiles: list[Tiles] | None = None
+        self.block = 2**62  # a chunk is no run of elements: it cannot be shared out
+
+    def for_layers(self, shapes: Sequence[Sequence[int]]) -> DCTTopK:
+        codec = DCTTopK(self.settings)
+        codec._tiles = [tiles(shape, self.settings.chunk) for shape in shapes]
+        return codec
+
+    def delta(self, layers: Sequence[Layer]) -> float:
+        sizes = [h * w for _, h, _, w in (tiles(layer.shape, self.settings.chunk) for layer in layers)]
+        return min([1.0, *(self._kept(size) / size for size in sizes if size)])
+
+    def _kept(self, size: int) -> int:
+        return min(self.settings.count, size)
+
+    def _layout(self, numel: int) -> list[Tiles]:
+        """Chunks of the layers; a vector without layers, or a shard without elements, is one of its own."""
+        known = self._tiles is not None and numel == sum(math.prod(tile) for tile in self._tiles)
+        return self._tiles if known and self._tiles is not None else [tiles((numel,), self.settings.chunk)]
+
+    def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        """Coefficients (count,) and which of their chunk's they are, packed, uint8."""
+        values, places = [vector.new_empty(0)], [torch.empty(0, dtype=torch.uint8, device=vector.device)]
+        layout = self._layout(vector.numel())
+        for part, tile in zip(vector.split([math.prod(tile) for tile in layout]), layout, strict=True):
+            coefficients = transform(part, tile)
+            size = coefficients.shape[1]
+            if (kept := self._kept(size)) < size:
+                chosen = coefficients.abs().topk(kept, sorted=False).indices
+                coefficients = coefficients.gather(1, chosen)
+                width = (size - 1).bit_length()
+                places.append(pack(chosen.view(-1) if width > 8 else chosen.view(-1).to(torch.uint8), width))
+            values.append(coefficients.reshape(-1))
+        return torch.cat(values), torch.cat(places)
+
+    def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
+        self.add_all(total, [payload], scale)
+
+    def add_all(self, total: torch.Tensor, payloads: Iterable[Sequence[torch.Tensor]], scale: float) -> None:
+        """The ranks' coefficients are added up and transformed back once."""
+        layout, ranks = self._layout(total.numel()), [(values, places) for values, places in payloads]
+        first = start = byte = 0
+        for h_tiles, h, w_tiles, w in layout:
+            chunks, size = h_tiles * w_tiles, h * w
+            kept = self._kept(size)
+            width = (size - 1).bit_length() if kept < size else 0
+            stop, first_byte = first + chunks * kept, byte
+            byte += packed_bytes(chunks * kept, width)
+            summed, senders = total.new_zeros(chunks, size), total.new_zeros(chunks, size)
+            for values, places in ranks:
+                mine = values[first:stop].to(total.dtype).view(chunks, kept)
+                if kept < size:
+                    chosen = unpack(places[first_byte:byte], width)[: chunks * kept].to(torch.int64).view(chunks, kept)
+                    summed.scatter_add_(1, chosen, mine)
+                    senders.scatter_add_(1, chosen, torch.ones_like(mine))
+                else:
+                    summed += mine
+                    senders += 1
+            over = senders.clamp_(min=1).reciprocal_().mul_(scale * len(ranks))
+            summed.mul_(over if self.settings.average == "senders" else scale)
+            numel = chunks * size
+            total[start : start + numel] += restore(summed, (h_tiles, h, w_tiles, w))
+            first, start = stop, start + numel
+
+    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        done = yield from super().exchange(grads, state, context)
+        if self.settings.sign:
+            for tensor in done.mean.values():
+                tensor.sign_()
+        return done
+
+    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        total = 0
+        for layer in layers:
+            h_tiles, h, w_tiles, w = tiles(layer.shape, self.settings.chunk)
+            size, chunks = h * w, h_tiles * w_tiles
+            kept = self._kept(size)
+            total += 4 * chunks * kept
+            total += packed_bytes(chunks * kept, (size - 1).bit_length()) if kept < size else 0
+        return total
+
+
+def tiles(shape: Sequence[int], chunk: int) -> Tiles:
+    """(chunks along n, h, chunks along m, w) of a layer seen as a matrix (n, m); a vector has n = 1."""
+    n, m = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
+    h, w = largest_divisor(n, chunk), largest_divisor(m, chunk)
+    return n // h, h, m // w, w
+
+
+@functools.lru_cache(maxsize=4096)
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of a number that is at most `most`; 1 of 0."""
+    return max((d for d in range(1, min(number, most) + 1) if number % d == 0), default=1)
+
+
+def transform(vector: torch.Tensor, tile: Tiles) -> torch.Tensor:
+    """DCT-II of a layer's chunks: (numel,) -> (chunks, h w)."""
+    y, h, x, w = tile
+    chunks = vector.view(y, h, x, w).transpose(1, 2)  # (y, x, h, w)
+    found = cosines(h, vector) @ chunks @ cosines(w, vector).T
+    return found.reshape(y * x, h * w)
+
+
+def restore(coefficients: torch.Tensor, tile: Tiles) -> torch.Tensor:
+    """The inverse of `transform`: (chunks, h w) -> (numel,)."""
+    y, h, x, w = tile
+    chunks = cosines(h, coefficients).T @ coefficients.view(y, x, h, w) @ cosines(w, coefficients)
+    return chunks.transpose(1, 2).reshape(-1)
+
+
+def cosines(size: int, like: torch.Tensor) -> torch.Tensor:
+    """The orthonormal DCT-II, (size, size): row k is sqrt(2 / n) cos(pi k (2 i + 1) / (2 n)), row 0 over sqrt 2."""
+    return _cosines(size, like.dtype, like.device)
+
+
+@functools.lru_cache(maxsize=256)
+def _cosines(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    k, i = torch.meshgrid(
+        torch.arange(size, dtype=torch.float64), torch.arange(size, dtype=torch.float64), indexing="ij"
+    )
+    matrix = (2 / size) ** 0.5 * torch.cos(torch.pi / size * k * (i + 0.5))
+    matrix[0] /= 2**0.5
+    return matrix.to(dtype).to(device)

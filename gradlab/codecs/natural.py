@@ -1,0 +1,80 @@
+"""Natural compression: round each value to one of the two powers of two beside it, at random and without bias.
+
+Horvath, Ho, Horvath, Sahu, Canini, Richtarik, "Natural compression for distributed deep learning", MSML 2022,
+Definition 1 and Theorem 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from gradlab.bits import packed_bytes
+from gradlab.blocks import CACHED
+from gradlab.codec import Compressor
+from gradlab.codecs.sign import pack_signs
+from gradlab.layout import Layer
+from gradlab.random_bits import on_device, sixteen_random_bits
+
+_EXPONENT = 0x7F800000  # of a float32: eight bits; below it 23 of the mantissa
+_LARGEST = 0x7F000000  # 2^127, the largest power of two
+
+
+class Natural(Compressor):
+    """C(t) = sign(t) 2^a or sign(t) 2^(a+1) with a = floor(log2 |t|), in expectation t; 0 for 0 (Definition 1).
+
+    The mantissa of a float32 is the probability: a number uniform in [0, 1) is added to it, and what is then left of it
+    is cut off. Sent are the exponent and the sign, 9 bits. Unbiased, with E||C(x) - x||^2 <= ||x||^2 / 8 (Theorem 1),
+    as C's variance at t = 2^a (1 + m) is 4^a m (1 - m). Chance comes in 2^16 steps, so that the mean is right to
+    2^-17 of a power of two. Below 2^-126 it is rounded to 0 or 2^-126, beyond 2^127 to 2^127.
+    No error feedback by default: it is not needed, though E||C(x) - x||^2 < ||x||^2 would allow it.
+    """
+
+    name = "natural"
+    family = "quantization"
+    wants_error_feedback = False
+    block = 8  # whole bytes of signs
+    unbiased = True
+    formula = "n + ceil(n / 8)"
+    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)
+
+    @dataclass(frozen=True)
+    class Settings:
+        """There is nothing to set."""
+
+    def variance_bound(self, layers: Sequence[Layer]) -> float:
+        return 1 / 8
+
+    def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        """Exponents (numel,), biased as float32's, 255 for what is not finite; signs (ceil(numel / 8),). uint8."""
+        generator = on_device(generator, vector.device)
+        exponents = torch.empty(vector.numel(), dtype=torch.uint8, device=vector.device)
+        for values, out in zip(vector.split(CACHED), exponents.split(CACHED), strict=True):
+            magnitudes = values.float().abs().view(torch.int32)
+            # u + 2^15 + 1/2 sixteenths of a mantissa's bits, in the mantissa's unit
+            moved = sixteen_random_bits(values, generator).to(torch.int32).add_(2**15).mul_(2**7).add_(2**6)
+            moved.add_(magnitudes).clamp_(max=_LARGEST | 0x7FFFFF)
+            out.copy_(torch.where(magnitudes >= _EXPONENT, magnitudes, moved).bitwise_right_shift_(23))
+            out.masked_fill_(magnitudes == 0, 0)
+        return exponents, pack_signs(vector)
+
+    def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
+        exponents, packed = payload
+        for start in range(0, total.numel(), CACHED):
+            piece = total[start : start + CACHED]
+            bits = exponents[start : start + CACHED].to(torch.int32).bitwise_left_shift_(23)
+            bits |= sign_bits(packed[start // 8 : -(-(start + len(piece)) // 8)], len(piece))
+            piece += bits.view(torch.float32).to(total.dtype) * scale
+
+    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        numel = sum(layer.numel for layer in layers)
+        return numel + packed_bytes(numel, 1)
+
+
+def sign_bits(packed: torch.Tensor, numel: int) -> torch.Tensor:
+    """The sign bits of float32 numbers, (numel,) int32, from packed signs."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return (packed[:, None] >> shifts & 1).view(-1)[:numel].to(torch.int32).bitwise_left_shift_(31)

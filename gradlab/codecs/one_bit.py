@@ -1,0 +1,85 @@
+"""1-bit SGD: one bit per value, and for each column of a weight matrix the two values that the bits stand for.
+
+Seide, Fu, Droppo, Li, Yu, "1-bit stochastic gradient descent and its application to data-parallel distributed training
+of speech DNNs", Interspeech 2014, section 3.2 (quantization with error feedback), 3.2.1 (two values per column) and
+3.3 (aggregation in stripes: here the wrapper `two_way`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from gradlab.bits import packed_bytes
+from gradlab.blocks import WHOLE, BlockCompressor
+from gradlab.codec_settings import require
+from gradlab.codecs.sign import pack_signs, write_signs
+from gradlab.layout import Layer
+
+BLOCKS = ("unit", "tensor")
+
+
+class OneBit(BlockCompressor):
+    """C(v)_i = mean of the block's elements >= 0 where v_i >= 0, mean of those < 0 elsewhere (threshold 0).
+
+    The two means minimise the block's squared error for these bits. The paper's column of W, the weights into one
+    unit, is a row of PyTorch's weight: a block. delta-approximate with delta = min_b 1 / d_b of d_b elements:
+    ||C(v) - v||^2 = ||v||^2 - ||C(v)||^2, and ||C(v_b)||^2 >= ||v_b||_1^2 / d_b >= ||v_b||_2^2 / d_b.
+    Made for error feedback; both ways in the paper, stripe by stripe.
+    """
+
+    name = "one_bit"
+    family = "quantization"
+    wants_two_way = True
+    formula = "8 * blocks + ceil(n / 8)"
+    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({"block": "unit"}, {"block": "tensor"})
+
+    @dataclass(frozen=True)
+    class Settings:
+        """block: elements that share two values: "unit", the weights into one output (the paper's column), vectors
+        whole; or "tensor"."""
+
+        block: str = "unit"
+
+        def __post_init__(self) -> None:
+            require(self.block in BLOCKS, "one_bit", "block", self.block, "'unit' or 'tensor'")
+
+    def block_of(self, shape: Sequence[int]) -> int:
+        return max(1, math.prod(shape[1:])) if self.settings.block == "unit" and len(shape) > 1 else WHOLE
+
+    def delta(self, layers: Sequence[Layer]) -> float:
+        return 1 / max([1, *(min(layer.numel, self.block_of(layer.shape)) for layer in layers)])
+
+    def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        """Means of the elements >= 0 and of those < 0, (2, blocks) as one vector, float32; signs
+        (ceil(numel / 8),), uint8."""
+        none = vector.new_empty(2, 0, dtype=torch.float32)
+        means = torch.cat([none, *(two_means(rows) for rows in self.rows(vector))], 1)
+        return means.view(-1), pack_signs(vector)
+
+    def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
+        means, packed = payload
+        above, below = means.to(total.dtype).view(2, -1)
+        # sign * half the distance + the middle
+        half, middle = (above - below) * (scale / 2), (above + below) * (scale / 2)
+        scratch = total.new_empty(min(self.span(total), total.numel()))
+        for start, stop in self.spans(total):
+            values = write_signs(scratch[: stop - start], packed[start // 8 : -(-stop // 8)], 1.0)
+            total[start:stop] += self.shift(self.scale(values, half, start), middle, start)
+
+    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        numel = sum(layer.numel for layer in layers)
+        return 8 * self.for_layers([layer.shape for layer in layers]).blocks(numel) + packed_bytes(numel, 1)
+
+
+def two_means(rows: torch.Tensor) -> torch.Tensor:
+    """Means of each row's elements >= 0 and < 0, 0 where there are none: (m, n) -> (2, m), float32."""
+    above = rows >= 0
+    count = above.sum(1)
+    total, positive = rows.sum(1, dtype=torch.float64), rows.clamp(min=0).sum(1, dtype=torch.float64)
+    negative = (rows.shape[1] - count).clamp(min=1)
+    return torch.stack([positive / count.clamp(min=1), (total - positive) / negative]).float()

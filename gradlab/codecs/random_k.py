@@ -1,0 +1,99 @@
+"""Random-k sparsification: the same random positions on every rank, drawn from a shared seed, so only values travel.
+
+Stich, Cordonnier, Jaggi, "Sparsified SGD with memory", NeurIPS 2018, Definition 2.1 (rand_k); unbiased by a factor
+numel / k: Wangni, Wang, Liu, Zhang, "Gradient sparsification", NeurIPS 2018.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from gradlab.codec import Codec, Context, Deferred, Exchanged, Tensors, concatenate, separate
+from gradlab.collectives import Coroutine, Mean
+from gradlab.layout import Layer
+from gradlab.sparse import count_of, require_density
+
+
+class RandomK(Codec):
+    """k = ceil(density * numel) positions, drawn anew in every iteration without replacement; the mean of their values.
+
+    Linear, and an all-reduce: what it sends does not grow with N. In expectation over the draw it is delta-approximate
+    with delta = k / numel: E||C(x) - x||^2 = (1 - k / numel) ||x||^2. With `unbiased`, values are multiplied by
+    numel / k: E C(x) = x and E||C(x) - x||^2 = (numel / k - 1) ||x||^2, which is no contraction above 1: without
+    error feedback then.
+    """
+
+    name = "random_k"
+    family = "sparsification"
+    linear = True
+    formula = "4 * k, k = ceil(density * n)"
+    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(
+        {"density": density} for density in (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+    )
+
+    @dataclass(frozen=True)
+    class Settings:
+        """density: share of elements sent, in (0, 1]; unbiased: whether values are multiplied by numel / k."""
+
+        density: float = 0.01
+        unbiased: bool = False
+
+        def __post_init__(self) -> None:
+            require_density(self.density, "random_k")
+
+    @property
+    def unbiased(self) -> bool:
+        return bool(self.settings.unbiased)
+
+    def delta(self, layers: Sequence[Layer]) -> float | None:
+        return None if self.settings.unbiased else self._share(layers)
+
+    def variance_bound(self, layers: Sequence[Layer]) -> float | None:
+        return 1 / self._share(layers) - 1 if self.settings.unbiased else None
+
+    def _share(self, layers: Sequence[Layer]) -> float:
+        numel = sum(layer.numel for layer in layers)
+        return count_of(self.settings.density, numel) / numel if numel else 1.0
+
+    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        vector = concatenate(grads)
+        count = count_of(self.settings.density, vector.numel())
+        positions = distinct(vector.numel(), count, context.shared_generator()).to(vector.device)
+        factor = vector.numel() / count if self.settings.unbiased and count else 1.0
+        values = vector[positions].mul_(factor)
+        mean = yield Mean(values)
+
+        def spread(kept: torch.Tensor) -> Tensors:
+            return separate(context.workspace.zeros_like(vector).index_copy_(0, positions, kept), grads)
+
+        return Exchanged(spread(mean), Deferred(grads, lambda: spread(values)))
+
+    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        return 4 * count_of(self.settings.density, sum(layer.numel for layer in layers))
+
+
+def distinct(numel: int, count: int, generator: torch.Generator) -> torch.Tensor:
+    """`count` different numbers below numel, each set of them as likely, (count,) int64, ascending; on the CPU.
+
+    Of numbers drawn independently the distinct ones are such a set, and so is a random part of them: no permutation of
+    all is needed.
+    """
+    if 2 * count > numel:
+        left_out = distinct(numel, numel - count, generator)
+        kept = torch.ones(numel, dtype=torch.bool)
+        kept[left_out] = False
+        return kept.nonzero().view(-1)
+    found = torch.empty(0, dtype=torch.int64)
+    while len(found) < count:
+        more = torch.randint(numel, (count - len(found) + count // 4 + 8,), generator=generator)
+        found = torch.cat([found, more]).unique()
+    if len(found) == count:
+        return found
+    dropped = torch.randperm(len(found), generator=generator)[: len(found) - count]
+    kept = torch.ones(len(found), dtype=torch.bool)
+    kept[dropped] = False
+    return found[kept]

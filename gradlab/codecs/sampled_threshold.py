@@ -1,0 +1,78 @@
+"""Top-k by a threshold from a sample: the selection of Deep Gradient Compression.
+
+Lin, Han, Mao, Wang, Dally, "Deep gradient compression: Reducing the communication bandwidth for distributed training"
+(DGC), ICLR 2018, section 5 (sampling, hierarchical selection); bounds and adjustments from their published code. Inside
+`momentum_correction` with `sparsity_warmup` it is DGC.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from gradlab.codec_settings import require
+from gradlab.layout import Layer
+from gradlab.sparse import Sparsifier, at_least, count_of, largest, require_coding, require_density
+
+_LOWERED = 0.8  # the threshold's factor where it has left too few
+_ADJUSTMENTS = 10
+
+
+class SampledThreshold(Sparsifier):
+    """About the k = ceil(density * numel) largest magnitudes: at most k, and mostly at least `enough` of them.
+
+    The threshold is the sample's own k-th part; where more than k reach it, the k largest of these are taken
+    (hierarchical selection); where fewer than enough * k do, it is lowered by a fifth, at most 10 times. The
+    sample, every (1 / sample_share)-th value from a random start, holds at least 1 / density values. How many are sent
+    depends on the gradient: messages vary. What is sent are the largest there are, so that C is a contraction, but how
+    much of one is up to the sample.
+    """
+
+    name = "sampled_threshold"
+    varying = True
+    formula = "4 * k + index_bytes(k, n), enough * density * n <= k <= density * n"
+    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(
+        {"density": density} for density in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
+    )
+
+    @dataclass(frozen=True)
+    class Settings:
+        """density: largest share of elements sent, in (0, 1]; sample_share: of elements, in (0, 1]; enough: share of k
+        that is not worth another threshold, in (0, 1]; index_coding: see `topk`."""
+
+        density: float = 0.01
+        sample_share: float = 0.01
+        enough: float = 0.8
+        index_coding: str = "fixed"
+
+        def __post_init__(self) -> None:
+            require_density(self.density, "sampled_threshold")
+            share, enough = self.sample_share, self.enough
+            require(0 < share <= 1, "sampled_threshold", "sample_share", share, "a share in (0, 1]")
+            require(0 < enough <= 1, "sampled_threshold", "enough", enough, "a share in (0, 1]")
+            require_coding(self.index_coding, "sampled_threshold")
+
+    def select(self, vector: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        count, numel = count_of(self.settings.density, vector.numel()), vector.numel()
+        wanted = max(math.ceil(self.settings.sample_share * numel), math.ceil(1 / self.settings.density))
+        stride = max(1, numel // wanted)
+        if stride < 2:
+            return largest(vector, count)
+        start = int(torch.randint(stride, (), generator=generator))
+        sample = vector[start::stride].abs()
+        threshold = sample.topk(max(1, math.ceil(self.settings.density * len(sample))), sorted=False).values.min()
+        found = at_least(vector, threshold)
+        for _ in range(_ADJUSTMENTS):
+            if len(found) >= self.settings.enough * count:
+                break
+            threshold = threshold * _LOWERED
+            found = at_least(vector, threshold)
+        return found if len(found) <= count else found[largest(vector[found], count)]
+
+    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        numel = sum(layer.numel for layer in layers)
+        return self.sparse_bytes(count_of(self.settings.density, numel), numel)

@@ -1,0 +1,189 @@
+"""TernGrad: every value becomes -s, 0 or s at random, without bias; s is the largest magnitude of its layer.
+
+Wen, Xu, Yan, Wu, Wang, Chen, Li, "TernGrad: Ternary gradients to reduce communication in distributed deep learning",
+NeurIPS 2017, eqs. (1) to (3), scaler sharing (section 3.1), layer-wise ternarizing and gradient clipping (section 3.3).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from gradlab.bits import pack, packed_bytes, unpack
+from gradlab.blocks import WHOLE, BlockCompressor
+from gradlab.codec import Context, Deferred, Exchanged, Tensors, concatenate, separate
+from gradlab.codec_settings import require
+from gradlab.collectives import AllToAll, Coroutine, Gather
+from gradlab.layout import Layer
+from gradlab.random_bits import on_device, sixteen_random_bits
+
+
+class TernGrad(BlockCompressor):
+    """C(g) = s sign(g) b with s = max|g| and b_i = 1 with probability |g_i| / s, else 0 (eqs. 1 and 2), layer by layer.
+
+    Unbiased where nothing is clipped, with E||C(g) - g||^2 = s ||g||_1 - ||g||^2 <= (sqrt(d) - 1) ||g||^2 for d
+    elements: no contraction, so no error feedback by default. Before, values beyond c standard deviations are cut to
+    that (clipping, c = 2.5), which makes s smaller and is biased a little.
+    With a shared scaler, s is the largest of all ranks' (section 3.1): sums of ternary values are whole numbers below
+    2 N + 1. Every rank then adds up a part of them, exactly, and answers with the sums, ceil(log2(2 N + 1)) bits each,
+    in the place of the paper's server; what a rank receives does not grow with N but for that.
+    """
+
+    name = "terngrad"
+    family = "quantization"
+    wants_error_feedback = False
+    formula = "4 * blocks + (2 * ceil(n / 8) if values_per_byte == 4 else ceil(n / 5))"
+    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({}, {"block_size": 4096}, {"block_size": 256})
+
+    @dataclass(frozen=True)
+    class Settings:
+        """clip: c, in standard deviations, 0 for none; shared_scale: one s for all ranks; block_size: elements that
+        share s, None for the whole layer (the paper's); values_per_byte: 4 (two bits each) or 5."""
+
+        clip: float = 2.5
+        shared_scale: bool = False
+        block_size: int | None = None
+        values_per_byte: int = 4
+
+        def __post_init__(self) -> None:
+            size = self.block_size
+            require(self.clip >= 0, "terngrad", "clip", self.clip, "0 or more")
+            require(size is None or size >= 1, "terngrad", "block_size", size, "elements, at least 1, or none")
+            require(self.values_per_byte in (4, 5), "terngrad", "values_per_byte", self.values_per_byte, "4 or 5")
+            both = self.shared_scale and self.values_per_byte == 5
+            require(
+                not both, "terngrad", "values_per_byte", 5, "4 with a shared scale, whose sums take two bits and more"
+            )
+
+    def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
+        super().__init__(settings, learned)
+        self.block = self.settings.block_size or WHOLE
+
+    @property
+    def unbiased(self) -> bool:
+        return not self.settings.clip
+
+    def block_of(self, shape: Sequence[int]) -> int:
+        return self.settings.block_size or WHOLE
+
+    def variance_bound(self, layers: Sequence[Layer]) -> float | None:
+        longest = max([1, *(min(layer.numel, self.block_of(layer.shape)) for layer in layers)])
+        return longest**0.5 - 1 if self.unbiased else None
+
+    def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        """s of each block, float32, and -1, 0, 1 as 0, 1, 2, packed, uint8."""
+        scales = self.scales(vector)
+        codes = self.ternary(vector, scales, generator)
+        return scales, pack(codes, 2) if self.settings.values_per_byte == 4 else pack_ternary(codes)
+
+    def scales(self, vector: torch.Tensor) -> torch.Tensor:
+        """Largest magnitudes of the blocks after clipping, (blocks,), float32."""
+        found = [torch.empty(0, dtype=torch.float32, device=vector.device)]
+        for rows in self.rows(vector):
+            largest = torch.maximum(rows.amax(1), -rows.amin(1))
+            if self.settings.clip:
+                limits = deviations(rows).mul_(self.settings.clip)
+                # NaN stays, and a limit that is not finite is none.
+                largest = torch.where(limits < largest, limits, largest)
+            found.append(largest.float())
+        return torch.cat(found)
+
+    def ternary(self, vector: torch.Tensor, scales: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """sign(g) b + 1, (numel,), uint8. What was clipped has b = 1, as it is not smaller than s."""
+        generator = on_device(generator, vector.device)
+        codes = torch.empty(vector.numel(), dtype=torch.uint8, device=vector.device)
+        factors = scales.to(vector.dtype)
+        for start, stop in self.spans(vector):
+            values = vector[start:stop]
+            # u in (0, 1), in 2^16 places
+            chance = sixteen_random_bits(values, generator).to(vector.dtype).add_(2.0**15 + 0.5).mul_(2.0**-16)
+            kept = values.abs() > self.scale(chance, factors, start)
+            codes[start:stop] = torch.where(kept, values.sign().to(torch.int8), 0).add_(1).to(torch.uint8)
+        return codes
+
+    def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
+        scales, packed = payload
+        codes = unpack(packed, 2) if self.settings.values_per_byte == 4 else unpack_ternary(packed)
+        self._add(total, codes, 1, scales.to(total.dtype) * scale)
+
+    def _add(self, total: torch.Tensor, codes: torch.Tensor, zero: int, factors: torch.Tensor) -> None:
+        for start, stop in self.spans(total):
+            total[start:stop] += self.scale(codes[start:stop].to(total.dtype).sub_(zero), factors, start)
+
+    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        if not self.settings.shared_scale:
+            return (yield from super().exchange(grads, state, context))
+        vector, ranks = concatenate(grads), context.world_size
+        codec = self.for_layers([grad.shape for grad in grads.values()])
+        everyone = yield Gather(codec.scales(vector))
+        scales = torch.stack(everyone).amax(0)
+        codes = codec.ternary(vector, scales, context.rank_generator())
+        sizes = shard_sizes(vector.numel(), ranks)
+        received = yield AllToAll(tuple(pack(part, 2) for part in codes.split(sizes)))
+        mine, bits = sizes[context.rank], (2 * ranks).bit_length()
+        sums = torch.stack([unpack(part, 2)[:mine] for part in received]).sum(0, dtype=torch.int64)
+        answer = pack(sums.to(torch.uint8) if bits <= 8 else sums, bits)
+        parts = yield Gather(answer, lengths=tuple(packed_bytes(size, bits) for size in sizes))
+        total = torch.cat([unpack(part, bits)[:size] for part, size in zip(parts, sizes, strict=True)])
+        mean = context.workspace.zeros_like(vector)
+        codec._add(mean, total, ranks, scales.to(vector.dtype) * (1 / ranks))
+
+        def own() -> Tensors:
+            out = context.workspace.zeros_like(vector)
+            codec._add(out, codes, 1, scales.to(vector.dtype))
+            return separate(out, grads)
+
+        return Exchanged(separate(mean, grads), Deferred(grads, own))
+
+    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        numel = sum(layer.numel for layer in layers)
+        scales = 4 * self.for_layers([layer.shape for layer in layers]).blocks(numel)
+        if not self.settings.shared_scale:
+            return scales + (packed_bytes(numel, 2) if self.settings.values_per_byte == 4 else -(-numel // 5))
+        sizes, bits = shard_sizes(numel, world_size), (2 * world_size).bit_length()
+        asked = sum(packed_bytes(size, 2) for size in sizes)
+        return scales + asked + sum(packed_bytes(size, bits) for size in sizes) / world_size
+
+
+def shard_sizes(numel: int, world_size: int) -> list[int]:
+    """Sizes of the parts that ranks add up: whole groups of eight, as equal as they can be."""
+    groups = -(-numel // 8)
+    return [
+        min(numel, b) - min(numel, a)
+        for a, b in pairwise(8 * (groups * n // world_size) for n in range(world_size + 1))
+    ]
+
+
+def deviations(rows: torch.Tensor) -> torch.Tensor:
+    """Standard deviation of each row, (m, n) -> (m,), by its elements alone: numpy's sums follow from the length."""
+    if rows.device.type != "cpu":
+        return rows.std(1, correction=0)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return torch.from_numpy(rows.numpy().std(1, dtype=np.float64)).to(rows.dtype)
+
+
+def pack_ternary(codes: torch.Tensor) -> torch.Tensor:
+    """0, 1, 2, (numel,), uint8, five to a byte: (ceil(numel / 5),)."""
+    fifths = torch.nn.functional.pad(codes, (0, -codes.numel() % 5)).view(5, -1)
+    packed = fifths[4].clone()
+    for digit in reversed(fifths[:4].unbind()):
+        packed.mul_(3).add_(digit)
+    return packed
+
+
+def unpack_ternary(packed: torch.Tensor) -> torch.Tensor:
+    """The inverse of `pack_ternary`: up to four more than were packed."""
+    return _digits(packed.device)[:, packed.to(torch.int64)].reshape(-1)
+
+
+@functools.cache
+def _digits(device: torch.device) -> torch.Tensor:
+    """The five digits of each byte in base 3, (5, 256)."""
+    byte = torch.arange(256, device=device)
+    return torch.stack([byte // 3**place % 3 for place in range(5)]).to(torch.uint8)

@@ -1,0 +1,78 @@
+"""Hard threshold: send every value whose magnitude reaches lambda, the same from the first iteration to the last.
+
+Sahu, Dutta, Abdelmoniem, Banerjee, Canini, Kalnis, "Rethinking gradient sparsification as total error minimization"
+(Rethink-GS), NeurIPS 2021, section 3: among sparsifiers with error feedback and a budget for the whole training it
+minimises the sum of the errors of all iterations. Made for one lambda for the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from gradlab.codec import Context, Exchanged, Tensors, concatenate
+from gradlab.codec_settings import require
+from gradlab.collectives import Coroutine, Mean
+from gradlab.layout import Layer
+from gradlab.sparse import Sparsifier, at_least, count_of, largest, require_coding, require_density
+
+
+class Threshold(Sparsifier):
+    """C(x)_i = x_i where |x_i| >= lambda, else 0. How many there are depends on the gradient: messages vary.
+
+    An absolute compressor: ||C(x) - x||^2 < numel lambda^2, whatever ||x|| is, and no contraction; nothing is sent
+    while all magnitudes are smaller. Where no lambda is given, the first exchange measures it: the ranks' mean of the
+    k-th largest magnitude, k = ceil(density * numel); what later iterations send is then up to them. Not a number is
+    sent always, and zero never.
+    """
+
+    name = "threshold"
+    varying = True
+    formula = "4 * k + index_bytes(k, n), k = density * n in the first iteration, then as many as reach lambda"
+    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(
+        {"density": density} for density in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
+    )
+
+    @dataclass(frozen=True)
+    class Settings:
+        """threshold: lambda, in the gradient's unit, or None: measured; density: share of elements that the measured
+        lambda leaves in the first exchange, in (0, 1], and the forecast of bytes; index_coding: see `topk`."""
+
+        threshold: float | None = None
+        density: float = 0.01
+        index_coding: str = "fixed"
+
+        def __post_init__(self) -> None:
+            above = self.threshold is None or self.threshold > 0
+            require(above, "threshold", "threshold", self.threshold, "above 0, or none")
+            require_density(self.density, "threshold")
+            require_coding(self.index_coding, "threshold")
+
+    def select(self, vector: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        # A measured lambda may be as small as it likes, but not zero: zeros are never sent.
+        least = self.settings.threshold or torch.finfo(vector.dtype).tiny
+        return at_least(vector, least)
+
+    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        if self.settings.threshold is not None:
+            return (yield from super().exchange(grads, state, context))
+        key = f"{next(iter(grads))}/threshold"
+        measured = state[key] if key in state else (yield Mean(self._measured(concatenate(grads))))
+        found = float(measured)
+        known = Threshold(replace(self.settings, threshold=found if 0 < found < torch.inf else None))
+        done = yield from super(Threshold, known).exchange(grads, state, context)
+        return replace(done, state={key: measured} if known.settings.threshold is not None else {})
+
+    def _measured(self, vector: torch.Tensor) -> torch.Tensor:
+        """The k-th largest magnitude, (1,)."""
+        if not vector.numel():
+            return vector.new_zeros(1)
+        positions = largest(vector, count_of(self.settings.density, vector.numel()))
+        return vector[positions].abs().min().view(1)
+
+    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        numel = sum(layer.numel for layer in layers)
+        return self.sparse_bytes(count_of(self.settings.density, numel), numel)
