@@ -118,10 +118,7 @@ def figure(rows: Sequence[Row]) -> Figure:
     found = final_rows(rows)
     batches = sorted({batch for batch, _ in found})
     drawn, axes = panels(2 * len(batches), len(batches), height=2.6, sharex=True, sharey=True)
-    colors = [
-        method_colors(method for method in SIGN_METHODS if bool(SIGN_METHODS[method].momentum) is m)
-        for m in (False, True)
-    ]
+    colors = [method_colors(k for k, m in SIGN_METHODS.items() if bool(m.momentum) is has) for has in (False, True)]
     for (batch, method), mine in found.items():
         row = int(SIGN_METHODS[method].momentum is not None)
         panel = axes[row * len(batches) + batches.index(batch)]

@@ -3,8 +3,9 @@
 raw       4 bytes each (8 from 2^31 elements on)
 packed    ceil(log2 numel) bits each
 bitmap    one bit for each of the numel elements
-deflate   the gaps between positions in ascending order, byte plane by byte plane, compressed by zlib; 8 bits each at
-          a density of 1 %, where their entropy is 8.1 (clustered positions have less)
+deflate   the gaps between positions in ascending order, byte plane by byte plane, deflated where that makes them
+          smaller: within a tenth of the entropy of random positions (8.1 bits each at a density of 1 %), and below it
+          if positions cluster
 fixed     the smallest of the first three: its size follows from count and numel, so nobody has to be told
 smallest  the smallest of all four, with a byte that says which; its size depends on the positions
 """
@@ -101,7 +102,8 @@ def _random_positions_bytes(coding: str, count: int, numel: int) -> int:
 
 
 def _raw(positions: torch.Tensor, numel: int) -> torch.Tensor:
-    return positions.to(_raw_dtype(numel)).view(torch.uint8)
+    # Empty tensors made from numpy arrays have no stride, which a view needs.
+    return positions.new_empty(len(positions), dtype=_raw_dtype(numel)).copy_(positions).view(torch.uint8)
 
 
 def _from_raw(encoded: torch.Tensor, count: int, numel: int) -> torch.Tensor:
@@ -132,30 +134,49 @@ def _from_bitmap(encoded: torch.Tensor, count: int, numel: int) -> torch.Tensor:
 
 
 def _deflated(positions: torch.Tensor, numel: int) -> torch.Tensor:
+    """The number of planes, a byte; of each a byte, 1 if what follows is deflated, and its bytes, low ones first."""
     gaps = np.diff(positions.cpu().numpy(), prepend=-1) - 1
     planes = max(1, -(-int(gaps.max(initial=0)).bit_length() // 8))
-    data = b"".join((gaps >> 8 * plane & 255).astype(np.uint8).tobytes() for plane in range(planes))
-    written = np.frombuffer(bytes([planes]) + zlib.compress(data, 6), np.uint8)
-    return torch.from_numpy(written.copy()).to(positions.device)
+    written = [bytes([planes])]
+    for plane in range(planes):
+        data = (gaps >> 8 * plane & 255).astype(np.uint8).tobytes()
+        deflater = zlib.compressobj(6, zlib.DEFLATED, -zlib.MAX_WBITS)
+        deflated = deflater.compress(data) + deflater.flush()
+        written.append(b"\1" + deflated if len(deflated) < len(data) else b"\0" + data)
+    return torch.from_numpy(np.frombuffer(b"".join(written), np.uint8).copy()).to(positions.device)
 
 
 def _inflated(encoded: torch.Tensor, count: int, numel: int) -> torch.Tensor:
     data = encoded.cpu().numpy().tobytes()
-    planes = data[0] if data else 0
+    planes, rest = (data[0], data[1:]) if data else (0, b"")
     if not 1 <= planes <= 8:
         raise GradlabError(f"positions: {planes} bytes each, expected 1 to 8")
-    inflater = zlib.decompressobj()
-    try:
-        found = inflater.decompress(data[1:], planes * count + 1)  # never more than there should be
-    except zlib.error as error:
-        raise GradlabError(f"positions: not what was compressed: {error}") from error
-    if len(found) != planes * count:
-        raise GradlabError(f"positions: {len(found)} bytes, expected {planes * count}")
-    parts = np.frombuffer(found, np.uint8).reshape(planes, count).astype(np.int64)
-    positions = np.cumsum(sum(part << 8 * plane for plane, part in enumerate(parts)) + 1) - 1
-    if count and not 0 <= positions[-1] < numel:
+    gaps = np.zeros(count, np.int64)
+    for plane in range(planes):
+        found, rest = _plane(rest, count)
+        gaps += np.frombuffer(found, np.uint8).astype(np.int64) << 8 * plane
+    if rest:
+        raise GradlabError(f"positions: {len(rest)} bytes more than there should be")
+    positions = np.cumsum(gaps + 1) - 1
+    if count and not 0 <= positions.min() <= positions[-1] < numel:
         raise GradlabError(f"positions: up to {positions[-1]}, expected less than {numel}")
     return torch.from_numpy(positions).to(encoded.device)
+
+
+def _plane(data: bytes, count: int) -> tuple[bytes, bytes]:
+    """The first plane's bytes, and what follows it."""
+    if data[:1] == b"\1":
+        inflater = zlib.decompressobj(-zlib.MAX_WBITS)
+        try:
+            found = inflater.decompress(data[1:], count + 1)  # never more than there should be
+        except zlib.error as error:
+            raise GradlabError(f"positions: not what was compressed: {error}") from error
+        rest = inflater.unused_data
+    else:
+        found, rest = data[1 : 1 + count], data[1 + count :]
+    if len(found) != count or data[:1] not in (b"\0", b"\1"):
+        raise GradlabError(f"positions: {len(found)} bytes in a plane, expected {count}")
+    return found, rest
 
 
 _ENCODE = {"raw": _raw, "packed": _packed, "bitmap": _bitmap, "deflate": _deflated}

@@ -102,7 +102,7 @@ def method_plan(
 
     Signs, 1-bit SGD, TernGrad, natural compression and DeMo treat every tensor, others matrices of some size, as their
     codec's habit is; DeMo too wants SGD without momentum: its residual is that.
-    momentum: mu, of methods that have it (name ends in M, signum, DGC); weight_decay: lambda, times the parameters added
+    momentum: mu, where there is one (name ends in M, signum, DGC); weight_decay: lambda, times the parameters added
     to each rank's gradient, before momentum and compression; 0 leaves it to the optimizer, as published code of signSGD
     and signum does, which votes on the loss alone; server: "sharded" over the ranks, or "rank": all on rank 0, as in
     the paper (the same numbers on the CPU, but for the coins that end a vote's ties); warmup_steps: dense iterations

@@ -16,14 +16,17 @@ def method_names(path: Iterable[str]) -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(path))
 
 
-def find_method(kind: str, package: str, path: Iterable[str], name: str) -> type[Codec]:
-    """The class called `name` in the package's module of that name. kind: "codec" or "wrapper", for messages.
+def find_method(kind: str, package: str, path: Iterable[str], name: str, others: Iterable[str] = ()) -> type[Codec]:
+    """The class called `name` in the package's module of that name.
+
+    kind: "codec" or "wrapper", for messages; others: names that are known elsewhere, likewise.
 
     Raises:
         GradlabError: if there is none; close matches are named.
     """
-    known = method_names(path)
-    if name not in known:
+    files = method_names(path)
+    if name not in files:
+        known = sorted({*files, *others})
         close = get_close_matches(str(name).lower(), known, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise GradlabError(f"no {kind} {name!r}{hint} (there are: {', '.join(known)})")

@@ -180,3 +180,89 @@ def test_settings_out_of_range(settings: dict[str, float]) -> None:
     (name,) = settings
     with pytest.raises(GradlabError, match=f"powersgd: setting {name} = "):
         PowerSGD.Settings(**settings)
+
+
+# --- alternating ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_alternating_is_one_factor_per_step(ranks: int, rank: int) -> None:
+    """P = mean(M orth(Q)), then Q = mean(M^T orth(P)), with feedback, over five steps; half of Algorithm 1's bytes."""
+    codec = ErrorFeedback(PowerSGD(PowerSGD.Settings(rank=rank, alternating=True)))
+    factor, side = matrix(9, 30, rank).numpy(), "q"
+    states: list[Tensors] = [{"w/q": torch.from_numpy(factor.T.copy())} for _ in range(ranks)]
+    error = [np.zeros((20, 30)) for _ in range(ranks)]
+    for step in range(5):
+        grads = [matrix(100 * step + r, 20, 5, 6) for r in range(ranks)]
+        asked = [g.numpy().reshape(20, 30) + e for g, e in zip(grads, error, strict=True)]
+        basis = gram_schmidt(factor)
+        own = [m @ basis if side == "q" else m.T @ basis for m in asked]
+        mean = sum(own) / ranks
+        decoded = [p @ basis.T if side == "q" else basis @ p.T for p in (mean, *own)]
+        error = [a - o for a, o in zip(asked, decoded[1:], strict=True)]
+        results = exchange(codec, [{"w": g} for g in grads], states, step)
+        states = [result.value.state for result in results]
+        for r, result in enumerate(results):
+            np.testing.assert_allclose(result.value.mean["w"].numpy().reshape(20, 30), decoded[0], atol=1e-10)
+            np.testing.assert_allclose(result.value.own["w"].numpy().reshape(20, 30), decoded[1 + r], atol=1e-10)
+            assert result.payload_bytes == 8 * rank * (20 if side == "q" else 30)
+        factor, side = mean, "p" if side == "q" else "q"
+        # The state is that of the engine, up to the signs of the basis.
+        assert set(results[0].value.state) == {f"w/{side}", "w/residual"}
+
+
+def test_alternating_steps_find_the_best_approximation() -> None:
+    values = torch.tensor([9.0, 7.0, 1.0, 0.5, 0.2, 0.1], dtype=torch.float64)
+    left, right = orthogonalize(matrix(1, 20, 6)), orthogonalize(matrix(2, 30, 6))
+    constant = (left * values) @ right.T
+    best = (left[:, :2] * values[:2]) @ right[:, :2].T
+    codec, state = PowerSGD(PowerSGD.Settings(rank=2, alternating=True)), {}
+    for step in range(24):
+        (result,) = exchange(codec, [{"w": constant}], [state], step)
+        state = result.value.state
+    assert float((result.value.mean["w"] - best).norm()) < 1e-9
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_alternating_is_not_blinded_by_zeros(rank: int) -> None:
+    """After a gradient of zeros, and one with a zero row or column, the next one's rows are all seen again."""
+    codec, state = PowerSGD(PowerSGD.Settings(rank=rank, alternating=True)), {}
+    blank = torch.zeros(12, 15, dtype=torch.float64)
+    late = low_rank(5, 12, 15, rank)
+    part = late.clone()
+    part[:4], part[:, 3] = 0.0, 0.0
+    for step, grad in enumerate((blank, blank, blank, part, blank, late, late)):
+        (result,) = exchange(codec, [{"w": grad}], [state], step)
+        state = result.value.state
+        assert bool(result.value.mean["w"].isfinite().all())
+    torch.testing.assert_close(result.value.mean["w"], late, atol=1e-8, rtol=0)
+
+
+def test_alternating_needs_the_last_factor() -> None:
+    with pytest.raises(GradlabError, match="warm_start = False, expected true where factors alternate"):
+        PowerSGD.Settings(alternating=True, warm_start=False)
+
+
+def test_layers_of_one_shape_are_treated_together_and_alike() -> None:
+    """A group of five layers of two shapes and a vector gives what each layer alone gives."""
+    shapes = {"a": (12, 15), "b": (12, 15), "c": (9, 20), "d": (12, 15), "v": (7,), "e": (9, 20)}
+    grads = [{name: matrix(17 * r + i, *shape) for i, (name, shape) in enumerate(shapes.items())} for r in range(2)]
+    codec = PowerSGD(PowerSGD.Settings(rank=2))
+    together = exchange(codec, grads)
+    for name in shapes:
+        alone = exchange(codec, [{name: g[name]} for g in grads])
+        torch.testing.assert_close(together[0].value.mean[name], alone[0].value.mean[name])
+        torch.testing.assert_close(together[1].value.own[name], alone[1].value.own[name])
+
+
+@law(st.integers(1, 3), st.integers(0, 2), st.integers(0, 30))
+def test_orthogonalize_is_safe_at_few_columns(rank: int, zeros: int, seed: int) -> None:
+    """Rank 1, 2 and 3, with zero and repeated columns, batched: finite, orthonormal, and spanning."""
+    columns = matrix(seed, 2, 8, rank)
+    columns[0, :, : min(zeros, rank)] = 0.0
+    if rank > 1:
+        columns[1, :, 1] = columns[1, :, 0]
+    found = orthogonalize(columns)
+    torch.testing.assert_close(found.mT @ found, torch.eye(rank, dtype=torch.float64).expand(2, rank, rank))
+    torch.testing.assert_close(found @ (found.mT @ columns), columns)

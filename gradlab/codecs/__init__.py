@@ -1,14 +1,21 @@
-"""One file per method; the file's name is the codec's id. A new file here is found by itself."""
+"""One file per method; the file's name is the codec's id. A new file here is found by itself; others are registered."""
 
 from __future__ import annotations
 
+import inspect
+from typing import TypeVar
+
 from gradlab.codec import Codec
+from gradlab.errors import GradlabError
 from gradlab.registry import find_method, method_names
+
+Own = TypeVar("Own", bound=type[Codec])
+_registered: dict[str, type[Codec]] = {}
 
 
 def names() -> list[str]:
     """Ids of all codecs, sorted."""
-    return method_names(__path__)
+    return sorted({*method_names(__path__), *_registered})
 
 
 def get(name: str) -> type[Codec]:
@@ -17,4 +24,23 @@ def get(name: str) -> type[Codec]:
     Raises:
         GradlabError: if there is none; close matches are named.
     """
-    return find_method("codec", __name__, __path__, name)
+    return _registered.get(name) or find_method("codec", __name__, __path__, name, _registered)
+
+
+def register(codec: Own) -> Own:
+    """Make a codec of your own known by its `name` in this process, for plans and artifacts; returns it (a decorator).
+
+    Every process that builds or loads a plan with it has to do so: an artifact holds names and settings, never code.
+
+    Raises:
+        GradlabError: for a class that is no complete codec, or a name that another one has.
+    """
+    if not (isinstance(codec, type) and issubclass(codec, Codec)) or inspect.isabstract(codec):
+        raise GradlabError(f"codecs.register: {codec!r} is no codec with an exchange of its own")
+    if missing := [what for what in ("name", "family", "Settings", "formula") if not hasattr(codec, what)]:
+        raise GradlabError(f"codecs.register: {codec.__qualname__} has no {missing[0]}")
+    known = _registered.get(codec.name)
+    if codec.name in method_names(__path__) or (known is not None and known is not codec):
+        raise GradlabError(f"codecs.register: there is a codec {codec.name!r} already")
+    _registered[codec.name] = codec
+    return codec

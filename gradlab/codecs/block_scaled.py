@@ -42,7 +42,7 @@ class BlockScaled(Compressor):
     name = "block_scaled"
     family = "quantization"
     wants_error_feedback = False
-    formula = "4 * ceil(n / block_size) + bits * ceil(n / 8)"
+    formula = "4 * ceil(n / block_size) + (n if bits == 8 else bits * ceil(n / 8))"
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple({"dtype": dtype} for dtype in (*INTEGERS, *FLOATS))
 
     @dataclass(frozen=True)

@@ -113,6 +113,7 @@ class GradiVeQ(Codec):
     name = "gradiveq"
     family = "learned linear"
     learns = True
+    linear = True  # while it compresses
     wants_error_feedback = False
     formula = "while compressing 4 * sum of slices * d + tail over layers; while sampling QSGD's or 4 * n"
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(

@@ -20,6 +20,7 @@ from gradlab.sparse import Sparsifier, at_least, count_of, largest, require_codi
 
 _LOWERED = 0.8  # the threshold's factor where it has left too few
 _ADJUSTMENTS = 10
+_LEAST = 16  # values of the sample that reach the threshold
 
 
 class SampledThreshold(Sparsifier):
@@ -27,7 +28,8 @@ class SampledThreshold(Sparsifier):
 
     The threshold is the sample's own k-th part; where more than k reach it, the k largest of these are taken
     (hierarchical selection); where fewer than enough * k do, it is lowered by a fifth, at most 10 times. The
-    sample, every (1 / sample_share)-th value from a random start, holds at least 1 / density values. How many are sent
+    sample, every (1 / sample_share)-th value from a random start, holds at least 16 / density values;
+    layers that have no more are sorted. How many are sent
     depends on the gradient: messages vary. What is sent are the largest there are, so that C is a contraction, but how
     much of one is up to the sample.
     """
@@ -58,7 +60,7 @@ class SampledThreshold(Sparsifier):
 
     def select(self, vector: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         count, numel = count_of(self.settings.density, vector.numel()), vector.numel()
-        wanted = max(math.ceil(self.settings.sample_share * numel), math.ceil(1 / self.settings.density))
+        wanted = max(math.ceil(self.settings.sample_share * numel), math.ceil(_LEAST / self.settings.density))
         stride = max(1, numel // wanted)
         if stride < 2:
             return largest(vector, count)

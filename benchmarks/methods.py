@@ -1,0 +1,352 @@
+"""All compressors beside each other: replayed on one recording, then trained; does the replay tell who trains best?
+
+    python benchmarks/methods.py --data cifar10.npz --record trace                  # a dense run, 4 nodes
+    python benchmarks/methods.py --trace trace --replay replay.jsonl                # every method and every setting
+    python benchmarks/methods.py --data cifar10.npz --train training.jsonl [--methods topk sign] [--seeds 0 1]
+    python benchmarks/methods.py --replay replay.jsonl --train training.jsonl --table [--figure errors.svg]
+
+CIFAR-10 at 16 x 16, ResNet-8 (75,290 parameters), 4 ranks with 16 images each, SGD with momentum 0.9: the training of
+accuracy.py. Methods compress all matrices, at about 1.25 bits per value where they can, else at the fewest they have;
+vectors are dense. All start after 50 dense iterations and train at one learning rate, but those whose updates are
+signs, which get a hundredth of it. "frozen" applies no gradient to what the others compress: what dense vectors alone
+achieve. One line of JSON per replay and per run; what is there is not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accuracy import WORKLOAD, halved, train
+from matplotlib.figure import Figure
+from scipy import stats
+
+from gradlab import codecs
+from gradlab.analysis.rate_distortion import distortion_at, mean_squares
+from gradlab.analysis.replay import replay
+from gradlab.analysis.style import drawing, method_colors, panels, render
+from gradlab.capture import EmulatedNodes
+from gradlab.codec import Codec, Context, Deferred, Exchanged, Tensors
+from gradlab.collectives import Coroutine
+from gradlab.datasets.optimizer import build_optimizer
+from gradlab.datasets.recipe import Recipe, learning_rate_at
+from gradlab.datasets.resnet import initialized
+from gradlab.datasets.sampling import batches
+from gradlab.layout import Layer, layers_of
+from gradlab.plan import FEEDBACK, Plan, Wrap
+from gradlab.trace import Trace
+
+WARMUP, RATE, BATCH, RANKS = 50, 0.1, 16, 4
+FIRST, RECORDED = 100, 100  # iterations of the recording
+FITTED = 100  # iterations that GradiVeQ samples before it compresses
+Row = dict[str, Any]
+
+
+@codecs.register
+class Frozen(Codec):
+    """No gradient at all: the control."""
+
+    name = "frozen"
+    family = "control"
+    linear = True
+    wants_error_feedback = False
+    formula = "0"
+
+    @dataclass(frozen=True)
+    class Settings:
+        """There is nothing to set."""
+
+    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        yield ()
+        nothing = {name: torch.zeros_like(grad) for name, grad in grads.items()}
+        return Exchanged(nothing, Deferred(grads, lambda: nothing))
+
+    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        return 0
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A method: its codec with settings, wrappers (None: the codec's habit), one group or one per layer; rate: times
+    the common learning rate; momentum: whether the optimizer has it, or the plan."""
+
+    codec: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    wrappers: tuple[Wrap, ...] | None = None
+    whole_model: bool = False
+    rate: float = 1.0
+    momentum: bool = True
+
+    def plan(self, layers: Sequence[Layer], warmup: int = WARMUP, **settings: Any) -> Plan:
+        chosen = {**self.settings, **settings}
+        around = {"wrappers": self.wrappers} if self.wrappers is not None else {}
+        group_bytes = math.inf if self.whole_model else 0
+        common = {"minimum_dimensions": 2, "minimum_numel": 256, "roles": ("convolution", "linear")}
+        return Plan.uniform(
+            layers, self.codec, warmup_steps=warmup, group_bytes=group_bytes, **common, **around, **chosen
+        )
+
+
+BOTH_WAYS = (*FEEDBACK, Wrap("two_way"))
+PCA = {"ratio": 25, "pooled": 16, "whitening": False, "sample_steps": FITTED}
+METHODS: dict[str, Compared] = {
+    "dense": Compared("identity"),
+    "frozen": Compared("frozen"),
+    "float16": Compared("cast"),
+    "natural": Compared("natural"),
+    "int8": Compared("block_scaled"),
+    "fp8": Compared("block_scaled", {"dtype": "float8_e4m3fn"}),
+    "int4, LoCo": Compared(
+        "block_scaled", {"dtype": "int4"}, (Wrap("error_feedback", {"decay": 0.95, "buffer": "int8"}),)
+    ),
+    "QSGD 4 bit": Compared("qsgd", {"bits": 4}),
+    "QSGD 2 bit": Compared("qsgd", {"bits": 2}),
+    "TernGrad": Compared("terngrad", {"shared_scale": True}),
+    "sign, both ways": Compared("sign", {}, BOTH_WAYS),
+    "signSGD, vote": Compared(
+        "sign", {"scale": "one", "zeros": "random"}, (Wrap("two_way", {"error_feedback": False}),), rate=0.01
+    ),
+    "1-bit SGD": Compared("one_bit", {}, BOTH_WAYS),
+    "top-k": Compared("topk", {"density": 0.026}),
+    "top-k, no feedback": Compared("topk", {"density": 0.026}, ()),
+    "global top-k": Compared("topk", {"density": 0.026}, whole_model=True),
+    "hard threshold": Compared("threshold", {"density": 0.026}, whole_model=True),
+    "sampled threshold": Compared("sampled_threshold", {"density": 0.026}),
+    "DGC": Compared(
+        "sampled_threshold",
+        {"density": 0.026},
+        (Wrap("momentum_correction"), Wrap("sparsity_warmup", {"steps": 100, "initial_density": 0.25})),
+        momentum=False,
+    ),
+    "random-k": Compared("random_k", {"density": 0.039}),
+    "random-k, unbiased": Compared("random_k", {"density": 0.039, "unbiased": True}, ()),
+    "CLT-k": Compared("clt_k", {"density": 0.035}),
+    "CLT-k int8": Compared("clt_k", {"density": 0.1, "values": "int8"}),
+    "ScaleCom": Compared("clt_k", {"density": 0.035}, (Wrap("error_feedback", {"decay": 0.9}),)),
+    "DCT top-k": Compared("dct_topk", {"chunk": 8, "count": 2}),
+    "DeMo": Compared(
+        "dct_topk",
+        {"chunk": 8, "count": 2, "average": "senders", "sign": True},
+        (Wrap("error_feedback", {"carried": 0.999}),),
+        rate=0.01,
+        momentum=False,
+    ),
+    "PowerSGD": Compared("powersgd", {"rank": 2}),
+    "PowerSGD, alternating": Compared("powersgd", {"rank": 4, "alternating": True}),
+    "GradiVeQ, half PCA": Compared("gradiveq", {**PCA, "complement": 0.5, "compressed_steps": 0}, FEEDBACK),
+}
+
+
+def recipe_of(method: Compared, steps: int) -> Recipe:
+    return replace(
+        WORKLOAD.recipe,
+        learning_rate=RATE * method.rate,
+        batch_size=BATCH,
+        steps=steps,
+        schedule="cosine",
+        momentum=0.9 if method.momentum else 0.0,
+    )
+
+
+def record(data: Any, folder: str, seed: int = 0) -> None:
+    """A dense run of the same training, some iterations of all nodes' gradients."""
+    recipe = recipe_of(METHODS["dense"], 600)
+    model = initialized(3, (16, 32, 64), (1, 1, 1), 10, seed).to(memory_format=torch.channels_last)
+    optimizer = build_optimizer(recipe, model.parameters())
+    orders = [batches(len(data.train_x), BATCH, rank, RANKS, seed, recipe.steps) for rank in range(RANKS)]
+    augment = [torch.Generator().manual_seed(1000 * seed + rank) for rank in range(RANKS)]
+    options = {"optimizer": optimizer, "start": FIRST, "max_steps": RECORDED}
+    with EmulatedNodes(model, folder, world_size=RANKS, **options) as nodes:
+        for step, indices in zip(range(FIRST + RECORDED), zip(*orders, strict=True), strict=False):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate_at(recipe, step)
+            optimizer.zero_grad()
+            for rank, mine in enumerate(indices):
+                images = halved(WORKLOAD.augment(data.train_x[mine], augment[rank]))
+                with nodes.node(rank):
+                    with torch.autocast("cpu", torch.bfloat16):
+                        scores = model(images)
+                    loss = WORKLOAD.loss(scores.float(), data.train_y[mine])
+                    loss.backward()
+                    nodes.annotate(loss=loss)
+            nodes.average()
+            optimizer.step()
+
+
+def replay_row(trace: Trace, name: str, method: Compared, settings: dict[str, Any], feedback: bool) -> Row:
+    """What a replay says. feedback: with the method's own wrappers; without, each iteration is judged for itself."""
+    chosen = method if feedback else replace(method, wrappers=())
+    plan = chosen.plan(trace.layers, 0, **settings)
+    found = replay(trace, plan)
+    steps = found.compressed[-40:]  # what is fitted or fed back has settled
+    compressed = {name for group in plan.compressed_groups for name in group.layers} or {x.name for x in trace.layers}
+    numel = sum(layer.numel for layer in trace.layers if layer.name in compressed)
+    rest = 4 * sum(layer.numel for layer in trace.layers) - 4 * numel
+    payload = statistics.fmean(step.payload_bytes_mean for step in steps)
+    return {
+        "method": name,
+        "codec": method.codec,
+        "settings": {**method.settings, **settings},
+        "feedback": feedback,
+        "bits": 8 * (payload - rest) / numel,
+        "payload": payload,
+        "wire": statistics.fmean(step.wire_bytes_mean for step in steps),
+        "contribution_error": statistics.median(step.contribution_error or 0.0 for step in steps),
+        "aggregate_error": statistics.median(step.aggregate_error or 0.0 for step in steps),
+        "cosine": statistics.median(step.cosine or 0.0 for step in steps),
+        "codec_seconds": statistics.fmean(step.codec_seconds for step in steps),
+    }
+
+
+def replay_all(trace: Trace, out: Path) -> None:
+    """Every method with its wrappers, and every codec without feedback over its candidates."""
+    rows = read(out)
+    wanted = [(name, method, {}, True) for name, method in METHODS.items()]
+    for name in (name for name in codecs.names() if name not in ("identity", "frozen", "gradiveq")):
+        for settings in codecs.get(name).candidates:
+            wanted.append((f"{name} alone", Compared(name, group_habit(name)), dict(settings), False))
+    for name, method, settings, feedback in wanted:
+        about = {"method": name, "settings": {**method.settings, **settings}, "feedback": feedback}
+        if not any(about.items() <= row.items() for row in rows):
+            add(out, replay_row(trace, name, method, settings, feedback))
+
+
+def group_habit(name: str) -> dict[str, Any]:
+    """Settings without which a codec alone is not what it is for."""
+    return {"chunk": 8} if name == "dct_topk" else {}
+
+
+def floor(trace: Trace, bits: Sequence[float]) -> list[float]:
+    """Relative error of the Gaussian rate-distortion function at so many bits per value: coordinates of all matrices
+    taken as independent, each with its mean square over the recording and the ranks."""
+    plan = METHODS["top-k"].plan(trace.layers)
+    names = [name for group in plan.compressed_groups for name in group.layers]
+    variances = np.concatenate([mean_squares(trace, name) for name in names])
+    return [math.sqrt(distortion_at(variances, rate * len(variances)) / variances.sum()) for rate in bits]
+
+
+def train_all(data: Any, out: Path, names: Sequence[str], seeds: Sequence[int], steps: int) -> None:
+    rows = read(out)
+    for seed in seeds:
+        for name in names:
+            about = {"method": name, "seed": seed, "steps": steps}
+            if any(about.items() <= row.items() for row in rows):
+                continue
+            method = METHODS[name]
+            plan = method.plan(layers_of(initialized(3, (16, 32, 64), (1, 1, 1), 10, seed)))
+            row = about | train(plan, data, recipe_of(method, steps), RANKS, seed)
+            row["loss"] = row["loss"] if math.isfinite(row["loss"]) else None  # JSON knows no NaN
+            add(out, row)
+
+
+def read(path: Path | None) -> list[Row]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path and path.exists() else []
+
+
+def add(path: Path, row: Row) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    print(json.dumps({key: value for key, value in row.items() if key != "curve"}), flush=True)
+
+
+def joined(replayed: Sequence[Row], trained: Sequence[Row]) -> dict[str, tuple[Row, list[Row]]]:
+    """By method: its replay with wrappers, and its runs."""
+    found = {}
+    for row in replayed:
+        if row["feedback"] and (runs := [run for run in trained if run["method"] == row["method"]]):
+            found[row["method"]] = (row, runs)
+    return found
+
+
+def table(replayed: Sequence[Row], trained: Sequence[Row]) -> str:
+    lines = ["method                 bits/value  wire kB  error rank  error mean  cosine   loss           accuracy"]
+    found = joined(replayed, trained)
+    for name, (row, runs) in sorted(found.items(), key=lambda item: mean_loss(item[1][1])):
+        losses = ", ".join("-" if run["loss"] is None else f"{run['loss']:.3f}" for run in runs)
+        accuracy = statistics.fmean(100 * run["accuracy"] for run in runs)
+        lines.append(
+            f"{name:23s} {row['bits']:9.2f}  {row['wire'] / 1e3:7.1f}  {row['contribution_error']:10.3f}  "
+            f"{row['aggregate_error']:10.3f}  {row['cosine']:6.3f}   {losses:13s}  {accuracy:6.2f} %"
+        )
+    for key in ("contribution_error", "aggregate_error", "cosine"):
+        for what, names in (
+            ("all", list(found)),
+            ("at 1 to 2 bits", [n for n, (r, _) in found.items() if r["bits"] < 2]),
+        ):
+            names = [name for name in names if name not in ("dense", "frozen")]
+            if len(names) < 3:
+                continue
+            sign = -1 if key == "cosine" else 1
+            rho = stats.spearmanr([sign * found[n][0][key] for n in names], [mean_loss(found[n][1]) for n in names])
+            lines.append(
+                f"Spearman of {key} with final loss, {what} ({len(names)}): {rho.statistic:+.2f} (p {rho.pvalue:.3f})"
+            )
+    return "\n".join(lines)
+
+
+def mean_loss(runs: Sequence[Row]) -> float:
+    return statistics.fmean(math.inf if run["loss"] is None else run["loss"] for run in runs)
+
+
+def figure(replayed: Sequence[Row], trace: Trace | None) -> Figure:
+    """Error of one rank's contribution against bits per value, without feedback; a line per codec."""
+    alone = [row for row in replayed if not row["feedback"] and row["bits"] > 0]
+    names = sorted({row["codec"] for row in alone})
+    drawn, (panel,) = panels(1, 1, height=4.2)
+    colors = method_colors(names)
+    for name in names:
+        mine = sorted((row for row in alone if row["codec"] == name), key=lambda row: row["bits"])
+        panel.plot(
+            [r["bits"] for r in mine], [r["contribution_error"] for r in mine], "o-", label=name, color=colors[name]
+        )
+    if trace is not None:
+        bits = np.geomspace(0.02, 20, 60)
+        panel.plot(bits, floor(trace, bits), "k--", label="Gaussian R(D) of the variances")
+    panel.set_xscale("log")
+    panel.set_yscale("log")
+    panel.set_xlabel("payload (bits per value)")
+    panel.set_ylabel("||own - gradient|| / ||gradient||")
+    panel.legend(loc="lower left", ncols=2, fontsize="small")
+    return drawn
+
+
+def main() -> None:
+    """See the module's text."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data")
+    parser.add_argument("--record")
+    for name in ("--trace", "--replay", "--train", "--figure"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    trace = Trace(options.trace) if options.trace else None
+    if options.table:
+        print(table(read(options.replay), read(options.train)))
+    if options.figure:
+        with drawing():
+            options.figure.write_bytes(render(figure(read(options.replay), trace), "methods")["svg"])
+    if options.table or options.figure:
+        return
+    data = WORKLOAD.load(options.data) if options.data else None
+    if options.record:
+        record(data, options.record)
+    if options.replay and trace is not None:
+        replay_all(trace, options.replay)
+    if options.train:
+        train_all(data, options.train, options.methods, options.seeds, options.steps)
+
+
+if __name__ == "__main__":
+    main()
