@@ -24,6 +24,7 @@ from stacks import WRAPPINGS, Stack, valid_stacks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradlab import codecs
 from gradlab.layout import layers_of
 from gradlab.ranks import Ranks
 from gradlab.runtime import CompressionState, compression_hook
@@ -195,9 +196,14 @@ def _shared_kept(mine: dict[str, Any], before: dict[str, torch.Tensor]) -> bool:
 
 
 def selection(world_size: int) -> list[Stack]:
-    """Every codec with feedback, and wrappings around one codec: all at 4 ranks, some at 2."""
+    """At 4 ranks every codec with feedback, and all wrappings around one codec; at 2 some of these."""
     around = WRAPPINGS if world_size == 4 else RESCALED
-    return [s for s in valid_stacks() if s.wrapping == "feedback" or (s.codec == "topk" and s.wrapping in around)]
+    kept = set(codecs.names()) if world_size == 4 else {"topk", "powersgd", "gradiveq"}
+    return [
+        s
+        for s in valid_stacks()
+        if (s.wrapping == "feedback" and s.codec in kept) or (s.codec == "topk" and s.wrapping in around)
+    ]
 
 
 def cases(folder: Path, everything: bool, groups: dict[int, Any]) -> Iterator[tuple[Case, dist.ProcessGroup]]:

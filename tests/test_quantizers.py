@@ -63,7 +63,7 @@ def uniform(like: torch.Tensor, seed: int) -> np.ndarray:
 def ternary(g: np.ndarray, chance: np.ndarray, clip: float, s: float | None = None) -> np.ndarray:
     """Section 3.3's clipping, then eqs. (1) to (3) with the numbers that decide b."""
     if clip:
-        limit = clip * g.std(dtype=np.float64)
+        limit = clip * np.sqrt(np.mean(np.square(g)))
         g = np.where(np.abs(g) > limit, np.sign(g) * limit, g)
     s = float(np.float32(np.abs(g).max(initial=0))) if s is None else s
     probability = np.abs(g) / s if s else np.zeros_like(g)
@@ -88,7 +88,7 @@ def test_terngrad_scales_each_layer_and_each_block_by_itself() -> None:
     (result,) = exchange(TernGrad(), [grads])
     for name in SHAPES:
         (magnitude,) = set(result.value.own[name].abs().view(-1).tolist()) - {0.0}
-        limit = min(float(grads[name].abs().max()), 2.5 * float(grads[name].double().std(correction=0)))
+        limit = min(float(grads[name].abs().max()), 2.5 * float(grads[name].double().square().mean().sqrt()))
         assert magnitude == pytest.approx(limit, rel=1e-6)
     (blocks,) = exchange(TernGrad(TernGrad.Settings(block_size=30, clip=0.0)), [grads])
     rows = blocks.value.own["w"].abs().amax(1)
@@ -108,7 +108,7 @@ def test_a_shared_scale_adds_up_whole_numbers(ranks: int, clip: float) -> None:
         torch.testing.assert_close(results[0].value.mean[name], owns.mean(0), rtol=1e-5, atol=1e-6)
         clipped = [g[name].abs().max() for g in grads]
         if clip:
-            limits = [clip * float(g[name].double().std(correction=0)) for g in grads]
+            limits = [clip * float(g[name].double().square().mean().sqrt()) for g in grads]
             clipped = [min(float(a), limit) for a, limit in zip(clipped, limits, strict=True)]
         assert float(owns.abs().max()) == pytest.approx(float(max(clipped)), rel=1e-5)
         assert len(owns.abs().unique()) <= 2
@@ -321,3 +321,11 @@ def test_loco_is_algorithm_1() -> None:
         d = (np.round(h * 1.5).clip(-8, 7)) / 1.5
         error = (1 - beta) * error + beta * (h - d) if (step + 1) % reset else np.zeros_like(error)
         np.testing.assert_allclose(flat(results[0].value.mean), d.mean(0), atol=1e-7)
+
+
+@pytest.mark.parametrize("numel", [1, 2, 50])
+def test_terngrad_does_not_clip_equal_values_to_nothing(numel: int) -> None:
+    """A deviation from their mean would be zero: a layer of one element could never move."""
+    for value in (0.3, -1e-30, 1e30):
+        vector = torch.full((numel,), value)
+        assert torch.equal(returned(TernGrad(), vector), vector)

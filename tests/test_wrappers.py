@@ -20,6 +20,7 @@ from gradlab.codec_settings import build_settings
 from gradlab.codecs.identity import Identity
 from gradlab.codecs.powersgd import PowerSGD
 from gradlab.codecs.qsgd import QSGD
+from gradlab.codecs.random_k import RandomK
 from gradlab.codecs.topk import TopK
 from gradlab.collectives import LockstepResult, run_lockstep
 from gradlab.errors import GradlabError
@@ -77,7 +78,10 @@ def valid_stacks() -> dict[str, Codec]:
         for stack, around in STACKS.items():
             settings = build_settings(method, SETTINGS.get(codec, {}))
             two_way, warm_up = (any(name == w for w, _ in around) for name in ("two_way", "sparsity_warmup"))
-            if (two_way and not hasattr(method, "compress")) or (warm_up and not hasattr(settings, "density")):
+            fixed = not getattr(
+                method(settings), "varying", True
+            )  # what no compressor is, or sends as much as it likes
+            if (two_way and not fixed) or (warm_up and not hasattr(settings, "density")):
                 with pytest.raises(GradlabError):
                     build(around, method(settings))
             else:
@@ -571,7 +575,8 @@ def test_the_forecast_is_the_count(shapes: dict[str, Any], ranks: int, name: str
     layers = [Layer(layer, tuple(shape)) for layer, shape in shapes.items()]
     results = run(codec, drawn(ranks, 9, shapes, torch.float32), [{}] * ranks, 9)
     counted = sum(result.payload_bytes for result in results) / ranks
-    assert counted == pytest.approx(codec.payload_bytes(layers, ranks), rel=1e-12)
+    if not getattr(innermost(codec), "varying", False):  # then it is an estimate
+        assert counted == pytest.approx(codec.payload_bytes(layers, ranks), rel=1e-12)
 
 
 @every_stack
@@ -605,6 +610,8 @@ def test_a_gradient_that_is_not_finite_passes_and_shows(codec: Codec, bad: float
         grads = drawn(2, 1, dtype=torch.float32)
         grads[1]["matrix"][3, 4] = bad
         results = run(codec, grads, states, 1, dense)
+        if isinstance(innermost(codec), RandomK) and not dense:
+            continue  # which sends a share of the elements whatever they are
         assert not all(bool(tensor.isfinite().all()) for tensor in results[0].value.mean.values())
 
 

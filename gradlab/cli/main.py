@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from gradlab.cli import analyze, demo, evaluate, fit, inspect, predict, timeline, trace, train
+from gradlab.cli import analyze, demo, evaluate, fit, inspect, methods, predict, timeline, trace, train
 from gradlab.errors import GradlabError
 from gradlab.version import VERSION
 
@@ -27,6 +27,7 @@ app.command("evaluate")(evaluate.evaluate)
 app.command("predict")(predict.predict)
 app.command("timeline")(timeline.timeline)
 app.command("inspect")(inspect.inspect)
+app.command("methods")(methods.methods)
 
 
 def _show_version(wanted: bool) -> None:

@@ -41,6 +41,7 @@ class BlockScaled(Compressor):
 
     name = "block_scaled"
     family = "quantization"
+    paper = "Dettmers, ICLR 2016; Micikevicius et al., 2022; Xie et al., TPAMI 2025"
     wants_error_feedback = False
     formula = "4 * ceil(n / block_size) + (n if bits == 8 else bits * ceil(n / 8))"
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple({"dtype": dtype} for dtype in (*INTEGERS, *FLOATS))

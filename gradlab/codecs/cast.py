@@ -32,6 +32,7 @@ class Cast(Codec):
 
     name = "cast"
     family = "quantization"
+    paper = "Micikevicius et al., ICLR 2018; Kalamkar et al., 2019"
     wants_error_feedback = False
     formula = "2 * n"
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({"dtype": "float16"}, {"dtype": "bfloat16"})

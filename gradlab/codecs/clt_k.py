@@ -35,6 +35,7 @@ class CLTK(Codec):
 
     name = "clt_k"
     family = "sparsification"
+    paper = "Chen et al., NeurIPS 2020"
     formula = "4 * k + index_bytes(k, n) / N, k = ceil(density * n)"
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(
         {"density": density} for density in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)

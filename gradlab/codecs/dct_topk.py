@@ -35,6 +35,7 @@ class DCTTopK(Compressor):
 
     name = "dct_topk"
     family = "sparsification"
+    paper = "Peng, Quesnelle, Kingma, 2024"
     formula = "chunks of h * w elements: (4 * k + ceil(log2(h * w)) / 8 * k) each, k = min(count, h * w)"
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple({"count": count} for count in (1, 2, 4, 8, 16, 32, 64))
 

@@ -112,6 +112,7 @@ class GradiVeQ(Codec):
 
     name = "gradiveq"
     family = "learned linear"
+    paper = "Yu et al., NeurIPS 2018"
     learns = True
     linear = True  # while it compresses
     wants_error_feedback = False

@@ -18,6 +18,7 @@ class Identity(Codec):
 
     name = "identity"
     family = "dense"
+    paper = "-"
     linear = True
     wants_error_feedback = False
     formula = "4 * n"

@@ -35,6 +35,7 @@ class Natural(Compressor):
 
     name = "natural"
     family = "quantization"
+    paper = "Horvath et al., MSML 2022"
     wants_error_feedback = False
     block = 8  # whole bytes of signs
     unbiased = True

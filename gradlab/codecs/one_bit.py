@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from gradlab.bits import packed_bytes
-from gradlab.blocks import WHOLE, BlockCompressor
+from gradlab.blocks import CACHED, WHOLE, BlockCompressor
 from gradlab.codec_settings import require
 from gradlab.codecs.sign import pack_signs, write_signs
 from gradlab.layout import Layer
@@ -34,6 +35,7 @@ class OneBit(BlockCompressor):
 
     name = "one_bit"
     family = "quantization"
+    paper = "Seide et al., Interspeech 2014"
     wants_two_way = True
     formula = "8 * blocks + ceil(n / 8)"
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({"block": "unit"}, {"block": "tensor"})
@@ -77,9 +79,36 @@ class OneBit(BlockCompressor):
 
 
 def two_means(rows: torch.Tensor) -> torch.Tensor:
-    """Means of each row's elements >= 0 and < 0, 0 where there are none: (m, n) -> (2, m), float32."""
-    above = rows >= 0
-    count = above.sum(1)
-    total, positive = rows.sum(1, dtype=torch.float64), rows.clamp(min=0).sum(1, dtype=torch.float64)
-    negative = (rows.shape[1] - count).clamp(min=1)
-    return torch.stack([positive / count.clamp(min=1), (total - positive) / negative]).float()
+    """Means of each row's elements >= 0 and < 0, 0 where there are none: (m, n) -> (2, m), float32.
+
+    By its elements alone: torch's sums depend on where a row lies, numpy's order follows from the length.
+    """
+    if rows.device.type != "cpu":
+        above, count = rows.clamp(min=0).sum(1, dtype=torch.float64), (rows >= 0).sum(1)
+        below = rows.clamp(max=0).sum(1, dtype=torch.float64)
+    else:
+        above, below, count = map(torch.from_numpy, _sums(rows.numpy()))
+    others = (rows.shape[1] - count).clamp(min=1)
+    return torch.stack([above / count.clamp(min=1), below / others]).float()
+
+
+def _sums(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Sums of each row's elements >= 0 and < 0, float64, and the number of the former."""
+    above, below, count = _sums_in(rows, rows.dtype)
+    if not (np.isfinite(above).all() and np.isfinite(below).all()):  # a sum of finite numbers may be too large
+        return _sums_in(rows, np.dtype(np.float64))
+    return above, below, count
+
+
+def _sums_in(rows: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    above, below, count = np.zeros(len(rows)), np.zeros(len(rows)), np.zeros(len(rows), np.int64)
+    width = min(CACHED, rows.shape[1])
+    scratch = np.empty((len(rows), width), rows.dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, rows.shape[1], width):
+            piece = rows[:, start : start + width]
+            room = scratch[:, : piece.shape[1]]
+            above += np.maximum(piece, 0, out=room).sum(1, dtype=dtype)
+            below += np.minimum(piece, 0, out=room).sum(1, dtype=dtype)
+            count += np.count_nonzero(piece >= 0, axis=1)
+    return above, below, count

@@ -35,6 +35,7 @@ class PowerSGD(Codec):
 
     name = "powersgd"
     family = "low rank"
+    paper = "Vogels et al., NeurIPS 2019 and 2020"
     formula = "4 * sum of r * (n + m) over layers, r = min(rank, n, m); alternating: of r * n and r * m in turn"
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple({"rank": rank} for rank in (1, 2, 4, 8, 16, 32, 64))
 

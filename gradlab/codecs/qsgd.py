@@ -46,6 +46,7 @@ class QSGD(Compressor):
 
     name = "qsgd"
     family = "quantization"
+    paper = "Alistarh et al., NeurIPS 2017"
     wants_error_feedback = False
     formula = "4 * ceil(n / bucket_size) + bits * ceil(n / 8)"
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple({"bits": bits} for bits in range(2, 9))

@@ -29,6 +29,7 @@ class RandomK(Codec):
 
     name = "random_k"
     family = "sparsification"
+    paper = "Stich et al., NeurIPS 2018; Wangni et al., NeurIPS 2018"
     linear = True
     formula = "4 * k, k = ceil(density * n)"
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(

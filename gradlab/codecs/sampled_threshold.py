@@ -35,6 +35,7 @@ class SampledThreshold(Sparsifier):
     """
 
     name = "sampled_threshold"
+    paper = "Lin et al., ICLR 2018"
     varying = True
     formula = "4 * k + index_bytes(k, n), enough * density * n <= k <= density * n"
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(

@@ -34,6 +34,7 @@ class Sign(BlockCompressor):
 
     name = "sign"
     family = "quantization"
+    paper = "Zheng, Huang, Kwok, NeurIPS 2019; Bernstein et al., ICML 2018"
     wants_two_way = True
     # The paper compresses every tensor, vectors too. Together, as each costs the same work beside its arithmetic.
     minimum_dimensions = 0

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from gradlab.bits import pack, packed_bytes, unpack
-from gradlab.blocks import WHOLE, BlockCompressor
+from gradlab.blocks import CACHED, WHOLE, BlockCompressor
 from gradlab.codec import Context, Deferred, Exchanged, Tensors, concatenate, separate
 from gradlab.codec_settings import require
 from gradlab.collectives import AllToAll, Coroutine, Gather
@@ -29,7 +29,9 @@ class TernGrad(BlockCompressor):
 
     Unbiased where nothing is clipped, with E||C(g) - g||^2 = s ||g||_1 - ||g||^2 <= (sqrt(d) - 1) ||g||^2 for d
     elements: no contraction, so no error feedback by default. Before, values beyond c standard deviations are cut to
-    that (clipping, c = 2.5), which makes s smaller and is biased a little.
+    that (clipping, c = 2.5), which makes s smaller and is biased a little. The deviation is that from zero, the mean of
+    the paper's Gaussian model: from its own mean a layer of one element, or of equal ones, has none, and would be
+    clipped to nothing for ever.
     With a shared scaler, s is the largest of all ranks' (section 3.1): sums of ternary values are whole numbers below
     2 N + 1. Every rank then adds up a part of them, exactly, and answers with the sums, ceil(log2(2 N + 1)) bits each,
     in the place of the paper's server; what a rank receives does not grow with N but for that.
@@ -37,6 +39,7 @@ class TernGrad(BlockCompressor):
 
     name = "terngrad"
     family = "quantization"
+    paper = "Wen et al., NeurIPS 2017"
     wants_error_feedback = False
     formula = "4 * blocks + (2 * ceil(n / 8) if values_per_byte == 4 else ceil(n / 5))"
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({}, {"block_size": 4096}, {"block_size": 256})
@@ -88,9 +91,10 @@ class TernGrad(BlockCompressor):
         for rows in self.rows(vector):
             largest = torch.maximum(rows.amax(1), -rows.amin(1))
             if self.settings.clip:
-                limits = deviations(rows).mul_(self.settings.clip)
-                # NaN stays, and a limit that is not finite is none.
-                largest = torch.where(limits < largest, limits, largest)
+                limits = root_mean_squares(rows).mul_(self.settings.clip)
+                # NaN stays; where squares over- or underflow there is no limit.
+                usable = limits.isfinite() & (limits > 0)
+                largest = torch.where(usable & (limits < largest), limits, largest)
             found.append(largest.float())
         return torch.cat(found)
 
@@ -103,8 +107,9 @@ class TernGrad(BlockCompressor):
             values = vector[start:stop]
             # u in (0, 1), in 2^16 places
             chance = sixteen_random_bits(values, generator).to(vector.dtype).add_(2.0**15 + 0.5).mul_(2.0**-16)
-            kept = values.abs() > self.scale(chance, factors, start)
-            codes[start:stop] = torch.where(kept, values.sign().to(torch.int8), 0).add_(1).to(torch.uint8)
+            limits = self.scale(chance, factors, start)
+            above = values > limits
+            codes[start:stop] = above.to(torch.uint8).add_(1).sub_((values < limits.neg_()).to(torch.uint8))
         return codes
 
     def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
@@ -127,8 +132,10 @@ class TernGrad(BlockCompressor):
         sizes = shard_sizes(vector.numel(), ranks)
         received = yield AllToAll(tuple(pack(part, 2) for part in codes.split(sizes)))
         mine, bits = sizes[context.rank], (2 * ranks).bit_length()
-        sums = torch.stack([unpack(part, 2)[:mine] for part in received]).sum(0, dtype=torch.int64)
-        answer = pack(sums.to(torch.uint8) if bits <= 8 else sums, bits)
+        sums = torch.zeros(mine, dtype=torch.uint8 if bits <= 8 else torch.int64, device=vector.device)
+        for part in received:
+            sums += unpack(part, 2)[:mine]
+        answer = pack(sums, bits)
         parts = yield Gather(answer, lengths=tuple(packed_bytes(size, bits) for size in sizes))
         total = torch.cat([unpack(part, bits)[:size] for part, size in zip(parts, sizes, strict=True)])
         mean = context.workspace.zeros_like(vector)
@@ -160,12 +167,17 @@ def shard_sizes(numel: int, world_size: int) -> list[int]:
     ]
 
 
-def deviations(rows: torch.Tensor) -> torch.Tensor:
-    """Standard deviation of each row, (m, n) -> (m,), by its elements alone: numpy's sums follow from the length."""
+def root_mean_squares(rows: torch.Tensor) -> torch.Tensor:
+    """Root of the mean square of each row, (m, n) -> (m,), by its elements alone: numpy's order follows from n."""
     if rows.device.type != "cpu":
-        return rows.std(1, correction=0)
-    with np.errstate(over="ignore", invalid="ignore"):
-        return torch.from_numpy(rows.numpy().std(1, dtype=np.float64)).to(rows.dtype)
+        return (rows.double().square().mean(1)).sqrt().to(rows.dtype)
+    values, total = rows.numpy(), np.zeros(len(rows))
+    scratch = np.empty((len(rows), min(CACHED, rows.shape[1])), values.dtype)
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        for start in range(0, rows.shape[1], CACHED):
+            piece = values[:, start : start + CACHED]
+            total += np.square(piece, out=scratch[:, : piece.shape[1]]).sum(1)
+    return torch.from_numpy(np.sqrt(total / rows.shape[1]).astype(values.dtype))
 
 
 def pack_ternary(codes: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,7 @@ class Threshold(Sparsifier):
     """
 
     name = "threshold"
+    paper = "Sahu et al., NeurIPS 2021"
     varying = True
     formula = "4 * k + index_bytes(k, n), k = density * n in the first iteration, then as many as reach lambda"
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(

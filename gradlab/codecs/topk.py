@@ -24,6 +24,7 @@ class TopK(Sparsifier):
     """
 
     name = "topk"
+    paper = "Aji & Heafield, EMNLP 2017; Stich et al., NeurIPS 2018"
     formula = "4 * k + index_bytes(k, n), k = ceil(density * n)"
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(
         {"density": density} for density in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)

@@ -1,0 +1,96 @@
+"""What there is to choose from, told by the codecs: properties from their classes, collectives and bytes from a run.
+
+Tables and the page of methods are made of it, so that they cannot be out of date.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from gradlab import codecs, wrappers
+from gradlab.codec import Codec, Context, Tensors
+from gradlab.collectives import Request, observed, run_lockstep
+from gradlab.layout import Layer
+
+RANKS = (2, 8, 32)  # at which bytes on the wire are counted
+LAYER = Layer("weight", (64, 64), "linear")  # of which they are counted; a convolution for those that take no other
+CONVOLUTION = Layer("weight", (64, 64, 3, 3), "convolution")
+LARGE = Layer("weight", (1024, 1024), "linear")  # of which guarantees are told
+
+
+def codec_facts(name: str) -> dict[str, Any]:
+    """One codec with its default settings, as plain JSON.
+
+    delta: see `Codec.delta`, of a layer of 1024 x 1024 or None; bits: of payload per value, of a layer of 64 x 64 (a
+    convolution of 64 x 64 x 3 x 3 for codecs of convolutions alone), in its wrappers of habit and, if it works in
+    phases, in the first; wire_bits: by number of ranks, what a rank sends per value, mean over ranks.
+    """
+    method = codecs.get(name)
+    codec, layer = method(), LAYER if "linear" in method.roles else CONVOLUTION
+    runs = {ranks: _exchange(codec, layer, ranks) for ranks in RANKS}
+    kinds, payload, _ = runs[RANKS[0]]
+    return {
+        "name": name,
+        "family": method.family,
+        "paper": method.paper,
+        "title": first_sentence(method),
+        "text": inspect.cleandoc(method.__doc__ or ""),
+        "linear": method.linear,
+        "unbiased": codec.unbiased,
+        "delta": codec.delta([LARGE]),
+        "variance_bound": codec.variance_bound([LARGE]),
+        "learns": method.learns,
+        "error_feedback": method.wants_error_feedback,
+        "two_way": method.wants_two_way,
+        "collectives": kinds,
+        "formula": method.formula,
+        "bits": 8 * payload / layer.numel,
+        "wire_bits": {str(ranks): 8 * wire / layer.numel for ranks, (_, _, wire) in runs.items()},
+        "settings": settings_of(method),
+        "settings_text": inspect.cleandoc(method.Settings.__doc__ or ""),
+        "candidates": [dict(settings) for settings in method.candidates],
+    }
+
+
+def wrapper_facts(name: str) -> dict[str, Any]:
+    """One wrapper, as plain JSON."""
+    method = wrappers.get(name)
+    return {
+        "name": name,
+        "title": first_sentence(method),
+        "text": inspect.cleandoc(method.__doc__ or ""),
+        "settings": settings_of(method),
+        "settings_text": inspect.cleandoc(method.Settings.__doc__ or ""),
+    }
+
+
+def first_sentence(method: type[Codec]) -> str:
+    """What its file says first: the idea."""
+    text = inspect.cleandoc(sys.modules[method.__module__].__doc__ or method.__doc__ or "")
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def settings_of(method: type[Codec]) -> dict[str, Any]:
+    """Names and defaults of its settings."""
+    return {setting.name: setting.default for setting in fields(method.Settings)}
+
+
+def _exchange(codec: Codec, layer: Layer, ranks: int) -> tuple[list[str], float, float]:
+    """Kinds of the collectives asked for, in order; payload and wire bytes, means over ranks. Inside `two_way` where
+    that is the codec's habit."""
+    if codec.wants_two_way:
+        codec = wrappers.get("two_way")(codec)
+    generator = torch.Generator().manual_seed(0)
+    grads: Sequence[Tensors] = [{layer.name: torch.randn(layer.shape, generator=generator)} for _ in range(ranks)]
+    seen: list[Request] = []
+    coroutines = [codec.exchange(grads[rank], {}, Context(rank, ranks, 0, layer.name)) for rank in range(ranks)]
+    results = run_lockstep([observed(coroutines[0], seen), *coroutines[1:]])
+    kinds = list(dict.fromkeys(type(request).__name__ for request in seen))
+    return kinds, fmean(r.payload_bytes for r in results), fmean(r.wire_bytes for r in results)

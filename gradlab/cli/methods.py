@@ -1,0 +1,168 @@
+"""`gradlab methods`: codecs, wrappers and methods by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gradlab.cli.console import OUT, print_json, print_table
+from gradlab.errors import GradlabError
+
+if TYPE_CHECKING:
+    from gradlab.methods import Method
+
+Facts = Mapping[str, Any]
+
+
+def methods(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="A codec or wrapper; all of them if none.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print all as a page (docs/methods.md).")] = False,
+) -> None:
+    """What there is to choose from: codecs with their guarantees, collectives and bytes; wrappers; methods by name.
+
+    Examples:
+
+      gradlab methods
+
+      gradlab methods powersgd
+    """
+    from gradlab import codecs, wrappers
+    from gradlab.catalog import codec_facts, wrapper_facts
+
+    if name is not None:
+        if markdown:
+            raise GradlabError("--markdown prints all methods: leave the name out")
+        facts = wrapper_facts(name) if name in wrappers.names() else codec_facts(name)
+        print_json(facts) if as_json else OUT.print(_one(facts), markup=False)
+        return
+    found = [codec_facts(codec) for codec in codecs.names()]
+    around = [wrapper_facts(wrapper) for wrapper in wrappers.names()]
+    if as_json:
+        print_json({"codecs": found, "wrappers": around, "methods": by_name()})
+    elif markdown:
+        print(page(found, around), end="")
+    else:
+        print_table("codecs, with default settings", HEADER, [_row(facts) for facts in found], left=len(HEADER))
+        print_table("wrappers", ("wrapper", "what it does"), [(w["name"], w["title"]) for w in around], left=2)
+        rows = [(title, text) for title, text in by_name().items()]
+        print_table("methods by name (gradlab.methods.method_plan)", ("method", "what it is"), rows, left=2)
+
+
+INTRODUCTION = """# Methods
+
+Written by `gradlab methods --markdown`: every line follows from the code. Codecs have their default settings.
+*delta*: `E||C(x) - x||^2 <= (1 - delta) ||x||^2` for every x of 1024 x 1024 elements, so that error feedback keeps the
+residual bounded; - where none is guaranteed. *bits/value*: what a rank contributes, of a layer of 64 x 64 (gradiveq: of
+a convolution, while it samples). *sent*: what its network interface sends for that, counted in lockstep; uncompressed
+that is 32, 56 and 62 bits. A codec of your own: [add-a-codec.md](add-a-codec.md).
+"""
+HEADER = (
+    "codec",
+    "family",
+    "linear",
+    "unbiased",
+    "delta",
+    "feedback",
+    "collectives",
+    "bits/value",
+    "sent at 2, 8, 32 ranks",
+    "grows with N",
+    "paper",
+)
+
+
+def _row(facts: Facts) -> tuple[str, ...]:
+    wire = list(facts["wire_bits"].values())
+    return (
+        facts["name"],
+        facts["family"],
+        _yes(facts["linear"]),
+        _yes(facts["unbiased"]),
+        "-" if facts["delta"] is None else f"{facts['delta']:.3g}",
+        "both ways" if facts["two_way"] else _yes(facts["error_feedback"]),
+        ", ".join(facts["collectives"]) or "none",
+        f"{facts['bits']:.3g}",
+        ", ".join(f"{bits:.3g}" for bits in wire),
+        _yes(wire[-1] > 2 * wire[1]),
+        facts["paper"],
+    )
+
+
+def _yes(fact: bool) -> str:
+    return "yes" if fact else "-"
+
+
+def _one(facts: Facts) -> str:
+    lines = [f"{facts['name']}: {facts['title']}", "", facts["text"], "", "Settings:"]
+    lines += [f"  {key} = {value!r}" for key, value in facts["settings"].items()] or ["  none"]
+    lines += ["", facts["settings_text"]]
+    if "formula" in facts:
+        lines += ["", f"Payload in bytes, n elements, N ranks: {facts['formula']}", f"Paper: {facts['paper']}"]
+    return "\n".join(lines)
+
+
+def by_name() -> dict[str, str]:
+    """What each method of `gradlab.methods` is made of."""
+    from gradlab.methods import METHODS
+
+    return {name: _made_of(method) for name, method in METHODS.items()}
+
+
+def _made_of(method: Method) -> str:
+    around = [*([method.momentum] if method.momentum else []), *method.wrappers]
+    parts = [_called(wrap.name, wrap.settings) for wrap in around]
+    where = [
+        text
+        for text, holds in (("one group of all layers", method.one_block), ("every tensor", method.every_tensor))
+        if holds
+    ]
+    text = " around ".join([*parts, _called(method.codec, method.settings)])
+    return f"{text}; {', '.join(where)}" if where else text
+
+
+def _called(name: str, settings: Mapping[str, Any]) -> str:
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in settings.items())})" if settings else name
+
+
+def page(found: Sequence[Facts], around: Sequence[Facts]) -> str:
+    """The page of methods, in Markdown."""
+    lines = [
+        *INTRODUCTION.splitlines(),
+        "",
+        *_table(HEADER, [_row(facts) for facts in found]),
+        "",
+        "## Methods by name",
+        "",
+        "`gradlab.methods.method_plan(model, name)`; wrappers outermost first.",
+        "",
+        *_table(("method", "what it is"), [(name, f"`{text}`") for name, text in by_name().items()]),
+        "",
+        "## Codecs",
+    ]
+    for facts in found:
+        candidates = "; ".join(_called("", settings).strip("()") for settings in facts["candidates"] if settings)
+        lines += [
+            *_section(facts),
+            f"Payload in bytes: `{facts['formula']}`. Learns from data: {'yes' if facts['learns'] else 'no'}.",
+            *([f"Settings worth comparing: {candidates}."] if candidates else []),
+        ]
+    lines += ["", "## Wrappers"]
+    for facts in around:
+        lines += _section(facts)[:-1]
+    return "\n".join(lines) + "\n"
+
+
+def _section(facts: Facts) -> list[str]:
+    defaults = ", ".join(f"`{key}={value!r}`" for key, value in facts["settings"].items())
+    settings = f"Settings: {defaults}." if defaults else "No settings."
+    texts = ["```text", facts["text"], "", facts["settings_text"], "```"]
+    return ["", f"### {facts['name']}", "", facts["title"], "", settings, "", *texts, ""]
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
