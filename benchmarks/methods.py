@@ -57,12 +57,15 @@ class Frozen(Codec):
     name = "frozen"
     family = "control"
     linear = True
-    wants_error_feedback = False
     formula = "0"
 
     @dataclass(frozen=True)
     class Settings:
         """There is nothing to set."""
+
+    @property
+    def wants_error_feedback(self) -> bool:
+        return False
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         yield ()

@@ -47,7 +47,7 @@ def codec_facts(name: str) -> dict[str, Any]:
         "delta": codec.delta([LARGE]),
         "variance_bound": codec.variance_bound([LARGE]),
         "learns": method.learns,
-        "error_feedback": method.wants_error_feedback,
+        "error_feedback": codec.wants_error_feedback,
         "two_way": method.wants_two_way,
         "collectives": kinds,
         "formula": method.formula,

@@ -145,7 +145,7 @@ class Codec(ABC):
     family: ClassVar[str]
     linear: ClassVar[bool] = False
     learns: ClassVar[bool] = False
-    wants_error_feedback: ClassVar[bool] = True
+    selects: ClassVar[bool] = False  # whether it sends some elements as they are, and of others nothing
     wants_two_way: ClassVar[bool] = False  # whether a plan puts it inside `two_way`, if nothing else is asked for
     roles: ClassVar[tuple[str, ...]] = ROLES  # of the layers that a plan gives it, if nothing else is asked for
     minimum_dimensions: ClassVar[int] = 2  # of such layers
@@ -188,6 +188,16 @@ class Codec(ABC):
     def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
         """The same for the one exchange that starts from `state`; they differ for codecs that work in phases."""
         return self.payload_bytes(layers, world_size)
+
+    @property
+    def wants_error_feedback(self) -> bool:
+        """Whether a plan puts it inside `error_feedback`, if nothing else is asked for."""
+        return True
+
+    @property
+    def refuses_error_feedback(self) -> str:
+        """Why error feedback would diverge; empty if it does not."""
+        return ""
 
     @property
     def unbiased(self) -> bool:
@@ -244,6 +254,12 @@ class Compressor(Codec):
         """Whether the sizes of what `compress` returns depend on the vector's values."""
         return False
 
+    @property
+    def gathered(self) -> bool:
+        """Whether `exchange` is what stands here: compress, gather, decompress, average. A form of its own is not what
+        `two_way` would do."""
+        return True
+
     def for_layers(self, shapes: Sequence[Sequence[int]]) -> Compressor:
         """The compressor of a vector in which layers of these shapes follow each other."""
         return self
@@ -264,6 +280,13 @@ class Compressor(Codec):
     @abstractmethod
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """What travels for a vector (numel,), as vectors; numel may be 0. generator: of this rank's own."""
+
+    @abstractmethod
+    def compressed_bytes(self, numel: int) -> int:
+        """Bytes of what `compress` returns for a vector of so many elements, float32; an estimate where they vary."""
+
+    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        return self.for_layers([layer.shape for layer in layers]).compressed_bytes(sum(layer.numel for layer in layers))
 
     @abstractmethod
     def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:

@@ -201,7 +201,8 @@ class Plan:
                 "plan: wrappers and error_feedback are both given: name error_feedback among the wrappers"
             )
         method = codecs.get(codec)
-        feedback = method.wants_error_feedback if error_feedback is None else error_feedback
+        habit = method(build_settings(method, settings)).wants_error_feedback
+        feedback = habit if error_feedback is None else error_feedback
         by_habit = (*(FEEDBACK if feedback else ()), *((Wrap("two_way"),) if method.wants_two_way else ()))
         around = by_habit if wrappers is None else tuple(wrappers)
         dimensions = method.minimum_dimensions if minimum_dimensions is None else minimum_dimensions

@@ -23,6 +23,7 @@ class Sparsifier(Compressor):
     """
 
     family = "sparsification"
+    selects = True
 
     @property
     def varying(self) -> bool:
@@ -44,8 +45,9 @@ class Sparsifier(Compressor):
         positions = decode(encoded, len(values), total.numel(), self.settings.index_coding)
         total.index_add_(0, positions, values if scale == 1.0 else values * scale)
 
-    def sparse_bytes(self, count: int, numel: int) -> int:
-        """Bytes of float32 values with their positions; where those vary, of random positions."""
+    def compressed_bytes(self, numel: int) -> int:
+        """Bytes of ceil(density * numel) values with their positions; where those vary, of random positions."""
+        count = count_of(self.settings.density, numel)
         return 4 * count + index_bytes(self.settings.index_coding, count, numel)
 
 

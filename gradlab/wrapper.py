@@ -40,6 +40,8 @@ class Wrapper(Codec):
         self.codec = codec
         for inner in wrappers_of(codec):
             self._refuse(inner)
+        if self.keeps_residual and (why := innermost(codec).refuses_error_feedback):
+            raise GradlabError(f"wrapper {self.name} around {why}: without feedback, or without the factor")
 
     def _refuse(self, inner: Wrapper) -> None:
         if inner.name == self.name:

@@ -7,9 +7,36 @@ from collections.abc import Iterator
 import pytest
 import torch
 from command_line import Command
+from contract import cases
 from process_pool import ProcessPool
 
 from gradlab.cli.main import main
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many codec x case pairs of the contract ran, and which did not."""
+    outcomes = ("passed", "failed", "error", "skipped", "xfailed")
+    reports = {what: [r for r in terminalreporter.stats.get(what, []) if _of_contract(r)] for what in outcomes}
+    ran = {report.nodeid for some in reports.values() for report in some}
+    if not ran:
+        return
+    codecs = {
+        case
+        for case in cases()
+        if any(f"[{case}" in node or f"-{case}]" in node or f"-{case}-" in node for node in ran)
+    }
+    counts = ", ".join(f"{len(some)} {what}" for what, some in reports.items())
+    terminalreporter.write_line(
+        f"contract: {len(ran)} codec x case pairs of {len(codecs)} codecs and settings: {counts}"
+    )
+    for report in reports["skipped"]:
+        terminalreporter.write_line(f"contract: skipped {report.nodeid}: {report.longrepr}")
+
+
+def _of_contract(report: object) -> bool:
+    """Whether a report is of one codec and one case."""
+    files = ("test_contract.py::", "test_theory.py::")
+    return any(file in getattr(report, "nodeid", "") for file in files) and "[" in getattr(report, "nodeid", "")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,13 +11,19 @@ import torch
 
 from gradlab import codecs
 from gradlab.codec import Codec, Context, Exchanged, Tensors, mean_only
+from gradlab.codecs.dct_topk import DCTTopK
+from gradlab.codecs.sampled_threshold import SampledThreshold
+from gradlab.codecs.terngrad import TernGrad
+from gradlab.codecs.threshold import Threshold
 from gradlab.codecs.topk import TopK
 from gradlab.collectives import Coroutine, run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.methods import METHODS, SIGN_METHODS, method_plan
-from gradlab.plan import Plan
+from gradlab.plan import FEEDBACK, Plan, Wrap
 from gradlab.wrappers.error_feedback import ErrorFeedback
+from gradlab.wrappers.momentum_correction import MomentumCorrection
+from gradlab.wrappers.sparsity_warmup import SparsityWarmup
 
 LAYERS = [Layer("w", (30, 30), "linear"), Layer("b", (30,), "bias"), Layer("x", (40, 30), "linear")]
 
@@ -145,3 +151,110 @@ def test_what_is_no_codec_is_not_registered() -> None:
     ):
         with pytest.raises(GradlabError, match=said):
             codecs.register(refused)  # type: ignore[type-var]
+
+
+# --- stacks of which one would not do what it is for ----------------------------------------------------------------
+
+
+def test_feedback_around_a_multiplied_sample_is_refused_and_not_its_habit() -> None:
+    assert not Plan.uniform(LAYERS, "random_k", unbiased=True).groups[0].wrappers
+    with pytest.raises(GradlabError, match="error_feedback around random_k with unbiased = true"):
+        Plan.uniform(LAYERS, "random_k", unbiased=True, error_feedback=True)
+    assert Plan.uniform(LAYERS, "random_k").groups[0].wrappers == FEEDBACK
+    assert Plan.uniform(LAYERS, "block_scaled", dtype="int4").groups[0].wrappers == FEEDBACK
+    assert not Plan.uniform(LAYERS, "block_scaled").groups[0].wrappers
+
+
+@pytest.mark.parametrize(
+    ("codec", "settings"),
+    [("terngrad", {"shared_scale": True}), ("dct_topk", {"sign": True}), ("qsgd", {"ring": True})],
+)
+def test_what_is_exchanged_in_its_own_way_is_not_taken_two_ways(codec: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(GradlabError, match=f"two_way around {codec} with a form of exchange of its own"):
+        Plan.uniform(LAYERS, codec, wrappers=[Wrap("two_way")], **settings)
+
+
+@pytest.mark.parametrize("codec", ["threshold", "sampled_threshold"])
+def test_messages_of_unknown_size_are_not_taken_two_ways(codec: str) -> None:
+    with pytest.raises(GradlabError, match=f"two_way around {codec} with messages whose sizes vary"):
+        Plan.uniform(LAYERS, codec, wrappers=[Wrap("two_way")])
+    with pytest.raises(GradlabError, match="sizes vary"):
+        Plan.uniform(LAYERS, "topk", index_coding="smallest", wrappers=[Wrap("two_way")])
+
+
+@pytest.mark.parametrize(
+    "codec", ["one_bit", "dct_topk", "terngrad", "sign", "topk", "natural", "block_scaled", "qsgd"]
+)
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_bytes_of_shards_are_forecast_as_they_are_counted(codec: str, ranks: int) -> None:
+    """Shards are no layers: blocks, units and chunks are those of the layers they are cut from."""
+    shapes = {"w": (64, 100), "x": (30, 30), "b": (30,)}
+    layers = [Layer(name, shape) for name, shape in shapes.items()]
+    plan = Plan.uniform(
+        layers, codec, wrappers=[Wrap("two_way")], group_bytes=1e9, minimum_dimensions=0, minimum_numel=1
+    )
+    (group,) = plan.groups
+    built = plan.build(group)
+    grads = [
+        {n: torch.randn(s, generator=torch.Generator().manual_seed(r)) for n, s in shapes.items()} for r in range(ranks)
+    ]
+    results = run_lockstep([built.exchange(g, {}, Context(r, ranks, 0)) for r, g in enumerate(grads)])
+    counted = sum(result.payload_bytes for result in results) / ranks
+    assert counted == pytest.approx(built.payload_bytes(layers, ranks))
+
+
+def test_momentum_of_what_is_dense_in_the_gradients_space_is_not_masked() -> None:
+    """A DCT's largest coefficients are a little of every element."""
+    codec = MomentumCorrection(DCTTopK(DCTTopK.Settings(8, 4)))
+    grads = {"w": torch.randn(16, 16, generator=torch.Generator().manual_seed(0))}
+    (result,) = run_lockstep([codec.exchange(grads, {}, Context(0, 1, 0))])
+    torch.testing.assert_close(result.value.state["w/velocity"], grads["w"])
+
+
+def test_a_threshold_is_measured_again_when_a_warm_up_lowers_the_density() -> None:
+    stack = SparsityWarmup(
+        ErrorFeedback(Threshold(Threshold.Settings(density=0.01))),
+        SparsityWarmup.Settings(steps=4, stages=2, initial_density=0.25),
+    )
+    sent, state = [], {}
+    for step in range(7):
+        grads = {"w": torch.randn(4000, generator=torch.Generator().manual_seed(step))}
+        (result,) = run_lockstep([stack.exchange(grads, state, Context(0, 1, step))])
+        state = result.value.state
+        sent.append(int((result.value.own["w"] != 0).sum()))
+    assert sent[0] == 1000
+    assert sent[2] == 200
+    assert sent[4] == 40
+    assert state["w/threshold"][1] == pytest.approx(0.01)
+
+
+def test_a_sample_does_not_follow_the_columns_of_a_matrix() -> None:
+    """One column of a hundred is ten thousand times the others: every start finds about k."""
+    matrix = torch.randn(10_000, 100, generator=torch.Generator().manual_seed(0))
+    matrix[:, 0] *= 1e4
+    codec = SampledThreshold(SampledThreshold.Settings(0.05))
+    for seed in range(20):
+        chosen = codec.select(matrix.view(-1), torch.Generator().manual_seed(seed))
+        assert 40_000 <= len(chosen) <= 50_000
+
+
+def test_the_sign_of_what_is_not_a_number_is_not_zero() -> None:
+    grads = {"w": torch.ones(8, 8)}
+    grads["w"][2, 3] = torch.nan
+    (result,) = run_lockstep([DCTTopK(DCTTopK.Settings(sign=True)).exchange(grads, {}, Context(0, 1, 0))])
+    assert bool(result.value.mean["w"].isnan().any())
+
+
+def test_a_shared_scale_leaves_each_ranks_own_clipping() -> None:
+    """Section 3.3: a worker clips, then the largest s is shared. An outlier of a rank of small values stays clipped."""
+    draws = torch.Generator().manual_seed(0)
+    small, large = torch.randn(4000, generator=draws), 10 * torch.randn(4000, generator=draws)
+    small[7] = 20.0
+    limit = 2.5 * float(small.double().square().mean().sqrt())
+    codec, seen = TernGrad(TernGrad.Settings(shared_scale=True)), []
+    for step in range(400):
+        contexts = [Context(rank, 2, step, "g") for rank in range(2)]
+        coroutines = [codec.exchange({"w": w}, {}, c) for w, c in zip((small, large), contexts, strict=True)]
+        seen.append(float(run_lockstep(coroutines)[0].value.own["w"][7]))
+    mean, error = sum(seen) / 400, torch.tensor(seen).std().item() / 20
+    assert abs(mean - limit) < 5 * error

@@ -1,6 +1,7 @@
 """Eight or four bits per value with one scale per block: int8, int4, and the two 8-bit floating-point formats.
 
-int8 and blocks: Dettmers, "8-bit approximations for parallelism in deep learning", ICLR 2016; formats: Micikevicius et
+int8: Dettmers, "8-bit approximations for parallelism in deep learning", ICLR 2016; blocks: Dettmers, Lewis, Shleifer,
+Zettlemoyer, "8-bit optimizers via block-wise quantization", ICLR 2022; formats: Micikevicius et
 al., "FP8 formats for deep learning", 2022. int4 with one fixed scale, inside `error_feedback` with `decay`, an int8
 buffer and `reset_steps`: Xie, Lin, Toh, Zhou, "LoCo: Low-bit communication adaptor for large-scale model training",
 IEEE TPAMI 2025, Algorithm 1.
@@ -34,15 +35,15 @@ class BlockScaled(Compressor):
     mantissa, float8_e5m2 up to 57344 with 2; or (`stochastic`) at random to one of the two beside it, without bias.
     Integers are right to max|x| / (2 * 127) or / (2 * 7); floats to 2^-4 or 2^-3 of each value, until they underflow
     at 2^-9 / 448 or 2^-16 / 57344 of the largest. To the nearest, C is delta-approximate: no error is larger than its
-    value and the largest value has none, or next to none, so that delta >= 1 / n at least; `delta` gives more.
+    value and the largest value has none, or next to none, so that delta >= 1 / n at least; `delta` gives
+    more, for blocks whose scale is a normal float32 number.
     With a fixed scale (LoCo's), C(x) = Q(s x) / s, cut off at the format's ends (-8 or 7, -128 or 127 for integers).
-    No error feedback by default at 8 bits; with int4 ask for it.
+    No error feedback by default at 8 bits, nor where it is random.
     """
 
     name = "block_scaled"
     family = "quantization"
-    paper = "Dettmers, ICLR 2016; Micikevicius et al., 2022; Xie et al., TPAMI 2025"
-    wants_error_feedback = False
+    paper = "Dettmers, ICLR 2016; Dettmers et al., ICLR 2022; Micikevicius et al., 2022; Xie et al., TPAMI 2025"
     formula = "4 * ceil(n / block_size) + (n if bits == 8 else bits * ceil(n / 8))"
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple({"dtype": dtype} for dtype in (*INTEGERS, *FLOATS))
 
@@ -62,6 +63,10 @@ class BlockScaled(Compressor):
             require(self.dtype in known, "block_scaled", "dtype", self.dtype, f"one of {', '.join(known)}")
             require(self.block_size >= 1, "block_scaled", "block_size", self.block_size, "elements, at least 1")
             require(self.scale is None or self.scale > 0, "block_scaled", "scale", self.scale, "above 0, or none")
+
+    @property
+    def wants_error_feedback(self) -> bool:
+        return self.settings.dtype == "int4" and not self.settings.stochastic
 
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
@@ -152,7 +157,6 @@ class BlockScaled(Compressor):
             return codes.view(FLOATS[self.settings.dtype]).float()
         return codes.view(torch.int8) if self.bits == 8 else codes.view(torch.int8) - 8
 
-    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        numel = sum(layer.numel for layer in layers)
+    def compressed_bytes(self, numel: int) -> int:
         scales = -(-numel // self.settings.block_size) if self.settings.scale is None else min(1, numel)
         return 4 * scales + (numel if self.bits == 8 else packed_bytes(numel, self.bits))

@@ -33,7 +33,6 @@ class Cast(Codec):
     name = "cast"
     family = "quantization"
     paper = "Micikevicius et al., ICLR 2018; Kalamkar et al., 2019"
-    wants_error_feedback = False
     formula = "2 * n"
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({"dtype": "float16"}, {"dtype": "bfloat16"})
 
@@ -45,6 +44,10 @@ class Cast(Codec):
 
         def __post_init__(self) -> None:
             require(self.dtype in DTYPES, "cast", "dtype", self.dtype, "'float16' or 'bfloat16'")
+
+    @property
+    def wants_error_feedback(self) -> bool:
+        return False
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         dtype = DTYPES[self.settings.dtype]

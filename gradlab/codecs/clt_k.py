@@ -7,6 +7,7 @@ with `decay` 1 - beta (the low-pass filter, eq. 5) it is ScaleCom.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -29,14 +30,16 @@ class CLTK(Codec):
 
     The leader is rank (iteration mod N), or drawn from the shared seed. Given its positions the compressor commutes
     with the sum, so values go as one all-reduce, which does not grow with N; positions are broadcast, which only the
-    leader contributes to. For the leader delta = k / numel; for others as far as their largest elements are the
+    leader contributes to. For the leader delta = k / numel
+    (of top-k); for others as far as their largest elements are the
     leader's, which is what the paper rests on, and what feedback makes up for.
     """
 
     name = "clt_k"
     family = "sparsification"
+    selects = True
     paper = "Chen et al., NeurIPS 2020"
-    formula = "4 * k + index_bytes(k, n) / N, k = ceil(density * n)"
+    formula = "4 * k + index_bytes(k, n) / N, k = ceil(density * n)"  # with chunks ceil(n / ceil(1 / density))
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(
         {"density": density} for density in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
     )
@@ -88,14 +91,14 @@ class CLTK(Codec):
 
     def _count(self, numel: int) -> int:
         if self.settings.selection == "chunks":
-            size = max(1, round(1 / self.settings.density))
+            size = math.ceil(round(1 / self.settings.density, 9))
             return -(-numel // size)
         return count_of(self.settings.density, numel)
 
     def _select(self, vector: torch.Tensor, count: int) -> torch.Tensor:
         if self.settings.selection == "topk" or count == 0:
             return largest(vector, count)
-        size = max(1, round(1 / self.settings.density))
+        size = math.ceil(round(1 / self.settings.density, 9))
         padded = torch.nn.functional.pad(vector.abs(), (0, count * size - vector.numel()), value=-1.0)
         return padded.view(count, size).argmax(1) + size * torch.arange(count, device=vector.device)
 

@@ -69,6 +69,10 @@ class DCTTopK(Compressor):
         sizes = [h * w for _, h, _, w in (tiles(layer.shape, self.settings.chunk) for layer in layers)]
         return min([1.0, *(self._kept(size) / size for size in sizes if size)])
 
+    @property
+    def gathered(self) -> bool:
+        return not self.settings.sign
+
     def _kept(self, size: int) -> int:
         return min(self.settings.count, size)
 
@@ -125,13 +129,12 @@ class DCTTopK(Compressor):
         done = yield from super().exchange(grads, state, context)
         if self.settings.sign:
             for tensor in done.mean.values():
-                tensor.sign_()
+                tensor.copy_(torch.where(tensor.isnan(), tensor, tensor.sign()))  # NaN has the sign 0
         return done
 
-    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+    def compressed_bytes(self, numel: int) -> int:
         total = 0
-        for layer in layers:
-            h_tiles, h, w_tiles, w = tiles(layer.shape, self.settings.chunk)
+        for h_tiles, h, w_tiles, w in self._layout(numel):
             size, chunks = h * w, h_tiles * w_tiles
             kept = self._kept(size)
             total += 4 * chunks * kept

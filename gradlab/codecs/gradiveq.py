@@ -115,7 +115,6 @@ class GradiVeQ(Codec):
     paper = "Yu et al., NeurIPS 2018"
     learns = True
     linear = True  # while it compresses
-    wants_error_feedback = False
     formula = "while compressing 4 * sum of slices * d + tail over layers; while sampling QSGD's or 4 * n"
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(
         {"ratio": ratio} for ratio in (4.0, 8.0, 16.0, 32.0, 64.0)
@@ -186,6 +185,10 @@ class GradiVeQ(Codec):
             if self.refresh == "decoded":
                 check(self.complement > 0, "complement", "above 0 where bases are fitted on what was decoded")
                 check(self.compressed_steps >= self.sample_steps, "compressed_steps", "at least sample_steps then")
+
+    @property
+    def wants_error_feedback(self) -> bool:
+        return False
 
     def __init__(self, settings: GradiVeQ.Settings | None = None, learned: Mapping[str, torch.Tensor] | None = None):
         super().__init__(settings, learned)

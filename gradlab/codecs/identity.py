@@ -20,7 +20,6 @@ class Identity(Codec):
     family = "dense"
     paper = "-"
     linear = True
-    wants_error_feedback = False
     formula = "4 * n"
     keeps_dtype = True
 
@@ -30,6 +29,10 @@ class Identity(Codec):
         backend's all-reduce; to compare with."""
 
         ring: bool = False
+
+    @property
+    def wants_error_feedback(self) -> bool:
+        return False
 
     @property
     def unbiased(self) -> bool:

@@ -29,14 +29,13 @@ class Natural(Compressor):
     The mantissa of a float32 is the probability: a number uniform in [0, 1) is added to it, and what is then left of it
     is cut off. Sent are the exponent and the sign, 9 bits. Unbiased, with E||C(x) - x||^2 <= ||x||^2 / 8 (Theorem 1),
     as C's variance at t = 2^a (1 + m) is 4^a m (1 - m). Chance comes in 2^16 steps, so that the mean is right to
-    2^-17 of a power of two. Below 2^-126 it is rounded to 0 or 2^-126, beyond 2^127 to 2^127.
+    2^-17 of a power of two. That holds from 2^-126 to 2^127: below, values become 0 or 2^-126, beyond, 2^127.
     No error feedback by default: it is not needed, though E||C(x) - x||^2 < ||x||^2 would allow it.
     """
 
     name = "natural"
     family = "quantization"
     paper = "Horvath et al., MSML 2022"
-    wants_error_feedback = False
     block = 8  # whole bytes of signs
     unbiased = True
     formula = "n + ceil(n / 8)"
@@ -46,6 +45,10 @@ class Natural(Compressor):
     class Settings:
         """There is nothing to set."""
 
+    @property
+    def wants_error_feedback(self) -> bool:
+        return False
+
     def variance_bound(self, layers: Sequence[Layer]) -> float:
         return 1 / 8
 
@@ -53,7 +56,7 @@ class Natural(Compressor):
         """Exponents (numel,), biased as float32's, 255 for what is not finite; signs (ceil(numel / 8),). uint8."""
         generator = on_device(generator, vector.device)
         exponents = torch.empty(vector.numel(), dtype=torch.uint8, device=vector.device)
-        for values, out in zip(vector.split(CACHED), exponents.split(CACHED), strict=True):
+        for values, out in zip(vector.split(_piece(vector)), exponents.split(_piece(vector)), strict=True):
             magnitudes = values.float().abs().view(torch.int32)
             # u + 2^15 + 1/2 sixteenths of a mantissa's bits, in the mantissa's unit
             moved = sixteen_random_bits(values, generator).to(torch.int32).add_(2**15).mul_(2**7).add_(2**6)
@@ -64,15 +67,20 @@ class Natural(Compressor):
 
     def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
         exponents, packed = payload
-        for start in range(0, total.numel(), CACHED):
-            piece = total[start : start + CACHED]
-            bits = exponents[start : start + CACHED].to(torch.int32).bitwise_left_shift_(23)
+        length = _piece(total)
+        for start in range(0, total.numel(), length):
+            piece = total[start : start + length]
+            bits = exponents[start : start + length].to(torch.int32).bitwise_left_shift_(23)
             bits |= sign_bits(packed[start // 8 : -(-(start + len(piece)) // 8)], len(piece))
             piece += bits.view(torch.float32).to(total.dtype) * scale
 
-    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        numel = sum(layer.numel for layer in layers)
+    def compressed_bytes(self, numel: int) -> int:
         return numel + packed_bytes(numel, 1)
+
+
+def _piece(like: torch.Tensor) -> int:
+    """Elements worked on at a time."""
+    return CACHED if like.device.type == "cpu" else max(1, like.numel())
 
 
 def sign_bits(packed: torch.Tensor, numel: int) -> torch.Tensor:

@@ -22,6 +22,7 @@ from gradlab.codecs.sign import pack_signs, write_signs
 from gradlab.layout import Layer
 
 BLOCKS = ("unit", "tensor")
+_LEAST = 16  # weights into a unit that are worth two values of their own
 
 
 class OneBit(BlockCompressor):
@@ -43,7 +44,7 @@ class OneBit(BlockCompressor):
     @dataclass(frozen=True)
     class Settings:
         """block: elements that share two values: "unit", the weights into one output (the paper's column), vectors
-        whole; or "tensor"."""
+        and layers of less than 16 of them whole; or "tensor"."""
 
         block: str = "unit"
 
@@ -51,7 +52,8 @@ class OneBit(BlockCompressor):
             require(self.block in BLOCKS, "one_bit", "block", self.block, "'unit' or 'tensor'")
 
     def block_of(self, shape: Sequence[int]) -> int:
-        return max(1, math.prod(shape[1:])) if self.settings.block == "unit" and len(shape) > 1 else WHOLE
+        inputs = math.prod(shape[1:]) if len(shape) > 1 else 0
+        return inputs if self.settings.block == "unit" and inputs >= _LEAST else WHOLE
 
     def delta(self, layers: Sequence[Layer]) -> float:
         return 1 / max([1, *(min(layer.numel, self.block_of(layer.shape)) for layer in layers)])
@@ -67,15 +69,15 @@ class OneBit(BlockCompressor):
         means, packed = payload
         above, below = means.to(total.dtype).view(2, -1)
         # sign * half the distance + the middle
-        half, middle = (above - below) * (scale / 2), (above + below) * (scale / 2)
+        above, below = above * (scale / 2), below * (scale / 2)  # halved first: their sum may be too large
+        half, middle = above - below, above + below
         scratch = total.new_empty(min(self.span(total), total.numel()))
         for start, stop in self.spans(total):
             values = write_signs(scratch[: stop - start], packed[start // 8 : -(-stop // 8)], 1.0)
             total[start:stop] += self.shift(self.scale(values, half, start), middle, start)
 
-    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        numel = sum(layer.numel for layer in layers)
-        return 8 * self.for_layers([layer.shape for layer in layers]).blocks(numel) + packed_bytes(numel, 1)
+    def compressed_bytes(self, numel: int) -> int:
+        return 8 * self.blocks(numel) + packed_bytes(numel, 1)
 
 
 def two_means(rows: torch.Tensor) -> torch.Tensor:

@@ -56,6 +56,10 @@ class PowerSGD(Codec):
             cold = self.alternating and not self.warm_start
             require(not cold, "powersgd", "warm_start", self.warm_start, "true where factors alternate")
 
+    def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
+        super().__init__(settings, learned)
+        self._spares: dict[tuple[Any, ...], torch.Tensor] = {}
+
     def matrix_shape(self, shape: Sequence[int]) -> tuple[int, int, int] | None:
         """(n, m, r) of a layer that is compressed, or None for one that is sent dense."""
         if len(shape) < 2 or 0 in shape:
@@ -87,7 +91,9 @@ class PowerSGD(Codec):
     def _iterate(self, matrices: Tensors, dense: Tensors, state: Tensors, context: Context) -> Coroutine[Factors]:
         """Algorithm 1: both factors in one iteration."""
         start = {name: self._start(name, matrix, state, context) for name, matrix in matrices.items()}
-        left = multiplied(start, {name: matrix.T for name, matrix in matrices.items()})
+        # Q is as large as the gradient: a product with the next one might over- or underflow.
+        unit = {name: normalized(q) for name, q in start.items()}
+        left = multiplied(unit, {name: matrix.T for name, matrix in matrices.items()})
         answers = yield tuple(Mean(tensor) for tensor in (*left.values(), *dense.values()))
         left = orthogonalized(dict(zip(left, answers, strict=False)))
         sent_dense = dict(zip(dense, answers[len(left) :], strict=True))
@@ -108,8 +114,8 @@ class PowerSGD(Codec):
         mean = dict(zip(factors, answers, strict=False))
         kept = {}
         for name, factor in mean.items():
-            fresh = self._random(name, factor.shape[1], factor, context, "again")
-            kept[_key(name, "q" if name in flipped else "p")] = torch.where(factor.any(1, keepdim=True), factor, fresh)
+            spare = self._spare(name, factor, context)
+            kept[_key(name, "q" if name in flipped else "p")] = torch.where(factor.any(1, keepdim=True), factor, spare)
 
         def ordered(found: Tensors) -> tuple[Tensors, Tensors]:
             """Left and right factors of each product."""
@@ -127,10 +133,18 @@ class PowerSGD(Codec):
             return state[key].to(matrix.dtype)
         return self._random(name, matrix.shape[1], matrix, context)
 
-    def _random(self, name: str, columns: int, like: torch.Tensor, context: Context, *key: str) -> torch.Tensor:
-        generator = context.shared_generator(name, *key, every_iteration=bool(key) or not self.settings.warm_start)
+    def _random(self, name: str, columns: int, like: torch.Tensor, context: Context) -> torch.Tensor:
+        generator = context.shared_generator(name, every_iteration=not self.settings.warm_start)
         rank = min(*like.shape, self.settings.rank)
         return torch.randn(rank, columns, generator=generator, dtype=like.dtype).to(like.device)
+
+    def _spare(self, name: str, like: torch.Tensor, context: Context) -> torch.Tensor:
+        """What stands for rows of zeros, in all iterations alike: drawn anew, it would be copied to a GPU each time."""
+        key = (name, like.shape, like.dtype, like.device)
+        if key not in self._spares:
+            generator = context.shared_generator(name, "spare", every_iteration=False)
+            self._spares[key] = torch.randn(like.shape, generator=generator, dtype=like.dtype).to(like.device)
+        return self._spares[key]
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         return self._bytes(layers, lambda n, m: (n + m) / (2 if self.settings.alternating else 1))
@@ -157,6 +171,12 @@ def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
     A zero matrix or dependent columns still give finite orthonormal columns, unlike Gram-Schmidt without care.
     """
     return torch.linalg.qr(matrix).Q
+
+
+def normalized(rows: torch.Tensor) -> torch.Tensor:
+    """Rows (r, n) of which each has the largest magnitude 1; rows of zeros stay."""
+    largest = rows.abs().amax(1, keepdim=True)
+    return rows / torch.where(largest > 0, largest, torch.ones_like(largest))
 
 
 def orthogonalized(factors: Tensors) -> Tensors:

@@ -47,7 +47,6 @@ class QSGD(Compressor):
     name = "qsgd"
     family = "quantization"
     paper = "Alistarh et al., NeurIPS 2017"
-    wants_error_feedback = False
     formula = "4 * ceil(n / bucket_size) + bits * ceil(n / 8)"
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple({"bits": bits} for bits in range(2, 9))
 
@@ -81,6 +80,10 @@ class QSGD(Compressor):
             require(self.contraction in CONTRACTIONS, "qsgd", "contraction", self.contraction, ", ".join(CONTRACTIONS))
             require(not shrinks or self.stochastic, "qsgd", "contraction", self.contraction, "'none' without chance")
             require(not shrinks or not self.ring, "qsgd", "contraction", self.contraction, "'none' along a ring")
+
+    @property
+    def wants_error_feedback(self) -> bool:
+        return False
 
     def __init__(self, settings: QSGD.Settings | None = None, learned: Tensors | None = None) -> None:
         super().__init__(settings, learned)
@@ -146,6 +149,10 @@ class QSGD(Compressor):
         last = 2 * self.levels // self._stride
         return places.add_(0.5 + self.levels / self._stride).clamp_(0.0, last + 0.5)
 
+    @property
+    def gathered(self) -> bool:
+        return not self.settings.ring
+
     def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
         norms, packed = payload
         codes = unpack(packed, self.settings.bits)[: total.numel()].mul_(self._stride)
@@ -167,7 +174,7 @@ class QSGD(Compressor):
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         numel = sum(layer.numel for layer in layers)
         if not self.settings.ring:
-            return self.compressed_bytes(numel)
+            return super().payload_bytes(layers, world_size)
         return sum(self.compressed_bytes(b - a) for a, b in pairwise(ring_edges(numel, world_size)))
 
     def compressed_bytes(self, numel: int) -> int:

@@ -1,6 +1,6 @@
 """Random-k sparsification: the same random positions on every rank, drawn from a shared seed, so only values travel.
 
-Stich, Cordonnier, Jaggi, "Sparsified SGD with memory", NeurIPS 2018, Definition 2.1 (rand_k); unbiased by a factor
+Stich, Cordonnier, Jaggi, "Sparsified SGD with memory", NeurIPS 2018, Definition 2.2 (rand_k); unbiased by a factor
 numel / k: Wangni, Wang, Liu, Zhang, "Gradient sparsification", NeurIPS 2018.
 """
 
@@ -24,13 +24,14 @@ class RandomK(Codec):
     Linear, and an all-reduce: what it sends does not grow with N. In expectation over the draw it is delta-approximate
     with delta = k / numel: E||C(x) - x||^2 = (1 - k / numel) ||x||^2. With `unbiased`, values are multiplied by
     numel / k: E C(x) = x and E||C(x) - x||^2 = (numel / k - 1) ||x||^2, which is no contraction above 1: without
-    error feedback then.
+    error feedback then, which is refused where that is so.
     """
 
     name = "random_k"
     family = "sparsification"
     paper = "Stich et al., NeurIPS 2018; Wangni et al., NeurIPS 2018"
     linear = True
+    selects = True
     formula = "4 * k, k = ceil(density * n)"
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(
         {"density": density} for density in (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
@@ -49,6 +50,15 @@ class RandomK(Codec):
     @property
     def unbiased(self) -> bool:
         return bool(self.settings.unbiased)
+
+    @property
+    def wants_error_feedback(self) -> bool:
+        return not self.settings.unbiased
+
+    @property
+    def refuses_error_feedback(self) -> str:
+        grows = self.settings.unbiased and self.settings.density < 0.5
+        return "random_k with unbiased = true: what is sent is multiplied, and the residual with it" if grows else ""
 
     def delta(self, layers: Sequence[Layer]) -> float | None:
         return None if self.settings.unbiased else self._share(layers)

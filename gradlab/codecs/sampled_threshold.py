@@ -1,21 +1,20 @@
 """Top-k by a threshold from a sample: the selection of Deep Gradient Compression.
 
 Lin, Han, Mao, Wang, Dally, "Deep gradient compression: Reducing the communication bandwidth for distributed training"
-(DGC), ICLR 2018, section 5 (sampling, hierarchical selection); bounds and adjustments from their published code. Inside
+(DGC), ICLR 2018, section 5 (sampling, hierarchical selection); bounds and number of adjustments from their code. Inside
 `momentum_correction` with `sparsity_warmup` it is DGC.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from gradlab.codec_settings import require
-from gradlab.layout import Layer
 from gradlab.sparse import Sparsifier, at_least, count_of, largest, require_coding, require_density
 
 _LOWERED = 0.8  # the threshold's factor where it has left too few
@@ -27,11 +26,10 @@ class SampledThreshold(Sparsifier):
     """About the k = ceil(density * numel) largest magnitudes: at most k, and mostly at least `enough` of them.
 
     The threshold is the sample's own k-th part; where more than k reach it, the k largest of these are taken
-    (hierarchical selection); where fewer than enough * k do, it is lowered by a fifth, at most 10 times. The
-    sample, every (1 / sample_share)-th value from a random start, holds at least 16 / density values;
-    layers that have no more are sorted. How many are sent
-    depends on the gradient: messages vary. What is sent are the largest there are, so that C is a contraction, but how
-    much of one is up to the sample.
+    (hierarchical selection); where fewer than enough * k do, it is lowered by a fifth, at most 10 times. The sample is
+    drawn at random and holds at least 16 / density values; layers of less than twice as many are sorted. How many are
+    sent depends on the gradient: messages vary. What is sent are the largest there are, so that C is a contraction, but
+    how much of one is up to the sample.
     """
 
     name = "sampled_threshold"
@@ -62,11 +60,10 @@ class SampledThreshold(Sparsifier):
     def select(self, vector: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         count, numel = count_of(self.settings.density, vector.numel()), vector.numel()
         wanted = max(math.ceil(self.settings.sample_share * numel), math.ceil(_LEAST / self.settings.density))
-        stride = max(1, numel // wanted)
-        if stride < 2:
+        if 2 * wanted > numel:
             return largest(vector, count)
-        start = int(torch.randint(stride, (), generator=generator))
-        sample = vector[start::stride].abs()
+        # At random: an even stride may follow the columns of a matrix.
+        sample = vector[torch.randint(numel, (wanted,), generator=generator).to(vector.device)].abs()
         threshold = sample.topk(max(1, math.ceil(self.settings.density * len(sample))), sorted=False).values.min()
         found = at_least(vector, threshold)
         for _ in range(_ADJUSTMENTS):
@@ -75,7 +72,3 @@ class SampledThreshold(Sparsifier):
             threshold = threshold * _LOWERED
             found = at_least(vector, threshold)
         return found if len(found) <= count else found[largest(vector[found], count)]
-
-    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        numel = sum(layer.numel for layer in layers)
-        return self.sparse_bytes(count_of(self.settings.density, numel), numel)

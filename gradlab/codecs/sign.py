@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from gradlab.bits import packed_bytes
 from gradlab.blocks import CACHED, WHOLE, BlockCompressor
 from gradlab.codec_settings import require
 from gradlab.layout import Layer
@@ -150,10 +151,8 @@ class Sign(BlockCompressor):
             return write_signs(values, packed, float(factors[first]))
         return self.scale(write_signs(values, packed, 1.0), factors, start)
 
-    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        numel = sum(layer.numel for layer in layers)
-        scales = self.for_layers([layer.shape for layer in layers]).blocks(numel)
-        return (4 * scales if self.settings.scale == "mean" else 0) + -(-numel // 8)
+    def compressed_bytes(self, numel: int) -> int:
+        return (4 * self.blocks(numel) if self.settings.scale == "mean" else 0) + packed_bytes(numel, 1)
 
 
 def mean_magnitudes(rows: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """TernGrad: every value becomes -s, 0 or s at random, without bias; s is the largest magnitude of its layer.
 
 Wen, Xu, Yan, Wu, Wang, Chen, Li, "TernGrad: Ternary gradients to reduce communication in distributed deep learning",
-NeurIPS 2017, eqs. (1) to (3), scaler sharing (section 3.1), layer-wise ternarizing and gradient clipping (section 3.3).
+NeurIPS 2017, section 3.1 (ternary gradients, scaler sharing) and 3.3 (layer-wise ternarizing, gradient clipping).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from gradlab.random_bits import on_device, sixteen_random_bits
 
 
 class TernGrad(BlockCompressor):
-    """C(g) = s sign(g) b with s = max|g| and b_i = 1 with probability |g_i| / s, else 0 (eqs. 1 and 2), layer by layer.
+    """C(g) = s sign(g) b, s = max|g|, b_i = 1 with probability |g_i| / s, else 0 (section 3.1), layer by layer.
 
     Unbiased where nothing is clipped, with E||C(g) - g||^2 = s ||g||_1 - ||g||^2 <= (sqrt(d) - 1) ||g||^2 for d
-    elements: no contraction, so no error feedback by default. Before, values beyond c standard deviations are cut to
-    that (clipping, c = 2.5), which makes s smaller and is biased a little. The deviation is that from zero, the mean of
-    the paper's Gaussian model: from its own mean a layer of one element, or of equal ones, has none, and would be
-    clipped to nothing for ever.
+    elements: no contraction, so no error feedback by default. Chance comes in 2^16 steps: the mean is right to 2^-17 s.
+    Before, values beyond c standard deviations are cut to that (clipping, c = 2.5), which makes s smaller and is biased
+    a little. The deviation is that from zero, the mean of the paper's Gaussian model: from its own mean a layer of one
+    element, or of equal ones, has none, and would be clipped to nothing for ever.
     With a shared scaler, s is the largest of all ranks' (section 3.1): sums of ternary values are whole numbers below
     2 N + 1. Every rank then adds up a part of them, exactly, and answers with the sums, ceil(log2(2 N + 1)) bits each,
     in the place of the paper's server; what a rank receives does not grow with N but for that.
@@ -40,7 +40,6 @@ class TernGrad(BlockCompressor):
     name = "terngrad"
     family = "quantization"
     paper = "Wen et al., NeurIPS 2017"
-    wants_error_feedback = False
     formula = "4 * blocks + (2 * ceil(n / 8) if values_per_byte == 4 else ceil(n / 5))"
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({}, {"block_size": 4096}, {"block_size": 256})
 
@@ -63,6 +62,10 @@ class TernGrad(BlockCompressor):
             require(
                 not both, "terngrad", "values_per_byte", 5, "4 with a shared scale, whose sums take two bits and more"
             )
+
+    @property
+    def wants_error_feedback(self) -> bool:
+        return False
 
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
@@ -98,8 +101,15 @@ class TernGrad(BlockCompressor):
             found.append(largest.float())
         return torch.cat(found)
 
-    def ternary(self, vector: torch.Tensor, scales: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """sign(g) b + 1, (numel,), uint8. What was clipped has b = 1, as it is not smaller than s."""
+    def ternary(
+        self,
+        vector: torch.Tensor,
+        scales: torch.Tensor,
+        generator: torch.Generator,
+        own: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """sign(g) b + 1, (numel,), uint8. What was clipped has b = 1, as it is not smaller than s. own: the largest
+        magnitudes after this rank's own clipping, where s is another's."""
         generator = on_device(generator, vector.device)
         codes = torch.empty(vector.numel(), dtype=torch.uint8, device=vector.device)
         factors = scales.to(vector.dtype)
@@ -107,6 +117,9 @@ class TernGrad(BlockCompressor):
             values = vector[start:stop]
             # u in (0, 1), in 2^16 places
             chance = sixteen_random_bits(values, generator).to(vector.dtype).add_(2.0**15 + 0.5).mul_(2.0**-16)
+            if own is not None:
+                most = self.scale(torch.ones_like(values), own.to(values.dtype), start)
+                values = torch.minimum(torch.maximum(values, -most), most)
             limits = self.scale(chance, factors, start)
             above = values > limits
             codes[start:stop] = above.to(torch.uint8).add_(1).sub_((values < limits.neg_()).to(torch.uint8))
@@ -128,7 +141,7 @@ class TernGrad(BlockCompressor):
         codec = self.for_layers([grad.shape for grad in grads.values()])
         everyone = yield Gather(codec.scales(vector))
         scales = torch.stack(everyone).amax(0)
-        codes = codec.ternary(vector, scales, context.rank_generator())
+        codes = codec.ternary(vector, scales, context.rank_generator(), everyone[context.rank])
         sizes = shard_sizes(vector.numel(), ranks)
         received = yield AllToAll(tuple(pack(part, 2) for part in codes.split(sizes)))
         mine, bits = sizes[context.rank], (2 * ranks).bit_length()
@@ -148,11 +161,19 @@ class TernGrad(BlockCompressor):
 
         return Exchanged(separate(mean, grads), Deferred(grads, own))
 
+    @property
+    def gathered(self) -> bool:
+        return not self.settings.shared_scale
+
+    def compressed_bytes(self, numel: int) -> int:
+        codes = packed_bytes(numel, 2) if self.settings.values_per_byte == 4 else -(-numel // 5)
+        return 4 * self.blocks(numel) + codes
+
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        if not self.settings.shared_scale:
+            return super().payload_bytes(layers, world_size)
         numel = sum(layer.numel for layer in layers)
         scales = 4 * self.for_layers([layer.shape for layer in layers]).blocks(numel)
-        if not self.settings.shared_scale:
-            return scales + (packed_bytes(numel, 2) if self.settings.values_per_byte == 4 else -(-numel // 5))
         sizes, bits = shard_sizes(numel, world_size), (2 * world_size).bit_length()
         asked = sum(packed_bytes(size, 2) for size in sizes)
         return scales + asked + sum(packed_bytes(size, bits) for size in sizes) / world_size
@@ -172,11 +193,11 @@ def root_mean_squares(rows: torch.Tensor) -> torch.Tensor:
     if rows.device.type != "cpu":
         return (rows.double().square().mean(1)).sqrt().to(rows.dtype)
     values, total = rows.numpy(), np.zeros(len(rows))
-    scratch = np.empty((len(rows), min(CACHED, rows.shape[1])), values.dtype)
-    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+    scratch = np.empty((len(rows), min(CACHED, rows.shape[1])))  # in float32 squares would underflow
+    with np.errstate(over="ignore", invalid="ignore"):
         for start in range(0, rows.shape[1], CACHED):
             piece = values[:, start : start + CACHED]
-            total += np.square(piece, out=scratch[:, : piece.shape[1]]).sum(1)
+            total += np.square(piece, out=scratch[:, : piece.shape[1]], dtype=np.float64).sum(1)
     return torch.from_numpy(np.sqrt(total / rows.shape[1]).astype(values.dtype))
 
 

@@ -60,12 +60,15 @@ class Threshold(Sparsifier):
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         if self.settings.threshold is not None:
             return (yield from super().exchange(grads, state, context))
-        key = f"{next(iter(grads))}/threshold"
-        measured = state[key] if key in state else (yield Mean(self._measured(concatenate(grads))))
-        found = float(measured)
-        known = Threshold(replace(self.settings, threshold=found if 0 < found < torch.inf else None))
-        done = yield from super(Threshold, known).exchange(grads, state, context)
-        return replace(done, state={key: measured} if known.settings.threshold is not None else {})
+        key, wanted = f"{next(iter(grads))}/threshold", self.settings.density
+        known = state.get(key)
+        if known is None or float(known[1]) != torch.tensor(wanted, dtype=known.dtype):  # a warm-up lowers the density
+            vector = concatenate(grads)
+            known = torch.cat([(yield Mean(self._measured(vector))), vector.new_tensor([wanted])])
+        found = float(known[0])
+        fixed = Threshold(replace(self.settings, threshold=found if 0 < found < torch.inf else None))
+        done = yield from super(Threshold, fixed).exchange(grads, state, context)
+        return replace(done, state={key: known} if fixed.settings.threshold is not None else {})
 
     def _measured(self, vector: torch.Tensor) -> torch.Tensor:
         """The k-th largest magnitude, (1,)."""
@@ -74,6 +77,6 @@ class Threshold(Sparsifier):
         positions = largest(vector, count_of(self.settings.density, vector.numel()))
         return vector[positions].abs().min().view(1)
 
-    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        numel = sum(layer.numel for layer in layers)
-        return self.sparse_bytes(count_of(self.settings.density, numel), numel)
+    def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
+        measures = self.settings.threshold is None and not state
+        return self.payload_bytes(layers, world_size) + (4 if measures else 0)

@@ -44,7 +44,7 @@ class TopK(Sparsifier):
 
     def delta(self, layers: Sequence[Layer]) -> float:
         numel = sum(layer.numel for layer in layers)
-        return self.count(numel) / max(1, numel)
+        return self.count(numel) / numel if numel else 1.0
 
     def count(self, numel: int) -> int:
         """k, the number of elements sent out of `numel`."""
@@ -52,7 +52,3 @@ class TopK(Sparsifier):
 
     def select(self, vector: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         return largest(vector, self.count(vector.numel()))
-
-    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        numel = sum(layer.numel for layer in layers)
-        return self.sparse_bytes(self.count(numel), numel)

@@ -36,7 +36,7 @@ class MomentumCorrection(Wrapper):
     @dataclass(frozen=True)
     class Settings:
         """momentum: m, in [0, 1); nesterov: look ahead along u; masking: zero u where values were sent (None: if the
-        codec is a sparsification; others send every element a little, and would lose all momentum);
+        codec selects elements; others send every element a little, and would lose all momentum);
         clip_norm: largest L2 norm of a step's gradient, 0 for none; each rank clips its own to clip_norm / sqrt(N),
         group by group (the paper clips the whole gradient, which is known only when backward has ended);
         step_size_ratio: multiply what is left of v by eta_(t-1) / eta_t (DGC does not); None does so if the optimizer
@@ -58,8 +58,8 @@ class MomentumCorrection(Wrapper):
     def __init__(self, codec: Codec, settings: MomentumCorrection.Settings | None = None) -> None:
         super().__init__(codec, settings)
         method = innermost(codec)
-        self._masks = method.family == "sparsification" if self.settings.masking is None else self.settings.masking
-        if self._masks and method.family != "sparsification":
+        self._masks = method.selects if self.settings.masking is None else self.settings.masking
+        if self._masks and not method.selects:
             raise GradlabError(
                 f"momentum_correction: masking = true around {method.name}, which sends every element: all momentum "
                 "would be lost; masking is for sparsifications"

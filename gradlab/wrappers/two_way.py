@@ -65,6 +65,11 @@ class TwoWay(Wrapper):
                 f"two_way around {codec.name}: it needs a codec that a rank computes alone, such as topk or qsgd, with "
                 "no wrapper between them"
             )
+        if not codec.gathered:
+            raise GradlabError(
+                f"two_way around {codec.name} with a form of exchange of its own ({codec.settings}): inside, it would "
+                "not have that"
+            )
         if codec.varying:
             raise GradlabError(
                 f"two_way around {codec.name} with messages whose sizes vary: a server's must be known to all; choose "
@@ -211,7 +216,7 @@ class TwoWay(Wrapper):
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         shapes = [layer.shape for layer in layers]
         codec, shards = self.compressor.for_layers(shapes), self.shards(shapes, world_size)
-        sizes = [codec.part(a, b).payload_bytes([Layer("shard", (b - a,))], world_size) for a, b in shards]
+        sizes = [codec.part(a, b).compressed_bytes(b - a) for a, b in shards]
         return sum(sizes) + sum(sizes) / world_size
 
     def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
