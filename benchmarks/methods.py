@@ -46,7 +46,7 @@ from gradlab.trace import Trace
 
 WARMUP, RATE, BATCH, RANKS = 50, 0.1, 16, 4
 FIRST, RECORDED = 100, 100  # iterations of the recording
-FITTED = 100  # iterations that GradiVeQ samples before it compresses
+FITTED = 50  # iterations that GradiVeQ samples before it compresses
 Row = dict[str, Any]
 
 

@@ -13,6 +13,13 @@ from process_pool import ProcessPool
 from gradlab.cli.main import main
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Under several workers: tests of real ranks on one of them, so that there is one pool; others file by file."""
+    for item in items if config.pluginmanager.hasplugin("xdist") else ():
+        group = "pool" if "pool" in getattr(item, "fixturenames", ()) else item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """How many codec x case pairs of the contract ran, and which did not."""
     outcomes = ("passed", "failed", "error", "skipped", "xfailed")

@@ -289,7 +289,7 @@ def uniform(
     trace: Folder,
     out: Target,
     codec: Annotated[
-        str, typer.Option(help="Any codec that needs no fit: topk, powersgd, qsgd, sign, cast, identity.")
+        str, typer.Option(help="Any codec that needs no fit: topk, powersgd, qsgd, sign, ... (see gradlab methods).")
     ],
     setting: Setting = None,
     role: Roles = None,
