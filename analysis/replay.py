@@ -29,7 +29,7 @@ from gradlab.progress import Progress
 if TYPE_CHECKING:
     from gradlab.trace import Trace
 
-# So many settings of a codec are shown as they are; of more, those that are not its habit.
+# So many settings of a wrapper are shown as they are; of more, those that are not its habit.
 _FEW_SETTINGS = 2
 
 
@@ -123,7 +123,7 @@ def _aggregate(result: StepResult, gradients: list[Tensors]) -> tuple[float, flo
 def methods_of(groups: Sequence[Group]) -> tuple[str, ...]:
     """The methods of groups in a few words each: "topk(density=0.01) + feedback".
 
-    Of settings, one or two are shown as they are, of more those that are not as the codec would have them. Groups that
+    Of a codec's settings the first is shown, and those that are not as the codec would have them. Groups that
     differ in their codec's settings alone are one method: "sign(block_size=16 to 4096)".
     """
     alike: dict[str, list[Group]] = {}
@@ -139,7 +139,7 @@ def methods_of(groups: Sequence[Group]) -> tuple[str, ...]:
 
 
 def _describe_codec(codec: str, settings: Sequence[Mapping[str, Any]]) -> str:
-    built = [_shown(build_settings(codecs.get(codec), values)) for values in settings]
+    built = [_shown(build_settings(codecs.get(codec), values), main=1) for values in settings]
     names = dict.fromkeys(name for shown in built for name in shown)
     found = {name: list({shown[name] for shown in built if name in shown}) for name in names}
     return _with_settings(codec, {name: _range(values) for name, values in found.items()})
@@ -155,10 +155,14 @@ def _with_settings(name: str, texts: Mapping[str, str]) -> str:
     return f"{name}({', '.join(f'{key}={text}' for key, text in texts.items())})" if texts else name
 
 
-def _shown(chosen: Any) -> dict[str, Any]:
+def _shown(chosen: Any, main: int | None = None) -> dict[str, Any]:
+    """main: how many settings are shown whatever they are; None: all of a few."""
     values, habits = asdict(chosen), {field.name: field.default for field in fields(chosen)}
-    few = len(values) <= _FEW_SETTINGS
-    return {key: value for key, value in values.items() if value is not None and (few or value != habits[key])}
+    main = (len(values) if len(values) <= _FEW_SETTINGS else 0) if main is None else main
+    always = [key for key, value in list(values.items())[:main] if value is not False]
+    return {
+        key: value for key, value in values.items() if value is not None and (key in always or value != habits[key])
+    }
 
 
 def _range(values: Sequence[Any]) -> str:

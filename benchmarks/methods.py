@@ -299,25 +299,30 @@ def mean_loss(runs: Sequence[Row]) -> float:
     return statistics.fmean(math.inf if run["loss"] is None else run["loss"] for run in runs)
 
 
+MARKERS = "os^DvPX*<>"
+
+
 def figure(replayed: Sequence[Row], trace: Trace | None) -> Figure:
     """Error of one rank's contribution against bits per value, without feedback; a line per codec."""
     alone = [row for row in replayed if not row["feedback"] and row["bits"] > 0]
     names = sorted({row["codec"] for row in alone})
     drawn, (panel,) = panels(1, 1, height=4.2)
     colors = method_colors(names)
-    for name in names:
+    for place, name in enumerate(names):
         mine = sorted((row for row in alone if row["codec"] == name), key=lambda row: row["bits"])
-        panel.plot(
-            [r["bits"] for r in mine], [r["contribution_error"] for r in mine], "o-", label=name, color=colors[name]
-        )
+        bits, errors = ([row[key] for row in mine] for key in ("bits", "contribution_error"))
+        line = "" if name in ("block_scaled", "cast") else "-"  # their settings are formats, not a scale
+        marker = MARKERS[place % len(MARKERS)]
+        panel.plot(bits, errors, marker + line, label=name, color=colors[name], markersize=4)
     if trace is not None:
         bits = np.geomspace(0.02, 20, 60)
         panel.plot(bits, floor(trace, bits), "k--", label="Gaussian R(D) of the variances")
     panel.set_xscale("log")
-    panel.set_yscale("log")
+    panel.set_xlim(0.03, 20)
+    panel.set_ylim(0, 1.45)
     panel.set_xlabel("payload (bits per value)")
     panel.set_ylabel("||own - gradient|| / ||gradient||")
-    panel.legend(loc="lower left", ncols=2, fontsize="small")
+    panel.legend(loc="upper left", ncols=3, fontsize="small")
     return drawn
 
 

@@ -206,13 +206,11 @@ def _answers(requests: Sequence[Request]) -> Iterator[Any]:
     if isinstance(first, Ring):
         yield from pass_around([r.code for r in requests if isinstance(r, Ring)])
         return
-    # One copy for all: N of each would be N^2 tensors at once. Nobody may change what it is sent of others.
-    gathered = [r.tensor.detach().clone() for r in requests if isinstance(r, Gather)]
     for rank in range(len(requests)):
         if mean is not None:
             yield mean.clone()
         elif isinstance(first, Gather):
-            yield list(gathered)
+            yield [r.tensor.detach().clone() for r in requests if isinstance(r, Gather)]
         elif isinstance(first, Broadcast):
             root = requests[first.root]
             assert isinstance(root, Broadcast)

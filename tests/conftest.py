@@ -14,10 +14,13 @@ from gradlab.cli.main import main
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Under several workers: tests of real ranks on one of them, so that there is one pool; others file by file."""
-    for item in items if config.pluginmanager.hasplugin("xdist") else ():
-        group = "pool" if "pool" in getattr(item, "fixturenames", ()) else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
+    """Under several workers: files with tests on real ranks go to one of them, so that there is one pool."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    files = [item.nodeid.partition("::")[0] for item in items]
+    pooled = {file for file, item in zip(files, items, strict=True) if "pool" in getattr(item, "fixturenames", ())}
+    for file, item in zip(files, items, strict=True):
+        item.add_marker(pytest.mark.xdist_group("pool" if file in pooled else file))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -24,7 +24,6 @@ from stacks import WRAPPINGS, Stack, valid_stacks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradlab import codecs
 from gradlab.layout import layers_of
 from gradlab.ranks import Ranks
 from gradlab.runtime import CompressionState, compression_hook
@@ -195,10 +194,13 @@ def _shared_kept(mine: dict[str, Any], before: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(mine[key.partition("::")[0]][key.partition("::")[2]], t) for key, t in shared.items())
 
 
+DRAWN = {"clt_k", "qsgd", "random_k", "sign", "threshold"}
+
+
 def selection(world_size: int) -> list[Stack]:
-    """At 4 ranks every codec with feedback, and all wrappings around one codec; at 2 some of these."""
+    """Codecs with a state or shared draws, with feedback, and wrappings around one codec: all at 4 ranks, some at 2."""
     around = WRAPPINGS if world_size == 4 else RESCALED
-    kept = set(codecs.names()) if world_size == 4 else {"topk", "powersgd", "gradiveq"}
+    kept = {"topk", "powersgd", "gradiveq"} | (DRAWN if world_size == 4 else set())
     return [
         s
         for s in valid_stacks()

@@ -16,14 +16,14 @@ from gradlab.collectives import run_lockstep
 
 CODECS = cases()
 GROUPINGS = ["layer", "model"]
-# Real ranks cost time: codecs meet all of them, further settings of a codec two.
+# Real ranks cost time: every codec meets 1 to 4 of them, alone or with others in a group; further settings 4 of them.
 ON_RANKS = [
     pytest.param(codec, grouping, ranks, id=f"{codec}-{grouping}-{ranks}")
     for codec in CODECS
-    for grouping in GROUPINGS
-    for ranks in (1, 2, 3, 4)
-    if codec == codec_of(codec) or (grouping, ranks) in (("layer", 4), ("model", 3))
+    for grouping, ranks in (("layer", 4), ("layer", 2), ("model", 1), ("model", 3))
+    if codec == codec_of(codec) or (grouping, ranks) == ("layer", 4)
 ]
+METHODS = [codec for codec in CODECS if codec == codec_of(codec)]
 # float16 ends at 65504.
 AWKWARD = [
     (c, kind) for c in CODECS for kind in ("equal", "one value", "tiny", "huge") if (c, kind) != ("cast", "huge")
@@ -187,7 +187,7 @@ def test_deterministic_engine_equals_lockstep(pool: ProcessPool, codec: str, gro
         assert result["ranks_agree"]
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", METHODS)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_backend_all_reduce_stays_close(pool: ProcessPool, codec: str, ranks: int) -> None:
     """With the backend's all-reduce ranks agree bit for bit; codecs without Mean still equal lockstep bit for bit.
@@ -206,7 +206,7 @@ def test_backend_all_reduce_stays_close(pool: ProcessPool, codec: str, ranks: in
     assert sizes_vary(codec) or payload == pytest.approx(results[0]["forecast"], rel=1e-12)
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", METHODS)
 def test_bfloat16_gradients(pool: ProcessPool, codec: str) -> None:
     arguments = {"codec": codec, "grouping": "layer", "feedback": True, "deterministic": True, "dtype": "bfloat16"}
     for result in pool.run("contract:engine_against_lockstep", 2, **arguments):
@@ -215,7 +215,7 @@ def test_bfloat16_gradients(pool: ProcessPool, codec: str) -> None:
         assert result["ranks_agree"]
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", METHODS)
 @pytest.mark.parametrize("grouping", GROUPINGS)
 def test_nan_reaches_all_ranks_and_no_state(pool: ProcessPool, codec: str, grouping: str) -> None:
     for result in pool.run("contract:non_finite", 2, codec=codec, grouping=grouping, bad_rank=1):

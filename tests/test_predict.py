@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from command_line import Command
-from contract import plan_for
+from contract import plan_for, sizes_vary
 from hypothesis import strategies as st
 from laws import law
 from process_pool import ProcessPool
@@ -53,7 +53,9 @@ from gradlab.layout import Layer
 from gradlab.plan import Plan, Wrap
 from gradlab.segments import segments
 
-COMPRESSORS = [name for name in codecs.names() if name != "identity"]
+# Of those whose messages vary with the gradient, a run on random numbers tells an estimate.
+COMPRESSORS = [name for name in codecs.names() if name != "identity" and not sizes_vary(name)]
+KINDS = ["cast", "clt_k", "gradiveq", "powersgd", "qsgd", "random_k", "sign", "topk"]  # of exchanges
 LAYERS = (
     Layer("stem.weight", (16, 3, 3, 3), "convolution"),
     Layer("body.weight", (64, 16, 3, 3), "convolution"),
@@ -181,9 +183,8 @@ def test_dry_run_sees_through_wrappers(wrappers: list[Wrap], world_size: int) ->
     require_same_bytes(Plan.uniform(LAYERS, "topk", density=0.01, wrappers=wrappers), world_size)
 
 
-@pytest.mark.parametrize("codec", COMPRESSORS)
-@pytest.mark.parametrize("grouping", ["layer", "model"])
-@pytest.mark.parametrize("bucket_cap_mb", [None, 0.01])
+@pytest.mark.parametrize("codec", KINDS)
+@pytest.mark.parametrize(("grouping", "bucket_cap_mb"), [("layer", None), ("layer", 0.01), ("model", 0.01)])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_simulated_bytes_are_those_of_the_engine(
     pool: ProcessPool, codec: str, grouping: str, bucket_cap_mb: float | None, ranks: int
@@ -193,10 +194,14 @@ def test_simulated_bytes_are_those_of_the_engine(
         "predict_task:counted_wire_bytes", ranks, codec=codec, grouping=grouping, bucket_cap_mb=bucket_cap_mb
     )
     plan = plan_for(codec, grouping, feedback=True, steady=True)
+    simulated = []
     for rank in range(ranks):
         job = make_job(plan, DryRuns(plan, ranks, rank, repeats=1), 1.0, bucket_cap_mb=bucket_cap_mb)
-        step = simulate(job.buckets, 1.0, Link(1e9), ranks, rank=rank)
-        assert step.wire_bytes == counted[rank][-1]
+        simulated.append(simulate(job.buckets, 1.0, Link(1e9), ranks, rank=rank).wire_bytes)
+    found = [rank[-1] for rank in counted]
+    if codec == "clt_k":  # another rank leads in another iteration
+        simulated, found = sorted(simulated), sorted(found)
+    assert simulated == found
 
 
 def test_dry_run_at_many_nodes_takes_one_coroutine() -> None:
