@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORK := build/outside
 SOURCES := pyproject.toml $(shell find gradlab capture analysis runtime datasets -name '*.py' -o -name '*.jinja')
 
-.PHONY: demo test quality typecheck benchmark matrix faults resume install clean
+.PHONY: demo test quality typecheck benchmark speed compare matrix faults resume install clean
 
 demo: install
 	$(BIN)/gradlab demo --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -23,6 +23,17 @@ typecheck: install
 
 benchmark: install
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/step_time.py
+
+# Encoding and decoding of every codec beside a copy; all methods replayed and trained (hours; DATA=cifar10.npz).
+speed: install
+	$(BIN)/python benchmarks/codec_speed.py $(ARGS)
+
+compare: install
+	mkdir -p runs/compare
+	test -e runs/compare/trace || $(BIN)/python benchmarks/methods.py --data $(DATA) --record runs/compare/trace
+	$(BIN)/python benchmarks/methods.py --trace runs/compare/trace --replay runs/compare/replay.jsonl
+	$(BIN)/python benchmarks/methods.py --data $(DATA) --train runs/compare/training.jsonl
+	$(BIN)/python benchmarks/methods.py --trace runs/compare/trace --replay runs/compare/replay.jsonl --train runs/compare/training.jsonl --table --figure runs/compare/errors.svg
 
 # Longer campaigns, each a table on standard output: codec x DDP option x ranks; ranks killed, stopped and failing;
 # every codec x wrapper resumed in new processes.

@@ -101,7 +101,8 @@ def method_plan(
     """The plan of a method in `METHODS`; where it has momentum, the optimizer is to be SGD without its own.
 
     Signs, 1-bit SGD, TernGrad, natural compression and DeMo treat every tensor, others matrices of some size, as their
-    codec's habit is; DeMo too wants SGD without momentum: its residual is that.
+    codec's habit is; DeMo too wants SGD without momentum: its residual is that. LoCo has a scale per 256 values; with
+    scale=s it is the paper's one s, which has to suit the gradients.
     momentum: mu, where there is one (name ends in M, signum, DGC); weight_decay: lambda, times the parameters added
     to each rank's gradient, before momentum and compression; 0 leaves it to the optimizer, as published code of signSGD
     and signum does, which votes on the loss alone; server: "sharded" over the ranks, or "rank": all on rank 0, as in

@@ -30,11 +30,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     ran = {report.nodeid for some in reports.values() for report in some}
     if not ran:
         return
-    codecs = {
-        case
-        for case in cases()
-        if any(f"[{case}" in node or f"-{case}]" in node or f"-{case}-" in node for node in ran)
-    }
+    codecs = {case for case in cases() if any(case in node.partition("[")[2] for node in ran)}
     counts = ", ".join(f"{len(some)} {what}" for what, some in reports.items())
     terminalreporter.write_line(
         f"contract: {len(ran)} codec x case pairs of {len(codecs)} codecs and settings: {counts}"
