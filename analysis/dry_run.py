@@ -1,7 +1,7 @@
 """Run one rank's codec with fabricated answers: what it asks for at N ranks, and how long its code takes here.
 
 Answers only need the right shapes for the requests to be the real ones (kind, root and shape never depend on a rank's
-data), so that one coroutine stands for any number of ranks.
+data, but for the lengths of varying gathers), so that one coroutine stands for any number of ranks.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from gradlab.measures import is_finite
 from gradlab.plan import Group, Plan
 from gradlab.ring import RingCode
 from gradlab.workspace import RecyclingWorkspace
+from gradlab.wrapper import innermost
 
 # Timed runs after the first, which starts states and caches; long ones are not repeated so often.
 _REPEATS, _LONG_SECONDS = 5, 0.5
@@ -95,8 +96,9 @@ def dry_run(codec: Codec, layers: Sequence[Layer], context: Context, *, repeats:
     """An exchange on gradients of random numbers, each turn with its median time here, in seconds.
 
     Processor time of this thread, because what else this machine does is not the codec's work: run it on one thread
-    (`one_thread`). States are carried from run to run, and what is returned is a later run, not the first. repeats:
-    timed runs, fewer if they are long.
+    (`one_thread`). States are carried from run to run, and what is returned is a later run, not the first; but where
+    messages vary every run is a first one, as residuals of one gradient would grow without end. repeats: timed runs,
+    fewer if they are long.
     """
     grads = _gradients(layers, context.seed)
     workspace = RecyclingWorkspace()  # as in the engine: fresh memory would cost more than the arithmetic
@@ -105,7 +107,7 @@ def dry_run(codec: Codec, layers: Sequence[Layer], context: Context, *, repeats:
     runs: list[Exchange] = []
     began = time.perf_counter()
     while len(runs) < repeats and (not runs or time.perf_counter() - began < _LONG_SECONDS):
-        found, state = _once(codec, grads, state, context)
+        found, state = _once(codec, grads, {} if innermost(codec).varying else state, context)
         runs.append(found)
         workspace.recycle(state.values())
     turns = [

@@ -225,6 +225,11 @@ def _remarks(plan: Plan, profile: Profile, nodes: Sequence[int]) -> list[str]:
             f"Codec times at other numbers of nodes than {profile.codec.world_size} follow the codecs' code, run here "
             "with made-up answers."
         )
+    if plan.varying:
+        lines.append(
+            f"Messages of {', '.join(plan.varying)} vary in size with the gradients: bytes and times are those of a "
+            "first iteration on random numbers; `gradlab evaluate` counts them on recorded ones."
+        )
     if max(nodes) > _FEW_NODES:
         lines.append(
             "Collectives are those of Gloo, rings for the most part: their latencies add up with the number of nodes."

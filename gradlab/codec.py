@@ -200,6 +200,11 @@ class Codec(ABC):
         return ""
 
     @property
+    def varying(self) -> bool:
+        """Whether the sizes of messages depend on the gradients' values, so that forecasts are estimates."""
+        return False
+
+    @property
     def unbiased(self) -> bool:
         """Whether E C(x) = x over the codec's own draws, to the resolution of its random numbers."""
         return False
@@ -248,11 +253,6 @@ class Compressor(Codec):
     """
 
     block: int = 1  # elements that must not be parted when a vector is cut into shards
-
-    @property
-    def varying(self) -> bool:
-        """Whether the sizes of what `compress` returns depend on the vector's values."""
-        return False
 
     @property
     def gathered(self) -> bool:

@@ -20,6 +20,7 @@ from gradlab.codec_settings import build_settings
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, canonical_json, describe_difference, fingerprint, layers_of
 from gradlab.segments import segments
+from gradlab.wrapper import innermost
 
 # A step with compressed groups also agrees on one float32: are all gradients finite on all ranks?
 FINITE_FLAG_BYTES = 4
@@ -255,6 +256,12 @@ class Plan:
 
     def _wrappers(self) -> Iterator[str]:
         return (wrap.name for group in self.groups for wrap in group.wrappers)
+
+    @property
+    def varying(self) -> tuple[str, ...]:
+        """Ids of codecs whose messages vary in size with the gradients, so that forecasts of bytes are estimates."""
+        groups = self.compressed_groups
+        return tuple(sorted({group.codec for group in groups if innermost(self.build(group)).varying}))
 
     @property
     def dense_layers(self) -> tuple[Layer, ...]:

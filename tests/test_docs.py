@@ -54,7 +54,10 @@ def test_commands_show_one_method_and_all(gradlab: Command) -> None:
     assert "did you mean topk" in err
     code, _, err = gradlab("methods", "topk", "--markdown")
     assert code == 2
-    assert "leave the name out" in err
+    assert "leave the name and --json out" in err
+    code, out, _ = gradlab("methods", "demo")
+    assert code == 0
+    assert out.startswith("DeMo: error_feedback(carried=0.999")
 
 
 @pytest.fixture

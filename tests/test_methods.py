@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command_line import Command
 
 from gradlab import codecs
+from gradlab.analysis.dry_run import DryRuns
+from gradlab.artifact import Artifact
 from gradlab.codec import Codec, Context, Exchanged, Tensors, mean_only
 from gradlab.codecs.dct_topk import DCTTopK
 from gradlab.codecs.sampled_threshold import SampledThreshold
@@ -258,3 +262,53 @@ def test_a_shared_scale_leaves_each_ranks_own_clipping() -> None:
         seen.append(float(run_lockstep(coroutines)[0].value.own["w"][7]))
     mean, error = sum(seen) / 400, torch.tensor(seen).std().item() / 20
     assert abs(mean - limit) < 5 * error
+
+
+@pytest.mark.usefixtures("registered")
+def test_incomplete_classes_are_not_registered() -> None:
+    """Each would break a lookup or a plan later on."""
+    for change, said in (
+        ({"name": 5}, "has the name 5, expected an identifier"),
+        ({"name": "a b"}, "has the name 'a b'"),
+        ({"name": ""}, "has the name ''"),
+        ({"Settings": int}, "Settings is no dataclass"),
+        ({"candidates": ({"bogus": 1},)}, "has no setting bogus"),
+    ):
+        with pytest.raises(GradlabError, match=said):
+            codecs.register(type("Mine", (Mine,), {"__module__": __name__, **change}))
+    assert "mine" not in codecs.names()
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_reloaded_class_takes_the_old_ones_place() -> None:
+    codecs.register(Mine)
+    again = type("Mine", (Mine,), {"__module__": __name__, "__qualname__": Mine.__qualname__})
+    codecs.register(again)
+    assert codecs.get("mine") is again
+
+
+def test_what_is_forecast_of_varying_messages_is_said_to_be_an_estimate(tmp_path: Path, gradlab: Command) -> None:
+    """And it is that of a first exchange, however often the dry run is repeated."""
+    plan = Plan.uniform(LAYERS, "threshold", density=0.05)
+    assert plan.varying == ("threshold",)
+    assert not Plan.uniform(LAYERS, "topk").varying
+    Artifact(plan, {}).save(tmp_path / "plan.safetensors")
+    code, out, _ = gradlab("inspect", tmp_path / "plan.safetensors")
+    assert code == 0
+    assert "messages of threshold vary in size" in out
+    words = (
+        "predict",
+        tmp_path / "plan.safetensors",
+        "--nodes",
+        "2",
+        "--bandwidth",
+        "1gbit",
+        "--compute-seconds",
+        "0.1",
+    )
+    code, out, _ = gradlab(*words)
+    assert code == 0
+    assert "Messages of threshold vary in size" in out
+    runs = [DryRuns(plan, 2, repeats=repeats).group(plan.groups[0]).turns[1].requests for repeats in (1, 5)]
+    sizes = [[request.tensor.numel() for request in requests] for requests in runs]
+    assert sizes[0] == sizes[1]

@@ -29,7 +29,7 @@ def inspect(
     plan = loaded.plan
     payload, dense = plan.payload_bytes(ranks), plan.payload_bytes(ranks, compressing=False)
     if as_json:
-        sizes = {"payload_bytes": payload, "dense_payload_bytes": dense, "world_size": ranks}
+        sizes = {"payload_bytes": payload, "dense_payload_bytes": dense, "world_size": ranks, "estimated": plan.varying}
         print_json({"digest": plan.digest, "plan": plan.to_json(), "origin": loaded.origin, "expected": sizes})
         return
     rows = []
@@ -58,3 +58,9 @@ def inspect(
         f"made by {loaded.origin.get('method', 'hand')}",
         markup=False,
     )
+    if plan.varying:
+        OUT.print(
+            f"messages of {', '.join(plan.varying)} vary in size with the gradients: their bytes are an estimate, "
+            "which `gradlab evaluate` replaces by a count",
+            markup=False,
+        )

@@ -18,7 +18,7 @@ Facts = Mapping[str, Any]
 
 def methods(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="A codec or wrapper; all of them if none.")
+        str | None, typer.Argument(metavar="[NAME]", help="A codec, wrapper or method; all of them if none.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print all as a page (docs/methods.md).")] = False,
@@ -34,9 +34,14 @@ def methods(
     from gradlab import codecs, wrappers
     from gradlab.catalog import codec_facts, wrapper_facts
 
+    if markdown and (name is not None or as_json):
+        raise GradlabError("--markdown prints all methods as a page: leave the name and --json out")
     if name is not None:
-        if markdown:
-            raise GradlabError("--markdown prints all methods: leave the name out")
+        if name not in (*codecs.names(), *wrappers.names()) and (method := _method(name)):
+            print_json({"name": method, "made_of": by_name()[method]}) if as_json else OUT.print(
+                f"{method}: {by_name()[method]}", markup=False
+            )
+            return
         facts = wrapper_facts(name) if name in wrappers.names() else codec_facts(name)
         print_json(facts) if as_json else OUT.print(_one(facts), markup=False)
         return
@@ -74,6 +79,11 @@ HEADER = (
     "grows with N",
     "paper",
 )
+
+
+def _method(name: str) -> str | None:
+    """The method of that name, in whatever case."""
+    return next((known for known in by_name() if known.lower() == name.lower()), None)
 
 
 def _row(facts: Facts) -> tuple[str, ...]:
