@@ -13,14 +13,14 @@ from process_pool import ProcessPool
 from gradlab.cli.main import main
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Under several workers: files with tests on real ranks go to one of them, so that there is one pool."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    files = [item.nodeid.partition("::")[0] for item in items]
-    pooled = {file for file, item in zip(files, items, strict=True) if "pool" in getattr(item, "fixturenames", ())}
-    for file, item in zip(files, items, strict=True):
-        item.add_marker(pytest.mark.xdist_group("pool" if file in pooled else file))
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Under several workers: files with tests on real ranks go to one of them, so that there is one pool; others whole.
+
+    Before xdist looks at the groups, which it does first of all that follow the collection.
+    """
+    if item.config.pluginmanager.hasplugin("xdist"):
+        pooled = hasattr(getattr(item, "module", None), "ProcessPool")
+        item.add_marker(pytest.mark.xdist_group("pool" if pooled else item.nodeid.partition("::")[0]))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

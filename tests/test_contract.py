@@ -36,7 +36,7 @@ def clone(grads: Tensors) -> Tensors:
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("grouping", GROUPINGS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_lockstep_laws(codec: str, grouping: str, world_size: int) -> None:
     """Ranks agree; own + residual == input; forecast == counted bytes; shapes and dtypes are kept."""
     plan = plan_for(codec, grouping, feedback=True)

@@ -169,7 +169,7 @@ def require_same_bytes(plan: Plan, world_size: int) -> None:
 
 @pytest.mark.parametrize("codec", COMPRESSORS)
 @pytest.mark.parametrize("grouping", ["layer", "model"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_dry_run_asks_for_what_lockstep_counts(codec: str, grouping: str, world_size: int) -> None:
     require_same_bytes(plan_for(codec, grouping, feedback=True, steady=True), world_size)
 

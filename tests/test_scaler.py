@@ -12,8 +12,9 @@ EXACT = [(codec, wrapping) for codec, wrapping in STACKS if codec != "cast"]
 
 
 def spread(stacks: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Every codec with feedback, and every wrapping around one codec."""
-    return [(codec, wrapping) for codec, wrapping in stacks if codec == "topk" or wrapping == "feedback"]
+    """A codec of each kind of exchange with feedback, and every wrapping around one codec."""
+    kinds = {"cast", "clt_k", "gradiveq", "identity", "powersgd", "qsgd", "sign", "threshold", "topk"}
+    return [(c, wrapping) for c, wrapping in stacks if c == "topk" or (wrapping == "feedback" and c in kinds)]
 
 
 @pytest.mark.parametrize(("codec", "wrapping"), spread(STACKS))

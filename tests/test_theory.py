@@ -46,11 +46,12 @@ MORE: dict[str, list[dict[str, Any]]] = {
 
 
 def settings_of() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every codec with the contract's settings, its candidates, and some more."""
+    """Every codec with the contract's settings, the ends of its candidates, and some more."""
     for case in cases():
         yield codec_of(case), SETTINGS.get(case, {})
     for name in codecs.names():
-        for settings in (*codecs.get(name).candidates, *MORE.get(name, [])):
+        candidates = codecs.get(name).candidates
+        for settings in (candidates[0], candidates[-1], *MORE.get(name, [])):
             yield name, dict(settings)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from laws import law
 
 from gradlab import codecs, wrappers
-from gradlab.codec import Codec, Context, Exchanged, Tensors, concatenate, exchange_group
+from gradlab.codec import Codec, Compressor, Context, Exchanged, Tensors, concatenate, exchange_group
 from gradlab.codec_settings import build_settings
 from gradlab.codecs.identity import Identity
 from gradlab.codecs.powersgd import PowerSGD
@@ -78,7 +78,8 @@ def valid_stacks() -> dict[str, Codec]:
         for stack, around in STACKS.items():
             settings = build_settings(method, SETTINGS.get(codec, {}))
             two_way, warm_up = (any(name == w for w, _ in around) for name in ("two_way", "sparsity_warmup"))
-            fixed = not getattr(
+            built_alone = method(settings)
+            fixed = isinstance(built_alone, Compressor) and not built_alone.varying
                 method(settings), "varying", True
             )  # what no compressor is, or sends as much as it likes
             if (two_way and not fixed) or (warm_up and not hasattr(settings, "density")):
