@@ -80,8 +80,6 @@ def valid_stacks() -> dict[str, Codec]:
             two_way, warm_up = (any(name == w for w, _ in around) for name in ("two_way", "sparsity_warmup"))
             built_alone = method(settings)
             fixed = isinstance(built_alone, Compressor) and not built_alone.varying
-                method(settings), "varying", True
-            )  # what no compressor is, or sends as much as it likes
             if (two_way and not fixed) or (warm_up and not hasattr(settings, "density")):
                 with pytest.raises(GradlabError):
                     build(around, method(settings))
