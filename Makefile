@@ -12,7 +12,7 @@ demo: install
 
 # The tests run against the installed wheel: from outside the source root nothing here can be imported by accident.
 test: install
-	mkdir -p $(WORK) && cd $(WORK) && $(CURDIR)/$(BIN)/python -m pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) -p no:cacheprovider --numprocesses 2 --dist loadgroup $(CURDIR)/tests $(PYTEST_ARGS)
+	mkdir -p $(WORK) && cd $(WORK) && $(CURDIR)/$(BIN)/python -m pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) -p no:cacheprovider --numprocesses 2 --dist loadfile $(CURDIR)/tests $(PYTEST_ARGS)
 
 quality: install
 	$(BIN)/ruff check .

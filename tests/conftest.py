@@ -13,16 +13,6 @@ from process_pool import ProcessPool
 from gradlab.cli.main import main
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Under several workers: files with tests on real ranks go to one of them, so that there is one pool; others whole.
-
-    Before xdist looks at the groups, which it does first of all that follow the collection.
-    """
-    if item.config.pluginmanager.hasplugin("xdist"):
-        pooled = hasattr(getattr(item, "module", None), "ProcessPool")
-        item.add_marker(pytest.mark.xdist_group("pool" if pooled else item.nodeid.partition("::")[0]))
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """How many codec x case pairs of the contract ran, and which did not."""
     outcomes = ("passed", "failed", "error", "skipped", "xfailed")
