@@ -76,43 +76,33 @@ def test_with_the_backends_own_order_a_recording_is_that_of_real_ranks_to_roundi
     assert max(found[:4]) < 1e-3  # rounding, which training then multiplies; another batch or draw differs by 1
 
 
-@pytest.mark.parametrize(("number", "steps"), [(2, 8), (4, 4)])
-def test_the_command_records_what_real_ranks_record(gradlab: Command, tmp_path: Path, number: int, steps: int) -> None:
+def test_the_command_records_what_real_ranks_record(gradlab: Command, tmp_path: Path) -> None:
     reports = []
     for option, name in (("--ranks", "real"), ("--emulate", "emulated")):
-        words = ["train", "digits", option, number, "--steps", steps, "--batch-size", 16, "--seed", 3]
+        words = ["train", "digits", option, 2, "--steps", 8, "--batch-size", 16, "--seed", 3]
         code, out, err = gradlab(*words, "--capture", tmp_path / name, "--json")
         assert code == 0, err
         reports.append(json.loads(out))
     real, emulated = reports
     assert set(emulated) - set(real) == {"emulated"}
     assert set(real) <= set(emulated)
-    assert emulated["losses"][0] == real["losses"][0]
     with Trace(tmp_path / "real") as one, Trace(tmp_path / "emulated") as other:
-        found = difference(one, other)
-        assert found[0] == 0.0
-        if number == 2:
-            assert found == [0.0] * steps
-            require_same_records(one, other)
-            assert (emulated["losses"], emulated["scores"]) == (real["losses"], real["scores"])
-        else:
-            assert max(found) < 1e-3
+        assert difference(one, other) == [0.0] * 8
+        require_same_records(one, other)
+    assert (emulated["losses"], emulated["scores"]) == (real["losses"], real["scores"])
 
 
 def test_the_other_commands_take_the_recording(gradlab: Command, tmp_path: Path) -> None:
-    trace, report, plan = tmp_path / "t", tmp_path / "report", tmp_path / "plan.safetensors"
+    trace, plan = tmp_path / "t", tmp_path / "plan.safetensors"
     words = ["train", "digits", "--emulate", 8, "--steps", 12, "--batch-size", 8, "--capture", trace]
     assert gradlab(*words)[0] == 0
     for words in (
         ["trace", "check", trace],
-        ["trace", "info", trace],
-        ["analyze", trace, "--out", report],
         ["fit", "uniform", trace, "--codec", "topk", "--set", "density=0.05", "--out", plan],
         ["evaluate", trace, plan],
     ):
         code, _, err = gradlab(*words)
         assert code == 0, (words, err)
-    assert (report / "report.html").exists()
 
 
 def test_the_command_speaks_to_people_and_refuses_in_one_line(gradlab: Command, tmp_path: Path) -> None:
