@@ -41,13 +41,13 @@ WRAPPINGS: dict[str, tuple[Wrap, ...]] = {
         Wrap("sparsity_warmup", {"steps": 6, "stages": 3, "initial_density": 0.5}),
         Wrap("two_way"),
     ),
-    "local momentum over two-way feedback": (
+    "int8 local momentum over two-way feedback": (
         Wrap("local_momentum", {"buffer": "int8"}),
         Wrap("error_feedback", {"step_size_ratio": True}),
         Wrap("two_way", {"step_size_ratio": True}),
     ),
     "local momentum, dampened": (Wrap("local_momentum", {"nesterov": False, "dampening": True}),),
-    "weight decay over local momentum": (
+    "weight decay over int8 local momentum": (
         Wrap("weight_decay", {"rate": 0.01}),
         Wrap("local_momentum", {"buffer": "int8"}),
         Wrap("error_feedback", {"step_size_ratio": True}),
