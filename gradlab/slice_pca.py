@@ -15,6 +15,7 @@ import torch
 
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, filter_axes, flatten, split_slices
+from gradlab.planner import allocate
 
 # A slice of at most this many elements, where the layer leaves a choice: its basis is K x d floats per layer.
 _PREFERRED_SLICE = 2048
@@ -135,40 +136,18 @@ def stacked_axes(spectra: Sequence[Spectrum], width: int) -> torch.Tensor:
 def shared_dimensions(energies: Sequence[torch.Tensor], prices: Sequence[float], budget: float) -> list[int]:
     """d of each layer, at least 1, so that together they hold the most energy a budget of bytes pays for.
 
-    energies: per layer (R,), what each further axis holds of samples that it was not fitted on; prices: bytes of one
-    axis. Axes are bought by energy per byte, in their order: where a later axis holds more than an earlier one, the
-    run up to it is bought as one. That is optimal but for what the last run bought leaves of the budget.
+    energies: per layer (R,), not negative, what each further axis holds of samples that it was not fitted on; prices:
+    bytes of one axis. The choice is the best there is: see `gradlab.planner`.
 
     Raises:
         GradlabError: if the budget does not pay for one axis of every layer.
     """
-    left = budget - sum(prices)
-    if left < 0:
+    if budget < sum(prices):
         raise GradlabError(f"a budget of {budget:.0f} bytes, but one axis for every layer takes {sum(prices):.0f}")
-    found = [1] * len(energies)
-    runs = [
-        (gain / price, layer, first, last)
-        for layer, (energy, price) in enumerate(zip(energies, prices, strict=True))
-        for gain, first, last in _runs(energy[1:].tolist())
-    ]
-    runs.sort(key=lambda run: (-run[0], run[1], run[2]))
-    for whole in (True, False):  # what is left at last pays for parts of runs
-        for _, layer, first, last in runs:
-            count = min(last - first, int(left / prices[layer]))
-            if found[layer] == first + 1 and (count == last - first or not whole):
-                found[layer], left = found[layer] + count, left - count * prices[layer]
-    return found
-
-
-def _runs(energies: list[float]) -> list[tuple[float, int, int]]:
-    """Consecutive axes [first, last) with their mean energy, merged until these means fall."""
-    runs: list[tuple[float, int, int]] = []
-    for position, energy in enumerate(energies):
-        runs.append((energy, position, position + 1))
-        while len(runs) > 1 and runs[-2][0] <= runs[-1][0]:
-            (one, a, b), (other, _, c) = runs[-2:]
-            runs[-2:] = [((one * (b - a) + other * (c - b)) / (c - a), a, c)]
-    return runs
+    # The planner's terms: what is missed is to be small, and bytes are what there is a budget of.
+    missed = [[*energy.double().flip(0).cumsum(0).flip(0)[1:].tolist(), 0.0] for energy in energies]
+    spent = [[price * d for d in range(1, len(energy) + 1)] for energy, price in zip(energies, prices, strict=True)]
+    return [int(place) + 1 for place in allocate(spent, missed, budget).choice]
 
 
 def _first_columns(axes: torch.Tensor, width: int) -> torch.Tensor:
