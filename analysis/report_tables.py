@@ -78,6 +78,25 @@ _LAYER_COLUMNS = (
 )
 
 
+def layer_plan_table(origin: Mapping[str, Any]) -> Table:
+    """What every layer got, with its cost and error beside the uniform plan's."""
+    text = format_seconds if origin["cost"] == "seconds" else format_bytes
+    rows = [
+        [
+            layer["name"],
+            layer["chosen"],
+            format_count(layer["numel"]),
+            text(layer["cost"]),
+            text(layer["uniform_cost"]),
+            format_percent(layer["relative_error"]),
+            format_percent(layer["uniform_relative_error"]),
+        ]
+        for layer in origin["layers"]
+    ]
+    columns = ("layer", "setting", "elements", origin["cost"], "uniform", "error", "uniform")
+    return Table("plan by layer", columns, rows, text_columns=2)
+
+
 def comparison_table(runs: Mapping[str, Any], replays: Mapping[str, Any]) -> Table:
     """Runs side by side, with predicted errors where there is a replay."""
     note = (

@@ -10,6 +10,8 @@ from gradlab.analysis.metric import RELATIVE_NOISE, final_score, metric_of, scor
 
 # A step must be shorter by this share before it is called faster.
 _SPEED_NOISE = 0.05
+# So much less is not worth a plan by layer.
+_LITTLE_GAIN = 0.02
 
 
 def step_seconds(run: Mapping[str, Any]) -> float | None:
@@ -107,6 +109,33 @@ def fit_verdict(origin: Mapping[str, Any]) -> str:
         f"GradiVeQ does not hold what its threshold ({format_percent(threshold)}) promises: {found}, at {ratio} fewer "
         "bytes."
     )
+
+
+def layer_plan_verdict(origin: Mapping[str, Any]) -> str:
+    """What a plan by layer saves against the uniform one, and whether its error is as promised later on."""
+    gain, errors = origin["gain"], origin["relative_error"]
+    dense = format_ratio(origin["dense_payload_bytes"] / origin["payload_bytes"])
+    what = {"payload": "bytes", "wire": "bytes on the wire", "seconds": "seconds"}[origin["cost"]]
+    if gain < 1 + _LITTLE_GAIN:
+        first = f"A plan by layer gains next to nothing over {origin['uniform']} everywhere ({format_ratio(gain)})"
+    else:
+        first = f"By layer {format_ratio(gain)} fewer {what} than {origin['uniform']} everywhere"
+    lines = [f"{first}; {dense} fewer bytes than dense over the whole model."]
+    later, theirs = errors["plan"]["held_out"], errors["uniform"]["held_out"]
+    if later is None:
+        lines.append("Nothing was held out: the error later on is not known.")
+    elif theirs:
+        more = later / theirs - 1
+        said = "no larger than" if more <= 0 else f"{format_percent(more)} above"
+        lines.append(
+            f"On later iterations its error is {said} the uniform plan's ({format_percent(later)} of the gradient "
+            f"against {format_percent(theirs)}, without feedback)."
+        )
+    if origin["bound"] < origin["size"]:
+        lines.append(
+            f"The search was cut short: a plan may be {format_percent(1 - origin['bound'] / origin['size'])} smaller."
+        )
+    return " ".join(lines)
 
 
 def replay_verdict(replays: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradlab.collectives import Coroutine, Gather, Mean
+from gradlab.collectives import Coroutine, Gather, Mean, run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.layout import ROLES, Layer
 from gradlab.workspace import Workspace
@@ -218,6 +218,17 @@ class Codec(ABC):
         """omega of E||C(x) - x||^2 <= omega ||x||^2 for every x, of an unbiased codec; None of others."""
         return None
 
+    @classmethod
+    def squared_errors(
+        cls, codecs: Sequence[Codec], layer: Layer, gradient: torch.Tensor, context: Context
+    ) -> list[float]:
+        """||C(x) - x||^2 for several settings of this method, one rank alone and from an empty state.
+
+        Methods whose settings can share the work, or that need several iterations to come to what they send, override
+        this. gradient: x, of the layer's shape.
+        """
+        return [_squared_error(codec, layer, gradient, context) for codec in codecs]
+
     def check(self, layers: Sequence[Layer]) -> None:
         """Refuse layers that the learned tensors do not fit.
 
@@ -344,6 +355,12 @@ def exchange_group(
     done = yield from run(working, state, context)
     mean = {name: _rescaled(value, scaled_by).to(grads[name].dtype) for name, value in done.mean.items()}
     return replace(done, mean=mean, asked=done.asked or working)
+
+
+def _squared_error(codec: Codec, layer: Layer, gradient: torch.Tensor, context: Context) -> float:
+    [result] = run_lockstep([exchange_group(codec, {layer.name: gradient}, {}, context)])
+    done = result.value
+    return float((done.asked[layer.name] - done.own[layer.name]).norm()) ** 2
 
 
 def _working(grad: torch.Tensor, scaled_by: float) -> torch.Tensor:

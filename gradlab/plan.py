@@ -202,9 +202,7 @@ class Plan:
                 "plan: wrappers and error_feedback are both given: name error_feedback among the wrappers"
             )
         method = codecs.get(codec)
-        habit = method(build_settings(method, settings)).wants_error_feedback
-        feedback = habit if error_feedback is None else error_feedback
-        by_habit = (*(FEEDBACK if feedback else ()), *((Wrap("two_way"),) if method.wants_two_way else ()))
+        by_habit = habitual_wrappers(method(build_settings(method, settings)), error_feedback)
         around = by_habit if wrappers is None else tuple(wrappers)
         dimensions = method.minimum_dimensions if minimum_dimensions is None else minimum_dimensions
         least = method.minimum_numel if minimum_numel is None else minimum_numel
@@ -343,6 +341,15 @@ class Plan:
             learned.setdefault(group, {})[rest] = tensor
         groups = tuple(Group.from_json(item) for item in value["groups"])
         return cls(layers, groups, Schedule.from_json(value["schedule"]), value["seed"], learned)
+
+
+def habitual_wrappers(codec: Codec, error_feedback: bool | None = None) -> tuple[Wrap, ...]:
+    """Around a codec, if nothing else is asked for: error feedback and two-way compression where it wants them.
+
+    error_feedback: whether there is to be any, whatever its habit; None: as that is.
+    """
+    feedback = codec.wants_error_feedback if error_feedback is None else error_feedback
+    return (*(FEEDBACK if feedback else ()), *((Wrap("two_way"),) if codec.wants_two_way else ()))
 
 
 def hash_tensor(tensor: torch.Tensor) -> str:

@@ -285,6 +285,127 @@ def print_blocks(blocks: BlockFit) -> None:
 
 
 @app.command()
+def lgreco(
+    trace: Folder,
+    out: Target,
+    codec: Annotated[str, typer.Option(help="Of the uniform plan that is known to train well.")] = "powersgd",
+    setting: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Its setting: rank=4, density=0.01, bits=4; repeatable."),
+    ] = None,
+    alpha: Annotated[float, typer.Option(help="The error allowed, in the uniform plan's.")] = 1.0,
+    grid: Annotated[
+        str,
+        typer.Option(help="Settings by layer: paper, D/2 to 2 D (densities D/10 to 10 D), or own, the codec's list."),
+    ] = "paper",
+    family: Annotated[
+        list[str] | None,
+        typer.Option(help="Choose among families: PCA, PowerSGD, top-k, QSGD, signs, cast, or all; repeatable."),
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(help="Iterations that PCA bases are fitted on, ahead of those that errors are measured on.")
+    ] = 50,
+    metric: Annotated[str, typer.Option(help="squared: errors add up as squares; plain: as norms.")] = "squared",
+    window: Annotated[
+        int | None, typer.Option(help="Steps that gradients are accumulated over; a quarter of the trace by default.")
+    ] = None,
+    start: Annotated[int, typer.Option(help="Position of the first recorded step to look at.")] = 0,
+    cost: Annotated[
+        str, typer.Option(help="To be small: payload (bytes, the paper's), wire (bytes at --nodes) or seconds.")
+    ] = "payload",
+    nodes: Annotated[int | None, typer.Option(help="Ranks that it is for; the trace's by default.")] = None,
+    bandwidth: Annotated[str, typer.Option(help="Of the link, for seconds.")] = "1gbit",
+    latency: Annotated[str, typer.Option(help="Of the link, for seconds.")] = "100us",
+    workers: Annotated[int, typer.Option(help="Processes that measure errors.")] = 1,
+    dask: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="A dask.distributed scheduler to measure them on.")
+    ] = None,
+    figure: Annotated[
+        Path | None, typer.Option(metavar="FIGURE", help="Draw what every layer got (.svg, .pdf).")
+    ] = None,
+    frontier: Annotated[
+        Path | None, typer.Option(metavar="FIGURE", help="Draw size over error for all planners (.svg, .pdf).")
+    ] = None,
+    warmup_steps: FitWarmup = 0,
+    seed: Seed = 0,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """L-GreCo: a setting per layer, the smallest plan with no more error than a uniform one.
+
+    Errors are those of gradients accumulated over windows of the trace, of all ranks, without feedback; half of the
+    windows are chosen on, the others check the choice. The plan is the smallest there is: the search proves it.
+
+    Example:
+
+      gradlab fit lgreco trace --codec powersgd --set rank=4 --out lgreco.safetensors
+
+      gradlab fit lgreco trace --codec topk --set density=0.01 --workers 4 --figure layers.svg --out topk.safetensors
+
+      gradlab fit lgreco trace --codec powersgd --set rank=4 --family all --cost wire --nodes 8 --out hybrid.safetensors
+    """
+    from gradlab.analysis.candidate_costs import Cost
+    from gradlab.analysis.lgreco import candidates_of_grid, fit_lgreco
+    from gradlab.analysis.link import Link, parse_bandwidth, parse_seconds
+    from gradlab.analysis.target import require_free
+    from gradlab.cli.figures import require_figure, write_figure
+    from gradlab.trace import Trace
+
+    require_free(out, overwrite)
+    for target in (figure, frontier):
+        if target is not None:
+            require_figure(target, overwrite)
+    link = Link(parse_bandwidth(bandwidth), parse_seconds(latency)) if cost == "seconds" else None
+    reference = parse_settings(setting or [])
+    with Trace(trace) as opened, progress_bars() as progress:
+        candidates, first = candidates_of_grid(
+            opened, codec, reference, grid=grid, families=family or (), start=start, samples=samples, progress=progress
+        )
+        found = fit_lgreco(
+            opened,
+            codec,
+            reference,
+            candidates=candidates,
+            alpha=alpha,
+            metric=metric,
+            window=window,
+            start=first,
+            cost=Cost(cost, link),
+            world_size=nodes,
+            warmup_steps=warmup_steps,
+            seed=seed,
+            workers=workers,
+            cluster=dask,
+            progress=progress,
+        )
+    found.artifact().save(out, overwrite)
+    if figure is not None or frontier is not None:
+        from gradlab.analysis.layer_plan_plots import plot_frontier, plot_layers
+
+        if figure is not None:
+            write_figure(lambda: plot_layers(found.origin), figure)
+        if frontier is not None:
+            write_figure(lambda: plot_frontier(found.frontier()), frontier)
+    if as_json:
+        print_json(found.origin)
+        return
+    print_layer_plan(found.origin)
+    for path in (out, figure, frontier):
+        if path is not None:
+            OUT.print(str(path), markup=False)
+
+
+def print_layer_plan(origin: dict[str, Any]) -> None:
+    """Whether it pays; then what every layer got, and how it compares with the uniform plan there."""
+    from gradlab.analysis.report_tables import layer_plan_table
+    from gradlab.analysis.verdict import layer_plan_verdict
+
+    OUT.print(layer_plan_verdict(origin), markup=False)
+    table = layer_plan_table(origin)
+    print_table(table.title, table.columns, table.rows, left=table.text_columns)
+
+
+@app.command()
 def uniform(
     trace: Folder,
     out: Target,

@@ -146,6 +146,20 @@ class PowerSGD(Codec):
             self._spares[key] = torch.randn(like.shape, generator=generator, dtype=like.dtype).to(like.device)
         return self._spares[key]
 
+    @classmethod
+    def squared_errors(
+        cls, codecs: Sequence[Codec], layer: Layer, gradient: torch.Tensor, context: Context
+    ) -> list[float]:
+        """What the factors of a warm start leave of the gradient, all ranks together: see `low_rank_errors`."""
+        shapes = [codec.matrix_shape(layer.shape) for codec in codecs]  # type: ignore[attr-defined]
+        ranks = sorted({shape[2] for shape in shapes if shape})
+        if not ranks:
+            return [0.0] * len(codecs)
+        generator = context.shared_generator(layer.name)
+        matrix = gradient.reshape(len(gradient), -1)
+        found = dict(zip(ranks, low_rank_errors(matrix, ranks, generator=generator), strict=True))
+        return [found[shape[2]] if shape else 0.0 for shape in shapes]
+
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         return self._bytes(layers, lambda n, m: (n + m) / (2 if self.settings.alternating else 1))
 
@@ -171,6 +185,75 @@ def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
     A zero matrix or dependent columns still give finite orthonormal columns, unlike Gram-Schmidt without care.
     """
     return torch.linalg.qr(matrix).Q
+
+
+def low_rank_errors(
+    matrix: torch.Tensor,
+    ranks: Sequence[int],
+    *,
+    method: str = "cheaper",
+    power_steps: int = 5,
+    generator: torch.Generator | None = None,
+) -> list[float]:
+    """||M - M_r||^2 of the best approximations M_r of a matrix (n, m), for several ranks r.
+
+    L-GreCo's appendix B. method: "svd", the singular values once for all ranks, sum of sigma_i^2 for i > r (B.1), here
+    as eigenvalues of M M^T or M^T M, the smaller; "power", `power_steps` steps of subspace iteration (B.2), once with
+    the largest rank for all, where the paper takes every rank by itself: an error is then at most what the rank's
+    own steps would leave; or "cheaper" of both, by their operations (B.3). generator: of the first subspace.
+
+    Raises:
+        GradlabError: for a rank below 1, or an unknown method.
+    """
+    require(not ranks or min(ranks) >= 1, "powersgd", "rank", min(ranks, default=1), "at least 1")
+    require(method in LOW_RANK_METHODS, "powersgd", "method", method, f"one of {', '.join(LOW_RANK_METHODS)}")
+    if not ranks or not matrix.numel():
+        return [0.0] * len(ranks)
+    tall = matrix if matrix.shape[0] >= matrix.shape[1] else matrix.T
+    largest = min(max(ranks), tall.shape[1])
+    if method == "cheaper":
+        by_svd, by_power = _operations(tall.shape[0], tall.shape[1], largest, power_steps)
+        method = "svd" if by_svd <= by_power else "power"
+    if method == "svd":
+        energies = torch.linalg.eigvalsh(_gram(tall)).flip(0).clamp_(min=0.0)
+    else:
+        energies = _leading_energies(tall, min(largest + _SPARE_COLUMNS, tall.shape[1]), power_steps, generator)
+    # What is left is the sum of the energies that are not taken; of those not known, the matrix's less the known ones.
+    tail = torch.cat([energies.flip(0).cumsum(0).flip(0), energies.new_zeros(1)])
+    unknown = max(0.0, _energy(tall) - float(tail[0])) if method == "power" else 0.0
+    return [float(tail[min(rank, len(energies))]) + unknown for rank in ranks]
+
+
+LOW_RANK_METHODS = ("cheaper", "svd", "power")
+_SPARE_COLUMNS = 4  # of the subspace, so that the largest rank comes out as well as the others
+_PIECE = 2**22  # elements converted to float64 at a time
+
+
+def _operations(rows: int, columns: int, rank: int, power_steps: int) -> tuple[float, float]:
+    """Of both methods: the Gram matrix with its eigenvalues; two products and an orthogonalization per step."""
+    return rows * columns**2 + 3 * columns**3, power_steps * (4 * rows * columns + 4 * (rows + columns) * rank) * rank
+
+
+def _gram(tall: torch.Tensor) -> torch.Tensor:
+    """M^T M (m, m) of a matrix (n, m), in float64."""
+    total = torch.zeros(tall.shape[1], tall.shape[1], dtype=torch.float64, device=tall.device)
+    for rows in tall.split(max(1, _PIECE // tall.shape[1])):
+        wide = rows.double()
+        total.addmm_(wide.T, wide)
+    return total
+
+
+def _energy(matrix: torch.Tensor) -> float:
+    return sum(float(rows.double().square_().sum()) for rows in matrix.split(max(1, _PIECE // matrix.shape[1])))
+
+
+def _leading_energies(tall: torch.Tensor, rank: int, steps: int, generator: torch.Generator | None) -> torch.Tensor:
+    """The squares (rank,), largest first, of singular values of M (n, m) within a subspace of power iteration."""
+    right = torch.randn(tall.shape[1], rank, generator=generator, dtype=tall.dtype).to(tall.device)
+    for _ in range(steps):
+        left = orthogonalize(tall @ right)
+        right = tall.T @ left
+    return torch.linalg.svdvals(right.double()).square_()
 
 
 def normalized(rows: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from gradlab.codec import Codec, Context
 from gradlab.layout import Layer
 from gradlab.sparse import Sparsifier, count_of, largest, require_coding, require_density
 
@@ -49,6 +50,15 @@ class TopK(Sparsifier):
     def count(self, numel: int) -> int:
         """k, the number of elements sent out of `numel`."""
         return count_of(self.settings.density, numel)
+
+    @classmethod
+    def squared_errors(
+        cls, codecs: Sequence[Codec], layer: Layer, gradient: torch.Tensor, context: Context
+    ) -> list[float]:
+        """All densities of one sort: the error is the energy of what is left behind."""
+        energies = gradient.reshape(-1).double().square_().sort().values
+        left = torch.cat([energies.new_zeros(1), energies.cumsum_(0)])
+        return [float(left[layer.numel - codec.count(layer.numel)]) for codec in codecs]  # type: ignore[attr-defined]
 
     def select(self, vector: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         return largest(vector, self.count(vector.numel()))

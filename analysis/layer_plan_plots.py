@@ -1,0 +1,76 @@
+"""Figures of plans by layer: what every layer got, and what every way of planning costs at an error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from gradlab.analysis.formatting import format_bytes, format_seconds
+from gradlab.analysis.style import BLACK, BLUE, GREY, SKY, VERMILION, method_colors, method_markers, panels
+
+PLAN, UNIFORM = VERMILION, BLUE
+
+
+def plot_layers(origin: Mapping[str, Any]) -> Figure:
+    """L-GreCo's Fig. 1: the setting of every layer, in the order of communication, over the layers' sizes; and the
+    relative error of each. origin: of a fit."""
+    layers = list(reversed(origin["layers"]))  # backward hands over the last layers first
+    figure, (top, bottom) = panels(2, 1, height=2.3, sharex=True)
+    places = np.arange(1, len(layers) + 1)
+    sizes = top.twinx()
+    sizes.bar(places, [layer["numel"] for layer in layers], color=SKY, alpha=0.35, width=0.9)
+    sizes.set(yscale="log", ylabel="elements of the layer")
+    sizes.set_zorder(top.get_zorder() - 1)
+    top.patch.set_visible(False)
+    varied = origin["varied"]
+    if all(layer["codec"] == origin["codec"] and varied in layer["settings"] for layer in layers):
+        top.step(places, [layer["settings"][varied] for layer in layers], where="mid", color=PLAN, label="by layer")
+        top.axhline(origin["reference"].get(varied), color=UNIFORM, linestyle="--", label="uniform")
+        top.set_ylabel(varied)
+    else:
+        shares = [layer["cost"] / layer["uniform_cost"] if layer["uniform_cost"] else np.nan for layer in layers]
+        _draw_families(top, places, layers, shares)
+        top.axhline(1.0, color=UNIFORM, linestyle="--", label="uniform")
+        top.set(yscale="log", ylabel=f"{_unit(origin)} / uniform's")
+    top.legend(loc="best", fontsize=7, ncols=2)
+    for key, color, mark in (("uniform_relative_error", UNIFORM, "_"), ("relative_error", PLAN, ".")):
+        bottom.plot(places, [layer[key] for layer in layers], mark, color=color)
+    bottom.set(ylabel="relative error", xlabel="layer, in the order of communication", ylim=(0, None))
+    bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure
+
+
+def _draw_families(panel: Axes, places: np.ndarray, layers: list[Any], shares: list[float]) -> None:
+    codecs = list(dict.fromkeys(layer["codec"] for layer in layers))
+    colors, markers = method_colors(codecs), method_markers(codecs)
+    for codec in codecs:
+        mine = [place for place, layer in enumerate(layers) if layer["codec"] == codec]
+        values = [shares[place] for place in mine]
+        panel.plot(places[mine], values, linestyle="", marker=markers[codec], color=colors[codec], label=codec)
+
+
+def plot_frontier(found: Mapping[str, Any]) -> Figure:
+    """The least cost over the error allowed, a line for each way to plan. found: `LgrecoFit.frontier()`."""
+    figure, (panel,) = panels(1, 1, height=3.4)
+    names = list(found["planners"])
+    colors, markers = method_colors(names), method_markers(names)
+    for name in names:
+        points = sorted(found["planners"][name])
+        style = {"color": BLACK, "linewidth": 1.6, "zorder": 3} if name == "L-GreCo, exact" else {"color": colors[name]}
+        panel.plot(*zip(*points, strict=True), marker=markers[name], markersize=3, label=name, **style)
+    panel.axvline(1.0, color=GREY, linewidth=0.8, linestyle=":")
+    panel.set(yscale="log", xlabel="error, in the uniform plan's", ylabel=_unit(found))
+    text = format_seconds if found["cost"] == "seconds" else format_bytes
+    panel.yaxis.set_major_formatter(lambda value, _: text(value))
+    panel.yaxis.set_minor_formatter(lambda value, _: "")
+    panel.legend(fontsize=7)
+    return figure
+
+
+def _unit(found: Mapping[str, Any]) -> str:
+    return {"payload": "payload, bytes", "wire": "bytes on the wire", "seconds": "seconds"}[found["cost"]]

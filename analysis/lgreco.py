@@ -1,0 +1,348 @@
+"""Fit a plan by layer to a trace: the smallest that makes no larger an error than a uniform plan known to train well.
+
+Alimohammadi, Markov, Frantar, Alistarh, "L-GreCo: Layerwise-adaptive gradient compression for efficient and accurate
+deep learning", MLSys 2024. The paper's reference and ranges of settings (section 5.1), its metric (L2 error of
+accumulated gradients, section 3), its objective (size) or one of time (section 4). Beyond it: an exact search, errors
+of all ranks, several codecs in one plan (named there as future work), and a check on iterations that were not looked
+at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradlab import codecs
+from gradlab.analysis.candidate_costs import PAYLOAD, Cost, candidate_costs
+from gradlab.analysis.error_tables import ErrorTable, measure_errors, windows_of
+from gradlab.analysis.hybrid import FAMILIES, family_candidates, known_families
+from gradlab.analysis.layer_planners import Choice, cgx_kmeans, global_threshold, total, uniform
+from gradlab.artifact import Artifact
+from gradlab.errors import GradlabError
+from gradlab.layer_errors import Candidate
+from gradlab.layout import Layer
+from gradlab.plan import Plan
+from gradlab.planner import Allocation, allocate, allocate_discretised
+from gradlab.progress import Progress
+
+if TYPE_CHECKING:
+    from gradlab.trace import Trace
+
+Planner = Callable[..., Allocation]
+# Windows that the plan is chosen on, of all; later ones check it.
+_CHOSEN_ON = 0.5
+# So many windows a trace is cut into, if nothing else is asked for.
+_WINDOWS = 4
+_MOST_DENSITIES = 100
+_POINTS = 17  # of a frontier
+_LARGEST: Mapping[str, float] = {"bits": 8, "density": 1.0}
+
+
+def paper_settings(codec: str, reference: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The paper's range around a reference D (section 5.1): [D/2, 2D] by ones for bits and ranks, [D/10, 10 D] by
+    tenths of D for densities.
+
+    reference: settings of the codec, of which the first of its `candidates` is varied.
+
+    Raises:
+        GradlabError: for a codec without one setting that its candidates differ in.
+    """
+    name = main_setting(codec)
+    value = reference.get(name, getattr(codecs.get(codec).Settings(), name))
+    most = _LARGEST.get(name, math.inf)
+    if isinstance(value, int):
+        values: list[Any] = [v for v in range(max(1, value // 2), 2 * value + 1) if v <= most]
+    else:
+        values = [value * tenth / 10 for tenth in range(1, _MOST_DENSITIES + 1)]
+        values = [round(v, 12) for v in values if v <= most]
+    if value not in values:
+        values.append(value)
+    return [{**reference, name: v} for v in sorted(values)]
+
+
+def own_settings(codec: str, reference: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The codec's own candidates, with the reference's other settings; the reference is among them."""
+    found = [{**reference, **settings} for settings in codecs.get(codec).candidates]
+    return found if dict(reference) in found else [*found, dict(reference)]
+
+
+def main_setting(codec: str) -> str:
+    """The one setting that a codec's candidates differ in.
+
+    Raises:
+        GradlabError: if there is none.
+    """
+    names = {tuple(settings) for settings in codecs.get(codec).candidates}
+    if len(names) != 1 or len(next(iter(names))) != 1:
+        raise GradlabError(f"codec {codec} has no one setting to vary by layer; choose another as the reference")
+    return next(iter(names))[0]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is chosen from. table: errors; costs: per layer (candidates,); reference: per layer, the uniform plan's."""
+
+    table: ErrorTable
+    costs: tuple[np.ndarray, ...]
+    reference: np.ndarray
+
+    def errors(self, metric: str, windows: slice) -> list[np.ndarray]:
+        """Per layer (candidates,), in units of the uniform plan's error in the same window: a budget of alpha is then
+        the paper's E_max times alpha, and windows with large gradients do not speak for all."""
+        units = self.table.by_window(self.reference, metric)
+        return self.table.errors(metric, windows, np.where(units > 0, units, 1.0))
+
+    def planners(self) -> dict[str, Planner]:
+        """By name, the ways to plan that these tables allow."""
+        found: dict[str, Planner] = {"L-GreCo, exact": allocate, "L-GreCo, Algorithm 1": allocate_discretised}
+        tables = self.table.layers
+        if len({tuple(map(str, t.candidates)) for t in tables}) > 1:
+            return found
+        found |= {"uniform": uniform, "CGX, k-means": cgx_kmeans}
+        if all(candidate.codec == "topk" for t in tables for candidate in t.candidates):
+            counts = [np.array([c.build().count(t.layer.numel) for c in t.candidates]) for t in tables]  # type: ignore[attr-defined]
+            found["one threshold"] = partial(global_threshold, counts)
+        return found
+
+
+@dataclass(frozen=True)
+class LgrecoFit:
+    """A plan by layer, with the tables it was chosen from and plain JSON about how it was made and how it holds up."""
+
+    plan: Plan
+    problem: Problem
+    allocation: Allocation
+    origin: dict[str, Any]
+
+    def artifact(self) -> Artifact:
+        """The plan with its origin, to be saved."""
+        return Artifact(self.plan, self.origin)
+
+    def frontier(self, points: int = _POINTS) -> dict[str, Any]:
+        """Cost over error, in the uniform plan's, of every way to plan on the same tables, as plain JSON.
+
+        points: budgets, evenly from the least error that there is to the most.
+
+        Where layers differ in their settings, only planners that do not need one setting for all are there.
+        """
+        problem, metric = self.problem, self.origin["metric"]
+        chosen_on, _ = _halves(len(problem.table.windows))
+        errors = problem.errors(metric, chosen_on)
+        unit = total(errors, problem.reference) or 1.0
+        budgets = np.linspace(sum(row.min() for row in errors), sum(row.max() for row in errors), points)
+        found: dict[str, list[list[float]]] = {}
+        for name, planner in problem.planners().items():
+            reached = []
+            for budget in budgets:
+                with suppress(GradlabError):  # a budget that this planner cannot meet
+                    plan = planner(errors, problem.costs, float(budget))
+                    reached.append([total(errors, plan.choice) / unit, plan.size])
+            if reached:
+                found[name] = reached
+        return {"planners": found, "cost": self.origin["cost"], "metric": metric}
+
+
+def fit_lgreco(
+    trace: Trace,
+    codec: str,
+    reference: Mapping[str, Any] | None = None,
+    *,
+    candidates: Mapping[str, Sequence[Candidate]] | None = None,
+    alpha: float = 1.0,
+    budget: float | None = None,
+    metric: str = "squared",
+    window: int | None = None,
+    start: int = 0,
+    cost: Cost = PAYLOAD,
+    world_size: int | None = None,
+    warmup_steps: int = 0,
+    seed: int = 0,
+    workers: int = 1,
+    cluster: str | None = None,
+    progress: Progress | None = None,
+) -> LgrecoFit:
+    """Choose a setting per layer.
+
+    codec, reference: the uniform plan that is known to train well, and whose error, times alpha, is the budget;
+    candidates: per layer, in place of the paper's range around the reference; the reference joins them. budget: in
+    place of alpha, an error summed over layers, mean over ranks and windows. metric: "squared" or "plain": what is
+    summed over layers is the square of an error, or the error. window: steps that gradients are accumulated over; by
+    default the trace from `start` on is cut into 4. The first half of the windows is chosen on, the second checks the
+    choice; of one window nothing is held out. cost: what is minimised, at `world_size` ranks (the trace's). workers,
+    cluster: see `measure_errors`.
+
+    Raises:
+        GradlabError: for a budget that no plan meets, no layer to compress, or what `measure_errors` refuses.
+    """
+    base = Plan.uniform(trace.layers, codec, warmup_steps=warmup_steps, seed=seed, group_bytes=0, **(reference or {}))
+    ranks = trace.world_size if world_size is None else world_size
+    windows = _windows(trace, start, window)
+    rows = _candidates(base, codec, dict(reference or {}), candidates)
+    table = measure_errors(trace, rows, windows, seed=seed, workers=workers, cluster=cluster, progress=progress)
+    costs = candidate_costs([(t.layer, t.candidates) for t in table.layers], ranks, cost, progress=progress)
+    at = np.array([_place_of(codec, reference or {}, t.candidates) for t in table.layers])
+    problem = Problem(table, tuple(costs), at)
+    chosen_on, checked_on = _halves(len(windows))
+    if budget is None:
+        errors = problem.errors(metric, chosen_on)
+        most = alpha * total(errors, problem.reference)
+    else:
+        errors, most = table.errors(metric, chosen_on), budget
+    found = allocate(errors, problem.costs, most)
+    plan = plan_of(base, table, found.choice)
+    origin = _origin(trace, base, plan, problem, found, (chosen_on, checked_on))
+    about = {"codec": codec, "reference": dict(reference or {}), "alpha": None if budget is not None else alpha}
+    origin |= about | {"budget": most, "metric": metric, "cost": cost.name, "world_size": ranks}
+    origin |= {"varied": main_setting(codec), "uniform": str(Candidate(codec, dict(reference or {})))}
+    return LgrecoFit(plan, problem, found, origin)
+
+
+def candidates_of_grid(
+    trace: Trace,
+    codec: str,
+    reference: Mapping[str, Any],
+    *,
+    grid: str = "paper",
+    families: Sequence[str] = (),
+    start: int = 0,
+    samples: int = 0,
+    progress: Progress | None = None,
+) -> tuple[dict[str, list[Candidate]] | None, int]:
+    """What `fit_lgreco` chooses from, and the position from which errors may be measured.
+
+    grid: "paper" or "own", of one codec; families: of several, in place of it, "all" for every one; PCA bases take the
+    first `samples` positions.
+
+    Raises:
+        GradlabError: for a grid or a family that there is not.
+    """
+    if grid not in ("paper", "own"):
+        raise GradlabError(f"grid {grid!r}, expected 'paper' or 'own'")
+    if not families:
+        if grid == "paper":
+            return None, start
+        names = [layer.name for layer in _compressed(trace, codec, reference)]
+        return {
+            name: [Candidate(codec, settings) for settings in own_settings(codec, reference)] for name in names
+        }, start
+    chosen = list(FAMILIES) if [name.lower() for name in families] == ["all"] else known_families(families)
+    fitted = samples if "PCA" in chosen else 0
+    extra = {codec: paper_settings(codec, reference)}
+    found = family_candidates(trace, chosen, start=start, samples=fitted, extra=extra, progress=progress)
+    return found, start + fitted
+
+
+def _compressed(trace: Trace, codec: str, reference: Mapping[str, Any]) -> list[Layer]:
+    plan = Plan.uniform(trace.layers, codec, group_bytes=0, **reference)
+    return [layer for group in plan.compressed_groups if group.codec == codec for layer in plan.members(group)]
+
+
+def _windows(trace: Trace, start: int, window: int | None) -> list[tuple[int, int]]:
+    recorded = len(trace.steps)
+    if not 0 <= start < recorded:
+        raise GradlabError(f"start = {start}: expected one of the trace's {recorded} positions")
+    return windows_of(start, recorded, max(1, (recorded - start) // _WINDOWS) if window is None else window)
+
+
+def _halves(count: int) -> tuple[slice, slice]:
+    """Windows to choose on, and to check on: the same one, if there is no other."""
+    first = max(1, round(count * _CHOSEN_ON)) if count > 1 else 1
+    return slice(0, first), slice(first, count) if first < count else slice(0, count)
+
+
+def _candidates(
+    base: Plan, codec: str, reference: dict[str, Any], given: Mapping[str, Sequence[Candidate]] | None
+) -> dict[str, list[Candidate]]:
+    names = [name for group in base.compressed_groups if group.codec == codec for name in group.layers]
+    if given is None and not names:
+        raise GradlabError(f"no layer that {codec} would compress: there is nothing to choose")
+    if given is None:
+        return {name: [Candidate(codec, settings) for settings in paper_settings(codec, reference)] for name in names}
+    uniform = Candidate(codec, reference)
+    dense = Candidate("identity")
+    found = {}
+    for name, some in given.items():
+        own = uniform if name in names else dense
+        found[name] = [own, *(candidate for candidate in some if candidate != own)]
+    return found
+
+
+def _place_of(codec: str, reference: Mapping[str, Any], candidates: Sequence[Candidate]) -> int:
+    """Where the uniform plan's candidate stands; a layer that it sends dense has that one first."""
+    full = codecs.get(codec).Settings
+    wanted = full(**reference)
+    for place, candidate in enumerate(candidates):
+        if candidate.codec == codec and full(**candidate.settings) == wanted:
+            return place
+    return 0
+
+
+def plan_of(base: Plan, table: ErrorTable, choice: Choice) -> Plan:
+    """The base plan with the table's layers as they were chosen; layers of the base that are not in it stay."""
+    chosen = {t.layer.name: t.candidates[place] for t, place in zip(table.layers, choice, strict=True)}
+    others = tuple(group for group in base.groups if not set(group.layers) & set(chosen))
+    mine = [(name, candidate) for name, candidate in chosen.items() if candidate.codec != "identity"]
+    learned = {name: dict(candidate.learned) for name, candidate in mine if candidate.learned}
+    groups = (*(candidate.group(name) for name, candidate in mine), *others)
+    return Plan(base.layers, groups, base.schedule, base.seed, learned)
+
+
+def _origin(
+    trace: Trace,
+    base: Plan,
+    plan: Plan,
+    problem: Problem,
+    found: Allocation,
+    windows: tuple[slice, slice],
+) -> dict[str, Any]:
+    """Plain JSON: sizes, errors where it was chosen and later, and what every layer got."""
+    ranks, table = trace.world_size, problem.table
+    chosen_on, checked_on = windows
+    cost_of_uniform = total(problem.costs, problem.reference)
+    errors = {
+        name: {
+            "chosen_on": table.relative_error(choice, chosen_on),
+            "held_out": table.relative_error(choice, checked_on) if checked_on != chosen_on else None,
+        }
+        for name, choice in (("plan", found.choice), ("uniform", problem.reference))
+    }
+    layers = [
+        {
+            "name": t.layer.name,
+            "numel": t.layer.numel,
+            "chosen": str(t.candidates[place]),
+            "codec": t.candidates[place].codec,
+            "settings": dict(t.candidates[place].settings),
+            "cost": float(costs[place]),
+            "uniform_cost": float(costs[at]),
+            "relative_error": _relative(t, place, chosen_on),
+            "uniform_relative_error": _relative(t, at, chosen_on),
+        }
+        for t, costs, place, at in zip(table.layers, problem.costs, found.choice, problem.reference, strict=True)
+    ]
+    return {
+        "method": "lgreco",
+        "trace": trace.digest,
+        "size": found.size,
+        "bound": found.bound,
+        "uniform_size": cost_of_uniform,
+        "gain": cost_of_uniform / found.size if found.size else math.inf,
+        "payload_bytes": plan.payload_bytes(ranks),
+        "uniform_payload_bytes": base.payload_bytes(ranks),
+        "dense_payload_bytes": plan.payload_bytes(ranks, compressing=False),
+        "relative_error": errors,
+        "windows": [list(span) for span in table.windows],
+        "windows_chosen_on": len(table.windows[chosen_on]),
+        "layers": layers,
+    }
+
+
+def _relative(table: Any, place: int, windows: slice) -> float:
+    norm = float(table.squared_norm[windows].sum())
+    return float((table.squared[windows, place].sum() / norm) ** 0.5) if norm else 0.0

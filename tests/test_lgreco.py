@@ -1,0 +1,324 @@
+"""Plans by layer from a trace: the paper's ranges, the budget, what is held out, other planners, and the command."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_line import Command
+from recorded import record
+
+from gradlab.analysis.candidate_costs import Cost, candidate_costs
+from gradlab.analysis.hybrid import FAMILIES, family_candidates, of_family
+from gradlab.analysis.layer_planners import accordion, cgx_kmeans, global_threshold, total, uniform
+from gradlab.analysis.lgreco import LgrecoFit, candidates_of_grid, fit_lgreco, main_setting, paper_settings
+from gradlab.analysis.link import Link
+from gradlab.analysis.replay import replay
+from gradlab.artifact import Artifact
+from gradlab.collectives import all_gather_wire_bytes, all_reduce_wire_bytes
+from gradlab.errors import GradlabError
+from gradlab.layer_errors import Candidate
+from gradlab.layout import Layer
+from gradlab.plan import FEEDBACK, Plan
+from gradlab.planner import allocate
+from gradlab.trace import Trace
+
+LAYERS = (
+    Layer("stem.weight", (16, 3, 3, 3), "convolution"),
+    Layer("deep.weight", (32, 16, 3, 3), "convolution"),
+    Layer("wide.weight", (64, 48), "linear"),
+    Layer("wide.bias", (64,), "bias"),
+    Layer("head.weight", (10, 64), "linear"),
+)
+RANKS, STEPS = 3, 24
+
+
+def planted(seed: int = 0) -> list[list[dict]]:
+    """Gradients of falling spectra: `deep` nearly of rank 1, `wide` of high rank and small, `head` large."""
+    rng = np.random.default_rng(seed)
+    scale = {"stem.weight": 1.0, "deep.weight": 1.0, "wide.weight": 0.05, "wide.bias": 1.0, "head.weight": 4.0}
+    rank = {"stem.weight": 6, "deep.weight": 1, "wide.weight": 40, "wide.bias": 1, "head.weight": 3}
+    factors = {x.name: rng.standard_normal((x.shape[0], rank[x.name])) for x in LAYERS}
+    steps = []
+    for _ in range(STEPS):
+        row = []
+        for _ in range(RANKS):
+            one = {}
+            for layer in LAYERS:
+                columns = layer.numel // layer.shape[0]
+                values = factors[layer.name] @ rng.standard_normal((rank[layer.name], columns))
+                values = values + 0.05 * rng.standard_normal(values.shape)
+                one[layer.name] = (scale[layer.name] * values).reshape(layer.shape).astype(np.float32)
+            row.append(one)
+        steps.append(row)
+    return steps
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    return record(tmp_path_factory.mktemp("lgreco") / "t", planted(), LAYERS)
+
+
+@pytest.fixture(scope="module")
+def fitted(trace: Trace) -> LgrecoFit:
+    return fit_lgreco(trace, "powersgd", {"rank": 4}, warmup_steps=5, seed=3)
+
+
+def test_ranges_are_the_papers() -> None:
+    """Section 5.1: [D/2, 2D] by ones, [D/10, 10 D] by tenths of D."""
+    assert [s["rank"] for s in paper_settings("powersgd", {"rank": 4})] == [2, 3, 4, 5, 6, 7, 8]
+    assert [s["rank"] for s in paper_settings("powersgd", {"rank": 32})] == list(range(16, 65))
+    assert [s["bits"] for s in paper_settings("qsgd", {"bits": 4, "norm": "l2"})] == list(range(2, 9))
+    assert all(s["norm"] == "l2" for s in paper_settings("qsgd", {"bits": 4, "norm": "l2"}))
+    densities = [s["density"] for s in paper_settings("topk", {"density": 0.01})]
+    assert len(densities) == 100
+    assert (densities[0], densities[9], densities[-1]) == (0.001, 0.01, 0.1)
+    assert max(s["density"] for s in paper_settings("topk", {"density": 0.3})) == 0.99
+    assert main_setting("clt_k") == "density"
+    with pytest.raises(GradlabError, match="codec natural has no one setting"):
+        paper_settings("natural", {})
+
+
+def test_the_plan_is_smaller_at_the_same_error(trace: Trace, fitted: LgrecoFit) -> None:
+    """Ranks follow what was planted; what is not planned stays as the uniform plan has it; the figures add up."""
+    origin = fitted.origin
+    rank = {layer["name"]: layer["settings"]["rank"] for layer in origin["layers"]}
+    assert rank["deep.weight"] == 2
+    assert rank["wide.weight"] == 2
+    assert rank["stem.weight"] >= 5
+    assert origin["gain"] > 1.1
+    assert origin["bound"] == origin["size"] == fitted.allocation.size
+    errors = fitted.problem.errors("squared", slice(0, 2))
+    assert total(errors, fitted.allocation.choice) <= origin["budget"] == pytest.approx(1.0)
+    uniform_plan = Plan.uniform(LAYERS, "powersgd", warmup_steps=5, seed=3, rank=4)
+    assert [g.name for g in fitted.plan.groups] == [g.name for g in uniform_plan.groups]
+    assert fitted.plan.schedule == uniform_plan.schedule
+    assert all(group.wrappers == FEEDBACK for group in fitted.plan.groups)
+    assert origin["uniform_payload_bytes"] == uniform_plan.payload_bytes(RANKS)
+    assert origin["payload_bytes"] == fitted.plan.payload_bytes(RANKS)
+    assert origin["uniform_payload_bytes"] - origin["payload_bytes"] == origin["uniform_size"] - origin["size"]
+    assert sum(layer["cost"] for layer in origin["layers"]) == origin["size"]
+
+
+def test_payload_is_what_a_replay_counts(trace: Trace, fitted: LgrecoFit) -> None:
+    found = replay(trace, fitted.plan)
+    counted = {step.payload_bytes_mean for step in found.compressed}
+    assert counted == {fitted.origin["payload_bytes"]}
+
+
+def test_half_of_the_windows_are_held_out(trace: Trace, fitted: LgrecoFit) -> None:
+    origin = fitted.origin
+    assert origin["windows"] == [[0, 5], [6, 11], [12, 17], [18, 23]]
+    assert origin["windows_chosen_on"] == 2
+    table = fitted.problem.table
+    for which, choice in (("plan", fitted.allocation.choice), ("uniform", fitted.problem.reference)):
+        assert origin["relative_error"][which]["chosen_on"] == table.relative_error(choice, slice(0, 2))
+        assert origin["relative_error"][which]["held_out"] == table.relative_error(choice, slice(2, 4))
+    alone = fit_lgreco(trace, "powersgd", {"rank": 4}, window=20).origin
+    assert len(alone["windows"]) == 1
+    assert alone["relative_error"]["plan"]["held_out"] is None
+
+
+@pytest.mark.parametrize(("codec", "reference"), [("topk", {"density": 0.05}), ("qsgd", {"bits": 4})])
+@pytest.mark.parametrize("metric", ["squared", "plain"])
+def test_other_families_and_metrics(trace: Trace, codec: str, reference: dict, metric: str) -> None:
+    found = fit_lgreco(trace, codec, reference, metric=metric)
+    errors = found.problem.errors(metric, slice(0, 2))
+    assert total(errors, found.allocation.choice) <= total(errors, found.problem.reference) * (1 + 1e-12)
+    assert found.origin["size"] <= found.origin["uniform_size"]
+    tighter = fit_lgreco(trace, codec, reference, metric=metric, alpha=0.7)
+    assert tighter.origin["size"] >= found.origin["size"]
+
+
+def test_a_budget_may_be_given_and_is_refused_where_no_plan_meets_it(trace: Trace) -> None:
+    table = fit_lgreco(trace, "powersgd", {"rank": 4}).problem.table
+    least = sum(row.min() for row in table.errors("squared", slice(0, 2)))
+    found = fit_lgreco(trace, "powersgd", {"rank": 4}, budget=2 * least)
+    assert found.origin["alpha"] is None
+    assert total(table.errors("squared", slice(0, 2)), found.allocation.choice) <= 2 * least
+    with pytest.raises(GradlabError, match="the smallest reachable is"):
+        fit_lgreco(trace, "powersgd", {"rank": 4}, budget=least / 2)
+    with pytest.raises(GradlabError, match="there is nothing to choose"):
+        fit_lgreco(record_vectors(trace.path.parent / "vectors"), "powersgd", {"rank": 4})
+    with pytest.raises(GradlabError, match="start = 99"):
+        fit_lgreco(trace, "powersgd", {"rank": 4}, start=99)
+
+
+def record_vectors(path: Path) -> Trace:
+    layer = Layer("b", (300,), "bias")
+    return record(path, [[{"b": np.ones(300, np.float32)}] * 2] * 3, [layer])
+
+
+# --- several families -------------------------------------------------------------------------------------------------
+
+
+def test_a_hybrid_plan_is_no_larger_than_any_family_alone(trace: Trace, tmp_path: Path) -> None:
+    """At the same budget, in payload and on the wire; it is saved, loaded and replayed like any other."""
+    reference = {"rank": 4}
+    candidates = family_candidates(trace, samples=6, extra={"powersgd": paper_settings("powersgd", reference)})
+    assert {c.codec for some in candidates.values() for c in some} == {codec for codec, _ in FAMILIES.values()} | {
+        "identity"
+    }
+    for cost in (Cost("payload"), Cost("wire")):
+        hybrid = fit_lgreco(trace, "powersgd", reference, candidates=candidates, start=6, cost=cost)
+        unit = hybrid.problem.table.by_window(hybrid.problem.reference)
+        for family in FAMILIES:
+            rows = of_family(candidates, family)
+            kept = [
+                [place for place, c in enumerate(t.candidates) if c in rows[t.layer.name] and c.codec != "powersgd"]
+                if family != "PowerSGD"
+                else [place for place, c in enumerate(t.candidates) if c in rows[t.layer.name]]
+                for t in hybrid.problem.table.layers
+            ]
+            errors = [row[k] for row, k in zip(hybrid.problem.errors("squared", slice(0, 2)), kept, strict=True)]
+            costs = [row[k] for row, k in zip(hybrid.problem.costs, kept, strict=True)]
+            alone = allocate(errors, costs, hybrid.origin["budget"])  # dense is among them: every budget is met
+            assert hybrid.allocation.size <= alone.size
+        assert unit.shape == (4,)
+    path = hybrid.artifact().save(tmp_path / "hybrid.safetensors")
+    again = Artifact.load(path)
+    assert again.plan.digest == hybrid.plan.digest
+    assert replay(trace, again.plan).compressed
+
+
+def test_unknown_families_and_grids_are_named(trace: Trace) -> None:
+    with pytest.raises(GradlabError, match="no family 'wavelets'; there are: PCA"):
+        family_candidates(trace, ["wavelets"])
+    with pytest.raises(GradlabError, match="grid 'huge'"):
+        candidates_of_grid(trace, "topk", {}, grid="huge")
+    rows, start = candidates_of_grid(trace, "topk", {"density": 0.03}, grid="own", start=2)
+    assert start == 2
+    assert rows is not None
+    assert [c.settings["density"] for c in rows["deep.weight"]] == [
+        0.001,
+        0.002,
+        0.005,
+        0.01,
+        0.02,
+        0.05,
+        0.1,
+        0.2,
+        0.03,
+    ]
+
+
+# --- costs ------------------------------------------------------------------------------------------------------------
+
+
+def test_costs_are_bytes_or_seconds() -> None:
+    layer = Layer("w", (64, 64), "linear")
+    dense, kept = Candidate("identity"), Candidate("topk", {"density": 0.1}, wrappers=())
+    rows = [(layer, [dense, kept])]
+    [payload] = candidate_costs(rows, 8)
+    assert payload.tolist() == [4 * 4096, kept.build().payload_bytes([layer], 8)]
+    [wire] = candidate_costs(rows, 8, Cost("wire"))
+    parts = 410 * 4, payload[1] - 410 * 4  # values and their positions travel in messages of their own
+    assert wire[0] == all_reduce_wire_bytes(4 * 4096, 8)
+    assert wire[1] == sum(all_gather_wire_bytes(int(part), 8) for part in parts)
+    link = Link(1e9, latency_seconds=1e-3, header_share=0.0)
+    [seconds] = candidate_costs(rows, 8, Cost("seconds", link, codec_time=False))
+    assert seconds[0] == pytest.approx(8 * wire[0] / 1e9 + 14e-3)
+    assert seconds[1] > 7e-3
+    for bad in (("speed", None), ("seconds", None), ("payload", link)):
+        with pytest.raises(GradlabError, match="cost"):
+            Cost(*bad)
+
+
+# --- others to beat ---------------------------------------------------------------------------------------------------
+
+
+def tables(seed: int, layers: int = 12, settings: int = 7) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    rng = np.random.default_rng(seed)
+    numel = rng.integers(1, 200, layers)
+    sizes = [np.arange(1, settings + 1) * float(n) for n in numel]
+    errors = [rng.lognormal() * np.exp(-np.arange(settings) / rng.uniform(1, 6)) for _ in numel]
+    return errors, sizes
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_planner_beats_the_exact_one(seed: int) -> None:
+    errors, sizes = tables(seed)
+    for place in (1, 3, 5):
+        budget = total(errors, [place] * len(errors))
+        plans = {"uniform": uniform(errors, sizes, budget), "kmeans": cgx_kmeans(errors, sizes, budget)}
+        plans["threshold"] = global_threshold(sizes, errors, sizes, budget)
+        best = allocate(errors, sizes, budget)
+        assert plans["uniform"].size == total(sizes, [place] * len(errors))
+        for name, plan in plans.items():
+            assert total(errors, plan.choice) <= budget, name
+            assert total(sizes, plan.choice) == plan.size >= best.size, name
+
+
+def test_clusters_get_one_setting_each() -> None:
+    """Large layers with little error apart from small ones with much: two clusters, the first compressed more."""
+    errors = [np.array([2.0, 1.0, 0.5])] * 3 + [np.array([80.0, 40.0, 10.0])] * 3
+    sizes = [np.array([100.0, 200.0, 400.0])] * 3 + [np.array([1.0, 2.0, 4.0])] * 3
+    found = cgx_kmeans(errors, sizes, 36.0, clusters=2)
+    assert found.choice.tolist() == [0, 0, 0, 2, 2, 2]
+    with pytest.raises(GradlabError, match="no pair of ends keeps an error of 1"):
+        cgx_kmeans(errors, sizes, 1.0)
+    with pytest.raises(GradlabError, match="in different layers"):
+        uniform([np.ones(2), np.ones(3)], [np.ones(2), np.ones(3)], 9.0)
+
+
+def test_one_threshold_sends_the_largest_of_all_layers() -> None:
+    """Against one sort of all magnitudes: no plan of as many values leaves less error."""
+    rng = np.random.default_rng(4)
+    layers = [np.sort(rng.standard_normal(n) ** 2 * s)[::-1] for n, s in ((50, 1.0), (80, 9.0), (20, 0.1))]
+    counts = [np.arange(1, len(layer) + 1) for layer in layers]
+    errors = [layer.sum() - np.cumsum(layer) for layer in layers]
+    everything = np.sort(np.concatenate(layers))[::-1]
+    for budget in (5.0, 40.0, 200.0):
+        found = global_threshold(counts, errors, counts, budget)
+        forced = sum(layer[0] for layer in layers)  # a layer sends one value at least
+        rest = np.sort(np.concatenate([layer[1:] for layer in layers]))[::-1]
+        needed = int(np.argmax(everything.sum() - forced - np.concatenate([[0], np.cumsum(rest)]) <= budget))
+        assert found.size == len(layers) + needed
+
+
+def test_accordion_sees_critical_regimes() -> None:
+    """Fast change of norm, or a fallen learning rate; eta = 0.5 is met by a halved norm and not by 0.51 of it."""
+    norms = np.array([[1.0, 1.0], [0.5, 0.51], [0.5, 0.5], [0.5, 0.5], [0.0, 0.5], [0.0, 0.9]])
+    rates = np.array([0.1, 0.1, 0.1, 0.05, 0.05, 0.05])
+    found = accordion(norms, rates)
+    expected = [[True, True], [True, False], [False, False], [True, True], [True, False], [False, True]]
+    assert found.tolist() == expected
+    assert not accordion(norms[1:3], np.array([math.nan, math.nan]))[1:].any()
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_fits_draws_and_prints(gradlab: Command, trace: Trace, tmp_path: Path) -> None:
+    out, layers, frontier = (tmp_path / name for name in ("plan.safetensors", "layers.svg", "frontier.svg"))
+    words = ["fit", "lgreco", trace.path, "--codec", "topk", "--set", "density=0.05", "--out", out]
+    code, said, err = gradlab(*words, "--figure", layers, "--frontier", frontier, "--workers", 2)
+    assert code == 0, err
+    assert said.startswith("By layer ")
+    assert "fewer bytes than topk(density=0.05) everywhere" in said
+    assert "On later iterations its error is" in said
+    assert "deep.weight" in said
+    assert all(path.read_text().startswith("<?xml") for path in (layers, frontier))
+    plan = Artifact.load(out)
+    assert plan.origin["method"] == "lgreco"
+    code, said, err = gradlab("fit", "lgreco", trace.path, "--family", "top-k", "--family", "qsgd", "--cost", "seconds",
+                              "--set", "rank=4", "--out", tmp_path / "hybrid.safetensors", "--json")  # fmt: skip
+    assert code == 0, err
+    assert json.loads(said)["cost"] == "seconds"
+    for wrong, expected in (
+        (["--alpha", 0.0], "smallest reachable"),
+        (["--family", "wavelets"], "no family 'wavelets'"),
+        (["--metric", "loud"], "metric 'loud'"),
+        (["--cost", "tears"], "cost 'tears'"),
+        (["--set", "rank=x"], "rank"),
+        (["--window", 1000], "window = 1000"),
+        (["--out", out], "exists already"),
+    ):
+        target = [] if "--out" in wrong else ["--out", tmp_path / "other.safetensors"]
+        code, said, err = gradlab("fit", "lgreco", trace.path, *target, *wrong)
+        assert (code, said) == (2, ""), wrong
+        assert expected in err, (wrong, err)
+        assert err.count("\n") == 1, err
