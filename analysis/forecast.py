@@ -13,7 +13,7 @@ from gradlab.analysis.link import Link, format_rate
 from gradlab.analysis.plain import plain
 from gradlab.analysis.predict import Comparison, Job, break_even, compare, make_job
 from gradlab.analysis.profile import Profile
-from gradlab.analysis.replay import methods_of
+from gradlab.analysis.replay import methods_of, refresh_remark
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
 from gradlab.progress import Progress
@@ -225,6 +225,8 @@ def _remarks(plan: Plan, profile: Profile, nodes: Sequence[int]) -> list[str]:
             f"Codec times at other numbers of nodes than {profile.codec.world_size} follow the codecs' code, run here "
             "with made-up answers."
         )
+    if plan.refresh is not None:
+        lines.append(refresh_remark(plan.refresh))
     if plan.varying:
         lines.append(
             f"Messages of {', '.join(plan.varying)} vary in size with the gradients: bytes and times are those of a "

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from gradlab.layout import Layer
 from gradlab.plan import Plan
 from gradlab.planner import Allocation, allocate, allocate_discretised
 from gradlab.progress import Progress
+from gradlab.refresh import Refresh
 
 if TYPE_CHECKING:
     from gradlab.trace import Trace
@@ -41,6 +42,7 @@ _CHOSEN_ON = 0.5
 _WINDOWS = 4
 _MOST_DENSITIES = 100
 _POINTS = 17  # of a frontier
+_DELAY_SHARE = 10  # of the iterations between two choices, for the tables to be made in
 _LARGEST: Mapping[str, float] = {"bits": 8, "density": 1.0}
 
 
@@ -162,6 +164,7 @@ def fit_lgreco(
     cost: Cost = PAYLOAD,
     world_size: int | None = None,
     warmup_steps: int = 0,
+    refresh_every: int = 0,
     seed: int = 0,
     workers: int = 1,
     cluster: str | None = None,
@@ -174,11 +177,13 @@ def fit_lgreco(
     place of alpha, an error summed over layers, mean over ranks and windows. metric: "squared" or "plain": what is
     summed over layers is the square of an error, or the error. window: steps that gradients are accumulated over; by
     default the trace from `start` on is cut into 4. The first half of the windows is chosen on, the second checks the
-    choice; of one window nothing is held out. cost: what is minimised, at `world_size` ranks (the trace's). workers,
+    choice; of one window nothing is held out. cost: what is minimised, at `world_size` ranks (the trace's).
+    refresh_every: iterations of training after which the plan is chosen anew from these settings, 0 for never. workers,
     cluster: see `measure_errors`.
 
     Raises:
-        GradlabError: for a budget that no plan meets, no layer to compress, or what `measure_errors` refuses.
+        GradlabError: for a budget that no plan meets, no layer to compress, a refresh from several codecs or towards
+            another cost than payload, or what `measure_errors` refuses.
     """
     base = Plan.uniform(trace.layers, codec, warmup_steps=warmup_steps, seed=seed, group_bytes=0, **(reference or {}))
     ranks = trace.world_size if world_size is None else world_size
@@ -196,6 +201,9 @@ def fit_lgreco(
         errors, most = table.errors(metric, chosen_on), budget
     found = allocate(errors, problem.costs, most)
     plan = plan_of(base, table, found.choice)
+    if refresh_every:
+        refresh = _refresh(table, problem.reference, refresh_every, alpha, metric, cost)
+        plan = replace(plan, refresh=refresh)
     origin = _origin(trace, base, plan, problem, found, (chosen_on, checked_on))
     about = {"codec": codec, "reference": dict(reference or {}), "alpha": None if budget is not None else alpha}
     origin |= about | {"budget": most, "metric": metric, "cost": cost.name, "world_size": ranks}
@@ -281,6 +289,17 @@ def _place_of(codec: str, reference: Mapping[str, Any], candidates: Sequence[Can
         if candidate.codec == codec and full(**candidate.settings) == wanted:
             return place
     return 0
+
+
+def _refresh(table: ErrorTable, reference: np.ndarray, every: int, alpha: float, metric: str, cost: Cost) -> Refresh:
+    if cost.name != "payload":
+        raise GradlabError(f"refresh: while training plans are chosen by payload, not by {cost.name}")
+    codecs_there = {candidate.codec for t in table.layers for candidate in t.candidates}
+    if len(codecs_there) > 1:
+        raise GradlabError(f"refresh: chooses among one codec's settings, not among {', '.join(sorted(codecs_there))}")
+    settings = {t.layer.name: [dict(candidate.settings) for candidate in t.candidates] for t in table.layers}
+    places = {t.layer.name: int(place) for t, place in zip(table.layers, reference, strict=True)}
+    return Refresh(every, settings, places, min(every - 1, max(1, every // _DELAY_SHARE)), alpha, metric)
 
 
 def plan_of(base: Plan, table: ErrorTable, choice: Choice) -> Plan:

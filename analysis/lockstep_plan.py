@@ -14,11 +14,14 @@ from gradlab.collectives import (
     Coroutine,
     LockstepResult,
     Mean,
+    Request,
     payload_bytes,
     run_lockstep,
     wire_bytes,
 )
+from gradlab.measures import is_finite
 from gradlab.plan import FINITE_FLAG_BYTES, Plan
+from gradlab.replanning import ROOT, Replanner, adopted_state
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,9 @@ class LockstepPlan:
     """
 
     def __init__(self, plan: Plan, world_size: int, plain_sgd: bool = False) -> None:
-        self.plan = plan
+        self.plan = plan  # as it is now: a refresh may have changed its settings
         self.world_size = world_size
+        self._replanner = Replanner(plan, ROOT, world_size, beside=False) if plan.refresh is not None else None
         self.plain_sgd = plain_sgd
         # A plan of identity groups alone sends no finite flag; its groups run, so that the reference is measured too.
         self.groups = plan.compressed_groups or plan.groups
@@ -73,6 +77,7 @@ class LockstepPlan:
     ) -> StepResult:
         """Run one iteration. gradients: per rank, by layer name, without the loss scale that the run had; layers of
         no group may be left out. parameters: for weight decay, which is left out where they are not known."""
+        told = self._refresh(iteration)
         compressing = self.plan.schedule.compresses(iteration)
         finite = all_finite(gradients)
         exchanged: dict[str, list[Exchanged]] = {}
@@ -96,6 +101,10 @@ class LockstepPlan:
             exchanged[group.name] = [result.value for result in results]
             payload = [total + result.payload_bytes for total, result in zip(payload, results, strict=True)]
             wire = [total + result.wire_bytes for total, result in zip(wire, results, strict=True)]
+        for request in told:
+            payload = [total + payload_bytes(request, rank) for rank, total in enumerate(payload)]
+            wire = [total + wire_bytes(request, rank, self.world_size) for rank, total in enumerate(wire)]
+        self._accumulate(gradients[ROOT], iteration)
         finite = finite and all_finite([done.mean for ranks in exchanged.values() for done in ranks[:1]])
         if finite:
             self._learning_rates |= {layer: rate for layer, rate in (learning_rate or {}).items() if rate}
@@ -104,6 +113,28 @@ class LockstepPlan:
         mean_seconds = sum(seconds) / self.world_size
         shown = exchanged if compressing else {}
         return StepResult(iteration, compressing, finite, shown, tuple(payload), tuple(wire), mean_seconds)
+
+    def _refresh(self, iteration: int) -> list[Request]:
+        """Take a new choice over, if it is time: what the root tells the others."""
+        request = self._replanner.due(iteration) if self._replanner is not None else None
+        if self._replanner is None or request is None:
+            return []
+        self.plan = self._replanner.adopt(request.tensor)
+        before, self.groups = {group.name: group for group in self.groups}, self.plan.compressed_groups
+        for group in self.groups:
+            if group != before[group.name]:
+                old, new = self.codecs[group.name], self.plan.build(group)
+                self.codecs[group.name] = new
+                for states in self.states:
+                    if group.name in states:
+                        states[group.name] = adopted_state(new, old, states[group.name])
+        return [request]
+
+    def _accumulate(self, gradients: Tensors, iteration: int) -> None:
+        if self._replanner is not None:
+            here = {name: gradients[name] for name in self.layers if is_finite(gradients[name])}
+            self._replanner.add(here, iteration)
+            self._replanner.end(iteration)
 
     def _acts_when_dense(self, group: str) -> bool:
         return self.codecs[group].acts_when_dense(self.states[0].get(group, {}))

@@ -25,6 +25,7 @@ from gradlab.errors import GradlabError
 from gradlab.measures import LayerErrors, add_errors, contribution_error, relative, squared_norm
 from gradlab.plan import Group, Plan, Wrap
 from gradlab.progress import Progress
+from gradlab.refresh import Refresh
 
 if TYPE_CHECKING:
     from gradlab.trace import Trace
@@ -176,6 +177,13 @@ def _setting(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def refresh_remark(refresh: Refresh) -> str:
+    """What a forecast of a plan that is chosen anew must say."""
+    return (
+        f"The plan is chosen anew every {refresh.every} iterations: forecasts are of the settings that it starts with."
+    )
+
+
 def _check_layers(trace: Trace, plan: Plan) -> None:
     """A trace may hold a part of the plan's layers, never others or other shapes."""
     expected = {layer.name: layer.shape for layer in plan.layers}
@@ -202,6 +210,8 @@ def _check_range(trace: Trace, plan: Plan, start: int, stop: int) -> None:
 
 
 def _remarks(trace: Trace, lockstep: LockstepPlan, start: int, stop: int) -> Iterator[str]:
+    if (refresh := lockstep.plan.refresh) is not None:
+        yield f"{refresh_remark(refresh)} A run's own choices differ once its gradients do."
     if not lockstep.stateful:
         return
     steps = np.asarray(trace.steps)[start:stop]

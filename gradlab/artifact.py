@@ -24,10 +24,10 @@ from gradlab.layout import canonical_json
 from gradlab.plan import Plan, hash_tensor
 from gradlab.version import VERSION
 
-# 2: groups have wrappers, where format 1 had error_feedback alone.
-FORMAT = 2
-# The oldest reader that understands what this version writes.
-MINIMUM_READER = 2
+# 2: groups have wrappers, where format 1 had error_feedback alone. 3: a plan may be chosen anew while training.
+FORMAT = 3
+# The oldest reader that understands what this version writes: of a plan that stays, and of one that is chosen anew.
+MINIMUM_READER, MINIMUM_READER_OF_REFRESH = 2, 3
 _LARGEST_HEADER = 64 * 2**20
 _ROWS = torch.contiguous_format
 
@@ -54,7 +54,7 @@ class Artifact:
             raise GradlabError(f"{path} exists already: choose another name or ask to overwrite it")
         header = {
             "format": FORMAT,
-            "minimum_reader": MINIMUM_READER,
+            "minimum_reader": MINIMUM_READER if self.plan.refresh is None else MINIMUM_READER_OF_REFRESH,
             "written_by": f"gradlab {VERSION}",
             "plan": self.plan.to_json(),
             "origin": self.origin,

@@ -251,6 +251,11 @@ class Codec(ABC):
         """The same codec with some settings changed; it shares the learned tensors."""
         return type(self)(replace(self.settings, **changes), self.learned)
 
+    def adopted_state(self, state: Tensors) -> Tensors:
+        """What this codec goes on with from the state that another setting of the same method left: nothing, if the
+        method does not say otherwise."""
+        return {}
+
     def redistribute(self, states: Sequence[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:
         """The state of one of `world_size` ranks that continue the run of len(states) ranks; see `gradlab.wrapper`."""
         return states[0]

@@ -19,6 +19,7 @@ from gradlab.codec import Codec, Tensors
 from gradlab.codec_settings import build_settings
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, canonical_json, describe_difference, fingerprint, layers_of
+from gradlab.refresh import Refresh
 from gradlab.segments import segments
 from gradlab.wrapper import innermost
 
@@ -133,11 +134,13 @@ class Schedule:
 class Plan:
     """Groups over the layers of one model, a schedule, a seed for shared random streams, and learned tensors.
 
-    learned: by group name, what the group's codec learned from data.
+    learned: by group name, what the group's codec learned from data; refresh: when settings are chosen anew, and from
+    which; None: never.
 
     Raises:
         GradlabError: for a group that names an unknown layer, a layer in two groups, two groups of one name, a group
-            name with "::", an unknown codec, settings out of range, or learned tensors that do not fit.
+            name with "::", an unknown codec, settings out of range, learned tensors that do not fit, or a refresh of
+            what the plan does not have.
     """
 
     layers: tuple[Layer, ...]
@@ -145,6 +148,7 @@ class Plan:
     schedule: Schedule = field(default_factory=Schedule)
     seed: int = 0
     learned: Mapping[str, Tensors] = field(default_factory=dict)
+    refresh: Refresh | None = None
 
     def __post_init__(self) -> None:
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
@@ -163,6 +167,8 @@ class Plan:
             self.build(group)
         if strangers := sorted(set(self.learned) - {group.name for group in self.groups}):
             raise GradlabError(f"plan: learned tensors for groups it does not have: {', '.join(strangers)}")
+        if self.refresh is not None:
+            self.refresh.check(self)
 
     @classmethod
     def uniform(
@@ -318,6 +324,7 @@ class Plan:
             "groups": [group.to_json() for group in self.groups],
             "schedule": self.schedule.to_json(),
             "seed": self.seed,
+            **({} if self.refresh is None else {"refresh": self.refresh.to_json()}),
         }
 
     @classmethod
@@ -340,7 +347,8 @@ class Plan:
             group, _, rest = key.partition("::")
             learned.setdefault(group, {})[rest] = tensor
         groups = tuple(Group.from_json(item) for item in value["groups"])
-        return cls(layers, groups, Schedule.from_json(value["schedule"]), value["seed"], learned)
+        refresh = Refresh.from_json(value["refresh"]) if "refresh" in value else None
+        return cls(layers, groups, Schedule.from_json(value["schedule"]), value["seed"], learned, refresh)
 
 
 def habitual_wrappers(codec: Codec, error_feedback: bool | None = None) -> tuple[Wrap, ...]:

@@ -12,6 +12,7 @@ from gradlab.codec import Tensors
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.measures import is_finite
+from gradlab.replanning import ROOT
 from gradlab.runtime.device import HostDevice
 from gradlab.runtime.engine import Engine
 from gradlab.wrapper import POLICIES
@@ -29,6 +30,7 @@ def save(engine: Engine, identity: Mapping[str, Any]) -> dict[str, Any]:
         "iteration": engine.iteration,
         "learning_rates": dict(engine.learning_rates),
         "states": states,
+        **({} if engine.replanner is None else {"refresh": engine.replanner.state()}),
     }
 
 
@@ -44,7 +46,7 @@ def restore(engine: Engine, saved: Mapping[str, Any], identity: Mapping[str, Any
             hint = "; load_state_dicts takes the checkpoints of all old ranks" if key == "world_size" else ""
             raise GradlabError(f"checkpoint: {key} is {came}, this run has {mine!r}{hint}")
     states = _states(engine, saved)
-    _continue(engine, saved, _moved(states, device))
+    _continue(engine, saved, _moved(states, device), saved.get("refresh"))
 
 
 def redistribute(
@@ -81,7 +83,7 @@ def redistribute(
         group: engine.codecs[group].redistribute([one[group] for one in by_rank], rank, world_size, residuals)
         for group in by_rank[0]
     }
-    _continue(engine, saved[0], _moved(states, device))
+    _continue(engine, saved[0], _moved(states, device), saved[ROOT].get("refresh"))
 
 
 def _states(engine: Engine, saved: Mapping[str, Any]) -> dict[str, Tensors]:
@@ -132,7 +134,11 @@ def _moved(states: dict[str, Tensors], device: HostDevice) -> dict[str, Tensors]
     return copies
 
 
-def _continue(engine: Engine, saved: Mapping[str, Any], states: dict[str, Tensors]) -> None:
+def _continue(engine: Engine, saved: Mapping[str, Any], states: dict[str, Tensors], refresh: Any) -> None:
+    if engine.replanner is not None:
+        plan = engine.replanner.load(refresh)
+        engine.states = {}  # those of the settings before; the ones below are of the settings that come
+        engine.adopt(plan)
     engine.states, engine.iteration = states, saved["iteration"]
     engine.learning_rates = {name: float(rate) for name, rate in saved["learning_rates"].items()}
     engine.ranks_compared = False

@@ -19,6 +19,7 @@ import hashlib
 import queue
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -26,11 +27,12 @@ import torch
 
 from gradlab.codec import Codec, Context, Exchanged, Tensors, exchange_group
 from gradlab.codecs.identity import Identity
-from gradlab.collectives import payload_bytes
+from gradlab.collectives import Broadcast, payload_bytes
 from gradlab.errors import GradlabError
 from gradlab.measures import contribution_error, is_finite, squared_norm
 from gradlab.plan import Plan
 from gradlab.ranks import Ranks
+from gradlab.replanning import Replanner, adopted_state
 from gradlab.runtime.communicator import Communicator
 from gradlab.runtime.device import HostDevice
 from gradlab.runtime.exchange import Bucket, Exchange, Iteration
@@ -63,7 +65,10 @@ class Engine:
         workspace: RecyclingWorkspace,
         options: EngineOptions,
     ) -> None:
-        self.plan = plan
+        self.plan = plan  # as it is now: a refresh may have changed its settings
+        self.replanner: Replanner | None = None
+        if plan.refresh is not None:
+            self.replanner = Replanner(plan, communicator.rank, communicator.world_size, beside=True)
         self.states: dict[str, Tensors] = {}
         self.iteration = 0
         self.learning_rates: dict[str, float] = {}
@@ -194,6 +199,7 @@ class Engine:
         if self._current is not None:
             raise GradlabError("a new backward began before the last one's buckets had all arrived")
         self._compare_ranks()
+        self._refresh()
         rates = self._surroundings.learning_rates()
         compressing = self._compresses()
         scale = self._surroundings.loss_scale()
@@ -223,6 +229,31 @@ class Engine:
             ranks.require_same({"the iteration": self.iteration, "which states there are (sha256)": digest})
             self.ranks_compared = True
 
+    def _refresh(self) -> None:
+        """Take a new choice of settings over, if it is time: the root tells it, when it has made it."""
+        request = self.replanner.due(self.iteration) if self.replanner is not None else None
+        if self.replanner is not None and request is not None:
+            [answer] = self._communicator.issue(
+                [Broadcast(request.tensor.to(self._device.device), request.root)]
+            ).answers()
+            if self.replanner.failure:
+                said = (
+                    f"gradlab: step {self.iteration}: the plan stays, as none could be chosen: {self.replanner.failure}"
+                )
+                warnings.warn(said, stacklevel=2)
+            self.adopt(self.replanner.adopt(answer))
+
+    def adopt(self, plan: Plan) -> None:
+        """Go on with other settings of the same groups; codecs' states are carried over."""
+        for group in plan.compressed_groups:
+            if group != self._groups[group.name]:
+                old, new = self.codecs[group.name], plan.build(group).to(self._device.device)
+                self.codecs[group.name] = new
+                if group.name in self.states:
+                    self.states[group.name] = adopted_state(new, old, self.states[group.name])
+        self.plan = plan
+        self._groups = {group.name: group for group in plan.compressed_groups}
+
     def _compresses(self) -> bool:
         return bool(self._groups) and self.plan.schedule.compresses(self.iteration)
 
@@ -243,6 +274,9 @@ class Engine:
             bucket.started = None
             return
         self._look_at(current, bucket)
+        if self.replanner is not None:
+            here = {name: grad for name, grad in bucket.gradients.items() if is_finite(grad)}
+            self.replanner.add(here, self.iteration, self._context.loss_scale)
         if not any(self._group_of.get(name) in current.active for name in bucket.gradients):
             current.dense.append(self._communicator.mean_in_place(bucket.buffer))
         else:
@@ -368,6 +402,8 @@ class Engine:
         self._timeline.add("backward", "backward", current.buckets[0].arrived, current.buckets[-1].arrived)
         self._statistics.add(record)
         self._non_finite.add(record)
+        if self.replanner is not None:
+            self.replanner.end(self.iteration)
         self.iteration += 1
         self._all_dense = not self._active_groups()
         self._current = None

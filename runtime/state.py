@@ -217,19 +217,25 @@ class CompressionState:
         dense = self._dense_bytes
         summary = self.statistics.summary()
         payload = summary.get("payload_bytes_per_step")
-        groups = reporting.layer_rows(self.plan, list(self.statistics.steps))
+        groups = reporting.layer_rows(self.engine.plan, list(self.statistics.steps))
         return {
             "rank": self._communicator.rank,
             "world_size": self._communicator.world_size,
             "iteration": self.engine.iteration,
             "dense_payload_bytes": dense,
-            "forecast_payload_bytes": self.plan.payload_bytes(self._communicator.world_size),
+            "forecast_payload_bytes": self.engine.plan.payload_bytes(self._communicator.world_size),
             "compression_ratio": dense / payload if payload else None,
             "residuals": self._residuals,
+            "refresh": self._refresh_report(),
             **summary,
             "groups": groups,
             "codecs": reporting.codec_rows(groups),
         }
+
+    def _refresh_report(self) -> dict[str, Any] | None:
+        """The settings last chosen, by group, and why the choice after that failed; None if the plan has no refresh."""
+        replanner = self.engine.replanner
+        return None if replanner is None else {"choice": replanner.choice, "failure": replanner.failure}
 
     def table(self) -> str:
         """`report` as text, one line per group."""

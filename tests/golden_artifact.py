@@ -9,6 +9,7 @@ import torch
 from gradlab.artifact import Artifact
 from gradlab.layout import Layer
 from gradlab.plan import FEEDBACK, Group, Plan, Schedule, Wrap
+from gradlab.refresh import Refresh
 
 # In the files of formats 1 and 2 this is codec pca.
 _FITTED = {"loss_threshold": 0.25, "slice_size": 12, "compressed_steps": 0}
@@ -20,8 +21,9 @@ def golden(version: int) -> Path:
     return FOLDER / f"artifact-{version}.safetensors"
 
 
-def golden_artifact(version: int = 2) -> Artifact:
-    """Three codecs, feedback, a warm-up, a seed and a basis, over four layers; from format 2 on other wrappers too."""
+def golden_artifact(version: int = 3) -> Artifact:
+    """Three codecs, feedback, a warm-up, a seed and a basis, over four layers; from format 2 on other wrappers too,
+    from format 3 on two groups that are chosen anew."""
     around = FEEDBACK
     if version > 1:
         around = (Wrap("momentum_correction", {"momentum": 0.5}), Wrap("sparsity_warmup", {"steps": 8, "stages": 2}))
@@ -39,9 +41,11 @@ def golden_artifact(version: int = 2) -> Artifact:
     basis = torch.eye(12)[None, :, :3].clone()
     mean = torch.arange(48.0).reshape(4, 12) / 64
     learned = {"stem": {"stem.weight/basis": basis, "stem.weight/mean": mean}}
-    plan = Plan(layers, groups, Schedule(10), seed=5, learned=learned)
+    settings = {"body.weight": [{"rank": 1}, {"rank": 2}], "head": [{"density": 0.125}, {"density": 0.25}]}
+    refresh = Refresh(100, settings, {"body.weight": 1, "head": 0}, delay=7, alpha=1.5, metric="plain")
+    plan = Plan(layers, groups, Schedule(10), seed=5, learned=learned, refresh=refresh if version > 2 else None)
     return Artifact(plan, {"method": "gradiveq", "held_out_error": {"1": 0.125, "10": 0.5}, "steps": [0, 100]})
 
 
 if __name__ == "__main__":
-    golden_artifact().save(golden(2))
+    golden_artifact().save(golden(3))

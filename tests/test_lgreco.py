@@ -152,6 +152,25 @@ def record_vectors(path: Path) -> Trace:
     return record(path, [[{"b": np.ones(300, np.float32)}] * 2] * 3, [layer])
 
 
+def test_a_plan_may_be_chosen_anew_while_training(trace: Trace) -> None:
+    """The artifact's refresh has the table's settings; a replay follows it and says so."""
+    found = fit_lgreco(trace, "topk", {"density": 0.05}, refresh_every=8)
+    refresh = found.plan.refresh
+    assert refresh is not None
+    assert (refresh.every, refresh.delay, refresh.alpha, refresh.metric) == (8, 1, 1.0, "squared")
+    assert refresh.settings["deep.weight"][refresh.reference["deep.weight"]] == {"density": 0.05}
+    replayed = replay(trace, found.plan)
+    assert "chosen anew every 8 iterations" in replayed.remarks[0]
+    payload = [step.payload_bytes_mean for step in replayed.compressed]
+    assert len(set(payload[:9])) == 1
+    assert payload[9] != payload[8]
+    with pytest.raises(GradlabError, match="by payload, not by wire"):
+        fit_lgreco(trace, "topk", {"density": 0.05}, refresh_every=8, cost=Cost("wire"))
+    several = family_candidates(trace, ["top-k", "QSGD"])
+    with pytest.raises(GradlabError, match="among one codec's settings, not among identity, powersgd, qsgd, topk"):
+        fit_lgreco(trace, "powersgd", {"rank": 4}, candidates=several, refresh_every=8)
+
+
 # --- several families -------------------------------------------------------------------------------------------------
 
 

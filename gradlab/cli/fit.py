@@ -326,6 +326,9 @@ def lgreco(
     frontier: Annotated[
         Path | None, typer.Option(metavar="FIGURE", help="Draw size over error for all planners (.svg, .pdf).")
     ] = None,
+    refresh: Annotated[
+        int, typer.Option(metavar="N", help="Choose anew after every N iterations of training; 0: never.")
+    ] = 0,
     warmup_steps: FitWarmup = 0,
     seed: Seed = 0,
     overwrite: Overwrite = False,
@@ -373,6 +376,7 @@ def lgreco(
             cost=Cost(cost, link),
             world_size=nodes,
             warmup_steps=warmup_steps,
+            refresh_every=refresh,
             seed=seed,
             workers=workers,
             cluster=dask,

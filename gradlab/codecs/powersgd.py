@@ -129,9 +129,17 @@ class PowerSGD(Codec):
     ) -> torch.Tensor:
         """P^T or Q^T (r, m), the last one; or Gaussian values that every rank draws alike."""
         key = _key(name, "p" if flipped else "q")
-        if self.settings.warm_start and key in state:
-            return state[key].to(matrix.dtype)
-        return self._random(name, matrix.shape[1], matrix, context)
+        if not self.settings.warm_start or key not in state:
+            return self._random(name, matrix.shape[1], matrix, context)
+        kept, rank = state[key].to(matrix.dtype), min(*matrix.shape, self.settings.rank)
+        if len(kept) < rank:  # another rank's, see `adopted_state`
+            kept = torch.cat([kept, self._random(name, kept.shape[1], matrix, context)[len(kept) :]])
+        return kept[:rank]
+
+    def adopted_state(self, state: Tensors) -> Tensors:
+        """Factors of another rank: the first of their rows go on, which orthogonal iteration has turned to the largest
+        singular values; rows that are missing are drawn as at the start."""
+        return dict(state) if self.settings.warm_start else {}
 
     def _random(self, name: str, columns: int, like: torch.Tensor, context: Context) -> torch.Tensor:
         generator = context.shared_generator(name, every_iteration=not self.settings.warm_start)
