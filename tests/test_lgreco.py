@@ -314,7 +314,7 @@ def test_accordion_sees_critical_regimes() -> None:
 def test_the_command_fits_draws_and_prints(gradlab: Command, trace: Trace, tmp_path: Path) -> None:
     out, layers, frontier = (tmp_path / name for name in ("plan.safetensors", "layers.svg", "frontier.svg"))
     words = ["fit", "lgreco", trace.path, "--codec", "topk", "--set", "density=0.05", "--out", out]
-    code, said, err = gradlab(*words, "--figure", layers, "--frontier", frontier, "--workers", 2)
+    code, said, err = gradlab(*words, "--figure", layers, "--frontier", frontier)
     assert code == 0, err
     assert said.startswith("By layer ")
     assert "fewer bytes than topk(density=0.05) everywhere" in said
