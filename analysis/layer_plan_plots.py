@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from gradlab.analysis.formatting import format_bytes, format_seconds
+from gradlab.analysis.formatting import format_bytes, format_ratio, format_seconds
 from gradlab.analysis.style import BLACK, BLUE, GREY, SKY, VERMILION, method_colors, method_markers, panels
 
 PLAN, UNIFORM = VERMILION, BLUE
@@ -74,3 +74,27 @@ def plot_frontier(found: Mapping[str, Any]) -> Figure:
 
 def _unit(found: Mapping[str, Any]) -> str:
     return {"payload": "payload, bytes", "wire": "bytes on the wire", "seconds": "seconds"}[found["cost"]]
+
+
+def plot_over_time(found: Mapping[str, Any]) -> Figure:
+    """L-GreCo's Figs. 9 and 13: compression ratio window by window, and bytes in each bucket, mean over windows.
+
+    found: `PlansOverTime.to_json`.
+    """
+    figure, (left, right) = panels(2, 2, height=2.8)
+    names = list(found["planners"])
+    colors, markers = method_colors(names), method_markers(names)
+    ends = [last for _, last in found["windows"]]
+    for name in names:
+        rows = found["planners"][name]
+        label = f"{name} ({format_ratio(rows['mean_ratio'])})"
+        left.plot(ends, rows["ratio"], marker=markers[name], markersize=3, color=colors[name], label=label)
+        buckets = np.arange(1, len(rows["bytes_by_bucket"]) + 1)
+        right.plot(buckets, rows["bytes_by_bucket"], marker=markers[name], markersize=3, color=colors[name])
+    left.set(xlabel="iteration", ylabel="compression ratio", ylim=(0, None))
+    right.set(xlabel="bucket, in the order of communication", ylabel="bytes", yscale="log")
+    right.yaxis.set_major_formatter(lambda value, _: format_bytes(value))
+    right.yaxis.set_minor_formatter(lambda value, _: "")
+    right.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return figure

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradlab import codecs
+from gradlab.analysis.bucket_time import weighted
 from gradlab.analysis.candidate_costs import PAYLOAD, Cost, candidate_costs
 from gradlab.analysis.error_tables import ErrorTable, measure_errors, windows_of
 from gradlab.analysis.hybrid import FAMILIES, family_candidates, known_families
@@ -162,6 +163,7 @@ def fit_lgreco(
     window: int | None = None,
     start: int = 0,
     cost: Cost = PAYLOAD,
+    weights: Mapping[str, float] | None = None,
     world_size: int | None = None,
     warmup_steps: int = 0,
     refresh_every: int = 0,
@@ -177,7 +179,8 @@ def fit_lgreco(
     place of alpha, an error summed over layers, mean over ranks and windows. metric: "squared" or "plain": what is
     summed over layers is the square of an error, or the error. window: steps that gradients are accumulated over; by
     default the trace from `start` on is cut into 4. The first half of the windows is chosen on, the second checks the
-    choice; of one window nothing is held out. cost: what is minimised, at `world_size` ranks (the trace's).
+    choice; of one window nothing is held out. cost: what is minimised, at `world_size` ranks (the trace's); weights: by
+    layer name, times its cost there: see `gradlab.analysis.bucket_time`.
     refresh_every: iterations of training after which the plan is chosen anew from these settings, 0 for never. workers,
     cluster: see `measure_errors`.
 
@@ -199,7 +202,9 @@ def fit_lgreco(
         most = alpha * total(errors, problem.reference)
     else:
         errors, most = table.errors(metric, chosen_on), budget
-    found = allocate(errors, problem.costs, most)
+    names = [t.layer.name for t in table.layers]
+    objective = problem.costs if weights is None else weighted(names, problem.costs, weights)
+    found = allocate(errors, objective, most)
     plan = plan_of(base, table, found.choice)
     if refresh_every:
         refresh = _refresh(table, problem.reference, refresh_every, alpha, metric, cost)
@@ -323,7 +328,7 @@ def _origin(
     """Plain JSON: sizes, errors where it was chosen and later, and what every layer got."""
     ranks, table = trace.world_size, problem.table
     chosen_on, checked_on = windows
-    cost_of_uniform = total(problem.costs, problem.reference)
+    cost_of_uniform, size = total(problem.costs, problem.reference), total(problem.costs, found.choice)
     errors = {
         name: {
             "chosen_on": table.relative_error(choice, chosen_on),
@@ -348,10 +353,10 @@ def _origin(
     return {
         "method": "lgreco",
         "trace": trace.digest,
-        "size": found.size,
-        "bound": found.bound,
+        "size": size,
+        "gap": found.gap,
         "uniform_size": cost_of_uniform,
-        "gain": cost_of_uniform / found.size if found.size else math.inf,
+        "gain": cost_of_uniform / size if size else math.inf,
         "payload_bytes": plan.payload_bytes(ranks),
         "uniform_payload_bytes": base.payload_bytes(ranks),
         "dense_payload_bytes": plan.payload_bytes(ranks, compressing=False),

@@ -131,10 +131,8 @@ def layer_plan_verdict(origin: Mapping[str, Any]) -> str:
             f"On later iterations its error is {said} the uniform plan's ({format_percent(later)} of the gradient "
             f"against {format_percent(theirs)}, without feedback)."
         )
-    if origin["bound"] < origin["size"]:
-        lines.append(
-            f"The search was cut short: a plan may be {format_percent(1 - origin['bound'] / origin['size'])} smaller."
-        )
+    if origin["gap"]:
+        lines.append(f"The search was cut short: a plan may be {format_percent(origin['gap'])} smaller.")
     return " ".join(lines)
 
 

@@ -11,11 +11,21 @@ import pytest
 from command_line import Command
 from recorded import record
 
+from gradlab.analysis.bucket_time import (
+    BucketTimes,
+    bucket_of_layers,
+    bytes_by_bucket,
+    fit_bucket_times,
+    linear_priority,
+    time_weights,
+    weighted,
+)
 from gradlab.analysis.candidate_costs import Cost, candidate_costs
 from gradlab.analysis.hybrid import FAMILIES, family_candidates, of_family
 from gradlab.analysis.layer_planners import accordion, cgx_kmeans, global_threshold, total, uniform
 from gradlab.analysis.lgreco import LgrecoFit, candidates_of_grid, fit_lgreco, main_setting, paper_settings
 from gradlab.analysis.link import Link
+from gradlab.analysis.plans_over_time import learning_rates_of, plan_over_time
 from gradlab.analysis.replay import replay
 from gradlab.artifact import Artifact
 from gradlab.collectives import all_gather_wire_bytes, all_reduce_wire_bytes
@@ -90,7 +100,8 @@ def test_the_plan_is_smaller_at_the_same_error(trace: Trace, fitted: LgrecoFit) 
     assert rank["wide.weight"] == 2
     assert rank["stem.weight"] >= 5
     assert origin["gain"] > 1.1
-    assert origin["bound"] == origin["size"] == fitted.allocation.size
+    assert origin["gap"] == 0
+    assert origin["size"] == fitted.allocation.size == fitted.allocation.bound
     errors = fitted.problem.errors("squared", slice(0, 2))
     assert total(errors, fitted.allocation.choice) <= origin["budget"] == pytest.approx(1.0)
     uniform_plan = Plan.uniform(LAYERS, "powersgd", warmup_steps=5, seed=3, rank=4)
@@ -246,6 +257,82 @@ def test_costs_are_bytes_or_seconds() -> None:
             Cost(*bad)
 
 
+def test_weights_move_bytes_between_buckets(trace: Trace) -> None:
+    """Appendix A: what travels last is compressed more, at the same error. Equal coefficients change nothing."""
+    plain = fit_lgreco(trace, "powersgd", {"rank": 4})
+    numbers = bucket_of_layers(LAYERS, 0.003)
+    assert len(set(numbers.values())) > 2
+    assert numbers["head.weight"] == 0
+    assert numbers["stem.weight"] == max(numbers.values())
+    names = [t.layer.name for t in plain.problem.table.layers]
+
+    def spent(fit: LgrecoFit, weights: dict[str, float]) -> float:
+        return total(weighted(names, fit.problem.costs, weights), fit.allocation.choice)
+
+    steep = dict.fromkeys(names, 1.0) | {"stem.weight": 50.0}
+    for weights in (linear_priority(LAYERS, 0.003), steep):
+        found = fit_lgreco(trace, "powersgd", {"rank": 4}, weights=weights)
+        assert spent(found, weights) <= spent(plain, weights)
+        assert total(found.problem.errors("squared", slice(0, 2)), found.allocation.choice) <= 1 + 1e-9
+        assert found.origin["size"] >= plain.origin["size"]
+    by_bucket = [
+        bytes_by_bucket(names, [row[c] for row, c in zip(f.problem.costs, f.allocation.choice, strict=True)], numbers)
+        for f in (plain, found)
+    ]
+    assert by_bucket[1][-1] < by_bucket[0][-1]
+    assert by_bucket[1].sum() > by_bucket[0].sum()
+    even = BucketTimes(np.full(max(numbers.values()) + 1, 2e-9), 0.1, 1.0)
+    again = fit_lgreco(trace, "powersgd", {"rank": 4}, weights=time_weights(LAYERS, even, 0.003))
+    assert again.plan.digest == plain.plan.digest
+    with pytest.raises(GradlabError, match="3 coefficients, but DDP makes 1 buckets"):
+        time_weights(LAYERS, BucketTimes(np.ones(3), 0.0, 1.0))
+
+
+def test_bucket_times_are_found_again() -> None:
+    """Planted coefficients, with noise; what is no byte's fault is the intercept."""
+    rng = np.random.default_rng(0)
+    sizes = rng.uniform(1e4, 1e6, (200, 4))
+    planted = np.array([1e-9, 5e-9, 0.0, 2e-8])
+    found = fit_bucket_times(sizes, 0.03 + sizes @ planted + 1e-5 * rng.standard_normal(200))
+    np.testing.assert_allclose(found.coefficients, planted, atol=1e-10)
+    assert found.intercept == pytest.approx(0.03, abs=1e-4)
+    assert found.score > 0.999
+    falling = 0.05 - 1e-9 * sizes[:, 0]
+    assert fit_bucket_times(sizes, falling).coefficients.min() >= 0
+    assert fit_bucket_times(sizes, falling, positive=False).coefficients[0] == pytest.approx(-1e-9)
+    for bad, said in (
+        ((sizes[:4], np.ones(4)), "4 samples of 4 buckets"),
+        ((sizes, np.ones(3)), "expected"),
+        ((sizes, np.full(200, np.nan)), "not finite"),
+    ):
+        with pytest.raises(GradlabError, match=said):
+            fit_bucket_times(*bad)
+
+
+# --- over time --------------------------------------------------------------------------------------------------------
+
+
+def test_planners_over_time(trace: Trace, fitted: LgrecoFit) -> None:
+    """Each window for itself: L-GreCo within the uniform error and no larger; after Accordion within Accordion's."""
+    problem = fitted.problem
+    rates = learning_rates_of(trace, problem.table.windows)
+    assert rates.tolist() == [0.1] * 4
+    found = plan_over_time(problem, np.array([0.1, 0.1, 0.01, 0.01]))
+    shown = found.to_json(trace, 0.003)
+    planners = shown["planners"]
+    assert set(planners) == {"uniform", "L-GreCo", "Accordion", "L-GreCo + Accordion", "CGX, k-means"}
+    assert planners["uniform"]["error"] == pytest.approx([1.0] * 4)
+    assert max(planners["L-GreCo"]["error"]) <= 1 + 1e-9
+    assert max(planners["CGX, k-means"]["error"]) <= 1 + 1e-9
+    for rival, ours in (("uniform", "L-GreCo"), ("CGX, k-means", "L-GreCo"), ("Accordion", "L-GreCo + Accordion")):
+        assert all(a <= b for a, b in zip(planners[rival]["ratio"], planners[ours]["ratio"], strict=True))
+    assert found.critical.tolist() == [[True] * 4, [False] * 4, [True] * 4, [False] * 4]
+    first, second = planners["Accordion"]["ratio"][:2]
+    assert first < second
+    sizes = np.array([[row[c] for row, c in zip(problem.costs, ch, strict=True)] for ch in found.choices["L-GreCo"]])
+    assert sum(planners["L-GreCo"]["bytes_by_bucket"]) == pytest.approx(sizes.sum(1).mean())
+
+
 # --- others to beat ---------------------------------------------------------------------------------------------------
 
 
@@ -312,15 +399,16 @@ def test_accordion_sees_critical_regimes() -> None:
 
 
 def test_the_command_fits_draws_and_prints(gradlab: Command, trace: Trace, tmp_path: Path) -> None:
-    out, layers, frontier = (tmp_path / name for name in ("plan.safetensors", "layers.svg", "frontier.svg"))
+    out, *figures = (tmp_path / name for name in ("plan.safetensors", "layers.svg", "frontier.svg", "time.svg"))
+    layers, frontier, over_time = figures
     words = ["fit", "lgreco", trace.path, "--codec", "topk", "--set", "density=0.05", "--out", out]
-    code, said, err = gradlab(*words, "--figure", layers, "--frontier", frontier)
+    code, said, err = gradlab(*words, "--figure", layers, "--frontier", frontier, "--over-time", over_time)
     assert code == 0, err
     assert said.startswith("By layer ")
     assert "fewer bytes than topk(density=0.05) everywhere" in said
     assert "On later iterations its error is" in said
     assert "deep.weight" in said
-    assert all(path.read_text().startswith("<?xml") for path in (layers, frontier))
+    assert all(path.read_text().startswith("<?xml") for path in figures)
     plan = Artifact.load(out)
     assert plan.origin["method"] == "lgreco"
     code, said, err = gradlab("fit", "lgreco", trace.path, "--family", "top-k", "--family", "qsgd", "--cost", "seconds",
@@ -335,6 +423,7 @@ def test_the_command_fits_draws_and_prints(gradlab: Command, trace: Trace, tmp_p
         (["--set", "rank=x"], "rank"),
         (["--window", 1000], "window = 1000"),
         (["--out", out], "exists already"),
+        (["--weights", "heavy"], "weights 'heavy'"),
     ):
         target = [] if "--out" in wrong else ["--out", tmp_path / "other.safetensors"]
         code, said, err = gradlab("fit", "lgreco", trace.path, *target, *wrong)

@@ -313,6 +313,11 @@ def lgreco(
     cost: Annotated[
         str, typer.Option(help="To be small: payload (bytes, the paper's), wire (bytes at --nodes) or seconds.")
     ] = "payload",
+    weights: Annotated[
+        str,
+        typer.Option(help="Of a layer's cost: none, or linear: its bucket's number, as the last travel unhidden."),
+    ] = "none",
+    bucket_cap_mb: Annotated[float | None, typer.Option(help="DDP's bucket size in MiB, for buckets' figures.")] = None,
     nodes: Annotated[int | None, typer.Option(help="Ranks that it is for; the trace's by default.")] = None,
     bandwidth: Annotated[str, typer.Option(help="Of the link, for seconds.")] = "1gbit",
     latency: Annotated[str, typer.Option(help="Of the link, for seconds.")] = "100us",
@@ -325,6 +330,9 @@ def lgreco(
     ] = None,
     frontier: Annotated[
         Path | None, typer.Option(metavar="FIGURE", help="Draw size over error for all planners (.svg, .pdf).")
+    ] = None,
+    over_time: Annotated[
+        Path | None, typer.Option(metavar="FIGURE", help="Draw what planners choose window by window (.svg, .pdf).")
     ] = None,
     refresh: Annotated[
         int, typer.Option(metavar="N", help="Choose anew after every N iterations of training; 0: never.")
@@ -347,18 +355,24 @@ def lgreco(
 
       gradlab fit lgreco trace --codec powersgd --set rank=4 --family all --cost wire --nodes 8 --out hybrid.safetensors
     """
+    from functools import partial
+
+    from gradlab.analysis.bucket_time import linear_priority
     from gradlab.analysis.candidate_costs import Cost
     from gradlab.analysis.lgreco import candidates_of_grid, fit_lgreco
     from gradlab.analysis.link import Link, parse_bandwidth, parse_seconds
+    from gradlab.analysis.plans_over_time import learning_rates_of, plan_over_time
     from gradlab.analysis.target import require_free
     from gradlab.cli.figures import require_figure, write_figure
     from gradlab.trace import Trace
 
     require_free(out, overwrite)
-    for target in (figure, frontier):
+    for target in (figure, frontier, over_time):
         if target is not None:
             require_figure(target, overwrite)
     link = Link(parse_bandwidth(bandwidth), parse_seconds(latency)) if cost == "seconds" else None
+    if weights not in ("none", "linear"):
+        raise GradlabError(f"weights {weights!r}, expected none or linear")
     reference = parse_settings(setting or [])
     with Trace(trace) as opened, progress_bars() as progress:
         candidates, first = candidates_of_grid(
@@ -374,6 +388,7 @@ def lgreco(
             window=window,
             start=first,
             cost=Cost(cost, link),
+            weights=linear_priority(opened.layers, bucket_cap_mb) if weights == "linear" else None,
             world_size=nodes,
             warmup_steps=warmup_steps,
             refresh_every=refresh,
@@ -382,19 +397,24 @@ def lgreco(
             cluster=dask,
             progress=progress,
         )
+        moments = learning_rates_of(opened, found.problem.table.windows)
+        planned = plan_over_time(found.problem, moments, metric=metric, alpha=alpha) if over_time is not None else None
+        by_time = planned.to_json(opened, bucket_cap_mb) if planned is not None else {}
     found.artifact().save(out, overwrite)
-    if figure is not None or frontier is not None:
-        from gradlab.analysis.layer_plan_plots import plot_frontier, plot_layers
+    for target, draw in (
+        (figure, lambda plots: plots.plot_layers(found.origin)),
+        (frontier, lambda plots: plots.plot_frontier(found.frontier())),
+        (over_time, lambda plots: plots.plot_over_time(by_time)),
+    ):
+        if target is not None:
+            from gradlab.analysis import layer_plan_plots  # loads matplotlib
 
-        if figure is not None:
-            write_figure(lambda: plot_layers(found.origin), figure)
-        if frontier is not None:
-            write_figure(lambda: plot_frontier(found.frontier()), frontier)
+            write_figure(partial(draw, layer_plan_plots), target)
     if as_json:
         print_json(found.origin)
         return
     print_layer_plan(found.origin)
-    for path in (out, figure, frontier):
+    for path in (out, figure, frontier, over_time):
         if path is not None:
             OUT.print(str(path), markup=False)
 
