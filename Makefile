@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORK := build/outside
 SOURCES := pyproject.toml $(shell find gradlab capture analysis runtime datasets -name '*.py' -o -name '*.jinja')
 
-.PHONY: demo test quality typecheck benchmark speed compare matrix faults resume install clean
+.PHONY: demo test explore quality typecheck benchmark speed compare matrix faults resume install clean
 
 demo: install
 	$(BIN)/gradlab demo --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -13,6 +13,10 @@ demo: install
 # The tests run against the installed wheel: from outside the source root nothing here can be imported by accident.
 test: install
 	mkdir -p $(WORK) && cd $(WORK) && $(CURDIR)/$(BIN)/python -m pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) -p no:cacheprovider --numprocesses 2 --dist loadfile $(CURDIR)/tests $(PYTEST_ARGS)
+
+# The tests with other random examples each time, and twice as many.
+explore: install
+	mkdir -p $(WORK) && cd $(WORK) && $(CURDIR)/$(BIN)/python -m pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) -p no:cacheprovider --numprocesses 2 --dist loadfile --hypothesis-profile explore $(CURDIR)/tests $(PYTEST_ARGS)
 
 quality: install
 	$(BIN)/ruff check .

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import laws  # registers the profiles
 import pytest
 import torch
 from command_line import Command
 from contract import cases
+from hypothesis import settings
 from process_pool import ProcessPool
 
 from gradlab.cli.main import main
+
+assert laws
+settings.load_profile("fixed")  # --hypothesis-profile comes later, and wins
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

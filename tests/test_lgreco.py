@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from command_line import Command
 from recorded import record
 
@@ -25,12 +26,14 @@ from gradlab.analysis.hybrid import FAMILIES, family_candidates, of_family
 from gradlab.analysis.layer_planners import accordion, cgx_kmeans, global_threshold, total, uniform
 from gradlab.analysis.lgreco import LgrecoFit, candidates_of_grid, fit_lgreco, main_setting, paper_settings
 from gradlab.analysis.link import Link
+from gradlab.analysis.lockstep_plan import LockstepPlan
 from gradlab.analysis.plans_over_time import learning_rates_of, plan_over_time
 from gradlab.analysis.replay import replay
+from gradlab.analysis.sensitivity import correlations, loss_sensitivity
 from gradlab.artifact import Artifact
 from gradlab.collectives import all_gather_wire_bytes, all_reduce_wire_bytes
 from gradlab.errors import GradlabError
-from gradlab.layer_errors import Candidate
+from gradlab.layer_errors import Candidate, squared_errors
 from gradlab.layout import Layer
 from gradlab.plan import FEEDBACK, Plan
 from gradlab.planner import allocate
@@ -393,6 +396,46 @@ def test_accordion_sees_critical_regimes() -> None:
     expected = [[True, True], [True, False], [False, False], [True, True], [True, False], [False, True]]
     assert found.tolist() == expected
     assert not accordion(norms[1:3], np.array([math.nan, math.nan]))[1:].any()
+
+
+# --- sensitivity ------------------------------------------------------------------------------------------------------
+
+
+def test_losses_differ_where_a_layer_is_compressed() -> None:
+    """One run per layer and candidate, with that layer alone compressed; on a quadratic the order is the error's."""
+    rng = np.random.default_rng(0)
+    goals = {x.name: torch.from_numpy(rng.standard_normal(x.shape)).float() * (1 + 5 * i) for i, x in enumerate(LAYERS)}
+    seen: list[Plan] = []
+
+    def run(plan: Plan) -> float:
+        seen.append(plan)
+        lockstep = LockstepPlan(plan, 1)
+        here = {name: torch.zeros_like(goal) for name, goal in goals.items()}
+        for step in range(5):
+            grads = {name: here[name] - goals[name] for name in goals}
+            result = lockstep.step(step, [grads])
+            means = {name: mean for ranks in result.exchanged.values() for name, mean in ranks[0].mean.items()}
+            for name in here:
+                here[name] = here[name] - 0.2 * means.get(name, grads[name])
+        return sum(float((here[name] - goals[name]).square().sum()) for name in goals)
+
+    some = [Candidate("topk", {"density": density}) for density in (0.05, 0.3)]
+    candidates = {layer.name: some for layer in LAYERS if len(layer.shape) > 1}
+    found = loss_sensitivity(run, LAYERS, candidates)
+    assert len(seen) == 1 + 2 * len(candidates)
+    assert [len(plan.compressed_groups) for plan in seen] == [0] + [1] * 2 * len(candidates)
+    assert all((row > 0).all() and row[0] > row[1] for row in found.differences.values())
+    errors = [np.array(squared_errors(x, goals[x.name], some)) for x in LAYERS if x.name in candidates]
+    measured = correlations(errors, list(found.differences.values()))
+    assert measured["spearman"] == pytest.approx([1.0, 1.0])
+    assert min(measured["pearson"]) > 0.9
+    with pytest.raises(GradlabError, match="no layer 'nosuch'"):
+        loss_sensitivity(run, LAYERS, {"nosuch": some})
+    with pytest.raises(GradlabError, match="loss without compression is nan"):
+        loss_sensitivity(lambda _: math.nan, LAYERS, candidates)
+    with pytest.raises(GradlabError, match="at least three layers"):
+        correlations(errors[:2], list(found.differences.values())[:2])
+    assert np.isnan(correlations([np.ones(1)] * 3, [np.zeros(1)] * 3)["pearson"]).all()
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
