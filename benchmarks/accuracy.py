@@ -15,30 +15,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import emulated
 import torch
 from scipy import stats
-from torch import nn
-from torch.nn import functional
 
-from gradlab.analysis.lockstep_plan import LockstepPlan
 from gradlab.codec import Tensors
-from gradlab.collectives import sum_in_rank_order
 from gradlab.datasets import get
-from gradlab.datasets.optimizer import build_optimizer
-from gradlab.datasets.recipe import Recipe, learning_rate_at
-from gradlab.datasets.resnet import initialized
-from gradlab.datasets.sampling import batches
+from gradlab.datasets.recipe import Recipe
 from gradlab.layout import Layer, layers_of
-from gradlab.optimizers import is_plain_sgd
 from gradlab.plan import Plan
 from gradlab.wrapper import innermost
 
@@ -82,38 +72,6 @@ def methods(warmup: int) -> dict[str, Method]:
     }
 
 
-def halved(images: torch.Tensor) -> torch.Tensor:
-    """Images (samples, 3, 32, 32) of half the height and width."""
-    return functional.avg_pool2d(images, 2).contiguous(memory_format=torch.channels_last)
-
-
-class Nodes:
-    """One model, and N nodes' gradients of it: each with its own batch and batch statistics; node 0's are kept."""
-
-    def __init__(self, model: nn.Module, world_size: int) -> None:
-        self.model, self.world_size = model.to(memory_format=torch.channels_last), world_size
-
-    def gradients(self, images: Sequence[torch.Tensor], classes: Sequence[torch.Tensor]) -> tuple[list[Tensors], float]:
-        found, losses, kept = [], [], {}
-        for rank in range(self.world_size):
-            before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-            self.model.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
-                scores = self.model(halved(images[rank]))
-            loss = WORKLOAD.loss(scores.float(), classes[rank])
-            loss.backward()
-            losses.append(float(loss.detach()))
-            found.append({name: p.grad.contiguous() for name, p in self.model.named_parameters() if p.grad is not None})
-            kept = kept or {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-            self._set_buffers(before)
-        self._set_buffers(kept)
-        return found, statistics.fmean(losses)
-
-    def _set_buffers(self, values: Tensors) -> None:
-        for name, buffer in self.model.named_buffers():
-            buffer.copy_(values[name])
-
-
 def fitted_earlier(plan: Plan, data: Any, recipe: Recipe, ranks: int, seed: int) -> Plan:
     """The plan with bases fitted on another seed's dense run: its averages in the iterations that would be sampled."""
     first, count = plan.schedule.warmup_steps, innermost(plan.build(plan.groups[0])).settings.sample_steps
@@ -128,68 +86,22 @@ def fitted_earlier(plan: Plan, data: Any, recipe: Recipe, ranks: int, seed: int)
 
 def run(method: Method, data: Any, recipe: Recipe, ranks: int, seed: int) -> dict[str, Any]:
     """Train once: accuracy, loss, and bytes."""
-    plan = method.plan(layers_of(initialized(3, (16, 32, 64), (1, 1, 1), 10, seed)))
+    plan = method.plan(layers_of(resnet8(recipe, ranks).model(seed)))
     if method.earlier:
         plan = fitted_earlier(plan, data, recipe, ranks, seed)
     return train(plan, data, recipe, ranks, seed)
 
 
-def train(
-    plan: Plan,
-    data: Any,
-    recipe: Recipe,
-    ranks: int,
-    seed: int,
-    stop: int | None = None,
-    watch: Callable[[Tensors], None] | None = None,
-    score_every: int | None = None,
-) -> dict[str, Any]:
-    """Train under a plan. stop: end after so many iterations; watch: is given each iteration's averages;
-    score_every: iterations between points of a curve of accuracy on the first 2000 test images. A run whose loss is not
-    finite ends there."""
-    model = initialized(3, (16, 32, 64), (1, 1, 1), 10, seed)
-    layers = layers_of(model)
-    nodes, optimizer = Nodes(model, ranks), build_optimizer(recipe, model.parameters())
-    lockstep = LockstepPlan(plan, ranks, is_plain_sgd(optimizer))
-    orders = [batches(len(data.train_x), recipe.batch_size, rank, ranks, seed, recipe.steps) for rank in range(ranks)]
-    augment = [torch.Generator().manual_seed(1000 * seed + rank) for rank in range(ranks)]
-    payload, wire, losses, curve, began = 0.0, 0.0, [], [], time.perf_counter()
-    for step, indices in enumerate(islice(zip(*orders, strict=True), stop)):
-        rate = learning_rate_at(recipe, step)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        images = [WORKLOAD.augment(data.train_x[i], g) for i, g in zip(indices, augment, strict=True)]
-        gradients, loss = nodes.gradients(images, [data.train_y[i] for i in indices])
-        result = lockstep.step(step, gradients, {layer.name: rate for layer in layers})
-        means = {name: value for ranks_ in result.exchanged.values() for name, value in ranks_[0].mean.items()}
-        for name, parameter in model.named_parameters():
-            mean = means.get(name)
-            parameter.grad = mean if mean is not None else sum_in_rank_order([g[name] for g in gradients])
-        if watch:
-            watch({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-        optimizer.step()
-        payload += statistics.fmean(result.payload)
-        wire += statistics.fmean(result.wire)
-        losses.append(loss)
-        if not math.isfinite(loss):
-            break
-        if score_every and (step + 1) % score_every == 0:
-            curve.append((step + 1, score(model, data, 2000)))
-    dense = 4 * sum(layer.numel for layer in layers) * recipe.steps
-    return {
-        "accuracy": score(model, data),
-        "curve": curve,
-        "loss": statistics.fmean(losses[-50:]),
-        "ratio": dense / payload,
-        "payload": payload / recipe.steps,
-        "wire": wire / recipe.steps,
-        "seconds": time.perf_counter() - began,
-    }
+def train(plan: Plan, data: Any, recipe: Recipe, ranks: int, seed: int, **options: Any) -> dict[str, Any]:
+    """Train ResNet-8 under a plan; options: see `emulated.train`."""
+    row = emulated.train(resnet8(recipe, ranks), plan, data, seed, **options)
+    del row["compressing_ratio"]
+    return {"accuracy": row.pop("score"), **row}
 
 
-def score(model: nn.Module, data: Any, first: int | None = None) -> float:
-    """Accuracy on the (first) test images, a share."""
-    return WORKLOAD.score(model, halved(data.test_x[:first]), data.test_y[:first], batch_size=500)
+def resnet8(recipe: Recipe, ranks: int) -> emulated.Task:
+    """One block a stage."""
+    return emulated.Task(WORKLOAD, recipe, ranks, (1, 1, 1))
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

@@ -23,9 +23,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import emulated
 import numpy as np
 import torch
-from accuracy import WORKLOAD, halved, train
+from accuracy import WORKLOAD, resnet8, train
 from matplotlib.figure import Figure
 from scipy import stats
 
@@ -33,13 +34,9 @@ from gradlab import codecs
 from gradlab.analysis.rate_distortion import distortion_at, mean_squares
 from gradlab.analysis.replay import replay
 from gradlab.analysis.style import drawing, method_colors, panels, render
-from gradlab.capture import EmulatedNodes
 from gradlab.codec import Codec, Context, Deferred, Exchanged, Tensors
 from gradlab.collectives import Coroutine
-from gradlab.datasets.optimizer import build_optimizer
-from gradlab.datasets.recipe import Recipe, learning_rate_at
-from gradlab.datasets.resnet import initialized
-from gradlab.datasets.sampling import batches
+from gradlab.datasets.recipe import Recipe
 from gradlab.layout import Layer, layers_of
 from gradlab.plan import FEEDBACK, Plan, Wrap
 from gradlab.trace import Trace
@@ -161,27 +158,8 @@ def recipe_of(method: Compared, steps: int) -> Recipe:
 
 def record(data: Any, folder: str, seed: int = 0) -> None:
     """A dense run of the same training, some iterations of all nodes' gradients."""
-    recipe = recipe_of(METHODS["dense"], 600)
-    model = initialized(3, (16, 32, 64), (1, 1, 1), 10, seed).to(memory_format=torch.channels_last)
-    optimizer = build_optimizer(recipe, model.parameters())
-    orders = [batches(len(data.train_x), BATCH, rank, RANKS, seed, recipe.steps) for rank in range(RANKS)]
-    augment = [torch.Generator().manual_seed(1000 * seed + rank) for rank in range(RANKS)]
-    options = {"optimizer": optimizer, "start": FIRST, "max_steps": RECORDED}
-    with EmulatedNodes(model, folder, world_size=RANKS, **options) as nodes:
-        for step, indices in zip(range(FIRST + RECORDED), zip(*orders, strict=True), strict=False):
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate_at(recipe, step)
-            optimizer.zero_grad()
-            for rank, mine in enumerate(indices):
-                images = halved(WORKLOAD.augment(data.train_x[mine], augment[rank]))
-                with nodes.node(rank):
-                    with torch.autocast("cpu", torch.bfloat16):
-                        scores = model(images)
-                    loss = WORKLOAD.loss(scores.float(), data.train_y[mine])
-                    loss.backward()
-                    nodes.annotate(loss=loss)
-            nodes.average()
-            optimizer.step()
+    task = resnet8(recipe_of(METHODS["dense"], 600), RANKS)
+    emulated.record(task, data, folder, seed, start=FIRST, every=1, count=RECORDED)
 
 
 def replay_row(trace: Trace, name: str, method: Compared, settings: dict[str, Any], feedback: bool) -> Row:
@@ -244,7 +222,7 @@ def train_all(data: Any, out: Path, names: Sequence[str], seeds: Sequence[int], 
             if any(about.items() <= row.items() for row in rows):
                 continue
             method = METHODS[name]
-            plan = method.plan(layers_of(initialized(3, (16, 32, 64), (1, 1, 1), 10, seed)))
+            plan = method.plan(layers_of(resnet8(recipe_of(method, steps), RANKS).model(seed)))
             row = about | train(plan, data, recipe_of(method, steps), RANKS, seed)
             row["loss"] = row["loss"] if math.isfinite(row["loss"]) else None  # JSON knows no NaN
             add(out, row)

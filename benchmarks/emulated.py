@@ -1,0 +1,177 @@
+"""Training on N nodes played in one process, under a plan in lockstep or recorded: what the campaigns share.
+
+Every node has its own batch and batch statistics; node 0's statistics are kept. Plans run in lockstep, which is what
+the engine computes, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from gradlab.analysis.lockstep_plan import LockstepPlan
+from gradlab.capture import EmulatedNodes
+from gradlab.codec import Tensors
+from gradlab.collectives import sum_in_rank_order
+from gradlab.datasets.optimizer import build_optimizer
+from gradlab.datasets.recipe import Recipe, learning_rate_at
+from gradlab.datasets.resnet import initialized
+from gradlab.datasets.sampling import batches
+from gradlab.datasets.workload import Workload
+from gradlab.layout import layers_of
+from gradlab.optimizers import is_plain_sgd
+from gradlab.plan import Plan
+
+Micro = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A workload with its recipe and its number of nodes. blocks: of a ResNet of 16, 32, ... channels on images halved
+    to 16 x 16, under bfloat16 autocast, so that seeds by the dozen fit on a CPU; None: the workload as it is."""
+
+    workload: Workload
+    recipe: Recipe
+    ranks: int = 4
+    blocks: tuple[int, ...] | None = None
+
+    def model(self, seed: int) -> nn.Module:
+        if self.blocks is None:
+            return self.workload.model(seed)
+        widths = [16 * 2**stage for stage in range(len(self.blocks))]
+        return initialized(3, widths, self.blocks, 10, seed).to(memory_format=torch.channels_last)
+
+    def loss(self, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if self.blocks is None:
+            return self.workload.loss(model(x), y)
+        with torch.autocast("cpu", torch.bfloat16):
+            scores = model(halved(x))
+        return self.workload.loss(scores.float(), y)
+
+    def score(self, model: nn.Module, data: Any, first: int | None = None) -> float:
+        """The workload's metric on the (first) test samples."""
+        x = data.test_x[:first] if self.blocks is None else halved(data.test_x[:first])
+        return self.workload.score(model, x, data.test_y[:first], batch_size=16 if self.blocks is None else 500)
+
+    def micro_batches(self, data: Any, seed: int) -> Iterator[Micro]:
+        """Inputs and targets of each node, iteration by iteration."""
+        size, steps = self.recipe.batch_size, self.recipe.steps
+        orders = [batches(len(data.train_x), size, rank, self.ranks, seed, steps) for rank in range(self.ranks)]
+        augment = [torch.Generator().manual_seed(1000 * seed + rank) for rank in range(self.ranks)]
+        for indices in zip(*orders, strict=True):
+            yield [
+                (self.workload.augment(data.train_x[mine], generator), data.train_y[mine])
+                for mine, generator in zip(indices, augment, strict=True)
+            ]
+
+
+def halved(images: torch.Tensor) -> torch.Tensor:
+    """Images (samples, 3, 32, 32) of half the height and width."""
+    return functional.avg_pool2d(images, 2).contiguous(memory_format=torch.channels_last)
+
+
+def node_gradients(task: Task, model: nn.Module, micro: Micro) -> tuple[list[Tensors], float]:
+    """Each node's gradients by layer name, and the mean loss."""
+    found, losses, kept = [], [], {}
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for x, y in micro:
+        _set_buffers(model, before)
+        model.zero_grad()
+        loss = task.loss(model, x, y)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        found.append({name: p.grad.contiguous() for name, p in model.named_parameters() if p.grad is not None})
+        kept = kept or {name: buffer.clone() for name, buffer in model.named_buffers()}
+    _set_buffers(model, kept)
+    return found, statistics.fmean(losses)
+
+
+def _set_buffers(model: nn.Module, values: Tensors) -> None:
+    for name, buffer in model.named_buffers():
+        buffer.copy_(values[name])
+
+
+def record(task: Task, data: Any, folder: str | Path, seed: int, *, start: int, every: int, count: int) -> None:
+    """A dense run, until `count` iterations of all nodes' gradients are recorded."""
+    model = task.model(seed)
+    optimizer = build_optimizer(task.recipe, model.parameters())
+    options = {"optimizer": optimizer, "start": start, "every": every, "max_steps": count}
+    with EmulatedNodes(model, folder, world_size=task.ranks, **options) as nodes:
+        for step, micro in enumerate(islice(task.micro_batches(data, seed), start + every * (count - 1) + 1)):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate_at(task.recipe, step)
+            optimizer.zero_grad()
+            for rank, (x, y) in enumerate(micro):
+                with nodes.node(rank):
+                    loss = task.loss(model, x, y)
+                    loss.backward()
+                    nodes.annotate(loss=loss)
+            nodes.average()
+            optimizer.step()
+
+
+def train(
+    task: Task,
+    plan: Plan,
+    data: Any,
+    seed: int,
+    stop: int | None = None,
+    watch: Callable[[Tensors], None] | None = None,
+    score_every: int | None = None,
+) -> dict[str, Any]:
+    """Train under a plan. stop: end after so many iterations; watch: is given each iteration's averages;
+    score_every: iterations between points of a curve of scores on the first 2000 test samples. A run whose loss is not
+    finite ends there. loss: mean of the last 50; ratio: over all iterations; compressing_ratio: over those alone that
+    the schedule compresses."""
+    model = task.model(seed)
+    layers, optimizer = layers_of(model), build_optimizer(task.recipe, model.parameters())
+    lockstep = LockstepPlan(plan, task.ranks, is_plain_sgd(optimizer))
+    sent: list[tuple[bool, float, float]] = []
+    losses, curve, began = [], [], time.perf_counter()
+    for step, micro in enumerate(islice(task.micro_batches(data, seed), stop)):
+        rate = learning_rate_at(task.recipe, step)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        gradients, loss = node_gradients(task, model, micro)
+        result = lockstep.step(step, gradients, {layer.name: rate for layer in layers})
+        means = {name: value for ranks in result.exchanged.values() for name, value in ranks[0].mean.items()}
+        for name, parameter in model.named_parameters():
+            mean = means.get(name)
+            parameter.grad = mean if mean is not None else sum_in_rank_order([g[name] for g in gradients])
+        if watch:
+            watch({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+        sent.append((result.compressing, statistics.fmean(result.payload), statistics.fmean(result.wire)))
+        losses.append(loss)
+        if not math.isfinite(loss):
+            break
+        if score_every and (step + 1) % score_every == 0:
+            curve.append((step + 1, task.score(model, data, 2000)))
+    return {
+        "score": task.score(model, data),
+        "curve": curve,
+        "loss": statistics.fmean(losses[-50:]),
+        **_bytes(4 * sum(layer.numel for layer in layers), sent, task.recipe.steps),
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def _bytes(dense: int, sent: Sequence[tuple[bool, float, float]], steps: int) -> dict[str, float]:
+    payload, wire = sum(row[1] for row in sent), sum(row[2] for row in sent)
+    compressing = [row[1] for row in sent if row[0]] or [float(dense)]
+    return {
+        "ratio": dense * steps / payload,
+        "compressing_ratio": dense / statistics.fmean(compressing),
+        "payload": payload / steps,
+        "wire": wire / steps,
+    }
