@@ -279,13 +279,15 @@ class Engine:
             self.replanner.add(here, self.iteration, self._context.loss_scale)
         if not any(self._group_of.get(name) in current.active for name in bucket.gradients):
             current.dense.append(self._communicator.mean_in_place(bucket.buffer))
+            if current.measured:
+                current.record.bucket_payload_bytes[bucket.index] = bucket.buffer.nbytes
         else:
             exchanges = list(self._exchanges(current, bucket))
             for segment in segments(exchanges, lambda pair: pair[1], self._options.segment_bytes):
                 self._tick(current, [exchange for exchange, _ in segment])
         if bucket.is_last:
             flag = agree(current, self._communicator.world_size, bucket.buffer.device)
-            self._tick(current, [Exchange("finite flag", flag, lambda _: None)])
+            self._tick(current, [Exchange("finite flag", flag, lambda _: None, bucket=bucket.index)])
 
     def _look_at(self, current: Iteration, bucket: Bucket) -> None:
         """What the ranks will have to agree on: are gradients finite, and which layers have none at all?"""
@@ -304,16 +306,18 @@ class Engine:
         }
         current.arrived |= dict.fromkeys(bucket.gradients, bucket)
         if dense:
-            yield self._exchange(current, f"dense layers of bucket {bucket.index}", Identity(), dense)
+            yield self._exchange(current, f"dense layers of bucket {bucket.index}", Identity(), dense, bucket.index)
         touched = dict.fromkeys(self._group_of[name] for name in bucket.gradients if name not in dense)
         for name in touched:
             group = self._groups[name]
             if name not in current.started and all(layer in current.arrived for layer in group.layers):
                 current.started.add(name)
                 grads = {layer: current.arrived[layer].gradients[layer] for layer in group.layers}
-                yield self._exchange(current, name, self.codecs[name], grads)
+                yield self._exchange(current, name, self.codecs[name], grads, bucket.index)
 
-    def _exchange(self, current: Iteration, name: str, codec: Codec, grads: Tensors) -> tuple[Exchange, int]:
+    def _exchange(
+        self, current: Iteration, name: str, codec: Codec, grads: Tensors, bucket: int
+    ) -> tuple[Exchange, int]:
         coroutine = exchange_group(
             codec,
             grads,
@@ -328,7 +332,7 @@ class Engine:
 
         described = "+".join([innermost(codec).name, *(w.name for w in wrappers_of(codec))])
         method = described if name in self._groups else ""
-        return Exchange(name, coroutine, finish, method), sum(grad.nbytes for grad in grads.values())
+        return Exchange(name, coroutine, finish, method, bucket), sum(grad.nbytes for grad in grads.values())
 
     def _apply(self, current: Iteration, name: str, grads: Tensors, done: Exchanged) -> None:
         """Write a finished group's mean into its buckets and stage its state."""
@@ -375,6 +379,7 @@ class Engine:
             record.group_seconds[name] = (encode + spent, decode) if answers is None else (encode, decode + spent)
             asked = sum(payload_bytes(request, self._communicator.rank) for request in exchange.requests)
             record.group_payload_bytes[name] = record.group_payload_bytes.get(name, 0) + asked
+            record.bucket_payload_bytes[exchange.bucket] = record.bucket_payload_bytes.get(exchange.bucket, 0) + asked
 
     def _drain(self, current: Iteration) -> None:
         if missing := sorted(current.active - current.started):
@@ -399,6 +404,7 @@ class Engine:
                     bucket.buffer.fill_(torch.nan)
         record.payload_bytes, record.wire_bytes = self._communicator.take_counts()
         record.wait_seconds = time.perf_counter() - current.buckets[-1].arrived
+        record.synchronise_seconds = time.perf_counter() - current.buckets[0].arrived
         self._timeline.add("backward", "backward", current.buckets[0].arrived, current.buckets[-1].arrived)
         self._statistics.add(record)
         self._non_finite.add(record)

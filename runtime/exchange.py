@@ -50,10 +50,15 @@ class Bucket:
 
 
 class Exchange:
-    """One coroutine in progress: a group's codec, the dense layers of a mixed bucket, or the finite flag."""
+    """One coroutine in progress: a group's codec, the dense layers of a mixed bucket, or the finite flag.
 
-    def __init__(self, name: str, coroutine: Coroutine[Any], finish: Callable[[Any], None], codec: str = "") -> None:
-        self.name = name
+    bucket: the number of the bucket that it began with.
+    """
+
+    def __init__(
+        self, name: str, coroutine: Coroutine[Any], finish: Callable[[Any], None], codec: str = "", bucket: int = 0
+    ) -> None:
+        self.name, self.bucket = name, bucket
         self._label = f"codec {codec} on {name}" if codec else name
         self._coroutine = coroutine
         self._finish = finish

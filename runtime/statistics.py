@@ -22,8 +22,11 @@ class StepRecord:
     nothing left to compute, to the last result. finite: whether all ranks' gradients were, so that the states were
     committed; non_finite_layers: those of this rank that were not; loss_scale: as it was on the gradients.
 
+    synchronise_seconds: time from the first bucket's arrival to the last result.
+
     On measured steps alone: errors, per layer ||asked - own||^2 and ||asked||^2; residual_norms, per layer;
-    group_payload_bytes and group_seconds (encode, decode), per group.
+    group_payload_bytes and group_seconds (encode, decode), per group; bucket_payload_bytes, by the number of the bucket
+    that completed a group.
     """
 
     step: int
@@ -35,6 +38,7 @@ class StepRecord:
     decode_seconds: float = 0.0
     communicate_seconds: float = 0.0
     wait_seconds: float = 0.0
+    synchronise_seconds: float = 0.0
     finite: bool = True
     loss_scale: float = 1.0
     non_finite_layers: tuple[str, ...] = ()
@@ -42,6 +46,7 @@ class StepRecord:
     residual_norms: dict[str, float] = field(default_factory=dict)
     group_payload_bytes: dict[str, int] = field(default_factory=dict)
     group_seconds: dict[str, tuple[float, float]] = field(default_factory=dict)
+    bucket_payload_bytes: dict[int, int] = field(default_factory=dict)
 
 
 class Statistics:

@@ -448,8 +448,13 @@ def mixed_groups(group: dist.ProcessGroup) -> dict[str, Any]:
                 for results in reference[step - 1].values():
                     for name, mean in results[rank].value.mean.items():
                         equal = equal and torch.equal(getattr(model.module, name).grad, mean)
-        errors = [sorted(record.errors) for record in state.statistics.steps]
-    return {"equal": equal, "errors": errors}
+        records = list(state.statistics.steps)
+    return {
+        "equal": equal,
+        "errors": [sorted(record.errors) for record in records],
+        "bytes": [(sum(r.bucket_payload_bytes.values()), r.payload_bytes) for r in records if r.compressing],
+        "in_time": all(record.synchronise_seconds >= record.wait_seconds > 0 for record in records),
+    }
 
 
 def chrome_trace(

@@ -198,8 +198,10 @@ DRAWN = {"clt_k", "qsgd", "random_k", "sign", "threshold"}
 
 
 def selection(world_size: int) -> list[Stack]:
-    """Codecs with a state or shared draws, with feedback, and wrappings around one codec: all at 4 ranks, some at 2."""
-    around = WRAPPINGS if world_size == 4 else RESCALED
+    """Codecs with a state or shared draws, with feedback, and wrappings around one codec: those of several wrappers at
+    4 ranks, those that are rescaled at both."""
+    combined = {name for name, around in WRAPPINGS.items() if len(around) > 1}
+    around = combined | set(RESCALED) if world_size == 4 else set(RESCALED)
     kept = {"topk", "powersgd", "gradiveq"} | (DRAWN if world_size == 4 else set())
     return [
         s

@@ -332,7 +332,7 @@ def test_a_text_goes_round_the_loop(gradlab: Command, tmp_path: Path) -> None:
     """Recorded, fitted and trained compressed by the commands; reports speak of bits per byte, not of accuracy."""
     text, trace, artifact = _periodic(tmp_path / "a.txt"), tmp_path / "trace", tmp_path / "powersgd.safetensors"
     words = ["train", "text_bytes", "--data", text, "--steps", 6, "--batch-size", 2]
-    code, out, err = gradlab(*words, "--capture", trace, "--json")
+    code, out, err = gradlab(*words, "--emulate", 2, "--capture", trace, "--json")
     assert code == 0, err
     dense = json.loads(out)
     assert dense["metric"] == {"name": "bits per byte", "better": "lower", "form": "number"}

@@ -75,6 +75,9 @@ def test_mixed_plan_with_a_group_over_several_buckets(pool: ProcessPool) -> None
     for result in pool.run("ddp_tasks:mixed_groups", 3):
         assert result["equal"]
         assert result["errors"] == [[], *[["a", "b", "e"]] * 3]
+        assert len(result["bytes"]) == 3
+        assert all(by_bucket == whole for by_bucket, whole in result["bytes"])
+        assert result["in_time"]
 
 
 def test_codec_error_reaches_the_training_loop(pool: ProcessPool) -> None:
