@@ -134,6 +134,7 @@ def measure_errors(
     # The largest first, so that none is left to one worker at the end.
     order = sorted(range(len(tasks)), key=lambda i: -tasks[i][0].numel)
     calls = [(str(trace.path), *tasks[i], tuple(windows), seed) for i in order]
+    trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
     measured = _shared_out(calls, workers, cluster, progress)
     found = dict(zip(order, measured, strict=True))
     spans = tuple((int(trace.steps[first]), int(trace.steps[stop - 1])) for first, stop in windows)

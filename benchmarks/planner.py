@@ -26,6 +26,7 @@ from gradlab.planner import allocate, allocate_discretised
 from gradlab.trace import Trace
 
 Rows = Sequence[np.ndarray]
+_UNITS = 1e6  # of the solver's budget
 
 
 def densities(rng: np.random.Generator, layers: int, settings: int, equal: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -68,10 +69,11 @@ def solver(errors: Rows, sizes: Rows, budget: float, seconds: float) -> tuple[fl
     """scipy's optimum, and its choice; None if it takes too long."""
     lengths = [len(row) for row in errors]
     one_each = block_diag([np.ones((1, length)) for length in lengths], format="csr")
-    error = np.concatenate(errors) / budget
+    # Its tolerance is absolute, 1e-6: in small units it would let plans exceed the budget.
+    error = np.concatenate(errors) / budget * _UNITS
     found = milp(
         np.concatenate(sizes),
-        constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(csr_matrix(error[None]), -np.inf, 1.0)],
+        constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(csr_matrix(error[None]), -np.inf, _UNITS)],
         integrality=np.ones(sum(lengths)),
         bounds=Bounds(0, 1),
         options={"mip_rel_gap": 0.0, "time_limit": seconds},
