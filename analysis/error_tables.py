@@ -130,10 +130,12 @@ def measure_errors(
     """
     if not windows:
         raise GradlabError("error tables: no window to measure on")
+    if workers < 1:
+        raise GradlabError(f"workers = {workers}, expected at least 1")
     tasks = [(trace.layer(name), tuple(some)) for name, some in candidates.items()]
     # The largest first, so that none is left to one worker at the end.
     order = sorted(range(len(tasks)), key=lambda i: -tasks[i][0].numel)
-    calls = [(str(trace.path), *tasks[i], tuple(windows), seed) for i in order]
+    calls = [(str(trace.path.resolve()), *tasks[i], tuple(windows), seed) for i in order]
     trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
     measured = _shared_out(calls, workers, cluster, progress)
     found = dict(zip(order, measured, strict=True))

@@ -101,16 +101,18 @@ def global_threshold(counts: Rows, errors: Rows, sizes: Rows, budget: float) -> 
     Raises:
         GradlabError: as `uniform`.
     """
+    # Of settings that send as many values one is enough: from one to the next something has to be gained.
+    places = [np.flatnonzero(np.diff(row, prepend=-1) > 0) for row in counts]
     steps = [
         (float(gain), layer)
-        for layer, (error, count) in enumerate(zip(errors, counts, strict=True))
-        for gain in _falling(-np.diff(error) / np.maximum(np.diff(count), 1))
+        for layer, (error, count, kept) in enumerate(zip(errors, counts, places, strict=True))
+        for gain in _falling(-np.diff(error[kept]) / np.diff(count[kept]))
     ]
-    plan = np.zeros(len(errors), dtype=np.int64)
-    plans = [plan.copy()]
+    taken = [0] * len(errors)
+    plans = [np.array([kept[0] for kept in places])]
     for _, layer in sorted(steps, key=lambda step: -step[0]):
-        plan[layer] += 1
-        plans.append(plan.copy())
+        taken[layer] += 1
+        plans.append(np.array([kept[number] for kept, number in zip(places, taken, strict=True)]))
     return _smallest(plans, errors, sizes, budget, "threshold")
 
 

@@ -25,6 +25,8 @@ from gradlab.analysis.error_tables import ErrorTable, measure_errors, windows_of
 from gradlab.analysis.hybrid import FAMILIES, family_candidates, known_families
 from gradlab.analysis.layer_planners import Choice, cgx_kmeans, global_threshold, total, uniform
 from gradlab.artifact import Artifact
+from gradlab.codec import Codec
+from gradlab.codec_settings import build_settings
 from gradlab.errors import GradlabError
 from gradlab.layer_errors import Candidate
 from gradlab.layout import Layer
@@ -54,25 +56,42 @@ def paper_settings(codec: str, reference: Mapping[str, Any]) -> list[dict[str, A
     reference: settings of the codec, of which the first of its `candidates` is varied.
 
     Raises:
-        GradlabError: for a codec without one setting that its candidates differ in.
+        GradlabError: for a codec without one setting that its candidates differ in, or where that is no number.
     """
-    name = main_setting(codec)
-    value = reference.get(name, getattr(codecs.get(codec).Settings(), name))
+    name, method = main_setting(codec), codecs.get(codec)
+    value = getattr(build_settings(method, reference), name)
+    if type(value) not in (int, float):
+        raise GradlabError(f"codec {codec}: setting {name} = {value!r} is no number to vary; use its own grid")
     most = _LARGEST.get(name, math.inf)
     if isinstance(value, int):
-        values: list[Any] = [v for v in range(max(1, value // 2), 2 * value + 1) if v <= most]
+        values: list[Any] = [v for v in range(max(1, -(-value // 2)), 2 * value + 1) if v <= most]
     else:
         values = [value * tenth / 10 for tenth in range(1, _MOST_DENSITIES + 1)]
         values = [round(v, 12) for v in values if v <= most]
     if value not in values:
         values.append(value)
-    return [{**reference, name: v} for v in sorted(values)]
+    return [settings for v in sorted(values) if _possible(method, settings := {**reference, name: v})]
+
+
+def _possible(method: type[Codec], settings: Mapping[str, Any]) -> bool:
+    try:
+        build_settings(method, settings)
+    except GradlabError:  # such as one bit with another norm than the largest magnitude
+        return False
+    return True
 
 
 def own_settings(codec: str, reference: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The codec's own candidates, with the reference's other settings; the reference is among them."""
-    found = [{**reference, **settings} for settings in codecs.get(codec).candidates]
-    return found if dict(reference) in found else [*found, dict(reference)]
+    method = codecs.get(codec)
+    build_settings(method, reference)
+    found = [{**reference, **settings} for settings in method.candidates]
+    found += [] if dict(reference) in found else [dict(reference)]
+    names = {name for settings in method.candidates for name in settings}
+    values = [settings.get(name) for settings in found for name in names]
+    if len(names) == 1 and all(type(value) in (int, float) for value in values):
+        found.sort(key=lambda settings: settings[next(iter(names))])
+    return found
 
 
 def main_setting(codec: str) -> str:
@@ -105,7 +124,8 @@ class Problem:
         """By name, the ways to plan that these tables allow."""
         found: dict[str, Planner] = {"L-GreCo, exact": allocate, "L-GreCo, Algorithm 1": allocate_discretised}
         tables = self.table.layers
-        if len({tuple(map(str, t.candidates)) for t in tables}) > 1:
+        one_codec = len({candidate.codec for t in tables for candidate in t.candidates}) == 1
+        if not one_codec or len({tuple(map(str, t.candidates)) for t in tables}) > 1:
             return found
         found |= {"uniform": uniform, "CGX, k-means": cgx_kmeans}
         if all(candidate.codec == "topk" for t in tables for candidate in t.candidates):
@@ -138,7 +158,8 @@ class LgrecoFit:
         chosen_on, _ = _halves(len(problem.table.windows))
         errors = problem.errors(metric, chosen_on)
         unit = total(errors, problem.reference) or 1.0
-        budgets = np.linspace(sum(row.min() for row in errors), sum(row.max() for row in errors), points)
+        most = sum(float(row[np.isfinite(row)].max()) for row in errors)
+        budgets = np.linspace(sum(float(row.min()) for row in errors), most, points)
         found: dict[str, list[list[float]]] = {}
         for name, planner in problem.planners().items():
             reached = []
@@ -188,14 +209,23 @@ def fit_lgreco(
         GradlabError: for a budget that no plan meets, no layer to compress, a refresh from several codecs or towards
             another cost than payload, or what `measure_errors` refuses.
     """
-    base = Plan.uniform(trace.layers, codec, warmup_steps=warmup_steps, seed=seed, group_bytes=0, **(reference or {}))
+    build_settings(codecs.get(codec), reference or {})  # names the codec's settings; Plan.uniform has others of its own
     ranks = trace.world_size if world_size is None else world_size
+    if ranks < 1 or (ranks < 2 and cost.name != "payload"):
+        raise GradlabError(f"nodes = {ranks}, expected at least {1 if cost.name == 'payload' else 2} for {cost.name}")
+    if refresh_every and (weights is not None or budget is not None):
+        raise GradlabError("refresh: while training plans are chosen by payload and alpha, without weights or a budget")
+    base = Plan.uniform(trace.layers, codec, warmup_steps=warmup_steps, seed=seed, group_bytes=0, **(reference or {}))
     windows = _windows(trace, start, window)
     rows = _candidates(base, codec, dict(reference or {}), candidates)
     table = measure_errors(trace, rows, windows, seed=seed, workers=workers, cluster=cluster, progress=progress)
     costs = candidate_costs([(t.layer, t.candidates) for t in table.layers], ranks, cost, progress=progress)
     at = np.array([_place_of(codec, reference or {}, t.candidates) for t in table.layers])
     problem = Problem(table, tuple(costs), at)
+    if not np.isfinite(table.by_window(at, metric)).all():
+        raise GradlabError(
+            f"{trace.path}: the uniform plan's own error is not finite: there is no budget to take from it"
+        )
     chosen_on, checked_on = _halves(len(windows))
     if budget is None:
         errors = problem.errors(metric, chosen_on)
@@ -209,7 +239,7 @@ def fit_lgreco(
     if refresh_every:
         refresh = _refresh(table, problem.reference, refresh_every, alpha, metric, cost)
         plan = replace(plan, refresh=refresh)
-    origin = _origin(trace, base, plan, problem, found, (chosen_on, checked_on))
+    origin = _origin(trace, base, plan, problem, found, (chosen_on, checked_on), ranks)
     about = {"codec": codec, "reference": dict(reference or {}), "alpha": None if budget is not None else alpha}
     origin |= about | {"budget": most, "metric": metric, "cost": cost.name, "world_size": ranks}
     origin |= {"varied": main_setting(codec), "uniform": str(Candidate(codec, dict(reference or {})))}
@@ -235,6 +265,7 @@ def candidates_of_grid(
     Raises:
         GradlabError: for a grid or a family that there is not.
     """
+    build_settings(codecs.get(codec), reference)
     if grid not in ("paper", "own"):
         raise GradlabError(f"grid {grid!r}, expected 'paper' or 'own'")
     if not families:
@@ -324,9 +355,10 @@ def _origin(
     problem: Problem,
     found: Allocation,
     windows: tuple[slice, slice],
+    ranks: int,
 ) -> dict[str, Any]:
     """Plain JSON: sizes, errors where it was chosen and later, and what every layer got."""
-    ranks, table = trace.world_size, problem.table
+    table = problem.table
     chosen_on, checked_on = windows
     cost_of_uniform, size = total(problem.costs, problem.reference), total(problem.costs, found.choice)
     errors = {

@@ -19,7 +19,6 @@ from gradlab.collectives import (
     run_lockstep,
     wire_bytes,
 )
-from gradlab.measures import is_finite
 from gradlab.plan import FINITE_FLAG_BYTES, Plan
 from gradlab.replanning import ROOT, Replanner, adopted_state
 
@@ -132,8 +131,7 @@ class LockstepPlan:
 
     def _accumulate(self, gradients: Tensors, iteration: int) -> None:
         if self._replanner is not None:
-            here = {name: gradients[name] for name in self.layers if is_finite(gradients[name])}
-            self._replanner.add(here, iteration)
+            self._replanner.add({name: gradients[name] for name in self.layers}, iteration)
             self._replanner.end(iteration)
 
     def _acts_when_dense(self, group: str) -> bool:

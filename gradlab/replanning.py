@@ -20,6 +20,7 @@ from gradlab.codec import Codec, Tensors
 from gradlab.collectives import Broadcast
 from gradlab.errors import GradlabError
 from gradlab.layer_errors import Candidate, squared_errors
+from gradlab.measures import is_finite
 from gradlab.plan import Plan
 from gradlab.planner import allocate
 from gradlab.wrapper import Wrapper
@@ -107,11 +108,15 @@ class Replanner:
         self._pending: _Pending | None = None
 
     def add(self, gradients: Tensors, iteration: int, scaled_by: float = 1.0) -> None:
-        """Accumulate this rank's gradients of some layers, finite, which bear a loss scale of `scaled_by`."""
+        """Accumulate this rank's gradients of some layers, those that are finite; they bear a loss scale."""
         if not self._is_root or iteration < self._first:
             return
         for name in self._layers & gradients.keys():
             gradient = gradients[name]
+            if not is_finite(gradient):
+                continue
+            if name in self.sums and self.sums[name].device != gradient.device:  # from a checkpoint
+                self.sums[name] = self.sums[name].to(gradient.device)
             if name not in self.sums:
                 self.sums[name] = torch.zeros(gradient.shape, dtype=torch.float32, device=gradient.device)
                 self.counts[name] = 0

@@ -275,8 +275,7 @@ class Engine:
             return
         self._look_at(current, bucket)
         if self.replanner is not None:
-            here = {name: grad for name, grad in bucket.gradients.items() if is_finite(grad)}
-            self.replanner.add(here, self.iteration, self._context.loss_scale)
+            self.replanner.add(bucket.gradients, self.iteration, self._context.loss_scale)
         if not any(self._group_of.get(name) in current.active for name in bucket.gradients):
             current.dense.append(self._communicator.mean_in_place(bucket.buffer))
             if current.measured:

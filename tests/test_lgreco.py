@@ -91,8 +91,15 @@ def test_ranges_are_the_papers() -> None:
     assert (densities[0], densities[9], densities[-1]) == (0.001, 0.01, 0.1)
     assert max(s["density"] for s in paper_settings("topk", {"density": 0.3})) == 0.99
     assert main_setting("clt_k") == "density"
-    with pytest.raises(GradlabError, match="codec natural has no one setting"):
-        paper_settings("natural", {})
+    assert [s["bits"] for s in paper_settings("qsgd", {"bits": 3, "norm": "l2"})] == [2, 3, 4, 5, 6]
+    for codec, reference, said in (
+        ("natural", {}, "codec natural has no one setting"),
+        ("cast", {}, "is no number to vary; use its own grid"),
+        ("powersgd", {"rank": "abc"}, "setting rank = 'abc', expected int"),
+        ("powersgd", {"seed": 1}, "no setting seed"),
+    ):
+        with pytest.raises(GradlabError, match=said):
+            paper_settings(codec, reference)
 
 
 def test_the_plan_is_smaller_at_the_same_error(trace: Trace, fitted: LgrecoFit) -> None:
@@ -157,6 +164,16 @@ def test_a_budget_may_be_given_and_is_refused_where_no_plan_meets_it(trace: Trac
         fit_lgreco(trace, "powersgd", {"rank": 4}, budget=least / 2)
     with pytest.raises(GradlabError, match="there is nothing to choose"):
         fit_lgreco(record_vectors(trace.path.parent / "vectors"), "powersgd", {"rank": 4})
+    for options, said in (
+        ({"world_size": 0}, "nodes = 0"),
+        ({"world_size": 1, "cost": Cost("wire")}, "nodes = 1, expected at least 2 for wire"),
+        ({"workers": 0}, "workers = 0"),
+        ({"budget": 1.0, "refresh_every": 5}, "without weights or a budget"),
+    ):
+        with pytest.raises(GradlabError, match=said):
+            fit_lgreco(trace, "powersgd", {"rank": 4}, **options)  # type: ignore[arg-type]
+    with pytest.raises(GradlabError, match="no setting seed"):
+        fit_lgreco(trace, "powersgd", {"seed": 4})
     with pytest.raises(GradlabError, match="start = 99"):
         fit_lgreco(trace, "powersgd", {"rank": 4}, start=99)
 
@@ -225,17 +242,9 @@ def test_unknown_families_and_grids_are_named(trace: Trace) -> None:
     rows, start = candidates_of_grid(trace, "topk", {"density": 0.03}, grid="own", start=2)
     assert start == 2
     assert rows is not None
-    assert [c.settings["density"] for c in rows["deep.weight"]] == [
-        0.001,
-        0.002,
-        0.005,
-        0.01,
-        0.02,
-        0.05,
-        0.1,
-        0.2,
-        0.03,
-    ]
+    densities = [c.settings["density"] for c in rows["deep.weight"]]
+    assert densities == sorted(densities)
+    assert 0.03 in densities
 
 
 # --- costs ------------------------------------------------------------------------------------------------------------
@@ -386,6 +395,13 @@ def test_one_threshold_sends_the_largest_of_all_layers() -> None:
         rest = np.sort(np.concatenate([layer[1:] for layer in layers]))[::-1]
         needed = int(np.argmax(everything.sum() - forced - np.concatenate([[0], np.cumsum(rest)]) <= budget))
         assert found.size == len(layers) + needed
+
+
+def test_densities_that_send_as_many_values_cost_no_gain() -> None:
+    counts = [np.array([1, 1, 2]), np.array([1, 2, 3])]
+    errors = [np.array([10.0, 10.0, 1.0]), np.array([5.0, 4.0, 3.5])]
+    found = global_threshold(counts, errors, [8.0 * row for row in counts], 6.0)
+    assert (found.choice.tolist(), found.size) == ([2, 0], 24.0)
 
 
 def test_accordion_sees_critical_regimes() -> None:
