@@ -70,6 +70,7 @@ def _errors(origin: dict[str, Any], which: str) -> str:
 
 
 def train_all(name: str, data: Any, plans: Path, out: Path, seeds: Sequence[int]) -> None:
+    """Dense, and every plan fitted, seed by seed; what is in `out` is not done again."""
     rows, task = read(out), TASKS[name]
     chosen = [("dense", Plan(layers_of(task.model(0))))]
     for codec in REFERENCES[name]:

@@ -48,10 +48,12 @@ def ranks(rng: np.random.Generator, layers: int, settings: int) -> tuple[np.ndar
 
 
 def noise(rng: np.random.Generator, layers: int, settings: int) -> tuple[np.ndarray, np.ndarray]:
+    """Errors and bytes that have nothing to do with each other."""
     return rng.random((layers, settings)), rng.integers(1, 1000, (layers, settings)).astype(float)
 
 
 def one_rate(rng: np.random.Generator, layers: int, settings: int) -> tuple[np.ndarray, np.ndarray]:
+    """Errors that trade for bytes nearly one to one."""
     sizes = np.sort(rng.integers(1, 1000, (layers, settings)), axis=1).astype(float)
     return 1000 - sizes + rng.integers(0, 10, (layers, settings)), sizes
 
@@ -108,6 +110,7 @@ def measure(errors: Rows, sizes: Rows, budget: float, limit: float) -> dict[str,
 
 
 def report(title: str, found: Sequence[dict[str, Any]]) -> None:
+    """One line for tables of a kind."""
     gaps = [row["to_milp"] for row in found if row["to_milp"] is not None]
     rounded = [row["rounded_gap"] for row in found if np.isfinite(row["rounded_gap"])]
     seconds = {key: statistics.median(row[key] for row in found) for key in ("exact", "rounded", "milp")}

@@ -47,10 +47,12 @@ def resnet50(narrower: int = 4) -> list[Layer]:
 
 
 def norm(name: str, channels: int) -> list[Layer]:
+    """A normalisation's two vectors."""
     return [Layer(f"{name}.weight", (channels,), "normalization"), Layer(f"{name}.bias", (channels,), "normalization")]
 
 
 def write(path: Path, gigabytes: float) -> None:
+    """A trace of at least so many gigabytes."""
     layers, rng = resnet50(), np.random.default_rng(0)
     steps = math.ceil(gigabytes * 1e9 / (4 * RANKS * sum(layer.numel for layer in layers)))
     with TraceWriter(path, layers, RANKS) as writer:
@@ -60,6 +62,7 @@ def write(path: Path, gigabytes: float) -> None:
 
 
 def gradient(layer: Layer, rng: np.random.Generator) -> np.ndarray:
+    """Of a layer's shape: a matrix of falling spectrum with noise on it; of vectors, noise."""
     noise = 0.1 * rng.standard_normal(layer.shape, dtype=np.float32)
     if len(layer.shape) == 1:
         return noise
@@ -90,6 +93,7 @@ def peaks() -> Iterator[dict[int, float]]:
 
 
 def descendants(pid: int) -> list[int]:
+    """Ids of the processes that a process started, and that these did."""
     children = []
     for entry in Path("/proc").iterdir():
         try:
@@ -101,6 +105,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def peak(pid: int) -> float:
+    """Peak resident set size in MB; 0 of a process that has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -109,6 +114,7 @@ def peak(pid: int) -> float:
 
 
 def report(title: str, seconds: float, memory: dict[int, float], fit: LgrecoFit) -> None:
+    """One line: time, memory, and what was planned."""
     workers = [value for pid, value in memory.items() if pid != os.getpid() and value > 100]
     others = ", ".join(f"{value:.0f}" for value in sorted(workers, reverse=True)[:4])
     print(
@@ -119,6 +125,7 @@ def report(title: str, seconds: float, memory: dict[int, float], fit: LgrecoFit)
 
 
 def same(one: LgrecoFit, other: LgrecoFit) -> bool:
+    """Whether two fits have equal tables of errors."""
     pairs = zip(one.problem.table.layers, other.problem.table.layers, strict=True)
     return all(np.array_equal(a.squared, b.squared) for a, b in pairs)
 

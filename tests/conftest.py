@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import laws  # registers the profiles
 import pytest
 import torch
 from command_line import Command
@@ -14,7 +13,8 @@ from process_pool import ProcessPool
 
 from gradlab.cli.main import main
 
-assert laws
+settings.register_profile("fixed", deadline=None, derandomize=True)
+settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("fixed")  # --hypothesis-profile comes later, and wins
 
 

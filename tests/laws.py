@@ -12,9 +12,6 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis.strategies import SearchStrategy
 
-settings.register_profile("fixed", deadline=None, derandomize=True)
-settings.register_profile("explore", deadline=None, print_blob=True)
-
 
 def law(*strategies: SearchStrategy[Any], examples: int = 100) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test on values drawn from the strategies, `examples` times."""
