@@ -7,8 +7,11 @@ weights that rise with the bucket's number, because the first buckets travel whi
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -49,6 +52,22 @@ def fit_bucket_times(sizes: np.ndarray, seconds: np.ndarray, *, positive: bool =
     scale = sizes.max() or 1.0  # bytes are large numbers and seconds small ones
     model = LinearRegression(positive=positive).fit(sizes / scale, seconds)
     return BucketTimes(model.coef_ / scale, float(model.intercept_), float(model.score(sizes / scale, seconds)))
+
+
+def read_bucket_times(path: str | os.PathLike[str]) -> BucketTimes:
+    """T(b) from a JSON file of samples, {"sizes": bytes by sample and bucket, "seconds": by sample}.
+
+    Raises:
+        GradlabError: for anything else in it, or what `fit_bucket_times` refuses.
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        sizes, seconds = (np.array(found[name], dtype=float) for name in ("sizes", "seconds"))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise GradlabError(
+            f'{path}: expected JSON of bucket times, {{"sizes": bytes by sample and bucket, "seconds": by sample}}'
+        ) from None
+    return fit_bucket_times(sizes, seconds)
 
 
 def bucket_of_layers(layers: Sequence[Layer], bucket_cap_mb: float | None = None) -> dict[str, int]:

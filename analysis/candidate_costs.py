@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradlab.analysis.dry_run import dry_run, one_thread
+from gradlab.analysis.dry_run import DryRuns, one_thread
 from gradlab.analysis.link import Link, Transfer, transfers
-from gradlab.codec import Context, Tensors
+from gradlab.analysis.timeline import Exchange
 from gradlab.errors import GradlabError
 from gradlab.layer_errors import Candidate
 from gradlab.layout import Layer
@@ -47,36 +47,43 @@ def candidate_costs(
     world_size: int,
     cost: Cost = PAYLOAD,
     *,
+    runs: DryRuns | None = None,
     progress: Progress | None = None,
 ) -> list[np.ndarray]:
-    """Per layer (candidates,). Layers of one shape, role and candidates are looked at once."""
+    """Per layer (candidates,). Layers of one shape, role and candidates are looked at once. runs: what is known of
+    exchanges already, and is added to."""
     known: dict[tuple[object, ...], np.ndarray] = {}
     found = []
+    runs = runs or DryRuns(Plan(()), world_size)
     with one_thread():
         for done, (layer, candidates) in enumerate(rows):
             key = (layer.shape, layer.role, tuple(map(str, candidates)))
             if key not in known or any(candidate.learned for candidate in candidates):
-                known[key] = np.array([_cost(layer, one, world_size, cost) for one in candidates], dtype=float)
+                known[key] = np.array([_cost(layer, one, runs, cost) for one in candidates], dtype=float)
             found.append(known[key])
             if progress and cost.name != "payload":
                 progress("costs", done + 1, len(rows))
     return found
 
 
-def _cost(layer: Layer, candidate: Candidate, world_size: int, cost: Cost) -> float:
-    plan = Plan((layer,), (candidate.group(layer.name),), learned=_learned(layer, candidate))
-    codec = plan.build(plan.groups[0])
+def candidate_exchange(layer: Layer, candidate: Candidate, runs: DryRuns) -> Exchange:
+    """What a candidate asks for on its own, with its times here."""
+    plan = _alone(layer, candidate)
+    return runs.of(plan).group(plan.groups[0])
+
+
+def _cost(layer: Layer, candidate: Candidate, runs: DryRuns, cost: Cost) -> float:
     if cost.name == "payload":
-        return codec.payload_bytes([layer], world_size)
-    rates = {layer.name: 1.0}
-    context = Context(0, world_size, 10**6 // world_size * world_size, layer.name, 0, rates, rates)
-    exchange = dry_run(codec, [layer], context, repeats=3 if cost.codec_time else 1)
-    moved: list[Transfer] = [t for turn in exchange.turns for t in transfers(turn.requests, 0, world_size)]
+        plan = _alone(layer, candidate)
+        return plan.build(plan.groups[0]).payload_bytes([layer], runs.world_size)
+    exchange = candidate_exchange(layer, candidate, runs)
+    moved: list[Transfer] = [t for turn in exchange.turns for t in transfers(turn.requests, 0, runs.world_size)]
     if cost.link is None:
         return float(sum(transfer.path_bytes for transfer in moved))
     network = sum(cost.link.busy_seconds(t) + cost.link.delay_seconds(t) for t in moved)
     return network + (exchange.codec_seconds if cost.codec_time else 0.0)
 
 
-def _learned(layer: Layer, candidate: Candidate) -> dict[str, Tensors]:
-    return {layer.name: dict(candidate.learned)} if candidate.learned else {}
+def _alone(layer: Layer, candidate: Candidate) -> Plan:
+    learned = {layer.name: dict(candidate.learned)} if candidate.learned else {}
+    return Plan((layer,), (candidate.group(layer.name),), learned=learned)

@@ -162,6 +162,12 @@ class DryRuns:
         self.repeats = repeats
         self._found: dict[str, Exchange] = {}
 
+    def of(self, plan: Plan) -> DryRuns:
+        """Another plan's, at as many ranks: what was run for either is known to both."""
+        found = DryRuns(plan, self.world_size, self.rank, self.repeats)
+        found._found = self._found
+        return found
+
     def group(self, group: Group) -> Exchange:
         """One group's exchange."""
         return self.exchange(group.name, self.plan.build(group), self.plan.members(group), self._kind(group))

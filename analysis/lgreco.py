@@ -10,7 +10,7 @@ at.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,119 +19,32 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradlab import codecs
-from gradlab.analysis.bucket_time import weighted
 from gradlab.analysis.candidate_costs import PAYLOAD, Cost, candidate_costs
+from gradlab.analysis.dry_run import DryRuns
 from gradlab.analysis.error_tables import ErrorTable, measure_errors, windows_of
-from gradlab.analysis.hybrid import FAMILIES, family_candidates, known_families
-from gradlab.analysis.layer_planners import Choice, cgx_kmeans, global_threshold, total, uniform
+from gradlab.analysis.fastest_plan import StepModel, StepTimes, fastest_plan
+from gradlab.analysis.layer_planners import Choice, total
+from gradlab.analysis.layer_problem import Problem
+from gradlab.analysis.setting_grids import main_setting, paper_settings
 from gradlab.artifact import Artifact
-from gradlab.codec import Codec
 from gradlab.codec_settings import build_settings
 from gradlab.errors import GradlabError
 from gradlab.layer_errors import Candidate
-from gradlab.layout import Layer
 from gradlab.plan import Plan
-from gradlab.planner import Allocation, allocate, allocate_discretised
+from gradlab.planner import Allocation, allocate
 from gradlab.progress import Progress
 from gradlab.refresh import Refresh
 
 if TYPE_CHECKING:
     from gradlab.trace import Trace
 
-Planner = Callable[..., Allocation]
 # Windows that the plan is chosen on, of all; later ones check it.
 _CHOSEN_ON = 0.5
 # So many windows a trace is cut into, if nothing else is asked for.
 _WINDOWS = 4
-_MOST_DENSITIES = 100
+_REPEATS = 3  # of timed exchanges: there are many candidates
 _POINTS = 17  # of a frontier
 _DELAY_SHARE = 10  # of the iterations between two choices, for the tables to be made in
-_LARGEST: Mapping[str, float] = {"bits": 8, "density": 1.0}
-
-
-def paper_settings(codec: str, reference: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The paper's range around a reference D (section 5.1): [D/2, 2D] by ones for bits and ranks, [D/10, 10 D] by
-    tenths of D for densities.
-
-    reference: settings of the codec, of which the first of its `candidates` is varied.
-
-    Raises:
-        GradlabError: for a codec without one setting that its candidates differ in, or where that is no number.
-    """
-    name, method = main_setting(codec), codecs.get(codec)
-    value = getattr(build_settings(method, reference), name)
-    if type(value) not in (int, float):
-        raise GradlabError(f"codec {codec}: setting {name} = {value!r} is no number to vary; use its own grid")
-    most = _LARGEST.get(name, math.inf)
-    if isinstance(value, int):
-        values: list[Any] = [v for v in range(max(1, -(-value // 2)), 2 * value + 1) if v <= most]
-    else:
-        values = [value * tenth / 10 for tenth in range(1, _MOST_DENSITIES + 1)]
-        values = [round(v, 12) for v in values if v <= most]
-    if value not in values:
-        values.append(value)
-    return [settings for v in sorted(values) if _possible(method, settings := {**reference, name: v})]
-
-
-def _possible(method: type[Codec], settings: Mapping[str, Any]) -> bool:
-    try:
-        build_settings(method, settings)
-    except GradlabError:  # such as one bit with another norm than the largest magnitude
-        return False
-    return True
-
-
-def own_settings(codec: str, reference: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The codec's own candidates, with the reference's other settings; the reference is among them."""
-    method = codecs.get(codec)
-    build_settings(method, reference)
-    found = [{**reference, **settings} for settings in method.candidates]
-    found += [] if dict(reference) in found else [dict(reference)]
-    names = {name for settings in method.candidates for name in settings}
-    values = [settings.get(name) for settings in found for name in names]
-    if len(names) == 1 and all(type(value) in (int, float) for value in values):
-        found.sort(key=lambda settings: settings[next(iter(names))])
-    return found
-
-
-def main_setting(codec: str) -> str:
-    """The one setting that a codec's candidates differ in.
-
-    Raises:
-        GradlabError: if there is none.
-    """
-    names = {tuple(settings) for settings in codecs.get(codec).candidates}
-    if len(names) != 1 or len(next(iter(names))) != 1:
-        raise GradlabError(f"codec {codec} has no one setting to vary by layer; choose another as the reference")
-    return next(iter(names))[0]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is chosen from. table: errors; costs: per layer (candidates,); reference: per layer, the uniform plan's."""
-
-    table: ErrorTable
-    costs: tuple[np.ndarray, ...]
-    reference: np.ndarray
-
-    def errors(self, metric: str, windows: slice) -> list[np.ndarray]:
-        """Per layer (candidates,), in units of the uniform plan's error in the same window: a budget of alpha is then
-        the paper's E_max times alpha, and windows with large gradients do not speak for all."""
-        units = self.table.by_window(self.reference, metric)
-        return self.table.errors(metric, windows, np.where(units > 0, units, 1.0))
-
-    def planners(self) -> dict[str, Planner]:
-        """By name, the ways to plan that these tables allow."""
-        found: dict[str, Planner] = {"L-GreCo, exact": allocate, "L-GreCo, Algorithm 1": allocate_discretised}
-        tables = self.table.layers
-        one_codec = len({candidate.codec for t in tables for candidate in t.candidates}) == 1
-        if not one_codec or len({tuple(map(str, t.candidates)) for t in tables}) > 1:
-            return found
-        found |= {"uniform": uniform, "CGX, k-means": cgx_kmeans}
-        if all(candidate.codec == "topk" for t in tables for candidate in t.candidates):
-            counts = [np.array([c.build().count(t.layer.numel) for c in t.candidates]) for t in tables]  # type: ignore[attr-defined]
-            found["one threshold"] = partial(global_threshold, counts)
-        return found
 
 
 @dataclass(frozen=True)
@@ -165,8 +78,8 @@ class LgrecoFit:
             reached = []
             for budget in budgets:
                 with suppress(GradlabError):  # a budget that this planner cannot meet
-                    plan = planner(errors, problem.costs, float(budget))
-                    reached.append([total(errors, plan.choice) / unit, plan.size])
+                    plan = planner(errors, problem.objective, float(budget))
+                    reached.append([total(errors, plan.choice) / unit, total(problem.costs, plan.choice)])
             if reached:
                 found[name] = reached
         return {"planners": found, "cost": self.origin["cost"], "metric": metric}
@@ -185,6 +98,7 @@ def fit_lgreco(
     start: int = 0,
     cost: Cost = PAYLOAD,
     weights: Mapping[str, float] | None = None,
+    step: StepModel | None = None,
     world_size: int | None = None,
     warmup_steps: int = 0,
     refresh_every: int = 0,
@@ -201,7 +115,8 @@ def fit_lgreco(
     summed over layers is the square of an error, or the error. window: steps that gradients are accumulated over; by
     default the trace from `start` on is cut into 4. The first half of the windows is chosen on, the second checks the
     choice; of one window nothing is held out. cost: what is minimised, at `world_size` ranks (the trace's); weights: by
-    layer name, times its cost there: see `gradlab.analysis.bucket_time`.
+    layer name, times its cost there: see `gradlab.analysis.bucket_time`. step: with a cost in seconds, the plan of the
+    shortest predicted step in place of the least sum: see `gradlab.analysis.fastest_plan`.
     refresh_every: iterations of training after which the plan is chosen anew from these settings, 0 for never. workers,
     cluster: see `measure_errors`.
 
@@ -215,13 +130,18 @@ def fit_lgreco(
         raise GradlabError(f"nodes = {ranks}, expected at least {1 if cost.name == 'payload' else 2} for {cost.name}")
     if refresh_every and (weights is not None or budget is not None):
         raise GradlabError("refresh: while training plans are chosen by payload and alpha, without weights or a budget")
+    if step is not None and (cost.link is None or weights is not None):
+        raise GradlabError("a step is predicted from seconds on a link, and weighs buckets itself")
     base = Plan.uniform(trace.layers, codec, warmup_steps=warmup_steps, seed=seed, group_bytes=0, **(reference or {}))
     windows = _windows(trace, start, window)
     rows = _candidates(base, codec, dict(reference or {}), candidates)
     table = measure_errors(trace, rows, windows, seed=seed, workers=workers, cluster=cluster, progress=progress)
-    costs = candidate_costs([(t.layer, t.candidates) for t in table.layers], ranks, cost, progress=progress)
+    runs = DryRuns(base, ranks, repeats=_REPEATS)
+    layers = [(t.layer, t.candidates) for t in table.layers]
+    costs = candidate_costs(layers, ranks, cost, runs=runs, progress=progress)
     at = np.array([_place_of(codec, reference or {}, t.candidates) for t in table.layers])
-    problem = Problem(table, tuple(costs), at)
+    weighing = None if weights is None else np.array([weights[t.layer.name] for t in table.layers])
+    problem = Problem(table, tuple(costs), at, weighing)
     if not np.isfinite(table.by_window(at, metric)).all():
         raise GradlabError(
             f"{trace.path}: the uniform plan's own error is not finite: there is no budget to take from it"
@@ -232,9 +152,13 @@ def fit_lgreco(
         most = alpha * total(errors, problem.reference)
     else:
         errors, most = table.errors(metric, chosen_on), budget
-    names = [t.layer.name for t in table.layers]
-    objective = problem.costs if weights is None else weighted(names, problem.costs, weights)
-    found = allocate(errors, objective, most)
+    fastest = None
+    if step is None or cost.link is None:
+        found = allocate(errors, problem.objective, most)
+    else:
+        times = StepTimes(partial(plan_of, base, table), runs, cost.link, step)
+        fastest = fastest_plan(problem, errors, most, times, seed=seed, progress=progress)
+        found = Allocation(fastest.choice, fastest.seconds, fastest.bound)
     plan = plan_of(base, table, found.choice)
     if refresh_every:
         refresh = _refresh(table, problem.reference, refresh_every, alpha, metric, cost)
@@ -242,49 +166,13 @@ def fit_lgreco(
     origin = _origin(trace, base, plan, problem, found, (chosen_on, checked_on), ranks)
     about = {"codec": codec, "reference": dict(reference or {}), "alpha": None if budget is not None else alpha}
     origin |= about | {"budget": most, "metric": metric, "cost": cost.name, "world_size": ranks}
+    if fastest is None and (alone := problem.alone(errors, most)):
+        origin |= {"alone": alone}
+    if fastest is not None:
+        times_of_step = {"size": fastest.seconds, "uniform_size": fastest.uniform, "step": fastest.to_json()}
+        origin |= times_of_step | {"gain": fastest.uniform / fastest.seconds}
     origin |= {"varied": main_setting(codec), "uniform": str(Candidate(codec, dict(reference or {})))}
     return LgrecoFit(plan, problem, found, origin)
-
-
-def candidates_of_grid(
-    trace: Trace,
-    codec: str,
-    reference: Mapping[str, Any],
-    *,
-    grid: str = "paper",
-    families: Sequence[str] = (),
-    start: int = 0,
-    samples: int = 0,
-    progress: Progress | None = None,
-) -> tuple[dict[str, list[Candidate]] | None, int]:
-    """What `fit_lgreco` chooses from, and the position from which errors may be measured.
-
-    grid: "paper" or "own", of one codec; families: of several, in place of it, "all" for every one; PCA bases take the
-    first `samples` positions.
-
-    Raises:
-        GradlabError: for a grid or a family that there is not.
-    """
-    build_settings(codecs.get(codec), reference)
-    if grid not in ("paper", "own"):
-        raise GradlabError(f"grid {grid!r}, expected 'paper' or 'own'")
-    if not families:
-        if grid == "paper":
-            return None, start
-        names = [layer.name for layer in _compressed(trace, codec, reference)]
-        return {
-            name: [Candidate(codec, settings) for settings in own_settings(codec, reference)] for name in names
-        }, start
-    chosen = list(FAMILIES) if [name.lower() for name in families] == ["all"] else known_families(families)
-    fitted = samples if "PCA" in chosen else 0
-    extra = {codec: paper_settings(codec, reference)}
-    found = family_candidates(trace, chosen, start=start, samples=fitted, extra=extra, progress=progress)
-    return found, start + fitted
-
-
-def _compressed(trace: Trace, codec: str, reference: Mapping[str, Any]) -> list[Layer]:
-    plan = Plan.uniform(trace.layers, codec, group_bytes=0, **reference)
-    return [layer for group in plan.compressed_groups if group.codec == codec for layer in plan.members(group)]
 
 
 def _windows(trace: Trace, start: int, window: int | None) -> list[tuple[int, int]]:

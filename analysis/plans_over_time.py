@@ -18,7 +18,7 @@ from gradlab.errors import GradlabError
 from gradlab.planner import allocate
 
 if TYPE_CHECKING:
-    from gradlab.analysis.lgreco import Problem
+    from gradlab.analysis.layer_problem import Problem
     from gradlab.trace import Trace
 
 
@@ -79,12 +79,12 @@ def plan_over_time(
         errors = table.errors(metric, slice(place, place + 1))
         budget = alpha * total(errors, problem.reference)
         found.setdefault("uniform", []).append(problem.reference)
-        found.setdefault("L-GreCo", []).append(allocate(errors, costs, budget).choice)
+        found.setdefault("L-GreCo", []).append(allocate(errors, problem.objective, budget).choice)
         found.setdefault("Accordion", []).append(switched[place])
-        after = allocate(errors, costs, total(errors, switched[place])).choice
+        after = allocate(errors, problem.objective, total(errors, switched[place])).choice
         found.setdefault("L-GreCo + Accordion", []).append(after)
         with suppress(GradlabError):  # clusters need one set of settings for all layers
-            found.setdefault("CGX, k-means", []).append(cgx_kmeans(errors, costs, budget).choice)
+            found.setdefault("CGX, k-means", []).append(cgx_kmeans(errors, problem.objective, budget).choice)
     whole = {name: np.array(rows) for name, rows in found.items() if len(rows) == len(table.windows)}
     return PlansOverTime(problem, whole, critical, metric)
 

@@ -113,27 +113,56 @@ def fit_verdict(origin: Mapping[str, Any]) -> str:
 
 def layer_plan_verdict(origin: Mapping[str, Any]) -> str:
     """What a plan by layer saves against the uniform one, and whether its error is as promised later on."""
-    gain, errors = origin["gain"], origin["relative_error"]
+    gain = origin["gain"]
     dense = format_ratio(origin["dense_payload_bytes"] / origin["payload_bytes"])
+    if "step" in origin:
+        return " ".join([_step_line(origin), _later_error_line(origin)])
     what = {"payload": "bytes", "wire": "bytes on the wire", "seconds": "seconds"}[origin["cost"]]
     if gain < 1 + _LITTLE_GAIN:
         first = f"A plan by layer gains next to nothing over {origin['uniform']} everywhere ({format_ratio(gain)})"
     else:
         first = f"By layer {format_ratio(gain)} fewer {what} than {origin['uniform']} everywhere"
     lines = [f"{first}; {dense} fewer bytes than dense over the whole model."]
-    later, theirs = errors["plan"]["held_out"], errors["uniform"]["held_out"]
-    if later is None:
-        lines.append("Nothing was held out: the error later on is not known.")
-    elif theirs:
-        more = later / theirs - 1
-        said = "no larger than" if more <= 0 else f"{format_percent(more)} above"
-        lines.append(
-            f"On later iterations its error is {said} the uniform plan's ({format_percent(later)} of the gradient "
-            f"against {format_percent(theirs)}, without feedback)."
-        )
+    if alone := origin.get("alone"):
+        best = min(alone, key=lambda name: alone[name])
+        lines.append(f"Of one codec alone, {best} needs {format_ratio(alone[best] / origin['size'])} as much.")
+    lines.append(_later_error_line(origin))
     if origin["gap"]:
         lines.append(f"The search was cut short: a plan may be {format_percent(origin['gap'])} smaller.")
     return " ".join(lines)
+
+
+def _later_error_line(origin: Mapping[str, Any]) -> str:
+    errors = origin["relative_error"]
+    later, theirs = errors["plan"]["held_out"], errors["uniform"]["held_out"]
+    if later is None:
+        return "Nothing was held out: the error later on is not known."
+    if not theirs:
+        return ""
+    more = later / theirs - 1
+    said = "no larger than" if more <= 0 else f"{format_percent(more)} above"
+    return (
+        f"On later iterations its error is {said} the uniform plan's ({format_percent(later)} of the gradient "
+        f"against {format_percent(theirs)}, without feedback)."
+    )
+
+
+def _step_line(origin: Mapping[str, Any]) -> str:
+    """What a step is predicted to take, and how much less any other plan could."""
+    step = origin["step"]
+    own, uniform, dense = (format_seconds(step[name]) for name in ("seconds", "uniform", "dense"))
+    where = f"{origin['world_size']} ranks at {step['link']['bits_per_second']}"
+    left = 1 - step["bound"] / step["seconds"]
+    bound = f"No plan of this error is predicted to save more than {format_percent(left)} of it."
+    if step["dense"] <= step["seconds"]:
+        return (
+            f"Do not compress for speed: of {where} a dense step is predicted to take {dense}, the fastest plan found "
+            f"{own}, {origin['uniform']} everywhere {uniform}. {bound}"
+        )
+    return (
+        f"By layer a step is predicted to take {own}, with {origin['uniform']} everywhere {uniform}, dense {dense} "
+        f"({where}). {bound}"
+    )
 
 
 def replay_verdict(replays: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@
     python benchmarks/layer_plans.py images --trace TRACE --fit PLANS               # tables, plans, all planners
     python benchmarks/layer_plans.py images --data cifar10.npz --fit PLANS --train ROWS.jsonl [--seeds 0 1]
     python benchmarks/layer_plans.py images --train ROWS.jsonl --table
+    python benchmarks/layer_plans.py images --trace TRACE --families               # plans of several codecs
 
 images: CIFAR-10 at 16 x 16, a ResNet-18 of a quarter of the width (700,000 parameters), 4 ranks with 16 images each,
 SGD with momentum. words: WikiText-2 by words (8192 of them), the transformer of `gradlab.datasets`, 4 ranks with 8 rows
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +27,9 @@ from typing import Any
 import torch
 from emulated import Task, record, train
 
+from gradlab.analysis.candidate_costs import Cost
 from gradlab.analysis.lgreco import fit_lgreco
+from gradlab.analysis.setting_grids import candidates_of_grid
 from gradlab.artifact import Artifact
 from gradlab.datasets import get
 from gradlab.layout import layers_of
@@ -67,6 +71,24 @@ def fit(name: str, trace: Trace, folder: Path) -> None:
 def _errors(origin: dict[str, Any], which: str) -> str:
     found = origin["relative_error"][which]
     return f"{found['chosen_on']:.3f}, {found['held_out']:.3f}"
+
+
+def families(name: str, trace: Trace, samples: int = 20) -> None:
+    """One plan of several codecs against each codec alone, at the uniform PowerSGD's error."""
+    reference = REFERENCES[name]["powersgd"]
+    candidates, start = candidates_of_grid(trace, "powersgd", reference, families=["all"], samples=samples)
+    for cost in ("payload", "wire"):
+        found = fit_lgreco(trace, "powersgd", reference, candidates=candidates, start=start, cost=Cost(cost)).origin
+        alone = sorted(found["alone"].items(), key=lambda item: item[1])
+        chosen = Counter(layer["codec"] for layer in found["layers"])
+        print(
+            f"{cost:8s} uniform {found['uniform_size']:.0f}, several codecs {found['size']:.0f}; alone: "
+            + ", ".join(f"{codec} {size:.0f}" for codec, size in alone)
+            + f"; gain on the best {alone[0][1] / found['size']:.3f}; error where chosen, later: uniform "
+            + f"{_errors(found, 'uniform')}, several {_errors(found, 'plan')}; layers: "
+            + ", ".join(f"{count} {codec}" for codec, count in chosen.most_common()),
+            flush=True,
+        )
 
 
 def train_all(name: str, data: Any, plans: Path, out: Path, seeds: Sequence[int]) -> None:
@@ -121,7 +143,8 @@ def main() -> None:
     for name in ("record", "trace", "fit", "train"):
         parser.add_argument(f"--{name}", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--table", action="store_true")
+    for name in ("table", "families"):
+        parser.add_argument(f"--{name}", action="store_true")
     chosen = parser.parse_args()
     task = TASKS[chosen.task]
     torch.set_num_threads(1)
@@ -131,6 +154,9 @@ def main() -> None:
     if chosen.trace and chosen.fit:
         with Trace(chosen.trace) as trace:
             fit(chosen.task, trace, chosen.fit)
+    if chosen.trace and chosen.families:
+        with Trace(chosen.trace) as trace:
+            families(chosen.task, trace)
     if data is not None and chosen.train:
         train_all(chosen.task, data, chosen.fit, chosen.train, chosen.seeds)
     if chosen.table:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -22,14 +24,17 @@ from gradlab.analysis.bucket_time import (
     weighted,
 )
 from gradlab.analysis.candidate_costs import Cost, candidate_costs
+from gradlab.analysis.dry_run import DryRuns
+from gradlab.analysis.fastest_plan import StepModel, StepTimes, fastest_plan
 from gradlab.analysis.hybrid import FAMILIES, family_candidates, of_family
 from gradlab.analysis.layer_planners import accordion, cgx_kmeans, global_threshold, total, uniform
-from gradlab.analysis.lgreco import LgrecoFit, candidates_of_grid, fit_lgreco, main_setting, paper_settings
+from gradlab.analysis.lgreco import LgrecoFit, fit_lgreco, plan_of
 from gradlab.analysis.link import Link
 from gradlab.analysis.lockstep_plan import LockstepPlan
 from gradlab.analysis.plans_over_time import learning_rates_of, plan_over_time
 from gradlab.analysis.replay import replay
 from gradlab.analysis.sensitivity import correlations, loss_sensitivity
+from gradlab.analysis.setting_grids import candidates_of_grid, main_setting, paper_settings
 from gradlab.artifact import Artifact
 from gradlab.collectives import all_gather_wire_bytes, all_reduce_wire_bytes
 from gradlab.errors import GradlabError
@@ -227,6 +232,9 @@ def test_a_hybrid_plan_is_no_larger_than_any_family_alone(trace: Trace, tmp_path
             costs = [row[k] for row, k in zip(hybrid.problem.costs, kept, strict=True)]
             alone = allocate(errors, costs, hybrid.origin["budget"])  # dense is among them: every budget is met
             assert hybrid.allocation.size <= alone.size
+            if FAMILIES[family][0] != "powersgd":  # which has its uniform plan besides
+                assert hybrid.origin["alone"][FAMILIES[family][0]] == pytest.approx(alone.size)
+        assert set(hybrid.origin["alone"]) == {codec for codec, _ in FAMILIES.values()}
         assert unit.shape == (4,)
     path = hybrid.artifact().save(tmp_path / "hybrid.safetensors")
     again = Artifact.load(path)
@@ -319,6 +327,36 @@ def test_bucket_times_are_found_again() -> None:
     ):
         with pytest.raises(GradlabError, match=said):
             fit_bucket_times(*bad)
+
+
+def test_the_fastest_plan_and_its_bound(trace: Trace) -> None:
+    """Whatever codecs take here: no plan within the budget is faster than the bound, and none that an objective found
+    is faster than the plan taken; a budget at one end, and a link that hides nothing or everything."""
+    some = [Candidate("identity"), Candidate("powersgd", {"rank": 1}), Candidate("topk", {"density": 0.1})]
+    candidates = dict.fromkeys(("stem.weight", "deep.weight", "head.weight"), some)
+    for rate, computing in ((1e5, 1e-3), (1e12, 1.0)):
+        model, link = StepModel(computing, bucket_cap_mb=0.003), Link(rate)
+        found = fit_lgreco(
+            trace, "powersgd", {"rank": 4}, candidates=candidates, cost=Cost("seconds", link), step=model, world_size=4
+        )
+        step, problem = found.origin["step"], found.problem
+        assert step["seconds"] == found.origin["size"] == min(step["by_objective"].values()) <= step["uniform"]
+        errors, budget = problem.errors("squared", slice(0, 2)), found.origin["budget"]
+        assert total(errors, found.allocation.choice) <= budget * (1 + 1e-9)
+        base = Plan.uniform(trace.layers, "powersgd", group_bytes=0, rank=4)
+        times = StepTimes(partial(plan_of, base, problem.table), DryRuns(base, 4), link, model)
+        sent = StepTimes(times.plan_of, times.runs.of(base), link, model)
+        again = fastest_plan(problem, errors, budget, sent)
+        every = product(*(range(len(t.candidates)) for t in problem.table.layers))
+        within = [np.array(choice) for choice in every if total(errors, choice) <= budget]
+        fastest = min(sent.seconds(choice) for choice in within)
+        assert again.bound <= fastest + 1e-12 <= again.seconds + 2e-12
+        assert again.bound >= computing
+    assert again.seconds < 2 * computing
+    with pytest.raises(GradlabError, match="weighs buckets itself"):
+        fit_lgreco(trace, "powersgd", {"rank": 4}, step=model)
+    with pytest.raises(GradlabError, match="compute_seconds = 0"):
+        StepModel(0.0)
 
 
 # --- over time --------------------------------------------------------------------------------------------------------
@@ -474,6 +512,14 @@ def test_the_command_fits_draws_and_prints(gradlab: Command, trace: Trace, tmp_p
                               "--set", "rank=4", "--out", tmp_path / "hybrid.safetensors", "--json")  # fmt: skip
     assert code == 0, err
     assert json.loads(said)["cost"] == "seconds"
+    code, said, err = gradlab(
+        *words[:-1], tmp_path / "fast.safetensors", "--cost", "step", "--compute-seconds", "1s", "--bandwidth", "inf"
+    )
+    assert code == 0, err
+    assert said.startswith("Do not compress for speed: ")
+    bad_times, bucket_times = tmp_path / "bad.json", tmp_path / "times.json"
+    bad_times.write_text('{"sizes": 3}')
+    bucket_times.write_text(json.dumps({"sizes": [[1, 2], [2, 1], [3, 3]], "seconds": [1, 2, 3]}))
     for wrong, expected in (
         (["--alpha", 0.0], "smallest reachable"),
         (["--family", "wavelets"], "no family 'wavelets'"),
@@ -483,6 +529,9 @@ def test_the_command_fits_draws_and_prints(gradlab: Command, trace: Trace, tmp_p
         (["--window", 1000], "window = 1000"),
         (["--out", out], "exists already"),
         (["--weights", "heavy"], "weights 'heavy'"),
+        (["--weights", bad_times], "expected JSON of bucket times"),
+        (["--weights", bucket_times], "2 coefficients, but DDP makes 1 buckets"),
+        (["--cost", "step"], "needs --compute-seconds"),
     ):
         target = [] if "--out" in wrong else ["--out", tmp_path / "other.safetensors"]
         code, said, err = gradlab("fit", "lgreco", trace.path, *target, *wrong)

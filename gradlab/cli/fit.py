@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gradlab.cli.console import OUT, print_json, print_table, print_warnings, progress_bars
+from gradlab.cli.fit_lgreco import lgreco
+from gradlab.cli.fit_options import (
+    AsJson,
+    FitWarmup,
+    Folder,
+    Overwrite,
+    Roles,
+    Seed,
+    Setting,
+    Target,
+    Warmup,
+    known_roles,
+    parse_layer_settings,
+    parse_settings,
+    parse_wrapper,
+)
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
     from gradlab.analysis.sign_fit import BlockFit
-    from gradlab.plan import Wrap
 
 app = typer.Typer(
     help="Make an artifact from a trace; errors on later iterations are printed.",
@@ -20,33 +34,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     add_completion=False,
 )
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The trace's folder.")]
-Target = Annotated[Path, typer.Option("--out", metavar="ARTIFACT", help="The file to write (.safetensors).")]
-Warmup = Annotated[
-    int | None,
-    typer.Option(help="Dense steps before the first compressed one in training; the codec's own habit by default."),
-]
-Roles = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--role",
-        metavar="ROLE",
-        help="Layers of this role only, such as convolution or linear; repeatable; the codec's own habit by default.",
-    ),
-]
-Setting = Annotated[
-    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting of the codec; repeatable.")
-]
-FitWarmup = Annotated[
-    int,
-    typer.Option(
-        help="Dense steps before the first compressed one; the fit takes the last --samples of them. 0: compress once "
-        "the first --samples are over."
-    ),
-]
-Seed = Annotated[int, typer.Option(help="Of the random streams that ranks share.")]
-Overwrite = Annotated[bool, typer.Option(help="Replace a file that is there.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command()
@@ -138,7 +125,7 @@ def gradiveq(
             settings=settings,
             layer_settings=parse_layer_settings(layer_setting or []),
             total_ratio=total_ratio,
-            roles=_known_roles(role) or GradiVeQ.roles,
+            roles=known_roles(role) or GradiVeQ.roles,
             warmup_steps=warmup_steps,
             seed=seed,
             progress=progress,
@@ -284,149 +271,7 @@ def print_blocks(blocks: BlockFit) -> None:
     print_table("energy of the gradients that signs keep", columns, rows)
 
 
-@app.command()
-def lgreco(
-    trace: Folder,
-    out: Target,
-    codec: Annotated[str, typer.Option(help="Of the uniform plan that is known to train well.")] = "powersgd",
-    setting: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="Its setting: rank=4, density=0.01, bits=4; repeatable."),
-    ] = None,
-    alpha: Annotated[float, typer.Option(help="The error allowed, in the uniform plan's.")] = 1.0,
-    grid: Annotated[
-        str,
-        typer.Option(help="Settings by layer: paper, D/2 to 2 D (densities D/10 to 10 D), or own, the codec's list."),
-    ] = "paper",
-    family: Annotated[
-        list[str] | None,
-        typer.Option(help="Choose among families: PCA, PowerSGD, top-k, QSGD, signs, cast, or all; repeatable."),
-    ] = None,
-    samples: Annotated[
-        int, typer.Option(help="Iterations that PCA bases are fitted on, ahead of those that errors are measured on.")
-    ] = 50,
-    metric: Annotated[str, typer.Option(help="squared: errors add up as squares; plain: as norms.")] = "squared",
-    window: Annotated[
-        int | None, typer.Option(help="Steps that gradients are accumulated over; a quarter of the trace by default.")
-    ] = None,
-    start: Annotated[int, typer.Option(help="Position of the first recorded step to look at.")] = 0,
-    cost: Annotated[
-        str, typer.Option(help="To be small: payload (bytes, the paper's), wire (bytes at --nodes) or seconds.")
-    ] = "payload",
-    weights: Annotated[
-        str,
-        typer.Option(help="Of a layer's cost: none, or linear: its bucket's number, as the last travel unhidden."),
-    ] = "none",
-    bucket_cap_mb: Annotated[float | None, typer.Option(help="DDP's bucket size in MiB, for buckets' figures.")] = None,
-    nodes: Annotated[int | None, typer.Option(help="Ranks that it is for; the trace's by default.")] = None,
-    bandwidth: Annotated[str, typer.Option(help="Of the link, for seconds.")] = "1gbit",
-    latency: Annotated[str, typer.Option(help="Of the link, for seconds.")] = "100us",
-    workers: Annotated[int, typer.Option(help="Processes that measure errors.")] = 1,
-    dask: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="A dask.distributed scheduler to measure them on.")
-    ] = None,
-    figure: Annotated[
-        Path | None, typer.Option(metavar="FIGURE", help="Draw what every layer got (.svg, .pdf).")
-    ] = None,
-    frontier: Annotated[
-        Path | None, typer.Option(metavar="FIGURE", help="Draw size over error for all planners (.svg, .pdf).")
-    ] = None,
-    over_time: Annotated[
-        Path | None, typer.Option(metavar="FIGURE", help="Draw what planners choose window by window (.svg, .pdf).")
-    ] = None,
-    refresh: Annotated[
-        int, typer.Option(metavar="N", help="Choose anew after every N iterations of training; 0: never.")
-    ] = 0,
-    warmup_steps: FitWarmup = 0,
-    seed: Seed = 0,
-    overwrite: Overwrite = False,
-    as_json: AsJson = False,
-) -> None:
-    """L-GreCo: a setting per layer, the smallest plan with no more error than a uniform one.
-
-    Errors are those of gradients accumulated over windows of the trace, of all ranks, without feedback; half of the
-    windows are chosen on, the others check the choice. The plan is the smallest there is: the search proves it.
-
-    Example:
-
-      gradlab fit lgreco trace --codec powersgd --set rank=4 --out lgreco.safetensors
-
-      gradlab fit lgreco trace --codec topk --set density=0.01 --workers 4 --figure layers.svg --out topk.safetensors
-
-      gradlab fit lgreco trace --codec powersgd --set rank=4 --family all --cost wire --nodes 8 --out hybrid.safetensors
-    """
-    from functools import partial
-
-    from gradlab.analysis.bucket_time import linear_priority
-    from gradlab.analysis.candidate_costs import Cost
-    from gradlab.analysis.lgreco import candidates_of_grid, fit_lgreco
-    from gradlab.analysis.link import Link, parse_bandwidth, parse_seconds
-    from gradlab.analysis.plans_over_time import learning_rates_of, plan_over_time
-    from gradlab.analysis.target import require_free
-    from gradlab.cli.figures import require_figure, write_figure
-    from gradlab.trace import Trace
-
-    require_free(out, overwrite)
-    for target in (figure, frontier, over_time):
-        if target is not None:
-            require_figure(target, overwrite)
-    link = Link(parse_bandwidth(bandwidth), parse_seconds(latency)) if cost == "seconds" else None
-    if weights not in ("none", "linear"):
-        raise GradlabError(f"weights {weights!r}, expected none or linear")
-    reference = parse_settings(setting or [])
-    with Trace(trace) as opened, progress_bars() as progress:
-        candidates, first = candidates_of_grid(
-            opened, codec, reference, grid=grid, families=family or (), start=start, samples=samples, progress=progress
-        )
-        found = fit_lgreco(
-            opened,
-            codec,
-            reference,
-            candidates=candidates,
-            alpha=alpha,
-            metric=metric,
-            window=window,
-            start=first,
-            cost=Cost(cost, link),
-            weights=linear_priority(opened.layers, bucket_cap_mb) if weights == "linear" else None,
-            world_size=nodes,
-            warmup_steps=warmup_steps,
-            refresh_every=refresh,
-            seed=seed,
-            workers=workers,
-            cluster=dask,
-            progress=progress,
-        )
-        moments = learning_rates_of(opened, found.problem.table.windows)
-        planned = plan_over_time(found.problem, moments, metric=metric, alpha=alpha) if over_time is not None else None
-        by_time = planned.to_json(opened, bucket_cap_mb) if planned is not None else {}
-    found.artifact().save(out, overwrite)
-    for target, draw in (
-        (figure, lambda plots: plots.plot_layers(found.origin)),
-        (frontier, lambda plots: plots.plot_frontier(found.frontier())),
-        (over_time, lambda plots: plots.plot_over_time(by_time)),
-    ):
-        if target is not None:
-            from gradlab.analysis import layer_plan_plots  # loads matplotlib
-
-            write_figure(partial(draw, layer_plan_plots), target)
-    if as_json:
-        print_json(found.origin)
-        return
-    print_layer_plan(found.origin)
-    for path in (out, figure, frontier, over_time):
-        if path is not None:
-            OUT.print(str(path), markup=False)
-
-
-def print_layer_plan(origin: dict[str, Any]) -> None:
-    """Whether it pays; then what every layer got, and how it compares with the uniform plan there."""
-    from gradlab.analysis.report_tables import layer_plan_table
-    from gradlab.analysis.verdict import layer_plan_verdict
-
-    OUT.print(layer_plan_verdict(origin), markup=False)
-    table = layer_plan_table(origin)
-    print_table(table.title, table.columns, table.rows, left=table.text_columns)
+app.command("lgreco")(lgreco)
 
 
 @app.command()
@@ -479,7 +324,7 @@ def uniform(
             error_feedback=error_feedback,
             wrappers=[parse_wrapper(text) for text in wrap] if wrap else None,
             warmup_steps=warmup_steps,
-            roles=_known_roles(role),
+            roles=known_roles(role),
             seed=seed,
             **settings,
         )
@@ -491,62 +336,3 @@ def uniform(
     else:
         print_replays({out.stem: found})
         OUT.print(str(out), markup=False)
-
-
-def _known_roles(roles: list[str] | None) -> tuple[str, ...] | None:
-    from gradlab.layout import ROLES
-
-    if unknown := [role for role in roles or [] if role not in ROLES]:
-        raise GradlabError(f"--role {unknown[0]}: expected one of {', '.join(ROLES)}")
-    return tuple(roles) if roles else None
-
-
-def parse_wrapper(text: str) -> Wrap:
-    """NAME[:KEY=VALUE,...] as a wrapper of a plan.
-
-    Raises:
-        GradlabError: for a name or a setting that there is not.
-    """
-    from gradlab import wrappers
-    from gradlab.codec_settings import build_settings
-    from gradlab.plan import Wrap
-
-    name, _, rest = text.partition(":")
-    settings = parse_settings(rest.split(",") if rest else [], f"--wrap {name}")
-    build_settings(wrappers.get(name), settings)
-    return Wrap(name, settings)
-
-
-def parse_layer_settings(texts: list[str]) -> dict[str, dict[str, Any]]:
-    """LAYER:NAME=VALUE texts as settings by layer.
-
-    Raises:
-        GradlabError: for a text without ":" or "=".
-    """
-    found: dict[str, dict[str, Any]] = {}
-    for text in texts:
-        layer, colon, setting = text.partition(":")
-        if not colon:
-            raise GradlabError(f"--layer-set {text}: expected LAYER:NAME=VALUE, such as stem.weight:on_loss=dense")
-        found.setdefault(layer, {}).update(parse_settings([setting], f"--layer-set {layer}:"))
-    return found
-
-
-def parse_settings(texts: list[str], option: str = "--set") -> dict[str, Any]:
-    """NAME=VALUE texts as settings; values are JSON, or plain words.
-
-    Raises:
-        GradlabError: for a text without "=".
-    """
-    import json
-
-    values = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals or not name:
-            raise GradlabError(f"{option} {text}: expected NAME=VALUE, such as density=0.01")
-        try:
-            values[name] = json.loads(value)
-        except ValueError:
-            values[name] = value
-    return values
