@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,4 +97,33 @@ def plot_over_time(found: Mapping[str, Any]) -> Figure:
     right.yaxis.set_minor_formatter(lambda value, _: "")
     right.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return figure
+
+
+def plot_sensitivity(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """L-GreCo's Fig. 11a: over settings, the correlation over layers of the L2 error with what compression of a layer
+    does to the loss, a line per checkpoint; and the layers themselves at the last one.
+
+    rows: one per checkpoint, with "checkpoint", "varied", "settings", "errors" and "differences" (layers, settings),
+    and "correlations" as `gradlab.analysis.sensitivity.correlations` gives them.
+    """
+    figure, (left, right) = panels(2, 2, height=2.6)
+    labels = [str(row["checkpoint"]) for row in rows]
+    colors, markers = method_colors(labels), method_markers(labels)
+    for label, row in zip(labels, rows, strict=True):
+        found = row["correlations"]
+        left.plot(row["settings"], found["pearson"], marker=markers[label], color=colors[label], label=label)
+        left.plot(row["settings"], found["spearman"], marker=markers[label], color=colors[label], linestyle="--")
+    left.axhline(0.0, color=GREY, linewidth=0.8)
+    left.set(xscale="log", ylim=(-1, 1.05), xlabel=rows[0]["varied"], ylabel="correlation (dashed: of ranks)")
+    left.legend(title="iteration", fontsize=7, title_fontsize=7)
+    last = rows[-1]
+    names = [f"{last['varied']} {value}" for value in last["settings"]]
+    colors, markers = method_colors(names), method_markers(names)
+    for place, name in enumerate(names):
+        points = np.array([last["errors"], last["differences"]], dtype=float)[:, :, place]
+        right.plot(*points, linestyle="", marker=markers[name], markersize=4, color=colors[name], label=name)
+    right.axhline(0.0, color=GREY, linewidth=0.8)
+    right.set(xscale="log", xlabel="squared error of a layer", ylabel="loss, above uncompressed")
+    right.legend(fontsize=7)
     return figure

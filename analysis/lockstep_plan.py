@@ -46,7 +46,8 @@ class LockstepPlan:
     """The plan's groups with the states of all ranks, carried from step to step.
 
     plain_sgd: whether the run's optimizer is SGD without momentum (see `Context`); states: per rank, per group name,
-    the codec's state; replaced after a step whose gradients are finite everywhere.
+    the codec's state; replaced after a step whose gradients are finite everywhere; remarks: what to know of the steps
+    so far.
     """
 
     def __init__(self, plan: Plan, world_size: int, plain_sgd: bool = False) -> None:
@@ -60,11 +61,12 @@ class LockstepPlan:
         self.states: list[dict[str, Tensors]] = [{} for _ in range(world_size)]
         self._learning_rates: dict[str, float] = {}  # the last of a committed step that was not zero
         self.layers = tuple(name for group in self.groups for name in group.layers)
+        self.remarks: list[str] = []
 
     @property
     def stateful(self) -> bool:
         """Whether what happened in earlier steps changes what the next one does; known after the first step."""
-        return any(state for rank in self.states for state in rank.values())
+        return self._replanner is not None or any(state for rank in self.states for state in rank.values())
 
     def step(
         self,
@@ -118,6 +120,10 @@ class LockstepPlan:
         request = self._replanner.due(iteration) if self._replanner is not None else None
         if self._replanner is None or request is None:
             return []
+        if self._replanner.failure:
+            self.remarks.append(
+                f"At iteration {iteration} no plan could be chosen, the last one stays: {self._replanner.failure}"
+            )
         self.plan = self._replanner.adopt(request.tensor)
         before, self.groups = {group.name: group for group in self.groups}, self.plan.compressed_groups
         for group in self.groups:

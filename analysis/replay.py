@@ -212,6 +212,7 @@ def _check_range(trace: Trace, plan: Plan, start: int, stop: int) -> None:
 def _remarks(trace: Trace, lockstep: LockstepPlan, start: int, stop: int) -> Iterator[str]:
     if (refresh := lockstep.plan.refresh) is not None:
         yield f"{refresh_remark(refresh)} A run's own choices differ once its gradients do."
+    yield from lockstep.remarks
     if not lockstep.stateful:
         return
     steps = np.asarray(trace.steps)[start:stop]

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gradlab.analysis.lockstep_plan import LockstepPlan
+from gradlab.analysis.lockstep_plan import LockstepPlan, StepResult
 from gradlab.capture import EmulatedNodes
 from gradlab.codec import Tensors
 from gradlab.collectives import sum_in_rank_order
@@ -134,20 +134,12 @@ def train(
     finite ends there. loss: mean of the last 50; ratio: over all iterations; compressing_ratio: over those alone that
     the schedule compresses."""
     model = task.model(seed)
-    layers, optimizer = layers_of(model), build_optimizer(task.recipe, model.parameters())
+    optimizer = build_optimizer(task.recipe, model.parameters())
     lockstep = LockstepPlan(plan, task.ranks, is_plain_sgd(optimizer))
     sent: list[tuple[bool, float, float]] = []
     losses, curve, began = [], [], time.perf_counter()
     for step, micro in enumerate(islice(task.micro_batches(data, seed), stop)):
-        rate = learning_rate_at(task.recipe, step)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        gradients, loss = node_gradients(task, model, micro)
-        result = lockstep.step(step, gradients, {layer.name: rate for layer in layers})
-        means = {name: value for ranks in result.exchanged.values() for name, value in ranks[0].mean.items()}
-        for name, parameter in model.named_parameters():
-            mean = means.get(name)
-            parameter.grad = mean if mean is not None else sum_in_rank_order([g[name] for g in gradients])
+        result, loss = compressed_gradients(task, model, optimizer, lockstep, step, micro)
         if watch:
             watch({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
         optimizer.step()
@@ -161,9 +153,25 @@ def train(
         "score": task.score(model, data),
         "curve": curve,
         "loss": statistics.fmean(losses[-50:]),
-        **_bytes(4 * sum(layer.numel for layer in layers), sent, task.recipe.steps),
+        **_bytes(4 * sum(layer.numel for layer in layers_of(model)), sent, task.recipe.steps),
         "seconds": time.perf_counter() - began,
     }
+
+
+def compressed_gradients(
+    task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, lockstep: LockstepPlan, step: int, micro: Micro
+) -> tuple[StepResult, float]:
+    """One iteration up to the optimizer's step: its rate is set and the plan's averages are in the gradients."""
+    rate = learning_rate_at(task.recipe, step)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    gradients, loss = node_gradients(task, model, micro)
+    result = lockstep.step(step, gradients, dict.fromkeys(gradients[0], rate))
+    means = {name: value for ranks in result.exchanged.values() for name, value in ranks[0].mean.items()}
+    for name, parameter in model.named_parameters():
+        mean = means.get(name)
+        parameter.grad = mean if mean is not None else sum_in_rank_order([g[name] for g in gradients])
+    return result, loss
 
 
 def _bytes(dense: int, sent: Sequence[tuple[bool, float, float]], steps: int) -> dict[str, float]:

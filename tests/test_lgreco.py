@@ -27,6 +27,7 @@ from gradlab.analysis.candidate_costs import Cost, candidate_costs
 from gradlab.analysis.dry_run import DryRuns
 from gradlab.analysis.fastest_plan import StepModel, StepTimes, fastest_plan
 from gradlab.analysis.hybrid import FAMILIES, family_candidates, of_family
+from gradlab.analysis.layer_plan_plots import plot_sensitivity
 from gradlab.analysis.layer_planners import accordion, cgx_kmeans, global_threshold, total, uniform
 from gradlab.analysis.lgreco import LgrecoFit, fit_lgreco, plan_of
 from gradlab.analysis.link import Link
@@ -490,6 +491,10 @@ def test_losses_differ_where_a_layer_is_compressed() -> None:
     with pytest.raises(GradlabError, match="at least three layers"):
         correlations(errors[:2], list(found.differences.values())[:2])
     assert np.isnan(correlations([np.ones(1)] * 3, [np.zeros(1)] * 3)["pearson"]).all()
+    row = {"checkpoint": 50, "varied": "rank", "settings": [1, 4], "correlations": measured}
+    figure = plot_sensitivity([row | {"errors": errors, "differences": list(found.differences.values())}])
+    assert figure.axes[0].lines[0].get_ydata() == pytest.approx(measured["pearson"])
+    assert len(figure.axes[1].lines[0].get_xdata()) == len(candidates)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

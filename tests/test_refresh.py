@@ -124,6 +124,12 @@ def test_a_choice_that_fails_changes_nothing_and_is_told(pool: ProcessPool) -> N
     assert other["stayed"]
     assert "smallest reachable" in root["report"]["failure"]
     assert root["report"]["choice"] is None
+    lockstep = LockstepPlan(tasks.plan_of("powersgd", alpha=1e-9), 2)
+    for step in range(tasks.STEPS):
+        lockstep.step(step, [tasks.drawn(rank, step) for rank in range(2)])
+    assert all("no plan could be chosen" in line and "smallest reachable" in line for line in lockstep.remarks)
+    assert len(lockstep.remarks) == 2
+    assert lockstep.stateful
 
 
 def test_a_gradient_that_is_not_finite_is_left_out() -> None:

@@ -138,7 +138,8 @@ class PowerSGD(Codec):
 
     def adopted_state(self, state: Tensors) -> Tensors:
         """Factors of another rank: the first of their rows go on, which orthogonal iteration has turned to the largest
-        singular values; rows that are missing are drawn as at the start."""
+        singular values; rows that are missing are drawn as at the start. A layer that was dense in between, because a
+        rank saved nothing there, starts cold."""
         return dict(state) if self.settings.warm_start else {}
 
     def _random(self, name: str, columns: int, like: torch.Tensor, context: Context) -> torch.Tensor:
@@ -258,8 +259,9 @@ def _energy(matrix: torch.Tensor) -> float:
 def _leading_energies(tall: torch.Tensor, rank: int, steps: int, generator: torch.Generator | None) -> torch.Tensor:
     """The squares (rank,), largest first, of singular values of M (n, m) within a subspace of power iteration."""
     right = torch.randn(tall.shape[1], rank, generator=generator, dtype=tall.dtype).to(tall.device)
+    largest = tall.abs().amax().clamp_(min=torch.finfo(tall.dtype).tiny)
     for _ in range(steps):
-        left = orthogonalize(tall @ right)
+        left = orthogonalize(tall @ (right / right.abs().amax().clamp_(min=torch.finfo(right.dtype).tiny)) / largest)
         right = tall.T @ left
     return torch.linalg.svdvals(right.double()).square_()
 

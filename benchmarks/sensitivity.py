@@ -1,0 +1,153 @@
+"""Does a layer's L2 error tell how much its compression hurts? L-GreCo's section 5.4 and Fig. 11a.
+
+    python benchmarks/sensitivity.py images --data cifar10.npz --out images.json [--feedback] [--codec topk]
+    python benchmarks/sensitivity.py images --out images.json --figure sensitivity.svg
+
+From checkpoints of a dense run (tasks of layer_plans.py, emulated nodes), short runs on the same data with one layer
+compressed at one setting; the difference of the loss, on samples that do not change, to the run without compression is
+the layer's sensitivity. Beside it the squared error on the gradients accumulated over the uncompressed run. One JSON
+object per checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from emulated import Micro, Task, compressed_gradients, node_gradients
+from layer_plans import TASKS
+
+from gradlab.analysis.layer_plan_plots import plot_sensitivity
+from gradlab.analysis.lockstep_plan import LockstepPlan
+from gradlab.analysis.sensitivity import correlations, loss_sensitivity
+from gradlab.cli.figures import write_figure
+from gradlab.codec import Tensors
+from gradlab.datasets.optimizer import build_optimizer
+from gradlab.layer_errors import Candidate, squared_errors
+from gradlab.layout import layers_of
+from gradlab.optimizers import is_plain_sgd
+from gradlab.plan import Plan
+
+SEED, SHORT, JUDGED = 7, 30, 1000
+CHECKPOINTS = (50, 200)
+SETTINGS: dict[str, tuple[str, Sequence[Any]]] = {
+    "powersgd": ("rank", (1, 2, 4, 8)),
+    "topk": ("density", (0.001, 0.01, 0.1)),
+}
+
+
+class Checkpoint:
+    """A dense run's state after so many iterations, the batches that follow, and what the loss is judged on."""
+
+    def __init__(self, task: Task, data: Any, first: int) -> None:
+        self.task, self.first = task, first
+        self.model = task.model(SEED)
+        self.optimizer = build_optimizer(task.recipe, self.model.parameters())
+        self.dense = Plan(layers_of(self.model))
+        every = islice(task.micro_batches(data, SEED), first + SHORT)
+        batches = list(every)
+        self._advance(self.model, self.optimizer, self.dense, 0, batches[:first])
+        self.batches = batches[first:]
+        self.judged = data.train_x[:JUDGED], data.train_y[:JUDGED]
+
+    def _advance(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, first: int, batches: Sequence[Micro]
+    ) -> None:
+        lockstep = LockstepPlan(plan, self.task.ranks, is_plain_sgd(optimizer))
+        for number, micro in enumerate(batches):
+            compressed_gradients(self.task, model, optimizer, lockstep, first + number, micro)
+            optimizer.step()
+
+    def run(self, plan: Plan) -> float:
+        """The loss after a short run."""
+        model = copy.deepcopy(self.model)
+        optimizer = build_optimizer(self.task.recipe, model.parameters())
+        optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+        self._advance(model, optimizer, plan, self.first, self.batches)
+        model.eval()
+        with torch.no_grad():
+            x, y = self.judged
+            parts = [float(self.task.loss(model, a, b)) for a, b in zip(x.split(50), y.split(50), strict=True)]
+        return float(np.mean(parts))
+
+    def accumulated(self) -> list[Tensors]:
+        """Each node's gradients, summed over the short run at the checkpoint's parameters."""
+        model = copy.deepcopy(self.model)
+        total: list[Tensors] = []
+        for micro in self.batches:
+            found, _ = node_gradients(self.task, model, micro)
+            if not total:
+                total = [{name: value.clone() for name, value in mine.items()} for mine in found]
+                continue
+            for kept, mine in zip(total, found, strict=True):
+                for name, value in mine.items():
+                    kept[name] += value
+        return total
+
+
+def measure(task: Task, data: Any, codec: str, first: int, feedback: bool) -> dict[str, Any]:
+    """Sensitivities and errors at one checkpoint."""
+    name, values = SETTINGS[codec]
+    around = None if feedback else ()
+    some = [Candidate(codec, {name: value}, {}, around) for value in values]
+    checkpoint = Checkpoint(task, data, first)
+    layers = checkpoint.dense.layers
+    uniform = Plan.uniform(layers, codec, group_bytes=0, **{name: values[0]})
+    planned = [layer for group in uniform.compressed_groups for layer in uniform.members(group)]
+    found = loss_sensitivity(
+        checkpoint.run,
+        layers,
+        {layer.name: some for layer in planned},
+        progress=lambda what, done, total: print(f"{what} {done}/{total}", flush=True),
+    )
+    ranks = checkpoint.accumulated()
+    errors = [np.sum([squared_errors(x, mine[x.name], some) for mine in ranks], axis=0) for x in planned]
+    differences = [found.differences[layer.name] for layer in planned]
+    return {
+        "codec": codec,
+        "varied": name,
+        "settings": list(values),
+        "checkpoint": first,
+        "feedback": feedback,
+        "loss": found.loss,
+        "layers": [layer.name for layer in planned],
+        "errors": np.array(errors).tolist(),
+        "differences": np.array(differences).tolist(),
+        "correlations": correlations(errors, differences),
+    }
+
+
+def main() -> None:
+    """See the module's text."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=list(TASKS))
+    parser.add_argument("--data")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--codec", choices=list(SETTINGS), default="powersgd")
+    parser.add_argument("--checkpoints", type=int, nargs="+", default=CHECKPOINTS)
+    parser.add_argument("--feedback", action="store_true", help="with error feedback in the short runs")
+    parser.add_argument("--figure", type=Path)
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    task = TASKS[chosen.task]
+    if chosen.data:
+        data = task.workload.load(chosen.data, train_limit=20000, test_limit=2000)
+        for first in chosen.checkpoints:
+            row = {"task": chosen.task} | measure(task, data, chosen.codec, first, chosen.feedback)
+            with chosen.out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print({key: row[key] for key in ("checkpoint", "loss", "correlations")}, flush=True)
+    if chosen.figure:
+        rows = [json.loads(line) for line in chosen.out.read_text().splitlines()]
+        write_figure(lambda: plot_sensitivity(rows), chosen.figure)
+
+
+if __name__ == "__main__":
+    main()
