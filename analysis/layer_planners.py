@@ -73,19 +73,23 @@ def cgx_kmeans(
     return _smallest(plans, errors, sizes, budget, "pair of ends")
 
 
-def accordion(norms: np.ndarray, learning_rates: np.ndarray, *, eta: float = ETA) -> np.ndarray:
+def accordion(
+    norms: np.ndarray, learning_rates: np.ndarray, *, eta: float = ETA, least_decay: float = 0.0
+) -> np.ndarray:
     """Where Accordion sees a critical regime, (windows, layers) bool: there it compresses little, elsewhere much.
 
     Agarwal, Wang, Lee, Venkataraman, Papailiopoulos, "Adaptive gradient communication via critical learning regime
     identification", MLSys 2021, Algorithm 1: a layer is critical while | ||g_t|| - ||g_(t-1)|| | / ||g_(t-1)|| >= eta
     between accumulated gradients of windows that follow each other, and all layers are when the learning rate has
     fallen since; at first all are. norms: (windows, layers), not squared; learning_rates: (windows,), NaN if unknown.
+    least_decay: the share by which the rate has to fall; at 0, as published, a schedule that falls all the time keeps
+    all layers critical.
     """
     critical = np.ones(norms.shape, dtype=bool)
     with np.errstate(divide="ignore", invalid="ignore"):
         change = np.abs(np.diff(norms, axis=0)) / norms[:-1]
     critical[1:] = np.where(np.isfinite(change), change >= eta, norms[1:] > 0)
-    critical[1:] |= (np.diff(learning_rates) < 0)[:, None]
+    critical[1:] |= (learning_rates[1:] < (1 - least_decay) * learning_rates[:-1])[:, None]
     return critical
 
 

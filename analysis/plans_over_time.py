@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from gradlab.analysis.layer_problem import Problem
     from gradlab.trace import Trace
 
+DECAY = 0.3  # of the learning rate between windows, for Accordion: what steps of a schedule do, and smooth ones do not
+
 
 @dataclass(frozen=True)
 class PlansOverTime:
@@ -62,16 +64,22 @@ class PlansOverTime:
 
 
 def plan_over_time(
-    problem: Problem, learning_rates: np.ndarray, *, metric: str = "squared", alpha: float = 1.0, eta: float = ETA
+    problem: Problem,
+    learning_rates: np.ndarray,
+    *,
+    metric: str = "squared",
+    alpha: float = 1.0,
+    eta: float = ETA,
+    least_decay: float = DECAY,
 ) -> PlansOverTime:
     """A choice for every window, from that window alone, as if planned anew at its end.
 
     learning_rates: (windows,), NaN where unknown. Accordion goes between the most compressed candidate and the least.
-    L-GreCo after Accordion gets the error of Accordion's choice as its budget.
+    L-GreCo after Accordion gets the error of Accordion's choice as its budget. eta, least_decay: see `accordion`.
     """
     table, costs = problem.table, problem.costs
     norms = np.sqrt(np.stack([t.squared_norm for t in table.layers], axis=1))
-    critical = accordion(norms, learning_rates, eta=eta)
+    critical = accordion(norms, learning_rates, eta=eta, least_decay=least_decay)
     most, least = (np.array([pick(row) for row in costs]) for pick in (np.argmin, np.argmax))
     switched = np.where(critical, least, most)
     found: dict[str, list[np.ndarray]] = {}

@@ -44,6 +44,7 @@ class Task:
     recipe: Recipe
     ranks: int = 4
     blocks: tuple[int, ...] | None = None
+    autocast: bool = True
 
     def model(self, seed: int) -> nn.Module:
         if self.blocks is None:
@@ -54,7 +55,7 @@ class Task:
     def loss(self, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         if self.blocks is None:
             return self.workload.loss(model(x), y)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
             scores = model(halved(x))
         return self.workload.loss(scores.float(), y)
 

@@ -5,8 +5,10 @@
 
 From checkpoints of a dense run (tasks of layer_plans.py, emulated nodes), short runs on the same data with one layer
 compressed at one setting; the difference of the loss, on samples that do not change, to the run without compression is
-the layer's sensitivity. Beside it the squared error on the gradients accumulated over the uncompressed run. One JSON
-object per checkpoint.
+the layer's sensitivity. Beside it the squared error on the gradients accumulated over the uncompressed run. A layer
+sent in 16 bits loses next to nothing: what that does to the loss is noise, and is told too. The paper's 50 iterations
+would be mostly noise on a model this small, whose rounding errors grow from step to step: here it is 10, in float32.
+One line of JSON per checkpoint.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import copy
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -35,7 +38,8 @@ from gradlab.layout import layers_of
 from gradlab.optimizers import is_plain_sgd
 from gradlab.plan import Plan
 
-SEED, SHORT, JUDGED = 7, 30, 1000
+SEED, JUDGED = 7, 2000
+NOISE = Candidate("cast", {"dtype": "float16"}, {}, ())
 CHECKPOINTS = (50, 200)
 SETTINGS: dict[str, tuple[str, Sequence[Any]]] = {
     "powersgd": ("rank", (1, 2, 4, 8)),
@@ -46,12 +50,12 @@ SETTINGS: dict[str, tuple[str, Sequence[Any]]] = {
 class Checkpoint:
     """A dense run's state after so many iterations, the batches that follow, and what the loss is judged on."""
 
-    def __init__(self, task: Task, data: Any, first: int) -> None:
+    def __init__(self, task: Task, data: Any, first: int, steps: int) -> None:
         self.task, self.first = task, first
         self.model = task.model(SEED)
         self.optimizer = build_optimizer(task.recipe, self.model.parameters())
         self.dense = Plan(layers_of(self.model))
-        every = islice(task.micro_batches(data, SEED), first + SHORT)
+        every = islice(task.micro_batches(data, SEED), first + steps)
         batches = list(every)
         self._advance(self.model, self.optimizer, self.dense, 0, batches[:first])
         self.batches = batches[first:]
@@ -92,35 +96,40 @@ class Checkpoint:
         return total
 
 
-def measure(task: Task, data: Any, codec: str, first: int, feedback: bool) -> dict[str, Any]:
+def measure(task: Task, data: Any, codec: str, first: int, steps: int, feedback: bool) -> dict[str, Any]:
     """Sensitivities and errors at one checkpoint."""
     name, values = SETTINGS[codec]
     around = None if feedback else ()
     some = [Candidate(codec, {name: value}, {}, around) for value in values]
-    checkpoint = Checkpoint(task, data, first)
+    checkpoint = Checkpoint(task, data, first, steps)
     layers = checkpoint.dense.layers
     uniform = Plan.uniform(layers, codec, group_bytes=0, **{name: values[0]})
     planned = [layer for group in uniform.compressed_groups for layer in uniform.members(group)]
     found = loss_sensitivity(
         checkpoint.run,
         layers,
-        {layer.name: some for layer in planned},
+        {layer.name: [*some, NOISE] for layer in planned},
         progress=lambda what, done, total: print(f"{what} {done}/{total}", flush=True),
     )
     ranks = checkpoint.accumulated()
     errors = [np.sum([squared_errors(x, mine[x.name], some) for mine in ranks], axis=0) for x in planned]
-    differences = [found.differences[layer.name] for layer in planned]
+    differences = [found.differences[layer.name][:-1] for layer in planned]
+    noise = [float(found.differences[layer.name][-1]) for layer in planned]
     return {
         "codec": codec,
         "varied": name,
         "settings": list(values),
         "checkpoint": first,
+        "steps": steps,
         "feedback": feedback,
+        "noise": float(np.std(noise)),
+        "spread": np.std(differences, axis=0).tolist(),
         "loss": found.loss,
         "layers": [layer.name for layer in planned],
         "errors": np.array(errors).tolist(),
         "differences": np.array(differences).tolist(),
         "correlations": correlations(errors, differences),
+        "correlations_of_magnitudes": correlations(errors, [np.abs(row) for row in differences]),
     }
 
 
@@ -132,18 +141,25 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--codec", choices=list(SETTINGS), default="powersgd")
     parser.add_argument("--checkpoints", type=int, nargs="+", default=CHECKPOINTS)
+    parser.add_argument("--steps", type=int, default=10, help="of a short run")
     parser.add_argument("--feedback", action="store_true", help="with error feedback in the short runs")
     parser.add_argument("--figure", type=Path)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    task = TASKS[chosen.task]
+    task = replace(TASKS[chosen.task], autocast=False)
     if chosen.data:
         data = task.workload.load(chosen.data, train_limit=20000, test_limit=2000)
         for first in chosen.checkpoints:
-            row = {"task": chosen.task} | measure(task, data, chosen.codec, first, chosen.feedback)
+            row = {"task": chosen.task} | measure(task, data, chosen.codec, first, chosen.steps, chosen.feedback)
             with chosen.out.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-            print({key: row[key] for key in ("checkpoint", "loss", "correlations")}, flush=True)
+            print(
+                {
+                    key: row[key]
+                    for key in ("checkpoint", "loss", "noise", "spread", "correlations", "correlations_of_magnitudes")
+                },
+                flush=True,
+            )
     if chosen.figure:
         rows = [json.loads(line) for line in chosen.out.read_text().splitlines()]
         write_figure(lambda: plot_sensitivity(rows), chosen.figure)

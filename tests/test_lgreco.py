@@ -451,6 +451,9 @@ def test_accordion_sees_critical_regimes() -> None:
     expected = [[True, True], [True, False], [False, False], [True, True], [True, False], [False, True]]
     assert found.tolist() == expected
     assert not accordion(norms[1:3], np.array([math.nan, math.nan]))[1:].any()
+    steady, falling = np.ones((3, 2)), np.array([0.1, 0.08, 0.04])
+    assert accordion(steady, falling).all()
+    assert accordion(steady, falling, least_decay=0.3).tolist() == [[True, True], [False, False], [True, True]]
 
 
 # --- sensitivity ------------------------------------------------------------------------------------------------------
