@@ -19,6 +19,8 @@ from gradlab.analysis.predict import assign_buckets
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 
+_TIE = 1e-3
+
 
 @dataclass(frozen=True)
 class BucketTimes:
@@ -41,7 +43,7 @@ def fit_bucket_times(sizes: np.ndarray, seconds: np.ndarray, *, positive: bool =
     from sklearn.linear_model import LinearRegression
 
     sizes, seconds = np.asarray(sizes, dtype=float), np.asarray(seconds, dtype=float)
-    if sizes.ndim != 2 or seconds.shape != sizes.shape[:1]:
+    if sizes.ndim != 2 or seconds.shape != sizes.shape[:1] or not sizes.shape[1]:
         raise GradlabError(
             f"bucket times: sizes {sizes.shape} and seconds {seconds.shape}, expected (n, buckets), (n,)"
         )
@@ -63,7 +65,7 @@ def read_bucket_times(path: str | os.PathLike[str]) -> BucketTimes:
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
         sizes, seconds = (np.array(found[name], dtype=float) for name in ("sizes", "seconds"))
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         raise GradlabError(
             f'{path}: expected JSON of bucket times, {{"sizes": bytes by sample and bucket, "seconds": by sample}}'
         ) from None
@@ -82,16 +84,30 @@ def linear_priority(layers: Sequence[Layer], bucket_cap_mb: float | None = None)
 
 
 def time_weights(layers: Sequence[Layer], times: BucketTimes, bucket_cap_mb: float | None = None) -> dict[str, float]:
-    """Section 4: a layer's weight is its bucket's T(b), in seconds per byte.
+    """Section 4: a layer's weight is its bucket's T(b), in seconds per byte, but never quite nothing: of settings that
+    cost no time the smaller one is wanted.
 
     Raises:
-        GradlabError: if there are not as many coefficients as buckets.
+        GradlabError: if there are not as many coefficients as buckets, or none is above 0.
     """
     numbers = bucket_of_layers(layers, bucket_cap_mb)
     count = max(numbers.values(), default=-1) + 1
     if len(times.coefficients) != count:
         raise GradlabError(f"bucket times: {len(times.coefficients)} coefficients, but DDP makes {count} buckets")
-    return {name: float(times.coefficients[number]) for name, number in numbers.items()}
+    weights = above_nothing(times.coefficients)
+    return {name: float(weights[number]) for name, number in numbers.items()}
+
+
+def above_nothing(coefficients: np.ndarray) -> np.ndarray:
+    """Coefficients from 0 on, a thousandth of the largest added to each.
+
+    Raises:
+        GradlabError: if none is above 0.
+    """
+    largest = coefficients.max(initial=0.0)
+    if largest <= 0:
+        raise GradlabError("bucket times: no bucket's bytes take any time: there is nothing to weigh layers by")
+    return np.maximum(coefficients, 0.0) + _TIE * largest
 
 
 def weighted(names: Sequence[str], costs: Sequence[np.ndarray], weights: Mapping[str, float]) -> list[np.ndarray]:

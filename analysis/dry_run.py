@@ -19,6 +19,7 @@ import torch
 from gradlab.analysis.link import weightless
 from gradlab.analysis.timeline import Exchange, Turn
 from gradlab.codec import Codec, Context, Exchanged, Tensors, exchange_group
+from gradlab.codecs.identity import Identity
 from gradlab.collectives import AllToAll, Gather, Request, Ring, answer_for, as_requests
 from gradlab.layout import Layer
 from gradlab.measures import is_finite
@@ -178,6 +179,21 @@ class DryRuns:
         if key not in self._found:
             self._found[key] = dry_run(codec, layers, self.context(name), repeats=self.repeats)
         return replace(self._found[key], name=name)
+
+    def dense(self, name: str, layers: Sequence[Layer]) -> Exchange:
+        """Dense layers that travel together: the sum of what each takes, so that every layer is run once, whichever
+        stand beside it."""
+        every = [self.exchange(name, Identity(), [layer], "dense") for layer in layers]
+        turns = [
+            Turn(
+                sum(turn.seconds for turn in same),
+                tuple(request for turn in same for request in turn.requests),
+                sum(turn.copy_seconds for turn in same),
+            )
+            for same in zip(*(exchange.turns for exchange in every), strict=True)
+        ]
+        size, applied = (sum(getattr(one, what) for one in every) for what in ("gradient_bytes", "apply_seconds"))
+        return Exchange(name, size, tuple(turns), applied)
 
     def _kind(self, group: Group) -> str:
         settings = {key: value for key, value in group.to_json().items() if key not in ("name", "layers")}

@@ -3,8 +3,9 @@
 Alimohammadi et al., "L-GreCo", MLSys 2024, section 4, puts a regression on measured times in place of the size: see
 `gradlab.analysis.bucket_time`. Here the step itself is predicted (`gradlab.analysis.predict`), so the regression can be
 taken on as many plans as are wanted, and every plan that an objective finds is judged by its own step. A step is no sum
-over layers: that a plan is the fastest is not proved by a search over sums. How much faster any other one could be is:
-all codecs take turns on one thread, and all messages share one link.
+over layers: that a plan is the fastest is not proved by a search over sums. How much faster any other one of the same
+candidates, a group per layer, could be predicted to be with the same times of codecs is: all codecs take turns on one
+thread, and all messages share one link. (Groups of several layers, as some codecs like them, can be faster.)
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from gradlab.analysis.bucket_time import bucket_of_layers, fit_bucket_times, linear_priority, weighted
+from gradlab.analysis.bucket_time import above_nothing, bucket_of_layers, fit_bucket_times, linear_priority, weighted
 from gradlab.analysis.candidate_costs import candidate_exchange
 from gradlab.analysis.dry_run import DryRuns, one_thread, scan_seconds_per_byte
 from gradlab.analysis.layer_planners import Rows
@@ -31,8 +32,6 @@ from gradlab.progress import Progress
 _LEAST_SAMPLES, _SAMPLES_PER_BUCKET = 48, 3
 _ROUNDS = 3  # of regressions: over all plans, then around the best one
 _MOVED = 0.3  # of the layers, from a plan to one around it
-# Of two plans whose step is the same, the one that is busy for less time.
-_TIE = 1e-3
 _ROUNDING = 8  # bytes per rank and message
 
 
@@ -58,7 +57,7 @@ class StepModel:
 
 @dataclass(frozen=True)
 class FastestPlan:
-    """choice: per layer; seconds: its step, predicted; bound: no plan within the budget is predicted to take less;
+    """choice: per layer; seconds: its step, predicted; bound: no choice within the budget is predicted to take less;
     uniform, dense: steps of the reference and of plain DDP; by_objective: the step of what each objective found; link,
     model: what it was predicted from."""
 
@@ -87,7 +86,8 @@ class StepTimes:
     def __init__(self, plan_of: Callable[[np.ndarray], Plan], runs: DryRuns, link: Link, model: StepModel) -> None:
         self.runs, self.link, self.model = runs, link, model
         self.plan_of = plan_of
-        self._scan = scan_seconds_per_byte()
+        with one_thread():
+            self._scan = scan_seconds_per_byte()
         self._known: dict[bytes, float] = {}
 
     def job(self, choice: np.ndarray) -> Job:
@@ -151,7 +151,9 @@ def fastest_plan(
         seconds = {name: times.seconds(choice) for name, choice in found.items()}
         name = min(found, key=lambda name: seconds[name])
         rest = _rest_seconds(problem, times, numbers)
-        bound = step_bound(errors, (sent, worked), (rest, 0 * rest), budget, of_bucket, times.job(found[name]))
+        bound = step_bound(
+            errors, (sent, worked), (rest, 0 * rest), budget, of_bucket, times.job(found[name]), times.model.speed
+        )
         return FastestPlan(
             found[name],
             seconds[name],
@@ -165,7 +167,7 @@ def fastest_plan(
 
 
 def exposed_shares(busy: Rows, of_bucket: np.ndarray, samples: Sequence[np.ndarray], seconds: np.ndarray) -> np.ndarray:
-    """Section 4's T(b), (buckets,), as the share of a bucket's seconds that the step grows by, never nothing at all.
+    """Section 4's T(b), (buckets,), as the share of a bucket's seconds that the step grows by, never quite nothing.
 
     busy: per layer (candidates,), seconds as if nothing were hidden; of_bucket: (layers,); samples: choices; seconds:
     (samples,), their steps.
@@ -175,7 +177,7 @@ def exposed_shares(busy: Rows, of_bucket: np.ndarray, samples: Sequence[np.ndarr
     for row, sample in zip(spent, samples, strict=True):
         np.add.at(row, of_bucket, [values[place] for values, place in zip(busy, sample, strict=True)])
     shares = fit_bucket_times(spent, seconds).coefficients
-    return shares + _TIE * (shares.max() or 1.0)
+    return above_nothing(shares) if shares.any() else np.ones(buckets)
 
 
 def _drawn(busy: Rows, of_bucket: np.ndarray, around: np.ndarray | None, generator: np.random.Generator) -> np.ndarray:
@@ -197,15 +199,19 @@ def step_bound(
     budget: float,
     of_bucket: np.ndarray,
     job: Job,
+    speed: float = 1.0,
 ) -> float:
-    """Seconds that no plan within the budget is predicted to fall below.
+    """Seconds that no choice within the budget is predicted to fall below.
 
     A step lasts at least until bucket b is ready and everything from b on has passed the one link, or the one thread
-    of the codecs. How little that can be, over all plans, is an exact allocation for each b. floors: what passes each
-    of these, per layer (candidates,), in seconds; rest: (buckets,), of layers that are not planned; job: for when
+    of the codecs. How little that can be, over all choices, is an exact allocation for each b. And what codecs do
+    slows computing down by 1 / speed - 1, see `gradlab.analysis.timeline.Clock`. floors: what passes the link, and the
+    thread, per layer (candidates,), in seconds; rest: (buckets,), of layers that are not planned; job: for when
     buckets are ready.
     """
     least = job.compute_seconds
+    if speed < 1:
+        least += (1 / speed - 1) * allocate(errors, floors[1], budget).bound
     for number, bucket in enumerate(job.buckets):
         for rows, other in zip(floors, rest, strict=True):
             later = of_bucket >= number

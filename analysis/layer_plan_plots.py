@@ -73,7 +73,8 @@ def plot_frontier(found: Mapping[str, Any]) -> Figure:
 
 
 def _unit(found: Mapping[str, Any]) -> str:
-    return {"payload": "payload, bytes", "wire": "bytes on the wire", "seconds": "seconds"}[found["cost"]]
+    texts = {"payload": "payload, bytes", "wire": "bytes on the wire", "seconds": "seconds", "step": "seconds"}
+    return texts[found["cost"]]
 
 
 def plot_over_time(found: Mapping[str, Any]) -> Figure:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradlab import codecs
+from gradlab.analysis.bucket_time import bucket_of_layers
 from gradlab.analysis.candidate_costs import PAYLOAD, Cost, candidate_costs
 from gradlab.analysis.dry_run import DryRuns
 from gradlab.analysis.error_tables import ErrorTable, measure_errors, windows_of
@@ -82,7 +83,9 @@ class LgrecoFit:
                     reached.append([total(errors, plan.choice) / unit, total(problem.costs, plan.choice)])
             if reached:
                 found[name] = reached
-        return {"planners": found, "cost": self.origin["cost"], "metric": metric}
+        # A step is no sum over layers: seconds are what the tables hold.
+        cost = self.origin["cost"] if "step" not in self.origin else "seconds"
+        return {"planners": found, "cost": cost, "metric": metric}
 
 
 def fit_lgreco(
@@ -124,22 +127,30 @@ def fit_lgreco(
         GradlabError: for a budget that no plan meets, no layer to compress, a refresh from several codecs or towards
             another cost than payload, or what `measure_errors` refuses.
     """
-    build_settings(codecs.get(codec), reference or {})  # names the codec's settings; Plan.uniform has others of its own
+    varied, method = main_setting(codec), codecs.get(codec)
+    reference = dict(reference or {})
+    built = build_settings(method, reference)  # names the codec's settings; Plan.uniform has others of its own
+    reference = {varied: getattr(built, varied), **reference}
     ranks = trace.world_size if world_size is None else world_size
+    named = cost.name if step is None else "step"
     if ranks < 1 or (ranks < 2 and cost.name != "payload"):
-        raise GradlabError(f"nodes = {ranks}, expected at least {1 if cost.name == 'payload' else 2} for {cost.name}")
+        raise GradlabError(f"nodes = {ranks}, expected at least {1 if cost.name == 'payload' else 2} for {named}")
     if refresh_every and (weights is not None or budget is not None):
         raise GradlabError("refresh: while training plans are chosen by payload and alpha, without weights or a budget")
-    if step is not None and (cost.link is None or weights is not None):
-        raise GradlabError("a step is predicted from seconds on a link, and weighs buckets itself")
-    base = Plan.uniform(trace.layers, codec, warmup_steps=warmup_steps, seed=seed, group_bytes=0, **(reference or {}))
+    if refresh_every and named != "payload":
+        raise GradlabError(f"refresh: while training plans are chosen by payload, not by {named}")
+    if step is not None:
+        if cost.link is None or weights is not None:
+            raise GradlabError("a step is predicted from seconds on a link, and weighs buckets itself")
+        bucket_of_layers(trace.layers, step.bucket_cap_mb)  # refuses a cap that cannot be
+    base = Plan.uniform(trace.layers, codec, warmup_steps=warmup_steps, seed=seed, group_bytes=0, **reference)
     windows = _windows(trace, start, window)
-    rows = _candidates(base, codec, dict(reference or {}), candidates)
+    rows = _candidates(base, codec, dict(reference), candidates)
     table = measure_errors(trace, rows, windows, seed=seed, workers=workers, cluster=cluster, progress=progress)
     runs = DryRuns(base, ranks, repeats=_REPEATS)
     layers = [(t.layer, t.candidates) for t in table.layers]
     costs = candidate_costs(layers, ranks, cost, runs=runs, progress=progress)
-    at = np.array([_place_of(codec, reference or {}, t.candidates) for t in table.layers])
+    at = np.array([_place_of(codec, reference, t.candidates) for t in table.layers])
     weighing = None if weights is None else np.array([weights[t.layer.name] for t in table.layers])
     problem = Problem(table, tuple(costs), at, weighing)
     if not np.isfinite(table.by_window(at, metric)).all():
@@ -161,17 +172,17 @@ def fit_lgreco(
         found = Allocation(fastest.choice, fastest.seconds, fastest.bound)
     plan = plan_of(base, table, found.choice)
     if refresh_every:
-        refresh = _refresh(table, problem.reference, refresh_every, alpha, metric, cost)
+        refresh = _refresh(table, problem.reference, refresh_every, alpha, metric)
         plan = replace(plan, refresh=refresh)
     origin = _origin(trace, base, plan, problem, found, (chosen_on, checked_on), ranks)
-    about = {"codec": codec, "reference": dict(reference or {}), "alpha": None if budget is not None else alpha}
-    origin |= about | {"budget": most, "metric": metric, "cost": cost.name, "world_size": ranks}
+    about = {"codec": codec, "reference": dict(reference), "alpha": None if budget is not None else alpha}
+    origin |= about | {"budget": most, "metric": metric, "cost": named, "world_size": ranks}
     if fastest is None and (alone := problem.alone(errors, most)):
         origin |= {"alone": alone}
     if fastest is not None:
         times_of_step = {"size": fastest.seconds, "uniform_size": fastest.uniform, "step": fastest.to_json()}
         origin |= times_of_step | {"gain": fastest.uniform / fastest.seconds}
-    origin |= {"varied": main_setting(codec), "uniform": str(Candidate(codec, dict(reference or {})))}
+    origin |= {"varied": varied, "uniform": str(Candidate(codec, reference))}
     return LgrecoFit(plan, problem, found, origin)
 
 
@@ -215,9 +226,7 @@ def _place_of(codec: str, reference: Mapping[str, Any], candidates: Sequence[Can
     return 0
 
 
-def _refresh(table: ErrorTable, reference: np.ndarray, every: int, alpha: float, metric: str, cost: Cost) -> Refresh:
-    if cost.name != "payload":
-        raise GradlabError(f"refresh: while training plans are chosen by payload, not by {cost.name}")
+def _refresh(table: ErrorTable, reference: np.ndarray, every: int, alpha: float, metric: str) -> Refresh:
     codecs_there = {candidate.codec for t in table.layers for candidate in t.candidates}
     if len(codecs_there) > 1:
         raise GradlabError(f"refresh: chooses among one codec's settings, not among {', '.join(sorted(codecs_there))}")

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from gradlab.analysis.dry_run import DryRuns
 from gradlab.analysis.link import Link
 from gradlab.analysis.timeline import Bucket, Exchange, Step, simulate
-from gradlab.codecs.identity import Identity
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan import Plan
@@ -140,7 +139,7 @@ def _exchanges(plan: Plan, runs: DryRuns, assigned: Sequence[Sequence[Layer]]) -
         started = []
         dense = [layer for layer in bucket if layer.name not in group_of]
         if dense and len(dense) < len(bucket):
-            started.append(runs.exchange(f"dense layers of bucket {index}", Identity(), dense, "dense"))
+            started.append(runs.dense(f"dense layers of bucket {index}", dense))
         for group in plan.compressed_groups:
             if missing[group.name] & names:
                 missing[group.name] -= names

@@ -80,7 +80,8 @@ _LAYER_COLUMNS = (
 
 def layer_plan_table(origin: Mapping[str, Any]) -> Table:
     """What every layer got, with its cost and error beside the uniform plan's."""
-    text = format_seconds if origin["cost"] == "seconds" else format_bytes
+    cost = "seconds" if origin["cost"] == "step" else origin["cost"]
+    text = format_seconds if cost == "seconds" else format_bytes
     rows = [
         [
             layer["name"],
@@ -93,7 +94,7 @@ def layer_plan_table(origin: Mapping[str, Any]) -> Table:
         ]
         for layer in origin["layers"]
     ]
-    columns = ("layer", "setting", "elements", origin["cost"], "uniform", "error", "uniform")
+    columns = ("layer", "setting", "elements", cost, "uniform", "error", "uniform")
     return Table("plan by layer", columns, rows, text_columns=2)
 
 

@@ -118,7 +118,9 @@ def layer_plan_verdict(origin: Mapping[str, Any]) -> str:
     if "step" in origin:
         return " ".join([_step_line(origin), _later_error_line(origin)])
     what = {"payload": "bytes", "wire": "bytes on the wire", "seconds": "seconds"}[origin["cost"]]
-    if gain < 1 + _LITTLE_GAIN:
+    if gain < 1 - _LITTLE_GAIN:  # weighted costs, or a budget of its own
+        first = f"By layer {format_ratio(1 / gain)} more {what} than {origin['uniform']} everywhere"
+    elif gain < 1 + _LITTLE_GAIN:
         first = f"A plan by layer gains next to nothing over {origin['uniform']} everywhere ({format_ratio(gain)})"
     else:
         first = f"By layer {format_ratio(gain)} fewer {what} than {origin['uniform']} everywhere"
@@ -152,17 +154,17 @@ def _step_line(origin: Mapping[str, Any]) -> str:
     step = origin["step"]
     own, uniform, dense = (format_seconds(step[name]) for name in ("seconds", "uniform", "dense"))
     where = f"{origin['world_size']} ranks at {step['link']['bits_per_second']}"
-    left = 1 - step["bound"] / step["seconds"]
-    bound = f"No plan of this error is predicted to save more than {format_percent(left)} of it."
-    if step["dense"] <= step["seconds"]:
+    least = format_seconds(step["bound"])
+    bound = f"no choice among these settings, at this error, is predicted to take less than {least}"
+    if step["dense"] <= (1 + _SPEED_NOISE) * step["seconds"]:
         return (
-            f"Do not compress for speed: of {where} a dense step is predicted to take {dense}, the fastest plan found "
-            f"{own}, {origin['uniform']} everywhere {uniform}. {bound}"
+            f"Do not compress for speed: with {where} a dense step is predicted to take {dense}, the fastest plan "
+            f"found {own}, {origin['uniform']} everywhere {uniform}; {bound}."
         )
-    return (
-        f"By layer a step is predicted to take {own}, with {origin['uniform']} everywhere {uniform}, dense {dense} "
-        f"({where}). {bound}"
-    )
+    first = f"By layer a step is predicted to take {own}, with {origin['uniform']} everywhere {uniform}"
+    if step["uniform"] <= (1 + _SPEED_NOISE) * step["seconds"]:
+        first = f"By layer a step gains next to nothing: {own}, with {origin['uniform']} everywhere {uniform}"
+    return f"{first}, dense {dense} ({where}); {bound}."
 
 
 def replay_verdict(replays: Mapping[str, Any]) -> str:

@@ -5,10 +5,10 @@
 
 From checkpoints of a dense run (tasks of layer_plans.py, emulated nodes), short runs on the same data with one layer
 compressed at one setting; the difference of the loss, on samples that do not change, to the run without compression is
-the layer's sensitivity. Beside it the squared error on the gradients accumulated over the uncompressed run. A layer
-sent in 16 bits loses next to nothing: what that does to the loss is noise, and is told too. The paper's 50 iterations
-would be mostly noise on a model this small, whose rounding errors grow from step to step: here it is 10, in float32.
-One line of JSON per checkpoint.
+the layer's sensitivity. Beside it the squared error on the gradients of these batches, summed, at the checkpoint. A
+layer sent in 16 bits loses next to nothing: what that does to the loss is noise, and is told too. The paper's 50
+iterations would be mostly noise on a model this small, whose rounding errors grow from step to step: here it is 10, in
+float32. One line of JSON per checkpoint.
 """
 
 from __future__ import annotations
@@ -162,7 +162,8 @@ def main() -> None:
             )
     if chosen.figure:
         rows = [json.loads(line) for line in chosen.out.read_text().splitlines()]
-        write_figure(lambda: plot_sensitivity(rows), chosen.figure)
+        mine = [row for row in rows if row["codec"] == chosen.codec and row["feedback"] == chosen.feedback]
+        write_figure(lambda: plot_sensitivity(mine), chosen.figure)
 
 
 if __name__ == "__main__":

@@ -305,6 +305,10 @@ def test_weights_move_bytes_between_buckets(trace: Trace) -> None:
     even = BucketTimes(np.full(max(numbers.values()) + 1, 2e-9), 0.1, 1.0)
     again = fit_lgreco(trace, "powersgd", {"rank": 4}, weights=time_weights(LAYERS, even, 0.003))
     assert again.plan.digest == plain.plan.digest
+    free = BucketTimes(np.array([0.0] * max(numbers.values()) + [2e-9]), 0.1, 1.0)
+    assert min(time_weights(LAYERS, free, 0.003).values()) == pytest.approx(2e-12)
+    with pytest.raises(GradlabError, match="nothing to weigh"):
+        time_weights(LAYERS, BucketTimes(np.zeros(max(numbers.values()) + 1), 0.1, 1.0), 0.003)
     with pytest.raises(GradlabError, match="3 coefficients, but DDP makes 1 buckets"):
         time_weights(LAYERS, BucketTimes(np.ones(3), 0.0, 1.0))
 
@@ -325,6 +329,7 @@ def test_bucket_times_are_found_again() -> None:
         ((sizes[:4], np.ones(4)), "4 samples of 4 buckets"),
         ((sizes, np.ones(3)), "expected"),
         ((sizes, np.full(200, np.nan)), "not finite"),
+        ((np.zeros((3, 0)), np.ones(3)), "expected"),
     ):
         with pytest.raises(GradlabError, match=said):
             fit_bucket_times(*bad)
@@ -335,8 +340,8 @@ def test_the_fastest_plan_and_its_bound(trace: Trace) -> None:
     is faster than the plan taken; a budget at one end, and a link that hides nothing or everything."""
     some = [Candidate("identity"), Candidate("powersgd", {"rank": 1}), Candidate("topk", {"density": 0.1})]
     candidates = dict.fromkeys(("stem.weight", "deep.weight", "head.weight"), some)
-    for rate, computing in ((1e5, 1e-3), (1e12, 1.0)):
-        model, link = StepModel(computing, bucket_cap_mb=0.003), Link(rate)
+    for rate, computing, cores in ((1e5, 1e-3, 2.0), (1e9, 1e-3, 1.0), (1e12, 1.0, 2.0)):
+        model, link = StepModel(computing, cores, bucket_cap_mb=0.003), Link(rate)
         found = fit_lgreco(
             trace, "powersgd", {"rank": 4}, candidates=candidates, cost=Cost("seconds", link), step=model, world_size=4
         )
@@ -353,9 +358,12 @@ def test_the_fastest_plan_and_its_bound(trace: Trace) -> None:
         fastest = min(sent.seconds(choice) for choice in within)
         assert again.bound <= fastest + 1e-12 <= again.seconds + 2e-12
         assert again.bound >= computing
+        assert found.origin["cost"] == "step"
     assert again.seconds < 2 * computing
     with pytest.raises(GradlabError, match="weighs buckets itself"):
         fit_lgreco(trace, "powersgd", {"rank": 4}, step=model)
+    with pytest.raises(GradlabError, match="not by step"):
+        fit_lgreco(trace, "powersgd", {"rank": 4}, cost=Cost("seconds", link), step=model, refresh_every=9)
     with pytest.raises(GradlabError, match="compute_seconds = 0"):
         StepModel(0.0)
 
@@ -516,6 +524,11 @@ def test_the_command_fits_draws_and_prints(gradlab: Command, trace: Trace, tmp_p
     assert all(path.read_text().startswith("<?xml") for path in figures)
     plan = Artifact.load(out)
     assert plan.origin["method"] == "lgreco"
+    code, said, err = gradlab(
+        "fit", "lgreco", trace.path, "--out", tmp_path / "o.safetensors", "--figure", tmp_path / "o.svg"
+    )
+    assert code == 0, err
+    assert "powersgd(rank=4) everywhere" in said
     code, said, err = gradlab("fit", "lgreco", trace.path, "--family", "top-k", "--family", "qsgd", "--cost", "seconds",
                               "--set", "rank=4", "--out", tmp_path / "hybrid.safetensors", "--json")  # fmt: skip
     assert code == 0, err
@@ -526,7 +539,7 @@ def test_the_command_fits_draws_and_prints(gradlab: Command, trace: Trace, tmp_p
     assert code == 0, err
     assert said.startswith("Do not compress for speed: ")
     bad_times, bucket_times = tmp_path / "bad.json", tmp_path / "times.json"
-    bad_times.write_text('{"sizes": 3}')
+    bad_times.write_text('{"sizes": [[1%s]], "seconds": [1]}' % ("0" * 400))
     bucket_times.write_text(json.dumps({"sizes": [[1, 2], [2, 1], [3, 3]], "seconds": [1, 2, 3]}))
     for wrong, expected in (
         (["--alpha", 0.0], "smallest reachable"),

@@ -88,7 +88,8 @@ def lgreco(
     """L-GreCo: a setting per layer, the smallest plan with no more error than a uniform one.
 
     Errors are those of gradients accumulated over windows of the trace, of all ranks, without feedback; half of the
-    windows are chosen on, the others check the choice. The plan is the smallest there is: the search proves it.
+    windows are chosen on, the others check the choice. The plan is the smallest there is: the search proves it. (Of
+    --cost step it proves how much faster another could be.)
 
     Example:
 

@@ -259,11 +259,12 @@ def _energy(matrix: torch.Tensor) -> float:
 def _leading_energies(tall: torch.Tensor, rank: int, steps: int, generator: torch.Generator | None) -> torch.Tensor:
     """The squares (rank,), largest first, of singular values of M (n, m) within a subspace of power iteration."""
     right = torch.randn(tall.shape[1], rank, generator=generator, dtype=tall.dtype).to(tall.device)
-    largest = tall.abs().amax().clamp_(min=torch.finfo(tall.dtype).tiny)
+    largest = tall.abs().amax()
+    scaled = tall / largest if largest > 0 else tall  # neither overflows nor underflows
     for _ in range(steps):
-        left = orthogonalize(tall @ (right / right.abs().amax().clamp_(min=torch.finfo(right.dtype).tiny)) / largest)
-        right = tall.T @ left
-    return torch.linalg.svdvals(right.double()).square_()
+        left = orthogonalize(scaled @ right)
+        right = scaled.T @ left
+    return torch.linalg.svdvals(right.double()).square_() * largest.double().square()
 
 
 def normalized(rows: torch.Tensor) -> torch.Tensor:
