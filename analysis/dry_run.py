@@ -104,11 +104,12 @@ def dry_run(codec: Codec, layers: Sequence[Layer], context: Context, *, repeats:
     grads = _gradients(layers, context.seed)
     workspace = RecyclingWorkspace()  # as in the engine: fresh memory would cost more than the arithmetic
     context = replace(context, workspace=workspace)
-    _, state = _once(codec, grads, {}, context)
+    running = innermost(codec).running_state(layers, context.world_size)
+    _, state = _once(codec, grads, running, context)
     runs: list[Exchange] = []
     began = time.perf_counter()
     while len(runs) < repeats and (not runs or time.perf_counter() - began < _LONG_SECONDS):
-        found, state = _once(codec, grads, {} if innermost(codec).varying else state, context)
+        found, state = _once(codec, grads, running if innermost(codec).varying else state, context)
         runs.append(found)
         workspace.recycle(state.values())
     turns = [

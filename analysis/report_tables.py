@@ -98,6 +98,16 @@ def layer_plan_table(origin: Mapping[str, Any]) -> Table:
     return Table("plan by layer", columns, rows, text_columns=2)
 
 
+def selection_table(origin: Mapping[str, Any]) -> Table:
+    """Ways to send the same selected values, with what their average loses on iterations held out."""
+    rows = [
+        [row["name"], format_percent(row["error"]), format_bytes(row["payload_bytes"]), format_bytes(row["wire_bytes"])]
+        for row in origin["codes"]
+    ]
+    title = f"{origin['selected']} selected values, averaged over {origin['world_size']} ranks; positions come on top"
+    return Table(title, ("sent as", "error, held out", "payload", "wire"), rows, text_columns=1)
+
+
 def comparison_table(runs: Mapping[str, Any], replays: Mapping[str, Any]) -> Table:
     """Runs side by side, with predicted errors where there is a replay."""
     note = (

@@ -12,6 +12,9 @@ from gradlab.analysis.metric import RELATIVE_NOISE, final_score, metric_of, scor
 _SPEED_NOISE = 0.05
 # So much less is not worth a plan by layer.
 _LITTLE_GAIN = 0.02
+# Of what zeros make: an autoencoder above it is no use. Of codes' size: what they differ by, when they say nothing.
+_NOTHING_LEARNED, _COLLAPSED = 0.9, 1e-2
+_SHORT = 16
 
 
 def step_seconds(run: Mapping[str, Any]) -> float | None:
@@ -165,6 +168,36 @@ def _step_line(origin: Mapping[str, Any]) -> str:
     if step["uniform"] <= (1 + _SPEED_NOISE) * step["seconds"]:
         first = f"By layer a step gains next to nothing: {own}, with {origin['uniform']} everywhere {uniform}"
     return f"{first}, dense {dense} ({where}); {bound}."
+
+
+def lgc_verdict(origin: Mapping[str, Any]) -> str:
+    """Whether the autoencoder beats what needs no learning at its bytes."""
+    own, *others = origin["codes"]
+    by_name = {row["name"]: row for row in others}
+    error = f"{format_percent(own['error'])} of the averaged selected values is lost on later iterations"
+    if own["error"] > _NOTHING_LEARNED:
+        return f"The autoencoder has learned next to nothing: {error}. It trains as if these layers stood still."
+    if origin["better"] is not None:
+        rival = by_name[origin["better"]]
+        return (
+            f"Do not use the autoencoder: {error}, and {format_percent(rival['error'])} by {origin['better']}, which "
+            "sends as many bytes or fewer and needs no learning."
+        )
+    return f"The autoencoder beats what needs no learning at its bytes: {error}."
+
+
+def lgc_warnings(origin: Mapping[str, Any]) -> list[str]:
+    """What a user must know before training with it, one line each."""
+    found = []
+    if origin["code_spread"] < _COLLAPSED:
+        spread = format_percent(origin["code_spread"])
+        found.append(f"Codes of different iterations differ by {spread} of their size: they say nothing.")
+    if origin["selected"] < _SHORT:
+        found.append(
+            f"{origin['selected']} values are selected: padded to a multiple of 16 their code is hardly shorter; raise "
+            "the density."
+        )
+    return found
 
 
 def replay_verdict(replays: Mapping[str, Any]) -> str:

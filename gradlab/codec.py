@@ -145,7 +145,7 @@ class Codec(ABC):
     family: ClassVar[str]
     linear: ClassVar[bool] = False
     learns: ClassVar[bool] = False
-    selects: ClassVar[bool] = False  # whether it sends some elements as they are, and of others nothing
+    selects: ClassVar[bool] = False  # whether it sends some elements, and of others nothing
     wants_two_way: ClassVar[bool] = False  # whether a plan puts it inside `two_way`, if nothing else is asked for
     roles: ClassVar[tuple[str, ...]] = ROLES  # of the layers that a plan gives it, if nothing else is asked for
     minimum_dimensions: ClassVar[int] = 2  # of such layers
@@ -188,6 +188,10 @@ class Codec(ABC):
     def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
         """The same for the one exchange that starts from `state`; they differ for codecs that work in phases."""
         return self.payload_bytes(layers, world_size)
+
+    def running_state(self, layers: Sequence[Layer], world_size: int) -> Tensors:
+        """A state as most exchanges of a run start from, for forecasts: empty, if the first one is like all others."""
+        return {}
 
     @property
     def wants_error_feedback(self) -> bool:

@@ -98,9 +98,15 @@ def _known_bytes(coding: str, count: int, numel: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _random_positions_bytes(coding: str, count: int, numel: int) -> int:
+    return len(random_encoded(coding, count, numel))
+
+
+@functools.lru_cache(maxsize=64)
+def random_encoded(coding: str, count: int, numel: int) -> torch.Tensor:
+    """Positions drawn at random, the same ones in every process, as bytes."""
     draws = np.random.default_rng(0)
     positions = np.sort(draws.choice(numel, count, replace=False, shuffle=False)) if count else np.zeros(0, np.int64)
-    return len(encode(torch.from_numpy(positions), numel, coding))
+    return encode(torch.from_numpy(positions), numel, coding)
 
 
 # --- the codings ---------------------------------------------------------------------------------------------------

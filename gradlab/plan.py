@@ -220,7 +220,7 @@ class Plan:
         names = [tuple(layer.name for layer in some) for some in segments(chosen, lambda layer: 4 * layer.numel, most)]
         groups = [Group(_group_name(members), members, codec, settings, around) for members in names]
         schedule = Schedule(method.warmup_steps if warmup_steps is None else warmup_steps)
-        return cls(layers, (*groups, *_groups_of_the_rest(layers, chosen, around)), schedule, seed)
+        return cls(layers, (*groups, *groups_of_the_rest(layers, chosen, around)), schedule, seed)
 
     def members(self, group: Group) -> tuple[Layer, ...]:
         """The layers of a group, in its order."""
@@ -371,9 +371,7 @@ def _group_name(layers: Sequence[str]) -> str:
     return layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
 
 
-def _groups_of_the_rest(
-    layers: Sequence[Layer], compressed: Sequence[Layer], around: Sequence[Wrap]
-) -> Iterator[Group]:
+def groups_of_the_rest(layers: Sequence[Layer], compressed: Sequence[Layer], around: Sequence[Wrap]) -> Iterator[Group]:
     """Groups that give the layers in no other their momentum and weight decay, if the others' wrappers apply them."""
     if same := tuple(_without_compression(around)):
         for layer in (layer for layer in layers if layer not in compressed):

@@ -19,6 +19,15 @@ from gradlab.collectives import LockstepResult, Mean, observed, run_lockstep
 from gradlab.plan import FEEDBACK, Group, Plan, Schedule
 from gradlab.runtime import CompressionState, compression_hook
 
+LEARNS_QUICKLY = {
+    "density": 0.07,
+    "training_steps": 2,
+    "optimizer": "adam",
+    "loss": "mean",
+    "most_error": 1e9,
+}
+STARTS_BARE = ("lgc_ring", "lgc_server")  # that learn while they run
+AVERAGES_LATER = ("lgc_ring",)  # not in the first exchange
 SETTINGS: dict[str, dict[str, Any]] = {
     "topk": {"density": 0.07},
     "powersgd": {"rank": 2},
@@ -36,6 +45,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "clt_k, int8": {"density": 0.07, "values": "int8", "leader": "random", "selection": "chunks"},
     "block_scaled, fp8": {"dtype": "float8_e4m3fn", "stochastic": True},
     "block_scaled, int4": {"dtype": "int4", "scale": 3.0},
+    # Within four steps they learn, twice, and compress with that.
+    "lgc_ring": {**LEARNS_QUICKLY, "normalise": "layer", "index_coding": "packed"},
+    "lgc_ring, by value": {**LEARNS_QUICKLY, "order": "value", "leader": "rotating"},
+    "lgc_server": {**LEARNS_QUICKLY, "normalise": "layer"},
+    "lgc_server, shared": {**LEARNS_QUICKLY, "positions": "shared", "sender": "rotating"},
     # Within four steps it compresses with what it learned, samples, fits, and compresses with that.
     "gradiveq": {
         "loss_threshold": 0.3,
@@ -100,7 +114,7 @@ def plan_for(
     for members in sets:
         name = "model" if grouping == "model" else members[0].name
         tensors = learned(codec, members)
-        if codecs.get(codec_of(codec)).learns and not tensors:
+        if codecs.get(codec_of(codec)).learns and not tensors and codec_of(codec) not in STARTS_BARE:
             continue  # smaller than a slice: dense
         groups.append(
             Group(
@@ -199,7 +213,7 @@ def engine_against_lockstep(
         "ranks_agree": agree(flat, group),
         "payload": payload,
         "forecast": [plan.payload_bytes(world_size, states=states) for states in befores],
-        "means": any(asks_for_means(plan, g) for g in plan.groups),
+        "means": codec_of(codec) in AVERAGES_LATER or any(asks_for_means(plan, g) for g in plan.groups),
     }
 
 

@@ -52,6 +52,7 @@ from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan import Plan, Wrap
 from gradlab.segments import segments
+from gradlab.wrapper import innermost
 
 # Of those whose messages vary with the gradient, a run on random numbers tells an estimate.
 COMPRESSORS = [name for name in codecs.names() if name != "identity" and not sizes_vary(name)]
@@ -159,8 +160,10 @@ def require_same_bytes(plan: Plan, world_size: int) -> None:
             context = runs.context(group.name)
             generator = torch.Generator().manual_seed(plan.seed)
             grads = {layer.name: 1e-3 * torch.randn(layer.shape, generator=generator) for layer in plan.members(group)}
+            codec = plan.build(group)
+            state = innermost(codec).running_state(plan.members(group), world_size)
             coroutines = [
-                exchange_group(plan.build(group), dict(grads), {}, replace(context, rank=r)) for r in range(world_size)
+                exchange_group(codec, dict(grads), state, replace(context, rank=r)) for r in range(world_size)
             ]
             counted = run_lockstep(coroutines)[rank].wire_bytes
             asked = [request for turn in runs.group(group).turns for request in turn.requests]

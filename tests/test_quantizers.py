@@ -95,8 +95,7 @@ def test_terngrad_scales_each_layer_and_each_block_by_itself() -> None:
     assert torch.equal(rows, grads["w"].abs().amax(1))  # the largest of a block is always sent
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 130])
-@pytest.mark.parametrize("clip", [0.0, 2.5])
+@pytest.mark.parametrize(("ranks", "clip"), [(1, 2.5), (2, 0.0), (3, 0.0), (3, 2.5), (130, 0.0)])
 def test_a_shared_scale_adds_up_whole_numbers(ranks: int, clip: float) -> None:
     """The mean is that of the ranks' ternary vectors, also where a sum takes more than a byte (N = 130); s is the
     largest of all ranks', and what the ranks contributed lies on it."""

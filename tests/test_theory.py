@@ -231,7 +231,7 @@ def value_of(text: str, names: dict[str, Any]) -> Any:
 
 def in_words(codec: Codec) -> bool:
     """Whether the formula is words, as a sum over layers or as the gradient decides, or is that of another form."""
-    words = {"powersgd", "gradiveq", "threshold", "sampled_threshold", "dct_topk"}
+    words = {"powersgd", "gradiveq", "threshold", "sampled_threshold", "dct_topk", "lgc_ring", "lgc_server"}
     chosen = vars(codec.settings)
     other_form = chosen.get("ring") or chosen.get("shared_scale") or chosen.get("values") == "int8"
     return codec.name in words or bool(other_form) or chosen.get("scale") == 3.0

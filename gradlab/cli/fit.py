@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gradlab.cli.console import OUT, print_json, print_table, print_warnings, progress_bars
+from gradlab.cli.fit_lgc import lgc
 from gradlab.cli.fit_lgreco import lgreco
 from gradlab.cli.fit_options import (
     AsJson,
@@ -272,6 +273,7 @@ def print_blocks(blocks: BlockFit) -> None:
 
 
 app.command("lgreco")(lgreco)
+app.command("lgc")(lgc)
 
 
 @app.command()

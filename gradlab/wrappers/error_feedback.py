@@ -14,12 +14,14 @@ from dataclasses import dataclass
 
 import torch
 
-from gradlab.codec import Context, Deferred, Exchanged, Tensors
+from gradlab.codec import Codec, Context, Deferred, Exchanged, Tensors
 from gradlab.codec_settings import require
 from gradlab.collectives import Coroutine
-from gradlab.wrapper import Wrapper, entries, load_buffer, store_buffer
+from gradlab.errors import GradlabError
+from gradlab.wrapper import Wrapper, entries, innermost, load_buffer, store_buffer
 
 BUFFERS = ("float32", "int8")
+KEEPS = ("difference", "unselected")
 
 
 class ErrorFeedback(Wrapper):
@@ -45,6 +47,8 @@ class ErrorFeedback(Wrapper):
         momentum;
         carried: share of the residual that is added to the next gradient, DeMo's beta; below 1 what is not sent is
         forgotten little by little, as in momentum, which it then is: m = beta m + g, less what is sent;
+        keep: "difference", asked - own; or "unselected", asked where own is 0 and nothing elsewhere: of codecs that
+        select elements and lose something of those too, LGC's accumulation, which forgets that;
         reset_steps: drop the residual after every so many compressed iterations, LoCo's T_c; 0 for never;
         buffer: "float32" (the gradient's working type) or "int8", a quarter of the memory, blocks of 256 with a scale;
         what is below 1/254 of its block's largest is then lost.
@@ -55,22 +59,29 @@ class ErrorFeedback(Wrapper):
         buffer: str = "float32"
         carried: float = 1.0
         reset_steps: int = 0
+        keep: str = "difference"
 
         def __post_init__(self) -> None:
             require(0 <= self.decay < 1, "error_feedback", "decay", self.decay, "a share in [0, 1)")
             require(self.buffer in BUFFERS, "error_feedback", "buffer", self.buffer, "'float32' or 'int8'")
             require(0 < self.carried <= 1, "error_feedback", "carried", self.carried, "a share in (0, 1]")
             require(self.reset_steps >= 0, "error_feedback", "reset_steps", self.reset_steps, "0 or more")
+            require_keep(self.keep, "error_feedback")
+
+    def __init__(self, codec: Codec, settings: ErrorFeedback.Settings | None = None) -> None:
+        super().__init__(codec, settings)
+        refuse_keep(self)
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         residual = self._residual(grads, state, context)
         asked = add(grads, residual, context)
         done = yield from self.codec.exchange(asked, self.inner_state(state), context)
         unsent = left_of(asked, done.own, context)
+        left_over = unselected(asked, done.own) if self.settings.keep == "unselected" else unsent
         kept = self._held(grads, state, context)
         steps = self.settings.reset_steps
         dropped = steps > 0 and (context.iteration - context.start + 1) % steps == 0
-        for name, left in unsent.items():
+        for name, left in left_over.items():
             if not dropped and not context.stands_still(name, self.settings.step_size_ratio):
                 kept |= store_buffer(name, "residual", self._low_pass(left, residual.get(name)), self.settings.buffer)
         return Exchanged(done.mean, done.own, {**done.state, **kept}, asked, unsent)
@@ -117,3 +128,23 @@ def left_of(asked: Tensors, own: Mapping[str, torch.Tensor], context: Context) -
     if isinstance(own, Deferred) and own.unsent is not None:
         return own.unsent()
     return {name: torch.sub(value, own[name], out=context.workspace.empty_like(value)) for name, value in asked.items()}
+
+
+def require_keep(keep: str, wrapper: str) -> None:
+    """Raises GradlabError for what no residual can be."""
+    require(keep in KEEPS, wrapper, "keep", keep, "'difference' or 'unselected'")
+
+
+def refuse_keep(wrapper: Wrapper) -> None:
+    """Raises GradlabError where all would be forgotten, because the codec sends every element."""
+    method = innermost(wrapper.codec)
+    if wrapper.settings.keep == "unselected" and not method.selects:
+        raise GradlabError(
+            f"{wrapper.name}: keep = unselected around {method.name}, which sends every element: no residual would be "
+            "kept; it is for sparsifications"
+        )
+
+
+def unselected(asked: Tensors, own: Mapping[str, torch.Tensor]) -> Tensors:
+    """What a codec that selects elements did not look at, by layer."""
+    return {name: value.masked_fill(own[name] != 0, 0.0) for name, value in asked.items()}

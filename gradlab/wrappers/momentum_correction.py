@@ -18,7 +18,7 @@ from gradlab.codec_settings import require
 from gradlab.collectives import Coroutine
 from gradlab.errors import GradlabError
 from gradlab.wrapper import Wrapper, entries, innermost, load_buffer, store_buffer
-from gradlab.wrappers.error_feedback import BUFFERS
+from gradlab.wrappers.error_feedback import BUFFERS, refuse_keep, require_keep, unselected
 
 
 class MomentumCorrection(Wrapper):
@@ -40,7 +40,8 @@ class MomentumCorrection(Wrapper):
         clip_norm: largest L2 norm of a step's gradient, 0 for none; each rank clips its own to clip_norm / sqrt(N),
         group by group (the paper clips the whole gradient, which is known only when backward has ended);
         step_size_ratio: multiply what is left of v by eta_(t-1) / eta_t (DGC does not); None does so if the optimizer
-        is SGD without momentum; buffer: "float32" or "int8", for u and v.
+        is SGD without momentum; keep: of v, "difference" or "unselected", see `error_feedback`; buffer: "float32" or
+        "int8", for u and v.
         """
 
         momentum: float = 0.9
@@ -49,14 +50,17 @@ class MomentumCorrection(Wrapper):
         clip_norm: float = 0.0
         step_size_ratio: bool | None = False
         buffer: str = "float32"
+        keep: str = "difference"
 
         def __post_init__(self) -> None:
             require(0 <= self.momentum < 1, "momentum_correction", "momentum", self.momentum, "a number in [0, 1)")
             require(self.clip_norm >= 0, "momentum_correction", "clip_norm", self.clip_norm, "0 or more")
             require(self.buffer in BUFFERS, "momentum_correction", "buffer", self.buffer, "'float32' or 'int8'")
+            require_keep(self.keep, "momentum_correction")
 
     def __init__(self, codec: Codec, settings: MomentumCorrection.Settings | None = None) -> None:
         super().__init__(codec, settings)
+        refuse_keep(self)
         method = innermost(codec)
         self._masks = method.selects if self.settings.masking is None else self.settings.masking
         if self._masks and not method.selects:
@@ -71,7 +75,8 @@ class MomentumCorrection(Wrapper):
         unsent = {name: asked[name] - done.own[name] for name in grads}
         if self._masks:
             velocity = {name: u.masked_fill(done.own[name] != 0, 0.0) for name, u in velocity.items()}
-        left = {name: value for name, value in unsent.items() if not self._holds(name, context)}
+        left_over = unselected(asked, done.own) if self.settings.keep == "unselected" else unsent
+        left = {name: value for name, value in left_over.items() if not self._holds(name, context)}
         kept = {**self._held(grads, state, context), **self._kept(velocity, left)}
         return Exchanged(done.mean, done.own, {**done.state, **kept}, asked, unsent)
 

@@ -1,0 +1,250 @@
+"""Fit LGC's autoencoder to a recorded trace, and say whether it beats what needs no learning.
+
+Abrahamyan, Chen, Bekoulis, Deligiannis, "Learned gradient compression for distributed deep learning", IEEE TNNLS 2021.
+The paper learns while training, from one iteration after the other; on a trace there can be many epochs, a part that
+is held out, and other ways to send the same values beside it, at their bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradlab.analysis.holdout import age_bins
+from gradlab.analysis.selection_codes import Code, codes_without_learning
+from gradlab.analysis.selections import Selections, collect_selections
+from gradlab.artifact import Artifact
+from gradlab.autoencoder import Architecture, Loss, gradient_of, optimized, ring_loss
+from gradlab.codec import Tensors, seeded_generator
+from gradlab.codec_settings import build_settings
+from gradlab.codecs.lgc_ring import LgcRing
+from gradlab.collectives import all_reduce_wire_bytes
+from gradlab.errors import GradlabError
+from gradlab.learned_selection import code_spread, padded
+from gradlab.lgc_plan import lgc_plan
+from gradlab.progress import Progress
+
+if TYPE_CHECKING:
+    from gradlab.plan import Plan
+    from gradlab.trace import Trace
+
+# Of the recorded iterations, in their order: learned from; stopped by; and, the rest, held out.
+_LEARNED, _STOPPED_BY = 0.6, 0.15
+_LEAST_ITERATIONS = 20
+_BATCH = 8
+_EQUAL = 1.05  # times as many bytes are still called as many
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """epochs: at most so many over the iterations learned from; patience: epochs without a smaller error on those that
+    stop it; learning_rate: of Adam; batch: iterations at a time."""
+
+    epochs: int = 100
+    patience: int = 10
+    learning_rate: float = 1e-3
+    batch: int = _BATCH
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "patience", "batch"):
+            if getattr(self, name) < 1:
+                raise GradlabError(f"autoencoder: {name} = {getattr(self, name)}, expected at least 1")
+        if not 0 < self.learning_rate < 1:
+            raise GradlabError(f"autoencoder: learning rate = {self.learning_rate:g}, expected a number in (0, 1)")
+
+
+@dataclass(frozen=True)
+class LgcFit:
+    """A plan with its autoencoder, and plain JSON about how it was made and how it holds up."""
+
+    plan: Plan
+    origin: dict[str, Any]
+
+    def artifact(self) -> Artifact:
+        """The plan with its origin, to be saved."""
+        return Artifact(self.plan, self.origin)
+
+
+def fit_lgc(
+    trace: Trace,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    fitting: Fitting | None = None,
+    first: str | None = None,
+    last: str | None = None,
+    momentum: float | None = None,
+    keep: str = "unselected",
+    warmup_steps: int = 0,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> LgcFit:
+    """Learn the ring's autoencoder from what the plan would select; the same numbers for the same seed and threads.
+
+    settings: of codec `lgc_ring`; others as for `gradlab.lgc_plan.lgc_plan`. The first 60 % of the recorded iterations
+    are learned from, the next 15 % say when to stop, the rest are held out.
+
+    Raises:
+        GradlabError: for fewer than 20 iterations, a trace of one rank, a model with nothing between its first and its
+            last layer, or a setting out of range.
+    """
+    fitting = fitting or Fitting()
+    shape: dict[str, Any] = {
+        "first": first,
+        "last": last,
+        "momentum": momentum,
+        "keep": keep,
+        "warmup_steps": warmup_steps,
+        "seed": seed,
+    }
+    shape |= dict(settings or {})
+    plan = lgc_plan(trace.layers, **shape)
+    selections = collect_selections(trace, plan, progress=progress)
+    if len(selections) < _LEAST_ITERATIONS:
+        raise GradlabError(
+            f"{trace.path}: {len(selections)} finite iterations, expected at least {_LEAST_ITERATIONS} to learn from, "
+            "to stop by and to hold out"
+        )
+    ends = [round(len(selections) * share) for share in (_LEARNED, _LEARNED + _STOPPED_BY)]
+    learned, stopper = selections.part(0, ends[0]), selections.part(*ends)
+    held_out = selections.part(ends[1], len(selections))
+    architecture = LgcRing(build_settings(LgcRing, dict(settings or {}))).architecture()
+    weights, curve = learn(architecture, learned, stopper, fitting, seed, progress)
+    plan = lgc_plan(trace.layers, autoencoder=weights, **shape)
+    codes = [_autoencoder_code(architecture, weights, selections, trace.world_size)]
+    codes += codes_without_learning(learned, selections, trace.world_size, architecture.code_numel(_count(selections)))
+    rows = [_row(code, held_out) for code in codes]
+    origin = {
+        "method": "lgc",
+        "trace": trace.digest,
+        "world_size": trace.world_size,
+        "selected": _count(selections),
+        "settings": dict(settings or {}),
+        "fitting": asdict(fitting),
+        "iterations": {"learned": ends[0], "stopped_by": ends[1] - ends[0], "held_out": len(held_out)},
+        "curve": curve,
+        "codes": rows,
+        "holdout": _by_age(codes[0], held_out, learned.iterations[-1]),
+        "code_spread": code_spread(architecture.encode(weights, _inputs(architecture, held_out)).mean(1)),
+        "payload_bytes": plan.payload_bytes(trace.world_size),
+        "dense_payload_bytes": plan.payload_bytes(trace.world_size, compressing=False),
+    }
+    return LgcFit(plan, origin | {"better": _better(rows)})
+
+
+def _count(selections: Selections) -> int:
+    return int(selections.values.shape[-1])
+
+
+def _inputs(architecture: Architecture, selections: Selections) -> torch.Tensor:
+    return padded(selections.values / selections.scales[:, None], architecture)
+
+
+# --- learning ---------------------------------------------------------------------------------------------------------
+
+
+def learn(
+    architecture: Architecture,
+    selections: Selections,
+    stopper: Selections,
+    fitting: Fitting,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> tuple[torch.Tensor, list[dict[str, float]]]:
+    """Weights with the smallest error on the iterations that stop it, and the errors of each epoch, as shares of what
+    zeros make.
+
+    Values are divided by one root mean square of all, so that a learning rate suits any gradients; the same factor is
+    taken out of the first and put into the last layer.
+    """
+    generator = seeded_generator("lgc", seed)
+    vectors, judge = _inputs(architecture, selections), _inputs(architecture, stopper)
+    unit = float(vectors.square().mean().sqrt()) or 1.0
+    vectors, judge = vectors / unit, judge / unit
+    weights, state = architecture.initial(generator), Tensors()
+    best, best_error, waited, curve = weights, math.inf, 0, []
+    for epoch in range(fitting.epochs):
+        order = torch.randperm(len(vectors), generator=generator)
+        for some in order.split(fitting.batch):
+            chosen = vectors[some]
+            _, gradient = gradient_of(lambda w, c=chosen: ring_loss(architecture, w, c, Loss("mean")), weights)  # type: ignore[misc]
+            weights, state = optimized("adam", fitting.learning_rate, weights, gradient, state)
+        errors = {name: _error(architecture, weights, some) for name, some in (("learned", vectors), ("stop", judge))}
+        curve.append(errors)
+        if progress:
+            progress("epochs", epoch + 1, fitting.epochs)
+        waited += 1
+        if errors["stop"] < best_error:
+            best, best_error, waited = weights, errors["stop"], 0
+        if waited >= fitting.patience:
+            break
+    return _in_units(architecture, best, unit), curve
+
+
+def _error(architecture: Architecture, weights: torch.Tensor, vectors: torch.Tensor) -> float:
+    """Of averages, in that of zeros; vectors (T, K, padded)."""
+    decoded = architecture.decode(weights, architecture.encode(weights, vectors).mean(1))
+    true = vectors.mean(1)
+    return float((decoded - true).square().sum() / true.square().sum().clamp_min(1e-300))
+
+
+def _in_units(architecture: Architecture, weights: torch.Tensor, unit: float) -> torch.Tensor:
+    """The same function of vectors that are `unit` times as large: f'(x) = unit f(x / unit)."""
+    named = {name: value.clone() for name, value in architecture.separated(weights).items()}
+    named["encoder.conv1.weight"] /= unit
+    for name in ("decoder0.conv.weight", "decoder0.conv.bias"):
+        named[name] *= unit
+    return architecture.joined(named)
+
+
+# --- what it is worth -------------------------------------------------------------------------------------------------
+
+
+def _autoencoder_code(
+    architecture: Architecture, weights: torch.Tensor, selections: Selections, world_size: int
+) -> Code:
+    def averaged(some: Selections) -> torch.Tensor:
+        codes = architecture.encode(weights, _inputs(architecture, some)).mean(1)
+        return architecture.decode(weights, codes)[:, : _count(some)] * some.scales
+
+    size = 4 * architecture.code_numel(_count(selections))
+    return Code("autoencoder", averaged, size, all_reduce_wire_bytes(size, world_size))
+
+
+def _row(code: Code, held_out: Selections) -> dict[str, Any]:
+    error, energy = _errors(code.averaged, held_out)
+    return {
+        "name": code.name,
+        "error": float(error.sum() / energy.sum()) if float(energy.sum()) else 0.0,
+        "payload_bytes": code.payload_bytes,
+        "wire_bytes": code.wire_bytes,
+    }
+
+
+def _errors(averaged: Callable[[Selections], torch.Tensor], held_out: Selections) -> tuple[torch.Tensor, torch.Tensor]:
+    """Squared error and squared norm of the averaged selected vector, (T,) each."""
+    true = held_out.values.double().mean(1)
+    return (averaged(held_out).double() - true).square().sum(1), true.square().sum(1)
+
+
+def _by_age(code: Code, held_out: Selections, last: int) -> dict[str, Any]:
+    """Error by iterations since the last one that was learned from."""
+    error, energy = _errors(code.averaged, held_out)
+    ages = torch.tensor(held_out.iterations) - last
+    bins = age_bins(ages.numpy())
+    found = []
+    for low, high in bins:
+        here = (ages >= low) & (ages <= high)
+        found.append(float(error[here].sum() / energy[here].sum().clamp_min(1e-300)))
+    return {"ages": [list(one) for one in bins], "error_by_age": found}
+
+
+def _better(rows: list[dict[str, Any]]) -> str | None:
+    """The best of those that send as many bytes as the autoencoder or fewer, on the wire too, if it is better."""
+    own, *others = rows
+    rivals = [row for row in others if all(row[key] <= _EQUAL * own[key] for key in ("payload_bytes", "wire_bytes"))]
+    best = min(rivals, key=lambda row: row["error"])
+    return str(best["name"]) if best["error"] <= own["error"] else None

@@ -1,0 +1,215 @@
+"""LGC's autoencoders: one-dimensional convolutions that code a vector in a quarter of its length, and back.
+
+Abrahamyan, Chen, Bekoulis, Deligiannis, "Learned gradient compression for distributed deep learning", IEEE TNNLS
+2021: section IV-C, Tables I and II. Weights are plain tensors by name, so that an artifact holds them and a broadcast
+sends them as one vector; the mathematics are functions of that vector.
+
+The tables contradict each other: the encoder's strides divide the length by 16, the decoder's multiply it by 32. Three
+readings (`RESOLUTIONS`): "deconv1", the first deconvolution with stride 1; "conv5", the encoder's last convolution with
+stride 2, so that a code is half as long; "conv", the decoder's last convolution with stride 2. The text names leaky
+ReLU without its slope, 0.01 here; it follows every layer but the last of the encoder and of the decoder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from gradlab.codec import Tensors
+
+RESOLUTIONS = ("deconv1", "conv5", "conv")
+_SLOPE = 0.01
+# Channels out, kernel size.
+_ENCODER = ((64, 3), (128, 3), (256, 3), (64, 3), (4, 1))
+_DECODER = ((4, 3), (32, 3), (64, 3), (128, 3), (32, 3))
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Which reading of the tables, how many decoders, and whether they are given the innovation.
+
+    decoders: 1 for the ring; one per node for the server, whose last convolution has the innovation as a further input.
+    """
+
+    resolution: str = "deconv1"
+    decoders: int = 1
+    innovation: bool = False
+
+    @property
+    def multiple(self) -> int:
+        """What a vector's length has to be a multiple of: it is padded with zeros."""
+        return 32 if self.resolution == "conv5" else 16
+
+    def padded(self, numel: int) -> int:
+        """A vector's length with its padding."""
+        return -(-numel // self.multiple) * self.multiple
+
+    def code_numel(self, numel: int) -> int:
+        """Values in the code of a vector."""
+        return _ENCODER[-1][0] * self.padded(numel) // self.multiple
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every weight, by name, in the order in which they travel."""
+        found: dict[str, tuple[int, ...]] = {}
+        inputs = 1
+        for number, (outputs, size) in enumerate(_ENCODER, 1):
+            found |= _layer(f"encoder.conv{number}", (outputs, inputs, size), outputs)
+            inputs = outputs
+        for decoder in range(self.decoders):
+            inputs = _ENCODER[-1][0]
+            for number, (outputs, size) in enumerate(_DECODER, 1):
+                # Transposed convolutions have their inputs first.
+                found |= _layer(f"decoder{decoder}.deconv{number}", (inputs, outputs, size), outputs)
+                inputs = outputs
+            found |= _layer(f"decoder{decoder}.conv", (1, inputs + self.innovation, 1), 1)
+        return found
+
+    @property
+    def numel(self) -> int:
+        """Parameters in all."""
+        return sum(math.prod(shape) for shape in self.shapes().values())
+
+    def initial(self, generator: torch.Generator) -> torch.Tensor:
+        """Weights as PyTorch's convolutions start, uniform within 1 / sqrt(inputs times kernel size): one vector."""
+        found: Tensors = {}
+        bound = 1.0
+        for name, shape in self.shapes().items():
+            if name.endswith(".weight"):
+                # As PyTorch has it, a transposed convolution counts its second dimension.
+                bound = 1 / math.sqrt(shape[1] * shape[2])
+            found[name] = torch.empty(shape).uniform_(-bound, bound, generator=generator)
+        return self.joined(found)
+
+    def joined(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """All weights as one vector."""
+        return torch.cat([weights[name].reshape(-1) for name in self.shapes()])
+
+    def separated(self, vector: torch.Tensor) -> Tensors:
+        """The inverse of `joined`."""
+        shapes = self.shapes()
+        parts = vector.split([math.prod(shape) for shape in shapes.values()])
+        return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+    # --- eqs. (3), (4), (8), (10) ---
+
+    def encode(self, weights: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+        """E_c: codes (..., 4, length / 16) of vectors (..., length), whose length is a `multiple`."""
+        named, x = self.separated(weights), vectors.reshape(-1, 1, vectors.shape[-1])
+        last = len(_ENCODER)
+        for number, (_, size) in enumerate(_ENCODER, 1):
+            stride = 2 if number < last or self.resolution == "conv5" else 1
+            weight, bias = _of(named, f"encoder.conv{number}")
+            x = functional.conv1d(x, weight, bias, stride=stride, padding=size // 2)
+            x = functional.leaky_relu(x, _SLOPE) if number < last else x
+        return x.reshape(*vectors.shape[:-1], *x.shape[1:])
+
+    def decode(
+        self,
+        weights: torch.Tensor,
+        codes: torch.Tensor,
+        decoder: int = 0,
+        innovation: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """D_c: vectors (..., length) of codes (..., 4, length / 16). innovation: (..., length), for the server."""
+        named, x = self.separated(weights), codes.reshape(-1, *codes.shape[-2:])
+        for number in range(1, len(_DECODER) + 1):
+            stride = 1 if number == 1 and self.resolution == "deconv1" else 2
+            weight, bias = _of(named, f"decoder{decoder}.deconv{number}")
+            x = functional.conv_transpose1d(x, weight, bias, stride, padding=1, output_padding=stride - 1)
+            x = functional.leaky_relu(x, _SLOPE)
+        stride = 2 if self.resolution == "conv" else 1
+        weight, bias = _of(named, f"decoder{decoder}.conv")
+        if innovation is None:
+            x = functional.conv1d(x, weight, bias, stride=stride)
+        else:
+            # The last channel apart: the innovation has the output's length, the others may have twice that.
+            x = functional.conv1d(x, weight[:, :-1], bias, stride=stride)
+            x = x + weight[:, -1:] * innovation.reshape(-1, 1, innovation.shape[-1])
+        return x.reshape(*codes.shape[:-2], x.shape[-1])
+
+
+def _layer(name: str, shape: tuple[int, ...], outputs: int) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": shape, f"{name}.bias": (outputs,)}
+
+
+def _of(weights: Mapping[str, torch.Tensor], layer: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return weights[f"{layer}.weight"], weights[f"{layer}.bias"]
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Loss:
+    """reduction: "sum", squared norms as in the equations, or "mean", over elements (and pairs of nodes); similarity:
+    lambda_2 of eq. (7), of the server."""
+
+    reduction: str = "sum"
+    similarity: float = 0.5
+
+
+def ring_loss(architecture: Architecture, weights: torch.Tensor, vectors: torch.Tensor, loss: Loss) -> torch.Tensor:
+    """Eq. (11), of vectors (..., K, length): what is decoded from the average of the codes against the average.
+
+    Of several iterations at once, (B, K, length), the mean over them.
+    """
+    decoded = architecture.decode(weights, architecture.encode(weights, vectors).mean(-3))
+    iterations = vectors[..., 0, 0].numel()
+    return _reduced((decoded - vectors.mean(-2)).square(), loss) / (iterations if loss.reduction == "sum" else 1)
+
+
+def server_loss(
+    architecture: Architecture,
+    weights: torch.Tensor,
+    vectors: torch.Tensor,
+    innovations: torch.Tensor,
+    common: int,
+    loss: Loss,
+) -> torch.Tensor:
+    """Eqs. (5) to (7), of vectors and innovations (K, length). common: the node whose code all decoders are given."""
+    codes = architecture.encode(weights, vectors)
+    decoded = torch.stack(
+        [architecture.decode(weights, codes[common], k, innovation) for k, innovation in enumerate(innovations)]
+    )
+    total = _reduced((vectors - decoded).square(), loss)
+    if loss.similarity and len(vectors) > 1:
+        # Over all ordered pairs k != m, as eq. (5) is written.
+        total = total + loss.similarity * _reduced((codes[:, None] - codes[None]).square(), loss)
+    return total
+
+
+def _reduced(squares: torch.Tensor, loss: Loss) -> torch.Tensor:
+    return squares.sum() if loss.reduction == "sum" else squares.mean()
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+OPTIMIZERS = ("sgd", "adam")
+_BETAS, _EPSILON = (0.9, 0.999), 1e-8
+
+
+def optimized(
+    name: str, learning_rate: float, weights: torch.Tensor, gradient: torch.Tensor, state: Tensors
+) -> tuple[torch.Tensor, Tensors]:
+    """New weights and the optimizer's new state, empty at first. name: "sgd", plain, the paper's, or "adam"."""
+    if name == "sgd":
+        return weights - learning_rate * gradient, {}
+    count = state.get("count", weights.new_zeros(())) + 1
+    first = state.get("first", torch.zeros_like(weights)).lerp(gradient, 1 - _BETAS[0])
+    second = state.get("second", torch.zeros_like(weights)).lerp(gradient * gradient, 1 - _BETAS[1])
+    scale = (second / (1 - _BETAS[1] ** count)).sqrt_() + _EPSILON
+    moved = weights - learning_rate / (1 - _BETAS[0] ** count) * first / scale
+    return moved, {"count": count, "first": first, "second": second}
+
+
+def gradient_of(loss: Callable[[torch.Tensor], torch.Tensor], weights: torch.Tensor) -> tuple[float, torch.Tensor]:
+    """A loss of weights, given as one vector, and its gradient, (numel,)."""
+    with torch.enable_grad():
+        leaf = weights.detach().requires_grad_()
+        value = loss(leaf)
+        (gradient,) = torch.autograd.grad(value, leaf)
+    return float(value.detach()), gradient

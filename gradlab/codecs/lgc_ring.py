@@ -1,0 +1,166 @@
+"""LGC for ring all-reduce: ranks select where one of them says, code what they selected, and average the codes.
+
+Abrahamyan, Chen, Bekoulis, Deligiannis, "Learned gradient compression for distributed deep learning", IEEE TNNLS 2021,
+sections IV-B and V-B.2, eqs. (8) to (11) and (17) to (19), Algorithm 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from gradlab.autoencoder import Architecture, Loss, ring_loss
+from gradlab.codec import Context, Exchanged, Tensors, concatenate, separate
+from gradlab.codec_settings import require
+from gradlab.collectives import Coroutine, Gather, Mean, sum_in_rank_order
+from gradlab.errors import GradlabError
+from gradlab.indices import index_bytes
+from gradlab.layout import Layer
+from gradlab.learned_selection import (
+    COMPRESSING,
+    ORDERS,
+    SELECTING,
+    TRAINING,
+    LearnedSelection,
+    LearnedSettings,
+    Selection,
+    Task,
+    in_order,
+    layer_of,
+    padded,
+    prefixed,
+    root_mean_squares,
+)
+
+
+class LgcRing(LearnedSelection):
+    """Positions: the leader's largest of each layer; sent: the average of the ranks' codes of their values there.
+
+    `own` is what the average decodes to, so that feedback (`error_feedback` with keep = "difference") is against the
+    decoded average. The published algorithms keep what was not selected and forget the autoencoder's error: keep =
+    "unselected". As printed they add the accumulated gradient twice, to the gradient and to itself, and never clear
+    what was sent, so that what is not sent doubles in every step; the text's momentum correction does neither, and is
+    what the wrappers do.
+    """
+
+    name = "lgc_ring"
+    formula = "4 values for 16 of k selected, and their positions / N"
+    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({"density": 0.001}, {"density": 0.01})
+
+    @dataclass(frozen=True)
+    class Settings(LearnedSettings):
+        """As `LearnedSettings`, and: leader: "random" from the shared seed (the paper's) or "rotating"; order: of what
+        is coded: "position" (the paper's), or by the leader's "magnitude" or signed "value", largest first, which takes
+        packed positions."""
+
+        leader: str = "random"
+        order: str = "position"
+
+        codec = "lgc_ring"
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            require(self.leader in ("random", "rotating"), self.codec, "leader", self.leader, "'random' or 'rotating'")
+            require(self.order in ORDERS, self.codec, "order", self.order, f"one of {', '.join(ORDERS)}")
+
+    def architecture(self, world_size: int = 1) -> Architecture:
+        return Architecture(self.settings.resolution)
+
+    def nodes(self, weights: torch.Tensor) -> int | None:
+        if len(weights) != self.architecture().numel:
+            raise GradlabError(
+                f"codec lgc_ring: autoencoder of {len(weights)} weights, expected {self.architecture().numel}"
+            )
+        return None
+
+    def task(self, values: torch.Tensor, scale: torch.Tensor | float = 1.0) -> Task:
+        """To learn from all ranks' selected values (K, count): eq. (11)."""
+        architecture, count = self.architecture(), values.shape[-1]
+        vectors, true = padded(values / scale, architecture), values.mean(0)
+
+        def missed(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            decoded = architecture.decode(weights, architecture.encode(weights, vectors).mean(0))[:count] * scale
+            return (decoded.double() - true.double()).square().sum(), true.double().square().sum()
+
+        return Task(lambda weights: ring_loss(architecture, weights, vectors, Loss(self.settings.loss)), missed)
+
+    @property
+    def coding(self) -> str:
+        """Of positions; only packed ones can be in any order."""
+        return self.settings.index_coding if self.settings.order == "position" else "packed"
+
+    def leader(self, context: Context) -> int:
+        """The rank whose positions are taken in this iteration."""
+        if self.settings.leader == "rotating":
+            return context.iteration % context.world_size
+        return int(torch.randint(context.world_size, (), generator=context.shared_generator("leader")))
+
+    def selected(
+        self, vectors: torch.Tensor, sizes: Sequence[int], context: Context
+    ) -> tuple[torch.Tensor, torch.Tensor | float]:
+        """What all ranks select of what they would send, (K, numel): values (K, count) as they are coded, and what they
+        are divided by before: what `exchange` does, for whoever has all ranks at hand."""
+        leader, ends = vectors[self.leader(context)], torch.tensor(sizes).cumsum(0)
+        positions = self.select(leader, sizes)
+        scales = torch.ones(len(sizes))
+        if self.settings.normalise == "layer":
+            scales = root_mean_squares(leader[positions], self.counts(sizes))
+        positions = in_order(positions, leader[positions] / scales[layer_of(positions, ends)], self.settings.order)
+        scale = scales[layer_of(positions, ends)] if self.settings.normalise == "layer" else 1.0
+        return vectors[:, positions], scale
+
+    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        prefix, vector = next(iter(grads)), concatenate(grads)
+        if not vector.numel():
+            return Exchanged(dict(grads), dict(grads), state)
+        mine = self._mine(state, prefix)
+        sizes, leader = [grad.numel() for grad in grads.values()], self.leader(context)
+        selected = yield from self._told_selection(vector, sizes, leader, self.settings.order, self.coding, context)
+        mode = int(mine["clock"][0])
+        own, kept = selected.values, mine
+        if mode == COMPRESSING:
+            mean = own = yield from self._averaged_codes(selected, mine["autoencoder"])
+        elif mode == SELECTING:
+            mean = yield Mean(selected.values)
+        else:
+            every = yield Gather(selected.values)
+            mean = sum_in_rank_order(every)
+            kept = yield from self._trained(mine, self.task(torch.stack(every), selected.scale), vector, context)
+
+        def spread(values: torch.Tensor) -> Tensors:
+            whole = context.workspace.zeros_like(vector)
+            return separate(whole.index_copy_(0, selected.positions, values.to(vector.dtype)), grads)
+
+        average = spread(mean)
+        return Exchanged(average, average if own is mean else spread(own), prefixed(prefix, kept))
+
+    def _averaged_codes(self, selected: Selection, weights: torch.Tensor) -> Coroutine[torch.Tensor]:
+        """Eqs. (17) to (19): what the average of the codes decodes to, (count,)."""
+        architecture, count = self.architecture(), len(selected.values)
+        code = yield Mean(architecture.encode(weights, padded(selected.values / selected.scale, architecture)))
+        return architecture.decode(weights, code)[:count].to(selected.values.dtype) * selected.scale
+
+    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        return self._bytes(layers, world_size, COMPRESSING, 0)
+
+    def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
+        mode, position = map(int, self._mine(state, layers[0].name)["clock"].tolist())
+        return self._bytes(layers, world_size, mode, position)
+
+    def _bytes(self, layers: Sequence[Layer], world_size: int, mode: int, position: int) -> float:
+        count, numel = self._selected(layers)
+        if not count:
+            return 0.0
+        led = index_bytes(self.coding, count, numel) + 8 * self.varying
+        led += 4 * len(layers) * (self.settings.normalise == "layer")
+        architecture = self.architecture()
+        values = 4 * (architecture.code_numel(count) if mode == COMPRESSING else count)
+        last = mode == TRAINING and position + 1 == self._steps
+        return values + (led + last * 4 * (architecture.numel + 1)) / world_size
+
+    @property
+    def varying(self) -> bool:
+        return self.settings.order == "position" and super().varying

@@ -1,0 +1,245 @@
+"""LGC for a parameter server: one rank's code stands for what all have in common, the rest is each rank's innovation.
+
+Abrahamyan, Chen, Bekoulis, Deligiannis, "Learned gradient compression for distributed deep learning", IEEE TNNLS 2021,
+sections IV-A and V-B.1, eqs. (2) to (7), (12) and (13), Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from gradlab.autoencoder import Architecture, Loss, server_loss
+from gradlab.codec import Context, Deferred, Exchanged, Tensors, concatenate, separate
+from gradlab.codec_settings import require
+from gradlab.collectives import Broadcast, Coroutine, Gather
+from gradlab.errors import GradlabError
+from gradlab.indices import decode, encode, index_bytes, varies
+from gradlab.layout import Layer
+from gradlab.learned_selection import (
+    COMPRESSING,
+    TRAINING,
+    LearnedSelection,
+    LearnedSettings,
+    Selection,
+    Task,
+    layer_of,
+    padded,
+    prefixed,
+    root_mean_squares,
+)
+from gradlab.sparse import count_of, largest
+
+
+class LgcServer(LearnedSelection):
+    """Every rank selects its largest of each layer; one of them sends a code of its values, all send their innovation.
+
+    The innovation is the largest of the selected values, as they are. A decoder for each rank makes of the code and
+    that rank's innovation what it would have sent, and these are averaged. There is no server: every rank is sent all
+    of it and does what the paper's master does, so that nothing travels back (the paper leaves the downlink out).
+    The paper does not count how the master comes to know each rank's positions: here they travel, and are counted.
+    With positions = "shared" the leader's are taken by all, as in the ring: values at own positions, of which two ranks
+    share about 2 %, cannot be compared, and one rank's code says little of another's.
+    `own` is what is decoded for this rank; see `LgcRing` about feedback and the printed algorithms.
+    """
+
+    name = "lgc_server"
+    formula = "positions of k selected, values and places of the innovation, 4 values for 16 / N"
+    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({"density": 0.001}, {"density": 0.01})
+
+    @dataclass(frozen=True)
+    class Settings(LearnedSettings):
+        """As `LearnedSettings`, and: similarity: lambda_2 of eq. (7); positions: "own" (the paper's) or "shared";
+        innovation: share of values that travel as they are, of those "selected" in each layer (innovation_of;
+        Algorithm 1: 10 %) or of the layer's "gradient" (section III: 0.001 %, innovation 1e-5; section V says 0.001 %
+        of the selected, below one value on ResNet-50); at least one of each layer; sender: of the common code, "fixed"
+        (rank 0) or "rotating"."""
+
+        similarity: float = 0.5
+        positions: str = "own"
+        innovation: float = 0.1
+        innovation_of: str = "selected"
+        sender: str = "fixed"
+
+        codec = "lgc_server"
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            codec = self.codec
+            require(self.similarity >= 0, codec, "similarity", self.similarity, "0 or more")
+            require(self.positions in ("own", "shared"), codec, "positions", self.positions, "'own' or 'shared'")
+            require(0 < self.innovation <= 1, codec, "innovation", self.innovation, "a share in (0, 1]")
+            known = ("selected", "gradient")
+            require(self.innovation_of in known, codec, "innovation_of", self.innovation_of, f"one of {known}")
+            require(self.sender in ("fixed", "rotating"), codec, "sender", self.sender, "'fixed' or 'rotating'")
+
+    def architecture(self, world_size: int) -> Architecture:
+        return Architecture(self.settings.resolution, decoders=world_size, innovation=True)
+
+    def nodes(self, weights: torch.Tensor) -> int | None:
+        one, two = (self.architecture(count).numel for count in (1, 2))
+        trained, rest = divmod(len(weights) - (2 * one - two), two - one)
+        if rest or trained < 1:
+            raise GradlabError(
+                f"codec lgc_server: autoencoder of {len(weights)} weights, expected {2 * one - two} and {two - one} "
+                "for each rank"
+            )
+        return trained
+
+    # --- the exchange ---
+
+    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        prefix, vector = next(iter(grads)), concatenate(grads)
+        if not vector.numel():
+            return Exchanged(dict(grads), dict(grads), state)
+        sizes, mine = [grad.numel() for grad in grads.values()], self._mine(state, prefix)
+        if "autoencoder" in mine:
+            self.check_nodes(mine["autoencoder"], context.world_size)
+        every = yield from self._selections(vector, sizes, context)
+        mode, own = int(mine["clock"][0]), every[context.rank]
+        kept = mine
+        if mode == COMPRESSING:
+            values = yield from self._decoded(every, mine["autoencoder"], self.counts(sizes), sizes, context)
+        else:
+            values = yield Gather(own.values)
+            if mode == TRAINING:
+                counts = self._innovation_counts(self.counts(sizes), sizes)
+                scales = [selection.scale for selection in every]
+                task = self.task(torch.stack(values), scales, self.counts(sizes), counts, context)
+                kept = yield from self._trained(mine, task, vector, context)
+        mean = context.workspace.zeros_like(vector)
+        for selection, part in zip(every, values, strict=True):
+            mean.index_add_(0, selection.positions, part.to(vector.dtype) / context.world_size)
+
+        def decoded() -> Tensors:
+            whole = context.workspace.zeros_like(vector)
+            return separate(whole.index_copy_(0, own.positions, values[context.rank].to(vector.dtype)), grads)
+
+        return Exchanged(separate(mean, grads), Deferred(grads, decoded), prefixed(prefix, kept))
+
+    def sender(self, context: Context) -> int:
+        """The rank whose code stands for what all have in common."""
+        return context.iteration % context.world_size if self.settings.sender == "rotating" else 0
+
+    def _selections(self, vector: torch.Tensor, sizes: Sequence[int], context: Context) -> Coroutine[list[Selection]]:
+        """Every rank's positions and scale, with this rank's values at each of them."""
+        settings, coding = self.settings, self.settings.index_coding
+        if settings.positions == "shared":
+            leader = int(torch.randint(context.world_size, (), generator=context.shared_generator("leader")))
+            one = yield from self._told_selection(vector, sizes, leader, "position", coding, context)
+            return [one] * context.world_size
+        counts, numel = self.counts(sizes), vector.numel()
+        mine = self.select(vector, sizes)
+        encoded = yield Gather(encode(mine, numel, coding), varying=varies(coding))
+        every = [decode(one, sum(counts), numel, coding) for one in encoded]
+        if settings.normalise == "none":
+            return [Selection(positions, vector[positions]) for positions in every]
+        scales = yield Gather(root_mean_squares(vector[mine], counts))
+        ends = torch.tensor(sizes, device=vector.device).cumsum(0)
+        return [
+            Selection(positions, vector[positions], scale[layer_of(positions, ends)])
+            for positions, scale in zip(every, scales, strict=True)
+        ]
+
+    def _decoded(
+        self,
+        every: Sequence[Selection],
+        weights: torch.Tensor,
+        counts: Sequence[int],
+        sizes: Sequence[int],
+        context: Context,
+    ) -> Coroutine[list[torch.Tensor]]:
+        """Eqs. (3) and (12): every rank's values as its decoder gives them, (count,) each."""
+        architecture, own = self.architecture(context.world_size), every[context.rank]
+        total, coding, common = sum(counts), self.settings.index_coding, self.sender(context)
+        mine = padded(own.values / own.scale, architecture)
+        code = architecture.encode(weights, mine)
+        kept = innovation_positions(own.values, counts, self._innovation_counts(counts, sizes))
+        sent = (own.values[kept], encode(kept, total, coding))
+        code, values, positions = yield (
+            Broadcast(code, common),
+            Gather(sent[0]),
+            Gather(sent[1], varying=varies(coding)),
+        )
+        found = []
+        for k, (selection, known, encoded) in enumerate(zip(every, values, positions, strict=True)):
+            places = decode(encoded, len(known), total, coding)
+            innovation = own.values.new_zeros(total).index_copy_(0, places, known) / selection.scale
+            decoded = architecture.decode(weights, code, k, padded(innovation, architecture))[:total]
+            found.append(decoded.to(own.values.dtype) * selection.scale)
+        return found
+
+    # --- learning ---
+
+    def task(
+        self,
+        values: torch.Tensor,
+        scales: Sequence[torch.Tensor | float],
+        counts: Sequence[int],
+        innovations: Sequence[int],
+        context: Context,
+    ) -> Task:
+        """To learn from all ranks' selected values (K, count): eqs. (5) to (7). counts, innovations: of each layer."""
+        architecture, count = self.architecture(len(values)), values.shape[-1]
+        scale = torch.stack([torch.as_tensor(one, device=values.device).expand(count) for one in scales])
+        apart = torch.zeros_like(values)
+        for one, vector in zip(apart, values, strict=True):
+            kept = innovation_positions(vector, counts, innovations)
+            one[kept] = vector[kept]
+        vectors, apart = padded(values / scale, architecture), padded(apart / scale, architecture)
+        common = int(torch.randint(len(values), (), generator=context.shared_generator("common")))
+        loss = Loss(self.settings.loss, self.settings.similarity)
+
+        def missed(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            # At own positions there is no average of selections: of every rank's own values, eq. (6).
+            code = architecture.encode(weights, vectors[self.sender(context)])
+            decoded = torch.stack([architecture.decode(weights, code, k, one) for k, one in enumerate(apart)])
+            wide = values.double()
+            return ((decoded[:, :count] * scale).double() - wide).square().sum(), wide.square().sum()
+
+        return Task(lambda weights: server_loss(architecture, weights, vectors, apart, common, loss), missed)
+
+    def _innovation_counts(self, counts: Sequence[int], sizes: Sequence[int]) -> list[int]:
+        of = counts if self.settings.innovation_of == "selected" else sizes
+        return [
+            min(count, count_of(self.settings.innovation, numel)) if count else 0
+            for count, numel in zip(counts, of, strict=True)
+        ]
+
+    # --- forecasts ---
+
+    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        return self._bytes(layers, world_size, COMPRESSING, 0)
+
+    def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
+        mode, position = map(int, self._mine(state, layers[0].name)["clock"].tolist())
+        return self._bytes(layers, world_size, mode, position)
+
+    def _bytes(self, layers: Sequence[Layer], world_size: int, mode: int, position: int) -> float:
+        settings, sizes = self.settings, [layer.numel for layer in layers]
+        counts, coding = self.counts(sizes), settings.index_coding
+        count, architecture = sum(counts), self.architecture(world_size)
+        if not count:
+            return 0.0
+        shared = settings.positions == "shared"
+        named = index_bytes(coding, count, sum(sizes)) + 4 * len(layers) * (settings.normalise == "layer")
+        named = (named + 8 * self.varying) / world_size if shared else named
+        if mode == COMPRESSING:
+            apart = sum(self._innovation_counts(counts, sizes))
+            values = 4 * apart + index_bytes(coding, apart, count) + 4 * architecture.code_numel(count) / world_size
+        else:
+            values = 4.0 * count
+        last = mode == TRAINING and position + 1 == self._steps
+        return named + values + last * 4 * (architecture.numel + 1) / world_size
+
+
+def innovation_positions(values: torch.Tensor, counts: Sequence[int], innovations: Sequence[int]) -> torch.Tensor:
+    """Places, ascending, of each layer's largest among selected values (count,), as many as `innovations` says."""
+    found, start = [], 0
+    for part, kept in zip(values.split(list(counts)), innovations, strict=True):
+        found.append(largest(part, kept).sort().values + start)
+        start += len(part)
+    return torch.cat(found)

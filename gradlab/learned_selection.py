@@ -1,0 +1,301 @@
+"""What LGC's two codecs share: selected values of every layer, an autoencoder for them, and three phases of a run.
+
+Abrahamyan, Chen, Bekoulis, Deligiannis, "Learned gradient compression for distributed deep learning", IEEE TNNLS 2021,
+sections V and VI-A. Dense iterations first (the plan's schedule); then selected values travel as they are, and one rank
+trains the autoencoder on them; then codes travel.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradlab.autoencoder import OPTIMIZERS, RESOLUTIONS, Architecture, gradient_of, optimized
+from gradlab.codec import Codec, Context, Tensors
+from gradlab.codec_settings import require
+from gradlab.collectives import Broadcast, Coroutine
+from gradlab.errors import GradlabError
+from gradlab.indices import decode, encode, random_encoded, varies
+from gradlab.layout import Layer
+from gradlab.sparse import count_of, largest, require_coding, require_density
+
+TRAINER = 0  # the rank that trains
+TRAINING, COMPRESSING, SELECTING = range(3)
+ORDERS = ("position", "magnitude", "value")
+_JUDGED = 10  # the error that decides is that of the last tenth of the training, each step's before it is learned from
+_COLLAPSED = 1e-3
+_OPTIMIZER = "optimizer "  # before its entries in the state
+
+
+@dataclass(frozen=True)
+class LearnedSettings:
+    """density: share of each layer's elements that is selected (the paper's alpha / 100);
+
+    resolution: which reading of the paper's tables, see `gradlab.autoencoder`; loss: "sum" of squares or "mean";
+    optimizer: "sgd" (the paper's) or "adam"; learning_rate: its; training_steps: iterations of the second phase, with
+    nothing learned before; fine_tune_steps: the same for what was fitted on a trace, 0 to begin with codes at once;
+    most_error: of the decoded average on selections that were not learned from yet, in that of sending zeros: above
+    it values travel as they are to the end; normalise: "none" (the paper's), or "layer": values are divided by the root
+    mean square of what is selected in each layer, which travels too; index_coding: see `gradlab.indices`.
+    """
+
+    density: float = 0.001
+    resolution: str = "deconv1"
+    loss: str = "sum"
+    optimizer: str = "sgd"
+    learning_rate: float = 1e-3
+    training_steps: int = 300
+    fine_tune_steps: int = 0
+    most_error: float = 0.9
+    normalise: str = "none"
+    index_coding: str = "smallest"
+
+    codec = "lgc"
+
+    def __post_init__(self) -> None:
+        codec = self.codec
+        require_density(self.density, codec)
+        require(
+            self.resolution in RESOLUTIONS, codec, "resolution", self.resolution, f"one of {', '.join(RESOLUTIONS)}"
+        )
+        require(self.loss in ("sum", "mean"), codec, "loss", self.loss, "'sum' or 'mean'")
+        require(self.optimizer in OPTIMIZERS, codec, "optimizer", self.optimizer, f"one of {', '.join(OPTIMIZERS)}")
+        require(0 < self.learning_rate < 1e6, codec, "learning_rate", self.learning_rate, "a number above 0")
+        require(self.training_steps >= 1, codec, "training_steps", self.training_steps, "1 or more")
+        require(self.fine_tune_steps >= 0, codec, "fine_tune_steps", self.fine_tune_steps, "0 or more")
+        require(self.most_error > 0, codec, "most_error", self.most_error, "a number above 0")
+        require(self.normalise in ("none", "layer"), codec, "normalise", self.normalise, "'none' or 'layer'")
+        require_coding(self.index_coding, codec)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """positions: (count,) in the concatenated group; values: this rank's there; scale: (count,) or 1.0, what values
+    are divided by before they are coded."""
+
+    positions: torch.Tensor
+    values: torch.Tensor
+    scale: torch.Tensor | float = 1.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """One iteration to learn from, as functions of the weights: the loss; and squared error with what zeros make."""
+
+    loss: Callable[[torch.Tensor], torch.Tensor]
+    missed: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+class LearnedSelection(Codec):
+    """Phases, training and state; subclasses say what travels.
+
+    Own state, under the first layer's name: "clock" (mode, iterations in it), "autoencoder", all weights as one vector;
+    and on the rank that trains, while it does, the optimizer's and the error so far.
+    """
+
+    family = "learned"
+    learns = True
+    selects = True
+    warmup_steps = 200
+    paper = "Abrahamyan et al., IEEE TNNLS 2021"
+    settings: Any
+
+    @abstractmethod
+    def architecture(self, world_size: int) -> Architecture:
+        """Of the autoencoder for so many ranks."""
+
+    @property
+    def varying(self) -> bool:
+        return varies(self.settings.index_coding)
+
+    # --- state ---
+
+    def _mine(self, state: Tensors, prefix: str) -> Tensors:
+        found = {key.removeprefix(f"{prefix}/"): value for key, value in state.items() if key.startswith(f"{prefix}/")}
+        if "clock" in found:
+            return found
+        if "autoencoder" not in self.learned:
+            return {"clock": _clock(TRAINING, 0)}
+        tuned = self.settings.fine_tune_steps > 0
+        return {"clock": _clock(TRAINING if tuned else COMPRESSING, 0), "autoencoder": self.learned["autoencoder"]}
+
+    @property
+    def _steps(self) -> int:
+        return self.settings.fine_tune_steps if "autoencoder" in self.learned else self.settings.training_steps
+
+    def running_state(self, layers: Sequence[Layer], world_size: int) -> Tensors:
+        if "autoencoder" in self.learned and not self.settings.fine_tune_steps:
+            return {}
+        weights = torch.zeros(self.architecture(world_size).numel)
+        return prefixed(layers[0].name, {"clock": _clock(COMPRESSING, 0), "autoencoder": weights})
+
+    # --- selection ---
+
+    def counts(self, sizes: Iterable[int]) -> list[int]:
+        """How many elements of each layer are selected."""
+        return [count_of(self.settings.density, numel) if numel else 0 for numel in sizes]
+
+    def select(self, vector: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """Positions, ascending, of each layer's largest magnitudes in the concatenated layers."""
+        found, start = [], 0
+        for part, count in zip(vector.split(list(sizes)), self.counts(sizes), strict=True):
+            found.append(largest(part, count).sort().values + start)
+            start += part.numel()
+        return torch.cat(found)
+
+    def _told_selection(
+        self, vector: torch.Tensor, sizes: Sequence[int], leader: int, order: str, coding: str, context: Context
+    ) -> Coroutine[Selection]:
+        """The leader's positions and, if it normalises, its layers' root mean squares; this rank's values there."""
+        ends = torch.tensor(sizes, device=vector.device).cumsum(0)
+        positions, scales = vector.new_zeros(0, dtype=torch.int64), vector.new_ones(len(sizes), dtype=torch.float32)
+        normalises = self.settings.normalise == "layer"
+        if context.rank == leader:
+            positions = self.select(vector, sizes)
+            scales = root_mean_squares(vector[positions], self.counts(sizes)) if normalises else scales
+            positions = in_order(positions, vector[positions] / scales[layer_of(positions, ends)], order)
+        positions = yield from self._sent_positions(
+            positions, sum(self.counts(sizes)), vector.numel(), coding, context, leader
+        )
+        if not normalises:
+            return Selection(positions, vector[positions])
+        scales = yield Broadcast(scales, leader)
+        return Selection(positions, vector[positions], scales[layer_of(positions, ends)])
+
+    def _sent_positions(
+        self, positions: torch.Tensor, count: int, numel: int, coding: str, context: Context, root: int
+    ) -> Coroutine[torch.Tensor]:
+        """One rank's positions, on all ranks; the others' are not looked at."""
+        device = positions.device
+        # Of others nothing is taken; where one rank is run alone, for a forecast, its own answer is as good as any.
+        encoded = encode(positions, numel, coding) if context.rank == root else random_encoded(coding, count, numel)
+        encoded = encoded.to(device)
+        if varies(coding):
+            told = yield Broadcast(torch.tensor([len(encoded)], dtype=torch.int64, device=device), root)
+            if len(encoded) != int(told):
+                encoded = torch.zeros(int(told), dtype=torch.uint8, device=device)
+        received = yield Broadcast(encoded, root)
+        return decode(received, count, numel, coding)
+
+    # --- the second phase ---
+
+    def _trained(self, mine: Tensors, task: Task, like: torch.Tensor, context: Context) -> Coroutine[Tensors]:
+        """The state after one more iteration of training. like: of the device that weights are on."""
+        architecture, position = self.architecture(context.world_size), int(mine["clock"][1]) + 1
+        kept: Tensors = {"clock": _clock(TRAINING, position)}
+        if context.rank == TRAINER:
+            kept |= self._learned_from(mine, task, position, like, context)
+        if position < self._steps:
+            return kept
+        error = kept.get("error", torch.ones(2, dtype=torch.float64, device=like.device))
+        judged = yield Broadcast((error[:1] / error[1:]).float(), TRAINER)
+        if not float(judged) <= self.settings.most_error:
+            self._say(context, float(judged))
+            return {"clock": _clock(SELECTING, 0), "judged": judged}
+        weights = kept.get("autoencoder", torch.zeros(architecture.numel, device=like.device))
+        weights = yield Broadcast(weights, TRAINER)
+        return {"clock": _clock(COMPRESSING, 0), "autoencoder": weights, "judged": judged}
+
+    def _learned_from(self, mine: Tensors, task: Task, position: int, like: torch.Tensor, context: Context) -> Tensors:
+        """Weights, optimizer and error after one step on the rank that trains."""
+        weights = mine.get("autoencoder")
+        if weights is None:
+            generator = context.shared_generator("autoencoder", every_iteration=False)
+            weights = self.architecture(context.world_size).initial(generator).to(like.device)
+        error = mine.get("error", weights.new_zeros(2, dtype=torch.float64))
+        if position > self._steps - max(1, self._steps // _JUDGED):
+            error = error + torch.stack([value.double() for value in task.missed(weights)])
+        _, gradient = gradient_of(task.loss, weights)
+        optimizer = {key.removeprefix(_OPTIMIZER): value for key, value in mine.items() if key.startswith(_OPTIMIZER)}
+        weights, optimizer = optimized(
+            self.settings.optimizer, self.settings.learning_rate, weights, gradient, optimizer
+        )
+        kept = {f"{_OPTIMIZER}{key}": value for key, value in optimizer.items()}
+        return {"autoencoder": weights, "error": error, **kept}
+
+    def _say(self, context: Context, error: float) -> None:
+        if context.rank == TRAINER:
+            warnings.warn(
+                f"gradlab: {context.group}: the autoencoder's error on selections not learned from yet is {error:.3g} "
+                f"of that of sending zeros, above most_error = {self.settings.most_error:g}: selected values go on "
+                "as they are, to the end",
+                stacklevel=2,
+            )
+
+    # --- forecasts and checks ---
+
+    def _selected(self, layers: Sequence[Layer]) -> tuple[int, int]:
+        """Elements selected, and elements, of a group."""
+        sizes = [layer.numel for layer in layers]
+        return sum(self.counts(sizes)), sum(sizes)
+
+    def check(self, layers: Sequence[Layer]) -> None:
+        if unknown := sorted(set(self.learned) - {"autoencoder"}):
+            raise GradlabError(f"codec {self.name}: learned tensors {unknown}, expected autoencoder alone")
+        if "autoencoder" in self.learned:
+            weights = self.learned["autoencoder"]
+            if weights.dim() != 1 or weights.dtype != torch.float32 or not bool(weights.isfinite().all()):
+                raise GradlabError(f"codec {self.name}: autoencoder: expected one vector of finite float32 weights")
+            self.nodes(weights)
+
+    @abstractmethod
+    def nodes(self, weights: torch.Tensor) -> int | None:
+        """The world size that weights were trained for; None for any.
+
+        Raises:
+            GradlabError: for a number of weights that no autoencoder of these settings has.
+        """
+
+    def check_nodes(self, weights: torch.Tensor, world_size: int) -> None:
+        """Raises GradlabError if they were trained for another world size."""
+        trained = self.nodes(weights)
+        if trained is not None and trained != world_size:
+            raise GradlabError(
+                f"codec {self.name}: its decoders were trained for {trained} ranks, one each, and this run has "
+                f"{world_size}: fit again, or start with nothing learned"
+            )
+
+
+def _clock(mode: int, position: int) -> torch.Tensor:
+    return torch.tensor([mode, position], dtype=torch.float32)
+
+
+def padded(values: torch.Tensor, architecture: Architecture) -> torch.Tensor:
+    """Vectors (..., count) as the autoencoder takes them, float32 with zeros behind."""
+    count = values.shape[-1]
+    return torch.nn.functional.pad(values.float(), (0, architecture.padded(count) - count))
+
+
+def root_mean_squares(values: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """Per layer (layers,), float32; 1 for a layer whose selection is empty or all zero."""
+    parts = values.float().split(list(counts))
+    scales = torch.stack([part.square().mean().sqrt() if len(part) else part.new_ones(()) for part in parts])
+    return torch.where(scales > 0, scales, torch.ones_like(scales))
+
+
+def layer_of(positions: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The number of the layer that each position is in. ends: of the layers, (layers,)."""
+    return torch.bucketize(positions, ends, right=True)
+
+
+def in_order(positions: torch.Tensor, values: torch.Tensor, order: str) -> torch.Tensor:
+    """Positions as they are, or by their values, largest first."""
+    if order == "position":
+        return positions
+    return positions[(values.abs() if order == "magnitude" else values).argsort(descending=True, stable=True)]
+
+
+def prefixed(prefix: str, state: Mapping[str, torch.Tensor]) -> Tensors:
+    """State entries under a layer's name."""
+    return {f"{prefix}/{key}": value for key, value in state.items()}
+
+
+def code_spread(codes: torch.Tensor) -> float:
+    """How much codes (samples, ...) differ from their mean, in their size: near 0 for a code that says nothing."""
+    spread = (codes - codes.mean(0)).square().mean()
+    return float((spread / codes.square().mean().clamp_min(torch.finfo(codes.dtype).tiny)).sqrt())

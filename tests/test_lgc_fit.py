@@ -1,0 +1,217 @@
+"""LGC's autoencoder fitted on a trace: what is selected, what it is worth beside simpler codes, and the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from command_line import Command
+from recorded import record
+from torch import nn
+
+from gradlab.analysis.lgc import Fitting, fit_lgc, learn
+from gradlab.analysis.lockstep_plan import LockstepPlan
+from gradlab.analysis.selection_codes import codes_without_learning
+from gradlab.analysis.selections import Selections, collect_selections
+from gradlab.artifact import Artifact
+from gradlab.autoencoder import Architecture
+from gradlab.bits import packed_bytes
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+from gradlab.learned_selection import padded
+from gradlab.lgc_plan import GROUP, graph_order, lgc_plan
+from gradlab.trace import Trace
+
+LAYERS = (
+    Layer("stem.weight", (16, 16), "convolution"),
+    Layer("mid.weight", (40, 20), "linear"),
+    Layer("deep.weight", (30, 30), "linear"),
+    Layer("deep.bias", (30,), "bias"),
+    Layer("head.weight", (10, 30), "linear"),
+)
+RANKS, STEPS = 3, 24
+SETTINGS: dict[str, Any] = {"density": 0.05, "order": "value", "normalise": "layer", "leader": "rotating"}
+QUICK = Fitting(epochs=3, batch=4)
+
+
+def planted(steps: int = STEPS, ranks: int = RANKS) -> list[list[dict[str, np.ndarray]]]:
+    """A heavy-tailed part that all ranks share in a step, and noise of their own."""
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(steps):
+        common = {x.name: rng.standard_normal(x.shape) ** 3 for x in LAYERS}
+        found.append(
+            [
+                {n: (c + 0.1 * rng.standard_normal(c.shape)).astype(np.float32) for n, c in common.items()}
+                for _ in range(ranks)
+            ]
+        )
+    return found
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    return record(tmp_path_factory.mktemp("lgc") / "t", planted(), LAYERS)
+
+
+@pytest.fixture(scope="module")
+def selections(trace: Trace) -> Selections:
+    return collect_selections(trace, lgc_plan(LAYERS, **SETTINGS))
+
+
+def test_selections_are_what_the_codec_codes(trace: Trace, selections: Selections) -> None:
+    """Decoding the average of their codes is what lockstep gives in the third phase, accumulation and all."""
+    weights = Architecture().initial(torch.Generator().manual_seed(0))
+    lockstep = LockstepPlan(lgc_plan(LAYERS, autoencoder=weights, warmup_steps=0, **SETTINGS), RANKS)
+    for place, step in enumerate(trace.iterate(0, 3, [x.name for x in LAYERS])):
+        grads = [{n: torch.from_numpy(v) for n, v in rank.items()} for rank in step.gradients]
+        done = lockstep.step(step.index, grads).exchanged[GROUP][0]
+        here = selections.part(place, place + 1)
+        inputs = padded(here.values[0] / here.scales[0], Architecture())
+        expected = Architecture().decode(weights, Architecture().encode(weights, inputs).mean(0))
+        expected = expected[: here.values.shape[-1]] * here.scales[0]
+        found = torch.cat([value.reshape(-1) for value in done.mean.values()])
+        assert sorted(found[found != 0].tolist()) == pytest.approx(sorted(expected.tolist()), rel=1e-4, abs=1e-6)
+    assert selections.values.shape == (STEPS, RANKS, 40 + 45)
+    assert selections.leaders.tolist() == [step % RANKS for step in range(STEPS)]
+    normalised = selections.led / selections.scales
+    assert bool((normalised.diff(dim=1) <= 0).all())
+
+
+def test_learning_is_repeated_and_stops_where_it_was_best(selections: Selections) -> None:
+    first, last = selections.part(0, 16), selections.part(16, 20)
+    runs = [learn(Architecture(), first, last, QUICK, seed=5) for _ in range(2)]
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert runs[0][1] == runs[1][1]
+    assert not torch.equal(runs[0][0], learn(Architecture(), first, last, QUICK, seed=6)[0])
+    small = Selections(first.iterations, 1e-6 * first.values, 1e-6 * first.scales, first.leaders)
+    assert torch.allclose(learn(Architecture(), small, last, QUICK, seed=5)[0], runs[0][0], rtol=1e-3, atol=1e-5)
+    raw = Selections(first.iterations, 1e-6 * first.values, torch.ones_like(first.scales), first.leaders)
+    weights, curve = learn(Architecture(), raw, raw, Fitting(epochs=25, batch=2), seed=5)
+    inputs = padded(raw.values, Architecture())
+    decoded = Architecture().decode(weights, Architecture().encode(weights, inputs).mean(1))
+    true = inputs.mean(1)
+    error = float((decoded - true).square().sum() / true.square().sum())
+    assert error == pytest.approx(min(row["stop"] for row in curve), rel=1e-2)
+    assert error < 0.5 < curve[0]["stop"]
+
+
+def test_codes_without_learning_are_what_they_say(selections: Selections) -> None:
+    held, true = selections.part(16, STEPS), selections.values[16:].mean(1)
+    codes = {code.name.split(",")[0].split(" (")[0]: code for code in codes_without_learning(
+        selections.part(0, 16), selections, RANKS, 24)}  # fmt: skip
+    count = true.shape[1]
+    errors = {
+        name: float((code.averaged(held) - true).square().sum() / true.square().sum()) for name, code in codes.items()
+    }
+    assert errors["zeros"] == 1.0
+    assert errors["int8"] < 1e-3 < errors["int4"] < 0.1
+    led = held.led.numpy()
+    for row, mean, leader in zip(codes["largest quarter"].averaged(held).numpy(), true.numpy(), led, strict=True):
+        kept = np.argsort(-np.abs(leader))[: -(-count // 4)]
+        assert set(np.flatnonzero(row)) == set(kept)
+        np.testing.assert_array_equal(row[kept], mean[kept])
+    for name in ("block means of 4", "sorted block means of 4"):
+        for row, mean, leader in zip(codes[name].averaged(held).numpy(), true.numpy(), led, strict=True):
+            order = np.argsort(leader, kind="stable") if name.startswith("sorted") else np.arange(count)
+            parts = np.split(mean[order], range(4, count, 4))
+            expected = np.concatenate([np.full(len(part), part.mean()) for part in parts])
+            np.testing.assert_allclose(row[order], expected, rtol=1e-4, atol=1e-5)
+    again = codes["PCA"].averaged(held)
+    assert torch.linalg.matrix_rank(again.double(), tol=1e-4) <= 15
+    assert codes["largest quarter"].payload_bytes == 4 * 22 + packed_bytes(count, 1) / RANKS
+    assert codes["sorted block means of 4"].payload_bytes == 4 * 22 + packed_bytes(count, 7) / RANKS
+    assert codes["int8"].payload_bytes == count + 4
+
+
+def test_the_fit_says_what_it_is_worth(trace: Trace, tmp_path: Path) -> None:
+    found = fit_lgc(trace, settings=SETTINGS, fitting=QUICK, seed=1)
+    origin = found.origin
+    assert origin["iterations"] == {"learned": 14, "stopped_by": 4, "held_out": 6}
+    assert origin["codes"][0]["name"] == "autoencoder"
+    assert origin["codes"][1]["error"] == 1.0
+    assert origin["better"] is not None  # three epochs do not beat four bits
+    assert [group.codec for group in found.plan.groups] == ["lgc_ring", "clt_k"]
+    assert found.plan.groups[0].layers == ("mid.weight", "deep.weight")
+    assert [layer.name for layer in found.plan.dense_layers] == ["stem.weight", "deep.bias"]
+    path = found.artifact().save(tmp_path / "lgc.safetensors")
+    again = Artifact.load(path)
+    assert again.plan.digest == found.plan.digest
+    result = LockstepPlan(again.plan, RANKS).step(
+        0, [{n: torch.from_numpy(v) for n, v in r.items()} for r in planted(1)[0]]
+    )
+    assert result.exchanged[GROUP][0].mean["mid.weight"].isfinite().all()
+
+
+def test_what_cannot_be_fitted_is_named(trace: Trace, tmp_path: Path) -> None:
+    short = record(tmp_path / "short", planted(8), LAYERS)
+    with pytest.raises(GradlabError, match="8 finite iterations, expected at least 20"):
+        fit_lgc(short, settings=SETTINGS, fitting=QUICK)
+    alone = record(tmp_path / "alone", planted(2, 1), LAYERS)
+    with pytest.raises(GradlabError, match="one rank's gradients"):
+        fit_lgc(alone, settings=SETTINGS, fitting=QUICK)
+    with pytest.raises(GradlabError, match="2 layers of two dimensions"):
+        lgc_plan(LAYERS[:2])
+    with pytest.raises(GradlabError, match="1 layers of two dimensions"):
+        lgc_plan(LAYERS[:1])
+    with pytest.raises(GradlabError, match="no layer 'nosuch'"):
+        lgc_plan(LAYERS, last="nosuch")
+    with pytest.raises(GradlabError, match="pattern 'star'"):
+        lgc_plan(LAYERS, "star")
+    with pytest.raises(GradlabError, match="epochs = 0"):
+        Fitting(epochs=0)
+    chosen = lgc_plan(LAYERS, "server", first="mid.weight", last="deep.weight", momentum=0.9)
+    assert chosen.groups[0].layers == ("stem.weight", "head.weight")
+    assert chosen.groups[1].codec == "topk"
+    assert chosen.applies_momentum
+    assert {group.layers[0] for group in chosen.groups[2:]} == {"mid.weight", "deep.bias"}
+
+
+def test_first_and_last_are_those_of_the_graph() -> None:
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.middle, self.stem = nn.Linear(20, 15), nn.Linear(20, 20), nn.Linear(16, 20)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.middle(self.stem(x)))
+
+    assert [name for name in graph_order(Backwards()) if "weight" in name] == [
+        "stem.weight",
+        "middle.weight",
+        "head.weight",
+    ]
+    assert lgc_plan(Backwards()).groups[0].layers == ("middle.weight",)
+
+    class Branching(Backwards):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) if x.sum() > 0 else x
+
+    assert graph_order(Branching())[0] == "head.weight"
+
+
+def test_the_command(gradlab: Command, trace: Trace, tmp_path: Path) -> None:
+    out, figure = tmp_path / "lgc.safetensors", tmp_path / "lgc.svg"
+    words = ["fit", "lgc", trace.path, "--density", 0.05, "--epochs", 2, "--out", out]
+    code, said, err = gradlab(*words, "--figure", figure)
+    assert code == 0, err
+    assert said.startswith(("Do not use the autoencoder", "The autoencoder has learned next to nothing"))
+    assert "int4, scale per 256" in said
+    assert figure.read_text().startswith("<?xml")
+    code, said, err = gradlab(*words, "--overwrite", "--json", "--feedback", "--momentum", 0.9)
+    assert code == 0, err
+    assert json.loads(said)["selected"] == 85
+    for wrong, expected in (
+        (["--order", "sideways"], "order = 'sideways'"),
+        (["--density", 0], "density = 0"),
+        (["--last", "nosuch"], "no layer 'nosuch'"),
+        (["--epochs", 0], "epochs = 0"),
+    ):
+        code, said, err = gradlab("fit", "lgc", trace.path, "--out", tmp_path / "other.safetensors", *wrong)
+        assert (code, said) == (2, ""), wrong
+        assert expected in err, (wrong, err)
+        assert err.count("\n") == 1, err
