@@ -13,7 +13,7 @@ _SPEED_NOISE = 0.05
 # So much less is not worth a plan by layer.
 _LITTLE_GAIN = 0.02
 # Of what zeros make: an autoencoder above it is no use. Of codes' size: what they differ by, when they say nothing.
-_NOTHING_LEARNED, _COLLAPSED = 0.9, 1e-2
+_NOTHING_LEARNED, _COLLAPSED = 0.9, 0.05
 _SHORT = 16
 
 

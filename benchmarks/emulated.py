@@ -133,18 +133,19 @@ def train(
     """Train under a plan. stop: end after so many iterations; watch: is given each iteration's averages;
     score_every: iterations between points of a curve of scores on the first 2000 test samples. A run whose loss is not
     finite ends there. loss: mean of the last 50; ratio: over all iterations; compressing_ratio: over those alone that
-    the schedule compresses."""
+    the schedule compresses; last_ratio: over the last 50; codec_seconds: of the codecs in one of these, per rank."""
     model = task.model(seed)
     optimizer = build_optimizer(task.recipe, model.parameters())
     lockstep = LockstepPlan(plan, task.ranks, is_plain_sgd(optimizer))
     sent: list[tuple[bool, float, float]] = []
-    losses, curve, began = [], [], time.perf_counter()
+    losses, curve, spent, began = [], [], [], time.perf_counter()
     for step, micro in enumerate(islice(task.micro_batches(data, seed), stop)):
         result, loss = compressed_gradients(task, model, optimizer, lockstep, step, micro)
         if watch:
             watch({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
         optimizer.step()
         sent.append((result.compressing, statistics.fmean(result.payload), statistics.fmean(result.wire)))
+        spent.append(result.codec_seconds)
         losses.append(loss)
         if not math.isfinite(loss):
             break
@@ -154,6 +155,7 @@ def train(
         "score": task.score(model, data),
         "curve": curve,
         "loss": statistics.fmean(losses[-50:]),
+        "codec_seconds": statistics.fmean(spent[-50:]),
         **_bytes(4 * sum(layer.numel for layer in layers_of(model)), sent, task.recipe.steps),
         "seconds": time.perf_counter() - began,
     }
@@ -181,6 +183,7 @@ def _bytes(dense: int, sent: Sequence[tuple[bool, float, float]], steps: int) ->
     return {
         "ratio": dense * steps / payload,
         "compressing_ratio": dense / statistics.fmean(compressing),
+        "last_ratio": dense / statistics.fmean(row[1] for row in sent[-50:]),
         "payload": payload / steps,
         "wire": wire / steps,
     }

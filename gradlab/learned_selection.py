@@ -28,7 +28,7 @@ TRAINER = 0  # the rank that trains
 TRAINING, COMPRESSING, SELECTING = range(3)
 ORDERS = ("position", "magnitude", "value")
 _JUDGED = 10  # the error that decides is that of the last tenth of the training, each step's before it is learned from
-_COLLAPSED = 1e-3
+_COLLAPSED = 0.05  # of codes' size: what they differ by, when they say next to nothing
 _OPTIMIZER = "optimizer "  # before its entries in the state
 
 
@@ -85,10 +85,12 @@ class Selection:
 
 @dataclass(frozen=True)
 class Task:
-    """One iteration to learn from, as functions of the weights: the loss; and squared error with what zeros make."""
+    """One iteration to learn from: as functions of the weights the loss, and squared error with what zeros make; and a
+    vector that is coded, (padded,)."""
 
     loss: Callable[[torch.Tensor], torch.Tensor]
     missed: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    coded: torch.Tensor
 
 
 class LearnedSelection(Codec):
@@ -197,6 +199,7 @@ class LearnedSelection(Codec):
         if not float(judged) <= self.settings.most_error:
             self._say(context, float(judged))
             return {"clock": _clock(SELECTING, 0), "judged": judged}
+        self._say_if_collapsed(context, kept.get("codes"))
         weights = kept.get("autoencoder", torch.zeros(architecture.numel, device=like.device))
         weights = yield Broadcast(weights, TRAINER)
         return {"clock": _clock(COMPRESSING, 0), "autoencoder": weights, "judged": judged}
@@ -207,16 +210,20 @@ class LearnedSelection(Codec):
         if weights is None:
             generator = context.shared_generator("autoencoder", every_iteration=False)
             weights = self.architecture(context.world_size).initial(generator).to(like.device)
-        error = mine.get("error", weights.new_zeros(2, dtype=torch.float64))
+        error, judged = mine.get("error", weights.new_zeros(2, dtype=torch.float64)), Tensors()
         if position > self._steps - max(1, self._steps // _JUDGED):
             error = error + torch.stack([value.double() for value in task.missed(weights)])
+            if "coded" in mine:
+                codes = self.architecture(context.world_size).encode(weights, torch.stack([mine["coded"], task.coded]))
+                judged["codes"] = mine.get("codes", error.new_zeros(2)) + difference(*codes.double())
+            judged["coded"] = task.coded
         _, gradient = gradient_of(task.loss, weights)
         optimizer = {key.removeprefix(_OPTIMIZER): value for key, value in mine.items() if key.startswith(_OPTIMIZER)}
         weights, optimizer = optimized(
             self.settings.optimizer, self.settings.learning_rate, weights, gradient, optimizer
         )
         kept = {f"{_OPTIMIZER}{key}": value for key, value in optimizer.items()}
-        return {"autoencoder": weights, "error": error, **kept}
+        return {"autoencoder": weights, "error": error, **judged, **kept}
 
     def _say(self, context: Context, error: float) -> None:
         if context.rank == TRAINER:
@@ -224,6 +231,18 @@ class LearnedSelection(Codec):
                 f"gradlab: {context.group}: the autoencoder's error on selections not learned from yet is {error:.3g} "
                 f"of that of sending zeros, above most_error = {self.settings.most_error:g}: selected values go on "
                 "as they are, to the end",
+                stacklevel=2,
+            )
+
+    def _say_if_collapsed(self, context: Context, codes: torch.Tensor | None) -> None:
+        """codes: sums of `difference`, on the rank that trains."""
+        if codes is None:
+            return
+        spread = float(codes[0] / codes[1]) ** 0.5
+        if not spread >= _COLLAPSED:
+            warnings.warn(
+                f"gradlab: {context.group}: codes of different iterations differ by {spread:.1g} of their size: they "
+                "say next to nothing; a smaller similarity loss may help",
                 stacklevel=2,
             )
 
@@ -293,6 +312,11 @@ def in_order(positions: torch.Tensor, values: torch.Tensor, order: str) -> torch
 def prefixed(prefix: str, state: Mapping[str, torch.Tensor]) -> Tensors:
     """State entries under a layer's name."""
     return {f"{prefix}/{key}": value for key, value in state.items()}
+
+
+def difference(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Of two codes: squared difference, and sum of squares, (2,)."""
+    return torch.stack([(one - other).square().sum(), one.square().sum() + other.square().sum()])
 
 
 def code_spread(codes: torch.Tensor) -> float:

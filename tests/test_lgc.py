@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -216,14 +217,14 @@ class Reading:
 @pytest.mark.parametrize("ranks", [2, 4, 24])
 @pytest.mark.parametrize("pattern", ["ring", "server"])
 def test_both_algorithms_are_a_plain_reading(pattern: str, ranks: int) -> None:
-    """Lockstep with a fitted autoencoder, three iterations, means and what is accumulated."""
+    """Lockstep with a fitted autoencoder, some iterations, means and what is accumulated."""
     architecture = Architecture() if pattern == "ring" else Architecture(decoders=ranks, innovation=True)
     weights = architecture.initial(generator(5))
     lockstep = LockstepPlan(
         plan(f"lgc_{pattern}", weights=weights, **({"leader": "rotating"} if pattern == "ring" else {})), ranks
     )
     reading = Reading(ranks, architecture, weights)
-    for step in range(3):
+    for step in range(3 if ranks < 24 else 2):
         grads = drawn(ranks, step)
         flat = np.stack([np.concatenate([g[x.name].double().reshape(-1).numpy() for x in LAYERS]) for g in grads])
         expected = reading.ring(flat, step % ranks) if pattern == "ring" else reading.server(flat, 0)
@@ -329,6 +330,19 @@ def test_an_autoencoder_that_learned_nothing_is_not_used() -> None:
         asked = sum_in_rank_order([one.asked["a.weight"] for one in done])
         torch.testing.assert_close(done[0].mean["a.weight"][at], asked[at])
         assert "a.weight/autoencoder" not in lockstep.states[0]["lgc"]
+
+
+def test_a_code_that_says_nothing_is_told() -> None:
+    """A similarity loss that outweighs all else makes all codes one; without it they differ."""
+    steady = {"optimizer": "adam", "loss": "mean", "learning_rate": 0.003, "positions": "shared", "most_error": 1e9}
+    for similarity, steps, collapses in ((1e6, 150, True), (0.0, 20, False)):
+        lockstep = LockstepPlan(plan("lgc_server", training_steps=steps, similarity=similarity, **steady), 2)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for step in range(steps):
+                lockstep.step(step, drawn(2, step))
+        assert any("they say next to nothing" in str(one.message) for one in said) == collapses
+        assert set(lockstep.states[0]["lgc"]) == set(lockstep.states[1]["lgc"])
 
 
 def test_learned_before_the_second_phase_is_skipped_or_short() -> None:

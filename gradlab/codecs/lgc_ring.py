@@ -85,7 +85,11 @@ class LgcRing(LearnedSelection):
             decoded = architecture.decode(weights, architecture.encode(weights, vectors).mean(0))[:count] * scale
             return (decoded.double() - true.double()).square().sum(), true.double().square().sum()
 
-        return Task(lambda weights: ring_loss(architecture, weights, vectors, Loss(self.settings.loss)), missed)
+        return Task(
+            lambda weights: ring_loss(architecture, weights, vectors, Loss(self.settings.loss)),
+            missed,
+            vectors[0],
+        )
 
     @property
     def coding(self) -> str:

@@ -200,7 +200,11 @@ class LgcServer(LearnedSelection):
             wide = values.double()
             return ((decoded[:, :count] * scale).double() - wide).square().sum(), wide.square().sum()
 
-        return Task(lambda weights: server_loss(architecture, weights, vectors, apart, common, loss), missed)
+        return Task(
+            lambda weights: server_loss(architecture, weights, vectors, apart, common, loss),
+            missed,
+            vectors[self.sender(context)],
+        )
 
     def _innovation_counts(self, counts: Sequence[int], sizes: Sequence[int]) -> list[int]:
         of = counts if self.settings.innovation_of == "selected" else sizes
