@@ -24,7 +24,7 @@ from gradlab.codec_settings import build_settings
 from gradlab.codecs.lgc_ring import LgcRing
 from gradlab.collectives import all_reduce_wire_bytes
 from gradlab.errors import GradlabError
-from gradlab.learned_selection import code_spread, padded
+from gradlab.learned_selection import padded
 from gradlab.lgc_plan import lgc_plan
 from gradlab.progress import Progress
 
@@ -128,7 +128,6 @@ def fit_lgc(
         "curve": curve,
         "codes": rows,
         "holdout": _by_age(codes[0], held_out, learned.iterations[-1]),
-        "code_spread": code_spread(architecture.encode(weights, _inputs(architecture, held_out)).mean(1)),
         "payload_bytes": plan.payload_bytes(trace.world_size),
         "dense_payload_bytes": plan.payload_bytes(trace.world_size, compressing=False),
     }

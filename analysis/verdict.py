@@ -12,8 +12,8 @@ from gradlab.analysis.metric import RELATIVE_NOISE, final_score, metric_of, scor
 _SPEED_NOISE = 0.05
 # So much less is not worth a plan by layer.
 _LITTLE_GAIN = 0.02
-# Of what zeros make: an autoencoder above it is no use. Of codes' size: what they differ by, when they say nothing.
-_NOTHING_LEARNED, _COLLAPSED = 0.9, 0.05
+# Of what zeros make: an autoencoder above it is no use.
+_NOTHING_LEARNED = 0.9
 _SHORT = 16
 
 
@@ -189,9 +189,6 @@ def lgc_verdict(origin: Mapping[str, Any]) -> str:
 def lgc_warnings(origin: Mapping[str, Any]) -> list[str]:
     """What a user must know before training with it, one line each."""
     found = []
-    if origin["code_spread"] < _COLLAPSED:
-        spread = format_percent(origin["code_spread"])
-        found.append(f"Codes of different iterations differ by {spread} of their size: they say nothing.")
     if origin["selected"] < _SHORT:
         found.append(
             f"{origin['selected']} values are selected: padded to a multiple of 16 their code is hardly shorter; raise "

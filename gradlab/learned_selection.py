@@ -112,6 +112,11 @@ class LearnedSelection(Codec):
         """Of the autoencoder for so many ranks."""
 
     @property
+    def compares_codes(self) -> bool:
+        """Whether the loss draws codes of different ranks together, which may make all codes one."""
+        return False
+
+    @property
     def varying(self) -> bool:
         return varies(self.settings.index_coding)
 
@@ -199,7 +204,8 @@ class LearnedSelection(Codec):
         if not float(judged) <= self.settings.most_error:
             self._say(context, float(judged))
             return {"clock": _clock(SELECTING, 0), "judged": judged}
-        self._say_if_collapsed(context, kept.get("codes"))
+        if self.compares_codes:
+            self._say_if_collapsed(context, kept.get("codes"))
         weights = kept.get("autoencoder", torch.zeros(architecture.numel, device=like.device))
         weights = yield Broadcast(weights, TRAINER)
         return {"clock": _clock(COMPRESSING, 0), "autoencoder": weights, "judged": judged}
@@ -213,7 +219,7 @@ class LearnedSelection(Codec):
         error, judged = mine.get("error", weights.new_zeros(2, dtype=torch.float64)), Tensors()
         if position > self._steps - max(1, self._steps // _JUDGED):
             error = error + torch.stack([value.double() for value in task.missed(weights)])
-            if "coded" in mine:
+            if self.compares_codes and "coded" in mine:
                 codes = self.architecture(context.world_size).encode(weights, torch.stack([mine["coded"], task.coded]))
                 judged["codes"] = mine.get("codes", error.new_zeros(2)) + difference(*codes.double())
             judged["coded"] = task.coded
@@ -317,9 +323,3 @@ def prefixed(prefix: str, state: Mapping[str, torch.Tensor]) -> Tensors:
 def difference(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Of two codes: squared difference, and sum of squares, (2,)."""
     return torch.stack([(one - other).square().sum(), one.square().sum() + other.square().sum()])
-
-
-def code_spread(codes: torch.Tensor) -> float:
-    """How much codes (samples, ...) differ from their mean, in their size: near 0 for a code that says nothing."""
-    spread = (codes - codes.mean(0)).square().mean()
-    return float((spread / codes.square().mean().clamp_min(torch.finfo(codes.dtype).tiny)).sqrt())

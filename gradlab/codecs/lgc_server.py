@@ -120,6 +120,10 @@ class LgcServer(LearnedSelection):
 
         return Exchanged(separate(mean, grads), Deferred(grads, decoded), prefixed(prefix, kept))
 
+    @property
+    def compares_codes(self) -> bool:
+        return self.settings.similarity > 0
+
     def sender(self, context: Context) -> int:
         """The rank whose code stands for what all have in common."""
         return context.iteration % context.world_size if self.settings.sender == "rotating" else 0
