@@ -417,6 +417,22 @@ def test_decoders_of_another_world_size_are_refused() -> None:
         plan("lgc_ring", resolution="deconv9")
 
 
+def test_another_number_of_ranks_learns_its_decoders_anew() -> None:
+    """A ring's autoencoder serves any; what was learned of a server's ranks does not."""
+    for codec in ("lgc_ring", "lgc_server"):
+        lockstep = LockstepPlan(plan(codec, **QUICK), 4)
+        for step in range(4):
+            lockstep.step(step, drawn(4, step))
+        stack, before = lockstep.codecs["lgc"], [states["lgc"] for states in lockstep.states]
+        fewer = LockstepPlan(plan(codec, **QUICK), 2)
+        fewer.states = [{"lgc": stack.redistribute(before, rank, 2, "split")} for rank in range(2)]
+        assert ("a.weight/autoencoder" in fewer.states[1]["lgc"]) == (codec == "lgc_ring")
+        assert "a.weight/residual" in fewer.states[1]["lgc"]
+        for step in range(4, 8):
+            fewer.step(step, drawn(2, step))
+        assert "a.weight/autoencoder" in fewer.states[1]["lgc"]
+
+
 @pytest.mark.parametrize("codec", ["lgc_ring", "lgc_server"])
 def test_short_selections_and_ranks_of_zeros(codec: str) -> None:
     """Three values in a vector of sixteen; a rank, and then all, with nothing but zeros."""

@@ -89,6 +89,11 @@ class LgcServer(LearnedSelection):
             )
         return trained
 
+    def redistribute(self, states: Sequence[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:
+        """Decoders belong to ranks: for another number of them they are learned anew."""
+        kept = super().redistribute(states, rank, world_size, residuals)
+        return kept if world_size == len(states) or "autoencoder" in self.learned else {}
+
     # --- the exchange ---
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
