@@ -149,7 +149,7 @@ def rescaled(case: Case, group: dist.ProcessGroup, residuals: str) -> dict[str, 
     run.state.load_state_dicts([saved["compression"] for saved in everyone], residuals=residuals)
     mine = run.state.engine.states
     before = [saved["compression"]["states"] for saved in everyone]
-    result = {"owed": _owed(mine, before, group), "shared": _shared_kept(mine, before[0])}
+    result = {"owed": _owed(mine, before, group), "shared": _shared_kept(mine, before[0], case.stack)}
     run.train(range(SAVED, END))
     flat = torch.cat([parameter.detach().reshape(-1) for parameter in run.model.parameters()])
     result["finite"] = bool(flat.isfinite().all())
@@ -187,13 +187,19 @@ def _plain(states: dict[str, torch.Tensor], key: str) -> torch.Tensor:
     return (held.reshape(-1).float() * scales).reshape(held.shape)
 
 
-def _shared_kept(mine: dict[str, Any], before: dict[str, torch.Tensor]) -> bool:
-    """Whether what all ranks share (warm starts, momentum after the average) is what it was."""
+def _shared_kept(mine: dict[str, Any], before: dict[str, torch.Tensor], stack: Stack) -> bool:
+    """Whether what all ranks share (warm starts, momentum after the average) is what it was; of one decoder per rank
+    nothing is."""
     own = ("residual", "velocity", "residual_scale", "velocity_scale", "server_residual", "server_residual_scale")
     shared = {key: tensor for key, tensor in before.items() if key.rpartition("/")[2] not in own}
+    if stack.codec == "lgc_server":
+        if any(key.rpartition("/")[2] in LEARNED for kept in mine.values() for key in kept):
+            return False
+        shared = {key: tensor for key, tensor in shared.items() if key.rpartition("/")[2] not in LEARNED}
     return all(torch.equal(mine[key.partition("::")[0]][key.partition("::")[2]], t) for key, t in shared.items())
 
 
+LEARNED = ("clock", "autoencoder", "judged")  # with the server's decoders
 DRAWN = {"clt_k", "qsgd", "random_k", "sign", "threshold"}
 
 
