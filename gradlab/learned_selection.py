@@ -254,6 +254,17 @@ class LearnedSelection(Codec):
 
     # --- forecasts and checks ---
 
+    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        return self._bytes(layers, world_size, COMPRESSING, 0)
+
+    def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
+        mode, position = map(int, self._mine(state, layers[0].name)["clock"].tolist())
+        return self._bytes(layers, world_size, mode, position)
+
+    @abstractmethod
+    def _bytes(self, layers: Sequence[Layer], world_size: int, mode: int, position: int) -> float:
+        """Forecast of one exchange: in which phase, and how many there were of it."""
+
     def _selected(self, layers: Sequence[Layer]) -> tuple[int, int]:
         """Elements selected, and elements, of a group."""
         sizes = [layer.numel for layer in layers]

@@ -147,13 +147,6 @@ class LgcRing(LearnedSelection):
         code = yield Mean(architecture.encode(weights, padded(selected.values / selected.scale, architecture)))
         return architecture.decode(weights, code)[:count].to(selected.values.dtype) * selected.scale
 
-    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        return self._bytes(layers, world_size, COMPRESSING, 0)
-
-    def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
-        mode, position = map(int, self._mine(state, layers[0].name)["clock"].tolist())
-        return self._bytes(layers, world_size, mode, position)
-
     def _bytes(self, layers: Sequence[Layer], world_size: int, mode: int, position: int) -> float:
         count, numel = self._selected(layers)
         if not count:

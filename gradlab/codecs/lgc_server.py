@@ -224,13 +224,6 @@ class LgcServer(LearnedSelection):
 
     # --- forecasts ---
 
-    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        return self._bytes(layers, world_size, COMPRESSING, 0)
-
-    def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
-        mode, position = map(int, self._mine(state, layers[0].name)["clock"].tolist())
-        return self._bytes(layers, world_size, mode, position)
-
     def _bytes(self, layers: Sequence[Layer], world_size: int, mode: int, position: int) -> float:
         settings, sizes = self.settings, [layer.numel for layer in layers]
         counts, coding = self.counts(sizes), settings.index_coding
