@@ -11,6 +11,7 @@ Other settings than the registered ones: `gradlab.datasets.TextWords(context=128
 
 from __future__ import annotations
 
+from gradlab.datasets.camvid import CamVid
 from gradlab.datasets.cifar10 import Cifar10
 from gradlab.datasets.digits import Digits
 from gradlab.datasets.fashion_mnist import FashionMnist
@@ -23,6 +24,7 @@ from gradlab.datasets.workload import Data, Workload
 from gradlab.errors import GradlabError
 
 __all__ = [
+    "CamVid",
     "Data",
     "Metric",
     "Recipe",
@@ -36,7 +38,7 @@ __all__ = [
     "names",
 ]
 
-_ALL: tuple[Workload, ...] = (Digits(), Cifar10(), FashionMnist(), TextBytes(), TextWords())
+_ALL: tuple[Workload, ...] = (Digits(), Cifar10(), FashionMnist(), CamVid(), TextBytes(), TextWords())
 _WORKLOADS: dict[str, Workload] = {workload.name: workload for workload in _ALL}
 
 

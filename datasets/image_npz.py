@@ -10,14 +10,15 @@ from typing import IO
 
 import numpy as np
 
-from gradlab.datasets.splits import Splits, check_header, reason
+from gradlab.datasets.splits import MAX_SIDE, Splits, check_header, reason
 from gradlab.errors import GradlabError
 
 _DAMAGE = (zipfile.BadZipFile, lzma.LZMAError, zlib.error, EOFError, ValueError, NotImplementedError, RuntimeError)
 
 
-def read_npz(path: Path, image: tuple[int, ...]) -> Splits:
-    """Read the four arrays, of images of the shape `image`.
+def read_npz(path: Path, image: tuple[int, ...] | None, target: tuple[int, ...] = ()) -> Splits:
+    """Read the four arrays, of images of the shape `image` whose classes have the shape `target`; None: colour images
+    of whatever size, every pixel with its class.
 
     No object is ever built (allow_pickle=False), no header is believed before its check.
 
@@ -26,23 +27,42 @@ def read_npz(path: Path, image: tuple[int, ...]) -> Splits:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            return Splits(*(_read_array(archive, key, image, str(path)) for key in Splits._fields))
+            if image is None:
+                image = _image(archive, str(path))
+                target = image[:2]
+            return Splits(*(_read_array(archive, key, image, str(path), target) for key in Splits._fields))
     except GradlabError:
         raise
     except _DAMAGE as error:
         raise GradlabError(f"{path}: a damaged or truncated .npz ({reason(error)}): get the file again") from error
 
 
-def _read_array(archive: zipfile.ZipFile, key: str, image: tuple[int, ...], source: str) -> np.ndarray:
+def _image(archive: zipfile.ZipFile, source: str) -> tuple[int, ...]:
+    """Height, width and colours of the training images."""
+    shape, dtype = _member_header(archive, "x_train", source)
+    if len(shape) != 4 or shape[3] != 3 or not all(1 <= side <= MAX_SIDE for side in shape[1:3]):
+        raise GradlabError(
+            f"{source}: x_train is {dtype} of shape {shape}, expected uint8 of shape (samples, height, width, 3) with "
+            f"sides of at most {MAX_SIDE}"
+        )
+    return shape[1:]
+
+
+def _member_header(archive: zipfile.ZipFile, key: str, source: str) -> tuple[tuple[int, ...], np.dtype]:
     member = f"{key}.npy"
     names = archive.namelist()
     if member not in names:
         found = ", ".join(sorted(name.removesuffix(".npy") for name in names)[:8]) or "nothing"
         raise GradlabError(f"{source}: no array {key}; expected {', '.join(Splits._fields)}, found {found}")
     with archive.open(member) as stream:
-        shape, dtype = _header(stream)
-    check_header(key, shape, dtype, image, source)
-    with archive.open(member) as stream:
+        return _header(stream)
+
+
+def _read_array(
+    archive: zipfile.ZipFile, key: str, image: tuple[int, ...], source: str, target: tuple[int, ...]
+) -> np.ndarray:
+    check_header(key, *_member_header(archive, key, source), image, source, target)
+    with archive.open(f"{key}.npy") as stream:
         return np.lib.format.read_array(stream, allow_pickle=False)
 
 

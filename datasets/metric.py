@@ -48,6 +48,8 @@ def _exponential(nats: float) -> float:
     return math.inf if nats > _LARGEST_EXPONENT else math.exp(nats)
 
 
+IGNORED = -100  # torch's: a prediction whose class this is counts for nothing
 ACCURACY = Metric("accuracy", "higher", "percent", _right, float)
+PIXEL_ACCURACY = Metric("pixel accuracy", "higher", "percent", _right, float)
 PERPLEXITY = Metric("perplexity", "lower", "number", _nats, _exponential)
 BITS_PER_BYTE = Metric("bits per byte", "lower", "number", _nats, lambda nats: nats / math.log(2))

@@ -14,18 +14,18 @@ from torch import nn
 from torch.nn import functional
 
 
-def _conv3x3(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
-    return nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
+def _conv3x3(inputs: int, outputs: int, stride: int = 1, dilation: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, 3, stride=stride, padding=dilation, dilation=dilation, bias=False)
 
 
 class BasicBlock(nn.Module):
     """relu(shortcut(x) + bn(conv(relu(bn(conv(x)))))): (batch, inputs, H, W) -> (batch, outputs, H/s, W/s)."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+    def __init__(self, inputs: int, outputs: int, stride: int, dilation: int = 1) -> None:
         super().__init__()
-        self.conv1 = _conv3x3(inputs, outputs, stride)
+        self.conv1 = _conv3x3(inputs, outputs, stride, dilation)
         self.bn1 = nn.BatchNorm2d(outputs)
-        self.conv2 = _conv3x3(outputs, outputs)
+        self.conv2 = _conv3x3(outputs, outputs, dilation=dilation)
         self.bn2 = nn.BatchNorm2d(outputs)
         self.stride = stride
         self.new_channels = outputs - inputs
@@ -74,11 +74,18 @@ def initialized(
     # Torch's layers draw their default values from the global generator: those draws are undone, then overwritten.
     with torch.random.fork_rng(devices=[]):
         network = ResidualNetwork(channels, widths, blocks, classes)
+    draw_weights(network, seed)
+    return network
+
+
+def draw_weights(network: nn.Module, seed: int) -> None:
+    """Every convolution's and linear layer's weights, drawn in their order from the seed; of linear layers and of
+    convolutions the biases are 0."""
     generator = torch.Generator().manual_seed(seed)
     for module in network.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu", generator=generator)
         elif isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=module.in_features**-0.5, generator=generator)
+        if isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
-    return network

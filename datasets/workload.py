@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gradlab.datasets.metric import Metric
+from gradlab.datasets.metric import IGNORED, Metric
 from gradlab.datasets.recipe import Recipe
 from gradlab.datasets.splits import Splits
 from gradlab.errors import GradlabError
@@ -23,7 +23,8 @@ class Data:
     """A data set in memory, split. Samples are drawn by their first axis.
 
     train_x, test_x: float32 images (samples, channels, height, width), about zero mean and unit variance, or int64
-    tokens (samples, context); train_y, test_y: int64 classes (samples,), or each token's successor (samples, context).
+    tokens (samples, context); train_y, test_y: int64 classes (samples,), each token's successor (samples, context), or
+    classes of pixels (samples, height, width); -100 is no class, and counts neither in loss nor metric.
     """
 
     train_x: torch.Tensor
@@ -61,7 +62,7 @@ class Workload(ABC):
 
     @final
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Mean cross entropy in nats of logits (batch, ..., classes) against classes (batch, ...)."""
+        """Mean cross entropy in nats of logits (batch, ..., classes) against classes (batch, ...), those of -100 left out."""
         return functional.cross_entropy(output.flatten(0, -2), target.flatten())
 
     @final
@@ -82,7 +83,7 @@ class Workload(ABC):
             total = sum(float(self.metric.total(model(a).flatten(0, -2), b.flatten())) for a, b in parts)
         finally:
             model.train(was_training)
-        return self.metric.of_mean(total / y.numel())
+        return self.metric.of_mean(total / max(1, int((y != IGNORED).sum())))
 
 
 def limited(length: int, limit: int | None, split: str) -> int:

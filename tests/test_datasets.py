@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradlab import datasets
-from gradlab.datasets.metric import ACCURACY, BITS_PER_BYTE, PERPLEXITY
+from gradlab.datasets.metric import ACCURACY, BITS_PER_BYTE, PERPLEXITY, PIXEL_ACCURACY
 from gradlab.errors import GradlabError
 
 RECIPE = datasets.Recipe(learning_rate=0.4, momentum=0.9, weight_decay=0.0, batch_size=8, steps=100)
@@ -21,14 +21,14 @@ RECIPE = datasets.Recipe(learning_rate=0.4, momentum=0.9, weight_decay=0.0, batc
 
 
 def test_every_workload_is_found_by_its_name() -> None:
-    assert datasets.names() == ["digits", "cifar10", "fashion_mnist", "text_bytes", "text_words"]
+    assert datasets.names() == ["digits", "cifar10", "fashion_mnist", "camvid", "text_bytes", "text_words"]
     for name in datasets.names():
         assert datasets.get(name).name == name
 
 
 def test_an_unknown_workload_lists_the_known_ones() -> None:
     with pytest.raises(
-        GradlabError, match="unknown workload 'mnist': expected one of digits, cifar10, fashion_mnist, text_"
+        GradlabError, match="unknown workload 'mnist': expected one of digits, cifar10, fashion_mnist, camvid, "
     ):
         datasets.get("mnist")
 
@@ -159,6 +159,7 @@ SIZES = [
     ("digits", 93_562, 10),
     ("cifar10", 269_722, 20),
     ("fashion_mnist", 1_663_370, 4),
+    ("camvid", 227_355, 15),
     ("text_bytes", 842_496, 18),
     ("text_words", 1_850_112, 18),
 ]
@@ -231,7 +232,8 @@ def test_a_model_that_diverged_still_has_a_score() -> None:
 def test_a_metric_is_plain_json_with_a_direction(name: str) -> None:
     metric = datasets.get(name).metric
     assert metric.to_json() == {"name": metric.name, "better": metric.better, "form": metric.form}
-    assert metric is {"text_bytes": BITS_PER_BYTE, "text_words": PERPLEXITY}.get(name, ACCURACY)
+    others = {"text_bytes": BITS_PER_BYTE, "text_words": PERPLEXITY, "camvid": PIXEL_ACCURACY}
+    assert metric is others.get(name, ACCURACY)
 
 
 def test_the_loss_is_the_mean_negative_log_likelihood() -> None:

@@ -27,7 +27,7 @@ Examples:
 
   gradlab train text_bytes --data book.txt --steps 500
 """
-WORKLOADS = "digits (bundled), cifar10, fashion_mnist, text_bytes or text_words (these need --data)."
+WORKLOADS = "digits (bundled), cifar10, fashion_mnist, camvid, text_bytes or text_words (these need --data)."
 
 
 def train(
