@@ -62,7 +62,7 @@ class Workload(ABC):
 
     @final
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Mean cross entropy in nats of logits (batch, ..., classes) against classes (batch, ...), those of -100 left out."""
+        """Mean cross entropy in nats of logits (batch, ..., classes) against classes (batch, ...); -100 is left out."""
         return functional.cross_entropy(output.flatten(0, -2), target.flatten())
 
     @final
