@@ -8,24 +8,21 @@ is held out, and other ways to send the same values beside it, at their bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gradlab.analysis.holdout import age_bins
+from gradlab.analysis.lgc_learners import Learner, in_units, learner_of
 from gradlab.analysis.selection_codes import Code, codes_without_learning
 from gradlab.analysis.selections import Selections, collect_selections
 from gradlab.artifact import Artifact
-from gradlab.autoencoder import Architecture, Loss, gradient_of, optimized, ring_loss
+from gradlab.autoencoder import gradient_of, optimized
 from gradlab.codec import Tensors, seeded_generator
-from gradlab.codec_settings import build_settings
-from gradlab.codecs.lgc_ring import LgcRing
-from gradlab.collectives import all_reduce_wire_bytes
 from gradlab.errors import GradlabError
-from gradlab.learned_selection import padded
-from gradlab.lgc_plan import lgc_plan
+from gradlab.lgc_plan import GROUP, lgc_plan
 from gradlab.progress import Progress
 
 if TYPE_CHECKING:
@@ -71,6 +68,7 @@ class LgcFit:
 
 def fit_lgc(
     trace: Trace,
+    pattern: str = "ring",
     *,
     settings: Mapping[str, Any] | None = None,
     fitting: Fitting | None = None,
@@ -82,10 +80,11 @@ def fit_lgc(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> LgcFit:
-    """Learn the ring's autoencoder from what the plan would select; the same numbers for the same seed and threads.
+    """Learn an autoencoder from what the plan would select; the same numbers for the same seed and threads.
 
-    settings: of codec `lgc_ring`; others as for `gradlab.lgc_plan.lgc_plan`. The first 60 % of the recorded iterations
-    are learned from, the next 15 % say when to stop, the rest are held out.
+    pattern: "ring" or "server"; settings: of codec `lgc_ring` or `lgc_server`; others as for
+    `gradlab.lgc_plan.lgc_plan`. The first 60 % of the recorded iterations are learned from, the next 15 % say when to
+    stop, the rest are held out.
 
     Raises:
         GradlabError: for fewer than 20 iterations, a trace of one rank, a model with nothing between its first and its
@@ -101,7 +100,7 @@ def fit_lgc(
         "seed": seed,
     }
     shape |= dict(settings or {})
-    plan = lgc_plan(trace.layers, **shape)
+    plan = lgc_plan(trace.layers, pattern, **shape)
     selections = collect_selections(trace, plan, progress=progress)
     if len(selections) < _LEAST_ITERATIONS:
         raise GradlabError(
@@ -111,17 +110,20 @@ def fit_lgc(
     ends = [round(len(selections) * share) for share in (_LEARNED, _LEARNED + _STOPPED_BY)]
     learned, stopper = selections.part(0, ends[0]), selections.part(*ends)
     held_out = selections.part(ends[1], len(selections))
-    architecture = LgcRing(build_settings(LgcRing, dict(settings or {}))).architecture()
-    weights, curve = learn(architecture, learned, stopper, fitting, seed, progress)
-    plan = lgc_plan(trace.layers, autoencoder=weights, **shape)
-    codes = [_autoencoder_code(architecture, weights, selections, trace.world_size)]
-    codes += codes_without_learning(learned, selections, trace.world_size, architecture.code_numel(_count(selections)))
+    numels = [layer.numel for group in plan.groups if group.name == GROUP for layer in plan.members(group)]
+    learner = learner_of(pattern, dict(settings or {}), numels, trace.world_size)
+    weights, curve = learn(learner, learned, stopper, fitting, seed, progress)
+    plan = lgc_plan(trace.layers, pattern, autoencoder=weights, **shape)
+    code_numel = learner.architecture.code_numel(selections.count)
+    codes = [Code("autoencoder", lambda some: learner.averages(weights, some), *learner.sizes(selections))]
+    codes += codes_without_learning(learned, selections, trace.world_size, code_numel)
     rows = [_row(code, held_out) for code in codes]
     origin = {
         "method": "lgc",
+        "pattern": pattern,
         "trace": trace.digest,
         "world_size": trace.world_size,
-        "selected": _count(selections),
+        "selected": selections.count,
         "settings": dict(settings or {}),
         "fitting": asdict(fitting),
         "iterations": {"learned": ends[0], "stopped_by": ends[1] - ends[0], "held_out": len(held_out)},
@@ -134,19 +136,11 @@ def fit_lgc(
     return LgcFit(plan, origin | {"better": _better(rows)})
 
 
-def _count(selections: Selections) -> int:
-    return int(selections.values.shape[-1])
-
-
-def _inputs(architecture: Architecture, selections: Selections) -> torch.Tensor:
-    return padded(selections.values / selections.scales[:, None], architecture)
-
-
 # --- learning ---------------------------------------------------------------------------------------------------------
 
 
 def learn(
-    architecture: Architecture,
+    learner: Learner,
     selections: Selections,
     stopper: Selections,
     fitting: Fitting,
@@ -159,19 +153,19 @@ def learn(
     Values are divided by one root mean square of all, so that a learning rate suits any gradients; the same factor is
     taken out of the first and put into the last layer.
     """
-    generator = seeded_generator("lgc", seed)
-    vectors, judge = _inputs(architecture, selections), _inputs(architecture, stopper)
-    unit = float(vectors.square().mean().sqrt()) or 1.0
-    vectors, judge = vectors / unit, judge / unit
+    architecture, generator = learner.architecture, seeded_generator("lgc", seed)
+    inputs, judge = learner.inputs(selections), learner.inputs(stopper)
+    unit = float(inputs.vectors.square().mean().sqrt()) or 1.0
+    inputs, judge = inputs.divided(unit), judge.divided(unit)
     weights, state = architecture.initial(generator), Tensors()
     best, best_error, waited, curve = weights, math.inf, 0, []
     for epoch in range(fitting.epochs):
-        order = torch.randperm(len(vectors), generator=generator)
+        order = torch.randperm(len(inputs), generator=generator)
         for some in order.split(fitting.batch):
-            chosen = vectors[some]
-            _, gradient = gradient_of(lambda w, c=chosen: ring_loss(architecture, w, c, Loss("mean")), weights)  # type: ignore[misc]
+            chosen = inputs.at(some)
+            _, gradient = gradient_of(lambda w, c=chosen: learner.loss(w, c, generator), weights)  # type: ignore[misc]
             weights, state = optimized("adam", fitting.learning_rate, weights, gradient, state)
-        errors = {name: _error(architecture, weights, some) for name, some in (("learned", vectors), ("stop", judge))}
+        errors = {"learned": learner.error(weights, inputs), "stop": learner.error(weights, judge)}
         curve.append(errors)
         if progress:
             progress("epochs", epoch + 1, fitting.epochs)
@@ -180,41 +174,14 @@ def learn(
             best, best_error, waited = weights, errors["stop"], 0
         if waited >= fitting.patience:
             break
-    return _in_units(architecture, best, unit), curve
-
-
-def _error(architecture: Architecture, weights: torch.Tensor, vectors: torch.Tensor) -> float:
-    """Of averages, in that of zeros; vectors (T, K, padded)."""
-    decoded = architecture.decode(weights, architecture.encode(weights, vectors).mean(1))
-    true = vectors.mean(1)
-    return float((decoded - true).square().sum() / true.square().sum().clamp_min(1e-300))
-
-
-def _in_units(architecture: Architecture, weights: torch.Tensor, unit: float) -> torch.Tensor:
-    """The same function of vectors that are `unit` times as large: f'(x) = unit f(x / unit)."""
-    named = {name: value.clone() for name, value in architecture.separated(weights).items()}
-    named["encoder.conv1.weight"] /= unit
-    for name in ("decoder0.conv.weight", "decoder0.conv.bias"):
-        named[name] *= unit
-    return architecture.joined(named)
+    return in_units(architecture, best, unit), curve
 
 
 # --- what it is worth -------------------------------------------------------------------------------------------------
 
 
-def _autoencoder_code(
-    architecture: Architecture, weights: torch.Tensor, selections: Selections, world_size: int
-) -> Code:
-    def averaged(some: Selections) -> torch.Tensor:
-        codes = architecture.encode(weights, _inputs(architecture, some)).mean(1)
-        return architecture.decode(weights, codes)[:, : _count(some)] * some.scales
-
-    size = 4 * architecture.code_numel(_count(selections))
-    return Code("autoencoder", averaged, size, all_reduce_wire_bytes(size, world_size))
-
-
 def _row(code: Code, held_out: Selections) -> dict[str, Any]:
-    error, energy = _errors(code.averaged, held_out)
+    error, energy = held_out.errors(code.decoded(held_out))
     return {
         "name": code.name,
         "error": float(error.sum() / energy.sum()) if float(energy.sum()) else 0.0,
@@ -223,15 +190,9 @@ def _row(code: Code, held_out: Selections) -> dict[str, Any]:
     }
 
 
-def _errors(averaged: Callable[[Selections], torch.Tensor], held_out: Selections) -> tuple[torch.Tensor, torch.Tensor]:
-    """Squared error and squared norm of the averaged selected vector, (T,) each."""
-    true = held_out.values.double().mean(1)
-    return (averaged(held_out).double() - true).square().sum(1), true.square().sum(1)
-
-
 def _by_age(code: Code, held_out: Selections, last: int) -> dict[str, Any]:
     """Error by iterations since the last one that was learned from."""
-    error, energy = _errors(code.averaged, held_out)
+    error, energy = held_out.errors(code.decoded(held_out))
     ages = torch.tensor(held_out.iterations) - last
     bins = age_bins(ages.numpy())
     found = []

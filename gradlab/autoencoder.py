@@ -167,19 +167,23 @@ def server_loss(
     weights: torch.Tensor,
     vectors: torch.Tensor,
     innovations: torch.Tensor,
-    common: int,
+    common: int | torch.Tensor,
     loss: Loss,
 ) -> torch.Tensor:
-    """Eqs. (5) to (7), of vectors and innovations (K, length). common: the node whose code all decoders are given."""
-    codes = architecture.encode(weights, vectors)
-    decoded = torch.stack(
-        [architecture.decode(weights, codes[common], k, innovation) for k, innovation in enumerate(innovations)]
-    )
-    total = _reduced((vectors - decoded).square(), loss)
-    if loss.similarity and len(vectors) > 1:
+    """Eqs. (5) to (7), of vectors and innovations (K, length). common: the node whose code all decoders are given.
+
+    Of several iterations at once, (B, K, length) and common (B,), the mean over them.
+    """
+    batch, chosen = vectors.reshape(-1, *vectors.shape[-2:]), torch.as_tensor(common).reshape(-1)
+    apart = innovations.reshape(batch.shape)
+    codes = architecture.encode(weights, batch)
+    told = codes[torch.arange(len(batch)), chosen]
+    decoded = [architecture.decode(weights, told, k, apart[:, k]) for k in range(batch.shape[1])]
+    total = _reduced((batch - torch.stack(decoded, 1)).square(), loss)
+    if loss.similarity and batch.shape[1] > 1:
         # Over all ordered pairs k != m, as eq. (5) is written.
-        total = total + loss.similarity * _reduced((codes[:, None] - codes[None]).square(), loss)
-    return total
+        total = total + loss.similarity * _reduced((codes[:, :, None] - codes[:, None]).square(), loss)
+    return total / (len(batch) if loss.reduction == "sum" else 1)
 
 
 def _reduced(squares: torch.Tensor, loss: Loss) -> torch.Tensor:

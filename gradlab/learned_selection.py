@@ -112,6 +112,19 @@ class LearnedSelection(Codec):
         """Of the autoencoder for so many ranks."""
 
     @property
+    def shared(self) -> bool:
+        """Whether all ranks take one rank's positions."""
+        return True
+
+    def leader(self, context: Context) -> int:
+        """The rank whose positions are taken in this iteration, where they are shared."""
+        return int(torch.randint(context.world_size, (), generator=context.shared_generator("leader")))
+
+    def sender(self, context: Context) -> int:
+        """The rank whose code all are given, where one is."""
+        return TRAINER
+
+    @property
     def compares_codes(self) -> bool:
         """Whether the loss draws codes of different ranks together, which may make all codes one."""
         return False
@@ -155,24 +168,39 @@ class LearnedSelection(Codec):
             start += part.numel()
         return torch.cat(found)
 
+    @abstractmethod
+    def selected(self, vectors: torch.Tensor, sizes: Sequence[int], context: Context) -> Selection:
+        """What all ranks select of what they would send, (K, numel), for whoever has them all at hand: (K, count) of
+        positions, values and scales."""
+
+    def _choice(self, vector: torch.Tensor, sizes: Sequence[int], order: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions in their order, and what values of each layer are divided by, (layers,)."""
+        positions, scales = self.select(vector, sizes), vector.new_ones(len(sizes), dtype=torch.float32)
+        if self.settings.normalise == "layer":
+            scales = root_mean_squares(vector[positions], self.counts(sizes))
+        return in_order(positions, vector[positions] / scales[layer_of(positions, sizes)], order), scales
+
+    def _led(self, vectors: torch.Tensor, sizes: Sequence[int], leader: int, order: str = "position") -> Selection:
+        """As `selected`, where one rank's positions and scales are taken by all."""
+        positions, scales = self._choice(vectors[leader], sizes, order)
+        shape = (len(vectors), len(positions))
+        scale = scales[layer_of(positions, sizes)]
+        return Selection(positions.expand(shape), vectors[:, positions], scale.expand(shape))
+
     def _told_selection(
         self, vector: torch.Tensor, sizes: Sequence[int], leader: int, order: str, coding: str, context: Context
     ) -> Coroutine[Selection]:
         """The leader's positions and, if it normalises, its layers' root mean squares; this rank's values there."""
-        ends = torch.tensor(sizes, device=vector.device).cumsum(0)
         positions, scales = vector.new_zeros(0, dtype=torch.int64), vector.new_ones(len(sizes), dtype=torch.float32)
-        normalises = self.settings.normalise == "layer"
         if context.rank == leader:
-            positions = self.select(vector, sizes)
-            scales = root_mean_squares(vector[positions], self.counts(sizes)) if normalises else scales
-            positions = in_order(positions, vector[positions] / scales[layer_of(positions, ends)], order)
+            positions, scales = self._choice(vector, sizes, order)
         positions = yield from self._sent_positions(
             positions, sum(self.counts(sizes)), vector.numel(), coding, context, leader
         )
-        if not normalises:
+        if self.settings.normalise == "none":
             return Selection(positions, vector[positions])
         scales = yield Broadcast(scales, leader)
-        return Selection(positions, vector[positions], scales[layer_of(positions, ends)])
+        return Selection(positions, vector[positions], scales[layer_of(positions, sizes)])
 
     def _sent_positions(
         self, positions: torch.Tensor, count: int, numel: int, coding: str, context: Context, root: int
@@ -314,9 +342,9 @@ def root_mean_squares(values: torch.Tensor, counts: Sequence[int]) -> torch.Tens
     return torch.where(scales > 0, scales, torch.ones_like(scales))
 
 
-def layer_of(positions: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """The number of the layer that each position is in. ends: of the layers, (layers,)."""
-    return torch.bucketize(positions, ends, right=True)
+def layer_of(positions: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """The number of the layer that each position is in. sizes: of the layers."""
+    return torch.bucketize(positions, torch.tensor(sizes, device=positions.device).cumsum(0), right=True)
 
 
 def in_order(positions: torch.Tensor, values: torch.Tensor, order: str) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from recorded import record
 from torch import nn
 
 from gradlab.analysis.lgc import Fitting, fit_lgc, learn
+from gradlab.analysis.lgc_learners import RingLearner, learner_of
 from gradlab.analysis.lockstep_plan import LockstepPlan
 from gradlab.analysis.selection_codes import codes_without_learning
 from gradlab.analysis.selections import Selections, collect_selections
 from gradlab.artifact import Artifact
-from gradlab.autoencoder import Architecture
+from gradlab.autoencoder import Architecture, Loss, server_loss
 from gradlab.bits import packed_bytes
+from gradlab.codecs.lgc_ring import LgcRing
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.learned_selection import padded
@@ -36,9 +39,14 @@ LAYERS = (
 RANKS, STEPS = 3, 24
 SETTINGS: dict[str, Any] = {"density": 0.05, "order": "value", "normalise": "layer", "leader": "rotating"}
 QUICK = Fitting(epochs=3, batch=4)
+RING = RingLearner(LgcRing())
+SERVERS: dict[str, dict[str, Any]] = {
+    "own": {"density": 0.05, "sender": "rotating"},
+    "shared": {"density": 0.05, "positions": "shared", "normalise": "layer"},
+}
 
 
-def planted(steps: int = STEPS, ranks: int = RANKS) -> list[list[dict[str, np.ndarray]]]:
+def planted(steps: int = STEPS, ranks: int = RANKS, noise: float = 0.1) -> list[list[dict[str, np.ndarray]]]:
     """A heavy-tailed part that all ranks share in a step, and noise of their own."""
     rng = np.random.default_rng(0)
     found = []
@@ -46,7 +54,7 @@ def planted(steps: int = STEPS, ranks: int = RANKS) -> list[list[dict[str, np.nd
         common = {x.name: rng.standard_normal(x.shape) ** 3 for x in LAYERS}
         found.append(
             [
-                {n: (c + 0.1 * rng.standard_normal(c.shape)).astype(np.float32) for n, c in common.items()}
+                {n: (c + noise * rng.standard_normal(c.shape)).astype(np.float32) for n, c in common.items()}
                 for _ in range(ranks)
             ]
         )
@@ -73,25 +81,84 @@ def test_selections_are_what_the_codec_codes(trace: Trace, selections: Selection
         here = selections.part(place, place + 1)
         inputs = padded(here.values[0] / here.scales[0], Architecture())
         expected = Architecture().decode(weights, Architecture().encode(weights, inputs).mean(0))
-        expected = expected[: here.values.shape[-1]] * here.scales[0]
+        expected = expected[: here.count] * here.scales[0, 0]
         found = torch.cat([value.reshape(-1) for value in done.mean.values()])
         assert sorted(found[found != 0].tolist()) == pytest.approx(sorted(expected.tolist()), rel=1e-4, abs=1e-6)
     assert selections.values.shape == (STEPS, RANKS, 40 + 45)
     assert selections.leaders.tolist() == [step % RANKS for step in range(STEPS)]
-    normalised = selections.led / selections.scales
+    normalised = selections.led / selections.scales[:, 0]
     assert bool((normalised.diff(dim=1) <= 0).all())
+
+
+@pytest.mark.parametrize("positions", SERVERS)
+def test_a_servers_selections_and_decoders_are_the_codecs(positions: str, tmp_path: Path) -> None:
+    """What each rank's values become in the first iteration that is coded, summed at its positions, is the average."""
+    settings, trace = SERVERS[positions], record(tmp_path / "t", planted(1, noise=3.0), LAYERS)
+    learner = learner_of("server", settings, [800, 900], RANKS)
+    weights = learner.architecture.initial(torch.Generator().manual_seed(0))
+    plan = lgc_plan(LAYERS, "server", autoencoder=weights, warmup_steps=0, **settings)
+    [step] = trace.iterate(0, 1, [x.name for x in LAYERS])
+    grads = [{n: torch.from_numpy(v) for n, v in rank.items()} for rank in step.gradients]
+    done = LockstepPlan(plan, RANKS).step(step.index, grads).exchanged[GROUP][0]
+    found = torch.cat([value.reshape(-1) for value in done.mean.values()])
+    one = collect_selections(trace, lgc_plan(LAYERS, "server", **settings)).part(0, 1)
+    decoded = learner.averages(weights, one)
+    expected, true = torch.zeros(1700), torch.zeros(1700)
+    for rank in range(RANKS):
+        expected[one.positions[0, rank]] += decoded[0, rank] / RANKS
+        true[one.positions[0, rank]] += one.values[0, rank] / RANKS
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    error, energy = one.errors(decoded)
+    assert float(error) == pytest.approx(float((expected - true).square().sum()), rel=1e-4)
+    assert float(energy) == pytest.approx(float(true.square().sum()), rel=1e-4)
+    own = len({tuple(row.tolist()) for row in one.positions[0]})
+    assert own == (RANKS if positions == "own" else 1)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_the_servers_loss_of_several_iterations_is_their_mean(reduction: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    architecture = Architecture(decoders=3, innovation=True)
+    weights, loss = architecture.initial(generator), Loss(reduction, 0.3)
+    vectors, apart = (torch.randn(4, 3, 32, generator=generator) for _ in range(2))
+    common = torch.tensor([2, 0, 1, 1])
+    together = server_loss(architecture, weights, vectors, apart, common, loss)
+    alone = [
+        server_loss(architecture, weights, v, a, int(c), loss) for v, a, c in zip(vectors, apart, common, strict=False)
+    ]
+    assert float(together) == pytest.approx(float(torch.stack(alone).mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("pattern", ["ring", "server"])
+def test_what_was_fitted_is_tuned_online_where_that_is_asked_for(pattern: str) -> None:
+    """For so many iterations values travel as they are and the weights move; then codes do."""
+    layer = Layer("b", (1,), "linear")
+    ranks = 2
+    learner = learner_of(pattern, {"density": 0.05}, [800, 900, layer.numel], ranks)
+    fitted = learner.architecture.initial(torch.Generator().manual_seed(0))
+    tuned = {"fine_tune_steps": 2, "optimizer": "adam", "loss": "mean", "most_error": 1e9, "density": 0.05}
+    plan = lgc_plan(LAYERS, pattern, autoencoder=fitted, warmup_steps=0, **tuned)
+    lockstep, seen = LockstepPlan(plan, ranks), []
+    for step, gradients in enumerate(planted(3, ranks)):
+        lockstep.step(step, [{n: torch.from_numpy(v) for n, v in rank.items()} for rank in gradients])
+        seen.append([{k.rsplit("/", 1)[1]: v for k, v in state[GROUP].items()} for state in lockstep.states])
+    assert [[int(mode) for mode in one["clock"]] for one in (rank[1] for rank in seen)] == [[0, 1], [1, 0], [1, 0]]
+    moved = seen[0][0]["autoencoder"] - fitted
+    assert 0 < float(moved.abs().max()) < 3e-3
+    assert torch.equal(seen[1][0]["autoencoder"], seen[1][1]["autoencoder"])
+    assert not torch.equal(seen[1][0]["autoencoder"], seen[0][0]["autoencoder"])
 
 
 def test_learning_is_repeated_and_stops_where_it_was_best(selections: Selections) -> None:
     first, last = selections.part(0, 16), selections.part(16, 20)
-    runs = [learn(Architecture(), first, last, QUICK, seed=5) for _ in range(2)]
+    runs = [learn(RING, first, last, QUICK, seed=5) for _ in range(2)]
     assert torch.equal(runs[0][0], runs[1][0])
     assert runs[0][1] == runs[1][1]
-    assert not torch.equal(runs[0][0], learn(Architecture(), first, last, QUICK, seed=6)[0])
-    small = Selections(first.iterations, 1e-6 * first.values, 1e-6 * first.scales, first.leaders)
-    assert torch.allclose(learn(Architecture(), small, last, QUICK, seed=5)[0], runs[0][0], rtol=1e-3, atol=1e-5)
-    raw = Selections(first.iterations, 1e-6 * first.values, torch.ones_like(first.scales), first.leaders)
-    weights, curve = learn(Architecture(), raw, raw, Fitting(epochs=25, batch=2), seed=5)
+    assert not torch.equal(runs[0][0], learn(RING, first, last, QUICK, seed=6)[0])
+    small = replace(first, values=1e-6 * first.values, scales=1e-6 * first.scales)
+    assert torch.allclose(learn(RING, small, last, QUICK, seed=5)[0], runs[0][0], rtol=1e-3, atol=1e-5)
+    raw = replace(first, values=1e-6 * first.values, scales=torch.ones_like(first.scales))
+    weights, curve = learn(RING, raw, raw, Fitting(epochs=25, batch=2), seed=5)
     inputs = padded(raw.values, Architecture())
     decoded = Architecture().decode(weights, Architecture().encode(weights, inputs).mean(1))
     true = inputs.mean(1)
@@ -106,26 +173,53 @@ def test_codes_without_learning_are_what_they_say(selections: Selections) -> Non
         selections.part(0, 16), selections, RANKS, 24)}  # fmt: skip
     count = true.shape[1]
     errors = {
-        name: float((code.averaged(held) - true).square().sum() / true.square().sum()) for name, code in codes.items()
+        name: float((code.decoded(held).mean(1) - true).square().sum() / true.square().sum())
+        for name, code in codes.items()
     }
     assert errors["zeros"] == 1.0
     assert errors["int8"] < 1e-3 < errors["int4"] < 0.1
     led = held.led.numpy()
-    for row, mean, leader in zip(codes["largest quarter"].averaged(held).numpy(), true.numpy(), led, strict=True):
+    for row, mean, leader in zip(
+        codes["largest quarter"].decoded(held).mean(1).numpy(), true.numpy(), led, strict=True
+    ):
         kept = np.argsort(-np.abs(leader))[: -(-count // 4)]
         assert set(np.flatnonzero(row)) == set(kept)
         np.testing.assert_array_equal(row[kept], mean[kept])
     for name in ("block means of 4", "sorted block means of 4"):
-        for row, mean, leader in zip(codes[name].averaged(held).numpy(), true.numpy(), led, strict=True):
+        for row, mean, leader in zip(codes[name].decoded(held).mean(1).numpy(), true.numpy(), led, strict=True):
             order = np.argsort(leader, kind="stable") if name.startswith("sorted") else np.arange(count)
             parts = np.split(mean[order], range(4, count, 4))
             expected = np.concatenate([np.full(len(part), part.mean()) for part in parts])
             np.testing.assert_allclose(row[order], expected, rtol=1e-4, atol=1e-5)
-    again = codes["PCA"].averaged(held)
+    again = codes["PCA"].decoded(held).mean(1)
     assert torch.linalg.matrix_rank(again.double(), tol=1e-4) <= 15
     assert codes["largest quarter"].payload_bytes == 4 * 22 + packed_bytes(count, 1) / RANKS
     assert codes["sorted block means of 4"].payload_bytes == 4 * 22 + packed_bytes(count, 7) / RANKS
     assert codes["int8"].payload_bytes == count + 4
+
+
+def test_codes_at_own_positions_are_each_ranks(trace: Trace) -> None:
+    """Largest and sorted by a rank's own values, which it tells; all of it gathered."""
+    some = collect_selections(trace, lgc_plan(LAYERS, "server", **SERVERS["own"]))
+    held = some.part(16, STEPS)
+    codes = {code.name: code for code in codes_without_learning(some.part(0, 16), some, RANKS, 24)}
+    quarter = codes["largest quarter"]
+    for found, true in zip(quarter.decoded(held).flatten(0, 1), held.values.flatten(0, 1), strict=True):
+        kept = true.abs().topk(22).indices
+        assert torch.equal(found[kept], true[kept])
+        assert int((found != 0).sum()) == 22
+    assert quarter.payload_bytes == 4 * 22 + packed_bytes(85, 1)
+    assert quarter.wire_bytes == (RANKS - 1) * quarter.payload_bytes
+    errors = {name: float(torch.stack(held.errors(code.decoded(held))).sum(1)[0]) for name, code in codes.items()}
+    assert errors["int8, scale per 256"] < errors["int4, scale per 256"] < errors["sorted block means of 4"]
+
+
+def test_a_server_is_fitted_too(trace: Trace) -> None:
+    found = fit_lgc(trace, "server", settings=SERVERS["own"], fitting=QUICK)
+    assert found.origin["pattern"] == "server"
+    assert [group.codec for group in found.plan.groups] == ["lgc_server", "topk"]
+    assert 0 < found.origin["codes"][0]["error"] < 1.5
+    assert len(found.plan.learned[GROUP]["autoencoder"]) == Architecture(decoders=RANKS, innovation=True).numel
 
 
 def test_the_fit_says_what_it_is_worth(trace: Trace, tmp_path: Path) -> None:
@@ -207,6 +301,8 @@ def test_the_command(gradlab: Command, trace: Trace, tmp_path: Path) -> None:
     assert json.loads(said)["selected"] == 85
     for wrong, expected in (
         (["--order", "sideways"], "order = 'sideways'"),
+        (["--pattern", "star"], "pattern 'star'"),
+        (["--pattern", "server", "--order", "value"], "order"),
         (["--density", 0], "density = 0"),
         (["--last", "nosuch"], "no layer 'nosuch'"),
         (["--epochs", 0], "epochs = 0"),

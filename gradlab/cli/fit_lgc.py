@@ -15,8 +15,12 @@ def lgc(
     trace: Folder,
     out: Target,
     density: Annotated[float, typer.Option(help="Share of each layer's elements that is selected.")] = 0.001,
+    pattern: Annotated[
+        str, typer.Option(help="ring: codes are averaged; server: one rank's code, a decoder for each rank.")
+    ] = "ring",
     order: Annotated[
-        str, typer.Option(help="Of what is coded: position (the paper's), or by the leader's magnitude or value.")
+        str,
+        typer.Option(help="In a ring, of what is coded: position (the paper's), or the leader's magnitude or value."),
     ] = "position",
     normalise: Annotated[
         str, typer.Option(help="none (the paper's), or layer: by the leader's root mean square in each layer.")
@@ -44,7 +48,7 @@ def lgc(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """LGC's autoencoder for a ring, learned on a trace; what needs no learning is printed beside it, at its bytes.
+    """LGC's autoencoder, learned on a trace; what needs no learning is printed beside it, at its bytes.
 
     The first 60 % of the recorded iterations are learned from, the next 15 % say when to stop, the rest judge. Training
     with the artifact skips the phase in which LGC learns (--set fine_tune_steps=100: shortens it).
@@ -54,6 +58,8 @@ def lgc(
       gradlab fit lgc trace --out lgc.safetensors
 
       gradlab fit lgc trace --density 0.01 --order value --feedback --out sorted.safetensors --figure lgc.svg
+
+      gradlab fit lgc trace --pattern server --set positions=shared --density 0.01 --out server.safetensors
     """
     from gradlab.analysis.lgc import Fitting, fit_lgc
     from gradlab.analysis.target import require_free
@@ -63,10 +69,13 @@ def lgc(
     require_free(out, overwrite)
     if figure is not None:
         require_figure(figure, overwrite)
-    settings = {"density": density, "order": order, "normalise": normalise, **parse_settings(setting or [])}
+    settings = {"density": density, "normalise": normalise, **parse_settings(setting or [])}
+    if pattern == "ring" or order != "position":
+        settings = {"order": order, **settings}
     with Trace(trace) as opened, progress_bars() as progress:
         found = fit_lgc(
             opened,
+            pattern,
             settings=settings,
             fitting=Fitting(epochs, learning_rate=learning_rate),
             first=first,

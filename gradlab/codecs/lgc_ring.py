@@ -28,11 +28,8 @@ from gradlab.learned_selection import (
     LearnedSettings,
     Selection,
     Task,
-    in_order,
-    layer_of,
     padded,
     prefixed,
-    root_mean_squares,
 )
 
 
@@ -97,24 +94,12 @@ class LgcRing(LearnedSelection):
         return self.settings.index_coding if self.settings.order == "position" else "packed"
 
     def leader(self, context: Context) -> int:
-        """The rank whose positions are taken in this iteration."""
         if self.settings.leader == "rotating":
             return context.iteration % context.world_size
-        return int(torch.randint(context.world_size, (), generator=context.shared_generator("leader")))
+        return super().leader(context)
 
-    def selected(
-        self, vectors: torch.Tensor, sizes: Sequence[int], context: Context
-    ) -> tuple[torch.Tensor, torch.Tensor | float]:
-        """What all ranks select of what they would send, (K, numel): values (K, count) as they are coded, and what they
-        are divided by before: what `exchange` does, for whoever has all ranks at hand."""
-        leader, ends = vectors[self.leader(context)], torch.tensor(sizes).cumsum(0)
-        positions = self.select(leader, sizes)
-        scales = torch.ones(len(sizes))
-        if self.settings.normalise == "layer":
-            scales = root_mean_squares(leader[positions], self.counts(sizes))
-        positions = in_order(positions, leader[positions] / scales[layer_of(positions, ends)], self.settings.order)
-        scale = scales[layer_of(positions, ends)] if self.settings.normalise == "layer" else 1.0
-        return vectors[:, positions], scale
+    def selected(self, vectors: torch.Tensor, sizes: Sequence[int], context: Context) -> Selection:
+        return self._led(vectors, sizes, self.leader(context), self.settings.order)
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         prefix, vector = next(iter(grads)), concatenate(grads)

@@ -111,7 +111,7 @@ class LgcServer(LearnedSelection):
         else:
             values = yield Gather(own.values)
             if mode == TRAINING:
-                counts = self._innovation_counts(self.counts(sizes), sizes)
+                counts = self.innovation_counts(self.counts(sizes), sizes)
                 scales = [selection.scale for selection in every]
                 task = self.task(torch.stack(values), scales, self.counts(sizes), counts, context)
                 kept = yield from self._trained(mine, task, vector, context)
@@ -129,16 +129,26 @@ class LgcServer(LearnedSelection):
     def compares_codes(self) -> bool:
         return self.settings.similarity > 0
 
+    @property
+    def shared(self) -> bool:
+        return bool(self.settings.positions == "shared")
+
     def sender(self, context: Context) -> int:
-        """The rank whose code stands for what all have in common."""
         return context.iteration % context.world_size if self.settings.sender == "rotating" else 0
+
+    def selected(self, vectors: torch.Tensor, sizes: Sequence[int], context: Context) -> Selection:
+        if self.shared:
+            return self._led(vectors, sizes, self.leader(context))
+        every = [self._choice(vector, sizes, "position") for vector in vectors]
+        positions = torch.stack([chosen for chosen, _ in every])
+        scales = torch.stack([scale[layer_of(chosen, sizes)] for chosen, scale in every])
+        return Selection(positions, vectors.gather(1, positions), scales)
 
     def _selections(self, vector: torch.Tensor, sizes: Sequence[int], context: Context) -> Coroutine[list[Selection]]:
         """Every rank's positions and scale, with this rank's values at each of them."""
         settings, coding = self.settings, self.settings.index_coding
-        if settings.positions == "shared":
-            leader = int(torch.randint(context.world_size, (), generator=context.shared_generator("leader")))
-            one = yield from self._told_selection(vector, sizes, leader, "position", coding, context)
+        if self.shared:
+            one = yield from self._told_selection(vector, sizes, self.leader(context), "position", coding, context)
             return [one] * context.world_size
         counts, numel = self.counts(sizes), vector.numel()
         mine = self.select(vector, sizes)
@@ -147,9 +157,8 @@ class LgcServer(LearnedSelection):
         if settings.normalise == "none":
             return [Selection(positions, vector[positions]) for positions in every]
         scales = yield Gather(root_mean_squares(vector[mine], counts))
-        ends = torch.tensor(sizes, device=vector.device).cumsum(0)
         return [
-            Selection(positions, vector[positions], scale[layer_of(positions, ends)])
+            Selection(positions, vector[positions], scale[layer_of(positions, sizes)])
             for positions, scale in zip(every, scales, strict=True)
         ]
 
@@ -166,7 +175,7 @@ class LgcServer(LearnedSelection):
         total, coding, common = sum(counts), self.settings.index_coding, self.sender(context)
         mine = padded(own.values / own.scale, architecture)
         code = architecture.encode(weights, mine)
-        kept = innovation_positions(own.values, counts, self._innovation_counts(counts, sizes))
+        kept = innovation_positions(own.values, counts, self.innovation_counts(counts, sizes))
         sent = (own.values[kept], encode(kept, total, coding))
         code, values, positions = yield (
             Broadcast(code, common),
@@ -215,7 +224,8 @@ class LgcServer(LearnedSelection):
             vectors[self.sender(context)],
         )
 
-    def _innovation_counts(self, counts: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    def innovation_counts(self, counts: Sequence[int], sizes: Sequence[int]) -> list[int]:
+        """How many of each layer's selected values travel as they are."""
         of = counts if self.settings.innovation_of == "selected" else sizes
         return [
             min(count, count_of(self.settings.innovation, numel)) if count else 0
@@ -230,11 +240,10 @@ class LgcServer(LearnedSelection):
         count, architecture = sum(counts), self.architecture(world_size)
         if not count:
             return 0.0
-        shared = settings.positions == "shared"
         named = index_bytes(coding, count, sum(sizes)) + 4 * len(layers) * (settings.normalise == "layer")
-        named = (named + 8 * self.varying) / world_size if shared else named
+        named = (named + 8 * self.varying) / world_size if self.shared else named
         if mode == COMPRESSING:
-            apart = sum(self._innovation_counts(counts, sizes))
+            apart = sum(self.innovation_counts(counts, sizes))
             values = 4 * apart + index_bytes(coding, apart, count) + 4 * architecture.code_numel(count) / world_size
         else:
             values = 4.0 * count
