@@ -1,13 +1,14 @@
-"""Figures of LGC's autoencoders: errors while they learn, and on later iterations."""
+"""Figures about LGC: autoencoders' errors while they learn and later; what other codes of the same values reach."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from gradlab.analysis.style import BLUE, GREY, VERMILION, panels
+from gradlab.analysis.style import BLUE, GREY, VERMILION, layer_colors, panels
+from gradlab.analysis.value_codes import RatePoint
 
 
 def plot_fit(origin: Mapping[str, Any]) -> Figure:
@@ -24,4 +25,26 @@ def plot_fit(origin: Mapping[str, Any]) -> Figure:
     right.plot(ages, held["error_by_age"], marker="o", markersize=3, color=VERMILION)
     right.axhline(1.0, color=GREY, linewidth=0.8, linestyle=":")
     right.set(xlabel="iterations since it learned", ylabel="held-out error", ylim=(0, None))
+    return figure
+
+
+def plot_rates(curves: Mapping[str, Sequence[RatePoint]]) -> Figure:
+    """Error of the averaged selected vector over bits per value, of each code; dotted: of a Gaussian, the least that
+    any code reaches (4 to the power of minus bits)."""
+    figure, (axes,) = panels(1, 1, height=3.0)
+    for color, (name, curve) in zip(layer_colors(len(curves)), curves.items(), strict=True):
+        ordered = sorted(curve, key=lambda point: point.bits)
+        style = "-o" if "trellis" in name else "--s"
+        axes.plot(
+            [point.bits for point in ordered],
+            [point.error for point in ordered],
+            style,
+            color=color,
+            markersize=3,
+            label=name,
+        )
+    bits = sorted(point.bits for curve in curves.values() for point in curve)
+    axes.plot(bits, [4.0**-value for value in bits], ":", color=GREY, label="Gaussian, at least")
+    axes.set(xlabel="bits per value, held out", ylabel="error, in that of zeros", yscale="log")
+    axes.legend(fontsize=7)
     return figure
