@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from gradlab.analysis.selections import Selections
-from gradlab.autoencoder import Architecture, Loss, ring_loss, server_loss
+from gradlab.autoencoder import Architecture, Loss, gradient_of, optimized, ring_loss, server_loss
+from gradlab.codec import Tensors, seeded_generator
 from gradlab.codec_settings import build_settings
 from gradlab.codecs.lgc_ring import LgcRing
 from gradlab.codecs.lgc_server import LgcServer
@@ -141,6 +142,23 @@ class ServerLearner(Learner):
         own = 4 * apart + index_bytes(self._coding, apart, selections.count)
         told = broadcast_wire_bytes(code, 0, 0, ranks) / ranks
         return code / ranks + own, told + all_gather_wire_bytes(int(own), ranks)
+
+
+def reconstruction_errors(
+    learner: Learner, selections: Selections, *, optimizer: str = "adam", learning_rate: float = 1e-3, seed: int = 0
+) -> list[float]:
+    """As LGC learns online (Fig. 14): the error of every iteration in that of zeros, each before it is learned from.
+
+    optimizer: "sgd", the paper's, or "adam"; one step an iteration, from weights that follow from the seed.
+    """
+    generator, found, state = seeded_generator("lgc", seed), [], Tensors()
+    inputs, weights = learner.inputs(selections), learner.architecture.initial(generator)
+    for place in range(len(inputs)):
+        here = inputs.at(torch.tensor([place]))
+        found.append(learner.error(weights, here))
+        _, gradient = gradient_of(lambda w, x=here: learner.loss(w, x, generator), weights)  # type: ignore[misc]
+        weights, state = optimized(optimizer, learning_rate, weights, gradient, state)
+    return found
 
 
 def learner_of(pattern: str, settings: dict[str, object], numels: list[int], world_size: int) -> Learner:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -25,6 +26,33 @@ def plot_fit(origin: Mapping[str, Any]) -> Figure:
     right.plot(ages, held["error_by_age"], marker="o", markersize=3, color=VERMILION)
     right.axhline(1.0, color=GREY, linewidth=0.8, linestyle=":")
     right.set(xlabel="iterations since it learned", ylabel="held-out error", ylim=(0, None))
+    return figure
+
+
+def plot_sparsification(losses: Mapping[str, Sequence[float]], every: int = 1) -> Figure:
+    """The paper's Fig. 13: training loss over iterations for each way to become sparse. losses: means of `every`
+    iterations at a time."""
+    figure, (axes,) = panels(1, 1, height=2.8)
+    for color, (name, values) in zip(layer_colors(len(losses)), losses.items(), strict=True):
+        axes.plot([every * (at + 0.5) for at in range(len(values))], values, color=color, linewidth=1.2, label=name)
+    axes.set(xlabel="iteration", ylabel="training loss")
+    axes.legend(fontsize=7)
+    return figure
+
+
+def plot_reconstruction(errors: Mapping[str, Mapping[str, Sequence[float]]], mean_of: int = 10) -> Figure:
+    """The paper's Fig. 14: an autoencoder's error over the iterations in which it learns, a panel for each number of
+    nodes and in it a line for each setting; means of so many iterations at a time."""
+    figure, axes = panels(len(errors), 2, height=2.4, sharey=True)
+    for axis, (title, curves) in zip(axes, errors.items(), strict=True):
+        for color, (name, values) in zip(layer_colors(len(curves)), curves.items(), strict=True):
+            means = [fmean(values[at : at + mean_of]) for at in range(0, len(values), mean_of)]
+            places = [mean_of * (at + 0.5) for at in range(len(means))]
+            axis.plot(places, means, color=color, linewidth=1.2, label=name)
+        axis.axhline(1.0, color=GREY, linewidth=0.8, linestyle=":")
+        axis.set(title=title, xlabel="iteration", ylim=(0, None))
+    axes[0].set(ylabel="error, in that of zeros")
+    axes[0].legend(fontsize=7)
     return figure
 
 

@@ -132,33 +132,55 @@ def train(
 ) -> dict[str, Any]:
     """Train under a plan. stop: end after so many iterations; watch: is given each iteration's averages;
     score_every: iterations between points of a curve of scores on the first 2000 test samples. A run whose loss is not
-    finite ends there. loss: mean of the last 50; ratio: over all iterations; compressing_ratio: over those alone that
-    the schedule compresses; last_ratio: over the last 50; codec_seconds: of the codecs in one of these, per rank."""
+    finite ends there. loss: mean of the last 50; losses: means of 20 at a time; ratio: over all iterations;
+    residuals: the norm of all ranks' together, every 100 iterations;
+    compressing_ratio: over those alone that the schedule compresses; last_ratio: over the last 50; most_payload,
+    least_payload: of these, of the ranks that send most and least; codec_seconds: of the codecs in one of these, per
+    rank."""
     model = task.model(seed)
     optimizer = build_optimizer(task.recipe, model.parameters())
     lockstep = LockstepPlan(plan, task.ranks, is_plain_sgd(optimizer))
     sent: list[tuple[bool, float, float]] = []
-    losses, curve, spent, began = [], [], [], time.perf_counter()
+    losses, curve, spent, began, payloads, residuals = [], [], [], time.perf_counter(), [], []
     for step, micro in enumerate(islice(task.micro_batches(data, seed), stop)):
         result, loss = compressed_gradients(task, model, optimizer, lockstep, step, micro)
         if watch:
             watch({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
         optimizer.step()
         sent.append((result.compressing, statistics.fmean(result.payload), statistics.fmean(result.wire)))
+        payloads.append(result.payload)
+        if (step + 1) % 100 == 0:
+            residuals.append(_residual_norm(lockstep))
         spent.append(result.codec_seconds)
         losses.append(loss)
         if not math.isfinite(loss):
             break
         if score_every and (step + 1) % score_every == 0:
             curve.append((step + 1, task.score(model, data, 2000)))
+    by_rank = [statistics.fmean(one) for one in zip(*payloads[-50:], strict=True)]
     return {
         "score": task.score(model, data),
         "curve": curve,
         "loss": statistics.fmean(losses[-50:]),
+        "losses": [statistics.fmean(losses[at : at + 20]) for at in range(0, len(losses), 20)],
+        "residuals": residuals,
+        "most_payload": max(by_rank),
+        "least_payload": min(by_rank),
         "codec_seconds": statistics.fmean(spent[-50:]),
         **_bytes(4 * sum(layer.numel for layer in layers_of(model)), sent, task.recipe.steps),
         "seconds": time.perf_counter() - began,
     }
+
+
+def _residual_norm(lockstep: LockstepPlan) -> float:
+    kept = [
+        float(value.double().square().sum())
+        for states in lockstep.states
+        for state in states.values()
+        for key, value in state.items()
+        if key.endswith("/residual")
+    ]
+    return math.sqrt(sum(kept))
 
 
 def compressed_gradients(

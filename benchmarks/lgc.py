@@ -58,7 +58,7 @@ def _recipe(workload: Workload, learning_rate: float, steps: int, batch: int, wa
     return replace(workload.recipe, **changed, steps=steps, batch_size=batch, warmup_steps=warmup)
 
 
-def _settings() -> dict[str, Setting]:
+def tasks() -> dict[str, Setting]:
     images, streets = get("cifar10"), get("camvid")
     small = Task(images, _recipe(images, 1.0, 1200, 16, 200), RANKS, (1, 1, 1))
     return {
@@ -178,7 +178,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def main() -> None:
     """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=list(_settings()))
+    parser.add_argument("task", choices=list(tasks()))
     parser.add_argument("--data", help="cifar10.npz or camvid.npz, see the workloads")
     parser.add_argument("--train", type=Path, required=True)
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
@@ -187,7 +187,7 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     if chosen.data:
-        setting = _settings()[chosen.task]
+        setting = tasks()[chosen.task]
         data = load(chosen.task, setting, chosen.data)
         for seed in chosen.seeds:
             for method in chosen.methods:

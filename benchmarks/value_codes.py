@@ -18,6 +18,7 @@ import torch
 
 from gradlab.analysis.lgc_plots import plot_rates
 from gradlab.analysis.selections import collect_selections
+from gradlab.analysis.style import drawing
 from gradlab.analysis.value_codes import PRICES, RatePoint, error_at, rate_curve
 from gradlab.lgc_plan import lgc_plan
 from gradlab.trace import Trace
@@ -66,7 +67,8 @@ def main() -> None:
     if chosen.out:
         chosen.out.write_text(json.dumps(found))
     if chosen.figure:
-        plot_rates(drawn).savefig(chosen.figure)
+        with drawing():
+            plot_rates(drawn).savefig(chosen.figure)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import fmean
@@ -16,10 +17,12 @@ from gradlab.optimizers import is_plain_sgd, own_momentum
 from gradlab.plan import Group, Plan
 from gradlab.runtime.statistics import TIMES, Statistics, StepRecord
 
+_GROWN = 1.3  # times: a residual that has not settled
+
 
 def layer_rows(plan: Plan, steps: Sequence[StepRecord]) -> list[dict[str, Any]]:
     """One row per group: name, codec, layers, and over the measured steps: payload bytes and seconds per step,
-    relative error, L2 norm of what was left unsent, both over all of its layers."""
+    relative error, L2 norm of what was left unsent, both over all of its layers, and `residual_growth` of that norm."""
     measured = [step for step in steps if step.group_seconds and step.finite]
     return [_group_row(group.name, _title(group), group.layers, measured) for group in plan.compressed_groups]
 
@@ -42,7 +45,22 @@ def _group_row(name: str, codec: str, layers: Sequence[str], measured: Sequence[
         "decode_seconds": fmean(step.group_seconds.get(name, (0.0, 0.0))[1] for step in measured),
         "relative_error": relative(*(sum(column) for column in zip(*errors.values(), strict=True))) if errors else None,
         "residual_norm": fmean(norms) if any(step.residual_norms for step in measured) else None,
+        "residual_growth": residual_growth(norms),
     }
+
+
+def residual_growth(norms: Sequence[float]) -> float | None:
+    """How many times the norm of the last quarter is that of the second, by their means; None for fewer than 8, for a
+    norm that does not rise from the second to the third quarter and on to the last, or that is not finite.
+
+    A residual that is sent in time settles; one that lies where the codec's decoder never comes, as an autoencoder's
+    does, grows as long as training goes on.
+    """
+    quarter = len(norms) // 4
+    if quarter < 2 or not all(map(math.isfinite, norms)):
+        return None
+    second, third, last = (fmean(norms[at * quarter : (at + 1) * quarter]) for at in (1, 2, 3))
+    return last / second if 0 < second < third < last else None
 
 
 def codec_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -132,6 +150,12 @@ def table(report: dict[str, Any]) -> str:
             f"payload {report['payload_bytes_per_step']:,.0f} B, wire {report['wire_bytes_per_step']:,.0f} B{ratio}",
             f"{spent} per step",
         ]
+    for row in report["groups"]:
+        if (row.get("residual_growth") or 0.0) > _GROWN:
+            text.append(
+                f"{row['group']}: what is left unsent grew {row['residual_growth']:.1f} times in the second half of "
+                "the measured steps; where that goes on, its codec does not send all of it"
+            )
     text += [report["residuals"]] if report["residuals"] else []
     return "\n".join(text)
 

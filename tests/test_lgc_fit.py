@@ -15,13 +15,17 @@ from recorded import record
 from torch import nn
 
 from gradlab.analysis.lgc import Fitting, fit_lgc, learn
-from gradlab.analysis.lgc_learners import RingLearner, learner_of
+from gradlab.analysis.lgc_learners import RingLearner, learner_of, reconstruction_errors
+from gradlab.analysis.lgc_plots import plot_rates, plot_reconstruction, plot_sparsification
 from gradlab.analysis.lockstep_plan import LockstepPlan
 from gradlab.analysis.selection_codes import codes_without_learning
 from gradlab.analysis.selections import Selections, collect_selections
+from gradlab.analysis.style import drawing
+from gradlab.analysis.value_codes import RatePoint
 from gradlab.artifact import Artifact
 from gradlab.autoencoder import Architecture, Loss, server_loss
 from gradlab.bits import packed_bytes
+from gradlab.codec import seeded_generator
 from gradlab.codecs.lgc_ring import LgcRing
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
@@ -311,3 +315,32 @@ def test_the_command(gradlab: Command, trace: Trace, tmp_path: Path) -> None:
         assert (code, said) == (2, ""), wrong
         assert expected in err, (wrong, err)
         assert err.count("\n") == 1, err
+
+
+def test_errors_while_it_learns_are_of_weights_that_have_not_seen_the_iteration(selections: Selections) -> None:
+    """The paper's Fig. 14: as an untrained autoencoder's at first, and what a plain loop gives."""
+    some, generator = selections.part(0, 4), seeded_generator("lgc", 3)
+    found = reconstruction_errors(RING, some, optimizer="sgd", learning_rate=0.01, seed=3)
+    weights, inputs = Architecture().initial(generator), RING.inputs(some).vectors
+    for place, error in enumerate(found):
+        leaf = weights.clone().requires_grad_()
+        decoded = Architecture().decode(leaf, Architecture().encode(leaf, inputs[place]).mean(0))
+        true = inputs[place].mean(0)
+        share = (decoded - true).square().sum() / true.square().sum()
+        assert error == pytest.approx(share.item(), rel=1e-4)
+        (decoded - true).square().mean().backward()
+        weights = weights - 0.01 * leaf.grad  # type: ignore[operator]
+
+
+def test_figures_are_drawn(tmp_path: Path) -> None:
+    losses = {"fixed": [2.0, 1.5, 1.4], "warm-up": [2.0, 1.2, 1.0]}
+    errors = {f"{nodes} nodes": {"ring": [1.0] * 25, "server": [0.9] * 25} for nodes in (24, 32)}
+    rates = {"scalar": [RatePoint(1.0, 0.3), RatePoint(2.0, 0.1)], "trellis": [RatePoint(1.1, 0.2)]}
+    with drawing():
+        figures = plot_sparsification(losses, 20), plot_reconstruction(errors), plot_rates(rates)
+    lines = [len(figure.axes[0].get_lines()) for figure in figures]
+    assert lines == [2, 3, 3]
+    assert figures[0].axes[0].get_lines()[1].get_xdata()[1] == 30.0  # type: ignore[index]
+    for place, figure in enumerate(figures):
+        figure.savefig(tmp_path / f"{place}.svg")
+        assert (tmp_path / f"{place}.svg").read_text().startswith("<?xml")

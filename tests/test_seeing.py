@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from gradlab.analysis.chrome_trace import read_step
 from gradlab.analysis.chrome_trace_plot import plot_timelines
 from gradlab.analysis.style import drawing, render
 from gradlab.errors import GradlabError
-from gradlab.runtime.report import scalars
-from gradlab.runtime.statistics import Statistics
+from gradlab.layout import Layer
+from gradlab.plan import Group, Plan, Wrap
+from gradlab.runtime.report import layer_rows, residual_growth, scalars, table
+from gradlab.runtime.statistics import Statistics, StepRecord
 from gradlab.runtime.timeline import LANES, Timeline
 
 # Bases are drawn at random: compression from the first iteration on, with nothing fitted.
@@ -136,6 +139,25 @@ def test_report_table_and_scalars_agree(pool: ProcessPool) -> None:
             assert f"gradlab/relative_error/{row['group']}" in found
         assert report["encode_seconds"] + report["decode_seconds"] <= report["compress_seconds"]
         assert all(type(value) is float for value in found.values())
+
+
+def test_a_residual_that_keeps_growing_is_told() -> None:
+    settled = [1 - 0.5**step for step in range(1, 41)]
+    assert residual_growth([float(step) for step in range(40)]) == pytest.approx(34.5 / 14.5)
+    assert residual_growth(settled) is None or residual_growth(settled) < 1.01  # type: ignore[operator]
+    assert residual_growth([2.0, 1.0] * 10) is None
+    assert residual_growth([1.0] * 7) is None
+    assert residual_growth([float(step) for step in range(39)] + [math.inf]) is None
+    layer = Layer("a", (4,), "vector")
+    plan = Plan((layer,), (Group("a", ("a",), "topk", {"density": 0.5}, (Wrap("error_feedback"),)),))
+    steps = [
+        StepRecord(step, True, group_seconds={"a": (0.1, 0.1)}, residual_norms={"a": 1.0 + step}) for step in range(40)
+    ]
+    rows = layer_rows(plan, steps)
+    report = {"groups": rows, "steps": 0, "residuals": None}
+    assert "a: what is left unsent grew 2.3 times in" in table(report)
+    rows[0]["residual_growth"] = 1.2
+    assert "left unsent grew" not in table(report)
 
 
 def test_nothing_is_kept_of_other_steps() -> None:
