@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradlab.analysis.holdout import age_bins
-from gradlab.analysis.lgc_learners import Learner, in_units, learner_of
+from gradlab.analysis.lgc_learners import Learner, code_spread, in_units, learner_of
 from gradlab.analysis.selection_codes import Code, codes_without_learning
 from gradlab.analysis.selections import Selections, collect_selections
 from gradlab.artifact import Artifact
@@ -82,9 +82,9 @@ def fit_lgc(
 ) -> LgcFit:
     """Learn an autoencoder from what the plan would select; the same numbers for the same seed and threads.
 
-    pattern: "ring" or "server"; settings: of codec `lgc_ring` or `lgc_server`; others as for
-    `gradlab.lgc_plan.lgc_plan`. The first 60 % of the recorded iterations are learned from, the next 15 % say when to
-    stop, the rest are held out.
+    pattern: "ring" or "server"; settings: of codec `lgc_ring` or `lgc_server`, of which loss, optimizer, learning_rate
+    and the like are for tuning online; others as for `gradlab.lgc_plan.lgc_plan`. The first 60 % of the recorded
+    iterations are learned from, the next 15 % say when to stop, the rest are held out.
 
     Raises:
         GradlabError: for fewer than 20 iterations, a trace of one rank, a model with nothing between its first and its
@@ -113,11 +113,12 @@ def fit_lgc(
     numels = [layer.numel for group in plan.groups if group.name == GROUP for layer in plan.members(group)]
     learner = learner_of(pattern, dict(settings or {}), numels, trace.world_size)
     weights, curve = learn(learner, learned, stopper, fitting, seed, progress)
-    plan = lgc_plan(trace.layers, pattern, autoencoder=weights, **shape)
     code_numel = learner.architecture.code_numel(selections.count)
+    in_order = shape.get("order") == "value" and shape.get("normalise", "none") == "none"
     codes = [Code("autoencoder", lambda some: learner.averages(weights, some), *learner.sizes(selections))]
-    codes += codes_without_learning(learned, selections, trace.world_size, code_numel)
+    codes += codes_without_learning(learned, selections, trace.world_size, code_numel, in_order)
     rows = [_row(code, held_out) for code in codes]
+    plan = lgc_plan(trace.layers, pattern, autoencoder=weights, error=rows[0]["error"], **shape)
     origin = {
         "method": "lgc",
         "pattern": pattern,
@@ -128,6 +129,7 @@ def fit_lgc(
         "fitting": asdict(fitting),
         "iterations": {"learned": ends[0], "stopped_by": ends[1] - ends[0], "held_out": len(held_out)},
         "curve": curve,
+        "code_spread": code_spread(learner, weights, held_out),
         "codes": rows,
         "holdout": _by_age(codes[0], held_out, learned.iterations[-1]),
         "payload_bytes": plan.payload_bytes(trace.world_size),
@@ -148,7 +150,7 @@ def learn(
     progress: Progress | None = None,
 ) -> tuple[torch.Tensor, list[dict[str, float]]]:
     """Weights with the smallest error on the iterations that stop it, and the errors of each epoch, as shares of what
-    zeros make.
+    zeros make; epochs end where one is not finite. Raises GradlabError if the first one is not.
 
     Values are divided by one root mean square of all, so that a learning rate suits any gradients; the same factor is
     taken out of the first and put into the last layer.
@@ -166,6 +168,8 @@ def learn(
             _, gradient = gradient_of(lambda w, c=chosen: learner.loss(w, c, generator), weights)  # type: ignore[misc]
             weights, state = optimized("adam", fitting.learning_rate, weights, gradient, state)
         errors = {"learned": learner.error(weights, inputs), "stop": learner.error(weights, judge)}
+        if not all(map(math.isfinite, errors.values())):
+            break
         curve.append(errors)
         if progress:
             progress("epochs", epoch + 1, fitting.epochs)
@@ -174,6 +178,10 @@ def learn(
             best, best_error, waited = weights, errors["stop"], 0
         if waited >= fitting.patience:
             break
+    if not curve:
+        raise GradlabError(
+            f"autoencoder: diverged in its first epoch at learning rate {fitting.learning_rate:g}: try a smaller one"
+        )
     return in_units(architecture, best, unit), curve
 
 

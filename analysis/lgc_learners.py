@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 
@@ -15,7 +17,7 @@ from gradlab.codecs.lgc_ring import LgcRing
 from gradlab.codecs.lgc_server import LgcServer
 from gradlab.collectives import all_gather_wire_bytes, all_reduce_wire_bytes, broadcast_wire_bytes
 from gradlab.indices import index_bytes
-from gradlab.learned_selection import padded
+from gradlab.learned_selection import LearnedSettings, padded
 
 _MEAN = Loss("mean")
 
@@ -69,7 +71,8 @@ class Learner(ABC):
 
     @abstractmethod
     def sizes(self, selections: Selections) -> tuple[float, float]:
-        """Bytes beside the positions: payload, mean over ranks, and what rank 0 sends of it."""
+        """Bytes beside the positions as any other code of the same values needs them: payload, mean over ranks, and
+        what rank 0 sends of it. What an order and scales take is among them."""
 
     def averages(self, weights: torch.Tensor, selections: Selections) -> torch.Tensor:
         """What becomes of each rank's values, (T, K, n), as they were selected."""
@@ -79,8 +82,9 @@ class Learner(ABC):
 class RingLearner(Learner):
     """Eqs. (8) to (11): codes are averaged, and decoded once."""
 
-    def __init__(self, codec: LgcRing) -> None:
+    def __init__(self, codec: LgcRing, numels: Sequence[int]) -> None:
         self.architecture = codec.architecture()
+        self._codec, self._numels = codec, numels
 
     def _innovations(self, selections: Selections) -> None:
         return None
@@ -96,15 +100,21 @@ class RingLearner(Learner):
         return _share(self.decoded(weights, inputs)[:, 0], inputs.vectors.mean(1))
 
     def sizes(self, selections: Selections) -> tuple[float, float]:
-        size = 4 * self.architecture.code_numel(selections.count)
-        return size, all_reduce_wire_bytes(size, selections.values.shape[1])
+        size, ranks = 4 * self.architecture.code_numel(selections.count), selections.values.shape[1]
+        numel = sum(self._numels)
+        settings, count = self._codec.settings, selections.count
+        order = index_bytes(self._codec.coding, count, numel) - index_bytes(settings.index_coding, count, numel)
+        told = max(0, order) + _scale_bytes(settings, self._numels)
+        wire = all_reduce_wire_bytes(size, ranks) + broadcast_wire_bytes(int(told), 0, 0, ranks)
+        return size + told / ranks, wire
 
 
 class ServerLearner(Learner):
     """Eqs. (2) to (7): one rank's code, a decoder and an innovation for each."""
 
-    def __init__(self, codec: LgcServer, numels: list[int], world_size: int) -> None:
+    def __init__(self, codec: LgcServer, numels: Sequence[int], world_size: int) -> None:
         self.architecture = codec.architecture(world_size)
+        self._codec, self._numels = codec, numels
         self._counts, self._loss = codec.counts(numels), Loss("mean", codec.settings.similarity)
         self._kept, self._coding = codec.innovation_counts(self._counts, numels), codec.settings.index_coding
 
@@ -139,9 +149,17 @@ class ServerLearner(Learner):
     def sizes(self, selections: Selections) -> tuple[float, float]:
         ranks, apart = selections.values.shape[1], sum(self._kept)
         code = 4 * self.architecture.code_numel(selections.count)
-        own = 4 * apart + index_bytes(self._coding, apart, selections.count)
-        told = broadcast_wire_bytes(code, 0, 0, ranks) / ranks
-        return code / ranks + own, told + all_gather_wire_bytes(int(own), ranks)
+        scales = _scale_bytes(self._codec.settings, self._numels)
+        own = 4 * apart + index_bytes(self._coding, apart, selections.count) + (0 if selections.shared else scales)
+        told = scales if selections.shared else 0
+        senders = [0] if self._codec.settings.sender == "fixed" else range(ranks)
+        code_wire = fmean(broadcast_wire_bytes(code, sender, 0, ranks) for sender in senders)
+        wire = code_wire + broadcast_wire_bytes(told, 0, 0, ranks) + all_gather_wire_bytes(int(own), ranks)
+        return (code + told) / ranks + own, wire
+
+
+def _scale_bytes(settings: LearnedSettings, numels: Sequence[int]) -> int:
+    return 4 * len(numels) * (settings.normalise == "layer")
 
 
 def reconstruction_errors(
@@ -161,10 +179,10 @@ def reconstruction_errors(
     return found
 
 
-def learner_of(pattern: str, settings: dict[str, object], numels: list[int], world_size: int) -> Learner:
+def learner_of(pattern: str, settings: dict[str, object], numels: Sequence[int], world_size: int) -> Learner:
     """For "ring" or "server", with settings of that codec; numels: of the layers that the autoencoder is for."""
     if pattern == "ring":
-        return RingLearner(LgcRing(build_settings(LgcRing, settings)))
+        return RingLearner(LgcRing(build_settings(LgcRing, settings)), numels)
     return ServerLearner(LgcServer(build_settings(LgcServer, settings)), numels, world_size)
 
 
@@ -178,6 +196,12 @@ def in_units(architecture: Architecture, weights: torch.Tensor, unit: float) -> 
         last = named[f"decoder{decoder}.conv.weight"]
         (last[:, :-1] if architecture.innovation else last).mul_(unit)
     return architecture.joined(named)
+
+
+def code_spread(learner: Learner, weights: torch.Tensor, selections: Selections) -> float:
+    """How much codes of iterations that follow each other differ, in their size: near 0 they are all one."""
+    codes = learner.architecture.encode(weights, learner.inputs(selections).vectors).double()
+    return float((codes[1:] - codes[:-1]).square().sum() / codes.square().sum().clamp_min(1e-300)) ** 0.5
 
 
 def _share(decoded: torch.Tensor, true: torch.Tensor) -> float:

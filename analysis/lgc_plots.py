@@ -57,8 +57,8 @@ def plot_reconstruction(errors: Mapping[str, Mapping[str, Sequence[float]]], mea
 
 
 def plot_rates(curves: Mapping[str, Sequence[RatePoint]]) -> Figure:
-    """Error of the averaged selected vector over bits per value, of each code; dotted: of a Gaussian, the least that
-    any code reaches (4 to the power of minus bits)."""
+    """Error of the averaged selected vector over bits per value, of each code; dotted, for orientation: the
+    least for Gaussian values of one variance, 4 to the power of minus bits."""
     figure, (axes,) = panels(1, 1, height=3.0)
     for color, (name, curve) in zip(layer_colors(len(curves)), curves.items(), strict=True):
         ordered = sorted(curve, key=lambda point: point.bits)
@@ -72,7 +72,7 @@ def plot_rates(curves: Mapping[str, Sequence[RatePoint]]) -> Figure:
             label=name,
         )
     bits = sorted(point.bits for curve in curves.values() for point in curve)
-    axes.plot(bits, [4.0**-value for value in bits], ":", color=GREY, label="Gaussian, at least")
+    axes.plot(bits, [4.0**-value for value in bits], ":", color=GREY, label="Gaussian of one variance")
     axes.set(xlabel="bits per value, held out", ylabel="error, in that of zeros", yscale="log")
     axes.legend(fontsize=7)
     return figure

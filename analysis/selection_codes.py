@@ -33,13 +33,16 @@ class Code:
     wire_bytes: float
 
 
-def codes_without_learning(learned: Selections, selections: Selections, world_size: int, code_numel: int) -> list[Code]:
+def codes_without_learning(
+    learned: Selections, selections: Selections, world_size: int, code_numel: int, in_order: bool = False
+) -> list[Code]:
     """Zeros; the largest quarter; block means of 4, in order and sorted; PCA of code_numel axes, fitted where the
     autoencoder is; int8 and int4, rank by rank.
 
     Largest and sorted are so by the leader's values, which are told once; or, at own positions, by each rank's own,
     which every rank tells. Values at shared positions can be reduced, those at own ones are gathered.
-    learned: what may be learned from; selections: for the number of values.
+    learned: what may be learned from; selections: for the number of values; in_order: whether they are sorted by the
+    leader's values.
     """
     count, shared = selections.count, selections.shared
     quarter = -(-count // _BLOCK)
@@ -54,8 +57,9 @@ def codes_without_learning(learned: Selections, selections: Selections, world_si
         wire = reduced(4 * values) + broadcast_wire_bytes(told, 0, 0, world_size)
         return Code(name, decoded, 4 * values + told / world_size, wire)
 
-    axes = max(0, min(code_numel, len(learned) - 1))
-    order = packed_bytes(count, max(1, (count - 1).bit_length()))
+    axes = max(0, min(code_numel, len(learned) * learned.values.shape[1] - 1))
+    # Where positions come in the order of the leader's values already, it need not be told.
+    order = 0 if in_order else packed_bytes(count, max(1, (count - 1).bit_length()))
     found = [
         code("zeros (compressed layers stand still)", lambda some: torch.zeros_like(some.values), 0),
         code("largest quarter", _largest_quarter, quarter, packed_bytes(count, 1)),
@@ -90,9 +94,8 @@ def _means_of_blocks(values: torch.Tensor) -> torch.Tensor:
 
 
 def _projected(learned: Selections, axes: int) -> Callable[[Selections], torch.Tensor]:
-    """On principal axes of averages, or of all ranks' vectors where these stand for other positions."""
-    vectors = learned.values.mean(1) if learned.shared else learned.values.flatten(0, 1)
-    basis = principal_axes(vectors)[1][:, :axes].float()
+    """On principal axes of all ranks' vectors."""
+    basis = principal_axes(learned.values.flatten(0, 1))[1][:, :axes].float()
     return lambda some: some.values @ basis @ basis.T
 
 

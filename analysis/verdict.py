@@ -7,6 +7,7 @@ from typing import Any
 
 from gradlab.analysis.formatting import format_number, format_percent, format_ratio, format_seconds
 from gradlab.analysis.metric import RELATIVE_NOISE, final_score, metric_of, scores
+from gradlab.learned_selection import LearnedSettings
 
 # A step must be shorter by this share before it is called faster.
 _SPEED_NOISE = 0.05
@@ -15,6 +16,7 @@ _LITTLE_GAIN = 0.02
 # Of what zeros make: an autoencoder above it is no use.
 _NOTHING_LEARNED = 0.9
 _SHORT = 16
+_COLLAPSED = 0.05  # of codes' size
 
 
 def step_seconds(run: Mapping[str, Any]) -> float | None:
@@ -175,14 +177,17 @@ def lgc_verdict(origin: Mapping[str, Any]) -> str:
     own, *others = origin["codes"]
     by_name = {row["name"]: row for row in others}
     error = f"{format_percent(own['error'])} of the averaged selected values is lost on later iterations"
-    if own["error"] > _NOTHING_LEARNED:
-        return f"The autoencoder has learned next to nothing: {error}. It trains as if these layers stood still."
-    if origin["better"] is not None:
-        rival = by_name[origin["better"]]
-        return (
-            f"Do not use the autoencoder: {error}, and {format_percent(rival['error'])} by {origin['better']}, which "
-            "sends as many bytes or fewer and needs no learning."
+    rival = by_name[origin["better"]] if origin["better"] is not None else None
+    instead = ""
+    if rival is not None:
+        instead = (
+            f", and {format_percent(rival['error'])} by {rival['name']}, which sends as many bytes or fewer and needs "
+            "no learning"
         )
+    if own["error"] > _NOTHING_LEARNED:
+        return f"Do not use the autoencoder, which has learned next to nothing: {error}{instead}."
+    if rival is not None:
+        return f"Do not use the autoencoder: {error}{instead}."
     return f"The autoencoder beats what needs no learning at its bytes: {error}."
 
 
@@ -193,6 +198,17 @@ def lgc_warnings(origin: Mapping[str, Any]) -> list[str]:
         found.append(
             f"{origin['selected']} values are selected: padded to a multiple of 16 their code is hardly shorter; raise "
             "the density."
+        )
+    if origin["code_spread"] < _COLLAPSED:
+        found.append(
+            f"Codes of iterations that follow each other differ by {format_percent(origin['code_spread'])} of their "
+            "size: they say next to nothing; with a server a smaller similarity loss may help (--set similarity=0)."
+        )
+    limit = origin["settings"].get("most_error", LearnedSettings.most_error)
+    if not origin["codes"][0]["error"] <= limit:
+        found.append(
+            f"Its error is above most_error = {limit:g}: training with it sends selected values as they are, to the "
+            "end."
         )
     return found
 

@@ -167,7 +167,7 @@ def train(
         "most_payload": max(by_rank),
         "least_payload": min(by_rank),
         "codec_seconds": statistics.fmean(spent[-50:]),
-        **_bytes(4 * sum(layer.numel for layer in layers_of(model)), sent, task.recipe.steps),
+        **_bytes(4 * sum(layer.numel for layer in layers_of(model)), sent),
         "seconds": time.perf_counter() - began,
     }
 
@@ -199,7 +199,8 @@ def compressed_gradients(
     return result, loss
 
 
-def _bytes(dense: int, sent: Sequence[tuple[bool, float, float]], steps: int) -> dict[str, float]:
+def _bytes(dense: int, sent: Sequence[tuple[bool, float, float]]) -> dict[str, float]:
+    steps = len(sent)
     payload, wire = sum(row[1] for row in sent), sum(row[2] for row in sent)
     compressing = [row[1] for row in sent if row[0]] or [float(dense)]
     return {

@@ -3,15 +3,20 @@
     python benchmarks/lgc.py cifar10 --data cifar10.npz --train rows.jsonl [--methods dense ...] [--seeds 0 1]
     python benchmarks/lgc.py camvid --data camvid.npz --train rows.jsonl
     python benchmarks/lgc.py cifar10 --train rows.jsonl --table
+    python benchmarks/lgc.py times
 
 cifar10: the images halved to 16 x 16, ResNet-8 (75,290 parameters), 16 images per node; 1200 iterations: 200 dense, 300
 in which the autoencoder learns, 700 with codes. camvid: the pictures halved, a small PSPNet (227,355 parameters), 2
-pictures per node; 800 iterations: 100, 200, 500. Both: 4 nodes, SGD without momentum, its rate rising over the dense
+pictures per node; 600 iterations: 100, 150, 350. Both: 4 nodes, SGD without momentum, its rate rising over the dense
 iterations and then falling to 0; where a plan applies momentum m itself, the rate is (1 - m) times that. 1 % of every
-layer is selected; the first layer is dense, the last sparse. "frozen" selects while others learn and then moves the
-compressed layers no more: a method that does not beat it has learned nothing. Ratios are of payload, indices and the
-broadcast of the autoencoder counted: in the last 50 iterations, and over the whole run. One line of JSON per run; what
-is there is not done again.
+layer is selected; the first layer is dense, the last sparse. DGC's density falls to that while the others learn.
+"frozen" selects while others learn and then moves the compressed layers no more (but for weight decay): a method that
+does not beat it has learned nothing. Ratios are of payload, indices and the broadcast of the autoencoder counted: in
+the last 50 iterations, and over the whole run; "sent" is what a rank sends in one of the last iterations, of the
+server's who sends the common code and who does not, and what all ranks send in the whole run. One line of JSON per run;
+what is there is not done again.
+
+times: encoders and decoders alone, in turns, beside int8 of the same values, with one thread.
 """
 
 from __future__ import annotations
@@ -19,8 +24,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +38,14 @@ from torch import nn
 from torch.nn import functional
 
 from gradlab import codecs
+from gradlab.autoencoder import Architecture
+from gradlab.codec import Context, Exchanged, Tensors
+from gradlab.codecs.block_scaled import BlockScaled
 from gradlab.codecs.lgc_ring import LgcRing
 from gradlab.collectives import Coroutine
 from gradlab.datasets import Data, Recipe, Workload, get
 from gradlab.layout import layers_of
-from gradlab.learned_selection import Selection
+from gradlab.learned_selection import COMPRESSING, padded
 from gradlab.lgc_plan import GROUP, lgc_plan
 from gradlab.methods import method_plan
 from gradlab.plan import Group, Plan, Wrap
@@ -63,7 +73,7 @@ def tasks() -> dict[str, Setting]:
     small = Task(images, _recipe(images, 1.0, 1200, 16, 200), RANKS, (1, 1, 1))
     return {
         "cifar10": Setting(small, 200, 300, {"train_limit": 20000, "test_limit": 10000}),
-        "camvid": Setting(Task(streets, _recipe(streets, 0.5, 800, 2, 100), RANKS), 100, 200, {}),
+        "camvid": Setting(Task(streets, _recipe(streets, 0.5, 600, 2, 100), RANKS), 100, 150, {}),
     }
 
 
@@ -83,13 +93,16 @@ ADAM = {"optimizer": "adam", "loss": "mean"}
 
 @codecs.register
 class Frozen(LgcRing):
-    """The control: nothing in place of codes."""
+    """The control: nothing in place of codes, and nothing is sent."""
 
     name = "frozen_ring"
 
-    def _averaged_codes(self, selected: Selection, weights: torch.Tensor) -> Coroutine[torch.Tensor]:
+    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        clock = state.get(f"{next(iter(grads))}/clock")
+        if clock is None or int(clock[0]) != COMPRESSING:
+            return (yield from super().exchange(grads, state, context))
         yield ()
-        return torch.zeros_like(selected.values)
+        return Exchanged({name: torch.zeros_like(grad) for name, grad in grads.items()}, dict(grads), state)
 
 
 Method = Callable[[Setting, nn.Module], Plan]
@@ -125,7 +138,13 @@ def _clt_k(**settings: Any) -> Method:
 
 
 def _dgc(setting: Setting, model: nn.Module) -> Plan:
-    return method_plan(layers_of(model), "DGC", momentum=MOMENTUM, warmup_steps=setting.dense, density=DENSITY)
+    plan = method_plan(layers_of(model), "DGC", momentum=MOMENTUM, warmup_steps=setting.dense, density=DENSITY)
+    stages = {"sparsity_warmup": {"steps": setting.learning}}  # at its density while the others have codes
+    groups = [
+        replace(group, wrappers=tuple(Wrap(wrap.name, stages.get(wrap.name, wrap.settings)) for wrap in group.wrappers))
+        for group in plan.groups
+    ]
+    return replace(plan, groups=tuple(groups))
 
 
 BEST: dict[str, Any] = {"normalise": "layer", **ADAM}
@@ -161,31 +180,80 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Accuracy and loss seed by seed, ratios, and the codecs' time per iteration and rank."""
-    lines = [f"{'method':34s}  accuracy %     loss           ratio at the end  whole run  codec ms"]
+    """Accuracy and loss seed by seed, bytes, ratios, and the codecs' time per iteration and rank."""
+    lines = [
+        f"{'method':34s}  accuracy %     loss           sent kB      ratio  whole run: MB  ratio  codec ms  "
+        "residual's norm: iteration 600, last"
+    ]
     for method in METHODS:
         mine = [row for row in rows if row["method"] == method]
         if mine:
             accuracy = ", ".join(f"{100 * row['score']:.1f}" for row in mine)
             loss = ", ".join(f"{row['loss']:.3f}" for row in mine)
-            last, whole, seconds = (
-                statistics.fmean(row[key] for row in mine) for key in ("last_ratio", "ratio", "codec_seconds")
+            last, whole, total, seconds = (
+                statistics.fmean(row[key] for row in mine)
+                for key in ("last_ratio", "ratio", "payload", "codec_seconds")
             )
-            lines.append(f"{method:34s}  {accuracy:13s}  {loss:13s}  {last:16.1f}  {whole:9.1f}  {1e3 * seconds:8.2f}")
+            sent = " / ".join(
+                f"{statistics.fmean(row[key] for row in mine) / 1e3:.2f}" for key in ("most_payload", "least_payload")
+            )
+            total *= RANKS * tasks()[mine[0]["task"]].task.recipe.steps / 1e6
+            kept = [row["residuals"] for row in mine if row.get("residuals")]
+            grown = "; ".join(f"{norms[5]:.3g}, {norms[-1]:.3g}" for norms in kept if len(norms) > 5 and norms[-1])
+            lines.append(
+                f"{method:34s}  {accuracy:13s}  {loss:13s}  {sent:11s}  {last:5.1f}  {total:13.1f}  {whole:5.1f}  "
+                f"{1e3 * seconds:8.2f}  {grown}"
+            )
+    return "\n".join(lines)
+
+
+def times(repeats: int = 30) -> str:
+    """Medians in ms, one after the other in every repetition."""
+    lines = ["values   ring: encode  decode   server: encode  decode 4   int8: encode  decode 4"]
+    generator = torch.Generator().manual_seed(0)
+    ring, server = Architecture(), Architecture(decoders=RANKS, innovation=True)
+    of_ring, of_server = ring.initial(generator), server.initial(generator)
+    quantizer = BlockScaled(BlockScaled.Settings("int8"))
+    for count in (750, 2700, 11200):
+        values = torch.randn(count, generator=generator)
+        vector = padded(values, ring)
+        code, total = ring.encode(of_ring, vector), torch.zeros(count)
+        payload = quantizer.compress(values, generator)
+        cases: list[Callable[[], Any]] = [
+            partial(ring.encode, of_ring, vector),
+            partial(ring.decode, of_ring, code),
+            partial(server.encode, of_server, vector),
+            lambda code=code, v=vector: [server.decode(of_server, code, k, v) for k in range(RANKS)],  # type: ignore[misc]
+            partial(quantizer.compress, values, generator),
+            partial(quantizer.add_all, total, [payload] * RANKS, 1 / RANKS),
+        ]
+        found: list[list[float]] = [[] for _ in cases]
+        for _ in range(repeats):
+            for spent, case in zip(found, cases, strict=True):
+                began = time.perf_counter()
+                case()
+                spent.append(1e3 * (time.perf_counter() - began))
+        ms = [statistics.median(spent) for spent in found]
+        lines.append(
+            f"{count:6d}  {ms[0]:13.2f}  {ms[1]:6.2f}  {ms[2]:15.2f}  {ms[3]:8.2f}  {ms[4]:13.3f}  {ms[5]:8.3f}"
+        )
     return "\n".join(lines)
 
 
 def main() -> None:
     """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=list(tasks()))
+    parser.add_argument("task", choices=[*tasks(), "times"])
     parser.add_argument("--data", help="cifar10.npz or camvid.npz, see the workloads")
-    parser.add_argument("--train", type=Path, required=True)
+    parser.add_argument("--train", type=Path, default=Path("rows.jsonl"))
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--table", action="store_true")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
+    if chosen.task == "times":
+        print(times())
+        return
     if chosen.data:
         setting = tasks()[chosen.task]
         data = load(chosen.task, setting, chosen.data)

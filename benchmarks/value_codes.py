@@ -63,7 +63,7 @@ def main() -> None:
             f"{name:36s}" + "".join(f"  {bits:g} bit {error:.5f}" for bits, error in zip(BITS, errors, strict=True)),
             flush=True,
         )
-    print(f"{'a Gaussian, at least':36s}" + "".join(f"  {bits:g} bit {4.0**-bits:.5f}" for bits in BITS))
+    print(f"{'Gaussian of one variance, at least':36s}" + "".join(f"  {bits:g} bit {4.0**-bits:.5f}" for bits in BITS))
     if chosen.out:
         chosen.out.write_text(json.dumps(found))
     if chosen.figure:

@@ -145,8 +145,8 @@ def _of(weights: Mapping[str, torch.Tensor], layer: str) -> tuple[torch.Tensor, 
 
 @dataclass(frozen=True)
 class Loss:
-    """reduction: "sum", squared norms as in the equations, or "mean", over elements (and pairs of nodes); similarity:
-    lambda_2 of eq. (7), of the server."""
+    """reduction: "sum", squared norms as in the equations, or "mean", the same by the number of elements that are
+    decoded; similarity: lambda_2 of eq. (7), of the server."""
 
     reduction: str = "sum"
     similarity: float = 0.5
@@ -179,11 +179,11 @@ def server_loss(
     codes = architecture.encode(weights, batch)
     told = codes[torch.arange(len(batch)), chosen]
     decoded = [architecture.decode(weights, told, k, apart[:, k]) for k in range(batch.shape[1])]
-    total = _reduced((batch - torch.stack(decoded, 1)).square(), loss)
+    total = (batch - torch.stack(decoded, 1)).square().sum()
     if loss.similarity and batch.shape[1] > 1:
         # Over all ordered pairs k != m, as eq. (5) is written.
-        total = total + loss.similarity * _reduced((codes[:, :, None] - codes[:, None]).square(), loss)
-    return total / (len(batch) if loss.reduction == "sum" else 1)
+        total = total + loss.similarity * (codes[:, :, None] - codes[:, None]).square().sum()
+    return total / (batch.numel() if loss.reduction == "mean" else len(batch))
 
 
 def _reduced(squares: torch.Tensor, loss: Loss) -> torch.Tensor:
@@ -192,7 +192,7 @@ def _reduced(squares: torch.Tensor, loss: Loss) -> torch.Tensor:
 
 # --- training ---------------------------------------------------------------------------------------------------------
 
-OPTIMIZERS = ("sgd", "adam")
+OPTIMIZERS = {"sgd": (), "adam": ("count", "first", "second")}  # and what they keep
 _BETAS, _EPSILON = (0.9, 0.999), 1e-8
 
 

@@ -153,6 +153,7 @@ class Codec(ABC):
     group_bytes: ClassVar[int] = 0  # of gradients: up to so many, layers that follow each other are treated together
     warmup_steps: ClassVar[int] = 0  # dense iterations before it, likewise
     keeps_dtype: ClassVar[bool] = False  # whether gradients travel in their own dtype, with the loss scale on them
+    group_state: ClassVar[frozenset[str]] = frozenset()  # names of what it keeps for a group, not for one layer of it
     paper: ClassVar[str] = "-"  # authors, venue, year; the module names it in full
     formula: ClassVar[str]  # of payload bytes: n elements, N ranks, settings by their names
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)  # settings that are worth comparing, for a planner

@@ -30,6 +30,8 @@ ORDERS = ("position", "magnitude", "value")
 _JUDGED = 10  # the error that decides is that of the last tenth of the training, each step's before it is learned from
 _COLLAPSED = 0.05  # of codes' size: what they differ by, when they say next to nothing
 _OPTIMIZER = "optimizer "  # before its entries in the state
+_OPTIMIZER_KEYS = tuple(f"{_OPTIMIZER}{key}" for keys in OPTIMIZERS.values() for key in keys)
+_LOST = 1e30  # for an error that is no number, so that a checkpoint can be read again
 
 
 @dataclass(frozen=True)
@@ -97,12 +99,13 @@ class LearnedSelection(Codec):
     """Phases, training and state; subclasses say what travels.
 
     Own state, under the first layer's name: "clock" (mode, iterations in it), "autoencoder", all weights as one vector;
-    and on the rank that trains, while it does, the optimizer's and the error so far.
+    and while it learns the optimizer's and the error so far. On ranks that do not learn these are empty.
     """
 
     family = "learned"
     learns = True
     selects = True
+    group_state = frozenset({"clock", "autoencoder", "error", "coded", "codes", *_OPTIMIZER_KEYS})
     warmup_steps = 200
     paper = "Abrahamyan et al., IEEE TNNLS 2021"
     settings: Any
@@ -141,8 +144,26 @@ class LearnedSelection(Codec):
             return found
         if "autoencoder" not in self.learned:
             return {"clock": _clock(TRAINING, 0)}
-        tuned = self.settings.fine_tune_steps > 0
-        return {"clock": _clock(TRAINING if tuned else COMPRESSING, 0), "autoencoder": self.learned["autoencoder"]}
+        if self.settings.fine_tune_steps:
+            return {"clock": _clock(TRAINING, 0), "autoencoder": self.learned["autoencoder"]}
+        mode = self._lasting_mode
+        return {"clock": _clock(mode, 0)} | (
+            {"autoencoder": self.learned["autoencoder"]} if mode == COMPRESSING else {}
+        )
+
+    def _begun(self, state: Tensors, prefix: str, context: Context) -> Tensors:
+        """As `_mine`; in the first iteration it is said if what was fitted is not used."""
+        mine = self._mine(state, prefix)
+        if f"{prefix}/clock" not in state and int(mine["clock"][0]) == SELECTING:
+            self._say(context, float(self.learned["error"]))
+        return mine
+
+    @property
+    def _lasting_mode(self) -> int:
+        """What most iterations are: codes, but where what was fitted on a trace is no good."""
+        fitted = "error" in self.learned and not self.settings.fine_tune_steps
+        useless = fitted and not float(self.learned["error"]) <= self.settings.most_error
+        return SELECTING if useless else COMPRESSING
 
     @property
     def _steps(self) -> int:
@@ -222,42 +243,53 @@ class LearnedSelection(Codec):
     def _trained(self, mine: Tensors, task: Task, like: torch.Tensor, context: Context) -> Coroutine[Tensors]:
         """The state after one more iteration of training. like: of the device that weights are on."""
         architecture, position = self.architecture(context.world_size), int(mine["clock"][1]) + 1
-        kept: Tensors = {"clock": _clock(TRAINING, position)}
         if context.rank == TRAINER:
-            kept |= self._learned_from(mine, task, position, like, context)
+            kept = self._learned_from(mine, task, position, like, context)
+        else:
+            names = ("autoencoder", "error", "coded", "codes", *(_OPTIMIZER + key for key in self._optimizer_keys))
+            kept = {name: like.new_zeros(0, dtype=torch.float32) for name in names}
         if position < self._steps:
-            return kept
-        error = kept.get("error", torch.ones(2, dtype=torch.float64, device=like.device))
-        judged = yield Broadcast((error[:1] / error[1:]).float(), TRAINER)
+            return {"clock": _clock(TRAINING, position), **kept}
+        missed, energy = kept["error"] if context.rank == TRAINER else like.new_zeros(2)
+        judged = yield Broadcast((missed / energy if energy else missed + 1).float().reshape(1), TRAINER)
         if not float(judged) <= self.settings.most_error:
             self._say(context, float(judged))
-            return {"clock": _clock(SELECTING, 0), "judged": judged}
-        if self.compares_codes:
-            self._say_if_collapsed(context, kept.get("codes"))
-        weights = kept.get("autoencoder", torch.zeros(architecture.numel, device=like.device))
+            return {"clock": _clock(SELECTING, 0)}
+        if self.compares_codes and context.rank == TRAINER:
+            self._say_if_collapsed(context, kept["codes"])
+        weights = kept["autoencoder"] if context.rank == TRAINER else like.new_zeros(architecture.numel).float()
         weights = yield Broadcast(weights, TRAINER)
-        return {"clock": _clock(COMPRESSING, 0), "autoencoder": weights, "judged": judged}
+        return {"clock": _clock(COMPRESSING, 0), "autoencoder": weights}
+
+    @property
+    def _optimizer_keys(self) -> tuple[str, ...]:
+        return OPTIMIZERS[self.settings.optimizer]
 
     def _learned_from(self, mine: Tensors, task: Task, position: int, like: torch.Tensor, context: Context) -> Tensors:
-        """Weights, optimizer and error after one step on the rank that trains."""
-        weights = mine.get("autoencoder")
+        """Weights, optimizer and error after one step on the rank that trains; always finite."""
+        architecture, weights = self.architecture(context.world_size), mine.get("autoencoder")
         if weights is None:
             generator = context.shared_generator("autoencoder", every_iteration=False)
-            weights = self.architecture(context.world_size).initial(generator).to(like.device)
-        error, judged = mine.get("error", weights.new_zeros(2, dtype=torch.float64)), Tensors()
+            weights = architecture.initial(generator).to(like.device)
+        error = mine.get("error", weights.new_zeros(2, dtype=torch.float64))
+        codes = mine.get("codes", weights.new_zeros(2, dtype=torch.float64))
+        coded, before = weights.new_zeros(0), mine.get("coded", weights.new_zeros(0))
         if position > self._steps - max(1, self._steps // _JUDGED):
             error = error + torch.stack([value.double() for value in task.missed(weights)])
-            if self.compares_codes and "coded" in mine:
-                codes = self.architecture(context.world_size).encode(weights, torch.stack([mine["coded"], task.coded]))
-                judged["codes"] = mine.get("codes", error.new_zeros(2)) + difference(*codes.double())
-            judged["coded"] = task.coded
+            coded = task.coded
+            if self.compares_codes and before.numel():
+                pair = architecture.encode(weights, torch.stack([before, coded]))
+                codes = codes + difference(*pair.double())
         _, gradient = gradient_of(task.loss, weights)
-        optimizer = {key.removeprefix(_OPTIMIZER): value for key, value in mine.items() if key.startswith(_OPTIMIZER)}
+        optimizer = {key: mine[_OPTIMIZER + key] for key in self._optimizer_keys if _OPTIMIZER + key in mine}
         weights, optimizer = optimized(
             self.settings.optimizer, self.settings.learning_rate, weights, gradient, optimizer
         )
-        kept = {f"{_OPTIMIZER}{key}": value for key, value in optimizer.items()}
-        return {"autoencoder": weights, "error": error, **judged, **kept}
+        if not bool(weights.isfinite().all()):
+            error = error + torch.tensor([_LOST, 0.0], device=error.device)
+        kept = {"autoencoder": weights, "error": error, "coded": coded, "codes": codes}
+        kept |= {_OPTIMIZER + key: value for key, value in optimizer.items()}
+        return {key: value.nan_to_num(_LOST, _LOST, -_LOST) for key, value in kept.items()}
 
     def _say(self, context: Context, error: float) -> None:
         if context.rank == TRAINER:
@@ -268,9 +300,9 @@ class LearnedSelection(Codec):
                 stacklevel=2,
             )
 
-    def _say_if_collapsed(self, context: Context, codes: torch.Tensor | None) -> None:
-        """codes: sums of `difference`, on the rank that trains."""
-        if codes is None:
+    def _say_if_collapsed(self, context: Context, codes: torch.Tensor) -> None:
+        """codes: sums of `difference`."""
+        if not float(codes[1]):
             return
         spread = float(codes[0] / codes[1]) ** 0.5
         if not spread >= _COLLAPSED:
@@ -283,7 +315,7 @@ class LearnedSelection(Codec):
     # --- forecasts and checks ---
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        return self._bytes(layers, world_size, COMPRESSING, 0)
+        return self._bytes(layers, world_size, self._lasting_mode, 0)
 
     def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
         mode, position = map(int, self._mine(state, layers[0].name)["clock"].tolist())
@@ -299,8 +331,12 @@ class LearnedSelection(Codec):
         return sum(self.counts(sizes)), sum(sizes)
 
     def check(self, layers: Sequence[Layer]) -> None:
-        if unknown := sorted(set(self.learned) - {"autoencoder"}):
-            raise GradlabError(f"codec {self.name}: learned tensors {unknown}, expected autoencoder alone")
+        if unknown := sorted(set(self.learned) - {"autoencoder", "error"}):
+            raise GradlabError(f"codec {self.name}: learned tensors {unknown}, expected autoencoder and error")
+        if "error" in self.learned:
+            error = self.learned["error"]
+            if error.numel() != 1 or not bool(error.isfinite().all()) or "autoencoder" not in self.learned:
+                raise GradlabError(f"codec {self.name}: error: expected one finite number, of an autoencoder")
         if "autoencoder" in self.learned:
             weights = self.learned["autoencoder"]
             if weights.dim() != 1 or weights.dtype != torch.float32 or not bool(weights.isfinite().all()):

@@ -23,8 +23,8 @@ _DENSE_STEPS = 200
 
 
 def graph_order(model: nn.Module) -> list[str]:
-    """Names of a model's parameters in the order in which its modules are first called, as torch.fx traces it; those
-    of a model that it cannot trace as they were registered."""
+    """Names of a model's parameters in the order in which its modules are first called, as torch.fx traces it, without
+    those that are not; of a model that it cannot trace, all as they were registered."""
     registered = [name for name, _ in model.named_parameters()]
     try:
         with warnings.catch_warnings():
@@ -36,7 +36,7 @@ def graph_order(model: nn.Module) -> list[str]:
     ordered = dict.fromkeys(
         name for target in called for name in registered if name == target or name.startswith(f"{target}.")
     )
-    return list(dict.fromkeys([*ordered, *registered]))
+    return list(ordered)
 
 
 def lgc_plan(
@@ -49,6 +49,7 @@ def lgc_plan(
     keep: str = "unselected",
     warmup_steps: int = _DENSE_STEPS,
     autoencoder: torch.Tensor | None = None,
+    error: float | None = None,
     seed: int = 0,
     **settings: Any,
 ) -> Plan:
@@ -59,7 +60,8 @@ def lgc_plan(
     where a random leader's are, to a server where each rank's are. momentum: m of momentum correction (the text; the
     optimizer's own must be 0), None for accumulation without it (the printed algorithms); keep: see `error_feedback`:
     "unselected", the paper's, or "difference", feedback against what is decoded. warmup_steps: of the dense phase;
-    autoencoder: weights, one vector, that were learned before; settings: of the codec.
+    autoencoder: weights, one vector, that were learned before; error: theirs on what they were not learned from, in
+    that of zeros: above the codec's `most_error` they are not used; settings: of the codec.
 
     Raises:
         GradlabError: for another pattern, an unknown layer, a model without a layer between the first and the last, or
@@ -75,7 +77,7 @@ def lgc_plan(
         if name is not None and name not in by_name:
             raise GradlabError(f"LGC: no layer {name!r} in the model")
     ends = {first or (large[0] if large else ""), last or (large[-1] if large else "")}
-    middle = tuple(layer.name for layer in layers if layer.name in large and layer.name not in ends)
+    middle = tuple(layer.name for layer in layers if _is_large(layer) and layer.name not in ends)
     if not middle:
         raise GradlabError(
             f"LGC: {len(large)} layers of two dimensions and 256 elements: the first stays dense and the last is sent "
@@ -96,6 +98,8 @@ def lgc_plan(
     compressed = [by_name[name] for group in groups for name in group.layers]
     groups += groups_of_the_rest(layers, compressed, around)
     learned = {} if autoencoder is None else {GROUP: {"autoencoder": autoencoder}}
+    if autoencoder is not None and error is not None:
+        learned[GROUP]["error"] = torch.tensor([error])
     return Plan(layers, tuple(groups), Schedule(warmup_steps), seed, learned)
 
 

@@ -423,8 +423,14 @@ class Engine:
             if zero:
                 name = self._group_of[layer]
                 current.arrived[layer].gradients[layer].zero_()
-                others = {k: v for k, v in current.staged[name].items() if k.rpartition("/")[0] != layer}
-                kept = {k: v for k, v in self.states.get(name, {}).items() if k.rpartition("/")[0] == layer}
+                of_group = innermost(self.codecs[name]).group_state
+
+                def mine(key: str, layer: str = layer, of_group: frozenset[str] = of_group) -> bool:
+                    owner, _, what = key.rpartition("/")
+                    return owner == layer and what not in of_group
+
+                others = {k: v for k, v in current.staged[name].items() if not mine(k)}
+                kept = {k: v for k, v in self.states.get(name, {}).items() if mine(k)}
                 current.staged[name] = {**others, **kept}
         self.states.update(current.staged)
         rates = self._context.learning_rate

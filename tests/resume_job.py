@@ -24,6 +24,7 @@ from stacks import WRAPPINGS, Stack, valid_stacks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradlab.codecs.lgc_server import LgcServer
 from gradlab.layout import layers_of
 from gradlab.ranks import Ranks
 from gradlab.runtime import CompressionState, compression_hook
@@ -193,13 +194,12 @@ def _shared_kept(mine: dict[str, Any], before: dict[str, torch.Tensor], stack: S
     own = ("residual", "velocity", "residual_scale", "velocity_scale", "server_residual", "server_residual_scale")
     shared = {key: tensor for key, tensor in before.items() if key.rpartition("/")[2] not in own}
     if stack.codec == "lgc_server":
-        if any(key.rpartition("/")[2] in LEARNED for kept in mine.values() for key in kept):
+        if any(key.rpartition("/")[2] in LgcServer.group_state for kept in mine.values() for key in kept):
             return False
-        shared = {key: tensor for key, tensor in shared.items() if key.rpartition("/")[2] not in LEARNED}
+        shared = {key: tensor for key, tensor in shared.items() if key.rpartition("/")[2] not in LgcServer.group_state}
     return all(torch.equal(mine[key.partition("::")[0]][key.partition("::")[2]], t) for key, t in shared.items())
 
 
-LEARNED = ("clock", "autoencoder", "judged")  # with the server's decoders
 DRAWN = {"clt_k", "qsgd", "random_k", "sign", "threshold"}
 
 
@@ -208,7 +208,7 @@ def selection(world_size: int) -> list[Stack]:
     4 ranks, those that are rescaled at both."""
     combined = {name for name, around in WRAPPINGS.items() if len(around) > 1}
     around = combined | set(RESCALED) if world_size == 4 else set(RESCALED)
-    kept = {"topk", "powersgd", "gradiveq"} | (DRAWN if world_size == 4 else set())
+    kept = {"topk", "powersgd", "gradiveq", "lgc_ring"} | (DRAWN if world_size == 4 else set())
     return [
         s
         for s in valid_stacks()

@@ -90,6 +90,8 @@ class Stack:
         """
         chosen = [layer for layer in layers if len(layer.shape) > 1 and layer.numel >= MINIMUM_NUMEL]
         settings = SETTINGS.get(self.codec, {})
+        if "training_steps" in settings and self.wrapping == "feedback":
+            settings = {**settings, "training_steps": 5}  # saved while it learns; in other wrappings after that
         groups = [Group(layer.name, (layer.name,), self.codec, settings, self.wrappers) for layer in chosen]
         for wrap in self.wrappers:
             if wrap.name == "momentum_correction":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -330,6 +331,43 @@ def test_an_autoencoder_that_learned_nothing_is_not_used() -> None:
         asked = sum_in_rank_order([one.asked["a.weight"] for one in done])
         torch.testing.assert_close(done[0].mean["a.weight"][at], asked[at])
         assert "a.weight/autoencoder" not in lockstep.states[0]["lgc"]
+
+
+@pytest.mark.parametrize("codec", ["lgc_ring", "lgc_server"])
+@pytest.mark.parametrize("rate", [1e-3, 9e5])
+def test_while_it_learns_all_ranks_have_the_same_entries_and_finite_ones(codec: str, rate: float) -> None:
+    """So that a checkpoint of any iteration is read again, also where the autoencoder has diverged."""
+    lockstep = LockstepPlan(plan(codec, **QUICK | {"training_steps": 4, "learning_rate": rate, "most_error": 0.9}), 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(6):
+            lockstep.step(step, drawn(3, step))
+            first, *others = [state["lgc"] for state in lockstep.states]
+            assert all(set(other) == set(first) for other in others)
+            assert all(bool(value.isfinite().all()) for value in first.values())
+            if step < 3:
+                assert first["a.weight/autoencoder"].numel() > 0 == others[0]["a.weight/autoencoder"].numel()
+
+
+def test_what_was_fitted_and_is_no_good_is_not_used() -> None:
+    """Its error came with it: selected values travel as they are from the first iteration on, and that is said."""
+    weights = Architecture().initial(generator(1))
+    for error, used in ((0.95, False), (0.5, True)):
+        chosen = plan("lgc_ring", weights=weights)
+        learned = {"lgc": {**chosen.learned["lgc"], "error": torch.tensor([error])}}
+        lockstep = LockstepPlan(replace(chosen, learned=learned), 2)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for step in range(2):
+                done = lockstep.step(step, drawn(2, step))
+        assert [("most_error" in str(one.message)) for one in said] == ([] if used else [True])
+        asked = sum_in_rank_order([one.asked["a.weight"] for one in done.exchanged["lgc"]])
+        mean = done.exchanged["lgc"][0].mean["a.weight"]
+        assert torch.allclose(mean[mean != 0], asked[mean != 0]) != used
+        assert chosen.payload_bytes(2) <= replace(chosen, learned=learned).payload_bytes(2)
+    for wrong in (torch.tensor([float("nan")]), torch.zeros(2)):
+        with pytest.raises(GradlabError, match="error: expected one finite number"):
+            LockstepPlan(replace(chosen, learned={"lgc": {**chosen.learned["lgc"], "error": wrong}}), 2)
 
 
 def test_a_code_that_says_nothing_is_told() -> None:

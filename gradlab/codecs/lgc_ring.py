@@ -105,7 +105,7 @@ class LgcRing(LearnedSelection):
         prefix, vector = next(iter(grads)), concatenate(grads)
         if not vector.numel():
             return Exchanged(dict(grads), dict(grads), state)
-        mine = self._mine(state, prefix)
+        mine = self._begun(state, prefix, context)
         sizes, leader = [grad.numel() for grad in grads.values()], self.leader(context)
         selected = yield from self._told_selection(vector, sizes, leader, self.settings.order, self.coding, context)
         mode = int(mine["clock"][0])

@@ -100,8 +100,8 @@ class LgcServer(LearnedSelection):
         prefix, vector = next(iter(grads)), concatenate(grads)
         if not vector.numel():
             return Exchanged(dict(grads), dict(grads), state)
-        sizes, mine = [grad.numel() for grad in grads.values()], self._mine(state, prefix)
-        if "autoencoder" in mine:
+        sizes, mine = [grad.numel() for grad in grads.values()], self._begun(state, prefix, context)
+        if "autoencoder" in mine and mine["autoencoder"].numel():
             self.check_nodes(mine["autoencoder"], context.world_size)
         every = yield from self._selections(vector, sizes, context)
         mode, own = int(mine["clock"][0]), every[context.rank]
