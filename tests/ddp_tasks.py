@@ -15,6 +15,7 @@ import torch.distributed as dist
 from contract import agree, lockstep, plan_for
 from pool_groups import SPARE
 from prescribed import Prescribed, gradients
+from prescribed import layers as prescribed_layers
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +26,7 @@ from gradlab.codecs.identity import Identity
 from gradlab.collectives import AllToAll, Broadcast, Coroutine, Gather, Mean, run_lockstep
 from gradlab.ddp import synchronised_layers
 from gradlab.errors import GradlabError
-from gradlab.plan import FEEDBACK, Group, Plan, Schedule
+from gradlab.plan import FEEDBACK, Group, Plan, Schedule, Wrap
 from gradlab.runtime import CompressionState, compression_hook
 from gradlab.runtime.communicator import Communicator
 from gradlab.runtime.exchange import Exchange
@@ -570,3 +571,22 @@ def states_that_differ(group: dist.ProcessGroup) -> str:
         except RuntimeError as error:
             return str(error)
     return ""
+
+
+def learns_without_its_first_layer(group: dist.ProcessGroup) -> list[list[int]]:
+    """The clock of an LGC group whose first layer has no gradient anywhere, iteration by iteration."""
+    shapes, rank = {"first": (20, 20), "second": (30, 30)}, dist.get_rank(group)
+    model = DistributedDataParallel(Prescribed(shapes), process_group=group, find_unused_parameters=True)
+    settings = {"density": 0.05, "training_steps": 2, "optimizer": "adam", "loss": "mean", "most_error": 1e9}
+    keeps = (Wrap("error_feedback"),)
+    plan = Plan(prescribed_layers(shapes), (Group("lgc", ("first", "second"), "lgc_ring", settings, keeps),))
+    clocks = []
+    with CompressionState(plan, model) as state:
+        model.register_comm_hook(state, compression_hook)
+        for step in range(4):
+            found = gradients(shapes, rank, step)
+            model(found | {"first": torch.zeros(shapes["first"])}).backward()
+            states = state.state_dict()["states"]
+            clocks.append([int(value) for value in states["lgc::first/clock"]])
+            assert "lgc::first/residual" not in states
+    return clocks

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from laws import law
+from process_pool import ProcessPool
 from torch import nn
 
 from gradlab.analysis.lockstep_plan import LockstepPlan
@@ -499,3 +500,9 @@ def test_innovations_are_the_largest_of_each_layer(seed: int, counts: list[int])
         rest = [abs(float(values[p])) for p in range(start, start + count) if p not in mine]
         assert not mine or min(abs(float(values[p])) for p in mine) >= max(rest, default=0.0)
         start += count
+
+
+def test_a_group_learns_though_its_first_layer_has_no_gradient(pool: ProcessPool) -> None:
+    """What belongs to the group is kept; of that layer nothing is."""
+    for clocks in pool.run("ddp_tasks:learns_without_its_first_layer", 2):
+        assert clocks == [[0, 1], [1, 0], [1, 0], [1, 0]]
