@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORK := build/outside
 SOURCES := pyproject.toml $(shell find gradlab capture analysis runtime datasets -name '*.py' -o -name '*.jinja')
 
-.PHONY: demo test explore quality typecheck benchmark speed compare matrix faults resume install clean
+.PHONY: demo test explore quality typecheck benchmark speed compare lgc matrix faults resume install clean
 
 demo: install
 	$(BIN)/gradlab demo --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -38,6 +38,13 @@ compare: install
 	$(BIN)/python benchmarks/methods.py --trace runs/compare/trace --replay runs/compare/replay.jsonl
 	$(BIN)/python benchmarks/methods.py --data $(DATA) --train runs/compare/training.jsonl
 	$(BIN)/python benchmarks/methods.py --trace runs/compare/trace --replay runs/compare/replay.jsonl --train runs/compare/training.jsonl --table --figure runs/compare/errors.svg
+
+# LGC beside what it must beat, trained on both tasks (an hour or two; DATA=cifar10.npz, STREETS=camvid.npz).
+lgc: install
+	mkdir -p runs/lgc
+	$(BIN)/python benchmarks/lgc.py cifar10 --data $(DATA) --train runs/lgc/rows.jsonl --table
+	$(BIN)/python benchmarks/lgc.py camvid --data $(STREETS) --train runs/lgc/rows.jsonl --table
+	$(BIN)/python benchmarks/lgc_figures.py --data $(DATA) --rows runs/lgc/figures.jsonl --traces runs/lgc --sparsification runs/lgc/sparsification.svg --reconstruction runs/lgc/reconstruction.svg
 
 # Longer campaigns, each a table on standard output: codec x DDP option x ranks; ranks killed, stopped and failing;
 # every codec x wrapper resumed in new processes.

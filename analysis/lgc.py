@@ -150,14 +150,17 @@ def learn(
     progress: Progress | None = None,
 ) -> tuple[torch.Tensor, list[dict[str, float]]]:
     """Weights with the smallest error on the iterations that stop it, and the errors of each epoch, as shares of what
-    zeros make; epochs end where one is not finite. Raises GradlabError if the first one is not.
+    zeros make; epochs end where one is not finite. Raises GradlabError if the first one
+    is not, or if all values are zero.
 
     Values are divided by one root mean square of all, so that a learning rate suits any gradients; the same factor is
     taken out of the first and put into the last layer.
     """
     architecture, generator = learner.architecture, seeded_generator("lgc", seed)
     inputs, judge = learner.inputs(selections), learner.inputs(stopper)
-    unit = float(inputs.vectors.square().mean().sqrt()) or 1.0
+    unit = float(inputs.vectors.double().square().mean().sqrt())
+    if not unit:
+        raise GradlabError("autoencoder: all selected values of the iterations to learn from are zero")
     inputs, judge = inputs.divided(unit), judge.divided(unit)
     weights, state = architecture.initial(generator), Tensors()
     best, best_error, waited, curve = weights, math.inf, 0, []

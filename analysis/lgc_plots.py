@@ -45,10 +45,11 @@ def plot_reconstruction(errors: Mapping[str, Mapping[str, Sequence[float]]], mea
     nodes and in it a line for each setting; means of so many iterations at a time."""
     figure, axes = panels(len(errors), 2, height=2.4, sharey=True)
     for axis, (title, curves) in zip(axes, errors.items(), strict=True):
-        for color, (name, values) in zip(layer_colors(len(curves)), curves.items(), strict=True):
+        for number, (color, (name, values)) in enumerate(zip(layer_colors(len(curves)), curves.items(), strict=True)):
             means = [fmean(values[at : at + mean_of]) for at in range(0, len(values), mean_of)]
             places = [mean_of * (at + 0.5) for at in range(len(means))]
-            axis.plot(places, means, color=color, linewidth=1.2, label=name)
+            style = (0, (4, number)) if number else "-"  # lines may lie on each other
+            axis.plot(places, means, color=color, linewidth=1.2, linestyle=style, label=name)
         axis.axhline(1.0, color=GREY, linewidth=0.8, linestyle=":")
         axis.set(title=title, xlabel="iteration", ylim=(0, None))
     axes[0].set(ylabel="error, in that of zeros")

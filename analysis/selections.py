@@ -93,7 +93,9 @@ def collect_selections(trace: Trace, plan: Plan, *, progress: Progress | None = 
         GradlabError: for a trace of averaged gradients or another plan, or without one finite iteration.
     """
     if trace.world_size < 2:
-        raise GradlabError(f"{trace.path}: holds one rank's gradients; an autoencoder learns from those of several")
+        raise GradlabError(
+            f"{trace.path}: holds one rank's gradients, or averages alone; an autoencoder learns from each rank's own"
+        )
     [group] = [group for group in plan.groups if group.name == GROUP]
     alone = Plan(plan.layers, (group,), seed=plan.seed)
     lockstep = LockstepPlan(alone, trace.world_size, plain_sgd=trace.metadata.get("plain_sgd") is True)

@@ -56,7 +56,7 @@ def main() -> None:
             rate_curve(quantizer, contexts, learned, held_out, steps=STEPS[quantizer], price=share * PRICES[quantizer])
             for share in SHARES
         ]
-        name = f"{quantizer}, tables by {contexts}"
+        name = f"{quantizer}, {'one table' if contexts == 'none' else f'tables by {contexts}'}"
         errors = [min(error for curve in curves if (error := error_at(curve, bits)) == error) for bits in BITS]
         drawn[name], found[name] = curves[1], {"errors": errors, "curves": [list(map(asdict, one)) for one in curves]}
         print(

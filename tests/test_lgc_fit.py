@@ -320,6 +320,10 @@ def test_a_fit_that_diverges_keeps_what_it_had_or_says_so(selections: Selections
     weights, curve = learn(Lost(LgcRing(), [800, 900]), first, last, Fitting(epochs=5), seed=1)
     assert len(curve) == 2
     assert torch.equal(weights, learn(RING, first, last, Fitting(epochs=2), seed=1)[0])
+    tiny = [replace(some, values=1e-30 * some.values, scales=torch.ones_like(some.scales)) for some in (first, last)]
+    assert len(learn(RING, *tiny, Fitting(epochs=1), seed=1)[1]) == 1  # squares are below what float32 holds
+    with pytest.raises(GradlabError, match="all selected values of the iterations to learn from are zero"):
+        learn(RING, replace(first, values=torch.zeros_like(first.values)), last, QUICK)
     with pytest.raises(GradlabError, match=r"diverged in its first epoch at learning rate 0\.5: try a smaller one"):
         learn(RING, first, last, Fitting(epochs=40, batch=1, learning_rate=0.5), seed=1)
 
