@@ -21,6 +21,9 @@ from gradlab.analysis.selections import Selections, collect_selections
 from gradlab.artifact import Artifact
 from gradlab.autoencoder import gradient_of, optimized
 from gradlab.codec import Tensors, seeded_generator
+from gradlab.codec_settings import build_settings
+from gradlab.codecs.lgc_ring import LgcRing
+from gradlab.codecs.lgc_server import LgcServer
 from gradlab.errors import GradlabError
 from gradlab.lgc_plan import GROUP, lgc_plan
 from gradlab.progress import Progress
@@ -99,6 +102,9 @@ def fit_lgc(
         "warmup_steps": warmup_steps,
         "seed": seed,
     }
+    codec = {"ring": LgcRing, "server": LgcServer}.get(pattern)
+    if codec is not None:
+        build_settings(codec, dict(settings or {}))  # refuses what is no setting of the codec's
     shape |= dict(settings or {})
     plan = lgc_plan(trace.layers, pattern, **shape)
     selections = collect_selections(trace, plan, progress=progress)

@@ -57,7 +57,7 @@ def codes_without_learning(
         wire = reduced(4 * values) + broadcast_wire_bytes(told, 0, 0, world_size)
         return Code(name, decoded, 4 * values + told / world_size, wire)
 
-    axes = max(0, min(code_numel, len(learned) * learned.values.shape[1] - 1))
+    axes = max(0, min(code_numel, count, len(learned) * learned.values.shape[1] - 1))
     # Where positions come in the order of the leader's values already, it need not be told.
     order = 0 if in_order else packed_bytes(count, max(1, (count - 1).bit_length()))
     found = [

@@ -18,11 +18,16 @@ def require_free(
     """The path of a file to be written, or of a folder that is to hold files named `contents`.
 
     Raises:
-        GradlabError: if a folder's place is taken by a file, or something is there already and overwrite is false.
+        GradlabError: if a folder's place is taken by a file or a file's by something else, or something is there
+            already and overwrite is false.
     """
     path = Path(target)
     if contents is not None and path.exists() and not path.is_dir():
         raise GradlabError(f"{path} is a file; a report is a folder: choose another name")
+    if contents is None and path.exists() and not path.is_file():
+        raise GradlabError(f"{path} is no regular file: choose another name")
+    if path.parent.exists() and not path.parent.is_dir():
+        raise GradlabError(f"{path}: {path.parent} is no folder: choose another name")
     files = [path] if contents is None else [path / name for name in contents]
     there = [file for file in files if os.path.lexists(file)]
     if there and not overwrite:

@@ -15,6 +15,7 @@ _SPEED_NOISE = 0.05
 _LITTLE_GAIN = 0.02
 # Of what zeros make: an autoencoder above it is no use.
 _NOTHING_LEARNED = 0.9
+_DIVERGED = 1.5
 _SHORT = 16
 _COLLAPSED = 0.05  # of codes' size
 
@@ -184,6 +185,8 @@ def lgc_verdict(origin: Mapping[str, Any]) -> str:
             f", and {format_percent(rival['error'])} by {rival['name']}, which sends as many bytes or fewer and needs "
             "no learning"
         )
+    if own["error"] > _DIVERGED:
+        return f"Do not use the autoencoder, which is worse than sending zeros: {error}{instead}. Try a smaller rate."
     if own["error"] > _NOTHING_LEARNED:
         return f"Do not use the autoencoder, which has learned next to nothing: {error}{instead}."
     if rival is not None:

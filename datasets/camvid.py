@@ -25,6 +25,7 @@ from gradlab.errors import GradlabError
 
 CLASSES = 11
 UNLABELLED = 11  # what the files call pixels of no class
+MIN_SIDE = 16  # of a picture: an eighth of it is left before the pyramid
 WIDTHS = (16, 32, 64, 64)
 _EXPECTED = (
     "an .npz with x_train, x_test (samples, height, width, 3), bytes, and y_train, y_test (samples, height, width), "
@@ -77,7 +78,13 @@ def read_splits(path: str) -> Splits:
     except OSError as error:
         raise GradlabError(f"{path}: cannot be read ({error.strerror or error})") from error
     image = splits.x_train.shape[1:]
-    return checked(splits, image, path, np.shape(splits.y_train)[1:], classes=CLASSES + 1)
+    if min(image[:2]) < MIN_SIDE:
+        raise GradlabError(f"{path}: pictures of {image[0]} x {image[1]}, expected sides of at least {MIN_SIDE} pixels")
+    found = checked(splits, image, path, np.shape(splits.y_train)[1:], classes=CLASSES + 1)
+    for key in ("y_train", "y_test"):
+        if bool((getattr(found, key) == UNLABELLED).all()):
+            raise GradlabError(f"{path}: {key}: no pixel has a class, all are {UNLABELLED}")
+    return found
 
 
 def _ignoring(classes: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ _JUDGED = 10  # the error that decides is that of the last tenth of the training
 _COLLAPSED = 0.05  # of codes' size: what they differ by, when they say next to nothing
 _OPTIMIZER = "optimizer "  # before its entries in the state
 _OPTIMIZER_KEYS = tuple(f"{_OPTIMIZER}{key}" for keys in OPTIMIZERS.values() for key in keys)
-_LOST = 1e30  # for an error that is no number, so that a checkpoint can be read again
+_LOST = 1e30  # for what is no number, so that a checkpoint can be read again
 
 
 @dataclass(frozen=True)
@@ -285,8 +285,10 @@ class LearnedSelection(Codec):
         weights, optimizer = optimized(
             self.settings.optimizer, self.settings.learning_rate, weights, gradient, optimizer
         )
-        if not bool(weights.isfinite().all()):
-            error = error + torch.tensor([_LOST, 0.0], device=error.device)
+        lost = torch.tensor([_LOST, 0.0], dtype=torch.float64, device=error.device)
+        sound = bool(weights.isfinite().all() and error.isfinite().all())
+        if not sound or torch.equal(mine.get("error", error), lost):
+            error = lost  # to the end
         kept = {"autoencoder": weights, "error": error, "coded": coded, "codes": codes}
         kept |= {_OPTIMIZER + key: value for key, value in optimizer.items()}
         return {key: value.nan_to_num(_LOST, _LOST, -_LOST) for key, value in kept.items()}

@@ -112,6 +112,7 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
     "huge": ({"x_train": np.zeros((1, 1, 4096, 3), np.uint8)}, "with sides of at most 2048"),
     "fewer": ({"y_test": np.zeros((1, *SHAPE), np.uint8)}, "2 test images but 1 labels"),
     "a thirteenth class": ({"y_test": np.full((2, *SHAPE), 12, np.uint8)}, "y_test runs from 12 to 12, expected 0 to"),
+    "no class at all": ({"y_test": np.full((2, *SHAPE), 11, np.uint8)}, "y_test: no pixel has a class, all are 11"),
     "objects": ({"x_train": np.array([print] * 4)}, "x_train is object"),
 }
 
@@ -124,6 +125,12 @@ def test_a_bad_file_is_refused(case: str, tmp_path: Path) -> None:
         WORKLOAD.load(path)
     assert str(caught.value).startswith(path)
     assert message in str(caught.value)
+
+
+def test_pictures_smaller_than_the_network_can_read_are_refused(tmp_path: Path) -> None:
+    small = {key: value[:, :8, :8] for key, value in _arrays().items()}
+    with pytest.raises(GradlabError, match="pictures of 8 x 8, expected sides of at least 16"):
+        WORKLOAD.load(_npz(tmp_path / "a.npz", **small))
 
 
 def test_what_is_no_file_and_a_truncated_one_are_refused(tmp_path: Path) -> None:

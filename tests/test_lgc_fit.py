@@ -360,6 +360,11 @@ def test_the_command(gradlab: Command, trace: Trace, tmp_path: Path) -> None:
     for wrong, expected in (
         (["--order", "sideways"], "order = 'sideways'"),
         (["--pattern", "star"], "pattern 'star'"),
+        (["--set", "pattern=ring"], "has no setting pattern"),
+        (["--set", "first=[1]"], "has no setting first"),
+        (["--figure", tmp_path / "other.svg", "--out", tmp_path / "other.svg"], "expected two names"),
+        (["--out", tmp_path, "--overwrite"], "is no regular file"),
+        (["--out", figure / "x.safetensors"], "is no folder"),
         (["--pattern", "server", "--order", "value"], "order"),
         (["--density", 0], "density = 0"),
         (["--last", "nosuch"], "no layer 'nosuch'"),

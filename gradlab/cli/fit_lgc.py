@@ -9,6 +9,7 @@ import typer
 
 from gradlab.cli.console import OUT, print_json, print_table, print_warnings, progress_bars
 from gradlab.cli.fit_options import AsJson, FitWarmup, Folder, Overwrite, Seed, Setting, Target, parse_settings
+from gradlab.errors import GradlabError
 
 
 def lgc(
@@ -69,6 +70,8 @@ def lgc(
     require_free(out, overwrite)
     if figure is not None:
         require_figure(figure, overwrite)
+        if figure == out:
+            raise GradlabError(f"{out}: given for the artifact and for the figure, expected two names")
     settings = {"density": density, "normalise": normalise, **parse_settings(setting or [])}
     if pattern == "ring" or order != "position":
         settings = {"order": order, **settings}
