@@ -102,9 +102,8 @@ def fit_lgc(
         "warmup_steps": warmup_steps,
         "seed": seed,
     }
-    codec = {"ring": LgcRing, "server": LgcServer}.get(pattern)
-    if codec is not None:
-        build_settings(codec, dict(settings or {}))  # refuses what is no setting of the codec's
+    # Refuses what is no setting of the codec's, before it is taken for one of the plan's.
+    build_settings(LgcServer if pattern == "server" else LgcRing, dict(settings or {}))
     shape |= dict(settings or {})
     plan = lgc_plan(trace.layers, pattern, **shape)
     selections = collect_selections(trace, plan, progress=progress)

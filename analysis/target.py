@@ -26,7 +26,7 @@ def require_free(
         raise GradlabError(f"{path} is a file; a report is a folder: choose another name")
     if contents is None and path.exists() and not path.is_file():
         raise GradlabError(f"{path} is no regular file: choose another name")
-    if path.parent.exists() and not path.parent.is_dir():
+    if contents is None and path.parent.exists() and not path.parent.is_dir():
         raise GradlabError(f"{path}: {path.parent} is no folder: choose another name")
     files = [path] if contents is None else [path / name for name in contents]
     there = [file for file in files if os.path.lexists(file)]
