@@ -345,6 +345,11 @@ class LearnedSelection(Codec):
                 raise GradlabError(f"codec {self.name}: autoencoder: expected one vector of finite float32 weights")
             self.nodes(weights)
 
+    def check_world_size(self, world_size: int) -> None:
+        """Raises GradlabError if what was learned is for another number of ranks."""
+        if "autoencoder" in self.learned:
+            self.check_nodes(self.learned["autoencoder"], world_size)
+
     @abstractmethod
     def nodes(self, weights: torch.Tensor) -> int | None:
         """The world size that weights were trained for; None for any.

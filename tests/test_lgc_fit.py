@@ -29,8 +29,9 @@ from gradlab.bits import packed_bytes
 from gradlab.codec import seeded_generator
 from gradlab.codecs.lgc_ring import LgcRing
 from gradlab.collectives import all_gather_wire_bytes, broadcast_wire_bytes
+from gradlab.datasets import get
 from gradlab.errors import GradlabError
-from gradlab.layout import Layer
+from gradlab.layout import Layer, layers_of
 from gradlab.learned_selection import padded
 from gradlab.lgc_plan import GROUP, graph_order, lgc_plan
 from gradlab.trace import Trace
@@ -403,3 +404,13 @@ def test_figures_are_drawn(tmp_path: Path) -> None:
     for place, figure in enumerate(figures):
         figure.savefig(tmp_path / f"{place}.svg")
         assert (tmp_path / f"{place}.svg").read_text().startswith("<?xml")
+
+
+def test_a_servers_artifact_is_refused_before_other_ranks_start(gradlab: Command, tmp_path: Path) -> None:
+    layers = layers_of(get("digits").model(0))
+    weights = Architecture(decoders=4, innovation=True).initial(torch.Generator().manual_seed(0))
+    path = Artifact(lgc_plan(layers, "server", density=0.05, autoencoder=weights)).save(tmp_path / "s.safetensors")
+    code, said, err = gradlab("train", "digits", "--steps", 2, "--compress", path)
+    assert (code, said) == (2, "")
+    assert "decoders were trained for 4 ranks, one each, and this run has 2" in err
+    assert err.count("\n") == 1

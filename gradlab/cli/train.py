@@ -93,7 +93,7 @@ def train(
             if file.exists():
                 raise GradlabError(f"{file} exists already: choose another name")
             file.parent.mkdir(parents=True, exist_ok=True)  # better refused now than after the training
-    _refuse_early(workload, data, capture, compress)
+    _refuse_early(workload, data, capture, compress, settings.ranks)
     with progress_bars() as progress:
         report = _run(settings, progress)
     if chrome_trace is not None:
@@ -111,7 +111,9 @@ def train(
             say(f"warning: {row['path']}: {row['steps_lost']} steps were not recorded ({row['reason']})")
 
 
-def _refuse_early(workload: str, data: Path | None, capture: Path | None, compress: Path | None) -> None:
+def _refuse_early(
+    workload: str, data: Path | None, capture: Path | None, compress: Path | None, world_size: int
+) -> None:
     """Refuse before processes start what each of them would refuse after."""
     from gradlab.capture.folder import require_free
     from gradlab.datasets import get
@@ -124,8 +126,15 @@ def _refuse_early(workload: str, data: Path | None, capture: Path | None, compre
     if compress is not None:
         from gradlab.artifact import Artifact
         from gradlab.layout import layers_of
+        from gradlab.learned_selection import LearnedSelection
+        from gradlab.wrapper import innermost
 
-        Artifact.load(compress).plan.check_model(layers_of(method.model(0)))
+        plan = Artifact.load(compress).plan
+        plan.check_model(layers_of(method.model(0)))
+        for group in plan.compressed_groups:
+            codec = innermost(plan.build(group))
+            if isinstance(codec, LearnedSelection):
+                codec.check_world_size(world_size)
 
 
 train.__doc__ = f"{train.__doc__}\n{EXAMPLE}"
