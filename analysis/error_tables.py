@@ -4,21 +4,21 @@ Alimohammadi et al., "L-GreCo", MLSys 2024, section 4: a rank's gradients are ac
 and compressed without feedback. The paper looks at one rank; here the errors are means over all ranks, and over several
 windows, so that what was chosen on some can be checked on later ones.
 
-Work is shared out by layer; a worker opens the trace itself and reads what it needs of one layer, rank by rank, so that
-memory depends on the largest layer, not on the trace.
+Work is shared out by layer, and a layer is read rank by rank.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from gradlab.analysis.shared_out import share_out
 from gradlab.analysis.unscaled import read_unscaled
 from gradlab.errors import GradlabError
 from gradlab.layer_errors import Candidate, squared_errors
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 METRICS = ("squared", "plain")
 # Values read at a time: float32, of one rank.
 _BLOCK_VALUES = 2**25
-_CONNECT_SECONDS = 10
 
 
 @dataclass(frozen=True)
@@ -130,57 +129,17 @@ def measure_errors(
     """
     if not windows:
         raise GradlabError("error tables: no window to measure on")
-    if workers < 1:
-        raise GradlabError(f"workers = {workers}, expected at least 1")
     tasks = [(trace.layer(name), tuple(some)) for name, some in candidates.items()]
     # The largest first, so that none is left to one worker at the end.
     order = sorted(range(len(tasks)), key=lambda i: -tasks[i][0].numel)
     calls = [(str(trace.path.resolve()), *tasks[i], tuple(windows), seed) for i in order]
     trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
-    measured = _shared_out(calls, workers, cluster, progress)
+    measured = share_out(
+        _measure_layer, calls, workers=workers, cluster=cluster, what="errors by layer", progress=progress
+    )
     found = dict(zip(order, measured, strict=True))
     spans = tuple((int(trace.steps[first]), int(trace.steps[stop - 1])) for first, stop in windows)
     return ErrorTable(tuple(found[i] for i in range(len(tasks))), spans, trace.world_size, trace.digest)
-
-
-def _shared_out(
-    calls: Sequence[tuple[Any, ...]], workers: int, cluster: str | None, progress: Progress | None
-) -> list[LayerTable]:
-    if cluster is not None:
-        return _on_cluster(calls, cluster)
-    if workers == 1:
-        return list(_counted((_measure_layer(*call) for call in calls), len(calls), progress))
-    from joblib import Parallel, delayed
-
-    parallel = Parallel(n_jobs=workers, return_as="generator", inner_max_num_threads=1)
-    return list(_counted(parallel(delayed(_in_worker)(*call) for call in calls), len(calls), progress))
-
-
-def _on_cluster(calls: Sequence[tuple[Any, ...]], address: str) -> list[LayerTable]:
-    try:
-        from dask.distributed import Client
-    except ImportError:
-        raise GradlabError("a dask cluster needs dask.distributed: pip install 'gradlab[cluster]'") from None
-    from joblib import Parallel, delayed, parallel_config
-
-    try:
-        client = Client(address, timeout=_CONNECT_SECONDS)
-    except (OSError, ValueError) as error:
-        raise GradlabError(f"no dask scheduler at {address}: {error}") from None
-    with client, parallel_config(backend="dask"):
-        return list(Parallel()(delayed(_in_worker)(*call) for call in calls))
-
-
-def _counted(results: Iterable[LayerTable], total: int, progress: Progress | None) -> Iterable[LayerTable]:
-    for done, result in enumerate(results):
-        if progress:
-            progress("errors by layer", done + 1, total)
-        yield result
-
-
-def _in_worker(*call: Any) -> LayerTable:
-    torch.set_num_threads(1)
-    return _measure_layer(*call)
 
 
 def _measure_layer(

@@ -1,6 +1,9 @@
-"""How far ranks agree: cosine between their gradients, and signal against noise."""
+"""How far ranks agree: cosine between their gradients, signal against noise, and where their largest values lie."""
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -32,3 +35,20 @@ def signal_to_noise(inner: np.ndarray) -> float | None:
     signal = (total.sum() - np.trace(total)) / (ranks * (ranks - 1))
     noise = energy - signal
     return float(max(0.0, signal) / noise) if noise > 1e-12 * energy else None
+
+
+def index_overlap(gradients: Sequence[np.ndarray], count: int) -> tuple[float, float]:
+    """What CLT-k relies on (Chen et al., "ScaleCom", NeurIPS 2020): means over pairs of gradients (n,).
+
+    Returns:
+        The share of the k = `count` largest magnitudes that lie at the same positions; and the energy of a gradient at
+        the other's positions over that at its own, 1 where leading makes no difference.
+    """
+    largest = [np.argpartition(np.abs(gradient), -count)[-count:] for gradient in gradients]
+    energies = [float(np.square(g[own], dtype=np.float64).sum()) for g, own in zip(gradients, largest, strict=True)]
+    overlaps, kept = [], []
+    for a, b in itertools.permutations(range(len(gradients)), 2):
+        overlaps.append(len(np.intersect1d(largest[a], largest[b], assume_unique=True)) / count)
+        if energies[a] > 0:
+            kept.append(float(np.square(gradients[a][largest[b]], dtype=np.float64).sum()) / energies[a])
+    return float(np.mean(overlaps)), float(np.mean(kept)) if kept else 0.0

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from gradlab.analysis.rank_similarity import rank_cosine, signal_to_noise
+from gradlab.analysis.shared_out import share_out
 from gradlab.analysis.unscaled import read_unscaled
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, flatten
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
     from gradlab.trace import Trace
 
 LOSS_THRESHOLDS = (0.01, 0.05, 0.1)
-# Values held at a time while a layer is streamed: float32, over all ranks.
-_BLOCK_VALUES = 2**25
+# Values held at a time while a layer is streamed, over all ranks; in float64, and again while they are put together.
+_BLOCK_VALUES = 2**24
 
 
 # --- pure functions over arrays -------------------------------------------------------------------------------------
@@ -78,7 +80,8 @@ class LayerSpectrum:
 
     slice_size, slices: K and M; slice_eigenvalues: of the first slice, the one that GradiVeQ fits; slice_dimensions:
     per sampled slice, d by lambda; layer_eigenvalues: of the whole layer over time; mean_share: share of the energy
-    that the average over time holds; norm: ||averaged gradient||; cosine: between ranks; snr: `signal_to_noise`.
+    that the average over time holds; norm: ||averaged gradient||; cosine: between ranks; snr: `signal_to_noise`; inner:
+    products between ranks (T, N, N).
     """
 
     layer: Layer
@@ -91,6 +94,7 @@ class LayerSpectrum:
     norm: np.ndarray
     cosine: np.ndarray
     snr: float | None
+    inner: np.ndarray
 
     def to_json(self) -> dict[str, Any]:
         """The layer with its measurements, shares and dimensions, as plain JSON; None where ranks have no cosine."""
@@ -143,12 +147,14 @@ def measure_spectrum(
     slice_size: int | None = None,
     max_samples: int = 200,
     max_slices: int = 8,
+    workers: int = 1,
     progress: Progress | None = None,
 ) -> TraceSpectrum:
     """Spectra, norms and agreement between ranks for layers of a trace.
 
     layers: names, None for all of two or more dimensions. start, stop: positions in the trace. At most `max_samples`
     steps, spread evenly, and per layer `max_slices` slices are looked at. slice_size: K, None for `default_slice_size`.
+    workers: processes that share the layers out.
 
     Raises:
         GradlabError: for fewer than two usable steps, or no layer to measure.
@@ -158,14 +164,12 @@ def measure_spectrum(
     measured = [layer for layer in chosen if layer.numel > 0]
     if not measured:
         raise GradlabError(f"{trace.path}: no layer to measure among {len(trace.layers)} recorded")
-    products = []
-    for done, layer in enumerate(measured):
-        size = min(slice_size or default_slice_size(layer), layer.numel)
-        # Steps that are not finite make their own rows and columns NaN; they are taken out below.
-        with np.errstate(invalid="ignore", over="ignore"):
-            products.append(_products(trace, layer, positions, size, max_slices))
-        if progress:
-            progress("spectrum", done + 1, len(measured))
+    calls = [
+        (str(trace.path.resolve()), x, positions, min(slice_size or default_slice_size(x), x.numel), max_slices)
+        for x in measured
+    ]
+    trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
+    products = share_out(_layer_products, calls, workers=workers, what="spectrum", progress=progress)
     finite = np.all([np.isfinite(p.inner).all((1, 2)) for p in products], axis=0)
     steps = np.asarray(trace.steps)[positions]
     if finite.sum() < 2:
@@ -201,6 +205,14 @@ def _positions(trace: Trace, start: int, stop: int | None, most: int) -> np.ndar
     if stop - start < 2:
         raise GradlabError(f"{trace.path}: {max(0, stop - start)} steps to measure, expected at least 2: record more")
     return start + spread(stop - start, most)
+
+
+def _layer_products(path: str, layer: Layer, positions: np.ndarray, slice_size: int, max_slices: int) -> _Products:
+    from gradlab.trace import Trace
+
+    # Steps that are not finite make their own rows and columns NaN; they are taken out when all layers are known.
+    with Trace(Path(path)) as trace, np.errstate(invalid="ignore", over="ignore"):
+        return _products(trace, layer, positions, slice_size, max_slices)
 
 
 def _products(trace: Trace, layer: Layer, positions: np.ndarray, slice_size: int, max_slices: int) -> _Products:
@@ -247,4 +259,5 @@ def _layer_spectrum(products: _Products, finite: np.ndarray) -> LayerSpectrum:
         np.sqrt(np.diag(gram)),
         rank_cosine(inner),
         signal_to_noise(inner),
+        inner,
     )

@@ -188,7 +188,7 @@ def test_a_cluster_measures_what_one_process_does(trace: Trace) -> None:
 
 def test_a_cluster_that_is_not_there_is_named(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("distributed")
-    monkeypatch.setattr("gradlab.analysis.error_tables._CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr("gradlab.analysis.shared_out._CONNECT_SECONDS", 0.5)
     with pytest.raises(GradlabError, match=r"no dask scheduler at tcp://127\.0\.0\.1:9"):
         measure_errors(trace, CANDIDATES, [(0, 2)], cluster="tcp://127.0.0.1:9")
 

@@ -1,0 +1,82 @@
+"""Work shared out by layer: calls over (path, layer, ...), never over arrays, so that any process can do any of them.
+
+A worker opens the trace itself and reads what it needs, so that memory depends on a layer, not on the trace.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from gradlab.errors import GradlabError
+from gradlab.progress import Progress
+
+Found = TypeVar("Found")
+
+_CONNECT_SECONDS = 10
+_MOST_WORKERS = 4  # by habit: each holds PyTorch and a layer
+
+
+def default_workers() -> int:
+    """As many processes as there are cores for this one, at most 4."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(count, _MOST_WORKERS))
+
+
+def share_out(
+    function: Callable[..., Found],
+    calls: Sequence[tuple[Any, ...]],
+    *,
+    workers: int = 1,
+    cluster: str | None = None,
+    what: str = "layers",
+    progress: Progress | None = None,
+) -> list[Found]:
+    """[function(*call) for call in calls], by several processes with one thread each.
+
+    workers: processes; 1: this one. cluster: address of a dask.distributed scheduler to use instead, whose workers see
+    files under the same paths. what: the name of the work, for progress.
+
+    Raises:
+        GradlabError: for fewer than 1 worker, a missing extra, or no scheduler at that address.
+    """
+    if workers < 1:
+        raise GradlabError(f"workers = {workers}, expected at least 1")
+    if cluster is not None:
+        return _on_cluster(function, calls, cluster)
+    if workers == 1 or len(calls) < 2:
+        return list(_counted((function(*call) for call in calls), len(calls), what, progress))
+    from joblib import Parallel, delayed
+
+    parallel = Parallel(n_jobs=min(workers, len(calls)), return_as="generator", inner_max_num_threads=1)
+    return list(_counted(parallel(delayed(_in_worker)(function, *c) for c in calls), len(calls), what, progress))
+
+
+def _on_cluster(function: Callable[..., Found], calls: Sequence[tuple[Any, ...]], address: str) -> list[Found]:
+    try:
+        from dask.distributed import Client
+    except ImportError:
+        raise GradlabError("a dask cluster needs dask.distributed: pip install 'gradlab[cluster]'") from None
+    from joblib import Parallel, delayed, parallel_config
+
+    try:
+        client = Client(address, timeout=_CONNECT_SECONDS)
+    except (OSError, ValueError) as error:
+        raise GradlabError(f"no dask scheduler at {address}: {error}") from None
+    with client, parallel_config(backend="dask"):
+        return list(Parallel()(delayed(_in_worker)(function, *call) for call in calls))
+
+
+def _counted(results: Iterable[Found], total: int, what: str, progress: Progress | None) -> Iterable[Found]:
+    for done, result in enumerate(results):
+        if progress:
+            progress(what, done + 1, total)
+        yield result
+
+
+def _in_worker(function: Callable[..., Found], *call: Any) -> Found:
+    torch.set_num_threads(1)
+    return function(*call)
