@@ -145,7 +145,7 @@ def floor_at(row: Mapping[str, Any], relative_error: float) -> float:
 
 
 def floor_slice_size(layer: Layer, rows: int) -> int:
-    """K of the slices whose axes are fitted: the codec's own, halved until `rows` gradients hold 4 slices for an axis."""
+    """K of the slices whose axes are fitted: the codec's own, halved until `rows` gradients hold 4 per axis."""
     size = min(default_slice_size(layer), _LARGEST_SLICE, layer.numel)
     while size > 1 and rows * min(_SLICES_PER_ROW, layer.numel // size) < _ROWS_PER_AXIS * size:
         size //= 2

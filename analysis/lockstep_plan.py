@@ -24,12 +24,21 @@ from gradlab.replanning import ROOT, Replanner, adopted_state
 
 
 @dataclass(frozen=True)
+class GroupCost:
+    """What one group took in one step, means over ranks: payload and wire bytes, seconds in its codec's code."""
+
+    payload_bytes: float
+    wire_bytes: float
+    codec_seconds: float
+
+
+@dataclass(frozen=True)
 class StepResult:
     """One step of a plan on N ranks.
 
     exchanged: per group name, per rank; payload, wire: bytes per rank, dense layers and the finite flag included;
     codec_seconds: time in the codecs' own code, mean over ranks; finite: whether all gradients, on all ranks, and
-    the results were;
+    the results were; costs: by group name;
     compressing: whether the schedule compresses in this iteration.
     """
 
@@ -40,6 +49,7 @@ class StepResult:
     payload: tuple[int, ...]
     wire: tuple[int, ...]
     codec_seconds: float
+    costs: Mapping[str, GroupCost]
 
 
 class LockstepPlan:
@@ -82,7 +92,7 @@ class LockstepPlan:
         compressing = self.plan.schedule.compresses(iteration)
         finite = all_finite(gradients)
         exchanged: dict[str, list[Exchanged]] = {}
-        seconds = [0.0] * self.world_size
+        costs: dict[str, GroupCost] = {}
         context = Context(
             0,
             self.world_size,
@@ -98,8 +108,10 @@ class LockstepPlan:
         running = [group for group in self.groups if compressing or self._acts_when_dense(group.name)]
         payload, wire = self._uncompressed_bytes({name for group in running for name in group.layers}, compressing)
         for group in running:
+            seconds = [0.0] * self.world_size
             results = self._run(group.name, group.layers, gradients, replace(context, group=group.name), seconds)
             exchanged[group.name] = [result.value for result in results]
+            costs[group.name] = _cost(results, seconds)
             payload = [total + result.payload_bytes for total, result in zip(payload, results, strict=True)]
             wire = [total + result.wire_bytes for total, result in zip(wire, results, strict=True)]
         for request in told:
@@ -111,9 +123,9 @@ class LockstepPlan:
             self._learning_rates |= {layer: rate for layer, rate in (learning_rate or {}).items() if rate}
             for rank, states in enumerate(self.states):
                 states |= {name: ranks[rank].state for name, ranks in exchanged.items()}
-        mean_seconds = sum(seconds) / self.world_size
+        mean_seconds = sum(cost.codec_seconds for cost in costs.values())
         shown = exchanged if compressing else {}
-        return StepResult(iteration, compressing, finite, shown, tuple(payload), tuple(wire), mean_seconds)
+        return StepResult(iteration, compressing, finite, shown, tuple(payload), tuple(wire), mean_seconds, costs)
 
     def _refresh(self, iteration: int) -> list[Request]:
         """Take a new choice over, if it is time: what the root tells the others."""
@@ -197,6 +209,12 @@ def timed(coroutine: Coroutine[Exchanged], spent: Callable[[float], None]) -> Co
         finally:
             spent(time.perf_counter() - began)
         answer = yield step
+
+
+def _cost(results: Sequence[LockstepResult[Exchanged]], seconds: Sequence[float]) -> GroupCost:
+    ranks = len(results)
+    payload, wire = (sum(getattr(r, name) for r in results) / ranks for name in ("payload_bytes", "wire_bytes"))
+    return GroupCost(payload, wire, sum(seconds) / ranks)
 
 
 def _adder(totals: list[float], position: int) -> Callable[[float], None]:

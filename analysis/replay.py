@@ -83,12 +83,13 @@ def replay_steps(
 
 def _measure(result: StepResult, gradients: list[Tensors]) -> ReplayStep:
     layers: LayerErrors = {}
-    contribution = aggregate = cosine = None
+    contribution = aggregate = cosine = unsent = None
     if result.compressing and result.finite:
         for done in (done for ranks in result.exchanged.values() for done in ranks):
             add_errors(layers, contribution_error(done))
         contribution = relative(sum(e for e, _ in layers.values()), sum(n for _, n in layers.values()))
         aggregate, cosine = _aggregate(result, gradients)
+        unsent = relative(sum(e for e, _ in layers.values()), _energy(gradients, layers))
     return ReplayStep(
         iteration=result.iteration,
         compressing=result.compressing,
@@ -101,8 +102,15 @@ def _measure(result: StepResult, gradients: list[Tensors]) -> ReplayStep:
         wire_bytes_mean=sum(result.wire) / len(result.wire),
         wire_bytes_max=max(result.wire),
         codec_seconds=result.codec_seconds,
+        unsent=unsent,
         layers=layers,
+        costs=result.costs if result.compressing else {},
     )
+
+
+def _energy(gradients: list[Tensors], layers: LayerErrors) -> float:
+    """Squared norm of all ranks' gradients of some layers."""
+    return sum(squared_norm(rank[name]) for rank in gradients for name in layers)
 
 
 def _aggregate(result: StepResult, gradients: list[Tensors]) -> tuple[float, float]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from statistics import median
 from typing import Any
 
 from gradlab.analysis.formatting import format_percent
+from gradlab.analysis.lockstep_plan import GroupCost
 from gradlab.analysis.plain import plain
 from gradlab.errors import GradlabError
 from gradlab.measures import LayerErrors, add_errors, relative
@@ -20,7 +21,8 @@ class ReplayStep:
     contribution_error: sqrt(sum ||asked - own||^2 / sum ||asked||^2) over ranks and compressed layers, where asked is
     the gradient plus, under error feedback, the residual; aggregate_error: ||mean - true mean|| / ||true mean|| of this
     step's gradients; cosine: between these two; bytes per rank; codec_seconds: in the codecs' code, mean over ranks;
-    layers: the two sums of contribution_error, by layer.
+    unsent: sqrt(sum ||asked - own||^2 / sum ||gradient||^2), what waits under error feedback in gradients of this step;
+    layers: the two sums of contribution_error, by layer; costs: by group.
     """
 
     iteration: int
@@ -34,11 +36,14 @@ class ReplayStep:
     wire_bytes_mean: float
     wire_bytes_max: int
     codec_seconds: float
+    unsent: float | None = None
     layers: LayerErrors = field(default_factory=dict)
+    costs: Mapping[str, GroupCost] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """The step as plain JSON, without its layers: `Replay.layer_errors` sums them."""
-        return {key: value for key, value in asdict(self).items() if key != "layers"}
+        """The step as plain JSON, without its layers and groups: `Replay` sums them."""
+        kept = [field.name for field in fields(self) if field.name not in ("layers", "costs")]
+        return {name: getattr(self, name) for name in kept}
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,30 @@ class Replay:
         return {name: relative(*pair) for name, pair in total.items()}
 
     @property
+    def group_costs(self) -> dict[str, GroupCost]:
+        """What a compressed step takes by group: mean bytes, median seconds."""
+        found = {}
+        for name in dict.fromkeys(name for step in self.compressed for name in step.costs):
+            costs = [step.costs[name] for step in self.compressed if name in step.costs]
+            found[name] = GroupCost(
+                _mean(cost.payload_bytes for cost in costs),
+                _mean(cost.wire_bytes for cost in costs),
+                median(cost.codec_seconds for cost in costs),
+            )
+        return found
+
+    @property
+    def residual_growth(self) -> float | None:
+        """Median of `unsent` over the last quarter of the compressed steps over that of the quarter before it: above 1,
+        what waits still grows. None for fewer than 8 steps, or if nothing waits."""
+        waiting = [step.unsent for step in self.compressed if step.unsent is not None]
+        quarter = len(waiting) // 4
+        if quarter < 2:
+            return None
+        before, last = median(waiting[-2 * quarter : -quarter]), median(waiting[-quarter:])
+        return last / before if before > 0 else None
+
+    @property
     def warnings(self) -> list[str]:
         """What a reader must know before believing the figures, one line each."""
         if not self.in_sample:
@@ -144,6 +173,8 @@ class Replay:
             "dense_payload_bytes": self.dense_payload_bytes,
             "compression_ratio": self.dense_payload_bytes / payload if payload else None,
             "codec_seconds": _median(step.codec_seconds for step in steps),
+            "unsent": _median(step.unsent for step in steps),
+            "residual_growth": self.residual_growth,
             "warnings": self.warnings,
         }
 
@@ -157,6 +188,7 @@ class Replay:
             "fitted_on": list(self.fitted_on),
             "summary": self.summary(),
             "layer_errors": self.layer_errors,
+            "groups": {name: asdict(cost) for name, cost in self.group_costs.items()},
             "steps": [step.to_json() for step in self.steps],
         }
         return dict(plain(found))
