@@ -46,7 +46,7 @@ def test_dependence_that_is_not_monotone_is_seen_by_all_but_the_copula() -> None
     x, e = np.random.default_rng(3).standard_normal((2, 20_000))
     found = {method: mutual_information(x, x**2 + e, method) for method in CORRECTED}
     assert found["ksg"] == pytest.approx(0.620, abs=0.03)
-    assert found["equal_mass"] == pytest.approx(0.620, abs=0.06)
+    assert found["equal_mass"] == pytest.approx(0.620, abs=0.08)
     assert abs(found["copula"]) < 0.01
 
 
