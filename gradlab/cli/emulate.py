@@ -17,6 +17,7 @@ from torch import nn
 from gradlab.capture import EmulatedNodes, RecorderReport
 from gradlab.cli.outcome import RankOutcome, run_report
 from gradlab.cli.settings import EVALUATIONS, TrainSettings
+from gradlab.cli.trace_metadata import trace_metadata
 from gradlab.codec import seeded_generator
 from gradlab.datasets import Data, Recipe, Workload, batches, build_optimizer, get, learning_rate_at
 from gradlab.progress import Progress
@@ -81,7 +82,8 @@ def emulate(settings: TrainSettings, progress: Progress | None = None) -> dict[s
     orders = [batches(samples, recipe.batch_size, rank, len(ranks), settings.seed, recipe.steps) for rank in ranks]
     model = workload.model(settings.seed)
     optimizer = build_optimizer(recipe, model.parameters())
-    with _nodes(settings, recipe, model, optimizer) as nodes:
+    about = trace_metadata(settings, workload, recipe, data)
+    with _nodes(settings, about, model, optimizer) as nodes:
         generators = [seeded_generator("augmentation", settings.seed, rank) for rank in ranks]
         outcomes = [RankOutcome() for _ in ranks]
         run = EmulatedRun(workload, recipe, data, model, optimizer, nodes, generators, outcomes)
@@ -90,10 +92,9 @@ def emulate(settings: TrainSettings, progress: Progress | None = None) -> dict[s
 
 
 def _nodes(
-    settings: TrainSettings, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer
+    settings: TrainSettings, about: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> EmulatedNodes:
     assert settings.capture is not None  # the settings were checked
-    about = {"workload": settings.workload, "seed": settings.seed, "batch_size": recipe.batch_size}
     return EmulatedNodes(
         model,
         settings.capture,

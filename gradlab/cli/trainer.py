@@ -23,6 +23,7 @@ from gradlab.artifact import Artifact
 from gradlab.capture import TraceRecorder
 from gradlab.cli.outcome import RankOutcome, run_report
 from gradlab.cli.settings import EVALUATIONS, TrainSettings
+from gradlab.cli.trace_metadata import trace_metadata
 from gradlab.codec import seeded_generator
 from gradlab.datasets import Data, Recipe, Workload, batches, build_optimizer, get, learning_rate_at
 from gradlab.errors import GradlabError
@@ -79,7 +80,7 @@ def _prepare(settings: TrainSettings, exits: ExitStack) -> Rank:
     generator = seeded_generator("augmentation", settings.seed, dist.get_rank())
     rank = Rank(settings, workload, recipe, data, model, optimizer, generator)
     if settings.capture:
-        about = {"workload": settings.workload, "seed": settings.seed, "batch_size": recipe.batch_size}
+        about = trace_metadata(settings, workload, recipe, data)
         rank.recorder = exits.enter_context(
             TraceRecorder(model, settings.capture, optimizer=optimizer, every=settings.every, metadata=about)
         )
