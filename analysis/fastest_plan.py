@@ -253,4 +253,4 @@ def _sent_seconds(exchange: Exchange, times: StepTimes) -> float:
 def _least_seconds(transfer: Transfer, times: StepTimes) -> float:
     """Of the bytes that a rank sends: messages that travel together are no shorter, but for a ring's rounding."""
     link, sent = times.link, max(0, transfer.wire_bytes - _ROUNDING * times.runs.world_size)
-    return sent * (8 * (1 + link.header_share) / link.bits_per_second + link.host_seconds_per_byte)
+    return sent * link.seconds_per_byte

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from gradlab.analysis.calibration import Calibration
 from gradlab.analysis.dry_run import DryRuns, one_thread, scan_seconds_per_byte
 from gradlab.analysis.formatting import format_ratio, format_seconds
 from gradlab.analysis.link import Link, format_rate
@@ -24,6 +25,10 @@ _SPEED_NOISE = 0.05
 MOST_NODES = 16384
 # From here on a ring's latencies are worth a word.
 _FEW_NODES = 16
+_ALL_REDUCES = {
+    "tree": "over two binary trees, as NCCL's may (bytes: the busiest rank's)",
+    "server": "by way of a server on every rank",
+}
 _CURVE_POINTS, _CURVE_SPAN = 61, 30.0
 
 
@@ -69,12 +74,13 @@ def _comparison_json(found: Comparison) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Forecast:
-    """All of it, and what to beware of."""
+    """All of it, and what to beware of. calibration: what the links' costs were fitted to, if they were."""
 
     method: str
     profile: Profile
     nodes: tuple[NodeForecast, ...]
     remarks: tuple[str, ...]
+    calibration: Calibration | None = None
 
     @property
     def comparisons(self) -> list[tuple[int, Comparison]]:
@@ -106,6 +112,7 @@ class Forecast:
             "profile": asdict(self.profile),
             "nodes": [node.to_json() for node in self.nodes],
             "link": {key: value for key, value in asdict(self._link).items() if key != "bits_per_second"},
+            "calibration": self.calibration.to_json() if self.calibration else None,
             "warnings": list(self.remarks),
         }
         return dict(plain(found))
@@ -142,16 +149,20 @@ def forecast(
     *,
     bucket_cap_mb: float | None = None,
     cores: float = 2.0,
+    calibration: Calibration | None = None,
     progress: Progress | None = None,
 ) -> Forecast:
     """Step times of a plan and of plain DDP. nodes: numbers of ranks; links: what each of them is tried on.
 
-    cores: for a rank's two threads, computing and codecs; with one core or less they take turns.
+    cores: for a rank's two threads, computing and codecs; with one core or less they take turns. calibration: measured
+    costs that take the place of the links' own.
 
     Raises:
         GradlabError: for numbers of nodes or cores that cannot be, or nothing to predict.
     """
     _check(plan, nodes, links, cores)
+    if calibration is not None:
+        links = [calibration.applied(link) for link in links]
     speed = min(1.0, max(1.0, cores) / 2)
     found = []
     with one_thread():
@@ -165,7 +176,8 @@ def forecast(
             if progress:
                 progress("nodes", done + 1, len(nodes))
     method = ", ".join(methods_of(plan.compressed_groups))
-    return Forecast(method, profile, tuple(found), tuple(_remarks(plan, profile, nodes)))
+    remarks = [*_remarks(plan, profile, nodes), *_link_remarks(links[0], nodes, calibration)]
+    return Forecast(method, profile, tuple(found), tuple(remarks), calibration)
 
 
 def _check(plan: Plan, nodes: Sequence[int], links: Sequence[Link], cores: float) -> None:
@@ -232,10 +244,21 @@ def _remarks(plan: Plan, profile: Profile, nodes: Sequence[int]) -> list[str]:
             f"Messages of {', '.join(plan.varying)} vary in size with the gradients: bytes and times are those of a "
             "first iteration on random numbers; `gradlab evaluate` counts them on recorded ones."
         )
-    if max(nodes) > _FEW_NODES:
-        lines.append(
-            "Collectives are those of Gloo, rings for the most part: their latencies add up with the number of nodes."
-        )
     if plan.schedule.warmup_steps:
         lines.append(f"The first {plan.schedule.warmup_steps} steps are dense: they take the dense step's time.")
+    return lines
+
+
+def _link_remarks(link: Link, nodes: Sequence[int], calibration: Calibration | None) -> list[str]:
+    lines = [] if calibration is None else [calibration.remark]
+    if link.all_reduce in _ALL_REDUCES:
+        lines.append(
+            f"All-reduces are taken to run {_ALL_REDUCES[link.all_reduce]}: times and bytes are of a backend that does "
+            "so. Gloo's run in rings, and its bytes are what the engine counts."
+        )
+    if max(nodes) > _FEW_NODES:
+        what = "Other collectives" if link.all_reduce in _ALL_REDUCES else "Collectives"
+        lines.append(
+            f"{what} are those of Gloo, rings for the most part: their latencies add up with the number of nodes."
+        )
     return lines

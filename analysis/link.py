@@ -2,14 +2,15 @@
 
 The cost of a collective is alpha-beta (Hockney 1994; Thakur, Rabenseifner, Gropp 2005, "Optimization of collective
 communication operations in MPICH", table 1): the bytes on its critical path over the link's speed, plus one latency
-for each message that has to follow another. Bytes follow the rules in gradlab.collectives.
+for each message that has to follow another. Bytes follow the rules in gradlab.collectives, but for all-reduces by
+other algorithms than a ring, which are forecast alone: the engine counts a ring's.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,8 +42,9 @@ class Link:
 
     bits_per_second: line rate, decimal; latency_seconds: from one rank's send to another's receive of a small
     message, the receiver's wake-up included; header_share: bytes of protocol per byte sent (TCP over Ethernet: 66 of
-    1448, and its acknowledgements); host_seconds_per_byte: what sending a byte costs the ranks' processors;
-    collective_seconds: fixed cost of starting a collective.
+    1448, and its acknowledgements); host_seconds_per_byte: what the ranks' processors take per byte sent, while other
+    bytes are on the link; collective_seconds: fixed cost of starting a collective; all_reduce: the algorithm of
+    all-reduces, one of `ALL_REDUCES`. All other collectives are Gloo's.
     """
 
     bits_per_second: float
@@ -50,6 +52,7 @@ class Link:
     header_share: float = 0.06
     host_seconds_per_byte: float = 0.0
     collective_seconds: float = 0.0
+    all_reduce: str = "ring"
 
     def __post_init__(self) -> None:
         if not self.bits_per_second > 0:
@@ -58,11 +61,16 @@ class Link:
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise GradlabError(f"link: {name} = {value:g}, expected a number from 0")
+        _rule(self.all_reduce)
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """Of a stream of bytes: the link's or the processors', whichever are slower, as both work at once."""
+        return max(8 * (1 + self.header_share) / self.bits_per_second, self.host_seconds_per_byte)
 
     def busy_seconds(self, transfer: Transfer) -> float:
         """How long a collective keeps the link from others."""
-        wire = 8 * (1 + self.header_share) / self.bits_per_second
-        return self.collective_seconds + transfer.path_bytes * (wire + self.host_seconds_per_byte)
+        return self.collective_seconds + transfer.path_bytes * self.seconds_per_byte
 
     def delay_seconds(self, transfer: Transfer) -> float:
         """What a collective takes longer than it keeps the link busy: its messages wait for one another."""
@@ -73,8 +81,8 @@ class Link:
 class Transfer:
     """One collective as the link sees it.
 
-    wire_bytes: what this rank sends; path_bytes: what the busiest link carries, in or out; rounds: messages that have
-    to follow one another.
+    wire_bytes: what this rank sends (in a double tree, the busiest); path_bytes: what the busiest link carries, in or
+    out; rounds: messages that have to follow one another.
     """
 
     wire_bytes: int
@@ -82,10 +90,60 @@ class Transfer:
     rounds: int
 
 
-def all_reduce(nbytes: int, world_size: int) -> Transfer:
-    """A ring all-reduce: reduce-scatter and all-gather, N - 1 messages each."""
+def all_reduce(nbytes: int, world_size: int, algorithm: str = "ring") -> Transfer:
+    """An all-reduce of `nbytes`, by one of `ALL_REDUCES`.
+
+    Raises:
+        GradlabError: for another algorithm.
+    """
+    return _rule(algorithm)(nbytes, world_size)
+
+
+def ring_all_reduce(nbytes: int, world_size: int) -> Transfer:
+    """Reduce-scatter and all-gather around a ring, N - 1 messages each.
+
+    Patarasuk, Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
+    """
     wire = all_reduce_wire_bytes(nbytes, world_size)
     return Transfer(wire, wire, 2 * (world_size - 1))
+
+
+def tree_all_reduce(nbytes: int, world_size: int) -> Transfer:
+    """Half of the bytes up and down each of two binary trees over all ranks, as in NCCL.
+
+    Sanders, Speck, Traeff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan". A rank sends a
+    half to each of its neighbours in both trees. They are four at most, as whoever has a parent and two children in
+    one is a leaf of the other: 2x the bytes, 1.5x at 3 ranks, 1x at 2. The average is a ring's, 2 (N - 1) / N. Halves
+    travel in pieces so small that filling the trees costs latencies alone: ceil(log2 N) to the root, as many back.
+    """
+    neighbours = min(4, world_size) if world_size > 1 else 0
+    wire = neighbours * math.ceil(nbytes / 2)
+    return Transfer(wire, wire, 2 * (world_size - 1).bit_length())
+
+
+def server_all_reduce(nbytes: int, world_size: int) -> Transfer:
+    """Each rank serves 1/N of the bytes: it gets that part of all others at once, and sends them the mean at once.
+
+    A sharded parameter server (Li et al. 2014, "Scaling distributed machine learning with the parameter server") on
+    the ranks themselves: a ring's bytes, but two messages in a row. That N - 1 messages meet at one link is taken to
+    cost no more than their bytes.
+    """
+    wire = all_reduce_wire_bytes(nbytes, world_size)
+    return Transfer(wire, wire, 2 if world_size > 1 else 0)
+
+
+# How an all-reduce may run: bytes and number of ranks -> what the link sees.
+ALL_REDUCES: dict[str, Callable[[int, int], Transfer]] = {
+    "ring": ring_all_reduce,
+    "tree": tree_all_reduce,
+    "server": server_all_reduce,
+}
+
+
+def _rule(algorithm: str) -> Callable[[int, int], Transfer]:
+    if algorithm not in ALL_REDUCES:
+        raise GradlabError(f"link: all_reduce = {algorithm!r}, expected one of {', '.join(ALL_REDUCES)}")
+    return ALL_REDUCES[algorithm]
 
 
 def all_gather(nbytes: int, world_size: int) -> Transfer:
@@ -121,15 +179,16 @@ def ring(sizes: Sequence[int], rank: int) -> Transfer:
     return Transfer(ring_wire_bytes(sizes, rank), rounds * max(sizes, default=0), rounds)
 
 
-def transfers(requests: Sequence[Request], rank: int, world_size: int) -> list[Transfer]:
+def transfers(requests: Sequence[Request], rank: int, world_size: int, algorithm: str = "ring") -> list[Transfer]:
     """The collectives that serve requests standing at one step: those of a kind, a root and a dtype travel as one.
 
-    A varying gather is taken as if all ranks sent as much as this one. Empty collectives are left out.
+    A varying gather is taken as if all ranks sent as much as this one. Empty collectives are left out. algorithm: of
+    the all-reduces that serve a `Mean`, see `Link`.
     """
     by_kind: dict[tuple[Any, ...], list[Any]] = {}
     for request in requests:
         by_kind.setdefault(_kind(request), []).append(request)
-    fused = [_fused(together, rank, world_size) for together in by_kind.values()]
+    fused = [_fused(together, rank, world_size, algorithm) for together in by_kind.values()]
     return [transfer for transfer in fused if transfer.path_bytes]
 
 
@@ -141,7 +200,7 @@ def _kind(request: Request) -> tuple[Any, ...]:
     return (Broadcast, request.root) if isinstance(request, Broadcast) else (type(request),)
 
 
-def _fused(together: Sequence[Any], rank: int, world_size: int) -> Transfer:
+def _fused(together: Sequence[Any], rank: int, world_size: int, algorithm: str) -> Transfer:
     first = together[0]
     if isinstance(first, AllToAll):
         return all_to_all([sum(r.tensors[j].nbytes for r in together) for j in range(world_size)], rank)
@@ -149,7 +208,7 @@ def _fused(together: Sequence[Any], rank: int, world_size: int) -> Transfer:
         return ring([sum(sizes) for sizes in zip(*(r.sizes for r in together), strict=True)], rank)
     nbytes = sum(request.tensor.nbytes for request in together)
     if isinstance(first, Mean):
-        return all_reduce(nbytes, world_size)
+        return all_reduce(nbytes, world_size, algorithm)
     if isinstance(first, Broadcast):
         return broadcast(nbytes, rank, first.root, world_size)
     if first.lengths is not None:

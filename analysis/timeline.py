@@ -164,9 +164,8 @@ class Ticks:
         self.running = [turns for turns, _ in open_now]
         for _, asked in open_now:
             requests += asked
-        ends = [
-            self.wire.send(transfer, self.clock.now) for transfer in transfers(requests, self.rank, self.world_size)
-        ]
+        together = transfers(requests, self.rank, self.world_size, self.wire.link.all_reduce)
+        ends = [self.wire.send(transfer, self.clock.now) for transfer in together]
         self.arrives = max(ends, default=0.0)
 
     def _advance(self, turns: Iterator[Turn]) -> tuple[Request, ...]:
@@ -200,7 +199,8 @@ def simulate(
         clock.wait_for_backward(bucket.ready_seconds)
         clock.work(bucket.scan_seconds)
         if bucket.in_place_bytes:
-            in_place = max(in_place, wire.send(all_reduce(bucket.in_place_bytes, world_size), clock.now))
+            dense = all_reduce(bucket.in_place_bytes, world_size, link.all_reduce)
+            in_place = max(in_place, wire.send(dense, clock.now))
         for segment in segments(bucket.exchanges, lambda exchange: exchange.gradient_bytes, segment_bytes):
             ticks.tick(segment)
     if compressing:

@@ -18,9 +18,11 @@ from laws import law
 from process_pool import ProcessPool
 
 from gradlab import codecs
+from gradlab.analysis.calibration import Observation, calibrate_link, read_observations
 from gradlab.analysis.dry_run import DryRuns, dry_run, scan_seconds_per_byte
 from gradlab.analysis.forecast import forecast
 from gradlab.analysis.link import (
+    ALL_REDUCES,
     Link,
     Transfer,
     all_gather,
@@ -30,7 +32,9 @@ from gradlab.analysis.link import (
     format_rate,
     parse_bandwidth,
     parse_seconds,
+    server_all_reduce,
     transfers,
+    tree_all_reduce,
 )
 from gradlab.analysis.predict import Job, assign_buckets, break_even, compare, make_job, ready_seconds
 from gradlab.analysis.profile import CodecTime, Profile, profile_of
@@ -147,6 +151,77 @@ def test_requests_of_a_kind_travel_as_one() -> None:
     assert found[3:5] == [broadcast(12, 0, 1, 3), all_to_all([12, 12, 12], 0)]
     assert found[5].wire_bytes == wire_bytes(requests[-1], 0, 3, longest=12)
     assert transfers([Mean(torch.empty(0))], 0, 3) == []
+
+
+def tree_parent(rank: int, world_size: int) -> int:
+    """NCCL's binary tree: rank 0 on top, odd ranks leaves. The lowest bit moves up, or goes where that is no rank."""
+    bit = rank & -rank
+    above = (rank - bit) | 2 * bit
+    return above if above < world_size else rank - bit
+
+
+def two_trees(world_size: int) -> list[dict[int, int]]:
+    """Every rank's parent in each of NCCL's two trees; the second is the first in mirror, or shifted by a rank."""
+    first = {rank: tree_parent(rank, world_size) for rank in range(1, world_size)}
+
+    def moved(rank: int) -> int:
+        return (rank + 1) % world_size if world_size % 2 else world_size - 1 - rank
+
+    return [first, {moved(rank): moved(parent) for rank, parent in first.items()}]
+
+
+def depth(parents: dict[int, int], rank: int) -> int:
+    return 1 + depth(parents, parents[rank]) if rank in parents else 0
+
+
+@law(st.integers(1, 700), st.integers(0, 10**9))
+def test_a_double_tree_is_nccls(world_size: int, half: int) -> None:
+    """Each edge carries a half up and a half down: the busiest rank's, and the way to the farthest leaf and back."""
+    trees = two_trees(world_size)
+    neighbours = [0] * world_size
+    for parents in trees:
+        for rank, parent in parents.items():
+            neighbours[rank] += 1
+            neighbours[parent] += 1
+    found = tree_all_reduce(2 * half, world_size)
+    assert found.wire_bytes == found.path_bytes == max(neighbours) * half
+    assert found.rounds == 2 * max(depth(parents, rank) for parents in trees for rank in range(world_size))
+
+
+@law(st.integers(0, 10**9), st.integers(1, 4096))
+def test_all_reduces_beside_each_other(nbytes: int, world_size: int) -> None:
+    """A server's bytes are a ring's. A tree's busiest rank sends as much or more, half more at most; fewer rounds."""
+    ring, tree, server = (all_reduce(nbytes, world_size, name) for name in ("ring", "tree", "server"))
+    assert server == server_all_reduce(nbytes, world_size)
+    assert (server.wire_bytes, server.path_bytes) == (ring.wire_bytes, ring.path_bytes)
+    assert server.rounds <= tree.rounds
+    assert server.rounds <= ring.rounds
+    assert ring.path_bytes - 2 * world_size <= tree.path_bytes <= 1.5 * ring.path_bytes + 4
+    if world_size >= 4:
+        assert tree.rounds < ring.rounds
+    if world_size == 1:
+        assert tree == server == ring == Transfer(0, 0, 0)
+
+
+def test_only_means_follow_the_choice() -> None:
+    half = torch.empty(6, dtype=torch.float16)
+    requests: list[Request] = [Mean(torch.empty(5)), Gather(half), Broadcast(half, 1), AllToAll((half,) * 9)]
+    for name in ALL_REDUCES:
+        found = transfers(requests, 0, 9, name)
+        assert found == [all_reduce(20, 9, name), *transfers(requests, 0, 9)[1:]]
+
+
+def test_the_slower_of_link_and_processors_sets_the_pace() -> None:
+    for rate, expected in ((8e6, 1e-6), (8e8, 2e-7), (math.inf, 2e-7)):
+        link = Link(rate, header_share=0.0, host_seconds_per_byte=2e-7, collective_seconds=0.5)
+        assert link.busy_seconds(Transfer(0, 1000, 5)) == pytest.approx(0.5 + 1000 * expected)
+
+
+@pytest.mark.parametrize("name", ["rings", "", "Tree"])
+def test_an_unknown_all_reduce_is_refused(name: str) -> None:
+    for attempt in (lambda: Link(1e9, all_reduce=name), lambda: all_reduce(4, 2, name)):
+        with pytest.raises(GradlabError, match=f"all_reduce = '{name}', expected one of ring, tree, server"):
+            attempt()
 
 
 # --- what codecs ask for ---------------------------------------------------------------------------------------------
@@ -400,6 +475,157 @@ def test_dense_time_tends_to_computing(step: tuple[list[Bucket], float], world: 
     assert simulate(plain, step[1], Link(math.inf), world).seconds == step[1]
 
 
+@law(steps(), links, worlds)
+def test_a_server_is_never_slower_than_a_ring(step: tuple[list[Bucket], float], link: Link, world: int) -> None:
+    ring, server = (simulate(step[0], step[1], replace(link, all_reduce=name), world) for name in ("ring", "server"))
+    assert server.seconds <= ring.seconds + 1e-9
+    assert server.wire_bytes == ring.wire_bytes
+
+
+@pytest.mark.parametrize("name", list(ALL_REDUCES))
+def test_plain_ddp_follows_the_choice(name: str) -> None:
+    link = Link(8e3, latency_seconds=0.5, header_share=0.0, all_reduce=name)
+    moved = all_reduce(3000, 16, name)
+    step = simulate([Bucket(1.0, 3000)], 1.0, link, 16)
+    assert step.seconds == pytest.approx(1.0 + moved.path_bytes / 1000 + 0.5 * moved.rounds)
+    assert step.wire_bytes == moved.wire_bytes
+    # And so does a codec that asks for as large a mean; the flag's own follows it.
+    exchange = Exchange("g", 3000, (Turn(0.0, mean_of(750)), Turn(0.0)))
+    compressed = simulate([Bucket(1.0, exchanges=(exchange,))], 1.0, link, 16)
+    assert compressed.wire_bytes == moved.wire_bytes + all_reduce(4, 16, name).wire_bytes
+
+
+def test_latencies_decide_for_trees_and_bytes_for_rings() -> None:
+    def dense(nbytes: int, name: str) -> float:
+        return simulate([Bucket(0.0, nbytes)], 0.0, Link(1e9, 1e-4, all_reduce=name), 64).seconds
+
+    assert dense(1000, "server") < dense(1000, "tree") < dense(1000, "ring")
+    assert dense(10**9, "server") < dense(10**9, "ring") < dense(10**9, "tree")
+
+
+# --- calibration -----------------------------------------------------------------------------------------------------
+
+
+def measured(link: Link, cases: list[tuple[int, int, float]]) -> list[Observation]:
+    """What would be measured on such a link: the simulation's own step, that has nothing to compute."""
+    found = []
+    for nodes, nbytes, rate in cases:
+        step = simulate([Bucket(0.0, nbytes)], 0.0, replace(link, bits_per_second=rate), nodes)
+        found.append(Observation(nodes, nbytes, rate, step.seconds))
+    return found
+
+
+cases = st.lists(
+    st.tuples(st.integers(2, 64), st.integers(10**3, 10**9), st.sampled_from([5e7, 2e8, 1e9, 1e10, math.inf])),
+    max_size=8,
+).map(lambda drawn: [(4, 1000, math.inf), (4, 10**6, math.inf), *drawn])
+planted = st.builds(
+    Link,
+    st.just(1e9),
+    st.floats(0, 1e-3),
+    st.floats(0, 0.2),
+    st.floats(0, 1e-8),
+    st.floats(1e-6, 1e-2),
+    st.sampled_from(list(ALL_REDUCES)),
+)
+
+
+@law(planted, cases)
+def test_calibration_finds_what_was_planted(link: Link, drawn: list[tuple[int, int, float]]) -> None:
+    observations = measured(link, drawn)
+    found = calibrate_link(Link(2e8, link.latency_seconds, link.header_share, 3.0, 4.0, link.all_reduce), observations)
+    assert found.host_seconds_per_byte == pytest.approx(link.host_seconds_per_byte, rel=1e-6, abs=1e-14)
+    assert found.collective_seconds == pytest.approx(link.collective_seconds, rel=1e-6)
+    assert max(map(abs, found.relative_errors)) < 1e-6
+    assert (found.collective_fitted, found.too_fast) == (True, None)
+    assert found.host_seen == (found.host_seconds_per_byte > 0)
+    again = [seen.seconds for seen in measured(found.applied(link), drawn)]
+    assert again == pytest.approx([seen.seconds for seen in observations])
+
+
+@law(planted, cases, st.lists(st.floats(0.7, 1.4), min_size=10, max_size=10))
+def test_calibration_fits_better_than_any_other_costs(
+    link: Link, drawn: list[tuple[int, int, float]], noise: list[float]
+) -> None:
+    """Over a grid around it, and never below 0."""
+    observations = [
+        replace(seen, seconds=factor * seen.seconds) for seen, factor in zip(measured(link, drawn), noise, strict=False)
+    ]
+    found = calibrate_link(link, observations)
+
+    def loss(host: float, fixed: float) -> float:
+        here = replace(link, host_seconds_per_byte=host, collective_seconds=fixed)
+        return sum(seen.relative_error(here) ** 2 for seen in observations)
+
+    best = loss(found.host_seconds_per_byte, found.collective_seconds)
+    assert best == pytest.approx(sum(error**2 for error in found.relative_errors))
+    nearby = [factor * found.host_seconds_per_byte for factor in (0.0, 0.5, 0.99, 1.01, 2.0)]
+    for host in (*nearby, 1e-10, 8e-10, 1e-9, 8e-9, 1e-8, 4e-8, 2e-7):
+        for factor in (0.0, 0.5, 0.99, 1.0, 1.01, 2.0):
+            assert best <= loss(host, factor * found.collective_seconds) + 1e-9
+
+
+def test_calibration_of_one_size_leaves_the_fixed_cost() -> None:
+    link = Link(1e9, 1e-4, collective_seconds=0.002)
+    truth = replace(link, host_seconds_per_byte=2e-8)
+    found = calibrate_link(link, measured(truth, [(4, 10**7, 2e8), (4, 10**7, 1e9)]))
+    assert (found.host_seconds_per_byte, found.collective_seconds) == (pytest.approx(2e-8), 0.002)
+    assert not found.collective_fitted
+    assert "the cost per collective was not fitted" in found.remark
+
+
+def test_calibration_of_slow_links_says_nothing_of_processors() -> None:
+    """At 200 Mbit/s a byte takes 42 ns: nobody sees what processors do in less."""
+    link = Link(2e8, 1e-4)
+    truth = replace(link, host_seconds_per_byte=2e-8, collective_seconds=1e-3)
+    found = calibrate_link(link, measured(truth, [(4, 10**4, 2e8), (4, 10**7, 2e8), (8, 10**7, 1e8)]))
+    assert (found.host_seconds_per_byte, found.collective_seconds) == (0.0, pytest.approx(1e-3))
+    assert not found.host_seen
+    assert "None was held up by processors" in found.remark
+
+
+# All-reduces of 4 and 16 MB on Gloo, medians in seconds: four ranks, two cores, each behind a token bucket of 400 kB.
+LIMITED = {
+    "200mbit": (0.24914, 1.00964),
+    "500mbit": (0.09965, 0.39964),
+    "700mbit": (0.07001, 0.29303),
+    "1gbit": (0.04971, 0.20317),
+    "2gbit": (0.02785, 0.10216),
+    "100gbit": (0.02330, 0.06713),
+}
+
+
+def test_calibration_against_a_rate_limited_network() -> None:
+    """The link sets the pace up to 2 Gbit/s, and then processors do: no byte waits for both."""
+    observations = [
+        Observation(4, nbytes, parse_bandwidth(rate), seconds)
+        for rate, both in LIMITED.items()
+        for nbytes, seconds in zip((4_000_000, 16_000_000), both, strict=True)
+    ]
+    found = calibrate_link(Link(1e9, 1e-4), observations)
+    assert found.host_seconds_per_byte == pytest.approx(2.9e-9, rel=0.05)
+    assert found.collective_seconds == pytest.approx(2.1e-3, rel=0.05)
+    assert max(map(abs, found.relative_errors)) < 0.13
+    assert max(map(abs, found.relative_errors[:10])) < 0.09
+    assert found.too_fast is None
+
+
+def test_calibration_says_where_a_link_was_beaten() -> None:
+    """8 bits take a second on a link of 8 bit/s: nobody sends a thousand bytes in one."""
+    found = calibrate_link(Link(8.0, header_share=0.0), [Observation(2, 1000, 8.0, 1.0), Observation(2, 10, 8.0, 10.0)])
+    assert (found.host_seconds_per_byte, found.collective_seconds) == (0.0, 0.0)
+    assert found.relative_errors == pytest.approx((999.0, 0.0))
+    assert found.too_fast == Observation(2, 1000, 8.0, 1.0)
+    assert "1.00 kB at 2 nodes over 8.00bit took less than its bandwidth" in found.remark
+
+
+def test_nothing_is_not_calibrated_by() -> None:
+    with pytest.raises(GradlabError, match="nothing to calibrate"):
+        calibrate_link(Link(1e9), [])
+    with pytest.raises(GradlabError, match="out of all proportion"):
+        calibrate_link(Link(1e9), [Observation(2, 1, 1e9, 1e-320)])
+
+
 # --- break-even ------------------------------------------------------------------------------------------------------
 
 
@@ -563,6 +789,8 @@ def test_predict_command(gradlab: Command, artifact: Path, tmp_path: Path) -> No
         (["--header-share", "-0.5"], "header_share = -0.5"),
         (["--cores", "0"], "cores = 0"),
         (["--bucket-cap-mb", "-1"], "bucket size = -1"),
+        (["--all-reduce", "star"], "all_reduce = 'star', expected one of ring, tree, server"),
+        (["--measured", "nowhere.json"], "nowhere.json"),
         (["--out", "steps.gif"], "a figure is written as .svg or .pdf"),
     ],
 )
@@ -572,6 +800,89 @@ def test_bad_input_is_one_line(gradlab: Command, artifact: Path, words: list[str
     assert (code, out) == (2, "")
     assert said in err
     assert err.count("\n") == 1
+
+
+ENTRY = {"nodes": 4, "bytes": 44_700_000, "bandwidth": "200mbit", "seconds": 2.95}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is not JSON: expected a JSON list of measured all-reduces"),
+        ("[" * 100_000, "is not JSON"),
+        ("{}", "expected a JSON list"),
+        ("[]", "expected a JSON list"),
+        ("[3]", "entry 1 is no object"),
+        (json.dumps([ENTRY, {"nodes": 4, "seconds": 1}]), "entry 2 has no bytes, bandwidth"),
+        (json.dumps([{**ENTRY, "nodes": 1}]), "entry 1: nodes = 1, expected a whole number from 2"),
+        (json.dumps([{**ENTRY, "nodes": 4.0}]), "nodes = 4.0"),
+        (json.dumps([{**ENTRY, "bytes": True}]), "bytes = True"),
+        (json.dumps([{**ENTRY, "bytes": 10**300}]), "bytes = 1000"),
+        (json.dumps([{**ENTRY, "bandwidth": 2e8}]), "bandwidth = 200000000.0, expected a text"),
+        (json.dumps([{**ENTRY, "bandwidth": "fast"}]), "entry 1: bandwidth 'fast': expected bits per second"),
+        (json.dumps([{**ENTRY, "seconds": 0}]), "seconds = 0, expected a number above 0"),
+        (json.dumps([{**ENTRY, "seconds": "2.95"}]), "seconds = '2.95', expected a number above 0"),
+        (json.dumps([{**ENTRY, "seconds": math.nan}]), "seconds = nan"),
+        (json.dumps([{**ENTRY, "seconds": 10**400}]), "seconds = "),
+        (json.dumps([{**ENTRY, "seconds": 1e-320}]), "out of all proportion"),
+    ],
+)
+def test_bad_measured_times_are_one_line(
+    gradlab: Command, artifact: Path, tmp_path: Path, text: str, said: str
+) -> None:
+    path = tmp_path / "times.json"
+    path.write_text(text)
+    code, out, err = gradlab("predict", artifact, "--compute-seconds", "1s", "--measured", path)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_measured_times_and_the_algorithm_stand_in_the_forecast(
+    gradlab: Command, artifact: Path, tmp_path: Path
+) -> None:
+    truth = Link(1e9, 5e-5, 0.06, 2e-9, 3e-4, "tree")
+    observations = measured(truth, [(4, 10**4, 1e9), (4, 10**7, 2e8), (8, 10**6, math.inf)])
+    path = tmp_path / "times.json"
+    entries = [
+        {"nodes": o.nodes, "bytes": o.nbytes, "bandwidth": format_rate(o.bits_per_second), "seconds": o.seconds}
+        for o in observations
+    ]
+    path.write_text(json.dumps(entries))
+    assert read_observations(path) == observations
+    words = ["predict", artifact, "--nodes", "64", "--bandwidth", "200mbit", "--latency", "50us"]
+    words += ["--compute-seconds", "20ms", "--all-reduce", "tree", "--measured", path]
+    code, out, err = gradlab(*words, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["link"]["all_reduce"] == "tree"
+    for where in (found["link"], found["calibration"]):
+        assert where["host_seconds_per_byte"] == pytest.approx(2e-9)
+        assert where["collective_seconds"] == pytest.approx(3e-4)
+    assert [o["seconds"] for o in found["calibration"]["observations"]] == [o.seconds for o in observations]
+    assert found["calibration"]["observations"][2]["bits_per_second"] == "unlimited"
+    assert all(abs(o["relative_error"]) < 1e-9 for o in found["calibration"]["observations"])
+    # Plain DDP of this model: one bucket, which is ready when computing is over.
+    size = 4 * sum(layer.numel for layer in LAYERS)
+    dense = found["nodes"][0]["links"][0]["dense"]
+    assert dense["wire_bytes"] == 2 * size
+    spent = 3e-4 + 2 * size * 8 * 1.06 / 2e8 + 12 * 5e-5
+    assert dense["seconds"] == pytest.approx(0.02 + spent)
+    code, out, _ = gradlab(*words)
+    assert code == 0
+    assert "calibrated on 3 measured all-reduces: 2.00 ns per byte on the ranks' processors and 300 µs per" in out
+    assert "All-reduces are taken to run over two binary trees" in out
+    assert "Other collectives are those of Gloo" in out
+
+
+def test_without_a_choice_or_measurements_a_forecast_is_of_rings() -> None:
+    plan = Plan.uniform(LAYERS, "topk", density=0.01)
+    found = forecast(plan, Profile(1.0, "as given"), [32], [Link(1e9)])
+    assert found.to_json()["link"]["all_reduce"] == "ring"
+    assert found.to_json()["calibration"] is None
+    assert any(line.startswith("Collectives are those of Gloo, rings") for line in found.remarks)
+    server = forecast(plan, Profile(1.0, "as given"), [4], [Link(1e9, all_reduce="server")])
+    assert any("by way of a server on every rank" in line for line in server.remarks)
 
 
 def test_a_run_of_the_trainer_gives_the_times(gradlab: Command, tmp_path: Path) -> None:

@@ -34,6 +34,14 @@ def predict(
     header_share: Annotated[
         float, typer.Option(help="Bytes of protocol per byte sent; 0.06 is TCP on Ethernet.")
     ] = 0.06,
+    all_reduce: Annotated[
+        str,
+        typer.Option(help="Of means and of plain DDP: ring (as Gloo's), tree (two, as in NCCL) or server (sharded)."),
+    ] = "ring",
+    measured: Annotated[
+        Path | None,
+        typer.Option(metavar="TIMES.json", help="Measured all-reduces, to calibrate links by; see above."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FIGURE", help="Draw step time over link speed (.svg, .pdf).")
     ] = None,
@@ -45,19 +53,26 @@ def predict(
     Computing time comes from --compute-seconds or --run, codec times from the run, else from the artifact's replay,
     else they are taken here; bytes and rounds come from the codecs' own code at that number of nodes.
 
+    --measured takes a list of objects {"nodes": 4, "bytes": 44700000, "bandwidth": "200mbit", "seconds": 2.95}, each
+    the time of one all-reduce: processor time per byte and a cost per collective are fitted to them.
+
     Examples:
 
       gradlab predict powersgd.safetensors --nodes 4,64,1024 --bandwidth 1gbit --compute-seconds 0.36s
 
       gradlab predict topk.safetensors --nodes 8 --bandwidth 200mbit,1gbit,25gbit --run run.json --out steps.svg
+
+      gradlab predict powersgd.safetensors --compute-seconds 0.36s --all-reduce tree --measured times.json
     """
+    from gradlab.analysis.calibration import calibrate_link, read_observations
     from gradlab.analysis.forecast import forecast
     from gradlab.analysis.link import Link, parse_bandwidth, parse_seconds
     from gradlab.analysis.profile import profile_of
     from gradlab.artifact import Artifact
 
     delay = parse_seconds(latency)
-    links = [Link(parse_bandwidth(rate), delay, header_share) for rate in bandwidth.split(",")]
+    links = [Link(parse_bandwidth(rate), delay, header_share, all_reduce=all_reduce) for rate in bandwidth.split(",")]
+    calibration = calibrate_link(links[0], read_observations(measured)) if measured is not None else None
     counts = [_count(word) for word in nodes.split(",")]
     seconds = parse_seconds(compute_seconds) if compute_seconds is not None else None
     if out is not None:
@@ -66,7 +81,14 @@ def predict(
     profile = profile_of(loaded, run, seconds)
     with progress_bars() as progress:
         found = forecast(
-            loaded.plan, profile, counts, links, bucket_cap_mb=bucket_cap_mb, cores=cores, progress=progress
+            loaded.plan,
+            profile,
+            counts,
+            links,
+            bucket_cap_mb=bucket_cap_mb,
+            cores=cores,
+            calibration=calibration,
+            progress=progress,
         )
     if out is not None:
         from gradlab.analysis.forecast_plot import plot_step_time
