@@ -154,7 +154,8 @@ def forecast(
 ) -> Forecast:
     """Step times of a plan and of plain DDP. nodes: numbers of ranks; links: what each of them is tried on.
 
-    cores: for a rank's two threads, computing and codecs; with one core or less they take turns. calibration: measured
+    cores: for a rank's two threads, computing and codecs; with one core or less they take turns, and below one codecs
+    take as many times longer as ranks share a core. calibration: measured
     costs that take the place of the links' own.
 
     Raises:
@@ -167,7 +168,7 @@ def forecast(
     found = []
     with one_thread():
         scan = scan_seconds_per_byte()
-        codec, engine = _scales(plan, profile, scan)
+        codec, engine = (factor * _crowding(profile, cores) for factor in _scales(plan, profile, scan))
         for done, count in enumerate(nodes):
             job = make_job(
                 plan, DryRuns(plan, count), profile.compute_seconds, scan_seconds=scan, bucket_cap_mb=bucket_cap_mb
@@ -178,6 +179,11 @@ def forecast(
     method = ", ".join(methods_of(plan.compressed_groups))
     remarks = [*_remarks(plan, profile, nodes), *_link_remarks(links[0], nodes, calibration)]
     return Forecast(method, profile, tuple(found), tuple(remarks), calibration)
+
+
+def _crowding(profile: Profile, cores: float) -> float:
+    """How many times longer codecs take where several ranks share a core; those timed in a run shared it then."""
+    return 1.0 if profile.codec is not None and profile.codec.engine else max(1.0, 1 / cores)
 
 
 def _check(plan: Plan, nodes: Sequence[int], links: Sequence[Link], cores: float) -> None:

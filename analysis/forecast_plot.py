@@ -1,4 +1,4 @@
-"""The figure of a forecast: step time over link speed, for the plan and for plain DDP, with the break-even marked."""
+"""Figures of forecasts: step time over link speed, for one plan with its break-even, and for several side by side."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from gradlab.analysis.link import format_rate
-from gradlab.analysis.style import BLACK, GREY, VERMILION, panels
+from gradlab.analysis.style import BLACK, GREY, VERMILION, method_colors, panels
 
 _COLUMNS = 3
 
@@ -50,3 +50,34 @@ def _draw(panel: Axes, found: Mapping[str, Any], compute: float) -> None:
     panel.set(xscale="log", yscale="log")
     panel.xaxis.set_major_formatter(lambda value, _: format_rate(value))
     panel.tick_params(axis="x", labelrotation=30)
+
+
+def plot_payoff(payoff: Mapping[str, Any]) -> Figure:
+    """Step time over link speed of several plans and of plain DDP, a panel per number of nodes.
+
+    payoff: as `gradlab.analysis.payoff.measure_payoff` gives it.
+    """
+    forecasts = payoff["forecasts"]
+    figure, axes = panels(len(payoff["nodes"]), _COLUMNS, height=2.9, sharey=True)
+    colors = method_colors(forecasts)
+    for index, (panel, count) in enumerate(zip(axes, payoff["nodes"], strict=True)):
+        curves = {name: found["nodes"][index]["curve"] for name, found in forecasts.items()}
+        # Curves reach as far as each plan's own break-even: they are shown where all have one.
+        low = max(min(curve["bits_per_second"]) for curve in curves.values())
+        high = min(max(curve["bits_per_second"]) for curve in curves.values())
+        first = next(iter(curves.values()))
+        panel.plot(first["bits_per_second"], first["dense"], "--", color=BLACK, label="plain DDP")
+        for name, curve in curves.items():
+            panel.plot(curve["bits_per_second"], curve["compressed"], color=colors[name], label=name)
+        if payoff["compute_seconds"]:
+            panel.axhline(payoff["compute_seconds"], color=GREY, linewidth=0.8, linestyle=":", label="computing alone")
+        for rate in payoff["links"]:
+            if not isinstance(rate, str):
+                panel.axvline(rate, color=GREY, linewidth=0.6)
+        panel.set(xscale="log", yscale="log", xlim=(low, high), xlabel="link speed")
+        panel.set_title(f"{count} nodes")
+        panel.xaxis.set_major_formatter(lambda value, _: format_rate(value))
+        panel.tick_params(axis="x", labelrotation=30)
+    axes[0].set_ylabel("step time, s" if payoff["compute_seconds"] else "exchange alone, s")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return figure

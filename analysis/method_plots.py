@@ -200,7 +200,8 @@ def plot_layer_errors(replays: Replays, runs: Runs) -> Figure:
             continue
         style: dict[str, Any] = {"marker": markers[name], "color": colors[name], "linestyle": "none", "markersize": 5}
         # Methods that err alike stay apart: each has its own line within the layer's row.
-        places = {layer: row + 0.24 * (position - (len(replays) - 1) / 2) for layer, row in rows.items()}
+        apart = min(0.24, 0.8 / len(replays))
+        places = {layer: row + apart * (position - (len(replays) - 1) / 2) for layer, row in rows.items()}
         heights = [places[layer] for layer in here]
         axes.plot(list(here.values()), heights, **style, markerfacecolor="none", label=f"{name}, predicted")
         seen = {n: e for n, e in (runs.get(name, {}).get("layer_errors") or {}).items() if n in rows}

@@ -1,4 +1,8 @@
-"""One report as a folder: report.html that needs no network, report.json with all data, the figures by themselves."""
+"""One report as a folder: report.html that needs no network, report.json with all data, the figures by themselves.
+
+A section answers one question; sections about single layers come last. Each figure is also an SVG and a PDF, and what
+it shows is a JSON file.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from gradlab.analysis.figure_data import figure_data
 from gradlab.analysis.plain import plain
 from gradlab.analysis.style import drawing, render
 from gradlab.analysis.target import REPORT_FILES, require_free
@@ -45,16 +50,35 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Section:
+    """One question with what answers it, on a page of its own when printed.
+
+    name: of its anchor; answer: in a sentence or two; of_layer: whether it is about one layer alone.
+    """
+
+    name: str
+    title: str
+    answer: str = ""
+    tables: Sequence[Table] = ()
+    drawings: Sequence[Drawing] = ()
+    of_layer: bool = False
+
+
+@dataclass(frozen=True)
 class Page:
-    """Everything a report shows. data: plain JSON, written beside it; it holds what the figures are drawn from."""
+    """Everything a report shows. data: plain JSON, written beside it."""
 
     title: str
     verdict: str
     data: dict[str, Any]
     warnings: Sequence[str] = ()
     facts: Sequence[tuple[str, str]] = ()
-    tables: Sequence[Table] = ()
-    drawings: Sequence[Drawing] = field(default=())
+    sections: Sequence[Section] = field(default=())
+
+    @property
+    def drawings(self) -> list[Drawing]:
+        """All figures, in their order."""
+        return [item for section in self.sections for item in section.drawings]
 
 
 def write_page(page: Page, out: Path, *, overwrite: bool = False, progress: Progress | None = None) -> Path:
@@ -67,7 +91,9 @@ def write_page(page: Page, out: Path, *, overwrite: bool = False, progress: Prog
     files: dict[str, dict[str, bytes]] = {}
     for done, item in enumerate(page.drawings):
         with drawing():
-            files[item.name] = render(item.draw(), item.name)
+            figure = item.draw()
+            shown = json.dumps({"name": item.name, "title": item.title, **figure_data(figure)}, allow_nan=False)
+            files[item.name] = {**render(figure, item.name), "json": shown.encode()}
         if progress:
             progress("draw", done + 1, len(page.drawings))
     text = render_html(page, {name: kinds["svg"] for name, kinds in files.items()})
@@ -101,8 +127,14 @@ def inline_svg(svg: bytes, name: str, title: str) -> str:
     # Metadata name vocabularies by address; a figure's style sheet would style the whole page.
     text = re.sub(r"<(metadata|style)\b.*?</\1>", "", text, flags=re.DOTALL)
     text = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href", "href")
+    # A hundredth of a point is finer than any screen or printer; more digits are a third of the file.
+    text = re.sub(r'\b(d|points|x|y)="([^"]*)"', lambda part: f'{part[1]}="{_shortened(part[2])}"', text)
     text = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', text)
     text = re.sub(r'href="#([^"]+)"', rf'href="#{name}-\1"', text)
     text = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", text)
     label = html.escape(title, quote=True)
     return text.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+
+
+def _shortened(numbers: str) -> str:
+    return re.sub(r"-?\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", numbers)

@@ -63,6 +63,15 @@ def profile_of(
     return Profile(_seconds(report, run, "compute"), f"the run {run}", codec)
 
 
+def compute_seconds_of(run: str | os.PathLike[str]) -> float:
+    """Seconds of a step without gradient exchange, from the JSON that `gradlab train --out` writes.
+
+    Raises:
+        GradlabError: for a file that is not the report of a compressed run.
+    """
+    return _seconds(_read(Path(run)), run, "compute")
+
+
 def _codec_of_replay(origin: Mapping[str, Any]) -> CodecTime | None:
     """The replay's own time, where an artifact holds one."""
     replay, world_size = origin.get("replay"), origin.get("world_size")

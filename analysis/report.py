@@ -11,23 +11,9 @@ from gradlab.analysis.formatting import format_count
 from gradlab.analysis.gradiveq import GradiveqFit
 from gradlab.analysis.page import Page, write_page
 from gradlab.analysis.plain import plain
+from gradlab.analysis.ranking import ranking_stability
 from gradlab.analysis.replay_result import Replay
-from gradlab.analysis.report_figures import (
-    fit_drawings,
-    replay_drawings,
-    run_drawings,
-    sign_drawings,
-    slice_structure_drawings,
-    spectrum_drawings,
-)
-from gradlab.analysis.report_tables import (
-    comparison_table,
-    fit_table,
-    layer_table,
-    replay_table,
-    sign_table,
-    slice_structure_table,
-)
+from gradlab.analysis.report_sections import comparison_sections, trace_sections
 from gradlab.analysis.spectrum import TraceSpectrum, measure_spectrum
 from gradlab.analysis.target import REPORT_FILES, require_free
 from gradlab.analysis.verdict import comparison_verdict, trace_verdict
@@ -62,59 +48,42 @@ def write_trace_report(
     fit: GradiveqFit | None = None,
     replays: Mapping[str, Replay] | None = None,
     spectrum: TraceSpectrum | None = None,
-    structure: Mapping[str, Any] | None = None,
-    signs: Mapping[str, Any] | None = None,
+    measured: Mapping[str, Any] | None = None,
     remarks: Sequence[str] = (),
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """Measure a trace and write the folder `out`: report.html, report.json, figures/. Returns the path of report.html.
+    """Write what was measured of a trace to the folder `out`: report.html, report.json, figures/.
 
-    spectrum: measurements made before, None to make them now. structure: `measure_slice_structure`'s, signs:
-    `measure_sign_blocks`', None to leave a section out. remarks: further warnings. Replays of the fit's plan are
-    judged on iterations later than its samples; those of other fitted plans by `Replay.held_out`, before they come.
+    spectrum: None to measure it now. measured: further findings by the names under which report.json holds them and
+    `gradlab.analysis.report_sections` shows them (payoff, between_nodes, noise_scale, limits, slice_structure,
+    sign_blocks); what is missing or None is left out. remarks: further warnings. Replays of the fit's plan are judged
+    on iterations later than its samples; those of other fitted plans by `Replay.held_out`, before they come.
 
+    Returns:
+        The path of report.html.
     Raises:
         GradlabError: for a report that is there already (unless overwrite), or a trace too short to measure.
     """
     folder = require_free(out, overwrite, contents=REPORT_FILES)
-    measured = dict(plain((spectrum or measure_spectrum(trace, progress=progress)).to_json()))
     found = _judged(replays or {}, [fit] if fit else [])
-    origin = dict(plain(fit.origin)) if fit else None
-    found_structure = dict(plain(structure)) if structure else None
-    found_signs = dict(plain(signs)) if signs else None
-    shown = found_structure if found_structure and found_structure["layers"] else None
     recorded = summarize_trace(trace)
-    fit_tables = [fit_table(origin)] if origin else []
-    replay_tables = [replay_table(found)] if found else []
+    data: dict[str, Any] = {
+        "kind": "trace",
+        "trace": recorded,
+        "spectrum": dict(plain((spectrum or measure_spectrum(trace, progress=progress)).to_json())),
+        "fit": dict(plain(fit.origin)) if fit else None,
+        "replays": found,
+        "ranking": ranking_stability(found),
+        **{name: dict(plain(part)) if part else None for name, part in (measured or {}).items()},
+    }
     page = Page(
         title=f"Gradients of {recorded['metadata'].get('workload') or trace.path.name}",
-        verdict=trace_verdict(measured, origin, found),
-        data={
-            "kind": "trace",
-            "trace": recorded,
-            "spectrum": measured,
-            "fit": origin,
-            "replays": found,
-            "slice_structure": found_structure,
-            "sign_blocks": found_signs,
-        },
+        verdict=trace_verdict(data),
+        data=data,
         warnings=[*remarks, *(fit.warnings if fit else []), *_replay_warnings(found)],
         facts=_trace_facts(recorded),
-        tables=[
-            *fit_tables,
-            *replay_tables,
-            layer_table(measured),
-            *([slice_structure_table(shown)] if shown else []),
-            *([sign_table(found_signs)] if found_signs else []),
-        ],
-        drawings=[
-            *(fit_drawings(origin) if origin else []),
-            *replay_drawings(found),
-            *spectrum_drawings(measured),
-            *(slice_structure_drawings(shown) if shown else []),
-            *(sign_drawings(found_signs) if found_signs else []),
-        ],
+        sections=trace_sections(data),
     )
     return write_page(page, folder, overwrite=overwrite, progress=progress)
 
@@ -162,12 +131,7 @@ def write_comparison(
             *_replay_warnings(found),
         ],
         facts=[*_run_facts(ran), *(_trace_facts(recorded) if recorded else [])],
-        tables=[comparison_table(ran, found), *(fit_table(origin) for origin in origins.values())],
-        drawings=[
-            *run_drawings(ran, found),
-            *(item for name, origin in origins.items() for item in fit_drawings(origin, name)),
-            *(spectrum_drawings(measured) if measured else []),
-        ],
+        sections=comparison_sections(ran, found, origins, measured),
     )
     return write_page(page, folder, overwrite=overwrite, progress=progress)
 
@@ -195,4 +159,9 @@ def _judged(replays: Mapping[str, Replay], fits: Iterable[GradiveqFit]) -> dict[
 
 
 def _replay_warnings(replays: Mapping[str, Any]) -> list[str]:
-    return [f"{name}: {line}" for name, found in replays.items() for line in found["summary"]["warnings"]]
+    """What to beware of, each line once, with the plans that it is about."""
+    said: dict[str, list[str]] = {}
+    for name, found in replays.items():
+        for line in found["summary"]["warnings"]:
+            said.setdefault(line, []).append(name)
+    return [f"{', '.join(names)}: {line}" for line, names in said.items()]

@@ -22,7 +22,7 @@ GREY = "#767676"
 _METHOD_COLORS = {"dense": BLACK, "gradiveq": VERMILION, "topk": BLUE, "powersgd": GREEN}
 _SPARE_COLORS = (ORANGE, PURPLE, SKY, "#8C6D31", "#5F4690", GREY)
 _METHOD_MARKERS = {"dense": "o", "gradiveq": "s", "topk": "^", "powersgd": "D"}
-_SPARE_MARKERS = ("v", "P", "X", "<", ">", "*")
+_SPARE_MARKERS = ("v", "P", "X", "<", ">", "*", "h", "d", "p")
 
 # More layers than this are told apart by a colour bar, not by a legend.
 _MOST_NAMED_LAYERS = 7

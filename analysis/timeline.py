@@ -110,6 +110,10 @@ class Clock:
         self.computed += together
         self.now += together / self.speed + (seconds - together)
 
+    def serve(self, seconds: float) -> None:
+        """Work of the ranks' processors for the network: it holds up computing as far as no core is left for it."""
+        self.computed -= 2 * (1 - self.speed) * min(seconds, self.compute - self.computed)
+
     def wait_for_backward(self, computed: float) -> None:
         """Until so much has been computed."""
         left = max(0.0, computed - self.computed)
@@ -127,9 +131,10 @@ class Clock:
 
 @dataclass
 class Wire:
-    """The link over a step: when it is free again, and what was sent."""
+    """The link over a step: when it is free again, and what was sent. clock: whose processors serve it."""
 
     link: Link
+    clock: Clock
     free: float = 0.0
     wire_bytes: int = 0
 
@@ -137,6 +142,7 @@ class Wire:
         """Issue a collective; when it is through."""
         self.free = max(self.free, issued) + self.link.busy_seconds(transfer)
         self.wire_bytes += transfer.wire_bytes
+        self.clock.serve(transfer.path_bytes * self.link.host_seconds_per_byte)
         return self.free + self.link.delay_seconds(transfer)
 
 
@@ -192,7 +198,8 @@ def simulate(
         GradlabError: for a time below 0, a world size below 1, a speed outside [0.5, 1].
     """
     _check(compute_seconds, world_size, speed)
-    clock, wire = Clock(compute_seconds, speed), Wire(link)
+    clock = Clock(compute_seconds, speed)
+    wire = Wire(link, clock)
     compressing = any(bucket.exchanges for bucket in buckets)
     ticks, in_place = Ticks(clock, wire, rank, world_size), 0.0
     for bucket in buckets:

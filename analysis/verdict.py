@@ -7,6 +7,7 @@ from typing import Any
 
 from gradlab.analysis.formatting import format_number, format_percent, format_ratio, format_seconds
 from gradlab.analysis.metric import RELATIVE_NOISE, final_score, metric_of, scores
+from gradlab.analysis.payoff import payoff_verdict
 from gradlab.learned_selection import LearnedSettings
 
 # A step must be shorter by this share before it is called faster.
@@ -17,6 +18,7 @@ _LITTLE_GAIN = 0.02
 _NOTHING_LEARNED = 0.9
 _DIVERGED = 1.5
 _SHORT = 16
+_SAME_ORDER = 0.8  # rank correlations that count as one order
 _COLLAPSED = 0.05  # of codes' size
 
 
@@ -83,16 +85,19 @@ def _reached(text: str, value: float | None) -> str:
     return "diverged" if value is None else text
 
 
-def trace_verdict(spectrum: Mapping[str, Any], fit: Mapping[str, Any] | None, replays: Mapping[str, Any]) -> str:
-    """What a trace, a fit and replays say about compressing this training. fit: a fit's origin."""
+def trace_verdict(data: Mapping[str, Any]) -> str:
+    """What a trace report's data say about compressing this training; where it pays, first."""
+    fit, replays, payoff = data["fit"], data["replays"], data.get("payoff")
     lines = []
+    if payoff:
+        lines.append(payoff_verdict(payoff))
+    elif fit is None and not replays:
+        lines.append("A recording alone does not say that compression pays: fit a codec, or replay plans.")
     if fit is not None:
         lines.append(fit_verdict(fit))
-    if replays:
+    if replays and not payoff:
         lines.append(replay_verdict(replays))
-    lines.append(_agreement_line(spectrum))
-    if fit is None and not replays:
-        lines.insert(0, "A recording alone does not say that compression pays: fit a codec, or replay plans.")
+    lines.append(agreement_line(data["spectrum"]))
     return " ".join(line for line in lines if line)
 
 
@@ -238,7 +243,18 @@ def replay_verdict(replays: Mapping[str, Any]) -> str:
     return " ".join(lines)
 
 
-def _agreement_line(spectrum: Mapping[str, Any]) -> str:
+def ranking_line(ranking: Mapping[str, Any]) -> str:
+    """Whether plans keep their order, from `gradlab.analysis.ranking.ranking_stability`."""
+    least = min(ranking["agreement"])
+    order = "the same" if least > _SAME_ORDER else "not the same"
+    return (
+        f"The order of plans by {ranking['measure'].replace('_', ' ')} is {order} all through what was replayed (rank "
+        f"correlation with the whole order at least {least:.2f})."
+    )
+
+
+def agreement_line(spectrum: Mapping[str, Any]) -> str:
+    """How far two ranks' gradients agree, in a sentence; empty for one rank."""
     cosines = [layer["mean_cosine"] for layer in spectrum["layers"] if layer["mean_cosine"] is not None]
     if not cosines:
         return ""

@@ -149,7 +149,10 @@ def test_trace_commands(gradlab: Command, recording: Path) -> None:
 
 
 def test_analyze_and_inspect(gradlab: Command, recording: Path, topk: Path, tmp_path: Path) -> None:
-    code, out, err = gradlab("analyze", recording / "trace", "--out", tmp_path / "report")
+    code, out, err = gradlab(
+        "analyze", recording / "trace", "--out", tmp_path / "report", "--only", "payoff,noise,within",
+        "--compute-seconds", "20ms", "--bandwidth", "1mbit", "--nodes", "2",
+    )  # fmt: skip
     assert code == 0, err
     assert "report.html" in out
     report = json.loads((tmp_path / "report" / "report.json").read_text())
@@ -158,6 +161,8 @@ def test_analyze_and_inspect(gradlab: Command, recording: Path, topk: Path, tmp_
     assert report["fit"]["holdout"]["loss"] > report["fit"]["fitted_slices_loss"]
     assert "holdout" in [figure["name"] for figure in report["figures"]]
     assert out.startswith(report["verdict"])
+    assert report["verdict"].startswith("At 1 Mbit/s between 2 nodes, ")
+    assert report["noise_scale"]["batch_size"] == report["trace"]["metadata"]["batch_size"]
     code, _, err = gradlab("analyze", recording / "trace", "--out", tmp_path / "report")
     assert (code, "exists already" in err) == (2, True)
     code, out, _ = gradlab("inspect", topk, "--json")
@@ -209,7 +214,7 @@ def test_a_fit_to_noise_is_seen_through(gradlab: Command, tmp_path: Path) -> Non
 
 def test_a_trace_that_no_fit_can_use_is_analysed_without(gradlab: Command, tmp_path: Path) -> None:
     record(tmp_path / "trace", random_gradients(0, 6, 2, [LINEAR]), [LINEAR]).close()
-    code, out, err = gradlab("analyze", tmp_path / "trace", "--out", tmp_path / "report")
+    code, out, err = gradlab("analyze", tmp_path / "trace", "--out", tmp_path / "report", "--only", "within")
     assert code == 0, err
     assert "warning: No GradiVeQ fit: " in out
     report = json.loads((tmp_path / "report" / "report.json").read_text())

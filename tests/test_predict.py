@@ -393,6 +393,24 @@ def test_codecs_hide_behind_backward_only_with_a_core_of_their_own() -> None:
     assert (shared.seconds, shared.encode) == pytest.approx((5.0, 1.0))
 
 
+def test_serving_the_network_holds_up_computing_where_no_core_is_left() -> None:
+    """100 bytes at 10 ms each are a second of the processors' time while two more seconds are computed."""
+    buckets = [Bucket(1.0, 100), Bucket(3.0, 8)]
+    link = Link(math.inf, header_share=0.0, host_seconds_per_byte=1e-2)
+    alone, shared = (simulate(buckets, 3.0, link, 2, speed=speed).seconds for speed in (1.0, 0.5))
+    assert (alone, shared) == pytest.approx((3.08, 4.08))
+
+
+def test_codecs_take_longer_where_ranks_share_a_core() -> None:
+    plan = Plan.uniform(LAYERS, "topk", density=0.01)
+    timed = Profile(0.2, "as given", CodecTime(0.05, 2, False, "a replay"))
+    one, half = (forecast(plan, timed, [2], [Link(math.inf)], cores=cores).nodes[0].job for cores in (1.0, 0.5))
+    assert half.codec_seconds == pytest.approx(2 * one.codec_seconds, rel=0.5)
+    in_run = Profile(0.2, "as given", CodecTime(0.05, 2, True, "a run"))
+    found = forecast(plan, in_run, [2], [Link(math.inf)], cores=0.5).nodes[0].job
+    assert found.codec_seconds + found.engine_seconds == pytest.approx(0.05, rel=0.4)
+
+
 def test_segments_hold_at_least_one_exchange() -> None:
     exchanges = [Exchange(str(size), size, (Turn(0.0),)) for size in (5, 20, 4, 6, 1)]
     cut = segments(exchanges, lambda exchange: exchange.gradient_bytes, 10)

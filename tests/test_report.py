@@ -149,7 +149,11 @@ def test_every_figure_is_in_the_page_and_beside_it(made, which):
         svg = (folder / "figures" / f"{figure['name']}.svg").read_text(encoding="utf-8")
         assert "<text" in svg  # words stay words
         assert (folder / "figures" / f"{figure['name']}.pdf").read_bytes().startswith(b"%PDF")
-    assert all((folder / target).is_file() for target in reader.links)
+        shown = json.loads((folder / "figures" / f"{figure['name']}.json").read_text(encoding="utf-8"))
+        assert shown["title"] == figure["title"]
+        assert any(set(panel) & {"series", "bars", "points", "images"} for panel in shown["panels"])
+    assert all((folder / target).is_file() for target in reader.links if not target.startswith("#"))
+    assert {target[1:] for target in reader.links if target.startswith("#")} <= set(reader.ids)
     assert {path.stem for path in (folder / "figures").iterdir()} == {figure["name"] for figure in figures}
 
 

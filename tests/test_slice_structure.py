@@ -575,7 +575,7 @@ def reported(tmp_path_factory):
     """What `gradlab analyze` writes of a small trace: report.json, and the page's path."""
     folder = tmp_path_factory.mktemp("structure")
     record(folder / "t", random_gradients(22, 40, 2, [CUBE]), [CUBE]).close()
-    analyze(folder / "t", folder / "report")
+    analyze(folder / "t", folder / "report", only="within")
     return json.loads((folder / "report" / "report.json").read_text()), folder / "report" / "report.html"
 
 
@@ -587,9 +587,9 @@ def test_the_report_has_the_section_with_its_figures_and_data(reported, tmp_path
     added = [figure for figure in data["figures"] if figure["title"].startswith("What GradiVeQ would find: ")]
     assert [figure["name"] for figure in added] == [f"gradiveq_{part}" for part in PARTS if part in PLOTS]
     text = html.unescape(page.read_text(encoding="utf-8"))
-    assert "<h2>What GradiVeQ would find</h2>" in text
+    assert "<h3>What GradiVeQ would find</h3>" in text
     for figure in added:
-        assert f"<h2>{figure['title']}</h2>" in text
+        assert f"<h3>{figure['title']}</h3>" in text
         assert (page.parent / "figures" / f"{figure['name']}.svg").stat().st_size
 
 

@@ -3,68 +3,116 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gradlab.cli.console import OUT, print_json, print_warnings, progress_bars
 from gradlab.errors import GradlabError
 
-# GradiVeQ's L_t; of a shorter trace the first half, so that the other can be held out.
-SAMPLES = 100
+if TYPE_CHECKING:
+    from gradlab.analysis.profile import Profile
 
 
 def analyze(
     trace: Annotated[Path, typer.Argument(metavar="DIR", help="The trace's folder.")],
     out: Annotated[Path, typer.Option(metavar="REPORT", help="Folder for report.html, report.json and figures.")],
+    plan: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="ARTIFACT", help="Replay and forecast this plan; several times for several."),
+    ] = None,
+    nodes: Annotated[str, typer.Option(help="Numbers of nodes to forecast for, with commas.")] = "8",
+    bandwidth: Annotated[str, typer.Option(help="Link speeds to forecast for, with commas.")] = "1gbit,25gbit",
+    latency: Annotated[str, typer.Option(help="From a rank's send to another's receive: 50us, 1ms.")] = "100us",
+    compute_seconds: Annotated[
+        str | None, typer.Option(help="A training step without gradient exchange: 0.36s, 120ms.")
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option(metavar="RUN.json", help="A compressed run's report, for that time.")
+    ] = None,
+    after_addition: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Layers that read a residual sum, e.g. 'layer*.conv1.weight'."),
+    ] = None,
+    only: Annotated[
+        str | None,
+        typer.Option(metavar="PARTS", help="Some pages alone, with commas: payoff,between,noise,limits,within,signs."),
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes; by habit as many as cores, at most 4.")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace a report that is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the measurements as JSON too.")] = False,
 ) -> None:
-    """Measure a trace: spectra, agreement between ranks, a GradiVeQ fit tried on later iterations; write a report.
+    """Measure a trace in every way and write a report whose first line says whether compression pays.
 
-    Also what GradiVeQ builds on, by layer: correlated neighbours, like slices, bases that last; and how well
-    blocks of signs stand for gradients.
+    What plans do to the gradients and to the step's time; what nodes share, with honest nulls; noise scale; how far
+    codecs are from the rate-distortion limit; a GradiVeQ fit tried on later iterations; signs; every layer.
 
-    Example:
+    Examples:
 
-      gradlab analyze trace --out report
+      gradlab analyze trace --out report --compute-seconds 0.36s
+
+      gradlab analyze trace --out report --nodes 8,64 --bandwidth 200mbit,1gbit,25gbit --plan powersgd.safetensors
     """
     import json
 
-    from gradlab.analysis.gradiveq import NotFittable, fit_gradiveq
+    from gradlab.analysis.examine import PARTS, examine
+    from gradlab.analysis.link import Link, parse_bandwidth, parse_seconds
     from gradlab.analysis.report import write_trace_report
-    from gradlab.analysis.sign_blocks import measure_sign_blocks
-    from gradlab.analysis.slice_structure_trace import measure_slice_structure
+    from gradlab.analysis.shared_out import default_workers
     from gradlab.analysis.target import REPORT_FILES, require_free
+    from gradlab.artifact import Artifact
+    from gradlab.cli.predict import node_counts
     from gradlab.trace import Trace
 
     require_free(out, overwrite, contents=REPORT_FILES)
+    if workers is not None and workers < 1:
+        raise GradlabError(f"workers = {workers}, expected at least 1")
+    delay = parse_seconds(latency)
+    links = [Link(parse_bandwidth(rate), delay) for rate in bandwidth.split(",")]
+    counts = node_counts(nodes)
+    artifacts = {str(path): Artifact.load(path) for path in plan or []}
+    names = {path: Path(path).stem for path in artifacts}
+    if len(set(names.values())) < len(names):
+        names = {path: path for path in artifacts}
+    profile = _profile(run, parse_seconds(compute_seconds) if compute_seconds is not None else None)
     with Trace(trace) as opened, progress_bars() as progress:
-        fit, remarks = None, []
-        try:
-            fit = fit_gradiveq(opened, samples=max(2, min(SAMPLES, len(opened.steps) // 2)), progress=progress)
-        except NotFittable as reason:
-            remarks.append(f"No GradiVeQ fit: {reason}")
-        structure = measure_slice_structure(opened, samples=SAMPLES, progress=progress)
-        signs = None
-        try:
-            signs = measure_sign_blocks(opened, progress=progress)
-        except GradlabError as reason:
-            remarks.append(f"Nothing to say of signs: {reason}")
+        found = examine(
+            opened,
+            plans={names[path]: artifact.plan for path, artifact in artifacts.items()} or None,
+            nodes=counts,
+            links=links,
+            profile=profile,
+            after_addition=after_addition or (),
+            parts=PARTS if only is None else only.split(","),
+            workers=workers or default_workers(),
+            progress=progress,
+        )
         page = write_trace_report(
             opened,
             out,
-            fit=fit,
-            structure=structure,
-            signs=signs,
-            remarks=remarks,
+            fit=found.fit,
+            replays={
+                name: result.held_out(next((a.origin for p, a in artifacts.items() if names[p] == name), {}))
+                for name, result in found.replays.items()
+            },
+            spectrum=found.spectrum,
+            measured=found.measured,
+            remarks=found.remarks,
             overwrite=overwrite,
             progress=progress,
         )
-    found = json.loads((page.parent / "report.json").read_text())
+    written = json.loads((page.parent / "report.json").read_text())
     if as_json:
-        print_json(found)
+        print_json(written)
     else:
-        OUT.print(found["verdict"], markup=False)
-        print_warnings(found["warnings"])
+        OUT.print(written["verdict"], markup=False)
+        print_warnings(written["warnings"])
         OUT.print(str(page), markup=False)
+
+
+def _profile(run: Path | None, compute_seconds: float | None) -> Profile | None:
+    from gradlab.analysis.profile import Profile, compute_seconds_of
+
+    if compute_seconds is not None:
+        return Profile(compute_seconds, "as given")
+    return Profile(compute_seconds_of(run), f"the run {run}") if run is not None else None

@@ -24,7 +24,9 @@ def evaluate(
     overwrite: Annotated[bool, typer.Option(help="Replace a report that is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every step.")] = False,
 ) -> None:
-    """Replay artifacts on recorded gradients with the code that trains: error, cosine, bytes, time.
+    """Replay artifacts on recorded gradients with the code that trains: error, cosine, bytes, time, by layer and step.
+
+    Of several it is also said whether they keep their order all through the recording.
 
     Errors of an artifact fitted on this trace are those of iterations after its fit; in-sample ones stand beside them.
 
@@ -62,11 +64,15 @@ def evaluate(
 
 def print_replays(replays: Mapping[str, Replay]) -> None:
     """What they say and what to beware of, then one row per replayed plan."""
+    from gradlab.analysis.ranking import ranking_stability
     from gradlab.analysis.report_tables import replay_table
-    from gradlab.analysis.verdict import replay_verdict
+    from gradlab.analysis.verdict import ranking_line, replay_verdict
 
     found = {name: result.to_json() for name, result in replays.items()}
     OUT.print(replay_verdict(found), markup=False)
+    ranking = ranking_stability(found)
+    if ranking is not None:
+        OUT.print(ranking_line(ranking), markup=False)
     print_warnings(f"{name}: {line}" for name, result in replays.items() for line in result.warnings)
     table = replay_table(found)
     print_table(table.title, table.columns, table.rows, left=table.text_columns)

@@ -73,7 +73,7 @@ def predict(
     delay = parse_seconds(latency)
     links = [Link(parse_bandwidth(rate), delay, header_share, all_reduce=all_reduce) for rate in bandwidth.split(",")]
     calibration = calibrate_link(links[0], read_observations(measured)) if measured is not None else None
-    counts = [_count(word) for word in nodes.split(",")]
+    counts = node_counts(nodes)
     seconds = parse_seconds(compute_seconds) if compute_seconds is not None else None
     if out is not None:
         require_figure(out, overwrite)
@@ -100,10 +100,17 @@ def predict(
         _print(found, out)
 
 
-def _count(word: str) -> int:
-    if not word.strip().isdecimal():
-        raise GradlabError(f"nodes {word!r}: expected whole numbers from 1, such as 4,64,1024")
-    return int(word)
+def node_counts(text: str) -> list[int]:
+    """Numbers of nodes, with commas.
+
+    Raises:
+        GradlabError: for anything else.
+    """
+    words = text.split(",")
+    for word in words:
+        if not word.strip().isdecimal():
+            raise GradlabError(f"nodes {word!r}: expected whole numbers from 1, such as 4,64,1024")
+    return [int(word) for word in words]
 
 
 def _print(found: Forecast, out: Path | None) -> None:

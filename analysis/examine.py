@@ -1,0 +1,171 @@
+"""Everything that can be asked of a recording, for its report: what does not apply to a trace is said, not raised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from gradlab.analysis.between_nodes import measure_between_nodes
+from gradlab.analysis.gradiveq import GradiveqFit, NotFittable, fit_gradiveq
+from gradlab.analysis.layer_places import layer_places
+from gradlab.analysis.limits import measure_limits, place_plans
+from gradlab.analysis.link import Link
+from gradlab.analysis.noise_scale import measure_noise_scale
+from gradlab.analysis.payoff import measure_payoff, usual_plans
+from gradlab.analysis.profile import Profile
+from gradlab.analysis.replay import replay
+from gradlab.analysis.replay_result import Replay
+from gradlab.analysis.sign_blocks import measure_sign_blocks
+from gradlab.analysis.slice_structure_trace import measure_slice_structure
+from gradlab.analysis.spectrum import TraceSpectrum, measure_spectrum
+from gradlab.errors import GradlabError
+from gradlab.plan import Plan
+from gradlab.progress import Progress
+
+if TYPE_CHECKING:
+    from gradlab.trace import Trace
+
+Found = TypeVar("Found")
+
+# What can be asked, by the names of a report's pages; layers, their spectra and agreement are always measured.
+PARTS = ("payoff", "between", "noise", "limits", "within", "signs")
+# GradiVeQ's L_t; of a shorter trace the first half, so that the other can be held out.
+SAMPLES = 100
+# Steps replayed for a first look: values over all ranks that bound them, the fewest, and the most.
+_REPLAYED_VALUES, _FEWEST_STEPS, _MOST_STEPS = 4 * 10**8, 8, 40
+
+
+@dataclass
+class Examination:
+    """What was found, as `gradlab.analysis.report.write_trace_report` takes it."""
+
+    spectrum: TraceSpectrum
+    fit: GradiveqFit | None = None
+    replays: dict[str, Replay] = field(default_factory=dict)
+    measured: dict[str, Any] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+
+    def attempt(self, what: str, measure: Callable[[], Found]) -> Found | None:
+        """The measurement, or a remark on why this trace has none."""
+        try:
+            return measure()
+        except GradlabError as reason:
+            self.remarks.append(f"{what}: {reason}")
+            return None
+
+
+def examine(
+    trace: Trace,
+    *,
+    plans: Mapping[str, Plan] | None = None,
+    nodes: Sequence[int] = (8,),
+    links: Sequence[Link] = (Link(1e9, 1e-4), Link(2.5e10, 1e-4)),
+    profile: Profile | None = None,
+    after_addition: Sequence[str] = (),
+    parts: Collection[str] = PARTS,
+    workers: int = 1,
+    progress: Progress | None = None,
+) -> Examination:
+    """Measure a trace in every way, or in some.
+
+    plans: what is replayed and forecast, None for `usual_plans`; nodes, links, profile: as `measure_payoff`;
+    after_addition: as `layer_places`; parts: of `PARTS`; workers: processes that share layers out.
+
+    Raises:
+        GradlabError: for a trace too short to measure at all, a plan of another model, an unknown part, or a layer
+            pattern that matches none.
+    """
+    for part in parts:
+        if part not in PARTS:
+            raise GradlabError(f"unknown part {part!r}, expected some of {', '.join(PARTS)}")
+    layer_places(trace, after_addition)
+    spectrum = measure_spectrum(trace, workers=workers, progress=progress)
+    found = Examination(spectrum)
+    if "within" in parts:
+        _of_one_node(found, trace, progress)
+    if "signs" in parts:
+        measure = partial(measure_sign_blocks, trace, progress=progress)
+        found.measured["sign_blocks"] = found.attempt("Nothing to say of signs", measure)
+    if trace.world_size > 1:
+        if "between" in parts:
+            _of_several_nodes(found, trace, after_addition, workers, progress)
+        if "noise" in parts:
+            found.measured["noise_scale"] = found.attempt("No noise scale", partial(_noise_scale, found, trace))
+        if "payoff" in parts:
+            _of_plans(found, trace, plans, nodes, links, profile, progress)
+    else:
+        found.remarks.append("Recorded on one rank: nothing can be said of what nodes share, nor replayed.")
+    if "limits" in parts:
+        measure = partial(measure_limits, trace, workers=workers, progress=progress)
+        found.measured["limits"] = limits = found.attempt("No limits", measure)
+        if limits is not None:
+            known = {name: plan for name, plan in _plans(trace, plans).items() if name in found.replays}
+            limits["plans"] = place_plans(limits, found.replays, known)
+    return found
+
+
+def _of_one_node(found: Examination, trace: Trace, progress: Progress | None) -> None:
+    try:
+        found.fit = fit_gradiveq(trace, samples=max(2, min(SAMPLES, len(trace.steps) // 2)), progress=progress)
+    except NotFittable as reason:
+        found.remarks.append(f"No GradiVeQ fit: {reason}")
+    found.measured["slice_structure"] = measure_slice_structure(trace, samples=SAMPLES, progress=progress)
+
+
+def _of_several_nodes(
+    found: Examination, trace: Trace, after_addition: Sequence[str], workers: int, progress: Progress | None
+) -> None:
+    measure = partial(
+        measure_between_nodes, trace, after_addition=after_addition, workers=workers, progress=progress
+    )  # fmt: skip
+    found.measured["between_nodes"] = found.attempt("Nothing to say of what nodes share", measure)
+
+
+def _noise_scale(found: Examination, trace: Trace) -> dict[str, Any]:
+    layers, batch = found.spectrum.layers, trace.metadata.get("batch_size")
+    return measure_noise_scale(
+        np.stack([layer.inner for layer in layers]),
+        [layer.layer.name for layer in layers],
+        batch if type(batch) is int and batch > 0 else None,
+        np.random.default_rng(0),
+    )
+
+
+def _of_plans(
+    found: Examination,
+    trace: Trace,
+    plans: Mapping[str, Plan] | None,
+    nodes: Sequence[int],
+    links: Sequence[Link],
+    profile: Profile | None,
+    progress: Progress | None,
+) -> None:
+    tried = _plans(trace, plans)
+    start = replay_start(trace)
+    for name, plan in tried.items():
+        # A plan that was named must fit; of the usual ones those that do are enough.
+        run = partial(replay, trace, plan, start=start, progress=progress)
+        result = run() if plans is not None else found.attempt(name, run)
+        if result is not None:
+            found.replays[name] = result
+    replayed = {name: plan for name, plan in tried.items() if name in found.replays}
+    if replayed:
+        found.measured["payoff"] = found.attempt(
+            "No forecast",
+            lambda: measure_payoff(replayed, found.replays, nodes, links, profile=profile, progress=progress),
+        )
+
+
+def _plans(trace: Trace, plans: Mapping[str, Plan] | None) -> Mapping[str, Plan]:
+    return usual_plans(trace.layers) if plans is None else plans
+
+
+def replay_start(trace: Trace) -> int:
+    """Position from which plans are replayed for a first look: the last steps, as many as are quickly done."""
+    values = trace.world_size * sum(layer.numel for layer in trace.layers)
+    steps = int(np.clip(_REPLAYED_VALUES // max(1, values), _FEWEST_STEPS, _MOST_STEPS))
+    return max(0, len(trace.steps) - steps)
