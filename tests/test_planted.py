@@ -11,12 +11,10 @@ from recorded import record_layer
 
 from gradlab.analysis.between_nodes import BetweenNodes, measure_between_nodes
 from gradlab.analysis.information import gaussian_information
-from gradlab.analysis.limits import floor_at, measure_limits
 from gradlab.analysis.noise_scale import noise_scale
 from gradlab.analysis.slice_structure import principal_angles
 from gradlab.analysis.spectrum import measure_spectrum
 from gradlab.datasets.synthetic import GradientModel, draw, expected_cosine
-from gradlab.layer_errors import Candidate
 from gradlab.layout import Layer
 from gradlab.slice_pca import principal_axes
 
@@ -51,14 +49,11 @@ def test_signal_between_nodes(tmp_path: Path) -> None:
     assert between["lags"]["information"][-1] < 0.1 * between["lags"]["information"][0]
 
 
-def test_rank_and_floor(tmp_path: Path) -> None:
-    """The plane turns by 0.64 rad over the trace: twice its axes hold it, and no more; few axes take few bits."""
+def test_rank(tmp_path: Path) -> None:
+    """The plane turns by 0.64 rad over the trace: twice its axes hold it, and no more."""
     with record_layer(tmp_path / "t", drawn(TURNING), LAYER) as trace:
         values = measure_spectrum(trace).layers[0].layer_eigenvalues
-        limits = measure_limits(trace, candidates=[Candidate("sign")])["layers"][0]
     assert values[2 * RANK - 1] > 10 * values[2 * RANK]
-    assert floor_at(limits, 0.25) < 0.5
-    assert limits["codecs"][0]["above_floor"] > 0
 
 
 def test_drift() -> None:
