@@ -96,7 +96,7 @@ def examine(
         if "noise" in parts:
             found.measured["noise_scale"] = found.attempt("No noise scale", partial(_noise_scale, found, trace))
         if "payoff" in parts:
-            _of_plans(found, trace, plans, nodes, links, profile, progress)
+            _of_plans(found, trace, plans, nodes, links, profile, workers, progress)
     else:
         found.remarks.append("Recorded on one rank: nothing can be said of what nodes share, nor replayed.")
     if "limits" in parts:
@@ -142,13 +142,14 @@ def _of_plans(
     nodes: Sequence[int],
     links: Sequence[Link],
     profile: Profile | None,
+    workers: int,
     progress: Progress | None,
 ) -> None:
     tried = _plans(trace, plans)
     start = replay_start(trace)
     for name, plan in tried.items():
         # A plan that was named must fit; of the usual ones those that do are enough.
-        run = partial(replay, trace, plan, start=start, progress=progress)
+        run = partial(replay, trace, plan, start=start, workers=workers, progress=progress)
         result = run() if plans is not None else found.attempt(name, run)
         if result is not None:
             found.replays[name] = result

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 # Squared errors relative to the gradient's energy.
 RELATIVE_ERRORS = tuple(float(value) for value in np.geomspace(1e-7, 0.98, 56))
 _POSITIONS = 24
-_WINDOWS = 2
+# Iterations that codecs are measured in: one for models so large that many values stand for the others.
+_WINDOWS, _MANY_VALUES = 2, 2 * 10**6
 _SLICES_PER_ROW = 64
 _LARGEST_SLICE = 512
 _ROWS_PER_AXIS = 4
@@ -102,7 +103,8 @@ def measure_limits(
     trace.close()
     floors = share_out(_floor, [(path, x) for x in chosen], workers=workers, what="limits", progress=progress)
     live = [row for row in floors if row["iterations"]]
-    windows = [(int(p), int(p) + 1) for p in _finite_positions(live)]
+    values = sum(layer.numel for layer in chosen)
+    windows = [(p, p + 1) for p in _finite_positions(live, 1 if values > _MANY_VALUES else _WINDOWS)]
     by_name = {layer.name: layer for layer in chosen}
     table = measure_errors(
         trace, {row["name"]: tried for row in live}, windows, workers=workers, progress=progress
@@ -117,13 +119,13 @@ def measure_limits(
     return {"relative_errors": list(RELATIVE_ERRORS), "world_size": trace.world_size, "layers": live}
 
 
-def _finite_positions(rows: Sequence[Mapping[str, Any]]) -> list[int]:
+def _finite_positions(rows: Sequence[Mapping[str, Any]], most: int) -> list[int]:
     """Some positions, late in the trace, at which all of the layers are finite."""
     if not rows:
         return []
     common = sorted(set.intersection(*(set(row["positions"]) for row in rows)))
     later = common[len(common) // 2 :]
-    return [later[i] for i in spread(len(later), _WINDOWS)]
+    return [later[i] for i in spread(len(later), most)]
 
 
 def _placed(

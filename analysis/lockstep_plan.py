@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -57,21 +57,31 @@ class LockstepPlan:
 
     plain_sgd: whether the run's optimizer is SGD without momentum (see `Context`); states: per rank, per group name,
     the codec's state; replaced after a step whose gradients are finite everywhere; remarks: what to know of the steps
-    so far.
+    so far. only: names of the groups to run, None for all; the bytes of layers of no group are counted with the first.
     """
 
-    def __init__(self, plan: Plan, world_size: int, plain_sgd: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, world_size: int, plain_sgd: bool = False, only: Collection[str] | None = None
+    ) -> None:
         self.plan = plan  # as it is now: a refresh may have changed its settings
         self.world_size = world_size
         self._replanner = Replanner(plan, ROOT, world_size, beside=False) if plan.refresh is not None else None
         self.plain_sgd = plain_sgd
         # A plan of identity groups alone sends no finite flag; its groups run, so that the reference is measured too.
-        self.groups = plan.compressed_groups or plan.groups
+        groups = plan.compressed_groups or plan.groups
+        self.groups = tuple(group for group in groups if only is None or group.name in only)
+        self._elsewhere = frozenset(name for group in groups if group not in self.groups for name in group.layers)
+        self._counts_rest = only is None or groups[0] in self.groups
         self.codecs = {group.name: plan.build(group) for group in self.groups}
         self.states: list[dict[str, Tensors]] = [{} for _ in range(world_size)]
         self._learning_rates: dict[str, float] = {}  # the last of a committed step that was not zero
         self.layers = tuple(name for group in self.groups for name in group.layers)
         self.remarks: list[str] = []
+
+    @property
+    def partial(self) -> bool:
+        """Whether groups of the plan are left out."""
+        return bool(self._elsewhere)
 
     @property
     def stateful(self) -> bool:
@@ -85,12 +95,14 @@ class LockstepPlan:
         learning_rate: Mapping[str, float] | None = None,
         loss_scale: float = 1.0,
         parameters: Tensors | None = None,
+        finite: bool = True,
     ) -> StepResult:
         """Run one iteration. gradients: per rank, by layer name, without the loss scale that the run had; layers of
-        no group may be left out. parameters: for weight decay, which is left out where they are not known."""
+        no group may be left out. parameters: for weight decay, which is left out where they are not known. finite:
+        whether gradients that are not given are."""
         told = self._refresh(iteration)
         compressing = self.plan.schedule.compresses(iteration)
-        finite = all_finite(gradients)
+        finite = finite and all_finite(gradients)
         exchanged: dict[str, list[Exchanged]] = {}
         costs: dict[str, GroupCost] = {}
         context = Context(
@@ -175,8 +187,11 @@ class LockstepPlan:
 
     def _uncompressed_bytes(self, exchanged: set[str], compressing: bool) -> tuple[list[int], list[int]]:
         """Payload and wire bytes per rank of all other layers, as one all-reduce, and of the finite flag."""
+        if not self._counts_rest:
+            return [0] * self.world_size, [0] * self.world_size
+        elsewhere = exchanged | self._elsewhere if compressing else exchanged
         payload, wire = self._bytes_of(
-            4 * sum(layer.numel for layer in self.plan.layers if layer.name not in exchanged)
+            4 * sum(layer.numel for layer in self.plan.layers if layer.name not in elsewhere)
         )
         if self.plan.compressed_groups and (compressing or exchanged):
             flag_payload, flag_wire = self._bytes_of(FINITE_FLAG_BYTES)

@@ -8,15 +8,16 @@ as the run's gradients are those of the trace.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from gradlab import codecs, wrappers
-from gradlab.analysis.lockstep_plan import LockstepPlan, StepResult, learning_rates
+from gradlab.analysis.lockstep_plan import GroupCost, LockstepPlan, StepResult, learning_rates
 from gradlab.analysis.replay_result import Replay, ReplayStep
+from gradlab.analysis.shared_out import share_out
 from gradlab.analysis.unscaled import step_gradients
 from gradlab.codec import Tensors
 from gradlab.codec_settings import build_settings
@@ -30,14 +31,24 @@ from gradlab.refresh import Refresh
 if TYPE_CHECKING:
     from gradlab.trace import Trace
 
+# Values, over all ranks, of groups that are replayed together; gradients, states and results are held some ten times.
+_PART_VALUES = 2**23
 # So many settings of a wrapper are shown as they are; of more, those that are not its habit.
 _FEW_SETTINGS = 2
 
 
 def replay(
-    trace: Trace, plan: Plan, *, start: int = 0, stop: int | None = None, progress: Progress | None = None
+    trace: Trace,
+    plan: Plan,
+    *,
+    start: int = 0,
+    stop: int | None = None,
+    workers: int = 1,
+    progress: Progress | None = None,
 ) -> Replay:
     """Run the plan over positions start..stop of a trace.
+
+    Groups of a large model are replayed some at a time, by so many `workers`: what a group does depends on no other.
 
     Layers that the plan compresses must be in the trace; layers it sends dense may be missing from it. What a plan
     fitted on this trace says of its own samples is no prediction: see `Replay.held_out`.
@@ -49,62 +60,159 @@ def replay(
     stop = len(trace.steps) if stop is None else stop
     _check_layers(trace, plan)
     _check_range(trace, plan, start, stop)
-    lockstep = LockstepPlan(plan, trace.world_size, plain_sgd=trace.metadata.get("plain_sgd") is True)
-    steps: list[ReplayStep] = []
-    for done, (result, gradients) in enumerate(replay_steps(trace, lockstep, start, stop)):
-        steps.append(_measure(result, gradients))
-        if progress:
-            progress("replay", done + 1, stop - start)
+    parts = parts_of(plan, trace.world_size)
+    if len(parts) == 1:
+        steps, remarks = _replay_part(trace, plan, None, start, stop, progress)
+        merged = [[step] for step in steps]
+    else:
+        calls = [(str(trace.path.resolve()), plan, part, start, stop) for part in parts]
+        trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
+        found = share_out(_replay_in_worker, calls, workers=workers, what="replay by parts", progress=progress)
+        merged = [list(together) for together in zip(*(steps for steps, _ in found), strict=True)]
+        remarks = list(dict.fromkeys(line for _, said in found for line in said))
     return Replay(
-        steps=tuple(steps),
+        steps=tuple(_step(together) for together in merged),
         world_size=trace.world_size,
         plan_digest=plan.digest,
         trace_digest=trace.digest,
         methods=methods_of(plan.groups),
         dense_payload_bytes=plan.payload_bytes(trace.world_size, compressing=False),
         forecast_payload_bytes=plan.payload_bytes(trace.world_size),
-        remarks=tuple(_remarks(trace, lockstep, start, stop)),
+        remarks=tuple(remarks),
     )
+
+
+def parts_of(plan: Plan, world_size: int) -> list[tuple[str, ...]]:
+    """Groups by name that are replayed together, so that gradients and states of all ranks of a part, not of the whole
+    model, are held at a time. A plan that is chosen anew has one part, because all its groups are weighed together."""
+    groups = plan.compressed_groups or plan.groups
+    if plan.refresh is not None:
+        return [tuple(group.name for group in groups)]
+    sizes = {group.name: world_size * sum(layer.numel for layer in plan.members(group)) for group in groups}
+    parts: list[list[str]] = [[]]
+    for name, size in sizes.items():
+        if parts[-1] and sum(sizes[other] for other in parts[-1]) + size > _PART_VALUES:
+            parts.append([])
+        parts[-1].append(name)
+    return [tuple(part) for part in parts]
+
+
+@dataclass
+class _Sums:
+    """Of one step and some groups. layers: as contribution_error; mean: squared error, true norm, norm, inner product;
+    energy: of the ranks' gradients; payload, wire: per rank."""
+
+    iteration: int
+    compressing: bool
+    finite: bool
+    layers: LayerErrors
+    mean: tuple[float, float, float, float]
+    energy: float
+    payload: tuple[int, ...]
+    wire: tuple[int, ...]
+    codec_seconds: float
+    costs: Mapping[str, GroupCost]
+
+
+def _replay_in_worker(
+    path: str, plan: Plan, part: tuple[str, ...], start: int, stop: int
+) -> tuple[list[_Sums], list[str]]:
+    from gradlab.trace import Trace
+
+    with Trace(path) as trace:
+        return _replay_part(trace, plan, part, start, stop, None)
+
+
+def _replay_part(
+    trace: Trace, plan: Plan, part: tuple[str, ...] | None, start: int, stop: int, progress: Progress | None
+) -> tuple[list[_Sums], list[str]]:
+    lockstep = LockstepPlan(
+        plan, trace.world_size, plain_sgd=trace.metadata.get("plain_sgd") is True, only=part
+    )  # fmt: skip
+    steps = []
+    for done, (result, gradients) in enumerate(replay_steps(trace, lockstep, start, stop)):
+        steps.append(_sums(result, gradients))
+        if progress:
+            progress("replay", done + 1, stop - start)
+    return steps, list(_remarks(trace, lockstep, start, stop))
 
 
 def replay_steps(
     trace: Trace, lockstep: LockstepPlan, start: int, stop: int
 ) -> Iterator[tuple[StepResult, list[Tensors]]]:
-    """Drive `lockstep` over positions start..stop; yields each result with the gradients it was made from."""
+    """Drive `lockstep` over positions start..stop; yields each result with the gradients it was made from.
+
+    Of a part of a plan only its layers are read; that others are finite is what the recorder counted.
+    """
     here = [layer.name for layer in trace.layers]
+    if lockstep.partial:
+        here = [name for name in here if name in lockstep.layers]
     for step in trace.iterate(start, stop, here):
         # Copies: products of rows that lie unaligned in a block differ in the last bit from those of aligned ones.
         gradients = [
             {name: torch.from_numpy(value).clone() for name, value in rank.items()} for rank in step_gradients(step)
         ]
         now = learning_rates(lockstep.plan, step.learning_rate)
-        yield lockstep.step(step.index, gradients, now, float(step.loss_scale[0])), gradients
+        finite = not lockstep.partial or not step.non_finite.any()
+        yield lockstep.step(step.index, gradients, now, float(step.loss_scale[0]), finite=finite), gradients
 
 
-def _measure(result: StepResult, gradients: list[Tensors]) -> ReplayStep:
+def _sums(result: StepResult, gradients: list[Tensors]) -> _Sums:
     layers: LayerErrors = {}
-    contribution = aggregate = cosine = unsent = None
+    mean, energy = (0.0, 0.0, 0.0, 0.0), 0.0
     if result.compressing and result.finite:
         for done in (done for ranks in result.exchanged.values() for done in ranks):
             add_errors(layers, contribution_error(done))
-        contribution = relative(sum(e for e, _ in layers.values()), sum(n for _, n in layers.values()))
-        aggregate, cosine = _aggregate(result, gradients)
-        unsent = relative(sum(e for e, _ in layers.values()), _energy(gradients, layers))
+        mean, energy = _aggregate(result, gradients), _energy(gradients, layers)
+    return _Sums(
+        result.iteration,
+        result.compressing,
+        result.finite,
+        layers,
+        mean,
+        energy,
+        result.payload,
+        result.wire,
+        result.codec_seconds,
+        result.costs if result.compressing else {},
+    )
+
+
+def _step(parts: Sequence[_Sums]) -> ReplayStep:
+    """One step from what its parts found."""
+    first, finite = parts[0], all(part.finite for part in parts)
+    layers: LayerErrors = {}
+    for part in parts:
+        add_errors(layers, part.layers if finite else {})
+    contribution = aggregate = cosine = unsent = None
+    if first.compressing and finite:
+        squared = sum(e for e, _ in layers.values())
+        contribution = relative(squared, sum(n for _, n in layers.values()))
+        unsent = relative(squared, sum(part.energy for part in parts))
+        error, true_norm, norm, inner = (sum(values) for values in zip(*(part.mean for part in parts), strict=True))
+        aggregate, product = relative(error, true_norm), (true_norm * norm) ** 0.5
+        # Nothing asked and nothing given is perfect agreement.
+        cosine = inner / product if product > 0 else float(true_norm == norm)
+        cosine = min(1.0, max(-1.0, cosine))
+    payload, wire = (
+        [sum(ranks) for ranks in zip(*(getattr(part, name) for part in parts), strict=True)]
+        for name in ("payload", "wire")
+    )
     return ReplayStep(
-        iteration=result.iteration,
-        compressing=result.compressing,
-        finite=result.finite,
+        iteration=first.iteration,
+        compressing=first.compressing,
+        finite=finite,
         contribution_error=contribution,
         aggregate_error=aggregate,
         cosine=cosine,
-        payload_bytes_mean=sum(result.payload) / len(result.payload),
-        payload_bytes_max=max(result.payload),
-        wire_bytes_mean=sum(result.wire) / len(result.wire),
-        wire_bytes_max=max(result.wire),
-        codec_seconds=result.codec_seconds,
+        payload_bytes_mean=sum(payload) / len(payload),
+        payload_bytes_max=max(payload),
+        wire_bytes_mean=sum(wire) / len(wire),
+        wire_bytes_max=max(wire),
+        codec_seconds=sum(part.codec_seconds for part in parts),
         unsent=unsent,
         layers=layers,
-        costs=result.costs if result.compressing else {},
+        costs={name: cost for part in parts for name, cost in part.costs.items()},
     )
 
 
@@ -113,8 +221,8 @@ def _energy(gradients: list[Tensors], layers: LayerErrors) -> float:
     return sum(squared_norm(rank[name]) for rank in gradients for name in layers)
 
 
-def _aggregate(result: StepResult, gradients: list[Tensors]) -> tuple[float, float]:
-    """||mean - true mean|| / ||true mean|| and the cosine between both, over the layers of all groups."""
+def _aggregate(result: StepResult, gradients: list[Tensors]) -> tuple[float, float, float, float]:
+    """||mean - true mean||^2, ||true mean||^2, ||mean||^2 and the inner product of both, over the layers of groups."""
     error = true_norm = norm = inner = 0.0
     for ranks in result.exchanged.values():
         for name, mean in ranks[0].mean.items():
@@ -123,10 +231,7 @@ def _aggregate(result: StepResult, gradients: list[Tensors]) -> tuple[float, flo
             true_norm += squared_norm(true)
             norm += squared_norm(mean)
             inner += float((mean.double() * true.double()).sum())
-    product = (true_norm * norm) ** 0.5
-    # Nothing asked and nothing given is perfect agreement.
-    cosine = inner / product if product > 0 else float(true_norm == norm)
-    return relative(error, true_norm), min(1.0, max(-1.0, cosine))
+    return error, true_norm, norm, inner
 
 
 def methods_of(groups: Sequence[Group]) -> tuple[str, ...]:

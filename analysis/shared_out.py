@@ -6,6 +6,7 @@ A worker opens the trace itself and reads what it needs, so that memory depends 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -52,7 +53,10 @@ def share_out(
     from joblib import Parallel, delayed
 
     parallel = Parallel(n_jobs=min(workers, len(calls)), return_as="generator", inner_max_num_threads=1)
-    return list(_counted(parallel(delayed(_in_worker)(function, *c) for c in calls), len(calls), what, progress))
+    with warnings.catch_warnings():
+        # Processes that had nothing to do for minutes end, and others begin: nothing that a user could do about it.
+        warnings.filterwarnings("ignore", message="A worker stopped while some jobs were given")
+        return list(_counted(parallel(delayed(_in_worker)(function, *c) for c in calls), len(calls), what, progress))
 
 
 def _on_cluster(function: Callable[..., Found], calls: Sequence[tuple[Any, ...]], address: str) -> list[Found]:

@@ -14,7 +14,6 @@ for, drops nothing from the page cache unless run by root, and then measures in 
 from __future__ import annotations
 
 import argparse
-import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -90,8 +89,9 @@ def read_layer(path: str, name: str) -> tuple[int, int]:
 
 
 def peak() -> int:
-    """Of this process, in bytes."""
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    """Of this process's memory since it began, in bytes; what its parent held before does not count."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
 
 
 def peak_of(path: str, name: str) -> tuple[str, int]:
@@ -100,11 +100,11 @@ def peak_of(path: str, name: str) -> tuple[str, int]:
 
 
 def timed(what: str, nbytes: int, work: Callable[[], object]) -> None:
-    """Run and say how long, and how fast."""
+    """Run and say how long, and how fast; by then the peak memory of this process."""
     began = time.perf_counter()
     work()
     seconds = time.perf_counter() - began
-    print(f"{what:>9} {seconds:8.1f} s {nbytes / seconds / 1e6:8.0f} MB/s of trace", flush=True)
+    print(f"{what:>9} {seconds:8.1f} s {nbytes / seconds / 1e6:8.0f} MB/s   {peak() / 2**20:6.0f} MiB", flush=True)
 
 
 def main() -> None:
@@ -118,13 +118,14 @@ def main() -> None:
     path = arguments.trace
     if not path.exists():
         record(path, 1e9 * arguments.gigabytes)
-    nbytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    on_disk = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     with Trace(path) as trace:
         names, steps = [layer.name for layer in trace.layers], len(trace.steps)
-    print(f"{nbytes / 1e9:.2f} GB, {steps} steps, {arguments.workers} workers")
-    timed("plain", nbytes, lambda: plain_read(path))
-    timed("plain", nbytes, lambda: plain_read(path))
-    calls = [(str(path), name) for name in names]
+        nbytes = 4 * steps * trace.world_size * sum(layer.numel for layer in trace.layers)
+    print(f"{on_disk / 1e9:.2f} GB on disk, {nbytes / 1e9:.2f} GB of gradients, {arguments.workers} workers")
+    timed("plain", on_disk, lambda: plain_read(path))
+    timed("plain", on_disk, lambda: plain_read(path))
+    calls, peaks = [(str(path), name) for name in names], set[int]()
     timed("trace, 1", nbytes, lambda: share_out(read_layer, calls))
     timed("trace", nbytes, lambda: share_out(read_layer, calls, workers=arguments.workers))
     with Trace(path) as trace:
@@ -139,11 +140,8 @@ def main() -> None:
                 )  # fmt: skip
 
         timed("examine", nbytes, everything)
-    peaks = sorted({size for _, size in share_out(peak_of, calls * 4, workers=arguments.workers)}, reverse=True)
-    children = 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    print(f"peak memory: this process {peak() / 2**20:.0f} MiB, workers {[f'{p / 2**20:.0f} MiB' for p in peaks]}")
-    if children:
-        print(f"largest process that ended: {children / 2**20:.0f} MiB")
+        peaks.update(size for _, size in share_out(peak_of, calls * 4, workers=arguments.workers))
+    print(f"peak memory: this process {peak() / 2**20:.0f} MiB, a worker {max(peaks) / 2**20:.0f} MiB")
 
 
 if __name__ == "__main__":

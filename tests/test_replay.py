@@ -14,7 +14,7 @@ from recorded import BIAS, CONVOLUTION, LAYERS, LINEAR, random_gradients, record
 
 from gradlab.analysis.gradiveq import fit_gradiveq
 from gradlab.analysis.lockstep_plan import LockstepPlan
-from gradlab.analysis.replay import replay, replay_steps
+from gradlab.analysis.replay import parts_of, replay, replay_steps
 from gradlab.analysis.report_tables import replay_table
 from gradlab.analysis.uniform import uniform_artifact
 from gradlab.analysis.verdict import replay_verdict
@@ -373,3 +373,29 @@ def test_an_artifact_without_a_fit_says_where_it_comes_from(tmp_path):
     assert Artifact.load(artifact.save(tmp_path / "a.safetensors")).origin == artifact.origin
     with pytest.raises(GradlabError, match="replay the plan itself"):
         uniform_artifact(uniform("topk", density=0.2), found)
+
+
+@pytest.mark.parametrize("codec", ["topk", "powersgd", "qsgd", "sign", "identity"])
+def test_parts_of_a_plan_add_up_to_the_whole(tmp_path, monkeypatch, codec):
+    """Replayed group by group, and by two processes, as a large model is: the same bytes, errors and memory."""
+    layers = [Layer(f"block{i}.weight", (12, 8 + i), "linear") for i in range(4)] + [Layer("bias", (7,), "bias")]
+    settings = {"group_bytes": 400} if codec == "sign" else {}
+    plan = Plan.uniform(tuple(layers), codec, minimum_numel=1, warmup_steps=2, **settings)
+    gradients = random_gradients(21, 7, 3, layers)
+    gradients[4][1]["block2.weight"][0, 0] = np.nan
+    with record(tmp_path / "t", gradients, layers) as trace:
+        whole = replay(trace, plan)
+        monkeypatch.setattr("gradlab.analysis.replay._PART_VALUES", 3 * 250)
+        assert len(parts_of(plan, 3)) > 1
+        parts = replay(trace, plan)
+        assert replay(trace, plan, workers=2).layer_errors == parts.layer_errors
+    assert [step.finite for step in parts.steps] == [True] * 4 + [False] + [True] * 2
+    for step, expected in zip(parts.steps, whole.steps, strict=True):
+        for name in ("iteration", "compressing", "finite", "payload_bytes_mean", "wire_bytes_mean", "wire_bytes_max"):
+            assert getattr(step, name) == getattr(expected, name), name
+        for name in ("contribution_error", "aggregate_error", "cosine", "unsent"):
+            pair = getattr(step, name), getattr(expected, name)
+            assert pair == (None, None) or pair[0] == pytest.approx(pair[1], rel=1e-9, abs=1e-12), name
+        assert set(step.costs) == set(expected.costs)
+    assert parts.layer_errors == pytest.approx(whole.layer_errors, rel=1e-9)
+    assert (parts.remarks, parts.plan_digest) == (whole.remarks, whole.plan_digest)
