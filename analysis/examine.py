@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from gradlab.analysis.between_nodes import measure_between_nodes
+from gradlab.analysis.formatting import format_count
 from gradlab.analysis.gradiveq import GradiveqFit, NotFittable, fit_gradiveq
 from gradlab.analysis.layer_places import layer_places
 from gradlab.analysis.limits import measure_limits, place_plans
@@ -35,6 +36,9 @@ Found = TypeVar("Found")
 PARTS = ("payoff", "between", "noise", "limits", "within", "signs")
 # GradiVeQ's L_t; of a shorter trace the first half, so that the other can be held out.
 SAMPLES = 100
+# Parameters up to which a GradiVeQ fit of the whole model is quickly made, and values whose signs are.
+_MOST_FITTED, _SIGN_VALUES, _FEWEST_SIGN_STEPS = 4 * 10**6, 2**27, 4
+_MOST_SIGN_STEPS = 400
 # Steps replayed for a first look: values over all ranks that bound them, the fewest, and the most.
 _REPLAYED_VALUES, _FEWEST_STEPS, _MOST_STEPS = 4 * 10**8, 8, 40
 
@@ -88,7 +92,8 @@ def examine(
     if "within" in parts:
         _of_one_node(found, trace, progress)
     if "signs" in parts:
-        measure = partial(measure_sign_blocks, trace, progress=progress)
+        steps = max(_FEWEST_SIGN_STEPS, _SIGN_VALUES // max(1, _values_per_step(trace)))
+        measure = partial(measure_sign_blocks, trace, most_steps=min(steps, _MOST_SIGN_STEPS), progress=progress)
         found.measured["sign_blocks"] = found.attempt("Nothing to say of signs", measure)
     if trace.world_size > 1:
         if "between" in parts:
@@ -109,10 +114,16 @@ def examine(
 
 
 def _of_one_node(found: Examination, trace: Trace, progress: Progress | None) -> None:
-    try:
-        found.fit = fit_gradiveq(trace, samples=max(2, min(SAMPLES, len(trace.steps) // 2)), progress=progress)
-    except NotFittable as reason:
-        found.remarks.append(f"No GradiVeQ fit: {reason}")
+    parameters = sum(layer.numel for layer in trace.layers)
+    if parameters > _MOST_FITTED:
+        found.remarks.append(
+            f"No GradiVeQ fit: of {format_count(parameters)} parameters it takes long; `gradlab fit gradiveq` makes it."
+        )
+    else:
+        try:
+            found.fit = fit_gradiveq(trace, samples=max(2, min(SAMPLES, len(trace.steps) // 2)), progress=progress)
+        except NotFittable as reason:
+            found.remarks.append(f"No GradiVeQ fit: {reason}")
     found.measured["slice_structure"] = measure_slice_structure(trace, samples=SAMPLES, progress=progress)
 
 
@@ -167,6 +178,10 @@ def _plans(trace: Trace, plans: Mapping[str, Plan] | None) -> Mapping[str, Plan]
 
 def replay_start(trace: Trace) -> int:
     """Position from which plans are replayed for a first look: the last steps, as many as are quickly done."""
-    values = trace.world_size * sum(layer.numel for layer in trace.layers)
-    steps = int(np.clip(_REPLAYED_VALUES // max(1, values), _FEWEST_STEPS, _MOST_STEPS))
+    steps = int(np.clip(_REPLAYED_VALUES // max(1, _values_per_step(trace)), _FEWEST_STEPS, _MOST_STEPS))
     return max(0, len(trace.steps) - steps)
+
+
+def _values_per_step(trace: Trace) -> int:
+    """Of all ranks."""
+    return trace.world_size * sum(layer.numel for layer in trace.layers)

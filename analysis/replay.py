@@ -132,6 +132,7 @@ def _replay_part(
     steps = []
     for done, (result, gradients) in enumerate(replay_steps(trace, lockstep, start, stop)):
         steps.append(_sums(result, gradients))
+        del result, gradients  # before the next step makes its own
         if progress:
             progress("replay", done + 1, stop - start)
     return steps, list(_remarks(trace, lockstep, start, stop))
@@ -155,6 +156,7 @@ def replay_steps(
         now = learning_rates(lockstep.plan, step.learning_rate)
         finite = not lockstep.partial or not step.non_finite.any()
         yield lockstep.step(step.index, gradients, now, float(step.loss_scale[0]), finite=finite), gradients
+        del gradients, step
 
 
 def _sums(result: StepResult, gradients: list[Tensors]) -> _Sums:

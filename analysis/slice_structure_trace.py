@@ -48,7 +48,7 @@ _MOST_LAYERS = 4
 _WINDOWS = 4
 _AGES = 24
 # Averaged gradients held at a time while a layer is read: float32 values.
-_BLOCK_VALUES = 2**24
+_BLOCK_VALUES = 2**22
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from gradlab.trace_schema import CHUNK_STEPS, RankIndex, read_index, read_manife
 
 __all__ = ["RankCheck", "Trace", "TraceCheck", "TraceStep", "check"]
 
-_BLOCK_BYTES = 256 * 2**20  # most memory of a block that `iterate` reads ahead, in bytes
+_BLOCK_BYTES = 96 * 2**20  # most memory of a block that `iterate` reads ahead, in bytes
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class Trace:
     def iterate(
         self, start: int = 0, stop: int | None = None, layers: Sequence[str] | None = None
     ) -> Iterator[TraceStep]:
-        """Step by step over all ranks; reads blocks of at most 16 steps and about 256 MiB.
+        """Step by step over all ranks; reads blocks of at most 16 steps and about 96 MiB.
 
         Args:
             start, stop: positions in `steps`; layers: names of the layers to read, None for all.
@@ -195,6 +195,7 @@ class Trace:
             for offset in range(last - first):
                 gradients = [{name: rows[offset] for name, rows in rank.items()} for rank in block]
                 yield self._step(first + offset, gradients)
+            del block, gradients  # before the next one is read
 
     def _step(self, position: int, gradients: list[dict[str, np.ndarray]]) -> TraceStep:
         rows = [rank_rows[position] for rank_rows in self._rows]
