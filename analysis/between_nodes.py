@@ -21,8 +21,9 @@ import numpy as np
 
 from gradlab.analysis.information import (
     PAPER_BINS,
-    basic_interval,
     block_bootstrap,
+    block_length,
+    bootstrap_interval,
     excess_information,
     mutual_information,
     plug_in,
@@ -44,7 +45,7 @@ CORRECTED = ("copula", "equal_mass", "ksg")
 _STRETCHES = 8
 _FEWEST_VALUES = 256  # of a layer: with fewer, estimates say nothing of one iteration
 _KSG_VALUES = 4096  # nearest neighbours take longest
-_TOPK_STEPS = 6
+_TOPK_STEPS, _TOP_VALUES = 4, 2**20  # iterations of lags and largest values, values of the latter
 _LAGS = (0, 1, 2, 5, 10, 20, 50)
 
 
@@ -100,7 +101,7 @@ def measure_between_nodes(
         **asdict(chosen),
         "world_size": trace.world_size,
         "shift": shift,
-        "shift_iterations": int(trace.steps[shift] - trace.steps[0]),
+        "shift_iterations": int(np.median(trace.steps[shift:] - trace.steps[:-shift])),
         "paper_bins": PAPER_BINS,
         "skipped_layers": [x.name for x in trace.layers if x not in large],
         "layers": [row for row in rows if row["iterations"]],
@@ -151,7 +152,8 @@ def measure_layer(path: str, layer: Layer, chosen: BetweenNodes, shift: int) -> 
         columns = sampled_columns(layer.numel, chosen.values)
         now = _read(trace, layer, positions, columns)
         later = _read(trace, layer, positions + shift, columns)
-        finite = np.isfinite(now).all((1, 2)) & np.isfinite(later).all((1, 2))
+        whole = finite_positions(trace)  # the sample's alone would say nothing of the largest values
+        finite = np.isin(positions, whole) & np.isin(positions + shift, whole)
         steps = np.asarray(trace.steps)[positions][finite]
         top = _top_overlap(trace, layer, positions[finite])
         lags = _by_lag(trace, layer, positions[finite], pairs, columns)
@@ -175,6 +177,12 @@ def measure_layer(path: str, layer: Layer, chosen: BetweenNodes, shift: int) -> 
         "mean_cosine": _mean_with_interval(cosines, generator, chosen.level),
         "signal_to_noise": signal_to_noise(inner),
     }
+
+
+def finite_positions(trace: Trace) -> np.ndarray:
+    """Positions at which every rank's gradient was finite, by the recorder's count, (n,)."""
+    counts = [trace.scalars(rank)["non_finite"] for rank in range(trace.world_size)]
+    return np.flatnonzero(np.sum(counts, axis=0) == 0)
 
 
 def _read(trace: Trace, layer: Layer, positions: np.ndarray, columns: Sequence[slice]) -> np.ndarray:
@@ -272,16 +280,16 @@ def _by_lag(
 
 
 def _top_overlap(trace: Trace, layer: Layer, positions: np.ndarray) -> list[dict[str, float]]:
-    """How far nodes' k largest values lie at the same positions, by density, over whole gradients."""
-    rows, ranks = [], range(trace.world_size)
+    """How far nodes' k largest values lie at the same positions, by density, over a sample of many values."""
+    rows, columns = [], sampled_columns(layer.numel, _TOP_VALUES)
+    numel = sum(part.stop - part.start for part in columns)
+    few = [int(p) for p in positions[spread(len(positions), _TOPK_STEPS)]] if len(positions) else []
+    read = [[_row(trace, layer, rank, p, columns) for rank in range(trace.world_size)] for p in few]
     for density in DENSITIES:
-        count = max(1, round(density * layer.numel))
-        if count >= layer.numel:
+        count = max(1, round(density * numel))
+        if count >= numel:
             continue
-        found = [
-            index_overlap([read_unscaled(trace, layer.name, rank, p, p + 1)[0] for rank in ranks], count)
-            for p in map(int, positions[spread(len(positions), _TOPK_STEPS)])
-        ]
+        found = [index_overlap(gradients, count) for gradients in read]
         if found:
             overlap, energy = np.mean(found, axis=0)
             rows.append(
@@ -289,7 +297,7 @@ def _top_overlap(trace: Trace, layer: Layer, positions: np.ndarray) -> list[dict
                     "density": density,
                     "count": count,
                     "overlap": float(overlap),
-                    "by_chance": count / layer.numel,
+                    "by_chance": count / numel,
                     "energy_at_others": float(energy),
                 }
             )
@@ -300,6 +308,7 @@ def _mean_with_interval(series: np.ndarray, generator: np.random.Generator, leve
     values = series[np.isfinite(series)]
     if len(values) < 4:
         return {"mean": float(values.mean()) if len(values) else None, "low": None, "high": None}
-    means = block_bootstrap(values[:, None], generator, max(1, round(len(values) ** (1 / 3))))[:, 0]
-    low, high = basic_interval(float(values.mean()), means, level)
+    length = block_length(len(values))
+    means = block_bootstrap(values[:, None], generator, length)[:, 0]
+    low, high = bootstrap_interval(float(values.mean()), means, level, -(-len(values) // length))
     return {"mean": float(values.mean()), "low": low, "high": high}

@@ -18,7 +18,7 @@ from gradlab.analysis.link import Link
 from gradlab.analysis.noise_scale import measure_noise_scale
 from gradlab.analysis.payoff import measure_payoff, usual_plans
 from gradlab.analysis.profile import Profile
-from gradlab.analysis.replay import replay
+from gradlab.analysis.replay import check_replay, replay
 from gradlab.analysis.replay_result import Replay
 from gradlab.analysis.sign_blocks import measure_sign_blocks
 from gradlab.analysis.slice_structure_trace import measure_slice_structure
@@ -66,6 +66,7 @@ def examine(
     trace: Trace,
     *,
     plans: Mapping[str, Plan] | None = None,
+    origins: Mapping[str, Mapping[str, Any]] | None = None,
     nodes: Sequence[int] = (8,),
     links: Sequence[Link] = (Link(1e9, 1e-4), Link(2.5e10, 1e-4)),
     profile: Profile | None = None,
@@ -76,7 +77,8 @@ def examine(
 ) -> Examination:
     """Measure a trace in every way, or in some.
 
-    plans: what is replayed and forecast, None for `usual_plans`; nodes, links, profile: as `measure_payoff`;
+    plans: what is replayed and forecast, None for `usual_plans`; origins: of their artifacts by name, so that errors of
+    fitted ones are those of later iterations; nodes, links, profile: as `measure_payoff`;
     after_addition: as `layer_places`; parts: of `PARTS`; workers: processes that share layers out.
 
     Raises:
@@ -87,8 +89,12 @@ def examine(
         if part not in PARTS:
             raise GradlabError(f"unknown part {part!r}, expected some of {', '.join(PARTS)}")
     layer_places(trace, after_addition)
+    for plan in (plans or {}).values():  # before the work, not after it
+        check_replay(trace, plan, replay_start(trace), len(trace.steps))
     spectrum = measure_spectrum(trace, workers=workers, progress=progress)
     found = Examination(spectrum)
+    if spectrum.never_finite:
+        found.remarks.append(f"Never finite on all ranks, and left out: {', '.join(spectrum.never_finite)}.")
     if "within" in parts:
         _of_one_node(found, trace, progress)
     if "signs" in parts:
@@ -101,9 +107,9 @@ def examine(
         if "noise" in parts:
             found.measured["noise_scale"] = found.attempt("No noise scale", partial(_noise_scale, found, trace))
         if "payoff" in parts:
-            _of_plans(found, trace, plans, nodes, links, profile, workers, progress)
+            _of_plans(found, trace, plans, origins or {}, nodes, links, profile, workers, progress)
     else:
-        found.remarks.append("Recorded on one rank: nothing can be said of what nodes share, nor replayed.")
+        found.remarks.append("Recorded on one rank: what nodes share and what plans do is not measured.")
     if "limits" in parts:
         measure = partial(measure_limits, trace, workers=workers, progress=progress)
         found.measured["limits"] = limits = found.attempt("No limits", measure)
@@ -138,10 +144,11 @@ def _of_several_nodes(
 
 def _noise_scale(found: Examination, trace: Trace) -> dict[str, Any]:
     layers, batch = found.spectrum.layers, trace.metadata.get("batch_size")
+    passes = int(np.median(trace.scalars(0)["accumulation"]))  # of forward and backward, that make up a gradient
     return measure_noise_scale(
         np.stack([layer.inner for layer in layers]),
         [layer.layer.name for layer in layers],
-        batch if type(batch) is int and batch > 0 else None,
+        batch * max(1, passes) if type(batch) is int and batch > 0 else None,
         np.random.default_rng(0),
     )
 
@@ -150,6 +157,7 @@ def _of_plans(
     found: Examination,
     trace: Trace,
     plans: Mapping[str, Plan] | None,
+    origins: Mapping[str, Mapping[str, Any]],
     nodes: Sequence[int],
     links: Sequence[Link],
     profile: Profile | None,
@@ -163,7 +171,7 @@ def _of_plans(
         run = partial(replay, trace, plan, start=start, workers=workers, progress=progress)
         result = run() if plans is not None else found.attempt(name, run)
         if result is not None:
-            found.replays[name] = result
+            found.replays[name] = result.held_out(origins.get(name, {}))
     replayed = {name: plan for name, plan in tried.items() if name in found.replays}
     if replayed:
         found.measured["payoff"] = found.attempt(

@@ -1,14 +1,15 @@
-"""What a figure shows, as plain JSON: taken from what was drawn, so that it cannot differ from the picture."""
+"""What a figure shows, as plain JSON, taken from what was drawn: lines, points, intervals, bars and images."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection, PathCollection, QuadMesh
+from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Patch, Rectangle
 
 from gradlab.analysis.plain import plain
 
@@ -18,7 +19,7 @@ _DIGITS = 6  # significant: what no reader of a plot can see is not worth its by
 def figure_data(figure: Figure) -> dict[str, Any]:
     """{"panels": [...]}: per axes its title, labels and scales, and series of x and y, bars, points and images.
 
-    Gaps (NaN) are null. Reference lines drawn across the whole axes are series of two points.
+    Gaps (NaN) are null. References are lines across the whole axes: one of their coordinates is a share of the axes.
     """
     return dict(plain({"panels": [_panel(axes) for axes in figure.axes if axes.get_label() != "<colorbar>"]}))
 
@@ -32,11 +33,14 @@ def _panel(axes: Axes) -> dict[str, Any]:
         "y_scale": axes.get_yscale(),
     }
     names = [text.get_text() for text in axes.get_yticklabels()] if _is_named(axes) else []
+    lines = [line for line in axes.get_lines() if len(np.atleast_1d(line.get_xdata()))]
+    named = {id(c.lines[0]): str(c.get_label()) for c in axes.containers if isinstance(c, ErrorbarContainer)}
     parts = {
-        "series": [_line(line) for line in axes.get_lines() if len(np.atleast_1d(line.get_xdata()))],
+        "series": [_line(line, named.get(id(line))) for line in lines if line.get_transform() == axes.transData],
+        "references": [_line(line) for line in lines if line.get_transform() != axes.transData],
         "points": [_points(c) for c in axes.collections if isinstance(c, PathCollection)],
         "intervals": [_segments(c) for c in axes.collections if isinstance(c, LineCollection)],
-        "bars": [_bar(patch) for patch in axes.patches if isinstance(patch, Rectangle)],
+        "bars": [_bar(patch) for patch in axes.patches if _is_bar(patch, axes)],
         "images": [_rounded(image.get_array()) for image in axes.get_images()]
         + [_rounded(c.get_array()) for c in axes.collections if isinstance(c, QuadMesh)],
         "rows": names,
@@ -63,8 +67,12 @@ def _label(artist: Any) -> str | None:
     return None if label.startswith("_") else label
 
 
-def _line(line: Any) -> dict[str, Any]:
-    return {"label": _label(line), "x": _rounded(line.get_xdata()), "y": _rounded(line.get_ydata())}
+def _is_bar(patch: Patch, axes: Axes) -> TypeGuard[Rectangle]:
+    return isinstance(patch, Rectangle) and patch.get_data_transform() == axes.transData
+
+
+def _line(line: Any, label: str | None = None) -> dict[str, Any]:
+    return {"label": label or _label(line), "x": _rounded(line.get_xdata()), "y": _rounded(line.get_ydata())}
 
 
 def _points(collection: PathCollection) -> dict[str, Any]:

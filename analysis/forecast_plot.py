@@ -74,7 +74,9 @@ def plot_payoff(payoff: Mapping[str, Any]) -> Figure:
         for rate in payoff["links"]:
             if not isinstance(rate, str):
                 panel.axvline(rate, color=GREY, linewidth=0.6)
-        panel.set(xscale="log", yscale="log", xlim=(low, high), xlabel="link speed")
+        panel.set(xscale="log", yscale="log", xlabel="link speed")
+        if low < high:
+            panel.set_xlim(low, high)
         panel.set_title(f"{count} nodes")
         panel.xaxis.set_major_formatter(lambda value, _: format_rate(value))
         panel.tick_params(axis="x", labelrotation=30)

@@ -41,6 +41,7 @@ _MOST_BINS = 256
 _NEIGHBORS = 3  # KSG's k, their recommendation for estimates
 _JITTER = 1e-10  # as in KSG's section on degenerate samples: ties have no nearest neighbour
 _FEWEST_PER_BLOCK, _MOST_BLOCKS = 64, 16
+_MOST_CORRELATED = 1 - 1e-12  # equal gradients share no more than some 20 bits, so that sums stay finite
 
 
 @dataclass(frozen=True)
@@ -225,12 +226,12 @@ def excess_information(
     count = len(paired)
     if len(shifted) != count or count < 4:
         raise GradlabError(f"excess information: {count} and {len(shifted)} iterations, expected as many, 4 or more")
-    length = math.ceil(count ** (1 / 3)) if block is None else block
+    length = block_length(count) if block is None else block
     if not 1 <= length <= count:
         raise GradlabError(f"block = {length} iterations, expected 1 to {count}")
     difference = paired - shifted
     means = block_bootstrap(difference[:, None], generator, length, resamples)[:, 0]
-    low, high = basic_interval(float(difference.mean()), means, level)
+    low, high = bootstrap_interval(float(difference.mean()), means, level, -(-count // length))
     return Excess(
         float(paired.mean()), float(shifted.mean()), float(difference.mean()), low, high, level, count
     )  # fmt: skip
@@ -245,10 +246,21 @@ def block_bootstrap(rows: np.ndarray, generator: np.random.Generator, length: in
     return np.asarray(rows[picked].mean(1))
 
 
-def basic_interval(estimate: float, resampled: np.ndarray, level: float) -> tuple[float, float]:
-    """The basic bootstrap interval, 2 estimate - quantiles; spread out for the ends that few blocks do not reach."""
+def block_length(count: int) -> int:
+    """Iterations that are drawn together where nobody says how many: T^(1/3), rounded up."""
+    return math.ceil(count ** (1 / 3))
+
+
+def bootstrap_interval(estimate: float, resampled: np.ndarray, level: float, blocks: int) -> tuple[float, float]:
+    """The basic bootstrap interval, 2 estimate - quantiles, as much wider as so few blocks ask for.
+
+    A mean of b blocks varies by sqrt(b / (b - 1)) more than its bootstrap, and as Student's t with b - 1 degrees of
+    freedom more often far than a normal variable (Davison & Hinkley, "Bootstrap methods and their application", 1997).
+    """
     low, high = np.quantile(resampled, [0.5 - level / 2, 0.5 + level / 2])
-    return 2 * estimate - float(high), 2 * estimate - float(low)
+    free = max(1, blocks - 1)
+    wider = stdtrit(free, 0.5 + level / 2) / ndtri(0.5 + level / 2) * math.sqrt((free + 1) / free)
+    return estimate - wider * float(high - estimate), estimate + wider * float(estimate - low)
 
 
 # --- estimators -----------------------------------------------------------------------------------------------------
@@ -360,9 +372,10 @@ def _score_correlation(x: np.ndarray, y: np.ndarray) -> float:
 
 def _copula(x: np.ndarray, y: np.ndarray) -> float:
     count = len(x)
+    rho = float(np.clip(_score_correlation(x, y), -_MOST_CORRELATED, _MOST_CORRELATED))
     # Two entropies of one dimension less one of two: of Ince et al.'s terms these remain.
     bias = (digamma((count - 1) / 2) - digamma((count - 2) / 2)) / 2 / _LN2
-    return float(gaussian_information(_score_correlation(x, y)) - bias)
+    return float(gaussian_information(rho) - bias)
 
 
 def _copula_interval(

@@ -34,7 +34,7 @@ _ESTIMATORS = {
     "equal_mass": ("equal masses", ORANGE, "s"),
     "ksg": ("nearest neighbours", GREEN, "^"),
 }
-_MOST_LAYERS = 6
+_MOST_LAYERS, _MOST_ROWS = 6, 60
 # Enough to see each family; the others are in the data.
 _FAMILY_COLORS = {
     "quantization": (BLUE, "s"),
@@ -47,7 +47,7 @@ _FAMILY_COLORS = {
 def plot_claim(between: Found) -> Figure:
     """LGC's Fig. 4 examined: (a) entropy and information by the paper's histogram, paired and shuffled; (b) what nodes
     share beyond the shifted null, by estimators that are corrected, with intervals."""
-    layers, paper = between["layers"], str(between["paper_bins"])
+    layers, paper = spread_layers(between["layers"], _MOST_ROWS), str(between["paper_bins"])
     figure, (left, right) = panels(2, 2, height=max(2.6, 0.2 * len(layers) + 1.2), sharey=True)
     rows = np.arange(len(layers))
     found = [layer["histograms"][paper] for layer in layers]

@@ -1,9 +1,9 @@
 """How far from the least possible bits every codec stands, layer by layer: bits per value at its error.
 
-The floor is the Gaussian rate-distortion function of a rank's gradient (`gradlab.analysis.rate_distortion`), for two
-descriptions of it, each taken from iterations later than those that its axes were fitted on:
+The floor is the Gaussian rate-distortion function of a rank's gradient (`gradlab.analysis.rate_distortion`) in the
+later half of a trace, for two descriptions of it:
 
-- coordinates: independent, each with a variance of its own;
+- coordinates: independent, each with a variance of its own, known to both ends;
 - slices: GradiVeQ's slices share one covariance; energies along its axes, fitted on the earlier half.
 
 The lower of the two is drawn: no code that knows just this much of the gradient, and of Gaussian gradients, gets below.
@@ -13,16 +13,18 @@ A code that follows heavy tails from one iteration to the next can. Codecs are m
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from scipy.special import digamma
 
 from gradlab import codecs
+from gradlab.analysis.between_nodes import finite_positions
 from gradlab.analysis.error_tables import measure_errors
-from gradlab.analysis.rate_distortion import rate_at
 from gradlab.analysis.shared_out import share_out
 from gradlab.analysis.spectrum import spread
 from gradlab.analysis.unscaled import read_unscaled
@@ -47,6 +49,7 @@ _LARGEST_SLICE = 512
 _ROWS_PER_AXIS = 4
 _SETTINGS_PER_CODEC = 3
 _FEWEST_VALUES = 256
+_MOST_COORDINATES = 2**18
 
 
 def limit_candidates() -> list[Candidate]:
@@ -60,12 +63,29 @@ def limit_candidates() -> list[Candidate]:
     return found
 
 
-def gaussian_floor(variances: np.ndarray, relative_errors: Sequence[float] = RELATIVE_ERRORS) -> np.ndarray:
-    """Least bits per value at squared errors relative to the energy, (len(relative_errors),). variances: (n,)."""
-    total = float(variances.sum())
+def gaussian_floor(
+    variances: np.ndarray, relative_errors: Sequence[float] = RELATIVE_ERRORS, samples: int | None = None
+) -> np.ndarray:
+    """Least bits per value at squared errors relative to the energy, (len(relative_errors),). variances: (n,).
+
+    samples: that each variance is a mean square of; None: it is known. log of a mean square of m normal values is
+    (log(m / 2) - psi(m / 2)) too low on average, half of which in bits is given back for each one above the water.
+    """
+    total, count = float(variances.sum()), len(variances)
     if not total > 0:
         return np.zeros(len(relative_errors))
-    return np.array([rate_at(variances, error * total) / len(variances) for error in relative_errors])
+    rates = []
+    positive = np.sort(variances[variances > 0])[::-1]
+    lost = 0.0 if samples is None else (math.log(samples / 2) - float(digamma(samples / 2))) / (2 * math.log(2))
+    logs, rest = np.cumsum(np.log2(positive)), positive.sum() - np.cumsum(positive)
+    numbers = np.arange(1, len(positive) + 1)
+    for error in relative_errors:
+        # As in `rate_at`, for all errors with one sort.
+        levels = (error * total - rest) / numbers
+        above = np.flatnonzero((levels > 0) & (levels <= positive))
+        m = int(above[-1]) + 1 if len(above) else 0
+        rates.append((logs[m - 1] - m * math.log2(levels[m - 1])) / 2 + m * lost if m else 0.0)
+    return np.array(rates) / count
 
 
 def held_out_energies(fitted: np.ndarray, later: np.ndarray) -> np.ndarray:
@@ -164,24 +184,18 @@ def _floor(path: str, layer: Layer) -> dict[str, Any]:
         positions = spread(len(trace.steps), _POSITIONS)
         middle = len(trace.steps) // 2
         size = floor_slice_size(layer, trace.world_size * int((positions < middle).sum()))
-        finite = []
-        for position in map(int, positions):
-            rows = [
-                read_unscaled(trace, layer.name, rank, position, position + 1)[0] for rank in range(trace.world_size)
-            ]
-            if not all(np.isfinite(row).all() for row in rows):
-                continue
-            finite.append(position)
-            for row in rows:
-                halves[position >= middle].append(_some_slices(row, layer, size))
-                if position >= middle:
-                    squares += np.square(row, dtype=np.float64)
-                    count += 1
+        finite = [int(p) for p in np.intersect1d(positions, finite_positions(trace))]
+        for position, rank in itertools.product(finite, range(trace.world_size)):
+            row = read_unscaled(trace, layer.name, rank, position, position + 1)[0]
+            halves[position >= middle].append(_some_slices(row, layer, size))
+            if position >= middle:
+                squares += np.square(row, dtype=np.float64)
+                count += 1
         steps = [int(trace.steps[position]) for position in finite]
     base = {"name": layer.name, "numel": layer.numel, "positions": finite, "iterations": steps}
     if not halves[0] or not halves[1]:
         return {**base, "iterations": []}
-    coordinates = gaussian_floor(squares / count)
+    coordinates = gaussian_floor(squares[:: -(-layer.numel // _MOST_COORDINATES)] / count, samples=count)
     fitted, later = (np.concatenate(half) for half in halves)
     slices = gaussian_floor(held_out_energies(fitted, later))
     return {
@@ -211,11 +225,13 @@ def place_plans(
     found = []
     for name, plan in plans.items():
         errors = replays[name].layer_errors
-        for group, layer in itertools.chain.from_iterable(((g, x) for x in g.layers) for g in plan.compressed_groups):
+        # Of several layers that share messages nobody knows whose the bits are.
+        for group in (group for group in plan.compressed_groups if len(group.layers) == 1):
+            layer = group.layers[0]
             if layer not in rows or layer not in errors:
                 continue
-            members = plan.members(group)
-            bits = 8 * plan.build(group).payload_bytes(members, limits["world_size"]) / sum(m.numel for m in members)
+            payload = plan.build(group).payload_bytes(plan.members(group), limits["world_size"])
+            bits = 8 * payload / rows[layer]["numel"]
             relative = float(errors[layer]) ** 2
             found.append(
                 {

@@ -11,16 +11,15 @@ All of it follows from inner products between nodes (T, N, N), for which each su
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from gradlab.analysis.information import basic_interval, block_bootstrap, gaussian_information
+from gradlab.analysis.information import block_bootstrap, block_length, bootstrap_interval, gaussian_information
 from gradlab.errors import GradlabError
 
-_MOST_SPLITS = 64
+_SPLITS = 32  # of the nodes into two groups, drawn
 _BATCH_FACTORS = tuple(2.0**k for k in range(-4, 11))
 
 
@@ -55,11 +54,13 @@ def noise_scale(
         raise GradlabError(f"noise scale: {nodes} nodes, {count} iterations, expected at least 2 and 4")
     rows = signal_and_noise(inner)
     signal, noise = rows.mean(0)
-    means = block_bootstrap(rows, generator, max(1, round(count ** (1 / 3))), resamples)
+    length = block_length(count)
+    means = block_bootstrap(rows, generator, length, resamples)
     # An interval for the share of signal, which is finite where the ratio is not, turned over.
     share = signal / (signal + noise) if signal + noise > 0 else 0.0
     shares = np.divide(means[:, 0], means.sum(1), out=np.zeros(len(means)), where=means.sum(1) > 0)
-    low, high = basic_interval(share, shares, level)
+    ends = bootstrap_interval(share, shares, level, -(-count // length))
+    low, high = (float(np.clip(end, 0.0, 1.0)) for end in ends)
     return NoiseScale(
         _batches(share), _batches(high), _batches(low), level, float(signal), float(noise)
     )  # fmt: skip
@@ -88,14 +89,14 @@ def group_cosine(inner: np.ndarray, size: int) -> float:
     nodes = inner.shape[1]
     if not 1 <= size <= nodes // 2:
         raise GradlabError(f"groups of {size} of {nodes} nodes: expected two disjoint ones")
-    found = []
-    for group in itertools.islice(itertools.combinations(range(nodes), size), _MOST_SPLITS):
-        rest = [node for node in range(nodes) if node not in group]
-        for other in itertools.islice(itertools.combinations(rest, size), _MOST_SPLITS):
-            here, there = (inner[np.ix_(range(len(inner)), g, g)].sum((1, 2)) for g in (group, other))
-            across = inner[np.ix_(range(len(inner)), group, other)].sum((1, 2))
-            scale = np.sqrt(here * there)
-            found.append(np.divide(across, scale, out=np.full(len(inner), np.nan), where=scale > 0))
+    found, generator = [], np.random.default_rng(0)
+    for _ in range(_SPLITS):
+        drawn = generator.permutation(nodes)
+        group, other = drawn[:size], drawn[size : 2 * size]
+        here, there = (inner[:, g][:, :, g].sum((1, 2)) for g in (group, other))
+        across = inner[:, group][:, :, other].sum((1, 2))
+        scale = np.sqrt(here * there)
+        found.append(np.divide(across, scale, out=np.full(len(inner), np.nan), where=scale > 0))
     values = np.concatenate(found)
     return float(np.nanmean(values)) if np.isfinite(values).any() else float("nan")
 
@@ -131,9 +132,7 @@ def measure_noise_scale(
         "layers": [
             {"name": name, **asdict(noise_scale(rows, generator))} for name, rows in zip(names, inner, strict=True)
         ],
-        "measured_cosine": [
-            {"batches": size, "cosine": group_cosine(total, size)} for size in range(1, nodes // 2 + 1)
-        ],
+        "measured_cosine": [{"batches": size, "cosine": group_cosine(total, size)} for size in _sizes(nodes // 2)],
         "expected": {
             "batches": list(_BATCH_FACTORS),
             "cosine": [expected_cosine(factor, scale) for factor in _BATCH_FACTORS],
@@ -148,3 +147,8 @@ def measure_noise_scale(
             for count in (1, 2, 4, 8, 16, 32, 64, 128, 256)
         ],
     }
+
+
+def _sizes(most: int) -> list[int]:
+    """1, 2, 4, ... up to `most`."""
+    return [2**power for power in range(most.bit_length())]

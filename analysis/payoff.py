@@ -1,7 +1,8 @@
 """Whether compression will pay: plans' forecasts on one's own nodes and links, beside what replays say of them.
 
 Speed alone decides nothing: a plan is proposed only if its replayed update keeps a cosine of at least 0.5 with the true
-mean, which orders methods as training does (docs/comparison.md).
+mean. The cosine orders methods much as training does (docs/comparison.md); where to draw the line is a convention, and
+a plan that is faster but below it is named with its cosine.
 """
 
 from __future__ import annotations
@@ -70,11 +71,14 @@ def measure_payoff(
     """
     known = profile or Profile(_NO_COMPUTING, "not known")
     forecasts = {}
-    for done, (name, plan) in enumerate(plans.items()):
+    compressing = {name: plan for name, plan in plans.items() if plan.compressed_groups}
+    if not compressing:
+        raise GradlabError("no plan compresses anything: all steps are those of plain DDP")
+    for done, (name, plan) in enumerate(compressing.items()):
         forecasts[name] = forecast(plan, known, nodes, links).to_json()
         if progress:
-            progress("forecasts", done + 1, len(plans))
-    cosines = {name: replays[name].summary()["cosine"] for name in plans if name in replays}
+            progress("forecasts", done + 1, len(compressing))
+    cosines = {name: replays[name].summary()["cosine"] for name in compressing if name in replays}
     places = [
         _place(forecasts, cosines, i, j) for i in range(len(nodes)) for j in range(len(links))
     ]  # fmt: skip
@@ -103,6 +107,7 @@ def _place(forecasts: Mapping[str, Any], cosines: Mapping[str, float | None], no
     dense = first["dense"]["seconds"]
     best = min(keeping, key=lambda name: seconds[name]) if keeping else None
     saved = 1 - seconds[best] / dense if best is not None and dense > 0 else 0.0
+    fastest = min(seconds, key=lambda name: seconds[name])
     return {
         "nodes": next(iter(forecasts.values()))["nodes"][node]["nodes"],
         "bits_per_second": first["bits_per_second"],
@@ -112,6 +117,8 @@ def _place(forecasts: Mapping[str, Any], cosines: Mapping[str, float | None], no
         "best_seconds": seconds[best] if best is not None else None,
         "saved": saved,
         "pays": saved > _SPEED_NOISE,
+        "fastest": fastest,
+        "fastest_saves": 1 - seconds[fastest] / dense if dense > 0 else 0.0,
     }
 
 
@@ -125,11 +132,15 @@ def payoff_verdict(payoff: Mapping[str, Any]) -> str:
         f"at {speed(place['bits_per_second'])} between {place['nodes']} nodes, {place['best']} saves "
         f"{format_percent(place['saved'], 0)} of a step ({format_seconds(place['best_seconds'])} instead of "
         f"{format_seconds(place['dense_seconds'])}; its update's cosine with the true mean is "
-        f"{payoff['cosines'][place['best']]:.2f})"
+        f"{payoff['cosines'][place['best']]:.2f} as replayed)"
         for place in paying
     ]
     if losing:
-        parts.append(f"{_where(losing)} do not compress: no plan that keeps the direction saves more than 5 %")
+        parts.append(
+            f"{_where(losing)} do not compress: no plan whose update keeps a cosine of {payoff['least_cosine']} with "
+            "the "
+            f"true mean saves more than 5 %{_refused(losing, payoff['cosines'])}"
+        )
     text = "; ".join(parts) + "."
     return text[:1].upper() + text[1:]
 
@@ -139,7 +150,19 @@ def _where(places: Sequence[Mapping[str, Any]]) -> str:
     speeds: dict[int, list[str]] = {}
     for place in places:
         speeds.setdefault(place["nodes"], []).append(speed(place["bits_per_second"]))
-    return ", ".join(f"at {' and '.join(rates)} between {count} nodes" for count, rates in speeds.items())
+    return ", ".join(
+        f"at {' and '.join(rates)} between {count} node{'s' * (count != 1)}" for count, rates in speeds.items()
+    )
+
+
+def _refused(places: Sequence[Mapping[str, Any]], cosines: Mapping[str, float | None]) -> str:
+    """The plan that would save most, if that is one which loses the direction."""
+    best = max(places, key=lambda place: float(place["fastest_saves"]))
+    if best["fastest_saves"] <= _SPEED_NOISE:
+        return ""
+    cosine = cosines.get(best["fastest"])
+    known = "unknown" if cosine is None else f"{cosine:.2f}"
+    return f" ({best['fastest']} would save {format_percent(best['fastest_saves'], 0)}, at a cosine of {known})"
 
 
 def _exchange_verdict(payoff: Mapping[str, Any]) -> str:

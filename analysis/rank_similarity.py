@@ -44,7 +44,7 @@ def index_overlap(gradients: Sequence[np.ndarray], count: int) -> tuple[float, f
         The share of the k = `count` largest magnitudes that lie at the same positions; and the energy of a gradient at
         the other's positions over that at its own, 1 where leading makes no difference.
     """
-    largest = [np.argpartition(np.abs(gradient), -count)[-count:] for gradient in gradients]
+    largest = [np.argpartition(np.abs(gradient), -count)[-count:].copy() for gradient in gradients]
     energies = [float(np.square(g[own], dtype=np.float64).sum()) for g, own in zip(gradients, largest, strict=True)]
     overlaps, kept = [], []
     for a, b in itertools.permutations(range(len(gradients)), 2):

@@ -58,8 +58,7 @@ def replay(
             range, or a range in which nothing would be compressed.
     """
     stop = len(trace.steps) if stop is None else stop
-    _check_layers(trace, plan)
-    _check_range(trace, plan, start, stop)
+    check_replay(trace, plan, start, stop)
     parts = parts_of(plan, trace.world_size)
     if len(parts) == 1:
         steps, remarks = _replay_part(trace, plan, None, start, stop, progress)
@@ -80,6 +79,16 @@ def replay(
         forecast_payload_bytes=plan.payload_bytes(trace.world_size),
         remarks=tuple(remarks),
     )
+
+
+def check_replay(trace: Trace, plan: Plan, start: int, stop: int) -> None:
+    """Whether a plan can be replayed over positions start..stop of a trace.
+
+    Raises:
+        GradlabError: as `replay`.
+    """
+    _check_layers(trace, plan)
+    _check_range(trace, plan, start, stop)
 
 
 def parts_of(plan: Plan, world_size: int) -> list[tuple[str, ...]]:

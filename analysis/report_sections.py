@@ -43,8 +43,10 @@ Found = Mapping[str, Any]
 _MOST_LAYER_FIGURES = 40
 _MOST_ROWS = 60
 # What waits under feedback, in the last quarter over the one before.
-_GROWING = 1.2
+_GROWING, _SETTLED = 1.2, 200  # steps after a cold start, during which it grows in any case
 _SHOWN_DENSITY = 0.01
+# Shuffled over paired information from which on an estimator says nothing.
+_BY_CHANCE = 0.9
 # Squared errors, of the energy, between which a codec says something and sends something.
 _USEFUL = (0.05, 0.9)
 
@@ -103,10 +105,11 @@ def _payoff(data: Found) -> Section | None:
         "plan is not proposed, however fast."
     )
     columns = ("nodes", "link", "plan", what, "speed-up", "cosine")
-    tables = [
-        Table("Step times", columns, rows, note, text_columns=3),
-        Table("Break-even link speed", ("plan", "nodes", "compression pays"), even, text_columns=1),
-    ]
+    tables = [Table("Step times", columns, rows, note, text_columns=3)]
+    if payoff["compute_seconds"] is not None:
+        about = "Speed alone: whether a plan's update is worth it is another question, see its cosine above."
+        header = ("plan", "nodes", "faster than plain DDP")
+        tables.append(Table("Break-even link speed", header, even, about, text_columns=1))
     drawing = Drawing(
         "payoff",
         "Step time over link speed",
@@ -127,7 +130,7 @@ def _replays(data: Found) -> Section | None:
     if not replays:
         return None
     drawings, answer = replay_drawings(replays), replay_verdict(replays)
-    growing = [name for name, found in replays.items() if (found["summary"].get("residual_growth") or 0.0) > _GROWING]
+    growing = [name for name, found in replays.items() if _grows(found["summary"])]
     if any(found["summary"].get("unsent") for found in replays.values()):
         drawings.append(
             Drawing(
@@ -154,6 +157,10 @@ def _replays(data: Found) -> Section | None:
         )
     tables = [replay_table(replays), _group_table(replays)]
     return Section("replays", "What do compressors do to these gradients?", answer, tables, drawings)
+
+
+def _grows(summary: Found) -> bool:
+    return summary["compressed_steps"] >= _SETTLED and (summary.get("residual_growth") or 0.0) > _GROWING
 
 
 def _group_table(replays: Found) -> Table:
@@ -190,14 +197,14 @@ def _between_nodes(data: Found) -> Section | None:
     excess = [x["estimators"]["copula"]["excess"] for x in layers]
     beyond = sum(one["low"] > 0 for one in excess)
     answer = (
-        f"By LGC's histogram {format_percent(common, 0)} of a layer's entropy is common to two nodes (median "
-        "over "
-        f"layers), but of pairs put together at random it is {format_percent(by_chance, 0)}: the estimator's "
-        "own. "
-        f"What nodes share in an iteration, beyond what they share {between['shift_iterations']} iterations apart, is "
-        f"{format_number(median(one['bits'] for one in excess), 2)} bits per parameter (median, Gaussian copula), and "
-        "more "
-        f"than 0 for sure in {beyond} of {len(layers)} layers."
+        f"By LGC's histogram {format_percent(common, 0)} of a layer's entropy is common to two nodes (median over "
+        "layers); "
+        f"of pairs put together at random it is {format_percent(by_chance, 0)}"
+        f"{': the estimator finds that much in anything' if by_chance > _BY_CHANCE * common else ''}. What nodes share "
+        "in "
+        f"an iteration, beyond what they share {between['shift_iterations']} iterations apart, is "
+        f"{format_number(median(one['bits'] for one in excess), 2)} bits per parameter (median, Gaussian copula); its "
+        f"interval lies above 0 in {beyond} of {len(layers)} layers (by chance in {len(layers) / 40:.1f})."
     )
     drawings = [
         Drawing(
@@ -205,7 +212,7 @@ def _between_nodes(data: Found) -> Section | None:
             "LGC's claim, by layer",
             "After Fig. 4 of LGC; (first), (last), (+): first and last layer, after a residual addition. (a) The "
             "paper's "
-            "estimator: information of the pair and of the shuffled pair lie on each other. (b) Excess over pairs "
+            "estimator, of the pair and of the shuffled pair. (b) Excess over pairs "
             f"{between['shift_iterations']} iterations apart, {format_percent(between['level'], 0)} block-bootstrap "
             "intervals over iterations.",
             partial(information_plots.plot_claim, between),
@@ -278,6 +285,9 @@ def _cosine(found: Found) -> str:
     return f"{found['mean']:.2f} [{found['low']:.2f}, {found['high']:.2f}]"
 
 
+_SAME_DATA = 1e-6  # noise over signal
+
+
 def _noise_scale(data: Found) -> Section | None:
     found = data.get("noise_scale")
     if not found:
@@ -286,11 +296,18 @@ def _noise_scale(data: Found) -> Section | None:
     unit = "examples" if size else "batches of one node"
     scale = model["batches"]
     if scale is None:
-        answer = "No signal stands out of the nodes' noise: nothing is common to them that a code could use."
+        least = format_number((size or 1) * model["low"]) if model["low"] is not None else "any number of"
+        answer = (
+            f"No signal stands out of the nodes' noise: the noise scale is above {least} {unit}, and what is common to "
+            "nodes is too little for a code to use."
+        )
+    elif scale < _SAME_DATA:
+        answer = "All nodes computed the same gradient: check that each of them sees data of its own."
     else:
         value, low, high = (None if x is None else (size or 1) * x for x in (scale, model["low"], model["high"]))
         answer = (
-            f"The gradient noise scale is {format_number(value)} {unit} (95 % interval {format_number(low)} to "
+            f"The gradient noise scale is {format_number(value)} {unit} ({format_percent(model['level'], 0)} interval "
+            f"{format_number(low)} to "
             f"{format_number(high) if high is not None else 'no upper end'}): a node's batch"
             f"{f' of {size}' if size else ''} is {_times(scale)}, so a gradient is "
             f"{format_percent(1 / (1 + scale), 0)} "

@@ -126,6 +126,7 @@ class TraceSpectrum:
     layers: tuple[LayerSpectrum, ...]
     nonfinite_steps: tuple[int, ...] = ()
     skipped: tuple[str, ...] = field(default=())
+    never_finite: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as plain JSON."""
@@ -134,6 +135,7 @@ class TraceSpectrum:
             "steps": self.steps.tolist(),
             "nonfinite_steps": list(self.nonfinite_steps),
             "skipped_layers": list(self.skipped),
+            "never_finite_layers": list(self.never_finite),
             "layers": [layer.to_json() for layer in self.layers],
         }
 
@@ -170,6 +172,10 @@ def measure_spectrum(
     ]
     trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
     products = share_out(_layer_products, calls, workers=workers, what="spectrum", progress=progress)
+    ever = [bool(np.isfinite(p.inner).all((1, 2)).any()) for p in products]
+    never = tuple(p.layer.name for p, some in zip(products, ever, strict=True) if not some)
+    if any(ever):  # a layer that is never finite must not take the others along
+        products = [p for p, some in zip(products, ever, strict=True) if some]
     finite = np.all([np.isfinite(p.inner).all((1, 2)) for p in products], axis=0)
     steps = np.asarray(trace.steps)[positions]
     if finite.sum() < 2:
@@ -181,6 +187,7 @@ def measure_spectrum(
         tuple(_layer_spectrum(p, finite) for p in products),
         tuple(int(step) for step in steps[~finite]),
         tuple(skipped),
+        never,
     )
 
 

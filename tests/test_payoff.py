@@ -49,7 +49,7 @@ def test_the_verdict_names_where_a_plan_pays_and_where_not_to_compress() -> None
     found = payoff(0.9)
     said = payoff_verdict(found)
     assert said.startswith("At 1 Mbit/s between 8 nodes, top-k 1 % saves ")
-    assert "cosine with the true mean is 0.90" in said
+    assert "cosine with the true mean is 0.90 as replayed" in said
     assert "; at 1 Tbit/s between 8 nodes do not compress" in said
     slow, fast = found["places"]
     assert slow["pays"]
@@ -61,7 +61,10 @@ def test_the_verdict_names_where_a_plan_pays_and_where_not_to_compress() -> None
 def test_a_plan_that_loses_the_direction_is_not_proposed(cosine: float | None) -> None:
     found = payoff(cosine)
     assert [place["best"] for place in found["places"]] == [None, None]
-    assert payoff_verdict(found).startswith("At 1 Mbit/s and 1 Tbit/s between 8 nodes do not compress")
+    said = payoff_verdict(found)
+    assert said.startswith("At 1 Mbit/s and 1 Tbit/s between 8 nodes do not compress")
+    assert "top-k 1 % would save 9" in said
+    assert ("cosine of 0.49)" if cosine else "cosine of unknown)") in said
 
 
 def test_without_computing_time_nothing_is_promised() -> None:
@@ -127,6 +130,39 @@ def test_named_plans_of_another_model_are_an_error(tmp_path: Path) -> None:
         examine(trace, plans={"other": other})
 
 
+def test_ranks_that_see_the_same_data_get_a_report_that_says_so(tmp_path: Path) -> None:
+    gradients = [[step[0], step[0]] for step in random_gradients(3, 12, 1, LAYERS)]
+    with record(tmp_path / "t", gradients, LAYERS) as trace:
+        found = examine(trace, parts=["between", "noise"])
+        page = write_trace_report(trace, tmp_path / "r", spectrum=found.spectrum, measured=found.measured)
+    assert "check that each of them sees data of its own" in page.read_text()
+
+
+def test_a_layer_that_is_never_finite_is_left_out_and_named(tmp_path: Path) -> None:
+    gradients = random_gradients(3, 12, 2, LAYERS)
+    for step in gradients:
+        step[0]["body.weight"][0] = np.nan
+    with record(tmp_path / "t", gradients, LAYERS) as trace:
+        found = examine(trace, parts=["noise", "signs"])
+    assert found.remarks[0] == "Never finite on all ranks, and left out: body.weight."
+    assert [layer.layer.name for layer in found.spectrum.layers] == ["stem.weight", "head.weight"]
+
+
+def test_a_fitted_plan_is_proposed_by_what_came_after_its_fit(tmp_path: Path) -> None:
+    with record(tmp_path / "t", random_gradients(0, 40, 2, LAYERS), LAYERS) as trace:
+        plan = Plan.uniform(LAYERS, "topk", density=0.5, warmup_steps=0)
+        origin = {"trace": trace.digest, "fitted_on": list(range(30))}
+        found = examine(trace, plans={"fit": plan}, origins={"fit": origin}, parts=["payoff"])
+    assert [step.iteration for step in found.replays["fit"].judged] == list(range(30, 40))
+
+
+def test_a_plan_that_compresses_nothing_does_not_take_the_others_along(tmp_path: Path) -> None:
+    plans = {"identity": Plan(LAYERS), "cast": Plan.uniform(LAYERS, "cast", warmup_steps=0)}
+    with record(tmp_path / "t", random_gradients(0, 12, 2, LAYERS), LAYERS) as trace:
+        found = examine(trace, plans=plans, parts=["payoff"], nodes=(2,), links=[SLOW])
+    assert set(found.measured["payoff"]["forecasts"]) == {"cast"}
+
+
 def test_a_trace_of_one_rank_says_what_it_cannot(tmp_path: Path) -> None:
     with record(tmp_path / "t", random_gradients(0, 12, 1, LAYERS), LAYERS) as trace:
         found = examine(trace)
@@ -149,6 +185,13 @@ def test_figure_data_is_what_was_drawn() -> None:
     assert (first["title"], first["x"], first["y"], first["y_scale"]) == ("t", "x", "y", "log")
     assert first["series"] == [{"label": "line", "x": [1.0, 2.0, 3.0], "y": [0.1, None, 0.333333]}]
     assert [bar[2] for bar in second["bars"]] == [1.0, 2.0]
+    left.axhline(0.5)
+    left.axvspan(1, 2)
+    left.errorbar([1, 2], [3, 4], yerr=[[1, 1], [1, 1]], label="estimate")
+    again = figure_data(figure)["panels"][0]
+    assert [series["label"] for series in again["series"]] == ["line", "estimate"]
+    assert len(again["references"]) == 1
+    assert "bars" not in again
     assert second["rows"] == ["a", "b"]
     json.dumps(found, allow_nan=False)
 

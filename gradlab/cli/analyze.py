@@ -79,11 +79,12 @@ def analyze(
         found = examine(
             opened,
             plans={names[path]: artifact.plan for path, artifact in artifacts.items()} or None,
+            origins={names[path]: artifact.origin for path, artifact in artifacts.items()},
             nodes=counts,
             links=links,
             profile=profile,
             after_addition=after_addition or (),
-            parts=PARTS if only is None else only.split(","),
+            parts=PARTS if only is None else [part.strip() for part in only.split(",")],
             workers=workers or default_workers(),
             progress=progress,
         )
@@ -91,10 +92,7 @@ def analyze(
             opened,
             out,
             fit=found.fit,
-            replays={
-                name: result.held_out(next((a.origin for p, a in artifacts.items() if names[p] == name), {}))
-                for name, result in found.replays.items()
-            },
+            replays=found.replays,
             spectrum=found.spectrum,
             measured=found.measured,
             remarks=found.remarks,
