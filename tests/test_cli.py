@@ -149,10 +149,7 @@ def test_trace_commands(gradlab: Command, recording: Path) -> None:
 
 
 def test_analyze_and_inspect(gradlab: Command, recording: Path, topk: Path, tmp_path: Path) -> None:
-    code, out, err = gradlab(
-        "analyze", recording / "trace", "--out", tmp_path / "report", "--only", "payoff,noise,within",
-        "--compute-seconds", "20ms", "--bandwidth", "1mbit", "--nodes", "2",
-    )  # fmt: skip
+    code, out, err = gradlab("analyze", recording / "trace", "--out", tmp_path / "report", "--only", "noise, within")
     assert code == 0, err
     assert "report.html" in out
     report = json.loads((tmp_path / "report" / "report.json").read_text())
@@ -161,7 +158,6 @@ def test_analyze_and_inspect(gradlab: Command, recording: Path, topk: Path, tmp_
     assert report["fit"]["holdout"]["loss"] > report["fit"]["fitted_slices_loss"]
     assert "holdout" in [figure["name"] for figure in report["figures"]]
     assert out.startswith(report["verdict"])
-    assert report["verdict"].startswith("At 1 Mbit/s between 2 nodes, ")
     assert report["noise_scale"]["batch_size"] == report["trace"]["metadata"]["batch_size"]
     code, _, err = gradlab("analyze", recording / "trace", "--out", tmp_path / "report")
     assert (code, "exists already" in err) == (2, True)
