@@ -20,7 +20,7 @@ from gradlab.plan import Plan
 from gradlab.progress import Progress
 
 # A step must be shorter by this share before it is called faster.
-_SPEED_NOISE = 0.05
+SPEED_NOISE = 0.05
 # More than one coroutine's fabricated answers should hold.
 MOST_NODES = 16384
 # From here on a ring's latencies are worth a word.
@@ -90,7 +90,7 @@ class Forecast:
     @property
     def verdict(self) -> str:
         """Whether compression pays, where it was asked for; what does not pay is said first."""
-        pays = [pair for pair in self.comparisons if pair[1].speedup > 1 / (1 - _SPEED_NOISE)]
+        pays = [pair for pair in self.comparisons if pair[1].speedup > 1 / (1 - SPEED_NOISE)]
         losing = [pair for pair in self.comparisons if pair not in pays]
         if not losing:
             worst = min(pays, key=lambda pair: pair[1].speedup)
@@ -168,7 +168,7 @@ def forecast(
     found = []
     with one_thread():
         scan = scan_seconds_per_byte()
-        codec, engine = (factor * _crowding(profile, cores) for factor in _scales(plan, profile, scan))
+        codec, engine = (factor * crowding(profile, cores) for factor in _scales(plan, profile, scan))
         for done, count in enumerate(nodes):
             job = make_job(
                 plan, DryRuns(plan, count), profile.compute_seconds, scan_seconds=scan, bucket_cap_mb=bucket_cap_mb
@@ -181,7 +181,7 @@ def forecast(
     return Forecast(method, profile, tuple(found), tuple(remarks), calibration)
 
 
-def _crowding(profile: Profile, cores: float) -> float:
+def crowding(profile: Profile, cores: float) -> float:
     """How many times longer codecs take where several ranks share a core; those timed in a run shared it then."""
     return 1.0 if profile.codec is not None and profile.codec.engine else max(1.0, 1 / cores)
 

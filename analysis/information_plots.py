@@ -260,9 +260,9 @@ def plot_layer(data: Found, name: str) -> Figure:
 
     data: a trace report's.
     """
-    between = _named(data.get("between_nodes"), name)
-    spectrum = _named(data.get("spectrum"), name)
-    limit = _named(data.get("limits"), name)
+    between = named_layer(data.get("between_nodes"), name)
+    spectrum = named_layer(data.get("spectrum"), name)
+    limit = named_layer(data.get("limits"), name)
     figure, axes = panels(sum(map(bool, (between, spectrum, limit))), 3, height=2.1)
     left = iter(axes)
     if between:
@@ -288,5 +288,6 @@ def plot_layer(data: Found, name: str) -> Figure:
     return figure
 
 
-def _named(found: Found | None, name: str) -> Found | None:
+def named_layer(found: Found | None, name: str) -> Found | None:
+    """The layer of this name among what was measured by layer; None if it was not."""
     return next((layer for layer in found["layers"] if layer["name"] == name), None) if found else None

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gradlab.analysis.forecast import forecast
+from gradlab.analysis.forecast import SPEED_NOISE, forecast
 from gradlab.analysis.formatting import format_percent, format_seconds
 from gradlab.analysis.link import Link
 from gradlab.analysis.profile import Profile
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from gradlab.analysis.replay_result import Replay
 
 LEAST_COSINE = 0.5
-# A step must be shorter by this share before it is called faster.
-_SPEED_NOISE = 0.05
 # Stands for a computing time that nobody told: the exchange by itself.
 _NO_COMPUTING = 1e-9
 # By name, codec and settings: one of each kind, none of which needs a fit.
@@ -116,7 +114,7 @@ def _place(forecasts: Mapping[str, Any], cosines: Mapping[str, float | None], no
         "best": best,
         "best_seconds": seconds[best] if best is not None else None,
         "saved": saved,
-        "pays": saved > _SPEED_NOISE,
+        "pays": saved > SPEED_NOISE,
         "fastest": fastest,
         "fastest_saves": 1 - seconds[fastest] / dense if dense > 0 else 0.0,
     }
@@ -158,7 +156,7 @@ def _where(places: Sequence[Mapping[str, Any]]) -> str:
 def _refused(places: Sequence[Mapping[str, Any]], cosines: Mapping[str, float | None]) -> str:
     """The plan that would save most, if that is one which loses the direction."""
     best = max(places, key=lambda place: float(place["fastest_saves"]))
-    if best["fastest_saves"] <= _SPEED_NOISE:
+    if best["fastest_saves"] <= SPEED_NOISE:
         return ""
     cosine = cosines.get(best["fastest"])
     known = "unknown" if cosine is None else f"{cosine:.2f}"

