@@ -27,6 +27,7 @@ from gradlab.collectives import (
     all_reduce_wire_bytes,
     all_to_all_wire_bytes,
     broadcast_wire_bytes,
+    by_fusion_key,
 )
 from gradlab.errors import GradlabError
 from gradlab.ring import RingCode, ring_wire_bytes
@@ -185,19 +186,9 @@ def transfers(requests: Sequence[Request], rank: int, world_size: int, algorithm
     A varying gather is taken as if all ranks sent as much as this one. Empty collectives are left out. algorithm: of
     the all-reduces that serve a `Mean`, see `Link`.
     """
-    by_kind: dict[tuple[Any, ...], list[Any]] = {}
-    for request in requests:
-        by_kind.setdefault(_kind(request), []).append(request)
-    fused = [_fused(together, rank, world_size, algorithm) for together in by_kind.values()]
+    alike = ([requests[position] for position in positions] for positions in by_fusion_key(requests))
+    fused = [_fused(together, rank, world_size, algorithm) for together in alike]
     return [transfer for transfer in fused if transfer.path_bytes]
-
-
-def _kind(request: Request) -> tuple[Any, ...]:
-    if isinstance(request, Mean):
-        return (Mean, request.tensor.dtype)
-    if isinstance(request, Gather):
-        return (Gather, request.varying, request.lengths is None)
-    return (Broadcast, request.root) if isinstance(request, Broadcast) else (type(request),)
 
 
 def _fused(together: Sequence[Any], rank: int, world_size: int, algorithm: str) -> Transfer:

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from gradlab import codecs, wrappers
-from gradlab.analysis.lockstep_plan import GroupCost, LockstepPlan, StepResult, learning_rates
 from gradlab.analysis.replay_result import Replay, ReplayStep
 from gradlab.analysis.shared_out import share_out
 from gradlab.analysis.unscaled import step_gradients
@@ -23,6 +22,7 @@ from gradlab.codec import Tensors
 from gradlab.codec_settings import build_settings
 from gradlab.collectives import sum_in_rank_order
 from gradlab.errors import GradlabError
+from gradlab.executor.lockstep_plan import GroupCost, LockstepPlan, StepResult, learning_rates
 from gradlab.measures import LayerErrors, add_errors, contribution_error, relative, squared_norm
 from gradlab.plan import Group, Plan, Wrap
 from gradlab.progress import Progress

@@ -8,9 +8,9 @@ from statistics import median
 from typing import Any
 
 from gradlab.analysis.formatting import format_percent
-from gradlab.analysis.lockstep_plan import GroupCost
 from gradlab.analysis.plain import plain
 from gradlab.errors import GradlabError
+from gradlab.executor.lockstep_plan import GroupCost
 from gradlab.measures import LayerErrors, add_errors, relative
 
 

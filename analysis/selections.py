@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradlab.analysis.lockstep_plan import LockstepPlan
 from gradlab.analysis.replay import replay_steps
 from gradlab.codec import Context, concatenate
 from gradlab.errors import GradlabError
+from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.learned_selection import SELECTING, LearnedSelection, layer_of
 from gradlab.lgc_plan import GROUP
 from gradlab.plan import Plan

@@ -46,7 +46,7 @@ def measure(samples: int, steps: int, batch: int, bucket_cap_mb: float) -> tuple
     with CompressionState(plan, model, measure_every=1) as state:
         model.register_comm_hook(state, compression_hook)
         for _ in range(samples):
-            state.engine.adopt(redrawn(plan, draws))
+            state.run.adopt(redrawn(plan, draws))
             for _ in range(steps):
                 x = torch.randint(SIZE.vocabulary, (batch, SIZE.context), generator=tokens)
                 model.zero_grad()

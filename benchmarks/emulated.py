@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gradlab.analysis.lockstep_plan import LockstepPlan, StepResult
 from gradlab.capture import EmulatedNodes
 from gradlab.codec import Tensors
 from gradlab.collectives import sum_in_rank_order
@@ -28,6 +27,7 @@ from gradlab.datasets.recipe import Recipe, learning_rate_at
 from gradlab.datasets.resnet import initialized
 from gradlab.datasets.sampling import batches
 from gradlab.datasets.workload import Workload
+from gradlab.executor.lockstep_plan import LockstepPlan, StepResult
 from gradlab.layout import layers_of
 from gradlab.optimizers import is_plain_sgd
 from gradlab.plan import Plan

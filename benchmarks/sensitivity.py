@@ -28,11 +28,11 @@ from emulated import Micro, Task, compressed_gradients, node_gradients
 from layer_plans import TASKS
 
 from gradlab.analysis.layer_plan_plots import plot_sensitivity
-from gradlab.analysis.lockstep_plan import LockstepPlan
 from gradlab.analysis.sensitivity import correlations, loss_sensitivity
 from gradlab.cli.figures import write_figure
 from gradlab.codec import Tensors
 from gradlab.datasets.optimizer import build_optimizer
+from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.layer_errors import Candidate, squared_errors
 from gradlab.layout import layers_of
 from gradlab.optimizers import is_plain_sgd

@@ -116,6 +116,23 @@ def signature(request: Request) -> tuple[Any, ...]:
     return (type(request).__name__, root, str(tensor.dtype), tuple(tensor.shape))
 
 
+def fusion_key(request: Request) -> tuple[Any, ...]:
+    """What tells which requests travel together: those of one key, standing at the same step, are one collective."""
+    if isinstance(request, Mean):
+        return (Mean, request.tensor.dtype)
+    if isinstance(request, Gather):
+        return ("varying",) if request.varying else (Gather,) if request.lengths is None else ("lengths",)
+    return (Broadcast, request.root) if isinstance(request, Broadcast) else (type(request),)
+
+
+def by_fusion_key(requests: Sequence[Request]) -> list[list[int]]:
+    """Positions of the requests that travel together, in the order in which their collectives are issued."""
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for position, request in enumerate(requests):
+        alike.setdefault(fusion_key(request), []).append(position)
+    return list(alike.values())
+
+
 # --- byte rules ---------------------------------------------------------------------------------------------------
 
 

@@ -1,10 +1,18 @@
-"""Online: load a plan into a DDP communication hook and train compressed. Needs torch and safetensors only.
+"""Online: run a plan between ranks. Needs torch and safetensors only.
 
-state = CompressionState.load("plan.safetensors", ddp_model, optimizer=optimizer)
-ddp_model.register_comm_hook(state, compression_hook)
+Under DDP:
+
+    state = CompressionState.load("plan.safetensors", ddp_model, optimizer=optimizer)
+    ddp_model.register_comm_hook(state, compression_hook)
+
+On gradients that you hand over yourself: `Exchange(plan, model.named_parameters(), group).step(gradients)`. One codec's
+coroutine on a process group: `drive(coroutine, Communicator(group))`.
 """
 
+from gradlab.runtime.communicator import Communicator
+from gradlab.runtime.driver import drive
+from gradlab.runtime.exchange import Exchange
 from gradlab.runtime.hook import compression_hook
 from gradlab.runtime.state import CompressionState
 
-__all__ = ["CompressionState", "compression_hook"]
+__all__ = ["Communicator", "CompressionState", "Exchange", "compression_hook", "drive"]

@@ -101,7 +101,7 @@ class _Checkpoint:
     def load(self, models: Sequence[nn.Module], folder: str) -> None:
         """Raises GradlabError, on all ranks, if one has no sound file of this plan and rank, or files differ in age."""
         self._ranks.raise_together(self._attempt(models, folder))
-        iterations = self._ranks.gather(self._state.engine.iteration)
+        iterations = self._ranks.gather(self._state.iteration)
         if len(set(iterations)) > 1:
             raise GradlabError(f"{folder}: written over, but not by all ranks: it holds states of steps {iterations}")
 

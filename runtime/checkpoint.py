@@ -10,47 +10,47 @@ import torch
 
 from gradlab.codec import Tensors
 from gradlab.errors import GradlabError
+from gradlab.executor import PlanRun
 from gradlab.layout import Layer
 from gradlab.measures import is_finite
 from gradlab.replanning import ROOT
 from gradlab.runtime.device import HostDevice
-from gradlab.runtime.engine import Engine
 from gradlab.wrapper import POLICIES
 
 _FORMAT = 2
 _WHOLE = ("residual", "velocity", "momentum")  # kept in the layer's own shape
 
 
-def save(engine: Engine, identity: Mapping[str, Any]) -> dict[str, Any]:
-    """The engine's state; tensors are copies, keyed "<group>::<layer>/<what>". identity: plan, rank, world size."""
-    states = {f"{group}::{key}": t.clone() for group, kept in engine.states.items() for key, t in kept.items()}
+def save(run: PlanRun, identity: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's state; tensors are copies, keyed "<group>::<layer>/<what>". identity: plan, rank, world size."""
+    states = {f"{group}::{key}": t.clone() for group, kept in run.states.items() for key, t in kept.items()}
     return {
         "format": _FORMAT,
         **identity,
-        "iteration": engine.iteration,
-        "learning_rates": dict(engine.learning_rates),
+        "iteration": run.iteration,
+        "learning_rates": dict(run.learning_rates),
         "states": states,
-        **({} if engine.replanner is None else {"refresh": engine.replanner.state()}),
+        **({} if run.replanner is None else {"refresh": run.replanner.state()}),
     }
 
 
-def restore(engine: Engine, saved: Mapping[str, Any], identity: Mapping[str, Any], device: HostDevice) -> None:
+def restore(run: PlanRun, saved: Mapping[str, Any], identity: Mapping[str, Any], device: HostDevice) -> None:
     """Continue from `save` of the same plan, rank and world size.
 
     Raises:
-        GradlabError: naming what differs; the engine is then as it was.
+        GradlabError: naming what differs; the run is then as it was.
     """
     for key, mine in {"format": _FORMAT, **identity}.items():
         if not isinstance(saved, Mapping) or type(saved.get(key)) is not type(mine) or saved[key] != mine:
             came = repr(saved.get(key))[:80] if isinstance(saved, Mapping) else type(saved).__name__
             hint = "; load_state_dicts takes the checkpoints of all old ranks" if key == "world_size" else ""
             raise GradlabError(f"checkpoint: {key} is {came}, this run has {mine!r}{hint}")
-    states = _states(engine, saved)
-    _continue(engine, saved, _moved(states, device), saved.get("refresh"))
+    states = _states(run, saved)
+    _continue(run, saved, _moved(states, device), saved.get("refresh"))
 
 
 def redistribute(
-    engine: Engine,
+    run: PlanRun,
     saved: Sequence[Mapping[str, Any]],
     identity: Mapping[str, Any],
     residuals: str,
@@ -75,18 +75,18 @@ def redistribute(
             )
     if len({one.get("iteration") for one in saved}) > 1:
         raise GradlabError(f"checkpoints of iterations {[one.get('iteration') for one in saved]}, expected one step's")
-    by_rank = [_states(engine, one) for one in saved]
+    by_rank = [_states(run, one) for one in saved]
     if others := [rank for rank, one in enumerate(saved) if set(one["states"]) != set(saved[0]["states"])]:
         raise GradlabError(f"checkpoint of rank {others[0]}: other states than in that of rank 0")
     rank, world_size = identity["rank"], identity["world_size"]
     states = {
-        group: engine.codecs[group].redistribute([one[group] for one in by_rank], rank, world_size, residuals)
+        group: run.codecs[group].redistribute([one[group] for one in by_rank], rank, world_size, residuals)
         for group in by_rank[0]
     }
-    _continue(engine, saved[0], _moved(states, device), saved[ROOT].get("refresh"))
+    _continue(run, saved[0], _moved(states, device), saved[ROOT].get("refresh"))
 
 
-def _states(engine: Engine, saved: Mapping[str, Any]) -> dict[str, Tensors]:
+def _states(run: PlanRun, saved: Mapping[str, Any]) -> dict[str, Tensors]:
     """States by group, from a checkpoint's; their own copies."""
     states, rates, iteration = saved.get("states"), saved.get("learning_rates"), saved.get("iteration")
     sound = type(iteration) is int and 0 <= iteration < 2**63
@@ -94,13 +94,13 @@ def _states(engine: Engine, saved: Mapping[str, Any]) -> dict[str, Tensors]:
         raise GradlabError("checkpoint: expected the states, rates and iteration that state_dict gives")
     if not all(type(rate) in (int, float) and math.isfinite(rate) for rate in rates.values()):
         raise GradlabError("checkpoint: learning rates that are not finite numbers")
-    groups = {group.name: group for group in engine.plan.groups}
+    groups = {group.name: group for group in run.plan.groups}
     found: dict[str, Tensors] = {}
     for key, tensor in states.items():
         name, _, rest = str(key).partition("::")
-        if name not in engine.codecs:
+        if name not in run.codecs:
             raise GradlabError(f"checkpoint: {str(key)[:80]!r}: the plan has no group {name[:80]!r}")
-        _check_tensor(str(key), tensor, states, engine.plan.members(groups[name]))
+        _check_tensor(str(key), tensor, states, run.plan.members(groups[name]))
         found.setdefault(name, {})[rest] = tensor
     return found
 
@@ -134,11 +134,10 @@ def _moved(states: dict[str, Tensors], device: HostDevice) -> dict[str, Tensors]
     return copies
 
 
-def _continue(engine: Engine, saved: Mapping[str, Any], states: dict[str, Tensors], refresh: Any) -> None:
-    if engine.replanner is not None:
-        plan = engine.replanner.load(refresh)
-        engine.states = {}  # those of the settings before; the ones below are of the settings that come
-        engine.adopt(plan)
-    engine.states, engine.iteration = states, saved["iteration"]
-    engine.learning_rates = {name: float(rate) for name, rate in saved["learning_rates"].items()}
-    engine.ranks_compared = False
+def _continue(run: PlanRun, saved: Mapping[str, Any], states: dict[str, Tensors], refresh: Any) -> None:
+    if run.replanner is not None:
+        plan = run.replanner.load(refresh)
+        run.states = {}  # those of the settings before; the ones below are of the settings that come
+        run.adopt(plan)
+    run.states, run.iteration = states, saved["iteration"]
+    run.learning_rates = {name: float(rate) for name, rate in saved["learning_rates"].items()}

@@ -1,8 +1,8 @@
-"""What is refused when a state is constructed, on all ranks alike, so that it does not fail at step 4000."""
+"""What is refused when a run is set up, on all ranks alike, so that it does not fail at step 4000."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -10,13 +10,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from gradlab.ddp import attached_hook, synchronised_layers
+from gradlab.ddp import attached_hook
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.optimizers import own_momentum, own_weight_decay
 from gradlab.plan import Plan
 from gradlab.ranks import Ranks
-from gradlab.runtime.options import EngineOptions
+from gradlab.runtime.options import RunOptions
+
+Pairs = Sequence[tuple[Layer, torch.Tensor]]
 
 
 def require_ddp(model: object) -> None:
@@ -25,52 +27,19 @@ def require_ddp(model: object) -> None:
         raise GradlabError(f"expected a DistributedDataParallel model, not {type(model).__name__}")
 
 
-def check(
-    plan: Plan, model: DistributedDataParallel, optimizer: torch.optim.Optimizer | None, options: EngineOptions
-) -> None:
-    """Raises GradlabError if plan, model, optimizer and options do not go together."""
-    pairs = synchronised_layers(model)
-    plan.check_model([layer for layer, _ in pairs])
-    device_of_model(pairs)
-    _check_optimizer(plan, optimizer)
-    plan.payload_bytes(model.process_group.size())  # refuses what makes no sense at this world size
-    for name, least in (("segment_bytes", 1), ("measure_every", 0), ("non_finite_limit", 1)):
-        _require_whole(name, getattr(options, name), least)
-    for step in options.trace_steps:
-        _require_whole("a step of trace_steps", step, 0)
-    if getattr(model, "mixed_precision", None) is not None:
-        raise GradlabError(
-            "DDP's mixed_precision brings a communication hook of its own; use torch.autocast, or model.to(dtype)"
-        )
-    if hook := attached_hook(model):
-        raise GradlabError(f"the DDP model has the communication hook {hook} already, and DDP takes one only")
-
-
-def _require_whole(name: str, value: object, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise GradlabError(f"{name} = {value!r}, expected a whole number from {least}")
-
-
-def check_types(
-    plan: object,
-    optimizer: object,
-    scaler: object,
-    history: object,
-    trace_steps: object,
-    process_group: dist.ProcessGroup | None,
-    timeout: object,
-    model: DistributedDataParallel,
-) -> None:
-    """Refuse what would fail only when it is used."""
+def check(plan: object, pairs: Pairs, world_size: int, options: RunOptions) -> None:
+    """Raises GradlabError if plan, layers with their parameters, and options do not go together."""
     if not isinstance(plan, Plan):
         raise GradlabError(f"expected a Plan, not {type(plan).__name__} (CompressionState.load takes a path)")
-    if optimizer is not None and not hasattr(optimizer, "param_groups"):
-        raise GradlabError(f"optimizer is {type(optimizer).__name__}, expected a torch optimizer")
-    if scaler is not None and not (hasattr(scaler, "get_scale") and hasattr(scaler, "is_enabled")):
-        raise GradlabError(f"scaler is {type(scaler).__name__}, expected a GradScaler")
-    _require_whole("history", history, 1)
-    if not isinstance(trace_steps, Collection):
-        raise GradlabError(f"trace_steps = {trace_steps!r}, expected a list of iterations")
+    options.check()
+    plan.check_model([layer for layer, _ in pairs])
+    device_of_model(pairs)
+    _check_optimizer(plan, options.optimizer)
+    plan.payload_bytes(world_size)  # refuses what makes no sense at this world size
+
+
+def check_ddp(model: DistributedDataParallel, process_group: dist.ProcessGroup | None, timeout: object) -> None:
+    """Raises GradlabError for a DDP model that takes no hook, another group's ranks, or a timeout that is none."""
     if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
         raise GradlabError(f"timeout = {timeout!r}, expected a timedelta above 0")
     if process_group is not None:
@@ -79,6 +48,12 @@ def check_types(
         mine, its = (dist.get_process_group_ranks(group) for group in (process_group, model.process_group))
         if mine != its:
             raise GradlabError(f"process_group is of ranks {mine}, the DDP model's of {its}")
+    if getattr(model, "mixed_precision", None) is not None:
+        raise GradlabError(
+            "DDP's mixed_precision brings a communication hook of its own; use torch.autocast, or model.to(dtype)"
+        )
+    if hook := attached_hook(model):
+        raise GradlabError(f"the DDP model has the communication hook {hook} already, and DDP takes one only")
 
 
 def _check_optimizer(plan: Plan, optimizer: torch.optim.Optimizer | None) -> None:
@@ -104,7 +79,7 @@ def _require_off(
         )
 
 
-def device_of_model(pairs: Sequence[tuple[Layer, torch.Tensor]]) -> torch.device:
+def device_of_model(pairs: Pairs) -> torch.device:
     """The one device that a model's gradients are on."""
     devices = sorted({str(parameter.device) for _, parameter in pairs})
     if len(devices) != 1 or torch.device(devices[0]).type not in ("cpu", "cuda"):
@@ -115,9 +90,15 @@ def device_of_model(pairs: Sequence[tuple[Layer, torch.Tensor]]) -> torch.device
 
 
 def agree_on(
-    model: DistributedDataParallel, attempt: Callable[[], object], settings: Callable[[], dict[str, Any]]
+    group: dist.ProcessGroup,
+    device: torch.device,
+    attempt: Callable[[], object],
+    settings: Callable[[], dict[str, Any]] = dict,
 ) -> None:
-    """Go on only if `attempt` succeeds on all ranks, with the same settings; else raise the same line everywhere."""
+    """Go on only if `attempt` succeeds on all ranks, with the same settings; else raise the same line everywhere.
+
+    device: where a tensor of this rank has to be if the group's backend is NCCL.
+    """
     problem, same = None, {}
     try:
         attempt()
@@ -126,6 +107,6 @@ def agree_on(
         problem = str(error)
     except Exception as error:  # the others wait to hear of it
         problem = f"{type(error).__name__}: {error}"
-    ranks = Ranks(model.process_group, next(model.parameters()).device)
+    ranks = Ranks(group, device)
     ranks.raise_together(problem)
     ranks.require_same(same)

@@ -21,13 +21,14 @@ from gradlab.collectives import (
     all_reduce_wire_bytes,
     all_to_all_wire_bytes,
     broadcast_wire_bytes,
+    by_fusion_key,
     check_request,
     payload_bytes,
     signature,
 )
 from gradlab.errors import GradlabError
 from gradlab.runtime.faults import CommunicationError
-from gradlab.runtime.fused import Fused, InPlaceMean, fuse, fusion_key
+from gradlab.runtime.fused import Fused, InPlaceMean, fuse
 from gradlab.runtime.timeline import Timeline
 from gradlab.workspace import Workspace
 
@@ -220,12 +221,9 @@ class Round:
     """The collectives in flight for one set of requests."""
 
     def __init__(self, communicator: Communicator, requests: Sequence[Request]) -> None:
-        by_kind: dict[tuple[Any, ...], list[int]] = {}
-        for position, request in enumerate(requests):
-            by_kind.setdefault(fusion_key(request), []).append(position)
         self._count = len(requests)
         self._fused = [
-            (positions, fuse(communicator, [requests[p] for p in positions])) for positions in by_kind.values()
+            (positions, fuse(communicator, [requests[p] for p in positions])) for positions in by_fusion_key(requests)
         ]
 
     def answers(self) -> list[Any]:

@@ -1,107 +1,333 @@
-"""What is in progress during one iteration: DDP's buckets, and the coroutines that work on them."""
+"""A plan at work between the ranks of a process group, on gradients that the caller hands over."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from gradlab.codec import Tensors
-from gradlab.collectives import Coroutine, Request, Step, answer_for, as_requests
 from gradlab.errors import GradlabError
-from gradlab.runtime.communicator import Fused, Round
-from gradlab.runtime.statistics import StepRecord
+from gradlab.executor import PlanRun
+from gradlab.layout import Layer, bare_name
+from gradlab.optimizers import learning_rates
+from gradlab.plan import Plan
+from gradlab.runtime import checkpoint
+from gradlab.runtime import report as reporting
+from gradlab.runtime.checks import Pairs, agree_on, check, device_of_model
+from gradlab.runtime.communicator import Communicator
+from gradlab.runtime.device import HostDevice
+from gradlab.runtime.driver import Part, StepDriver
+from gradlab.runtime.faults import Reasons
+from gradlab.runtime.options import RunOptions, Surroundings
+from gradlab.runtime.statistics import Statistics, StepRecord
+from gradlab.runtime.timeline import Timeline
+from gradlab.workspace import RecyclingWorkspace
 
-
-@dataclass(eq=False)
-class Bucket:
-    """One bucket as DDP handed it over.
-
-    gradients: views of its buffer by layer name; ready: what a device's worker has to wait for before it reads them;
-    started: the mean of its buffer, if the hook has begun it; failure: why it could not.
-    """
-
-    index: int
-    is_last: bool
-    buffer: torch.Tensor
-    gradients: Tensors
-    future: torch.futures.Future[torch.Tensor] = field(default_factory=torch.futures.Future)
-    ready: Any = None
-    arrived: float = field(default_factory=time.perf_counter)
-    started: Fused | None = None
-    failure: Exception | None = None
-
-    def start(self, mean_in_place: Callable[[torch.Tensor], Fused]) -> None:
-        """Begin averaging the buffer; the worker raises what fails."""
-        try:
-            self.started = mean_in_place(self.buffer)
-        except Exception as error:
-            self.failure = error
-
-    def reject(self, reason: str) -> None:
-        """Let the training loop see an error instead of the gradients; let go of what holds a collective."""
-        self.started = self.failure = None
-        if not self.future.done():
-            # torch annotates the argument with the future's own type, though it takes an exception.
-            self.future.set_exception(RuntimeError(f"gradlab: {reason}"))  # type: ignore[arg-type]
+Result = TypeVar("Result")
+Own = TypeVar("Own", bound="Exchange")
 
 
 class Exchange:
-    """One coroutine in progress: a group's codec, the dense layers of a mixed bucket, or the finite flag.
+    """A plan at work on one model's gradients, between the ranks of a process group. It knows nothing of DDP.
 
-    bucket: the number of the bucket that it began with.
+        exchange = Exchange(plan, model.named_parameters(), group)
+        loss.backward()
+        exchange.step({name: parameter.grad for name, parameter in model.named_parameters()})
+
+    `step` replaces every gradient by what the plan makes of all ranks', in place, before it returns. A hook that is
+    handed a few gradients at a time calls `begin`, then `add` for each of them, then `finish`. All ranks construct it
+    together, and hand over the same layers in the same order.
+
+    Attributes:
+        plan: as it was given.
+        run: the rank's run of it (`gradlab.executor.PlanRun`): codecs, states, and the plan as it is now.
+        statistics: the last steps.
+
+    Args:
+        plan: made for these parameters.
+        named_parameters: names as in the plan's layers, with the parameters; those that need no gradient are left out.
+        group: the process group; None is the default one. Its collectives are issued in the calling thread, so other
+            use of the group has to stand in the same order on all ranks.
+        optimizer: its parameter groups give the learning rates that residuals follow, anew in every iteration, so that
+            schedules and groups added later are heeded; needed where the plan follows them or applies momentum or
+            weight decay, which the optimizer must then not do.
+        scaler: the torch.amp.GradScaler, if one is in use: residuals are then kept without its factor.
+        deterministic: take means by all-to-all, a sum in rank order and all-gather, bit-identical to the offline
+            replay, instead of by the backend's all-reduce.
+        segment_bytes: gradients encoded before the next collective is issued, in bytes.
+        measure_every: steps from one whose errors, norms and bytes by layer are measured (two passes over the
+            gradients) to the next; 0 for none.
+        trace_steps: iterations whose spans are kept for `chrome_trace`.
+        non_finite_limit: non-finite steps in a row after which every rank raises an error.
+        check_requests: compare all ranks' requests before each collective (debugging).
+        history: steps kept in `statistics`.
+        hold_unused: whether a layer whose gradient is zero on all ranks keeps its state and gets no gradient.
+
+    Raises:
+        GradlabError: if the plan is for other parameters (with a difference by layer), the plan and the optimizer both
+            apply momentum or weight decay, or ranks have different plans or options.
     """
 
     def __init__(
-        self, name: str, coroutine: Coroutine[Any], finish: Callable[[Any], None], codec: str = "", bucket: int = 0
+        self,
+        plan: Plan,
+        named_parameters: Iterable[tuple[str, torch.Tensor]],
+        group: dist.ProcessGroup | None = None,
+        **options: Any,
     ) -> None:
-        self.name, self.bucket = name, bucket
-        self._label = f"codec {codec} on {name}" if codec else name
-        self._coroutine = coroutine
-        self._finish = finish
-        self._step: Step = ()
-        self.requests: tuple[Request, ...] = ()
-        self.done = False
+        chosen = RunOptions(**options)
+        pairs = _layers_with_parameters(named_parameters)
+        group = dist.group.WORLD if group is None else group
+        if group is None:
+            raise GradlabError("Exchange: there is no process group; call torch.distributed.init_process_group first")
+        agree_on(
+            group,
+            pairs[0][1].device if pairs else torch.device("cpu"),
+            lambda: check(plan, pairs, group.size(), chosen),
+            lambda: {"the plan (sha256)": plan.digest, **chosen.same_everywhere()},
+        )
+        # Work is done in the caller's thread, on the caller's stream: there is nothing to hand over.
+        self._set_up(plan, pairs, group, chosen, HostDevice(device_of_model(pairs)), owned=False)
+        self._parts = 0
+        self._broken: str | None = None
+        self._finalizer = weakref.finalize(self, self._communicator.close)
 
-    def advance(self, answers: Sequence[Any] | None = None) -> None:
-        """Run to the next request, or to the end. answers: those to the open requests; None to start."""
+    def _set_up(
+        self, plan: Plan, pairs: Pairs, group: dist.ProcessGroup, options: RunOptions, device: HostDevice, owned: bool
+    ) -> None:
+        """Put together what works, of parts that are known to be sound. owned: whether `close` destroys the group."""
+        self._residuals = reporting.residual_statement(plan, options.optimizer)
+        if plan.follows_learning_rate and not options.plain_sgd:
+            warnings.warn(f"gradlab: {self._residuals}", stacklevel=3)
+        if group.size() == 1:
+            warnings.warn("gradlab: world size 1, there is no communication to compress", stacklevel=3)
+        self.plan = plan
+        self.statistics = Statistics(options.history)
+        self._parameters = {layer.name: parameter for layer, parameter in pairs}
+        self._device = device
+        self._timeline = Timeline(options.trace_steps)
+        workspace = RecyclingWorkspace()
+        self._communicator = Communicator(
+            group,
+            options.deterministic,
+            options.check_requests,
+            owned=owned,
+            timeline=self._timeline,
+            workspace=workspace,
+            device=device.device,
+        )
+        rank, world_size = self._communicator.rank, self._communicator.world_size
+        self.run = PlanRun(
+            plan,
+            rank,
+            world_size,
+            plain_sgd=options.plain_sgd,
+            hold_unused=options.hold_unused,
+            replan_beside=True,
+            device=device.device,
+            workspace=workspace,
+        )
+        self._driver = StepDriver(
+            self.run,
+            self._communicator,
+            _surroundings(pairs, options),
+            self.statistics,
+            self._timeline,
+            workspace,
+            options,
+            device.device,
+        )
+        self._reasons = Reasons(group.group_name, rank, world_size)
+
+    # --- steps ---
+
+    def step(self, gradients: Mapping[str, torch.Tensor | None]) -> StepRecord:
+        """Exchange the gradients of one step, in place, and say what it took.
+
+        gradients: by layer name, all layers of the plan; None counts as zeros.
+
+        Raises:
+            GradlabError: for other layers or shapes, or after too many steps in a row that were not finite.
+        """
+        self.begin()
+        self.add(gradients)
+        return self.finish()
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._timeline.begin(self.iteration)
+        self._parts = 0
+        self._guarded(self._driver.begin)
+
+    def add(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
+        """Exchange some layers' gradients, in place: when it returns, all groups that are complete have their results.
+
+        A group of several layers is complete with the last of them. What turns out to be not finite is told by
+        `finish`.
+        """
+        part = Part(self._parts, self._checked(gradients))
+        self._parts += 1
+        self._guarded(lambda: self._driver.add(part))
+        self._guarded(self._driver.settle)
+
+    def finish(self) -> StepRecord:
+        """End the step: commit its states, or, if a gradient on some rank was not finite, fill all of them with NaN."""
+        self._guarded(self._driver.complete)
+        return self._guarded(self._driver.finish)
+
+    def _checked(self, gradients: Mapping[str, torch.Tensor | None]) -> Tensors:
+        found: Tensors = {}
+        for name, gradient in gradients.items():
+            parameter = self._parameters.get(name)
+            if parameter is None:
+                raise GradlabError(f"Exchange: a gradient of {str(name)[:80]!r}, which the plan does not have")
+            if gradient is None:
+                gradient = torch.zeros_like(parameter)
+            if gradient.is_sparse or gradient.shape != parameter.shape:
+                came = "a sparse tensor" if gradient.is_sparse else f"shape {list(gradient.shape)}"
+                raise GradlabError(f"Exchange: gradient of {name}: {came}, expected a dense {list(parameter.shape)}")
+            found[name] = gradient.detach()
+        return found
+
+    def _guarded(self, work: Callable[[], Result]) -> Result:
+        """Do a part of a step; if it fails, tell the other ranks, and refuse to go on."""
+        if self._broken is not None:
+            raise GradlabError(f"this Exchange stopped earlier: {self._broken}")
         try:
-            try:
-                self._step = self._coroutine.send(None if answers is None else answer_for(self._step, answers))
-                self.requests = as_requests(self._step)
-            except StopIteration as stop:
-                self.requests, self.done = (), True
-                self._finish(stop.value)
-        except Exception as error:
-            raise GradlabError(f"{self._label}: {type(error).__name__}: {error}") from error
+            with torch.no_grad():
+                return work()
+        except BaseException as error:
+            self._broken = self._reasons.of(error, self.iteration)
+            self._driver.abandon()
+            self._communicator.close()
+            if isinstance(error, GradlabError):
+                raise type(error)(self._broken) from error
+            raise
+
+    # --- what it holds ---
+
+    @property
+    def states(self) -> dict[str, Tensors]:
+        """By group name, the codec's state after the last committed step."""
+        return self.run.states
+
+    @property
+    def iteration(self) -> int:
+        """Of the next step: synchronised steps so far."""
+        return self.run.iteration
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: plain values and tensors, for `torch.save` and `torch.load` with weights_only.
+
+        States are keyed "<group>::<layer>/<what>". Every rank must save its own: residuals differ between ranks.
+        """
+        return checkpoint.save(self.run, self._identity())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict` of the same plan, rank and world size; every rank loads its own.
+
+        Raises:
+            GradlabError: naming what differs. If ranks continue from different iterations, the next step says so.
+        """
+        checkpoint.restore(self.run, state, self._identity(), self._device)
+        self._driver.ranks_compared = False
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]], residuals: str) -> None:
+        """Continue the run of N ranks on this run's M: every rank loads the `state_dict` of all N, in rank order.
+
+        residuals: what becomes of the residuals and velocities e_i, of which each rank has its own. "split": every
+        new rank gets their mean. "sum": old rank i's go to new rank i mod M; each sums what it gets, times M / N; a
+        rank that gets none starts from zero. Both keep (1/M) sum e'_j == (1/N) sum e_i, what is owed to the model.
+        "drop": all start from nothing. What ranks share (warm starts, momentum after the average) is taken over, and
+        the residual of a sharded server is cut anew; "drop" drops that one too.
+
+        Raises:
+            GradlabError: for another policy, another plan, or checkpoints that are not those of one run, whole.
+        """
+        checkpoint.redistribute(self.run, states, self._identity(), residuals, self._device)
+        self._driver.ranks_compared = False
+
+    def _identity(self) -> dict[str, Any]:
+        communicator = self._communicator
+        return {"plan": self.plan.digest, "rank": communicator.rank, "world_size": communicator.world_size}
+
+    def report(self) -> dict[str, Any]:
+        """Plain JSON: bytes and times per step on this rank, by group and by codec, what was expected, and what holds
+        for the residuals under this optimizer.
+
+        Sizes in bytes, times in seconds per step; see `StepRecord` for what each covers.
+        """
+        dense = sum(parameter.nbytes for parameter in self._parameters.values())
+        summary = self.statistics.summary()
+        payload = summary.get("payload_bytes_per_step")
+        groups = reporting.layer_rows(self.run.plan, list(self.statistics.steps))
+        return {
+            "rank": self._communicator.rank,
+            "world_size": self._communicator.world_size,
+            "iteration": self.iteration,
+            "dense_payload_bytes": dense,
+            "forecast_payload_bytes": self.run.plan.payload_bytes(self._communicator.world_size),
+            "compression_ratio": dense / payload if payload else None,
+            "residuals": self._residuals,
+            "refresh": self._refresh_report(),
+            **summary,
+            "groups": groups,
+            "codecs": reporting.codec_rows(groups),
+        }
+
+    def _refresh_report(self) -> dict[str, Any] | None:
+        """The settings last chosen, by group, and why the choice after that failed; None if the plan has no refresh."""
+        replanner = self.run.replanner
+        return None if replanner is None else {"choice": replanner.choice, "failure": replanner.failure}
+
+    def table(self) -> str:
+        """`report` as text, one line per group."""
+        return reporting.table(self.report())
+
+    def scalars(self) -> dict[str, float]:
+        """The last step as flat names and numbers, for TensorBoard: `writer.add_scalar(name, value, step)` each."""
+        return reporting.scalars(self.statistics)
+
+    def chrome_trace(self) -> list[dict[str, Any]]:
+        """Events of the iterations in `trace_steps`, for chrome://tracing or Perfetto once saved as JSON.
+
+        The lists of several ranks may be joined: a rank is a process there, and clocks are the machine's.
+        """
+        return self._timeline.events(self._communicator.rank)
+
+    def close(self) -> None:
+        """Let go of the process group; later steps are refused. Idempotent; also done at exit."""
+        self._finalizer()
+
+    def __enter__(self: Own) -> Own:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *traceback: object) -> None:
+        if kind is not None and self._broken is None:
+            self._reasons.leave(f"step {self.iteration}: {kind.__name__}: {error}")
+        self.close()
 
 
-@dataclass
-class Iteration:
-    """What belongs to the step in progress and is gone after it.
+def _layers_with_parameters(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> Pairs:
+    """Trainable parameters as layers; one that several modules share counts once."""
+    pairs, seen = [], set()
+    for name, parameter in named_parameters:
+        if parameter.requires_grad and id(parameter) not in seen:
+            seen.add(id(parameter))
+            pairs.append((Layer(bare_name(name), tuple(parameter.shape)), parameter))
+    return pairs
 
-    active: names of the groups whose codecs run; measured: whether errors are; zero: which layers' gradients are,
-    and finite: whether all are, on this rank and, once the ranks have agreed, on all.
-    """
 
-    record: StepRecord
-    active: frozenset[str] = frozenset()
-    measured: bool = False
-    buckets: list[Bucket] = field(default_factory=list)
-    arrived: dict[str, Bucket] = field(default_factory=dict)
-    started: set[str] = field(default_factory=set)
-    dense: list[Fused] = field(default_factory=list)
-    running: list[Exchange] = field(default_factory=list)
-    in_flight: Round | None = None
-    staged: dict[str, Tensors] = field(default_factory=dict)
-    zero: dict[str, bool] = field(default_factory=dict)
-    finite: bool = True
-
-    def abandon(self) -> None:
-        """Let go of what holds collectives: exchanges refer back to here, and would wait for the collector."""
-        self.in_flight = None
-        self.running.clear()
-        self.dense.clear()
+def _surroundings(pairs: Pairs, options: RunOptions) -> Surroundings:
+    optimizer, scaler = options.optimizer, options.scaler
+    names = {parameter: layer.name for layer, parameter in pairs}
+    return Surroundings(
+        lambda: learning_rates(optimizer, names),
+        lambda: scaler.get_scale() if scaler else 1.0,
+        {name: parameter.detach() for parameter, name in names.items()},
+    )

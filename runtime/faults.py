@@ -42,6 +42,16 @@ class Reasons:
         """Tell the others why this rank fails."""
         _patiently(lambda: self._store.set(f"{self._prefix}/{self._rank}", json.dumps(reason)))
 
+    def of(self, error: BaseException, iteration: int) -> str:
+        """What the training loop is told of an error in a step. Other ranks find it too, if it began here."""
+        text = str(error) if isinstance(error, GradlabError) else f"{type(error).__name__}: {error}"
+        reason = f"step {iteration}: {text}"
+        if isinstance(error, CommunicationError):
+            theirs = self.find()
+            return f"step {iteration}: another rank failed ({theirs})" if theirs else reason
+        self.leave(reason)
+        return reason
+
     def find(self) -> str | None:
         """What another rank left, "rank 2: ...", or None."""
         return None if self._store is None else _patiently(self._look)

@@ -1,24 +1,11 @@
-"""Gradients that are not finite: what the ranks agree on in each iteration, and when a run is beyond help."""
+"""Steps whose gradients were not finite: when a run is beyond help."""
 
 from __future__ import annotations
 
 import warnings
 
-import torch
-
-from gradlab.collectives import Coroutine, Mean
 from gradlab.errors import GradlabError
-from gradlab.runtime.exchange import Iteration
 from gradlab.runtime.statistics import StepRecord
-
-
-def agree(current: Iteration, world_size: int, device: torch.device) -> Coroutine[None]:
-    """Learn whether the gradients were finite on every rank, and which layers' are zero on all of them."""
-    flags = [float(current.finite), *(float(not zero) for zero in current.zero.values())]
-    mean = yield Mean(torch.tensor(flags, device=device))
-    shares = mean.tolist()
-    current.finite = shares[0] > 1.0 - 0.5 / world_size  # N times 1/N is not quite 1 in float32
-    current.zero = {name: share < 0.5 / world_size for name, share in zip(current.zero, shares[1:], strict=True)}
 
 
 class NonFiniteSteps:

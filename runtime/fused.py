@@ -9,20 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from gradlab.collectives import AllToAll, Broadcast, Gather, Mean, Request, Ring, sum_in_rank_order
+from gradlab.collectives import AllToAll, Broadcast, Gather, Mean, Ring, fusion_key, sum_in_rank_order
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
     from gradlab.runtime.communicator import Communicator, Transfer
-
-
-def fusion_key(request: Request) -> tuple[Any, ...]:
-    """Requests with one key travel in one collective."""
-    if isinstance(request, Mean):
-        return (Mean, request.tensor.dtype)
-    if isinstance(request, Gather):
-        return ("varying",) if request.varying else (Gather,) if request.lengths is None else ("lengths",)
-    return (Broadcast, request.root) if isinstance(request, Broadcast) else (type(request),)
 
 
 def fuse(communicator: Communicator, requests: Sequence[Any]) -> Fused:

@@ -72,7 +72,7 @@ def checkpoints(folder: Path) -> dict[str, str | int]:
             name: refusal(accelerator.load_state, str(folder / name)) for name in ("damaged", "missing", "mixed")
         }
         accelerator.load_state(str(folder / "before"))
-        return refusals | {"iteration": state.engine.iteration}
+        return refusals | {"iteration": state.iteration}
 
 
 def another_world_size(folder: Path) -> dict[str, str | int]:
@@ -91,7 +91,7 @@ def another_world_size(folder: Path) -> dict[str, str | int]:
     accelerator = Accelerator(cpu=True)
     with compress(accelerator, PLAN, *prepared(accelerator), residuals="split") as state:
         accelerator.load_state(str(folder / "one"))
-        return {"another_world_size": refused, "another_world_size_split": state.engine.iteration}
+        return {"another_world_size": refused, "another_world_size_split": state.iteration}
 
 
 def unknown_policy() -> str:

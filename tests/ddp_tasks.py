@@ -27,9 +27,7 @@ from gradlab.collectives import AllToAll, Broadcast, Coroutine, Gather, Mean, ru
 from gradlab.ddp import synchronised_layers
 from gradlab.errors import GradlabError
 from gradlab.plan import FEEDBACK, Group, Plan, Schedule, Wrap
-from gradlab.runtime import CompressionState, compression_hook
-from gradlab.runtime.communicator import Communicator
-from gradlab.runtime.exchange import Exchange
+from gradlab.runtime import Communicator, CompressionState, compression_hook, drive
 
 SMALL_BUCKETS = 0.005  # MiB
 
@@ -191,11 +189,7 @@ def every_request(group: dist.ProcessGroup, deterministic: bool) -> dict[str, An
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     expected = run_lockstep([_asks_everything(r, world_size) for r in range(world_size)])[rank]
     communicator = Communicator(group, deterministic=deterministic, check_requests=True)
-    answers: list[Any] = []
-    exchange = Exchange("everything", _asks_everything(rank, world_size), answers.extend)
-    exchange.advance()
-    while not exchange.done:
-        exchange.advance(communicator.issue(exchange.requests).answers())
+    answers = drive(_asks_everything(rank, world_size), communicator)
     for answer, wanted in zip(answers, expected.value, strict=True):
         # The order of a sum is the backend's: the bound is N eps sum|g| / N, with |g| below 5 here.
         rounding = 5 * world_size * torch.finfo(wanted.dtype).eps if wanted.is_floating_point() else 0
@@ -253,7 +247,7 @@ def codec_that_raises(group: dist.ProcessGroup) -> dict[str, Any]:
     model = DistributedDataParallel(Prescribed(shapes), process_group=group, bucket_cap_mb=0.01)
     messages = []
     state = CompressionState(Plan.uniform(model, "topk"), model, process_group=SPARE.get(dist.get_world_size(group)))
-    state.engine.codecs["wide"] = Failing()
+    state.run.codecs["wide"] = Failing()
     model.register_comm_hook(state, compression_hook)
     for step in range(4):
         try:

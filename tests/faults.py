@@ -114,7 +114,7 @@ def rank_main(rank: int, port: int, folder: Path, fault: Fault) -> None:
     state = CompressionState(_plan(model), model)
     if fault.kind == "raise":
         Breaking.victim = fault.victim
-        state.engine.codecs["wide"] = Breaking()
+        state.run.codecs["wide"] = Breaking()
     model.register_comm_hook(state, compression_hook)
     step, failed = 0, 0.0
     try:

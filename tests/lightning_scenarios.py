@@ -159,7 +159,7 @@ def dense_checkpoint_starts_anew(folder: Path) -> int:
     callback = CompressionCallback(PLAN)
     with pytest.warns(UserWarning, match="no compression states, they start anew"):
         trainer(folder, callback, max_epochs=2).fit(Model(), loader(), ckpt_path=folder / "dense.ckpt")
-    return callback.state.engine.iteration
+    return callback.state.iteration
 
 
 @scenario
@@ -195,7 +195,7 @@ def learning_rate_finder_leaves_no_trace(folder: Path) -> int:
     callback = CompressionCallback(PLAN)
     finder = FindEveryEpoch(num_training_steps=3, update_attr=False)
     trainer(folder, callback, finder, max_epochs=2).fit(Model(), loader())
-    return callback.state.engine.iteration
+    return callback.state.iteration
 
 
 @scenario
@@ -204,7 +204,7 @@ def fit_twice(folder: Path) -> list[int]:
     iterations = []
     for _ in range(2):
         trainer(folder, callback).fit(Model(), loader())
-        iterations.append(callback.state.engine.iteration)
+        iterations.append(callback.state.iteration)
     return iterations
 
 

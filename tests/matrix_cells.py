@@ -21,11 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from gradlab import codecs
-from gradlab.analysis.lockstep_plan import LockstepPlan
 from gradlab.codec import Context, Tensors, exchange_group
 from gradlab.codecs.identity import Identity
 from gradlab.collectives import run_lockstep
 from gradlab.errors import GradlabError
+from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.layout import bare_name, layers_of
 from gradlab.runtime import CompressionState, compression_hook
 
@@ -179,7 +179,12 @@ class _Training:
             process_group=SPARE.get(cell.world_size),
         )
         self.ddp.register_comm_hook(self.state, compression_hook)
-        self.lockstep = LockstepPlan(self.plan, cell.world_size, plain_sgd=True)
+        self.lockstep = LockstepPlan(
+            self.plan,
+            cell.world_size,
+            plain_sgd=True,
+            hold_unused=self.ddp.find_unused_parameters or self.ddp.static_graph,
+        )
         compressed = [name for group in self.plan.compressed_groups for name in group.layers]
         self.given = {name: torch.zeros(()) for name in compressed}
         self.applied = {name: torch.zeros(()) for name in compressed}
@@ -205,7 +210,7 @@ class _Training:
         for part in range(last + 1):
             with nullcontext() if part == last else self.ddp.no_sync():
                 self._backward(self.model, self.cell.rank, step, part)
-        worst = self._compare(expected, scale)
+        worst = max(self._compare(expected, scale), self._compare_states())
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self._copy_parameters()
@@ -236,7 +241,6 @@ class _Training:
         """What every rank should apply in this step, by layer; None where no rank has a gradient."""
         everyone = [self._local(rank, step, scale) for rank in range(self.cell.world_size)]
         gradients, used = [one[0] for one in everyone], set().union(*(one[1] for one in everyone))
-        states = [dict(states) for states in self.lockstep.states]
         rates = {layer.name: self.optimizer.param_groups[0]["lr"] for layer in self.plan.layers}
         done = self.lockstep.step(step, gradients, rates, loss_scale=scale)
         exchanged = {name: mean for ranks in done.exchanged.values() for name, mean in ranks[0].mean.items()}
@@ -247,8 +251,6 @@ class _Training:
             expected[name] = run_lockstep(lone)[0].value.mean[name]
         for name in set(expected) - used:  # DDP drops it: what was due must still be there in the next step
             expected[name] = None
-            for rank, kept in enumerate(states):
-                _put_back(self.lockstep.states[rank], kept, name)
         for name in self.given:
             self.given[name] = self.given[name] + torch.stack([grads[name].double() for grads in gradients]).mean(0)
         return expected
@@ -268,13 +270,26 @@ class _Training:
                 worst = max(worst, float((got - wanted).abs().max() / wanted.abs().max()))
         return worst
 
+    def _compare_states(self) -> float:
+        """The largest relative difference of a state, or of a learning rate that residuals are kept in."""
+        theirs, mine = self.lockstep.runs[self.cell.rank], self.state.run
+        assert mine.learning_rates == theirs.learning_rates
+        worst = 0.0
+        for group, expected in theirs.states.items():
+            assert mine.states[group].keys() == expected.keys()
+            for key, wanted in expected.items():
+                if not torch.equal(mine.states[group][key], wanted):
+                    gap = (mine.states[group][key].double() - wanted.double()).abs().max()
+                    worst = max(worst, float(gap / wanted.double().abs().max()))
+        return worst
+
     def check_nothing_is_lost(self) -> None:
         """What the ranks' gradients were, summed over steps, is what was applied and what is still due."""
         if self.cell.stack.wrapping != "feedback":
             return
         for group in self.plan.compressed_groups:
             for name in group.layers:
-                due = self.state.engine.states[group.name][f"{name}/residual"].double()
+                due = self.state.states[group.name][f"{name}/residual"].double()
                 dist.all_reduce(due, group=self.cell.group)
                 left = self.given[name] - self.applied[name] - due / self.cell.world_size
                 share = float(left.norm() / (self.given[name].norm() + self.applied[name].norm() + due.norm()))
@@ -294,11 +309,3 @@ class _Training:
         with torch.no_grad():
             for mine, theirs in zip(self.shadow.parameters(), self.ddp.parameters(), strict=True):
                 mine.copy_(theirs)
-
-
-def _put_back(now: dict[str, Tensors], before: dict[str, Tensors], layer: str) -> None:
-    """A layer's entries in a rank's states, as they were."""
-    for group, state in now.items():
-        others = {key: value for key, value in state.items() if not key.startswith(f"{layer}/")}
-        kept = {key: value for key, value in before.get(group, {}).items() if key.startswith(f"{layer}/")}
-        now[group] = others | kept

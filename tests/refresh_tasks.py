@@ -12,8 +12,8 @@ from contract import SPARE
 from prescribed import Prescribed, gradients
 from torch.nn.parallel import DistributedDataParallel
 
-from gradlab.analysis.lockstep_plan import LockstepPlan
 from gradlab.codec import Tensors
+from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.layout import layers_of
 from gradlab.plan import Plan
 from gradlab.refresh import Refresh
@@ -65,9 +65,9 @@ def against_lockstep(group: dist.ProcessGroup, codec: str) -> dict[str, Any]:
                     torch.equal(getattr(model.module, name).grad, mean) for name, mean in ranks[rank].mean.items()
                 )
             same = same and state.statistics.steps[-1].payload_bytes == result.payload[rank]
-            same = same and state.engine.plan.digest == lockstep.plan.digest
-            used.append([str(group.settings) for group in state.engine.plan.compressed_groups])
-        kept = state.engine.states
+            same = same and state.run.plan.digest == lockstep.plan.digest
+            used.append([str(group.settings) for group in state.run.plan.compressed_groups])
+        kept = state.states
         same_states = all(
             torch.equal(kept[name][key], value)
             for name, held in lockstep.states[rank].items()
@@ -98,7 +98,7 @@ def resumed(group: dist.ProcessGroup, codec: str, stop: int) -> dict[str, Any]:
     state, model = fresh()
     with state:
         straight = steps(model, range(STEPS))
-        last = state.engine.plan.digest
+        last = state.run.plan.digest
     state, model = fresh()
     with state:
         steps(model, range(stop))
@@ -109,7 +109,7 @@ def resumed(group: dist.ProcessGroup, codec: str, stop: int) -> dict[str, Any]:
     with state:
         state.load_state_dict(torch.load(file, weights_only=True))
         found = steps(model, range(stop, STEPS))
-        same_plan = state.engine.plan.digest == last
+        same_plan = state.run.plan.digest == last
     return {"equal": all(map(torch.equal, straight[stop:], found)), "same_plan": same_plan}
 
 
@@ -123,4 +123,4 @@ def failing(group: dist.ProcessGroup) -> dict[str, Any]:
         for step in range(STEPS):
             model.zero_grad()
             model(drawn(rank, step)).backward()
-        return {"stayed": state.engine.plan.digest == plan.digest, "report": state.report()["refresh"]}
+        return {"stayed": state.run.plan.digest == plan.digest, "report": state.report()["refresh"]}

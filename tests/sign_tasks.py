@@ -14,9 +14,9 @@ from prescribed import Prescribed, gradients
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradlab.analysis.lockstep_plan import LockstepPlan
 from gradlab.codec import Tensors
 from gradlab.errors import GradlabError
+from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.layout import layers_of
 from gradlab.methods import METHODS, method_plan
 from gradlab.plan import Plan, Wrap

@@ -14,13 +14,13 @@ from laws import law
 from process_pool import ProcessPool
 from torch import nn
 
-from gradlab.analysis.lockstep_plan import LockstepPlan
 from gradlab.autoencoder import RESOLUTIONS, Architecture, Loss, gradient_of, optimized, ring_loss, server_loss
 from gradlab.bits import packed_bytes
 from gradlab.codecs.lgc_ring import LgcRing
 from gradlab.codecs.lgc_server import innovation_positions
 from gradlab.collectives import sum_in_rank_order
 from gradlab.errors import GradlabError
+from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.layout import Layer
 from gradlab.plan import Group, Plan, Schedule, Wrap
 
@@ -274,7 +274,8 @@ def test_what_is_coded_comes_back_to_its_place(order: str, normalise: str) -> No
     codec.architecture = lambda world_size=1: Through()  # type: ignore[method-assign]
     codec.learned = {"autoencoder": torch.zeros(1)}
     lockstep = LockstepPlan(plan("lgc_ring", ()), 3)
-    lockstep.codecs["lgc"] = codec
+    for run in lockstep.runs:
+        run.codecs["lgc"] = codec
     grads = drawn(3, 0)
     done = lockstep.step(0, grads).exchanged["lgc"][0].mean
     for x in LAYERS:

@@ -18,7 +18,6 @@ from torch import nn
 from gradlab.analysis.lgc import Fitting, fit_lgc, learn
 from gradlab.analysis.lgc_learners import Inputs, RingLearner, learner_of, reconstruction_errors
 from gradlab.analysis.lgc_plots import plot_rates, plot_reconstruction, plot_sparsification
-from gradlab.analysis.lockstep_plan import LockstepPlan
 from gradlab.analysis.selection_codes import codes_without_learning
 from gradlab.analysis.selections import Selections, collect_selections
 from gradlab.analysis.style import drawing
@@ -31,6 +30,7 @@ from gradlab.codecs.lgc_ring import LgcRing
 from gradlab.collectives import all_gather_wire_bytes, broadcast_wire_bytes
 from gradlab.datasets import get
 from gradlab.errors import GradlabError
+from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.layout import Layer, layers_of
 from gradlab.learned_selection import padded
 from gradlab.lgc_plan import GROUP, graph_order, lgc_plan

@@ -31,7 +31,6 @@ from gradlab.analysis.layer_plan_plots import plot_sensitivity
 from gradlab.analysis.layer_planners import accordion, cgx_kmeans, global_threshold, total, uniform
 from gradlab.analysis.lgreco import LgrecoFit, fit_lgreco, plan_of
 from gradlab.analysis.link import Link
-from gradlab.analysis.lockstep_plan import LockstepPlan
 from gradlab.analysis.plans_over_time import learning_rates_of, plan_over_time
 from gradlab.analysis.replay import replay
 from gradlab.analysis.sensitivity import correlations, loss_sensitivity
@@ -39,6 +38,7 @@ from gradlab.analysis.setting_grids import candidates_of_grid, main_setting, pap
 from gradlab.artifact import Artifact
 from gradlab.collectives import all_gather_wire_bytes, all_reduce_wire_bytes
 from gradlab.errors import GradlabError
+from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.layer_errors import Candidate, squared_errors
 from gradlab.layout import Layer
 from gradlab.plan import FEEDBACK, Plan

@@ -13,11 +13,11 @@ import refresh_tasks as tasks
 import torch
 from process_pool import ProcessPool
 
-from gradlab.analysis.lockstep_plan import LockstepPlan
 from gradlab.artifact import Artifact
 from gradlab.codec import Context
 from gradlab.codecs.powersgd import PowerSGD
 from gradlab.errors import GradlabError
+from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.layer_errors import Candidate, squared_errors
 from gradlab.plan import FEEDBACK, Group, Plan, Wrap
 from gradlab.planner import allocate

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from recorded import BIAS, CONVOLUTION, LAYERS, LINEAR, random_gradients, record, record_layer
 
 from gradlab.analysis.gradiveq import fit_gradiveq
-from gradlab.analysis.lockstep_plan import LockstepPlan
 from gradlab.analysis.replay import parts_of, replay, replay_steps
 from gradlab.analysis.report_tables import replay_table
 from gradlab.analysis.uniform import uniform_artifact
@@ -25,6 +24,7 @@ from gradlab.codecs.gradiveq import GradiVeQ
 from gradlab.codecs.identity import Identity
 from gradlab.collectives import all_reduce_wire_bytes
 from gradlab.errors import GradlabError
+from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.layout import Layer
 from gradlab.plan import FEEDBACK, FINITE_FLAG_BYTES, Group, Plan, Schedule
 
@@ -156,9 +156,11 @@ def test_a_step_that_is_not_finite_leaves_the_states_as_they_were(tmp_path, valu
         steps = replay_steps(trace, lockstep, 0, 6)
         for _ in range(3):
             next(steps)
-        before = lockstep.states
+        before = [{name: dict(state) for name, state in states.items()} for states in lockstep.states]
         next(steps)
-        assert lockstep.states is before
+        for states, kept in zip(lockstep.states, before, strict=True):
+            assert states.keys() == kept.keys() == {"conv.weight"}
+            assert all(states[group][key] is kept[group][key] for group in kept for key in kept[group])
     without = gradients[:3] + gradients[4:]
     with record(tmp_path / "b", without, indices=[0, 1, 2, 4, 5]) as trace:
         expected = replay(trace, plan)
@@ -195,7 +197,8 @@ class Listener(Identity):
 def test_context_carries_learning_rates_iteration_and_seed(tmp_path):
     plan = Plan(LAYERS, (Group("conv", (CONVOLUTION.name,), "topk"),), Schedule(0), seed=7)
     lockstep, listener = LockstepPlan(plan, 2), Listener()
-    lockstep.codecs["conv"] = listener
+    for run in lockstep.runs:
+        run.codecs["conv"] = listener
     rates = [0.1, 0.2, math.nan]
     with record(tmp_path / "t", random_gradients(7, 3, 2), indices=[4, 5, 6], learning_rates=rates) as trace:
         list(replay_steps(trace, lockstep, 0, 3))

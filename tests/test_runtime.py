@@ -12,9 +12,12 @@ import torch
 from process_pool import ProcessPool
 
 from gradlab.codecs import names
-from gradlab.runtime.exchange import Iteration
-from gradlab.runtime.finiteness import agree
-from gradlab.runtime.statistics import StepRecord
+from gradlab.collectives import Mean
+from gradlab.executor import PlanRun
+from gradlab.layout import Layer
+from gradlab.plan import Plan
+
+PLAN = Plan.uniform([Layer("wide", (20, 30), "linear")], "topk", density=0.1)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -140,15 +143,18 @@ def test_use_after_close_is_refused(pool: ProcessPool) -> None:
 def test_finite_flag_survives_rounding(world_size: int) -> None:
     """N times 1/N is not 1 in float32 at many N; one rank that is not finite still shows."""
     for finite, bad in ((True, 0), (False, 1)):
-        current = Iteration(StepRecord(0, True))
-        flag = agree(current, world_size, torch.device("cpu"))
-        next(flag)
+        step = PlanRun(PLAN, 0, world_size).begin()
+        step.add({"wide": torch.full((20, 30), 0.0 if finite else torch.inf)})
+        flag = step.agree()
+        request = next(flag)
+        assert isinstance(request, Mean)
+        assert request.tensor.tolist() == [float(finite)]
         total = torch.zeros(1)
         for _ in range(world_size - bad):
             total += torch.ones(1) * (1.0 / world_size)
         with pytest.raises(StopIteration):
             flag.send(total)
-        assert current.finite is finite
+        assert step.finite is finite
 
 
 def test_layers_that_ddp_skips(pool: ProcessPool) -> None:

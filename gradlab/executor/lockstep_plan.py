@@ -1,0 +1,273 @@
+"""A plan run over given gradients, all ranks in this process: the same steps as online, driven by `run_lockstep`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+from gradlab.codec import Codec, Exchanged, Tensors
+from gradlab.collectives import (
+    Coroutine,
+    LockstepResult,
+    Mean,
+    payload_bytes,
+    run_lockstep,
+    wire_bytes,
+)
+from gradlab.executor.step import PlanRun, Step
+from gradlab.plan import FINITE_FLAG_BYTES, Group, Plan
+from gradlab.replanning import ROOT
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class GroupCost:
+    """What one group took in one step, means over ranks: payload and wire bytes, seconds in its codec's code."""
+
+    payload_bytes: float
+    wire_bytes: float
+    codec_seconds: float
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One step of a plan on N ranks.
+
+    compressing: whether the schedule compresses in this iteration.
+    finite: whether all gradients on all ranks were, and the results.
+    exchanged: per group name, per rank; a held layer's mean is zero.
+    payload, wire: bytes per rank, dense layers and the ranks' agreement included.
+    codec_seconds: time in the codecs' own code, mean over ranks; costs: the same and bytes by group name.
+    held: names of the layers without a gradient on any rank, whose states stay as they are.
+    """
+
+    iteration: int
+    compressing: bool
+    finite: bool
+    exchanged: Mapping[str, Sequence[Exchanged]]
+    payload: tuple[int, ...]
+    wire: tuple[int, ...]
+    codec_seconds: float
+    costs: Mapping[str, GroupCost]
+    held: frozenset[str] = frozenset()
+
+
+class LockstepPlan:
+    """The plan's runs on all ranks, carried from step to step.
+
+    Attributes:
+        runs: one `PlanRun` per rank.
+        remarks: what to know of the steps so far.
+
+    Args:
+        plain_sgd: whether the run's optimizer is SGD without momentum (see `Context`).
+        only: names of the groups to run, None for all; the bytes of layers of no group are counted with the first.
+        hold_unused: whether a layer whose gradient is zero on all ranks is held, as the engine holds it under
+            find_unused_parameters and static_graph.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        world_size: int,
+        plain_sgd: bool = False,
+        only: Collection[str] | None = None,
+        hold_unused: bool = False,
+    ) -> None:
+        self.world_size = world_size
+        # A plan of identity groups alone needs no agreement; its groups run, so that the reference is measured too.
+        groups = plan.compressed_groups or plan.groups
+        chosen = [group.name for group in groups if only is None or group.name in only]
+        self._agrees = bool(plan.compressed_groups)
+        self._elsewhere = frozenset(name for group in groups if group.name not in chosen for name in group.layers)
+        self._counts_rest = only is None or groups[0].name in chosen
+        codecs = {group.name: plan.build(group) for group in groups if group.name in chosen}
+        self.runs = [
+            PlanRun(plan, rank, world_size, plain_sgd=plain_sgd, hold_unused=hold_unused, only=chosen, codecs=codecs)
+            for rank in range(world_size)
+        ]
+        self.remarks: list[str] = []
+
+    @property
+    def plan(self) -> Plan:
+        """As it is now: a refresh may have changed its settings."""
+        return self.runs[ROOT].plan
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Those that are run."""
+        return tuple(self.runs[ROOT].groups.values())
+
+    @property
+    def codecs(self) -> Mapping[str, Codec]:
+        """By group name."""
+        return self.runs[ROOT].codecs
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the layers of the groups that are run."""
+        return tuple(self.runs[ROOT].group_of)
+
+    @property
+    def states(self) -> list[dict[str, Tensors]]:
+        """Per rank, per group name, the codec's state; replaced after a step that was finite on every rank."""
+        return [run.states for run in self.runs]
+
+    @states.setter
+    def states(self, states: Sequence[dict[str, Tensors]]) -> None:
+        for run, mine in zip(self.runs, states, strict=True):
+            run.states = mine
+
+    @property
+    def partial(self) -> bool:
+        """Whether groups of the plan are left out."""
+        return bool(self._elsewhere)
+
+    @property
+    def stateful(self) -> bool:
+        """Whether what happened in earlier steps changes what the next one does; known after the first step."""
+        return self.plan.refresh is not None or any(state for rank in self.states for state in rank.values())
+
+    def step(
+        self,
+        iteration: int,
+        gradients: Sequence[Tensors],
+        learning_rate: Mapping[str, float] | None = None,
+        loss_scale: float = 1.0,
+        parameters: Tensors | None = None,
+        finite: bool = True,
+    ) -> StepResult:
+        """Run one iteration.
+
+        gradients: per rank, by layer name, without the loss scale that the run had; layers of no group may be left
+        out. parameters: for weight decay, which is left out where they are not known. finite: whether gradients that
+        are not given are.
+        """
+        bill = _Bill(self.world_size)
+        for run in self.runs:
+            run.iteration = iteration
+        self._refresh(bill)
+        steps = [run.begin(learning_rate, loss_scale, parameters, scaled=False) for run in self.runs]
+        for step, mine in zip(steps, gradients, strict=True):
+            step.finite = finite
+            step.add(mine)
+        self._bill_uncompressed(bill, steps[ROOT])
+        exchanged: dict[str, list[Exchanged]] = {}
+        costs: dict[str, GroupCost] = {}
+        for group in self.groups:
+            if group.name in steps[ROOT].active:
+                exchanged[group.name], costs[group.name] = self._exchange(group.name, steps, bill)
+        if steps[ROOT].active:
+            self._agree(steps, bill)
+        for run, step, rank in zip(self.runs, steps, range(self.world_size), strict=True):
+            run.end(step, [mean for ranks in exchanged.values() for mean in ranks[rank].mean.values()])
+        agreed = steps[ROOT]
+        compressing = self.plan.schedule.compresses(iteration)
+        return StepResult(
+            iteration,
+            compressing,
+            agreed.finite if agreed.active else finite and all_finite(gradients),
+            {name: _without(agreed.held, ranks) for name, ranks in exchanged.items()} if compressing else {},
+            tuple(bill.payload),
+            tuple(bill.wire),
+            sum(cost.codec_seconds for cost in costs.values()),
+            costs,
+            agreed.held,
+        )
+
+    def _refresh(self, bill: _Bill) -> None:
+        results = run_lockstep([run.refresh() for run in self.runs])
+        bill.add(results)
+        if why := results[ROOT].value:
+            iteration = self.runs[ROOT].iteration
+            self.remarks.append(f"At iteration {iteration} no plan could be chosen, the last one stays: {why}")
+
+    def _exchange(self, group: str, steps: Sequence[Step], bill: _Bill) -> tuple[list[Exchanged], GroupCost]:
+        seconds = [0.0] * self.world_size
+        coroutines = [timed(step.exchange(group), _adder(seconds, rank)) for rank, step in enumerate(steps)]
+        results = run_lockstep(coroutines)
+        bill.add(results)
+        return [result.value for result in results], _cost(results, seconds)
+
+    def _agree(self, steps: Sequence[Step], bill: _Bill) -> None:
+        """The ranks' agreement; of a part of a plan only the flags of its own layers are counted."""
+        [result, *_] = run_lockstep([step.agree() for step in steps])
+        if self._agrees:
+            bill.add_mean(result.payload_bytes - (0 if self._counts_rest else FINITE_FLAG_BYTES))
+
+    def _bill_uncompressed(self, bill: _Bill, step: Step) -> None:
+        """All other layers, as one all-reduce."""
+        if self._counts_rest:
+            elsewhere = self._elsewhere if step.compressing else frozenset[str]()
+            rest = (x for x in self.plan.layers if not step.is_active(x.name) and x.name not in elsewhere)
+            bill.add_mean(4 * sum(layer.numel for layer in rest))
+
+
+class _Bill:
+    """Payload and wire bytes per rank of one step."""
+
+    def __init__(self, world_size: int) -> None:
+        self.payload, self.wire = [0] * world_size, [0] * world_size
+
+    def add(self, results: Sequence[LockstepResult[Any]]) -> None:
+        for rank, result in enumerate(results):
+            self.payload[rank] += result.payload_bytes
+            self.wire[rank] += result.wire_bytes
+
+    def add_mean(self, nbytes: int) -> None:
+        """A mean of so many bytes of float32."""
+        request = Mean(torch.empty(nbytes // 4, dtype=torch.float32, device="meta"))
+        for rank in range(len(self.wire)):
+            self.payload[rank] += payload_bytes(request, rank)
+            self.wire[rank] += wire_bytes(request, rank, len(self.wire))
+
+
+def all_finite(gradients: Sequence[Tensors]) -> bool:
+    """Whether every element on every rank is finite."""
+    return all(bool(gradient.isfinite().all()) for rank in gradients for gradient in rank.values())
+
+
+def timed(coroutine: Coroutine[Result], spent: Callable[[float], None]) -> Coroutine[Result]:
+    """The same coroutine; the seconds that its own code takes, not the executor's, go to `spent`."""
+    answer = None
+    while True:
+        began = time.perf_counter()
+        try:
+            step = coroutine.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        finally:
+            spent(time.perf_counter() - began)
+        answer = yield step
+
+
+def _without(held: frozenset[str], ranks: Sequence[Exchanged]) -> list[Exchanged]:
+    """What ranks apply: held layers get no gradient."""
+    if not held & ranks[0].mean.keys():
+        return list(ranks)
+    zero = {name: torch.zeros_like(mean) for name, mean in ranks[0].mean.items() if name in held}
+    return [replace(one, mean={**one.mean, **zero}) for one in ranks]
+
+
+def _cost(results: Sequence[LockstepResult[Exchanged]], seconds: Sequence[float]) -> GroupCost:
+    ranks = len(results)
+    payload, wire = (sum(getattr(r, name) for r in results) / ranks for name in ("payload_bytes", "wire_bytes"))
+    return GroupCost(payload, wire, sum(seconds) / ranks)
+
+
+def _adder(totals: list[float], position: int) -> Callable[[float], None]:
+    def add(value: float) -> None:
+        totals[position] += value
+
+    return add
+
+
+def learning_rates(plan: Plan, rate: float) -> dict[str, float]:
+    """One rate for every layer, as a context has it; nothing where the rate is not known."""
+    return {} if math.isnan(rate) else {layer.name: rate for layer in plan.layers}

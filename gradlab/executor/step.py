@@ -1,0 +1,276 @@
+"""What a step of a plan is: which groups act, what they are told, and what is kept of it.
+
+A `PlanRun` is what lasts from step to step on one rank; a `Step` is one iteration. Neither knows of a process group, a
+thread, DDP or a trace. They yield requests, as codecs do, and whoever drives them serves these: the lockstep executor
+(`LockstepPlan`), DDP's engine, or a hook that must be through when it returns (`gradlab.runtime.Exchange`). A driver
+
+    failure = yield from run.refresh()                  takes over settings that were chosen anew, if it is time
+    step = run.begin(learning_rates, loss_scale)
+    complete = step.add(gradients)                      as they arrive, at once or in parts
+    done = yield from step.exchange(group)              for every group that is complete; the driver applies done.mean
+    yield from step.agree()                             all ranks learn whether gradients were finite
+    run.end(step, results)                              commits the states, or leaves them as they were
+
+New states count if the gradients were finite on all ranks, and the results are. A layer whose gradient is zero on
+every rank is held where `hold_unused` says so: it keeps its state and its learning rate, and gets no gradient, because
+DDP throws away what a hook returns for a parameter that no rank used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+
+import torch
+
+from gradlab.codec import Codec, Context, Exchanged, Tensors, exchange_group
+from gradlab.codecs.identity import Identity
+from gradlab.collectives import Coroutine, Mean
+from gradlab.errors import GradlabError
+from gradlab.measures import is_finite
+from gradlab.plan import Group, Plan
+from gradlab.replanning import Replanner, adopted_state
+from gradlab.workspace import Workspace
+from gradlab.wrapper import innermost
+
+
+class PlanRun:
+    """One rank's run of a plan.
+
+    Attributes:
+        plan: as it is now; a refresh may have changed its settings.
+        groups: by name, those whose codecs run; codecs: by group name.
+        states: by group name, the codec's state after the last committed step.
+        iteration: of the next step, from 0.
+        learning_rates: by layer name, the last of a committed step that was not zero: the unit of residuals.
+
+    Args:
+        plain_sgd: whether the optimizer is SGD without momentum of its own (see `Context`).
+        hold_unused: whether a layer without a gradient on any rank is held.
+        replan_beside: whether a refresh measures in a thread while training goes on, or when its choice is due.
+        only: names of the groups to run; None for all that are not plainly dense.
+        codecs: built for this plan already, by group name.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        world_size: int,
+        *,
+        plain_sgd: bool = False,
+        hold_unused: bool = False,
+        replan_beside: bool = False,
+        only: Collection[str] | None = None,
+        codecs: Mapping[str, Codec] | None = None,
+        device: torch.device | str = "cpu",
+        workspace: Workspace | None = None,
+    ) -> None:
+        self.plan = plan
+        self.rank, self.world_size = rank, world_size
+        self.plain_sgd, self.hold_unused = plain_sgd, hold_unused
+        self.workspace = Workspace() if workspace is None else workspace
+        self.replanner = None if plan.refresh is None else Replanner(plan, rank, world_size, beside=replan_beside)
+        chosen = plan.compressed_groups if only is None else [group for group in plan.groups if group.name in only]
+        self.groups: dict[str, Group] = {group.name: group for group in chosen}
+        self.group_of = {layer: group.name for group in chosen for layer in group.layers}
+        self._device = device
+        self.codecs: dict[str, Codec] = dict(codecs) if codecs is not None else {g.name: self._built(g) for g in chosen}
+        self.states: dict[str, Tensors] = {}
+        self.iteration = 0
+        self.learning_rates: dict[str, float] = {}
+
+    @property
+    def compresses(self) -> bool:
+        """Whether the schedule compresses in the next step."""
+        return bool(self.groups) and self.plan.schedule.compresses(self.iteration)
+
+    @property
+    def active(self) -> frozenset[str]:
+        """The groups whose codecs run in the next step: all, or those that work while the schedule is dense too."""
+        if self.compresses:
+            return frozenset(self.groups)
+        return frozenset(
+            name for name in self.groups if self.codecs[name].acts_when_dense(self.states.get(name, {}))
+        )  # fmt: skip
+
+    def refresh(self) -> Coroutine[str]:
+        """Take over settings that were chosen anew, if it is time.
+
+        Returns why none could be chosen, on the root, so that the plan stays as it is; else an empty text.
+        """
+        request = self.replanner.due(self.iteration) if self.replanner is not None else None
+        if self.replanner is None or request is None:
+            return ""
+        answer = yield replace(request, tensor=request.tensor.to(self._device))
+        self.adopt(self.replanner.adopt(answer))
+        return self.replanner.failure
+
+    def adopt(self, plan: Plan) -> None:
+        """Go on with other settings of the same groups; codecs' states are carried over."""
+        for group in plan.groups:
+            if group.name in self.groups and group != self.groups[group.name]:
+                old, new = self.codecs[group.name], plan.build(group).to(self._device)
+                self.codecs[group.name], self.groups[group.name] = new, group
+                if group.name in self.states:
+                    self.states[group.name] = adopted_state(new, old, self.states[group.name])
+        self.plan = plan
+
+    def begin(
+        self,
+        learning_rates: Mapping[str, float] | None = None,
+        loss_scale: float = 1.0,
+        parameters: Mapping[str, torch.Tensor] | None = None,
+        *,
+        scaled: bool = True,
+    ) -> Step:
+        """Begin the step of `iteration`.
+
+        learning_rates: by layer name, as far as they are known; loss_scale: the run's factor on its loss; scaled:
+        whether the gradients bear it; parameters: by layer name, for weight decay.
+        """
+        rates = dict(learning_rates or {})
+        context = Context(
+            rank=self.rank,
+            world_size=self.world_size,
+            iteration=self.iteration,
+            seed=self.plan.seed,
+            learning_rate=rates,
+            previous_learning_rate={**rates, **self.learning_rates},
+            loss_scale=loss_scale,
+            start=self.plan.schedule.warmup_steps,
+            plain_sgd=self.plain_sgd,
+            parameters=parameters or {},
+            workspace=self.workspace,
+        )
+        return Step(self, context, loss_scale if scaled else 1.0)
+
+    def end(self, step: Step, results: Iterable[torch.Tensor] = ()) -> None:
+        """End a step that all ranks have agreed on: commit its states, if everything was finite.
+
+        results: what the step gave, to be looked at: finite gradients may overflow in their mean.
+        """
+        if step.active:
+            step.finite = step.finite and all(is_finite(result) for result in results)
+            if step.finite:
+                self._commit(step)
+        if self.replanner is not None:
+            self.replanner.end(self.iteration)
+        self.iteration += 1
+
+    def _commit(self, step: Step) -> None:
+        for layer in step.held:
+            name = self.group_of[layer]
+            before = self.states.get(name, {})
+            step.staged[name] = _held_back(layer, step.staged[name], before, innermost(self.codecs[name]).group_state)
+        self.states.update(step.staged)
+        rates = step.context.learning_rate
+        self.learning_rates |= {layer: rate for layer, rate in rates.items() if rate and layer not in step.held}
+
+    def _built(self, group: Group) -> Codec:
+        return self.plan.build(group).to(self._device)
+
+
+class Step:
+    """One iteration of a plan on one rank.
+
+    Attributes:
+        compressing: whether the schedule compresses.
+        active: names of the groups whose codecs run.
+        finite: whether gradients were finite: on this rank, and after `agree` on all.
+        non_finite: names of this rank's layers that were not.
+        held: names of the layers without a gradient on any rank, known after `agree`.
+        gradients: by layer name, what was added.
+    """
+
+    def __init__(self, run: PlanRun, context: Context, scaled_by: float) -> None:
+        self.compressing = run.compresses
+        self.active = run.active
+        self.context = context
+        self.finite = True
+        self.non_finite: tuple[str, ...] = ()
+        self.held: frozenset[str] = frozenset()
+        self.gradients: Tensors = {}
+        self.staged: dict[str, Tensors] = {}
+        self._run = run
+        self._scaled_by = scaled_by
+        self._empty: dict[str, bool] = {}  # by layer of an active group: whether its gradient is zero
+        self._waiting = {name: len(run.groups[name].layers) for name in self.active}
+
+    def add(self, gradients: Tensors, buffer: torch.Tensor | None = None) -> list[str]:
+        """Take in gradients of some layers; returns the active groups that are complete now, in the layers' order.
+
+        buffer: the memory that holds all of them and nothing else, looked at in one pass.
+        """
+        self.gradients |= gradients
+        if not self.active:
+            return []
+        self._look_at(gradients, buffer)
+        if self._run.replanner is not None:
+            self._run.replanner.add(gradients, self.context.iteration, self._scaled_by)
+        mine = [self._run.group_of[layer] for layer in gradients if self.is_active(layer)]
+        for group in mine:
+            self._waiting[group] -= 1
+        return [group for group in dict.fromkeys(mine) if not self._waiting[group]]
+
+    def is_active(self, layer: str) -> bool:
+        """Whether a layer's group has its codec run in this step."""
+        return self._run.group_of.get(layer) in self.active
+
+    def layers_of(self, group: str) -> Tensors:
+        """The gradients of a complete group."""
+        return {layer: self.gradients[layer] for layer in self._run.groups[group].layers}
+
+    def exchange(self, group: str) -> Coroutine[Exchanged]:
+        """A complete group's codec at work; its new state is staged."""
+        done = yield from exchange_group(
+            self._run.codecs[group],
+            self.layers_of(group),
+            self._run.states.get(group, {}),
+            replace(self.context, group=group),
+            scaled_by=self._scaled_by,
+            dense=not self.compressing,
+        )
+        self.staged[group] = done.state
+        return done
+
+    def average(self, gradients: Tensors) -> Coroutine[Exchanged]:
+        """Layers of no active group, uncompressed."""
+        done = yield from exchange_group(Identity(), gradients, {}, self.context, scaled_by=self._scaled_by)
+        return done
+
+    def require_whole(self) -> None:
+        """Raises GradlabError if a group lacks gradients of some of its layers."""
+        if missing := sorted(name for name, left in self._waiting.items() if left):
+            raise GradlabError(f"group {missing[0]}: only some of its layers had gradients in this step")
+
+    def agree(self, device: torch.device | str = "cpu") -> Coroutine[None]:
+        """Learn whether gradients were finite on every rank, and which layers have none on any."""
+        flags = [float(self.finite), *(float(not empty) for empty in self._empty.values())]
+        mean = yield Mean(torch.tensor(flags, device=device))
+        shares = mean.tolist()
+        world_size = self._run.world_size
+        self.finite = shares[0] > 1.0 - 0.5 / world_size  # N times 1/N is not quite 1 in float32
+        self.held = frozenset(
+            layer for layer, share in zip(self._empty, shares[1:], strict=True) if share < 0.5 / world_size
+        )
+
+    def _look_at(self, gradients: Tensors, buffer: torch.Tensor | None) -> None:
+        """What the ranks will have to agree on."""
+        if buffer is None or not is_finite(buffer):
+            bad = tuple(name for name, gradient in gradients.items() if not is_finite(gradient))
+            self.finite = self.finite and not bad and buffer is None
+            self.non_finite += bad
+        if self._run.hold_unused:
+            self._empty |= {name: not bool(grad.any()) for name, grad in gradients.items() if self.is_active(name)}
+
+
+def _held_back(layer: str, new: Tensors, before: Tensors, of_group: Collection[str]) -> Tensors:
+    """A group's new state, but with one layer's entries as they were before. of_group: what belongs to no layer."""
+
+    def of_layer(key: str) -> bool:
+        owner, _, what = key.rpartition("/")
+        return owner == layer and what not in of_group
+
+    kept = {key: value for key, value in before.items() if of_layer(key)}
+    return {key: value for key, value in new.items() if not of_layer(key)} | kept
