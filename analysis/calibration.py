@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from scipy.optimize import lsq_linear
 
-from gradlab.analysis.formatting import format_bytes, format_percent, format_seconds
 from gradlab.analysis.link import Link, Transfer, all_reduce, format_rate, parse_bandwidth
 from gradlab.errors import GradlabError
+from gradlab.formatting import format_bytes, format_percent, format_seconds
 
 _FORM = (
     "a JSON list of measured all-reduces, such as "

@@ -8,8 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from gradlab.analysis.chrome_trace import Span, StepSpans
 from gradlab.analysis.style import BLUE, GREEN, GREY, ORANGE, SKY, WIDTH, YELLOW
+from gradlab.chrome_trace import Span, StepSpans
 
 _KINDS = {
     "backward": SKY,

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from gradlab.analysis.between_nodes import measure_between_nodes
-from gradlab.analysis.formatting import format_count
 from gradlab.analysis.gradiveq import GradiveqFit, NotFittable, fit_gradiveq
 from gradlab.analysis.layer_places import layer_places
 from gradlab.analysis.limits import measure_limits, place_plans
@@ -24,6 +23,7 @@ from gradlab.analysis.sign_blocks import measure_sign_blocks
 from gradlab.analysis.slice_structure_trace import measure_slice_structure
 from gradlab.analysis.spectrum import TraceSpectrum, measure_spectrum
 from gradlab.errors import GradlabError
+from gradlab.formatting import format_count
 from gradlab.plan import Plan
 from gradlab.progress import Progress
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from gradlab.analysis.calibration import Calibration
 from gradlab.analysis.dry_run import DryRuns, one_thread, scan_seconds_per_byte
-from gradlab.analysis.formatting import format_ratio, format_seconds
 from gradlab.analysis.link import Link, format_rate
 from gradlab.analysis.plain import plain
 from gradlab.analysis.predict import Comparison, Job, break_even, compare, make_job
 from gradlab.analysis.profile import Profile
 from gradlab.analysis.replay import methods_of, refresh_remark
 from gradlab.errors import GradlabError
+from gradlab.formatting import format_ratio, format_seconds
 from gradlab.plan import Plan
 from gradlab.progress import Progress
 

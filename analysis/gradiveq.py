@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gradlab.analysis.formatting import format_percent
 from gradlab.analysis.holdout import holdout_by_age, losses_by_slice, random_basis_plan
 from gradlab.analysis.unscaled import mean_unscaled
 from gradlab.artifact import Artifact
 from gradlab.codec_settings import build_settings
 from gradlab.codecs.gradiveq import GradiVeQ
 from gradlab.errors import GradlabError
+from gradlab.formatting import format_percent
 from gradlab.layout import Layer, flatten, split_slices
 from gradlab.plan import FEEDBACK, Group, Plan, Schedule
 from gradlab.progress import Progress

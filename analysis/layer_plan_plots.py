@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from gradlab.analysis.formatting import format_bytes, format_ratio, format_seconds
 from gradlab.analysis.style import BLACK, BLUE, GREY, SKY, VERMILION, method_colors, method_markers, panels
+from gradlab.formatting import format_bytes, format_ratio, format_seconds
 
 PLAN, UNIFORM = VERMILION, BLUE
 

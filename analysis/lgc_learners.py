@@ -14,7 +14,7 @@ from gradlab.autoencoder import Architecture, Loss, gradient_of, optimized, ring
 from gradlab.codec import Tensors, seeded_generator
 from gradlab.codec_settings import build_settings
 from gradlab.codecs.lgc_ring import LgcRing
-from gradlab.codecs.lgc_server import LgcServer
+from gradlab.codecs.lgc_server import LgcServer, innovations_of
 from gradlab.collectives import all_gather_wire_bytes, all_reduce_wire_bytes, broadcast_wire_bytes
 from gradlab.indices import index_bytes
 from gradlab.learned_selection import LearnedSettings, padded
@@ -119,13 +119,7 @@ class ServerLearner(Learner):
         self._kept, self._coding = codec.innovation_counts(self._counts, numels), codec.settings.index_coding
 
     def _innovations(self, selections: Selections) -> torch.Tensor:
-        apart = torch.zeros_like(selections.values)
-        start = 0
-        for count, kept in zip(self._counts, self._kept, strict=True):
-            part = selections.values[..., start : start + count]
-            chosen = part.abs().topk(kept, dim=-1).indices
-            apart[..., start : start + count].scatter_(-1, chosen, part.gather(-1, chosen))
-            start += count
+        apart = innovations_of(selections.values, self._counts, self._kept)
         return padded(apart / selections.scales, self.architecture)
 
     def loss(self, weights: torch.Tensor, inputs: Inputs, generator: torch.Generator) -> torch.Tensor:

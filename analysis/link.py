@@ -281,7 +281,7 @@ def parse_seconds(text: str) -> float:
 
 def format_rate(bits_per_second: float) -> str:
     """A rate as `parse_bandwidth` reads it: 2e8 -> "200mbit"; three significant digits."""
-    from gradlab.analysis.formatting import significant
+    from gradlab.formatting import significant
 
     if math.isinf(bits_per_second):
         return "unlimited"

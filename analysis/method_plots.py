@@ -10,8 +10,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from gradlab.analysis.formatting import format_bytes, format_seconds
-from gradlab.analysis.metric import final_score, metric_of, scores
 from gradlab.analysis.plots import short
 from gradlab.analysis.series import common, in_sample_series, observed_series, predicted_series
 from gradlab.analysis.style import (
@@ -25,6 +23,8 @@ from gradlab.analysis.style import (
     running_mean,
     smoothing_window,
 )
+from gradlab.formatting import format_bytes, format_seconds
+from gradlab.metric import final_score, metric_of, scores
 
 Runs = Mapping[str, Mapping[str, Any]]
 Replays = Mapping[str, Mapping[str, Any]]

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gradlab.analysis.forecast import SPEED_NOISE, forecast
-from gradlab.analysis.formatting import format_percent, format_seconds
 from gradlab.analysis.link import Link
 from gradlab.analysis.profile import Profile
 from gradlab.errors import GradlabError
+from gradlab.formatting import format_percent, format_seconds
 from gradlab.layout import Layer
 from gradlab.plan import Plan
 from gradlab.progress import Progress

@@ -9,7 +9,6 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from gradlab.analysis.formatting import format_percent
 from gradlab.analysis.style import (
     BLACK,
     BLUE,
@@ -21,6 +20,7 @@ from gradlab.analysis.style import (
     running_mean,
     smoothing_window,
 )
+from gradlab.formatting import format_percent
 
 Spectrum = Mapping[str, Any]
 Values = Callable[[Mapping[str, Any]], Any]

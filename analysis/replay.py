@@ -121,6 +121,7 @@ class _Sums:
     wire: tuple[int, ...]
     codec_seconds: float
     costs: Mapping[str, GroupCost]
+    held: frozenset[str]
 
 
 def _replay_in_worker(
@@ -135,9 +136,7 @@ def _replay_in_worker(
 def _replay_part(
     trace: Trace, plan: Plan, part: tuple[str, ...] | None, start: int, stop: int, progress: Progress | None
 ) -> tuple[list[_Sums], list[str]]:
-    lockstep = LockstepPlan(
-        plan, trace.world_size, plain_sgd=trace.metadata.get("plain_sgd") is True, only=part
-    )  # fmt: skip
+    lockstep = lockstep_of(trace, plan, part)
     steps = []
     for done, (result, gradients) in enumerate(replay_steps(trace, lockstep, start, stop)):
         steps.append(_sums(result, gradients))
@@ -145,6 +144,26 @@ def _replay_part(
         if progress:
             progress("replay", done + 1, stop - start)
     return steps, list(_remarks(trace, lockstep, start, stop))
+
+
+def lockstep_of(trace: Trace, plan: Plan, only: tuple[str, ...] | None = None) -> LockstepPlan:
+    """The plan under the optimizer and the DDP options that a recording names. only: see `LockstepPlan`."""
+    return LockstepPlan(
+        plan,
+        trace.world_size,
+        plain_sgd=trace.metadata.get("plain_sgd") is True,
+        only=only,
+        hold_unused=holds_unused(trace),
+    )
+
+
+def holds_unused(trace: Trace) -> bool:
+    """Whether a run like the recorded one holds layers without a gradient on any rank: DDP was told that there may be
+    such, or (older recordings do not say) there were."""
+    if any(trace.metadata.get(option) is True for option in ("find_unused_parameters", "static_graph")):
+        return True
+    unused = [trace.scalars(rank)["unused"] for rank in range(trace.world_size)]
+    return bool(np.logical_and.reduce(unused).any())
 
 
 def replay_steps(
@@ -186,6 +205,7 @@ def _sums(result: StepResult, gradients: list[Tensors]) -> _Sums:
         result.wire,
         result.codec_seconds,
         result.costs if result.compressing else {},
+        result.held,
     )
 
 
@@ -224,6 +244,7 @@ def _step(parts: Sequence[_Sums]) -> ReplayStep:
         unsent=unsent,
         layers=layers,
         costs={name: cost for part in parts for name, cost in part.costs.items()},
+        held=frozenset().union(*(part.held for part in parts)),
     )
 
 

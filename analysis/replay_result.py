@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from statistics import median
 from typing import Any
 
-from gradlab.analysis.formatting import format_percent
 from gradlab.analysis.plain import plain
 from gradlab.errors import GradlabError
 from gradlab.executor.lockstep_plan import GroupCost
+from gradlab.formatting import format_percent
 from gradlab.measures import LayerErrors, add_errors, relative
 
 
@@ -22,7 +22,8 @@ class ReplayStep:
     the gradient plus, under error feedback, the residual; aggregate_error: ||mean - true mean|| / ||true mean|| of this
     step's gradients; cosine: between these two; bytes per rank; codec_seconds: in the codecs' code, mean over ranks;
     unsent: sqrt(sum ||asked - own||^2 / sum ||gradient||^2), what waits under error feedback in gradients of this step;
-    layers: the two sums of contribution_error, by layer; costs: by group.
+    layers: the two sums of contribution_error, by layer; costs: by group; held: names of layers without a gradient on
+    any rank, whose states stayed as they were.
     """
 
     iteration: int
@@ -39,10 +40,11 @@ class ReplayStep:
     unsent: float | None = None
     layers: LayerErrors = field(default_factory=dict)
     costs: Mapping[str, GroupCost] = field(default_factory=dict)
+    held: frozenset[str] = frozenset()
 
     def to_json(self) -> dict[str, Any]:
         """The step as plain JSON, without its layers and groups: `Replay` sums them."""
-        kept = [field.name for field in fields(self) if field.name not in ("layers", "costs")]
+        kept = [field.name for field in fields(self) if field.name not in ("layers", "costs", "held")]
         return {name: getattr(self, name) for name in kept}
 
 
@@ -131,8 +133,26 @@ class Replay:
     @property
     def warnings(self) -> list[str]:
         """What a reader must know before believing the figures, one line each."""
+        return [*self._in_sample_warning(), *self._held_warning(), *self.remarks]
+
+    @property
+    def held_steps(self) -> int:
+        """Compressed steps in which some layer had no gradient on any rank, and was held."""
+        return sum(bool(step.held) for step in self.compressed)
+
+    def _held_warning(self) -> list[str]:
+        if not self.held_steps:
+            return []
+        layers = sorted({layer for step in self.compressed for layer in step.held})
+        which = layers[0] if len(layers) == 1 else f"{layers[0]} and {len(layers) - 1} more"
+        return [
+            f"In {self.held_steps} of {len(self.compressed)} compressed iterations a layer had no gradient on any rank "
+            f"({which}): it was held, as DDP does it; nothing was applied and what waits for it was kept."
+        ]
+
+    def _in_sample_warning(self) -> list[str]:
         if not self.in_sample:
-            return list(self.remarks)
+            return []
         seen, later = median_errors(self.in_sample), median_errors(self.judged)
         line = (
             f"The plan was fitted on {len(self.in_sample)} of the compressed iterations; there, in-sample, the median "
@@ -140,16 +160,13 @@ class Replay:
             f"{format_percent(seen['aggregate_error'])} of the mean. "
         )
         if not self.judged:
-            return [
-                line + "No later iteration was replayed: nothing is known about its error in training.",
-                *self.remarks,
-            ]
+            return [line + "No later iteration was replayed: nothing is known about its error in training."]
         line += (
             f"Only the {len(self.judged)} later iterations are a prediction: "
             f"{format_percent(later['contribution_error'])} of a rank, {format_percent(later['aggregate_error'])} of "
             "the mean."
         )
-        return [line, *self.remarks]
+        return [line]
 
     def summary(self) -> dict[str, Any]:
         """Plain JSON: median errors over the judged steps, and beside them over those fitted on ("in_sample", else
@@ -162,6 +179,7 @@ class Replay:
             "steps": len(self.steps),
             "compressed_steps": len(steps),
             "judged_steps": len(self.judged),
+            "held_steps": self.held_steps,
             "nonfinite_steps": [step.iteration for step in self.steps if not step.finite],
             **median_errors(self.judged),
             "in_sample": {"steps": len(inside), **median_errors(inside)} if inside else None,

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradlab.analysis.formatting import format_count
 from gradlab.analysis.gradiveq import GradiveqFit
 from gradlab.analysis.page import Page, write_page
 from gradlab.analysis.plain import plain
@@ -18,6 +17,7 @@ from gradlab.analysis.spectrum import TraceSpectrum, measure_spectrum
 from gradlab.analysis.target import REPORT_FILES, require_free
 from gradlab.analysis.verdict import comparison_verdict, trace_verdict
 from gradlab.errors import GradlabError
+from gradlab.formatting import format_count
 from gradlab.progress import Progress
 
 if TYPE_CHECKING:

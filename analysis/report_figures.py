@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 from gradlab.analysis import method_plots, plots, sign_blocks_plots, slice_structure_plots
-from gradlab.analysis.formatting import format_percent
-from gradlab.analysis.metric import final_score, metric_of
 from gradlab.analysis.page import Drawing
 from gradlab.analysis.series import common, observed_series, predicted_series
+from gradlab.formatting import format_percent
+from gradlab.metric import final_score, metric_of
 
 Found = Mapping[str, Any]
 

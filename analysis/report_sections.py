@@ -9,14 +9,6 @@ from statistics import median
 from typing import Any
 
 from gradlab.analysis import forecast_plot, information_plots
-from gradlab.analysis.formatting import (
-    format_bytes,
-    format_count,
-    format_number,
-    format_percent,
-    format_ratio,
-    format_seconds,
-)
 from gradlab.analysis.page import Drawing, Section, Table
 from gradlab.analysis.payoff import payoff_verdict, speed
 from gradlab.analysis.report_figures import (
@@ -36,6 +28,14 @@ from gradlab.analysis.report_tables import (
     slice_structure_table,
 )
 from gradlab.analysis.verdict import agreement_line, comparison_verdict, fit_verdict, ranking_line, replay_verdict
+from gradlab.formatting import (
+    format_bytes,
+    format_count,
+    format_number,
+    format_percent,
+    format_ratio,
+    format_seconds,
+)
 
 Found = Mapping[str, Any]
 

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from gradlab.analysis.formatting import (
+from gradlab.analysis.page import Table
+from gradlab.analysis.series import common, median_or_none, observed_series, predicted_series
+from gradlab.formatting import (
     format_bytes,
     format_count,
     format_number,
@@ -14,9 +16,7 @@ from gradlab.analysis.formatting import (
     format_ratio,
     format_seconds,
 )
-from gradlab.analysis.metric import final_score, metric_of
-from gradlab.analysis.page import Table
-from gradlab.analysis.series import common, median_or_none, observed_series, predicted_series
+from gradlab.metric import final_score, metric_of
 
 _COMPARISON_COLUMNS = (
     "method",

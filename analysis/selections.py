@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradlab.analysis.replay import replay_steps
+from gradlab.analysis.replay import lockstep_of, replay_steps
 from gradlab.codec import Context, concatenate
 from gradlab.errors import GradlabError
-from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.learned_selection import SELECTING, LearnedSelection, layer_of
 from gradlab.lgc_plan import GROUP
 from gradlab.plan import Plan
@@ -98,7 +97,7 @@ def collect_selections(trace: Trace, plan: Plan, *, progress: Progress | None = 
         )
     [group] = [group for group in plan.groups if group.name == GROUP]
     alone = Plan(plan.layers, (group,), seed=plan.seed)
-    lockstep = LockstepPlan(alone, trace.world_size, plain_sgd=trace.metadata.get("plain_sgd") is True)
+    lockstep = lockstep_of(trace, alone)
     codec = innermost(lockstep.codecs[GROUP])
     if not isinstance(codec, LearnedSelection):
         raise GradlabError(f"selections: codec {codec.name}, expected lgc_ring or lgc_server")

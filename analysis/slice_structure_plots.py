@@ -14,9 +14,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from gradlab.analysis.formatting import format_bytes, format_percent
 from gradlab.analysis.plots import short
 from gradlab.analysis.style import BLACK, BLUE, GREY, VERMILION, layer_colors, name_layers, panels
+from gradlab.formatting import format_bytes, format_percent
 
 Structure = Mapping[str, Any]
 Layer = Mapping[str, Any]

@@ -10,13 +10,14 @@ collectives in the order they were issued: bytes wait for bytes, latencies overl
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from gradlab.analysis.link import Link, Transfer, all_reduce, transfers
 from gradlab.collectives import Mean, Request
 from gradlab.errors import GradlabError
+from gradlab.executor import Ticks
 from gradlab.segments import SEGMENT_BYTES, segments
 
 
@@ -146,38 +147,34 @@ class Wire:
         return self.free + self.link.delay_seconds(transfer)
 
 
-@dataclass
-class Ticks:
-    """The worker's loop."""
+class Simulated:
+    """An exchange under way, whose code only takes time."""
 
+    def __init__(self, exchange: Exchange, clock: Clock) -> None:
+        self.requests: tuple[Request, ...] = ()
+        self.done = False
+        self._turns = list(_turns(exchange))[::-1]
+        self._clock = clock
+
+    def advance(self, answers: Sequence[None] | None) -> None:
+        """Work to the next requests, or to the end."""
+        turn = self._turns.pop()
+        self._clock.work(turn.copy_seconds + turn.seconds)
+        self.requests, self.done = turn.requests, not self._turns
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """Collectives under way; the last is through at `arrives`."""
+
+    arrives: float
+    count: int
     clock: Clock
-    wire: Wire
-    rank: int
-    world_size: int
-    running: list[Iterator[Turn]] = field(default_factory=list)
-    arrives: float = 0.0
 
-    def tick(self, fresh: Sequence[Exchange]) -> None:
-        """Encode, receive, issue."""
-        requests: list[Request] = []
-        begun = [_turns(exchange) for exchange in fresh]
-        started = [self._advance(turns) for turns in begun]
+    def answers(self) -> list[None]:
+        """Wait for them."""
         self.clock.wait_for_network(self.arrives)
-        advanced = [self._advance(turns) for turns in self.running]
-        open_now = [
-            (turns, asked) for turns, asked in zip(self.running + begun, advanced + started, strict=True) if asked
-        ]
-        self.running = [turns for turns, _ in open_now]
-        for _, asked in open_now:
-            requests += asked
-        together = transfers(requests, self.rank, self.world_size, self.wire.link.all_reduce)
-        ends = [self.wire.send(transfer, self.clock.now) for transfer in together]
-        self.arrives = max(ends, default=0.0)
-
-    def _advance(self, turns: Iterator[Turn]) -> tuple[Request, ...]:
-        turn = next(turns)
-        self.clock.work(turn.copy_seconds + turn.seconds)
-        return turn.requests
+        return [None] * self.count
 
 
 def simulate(
@@ -201,7 +198,14 @@ def simulate(
     clock = Clock(compute_seconds, speed)
     wire = Wire(link, clock)
     compressing = any(bucket.exchanges for bucket in buckets)
-    ticks, in_place = Ticks(clock, wire, rank, world_size), 0.0
+    in_place = 0.0
+
+    def issue(requests: Sequence[Request]) -> Arriving:
+        together = transfers(requests, rank, world_size, link.all_reduce)
+        ends = [wire.send(transfer, clock.now) for transfer in together]
+        return Arriving(max(ends, default=0.0), len(requests), clock)
+
+    ticks = Ticks[Simulated](issue)
     for bucket in buckets:
         clock.wait_for_backward(bucket.ready_seconds)
         clock.work(bucket.scan_seconds)
@@ -209,11 +213,10 @@ def simulate(
             dense = all_reduce(bucket.in_place_bytes, world_size, link.all_reduce)
             in_place = max(in_place, wire.send(dense, clock.now))
         for segment in segments(bucket.exchanges, lambda exchange: exchange.gradient_bytes, segment_bytes):
-            ticks.tick(segment)
+            ticks.tick([Simulated(exchange, clock) for exchange in segment])
     if compressing:
-        ticks.tick([Exchange("finite flag", 0, (Turn(0.0, _flag()), Turn(0.0)))])
-        while ticks.running:
-            ticks.tick([])
+        ticks.tick([Simulated(Exchange("finite flag", 0, (Turn(0.0, _flag()), Turn(0.0))), clock)])
+        ticks.drain()
     clock.wait_for_network(in_place)
     clock.wait_for_backward(compute_seconds)
     exposed = clock.now - compute_seconds

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gradlab.analysis.formatting import format_number, format_percent, format_ratio, format_seconds
-from gradlab.analysis.metric import RELATIVE_NOISE, final_score, metric_of, scores
 from gradlab.analysis.payoff import payoff_verdict
+from gradlab.formatting import format_number, format_percent, format_ratio, format_seconds
 from gradlab.learned_selection import LearnedSettings
+from gradlab.metric import RELATIVE_NOISE, final_score, metric_of, scores
 
 # A step must be shorter by this share before it is called faster.
 _SPEED_NOISE = 0.05

@@ -89,5 +89,6 @@ def about(model: nn.Module, settings: RecorderSettings, metadata: dict[str, Any]
         "every": settings.every,
         "start": settings.start,
         "max_steps": settings.max_steps,
+        "find_unused_parameters": True,
     }
     return found | told

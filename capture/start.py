@@ -101,5 +101,7 @@ def _about(model: DistributedDataParallel, settings: RecorderSettings, wrap: Any
         "every": settings.every,
         "start": settings.start,
         "max_steps": settings.max_steps,
+        "find_unused_parameters": model.find_unused_parameters,
+        "static_graph": model.static_graph,
         "hook": getattr(wrap[1], "__qualname__", type(wrap[1]).__name__) if wrap else None,
     }

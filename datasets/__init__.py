@@ -15,7 +15,7 @@ from gradlab.datasets.camvid import CamVid
 from gradlab.datasets.cifar10 import Cifar10
 from gradlab.datasets.digits import Digits
 from gradlab.datasets.fashion_mnist import FashionMnist
-from gradlab.datasets.metric import Metric
+from gradlab.datasets.metric import LogitMetric
 from gradlab.datasets.optimizer import build_optimizer
 from gradlab.datasets.recipe import Recipe, learning_rate_at
 from gradlab.datasets.sampling import batches
@@ -26,7 +26,7 @@ from gradlab.errors import GradlabError
 __all__ = [
     "CamVid",
     "Data",
-    "Metric",
+    "LogitMetric",
     "Recipe",
     "TextBytes",
     "TextWords",

@@ -10,30 +10,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import torch
 from torch.nn import functional
+
+from gradlab.metric import Metric
 
 _LARGEST_EXPONENT = 700.0  # beyond it exp leaves the range of a float
 
 
 @dataclass(frozen=True)
-class Metric:
-    """A figure made of a sum over predictions: of_mean(total(logits, classes) / predictions).
+class LogitMetric(Metric):
+    """A metric made of a sum over predictions: of_mean(total(logits, classes) / predictions).
 
     total: logits (predictions, classes) and true classes (predictions,) -> a scalar.
     """
 
-    name: str  # as reports call it
-    better: Literal["higher", "lower"]
-    form: Literal["percent", "number"]  # percent: a fraction from 0 to 1, shown as a percentage
     total: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     of_mean: Callable[[float], float]
-
-    def to_json(self) -> dict[str, Any]:
-        """What a run's report keeps: name, direction and form."""
-        return {"name": self.name, "better": self.better, "form": self.form}
 
 
 def _right(logits: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
@@ -49,7 +43,7 @@ def _exponential(nats: float) -> float:
 
 
 IGNORED = -100  # torch's: a prediction whose class this is counts for nothing
-ACCURACY = Metric("accuracy", "higher", "percent", _right, float)
-PIXEL_ACCURACY = Metric("pixel accuracy", "higher", "percent", _right, float)
-PERPLEXITY = Metric("perplexity", "lower", "number", _nats, _exponential)
-BITS_PER_BYTE = Metric("bits per byte", "lower", "number", _nats, lambda nats: nats / math.log(2))
+ACCURACY = LogitMetric("accuracy", "higher", "percent", _right, float)
+PIXEL_ACCURACY = LogitMetric("pixel accuracy", "higher", "percent", _right, float)
+PERPLEXITY = LogitMetric("perplexity", "lower", "number", _nats, _exponential)
+BITS_PER_BYTE = LogitMetric("bits per byte", "lower", "number", _nats, lambda nats: nats / math.log(2))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gradlab.datasets.metric import IGNORED, Metric
+from gradlab.datasets.metric import IGNORED, LogitMetric
 from gradlab.datasets.recipe import Recipe
 from gradlab.datasets.splits import Splits
 from gradlab.errors import GradlabError
@@ -40,7 +40,7 @@ class Workload(ABC):
     description: str
     pairing: str  # where this data set, model and recipe were put together
     recipe: Recipe
-    metric: Metric
+    metric: LogitMetric
     needs_path: bool  # whether `load` needs a file that the user has
     interim_samples: int = 1000  # of the test split, for a look at the metric while training
 

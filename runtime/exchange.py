@@ -170,10 +170,13 @@ class Exchange:
         A group of several layers is complete with the last of them. What turns out to be not finite is told by
         `finish`.
         """
-        part = Part(self._parts, self._checked(gradients))
-        self._parts += 1
-        self._guarded(lambda: self._driver.add(part))
-        self._guarded(self._driver.settle)
+
+        def exchange() -> None:
+            self._driver.add(Part(self._parts, self._checked(gradients)))
+            self._parts += 1
+            self._driver.settle()
+
+        self._guarded(exchange)
 
     def finish(self) -> StepRecord:
         """End the step: commit its states, or, if a gradient on some rank was not finite, fill all of them with NaN."""
@@ -198,6 +201,8 @@ class Exchange:
         """Do a part of a step; if it fails, tell the other ranks, and refuse to go on."""
         if self._broken is not None:
             raise GradlabError(f"this Exchange stopped earlier: {self._broken}")
+        if self._communicator.group is None:
+            raise GradlabError("this Exchange is closed; make a new one")
         try:
             with torch.no_grad():
                 return work()

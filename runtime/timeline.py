@@ -10,8 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Rows of the picture, from the top.
-LANES = ("backward", "encode and decode", "wait", "network")
+from gradlab.chrome_trace import LANES
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,8 @@ class Option:
 
     ddp: arguments for DDP; uses_branch: by rank and step; micro_batches: accumulated under no_sync; dtype: of the
     model; autocast: to this dtype; scaled: under a GradScaler whose scale changes; compiled: "inside" DDP or "around"
-    it; frozen_from: the branch stops training at this step; together: models trained at once; part: of a larger world;
+    it; frozen_from: the branch stops training at this step; overflow_at: rank 0's gradients are infinite in this one;
+    together: models trained at once; part: of a larger world;
     tolerance: largest relative difference from lockstep, 0 for bit for bit.
     """
 
@@ -73,6 +74,7 @@ class Option:
     scaled: bool = False
     compiled: str = ""
     frozen_from: int = STEPS
+    overflow_at: int = -1
     together: int = 1
     part: bool = False
     tolerance: float = 0.0
@@ -97,6 +99,8 @@ OPTIONS: dict[str, Option] = {
     "autocast bf16": Option(autocast=torch.bfloat16),
     "autocast fp16, GradScaler": Option(autocast=torch.float16, scaled=True, tolerance=0.02),
     "GradScaler": Option(scaled=True),
+    "GradScaler, overflow": Option(scaled=True, overflow_at=3),
+    "find_unused, overflow": Option(ddp=UNUSED, uses_branch=sometimes, scaled=True, overflow_at=3),
     "mixed_precision": Option(ddp={"mixed_precision": "bf16"}),
 }
 
@@ -223,7 +227,8 @@ class _Training:
         kind = self.option.autocast
         with torch.autocast("cpu", dtype=kind) if kind else nullcontext():
             scores = model(images, self.option.uses_branch(rank, step))
-        self.scaler.scale(nn.functional.cross_entropy(scores.float(), labels)).backward()
+        loss = self.scaler.scale(nn.functional.cross_entropy(scores.float(), labels))
+        (loss * torch.inf if step == self.option.overflow_at and rank == 0 else loss).backward()
 
     def _local(self, rank: int, step: int, scale: float) -> tuple[Tensors, set[str]]:
         """A rank's gradients, zero where it has none, without the loss scale; and which it has."""
@@ -251,12 +256,16 @@ class _Training:
             expected[name] = run_lockstep(lone)[0].value.mean[name]
         for name in set(expected) - used:  # DDP drops it: what was due must still be there in the next step
             expected[name] = None
-        for name in self.given:
+        self.finite = done.finite
+        for name in self.given if done.finite else ():
             self.given[name] = self.given[name] + torch.stack([grads[name].double() for grads in gradients]).mean(0)
         return expected
 
     def _compare(self, expected: dict[str, torch.Tensor | None], scale: float) -> float:
         worst = 0.0
+        if not self.finite:
+            assert all(p.grad is None or p.grad.isnan().all() for p in self.ddp.parameters()), "one rank's infinity"
+            return worst
         for full, parameter in self.ddp.named_parameters():
             wanted = expected[bare_name(full)]
             if wanted is None:

@@ -15,14 +15,6 @@ from recorded import BIAS, CONVOLUTION, LAYERS, LINEAR, random_gradients, record
 from sklearn.decomposition import PCA as ScikitPCA
 
 from gradlab.analysis import spectrum as spectrum_module
-from gradlab.analysis.formatting import (
-    format_bytes,
-    format_count,
-    format_number,
-    format_percent,
-    format_ratio,
-    format_seconds,
-)
 from gradlab.analysis.gradiveq import NotFittable, fit_gradiveq
 from gradlab.analysis.holdout import age_bins, holdout_by_age
 from gradlab.analysis.plain import plain
@@ -39,6 +31,14 @@ from gradlab.artifact import Artifact
 from gradlab.codecs.gradiveq import GradiVeQ
 from gradlab.datasets.synthetic import GradientModel, draw, expected_cosine, expected_tail_energy
 from gradlab.errors import GradlabError
+from gradlab.formatting import (
+    format_bytes,
+    format_count,
+    format_number,
+    format_percent,
+    format_ratio,
+    format_seconds,
+)
 from gradlab.layout import Layer, canonical_json, flatten, split_slices
 from gradlab.plan import Plan
 from gradlab.slice_pca import principal_axes

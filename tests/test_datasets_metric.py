@@ -13,17 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradlab.analysis.method_plots import plot_tradeoff, plot_training
-from gradlab.analysis.metric import RunMetric, final_score, metric_of, scores
 from gradlab.analysis.report import write_comparison
 from gradlab.analysis.report_tables import comparison_table
 from gradlab.analysis.verdict import comparison_verdict
 from gradlab.cli.outcome import RankOutcome, run_report
-from gradlab.datasets.metric import ACCURACY, BITS_PER_BYTE, PERPLEXITY, Metric
+from gradlab.datasets.metric import ACCURACY, BITS_PER_BYTE, PERPLEXITY, LogitMetric
+from gradlab.metric import Metric, final_score, metric_of, scores
 
 EVERY = (ACCURACY, PERPLEXITY, BITS_PER_BYTE)
 
 
-def _run(metric: Metric, values: list[float], seconds: float = 0.01) -> dict[str, Any]:
+def _run(metric: LogitMetric, values: list[float], seconds: float = 0.01) -> dict[str, Any]:
     """The report of a run of as many steps as values, as the trainer makes and a file keeps it."""
     outcome = RankOutcome([seconds] * len(values), [1.0] * len(values), list(enumerate(values, 1)))
     report = run_report([json.loads(json.dumps(outcome.to_json()))], 100, metric)
@@ -32,9 +32,9 @@ def _run(metric: Metric, values: list[float], seconds: float = 0.01) -> dict[str
 
 
 @pytest.mark.parametrize("metric", EVERY)
-def test_a_report_names_its_metric(metric: Metric) -> None:
+def test_a_report_names_its_metric(metric: LogitMetric) -> None:
     run = _run(metric, [0.5, 0.75])
-    assert metric_of([{}, run]) == RunMetric(**metric.to_json())
+    assert metric_of([{}, run]) == Metric(**metric.to_json())
     assert scores(run) == [[1, 0.5], [2, 0.75]]
     assert final_score(run) == 0.75
     assert ("final_accuracy" in run) == ("accuracies" in run) == (metric is ACCURACY)
@@ -42,7 +42,7 @@ def test_a_report_names_its_metric(metric: Metric) -> None:
 
 def test_a_report_of_the_first_version_speaks_of_accuracy() -> None:
     old = {"accuracies": [[1, 0.5], [2, 0.75]], "final_accuracy": 0.75}
-    assert metric_of([old]) == RunMetric("accuracy", "higher", "percent")
+    assert metric_of([old]) == Metric("accuracy", "higher", "percent")
     assert (scores(old), final_score(old)) == ([[1, 0.5], [2, 0.75]], 0.75)
     new = _run(ACCURACY, [0.5, 0.75])
     assert {key: new[key] for key in old} == {"accuracies": [[1, 0.5], [2, 0.75]], "final_accuracy": 0.75}
@@ -57,7 +57,7 @@ def test_a_run_that_diverged_has_no_final_score() -> None:
 
 @given(value=st.floats(0.01, 1e4), reference=st.floats(0.01, 1e4))
 def test_worse_is_a_matter_of_direction(value: float, reference: float) -> None:
-    higher, lower = RunMetric("a", "higher", "number"), RunMetric("b", "lower", "number")
+    higher, lower = Metric("a", "higher", "number"), Metric("b", "lower", "number")
     assert not higher.worse(reference, reference)
     assert not (higher.worse(value, reference) and lower.worse(value, reference))
     if abs(value - reference) > 0.031 * reference:
@@ -67,7 +67,7 @@ def test_worse_is_a_matter_of_direction(value: float, reference: float) -> None:
     assert higher.worse(math.nan, reference)
 
 
-def _verdict(metric: Metric, dense: float, topk: float) -> str:
+def _verdict(metric: LogitMetric, dense: float, topk: float) -> str:
     return comparison_verdict({"dense": _run(metric, [dense], 0.02), "topk": _run(metric, [topk])})
 
 
@@ -84,7 +84,7 @@ def _verdict(metric: Metric, dense: float, topk: float) -> str:
         (BITS_PER_BYTE, math.nan, 3.2, "Bits per byte: dense itself diverged."),
     ],
 )
-def test_the_verdict_goes_by_the_metric(metric: Metric, dense: float, topk: float, said: str) -> None:
+def test_the_verdict_goes_by_the_metric(metric: LogitMetric, dense: float, topk: float, said: str) -> None:
     assert _verdict(metric, dense, topk).endswith(said)
 
 
@@ -102,7 +102,7 @@ def test_the_verdict_says_when_nothing_was_measured() -> None:
     ],
 )
 def test_tables_and_figures_are_in_the_terms_of_the_metric(
-    metric: Metric, column: str, cells: list[str], tmp_path: Path
+    metric: LogitMetric, column: str, cells: list[str], tmp_path: Path
 ) -> None:
     last = math.inf if metric is PERPLEXITY else 0.5
     runs = {"dense": _run(metric, [0.9, 0.75]), "topk": _run(metric, [0.9, last])}

@@ -159,7 +159,7 @@ def test_a_step_that_is_not_finite_leaves_the_states_as_they_were(tmp_path, valu
         before = [{name: dict(state) for name, state in states.items()} for states in lockstep.states]
         next(steps)
         for states, kept in zip(lockstep.states, before, strict=True):
-            assert states.keys() == kept.keys() == {"conv.weight"}
+            assert states.keys() == kept.keys()
             assert all(states[group][key] is kept[group][key] for group in kept for key in kept[group])
     without = gradients[:3] + gradients[4:]
     with record(tmp_path / "b", without, indices=[0, 1, 2, 4, 5]) as trace:

@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 from process_pool import ProcessPool
 
-from gradlab.analysis import chrome_trace
-from gradlab.analysis.chrome_trace import read_step
 from gradlab.analysis.chrome_trace_plot import plot_timelines
 from gradlab.analysis.style import drawing, render
+from gradlab.chrome_trace import LANES, read_step
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan import Group, Plan, Wrap
 from gradlab.runtime.report import layer_rows, residual_growth, scalars, table
 from gradlab.runtime.statistics import Statistics, StepRecord
-from gradlab.runtime.timeline import LANES, Timeline
+from gradlab.runtime.timeline import Timeline
 
 # Bases are drawn at random: compression from the first iteration on, with nothing fitted.
 RING = {"ratio": 4.0, "complement": 1.0, "slice_size": 12, "whitening": False, "ring": True, "warmup_steps": 0}
@@ -61,7 +60,6 @@ def test_a_ring_prepares_its_segments_while_others_travel(
 
 def test_a_trace_is_read_again_and_drawn(pool: ProcessPool, tmp_path: Path) -> None:
     """Hidden is what of the network lies under computing or coding, counted here microsecond by microsecond."""
-    assert chrome_trace.LANES == LANES  # written down in two packages that do not import each other
     file = tmp_path / "spans.json"
     seen = pool.run("ddp_tasks:chrome_trace", 3, codec="gradiveq", settings=RING)
     other = {"ph": "X", "pid": 7, "tid": 0, "name": "another program's", "ts": 0, "dur": 1}

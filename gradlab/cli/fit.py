@@ -141,9 +141,9 @@ def gradiveq(
 
 def print_gradiveq(origin: dict[str, Any]) -> None:
     """Whether it holds; then per layer K, d and loss where it was fitted and later, and the loss by age."""
-    from gradlab.analysis.formatting import format_percent, format_ratio
     from gradlab.analysis.report_tables import fit_table
     from gradlab.analysis.verdict import fit_verdict
+    from gradlab.formatting import format_percent, format_ratio
 
     OUT.print(fit_verdict(origin), markup=False)
     print_warnings(origin["warnings"])
@@ -257,7 +257,7 @@ def _require_blocks(method: str, settings: dict[str, Any]) -> None:
 
 def print_blocks(blocks: BlockFit) -> None:
     """What the blocks keep of the gradients' energy, where they were fitted and later."""
-    from gradlab.analysis.formatting import format_percent
+    from gradlab.formatting import format_percent
 
     rows = [
         (name, *(format_percent(shares[key]) for shares in (blocks.fitted, blocks.held_out)))

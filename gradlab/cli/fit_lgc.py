@@ -105,9 +105,9 @@ def lgc(
 
 def print_lgc(origin: dict[str, Any]) -> None:
     """Whether it beats what needs no learning; all of it at its bytes; then the error by age."""
-    from gradlab.analysis.formatting import format_percent
     from gradlab.analysis.report_tables import selection_table
     from gradlab.analysis.verdict import lgc_verdict, lgc_warnings
+    from gradlab.formatting import format_percent
 
     OUT.print(lgc_verdict(origin), markup=False)
     print_warnings(lgc_warnings(origin))

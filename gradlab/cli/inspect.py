@@ -21,9 +21,9 @@ def inspect(
 
       gradlab inspect plan.safetensors
     """
-    from gradlab.analysis.formatting import format_bytes, format_ratio
     from gradlab.analysis.replay import methods_of
     from gradlab.artifact import Artifact
+    from gradlab.formatting import format_bytes, format_ratio
 
     loaded = Artifact.load(artifact)
     plan = loaded.plan

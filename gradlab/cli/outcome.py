@@ -9,7 +9,7 @@ from statistics import fmean, median
 from typing import Any
 
 from gradlab.capture import RecorderReport
-from gradlab.datasets.metric import ACCURACY, Metric
+from gradlab.datasets.metric import ACCURACY, LogitMetric
 from gradlab.measures import LayerErrors, add_errors, relative
 from gradlab.runtime.statistics import StepRecord
 
@@ -28,7 +28,7 @@ class RankOutcome:
         return dataclasses.asdict(self)
 
 
-def run_report(ranks: Sequence[dict[str, Any]], dense_payload_bytes: int, metric: Metric) -> dict[str, Any]:
+def run_report(ranks: Sequence[dict[str, Any]], dense_payload_bytes: int, metric: LogitMetric) -> dict[str, Any]:
     """The report of a run from every rank's `RankOutcome` as JSON.
 
     Times are medians over the compressed steps (all steps, if none was compressed), mean over ranks, in seconds:

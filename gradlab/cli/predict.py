@@ -116,8 +116,8 @@ def node_counts(text: str) -> list[int]:
 def _print(found: Forecast, out: Path | None) -> None:
     import math
 
-    from gradlab.analysis.formatting import format_bytes, format_ratio, format_seconds
     from gradlab.analysis.link import format_rate
+    from gradlab.formatting import format_bytes, format_ratio, format_seconds
 
     OUT.print(found.verdict, markup=False)
     print_warnings(found.remarks)

@@ -32,8 +32,8 @@ def timeline(
 
       gradlab timeline spans.json other.json --out timeline.svg
     """
-    from gradlab.analysis.chrome_trace import read_step
-    from gradlab.analysis.formatting import format_seconds
+    from gradlab.chrome_trace import read_step
+    from gradlab.formatting import format_seconds
 
     if out is not None:
         require_figure(out, overwrite)

@@ -28,7 +28,7 @@ def info(trace: Folder, as_json: AsJson = False) -> None:
 
       gradlab trace info trace
     """
-    from gradlab.analysis.formatting import format_bytes
+    from gradlab.formatting import format_bytes
     from gradlab.trace import Trace
 
     with Trace(trace) as opened:

@@ -151,8 +151,8 @@ def _run(settings: TrainSettings, progress: Progress) -> dict[str, Any]:
 
 
 def _print(report: dict[str, Any]) -> None:
-    from gradlab.analysis.formatting import format_bytes, format_ratio, format_seconds
-    from gradlab.analysis.metric import final_score, metric_of
+    from gradlab.formatting import format_bytes, format_ratio, format_seconds
+    from gradlab.metric import final_score, metric_of
 
     metric = metric_of([report])
     rows = [

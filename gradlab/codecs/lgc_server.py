@@ -203,10 +203,7 @@ class LgcServer(LearnedSelection):
         """To learn from all ranks' selected values (K, count): eqs. (5) to (7). counts, innovations: of each layer."""
         architecture, count = self.architecture(len(values)), values.shape[-1]
         scale = torch.stack([torch.as_tensor(one, device=values.device).expand(count) for one in scales])
-        apart = torch.zeros_like(values)
-        for one, vector in zip(apart, values, strict=True):
-            kept = innovation_positions(vector, counts, innovations)
-            one[kept] = vector[kept]
+        apart = innovations_of(values, counts, innovations)
         vectors, apart = padded(values / scale, architecture), padded(apart / scale, architecture)
         common = int(torch.randint(len(values), (), generator=context.shared_generator("common")))
         loss = Loss(self.settings.loss, self.settings.similarity)
@@ -258,3 +255,12 @@ def innovation_positions(values: torch.Tensor, counts: Sequence[int], innovation
         found.append(largest(part, kept).sort().values + start)
         start += len(part)
     return torch.cat(found)
+
+
+def innovations_of(values: torch.Tensor, counts: Sequence[int], innovations: Sequence[int]) -> torch.Tensor:
+    """Of selected values (..., count) those that travel as they are, in their places; zero elsewhere."""
+    apart = torch.zeros_like(values)
+    for one, vector in zip(apart.view(-1, values.shape[-1]), values.reshape(-1, values.shape[-1]), strict=True):
+        kept = innovation_positions(vector, counts, innovations)
+        one[kept] = vector[kept]
+    return apart

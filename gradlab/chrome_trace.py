@@ -11,6 +11,7 @@ from typing import Any
 
 from gradlab.errors import GradlabError
 
+# Rows of the picture, from the top.
 LANES = ("backward", "encode and decode", "wait", "network")
 _WORK = LANES[:2]
 

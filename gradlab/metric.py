@@ -9,23 +9,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from gradlab.analysis.formatting import format_number, format_percent
+from gradlab.formatting import format_number, format_percent
 
 # One seed's results differ by about this much for no reason: percentages in points, other figures relatively.
 POINTS_NOISE, RELATIVE_NOISE = 0.02, 0.03
 
 
 @dataclass(frozen=True)
-class RunMetric:
+class Metric:
     """A metric's name, whether higher or lower is better, and its form: "percent" of a fraction, or "number"."""
 
-    name: str = "accuracy"
-    better: str = "higher"
-    form: str = "percent"
+    name: str
+    better: Literal["higher", "lower"]
+    form: Literal["percent", "number"]
+
+    def to_json(self) -> dict[str, str]:
+        """What a run's report keeps."""
+        return {"name": self.name, "better": self.better, "form": self.form}
 
     def text(self, value: float | None) -> str:
         """The value as people read it."""
@@ -59,12 +63,12 @@ def is_finite(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
 
 
-def metric_of(runs: Iterable[Mapping[str, Any]]) -> RunMetric:
+def metric_of(runs: Iterable[Mapping[str, Any]]) -> Metric:
     """The metric of the first run that names one; accuracy, if none does."""
     for run in runs:
         if found := run.get("metric"):
-            return RunMetric(found["name"], found["better"], found["form"])
-    return RunMetric()
+            return Metric(found["name"], found["better"], found["form"])
+    return Metric("accuracy", "higher", "percent")
 
 
 def scores(run: Mapping[str, Any]) -> list[Any]:
