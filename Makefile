@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORK := build/outside
 SOURCES := pyproject.toml $(shell find gradlab capture analysis runtime datasets -name '*.py' -o -name '*.jinja')
 
-.PHONY: demo test explore quality typecheck benchmark speed compare lgc matrix faults resume install clean
+.PHONY: demo test explore gpu quality typecheck benchmark speed compare lgc matrix faults resume install clean
 
 demo: install
 	$(BIN)/gradlab demo --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -17,6 +17,11 @@ test: install
 # The tests with other random examples each time, and twice as many.
 explore: install
 	mkdir -p $(WORK) && cd $(WORK) && $(CURDIR)/$(BIN)/python -m pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) -p no:cacheprovider --numprocesses 2 --dist loadfile --hypothesis-profile explore $(CURDIR)/tests $(PYTEST_ARGS)
+
+# Every check that needs a GPU, with PYTHON's own torch (2.6 or newer) and this checkout: nothing is installed. At most
+# 8 minutes, one table; make says "Error 1" if a check failed, "Error 3" if there is no GPU (ARGS=--help).
+gpu:
+	$(PYTHON) tests/gpu $(ARGS)
 
 quality: install
 	$(BIN)/ruff check .

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 
 from gradlab.errors import GradlabError
 from gradlab.files import write_whole
@@ -49,6 +47,8 @@ class Artifact:
         Raises:
             GradlabError: if the file exists and overwrite is false, cannot be written, or the origin is not JSON.
         """
+        from safetensors.torch import save  # not above: whoever trains a plan made in place needs torch alone
+
         path = Path(path)
         if os.path.lexists(path) and not overwrite:
             raise GradlabError(f"{path} exists already: choose another name or ask to overwrite it")
@@ -123,6 +123,8 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    from safetensors import SafetensorError, safe_open
+
     if not os.path.isfile(path):
         raise GradlabError(f"no artifact at {path}")
     try:

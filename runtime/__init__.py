@@ -1,4 +1,4 @@
-"""Online: run a plan between ranks. Needs torch and safetensors only.
+"""Online: run a plan between ranks. Needs torch, and safetensors for artifacts.
 
 Under DDP:
 

@@ -38,7 +38,10 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass(frozen=True)
 class Transfer:
-    """A message on its way to the next rank of the ring and one from the one before, since `began` (perf_counter)."""
+    """A message on its way to the next rank of the ring and one from the one before, since `began` (perf_counter).
+
+    Both are where the backend can send from: on a GPU, for Gloo, in the host's memory.
+    """
 
     incoming: torch.Tensor
     works: tuple[dist.Work, ...]
@@ -158,11 +161,13 @@ class Communicator:
 
     def pass_on(self, message: torch.Tensor, expected: int) -> Transfer:
         """Start sending bytes to the next rank, and receiving `expected` ones from the rank before."""
-        incoming = self.workspace.empty((expected,), message)
-        self.wire_bytes += message.nbytes if self.world_size > 1 else 0
         group = self.group
         if group is None:
             raise CommunicationError("a ring could not go on: the process group is closed")
+        if message.device.type != "cpu" and group._get_backend(message.device).name() == "gloo":
+            message = message.cpu()  # Gloo's collectives copy it there by themselves, its send and receive do not
+        incoming = self.workspace.empty((expected,), message)
+        self.wire_bytes += message.nbytes if self.world_size > 1 else 0
         after, before = (dist.get_global_rank(group, (self.rank + i) % self.world_size) for i in (1, -1))
         operations = []
         if self.world_size > 1 and message.numel():
@@ -181,7 +186,7 @@ class Communicator:
             self.wait(work)
         # Point-to-point work has no future to tell when it was over, so that the span ends with the wait for it.
         self._timeline.add("network", "ring", transfer.began, time.perf_counter(), bytes=transfer.outgoing.nbytes)
-        return transfer.incoming
+        return transfer.incoming.to(self.device)
 
     @contextmanager
     def working(self, name: str) -> Iterator[None]:
