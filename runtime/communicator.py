@@ -164,7 +164,7 @@ class Communicator:
         group = self.group
         if group is None:
             raise CommunicationError("a ring could not go on: the process group is closed")
-        if message.device.type != "cpu" and group._get_backend(message.device).name() == "gloo":
+        if message.device.type != "cpu" and "nccl" not in dist.get_backend(group):
             message = message.cpu()  # Gloo's collectives copy it there by themselves, its send and receive do not
         incoming = self.workspace.empty((expected,), message)
         self.wire_bytes += message.nbytes if self.world_size > 1 else 0
