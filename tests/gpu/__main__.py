@@ -115,6 +115,8 @@ def main() -> int:
     from launch import run
 
     print(describe(options.device))
+    if not options.list:
+        print(line("where", "check", "result", "found", "allowed"))
     rows: list[Any] = []
     for job in jobs_for(options.device, options.only):
         if options.list:
