@@ -40,13 +40,14 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class Transfer:
     """A message on its way to the next rank of the ring and one from the one before, since `began` (perf_counter).
 
-    Both are where the backend can send from: on a GPU, for Gloo, in the host's memory.
+    Both are where the backend can send from: on a GPU, for Gloo, in the host's memory. device: where they are wanted.
     """
 
     incoming: torch.Tensor
     works: tuple[dist.Work, ...]
     outgoing: torch.Tensor  # alive until it is sent
     began: float
+    device: torch.device
 
 
 class Communicator:
@@ -164,7 +165,8 @@ class Communicator:
         group = self.group
         if group is None:
             raise CommunicationError("a ring could not go on: the process group is closed")
-        if message.device.type != "cpu" and "nccl" not in dist.get_backend(group):
+        device = message.device
+        if device.type != "cpu" and "nccl" not in dist.get_backend(group):
             message = message.cpu()  # Gloo's collectives copy it there by themselves, its send and receive do not
         incoming = self.workspace.empty((expected,), message)
         self.wire_bytes += message.nbytes if self.world_size > 1 else 0
@@ -178,7 +180,7 @@ class Communicator:
             works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
             raise CommunicationError(f"a ring could not go on: {error}") from error
-        return Transfer(incoming, tuple(works), message, time.perf_counter())
+        return Transfer(incoming, tuple(works), message, time.perf_counter(), device)
 
     def arrived(self, transfer: Transfer) -> torch.Tensor:
         """Wait for both directions of a transfer: what came in."""
@@ -186,7 +188,7 @@ class Communicator:
             self.wait(work)
         # Point-to-point work has no future to tell when it was over, so that the span ends with the wait for it.
         self._timeline.add("network", "ring", transfer.began, time.perf_counter(), bytes=transfer.outgoing.nbytes)
-        return transfer.incoming.to(self.device)
+        return transfer.incoming.to(transfer.device)
 
     @contextmanager
     def working(self, name: str) -> Iterator[None]:
