@@ -16,11 +16,11 @@ from subjects import SHAPES, Prescribed, cases, gradients, lockstep, plan_for
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab import codecs
-from gradlab.codec import Context, Exchanged, Tensors
+from gradlab.codec import Context, Exchanged, Tensors, exchange_group
 from gradlab.collectives import Coroutine
 from gradlab.layout import layers_of
 from gradlab.plan import Plan
-from gradlab.runtime import CompressionState, compression_hook
+from gradlab.runtime import Communicator, CompressionState, Exchange, compression_hook, drive
 
 STEPS = 6
 BUCKET_MIB = 0.01  # several buckets
@@ -288,6 +288,34 @@ def late_memory(place: Place) -> Outcome:
     return difference.outcome(SAME_DEVICE)
 
 
+def exchange_in_line(place: Place) -> Outcome:
+    """Without DDP and without a thread, on gradients that are written late in the caller's own stream."""
+    expected, difference = lockstep(plan_of("powersgd"), place.world_size, STEPS, place.device), Difference()
+    parameters = Prescribed(SHAPES).to(place.device).named_parameters()
+    with Exchange(plan_of("powersgd"), parameters, place.spare, deterministic=True) as exchange:
+        for step in range(STEPS):
+            grads = gradients(place.rank, step, place.device)
+            sleep(place.device)
+            grads = {name: gradient.clone() for name, gradient in grads.items()}
+            exchange.step(grads)
+            difference.add_all(f"step {step}", {name: grads[name] for name in expected[step]}, expected[step])
+    return difference.outcome(SAME_DEVICE)
+
+
+def driven(place: Place, case: str) -> Outcome:
+    """One exchange of each layer's codec by `drive`."""
+    assert place.spare is not None
+    plan, difference = plan_of(case), Difference()
+    [expected] = lockstep(plan, place.world_size, 1, place.device)
+    grads, communicator = gradients(place.rank, 0, place.device), Communicator(place.spare, deterministic=True)
+    for group in plan.groups:
+        context = Context(place.rank, place.world_size, 0, group.name, plan.seed)
+        own = {name: grads[name] for name in group.layers}
+        done = drive(exchange_group(plan.build(group).to(place.device), own, {}, context), communicator)
+        difference.add_all("step 0", done.mean, {name: expected[name] for name in group.layers})
+    return difference.outcome(SAME_DEVICE)
+
+
 def loaded_artifact(place: Place) -> Outcome:
     """A plan with learned tensors, saved, loaded on every rank, and run on the device."""
     from gradlab.artifact import Artifact
@@ -340,6 +368,9 @@ CHECKS: dict[str, Check] = {
     "streams: late gradients, powersgd": functools.partial(late_gradients, case="powersgd"),
     "streams: late codec": late_codec,
     "streams: late gradients in bucket views": late_memory,
+    "Exchange, in line": exchange_in_line,
+    "drive: topk": functools.partial(driven, case="topk"),
+    "drive: qsgd, ring": functools.partial(driven, case="qsgd, ring"),
     "artifact, loaded": loaded_artifact,
     "recording of late gradients": recorded,
     **{f"engine is lockstep: {case}": functools.partial(engine_is_lockstep, case=case) for case in cases()},
