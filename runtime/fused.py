@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from gradlab.runtime.communicator import Communicator, Transfer
 
 
+_NEW_TENSORS_BEGIN = 64  # bytes: at multiples of it, on the CPU
+
+
 def fuse(communicator: Communicator, requests: Sequence[Any]) -> Fused:
     """Start one collective for requests of one fusion key."""
     return _FUSED[fusion_key(requests[0])[0]](communicator, requests)
@@ -75,7 +78,9 @@ class _FusedMean(InPlaceMean):
     def answers(self) -> list[Any]:
         (buffer,) = super().answers()
         pieces = buffer.split([shape.numel() for shape in self._shapes])
-        return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
+        return [
+            _aligned(piece, self._communicator).view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)
+        ]
 
 
 class _FusedGather(Fused):
@@ -89,7 +94,7 @@ class _FusedGather(Fused):
 
     def answers(self) -> list[Any]:
         self._communicator.wait(self._work)
-        by_rank = [_unpack(row, self._like) for row in self._rows]
+        by_rank = [_unpack(row, self._like, self._communicator) for row in self._rows]
         return [list(tensors) for tensors in zip(*by_rank, strict=True)]
 
 
@@ -111,7 +116,8 @@ class _KnownGather(Fused):
     def answers(self) -> list[Any]:
         self._communicator.wait(self._work)
         rows = zip(self._out.split(self._sizes), self._like, strict=True)
-        return [list(tensors) for tensors in zip(*(_unpack(row, like) for row, like in rows), strict=True)]
+        by_rank = [_unpack(row, like, self._communicator) for row, like in rows]
+        return [list(tensors) for tensors in zip(*by_rank, strict=True)]
 
 
 class _VaryingGather(Fused):
@@ -133,7 +139,7 @@ class _VaryingGather(Fused):
         padded = torch.nn.functional.pad(packed, (0, longest - packed.numel()))
         rows = communicator.gather_bytes(padded)
         by_rank = [
-            _unpack(row, [tensor.new_empty(n) for tensor, n in zip(self._tensors, counts, strict=True)])
+            _unpack(row, [tensor.new_empty(n) for tensor, n in zip(self._tensors, counts, strict=True)], communicator)
             for row, counts in zip(rows, lengths, strict=True)
         ]
         return [list(tensors) for tensors in zip(*by_rank, strict=True)]
@@ -150,7 +156,7 @@ class _FusedBroadcast(Fused):
 
     def answers(self) -> list[Any]:
         self._communicator.wait(self._work)
-        return _unpack(self._packed, self._like)
+        return _unpack(self._packed, self._like, self._communicator)
 
 
 class _FusedAllToAll(Fused):
@@ -168,7 +174,7 @@ class _FusedAllToAll(Fused):
     def answers(self) -> list[Any]:
         self._communicator.wait(self._work)
         rows = self._out.view(self._communicator.world_size, -1)
-        by_rank = [_unpack(row, self._mine) for row in rows]
+        by_rank = [_unpack(row, self._mine, self._communicator) for row in rows]
         return [list(tensors) for tensors in zip(*by_rank, strict=True)]
 
 
@@ -250,16 +256,22 @@ def _pack(tensors: Sequence[torch.Tensor], communicator: Communicator) -> torch.
     return _joined([t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors], communicator)
 
 
-def _unpack(packed: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _unpack(packed: torch.Tensor, like: Sequence[torch.Tensor], communicator: Communicator) -> list[torch.Tensor]:
     """The inverse of `_pack`: tensors of the dtypes and shapes of `like`, which do not overlap."""
     sizes = [tensor.nbytes for tensor in like]
     pieces = packed[: sum(sizes)].split(sizes)  # what a varying gather was padded with stays behind
-    return [_aligned(piece, t).view(t.dtype).view(t.shape) for piece, t in zip(pieces, like, strict=True)]
+    return [
+        _aligned(piece, communicator, t.element_size()).view(t.dtype).view(t.shape)
+        for piece, t in zip(pieces, like, strict=True)
+    ]
 
 
-def _aligned(piece: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    # A view with a wider dtype needs an offset that its element size divides.
-    return piece if piece.storage_offset() % like.element_size() == 0 else piece.clone()
+def _aligned(piece: torch.Tensor, communicator: Communicator, element_size: int = 1) -> torch.Tensor:
+    """A piece of a message, as the next piece of code may take it."""
+    # A view with a wider dtype needs an offset that its element size divides. And some kernels (convolutions) give
+    # other last bits on memory that is not aligned: where those count, every answer begins as a new tensor does.
+    boundary = _NEW_TENSORS_BEGIN if communicator.deterministic else element_size
+    return piece if piece.storage_offset() * piece.element_size() % boundary == 0 else piece.clone()
 
 
 _FUSED: dict[Any, Any] = {

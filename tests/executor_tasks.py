@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from contract import lockstep, plan_for
 from matrix_cells import Network
 from pool_groups import SPARE
+from prescribed import SHAPES as ALL_SHAPES
 from prescribed import Prescribed, gradients
 from stacks import Stack
 from torch.nn.parallel import DistributedDataParallel
@@ -36,7 +38,7 @@ def inline(group: dist.ProcessGroup, codec: str, wrapping: str, at_once: bool) -
     joined = [g for g in plan.groups if g.layers[0] not in ("wide", "tall")]
     if codec == "topk" and wrapping == "feedback":
         plan = Plan(plan.layers, (*joined, Group("both", ("wide", "tall"), "topk", {"density": 0.1}, FEEDBACK)))
-    lockstep = LockstepPlan(plan, world_size, plain_sgd=True, hold_unused=True)
+    reference = LockstepPlan(plan, world_size, plain_sgd=True, hold_unused=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     same, resumed = True, Exchange(plan, model.named_parameters(), group, optimizer=optimizer, deterministic=True)
     exchange = resumed
@@ -53,7 +55,7 @@ def inline(group: dist.ProcessGroup, codec: str, wrapping: str, at_once: bool) -
         if step == 4:
             mine["wide"] = None  # on every rank
         before = [_whole(gradients(SHAPES, r, step), step == 4) for r in range(world_size)]
-        expected = lockstep.step(step, before, {layer.name: rate for layer in plan.layers})
+        expected = reference.step(step, before, {layer.name: rate for layer in plan.layers})
         given = {name: torch.zeros(SHAPES[name]) if g is None else g for name, g in mine.items()}
         if at_once:
             exchange.step(given)
@@ -64,7 +66,7 @@ def inline(group: dist.ProcessGroup, codec: str, wrapping: str, at_once: bool) -
             exchange.finish()
         for ranks in expected.exchanged.values():
             same = same and all(torch.equal(given[name], mean) for name, mean in ranks[rank].mean.items())
-    theirs = lockstep.runs[rank]
+    theirs = reference.runs[rank]
     same_states = all(
         torch.equal(exchange.states[name][key], value) for name, s in theirs.states.items() for key, value in s.items()
     )
@@ -78,6 +80,24 @@ def inline(group: dist.ProcessGroup, codec: str, wrapping: str, at_once: bool) -
 
 def _whole(gradients: Tensors, without: bool) -> Tensors:
     return {name: torch.zeros_like(g) if without and name == "wide" else g for name, g in gradients.items()}
+
+
+def learned(group: dist.ProcessGroup, case: str) -> list[bool]:
+    """Under DDP, past the steps in which a codec learns: gradients equal lockstep's, step by step."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    model = DistributedDataParallel(Prescribed(ALL_SHAPES), process_group=group, bucket_cap_mb=0.01)
+    plan = plan_for(case, "layer", feedback=True)
+    expected = lockstep(plan, world_size, STEPS, lambda r, t: gradients(ALL_SHAPES, r, t))
+    same = []
+    with CompressionState(plan, model, deterministic=True, process_group=SPARE.get(world_size)) as state:
+        model.register_comm_hook(state, compression_hook)
+        for step in range(STEPS):
+            model.zero_grad()
+            model(gradients(ALL_SHAPES, rank, step)).backward()
+            means = [results[rank].value.mean for results in expected[step].values()]
+            given = {name: p.grad for name, p in model.module.named_parameters()}
+            same.append(all(torch.equal(given[name], mean[name]) for mean in means for name in mean))
+    return same
 
 
 def refused(group: dist.ProcessGroup) -> dict[str, str]:
@@ -153,14 +173,14 @@ def recorded(group: dist.ProcessGroup, folder: str, codec: str, wrapping: str) -
         same, held = True, []
         dist.barrier(group)
         with Trace(Path(folder)) as trace:
-            lockstep = lockstep_of(trace, plan)
-            for step, (result, _) in enumerate(replay_steps(trace, lockstep, 0, STEPS)):
+            replayed = lockstep_of(trace, plan)
+            for step, (result, _) in enumerate(replay_steps(trace, replayed, 0, STEPS)):
                 held.append(sorted(result.held))
                 for ranks in result.exchanged.values():
                     for name, mean in ranks[rank].mean.items():
                         got = applied[step].get(name)
                         same = same and (not mean.any() if got is None else torch.equal(got, mean))
-        theirs = lockstep.runs[rank]
+        theirs = replayed.runs[rank]
         same_states = state.states.keys() == theirs.states.keys() and all(
             torch.equal(state.states[name][key], value) for name, s in theirs.states.items() for key, value in s.items()
         )
