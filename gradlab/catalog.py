@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import MISSING
 from statistics import fmean
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 from gradlab import codecs, wrappers
 from gradlab.codec import Codec, Context, Tensors
+from gradlab.codec_settings import fields_of, plain
 from gradlab.collectives import Request, observed, run_lockstep
 from gradlab.layout import Layer
 
@@ -54,7 +55,7 @@ def codec_facts(name: str) -> dict[str, Any]:
         "bits": 8 * payload / layer.numel,
         "wire_bits": {str(ranks): 8 * wire / layer.numel for ranks, (_, _, wire) in runs.items()},
         "settings": settings_of(method),
-        "settings_text": inspect.cleandoc(method.Settings.__doc__ or ""),
+        "settings_table": setting_rows(method),
         "candidates": [dict(settings) for settings in method.candidates],
     }
 
@@ -67,7 +68,7 @@ def wrapper_facts(name: str) -> dict[str, Any]:
         "title": first_sentence(method),
         "text": inspect.cleandoc(method.__doc__ or ""),
         "settings": settings_of(method),
-        "settings_text": inspect.cleandoc(method.Settings.__doc__ or ""),
+        "settings_table": setting_rows(method),
     }
 
 
@@ -78,8 +79,23 @@ def first_sentence(method: type[Codec]) -> str:
 
 
 def settings_of(method: type[Codec]) -> dict[str, Any]:
-    """Names and defaults of its settings."""
-    return {setting.name: setting.default for setting in fields(method.Settings)}
+    """Names and defaults of its settings; None for one that is required."""
+    return {row["name"]: row["default"] for row in setting_rows(method)}
+
+
+def setting_rows(method: type[Codec]) -> list[dict[str, Any]]:
+    """What each setting says of itself: name, default, values in words, unit, what it does, and the paper's symbol."""
+    return [
+        {
+            "name": field.name,
+            "default": None if field.default is MISSING else plain(field.default),
+            "values": field.values,
+            "unit": field.about.unit,
+            "symbol": field.about.symbol,
+            "help": field.about.help,
+        }
+        for field in fields_of(method.Settings)
+    ]
 
 
 def _exchange(codec: Codec, layer: Layer, ranks: int) -> tuple[list[str], float, float]:

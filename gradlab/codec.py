@@ -8,19 +8,47 @@ in and comes back; its settings are a frozen dataclass; what was learned from da
 from __future__ import annotations
 
 import hashlib
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, is_dataclass, replace
+from statistics import fmean
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from gradlab.codec_settings import build_settings, check_ranges, fields_of, setting
 from gradlab.collectives import Coroutine, Gather, Mean, run_lockstep
 from gradlab.errors import GradlabError
+from gradlab.indices import decode, encode, in_order, index_bytes, varies
 from gradlab.layout import ROLES, Layer
+from gradlab.registry import CODECS
+from gradlab.sparse import count_of
 from gradlab.workspace import Workspace
 
+__all__ = [
+    "Applied",
+    "Codec",
+    "Compressor",
+    "Context",
+    "Coroutine",
+    "Deferred",
+    "Exchanged",
+    "Layer",
+    "Mean",
+    "Sparsifier",
+    "Tensors",
+    "concatenate",
+    "exchange_group",
+    "mean_only",
+    "register",
+    "seeded_generator",
+    "separate",
+    "setting",
+]
+
 Tensors = dict[str, torch.Tensor]
+Own = TypeVar("Own", bound="type[Codec]")
 
 
 def seeded_generator(*key: object, device: torch.device | str = "cpu") -> torch.Generator:
@@ -134,6 +162,35 @@ class Exchanged:
     unsent: Tensors = field(default_factory=dict)
 
 
+Gradients = torch.Tensor | Tensors | Sequence[torch.Tensor] | Sequence[Tensors]
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What `Codec.apply` gives.
+
+    decoded: the aggregated gradient that every rank would apply, a tensor or tensors by layer name, as the gradients
+    came; payload_bytes: what a rank contributed, mean over ranks; dense_bytes: what it would have been uncompressed;
+    relative_error: ||decoded - m|| / ||m||, m the mean of the gradients.
+    """
+
+    decoded: torch.Tensor | Tensors
+    payload_bytes: float
+    dense_bytes: int
+    relative_error: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller the payload is than the gradient."""
+        return self.dense_bytes / self.payload_bytes if self.payload_bytes else float("inf")
+
+    def __repr__(self) -> str:
+        return (
+            f"Applied({self.payload_bytes:,.0f} bytes instead of {self.dense_bytes:,}, "
+            f"relative error {self.relative_error:.3g})"
+        )
+
+
 class Codec(ABC):
     """One compression method with its settings.
 
@@ -159,11 +216,31 @@ class Codec(ABC):
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)  # settings that are worth comparing, for a planner
     Settings: ClassVar[type]
 
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if "Settings" in vars(cls):
+            check_ranges(cls.Settings, getattr(cls, "name", cls.__name__))
+
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         self.settings = self.Settings() if settings is None else settings
         self.learned = dict(learned or {})
         if not isinstance(self.settings, self.Settings):
             raise GradlabError(f"{self.name} takes {self.Settings.__qualname__}, not {type(self.settings).__name__}")
+
+    def __repr__(self) -> str:
+        """The class with its first setting, and with those that are not at their defaults."""
+        parts = [f"learned={len(self.learned)} tensors"] if self.learned else []
+        return f"{type(self).__name__}({', '.join([*shown_settings(self.settings, first=True), *parts])})"
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the other does the same: equal name, settings and learned tensors."""
+        return isinstance(other, Codec) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def _identity(self) -> tuple[Any, ...]:
+        return self.name, self.settings, tuple(sorted((key, hash_tensor(t)) for key, t in self.learned.items()))
 
     @abstractmethod
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
@@ -233,6 +310,26 @@ class Codec(ABC):
         this. gradient: x, of the layer's shape.
         """
         return [_squared_error(codec, layer, gradient, context) for codec in codecs]
+
+    def apply(self, gradients: Gradients, *, seed: int = 0) -> Applied:
+        """What one exchange, the first of a run, makes of gradients: to try a codec out.
+
+        gradients: one rank's, a tensor or tensors by layer name; or a list of such, one per rank. seed: of the codec's
+        random numbers.
+        """
+        grads = _by_rank(gradients)
+        contexts = [Context(rank, len(grads), 0, next(iter(grads[0]), ""), seed) for rank in range(len(grads))]
+        results = run_lockstep([exchange_group(self, own, {}, at) for own, at in zip(grads, contexts, strict=True)])
+        mean, numel = results[0].value.mean, sum(grad.numel() for grad in grads[0].values())
+        wanted = {name: torch.stack([own[name].double() for own in grads]).mean(0) for name in mean}
+        error = sum(float((mean[name] - wanted[name]).norm()) ** 2 for name in mean) ** 0.5
+        norm = sum(float(tensor.norm()) ** 2 for tensor in wanted.values()) ** 0.5
+        return Applied(
+            decoded=mean if _named(gradients) else next(iter(mean.values())),
+            payload_bytes=fmean(result.payload_bytes for result in results),
+            dense_bytes=4 * numel,
+            relative_error=error / norm if norm else 0.0 if error == 0.0 else float("inf"),
+        )
 
     def check(self, layers: Sequence[Layer]) -> None:
         """Refuse layers that the learned tensors do not fit.
@@ -346,6 +443,103 @@ class Compressor(Codec):
             return separate(codec.residual_into(context.workspace.empty_like(vector), vector, payload), grads)
 
         return Exchanged(separate(mean, grads), Deferred(grads, own, unsent))
+
+
+class Sparsifier(Compressor):
+    """A choice of positions that every rank makes for itself, so that values and positions are gathered.
+
+    The settings of each have `index_coding`, how positions travel: see `gradlab.indices`.
+    """
+
+    family = "sparsification"
+    selects = True
+
+    @property
+    def varying(self) -> bool:
+        return varies(self.settings.index_coding)
+
+    @abstractmethod
+    def select(self, vector: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Positions (count,), int64, of what is sent of a vector (numel,)."""
+
+    def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        """Values (count,) and their encoded positions, uint8."""
+        positions, coding = self.select(vector, generator), self.settings.index_coding
+        if in_order(coding, len(positions), vector.numel()):
+            positions = positions.sort().values
+        return vector[positions], encode(positions, vector.numel(), coding)
+
+    def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
+        values, encoded = payload
+        positions = decode(encoded, len(values), total.numel(), self.settings.index_coding)
+        total.index_add_(0, positions, values if scale == 1.0 else values * scale)
+
+    def compressed_bytes(self, numel: int) -> int:
+        """Bytes of ceil(density * numel) values with their positions; where those vary, of random positions."""
+        count = count_of(self.settings.density, numel)
+        return 4 * count + index_bytes(self.settings.index_coding, count, numel)
+
+
+def register(codec: Own) -> Own:
+    """Make a codec of your own known by its `name` in this process, for plans and artifacts; returns it (a decorator).
+
+    Every process that builds or loads a plan with it has to do so: an artifact holds names and settings, never code. A
+    class of the same module and name takes the old one's place, as after a reload.
+
+    Raises:
+        GradlabError: for a class that is no complete codec, or a name that another one has.
+    """
+    if not (isinstance(codec, type) and issubclass(codec, Codec)) or inspect.isabstract(codec):
+        raise GradlabError(f"codecs.register: {codec!r} is no codec with an exchange of its own")
+    if missing := [what for what in ("name", "family", "Settings", "formula") if not hasattr(codec, what)]:
+        raise GradlabError(f"codecs.register: {codec.__qualname__} has no {missing[0]}")
+    if not isinstance(codec.name, str) or not codec.name.isidentifier():
+        raise GradlabError(f"codecs.register: {codec.__qualname__} has the name {codec.name!r}, expected an identifier")
+    if not (isinstance(codec.Settings, type) and is_dataclass(codec.Settings)):
+        raise GradlabError(f"codecs.register: {codec.__qualname__}.Settings is no dataclass")
+    known = CODECS.registered.get(codec.name)
+    another = known is not None and (known.__module__, known.__qualname__) != (codec.__module__, codec.__qualname__)
+    if codec.name in CODECS.files or another:
+        raise GradlabError(f"codecs.register: there is a codec {codec.name!r} already")
+    for settings in codec.candidates:
+        build_settings(codec, settings)
+    CODECS.registered[codec.name] = codec
+    return codec
+
+
+def _named(gradients: Any) -> bool:
+    """Whether gradients came by layer name."""
+    return isinstance(gradients[0] if isinstance(gradients, (list, tuple)) and gradients else gradients, Mapping)
+
+
+def _by_rank(gradients: Any) -> list[Tensors]:
+    ranks = gradients if isinstance(gradients, (list, tuple)) else [gradients]
+    grads = [dict(rank) if isinstance(rank, Mapping) else {"gradient": rank} for rank in ranks]
+    if not grads or not all(isinstance(grad, torch.Tensor) for own in grads for grad in own.values()):
+        raise GradlabError(
+            f"codec.apply: gradients = {str(gradients)[:80]}, expected a tensor, tensors by layer name, or a list of "
+            "such, one per rank"
+        )
+    if any({k: t.shape for k, t in own.items()} != {k: t.shape for k, t in grads[0].items()} for own in grads):
+        raise GradlabError("codec.apply: ranks have gradients of other names or shapes, expected the same of all")
+    return grads
+
+
+def shown_settings(settings: Any, *, first: bool) -> list[str]:
+    """name=value of settings that are not at their defaults; first: the first one in any case."""
+    known = [(field, getattr(settings, field.name)) for field in fields_of(type(settings))]
+    return [
+        f"{field.name}={value!r}"
+        for place, (field, value) in enumerate(known)
+        if value != field.default or (first and place == 0)
+    ]
+
+
+def hash_tensor(tensor: torch.Tensor) -> str:
+    """Sha256 (hex) of a tensor's dtype, shape and bytes."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    head = f"{tensor.dtype}{list(tensor.shape)}".encode()
+    return hashlib.sha256(head + flat.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def exchange_group(

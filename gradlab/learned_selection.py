@@ -17,12 +17,12 @@ import torch
 
 from gradlab.autoencoder import OPTIMIZERS, RESOLUTIONS, Architecture, gradient_of, optimized
 from gradlab.codec import Codec, Context, Tensors
-from gradlab.codec_settings import require
+from gradlab.codec_settings import setting
 from gradlab.collectives import Broadcast, Coroutine
 from gradlab.errors import GradlabError
 from gradlab.indices import decode, encode, random_encoded, varies
 from gradlab.layout import Layer
-from gradlab.sparse import count_of, largest, require_coding, require_density
+from gradlab.sparse import coding_setting, count_of, density_setting, largest
 
 TRAINER = 0  # the rank that trains
 TRAINING, COMPRESSING, SELECTING = range(3)
@@ -36,43 +36,33 @@ _LOST = 1e30  # for what is no number, so that a checkpoint can be read again
 
 @dataclass(frozen=True)
 class LearnedSettings:
-    """density: share of each layer's elements that is selected (the paper's alpha / 100);
+    """Settings of both codecs."""
 
-    resolution: which reading of the paper's tables, see `gradlab.autoencoder`; loss: "sum" of squares or "mean";
-    optimizer: "sgd" (the paper's) or "adam"; learning_rate: its; training_steps: iterations of the second phase, with
-    nothing learned before; fine_tune_steps: the same for what was fitted on a trace, 0 to begin with codes at once;
-    most_error: of the decoded average on selections that were not learned from yet, in that of sending zeros: above
-    it values travel as they are to the end; normalise: "none" (the paper's), or "layer": values are divided by the root
-    mean square of what is selected in each layer, which travels too; index_coding: see `gradlab.indices`.
-    """
-
-    density: float = 0.001
-    resolution: str = "deconv1"
-    loss: str = "sum"
-    optimizer: str = "sgd"
-    learning_rate: float = 1e-3
-    training_steps: int = 300
-    fine_tune_steps: int = 0
-    most_error: float = 0.9
-    normalise: str = "none"
-    index_coding: str = "smallest"
-
-    codec = "lgc"
-
-    def __post_init__(self) -> None:
-        codec = self.codec
-        require_density(self.density, codec)
-        require(
-            self.resolution in RESOLUTIONS, codec, "resolution", self.resolution, f"one of {', '.join(RESOLUTIONS)}"
-        )
-        require(self.loss in ("sum", "mean"), codec, "loss", self.loss, "'sum' or 'mean'")
-        require(self.optimizer in OPTIMIZERS, codec, "optimizer", self.optimizer, f"one of {', '.join(OPTIMIZERS)}")
-        require(0 < self.learning_rate < 1e6, codec, "learning_rate", self.learning_rate, "a number above 0")
-        require(self.training_steps >= 1, codec, "training_steps", self.training_steps, "1 or more")
-        require(self.fine_tune_steps >= 0, codec, "fine_tune_steps", self.fine_tune_steps, "0 or more")
-        require(self.most_error > 0, codec, "most_error", self.most_error, "a number above 0")
-        require(self.normalise in ("none", "layer"), codec, "normalise", self.normalise, "'none' or 'layer'")
-        require_coding(self.index_coding, codec)
+    density: float = density_setting(0.001, "selected in each layer, the paper's alpha / 100")
+    resolution: str = setting(
+        "deconv1", choices=RESOLUTIONS, help="which reading of the paper's tables, see `gradlab.autoencoder`"
+    )
+    loss: str = setting("sum", choices=("sum", "mean"), help="of squares: what the autoencoder is trained on")
+    optimizer: str = setting("sgd", choices=OPTIMIZERS, help='trains the autoencoder; "sgd" is the paper\'s')
+    learning_rate: float = setting(1e-3, above=0, below=1e6, help="step size of the autoencoder's training")
+    training_steps: int = setting(
+        300, least=1, unit="iterations", help="of the second phase, with nothing learned before"
+    )
+    fine_tune_steps: int = setting(
+        0, least=0, unit="iterations", help="that fine-tune what was fitted on a trace; 0: codes travel at once"
+    )
+    most_error: float = setting(
+        0.9,
+        above=0,
+        help="largest error of the decoded average on selections not learned from yet, relative to sending zeros; "
+        "above it values travel as they are to the end",
+    )
+    normalise: str = setting(
+        "none",
+        choices=("none", "layer"),
+        help='"layer": values are divided by the root mean square of what is selected in each layer, which travels too',
+    )
+    index_coding: str = coding_setting("smallest")
 
 
 @dataclass(frozen=True)

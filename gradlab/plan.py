@@ -5,18 +5,18 @@ A layer in no group is sent dense. The same plan drives the offline replay and t
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-import torch
 from torch import nn
 
 from gradlab import codecs
 from gradlab import wrappers as wrapper_registry
-from gradlab.codec import Codec, Tensors
-from gradlab.codec_settings import build_settings
+from gradlab.codec import Codec, Tensors, hash_tensor
+from gradlab.codec_settings import build_settings, plain
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, canonical_json, describe_difference, fingerprint, layers_of
 from gradlab.refresh import Refresh
@@ -33,6 +33,9 @@ class Wrap:
 
     name: str
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "settings", plain(self.settings))
 
     def to_json(self) -> dict[str, Any]:
         return {"name": self.name, "settings": dict(self.settings)}
@@ -62,6 +65,9 @@ class Group:
     codec: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     wrappers: tuple[Wrap, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "settings", plain(self.settings))
 
     @property
     def plainly_dense(self) -> bool:
@@ -156,19 +162,22 @@ class Plan:
         _require_unique("layer", [layer.name for layer in self.layers])
         _require_unique("group", [group.name for group in self.groups])
         _require_unique("grouped layer", [name for group in self.groups for name in group.layers])
-        known = {layer.name for layer in self.layers}
         for group in self.groups:
             if "::" in group.name:
                 raise GradlabError(f"plan: group name {group.name!r}: '::' sets a group apart from its tensors' keys")
             if not group.layers:
                 raise GradlabError(f"plan: group {group.name} has no layers")
-            if missing := [name for name in group.layers if name not in known]:
+            if missing := [name for name in group.layers if name not in self._by_name]:
                 raise GradlabError(f"plan: group {group.name} names layers the model lacks: {', '.join(missing)}")
-            self.build(group)
+            self._forecasting(group)
         if strangers := sorted(set(self.learned) - {group.name for group in self.groups}):
             raise GradlabError(f"plan: learned tensors for groups it does not have: {', '.join(strangers)}")
         if self.refresh is not None:
             self.refresh.check(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: what is remembered of them is made anew where a copy needs it."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
 
     @classmethod
     def uniform(
@@ -224,11 +233,24 @@ class Plan:
 
     def members(self, group: Group) -> tuple[Layer, ...]:
         """The layers of a group, in its order."""
-        by_name = {layer.name: layer for layer in self.layers}
-        return tuple(by_name[name] for name in group.layers)
+        return tuple(self._by_name[name] for name in group.layers)
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, Layer]:
+        return {layer.name: layer for layer in self.layers}
+
+    @functools.cached_property
+    def _codecs(self) -> dict[str, Codec]:
+        return {}
+
+    def _forecasting(self, group: Group) -> Codec:
+        """One of the plan's own groups, built once: to be asked, not to be run or moved, which changes a codec."""
+        if group.name not in self._codecs:
+            self._codecs[group.name] = self.build(group)
+        return self._codecs[group.name]
 
     def build(self, group: Group) -> Codec:
-        """The group's codec, checked against its layers, inside the group's wrappers."""
+        """A new codec for a group, checked against its layers, inside the group's wrappers."""
         method = codecs.get(group.codec)
         codec = method(build_settings(method, group.settings), self.learned.get(group.name))
         codec.check(self.members(group))
@@ -237,7 +259,7 @@ class Plan:
             codec = wrapper(codec, build_settings(wrapper, wrap.settings))
         return codec
 
-    @property
+    @functools.cached_property
     def compressed_groups(self) -> tuple[Group, ...]:
         """Groups that are not plainly dense."""
         return tuple(group for group in self.groups if not group.plainly_dense)
@@ -265,9 +287,9 @@ class Plan:
     def varying(self) -> tuple[str, ...]:
         """Ids of codecs whose messages vary in size with the gradients, so that forecasts of bytes are estimates."""
         groups = self.compressed_groups
-        return tuple(sorted({group.codec for group in groups if innermost(self.build(group)).varying}))
+        return tuple(sorted({group.codec for group in groups if innermost(self._forecasting(group)).varying}))
 
-    @property
+    @functools.cached_property
     def dense_layers(self) -> tuple[Layer, ...]:
         """Layers that are sent uncompressed in every phase."""
         compressed = {name for group in self.compressed_groups for name in group.layers}
@@ -284,7 +306,7 @@ class Plan:
             return 4 * sum(layer.numel for layer in self.layers)
         total = 4.0 * sum(layer.numel for layer in self.dense_layers) + FINITE_FLAG_BYTES
         for group in self.compressed_groups:
-            codec, members = self.build(group), self.members(group)
+            codec, members = self._forecasting(group), self.members(group)
             if states is None:
                 total += codec.payload_bytes(members, world_size)
             else:
@@ -360,13 +382,6 @@ def habitual_wrappers(codec: Codec, error_feedback: bool | None = None) -> tuple
     return (*(FEEDBACK if feedback else ()), *((Wrap("two_way"),) if codec.wants_two_way else ()))
 
 
-def hash_tensor(tensor: torch.Tensor) -> str:
-    """Sha256 (hex) of a tensor's dtype, shape and bytes."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    head = f"{tensor.dtype}{list(tensor.shape)}".encode()
-    return hashlib.sha256(head + flat.view(torch.uint8).numpy().tobytes()).hexdigest()
-
-
 def _group_name(layers: Sequence[str]) -> str:
     return layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
 
@@ -374,7 +389,8 @@ def _group_name(layers: Sequence[str]) -> str:
 def groups_of_the_rest(layers: Sequence[Layer], compressed: Sequence[Layer], around: Sequence[Wrap]) -> Iterator[Group]:
     """Groups that give the layers in no other their momentum and weight decay, if the others' wrappers apply them."""
     if same := tuple(_without_compression(around)):
-        for layer in (layer for layer in layers if layer not in compressed):
+        grouped = {layer.name for layer in compressed}
+        for layer in (layer for layer in layers if layer.name not in grouped):
             yield Group(layer.name, (layer.name,), "identity", {}, same)
 
 

@@ -62,7 +62,7 @@ class Refresh:
             if "two_way" in (wrap.name for wrap in group.wrappers):
                 raise GradlabError(f"refresh: group {name}: two_way keeps what belongs to one setting")
             for settings in some:
-                replace(plan, groups=(replace(group, settings=settings),), learned={}, refresh=None)
+                plan.build(replace(group, settings=settings))
 
     def chosen_after(self, iteration: int, first: int) -> bool:
         """Whether a choice is made once an iteration is over. first: the first that is compressed."""

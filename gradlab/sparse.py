@@ -1,64 +1,32 @@
-"""Sparsifiers: compressors that send some elements as they are, and where they stand."""
+"""The largest of a vector's elements, how many of them, and the settings that say so."""
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from gradlab.codec import Compressor
-from gradlab.codec_settings import require
-from gradlab.indices import CODINGS, decode, encode, in_order, index_bytes, varies
+from gradlab.codec_settings import setting
+from gradlab.indices import CODINGS
 
 _SAMPLE = 16384  # values looked at before the threshold is chosen
 _PIECE = 2**18  # values looked at together
 
 
-class Sparsifier(Compressor):
-    """A choice of positions that every rank makes for itself, so that values and positions are gathered.
-
-    The settings of each have `index_coding`, how positions travel: see `gradlab.indices`.
-    """
-
-    family = "sparsification"
-    selects = True
-
-    @property
-    def varying(self) -> bool:
-        return varies(self.settings.index_coding)
-
-    @abstractmethod
-    def select(self, vector: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Positions (count,), int64, of what is sent of a vector (numel,)."""
-
-    def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """Values (count,) and their encoded positions, uint8."""
-        positions, coding = self.select(vector, generator), self.settings.index_coding
-        if in_order(coding, len(positions), vector.numel()):
-            positions = positions.sort().values
-        return vector[positions], encode(positions, vector.numel(), coding)
-
-    def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
-        values, encoded = payload
-        positions = decode(encoded, len(values), total.numel(), self.settings.index_coding)
-        total.index_add_(0, positions, values if scale == 1.0 else values * scale)
-
-    def compressed_bytes(self, numel: int) -> int:
-        """Bytes of ceil(density * numel) values with their positions; where those vary, of random positions."""
-        count = count_of(self.settings.density, numel)
-        return 4 * count + index_bytes(self.settings.index_coding, count, numel)
+def density_setting(default: float = 0.01, help: str = "sent") -> Any:
+    """The field of a share of elements, in (0, 1]."""
+    return setting(default, above=0, most=1, unit="share of elements", symbol="k / d", help=help)
 
 
-def require_density(density: float, codec: str) -> None:
-    """Raises GradlabError for a share of elements that is none."""
-    require(0 < density <= 1, codec, "density", density, "a share in (0, 1]")
-
-
-def require_coding(coding: str, codec: str, known: Sequence[str] = CODINGS) -> None:
-    """Raises GradlabError for an unknown `index_coding`."""
-    require(coding in known, codec, "index_coding", coding, f"one of {', '.join(known)}")
+def coding_setting(default: str = "fixed", choices: Sequence[str] = CODINGS) -> Any:
+    """The field of how positions travel, see `gradlab.indices`."""
+    return setting(
+        default,
+        choices=choices,
+        help='how positions travel: the smallest coding whose size is known ("fixed"), the smallest, or that one',
+    )
 
 
 def count_of(density: float, numel: int) -> int:

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradlab.codec import Codec, Tensors
+from gradlab.codec import Codec, Tensors, shown_settings
+from gradlab.codec_settings import setting
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 
@@ -42,6 +43,12 @@ class Wrapper(Codec):
             self._refuse(inner)
         if self.keeps_residual and (why := innermost(codec).refuses_error_feedback):
             raise GradlabError(f"wrapper {self.name} around {why}: without feedback, or without the factor")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join([repr(self.codec), *shown_settings(self.settings, first=False)])})"
+
+    def _identity(self) -> tuple[Any, ...]:
+        return self.name, self.settings, self.codec._identity()
 
     def _refuse(self, inner: Wrapper) -> None:
         if inner.name == self.name:
@@ -109,6 +116,25 @@ class Wrapper(Codec):
             dealt = deal([value for value in held if value is not None], rank, world_size, residuals)
             state |= {} if dealt is None else store_buffer(name, what, dealt, kind)
         return state
+
+
+def buffer_setting(what: str) -> Any:
+    """The field of how a buffer is kept, see `store_buffer`."""
+    return setting(
+        "float32",
+        choices=("float32", "int8"),
+        help=f'how {what} kept: in the working type, or "int8", 1/4 of the memory, blocks of {_BLOCK} with a scale; '
+        "what is below 1/254 of its block's largest is lost",
+    )
+
+
+def step_size_setting(default: bool | None, what: str) -> Any:
+    """The field of whether a residual follows the learning rate, see `Context.residual_ratio`."""
+    return setting(
+        default,
+        symbol="eta_(t-1) / eta_t",
+        help=f"multiply {what} by the ratio of step sizes; None: if the optimizer is SGD without momentum",
+    )
 
 
 def wrappers_of(codec: Codec) -> Iterator[Wrapper]:

@@ -12,9 +12,9 @@ import torch
 
 from gradlab import wrappers
 from gradlab.codec_settings import build_settings
-from gradlab.measures import LayerErrors, add_errors, relative
+from gradlab.measures import relative
 from gradlab.optimizers import is_plain_sgd, own_momentum
-from gradlab.plan import Group, Plan
+from gradlab.plan import Plan, Wrap
 from gradlab.runtime.statistics import TIMES, Statistics, StepRecord
 
 _GROWN = 1.3  # times: a residual that has not settled
@@ -35,15 +35,13 @@ def _group_row(name: str, codec: str, layers: Sequence[str], measured: Sequence[
     row: dict[str, Any] = {"group": name, "codec": codec, "layers": list(layers)}
     if not measured:
         return row
-    errors: LayerErrors = {}
-    for step in measured:
-        add_errors(errors, {layer: step.errors[layer] for layer in layers if layer in step.errors})
+    errors = [step.errors[layer] for step in measured for layer in layers if layer in step.errors]
     norms = [sum(step.residual_norms.get(layer, 0.0) ** 2 for layer in layers) ** 0.5 for step in measured]
     return row | {
         "payload_bytes_per_step": fmean(step.group_payload_bytes.get(name, 0) for step in measured),
         "encode_seconds": fmean(step.group_seconds.get(name, (0.0, 0.0))[0] for step in measured),
         "decode_seconds": fmean(step.group_seconds.get(name, (0.0, 0.0))[1] for step in measured),
-        "relative_error": relative(*(sum(column) for column in zip(*errors.values(), strict=True))) if errors else None,
+        "relative_error": relative(*map(sum, zip(*errors, strict=True))) if errors else None,
         "residual_norm": fmean(norms) if any(step.residual_norms for step in measured) else None,
         "residual_growth": residual_growth(norms),
     }
@@ -76,7 +74,8 @@ def codec_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def residual_statement(plan: Plan, optimizer: torch.optim.Optimizer | None) -> str | None:
     """What holds for the residuals that a plan keeps, under the optimizer it trains with; None if it keeps none."""
-    kept = [row for group in plan.groups if (row := _residuals(group))]
+    stacks = {repr(group.wrappers): group.wrappers for group in plan.groups}.values()  # mostly one for all groups
+    kept = [row for wraps in stacks if (row := _residuals(wraps))]
     asked = [values["step_size_ratio"] for row in kept for values in row.values()]
     if not asked:
         return None
@@ -93,15 +92,15 @@ def residual_statement(plan: Plan, optimizer: torch.optim.Optimizer | None) -> s
         )
     if not all(_lossless(row) for row in kept):
         return "residuals follow the learning rate"
-    momentum = any(wrap.name == "local_momentum" for group in plan.groups for wrap in group.wrappers)
+    momentum = any(wrap.name == "local_momentum" for wraps in stacks for wrap in wraps)
     law = "Nesterov's SGD (Lemma 3 of dist-EF-SGD)" if momentum else "SGD (Lemma 1 of dist-EF-SGD)"
     return f"residuals follow the learning rate: the error-corrected iterate follows the recurrence of {law}"
 
 
-def _residuals(group: Group) -> dict[str, dict[str, Any]]:
-    """The settings of a group's wrappers that keep a residual, by name."""
+def _residuals(wraps: Sequence[Wrap]) -> dict[str, dict[str, Any]]:
+    """The settings of wrappers that keep a residual, by name."""
     found = {}
-    for wrap in group.wrappers:
+    for wrap in wraps:
         wrapper = wrappers.get(wrap.name)
         values = asdict(build_settings(wrapper, wrap.settings))
         if wrapper.keeps_residual or (wrap.name == "two_way" and values["error_feedback"]):

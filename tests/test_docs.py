@@ -16,6 +16,7 @@ from command_line import Command
 from gradlab import codecs, wrappers
 from gradlab.catalog import codec_facts
 from gradlab.methods import METHODS
+from gradlab.registry import CODECS
 
 DOCS = Path(__file__).parent.parent / "docs"
 BLOCK = re.compile(r"^```python(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -69,7 +70,7 @@ def tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace
             (tmp_path / name).write_text(text)
         else:
             code.append(text)
-    monkeypatch.setattr(codecs, "_registered", {})
+    monkeypatch.setattr(CODECS, "registered", {})
     monkeypatch.syspath_prepend(tmp_path)
     yield SimpleNamespace(folder=tmp_path, code=code)
     sys.modules.pop("sparse_ternary", None)

@@ -25,6 +25,7 @@ from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.methods import METHODS, SIGN_METHODS, method_plan
 from gradlab.plan import FEEDBACK, Plan, Wrap
+from gradlab.registry import CODECS
 from gradlab.wrappers.error_feedback import ErrorFeedback
 from gradlab.wrappers.momentum_correction import MomentumCorrection
 from gradlab.wrappers.sparsity_warmup import SparsityWarmup
@@ -119,7 +120,7 @@ class Mine(Codec):
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codecs, "_registered", {})
+    monkeypatch.setattr(CODECS, "registered", {})
 
 
 @pytest.mark.usefixtures("registered")

@@ -284,7 +284,7 @@ def test_extreme_magnitudes_stay_finite(codec: Compressor) -> None:
 @pytest.mark.parametrize(
     ("build", "said"),
     [
-        (lambda: TernGrad.Settings(clip=-1.0), "terngrad: setting clip = -1.0, expected 0 or more"),
+        (lambda: TernGrad.Settings(clip=-1.0), "terngrad: setting clip = -1.0, expected at least 0"),
         (lambda: TernGrad.Settings(values_per_byte=6), "values_per_byte = 6, expected 4 or 5"),
         (lambda: TernGrad.Settings(values_per_byte=5, shared_scale=True), "expected 4 with a shared scale"),
         (lambda: TernGrad.Settings(block_size=0), "terngrad: setting block_size = 0"),

@@ -373,8 +373,8 @@ def test_all_coefficients_are_the_gradient_and_need_no_places() -> None:
 @pytest.mark.parametrize(
     ("build", "said"),
     [
-        (lambda: RandomK.Settings(0.0), "random_k: setting density = 0.0, expected a share in (0, 1]"),
-        (lambda: Threshold.Settings(0.0), "threshold: setting threshold = 0.0, expected above 0, or none"),
+        (lambda: RandomK.Settings(0.0), "random_k: setting density = 0.0, expected a share of elements in (0, 1]"),
+        (lambda: Threshold.Settings(0.0), "threshold: setting threshold = 0.0, expected above 0, or None"),
         (lambda: Threshold.Settings(density=2.0), "threshold: setting density = 2.0"),
         (lambda: SampledThreshold.Settings(sample_share=0.0), "sample_share = 0.0"),
         (lambda: SampledThreshold.Settings(enough=1.5), "enough = 1.5"),
@@ -386,7 +386,7 @@ def test_all_coefficients_are_the_gradient_and_need_no_places() -> None:
         (lambda: CLTK.Settings(values="int4"), "values = 'int4'"),
         (lambda: CLTK.Settings(selection="random"), "selection = 'random'"),
         (lambda: CLTK.Settings(index_coding="deflate"), "clt_k: setting index_coding = 'deflate'"),
-        (lambda: DCTTopK.Settings(chunk=0), "chunk = 0, expected 1 to 4096"),
+        (lambda: DCTTopK.Settings(chunk=0), "chunk = 0, expected elements, 1 to 4096"),
         (lambda: DCTTopK.Settings(count=0), "count = 0"),
         (lambda: DCTTopK.Settings(average="all"), "average = 'all'"),
     ],

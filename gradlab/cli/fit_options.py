@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,7 +28,12 @@ Roles = Annotated[
     ),
 ]
 Setting = Annotated[
-    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting of the codec; repeatable.")
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="A setting of the codec; repeatable. `gradlab methods CODEC` lists them with their ranges.",
+    ),
 ]
 FitWarmup = Annotated[
     int,
@@ -65,7 +71,8 @@ def parse_wrapper(text: str) -> Wrap:
     from gradlab.plan import Wrap
 
     name, _, rest = text.partition(":")
-    settings = parse_settings(rest.split(",") if rest else [], f"--wrap {name}")
+    texts = re.split(r",(?=\w+=)", rest) if rest else []  # a list's commas are its own
+    settings = parse_settings(texts, f"--wrap {name}")
     build_settings(wrappers.get(name), settings)
     return Wrap(name, settings)
 

@@ -109,8 +109,9 @@ def _yes(fact: bool) -> str:
 
 def _one(facts: Facts) -> str:
     lines = [f"{facts['name']}: {facts['title']}", "", facts["text"], "", "Settings:"]
-    lines += [f"  {key} = {value!r}" for key, value in facts["settings"].items()] or ["  none"]
-    lines += ["", facts["settings_text"]]
+    for row in facts["settings_table"]:
+        lines += [f"  {row['name']} = {row['default']!r}: {row['values']}", f"      {_meaning(row)}".rstrip()]
+    lines += [] if facts["settings_table"] else ["  none"]
     if "formula" in facts:
         lines += ["", f"Payload in bytes, n elements, N ranks: {facts['formula']}", f"Paper: {facts['paper']}"]
     return "\n".join(lines)
@@ -168,10 +169,24 @@ def page(found: Sequence[Facts], around: Sequence[Facts]) -> str:
 
 
 def _section(facts: Facts) -> list[str]:
-    defaults = ", ".join(f"`{key}={value!r}`" for key, value in facts["settings"].items())
-    settings = f"Settings: {defaults}." if defaults else "No settings."
-    texts = ["```text", facts["text"], "", facts["settings_text"], "```"]
-    return ["", f"### {facts['name']}", "", facts["title"], "", settings, "", *texts, ""]
+    rows = [
+        (
+            f"`{row['name']}`",
+            f"`{row['default']!r}`",
+            row["values"].replace("|", "or"),
+            _meaning(row).replace("|", "\\|"),
+        )
+        for row in facts["settings_table"]
+    ]
+    settings = _table(("setting", "default", "values", "meaning"), rows) if rows else ["No settings."]
+    texts = ["```text", facts["text"], "```"]
+    return ["", f"### {facts['name']}", "", facts["title"], "", *settings, "", *texts, ""]
+
+
+def _meaning(row: Mapping[str, Any]) -> str:
+    """What a setting is: its unit, what it does, and the paper's symbol for it."""
+    symbol = f"({row['symbol']})" if row["symbol"] else ""
+    return " ".join(part for part in (row["unit"], row["help"], symbol) if part)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

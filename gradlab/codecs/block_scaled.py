@@ -18,7 +18,7 @@ import torch
 from gradlab.bits import pack, packed_bytes, unpack
 from gradlab.blocks import pieces
 from gradlab.codec import Compressor
-from gradlab.codec_settings import require
+from gradlab.codec_settings import setting
 from gradlab.layout import Layer
 from gradlab.random_bits import on_device, sixteen_random_bits
 
@@ -49,20 +49,15 @@ class BlockScaled(Compressor):
 
     @dataclass(frozen=True)
     class Settings:
-        """dtype: "int8", "int4", "float8_e4m3fn" or "float8_e5m2"; block_size: elements that share a scale, a
-        float32; stochastic: round at random; scale: LoCo's s, by which all values are multiplied, or None: of blocks.
-        """
-
-        dtype: str = "int8"
-        block_size: int = 256
-        stochastic: bool = False
-        scale: float | None = None
-
-        def __post_init__(self) -> None:
-            known = (*INTEGERS, *FLOATS)
-            require(self.dtype in known, "block_scaled", "dtype", self.dtype, f"one of {', '.join(known)}")
-            require(self.block_size >= 1, "block_scaled", "block_size", self.block_size, "elements, at least 1")
-            require(self.scale is None or self.scale > 0, "block_scaled", "scale", self.scale, "above 0, or none")
+        dtype: str = setting("int8", choices=(*INTEGERS, *FLOATS), help="format of the values that travel")
+        block_size: int = setting(256, least=1, unit="elements", symbol="n", help="that share a scale, a float32")
+        stochastic: bool = setting(False, help="round at random to one of the two values beside, without bias")
+        scale: float | None = setting(
+            None,
+            above=0,
+            symbol="s",
+            help="LoCo's fixed scale, by which all values are multiplied; None: one per block",
+        )
 
     @property
     def wants_error_feedback(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from gradlab.codec import Codec, Context, Deferred, Exchanged, Tensors
-from gradlab.codec_settings import require
+from gradlab.codec_settings import setting
 from gradlab.collectives import Coroutine, Mean
 from gradlab.layout import Layer
 from gradlab.workspace import Workspace
@@ -38,12 +38,7 @@ class Cast(Codec):
 
     @dataclass(frozen=True)
     class Settings:
-        """dtype: of what travels, "float16" or "bfloat16"."""
-
-        dtype: str = "float16"
-
-        def __post_init__(self) -> None:
-            require(self.dtype in DTYPES, "cast", "dtype", self.dtype, "'float16' or 'bfloat16'")
+        dtype: str = setting("float16", choices=DTYPES, help="dtype of what travels")
 
     @property
     def wants_error_feedback(self) -> bool:

@@ -15,12 +15,12 @@ from typing import Any, ClassVar
 import torch
 
 from gradlab.codec import Codec, Context, Deferred, Exchanged, Tensors, concatenate, separate
-from gradlab.codec_settings import require
+from gradlab.codec_settings import setting
 from gradlab.codecs.block_scaled import BlockScaled
 from gradlab.collectives import Broadcast, Coroutine, Gather, Mean
 from gradlab.indices import decode, encode, in_order, index_bytes
 from gradlab.layout import Layer
-from gradlab.sparse import count_of, largest, require_coding, require_density
+from gradlab.sparse import coding_setting, count_of, density_setting, largest
 
 _INT8 = BlockScaled(BlockScaled.Settings("int8"))
 
@@ -46,23 +46,19 @@ class CLTK(Codec):
 
     @dataclass(frozen=True)
     class Settings:
-        """density: share of elements sent, in (0, 1]; leader: "rotating" or "random"; values: "float32" in an
-        all-reduce, or "int8" with a scale per 256, gathered; selection: "topk", or the largest of each chunk of
-        1 / density elements ("chunks"), which needs no sorting; index_coding: "fixed", "raw", "packed" or "bitmap"."""
-
-        density: float = 0.01
-        leader: str = "rotating"
-        values: str = "float32"
-        selection: str = "topk"
-        index_coding: str = "fixed"
-
-        def __post_init__(self) -> None:
-            require_density(self.density, "clt_k")
-            require(self.leader in ("rotating", "random"), "clt_k", "leader", self.leader, "'rotating' or 'random'")
-            require(self.values in ("float32", "int8"), "clt_k", "values", self.values, "'float32' or 'int8'")
-            known = ("topk", "chunks")
-            require(self.selection in known, "clt_k", "selection", self.selection, "'topk' or 'chunks'")
-            require_coding(self.index_coding, "clt_k", ("fixed", "raw", "packed", "bitmap"))
+        density: float = density_setting()
+        leader: str = setting(
+            "rotating", choices=("rotating", "random"), help="whose positions are taken: each rank's in turn, or drawn"
+        )
+        values: str = setting(
+            "float32", choices=("float32", "int8"), help="in an all-reduce, or gathered with a scale per 256 values"
+        )
+        selection: str = setting(
+            "topk",
+            choices=("topk", "chunks"),
+            help='"chunks": the largest of each 1 / density elements, without sorting',
+        )
+        index_coding: str = coding_setting(choices=("fixed", "raw", "packed", "bitmap"))
 
     def leader(self, context: Context) -> int:
         """The rank whose positions are taken in this iteration."""

@@ -17,7 +17,7 @@ import torch
 
 from gradlab.bits import pack, packed_bytes, unpack
 from gradlab.codec import Compressor, Context, Exchanged, Tensors
-from gradlab.codec_settings import require
+from gradlab.codec_settings import setting
 from gradlab.collectives import Coroutine
 from gradlab.layout import Layer
 
@@ -41,19 +41,14 @@ class DCTTopK(Compressor):
 
     @dataclass(frozen=True)
     class Settings:
-        """chunk: largest side of a chunk (the paper's s); count: coefficients sent of each, k; average: a coefficient's
-        mean over all "ranks", or over its "senders" (as in the published code); sign: apply the sign of the answer.
-        """
-
-        chunk: int = 64
-        count: int = 32
-        average: str = "ranks"
-        sign: bool = False
-
-        def __post_init__(self) -> None:
-            require(1 <= self.chunk <= 4096, "dct_topk", "chunk", self.chunk, "1 to 4096")
-            require(self.count >= 1, "dct_topk", "count", self.count, "at least 1")
-            require(self.average in AVERAGES, "dct_topk", "average", self.average, "'ranks' or 'senders'")
+        chunk: int = setting(64, least=1, most=4096, unit="elements", symbol="s", help="on the largest side of a chunk")
+        count: int = setting(32, least=1, unit="coefficients", symbol="k", help="sent of each chunk")
+        average: str = setting(
+            "ranks",
+            choices=AVERAGES,
+            help='a coefficient\'s mean over all ranks, or over its "senders" (published code)',
+        )
+        sign: bool = setting(False, help="apply the sign of the answer")
 
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)

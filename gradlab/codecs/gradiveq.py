@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 from gradlab.codec import Codec, Context, Deferred, Exchanged, Tensors
-from gradlab.codec_settings import require
+from gradlab.codec_settings import require, setting
 from gradlab.codecs.qsgd import QSGD
 from gradlab.collectives import Broadcast, Coroutine, Gather, Mean, Request, Ring, together
 from gradlab.errors import GradlabError
@@ -124,64 +124,70 @@ class GradiVeQ(Codec):
 
     @dataclass(frozen=True)
     class Settings:
-        """loss_threshold: lambda, the share of variance given up; slice_size: K in elements, None for a multiple of
-        F D near 2048; reuse: slices that share one basis, the paper's s, None for infinity; pooled: slices that a basis
-        is fitted on, spread over those it serves; 1, the paper's: the first; ratio: d = K / ratio in place of eq. (6);
-        max_dimension: upper limit on d, None for none;
-        sample_steps: L_t; stable_steps: stop sampling once d has stayed the same for so many samples, 0 for never;
-        compressed_steps: L_c, 0 for no end; sample_bits: of QSGD while sampling, 0 for none;
-        monitor: of each rank's own loss ||g_n - decompressed||^2, "off", "absolute" (eq. 7) or "normalised" (divided by
-        ||g_n||^2); monitor_threshold: above it a rank votes; on_loss: what the majority's vote does: "refresh" samples
-        again (the paper), "dense" sends the layer dense from then on, "stop" ends the run;
-        complement: share of d that is drawn at random in every iteration, and whatever PCA has no axes for; 1 fits
-        nothing and needs a ratio; whitening: subtract the samples' mean, as eq. (3) does; held_out: share of the
-        samples, the latest, that the axes are not fitted on and eq. (6) is asked of; refresh: "sample" again after L_c
-        iterations, or fit on what the last L_t of them "decoded", which needs a complement: else nothing new is ever
-        seen; bfloat16: codes travel in half of the bytes; ring: Algorithm 1 in place of one all-reduce of codes, and
-        of QSGD's gather.
-        """
-
-        loss_threshold: float = 0.01
-        slice_size: int | None = None
-        reuse: int | None = None
-        pooled: int = 1
-        ratio: float | None = None
-        max_dimension: int | None = None
-        sample_steps: int = 100
-        stable_steps: int = 0
-        compressed_steps: int = 400
-        sample_bits: int = 4
-        monitor: str = "off"
-        monitor_threshold: float = 0.5
-        on_loss: str = "refresh"
-        complement: float = 0.0
-        whitening: bool = True
-        held_out: float = 0.0
-        refresh: str = "sample"
-        bfloat16: bool = False
-        ring: bool = False
+        loss_threshold: float = setting(
+            0.01, least=0, below=1, unit="share of variance", symbol="lambda", help="given up, eq. (6)"
+        )
+        slice_size: int | None = setting(
+            None, least=1, unit="elements", symbol="K", help="of a slice; None: a multiple of F D near 2048"
+        )
+        reuse: int | None = setting(
+            None, least=1, unit="slices", symbol="s", help="that share one basis; None: all of a layer"
+        )
+        pooled: int = setting(
+            1,
+            least=1,
+            unit="slices",
+            help="that a basis is fitted on, spread over those it serves; 1 (the paper's): the first",
+        )
+        ratio: float | None = setting(None, least=1, help="d = K / ratio in place of eq. (6)")
+        max_dimension: int | None = setting(None, least=1, symbol="d", help="upper limit on d; None: no limit")
+        sample_steps: int = setting(100, least=2, unit="iterations", symbol="L_t", help="of sampling")
+        stable_steps: int = setting(
+            0, least=0, unit="samples", help="after which sampling stops if d has stayed the same; 0: never"
+        )
+        compressed_steps: int = setting(400, least=0, unit="iterations", symbol="L_c", help="of compression; 0: no end")
+        sample_bits: int = setting(
+            4, least=2, most=8, also=(0,), unit="bits", help="per value of QSGD while sampling; 0: uncompressed"
+        )
+        monitor: str = setting(
+            "off",
+            choices=MONITORS,
+            help='loss ||g_n - decompressed||^2 that ranks watch: "absolute" (eq. 7), or "normalised" by ||g_n||^2',
+        )
+        monitor_threshold: float = setting(0.5, above=0, help="loss above which a rank votes")
+        on_loss: str = setting(
+            "refresh",
+            choices=ANSWERS,
+            help='what a majority of votes does: sample again (the paper), send the layer "dense", or stop',
+        )
+        complement: float = setting(
+            0.0,
+            least=0,
+            most=1,
+            unit="share of d",
+            help="drawn at random in every iteration, and whatever PCA has no axes for; 1 fits nothing, needs a ratio",
+        )
+        whitening: bool = setting(True, help="subtract the samples' mean, as eq. (3) does")
+        held_out: float = setting(
+            0.0,
+            least=0,
+            below=1,
+            unit="share of the samples",
+            help="held out, the latest: the axes are not fitted on them, and eq. (6) is asked of them",
+        )
+        refresh: str = setting(
+            "sample",
+            choices=("sample", "decoded"),
+            help='after L_c iterations sample again, or fit on what the last L_t "decoded", which needs a complement',
+        )
+        bfloat16: bool = setting(False, help="codes travel in 2 bytes each, not 4")
+        ring: bool = setting(False, help="Algorithm 1 in place of one all-reduce of codes, and of QSGD's gather")
 
         def __post_init__(self) -> None:
             def check(condition: bool, setting: str, expected: str) -> None:
                 require(condition, "gradiveq", setting, getattr(self, setting), expected)
 
-            check(0 <= self.loss_threshold < 1, "loss_threshold", "lambda in [0, 1) (eq. 6)")
-            for setting in ("slice_size", "reuse", "max_dimension"):
-                value = getattr(self, setting)
-                check(value is None or value >= 1, setting, "at least 1, or none")
-            check(self.pooled >= 1, "pooled", "slices, at least 1")
-            check(self.ratio is None or self.ratio >= 1, "ratio", "at least 1, or none")
-            check(self.sample_steps >= 2, "sample_steps", "at least 2 samples")
-            check(self.stable_steps >= 0, "stable_steps", "samples, or 0")
-            check(self.compressed_steps >= 0, "compressed_steps", "iterations, or 0 for no end")
-            check(self.sample_bits == 0 or 2 <= self.sample_bits <= 8, "sample_bits", "2 to 8, or 0 for no QSGD")
-            check(self.monitor in MONITORS, "monitor", f"one of {', '.join(MONITORS)}")
-            check(self.monitor_threshold > 0, "monitor_threshold", "above 0")
-            check(self.on_loss in ANSWERS, "on_loss", f"one of {', '.join(ANSWERS)}")
-            check(0 <= self.complement <= 1, "complement", "a share in [0, 1]")
-            check(self.complement < 1 or self.ratio is not None, "ratio", "a number where all axes are random")
-            check(0 <= self.held_out < 1, "held_out", "a share in [0, 1)")
-            check(self.refresh in ("sample", "decoded"), "refresh", "'sample' or 'decoded'")
+            check(self.complement != 1 or self.ratio is not None, "ratio", "a number where all axes are random")
             if self.refresh == "decoded":
                 check(self.complement > 0, "complement", "above 0 where bases are fitted on what was decoded")
                 check(self.compressed_steps >= self.sample_steps, "compressed_steps", "at least sample_steps then")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from gradlab.codec import Codec, Context, Exchanged, Tensors, concatenate, mean_only, separate
+from gradlab.codec_settings import setting
 from gradlab.collectives import Coroutine, Ring
 from gradlab.layout import Layer
 from gradlab.ring import SummedRing, segment_bounds
@@ -25,10 +26,11 @@ class Identity(Codec):
 
     @dataclass(frozen=True)
     class Settings:
-        """ring: the segments of a ring, hop by hop (Algorithm 1 of GradiVeQ without compression), in place of the
-        backend's all-reduce; to compare with."""
-
-        ring: bool = False
+        ring: bool = setting(
+            False,
+            help="segments pass along a ring, hop by hop (GradiVeQ's Algorithm 1 without compression), in place of the "
+            "backend's all-reduce; to compare with",
+        )
 
     @property
     def wants_error_feedback(self) -> bool:

@@ -14,7 +14,7 @@ import torch
 
 from gradlab.autoencoder import Architecture, Loss, ring_loss
 from gradlab.codec import Context, Exchanged, Tensors, concatenate, separate
-from gradlab.codec_settings import require
+from gradlab.codec_settings import setting
 from gradlab.collectives import Coroutine, Gather, Mean, sum_in_rank_order
 from gradlab.errors import GradlabError
 from gradlab.indices import index_bytes
@@ -49,19 +49,15 @@ class LgcRing(LearnedSelection):
 
     @dataclass(frozen=True)
     class Settings(LearnedSettings):
-        """As `LearnedSettings`, and: leader: "random" from the shared seed (the paper's) or "rotating"; order: of what
-        is coded: "position" (the paper's), or by the leader's "magnitude" or signed "value", largest first, which takes
-        packed positions."""
-
-        leader: str = "random"
-        order: str = "position"
-
-        codec = "lgc_ring"
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            require(self.leader in ("random", "rotating"), self.codec, "leader", self.leader, "'random' or 'rotating'")
-            require(self.order in ORDERS, self.codec, "order", self.order, f"one of {', '.join(ORDERS)}")
+        leader: str = setting(
+            "random", choices=("random", "rotating"), help="whose positions are taken: drawn (the paper's), or in turn"
+        )
+        order: str = setting(
+            "position",
+            choices=ORDERS,
+            help='order of what is coded: "position" (the paper\'s), by the leader\'s "magnitude" or signed "value", '
+            "largest first, which takes packed positions",
+        )
 
     def architecture(self, world_size: int = 1) -> Architecture:
         return Architecture(self.settings.resolution)

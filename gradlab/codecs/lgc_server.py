@@ -14,7 +14,7 @@ import torch
 
 from gradlab.autoencoder import Architecture, Loss, server_loss
 from gradlab.codec import Context, Deferred, Exchanged, Tensors, concatenate, separate
-from gradlab.codec_settings import require
+from gradlab.codec_settings import setting
 from gradlab.collectives import Broadcast, Coroutine, Gather
 from gradlab.errors import GradlabError
 from gradlab.indices import decode, encode, index_bytes, varies
@@ -52,29 +52,22 @@ class LgcServer(LearnedSelection):
 
     @dataclass(frozen=True)
     class Settings(LearnedSettings):
-        """As `LearnedSettings`, and: similarity: lambda_2 of eq. (7); positions: "own" (the paper's) or "shared";
-        innovation: share of values that travel as they are, of those "selected" in each layer (innovation_of;
-        Algorithm 1: 10 %) or of the layer's "gradient" (section III: 0.001 %, innovation 1e-5; section V says 0.001 %
-        of the selected, below one value on ResNet-50); at least one of each layer; sender: of the common code, "fixed"
-        (rank 0) or "rotating"."""
-
-        similarity: float = 0.5
-        positions: str = "own"
-        innovation: float = 0.1
-        innovation_of: str = "selected"
-        sender: str = "fixed"
-
-        codec = "lgc_server"
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            codec = self.codec
-            require(self.similarity >= 0, codec, "similarity", self.similarity, "0 or more")
-            require(self.positions in ("own", "shared"), codec, "positions", self.positions, "'own' or 'shared'")
-            require(0 < self.innovation <= 1, codec, "innovation", self.innovation, "a share in (0, 1]")
-            known = ("selected", "gradient")
-            require(self.innovation_of in known, codec, "innovation_of", self.innovation_of, f"one of {known}")
-            require(self.sender in ("fixed", "rotating"), codec, "sender", self.sender, "'fixed' or 'rotating'")
+        similarity: float = setting(0.5, least=0, symbol="lambda_2", help="weight of the similarity loss, eq. (7)")
+        positions: str = setting(
+            "own", choices=("own", "shared"), help="each rank's own (the paper's), or one rank's for all"
+        )
+        innovation: float = setting(
+            0.1,
+            above=0,
+            most=1,
+            unit="share of values",
+            help="that travel as they are, at least one of each layer. Algorithm 1: 10 % of the selected; section III: "
+            "0.001 % of the gradient; section V: 0.001 % of the selected, below one value on ResNet-50",
+        )
+        innovation_of: str = setting(
+            "selected", choices=("selected", "gradient"), help="what innovation is a share of, in each layer"
+        )
+        sender: str = setting("fixed", choices=("fixed", "rotating"), help="of the common code: rank 0, or all in turn")
 
     def architecture(self, world_size: int) -> Architecture:
         return Architecture(self.settings.resolution, decoders=world_size, innovation=True)

@@ -43,7 +43,7 @@ class Natural(Compressor):
 
     @dataclass(frozen=True)
     class Settings:
-        """There is nothing to set."""
+        pass
 
     @property
     def wants_error_feedback(self) -> bool:

@@ -17,7 +17,7 @@ import torch
 
 from gradlab.bits import packed_bytes
 from gradlab.blocks import CACHED, WHOLE, BlockCompressor
-from gradlab.codec_settings import require
+from gradlab.codec_settings import setting
 from gradlab.codecs.sign import pack_signs, write_signs
 from gradlab.layout import Layer
 
@@ -43,13 +43,12 @@ class OneBit(BlockCompressor):
 
     @dataclass(frozen=True)
     class Settings:
-        """block: elements that share two values: "unit", the weights into one output (the paper's column), vectors
-        and layers of less than 16 of them whole; or "tensor"."""
-
-        block: str = "unit"
-
-        def __post_init__(self) -> None:
-            require(self.block in BLOCKS, "one_bit", "block", self.block, "'unit' or 'tensor'")
+        block: str = setting(
+            "unit",
+            choices=BLOCKS,
+            help='elements that share two values: "unit", the weights into one output (the paper\'s column), vectors '
+            f'and layers of less than {_LEAST} of them whole; or the "tensor"',
+        )
 
     def block_of(self, shape: Sequence[int]) -> int:
         inputs = math.prod(shape[1:]) if len(shape) > 1 else 0

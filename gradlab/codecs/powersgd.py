@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from gradlab.codec import Codec, Context, Deferred, Exchanged, Tensors
-from gradlab.codec_settings import require
+from gradlab.codec_settings import require, setting
 from gradlab.collectives import Coroutine, Mean
 from gradlab.layout import Layer
 
@@ -41,18 +41,16 @@ class PowerSGD(Codec):
 
     @dataclass(frozen=True)
     class Settings:
-        """rank: r, columns of P and Q; minimum_ratio: least n m / (r (n + m)) at which a layer is compressed;
-        warm_start: begin from the last factor (the paper's choice) or from a fresh random Q; alternating: P and Q in
-        turn, which needs the warm start."""
-
-        rank: int = 4
-        minimum_ratio: float = 1.0
-        warm_start: bool = True
-        alternating: bool = False
+        rank: int = setting(4, least=1, unit="columns", symbol="r", help="of P and Q")
+        minimum_ratio: float = setting(
+            1.0, above=0, symbol="n m / (r (n + m))", help="a layer is compressed if it is above this; else dense"
+        )
+        warm_start: bool = setting(
+            True, help="begin from the last factor (the paper's choice), or from a fresh random Q"
+        )
+        alternating: bool = setting(False, help="P and Q in turn, one per iteration, which needs the warm start")
 
         def __post_init__(self) -> None:
-            require(self.rank >= 1, "powersgd", "rank", self.rank, "at least 1")
-            require(self.minimum_ratio > 0, "powersgd", "minimum_ratio", self.minimum_ratio, "above 0")
             cold = self.alternating and not self.warm_start
             require(not cold, "powersgd", "warm_start", self.warm_start, "true where factors alternate")
 

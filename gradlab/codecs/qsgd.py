@@ -17,7 +17,7 @@ import torch
 from gradlab.bits import pack, packed_bytes, unpack
 from gradlab.blocks import pieces
 from gradlab.codec import Compressor, Context, Exchanged, Tensors, concatenate, separate
-from gradlab.codec_settings import require
+from gradlab.codec_settings import require, setting
 from gradlab.collectives import Coroutine, Ring
 from gradlab.layout import Layer
 from gradlab.random_bits import on_device, sixteen_random_bits
@@ -52,32 +52,32 @@ class QSGD(Compressor):
 
     @dataclass(frozen=True)
     class Settings:
-        """bits: per element, its sign included, 1 to 8; bucket_size: elements that share one norm, a float32 (the
-        paper's d); norm: "max", the largest magnitude, or "l2", the paper's, under which most elements are zero;
-        stochastic: round at random, without bias, or to the nearest level; ring: sums travel along a ring of ranks,
-        decompressed, added to and compressed again at every hop: the form GradiVeQ is compared with (its Fig. 2a). What
-        a rank contributed is then not known, and `own` is its gradient; contraction: "none"; "bound", c times the
-        unbiased C(x), c from the bound on its error, so that E||c C(x) - x||^2 <= (1 - c) ||x||^2 and feedback keeps
-        the residual bounded (dist-EF-SGD, section 3.1); or "measured", bucket by bucket the c that its error calls for,
-        ||x||^2 / E||C(x)||^2, which is larger. The factor travels in the norms.
-        """
-
-        bits: int = 4
-        bucket_size: int = 512
-        norm: str = "max"
-        stochastic: bool = True
-        ring: bool = False
-        contraction: str = "none"
+        bits: int = setting(4, least=1, most=8, unit="bits", help="per element, its sign included")
+        bucket_size: int = setting(512, least=1, unit="elements", symbol="d", help="that share one norm, a float32")
+        norm: str = setting(
+            "max",
+            choices=NORMS,
+            help='the largest magnitude, or "l2", the paper\'s, under which most elements are zero',
+        )
+        stochastic: bool = setting(True, help="round at random, without bias, or to the nearest level")
+        ring: bool = setting(
+            False,
+            help="sums travel along a ring of ranks, decompressed, added to and compressed again at every hop: the "
+            "form GradiVeQ is compared with (its Fig. 2a). `own` is then the gradient",
+        )
+        contraction: str = setting(
+            "none",
+            choices=CONTRACTIONS,
+            symbol="c",
+            help='"bound": c times the unbiased C(x), c from the bound on its error, so that E||c C(x) - x||^2 <= '
+            '(1 - c) ||x||^2 and feedback keeps the residual bounded (dist-EF-SGD, section 3.1); "measured": bucket by '
+            "bucket c = ||x||^2 / E||C(x)||^2, which is larger. The factor travels in the norms",
+        )
 
         def __post_init__(self) -> None:
-            require(1 <= self.bits <= 8, "qsgd", "bits", self.bits, "1 to 8")
-            require(self.bucket_size >= 1, "qsgd", "bucket_size", self.bucket_size, "elements, at least 1")
-            require(self.norm in NORMS, "qsgd", "norm", self.norm, "'max' or 'l2'")
-            one = self.bits == 1
+            one, shrinks = self.bits == 1, self.contraction != "none"
             require(not one or self.norm == "max", "qsgd", "norm", self.norm, "'max' at 1 bit")
             require(not one or self.stochastic, "qsgd", "stochastic", False, "true at 1 bit")
-            shrinks = self.contraction != "none"
-            require(self.contraction in CONTRACTIONS, "qsgd", "contraction", self.contraction, ", ".join(CONTRACTIONS))
             require(not shrinks or self.stochastic, "qsgd", "contraction", self.contraction, "'none' without chance")
             require(not shrinks or not self.ring, "qsgd", "contraction", self.contraction, "'none' along a ring")
 

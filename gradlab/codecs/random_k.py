@@ -13,9 +13,10 @@ from typing import Any, ClassVar
 import torch
 
 from gradlab.codec import Codec, Context, Deferred, Exchanged, Tensors, concatenate, separate
+from gradlab.codec_settings import setting
 from gradlab.collectives import Coroutine, Mean
 from gradlab.layout import Layer
-from gradlab.sparse import count_of, require_density
+from gradlab.sparse import count_of, density_setting
 
 
 class RandomK(Codec):
@@ -39,13 +40,8 @@ class RandomK(Codec):
 
     @dataclass(frozen=True)
     class Settings:
-        """density: share of elements sent, in (0, 1]; unbiased: whether values are multiplied by numel / k."""
-
-        density: float = 0.01
-        unbiased: bool = False
-
-        def __post_init__(self) -> None:
-            require_density(self.density, "random_k")
+        density: float = density_setting()
+        unbiased: bool = setting(False, help="multiply values by numel / k")
 
     @property
     def unbiased(self) -> bool:

@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradlab.codec_settings import require
-from gradlab.sparse import Sparsifier, at_least, count_of, largest, require_coding, require_density
+from gradlab.codec import Sparsifier
+from gradlab.codec_settings import setting
+from gradlab.sparse import at_least, coding_setting, count_of, density_setting, largest
 
 _LOWERED = 0.8  # the threshold's factor where it has left too few
 _ADJUSTMENTS = 10
@@ -42,20 +43,12 @@ class SampledThreshold(Sparsifier):
 
     @dataclass(frozen=True)
     class Settings:
-        """density: largest share of elements sent, in (0, 1]; sample_share: of elements, in (0, 1]; enough: share of k
-        that is not worth another threshold, in (0, 1]; index_coding: see `topk`."""
-
-        density: float = 0.01
-        sample_share: float = 0.01
-        enough: float = 0.8
-        index_coding: str = "fixed"
-
-        def __post_init__(self) -> None:
-            require_density(self.density, "sampled_threshold")
-            share, enough = self.sample_share, self.enough
-            require(0 < share <= 1, "sampled_threshold", "sample_share", share, "a share in (0, 1]")
-            require(0 < enough <= 1, "sampled_threshold", "enough", enough, "a share in (0, 1]")
-            require_coding(self.index_coding, "sampled_threshold")
+        density: float = density_setting(help="sent at most")
+        sample_share: float = setting(0.01, above=0, most=1, unit="share of elements", help="that the threshold is of")
+        enough: float = setting(
+            0.8, above=0, most=1, unit="share of k", help="that is not worth another threshold when it is found"
+        )
+        index_coding: str = coding_setting()
 
     def select(self, vector: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         count, numel = count_of(self.settings.density, vector.numel()), vector.numel()

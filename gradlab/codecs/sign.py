@@ -16,7 +16,7 @@ import torch
 
 from gradlab.bits import packed_bytes
 from gradlab.blocks import CACHED, WHOLE, BlockCompressor
-from gradlab.codec_settings import require
+from gradlab.codec_settings import setting
 from gradlab.layout import Layer
 
 SCALES = ("mean", "one")
@@ -46,23 +46,22 @@ class Sign(BlockCompressor):
 
     @dataclass(frozen=True)
     class Settings:
-        """block_size: elements of a tensor that share a scale, the paper's d_b; None for the whole tensor, as in its
-        experiments; across_layers: blocks do not end where a layer of the group does: with all layers in one group and
-        no block_size that is eq. (1), the paper's non-block compressor;
-        scale: "mean", of the magnitudes in a block, or "one" for signs alone;
-        zeros: the sign of zero, "positive", or "random": a coin, for votes that may end in a tie.
-        """
-
-        block_size: int | None = None
-        across_layers: bool = False
-        scale: str = "mean"
-        zeros: str = "positive"
-
-        def __post_init__(self) -> None:
-            size = self.block_size
-            require(size is None or size >= 1, "sign", "block_size", size, "elements, at least 1, or none")
-            require(self.scale in SCALES, "sign", "scale", self.scale, f"one of {', '.join(SCALES)}")
-            require(self.zeros in ZEROS, "sign", "zeros", self.zeros, f"one of {', '.join(ZEROS)}")
+        block_size: int | None = setting(
+            None,
+            least=1,
+            unit="elements",
+            symbol="d_b",
+            help="of a tensor that share a scale; None: the whole tensor, as in the paper's experiments",
+        )
+        across_layers: bool = setting(
+            False,
+            help="blocks do not end where a layer of the group does; with all layers in one group and no block_size "
+            "that is eq. (1), the paper's non-block compressor",
+        )
+        scale: str = setting("mean", choices=SCALES, help='of the magnitudes in a block, or "one" for signs alone')
+        zeros: str = setting(
+            "positive", choices=ZEROS, help='the sign of zero; "random": a coin, for votes that may end in a tie'
+        )
 
     def __init__(self, settings: Sign.Settings | None = None, learned: dict[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)

@@ -18,7 +18,7 @@ import torch
 from gradlab.bits import pack, packed_bytes, unpack
 from gradlab.blocks import CACHED, WHOLE, BlockCompressor
 from gradlab.codec import Context, Deferred, Exchanged, Tensors, concatenate, separate
-from gradlab.codec_settings import require
+from gradlab.codec_settings import require, setting
 from gradlab.collectives import AllToAll, Coroutine, Gather
 from gradlab.layout import Layer
 from gradlab.random_bits import on_device, sixteen_random_bits
@@ -45,19 +45,16 @@ class TernGrad(BlockCompressor):
 
     @dataclass(frozen=True)
     class Settings:
-        """clip: c, in standard deviations, 0 for none; shared_scale: one s for all ranks; block_size: elements that
-        share s, None for the whole layer (the paper's); values_per_byte: 4 (two bits each) or 5."""
-
-        clip: float = 2.5
-        shared_scale: bool = False
-        block_size: int | None = None
-        values_per_byte: int = 4
+        clip: float = setting(
+            2.5, least=0, unit="standard deviations", symbol="c", help="beyond which values are cut; 0: no clipping"
+        )
+        shared_scale: bool = setting(False, help="one s for all ranks")
+        block_size: int | None = setting(
+            None, least=1, unit="elements", help="that share s; None: the whole layer (the paper's)"
+        )
+        values_per_byte: int = setting(4, choices=(4, 5), help="4: two bits each; 5: base 3")
 
         def __post_init__(self) -> None:
-            size = self.block_size
-            require(self.clip >= 0, "terngrad", "clip", self.clip, "0 or more")
-            require(size is None or size >= 1, "terngrad", "block_size", size, "elements, at least 1, or none")
-            require(self.values_per_byte in (4, 5), "terngrad", "values_per_byte", self.values_per_byte, "4 or 5")
             both = self.shared_scale and self.values_per_byte == 5
             require(
                 not both, "terngrad", "values_per_byte", 5, "4 with a shared scale, whose sums take two bits and more"

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradlab.codec import Context, Exchanged, Tensors, concatenate
-from gradlab.codec_settings import require
+from gradlab.codec import Context, Exchanged, Sparsifier, Tensors, concatenate
+from gradlab.codec_settings import setting
 from gradlab.collectives import Coroutine, Mean
 from gradlab.layout import Layer
-from gradlab.sparse import Sparsifier, at_least, count_of, largest, require_coding, require_density
+from gradlab.sparse import at_least, coding_setting, count_of, density_setting, largest
 
 
 class Threshold(Sparsifier):
@@ -39,18 +39,11 @@ class Threshold(Sparsifier):
 
     @dataclass(frozen=True)
     class Settings:
-        """threshold: lambda, in the gradient's unit, or None: measured; density: share of elements that the measured
-        lambda leaves in the first exchange, in (0, 1], and the forecast of bytes; index_coding: see `topk`."""
-
-        threshold: float | None = None
-        density: float = 0.01
-        index_coding: str = "fixed"
-
-        def __post_init__(self) -> None:
-            above = self.threshold is None or self.threshold > 0
-            require(above, "threshold", "threshold", self.threshold, "above 0, or none")
-            require_density(self.density, "threshold")
-            require_coding(self.index_coding, "threshold")
+        threshold: float | None = setting(
+            None, above=0, symbol="lambda", help="in the gradient's unit; None: measured in the first exchange"
+        )
+        density: float = density_setting(help="that the measured lambda leaves in the first exchange, and the forecast")
+        index_coding: str = coding_setting()
 
     def select(self, vector: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         # A measured lambda may be as small as it likes, but not zero: zeros are never sent.

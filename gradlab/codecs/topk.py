@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradlab.codec import Codec, Context
+from gradlab.codec import Codec, Context, Sparsifier
 from gradlab.layout import Layer
-from gradlab.sparse import Sparsifier, count_of, largest, require_coding, require_density
+from gradlab.sparse import coding_setting, count_of, density_setting, largest
 
 
 class TopK(Sparsifier):
@@ -33,15 +33,8 @@ class TopK(Sparsifier):
 
     @dataclass(frozen=True)
     class Settings:
-        """density: share of elements sent, in (0, 1]; the papers' k / d; index_coding: how positions travel, the
-        smallest of those whose size is known ("fixed"), or of all ("smallest"), or one of them."""
-
-        density: float = 0.01
-        index_coding: str = "fixed"
-
-        def __post_init__(self) -> None:
-            require_density(self.density, "topk")
-            require_coding(self.index_coding, "topk")
+        density: float = density_setting()
+        index_coding: str = coding_setting()
 
     def delta(self, layers: Sequence[Layer]) -> float:
         numel = sum(layer.numel for layer in layers)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from gradlab.registry import find_method, method_names
+from gradlab.registry import WRAPPERS
 from gradlab.wrapper import Wrapper
 
 
 def names() -> list[str]:
     """Ids of all wrappers, sorted."""
-    return method_names(__path__)
+    return WRAPPERS.names()
 
 
 def get(name: str) -> type[Wrapper]:
@@ -17,6 +17,6 @@ def get(name: str) -> type[Wrapper]:
     Raises:
         GradlabError: if there is none; close matches are named.
     """
-    found = find_method("wrapper", __name__, __path__, name)
+    found = WRAPPERS.get(name)
     assert issubclass(found, Wrapper)
     return found

@@ -11,17 +11,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from gradlab.codec import Codec, Context, Deferred, Exchanged, Tensors
-from gradlab.codec_settings import require
+from gradlab.codec_settings import setting
 from gradlab.collectives import Coroutine
 from gradlab.errors import GradlabError
-from gradlab.wrapper import Wrapper, entries, innermost, load_buffer, store_buffer
+from gradlab.wrapper import Wrapper, buffer_setting, entries, innermost, load_buffer, step_size_setting, store_buffer
 
-BUFFERS = ("float32", "int8")
-KEEPS = ("difference", "unselected")
+
+def keep_setting() -> Any:
+    """The field of what a residual is."""
+    return setting(
+        "difference",
+        choices=("difference", "unselected"),
+        help='asked - own; or "unselected": asked where own is 0 and nothing elsewhere, for codecs that select '
+        "elements and lose something of those too (LGC's accumulation, which forgets that)",
+    )
 
 
 class ErrorFeedback(Wrapper):
@@ -41,32 +49,34 @@ class ErrorFeedback(Wrapper):
 
     @dataclass(frozen=True)
     class Settings:
-        """decay: weight of the old residual in the new one, ScaleCom's 1 - beta, in [0, 1); 0 is error feedback as
-        known. The new residual is then decay * residual + (1 - decay) * (asked - own);
-        step_size_ratio: multiply the residual by eta_(t-1) / eta_t; None does so if the optimizer is SGD without
-        momentum;
-        carried: share of the residual that is added to the next gradient, DeMo's beta; below 1 what is not sent is
-        forgotten little by little, as in momentum, which it then is: m = beta m + g, less what is sent;
-        keep: "difference", asked - own; or "unselected", asked where own is 0 and nothing elsewhere: of codecs that
-        select elements and lose something of those too, LGC's accumulation, which forgets that;
-        reset_steps: drop the residual after every so many compressed iterations, LoCo's T_c; 0 for never;
-        buffer: "float32" (the gradient's working type) or "int8", a quarter of the memory, blocks of 256 with a scale;
-        what is below 1/254 of its block's largest is then lost.
-        """
-
-        decay: float = 0.0
-        step_size_ratio: bool | None = None
-        buffer: str = "float32"
-        carried: float = 1.0
-        reset_steps: int = 0
-        keep: str = "difference"
-
-        def __post_init__(self) -> None:
-            require(0 <= self.decay < 1, "error_feedback", "decay", self.decay, "a share in [0, 1)")
-            require(self.buffer in BUFFERS, "error_feedback", "buffer", self.buffer, "'float32' or 'int8'")
-            require(0 < self.carried <= 1, "error_feedback", "carried", self.carried, "a share in (0, 1]")
-            require(self.reset_steps >= 0, "error_feedback", "reset_steps", self.reset_steps, "0 or more")
-            require_keep(self.keep, "error_feedback")
+        decay: float = setting(
+            0.0,
+            least=0,
+            below=1,
+            unit="share",
+            symbol="1 - beta",
+            help="of the old residual in the new one (ScaleCom), decay * residual + (1 - decay) * (asked - "
+            "own); 0: error feedback as known",
+        )
+        step_size_ratio: bool | None = step_size_setting(None, "the residual")
+        buffer: str = buffer_setting("the residual is")
+        carried: float = setting(
+            1.0,
+            above=0,
+            most=1,
+            unit="share",
+            symbol="beta",
+            help="of the residual that is added to the next gradient (DeMo); below 1 what is not sent is forgotten "
+            "little by little, as in momentum, which it then is: m = beta m + g, less what is sent",
+        )
+        reset_steps: int = setting(
+            0,
+            least=0,
+            unit="iterations",
+            symbol="T_c",
+            help="compressed, after which the residual is dropped, again and again (LoCo); 0: never",
+        )
+        keep: str = keep_setting()
 
     def __init__(self, codec: Codec, settings: ErrorFeedback.Settings | None = None) -> None:
         super().__init__(codec, settings)
@@ -128,11 +138,6 @@ def left_of(asked: Tensors, own: Mapping[str, torch.Tensor], context: Context) -
     if isinstance(own, Deferred) and own.unsent is not None:
         return own.unsent()
     return {name: torch.sub(value, own[name], out=context.workspace.empty_like(value)) for name, value in asked.items()}
-
-
-def require_keep(keep: str, wrapper: str) -> None:
-    """Raises GradlabError for what no residual can be."""
-    require(keep in KEEPS, wrapper, "keep", keep, "'difference' or 'unselected'")
 
 
 def refuse_keep(wrapper: Wrapper) -> None:

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from gradlab.codec import Context, Exchanged, Tensors
-from gradlab.codec_settings import require
+from gradlab.codec_settings import setting
 from gradlab.collectives import Coroutine
-from gradlab.wrapper import Wrapper, load_buffer, store_buffer
-from gradlab.wrappers.error_feedback import BUFFERS
+from gradlab.wrapper import Wrapper, buffer_setting, load_buffer, store_buffer
 
 
 class LocalMomentum(Wrapper):
@@ -33,18 +32,10 @@ class LocalMomentum(Wrapper):
 
     @dataclass(frozen=True)
     class Settings:
-        """momentum: mu, in [0, 1); nesterov: look ahead along m; dampening: weight of g in m is 1 - mu (signum) and not
-        1; buffer: of m, "float32" or "int8".
-        """
-
-        momentum: float = 0.9
-        nesterov: bool = True
-        dampening: bool = False
-        buffer: str = "float32"
-
-        def __post_init__(self) -> None:
-            require(0 <= self.momentum < 1, "local_momentum", "momentum", self.momentum, "a number in [0, 1)")
-            require(self.buffer in BUFFERS, "local_momentum", "buffer", self.buffer, "'float32' or 'int8'")
+        momentum: float = setting(0.9, least=0, below=1, symbol="mu", help="weight of the last m in the next")
+        nesterov: bool = setting(True, help="look ahead along m")
+        dampening: bool = setting(False, help="the weight of g in m is 1 - mu (signum), not 1")
+        buffer: str = buffer_setting("m is")
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         velocity, sent = self._accumulate(grads, state, context)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from gradlab.codec import Context, Exchanged, Tensors
-from gradlab.codec_settings import require
+from gradlab.codec_settings import setting
 from gradlab.collectives import Coroutine
 from gradlab.wrapper import Wrapper
 
@@ -25,14 +25,9 @@ class Momentum(Wrapper):
 
     @dataclass(frozen=True)
     class Settings:
-        """momentum: m, in [0, 1); nesterov: look ahead along u; dampening: weight of the mean in u is 1 - m, not 1."""
-
-        momentum: float = 0.9
-        nesterov: bool = False
-        dampening: bool = False
-
-        def __post_init__(self) -> None:
-            require(0 <= self.momentum < 1, "momentum", "momentum", self.momentum, "a number in [0, 1)")
+        momentum: float = setting(0.9, least=0, below=1, symbol="m", help="weight of the last u in the next")
+        nesterov: bool = setting(False, help="look ahead along u")
+        dampening: bool = setting(False, help="the weight of the mean in u is 1 - m, not 1")
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         done = yield from self.codec.exchange(grads, self.inner_state(state), context)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from gradlab.codec import Codec, Context, Exchanged, Tensors
-from gradlab.codec_settings import require
+from gradlab.codec_settings import setting
 from gradlab.collectives import Coroutine
 from gradlab.errors import GradlabError
-from gradlab.wrapper import Wrapper, entries, innermost, load_buffer, store_buffer
-from gradlab.wrappers.error_feedback import BUFFERS, refuse_keep, require_keep, unselected
+from gradlab.wrapper import Wrapper, buffer_setting, entries, innermost, load_buffer, step_size_setting, store_buffer
+from gradlab.wrappers.error_feedback import keep_setting, refuse_keep, unselected
 
 
 class MomentumCorrection(Wrapper):
@@ -35,28 +35,22 @@ class MomentumCorrection(Wrapper):
 
     @dataclass(frozen=True)
     class Settings:
-        """momentum: m, in [0, 1); nesterov: look ahead along u; masking: zero u where values were sent (None: if the
-        codec selects elements; others send every element a little, and would lose all momentum);
-        clip_norm: largest L2 norm of a step's gradient, 0 for none; each rank clips its own to clip_norm / sqrt(N),
-        group by group (the paper clips the whole gradient, which is known only when backward has ended);
-        step_size_ratio: multiply what is left of v by eta_(t-1) / eta_t (DGC does not); None does so if the optimizer
-        is SGD without momentum; keep: of v, "difference" or "unselected", see `error_feedback`; buffer: "float32" or
-        "int8", for u and v.
-        """
-
-        momentum: float = 0.9
-        nesterov: bool = False
-        masking: bool | None = None
-        clip_norm: float = 0.0
-        step_size_ratio: bool | None = False
-        buffer: str = "float32"
-        keep: str = "difference"
-
-        def __post_init__(self) -> None:
-            require(0 <= self.momentum < 1, "momentum_correction", "momentum", self.momentum, "a number in [0, 1)")
-            require(self.clip_norm >= 0, "momentum_correction", "clip_norm", self.clip_norm, "0 or more")
-            require(self.buffer in BUFFERS, "momentum_correction", "buffer", self.buffer, "'float32' or 'int8'")
-            require_keep(self.keep, "momentum_correction")
+        momentum: float = setting(0.9, least=0, below=1, symbol="m", help="weight of the last u in the next")
+        nesterov: bool = setting(False, help="look ahead along u")
+        masking: bool | None = setting(
+            None,
+            help="zero u where values were sent; None: if the codec selects elements (others send every element a "
+            "little, and would lose all momentum)",
+        )
+        clip_norm: float = setting(
+            0.0,
+            least=0,
+            help="largest L2 norm of a step's gradient, 0: none; each rank clips its own to clip_norm / sqrt(N), group "
+            "by group (the paper clips the whole gradient, which is known only when backward has ended)",
+        )
+        step_size_ratio: bool | None = step_size_setting(False, "what is left of v (DGC does not)")
+        buffer: str = buffer_setting("u and v are")
+        keep: str = keep_setting()
 
     def __init__(self, codec: Codec, settings: MomentumCorrection.Settings | None = None) -> None:
         super().__init__(codec, settings)

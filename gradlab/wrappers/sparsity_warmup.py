@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from gradlab.codec import Codec, Context, Exchanged, Tensors
-from gradlab.codec_settings import require
+from gradlab.codec_settings import require, setting
 from gradlab.collectives import Coroutine
 from gradlab.errors import GradlabError
 from gradlab.wrapper import Wrapper, innermost
@@ -28,18 +28,12 @@ class SparsityWarmup(Wrapper):
 
     @dataclass(frozen=True)
     class Settings:
-        """steps: compressed iterations that the warm-up takes; stages: S, of equal length; initial_density: of the
-        first stage, in (0, 1]."""
-
-        steps: int = 1000
-        stages: int = 4
-        initial_density: float = 0.25
+        steps: int = setting(1000, least=1, unit="compressed iterations", help="that the warm-up takes")
+        stages: int = setting(4, least=1, most=1000, symbol="S", help="of equal length")
+        initial_density: float = setting(0.25, above=0, most=1, unit="share of elements", help="of the first stage")
 
         def __post_init__(self) -> None:
-            require(1 <= self.stages <= 1000, "sparsity_warmup", "stages", self.stages, "1 to 1000")
             require(self.steps >= self.stages, "sparsity_warmup", "steps", self.steps, "at least one per stage")
-            sound = 0 < self.initial_density <= 1
-            require(sound, "sparsity_warmup", "initial_density", self.initial_density, "a share in (0, 1]")
 
     def __init__(self, codec: Codec, settings: SparsityWarmup.Settings | None = None) -> None:
         super().__init__(codec, settings)

@@ -17,12 +17,11 @@ from typing import Any
 import torch
 
 from gradlab.codec import Codec, Compressor, Context, Deferred, Exchanged, Tensors, concatenate, separate
-from gradlab.codec_settings import require
+from gradlab.codec_settings import setting
 from gradlab.collectives import AllToAll, Broadcast, Coroutine, Gather
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
-from gradlab.wrapper import Wrapper, load_buffer, state_names, store_buffer
-from gradlab.wrappers.error_feedback import BUFFERS
+from gradlab.wrapper import Wrapper, buffer_setting, load_buffer, state_names, step_size_setting, store_buffer
 
 Shard = tuple[int, int]
 Payload = tuple[torch.Tensor, ...]
@@ -41,22 +40,13 @@ class TwoWay(Wrapper):
 
     @dataclass(frozen=True)
     class Settings:
-        """server: "sharded" over the ranks, or "rank": all on server_rank; server_rank: which, from 0;
-        error_feedback: whether a server adds what its earlier answers left out;
-        step_size_ratio: multiply its residual by eta_(t-1) / eta_t; None does so if the optimizer is SGD without
-        momentum; buffer: of its residual, "float32" or "int8".
-        """
-
-        server: str = "sharded"
-        server_rank: int = 0
-        error_feedback: bool = True
-        step_size_ratio: bool | None = None
-        buffer: str = "float32"
-
-        def __post_init__(self) -> None:
-            require(self.server in ("sharded", "rank"), "two_way", "server", self.server, "'sharded' or 'rank'")
-            require(self.server_rank >= 0, "two_way", "server_rank", self.server_rank, "a rank, from 0")
-            require(self.buffer in BUFFERS, "two_way", "buffer", self.buffer, "'float32' or 'int8'")
+        server: str = setting(
+            "sharded", choices=("sharded", "rank"), help="shards over all ranks, or all on server_rank"
+        )
+        server_rank: int = setting(0, least=0, unit="rank", help="of the server, where it is one")
+        error_feedback: bool = setting(True, help="whether a server adds what its earlier answers left out")
+        step_size_ratio: bool | None = step_size_setting(None, "the server's residual")
+        buffer: str = buffer_setting("the server's residual is")
 
     def __init__(self, codec: Codec, settings: TwoWay.Settings | None = None) -> None:
         super().__init__(codec, settings)

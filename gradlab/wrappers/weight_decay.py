@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradlab.codec import Context, Exchanged, Tensors
-from gradlab.codec_settings import require
+from gradlab.codec_settings import setting
 from gradlab.collectives import Coroutine
 from gradlab.wrapper import Wrapper
 
@@ -26,12 +26,7 @@ class WeightDecay(Wrapper):
 
     @dataclass(frozen=True)
     class Settings:
-        """rate: lambda, weight of the parameters in the gradient, such as 1e-4."""
-
-        rate: float = 1e-4
-
-        def __post_init__(self) -> None:
-            require(0 <= self.rate < 1, "weight_decay", "rate", self.rate, "a number in [0, 1)")
+        rate: float = setting(1e-4, least=0, below=1, symbol="lambda", help="weight of the parameters in the gradient")
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         return (yield from self.codec.exchange(self._decayed(grads, context), state, context))
