@@ -39,6 +39,12 @@ class BlockScaled(Compressor):
     more, for blocks whose scale is a normal float32 number.
     With a fixed scale (LoCo's), C(x) = Q(s x) / s, cut off at the format's ends (-8 or 7, -128 or 127 for integers).
     No error feedback by default at 8 bits, nor where it is random.
+
+    >>> done = codecs.make("block_scaled", dtype="int4").apply(torch.tensor([-7.0, 0.4, 3.0, 1.6]))
+    >>> done.decoded.tolist()
+    [-7.0, 0.0, 3.0, 2.0]
+    >>> done
+    Applied(8 bytes instead of 16, relative error 0.0726)
     """
 
     name = "block_scaled"

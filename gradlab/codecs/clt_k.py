@@ -33,6 +33,10 @@ class CLTK(Codec):
     leader contributes to. For the leader delta = k / numel
     (of top-k); for others as far as their largest elements are the
     leader's, which is what the paper rests on, and what feedback makes up for.
+
+    >>> ranks = [torch.tensor([4.0, 0.0, 1.0, 0.0]), torch.tensor([2.0, 9.0, 3.0, 0.0])]
+    >>> codecs.make("clt_k", density=0.5).apply(ranks).decoded.tolist()  # rank 0 leads
+    [3.0, 0.0, 2.0, 0.0]
     """
 
     name = "clt_k"

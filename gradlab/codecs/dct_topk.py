@@ -31,6 +31,10 @@ class DCTTopK(Compressor):
     A layer (n, ...) is a matrix (n, m), cut into chunks of h x w: the largest divisors of n and m up to `chunk`; a
     vector into chunks of w. The transform keeps norms, so that C is delta-approximate with the smallest of
     min(1, k / (h w)): ||C(x) - x||^2 <= (1 - delta) ||x||^2. Every rank chooses its own: gathered.
+
+    >>> done = codecs.make("dct_topk", count=1).apply(torch.ones(8, 8))  # one coefficient is all there is
+    >>> round(done.relative_error, 6), done.payload_bytes
+    (0.0, 10.0)
     """
 
     name = "dct_topk"

@@ -108,6 +108,10 @@ class GradiVeQ(Codec):
 
     What a fixed basis does not span is never sent, so that error feedback cannot help. With `complement` a share of the
     d axes is drawn anew in every iteration from the shared seed, orthogonal to the fitted ones: then it does.
+
+    >>> codec = codecs.make("gradiveq", slice_size=16, sample_bits=0)
+    >>> codec.apply(torch.ones(8, 8))  # its first exchanges are samples
+    Applied(256 bytes instead of 256, relative error 0)
     """
 
     name = "gradiveq"

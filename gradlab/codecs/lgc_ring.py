@@ -41,6 +41,9 @@ class LgcRing(LearnedSelection):
     "unselected". As printed they add the accumulated gradient twice, to the gradient and to itself, and never clear
     what was sent, so that what is not sent doubles in every step; the text's momentum correction does neither, and is
     what the wrappers do.
+
+    >>> codecs.make("lgc_ring", density=0.25).apply([torch.arange(8.0), torch.arange(8.0)]).decoded.tolist()
+    [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 6.0, 7.0]
     """
 
     name = "lgc_ring"

@@ -44,6 +44,9 @@ class LgcServer(LearnedSelection):
     With positions = "shared" the leader's are taken by all, as in the ring: values at own positions, of which two ranks
     share about 2 %, cannot be compared, and one rank's code says little of another's.
     `own` is what is decoded for this rank; see `LgcRing` about feedback and the printed algorithms.
+
+    >>> codecs.make("lgc_server", density=0.25).apply([torch.arange(8.0), torch.arange(8.0)]).decoded.tolist()
+    [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 6.0, 7.0]
     """
 
     name = "lgc_server"

@@ -31,6 +31,10 @@ class PowerSGD(Codec):
     mean = orth(P) Q^T, and so on: half the bytes, half the arithmetic, one message; made for error feedback.
     Layers of one shape in a group are orthogonalized, and on a GPU multiplied, together. Each contribution is a
     projection of M: ||own - M||^2 <= ||M||^2, but no delta is known beforehand.
+
+    >>> done = codecs.make("powersgd", rank=1).apply(torch.outer(torch.arange(4.0), torch.arange(8.0)))  # of rank 1
+    >>> round(done.relative_error, 4), done.payload_bytes
+    (0.0, 48.0)
     """
 
     name = "powersgd"

@@ -26,6 +26,12 @@ class RandomK(Codec):
     with delta = k / numel: E||C(x) - x||^2 = (1 - k / numel) ||x||^2. With `unbiased`, values are multiplied by
     numel / k: E C(x) = x and E||C(x) - x||^2 = (numel / k - 1) ||x||^2, which is no contraction above 1: without
     error feedback then, which is refused where that is so.
+
+    >>> done = codecs.make("random_k", density=0.25).apply([torch.ones(8), torch.ones(8)])  # two ranks
+    >>> sorted(done.decoded.tolist())
+    [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0]
+    >>> done
+    Applied(8 bytes instead of 32, relative error 0.866)
     """
 
     name = "random_k"

@@ -31,6 +31,12 @@ class SampledThreshold(Sparsifier):
     drawn at random and holds at least 16 / density values; layers of less than twice as many are sorted. How many are
     sent depends on the gradient: messages vary. What is sent are the largest there are, so that C is a contraction, but
     how much of one is up to the sample.
+
+    >>> done = codecs.make("sampled_threshold", density=0.5).apply(torch.tensor([0.1, -3.0, 0.2, 5.0]))
+    >>> done.decoded.tolist()
+    [0.0, -3.0, 0.0, 5.0]
+    >>> done
+    Applied(9 bytes instead of 16, relative error 0.0383)
     """
 
     name = "sampled_threshold"

@@ -31,6 +31,12 @@ class Sign(BlockCompressor):
     with one of the signs; error feedback takes that back in the next iterations, so that at a constant learning rate
     the residual of a coordinate that is always zero stays within the largest scale. Without a scale C(v) = sign(v),
     which is no contraction.
+
+    >>> done = codecs.make("sign").apply(torch.tensor([1.0, -3.0, 2.0, -2.0]))
+    >>> done.decoded.tolist()
+    [2.0, -2.0, 2.0, -2.0]
+    >>> done
+    Applied(5 bytes instead of 16, relative error 0.333)
     """
 
     name = "sign"

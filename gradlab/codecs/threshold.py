@@ -27,6 +27,12 @@ class Threshold(Sparsifier):
     while all magnitudes are smaller. Where no lambda is given, the first exchange measures it: the ranks' mean of the
     k-th largest magnitude, k = ceil(density * numel); what later iterations send is then up to them. Not a number is
     sent always, and zero never.
+
+    >>> done = codecs.make("threshold", threshold=1.0).apply(torch.tensor([0.1, -3.0, 0.2, 5.0]))
+    >>> done.decoded.tolist()
+    [0.0, -3.0, 0.0, 5.0]
+    >>> done
+    Applied(9 bytes instead of 16, relative error 0.0383)
     """
 
     name = "threshold"

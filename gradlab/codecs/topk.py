@@ -22,6 +22,12 @@ class TopK(Sparsifier):
 
     Every rank chooses its own positions, so values and positions are gathered: wire bytes grow with N - 1.
     delta-approximate with delta = k / numel: ||C(x) - x||^2 <= (1 - k / numel) ||x||^2.
+
+    >>> done = codecs.make("topk", density=0.25).apply(torch.tensor([0.1, -3.0, 0.2, 0.0, 5.0, -0.3, 0.1, 0.0]))
+    >>> done.decoded.tolist()
+    [0.0, -3.0, 0.0, 0.0, 5.0, 0.0, 0.0, 0.0]
+    >>> done
+    Applied(9 bytes instead of 32, relative error 0.0663)
     """
 
     name = "topk"
