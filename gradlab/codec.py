@@ -17,13 +17,14 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from gradlab.bits import pack, packed_bytes, unpack
 from gradlab.codec_settings import build_settings, check_ranges, fields_of, setting
 from gradlab.collectives import Coroutine, Gather, Mean, run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.indices import decode, encode, in_order, index_bytes, varies
 from gradlab.layout import ROLES, Layer
 from gradlab.registry import CODECS
-from gradlab.sparse import count_of
+from gradlab.sparse import count_of, largest
 from gradlab.workspace import Workspace
 
 __all__ = [
@@ -39,12 +40,20 @@ __all__ = [
     "Sparsifier",
     "Tensors",
     "concatenate",
+    "count_of",
+    "decode",
+    "encode",
     "exchange_group",
+    "index_bytes",
+    "largest",
     "mean_only",
+    "pack",
+    "packed_bytes",
     "register",
     "seeded_generator",
     "separate",
     "setting",
+    "unpack",
 ]
 
 Tensors = dict[str, torch.Tensor]

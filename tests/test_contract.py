@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from contract import SETTINGS, cases, codec_of, lockstep, plan_for, sizes_vary
+from contract import SETTINGS, cases, codec_of, drawn_settings, lockstep, plan_for, sizes_vary
+from laws import law
 from prescribed import SHAPES, gradients
 from process_pool import ProcessPool
 
 from gradlab import codecs
 from gradlab.codec import Context, Tensors, exchange_group
 from gradlab.collectives import run_lockstep
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+from gradlab.plan import Group, Plan
 
 # What an autoencoder cannot learn from, such as zeros, it says it has not learned.
 pytestmark = pytest.mark.filterwarnings("ignore:gradlab. .*the autoencoder's error")
@@ -116,6 +121,29 @@ def test_settings_round_trip_as_json(codec: str) -> None:
     again = type(plan).from_json(plan.to_json(), tensors)
     assert again.digest == plan.digest
     assert [g.settings for g in again.groups] == [SETTINGS.get(codec, {})] * len(plan.groups)
+
+
+@pytest.mark.parametrize("name", codecs.names())
+def test_any_settings_in_range_make_a_codec_that_keeps_its_word(name: str) -> None:
+    """Ranks agree, the forecast is what is counted, and a plan's JSON gives the same codec."""
+    layer = Layer("w", (12, 10), "linear")
+
+    @law(drawn_settings(codecs.get(name)), examples=20)
+    def holds(values: dict[str, Any]) -> None:
+        try:
+            codec = codecs.make(name, **values)
+        except GradlabError as refused:  # what two settings have to do with each other
+            assert str(refused).startswith(f"{name}: setting ")  # noqa: PT017
+            return
+        plan = Plan((layer,), (Group("w", ("w",), name, values),))
+        assert Plan.from_json(plan.to_json()).build(plan.groups[0]) == codec
+        grads = [gradients({"w": layer.shape}, rank, 0) for rank in range(2)]
+        results = run_lockstep([codec.exchange(grads[rank], {}, Context(rank, 2, 0, "w")) for rank in range(2)])
+        assert torch.equal(results[0].value.mean["w"], results[1].value.mean["w"])
+        counted = sum(result.payload_bytes for result in results) / 2
+        assert codec.varying or counted == pytest.approx(codec.next_payload_bytes([layer], 2, {}), rel=1e-12)
+
+    holds()
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -91,14 +91,17 @@ class CLTK(Codec):
 
     def _count(self, numel: int) -> int:
         if self.settings.selection == "chunks":
-            size = math.ceil(round(1 / self.settings.density, 9))
-            return -(-numel // size)
+            return -(-numel // self._chunk(numel))
         return count_of(self.settings.density, numel)
+
+    def _chunk(self, numel: int) -> int:
+        """Elements of a chunk, 1 / density, at most all there are."""
+        return math.ceil(min(max(1, numel), round(1 / self.settings.density, 9)))
 
     def _select(self, vector: torch.Tensor, count: int) -> torch.Tensor:
         if self.settings.selection == "topk" or count == 0:
             return largest(vector, count)
-        size = math.ceil(round(1 / self.settings.density, 9))
+        size = self._chunk(vector.numel())
         padded = torch.nn.functional.pad(vector.abs(), (0, count * size - vector.numel()), value=-1.0)
         return padded.view(count, size).argmax(1) + size * torch.arange(count, device=vector.device)
 

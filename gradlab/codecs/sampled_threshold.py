@@ -57,13 +57,14 @@ class SampledThreshold(Sparsifier):
         index_coding: str = coding_setting()
 
     def select(self, vector: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        count, numel = count_of(self.settings.density, vector.numel()), vector.numel()
-        wanted = max(math.ceil(self.settings.sample_share * numel), math.ceil(_LEAST / self.settings.density))
+        numel, density = vector.numel(), self.settings.density
+        count = count_of(density, numel)
+        wanted = max(math.ceil(self.settings.sample_share * numel), math.ceil(min(numel + 1, _LEAST / density)))
         if 2 * wanted > numel:
             return largest(vector, count)
         # At random: an even stride may follow the columns of a matrix.
         sample = vector[torch.randint(numel, (wanted,), generator=generator).to(vector.device)].abs()
-        threshold = sample.topk(max(1, math.ceil(self.settings.density * len(sample))), sorted=False).values.min()
+        threshold = sample.topk(max(1, math.ceil(density * len(sample))), sorted=False).values.min()
         found = at_least(vector, threshold)
         for _ in range(_ADJUSTMENTS):
             if len(found) >= self.settings.enough * count:
