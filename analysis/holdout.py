@@ -97,7 +97,7 @@ def holdout_by_age(
     rows = {}
     for done, group in enumerate(groups):
         codec = innermost(plan.build(group))
-        if not (codec.learned or (codec.linear and not codec.learns)):
+        if not (codec.learned or (codec.guarantees(plan.members(group)).linear and not codec.learns)):
             raise GradlabError(f"group {group.name}: codec {group.codec} is not linear; replay the plan instead")
         rows[group.name] = _group_losses(trace, codec, group.layers, start, stop)
         if progress:

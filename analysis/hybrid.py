@@ -72,7 +72,7 @@ def family_candidates(
         method = codecs.get(codec)
         grid = [dict(settings) for settings in (*method.candidates, *(extra or {}).get(codec, ()))]
         for layer in layers:
-            if layer.role in method.roles:
+            if layer.role in method.defaults.roles:
                 found[layer.name] += [Candidate(codec, settings, {}, around) for settings in _unequal(grid)]
     if "PCA" in names and samples:
         _add_bases(trace, layers, found, start, samples, progress)
@@ -101,7 +101,7 @@ def _add_bases(
     samples: int,
     progress: Progress | None,
 ) -> None:
-    if not any(layer.role in GradiVeQ.roles for layer in layers):
+    if not any(layer.role in GradiVeQ.defaults.roles for layer in layers):
         return
     for ratio in _PCA_RATIOS:
         settings = dataclasses.replace(RECOMMENDED, ratio=ratio, sample_steps=samples, compressed_steps=4 * samples)

@@ -219,7 +219,7 @@ def draw_limits(panel: Axes, limits: Found, layer: Found) -> None:
 def _family(codec: str) -> str:
     from gradlab import codecs
 
-    family = codecs.get(codec).family
+    family = codecs.get(codec).about.family
     return family if family in _FAMILY_COLORS else "other"
 
 

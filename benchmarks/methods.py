@@ -34,7 +34,7 @@ from gradlab import codecs
 from gradlab.analysis.rate_distortion import distortion_at, mean_squares
 from gradlab.analysis.replay import replay
 from gradlab.analysis.style import drawing, method_colors, panels, render
-from gradlab.codec import Codec, Context, Deferred, Exchanged, Tensors
+from gradlab.codec import About, Codec, Context, Deferred, Exchanged, PlanDefaults, Tensors
 from gradlab.collectives import Coroutine
 from gradlab.datasets.recipe import Recipe
 from gradlab.layout import Layer, layers_of
@@ -52,17 +52,12 @@ class Frozen(Codec):
     """No gradient at all: the control."""
 
     name = "frozen"
-    family = "control"
-    linear = True
-    formula = "0"
+    about = About("control", "0")
+    defaults = PlanDefaults(error_feedback=False)
 
     @dataclass(frozen=True)
     class Settings:
         """There is nothing to set."""
-
-    @property
-    def wants_error_feedback(self) -> bool:
-        return False
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         yield ()

@@ -29,29 +29,30 @@ LARGE = Layer("weight", (1024, 1024), "linear")  # of which guarantees are told
 def codec_facts(name: str) -> dict[str, Any]:
     """One codec with its default settings, as plain JSON.
 
-    delta: see `Codec.delta`, of a layer of 1024 x 1024 or None; bits: of payload per value, of a layer of 64 x 64 (a
+    delta: see `Guarantees`, of a layer of 1024 x 1024 or None; bits: of payload per value, of a layer of 64 x 64 (a
     convolution of 64 x 64 x 3 x 3 for codecs of convolutions alone), in its wrappers of habit and, if it works in
     phases, in the first; wire_bits: by number of ranks, what a rank sends per value, mean over ranks.
     """
     method = codecs.get(name)
-    codec, layer = method(), LAYER if "linear" in method.roles else CONVOLUTION
+    codec, layer = method(), LAYER if "linear" in method.defaults.roles else CONVOLUTION
     runs = {ranks: _exchange(codec, layer, ranks) for ranks in RANKS}
+    holds = codec.guarantees([LARGE])
     kinds, payload, _ = runs[RANKS[0]]
     return {
         "name": name,
-        "family": method.family,
-        "paper": method.paper,
+        "family": method.about.family,
+        "paper": method.about.paper,
         "title": first_sentence(method),
         "text": inspect.cleandoc(method.__doc__ or ""),
-        "linear": method.linear,
-        "unbiased": codec.unbiased,
-        "delta": codec.delta([LARGE]),
-        "variance_bound": codec.variance_bound([LARGE]),
+        "linear": holds.linear,
+        "unbiased": holds.unbiased,
+        "delta": holds.delta,
+        "variance_bound": holds.omega,
         "learns": method.learns,
-        "error_feedback": codec.wants_error_feedback,
-        "two_way": method.wants_two_way,
+        "error_feedback": codec.defaults.error_feedback,
+        "two_way": codec.defaults.two_way,
         "collectives": kinds,
-        "formula": method.formula,
+        "formula": method.about.formula,
         "bits": 8 * payload / layer.numel,
         "wire_bits": {str(ranks): 8 * wire / layer.numel for ranks, (_, _, wire) in runs.items()},
         "settings": settings_of(method),
@@ -101,7 +102,7 @@ def setting_rows(method: type[Codec]) -> list[dict[str, Any]]:
 def _exchange(codec: Codec, layer: Layer, ranks: int) -> tuple[list[str], float, float]:
     """Kinds of the collectives asked for, in order; payload and wire bytes, means over ranks. Inside `two_way` where
     that is the codec's habit."""
-    if codec.wants_two_way:
+    if codec.defaults.two_way:
         codec = wrappers.get("two_way")(codec)
     generator = torch.Generator().manual_seed(0)
     grads: Sequence[Tensors] = [{layer.name: torch.randn(layer.shape, generator=generator)} for _ in range(ranks)]

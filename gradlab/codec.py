@@ -28,6 +28,7 @@ from gradlab.sparse import count_of, largest
 from gradlab.workspace import Workspace
 
 __all__ = [
+    "About",
     "Applied",
     "Codec",
     "Compressor",
@@ -35,8 +36,10 @@ __all__ = [
     "Coroutine",
     "Deferred",
     "Exchanged",
+    "Guarantees",
     "Layer",
     "Mean",
+    "PlanDefaults",
     "Sparsifier",
     "Tensors",
     "concatenate",
@@ -200,28 +203,66 @@ class Applied:
         )
 
 
+@dataclass(frozen=True)
+class About:
+    """What a codec is, for tables.
+
+    family: such as "sparsification"; formula: of payload bytes, from n elements, N ranks and settings by their names;
+    paper: authors, venue, year, which the module names in full.
+    """
+
+    family: str
+    formula: str
+    paper: str = "-"
+
+
+@dataclass(frozen=True)
+class PlanDefaults:
+    """What a plan does with a codec if nothing else is asked for.
+
+    roles, minimum_dimensions, minimum_numel: of the layers that it is given; group_bytes: of gradients, up to so many
+    layers that follow each other are treated together; warmup_steps: dense iterations before it; error_feedback,
+    two_way: whether it is put inside these wrappers.
+    """
+
+    roles: tuple[str, ...] = ROLES
+    minimum_dimensions: int = 2
+    minimum_numel: int = 256
+    group_bytes: int = 0
+    warmup_steps: int = 0
+    error_feedback: bool = True
+    two_way: bool = False
+
+
+@dataclass(frozen=True)
+class Guarantees:
+    """What holds for every gradient x of a group, C(x) what one rank's contribution amounts to.
+
+    linear: C commutes with the sum over ranks; unbiased: E C(x) = x, to the resolution of the random numbers;
+    delta: in (0, 1], E||C(x) - x||^2 <= (1 - delta) ||x||^2; omega: E||C(x) - x||^2 <= omega ||x||^2, of an unbiased
+    codec. E is over the codec's own draws; None where nothing is guaranteed.
+    """
+
+    linear: bool = False
+    unbiased: bool = False
+    delta: float | None = None
+    omega: float | None = None
+
+
 class Codec(ABC):
     """One compression method with its settings.
 
-    Subclasses set `name` (the file's name) and `Settings`, and may keep learned tensors under `learned`.
+    Subclasses set `name` (the file's name), `about` and `Settings`, and may keep learned tensors under `learned`.
     State that is not the same on every rank belongs to wrappers (see `gradlab.wrapper`): a codec's own is shared.
     """
 
     name: ClassVar[str]
-    family: ClassVar[str]
-    linear: ClassVar[bool] = False
+    about: ClassVar[About]
+    defaults: PlanDefaults = PlanDefaults()  # of an instance, where they follow from its settings
     learns: ClassVar[bool] = False
     selects: ClassVar[bool] = False  # whether it sends some elements, and of others nothing
-    wants_two_way: ClassVar[bool] = False  # whether a plan puts it inside `two_way`, if nothing else is asked for
-    roles: ClassVar[tuple[str, ...]] = ROLES  # of the layers that a plan gives it, if nothing else is asked for
-    minimum_dimensions: ClassVar[int] = 2  # of such layers
-    minimum_numel: ClassVar[int] = 256  # of such layers
-    group_bytes: ClassVar[int] = 0  # of gradients: up to so many, layers that follow each other are treated together
-    warmup_steps: ClassVar[int] = 0  # dense iterations before it, likewise
     keeps_dtype: ClassVar[bool] = False  # whether gradients travel in their own dtype, with the loss scale on them
     group_state: ClassVar[frozenset[str]] = frozenset()  # names of what it keeps for a group, not for one layer of it
-    paper: ClassVar[str] = "-"  # authors, venue, year; the module names it in full
-    formula: ClassVar[str]  # of payload bytes: n elements, N ranks, settings by their names
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)  # settings that are worth comparing, for a planner
     Settings: ClassVar[type]
 
@@ -281,11 +322,6 @@ class Codec(ABC):
         return {}
 
     @property
-    def wants_error_feedback(self) -> bool:
-        """Whether a plan puts it inside `error_feedback`, if nothing else is asked for."""
-        return True
-
-    @property
     def refuses_error_feedback(self) -> str:
         """Why error feedback would diverge; empty if it does not."""
         return ""
@@ -295,19 +331,9 @@ class Codec(ABC):
         """Whether the sizes of messages depend on the gradients' values, so that forecasts are estimates."""
         return False
 
-    @property
-    def unbiased(self) -> bool:
-        """Whether E C(x) = x over the codec's own draws, to the resolution of its random numbers."""
-        return False
-
-    def delta(self, layers: Sequence[Layer]) -> float | None:
-        """delta in (0, 1] of E||C(x) - x||^2 <= (1 - delta) ||x||^2 for every x, C(x) what one rank's contribution to a
-        group amounts to and E over the codec's own draws; None where none is guaranteed."""
-        return None
-
-    def variance_bound(self, layers: Sequence[Layer]) -> float | None:
-        """omega of E||C(x) - x||^2 <= omega ||x||^2 for every x, of an unbiased codec; None of others."""
-        return None
+    def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
+        """What holds for a group of these layers whatever their gradients are."""
+        return Guarantees()
 
     @classmethod
     def squared_errors(
@@ -460,7 +486,6 @@ class Sparsifier(Compressor):
     The settings of each have `index_coding`, how positions travel: see `gradlab.indices`.
     """
 
-    family = "sparsification"
     selects = True
 
     @property
@@ -500,7 +525,7 @@ def register(codec: Own) -> Own:
     """
     if not (isinstance(codec, type) and issubclass(codec, Codec)) or inspect.isabstract(codec):
         raise GradlabError(f"codecs.register: {codec!r} is no codec with an exchange of its own")
-    if missing := [what for what in ("name", "family", "Settings", "formula") if not hasattr(codec, what)]:
+    if missing := [what for what in ("name", "about", "Settings") if not hasattr(codec, what)]:
         raise GradlabError(f"codecs.register: {codec.__qualname__} has no {missing[0]}")
     if not isinstance(codec.name, str) or not codec.name.isidentifier():
         raise GradlabError(f"codecs.register: {codec.__qualname__} has the name {codec.name!r}, expected an identifier")

@@ -208,7 +208,7 @@ def _check_range(codec: str, field: Field, value: Any) -> None:
 
 def kind(codec: type[Codec] | Codec) -> str:
     """ "wrapper" or "codec", for messages."""
-    return "wrapper" if codec.family == "wrapper" else "codec"
+    return "wrapper" if codec.about.family == "wrapper" else "codec"
 
 
 def plain(value: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gradlab.autoencoder import OPTIMIZERS, RESOLUTIONS, Architecture, gradient_of, optimized
-from gradlab.codec import Codec, Context, Tensors
+from gradlab.codec import Codec, Context, PlanDefaults, Tensors
 from gradlab.codec_settings import setting
 from gradlab.collectives import Broadcast, Coroutine
 from gradlab.errors import GradlabError
@@ -92,12 +92,10 @@ class LearnedSelection(Codec):
     and while it learns the optimizer's and the error so far. On ranks that do not learn these are empty.
     """
 
-    family = "learned"
     learns = True
     selects = True
     group_state = frozenset({"clock", "autoencoder", "error", "coded", "codes", *_OPTIMIZER_KEYS})
-    warmup_steps = 200
-    paper = "Abrahamyan et al., IEEE TNNLS 2021"
+    defaults = PlanDefaults(warmup_steps=200)
     settings: Any
 
     @abstractmethod

@@ -216,19 +216,19 @@ class Plan:
             raise GradlabError(
                 "plan: wrappers and error_feedback are both given: name error_feedback among the wrappers"
             )
-        method = codecs.get(codec)
-        by_habit = habitual_wrappers(method(build_settings(method, settings)), error_feedback)
+        built = codecs.make(codec, **settings)
+        defaults, by_habit = built.defaults, habitual_wrappers(built, error_feedback)
         around = by_habit if wrappers is None else tuple(wrappers)
-        dimensions = method.minimum_dimensions if minimum_dimensions is None else minimum_dimensions
-        least = method.minimum_numel if minimum_numel is None else minimum_numel
+        dimensions = defaults.minimum_dimensions if minimum_dimensions is None else minimum_dimensions
+        least = defaults.minimum_numel if minimum_numel is None else minimum_numel
         chosen = [layer for layer in layers if len(layer.shape) >= dimensions and layer.numel >= least]
-        chosen = [layer for layer in chosen if layer.role in (method.roles if roles is None else roles)]
-        most = method.group_bytes if group_bytes is None else group_bytes
+        chosen = [layer for layer in chosen if layer.role in (defaults.roles if roles is None else roles)]
+        most = defaults.group_bytes if group_bytes is None else group_bytes
         if not isinstance(most, (int, float)) or not most >= 0:
             raise GradlabError(f"plan: group_bytes = {most!r}, expected a number from 0")
         names = [tuple(layer.name for layer in some) for some in segments(chosen, lambda layer: 4 * layer.numel, most)]
         groups = [Group(_group_name(members), members, codec, settings, around) for members in names]
-        schedule = Schedule(method.warmup_steps if warmup_steps is None else warmup_steps)
+        schedule = Schedule(defaults.warmup_steps if warmup_steps is None else warmup_steps)
         return cls(layers, (*groups, *groups_of_the_rest(layers, chosen, around)), schedule, seed)
 
     def members(self, group: Group) -> tuple[Layer, ...]:
@@ -378,8 +378,8 @@ def habitual_wrappers(codec: Codec, error_feedback: bool | None = None) -> tuple
 
     error_feedback: whether there is to be any, whatever its habit; None: as that is.
     """
-    feedback = codec.wants_error_feedback if error_feedback is None else error_feedback
-    return (*(FEEDBACK if feedback else ()), *((Wrap("two_way"),) if codec.wants_two_way else ()))
+    feedback = codec.defaults.error_feedback if error_feedback is None else error_feedback
+    return (*(FEEDBACK if feedback else ()), *((Wrap("two_way"),) if codec.defaults.two_way else ()))
 
 
 def _group_name(layers: Sequence[str]) -> str:

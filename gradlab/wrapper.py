@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradlab.codec import Codec, Tensors, shown_settings
+from gradlab.codec import About, Codec, Tensors, shown_settings
 from gradlab.codec_settings import setting
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
@@ -29,7 +29,7 @@ class Wrapper(Codec):
             momentum, momentum before compression inside feedback, weight decay inside another.
     """
 
-    family = "wrapper"
+    about = About("wrapper", "")
     keys: ClassVar[tuple[str, ...]] = ()
     keeps_residual: ClassVar[bool] = False
     applies_momentum: ClassVar[bool] = False

@@ -371,7 +371,7 @@ def test_a_codecs_habits_of_layers_and_warm_up() -> None:
     chosen = Plan.uniform(layers, "gradiveq", roles=("linear",), warmup_steps=3)
     assert [group.name for group in chosen.groups] == ["wide.weight"]
     assert chosen.schedule.warmup_steps == 3
-    assert TopK.warmup_steps == 0
+    assert TopK.defaults.warmup_steps == 0
     assert [group.name for group in Plan.uniform(layers, "topk").groups] == ["wide.weight", "big.weight"]
 
 

@@ -105,7 +105,7 @@ def test_every_codec_has_an_error_for_each_candidate(name: str) -> None:
     assert len(found) == len(candidates)
     assert all(np.isfinite(error) and error >= 0 for error in found)
     for candidate, error in zip(candidates, found, strict=True):
-        delta = candidate.build().delta([MATRIX])
+        delta = candidate.build().guarantees([MATRIX]).delta
         if delta is not None and name != "random_k":  # whose delta is a mean over draws
             assert error <= (1 - delta) * float(gradient.norm()) ** 2 * (1 + 1e-5) + 1e-6
 

@@ -14,7 +14,7 @@ from command_line import Command
 from gradlab import codecs
 from gradlab.analysis.dry_run import DryRuns
 from gradlab.artifact import Artifact
-from gradlab.codec import Codec, Context, Exchanged, Tensors, mean_only
+from gradlab.codec import About, Codec, Context, Exchanged, Tensors, mean_only
 from gradlab.codecs.dct_topk import DCTTopK
 from gradlab.codecs.sampled_threshold import SampledThreshold
 from gradlab.codecs.terngrad import TernGrad
@@ -107,8 +107,7 @@ class Mine(Codec):
     """Sends everything."""
 
     name = "mine"
-    family = "dense"
-    formula = "4 * n"
+    about = About("dense", "4 * n")
     Settings = NoSettings
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:

@@ -36,12 +36,11 @@ LAYER = Layer("w", (30, 20), "linear")
 SOURCE = """
 from dataclasses import dataclass
 from typing import Literal, Optional
-from gradlab.codec import Codec, mean_only, register, setting
+from gradlab.codec import About, Codec, mean_only, register, setting
 
 class Typed(Codec):
     name = "typed"
-    family = "dense"
-    formula = "4 * n"
+    about = About("dense", "4 * n")
 
     @dataclass(frozen=True)
     class Settings:

@@ -128,7 +128,7 @@ def largest_t(codec: Codec, vector: torch.Tensor, draws: int = 300) -> float:
     return float((mean.abs() / noise).max())
 
 
-@of_those(lambda codec: codec.unbiased)
+@of_those(lambda codec: codec.guarantees(LAYERS).unbiased)
 def test_what_is_said_to_be_unbiased_is(name: str, settings: dict[str, Any]) -> None:
     codec = build(name, settings)
     for kind in ("normal", "heavy"):
@@ -153,18 +153,18 @@ def mean_square_error(codec: Codec, vector: torch.Tensor, draws: int) -> tuple[f
 def test_bounds_are_claimed_in_the_terms_they_are_defined_in() -> None:
     for name, settings in distinct().values():
         codec = build(name, settings)
-        delta, omega = codec.delta(LAYERS), codec.variance_bound(LAYERS)
+        delta, omega = codec.guarantees(LAYERS).delta, codec.guarantees(LAYERS).omega
         assert delta is None or 0 < delta <= 1
-        assert (omega is not None) == codec.unbiased
+        assert (omega is not None) == codec.guarantees(LAYERS).unbiased
         assert omega is None or omega >= 0
 
 
-@of_those(lambda codec: codec.delta(LAYERS) is not None or codec.unbiased)
+@of_those(lambda codec: codec.guarantees(LAYERS).delta is not None or codec.guarantees(LAYERS).unbiased)
 @pytest.mark.parametrize("kind", KINDS)
 def test_errors_are_within_what_is_guaranteed(name: str, settings: dict[str, Any], kind: str) -> None:
     """E||C(x) - x||^2 <= (1 - delta) ||x||^2, and <= omega ||x||^2 if unbiased: six standard errors over the draws."""
     codec, vector = build(name, settings), vector_of(kind, 11)
-    delta, omega = codec.delta(LAYERS), codec.variance_bound(LAYERS)
+    delta, omega = codec.guarantees(LAYERS).delta, codec.guarantees(LAYERS).omega
     bounds = [bound for bound in (None if delta is None else 1 - delta, omega) if bound is not None]
     # Where few draws meet the one element that is not zero, more of them.
     draws = 40 if kind != "one" or delta is None or delta > 0.1 or name != "random_k" else math.ceil(6 / delta)
@@ -177,7 +177,7 @@ def test_errors_are_within_what_is_guaranteed(name: str, settings: dict[str, Any
 @law(st.sampled_from(["topk", "sign", "one_bit", "block_scaled", "dct_topk"]), st.integers(0, 10_000), examples=150)
 def test_contractions_that_do_not_draw_hold_for_each_vector(name: str, seed: int) -> None:
     codec, vector = build(name, SETTINGS.get(name, {})), vector_of(KINDS[seed % len(KINDS)], seed)
-    delta = codec.delta(LAYERS)
+    delta = codec.guarantees(LAYERS).delta
     assert delta is not None
     error = float((contribution(codec, shaped(vector)) - vector).square().sum())
     norm = float(vector.square().sum())
@@ -187,7 +187,7 @@ def test_contractions_that_do_not_draw_hold_for_each_vector(name: str, seed: int
 # --- linear ---------------------------------------------------------------------------------------------------------
 
 
-@of_those(lambda codec: codec.linear)
+@of_those(lambda codec: codec.guarantees(LAYERS).linear)
 def test_what_is_said_to_be_linear_commutes_with_the_sum(name: str, settings: dict[str, Any]) -> None:
     """The mean that N ranks get is what one rank gets that has the mean: in a phase in which the codec compresses."""
     codec = build(name, settings | STEADY.get(name, {}))
@@ -241,7 +241,7 @@ def in_words(codec: Codec) -> bool:
 @pytest.mark.parametrize("ranks", [1, 5])
 def test_the_formula_is_what_is_forecast(name: str, settings: dict[str, Any], ranks: int) -> None:
     codec = build(name, settings)
-    formula, _, where = codec.formula.partition(", k = ")
+    formula, _, where = codec.about.formula.partition(", k = ")
     coding = getattr(codec.settings, "index_coding", "fixed")
     names = {**vars(codec.settings), "n": NUMEL, "N": ranks, "ceil": math.ceil, "bits": getattr(codec, "bits", None)}
     names |= {"bits": names["bits"] or getattr(codec.settings, "bits", None)}

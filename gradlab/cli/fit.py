@@ -126,7 +126,7 @@ def gradiveq(
             settings=settings,
             layer_settings=parse_layer_settings(layer_setting or []),
             total_ratio=total_ratio,
-            roles=known_roles(role) or GradiVeQ.roles,
+            roles=known_roles(role) or GradiVeQ.defaults.roles,
             warmup_steps=warmup_steps,
             seed=seed,
             progress=progress,

@@ -17,7 +17,7 @@ import torch
 
 from gradlab.bits import pack, packed_bytes, unpack
 from gradlab.blocks import pieces
-from gradlab.codec import Compressor
+from gradlab.codec import About, Compressor, Guarantees, PlanDefaults
 from gradlab.codec_settings import setting
 from gradlab.layout import Layer
 from gradlab.random_bits import on_device, sixteen_random_bits
@@ -35,7 +35,7 @@ class BlockScaled(Compressor):
     mantissa, float8_e5m2 up to 57344 with 2; or (`stochastic`) at random to one of the two beside it, without bias.
     Integers are right to max|x| / (2 * 127) or / (2 * 7); floats to 2^-4 or 2^-3 of each value, until they underflow
     at 2^-9 / 448 or 2^-16 / 57344 of the largest. To the nearest, C is delta-approximate: no error is larger than its
-    value and the largest value has none, or next to none, so that delta >= 1 / n at least; `delta` gives
+    value and the largest value has none, or next to none, so that delta >= 1 / n at least; `guarantees` gives
     more, for blocks whose scale is a normal float32 number.
     With a fixed scale (LoCo's), C(x) = Q(s x) / s, cut off at the format's ends (-8 or 7, -128 or 127 for integers).
     No error feedback by default at 8 bits, nor where it is random.
@@ -48,9 +48,11 @@ class BlockScaled(Compressor):
     """
 
     name = "block_scaled"
-    family = "quantization"
-    paper = "Dettmers, ICLR 2016; Dettmers et al., ICLR 2022; Micikevicius et al., 2022; Xie et al., TPAMI 2025"
-    formula = "4 * ceil(n / block_size) + (n if bits == 8 else bits * ceil(n / 8))"
+    about = About(
+        "quantization",
+        "4 * ceil(n / block_size) + (n if bits == 8 else bits * ceil(n / 8))",
+        "Dettmers, ICLR 2016; Dettmers et al., ICLR 2022; Micikevicius et al., 2022; Xie et al., TPAMI 2025",
+    )
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple({"dtype": dtype} for dtype in (*INTEGERS, *FLOATS))
 
     @dataclass(frozen=True)
@@ -65,29 +67,23 @@ class BlockScaled(Compressor):
             help="LoCo's fixed scale, by which all values are multiplied; None: one per block",
         )
 
-    @property
-    def wants_error_feedback(self) -> bool:
-        return self.settings.dtype == "int4" and not self.settings.stochastic
-
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
+        self.defaults = PlanDefaults(error_feedback=self.settings.dtype == "int4" and not self.settings.stochastic)
         self.block = self.settings.block_size if self.settings.scale is None else 8
         self.bits = INTEGERS.get(self.settings.dtype, 8)
         whole = self.settings.dtype in INTEGERS
         self.largest = float(2 ** (self.bits - 1) - 1) if whole else torch.finfo(FLOATS[self.settings.dtype]).max
 
-    @property
-    def unbiased(self) -> bool:
-        return bool(self.settings.stochastic) and self.settings.scale is None
-
-    def delta(self, layers: Sequence[Layer]) -> float | None:
-        if self.settings.stochastic or self.settings.scale is not None:
-            return None
-        return max(1 / self._longest(layers), 1 - self._error(layers, 0.5)) * (1 - 1e-6)  # scales are rounded too
-
-    def variance_bound(self, layers: Sequence[Layer]) -> float | None:
-        # The variance between two neighbours is at most a quarter of their distance squared.
-        return self._error(layers, 0.5) if self.unbiased else None
+    def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
+        if self.settings.scale is not None:
+            return Guarantees()
+        if (
+            self.settings.stochastic
+        ):  # the variance between two neighbours is at most a quarter of their distance squared
+            return Guarantees(unbiased=True, omega=self._error(layers, 0.5))
+        delta = max(1 / self._longest(layers), 1 - self._error(layers, 0.5))
+        return Guarantees(delta=delta * (1 - 1e-6))  # scales are rounded too
 
     def _longest(self, layers: Sequence[Layer]) -> int:
         return max(1, min(self.settings.block_size, sum(layer.numel for layer in layers)))

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradlab.codec import Codec, Context, Deferred, Exchanged, Tensors
+from gradlab.codec import About, Codec, Context, Deferred, Exchanged, PlanDefaults, Tensors
 from gradlab.codec_settings import setting
 from gradlab.collectives import Coroutine, Mean
 from gradlab.layout import Layer
@@ -37,18 +37,13 @@ class Cast(Codec):
     """
 
     name = "cast"
-    family = "quantization"
-    paper = "Micikevicius et al., ICLR 2018; Kalamkar et al., 2019"
-    formula = "2 * n"
+    about = About("quantization", "2 * n", "Micikevicius et al., ICLR 2018; Kalamkar et al., 2019")
+    defaults = PlanDefaults(error_feedback=False)
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({"dtype": "float16"}, {"dtype": "bfloat16"})
 
     @dataclass(frozen=True)
     class Settings:
         dtype: str = setting("float16", choices=DTYPES, help="dtype of what travels")
-
-    @property
-    def wants_error_feedback(self) -> bool:
-        return False
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         dtype = DTYPES[self.settings.dtype]

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradlab.codec import Codec, Context, Deferred, Exchanged, Tensors, concatenate, separate
+from gradlab.codec import About, Codec, Context, Deferred, Exchanged, Tensors, concatenate, separate
 from gradlab.codec_settings import setting
 from gradlab.codecs.block_scaled import BlockScaled
 from gradlab.collectives import Broadcast, Coroutine, Gather, Mean
@@ -40,10 +40,10 @@ class CLTK(Codec):
     """
 
     name = "clt_k"
-    family = "sparsification"
+    about = About(
+        "sparsification", "4 * k + index_bytes(k, n) / N, k = ceil(density * n)", "Chen et al., NeurIPS 2020"
+    )  # with chunks ceil(n / ceil(1 / density))
     selects = True
-    paper = "Chen et al., NeurIPS 2020"
-    formula = "4 * k + index_bytes(k, n) / N, k = ceil(density * n)"  # with chunks ceil(n / ceil(1 / density))
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(
         {"density": density} for density in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
     )

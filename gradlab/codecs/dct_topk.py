@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from gradlab.bits import pack, packed_bytes, unpack
-from gradlab.codec import Compressor, Context, Exchanged, Tensors
+from gradlab.codec import About, Compressor, Context, Exchanged, Guarantees, Tensors
 from gradlab.codec_settings import setting
 from gradlab.collectives import Coroutine
 from gradlab.layout import Layer
@@ -38,9 +38,11 @@ class DCTTopK(Compressor):
     """
 
     name = "dct_topk"
-    family = "sparsification"
-    paper = "Peng, Quesnelle, Kingma, 2024"
-    formula = "chunks of h * w elements: (4 * k + ceil(log2(h * w)) / 8 * k) each, k = min(count, h * w)"
+    about = About(
+        "sparsification",
+        "chunks of h * w elements: (4 * k + ceil(log2(h * w)) / 8 * k) each, k = min(count, h * w)",
+        "Peng, Quesnelle, Kingma, 2024",
+    )
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple({"count": count} for count in (1, 2, 4, 8, 16, 32, 64))
 
     @dataclass(frozen=True)
@@ -64,9 +66,9 @@ class DCTTopK(Compressor):
         codec._tiles = [tiles(shape, self.settings.chunk) for shape in shapes]
         return codec
 
-    def delta(self, layers: Sequence[Layer]) -> float:
+    def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
         sizes = [h * w for _, h, _, w in (tiles(layer.shape, self.settings.chunk) for layer in layers)]
-        return min([1.0, *(self._kept(size) / size for size in sizes if size)])
+        return Guarantees(delta=min([1.0, *(self._kept(size) / size for size in sizes if size)]))
 
     @property
     def gathered(self) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradlab.codec import Codec, Context, Deferred, Exchanged, Tensors
+from gradlab.codec import About, Codec, Context, Deferred, Exchanged, Guarantees, PlanDefaults, Tensors
 from gradlab.codec_settings import require, setting
 from gradlab.codecs.qsgd import QSGD
 from gradlab.collectives import Broadcast, Coroutine, Gather, Mean, Request, Ring, together
@@ -115,16 +115,16 @@ class GradiVeQ(Codec):
     """
 
     name = "gradiveq"
-    family = "learned linear"
-    paper = "Yu et al., NeurIPS 2018"
+    about = About(
+        "learned linear",
+        "while compressing 4 * sum of slices * d + tail over layers; while sampling QSGD's or 4 * n",
+        "Yu et al., NeurIPS 2018",
+    )
+    defaults = PlanDefaults(roles=("convolution",), warmup_steps=2500, error_feedback=False)
     learns = True
-    linear = True  # while it compresses
-    formula = "while compressing 4 * sum of slices * d + tail over layers; while sampling QSGD's or 4 * n"
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(
         {"ratio": ratio} for ratio in (4.0, 8.0, 16.0, 32.0, 64.0)
     )
-    roles = ("convolution",)
-    warmup_steps = 2500
 
     @dataclass(frozen=True)
     class Settings:
@@ -195,10 +195,6 @@ class GradiVeQ(Codec):
             if self.refresh == "decoded":
                 check(self.complement > 0, "complement", "above 0 where bases are fitted on what was decoded")
                 check(self.compressed_steps >= self.sample_steps, "compressed_steps", "at least sample_steps then")
-
-    @property
-    def wants_error_feedback(self) -> bool:
-        return False
 
     def __init__(self, settings: GradiVeQ.Settings | None = None, learned: Mapping[str, torch.Tensor] | None = None):
         super().__init__(settings, learned)
@@ -442,6 +438,9 @@ class GradiVeQ(Codec):
                 found = self.bases(slices[:, chosen], mean, slices.shape[1])
                 learned |= {f"{layer.name}/{key}": value for key, value in found.items()}
         return GradiVeQ(self.settings, learned)
+
+    def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
+        return Guarantees(linear=True)  # while it compresses
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         """Mean over a cycle; a layer without bases counts as sampled where its d is not known."""

@@ -7,7 +7,18 @@ from dataclasses import dataclass
 
 import torch
 
-from gradlab.codec import Codec, Context, Exchanged, Tensors, concatenate, mean_only, separate
+from gradlab.codec import (
+    About,
+    Codec,
+    Context,
+    Exchanged,
+    Guarantees,
+    PlanDefaults,
+    Tensors,
+    concatenate,
+    mean_only,
+    separate,
+)
 from gradlab.codec_settings import setting
 from gradlab.collectives import Coroutine, Ring
 from gradlab.layout import Layer
@@ -22,10 +33,8 @@ class Identity(Codec):
     """
 
     name = "identity"
-    family = "dense"
-    paper = "-"
-    linear = True
-    formula = "4 * n"
+    about = About("dense", "4 * n")
+    defaults = PlanDefaults(error_feedback=False)
     keeps_dtype = True
 
     @dataclass(frozen=True)
@@ -36,19 +45,8 @@ class Identity(Codec):
             "backend's all-reduce; to compare with",
         )
 
-    @property
-    def wants_error_feedback(self) -> bool:
-        return False
-
-    @property
-    def unbiased(self) -> bool:
-        return True
-
-    def delta(self, layers: Sequence[Layer]) -> float:
-        return 1.0
-
-    def variance_bound(self, layers: Sequence[Layer]) -> float:
-        return 0.0
+    def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
+        return Guarantees(linear=True, unbiased=True, delta=1.0, omega=0.0)
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         if not self.settings.ring:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from gradlab.autoencoder import Architecture, Loss, ring_loss
-from gradlab.codec import Context, Exchanged, Tensors, concatenate, separate
+from gradlab.codec import About, Context, Exchanged, Tensors, concatenate, separate
 from gradlab.codec_settings import setting
 from gradlab.collectives import Coroutine, Gather, Mean, sum_in_rank_order
 from gradlab.errors import GradlabError
@@ -47,7 +47,9 @@ class LgcRing(LearnedSelection):
     """
 
     name = "lgc_ring"
-    formula = "4 values for 16 of k selected, and their positions / N"
+    about = About(
+        "learned", "4 values for 16 of k selected, and their positions / N", "Abrahamyan et al., IEEE TNNLS 2021"
+    )
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({"density": 0.001}, {"density": 0.01})
 
     @dataclass(frozen=True)

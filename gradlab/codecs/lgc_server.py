@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from gradlab.autoencoder import Architecture, Loss, server_loss
-from gradlab.codec import Context, Deferred, Exchanged, Tensors, concatenate, separate
+from gradlab.codec import About, Context, Deferred, Exchanged, Tensors, concatenate, separate
 from gradlab.codec_settings import setting
 from gradlab.collectives import Broadcast, Coroutine, Gather
 from gradlab.errors import GradlabError
@@ -50,7 +50,11 @@ class LgcServer(LearnedSelection):
     """
 
     name = "lgc_server"
-    formula = "positions of k selected, values and places of the innovation, 4 values for 16 / N"
+    about = About(
+        "learned",
+        "positions of k selected, values and places of the innovation, 4 values for 16 / N",
+        "Abrahamyan et al., IEEE TNNLS 2021",
+    )
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({"density": 0.001}, {"density": 0.01})
 
     @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 
 from gradlab.bits import packed_bytes
 from gradlab.blocks import CACHED
-from gradlab.codec import Compressor
+from gradlab.codec import About, Compressor, Guarantees, PlanDefaults
 from gradlab.codecs.sign import pack_signs
 from gradlab.layout import Layer
 from gradlab.random_bits import on_device, sixteen_random_bits
@@ -40,23 +40,17 @@ class Natural(Compressor):
     """
 
     name = "natural"
-    family = "quantization"
-    paper = "Horvath et al., MSML 2022"
+    about = About("quantization", "n + ceil(n / 8)", "Horvath et al., MSML 2022")
+    defaults = PlanDefaults(error_feedback=False)
     block = 8  # whole bytes of signs
-    unbiased = True
-    formula = "n + ceil(n / 8)"
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)
 
     @dataclass(frozen=True)
     class Settings:
         pass
 
-    @property
-    def wants_error_feedback(self) -> bool:
-        return False
-
-    def variance_bound(self, layers: Sequence[Layer]) -> float:
-        return 1 / 8
+    def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
+        return Guarantees(unbiased=True, omega=1 / 8)
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Exponents (numel,), biased as float32's, 255 for what is not finite; signs (ceil(numel / 8),). uint8."""

@@ -17,6 +17,7 @@ import torch
 
 from gradlab.bits import packed_bytes
 from gradlab.blocks import CACHED, WHOLE, BlockCompressor
+from gradlab.codec import About, Guarantees, PlanDefaults
 from gradlab.codec_settings import setting
 from gradlab.codecs.sign import pack_signs, write_signs
 from gradlab.layout import Layer
@@ -41,10 +42,8 @@ class OneBit(BlockCompressor):
     """
 
     name = "one_bit"
-    family = "quantization"
-    paper = "Seide et al., Interspeech 2014"
-    wants_two_way = True
-    formula = "8 * blocks + ceil(n / 8)"
+    about = About("quantization", "8 * blocks + ceil(n / 8)", "Seide et al., Interspeech 2014")
+    defaults = PlanDefaults(two_way=True)
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({"block": "unit"}, {"block": "tensor"})
 
     @dataclass(frozen=True)
@@ -60,8 +59,8 @@ class OneBit(BlockCompressor):
         inputs = math.prod(shape[1:]) if len(shape) > 1 else 0
         return inputs if self.settings.block == "unit" and inputs >= _LEAST else WHOLE
 
-    def delta(self, layers: Sequence[Layer]) -> float:
-        return 1 / max([1, *(min(layer.numel, self.block_of(layer.shape)) for layer in layers)])
+    def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
+        return Guarantees(delta=1 / max([1, *(min(layer.numel, self.block_of(layer.shape)) for layer in layers)]))
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Means of the elements >= 0 and of those < 0, (2, blocks) as one vector, float32; signs

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradlab.codec import Codec, Context, Deferred, Exchanged, Tensors
+from gradlab.codec import About, Codec, Context, Deferred, Exchanged, Tensors
 from gradlab.codec_settings import require, setting
 from gradlab.collectives import Coroutine, Mean
 from gradlab.layout import Layer
@@ -38,9 +38,11 @@ class PowerSGD(Codec):
     """
 
     name = "powersgd"
-    family = "low rank"
-    paper = "Vogels et al., NeurIPS 2019 and 2020"
-    formula = "4 * sum of r * (n + m) over layers, r = min(rank, n, m); alternating: of r * n and r * m in turn"
+    about = About(
+        "low rank",
+        "4 * sum of r * (n + m) over layers, r = min(rank, n, m); alternating: of r * n and r * m in turn",
+        "Vogels et al., NeurIPS 2019 and 2020",
+    )
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple({"rank": rank} for rank in (1, 2, 4, 8, 16, 32, 64))
 
     @dataclass(frozen=True)

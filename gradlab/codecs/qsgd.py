@@ -16,7 +16,17 @@ import torch
 
 from gradlab.bits import pack, packed_bytes, unpack
 from gradlab.blocks import pieces
-from gradlab.codec import Compressor, Context, Exchanged, Tensors, concatenate, separate
+from gradlab.codec import (
+    About,
+    Compressor,
+    Context,
+    Exchanged,
+    Guarantees,
+    PlanDefaults,
+    Tensors,
+    concatenate,
+    separate,
+)
 from gradlab.codec_settings import require, setting
 from gradlab.collectives import Coroutine, Ring
 from gradlab.layout import Layer
@@ -51,9 +61,8 @@ class QSGD(Compressor):
     """
 
     name = "qsgd"
-    family = "quantization"
-    paper = "Alistarh et al., NeurIPS 2017"
-    formula = "4 * ceil(n / bucket_size) + bits * ceil(n / 8)"
+    about = About("quantization", "4 * ceil(n / bucket_size) + bits * ceil(n / 8)", "Alistarh et al., NeurIPS 2017")
+    defaults = PlanDefaults(error_feedback=False)
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple({"bits": bits} for bits in range(2, 9))
 
     @dataclass(frozen=True)
@@ -87,10 +96,6 @@ class QSGD(Compressor):
             require(not shrinks or self.stochastic, "qsgd", "contraction", self.contraction, "'none' without chance")
             require(not shrinks or not self.ring, "qsgd", "contraction", self.contraction, "'none' along a ring")
 
-    @property
-    def wants_error_feedback(self) -> bool:
-        return False
-
     def __init__(self, settings: QSGD.Settings | None = None, learned: Tensors | None = None) -> None:
         super().__init__(settings, learned)
         bits: int = self.settings.bits
@@ -122,20 +127,16 @@ class QSGD(Compressor):
         energy = sum_of_rows(scaled.square_())
         return (energy / (energy + variance).masked_fill_(energy == 0, 1.0)).float()
 
-    @property
-    def unbiased(self) -> bool:
-        return bool(self.settings.stochastic) and self.settings.contraction == "none" and not self.settings.ring
-
-    def delta(self, layers: Sequence[Layer]) -> float | None:
+    def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
         longest = max(1, min(self.settings.bucket_size, sum(layer.numel for layer in layers)))
-        if not self.settings.stochastic and self.settings.norm == "max" and not self.settings.ring:
-            return 1 / longest
-        shrinks = self.settings.contraction != "none"
-        return 1 / (1 + self.bucket_variance_bound(longest)) if shrinks else None
-
-    def variance_bound(self, layers: Sequence[Layer]) -> float | None:
-        longest = max(1, min(self.settings.bucket_size, sum(layer.numel for layer in layers)))
-        return self.bucket_variance_bound(longest) if self.unbiased else None
+        bound = self.bucket_variance_bound(longest)
+        if self.settings.contraction != "none":
+            return Guarantees(delta=1 / (1 + bound))
+        if self.settings.ring:
+            return Guarantees()
+        if self.settings.stochastic:
+            return Guarantees(unbiased=True, omega=bound)
+        return Guarantees(delta=1 / longest if self.settings.norm == "max" else None)
 
     def bucket_variance_bound(self, numel: int) -> float:
         """The most that E||C(x) - x||^2 / ||x||^2 can be for a bucket of so many elements."""

@@ -12,7 +12,18 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradlab.codec import Codec, Context, Deferred, Exchanged, Tensors, concatenate, separate
+from gradlab.codec import (
+    About,
+    Codec,
+    Context,
+    Deferred,
+    Exchanged,
+    Guarantees,
+    PlanDefaults,
+    Tensors,
+    concatenate,
+    separate,
+)
 from gradlab.codec_settings import setting
 from gradlab.collectives import Coroutine, Mean
 from gradlab.layout import Layer
@@ -35,11 +46,10 @@ class RandomK(Codec):
     """
 
     name = "random_k"
-    family = "sparsification"
-    paper = "Stich et al., NeurIPS 2018; Wangni et al., NeurIPS 2018"
-    linear = True
+    about = About(
+        "sparsification", "4 * k, k = ceil(density * n)", "Stich et al., NeurIPS 2018; Wangni et al., NeurIPS 2018"
+    )
     selects = True
-    formula = "4 * k, k = ceil(density * n)"
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(
         {"density": density} for density in (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
     )
@@ -49,24 +59,20 @@ class RandomK(Codec):
         density: float = density_setting()
         unbiased: bool = setting(False, help="multiply values by numel / k")
 
-    @property
-    def unbiased(self) -> bool:
-        return bool(self.settings.unbiased)
-
-    @property
-    def wants_error_feedback(self) -> bool:
-        return not self.settings.unbiased
+    def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
+        super().__init__(settings, learned)
+        self.defaults = PlanDefaults(error_feedback=not self.settings.unbiased)
 
     @property
     def refuses_error_feedback(self) -> str:
         grows = self.settings.unbiased and self.settings.density < 0.5
         return "random_k with unbiased = true: what is sent is multiplied, and the residual with it" if grows else ""
 
-    def delta(self, layers: Sequence[Layer]) -> float | None:
-        return None if self.settings.unbiased else self._share(layers)
-
-    def variance_bound(self, layers: Sequence[Layer]) -> float | None:
-        return 1 / self._share(layers) - 1 if self.settings.unbiased else None
+    def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
+        share = self._share(layers)
+        if self.settings.unbiased:
+            return Guarantees(linear=True, unbiased=True, omega=1 / share - 1)
+        return Guarantees(linear=True, delta=share)
 
     def _share(self, layers: Sequence[Layer]) -> float:
         numel = sum(layer.numel for layer in layers)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradlab.codec import Sparsifier
+from gradlab.codec import About, Sparsifier
 from gradlab.codec_settings import setting
 from gradlab.sparse import at_least, coding_setting, count_of, density_setting, largest
 
@@ -40,9 +40,10 @@ class SampledThreshold(Sparsifier):
     """
 
     name = "sampled_threshold"
-    paper = "Lin et al., ICLR 2018"
+    about = About(
+        "sparsification", "4 * k + index_bytes(k, n), enough * density * n <= k <= density * n", "Lin et al., ICLR 2018"
+    )
     varying = True
-    formula = "4 * k + index_bytes(k, n), enough * density * n <= k <= density * n"
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(
         {"density": density} for density in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
     )

@@ -16,6 +16,7 @@ import torch
 
 from gradlab.bits import packed_bytes
 from gradlab.blocks import CACHED, WHOLE, BlockCompressor
+from gradlab.codec import About, Guarantees, PlanDefaults
 from gradlab.codec_settings import setting
 from gradlab.layout import Layer
 
@@ -40,14 +41,13 @@ class Sign(BlockCompressor):
     """
 
     name = "sign"
-    family = "quantization"
-    paper = "Zheng, Huang, Kwok, NeurIPS 2019; Bernstein et al., ICML 2018"
-    wants_two_way = True
+    about = About(
+        "quantization",
+        "(4 * blocks if scale == 'mean' else 0) + ceil(n / 8)",
+        "Zheng, Huang, Kwok, NeurIPS 2019; Bernstein et al., ICML 2018",
+    )
     # The paper compresses every tensor, vectors too. Together, as each costs the same work beside its arithmetic.
-    minimum_dimensions = 0
-    minimum_numel = 1
-    group_bytes = 4 * 2**20
-    formula = "(4 * blocks if scale == 'mean' else 0) + ceil(n / 8)"
+    defaults = PlanDefaults(two_way=True, minimum_dimensions=0, minimum_numel=1, group_bytes=4 * 2**20)
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({}, {"block_size": 4096}, {"block_size": 256})
 
     @dataclass(frozen=True)
@@ -74,12 +74,12 @@ class Sign(BlockCompressor):
         # Without scales it may be cut anywhere, in whole bytes.
         self.block = self.settings.block_size or (8 if self.settings.scale == "one" else WHOLE)
 
-    def delta(self, layers: Sequence[Layer]) -> float | None:
+    def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
         if self.settings.scale == "one":
-            return None
+            return Guarantees()
         numel = sum(layer.numel for layer in layers)
         lengths = [numel] if self.settings.across_layers else [layer.numel for layer in layers]
-        return 1 / max([1, *(min(length, self.settings.block_size or WHOLE) for length in lengths)])
+        return Guarantees(delta=1 / max([1, *(min(length, self.settings.block_size or WHOLE) for length in lengths)]))
 
     def block_of(self, shape: Sequence[int]) -> int:
         return self.settings.block_size or WHOLE

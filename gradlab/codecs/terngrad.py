@@ -17,7 +17,7 @@ import torch
 
 from gradlab.bits import pack, packed_bytes, unpack
 from gradlab.blocks import CACHED, WHOLE, BlockCompressor
-from gradlab.codec import Context, Deferred, Exchanged, Tensors, concatenate, separate
+from gradlab.codec import About, Context, Deferred, Exchanged, Guarantees, PlanDefaults, Tensors, concatenate, separate
 from gradlab.codec_settings import require, setting
 from gradlab.collectives import AllToAll, Coroutine, Gather
 from gradlab.layout import Layer
@@ -44,9 +44,12 @@ class TernGrad(BlockCompressor):
     """
 
     name = "terngrad"
-    family = "quantization"
-    paper = "Wen et al., NeurIPS 2017"
-    formula = "4 * blocks + (2 * ceil(n / 8) if values_per_byte == 4 else ceil(n / 5))"
+    about = About(
+        "quantization",
+        "4 * blocks + (2 * ceil(n / 8) if values_per_byte == 4 else ceil(n / 5))",
+        "Wen et al., NeurIPS 2017",
+    )
+    defaults = PlanDefaults(error_feedback=False)
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({}, {"block_size": 4096}, {"block_size": 256})
 
     @dataclass(frozen=True)
@@ -66,24 +69,18 @@ class TernGrad(BlockCompressor):
                 not both, "terngrad", "values_per_byte", 5, "4 with a shared scale, whose sums take two bits and more"
             )
 
-    @property
-    def wants_error_feedback(self) -> bool:
-        return False
-
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
         self.block = self.settings.block_size or WHOLE
 
-    @property
-    def unbiased(self) -> bool:
-        return not self.settings.clip
-
     def block_of(self, shape: Sequence[int]) -> int:
         return self.settings.block_size or WHOLE
 
-    def variance_bound(self, layers: Sequence[Layer]) -> float | None:
+    def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
+        if self.settings.clip:
+            return Guarantees()
         longest = max([1, *(min(layer.numel, self.block_of(layer.shape)) for layer in layers)])
-        return longest**0.5 - 1 if self.unbiased else None
+        return Guarantees(unbiased=True, omega=longest**0.5 - 1)
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """s of each block, float32, and -1, 0, 1 as 0, 1, 2, packed, uint8."""

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradlab.codec import Context, Exchanged, Sparsifier, Tensors, concatenate
+from gradlab.codec import About, Context, Exchanged, Sparsifier, Tensors, concatenate
 from gradlab.codec_settings import setting
 from gradlab.collectives import Coroutine, Mean
 from gradlab.layout import Layer
@@ -36,9 +36,12 @@ class Threshold(Sparsifier):
     """
 
     name = "threshold"
-    paper = "Sahu et al., NeurIPS 2021"
+    about = About(
+        "sparsification",
+        "4 * k + index_bytes(k, n), k = density * n in the first iteration, then as many as reach lambda",
+        "Sahu et al., NeurIPS 2021",
+    )
     varying = True
-    formula = "4 * k + index_bytes(k, n), k = density * n in the first iteration, then as many as reach lambda"
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(
         {"density": density} for density in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
     )

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradlab.codec import Codec, Context, Sparsifier
+from gradlab.codec import About, Codec, Context, Guarantees, Sparsifier
 from gradlab.layout import Layer
 from gradlab.sparse import coding_setting, count_of, density_setting, largest
 
@@ -31,8 +31,11 @@ class TopK(Sparsifier):
     """
 
     name = "topk"
-    paper = "Aji & Heafield, EMNLP 2017; Stich et al., NeurIPS 2018"
-    formula = "4 * k + index_bytes(k, n), k = ceil(density * n)"
+    about = About(
+        "sparsification",
+        "4 * k + index_bytes(k, n), k = ceil(density * n)",
+        "Aji & Heafield, EMNLP 2017; Stich et al., NeurIPS 2018",
+    )
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(
         {"density": density} for density in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
     )
@@ -42,9 +45,9 @@ class TopK(Sparsifier):
         density: float = density_setting()
         index_coding: str = coding_setting()
 
-    def delta(self, layers: Sequence[Layer]) -> float:
+    def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
         numel = sum(layer.numel for layer in layers)
-        return self.count(numel) / numel if numel else 1.0
+        return Guarantees(delta=self.count(numel) / numel if numel else 1.0)
 
     def count(self, numel: int) -> int:
         """k, the number of elements sent out of `numel`."""
