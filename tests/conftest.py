@@ -10,7 +10,9 @@ from command_line import Command
 from contract import cases
 from hypothesis import settings
 from process_pool import ProcessPool
+from warm_python import python
 
+from gradlab.cli import launch
 from gradlab.cli.main import main
 
 settings.register_profile("fixed", deadline=None, derandomize=True)
@@ -44,6 +46,14 @@ def _of_contract(report: object) -> bool:
 def _one_thread() -> None:
     """Sums differ between one and two threads in the last bit; the ranks run with one."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_launches() -> Iterator[None]:
+    """Training runs start from a process that has torch already."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "interpreter", python)
+        yield
 
 
 @pytest.fixture(scope="session")

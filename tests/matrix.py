@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from matrix_cells import OPTIONS, rows, run_cell
+from warm_python import python
 
 from gradlab.ranks import Ranks
 
@@ -64,7 +65,7 @@ def launch(size: int, world_size: int, chosen: list[list[str]]) -> dict[str, str
         return {}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "said.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+        command = [python(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
         words = [__file__, "--job", str(out), str(size), json.dumps(chosen)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         done = subprocess.run([*command, *words], env=environment, check=False)

@@ -6,9 +6,10 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from warm_python import python
 
 _LONGEST_TASK = 150.0
 WORKER = Path(__file__).with_name("pool_worker.py")
@@ -41,7 +42,7 @@ class ProcessPool:
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
             with open(self._log, "ab") as log:
                 self._process = subprocess.Popen(
-                    [sys.executable, *launch, str(WORKER), str(port)], stdout=log, stderr=log, env=environment
+                    [python(), *launch, str(WORKER), str(port)], stdout=log, stderr=log, env=environment
                 )
             by_rank = {}
             for _ in range(self.world_size):

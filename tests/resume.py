@@ -13,6 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from warm_python import python
+
 HERE = Path(__file__).parent
 INT8 = 0.01  # what storing anew in 8 bits may move, as a share of the largest
 
@@ -23,7 +25,7 @@ def launch(script: str, *words: str, ranks: int = 4, torchrun: tuple[str, ...] =
     Raises:
         AssertionError: with the end of what it printed, if it failed.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *torchrun]
+    command = [python(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *torchrun]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     done = subprocess.run(
         [*command, str(HERE / script), *words],

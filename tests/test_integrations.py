@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torchrun_job import torchrun
+from warm_python import python
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parent / "docs" / "examples"
@@ -35,6 +36,12 @@ def warnings_are_errors() -> Iterator[None]:
         yield
 
 
+def executable() -> str:
+    """A Python that has the frameworks already."""
+    extras = ("lightning.pytorch", "accelerate")
+    return python(*(name for name in extras if importlib.util.find_spec(name.partition(".")[0])))
+
+
 def results(output: str) -> list[dict[str, Any]]:
     """What the ranks printed, in rank order. Two ranks may share a line: text and line end are written one by one."""
     decoder, found, start = json.JSONDecoder(), [], output.find('{"')
@@ -47,9 +54,8 @@ def results(output: str) -> list[dict[str, Any]]:
 
 
 def run_alone(script: Path, *arguments: object) -> list[dict[str, Any]]:
-    command = [sys.executable, str(script), *map(str, arguments)]
     job = subprocess.run(
-        command,
+        [executable(), str(script), *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=300,
@@ -61,7 +67,7 @@ def run_alone(script: Path, *arguments: object) -> list[dict[str, Any]]:
 
 
 def run_on_two_ranks(script: Path, *arguments: object) -> list[dict[str, Any]]:
-    with torchrun(str(script), 2, *arguments) as process:
+    with torchrun(str(script), 2, *arguments, executable=executable()) as process:
         output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     return results(output)

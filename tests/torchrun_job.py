@@ -3,17 +3,18 @@
 import contextlib
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from warm_python import python
 
 HERE = Path(__file__).parent
 
 
 @contextlib.contextmanager
-def torchrun(script: str, ranks: int, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+def torchrun(script: str, ranks: int, *arguments: object, executable: str = "") -> Iterator[subprocess.Popen[str]]:
     """A running job; whatever happens, it has ended afterwards."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [executable or python(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     process = subprocess.Popen(
         [*command, str(HERE / script), *map(str, arguments)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -24,7 +24,7 @@ def launch(settings: TrainSettings, progress: Progress | None = None) -> dict[st
         GradlabError: what a rank said was wrong, or the end of the log of a run that failed otherwise.
     """
     settings.check()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={settings.ranks}"]
+    command = [interpreter(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={settings.ranks}"]
     command += ["-m", "gradlab.cli.trainer", settings.to_json()]
     environment = {"OMP_NUM_THREADS": str(settings.threads), "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
     # Started in an empty folder: `python -m` would import from the current one, and a checkout is not the package.
@@ -44,6 +44,11 @@ def launch(settings: TrainSettings, progress: Progress | None = None) -> dict[st
     if result is None:
         raise GradlabError(str(error))
     return result
+
+
+def interpreter() -> str:
+    """The Python that ranks are started with: this one."""
+    return sys.executable
 
 
 def _reason(log: str, longest: int = 25) -> str:
