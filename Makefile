@@ -11,12 +11,15 @@ demo: install
 	$(BIN)/gradlab demo --out runs/demo-$$(date +%Y%m%d-%H%M%S)
 
 # The tests run against the installed wheel: from outside the source root nothing here can be imported by accident.
+# Three at a time on two cores, as some wait for other processes; in the order that tests/conftest.py gives them.
+PYTEST := $(CURDIR)/$(BIN)/python -m pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) -p no:cacheprovider --numprocesses 3 --dist loadfile --no-loadscope-reorder
+
 test: install
-	mkdir -p $(WORK) && cd $(WORK) && $(CURDIR)/$(BIN)/python -m pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) -p no:cacheprovider --numprocesses 2 --dist loadfile $(CURDIR)/tests $(PYTEST_ARGS)
+	mkdir -p $(WORK) && cd $(WORK) && $(PYTEST) $(CURDIR)/tests $(PYTEST_ARGS)
 
 # The tests with other random examples each time, and twice as many.
 explore: install
-	mkdir -p $(WORK) && cd $(WORK) && $(CURDIR)/$(BIN)/python -m pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) -p no:cacheprovider --numprocesses 2 --dist loadfile --hypothesis-profile explore $(CURDIR)/tests $(PYTEST_ARGS)
+	mkdir -p $(WORK) && cd $(WORK) && $(PYTEST) --hypothesis-profile explore $(CURDIR)/tests $(PYTEST_ARGS)
 
 # Every check that needs a GPU, with PYTHON's own torch (2.6 or newer) and this checkout: nothing is installed. At most
 # 8 minutes, one table; make says "Error 1" if a check failed, "Error 3" if there is no GPU (ARGS=--help).

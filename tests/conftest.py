@@ -12,12 +12,23 @@ from hypothesis import settings
 from process_pool import ProcessPool
 from warm_python import python
 
+from gradlab.analysis import shared_out, style
 from gradlab.cli import launch
 from gradlab.cli.main import main
 
 settings.register_profile("fixed", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("fixed")  # --hypothesis-profile comes later, and wins
+
+
+# The files that take longest are begun first, so that no core is left without work at the end.
+LONGEST = ("cli", "faults", "integrations", "resume", "report", "contract", "capture", "lgreco", "predict", "runtime")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order the files; within a file nothing moves."""
+    place = {f"test_{name}": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -49,10 +60,16 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _warm_launches() -> Iterator[None]:
-    """Training runs start from a process that has torch already."""
+def _frugal() -> Iterator[None]:
+    """What costs a second or more each time is asked for where it is tested, and left out elsewhere.
+
+    Training runs start from a process that has torch already. Commands take one process, as the other cores have tests
+    of their own to run. PDFs draw letters instead of embedding the font's part that they need.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "interpreter", python)
+        patch.setattr(shared_out, "default_workers", lambda: 1)
+        patch.setitem(style.RC, "pdf.fonttype", 3)
         yield
 
 

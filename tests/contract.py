@@ -179,6 +179,22 @@ def lockstep(
     return history
 
 
+def lockstep_part(
+    plan: Plan, group: dist.ProcessGroup, steps: int, make: Callable[[int, int], Tensors]
+) -> list[dict[str, Exchanged]]:
+    """This rank's part of `lockstep`, per step and group: rank 0 computes it for all, and hands the parts out."""
+    parts: list[list[dict[str, Exchanged]]] | None = None
+    if dist.get_rank(group) == 0:
+        ranks = dist.get_world_size(group)
+        history = lockstep(plan, ranks, steps, make)
+        parts = [
+            [{name: found[rank].value for name, found in step.items()} for step in history] for rank in range(ranks)
+        ]
+    mine: list[Any] = [None]
+    dist.scatter_object_list(mine, parts, src=0, group=group)
+    return mine[0]
+
+
 def asks_for_means(plan: Plan, group: Group) -> bool:
     """Whether a group's codec ever asks for a Mean, whose summation order the backend may choose."""
     grads, seen = gradients(SHAPES, 0, 0), []
@@ -193,7 +209,7 @@ def engine_against_lockstep(
     """Train a prescribed model under DDP on several buckets; compare with the lockstep run of the same plan."""
     rank, world_size, steps = dist.get_rank(group), dist.get_world_size(group), 4
     plan, kind = plan_for(codec, grouping, feedback), getattr(torch, dtype)
-    reference = lockstep(plan, world_size, steps, lambda r, t: gradients(SHAPES, r, t, kind))
+    reference = lockstep_part(plan, group, steps, lambda r, t: gradients(SHAPES, r, t, kind))
     model = DistributedDataParallel(Prescribed(SHAPES, kind), process_group=group, bucket_cap_mb=0.01)
     bitwise, largest, finite = True, 0.0, True
     with CompressionState(
@@ -208,8 +224,8 @@ def engine_against_lockstep(
         for step in range(steps):
             model.zero_grad()
             model(gradients(SHAPES, rank, step, kind)).backward()
-            for results in reference[step].values():
-                for name, expected in results[rank].value.mean.items():
+            for result in reference[step].values():
+                for name, expected in result.mean.items():
                     got = getattr(model.module, name).grad
                     bitwise = bitwise and torch.equal(got, expected)
                     scale = float(expected.abs().max()) if expected.numel() else 0.0
@@ -218,7 +234,7 @@ def engine_against_lockstep(
                     finite = finite and bool(got.isfinite().all())
         # A group of codec identity is plainly dense in the engine: it keeps no residual, which would be zero.
         compressed = {compressed.name for compressed in plan.compressed_groups}
-        expected_state = {name: r[rank].value.state for name, r in reference[-1].items() if name in compressed}
+        expected_state = {name: result.state for name, result in reference[-1].items() if name in compressed}
         got_state = dict(state.state_dict()["states"])
         state_bitwise = all(
             torch.equal(got_state.pop(f"{name}::{key}"), value)
@@ -226,7 +242,7 @@ def engine_against_lockstep(
             for key, value in kept.items()
         )
         payload = [record.payload_bytes for record in state.statistics.steps]
-    befores = [{}, *({name: by_rank[rank].value.state for name, by_rank in step.items()} for step in reference[:-1])]
+    befores = [{}, *({name: result.state for name, result in step.items()} for step in reference[:-1])]
     flat = torch.cat([p.grad.float().reshape(-1) for p in model.parameters()])
     return {
         "bitwise": bitwise,

@@ -101,7 +101,7 @@ OPTIONS: dict[str, Option] = {
     "GradScaler": Option(scaled=True),
     "GradScaler, overflow": Option(scaled=True, overflow_at=3),
     "find_unused, overflow": Option(ddp=UNUSED, uses_branch=sometimes, scaled=True, overflow_at=3),
-    "mixed_precision": Option(ddp={"mixed_precision": "bf16"}),
+    "mixed_precision": Option(ddp={"mixed_precision": _MixedPrecision(torch.bfloat16, torch.bfloat16)}),
 }
 
 
@@ -138,6 +138,22 @@ def small_first_bucket() -> Iterator[None]:
     finally:
         dist._DEFAULT_FIRST_BUCKET_BYTES = usual
         torch._dynamo.reset()
+
+
+def in_parallel(
+    module: nn.Module, mixed_precision: _MixedPrecision | None, settings: dict[str, Any]
+) -> DistributedDataParallel:
+    """The module in DDP."""
+    try:
+        return DistributedDataParallel(module, mixed_precision=mixed_precision, **settings)
+    except RuntimeError:
+        # For mixed precision DDP takes a stream, which PyTorch's CUDA build has not got without a driver. The state
+        # has to refuse it there, too.
+        if mixed_precision is None or torch.version.cuda is None or torch.cuda.is_available():
+            raise
+        ddp = DistributedDataParallel(module, **settings)
+        ddp.mixed_precision = mixed_precision
+        return ddp
 
 
 class Cell:
@@ -195,11 +211,9 @@ class _Training:
 
     def _wrapped(self, module: nn.Module) -> tuple[nn.Module, DistributedDataParallel]:
         """What is called, and the DDP in it."""
-        settings = dict(self.option.ddp)
-        if settings.pop("mixed_precision", None):
-            settings["mixed_precision"] = _MixedPrecision(torch.bfloat16, torch.bfloat16)
         inner = torch.compile(module, backend="aot_eager") if self.option.compiled == "inside" else module
-        ddp = DistributedDataParallel(inner, process_group=self.cell.group, bucket_cap_mb=0.004, **settings)
+        settings = {"process_group": self.cell.group, "bucket_cap_mb": 0.004, **self.option.ddp}
+        ddp = in_parallel(inner, settings.pop("mixed_precision", None), settings)
         return (torch.compile(ddp, backend="aot_eager") if self.option.compiled == "around" else ddp), ddp
 
     def step(self, step: int) -> float:

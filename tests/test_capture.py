@@ -4,13 +4,13 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torchrun_job import torchrun
+from warm_python import python
 
 from gradlab.capture import repair
 from gradlab.capture.selection import choose_layers
@@ -275,7 +275,7 @@ def test_a_full_disk_does_not_kill_the_process(tmp_path: Path, free: int) -> Non
         pytest.skip("mounting a small file system needs more rights than this process has")
     try:
         (disk / "filling").write_bytes(bytes(1024 * (size - free)))
-        command = [sys.executable, "-c", FILL_A_DISK, str(disk / "trace")]
+        command = [python(), "-c", FILL_A_DISK, str(disk / "trace")]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stderr
         step, reason = done.stdout.split(maxsplit=1)

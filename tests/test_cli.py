@@ -33,7 +33,9 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from gradlab.cli.settings import TrainSettings
 
     folder = tmp_path_factory.mktemp("loop")
-    report = launch(TrainSettings("digits", steps=STEPS, capture=str(folder / "trace"), bucket_cap_mb=0.1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gradlab.cli.launch.interpreter", lambda: sys.executable)  # as for a user, nothing imported
+        report = launch(TrainSettings("digits", steps=STEPS, capture=str(folder / "trace"), bucket_cap_mb=0.1))
     (folder / "recorded.json").write_text(json.dumps(report))
     return folder
 
@@ -149,7 +151,9 @@ def test_trace_commands(gradlab: Command, recording: Path) -> None:
 
 
 def test_analyze_and_inspect(gradlab: Command, recording: Path, topk: Path, tmp_path: Path) -> None:
-    code, out, err = gradlab("analyze", recording / "trace", "--out", tmp_path / "report", "--only", "noise, signs")
+    code, out, err = gradlab(
+        "analyze", recording / "trace", "--out", tmp_path / "report", "--only", "noise, signs", "--workers", 2
+    )
     assert code == 0, err
     assert "report.html" in out
     report = json.loads((tmp_path / "report" / "report.json").read_text())

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,18 +28,10 @@ needs_lightning = pytest.mark.skipif(not importlib.util.find_spec("lightning"), 
 needs_accelerate = pytest.mark.skipif(not importlib.util.find_spec("accelerate"), reason="needs gradlab[accelerate]")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def warnings_are_errors() -> Iterator[None]:
-    """In the processes started here, too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONWARNINGS", f"error,{LIGHTNING_WARNINGS}")
-        yield
-
-
 def executable() -> str:
-    """A Python that has the frameworks already."""
-    extras = ("lightning.pytorch", "accelerate")
-    return python(*(name for name in extras if importlib.util.find_spec(name.partition(".")[0])))
+    """A Python that has the frameworks already, and where warnings are errors."""
+    there = [name for name in ("lightning.pytorch", "accelerate") if importlib.util.find_spec(name.partition(".")[0])]
+    return python(*there, warnings=f"error,{LIGHTNING_WARNINGS}")
 
 
 def results(output: str) -> list[dict[str, Any]]:
@@ -275,8 +267,7 @@ import gradlab.runtime.{name}
 
 @pytest.mark.parametrize("name", ["lightning", "accelerate"])
 def test_a_missing_extra_is_named(name: str) -> None:
-    """And the runtime itself does without both."""
-    command = [sys.executable, "-c", ABSENT.format(name=name)]
+    command = [python(), "-c", ABSENT.format(name=name)]
     job = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(sys.executable).parent)
     expected = f"gradlab.runtime.{name} needs {name.capitalize()}: pip install 'gradlab[{name}]'"
     assert job.stderr.strip().splitlines()[-1] == f"ModuleNotFoundError: {expected}"

@@ -330,7 +330,12 @@ def test_drawing_leaves_matplotlib_as_it_was(made):
 
 
 def test_importing_and_drawing_never_load_pyplot():
-    code = "import sys, gradlab.analysis.report; sys.exit('matplotlib.pyplot' in sys.modules)"
+    """And the PDF has the font itself, so that its words stay words."""
+    code = (
+        "import sys, gradlab.analysis.report; from gradlab.analysis.style import drawing, panels, render\n"
+        "with drawing(): figure, _ = panels(1, 1); pdf = render(figure, 'empty')['pdf']\n"
+        "sys.exit('matplotlib.pyplot' in sys.modules or b'/FontFile2' not in pdf)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

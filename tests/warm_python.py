@@ -2,9 +2,9 @@
 
 Importing torch takes a core about two seconds, and a job of two ranks under torchrun does it three times. `python()`
 starts one process that has imported what jobs need (the warm one), and gives the path of an executable that takes
-Python's own command line (`-u`, `-m MODULE`, a script, arguments): each call is a process of its own, forked from the
-warm one, with the caller's folder, environment and standard streams. Its signals and its exit status are passed on.
-torchrun finds the same executable as its `sys.executable`, so that its ranks are forked, too.
+Python's own command line: `-u`; `-m MODULE`, `-c CODE` or a script; arguments. Each call is a process of its own,
+forked from the warm one, with the caller's folder, environment and standard streams. Its signals and its exit status
+are passed on. torchrun finds the same executable as its `sys.executable`, so that its ranks are forked, too.
 
 What looks at imports themselves, or at what a user's shell starts, uses `sys.executable`.
 """
@@ -37,18 +37,18 @@ LOOK_EVERY = 0.01  # seconds, for processes that have ended
 
 
 @functools.cache
-def python(*modules: str) -> str:
+def python(*modules: str, warnings: str = "") -> str:
     """Path of an executable that starts jobs from a process that has imported `modules`, and torch's and gradlab's.
 
-    The warm process lives as long as this one, and has the environment that this one has now (so that
-    PYTHONWARNINGS, for instance, holds for what it imports).
+    warnings: what to do with them, as PYTHONWARNINGS says it, while importing and in the jobs. The warm process lives
+    as long as this one.
     """
     folder = tempfile.TemporaryDirectory(prefix="gradlab-")
     executable, address = Path(folder.name) / "python", Path(folder.name) / "socket"
     words = [sys.executable, "-IS", __file__, "start", str(address), str(executable)]
     executable.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
     executable.chmod(0o700)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": warnings}
     command = [sys.executable, __file__, "serve", str(address), *MODULES, *modules]
     warm = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
     assert warm.stdin is not None
@@ -204,6 +204,9 @@ def _run(request: dict[str, Any]) -> None:
         sys.argv, sys.path[0] = words[1:], os.getcwd()
         sys.modules.pop(words[1], None)  # runpy warns of a module that was imported already
         runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
+    elif words[0] == "-c":
+        sys.argv, sys.path[0] = ["-c", *words[2:]], ""
+        exec(compile(words[1], "<string>", "exec"), main.__dict__)
     else:
         sys.argv, sys.path[0] = words, str(Path(words[0]).resolve().parent)
         main.__dict__.update(__file__=words[0], __spec__=None, __builtins__=__builtins__)
