@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORK := build/outside
 SOURCES := pyproject.toml $(shell find gradlab capture analysis runtime datasets -name '*.py' -o -name '*.jinja')
 
-.PHONY: demo test explore gpu quality typecheck benchmark speed compare lgc matrix faults resume install clean
+.PHONY: demo test explore gpu quality typecheck benchmark speed compare lgc matrix faults resume mutants install clean
 
 demo: install
 	$(BIN)/gradlab demo --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -55,8 +55,8 @@ lgc: install
 	$(BIN)/python benchmarks/lgc_figures.py --data $(DATA) --rows runs/lgc/figures.jsonl --traces runs/lgc --sparsification runs/lgc/sparsification.svg --reconstruction runs/lgc/reconstruction.svg
 
 # Longer campaigns, each a table on standard output: codec x DDP option x ranks; ranks killed, stopped and failing;
-# every codec x wrapper resumed in new processes.
-matrix faults resume: install
+# every codec x wrapper resumed in new processes; faults of one line, one at a time, and the test that notices each.
+matrix faults resume mutants: install
 	mkdir -p $(WORK) && cd $(WORK) && $(CURDIR)/$(BIN)/python $(CURDIR)/tests/$@.py $(ARGS)
 
 install: $(VENV)/installed

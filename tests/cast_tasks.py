@@ -12,7 +12,7 @@ from prescribed import Prescribed, gradients
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradlab.plan import Plan
+from gradlab.plan import FEEDBACK, Plan
 from gradlab.runtime import CompressionState, compression_hook
 
 SHAPES = {"conv": (16, 8, 3, 3), "wide": (24, 300), "vector": (65,)}
@@ -38,3 +38,25 @@ def against_torch_fp16(group: dist.ProcessGroup, steps: int) -> dict[str, Any]:
                 largest = max(largest, float((hooks - mean).abs().max() / hooks.abs().max()) * 2**11)
             together = together and agree(torch.cat([p.grad.reshape(-1) for p in ours.parameters()]), group)
     return {"layers": len(names), "equal": equal, "largest": largest, "agree": together}
+
+
+def overflow_on_the_way(group: dist.ProcessGroup) -> dict[str, Any]:
+    """Gradients that are finite on every rank, and infinite in the 16 bits that rank 1 sends in the second step."""
+    model, rank = Prescribed(SHAPES), dist.get_rank(group)
+    model = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.01)
+    plan = Plan.uniform(model, "cast", dtype="float16", wrappers=FEEDBACK)
+    nan, unchanged = [], []
+    with CompressionState(plan, model, process_group=SPARE.get(dist.get_world_size(group))) as state:
+        model.register_comm_hook(state, compression_hook)
+        for step in range(3):
+            grads = gradients(SHAPES, rank, step)
+            if (rank, step) == (1, 1):
+                grads["conv"][3, 2, 1, 0] = 7e4
+            before = state.state_dict()["states"]
+            model.zero_grad()
+            model(grads).backward()
+            after = state.state_dict()["states"]
+            flat = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+            nan.append([bool(flat.isnan().any()), bool(flat.isnan().all())])
+            unchanged.append(before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in after))
+        return {"nan": nan, "unchanged": unchanged, "finite": [record.finite for record in state.statistics.steps]}

@@ -584,3 +584,26 @@ def learns_without_its_first_layer(group: dist.ProcessGroup) -> list[list[int]]:
             clocks.append([int(value) for value in states["lgc::first/clock"]])
             assert "lgc::first/residual" not in states
     return clocks
+
+
+def layers_without_gradients(group: dist.ProcessGroup) -> list[dict[str, bool]]:
+    """What becomes of a layer that has no gradient on rank 0, then on no rank, then on all: held, and zero."""
+    shapes, rank = {"first": (20, 20), "second": (30, 30)}, dist.get_rank(group)
+    model = DistributedDataParallel(Prescribed(shapes), process_group=group, find_unused_parameters=True)
+    plan = Plan.uniform(model, "topk", density=0.1, wrappers=(Wrap("error_feedback"),))
+    found: list[dict[str, bool]] = []
+    with CompressionState(plan, model, process_group=SPARE.get(dist.get_world_size(group))) as state:
+        model.register_comm_hook(state, compression_hook)
+        for step, missing in enumerate(([], [0], [0, 1, 2, 3], [])):
+            grads = gradients(shapes, rank, step)
+            before = state.state_dict()["states"]
+            model.zero_grad()
+            model(grads | ({"first": torch.zeros(shapes["first"])} if rank in missing else {})).backward()
+            after = state.state_dict()["states"]
+            held = {name: _equal(before, after, f"{name}::{name}/residual") for name in shapes}
+            found.append({**held, "zero": not bool(model.module.first.grad.any())})
+    return found
+
+
+def _equal(before: Tensors, after: Tensors, key: str) -> bool:
+    return key in before and torch.equal(before[key], after[key])

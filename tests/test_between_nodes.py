@@ -247,6 +247,28 @@ def test_the_floor_is_water_filling() -> None:
     assert (gaussian_floor(np.zeros(3)) == 0).all()
 
 
+@pytest.mark.parametrize("samples", [4, 8, 40])
+def test_the_floor_of_measured_variances_is_that_of_the_true_ones(samples: int) -> None:
+    """Mean squares of few values have too low a logarithm on average: left alone, their floor would be too low."""
+    generator = np.random.default_rng(0)
+    variances = generator.uniform(0.5, 2.0, size=20_000)
+    measured = variances * generator.chisquare(samples, size=len(variances)) / samples
+    fine = np.array(RELATIVE_ERRORS) < 1e-4  # all components are above the water
+    true = gaussian_floor(variances)[fine]
+    np.testing.assert_allclose(gaussian_floor(measured, samples=samples)[fine], true, atol=0.01)
+    assert (gaussian_floor(measured)[fine] < true - 0.01).all()
+
+
+def test_axes_of_one_half_do_not_lower_the_floor_of_the_other(tmp_path: Path) -> None:
+    """White noise has no axes; judged on what they were fitted on, those of four rows each would seem to save bits."""
+    layer = Layer("conv.weight", (4, 64, 3, 3), "convolution")
+    white = np.random.default_rng(0).standard_normal((8, 2, layer.numel)).astype(np.float32)
+    with record_layer(tmp_path / "t", white, layer) as trace:
+        row = measure_limits(trace, candidates=[Candidate("sign")])["layers"][0]
+    bits = np.interp(math.log(0.25), np.log(RELATIVE_ERRORS), row["slices"])
+    assert bits == pytest.approx(1.0, abs=0.02)
+
+
 @law(st.integers(0, 99), st.integers(1, 12))
 def test_held_out_energies_keep_the_energy(seed: int, size: int) -> None:
     generator = np.random.default_rng(seed)

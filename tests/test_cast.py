@@ -97,6 +97,14 @@ def test_pytorchs_fp16_hook(pool: ProcessPool, ranks: int) -> None:
         assert result["largest"] < 2 * ranks
 
 
+def test_what_overflows_on_the_way_is_no_step(pool: ProcessPool) -> None:
+    """Every rank looks at what comes back as well: all gradients become NaN, and no residual holds an infinity."""
+    for result in pool.run("cast_tasks:overflow_on_the_way", 2):
+        assert result["finite"] == [True, False, True]
+        assert result["nan"] == [[False, False], [True, True], [False, False]]
+        assert result["unchanged"] == [False, True, False]
+
+
 def test_dtype_is_one_of_two() -> None:
     with pytest.raises(GradlabError, match="cast: setting dtype = 'fp16', expected 'float16' or 'bfloat16'"):
         Cast.Settings("fp16")

@@ -212,6 +212,23 @@ def test_alternating_is_one_factor_per_step(ranks: int, rank: int) -> None:
         assert set(results[0].value.state) == {f"w/{side}", "w/residual"}
 
 
+@law(st.integers(1, 4), st.integers(2, 9), st.integers(2, 9), st.integers(1, 3), examples=20)
+def test_alternating_forecasts_are_what_each_step_sends(rank: int, rows: int, columns: int, ranks: int) -> None:
+    """P's bytes, then Q's, layer by layer; a run's mean is the mean of both."""
+    shapes = {"a": (4 * rows, 3 * columns), "b": (2 * columns, 9, 3), "v": (7,)}
+    layers = [Layer(name, shape) for name, shape in shapes.items()]
+    codec = PowerSGD(PowerSGD.Settings(rank=rank, alternating=True))
+    states: list[Tensors] = [{}] * ranks
+    forecasts = []
+    for step in range(4):
+        forecasts.append(codec.next_payload_bytes(layers, ranks, states[0]))
+        grads = [{name: matrix(9 * step + r, *shape).float() for name, shape in shapes.items()} for r in range(ranks)]
+        results = exchange(codec, grads, states, step)
+        states = [result.value.state for result in results]
+        assert [result.payload_bytes for result in results] == [forecasts[-1]] * ranks
+    assert sum(forecasts) / 4 == codec.payload_bytes(layers, ranks)
+
+
 def test_alternating_steps_find_the_best_approximation() -> None:
     values = torch.tensor([9.0, 7.0, 1.0, 0.5, 0.2, 0.1], dtype=torch.float64)
     left, right = orthogonalize(matrix(1, 20, 6)), orthogonalize(matrix(2, 30, 6))

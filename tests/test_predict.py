@@ -292,6 +292,15 @@ def test_dry_run_at_many_nodes_takes_one_coroutine() -> None:
     assert all_gather(800, 4096).wire_bytes == 4095 * 800
 
 
+def test_every_gradient_is_looked_at_before_and_after() -> None:
+    """As the engine does, for values that are not finite; plain DDP looks at none."""
+    plan = Plan.uniform(LAYERS, "topk", density=0.01)
+    job = make_job(plan, DryRuns(plan, 4, repeats=1), 1.0, scan_seconds=1e-9)
+    nbytes = 4 * sum(layer.numel for layer in LAYERS)
+    assert sum(bucket.scan_seconds for bucket in job.buckets) == pytest.approx(2e-9 * nbytes)
+    assert sum(bucket.scan_seconds for bucket in job.dense_buckets) == 0.0
+
+
 def test_alike_groups_are_run_once() -> None:
     """40 layers of one shape take one dry run: their exchanges share their turns."""
     layers = tuple(Layer(f"block{i}.weight", (32, 32), "linear") for i in range(40))
@@ -315,7 +324,11 @@ def test_dry_run_times_every_turn() -> None:
 # --- buckets ---------------------------------------------------------------------------------------------------------
 
 
-@law(st.lists(st.integers(1, 400_000), min_size=1, max_size=40), st.sampled_from([None, 0.1, 1.0, 25.0]))
+# Some of them reach a limit exactly: 2^18 elements are 1 MiB.
+sizes_of_layers = st.integers(1, 400_000) | st.sampled_from([2**16, 2**17, 2**18])
+
+
+@law(st.lists(sizes_of_layers, min_size=1, max_size=40), st.sampled_from([None, 0.1, 0.5, 1.0, 25.0]))
 def test_buckets_are_those_of_ddp(sizes: list[int], cap: float | None) -> None:
     """Against torch's own assignment, in the order in which backward meets layers."""
     layers = [Layer(f"p{i}", (size,)) for i, size in enumerate(sizes)]

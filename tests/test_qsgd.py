@@ -388,6 +388,22 @@ def test_a_contraction_times_c_errs_by_one_minus_c_at_most(bits: int, norm: str,
         assert float(errors.mean()) == pytest.approx(1 - c, abs=tolerance)
 
 
+@law(
+    st.sampled_from([(1, "max"), (4, "max"), (2, "l2")]),
+    st.sampled_from(["none", "bound", "measured"]),
+    st.integers(1, 400),
+    st.integers(1, 90),
+)
+def test_a_bucket_is_scaled_as_if_it_were_alone(
+    case: tuple[int, str], contraction: str, numel: int, bucket_size: int
+) -> None:
+    """Also the last one, which may be shorter: its factor is that of its own elements."""
+    codec = quantizer(bits=case[0], norm=case[1], bucket_size=bucket_size, contraction=contraction)
+    vector = normal(numel, numel)
+    alone = [codec.compress(part, generator())[0] for part in vector.split(bucket_size)]
+    assert torch.equal(codec.compress(vector, generator())[0], torch.cat(alone))
+
+
 def residual_norms(contraction: str, steps: int) -> list[float]:
     """The larger of both ends' residuals, by step: two bits, l2, 512 elements, two ranks."""
     codec = ErrorFeedback(TwoWay(quantizer(bits=2, norm="l2", bucket_size=512, contraction=contraction)))

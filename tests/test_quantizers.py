@@ -117,6 +117,14 @@ def test_a_shared_scale_adds_up_whole_numbers(ranks: int, clip: float) -> None:
         assert forecast < 8 + 2 * -(-221 // 8) + 2 * ranks + 9 * (-(-221 // 8) + ranks) / ranks
 
 
+def test_under_a_shared_scale_each_rank_is_clipped_by_its_own_deviation() -> None:
+    """Equal magnitudes are never clipped; rank 1's, a hundred times rank 0's, are the scale and come back whole."""
+    signs = torch.randn(200, generator=generator()).sign()
+    codec = TernGrad(TernGrad.Settings(clip=2.5, shared_scale=True))
+    results = exchange(codec, [{"w": signs.clone()}, {"w": -100 * signs}])
+    torch.testing.assert_close(results[1].value.own["w"], -100 * signs)
+
+
 @law(st.integers(0, 300), seeds)
 def test_five_ternary_values_share_a_byte(numel: int, seed: int) -> None:
     codes = torch.randint(0, 3, (numel,), generator=generator(seed), dtype=torch.uint8)

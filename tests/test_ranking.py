@@ -13,6 +13,7 @@ from scipy.stats import spearmanr
 
 from gradlab.analysis.ranking import rank_correlation, ranking_stability
 from gradlab.analysis.replay import replay
+from gradlab.analysis.replay_result import Replay, ReplayStep
 from gradlab.plan import Plan, Wrap
 
 
@@ -64,3 +65,20 @@ def test_replays_tell_costs_by_group_and_what_waits(tmp_path: Path) -> None:
     assert waiting.summary()["residual_growth"] > 1
     assert "layers" not in waiting.steps[0].to_json()
     assert without.to_json()["groups"][next(iter(groups))]["payload_bytes"] > 0
+
+
+def residual_growth(unsent: list[float]) -> float | None:
+    """Of a replay in which this much waits."""
+    same = (True, True, 0.1, 0.1, 0.9, 1.0, 1, 1.0, 1, 0.0)
+    return Replay(
+        tuple(ReplayStep(t, *same, unsent=value) for t, value in enumerate(unsent)), 2, "", "", (), 1.0, 1.0
+    ).residual_growth
+
+
+@law(st.floats(0.1, 10), st.floats(0.01, 100), st.integers(2, 6))
+def test_a_residual_has_settled_when_its_last_quarters_are_alike(level: float, before: float, quarter: int) -> None:
+    """Whatever waited in the first half; and what waits in other units grows as much."""
+    first = [before] * (2 * quarter)
+    assert residual_growth(first + [level] * (2 * quarter)) == pytest.approx(1.0)
+    assert residual_growth(first + [level] * quarter + [3 * level] * quarter) == pytest.approx(3.0)
+    assert residual_growth(first[:3] + [level] * 4) is None

@@ -157,6 +157,14 @@ def test_finite_flag_survives_rounding(world_size: int) -> None:
         assert step.finite is finite
 
 
+def test_a_layer_without_a_gradient_is_held_where_no_rank_has_one(pool: ProcessPool) -> None:
+    """Steps: all ranks have one, rank 0 has none, no rank has one, all again. Others go on in each of them."""
+    for steps in pool.run("ddp_tasks:layers_without_gradients", 2):
+        assert [step["first"] for step in steps] == [False, False, True, False]
+        assert [step["second"] for step in steps] == [False] * 4
+        assert [step["zero"] for step in steps] == [False, False, True, False]
+
+
 def test_layers_that_ddp_skips(pool: ProcessPool) -> None:
     """They are no part of the plan; a plan for them is refused, and the others train as ever."""
     for result in pool.run("ddp_tasks:ignored_parameter", 2):

@@ -25,7 +25,7 @@ from gradlab.collectives import run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan import Plan
-from gradlab.sparse import count_of, largest
+from gradlab.sparse import at_least, count_of, largest
 from gradlab.wrappers.error_feedback import ErrorFeedback
 
 SHAPES = {"a": (9, 12), "b": (40,), "c": (), "d": (0, 3), "e": (6, 2, 3, 3)}
@@ -225,6 +225,16 @@ def test_the_largest_are_found_exactly(numel: int, density: float, seed: int) ->
 
 
 # --- CLT-k ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numel", [2**18 - 1, 2**18, 2**18 + 1, 3 * 2**18 + 5])
+def test_positions_in_a_large_layer_are_those_of_the_whole(numel: int) -> None:
+    """Where a magnitude reaches the threshold, and where NaN stands, ascending, however the layer is cut."""
+    vector = torch.randn(numel, generator=generator(numel))
+    vector[numel // 3], vector[-1] = torch.nan, 4.0
+    expected = np.flatnonzero(~(vector.abs().numpy() < 3.0))
+    assert expected[-1] == numel - 1
+    np.testing.assert_array_equal(at_least(vector, 3.0).numpy(), expected)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
