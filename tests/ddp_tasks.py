@@ -97,14 +97,17 @@ def identity_equals_plain_ddp(group: dist.ProcessGroup, steps: int) -> dict[str,
 
 
 def warm_up_equals_plain_ddp(group: dist.ProcessGroup) -> dict[str, Any]:
-    """Dense warm-up steps of a compressing plan are plain DDP's; the step after is not."""
+    """Dense warm-up steps of a compressing plan are plain DDP's; the step after is not. Bytes by step, and forecasts."""
 
     def plan(model: nn.Module) -> Plan:
         return Plan.uniform(model, "topk", density=0.05, warmup_steps=5)
 
+    ours = {steps: train(group, steps, plan) for steps in (5, 6)}
+    state, world_size = ours[6]["state"], dist.get_world_size(group)
     return {
-        str(steps): torch.equal(train(group, steps)["parameters"], train(group, steps, plan)["parameters"])
-        for steps in (5, 6)
+        "equal": [torch.equal(train(group, steps)["parameters"], run["parameters"]) for steps, run in ours.items()],
+        "payload": [record.payload_bytes for record in state.statistics.steps],
+        "forecast": [state.plan.payload_bytes(world_size, compressing) for compressing in (False, True)],
     }
 
 

@@ -33,21 +33,23 @@ def record(
     *,
     indices: Sequence[int] | None = None,
     learning_rates: Sequence[float] | None = None,
-    loss_scale: float = 1.0,
+    loss_scale: float | Sequence[float] = 1.0,
     metadata: dict | None = None,
 ) -> Trace:
-    """Write gradients (by step, rank and name) as a trace and open it. indices: iteration numbers, from 0 if None."""
+    """Write gradients (by step, rank and name) as a trace and open it. indices: iteration numbers, from 0 if None;
+    loss_scale: of all steps, or of each."""
     ranks = len(gradients[0])
+    scales = [loss_scale] * len(gradients) if isinstance(loss_scale, (int, float)) else loss_scale
     with TraceWriter(path, layers, ranks, metadata=metadata) as writer:
         for position, by_rank in enumerate(gradients):
             for rank, mine in enumerate(by_rank):
                 writer.append(
                     rank,
                     position if indices is None else indices[position],
-                    {name: value * np.float32(loss_scale) for name, value in mine.items()},
+                    {name: value * np.float32(scales[position]) for name, value in mine.items()},
                     loss=1.0 / (1 + position),
                     learning_rate=0.1 if learning_rates is None else learning_rates[position],
-                    loss_scale=loss_scale,
+                    loss_scale=scales[position],
                 )
     return Trace(path)
 

@@ -26,6 +26,7 @@ from gradlab.analysis.spectrum import (
     slice_of_column,
     spread,
 )
+from gradlab.analysis.unscaled import read_unscaled
 from gradlab.analysis.verdict import fit_verdict
 from gradlab.artifact import Artifact
 from gradlab.codecs.gradiveq import GradiVeQ
@@ -290,6 +291,16 @@ def test_steps_that_are_not_finite_take_no_part(tmp_path):
         found = fit_gradiveq(trace, samples=12)
     assert found.origin["layers"][CONVOLUTION.name]["samples"] == 11
     assert 0 < found.origin["holdout"]["loss"] < 2
+
+
+def test_each_iteration_is_divided_by_its_own_loss_scale(tmp_path):
+    gradients = random_gradients(9, 6, 2)
+    name = LAYERS[0].name
+    with record(tmp_path / "t", gradients, loss_scale=[1.0, 2.0, 8.0, 0.5, 2.0**16, 1.0]) as trace:
+        for start, stop in [(0, 6), (2, 5), (5, 6)]:
+            for rank in range(2):
+                expected = np.stack([gradients[step][rank][name].ravel() for step in range(start, stop)])
+                np.testing.assert_array_equal(read_unscaled(trace, name, rank, start, stop), expected)
 
 
 def test_loss_scale_is_divided_out(tmp_path):

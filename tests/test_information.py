@@ -14,6 +14,7 @@ from sklearn.feature_selection import mutual_info_regression
 from gradlab.analysis.information import (
     METHODS,
     PAPER_BINS,
+    _corrected_entropy,
     bootstrap_interval,
     conditional_entropy,
     entropy,
@@ -108,6 +109,12 @@ def test_the_papers_bins_find_log_n_bits_in_any_pair(rho: float) -> None:
     found = plug_in(x, y, PAPER_BINS)
     assert found.information == pytest.approx(math.log2(1000), abs=0.01)
     assert found.conditional == pytest.approx(0.0, abs=0.01)
+
+
+def test_few_samples_have_the_entropy_of_their_cells() -> None:
+    """To 0.05 bits on average, by Grassberger's correction, where cells hold one or two each."""
+    counts = np.random.default_rng(0).multinomial(12, np.full(8, 1 / 8), size=500)
+    assert np.mean([_corrected_entropy(row[row > 0]) for row in counts]) == pytest.approx(3.0, abs=0.05)
 
 
 def test_millers_term_is_the_bias_of_independent_pairs() -> None:

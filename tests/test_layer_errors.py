@@ -170,6 +170,19 @@ def test_a_table_is_the_mean_over_ranks_of_what_each_makes_of_its_window(trace: 
     assert relative == pytest.approx((total / sum(row.squared_norm.sum() for row in table.layers)) ** 0.5)
 
 
+@law(st.integers(0, 20), st.integers(1, 40), st.integers(1, 40))
+def test_windows_follow_each_other_to_the_end(first: int, count: int, length: int) -> None:
+    """What fills no window is left out where it is oldest."""
+    stop = first + count
+    if length > count:
+        with pytest.raises(GradlabError, match=f"window = {length}, expected 1 to {count}"):
+            windows_of(first, stop, length)
+        return
+    windows = windows_of(first, stop, length)
+    assert [a for a, _ in windows] == list(range(stop - length * (count // length), stop, length))
+    assert [b for _, b in windows] == [a + length for a, _ in windows]
+
+
 def test_workers_measure_what_one_process_does(trace: Trace) -> None:
     windows = windows_of(0, 11, 5)
     seen: list[tuple[int, int]] = []

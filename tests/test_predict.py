@@ -114,6 +114,14 @@ def test_other_durations_are_refused(text: str) -> None:
         parse_seconds(text)
 
 
+@law(st.lists(st.integers(0, 1000), min_size=1, max_size=5), st.integers(1, 9))
+def test_each_varying_gather_tells_a_length(lengths: list[int], world_size: int) -> None:
+    """Together they take two collectives, and no fewer bytes than each alone."""
+    requests: list[Request] = [Gather(torch.empty(length), varying=True) for length in lengths]
+    alone = sum(wire_bytes(request, 0, world_size) for request in requests)
+    assert sum(transfer.wire_bytes for transfer in transfers(requests, 0, world_size)) == alone
+
+
 @pytest.mark.parametrize("setting", ["latency_seconds", "header_share", "host_seconds_per_byte", "collective_seconds"])
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
 def test_a_link_cannot_be_faster_than_light(setting: str, value: float) -> None:

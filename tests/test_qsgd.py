@@ -397,11 +397,15 @@ def test_a_contraction_times_c_errs_by_one_minus_c_at_most(bits: int, norm: str,
 def test_a_bucket_is_scaled_as_if_it_were_alone(
     case: tuple[int, str], contraction: str, numel: int, bucket_size: int
 ) -> None:
-    """Also the last one, which may be shorter: its factor is that of its own elements."""
-    codec = quantizer(bits=case[0], norm=case[1], bucket_size=bucket_size, contraction=contraction)
+    """Also the last one, which may be shorter: its norm and factor are those of its own elements."""
+
+    def scales(elements: torch.Tensor, bucket: int) -> torch.Tensor:
+        codec = quantizer(bits=case[0], norm=case[1], bucket_size=bucket, contraction=contraction)
+        return codec.compress(elements, generator())[0]
+
     vector = normal(numel, numel)
-    alone = [codec.compress(part, generator())[0] for part in vector.split(bucket_size)]
-    assert torch.equal(codec.compress(vector, generator())[0], torch.cat(alone))
+    alone = [scales(part, len(part)) for part in vector.split(bucket_size)]
+    assert torch.equal(scales(vector, bucket_size), torch.cat(alone))
 
 
 def residual_norms(contraction: str, steps: int) -> list[float]:

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import refresh_tasks as tasks
 import torch
+from prescribed import gradients
 from process_pool import ProcessPool
+from safetensors import safe_open
 
 from gradlab.artifact import Artifact
 from gradlab.codec import Context
@@ -22,7 +24,7 @@ from gradlab.layer_errors import Candidate, squared_errors
 from gradlab.plan import FEEDBACK, Group, Plan, Wrap
 from gradlab.planner import allocate
 from gradlab.refresh import Refresh
-from gradlab.replanning import choose
+from gradlab.replanning import Replanner, choose
 
 
 def run(codec: str, world_size: int = 2, steps: int = tasks.STEPS) -> tuple[LockstepPlan, list[Any], list[Plan]]:
@@ -144,7 +146,39 @@ def test_a_gradient_that_is_not_finite_is_left_out() -> None:
     assert lockstep.plan.digest != tasks.plan_of("topk").digest
 
 
+def chosen(windows: dict[str, list[float]]) -> dict[str, int] | None:
+    """The choice after a window of four iterations. windows: by layer, the loss scale of each; NaN: not finite."""
+    plan, grid = tasks.plan_of("topk"), [{"density": float(density)} for density in np.geomspace(0.005, 0.5, 21)]
+    assert plan.refresh is not None
+    names = list(plan.refresh.settings)
+    refresh = replace(plan.refresh, settings=dict.fromkeys(names, grid), reference=dict.fromkeys(names, 10))
+    replanner = Replanner(replace(plan, refresh=refresh), rank=0, world_size=2, beside=False)
+    for step in range(5):
+        for name, scales in windows.items():
+            scale = scales[(step - 1) % 4]
+            replanner.add({name: gradients(tasks.SHAPES, 0, 0)[name] * scale}, step, 1.0 if np.isnan(scale) else scale)
+        replanner.end(step)
+    return replanner.settled()
+
+
+def test_a_loss_scale_weighs_no_layer_and_no_iteration() -> None:
+    """Layers whose gradients were left out in some iterations count by the mean of the others."""
+    names = list(tasks.SHAPES)
+    expected = chosen({name: [1.0] * 4 for name in names})
+    assert expected is not None
+    for name in names:
+        rest = {other: [1.0] * 4 for other in names if other != name}
+        assert chosen({**rest, name: [2.0**16, 1.0, 2.0**-8, 2.0**10]}) == expected
+        assert chosen({**rest, name: [1.0, np.nan, np.nan, np.nan]}) == expected
+
+
 # --- formats and refusals ---------------------------------------------------------------------------------------------
+
+
+def minimum_reader(path: Path) -> int:
+    """The oldest format whose readers understand a file, by its header."""
+    with safe_open(path, framework="pt") as file:
+        return int(json.loads(file.metadata()["gradlab"])["minimum_reader"])
 
 
 def test_an_artifact_keeps_its_refresh(tmp_path: Path) -> None:
@@ -153,6 +187,9 @@ def test_an_artifact_keeps_its_refresh(tmp_path: Path) -> None:
     path = Artifact(plan).save(tmp_path / "a.safetensors")
     assert Artifact.load(path).plan.refresh == plan.refresh
     still = replace(plan, refresh=None)
+    # A reader that knows no refresh would train with the plan as it begins, and never say so.
+    Artifact(still).save(tmp_path / "still.safetensors")
+    assert [minimum_reader(tmp_path / f"{name}.safetensors") for name in ("a", "still")] == [3, 2]
     assert still.digest != plan.digest
     assert "refresh" not in still.to_json()
     for one, reader in ((plan, 3), (still, 2)):

@@ -155,6 +155,7 @@ def test_repair_that_was_interrupted_can_run_again(tmp_path: Path) -> None:
     (folder / "index.json").unlink()
     shutil.copy(tmp_path / "kept", folder / "000001.h5.part")
     (folder / "000001.h5.repair").write_bytes(b"half a copy")
+    assert [rank.steps for rank in check(tmp_path / "t").ranks] == [20, 20]  # those of the copy and of the open file
     assert [row.steps for row in repair(tmp_path / "t")] == [20, 20]
     assert check(tmp_path / "t").ok
     assert sorted(file.name for file in folder.iterdir()) == ["000000.h5", "000001.h5", "index.json"]

@@ -31,7 +31,9 @@ def test_identity_plan_is_plain_ddp(pool: ProcessPool, ranks: int) -> None:
 
 def test_warm_up_is_plain_ddp(pool: ProcessPool) -> None:
     for result in pool.run("ddp_tasks:warm_up_equals_plain_ddp", 4):
-        assert result == {"5": True, "6": False}
+        assert result["equal"] == [True, False]
+        dense, compressed = result["forecast"]
+        assert result["payload"] == [dense] * 5 + [compressed]
 
 
 def test_powersgd_over_several_buckets_on_gloo(pool: ProcessPool) -> None:

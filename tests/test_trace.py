@@ -117,6 +117,15 @@ def test_positions_count_in_the_steps_that_all_ranks_hold(
             assert trace.scalars(rank)["index"].tolist() == common
 
 
+def test_each_rank_is_read_where_it_holds_a_step(tmp_path: Path) -> None:
+    write_trace(tmp_path / "t", [[0, 1, 2, 5, 6], [2, 3, 5, 6], [1, 2, 4, 5, 6, 9]])
+    with Trace(tmp_path / "t") as trace:
+        assert trace.steps.tolist() == [2, 5, 6]
+        for rank in range(3):
+            rows = trace.read(LAYERS[0].name, rank, 1)
+            np.testing.assert_array_equal(rows, [gradient(LAYERS[0], rank, index).reshape(-1) for index in (5, 6)])
+
+
 @settings(deadline=None)
 @given(
     st.lists(st.integers(0, 200), unique=True, max_size=60).map(sorted),

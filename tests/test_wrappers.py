@@ -27,6 +27,7 @@ from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.wrapper import POLICIES, innermost, load_buffer, store_buffer, wrappers_of
 from gradlab.wrappers.error_feedback import ErrorFeedback
+from gradlab.wrappers.local_momentum import LocalMomentum
 from gradlab.wrappers.momentum import Momentum
 from gradlab.wrappers.momentum_correction import MomentumCorrection
 from gradlab.wrappers.sparsity_warmup import SparsityWarmup
@@ -223,6 +224,17 @@ def test_low_pass_feedback_is_scalecoms(numel: int, ranks: int, decay: float, de
 rates = st.dictionaries(st.sampled_from(["a", "b", "c"]), st.sampled_from([0.0, 1e-3, 0.1, 0.5, 2.0]))
 
 
+@pytest.mark.parametrize("mu", [0.0, 0.5, 0.9])
+def test_dampened_momentum_is_an_average_of_gradients(mu: float) -> None:
+    """At a constant gradient g it is (1 - mu^t) g, and tends to g."""
+    codec = LocalMomentum(Identity(), LocalMomentum.Settings(momentum=mu, nesterov=False, dampening=True))
+    states: list[Tensors] = [{}]
+    for step in range(5):
+        results = run(codec, drawn(1, 0), states, step)
+        states = states_of(results)
+        np.testing.assert_allclose(flat(results[0].value.mean), (1 - mu ** (step + 1)) * flat(drawn(1, 0)[0]))
+
+
 @law(rates, rates, st.sampled_from([True, False, None]), st.booleans(), st.booleans(), examples=25)
 def test_the_step_size_ratio_is_each_layers_own(
     before: dict[str, float], now: dict[str, float], setting: bool | None, plain: bool, corrected: bool
@@ -324,6 +336,26 @@ def test_a_dense_iteration_sends_all_that_is_owed(name: str, ranks: int) -> None
 
 
 RESIDUALS = ("residual", "server_residual", "server_whole")
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [
+        feedback(topk(0.1), step_size_ratio=True),
+        feedback(two_way(topk(0.1), step_size_ratio=True), step_size_ratio=True),
+        correction(topk(0.1), step_size_ratio=True),
+    ],
+    ids=["feedback", "feedback, two-way", "correction"],
+)
+def test_a_dense_iteration_that_is_not_applied_leaves_what_is_owed(codec: Codec) -> None:
+    """At a learning rate of zero what it sends moves nothing, so that no residual may be sent along with it."""
+    rate, zero = (dict.fromkeys(SHAPES, value) for value in (0.1, 0.0))
+    before = states_of(run(codec, drawn(2, 0), [{}] * 2, 0, learning_rate=rate))
+    results = run(codec, drawn(2, 1), before, 1, True, learning_rate=zero, previous_learning_rate=rate)
+    for old, new in zip(before, states_of(results), strict=True):
+        residuals = [key for key in old if key.rpartition("/")[2] in RESIDUALS]
+        assert residuals
+        assert all(torch.equal(old[key], new[key]) for key in residuals)
 
 
 @every_stack
