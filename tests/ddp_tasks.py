@@ -97,7 +97,7 @@ def identity_equals_plain_ddp(group: dist.ProcessGroup, steps: int) -> dict[str,
 
 
 def warm_up_equals_plain_ddp(group: dist.ProcessGroup) -> dict[str, Any]:
-    """Dense warm-up steps of a compressing plan are plain DDP's; the step after is not. Bytes by step, and forecasts."""
+    """Dense warm-up steps of a compressing plan are plain DDP's; the step after is not. And bytes by step."""
 
     def plan(model: nn.Module) -> Plan:
         return Plan.uniform(model, "topk", density=0.05, warmup_steps=5)

@@ -705,10 +705,10 @@ MUTANTS = (
     ),
     Mutant(
         file="analysis/spectrum.py",
-        old="centred = gram - gram.mean(0) - gram.mean(1)[:, None] + gram.mean()",
-        new="centred = gram - gram.mean(0) - gram.mean(1)[:, None]",
+        old="np.linalg.eigvalsh(centred / count)",
+        new="np.linalg.eigvalsh(centred / (count - 1))",
         tests=("tests/test_analysis.py",),
-        what="A Gram matrix is centred without its grand mean.",
+        what="A covariance divides by T - 1 where it says T.",
         select="svd",
     ),
     Mutant(

@@ -113,7 +113,7 @@ def test_the_papers_bins_find_log_n_bits_in_any_pair(rho: float) -> None:
 
 def test_few_samples_have_the_entropy_of_their_cells() -> None:
     """To 0.05 bits on average, by Grassberger's correction, where cells hold one or two each."""
-    counts = np.random.default_rng(0).multinomial(12, np.full(8, 1 / 8), size=500)
+    counts = np.random.default_rng(0).multinomial(12, np.full(8, 1 / 8), size=2000)
     assert np.mean([_corrected_entropy(row[row > 0]) for row in counts]) == pytest.approx(3.0, abs=0.05)
 
 
