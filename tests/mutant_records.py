@@ -38,7 +38,7 @@ MUTANTS = (
         what="k = density * numel is rounded down.",
     ),
     Mutant(
-        file="gradlab/sparse.py",
+        file="gradlab/codec.py",
         old="index_add_(0, positions, values if scale == 1.0 else values * scale)",
         new="index_add_(0, positions, values)",
         tests=("tests/test_topk.py",),
@@ -195,8 +195,8 @@ MUTANTS = (
     ),
     Mutant(
         file="gradlab/codecs/natural.py",
-        old="return 1 / 8",
-        new="return 1 / 16",
+        old="omega=1 / 8)",
+        new="omega=1 / 16)",
         tests=("tests/test_theory.py",),
         what="Natural compression promises half of its variance.",
         select="natural",
@@ -632,7 +632,7 @@ MUTANTS = (
         select="older_reader",
     ),
     Mutant(
-        file="gradlab/plan.py",
+        file="gradlab/codec.py",
         old='head = f"{tensor.dtype}{list(tensor.shape)}".encode()',
         new='head = f"{tensor.dtype}".encode()',
         tests=("tests/test_artifact.py", "tests/test_plan.py"),
