@@ -57,7 +57,7 @@ lgc: install
 # Longer campaigns, each a table on standard output: codec x DDP option x ranks; ranks killed, stopped and failing;
 # every codec x wrapper resumed in new processes; faults of one line, one at a time, and the test that notices each.
 matrix faults resume mutants: install
-	mkdir -p $(WORK) && cd $(WORK) && $(CURDIR)/$(BIN)/python $(CURDIR)/tests/$@.py $(ARGS)
+	mkdir -p $(WORK) && cd $(WORK) && PYTHONPATH="$(CURDIR)/tests:$$PYTHONPATH" $(CURDIR)/$(BIN)/python $(CURDIR)/tests/campaigns/$@.py $(ARGS)
 
 install: $(VENV)/installed
 

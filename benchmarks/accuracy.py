@@ -26,11 +26,11 @@ import torch
 from scipy import stats
 
 from gradlab.codec import Tensors
+from gradlab.codec.wrapper import innermost
 from gradlab.datasets import get
 from gradlab.datasets.recipe import Recipe
 from gradlab.layout import Layer, layers_of
 from gradlab.plan import Plan
-from gradlab.wrapper import innermost
 
 WORKLOAD = get("cifar10")
 Layers = Sequence[Layer]

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from gradlab.analysis.bucket_time import fit_bucket_times
+from gradlab.analysis.layer_plan.bucket_time import fit_bucket_times
 from gradlab.datasets.transformer import TransformerSize, initialized
 from gradlab.plan import Plan
 from gradlab.runtime import CompressionState, compression_hook

@@ -20,7 +20,7 @@ import torch
 
 from gradlab import codecs
 from gradlab.codec import Codec, Context, Deferred, Exchanged, Tensors
-from gradlab.codec_settings import build_settings
+from gradlab.codec.settings import build_settings
 from gradlab.collectives import Mean, answer_for, as_requests, run_lockstep
 from gradlab.workspace import Workspace
 

@@ -27,9 +27,9 @@ from gradlab.datasets.recipe import Recipe, learning_rate_at
 from gradlab.datasets.resnet import initialized
 from gradlab.datasets.sampling import batches
 from gradlab.datasets.workload import Workload
+from gradlab.ddp.optimizers import is_plain_sgd
 from gradlab.executor.lockstep_plan import LockstepPlan, StepResult
 from gradlab.layout import layers_of
-from gradlab.optimizers import is_plain_sgd
 from gradlab.plan import Plan
 
 Micro = list[tuple[torch.Tensor, torch.Tensor]]

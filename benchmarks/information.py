@@ -14,7 +14,7 @@ import time
 import numpy as np
 from scipy import integrate
 
-from gradlab.analysis.information import METHODS, estimate_information, gaussian_information
+from gradlab.analysis.measure.information import METHODS, estimate_information, gaussian_information
 
 RHOS = (0.0, 0.3, 0.6, 0.9)
 

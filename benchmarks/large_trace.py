@@ -20,12 +20,12 @@ from pathlib import Path
 
 import numpy as np
 
-from gradlab.analysis.examine import examine
-from gradlab.analysis.profile import Profile
-from gradlab.analysis.report import write_trace_report
-from gradlab.analysis.shared_out import default_workers, share_out
-from gradlab.analysis.spectrum import measure_spectrum
-from gradlab.capture.trace_writer import TraceWriter
+from gradlab.analysis.forecast.profile import Profile
+from gradlab.analysis.measure.spectrum import measure_spectrum
+from gradlab.analysis.parallel import default_workers, share_out
+from gradlab.analysis.report.examine import examine
+from gradlab.analysis.report.trace_report import write_trace_report
+from gradlab.capture.writing.trace_writer import TraceWriter
 from gradlab.layout import Layer
 from gradlab.trace import Trace
 

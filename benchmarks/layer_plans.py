@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from emulated import Task, record, train
 
-from gradlab.analysis.candidate_costs import Cost
-from gradlab.analysis.lgreco import fit_lgreco
-from gradlab.analysis.setting_grids import candidates_of_grid
+from gradlab.analysis.layer_plan.costs import Cost
+from gradlab.analysis.layer_plan.grids import candidates_of_grid
+from gradlab.analysis.layer_plan.lgreco import fit_lgreco
 from gradlab.artifact import Artifact
 from gradlab.datasets import get
 from gradlab.layout import layers_of

@@ -38,17 +38,16 @@ from torch import nn
 from torch.nn import functional
 
 from gradlab import codecs
-from gradlab.autoencoder import Architecture
 from gradlab.codec import Context, Exchanged, Tensors
 from gradlab.codecs.block_scaled import BlockScaled
 from gradlab.codecs.lgc_ring import LgcRing
 from gradlab.collectives import Coroutine
 from gradlab.datasets import Data, Recipe, Workload, get
 from gradlab.layout import layers_of
-from gradlab.learned_selection import COMPRESSING, padded
-from gradlab.lgc_plan import GROUP, lgc_plan
-from gradlab.methods import method_plan
-from gradlab.plan import Group, Plan, Wrap
+from gradlab.learning.autoencoder import Architecture
+from gradlab.learning.selection import COMPRESSING, padded
+from gradlab.plan import Group, Plan, Wrap, lgc_plan, method_plan
+from gradlab.plan.lgc_recipe import GROUP
 
 RANKS, DENSITY, MOMENTUM = 4, 0.01, 0.9
 

@@ -24,14 +24,14 @@ import emulated
 import torch
 from lgc import DENSITY, FEEDBACK, Setting, load, read, tasks
 
-from gradlab.analysis.lgc_learners import learner_of, reconstruction_errors
-from gradlab.analysis.lgc_plots import plot_reconstruction, plot_sparsification
-from gradlab.analysis.selections import collect_selections
-from gradlab.analysis.style import drawing
+from gradlab.analysis.figures.lgc import plot_reconstruction, plot_sparsification
+from gradlab.analysis.figures.style import drawing
+from gradlab.analysis.fit.lgc.learners import learner_of, reconstruction_errors
+from gradlab.analysis.fit.lgc.selections import collect_selections
 from gradlab.datasets import Data
 from gradlab.layout import layers_of
-from gradlab.lgc_plan import GROUP, lgc_plan
-from gradlab.plan import Group, Plan, Schedule, Wrap
+from gradlab.plan import Group, Plan, Schedule, Wrap, lgc_plan
+from gradlab.plan.lgc_recipe import GROUP
 from gradlab.trace import Trace
 
 STEPS, WARMUP, SPARSE = 600, 200, 0.001

@@ -31,9 +31,9 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from gradlab import codecs
-from gradlab.analysis.rate_distortion import distortion_at, mean_squares
+from gradlab.analysis.figures.style import drawing, method_colors, panels, render
+from gradlab.analysis.measure.rate_distortion import distortion_at, mean_squares
 from gradlab.analysis.replay import replay
-from gradlab.analysis.style import drawing, method_colors, panels, render
 from gradlab.codec import About, Codec, Context, Deferred, Exchanged, PlanDefaults, Tensors
 from gradlab.collectives import Coroutine
 from gradlab.datasets.recipe import Recipe

@@ -14,8 +14,8 @@ from typing import Any
 
 from gradlab.layout import Layer
 from gradlab.plan import Plan
-from gradlab.runtime.report import codec_rows, layer_rows, residual_statement
-from gradlab.runtime.statistics import StepRecord
+from gradlab.runtime.engine.statistics import StepRecord
+from gradlab.runtime.run_report import codec_rows, layer_rows, residual_statement
 
 GROUPS = (250, 1000, 4000)
 STEPS = 20  # measured steps that are reported on

@@ -20,9 +20,9 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import block_diag, csr_matrix
 
-from gradlab.analysis.lgreco import fit_lgreco
+from gradlab.analysis.layer_plan.lgreco import fit_lgreco
 from gradlab.errors import GradlabError
-from gradlab.planner import allocate, allocate_discretised
+from gradlab.knapsack import allocate, allocate_discretised
 from gradlab.trace import Trace
 
 Rows = Sequence[np.ndarray]

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from gradlab.analysis.lgreco import LgrecoFit, fit_lgreco
-from gradlab.capture.trace_writer import TraceWriter
+from gradlab.analysis.layer_plan.lgreco import LgrecoFit, fit_lgreco
+from gradlab.capture.writing.trace_writer import TraceWriter
 from gradlab.layout import Layer
 from gradlab.trace import Trace
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gradlab.analysis.calibration import Observation, calibrate_link
 from gradlab.analysis.forecast import forecast
-from gradlab.analysis.link import Link, parse_bandwidth
-from gradlab.analysis.profile import CodecTime, Profile
+from gradlab.analysis.forecast.calibration import Observation, calibrate_link
+from gradlab.analysis.forecast.link import Link, parse_bandwidth
+from gradlab.analysis.forecast.profile import CodecTime, Profile
 from gradlab.layout import Layer
 from gradlab.plan import Plan
 

@@ -27,16 +27,16 @@ import torch
 from emulated import Micro, Task, compressed_gradients, node_gradients
 from layer_plans import TASKS
 
-from gradlab.analysis.layer_plan_plots import plot_sensitivity
-from gradlab.analysis.sensitivity import correlations, loss_sensitivity
+from gradlab.analysis.figures.layer_plans import plot_sensitivity
+from gradlab.analysis.layer_plan.sensitivity import correlations, loss_sensitivity
 from gradlab.cli.figures import write_figure
 from gradlab.codec import Tensors
 from gradlab.datasets.optimizer import build_optimizer
+from gradlab.ddp.optimizers import is_plain_sgd
 from gradlab.executor.lockstep_plan import LockstepPlan
-from gradlab.layer_errors import Candidate, squared_errors
 from gradlab.layout import layers_of
-from gradlab.optimizers import is_plain_sgd
 from gradlab.plan import Plan
+from gradlab.plan.layer_errors import Candidate, squared_errors
 
 SEED, JUDGED = 7, 2000
 NOISE = Candidate("cast", {"dtype": "float16"}, {}, ())

@@ -28,10 +28,11 @@ import torch
 from accuracy import WORKLOAD, train
 from matplotlib.figure import Figure
 
-from gradlab.analysis.style import drawing, method_colors, panels, render
+from gradlab.analysis.figures.style import drawing, method_colors, panels, render
 from gradlab.datasets.resnet import initialized
 from gradlab.layout import layers_of
-from gradlab.methods import SIGN_METHODS, method_plan
+from gradlab.plan import method_plan
+from gradlab.plan.recipes import SIGN_METHODS
 
 GRID = (3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003)
 MOMENTUM = 0.9

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
-from gradlab.analysis.lgc_plots import plot_rates
-from gradlab.analysis.selections import collect_selections
-from gradlab.analysis.style import drawing
-from gradlab.analysis.value_codes import PRICES, RatePoint, error_at, rate_curve
-from gradlab.lgc_plan import lgc_plan
+from gradlab.analysis.figures.lgc import plot_rates
+from gradlab.analysis.figures.style import drawing
+from gradlab.analysis.fit.lgc.selections import collect_selections
+from gradlab.analysis.fit.lgc.value_codes import PRICES, RatePoint, error_at, rate_curve
+from gradlab.plan import lgc_plan
 from gradlab.trace import Trace
 
 CODES = (

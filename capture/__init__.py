@@ -6,11 +6,11 @@ EmulatedNodes(model, "trace", world_size=64)      # N nodes played by one model 
 TraceWriter("trace", layers, world_size=4)        # write a trace of gradients that come from elsewhere
 """
 
-from gradlab.capture.async_writer import RecorderReport
-from gradlab.capture.emulated import EmulatedNodes
+from gradlab.capture.emulated.nodes import EmulatedNodes
 from gradlab.capture.recorder import TraceRecorder, capture_hook
 from gradlab.capture.repair import RepairedRank, repair
-from gradlab.capture.trace_writer import TraceWriter
+from gradlab.capture.writing.async_writer import RecorderReport
+from gradlab.capture.writing.trace_writer import TraceWriter
 
 __all__ = [
     "EmulatedNodes",

@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from gradlab.capture.allreduce import average_as_ddp
-from gradlab.capture.async_writer import EXIT_SECONDS, AsyncWriter, RecorderReport
-from gradlab.capture.buffers import StepBuffer
-from gradlab.capture.selection import LayerChoice
+from gradlab.capture.hook_average import average_as_ddp
+from gradlab.capture.layers import LayerChoice
 from gradlab.capture.settings import SEGMENT_BYTES, RecorderSettings
 from gradlab.capture.start import start_recording
-from gradlab.ddp import bucket_gradients
+from gradlab.capture.writing.async_writer import EXIT_SECONDS, AsyncWriter, RecorderReport
+from gradlab.capture.writing.buffers import StepBuffer
+from gradlab.ddp.model import bucket_gradients
+from gradlab.ddp.optimizers import is_plain_sgd
 from gradlab.errors import GradlabError
-from gradlab.optimizers import is_plain_sgd
 
 
 def capture_hook(state: "TraceRecorder", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
-from gradlab.capture.folder import DAMAGED, NEW, REPAIR, lock_rank, unlock_rank
-from gradlab.capture.segment import SegmentWriter
+from gradlab.capture.writing.folder import DAMAGED, NEW, REPAIR, lock_rank, unlock_rank
+from gradlab.capture.writing.segment import SegmentWriter
 from gradlab.errors import GradlabError, NewerFormat
-from gradlab.trace_check import committed_segments
-from gradlab.trace_rules import index_problems
-from gradlab.trace_schema import (
+from gradlab.trace.checking import committed_segments
+from gradlab.trace.rules import index_problems
+from gradlab.trace.schema import (
     CHUNK_STEPS,
     PART,
     Manifest,
@@ -32,7 +32,7 @@ from gradlab.trace_schema import (
     segment_numbers,
     write_index,
 )
-from gradlab.trace_segment import SegmentReader
+from gradlab.trace.segment import SegmentReader
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from gradlab.errors import GradlabError
 from gradlab.layout import canonical_json
-from gradlab.trace_schema import STORED_DTYPE
+from gradlab.trace.schema import STORED_DTYPE
 
 SEGMENT_BYTES = 2**30
 

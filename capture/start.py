@@ -10,17 +10,17 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradlab.capture.async_writer import AsyncWriter
-from gradlab.capture.buffers import BufferPool
-from gradlab.capture.folder import require_free, start_together
-from gradlab.capture.rank_writer import RankWriter
-from gradlab.capture.selection import LayerChoice, choose_layers
+from gradlab.capture.layers import LayerChoice, choose_layers
 from gradlab.capture.settings import RecorderSettings, check_metadata
-from gradlab.ddp import attached_hook
+from gradlab.capture.writing.async_writer import AsyncWriter
+from gradlab.capture.writing.buffers import BufferPool
+from gradlab.capture.writing.folder import require_free, start_together
+from gradlab.capture.writing.rank_writer import RankWriter
+from gradlab.ddp.agreement import Ranks
+from gradlab.ddp.model import attached_hook
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
-from gradlab.ranks import Ranks
-from gradlab.trace_schema import Manifest
+from gradlab.trace.schema import Manifest
 from gradlab.version import VERSION
 
 Chosen = Sequence[tuple[Layer, nn.Parameter]]

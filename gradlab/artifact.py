@@ -19,7 +19,8 @@ import torch
 from gradlab.errors import GradlabError
 from gradlab.files import write_whole
 from gradlab.layout import canonical_json
-from gradlab.plan import Plan, hash_tensor
+from gradlab.plan import Plan
+from gradlab.plan.plan import hash_tensor
 from gradlab.version import VERSION
 
 # 2: groups have wrappers, where format 1 had error_feedback alone. 3: a plan may be chosen anew while training.

@@ -16,7 +16,7 @@ import torch
 
 from gradlab import codecs, wrappers
 from gradlab.codec import Codec, Context, Tensors
-from gradlab.codec_settings import fields_of, plain
+from gradlab.codec.settings import fields_of, plain
 from gradlab.collectives import Request, observed, run_lockstep
 from gradlab.layout import Layer
 

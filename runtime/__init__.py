@@ -9,10 +9,10 @@ On gradients that you hand over yourself: `Exchange(plan, model.named_parameters
 coroutine on a process group: `drive(coroutine, Communicator(group))`.
 """
 
-from gradlab.runtime.communicator import Communicator
-from gradlab.runtime.driver import drive
+from gradlab.runtime.engine.driver import drive
 from gradlab.runtime.exchange import Exchange
 from gradlab.runtime.hook import compression_hook
+from gradlab.runtime.network.communicator import Communicator
 from gradlab.runtime.state import CompressionState
 
 __all__ = ["Communicator", "CompressionState", "Exchange", "compression_hook", "drive"]

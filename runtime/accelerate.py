@@ -18,13 +18,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradlab.codec.wrapper import POLICIES
+from gradlab.ddp.agreement import Ranks
 from gradlab.errors import GradlabError
 from gradlab.files import write_whole
 from gradlab.plan import Plan
-from gradlab.ranks import Ranks
 from gradlab.runtime.hook import compression_hook
 from gradlab.runtime.state import CompressionState
-from gradlab.wrapper import POLICIES
 
 try:
     from accelerate import Accelerator

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from gradlab.codec import Tensors
+from gradlab.codec.measures import is_finite
+from gradlab.codec.wrapper import POLICIES
 from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun
 from gradlab.layout import Layer
-from gradlab.measures import is_finite
-from gradlab.replanning import ROOT
-from gradlab.runtime.device import HostDevice
-from gradlab.wrapper import POLICIES
+from gradlab.plan.replanning import ROOT
+from gradlab.runtime.engine.device import HostDevice
 
 _FORMAT = 2
 _WHOLE = ("residual", "velocity", "momentum")  # kept in the layer's own shape

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from gradlab.ddp import attached_hook
+from gradlab.ddp.agreement import Ranks
+from gradlab.ddp.model import attached_hook
+from gradlab.ddp.optimizers import own_momentum, own_weight_decay
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
-from gradlab.optimizers import own_momentum, own_weight_decay
 from gradlab.plan import Plan
-from gradlab.ranks import Ranks
-from gradlab.runtime.options import RunOptions
+from gradlab.runtime.engine.options import RunOptions
 
 Pairs = Sequence[tuple[Layer, torch.Tensor]]
 

@@ -11,20 +11,20 @@ import torch
 import torch.distributed as dist
 
 from gradlab.codec import Tensors
+from gradlab.ddp.optimizers import learning_rates
 from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun
 from gradlab.layout import Layer, bare_name
-from gradlab.optimizers import learning_rates
 from gradlab.plan import Plan
 from gradlab.runtime import checkpoint
-from gradlab.runtime import report as reporting
+from gradlab.runtime import run_report as reporting
 from gradlab.runtime.checks import Pairs, agree_on, check, device_of_model
-from gradlab.runtime.communicator import Communicator
-from gradlab.runtime.device import HostDevice
-from gradlab.runtime.driver import Part, StepDriver
-from gradlab.runtime.faults import Reasons
-from gradlab.runtime.options import RunOptions, Surroundings
-from gradlab.runtime.statistics import Statistics, StepRecord
+from gradlab.runtime.engine.device import HostDevice
+from gradlab.runtime.engine.driver import Part, StepDriver
+from gradlab.runtime.engine.options import RunOptions, Surroundings
+from gradlab.runtime.engine.statistics import Statistics, StepRecord
+from gradlab.runtime.network.communicator import Communicator
+from gradlab.runtime.network.faults import Reasons
 from gradlab.runtime.timeline import Timeline
 from gradlab.workspace import RecyclingWorkspace
 

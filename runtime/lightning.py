@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from gradlab.codec.wrapper import POLICIES
+from gradlab.ddp.agreement import Ranks
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
-from gradlab.ranks import Ranks
 from gradlab.runtime.hook import compression_hook
 from gradlab.runtime.state import CompressionState
-from gradlab.wrapper import POLICIES
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.artifact import Artifact
-from gradlab.ddp import bucket_gradients, synchronised_layers
+from gradlab.ddp.model import bucket_gradients, synchronised_layers
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
 from gradlab.runtime.checks import agree_on, check, check_ddp, device_of_model, require_ddp
-from gradlab.runtime.device import device_of
-from gradlab.runtime.engine import Engine
+from gradlab.runtime.engine.device import device_of
+from gradlab.runtime.engine.options import RunOptions
+from gradlab.runtime.engine.worker import Engine
 from gradlab.runtime.exchange import Exchange
-from gradlab.runtime.groups import group_like
-from gradlab.runtime.options import RunOptions
+from gradlab.runtime.network.groups import group_like
 
 
 class CompressionState(Exchange):

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from command_line import Command
-from contract import cases
 from hypothesis import settings
-from process_pool import ProcessPool
-from warm_python import python
 
-from gradlab.analysis import shared_out, style
-from gradlab.cli import launch
+from gradlab.analysis import parallel as shared_out
+from gradlab.analysis.figures import style
 from gradlab.cli.main import main
+from gradlab.cli.train import launch
+from support.command_line import Command
+from support.contract import cases
+from support.process_pool import ProcessPool
+from support.warm_python import python
 
+# Ranks and scripts that tests start import `support` and `jobs`, as the tests do (pythonpath in pyproject.toml).
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 settings.register_profile("fixed", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("fixed")  # --hypothesis-profile comes later, and wins
 
 
 # The files that take longest are begun first, so that no core is left without work at the end.
-LONGEST = ("cli", "faults", "integrations", "resume", "report", "contract", "capture", "lgreco", "predict", "runtime")
+LONGEST = ("cli", "faults", "integrations", "resume", "report", "contract", "capture", "lgreco", "step_time", "runtime")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

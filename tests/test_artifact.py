@@ -16,15 +16,16 @@ from typing import Any
 
 import pytest
 import torch
-from golden_artifact import golden, golden_artifact
 from hypothesis import strategies as st
-from laws import law
 from safetensors.torch import save_file
 
 from gradlab.artifact import FORMAT, Artifact
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, canonical_json
-from gradlab.plan import Group, Plan, hash_tensor
+from gradlab.plan import Group, Plan
+from gradlab.plan.plan import hash_tensor
+from support.golden_artifact import golden, golden_artifact
+from support.laws import law
 
 # Of the plans in the golden files, as they are read; they change only with the format, or with a codec's name.
 GOLDEN_DIGESTS = {

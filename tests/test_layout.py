@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
-from laws import law
 from torch import nn
 
 from gradlab.errors import GradlabError
@@ -27,6 +26,7 @@ from gradlab.layout import (
     split_slices,
     unflatten,
 )
+from support.laws import law
 
 shapes = st.lists(st.integers(0, 5), max_size=5).map(tuple)
 orders = st.sampled_from(["native", "gradiveq"])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from hypothesis import strategies as st
-from laws import law
 
 from gradlab.workspace import RecyclingWorkspace
+from support.laws import law
 
 LARGE = torch.zeros(64 * 1024)
 

@@ -11,7 +11,7 @@ from gradlab.cli.console import OUT, print_json, print_warnings, progress_bars
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
-    from gradlab.analysis.profile import Profile
+    from gradlab.analysis.forecast.profile import Profile
 
 
 def analyze(
@@ -55,11 +55,11 @@ def analyze(
     """
     import json
 
-    from gradlab.analysis.examine import PARTS, examine
-    from gradlab.analysis.link import Link, parse_bandwidth, parse_seconds
-    from gradlab.analysis.report import write_trace_report
-    from gradlab.analysis.shared_out import default_workers
-    from gradlab.analysis.target import REPORT_FILES, require_free
+    from gradlab.analysis.forecast.link import Link, parse_bandwidth, parse_seconds
+    from gradlab.analysis.outputs import REPORT_FILES, require_free
+    from gradlab.analysis.parallel import default_workers
+    from gradlab.analysis.report.examine import PARTS, examine
+    from gradlab.analysis.report.trace_report import write_trace_report
     from gradlab.artifact import Artifact
     from gradlab.cli.predict import node_counts
     from gradlab.trace import Trace
@@ -109,7 +109,7 @@ def analyze(
 
 
 def _profile(run: Path | None, compute_seconds: float | None) -> Profile | None:
-    from gradlab.analysis.profile import Profile, compute_seconds_of
+    from gradlab.analysis.forecast.profile import Profile, compute_seconds_of
 
     if compute_seconds is not None:
         return Profile(compute_seconds, "as given")

@@ -14,9 +14,9 @@ from gradlab.errors import GradlabError
 from gradlab.progress import Progress
 
 if TYPE_CHECKING:
-    from gradlab.analysis.gradiveq import GradiveqFit
-    from gradlab.analysis.replay_result import Replay
-    from gradlab.analysis.spectrum import TraceSpectrum
+    from gradlab.analysis.fit.gradiveq import GradiveqFit
+    from gradlab.analysis.measure.spectrum import TraceSpectrum
+    from gradlab.analysis.replay.result import Replay
     from gradlab.trace import Trace
 
 WORKLOAD = "digits"
@@ -68,8 +68,8 @@ def _loop(
     out: Path, ranks: int, steps: int, seed: int, progress: Progress
 ) -> tuple[dict[str, dict[str, Any]], Offline]:
     """Record, analyse and fit, then train each method. The first quarter is dense, and all the fit sees."""
-    from gradlab.cli.launch import launch, save_report
-    from gradlab.cli.settings import TrainSettings
+    from gradlab.cli.train.launch import launch, save_report
+    from gradlab.cli.train.settings import TrainSettings
     from gradlab.trace import Trace
 
     common: dict[str, Any] = {"workload": WORKLOAD, "ranks": ranks, "steps": steps, "seed": seed}
@@ -88,11 +88,11 @@ def _loop(
 
 
 def _offline(trace: Trace, out: Path, warmup: int, seed: int, progress: Progress) -> Offline:
-    from gradlab.analysis.gradiveq import RECOMMENDED, fit_gradiveq
+    from gradlab.analysis.fit.gradiveq import RECOMMENDED, fit_gradiveq
+    from gradlab.analysis.fit.uniform import uniform_artifact
+    from gradlab.analysis.measure.spectrum import measure_spectrum
     from gradlab.analysis.replay import replay
-    from gradlab.analysis.report import summarize_trace
-    from gradlab.analysis.spectrum import measure_spectrum
-    from gradlab.analysis.uniform import uniform_artifact
+    from gradlab.analysis.report.trace_report import summarize_trace
     from gradlab.plan import Plan
 
     # PCA sees the end of the dense phase: the freshest gradients it can have before it is needed.
@@ -113,7 +113,7 @@ def _offline(trace: Trace, out: Path, warmup: int, seed: int, progress: Progress
 
 
 def _report(out: Path, runs: Mapping[str, dict[str, Any]], offline: Offline, progress: Progress) -> Path:
-    from gradlab.analysis.report import write_comparison
+    from gradlab.analysis.report.trace_report import write_comparison
 
     return write_comparison(
         out / "report",
@@ -129,7 +129,7 @@ def _report(out: Path, runs: Mapping[str, dict[str, Any]], offline: Offline, pro
 def _print(runs: Mapping[str, dict[str, Any]], offline: Offline, page: Path) -> None:
     import json
 
-    from gradlab.analysis.report_tables import comparison_table
+    from gradlab.analysis.report.tables import comparison_table
 
     OUT.print(json.loads((page.parent / "report.json").read_text())["verdict"], markup=False)
     for line in offline.fit.warnings:

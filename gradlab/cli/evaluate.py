@@ -12,7 +12,7 @@ from gradlab.cli.console import OUT, print_json, print_table, print_warnings, pr
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
-    from gradlab.analysis.replay_result import Replay
+    from gradlab.analysis.replay.result import Replay
 
 
 def evaluate(
@@ -34,9 +34,9 @@ def evaluate(
 
       gradlab evaluate trace topk.safetensors gradiveq.safetensors
     """
+    from gradlab.analysis.outputs import REPORT_FILES, require_free
     from gradlab.analysis.replay import replay
-    from gradlab.analysis.report import write_trace_report
-    from gradlab.analysis.target import REPORT_FILES, require_free
+    from gradlab.analysis.report.trace_report import write_trace_report
     from gradlab.artifact import Artifact
     from gradlab.trace import Trace
 
@@ -64,9 +64,9 @@ def evaluate(
 
 def print_replays(replays: Mapping[str, Replay]) -> None:
     """What they say and what to beware of, then one row per replayed plan."""
-    from gradlab.analysis.ranking import ranking_stability
-    from gradlab.analysis.report_tables import replay_table
-    from gradlab.analysis.verdict import ranking_line, replay_verdict
+    from gradlab.analysis.replay.ranking import ranking_stability
+    from gradlab.analysis.report.tables import replay_table
+    from gradlab.analysis.report.verdict import ranking_line, replay_verdict
 
     found = {name: result.to_json() for name, result in replays.items()}
     OUT.print(replay_verdict(found), markup=False)

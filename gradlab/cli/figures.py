@@ -20,7 +20,7 @@ def require_figure(out: Path, overwrite: bool) -> None:
     Raises:
         GradlabError: for another ending than those in `FIGURES`, or a file that is there if overwrite is false.
     """
-    from gradlab.analysis.target import require_free
+    from gradlab.analysis.outputs import require_free
 
     if out.suffix not in FIGURES:
         raise GradlabError(f"{out}: a figure is written as {' or '.join(FIGURES)}")
@@ -29,7 +29,7 @@ def require_figure(out: Path, overwrite: bool) -> None:
 
 def write_figure(draw: Callable[[], Figure], out: Path) -> None:
     """Draw a figure and write it, whole or not at all."""
-    from gradlab.analysis.style import drawing, render
+    from gradlab.analysis.figures.style import drawing, render
     from gradlab.files import write_whole
 
     with drawing():

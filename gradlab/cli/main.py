@@ -6,7 +6,9 @@ import sys
 
 import typer
 
-from gradlab.cli import analyze, demo, evaluate, fit, inspect, methods, predict, timeline, trace, train
+from gradlab.cli import analyze, demo, evaluate, inspect, methods, predict, timeline, trace
+from gradlab.cli.fit import command as fit
+from gradlab.cli.train import command as train
 from gradlab.errors import GradlabError
 from gradlab.version import VERSION
 

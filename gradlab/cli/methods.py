@@ -11,7 +11,7 @@ from gradlab.cli.console import OUT, print_json, print_table
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
-    from gradlab.methods import Method
+    from gradlab.plan.recipes import Method
 
 Facts = Mapping[str, Any]
 
@@ -55,7 +55,7 @@ def methods(
         print_table("codecs, with default settings", HEADER, [_row(facts) for facts in found], left=len(HEADER))
         print_table("wrappers", ("wrapper", "what it does"), [(w["name"], w["title"]) for w in around], left=2)
         rows = [(title, text) for title, text in by_name().items()]
-        print_table("methods by name (gradlab.methods.method_plan)", ("method", "what it is"), rows, left=2)
+        print_table("methods by name (gradlab.plan.method_plan)", ("method", "what it is"), rows, left=2)
 
 
 INTRODUCTION = """# Methods
@@ -118,8 +118,8 @@ def _one(facts: Facts) -> str:
 
 
 def by_name() -> dict[str, str]:
-    """What each method of `gradlab.methods` is made of."""
-    from gradlab.methods import METHODS
+    """What each method of `gradlab.plan.recipes` is made of."""
+    from gradlab.plan.recipes import METHODS
 
     return {name: _made_of(method) for name, method in METHODS.items()}
 
@@ -149,7 +149,7 @@ def page(found: Sequence[Facts], around: Sequence[Facts]) -> str:
         "",
         "## Methods by name",
         "",
-        "`gradlab.methods.method_plan(model, name)`; wrappers outermost first.",
+        "`gradlab.plan.method_plan(model, name)`; wrappers outermost first.",
         "",
         *_table(("method", "what it is"), [(name, f"`{text}`") for name, text in by_name().items()]),
         "",

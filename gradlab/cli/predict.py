@@ -64,10 +64,10 @@ def predict(
 
       gradlab predict powersgd.safetensors --compute-seconds 0.36s --all-reduce tree --measured times.json
     """
-    from gradlab.analysis.calibration import calibrate_link, read_observations
     from gradlab.analysis.forecast import forecast
-    from gradlab.analysis.link import Link, parse_bandwidth, parse_seconds
-    from gradlab.analysis.profile import profile_of
+    from gradlab.analysis.forecast.calibration import calibrate_link, read_observations
+    from gradlab.analysis.forecast.link import Link, parse_bandwidth, parse_seconds
+    from gradlab.analysis.forecast.profile import profile_of
     from gradlab.artifact import Artifact
 
     delay = parse_seconds(latency)
@@ -91,7 +91,7 @@ def predict(
             progress=progress,
         )
     if out is not None:
-        from gradlab.analysis.forecast_plot import plot_step_time
+        from gradlab.analysis.figures.forecast import plot_step_time
 
         write_figure(lambda: plot_step_time(found.to_json()), out)
     if as_json:
@@ -116,7 +116,7 @@ def node_counts(text: str) -> list[int]:
 def _print(found: Forecast, out: Path | None) -> None:
     import math
 
-    from gradlab.analysis.link import format_rate
+    from gradlab.analysis.forecast.link import format_rate
     from gradlab.formatting import format_bytes, format_ratio, format_seconds
 
     OUT.print(found.verdict, markup=False)

@@ -39,7 +39,7 @@ def timeline(
         require_figure(out, overwrite)
     steps = {name: read_step(file, rank, step) for name, file in _named(traces).items()}
     if out is not None:
-        from gradlab.analysis.chrome_trace_plot import plot_timelines
+        from gradlab.analysis.figures.chrome_trace import plot_timelines
 
         write_figure(lambda: plot_timelines(steps), out)
     found = {name: spans.to_json() for name, spans in steps.items()}

@@ -11,7 +11,7 @@ from gradlab.cli.console import OUT, print_json, print_table
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
-    from gradlab.trace_check import TraceCheck
+    from gradlab.trace.checking import TraceCheck
 
 app = typer.Typer(
     help="Look at, check and repair a recording.", no_args_is_help=True, rich_markup_mode=None, add_completion=False
@@ -73,7 +73,7 @@ def check(trace: Folder, as_json: AsJson = False) -> None:
     """
     import dataclasses
 
-    from gradlab.trace_check import check as check_trace
+    from gradlab.trace.checking import check as check_trace
 
     found = check_trace(trace)
     if as_json:

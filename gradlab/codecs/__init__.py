@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from gradlab.codec import Codec, register
-from gradlab.codec_settings import build_settings
-from gradlab.registry import CODECS
+from gradlab.codec.registry import CODECS
+from gradlab.codec.settings import build_settings
 
 __all__ = ["get", "make", "names", "register"]
 

@@ -15,12 +15,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradlab.bits import pack, packed_bytes, unpack
-from gradlab.blocks import pieces
 from gradlab.codec import About, Compressor, Guarantees, PlanDefaults
-from gradlab.codec_settings import setting
+from gradlab.codec.blockwise import pieces
+from gradlab.codec.settings import setting
+from gradlab.coding.bits import pack, packed_bytes, unpack
+from gradlab.coding.random_bits import on_device, sixteen_random_bits
 from gradlab.layout import Layer
-from gradlab.random_bits import on_device, sixteen_random_bits
 
 INTEGERS = {"int8": 8, "int4": 4}
 FLOATS = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}

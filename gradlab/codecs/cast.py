@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from gradlab.codec import About, Codec, Context, Deferred, Exchanged, PlanDefaults, Tensors
-from gradlab.codec_settings import setting
+from gradlab.codec.settings import setting
 from gradlab.collectives import Coroutine, Mean
 from gradlab.layout import Layer
 from gradlab.workspace import Workspace

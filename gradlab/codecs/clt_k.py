@@ -15,12 +15,12 @@ from typing import Any, ClassVar
 import torch
 
 from gradlab.codec import About, Codec, Context, Deferred, Exchanged, Tensors, concatenate, separate
-from gradlab.codec_settings import setting
+from gradlab.codec.settings import setting
+from gradlab.codec.sparsifier import coding_setting, count_of, density_setting, largest
 from gradlab.codecs.block_scaled import BlockScaled
+from gradlab.coding.positions import decode, encode, in_order, index_bytes
 from gradlab.collectives import Broadcast, Coroutine, Gather, Mean
-from gradlab.indices import decode, encode, in_order, index_bytes
 from gradlab.layout import Layer
-from gradlab.sparse import coding_setting, count_of, density_setting, largest
 
 _INT8 = BlockScaled(BlockScaled.Settings("int8"))
 

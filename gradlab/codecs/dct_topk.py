@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradlab.bits import pack, packed_bytes, unpack
 from gradlab.codec import About, Compressor, Context, Exchanged, Guarantees, Tensors
-from gradlab.codec_settings import setting
+from gradlab.codec.settings import setting
+from gradlab.coding.bits import pack, packed_bytes, unpack
 from gradlab.collectives import Coroutine
 from gradlab.layout import Layer
 

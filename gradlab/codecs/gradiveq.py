@@ -18,14 +18,14 @@ from typing import Any, ClassVar
 import torch
 
 from gradlab.codec import About, Codec, Context, Deferred, Exchanged, Guarantees, PlanDefaults, Tensors
-from gradlab.codec_settings import require, setting
+from gradlab.codec.measures import squared_norm
+from gradlab.codec.settings import require, setting
 from gradlab.codecs.qsgd import QSGD
 from gradlab.collectives import Broadcast, Coroutine, Gather, Mean, Request, Ring, together
+from gradlab.collectives.ring import SummedRing, segment_bounds
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, flatten, split_slices, unflatten
-from gradlab.measures import squared_norm
-from gradlab.ring import SummedRing, segment_bounds
-from gradlab.slice_pca import (
+from gradlab.learning.slice_pca import (
     Spectrum,
     check_bases,
     complement,

@@ -19,10 +19,10 @@ from gradlab.codec import (
     mean_only,
     separate,
 )
-from gradlab.codec_settings import setting
+from gradlab.codec.settings import setting
 from gradlab.collectives import Coroutine, Ring
+from gradlab.collectives.ring import SummedRing, segment_bounds
 from gradlab.layout import Layer
-from gradlab.ring import SummedRing, segment_bounds
 
 
 class Identity(Codec):

@@ -12,14 +12,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradlab.autoencoder import Architecture, Loss, ring_loss
 from gradlab.codec import About, Context, Exchanged, Tensors, concatenate, separate
-from gradlab.codec_settings import setting
+from gradlab.codec.settings import setting
+from gradlab.coding.positions import index_bytes
 from gradlab.collectives import Coroutine, Gather, Mean, sum_in_rank_order
 from gradlab.errors import GradlabError
-from gradlab.indices import index_bytes
 from gradlab.layout import Layer
-from gradlab.learned_selection import (
+from gradlab.learning.autoencoder import Architecture, Loss, ring_loss
+from gradlab.learning.selection import (
     COMPRESSING,
     ORDERS,
     SELECTING,

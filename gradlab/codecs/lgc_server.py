@@ -12,14 +12,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradlab.autoencoder import Architecture, Loss, server_loss
 from gradlab.codec import About, Context, Deferred, Exchanged, Tensors, concatenate, separate
-from gradlab.codec_settings import setting
+from gradlab.codec.settings import setting
+from gradlab.codec.sparsifier import count_of, largest
+from gradlab.coding.positions import decode, encode, index_bytes, varies
 from gradlab.collectives import Broadcast, Coroutine, Gather
 from gradlab.errors import GradlabError
-from gradlab.indices import decode, encode, index_bytes, varies
 from gradlab.layout import Layer
-from gradlab.learned_selection import (
+from gradlab.learning.autoencoder import Architecture, Loss, server_loss
+from gradlab.learning.selection import (
     COMPRESSING,
     TRAINING,
     LearnedSelection,
@@ -31,7 +32,6 @@ from gradlab.learned_selection import (
     prefixed,
     root_mean_squares,
 )
-from gradlab.sparse import count_of, largest
 
 
 class LgcServer(LearnedSelection):

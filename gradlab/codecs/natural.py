@@ -12,12 +12,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradlab.bits import packed_bytes
-from gradlab.blocks import CACHED
 from gradlab.codec import About, Compressor, Guarantees, PlanDefaults
+from gradlab.codec.blockwise import CACHED
 from gradlab.codecs.sign import pack_signs
+from gradlab.coding.bits import packed_bytes
+from gradlab.coding.random_bits import on_device, sixteen_random_bits
 from gradlab.layout import Layer
-from gradlab.random_bits import on_device, sixteen_random_bits
 
 _EXPONENT = 0x7F800000  # of a float32: eight bits; below it 23 of the mantissa
 _LARGEST = 0x7F000000  # 2^127, the largest power of two

@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from gradlab.bits import packed_bytes
-from gradlab.blocks import CACHED, WHOLE, BlockCompressor
 from gradlab.codec import About, Guarantees, PlanDefaults
-from gradlab.codec_settings import setting
+from gradlab.codec.blockwise import CACHED, WHOLE, BlockCompressor
+from gradlab.codec.settings import setting
 from gradlab.codecs.sign import pack_signs, write_signs
+from gradlab.coding.bits import packed_bytes
 from gradlab.layout import Layer
 
 BLOCKS = ("unit", "tensor")

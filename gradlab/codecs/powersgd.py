@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from gradlab.codec import About, Codec, Context, Deferred, Exchanged, Tensors
-from gradlab.codec_settings import require, setting
+from gradlab.codec.settings import require, setting
 from gradlab.collectives import Coroutine, Mean
 from gradlab.layout import Layer
 

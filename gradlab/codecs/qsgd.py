@@ -14,8 +14,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradlab.bits import pack, packed_bytes, unpack
-from gradlab.blocks import pieces
 from gradlab.codec import (
     About,
     Compressor,
@@ -27,11 +25,13 @@ from gradlab.codec import (
     concatenate,
     separate,
 )
-from gradlab.codec_settings import require, setting
+from gradlab.codec.blockwise import pieces
+from gradlab.codec.settings import require, setting
+from gradlab.coding.bits import pack, packed_bytes, unpack
+from gradlab.coding.random_bits import on_device, sixteen_random_bits
 from gradlab.collectives import Coroutine, Ring
+from gradlab.collectives.ring import RingCode, segment_bounds
 from gradlab.layout import Layer
-from gradlab.random_bits import on_device, sixteen_random_bits
-from gradlab.ring import RingCode, segment_bounds
 
 NORMS = ("max", "l2")
 CONTRACTIONS = ("none", "bound", "measured")

@@ -24,10 +24,10 @@ from gradlab.codec import (
     concatenate,
     separate,
 )
-from gradlab.codec_settings import setting
+from gradlab.codec.settings import setting
+from gradlab.codec.sparsifier import count_of, density_setting
 from gradlab.collectives import Coroutine, Mean
 from gradlab.layout import Layer
-from gradlab.sparse import count_of, density_setting
 
 
 class RandomK(Codec):

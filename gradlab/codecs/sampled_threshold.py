@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import torch
 
 from gradlab.codec import About, Sparsifier
-from gradlab.codec_settings import setting
-from gradlab.sparse import at_least, coding_setting, count_of, density_setting, largest
+from gradlab.codec.settings import setting
+from gradlab.codec.sparsifier import at_least, coding_setting, count_of, density_setting, largest
 
 _LOWERED = 0.8  # the threshold's factor where it has left too few
 _ADJUSTMENTS = 10

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from gradlab.bits import packed_bytes
-from gradlab.blocks import CACHED, WHOLE, BlockCompressor
 from gradlab.codec import About, Guarantees, PlanDefaults
-from gradlab.codec_settings import setting
+from gradlab.codec.blockwise import CACHED, WHOLE, BlockCompressor
+from gradlab.codec.settings import setting
+from gradlab.coding.bits import packed_bytes
 from gradlab.layout import Layer
 
 SCALES = ("mean", "one")

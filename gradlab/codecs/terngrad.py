@@ -15,13 +15,13 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from gradlab.bits import pack, packed_bytes, unpack
-from gradlab.blocks import CACHED, WHOLE, BlockCompressor
 from gradlab.codec import About, Context, Deferred, Exchanged, Guarantees, PlanDefaults, Tensors, concatenate, separate
-from gradlab.codec_settings import require, setting
+from gradlab.codec.blockwise import CACHED, WHOLE, BlockCompressor
+from gradlab.codec.settings import require, setting
+from gradlab.coding.bits import pack, packed_bytes, unpack
+from gradlab.coding.random_bits import on_device, sixteen_random_bits
 from gradlab.collectives import AllToAll, Coroutine, Gather
 from gradlab.layout import Layer
-from gradlab.random_bits import on_device, sixteen_random_bits
 
 
 class TernGrad(BlockCompressor):

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import torch
 
 from gradlab.codec import About, Context, Exchanged, Sparsifier, Tensors, concatenate
-from gradlab.codec_settings import setting
+from gradlab.codec.settings import setting
+from gradlab.codec.sparsifier import at_least, coding_setting, count_of, density_setting, largest
 from gradlab.collectives import Coroutine, Mean
 from gradlab.layout import Layer
-from gradlab.sparse import at_least, coding_setting, count_of, density_setting, largest
 
 
 class Threshold(Sparsifier):

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import torch
 
 from gradlab.codec import About, Codec, Context, Guarantees, Sparsifier
+from gradlab.codec.sparsifier import coding_setting, count_of, density_setting, largest
 from gradlab.layout import Layer
-from gradlab.sparse import coding_setting, count_of, density_setting, largest
 
 
 class TopK(Sparsifier):

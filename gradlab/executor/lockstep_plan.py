@@ -21,7 +21,7 @@ from gradlab.collectives import (
 )
 from gradlab.executor.step import PlanRun, Step
 from gradlab.plan import FINITE_FLAG_BYTES, Group, Plan
-from gradlab.replanning import ROOT
+from gradlab.plan.replanning import ROOT
 
 Result = TypeVar("Result")
 

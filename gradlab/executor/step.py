@@ -24,14 +24,14 @@ from dataclasses import replace
 import torch
 
 from gradlab.codec import Codec, Context, Exchanged, Tensors, exchange_group
+from gradlab.codec.measures import is_finite
+from gradlab.codec.wrapper import innermost
 from gradlab.codecs.identity import Identity
 from gradlab.collectives import Coroutine, Mean
 from gradlab.errors import GradlabError
-from gradlab.measures import is_finite
 from gradlab.plan import Group, Plan
-from gradlab.replanning import Replanner, adopted_state
+from gradlab.plan.replanning import Replanner, adopted_state
 from gradlab.workspace import Workspace
-from gradlab.wrapper import innermost
 
 
 class PlanRun:

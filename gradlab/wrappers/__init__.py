@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gradlab.registry import WRAPPERS
-from gradlab.wrapper import Wrapper
+from gradlab.codec.registry import WRAPPERS
+from gradlab.codec.wrapper import Wrapper
 
 
 def names() -> list[str]:

@@ -16,10 +16,18 @@ from typing import Any
 import torch
 
 from gradlab.codec import Codec, Context, Deferred, Exchanged, Tensors
-from gradlab.codec_settings import setting
+from gradlab.codec.settings import setting
+from gradlab.codec.wrapper import (
+    Wrapper,
+    buffer_setting,
+    entries,
+    innermost,
+    load_buffer,
+    step_size_setting,
+    store_buffer,
+)
 from gradlab.collectives import Coroutine
 from gradlab.errors import GradlabError
-from gradlab.wrapper import Wrapper, buffer_setting, entries, innermost, load_buffer, step_size_setting, store_buffer
 
 
 def keep_setting() -> Any:

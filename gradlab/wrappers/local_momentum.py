@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from gradlab.codec import Context, Exchanged, Tensors
-from gradlab.codec_settings import setting
+from gradlab.codec.settings import setting
+from gradlab.codec.wrapper import Wrapper, buffer_setting, load_buffer, store_buffer
 from gradlab.collectives import Coroutine
-from gradlab.wrapper import Wrapper, buffer_setting, load_buffer, store_buffer
 
 
 class LocalMomentum(Wrapper):

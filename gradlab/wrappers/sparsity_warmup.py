@@ -11,10 +11,10 @@ from dataclasses import dataclass, fields
 import torch
 
 from gradlab.codec import Codec, Context, Exchanged, Tensors
-from gradlab.codec_settings import require, setting
+from gradlab.codec.settings import require, setting
+from gradlab.codec.wrapper import Wrapper, innermost
 from gradlab.collectives import Coroutine
 from gradlab.errors import GradlabError
-from gradlab.wrapper import Wrapper, innermost
 
 
 class SparsityWarmup(Wrapper):

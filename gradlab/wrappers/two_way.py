@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from gradlab.codec import Codec, Compressor, Context, Deferred, Exchanged, Tensors, concatenate, separate
-from gradlab.codec_settings import setting
+from gradlab.codec.settings import setting
+from gradlab.codec.wrapper import Wrapper, buffer_setting, load_buffer, state_names, step_size_setting, store_buffer
 from gradlab.collectives import AllToAll, Broadcast, Coroutine, Gather
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
-from gradlab.wrapper import Wrapper, buffer_setting, load_buffer, state_names, step_size_setting, store_buffer
 
 Shard = tuple[int, int]
 Payload = tuple[torch.Tensor, ...]

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradlab.codec import Context, Exchanged, Tensors
-from gradlab.codec_settings import setting
+from gradlab.codec.settings import setting
+from gradlab.codec.wrapper import Wrapper
 from gradlab.collectives import Coroutine
-from gradlab.wrapper import Wrapper
 
 
 class WeightDecay(Wrapper):

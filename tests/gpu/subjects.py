@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from contract import SETTINGS, cases, codec_of, plan_for
-from prescribed import SHAPES, Prescribed
-from prescribed import gradients as drawn
 
 from gradlab.codec import Codec, Context, Tensors, exchange_group
 from gradlab.collectives import run_lockstep
 from gradlab.plan import Plan
+from support.contract import SETTINGS, cases, codec_of, plan_for
+from support.prescribed import SHAPES, Prescribed
+from support.prescribed import gradients as drawn
 
 __all__ = ["SETTINGS", "SHAPES", "Prescribed", "cases", "codec_of", "exchange", "gradients", "lockstep", "plan_for"]
 

@@ -1,0 +1,1 @@
+"""The look of figures, and the drawings that pages and commands share."""

@@ -1,0 +1,79 @@
+"""Figures about LGC: autoencoders' errors while they learn and later; what other codes of the same values reach."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from gradlab.analysis.figures.style import BLUE, GREY, VERMILION, layer_colors, panels
+from gradlab.analysis.fit.lgc.value_codes import RatePoint
+
+
+def plot_fit(origin: Mapping[str, Any]) -> Figure:
+    """Error over epochs, where it was learned and where it says when to stop; and held out, over age. origin: of a
+    fit."""
+    figure, (left, right) = panels(2, 2, height=2.4)
+    epochs = range(1, len(origin["curve"]) + 1)
+    for key, label, color in (("learned", "learned from", BLUE), ("stop", "stopped by", VERMILION)):
+        left.plot(epochs, [errors[key] for errors in origin["curve"]], color=color, label=label)
+    left.set(xlabel="epoch", ylabel="error, in that of zeros", ylim=(0, None))
+    left.legend(fontsize=7)
+    held = origin["holdout"]
+    ages = [sum(span) / 2 for span in held["ages"]]
+    right.plot(ages, held["error_by_age"], marker="o", markersize=3, color=VERMILION)
+    right.axhline(1.0, color=GREY, linewidth=0.8, linestyle=":")
+    right.set(xlabel="iterations since it learned", ylabel="held-out error", ylim=(0, None))
+    return figure
+
+
+def plot_sparsification(losses: Mapping[str, Sequence[float]], every: int = 1) -> Figure:
+    """The paper's Fig. 13: training loss over iterations for each way to become sparse. losses: means of `every`
+    iterations at a time."""
+    figure, (axes,) = panels(1, 1, height=2.8)
+    for color, (name, values) in zip(layer_colors(len(losses)), losses.items(), strict=True):
+        axes.plot([every * (at + 0.5) for at in range(len(values))], values, color=color, linewidth=1.2, label=name)
+    axes.set(xlabel="iteration", ylabel="training loss")
+    axes.legend(fontsize=7)
+    return figure
+
+
+def plot_reconstruction(errors: Mapping[str, Mapping[str, Sequence[float]]], mean_of: int = 10) -> Figure:
+    """The paper's Fig. 14: an autoencoder's error over the iterations in which it learns, a panel for each number of
+    nodes and in it a line for each setting; means of so many iterations at a time."""
+    figure, axes = panels(len(errors), 2, height=2.4, sharey=True)
+    for axis, (title, curves) in zip(axes, errors.items(), strict=True):
+        for number, (color, (name, values)) in enumerate(zip(layer_colors(len(curves)), curves.items(), strict=True)):
+            means = [fmean(values[at : at + mean_of]) for at in range(0, len(values), mean_of)]
+            places = [mean_of * (at + 0.5) for at in range(len(means))]
+            style = (0, (4, number)) if number else "-"  # lines may lie on each other
+            axis.plot(places, means, color=color, linewidth=1.2, linestyle=style, label=name)
+        axis.axhline(1.0, color=GREY, linewidth=0.8, linestyle=":")
+        axis.set(title=title, xlabel="iteration", ylim=(0, None))
+    axes[0].set(ylabel="error, in that of zeros")
+    axes[0].legend(fontsize=7)
+    return figure
+
+
+def plot_rates(curves: Mapping[str, Sequence[RatePoint]]) -> Figure:
+    """Error of the averaged selected vector over bits per value, of each code; dotted, for orientation: the
+    least for Gaussian values of one variance, 4 to the power of minus bits."""
+    figure, (axes,) = panels(1, 1, height=3.0)
+    for color, (name, curve) in zip(layer_colors(len(curves)), curves.items(), strict=True):
+        ordered = sorted(curve, key=lambda point: point.bits)
+        style = "-o" if "trellis" in name else "--s"
+        axes.plot(
+            [point.bits for point in ordered],
+            [point.error for point in ordered],
+            style,
+            color=color,
+            markersize=3,
+            label=name,
+        )
+    bits = sorted(point.bits for curve in curves.values() for point in curve)
+    axes.plot(bits, [4.0**-value for value in bits], ":", color=GREY, label="Gaussian of one variance")
+    axes.set(xlabel="bits per value, held out", ylabel="error, in that of zeros", yscale="log")
+    axes.legend(fontsize=7)
+    return figure

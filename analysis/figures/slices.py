@@ -1,0 +1,240 @@
+"""Figures of what GradiVeQ builds on, one panel or row per layer. Each takes `measure_slice_structure`'s JSON.
+
+After Yu et al., "GradiVeQ", NeurIPS 2018: Fig. 4 (adjacent gradients) and Fig. 5 (slice size), with the loss on later
+iterations and that of random bases beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from gradlab.analysis.figures.spectra import short
+from gradlab.analysis.figures.style import BLACK, BLUE, GREY, VERMILION, layer_colors, name_layers, panels
+from gradlab.formatting import format_bytes, format_percent
+
+Structure = Mapping[str, Any]
+Layer = Mapping[str, Any]
+Style = dict[str, Any]
+_LOSS = "loss ‖ĝ - g‖² / ‖g‖²"
+_LATER: Style = {"color": VERMILION, "marker": "o"}
+_IN_SAMPLE: Style = {"color": BLUE, "linestyle": "-.", "linewidth": 1.0}
+_RANDOM: Style = {"color": GREY, "linestyle": "--", "linewidth": 1.0}
+
+
+def measured(structure: Structure, part: str) -> list[Layer]:
+    """The layers that have this part; of angles, any to show."""
+    found = [layer for layer in structure["layers"] if layer[part] is not None]
+    return [layer for layer in found if layer["angles"]["degrees"][0]] if part == "angles" else found
+
+
+def plot_adjacent(structure: Structure) -> Figure:
+    """Fig. 4: correlation of adjacent gradients; the first two before, and on their principal axes."""
+    layers = measured(structure, "scatter")
+    figure, axes = panels(3 * len(layers), 3, height=2.15)
+    for row, layer in enumerate(layers):
+        correlation, before, after = axes[3 * row : 3 * row + 3]
+        matrix = _numbers(layer["correlation"]["matrix"])
+        image = correlation.imshow(matrix, vmin=-1, vmax=1, cmap="RdBu_r", interpolation="nearest")
+        correlation.set(title=short(layer["name"]), xlabel="adjacent gradient", ylabel="adjacent gradient")
+        correlation.grid(False)
+        _scatter(before, layer["scatter"]["before"], ("gradient 1", "gradient 2"), "as recorded")
+        shares = " + ".join(format_percent(share, 0) for share in layer["scatter"]["share"][:2])
+        _scatter(after, layer["scatter"]["after"], ("gradient 1'", "gradient 2'"), f"rotated: {shares}")
+    figure.colorbar(image, ax=axes, label="correlation", aspect=30, shrink=0.5, pad=0.02)
+    return figure
+
+
+def _scatter(axes: Axes, points: Sequence[Sequence[float]], names: tuple[str, str], title: str) -> None:
+    first, second = _numbers(points)[:, :2].T
+    axes.plot(first, second, ".", color=BLUE, markersize=3)
+    axes.set(ylabel=names[1], title=title)
+    axes.set_xlabel(names[0], loc="left")  # a power of ten stands at the right
+    axes.set_aspect("equal", adjustable="datalim")
+    axes.ticklabel_format(style="sci", scilimits=(-2, 2))
+    axes.locator_params(nbins=4)
+
+
+def plot_slice_sizes(structure: Structure) -> Figure:
+    """Fig. 5: slice size against the loss of the first slice's compressor on the others, and compression ratio."""
+    layers = measured(structure, "slice_sizes")
+    figure, axes = panels(2 * len(layers), 2, height=1.9)
+    for row, layer in enumerate(layers):
+        left, right = axes[2 * row : 2 * row + 2]
+        found, sizes = layer["slice_sizes"], layer["slice_sizes"]["sizes"]
+        multiples = np.array(found["multiples"], dtype=bool)
+        _three_losses(left, sizes, found, "later iterations", "o")
+        kept = np.flatnonzero(multiples)
+        left.plot(
+            np.array(sizes)[kept], _numbers(found["later_loss"])[kept], "s", color=BLACK, markersize=7, mfc="none"
+        )
+        right.plot(sizes, found["ratios"], color=BLACK, marker="o")
+        for panel in (left, right):
+            for size in np.array(sizes)[kept]:
+                panel.axvline(size, color=GREY, linewidth=0.6, linestyle=":")
+            panel.set(xlabel="slice size K, elements", xscale="log")
+            _ticks(panel, sizes)
+        left.set(ylabel=_LOSS, title=short(layer["name"]))
+        left.set_ylim(bottom=0)
+        right.set(ylabel="K / d", title=f"boxes, dotted: multiples of {layer['period_is']} = {found['period']}")
+    _legend(figure, axes[0])
+    return figure
+
+
+def plot_consistency(structure: Structure) -> Figure:
+    """Loss of every slice under every other's basis, on later iterations."""
+    layers = measured(structure, "consistency")
+    figure, axes = panels(len(layers), 2, height=2.7)
+    # One scale for all: layers are to be compared, and 1 is what losing everything means.
+    most = max(1.0, *(float(_numbers(layer["consistency"]["later"]).max()) for layer in layers))
+    for panel, layer in zip(axes, layers, strict=True):
+        found = layer["consistency"]
+        image = panel.imshow(_numbers(found["later"]), vmin=0, vmax=most, cmap="cividis", interpolation="nearest")
+        numbers = found["slices"]
+        shown = np.unique(np.linspace(0, len(numbers) - 1, min(6, len(numbers))).round().astype(int))
+        for place in (panel.set_xticks, panel.set_yticks):
+            place(shown, [str(numbers[m]) for m in shown])
+        panel.set(title=f"{short(layer['name'])}, K = {found['slice_size']}", xlabel="slice", ylabel="basis of slice")
+        panel.grid(False)
+    figure.colorbar(image, ax=axes, label=_LOSS, aspect=30, pad=0.02)
+    return figure
+
+
+def plot_dimension_curves(structure: Structure) -> Figure:
+    """d against lambda, what that loses later, and d against the number of samples."""
+    layers = measured(structure, "thresholds")
+    figure, (by_threshold, promised, by_samples) = panels(3, 3, height=2.6)
+    for layer, color in zip(layers, layer_colors(len(layers)), strict=True):
+        found, grown = layer["thresholds"], layer["samples"]
+        by_threshold.plot(found["thresholds"], found["dimensions"], color=color, marker=".", label=short(layer["name"]))
+        promised.plot(found["thresholds"], _numbers(found["later_loss"]), color=color, marker=".")
+        by_samples.plot(grown["counts"], grown["dimensions"][0], color=color, marker=".")
+        if (stable := grown["stable_at"][0]) is not None:
+            at = grown["counts"].index(stable)
+            by_samples.plot(stable, grown["dimensions"][0][at], "*", color=color, markersize=11)
+    limits = layers[0]["thresholds"]["thresholds"]
+    promised.plot(limits, limits, color=BLACK, linestyle=":", linewidth=1)
+    by_samples.set_xlabel(f"samples L_t (λ = {layers[0]['samples']['thresholds'][0]:g})")
+    by_threshold.set(xscale="log", xlabel="threshold λ", ylabel="dimension d", title="(a) d by eq. (6)")
+    promised.set(xscale="log", xlabel="threshold λ", ylabel=_LOSS, title="(b) on later iterations")
+    by_samples.set(ylabel="dimension d", title="(c) d by samples")
+    for panel in (by_threshold, by_samples, promised):
+        panel.set_ylim(bottom=0)
+    name_layers(figure, [by_threshold, promised, by_samples], [short(layer["name"]) for layer in layers])
+    return figure
+
+
+def plot_cost(structure: Structure) -> Figure:
+    """Slice size against the loss on later iterations and bytes per exchange, with one basis for all slices or each."""
+    layers = measured(structure, "cost")
+    figure, axes = panels(2 * len(layers), 2, height=1.9)
+    styles = {"shared": (VERMILION, "o", "one basis (s = ∞)"), "own": (BLUE, "s", "each its own (s = 1)")}
+    for row, layer in enumerate(layers):
+        left, right = axes[2 * row : 2 * row + 2]
+        sizes, dense = layer["cost"]["sizes"], 4 * int(np.prod(layer["shape"]))
+        for way, (color, marker, label) in styles.items():
+            found = layer["cost"][way]
+            left.plot(sizes, _numbers(found["later_loss"]), color=color, marker=marker, label=label)
+            right.plot(sizes, 100 * np.array(found["payload_bytes"]) / dense, color=color, marker=marker)
+        left.plot(sizes, _numbers(layer["cost"]["shared"]["random_loss"]), **_RANDOM, label="random basis, d of s = ∞")
+        left.set(ylabel=_LOSS, title=short(layer["name"]))
+        right.set(ylabel="payload, % of dense", title=f"dense: {format_bytes(dense)}")
+        for panel in (left, right):
+            panel.set(xlabel="slice size K, elements", xscale="log")
+            _ticks(panel, sizes)
+            panel.set_ylim(bottom=0)
+    _legend(figure, axes[0])
+    return figure
+
+
+def plot_staleness(structure: Structure) -> Figure:
+    """Loss by age of the basis, with the suggested L_c."""
+    layers, limit = measured(structure, "staleness"), 1 + structure["tolerance"]
+    figure, axes = panels(len(layers), 2, height=2.4)
+    for panel, layer in zip(axes, layers, strict=True):
+        found = layer["staleness"]
+        ages = np.sqrt(np.prod(np.array(found["ages"], dtype=float), axis=1))
+        for place, window in enumerate(found["by_window"]):
+            label = "one window" if place == 0 else None
+            _through(panel, ages, window, color=GREY, linewidth=0.6, alpha=0.7, label=label)
+        _through(panel, ages, found["random_loss"], **_RANDOM, label="random basis, same d")
+        _through(panel, ages, found["loss"], **_LATER, label="all windows")
+        panel.axhline(limit * found["loss"][0], color=BLACK, linestyle=":", label=f"{limit:g} x the youngest")
+        suggested = found["suggested"]
+        panel.axvline(suggested or found["last_age"], color=BLACK, linewidth=1, linestyle="--")
+        says = f"L_c = {suggested}" if suggested is not None else f"L_c at least {found['last_age']}"
+        panel.set(title=f"{short(layer['name'])}: {says}", xlabel="age, iterations", ylabel=_LOSS, xscale="log")
+        _ticks(panel, ages)
+        panel.set_ylim(bottom=0)
+    _legend(figure, axes[0])
+    return figure
+
+
+def _through(panel: Axes, ages: np.ndarray, losses: Sequence[float | None], **style: Any) -> None:
+    """A line through the bins that hold anything."""
+    values = _numbers(losses)
+    there = np.isfinite(values)
+    panel.plot(ages[there], values[there], **style)
+
+
+def plot_angles(structure: Structure) -> Figure:
+    """Principal angles between bases fitted on successive windows."""
+    layers = measured(structure, "angles")
+    figure, axes = panels(len(layers), 2, height=2.2, sharey=True)
+    edges = [f"{first}" for first, _ in structure["windows"]]
+    for panel, layer in zip(axes, layers, strict=True):
+        degrees = _numbers(layer["angles"]["degrees"])
+        pairs = np.arange(len(degrees))
+        for label, values, color, marker in (
+            ("largest", degrees[:, -1], VERMILION, "o"),
+            ("mean", degrees.mean(1), BLACK, "s"),
+            ("smallest", degrees[:, 0], BLUE, "^"),
+        ):
+            panel.plot(pairs, values, color=color, marker=marker, label=label)
+        panel.axhline(layer["angles"]["by_chance"], **_RANDOM, label="random subspaces")
+        panel.set(title=f"{short(layer['name'])}, d = {degrees.shape[1]}", ylim=(0, 93), yticks=range(0, 91, 30))
+        whole = len(pairs) + 1 == len(edges)  # else a window had too few finite iterations
+        panel.set_xticks(pairs, [f"{a}, {b}" for a, b in pairwise(edges)] if whole else [str(n + 1) for n in pairs])
+        panel.set(xlabel="first iterations of the two windows", ylabel="angle, degrees")
+    _legend(figure, axes[0])
+    return figure
+
+
+def _three_losses(panel: Axes, sizes: Sequence[int], found: Layer, later: str, marker: str) -> None:
+    panel.plot(sizes, _numbers(found["random_loss"]), **_RANDOM, label="random basis, same d")
+    panel.plot(sizes, _numbers(found["in_sample_loss"]), **_IN_SAMPLE, label="iterations fitted on")
+    panel.plot(sizes, _numbers(found["later_loss"]), color=VERMILION, marker=marker, label=later)
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+
+
+def _numbers(values: Any) -> np.ndarray:
+    return np.array(values, dtype=object).astype(float)  # None becomes NaN
+
+
+def _ticks(panel: Axes, values: Any) -> None:
+    """Ticks 1, 2, 5, 10, ... written out, as many as the range holds; at least its ends."""
+    values = np.asarray(values, dtype=float)
+    candidates = [base * 10**power for power in range(6) for base in (1, 2, 5)]
+    ticks = [tick for tick in candidates if values.min() * 0.95 <= tick <= values.max() * 1.05]
+    ticks = ticks if len(ticks) > 1 else sorted({round(values.min()), round(values.max())})
+    panel.set_xticks(ticks, [str(tick) for tick in ticks])
+    panel.set_xticks([], minor=True)
+
+
+PLOTS: dict[str, Callable[[Structure], Figure]] = {
+    "scatter": plot_adjacent,
+    "slice_sizes": plot_slice_sizes,
+    "consistency": plot_consistency,
+    "thresholds": plot_dimension_curves,
+    "cost": plot_cost,
+    "staleness": plot_staleness,
+    "angles": plot_angles,
+}

@@ -1,0 +1,1 @@
+"""Which compressor? One file per method."""

@@ -1,0 +1,366 @@
+"""Fit GradiVeQ's slice bases to a recorded trace, and measure them where it counts: on later iterations.
+
+Yu, Lin, et al., "GradiVeQ", NeurIPS 2018: L_t = 100 averaged gradients, one PCA per layer (reuse factor infinity), d by
+eq. (6). With L_t samples a basis has at most L_t - 1 axes, so the loss on those samples says nothing about training;
+the loss on iterations that the fit has not seen is reported beside it, as a curve over the age of the basis.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from gradlab.analysis.gradients import mean_unscaled
+from gradlab.analysis.measure.holdout import holdout_by_age, losses_by_slice, random_basis_plan
+from gradlab.artifact import Artifact
+from gradlab.codec.settings import build_settings
+from gradlab.codecs.gradiveq import GradiVeQ
+from gradlab.errors import GradlabError
+from gradlab.formatting import format_percent
+from gradlab.layout import Layer, flatten, split_slices
+from gradlab.learning.slice_pca import shared_dimensions, spectrum
+from gradlab.plan import FEEDBACK, Group, Plan, Schedule
+from gradlab.progress import Progress
+
+if TYPE_CHECKING:
+    from gradlab.trace import Trace
+
+# The paper's, with bases that serve to the end of the run.
+PAPER = GradiVeQ.Settings(compressed_steps=0)
+# The form of GradiVeQ that trained best at the same bytes (docs/gradiveq.md): half of the axes random and new in every
+# iteration, the other half fitted on several slices of each layer, and again on what was decoded.
+RECOMMENDED = GradiVeQ.Settings(ratio=20.0, pooled=8, complement=0.5, whitening=False, refresh="decoded")
+# Of the fit's samples, the latest: what each axis is worth is asked of these, where a budget is shared out.
+_JUDGES = 0.25
+# Averaged gradients held at a time, while a layer is streamed: float32 values.
+_BLOCK_VALUES = 2**24
+# Held-out loss above this multiple of lambda is called out in words.
+_TOLERATED = 2.0
+
+
+class NotFittable(GradlabError):
+    """A sound trace that a fit cannot use: too short, or without a layer to fit."""
+
+
+@dataclass(frozen=True)
+class GradiveqFit:
+    """A plan with fitted bases, and plain JSON about how it was made and how it holds up."""
+
+    plan: Plan
+    origin: dict[str, Any]
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a user must know before training with it, one line each."""
+        return list(self.origin["warnings"])
+
+    def artifact(self) -> Artifact:
+        """The plan with its origin, to be saved."""
+        return Artifact(self.plan, self.origin)
+
+
+def fit_gradiveq(
+    trace: Trace,
+    *,
+    samples: int = 100,
+    start: int | None = None,
+    settings: GradiVeQ.Settings | None = None,
+    layer_settings: Mapping[str, Mapping[str, Any]] | None = None,
+    total_ratio: float | None = None,
+    roles: Sequence[str] = ("convolution",),
+    warmup_steps: int = 0,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> GradiveqFit:
+    """One group per layer of the given roles, fitted on `samples` steps; all later steps are held out.
+
+    The paper's order: warm-up, L_t dense iterations to fit on, then compression. warmup_steps: the first iteration
+    that the plan compresses; the fit takes the last `samples` steps recorded before it. 0: the fit takes the first
+    `samples` steps, and the plan compresses from the iteration after them on. start: position of the first step to fit
+    on, where that is not wanted; a fit on iterations that the plan compresses is warned of. Layers with fewer elements
+    than a slice, or whose codes would be no smaller, stay dense and are listed in origin["skipped"].
+
+    settings: of every group; None: `PAPER`. With a complement the groups get error feedback. layer_settings: by layer
+    name, what differs there, such as what happens when the loss monitor fires. total_ratio: in place of eq. (6), d of
+    all layers at once: dense bytes of the whole model over those of a compressed iteration; each further axis goes
+    where it holds most of the energy, per byte, of the last quarter of the samples, which the axes are not fitted on
+    while this is decided.
+
+    Raises:
+        NotFittable: for too few steps before the warm-up ends, nothing left to hold out, or no layer that can be
+            fitted.
+        GradlabError: for fewer than two samples, a start out of range, a negative warm-up, settings of a layer that is
+            not fitted, or a total ratio out of reach.
+    """
+    settings = settings or PAPER
+    if settings.complement == 1:
+        raise NotFittable("complement = 1: all axes are random, there is nothing to fit; make a uniform plan")
+    if total_ratio is not None and not total_ratio >= 1:
+        raise GradlabError(f"total ratio = {total_ratio:g}, expected at least 1")
+    chosen = _chosen_settings(trace, settings, layer_settings or {}, roles)
+    schedule = Schedule(warmup_steps)
+    window = _fit_window(trace, start, samples, warmup_steps)
+    if warmup_steps == 0:
+        schedule = Schedule(int(trace.steps[window.stop - 1]) + 1)
+    if total_ratio is not None:
+        chosen = _within_budget(trace, window, chosen, total_ratio)
+    learned, layers, skipped = _fit_layers(trace, window, chosen, progress)
+    if not learned:
+        reasons = "; ".join(f"{name}: {why}" for name, why in skipped.items()) or "the trace holds none"
+        raise NotFittable(f"{trace.path}: no layer of role {', '.join(roles)} can be fitted ({reasons})")
+    groups = tuple(_group(name, chosen[name]) for name in learned)
+    plan = Plan(tuple(trace.layers), groups, schedule, seed, learned)
+    held = holdout_by_age(trace, plan, start=window.stop, progress=progress)
+    control = holdout_by_age(trace, random_basis_plan(plan, seed), start=window.stop, progress=None)
+    fitted = [int(step) for step in trace.steps[window.start : window.stop]]
+    origin = {
+        "method": "gradiveq",
+        "trace": trace.digest,
+        "world_size": trace.world_size,
+        "settings": dataclasses.asdict(settings),
+        "total_ratio": total_ratio,
+        "promised_loss": None if total_ratio else _promised_loss(chosen),
+        "fitted_on": fitted,
+        "warmup_steps": schedule.warmup_steps,
+        "held_out_on": [int(trace.steps[window.stop]), int(trace.steps[-1])],
+        "layers": layers,
+        "skipped": skipped,
+        "fitted_slices_loss": _loss([fact["fitted_slices_energy"] for fact in layers.values()]),
+        "in_sample_loss": _loss([fact["in_sample_energy"] for fact in layers.values()]),
+        "holdout": held,
+        "random_basis": control,
+        "payload_bytes": plan.payload_bytes(trace.world_size, states={}),
+        "mean_payload_bytes": plan.payload_bytes(trace.world_size),
+        "dense_payload_bytes": plan.payload_bytes(trace.world_size, compressing=False),
+    }
+    return GradiveqFit(plan, {**origin, "warnings": _warnings(origin)})
+
+
+def _fit_window(trace: Trace, start: int | None, samples: int, warmup_steps: int) -> range:
+    """Positions to fit on."""
+    recorded = len(trace.steps)
+    if samples < 2:
+        raise GradlabError(f"samples = {samples}, expected at least 2 steps to fit on")
+    if start is not None and not 0 <= start < max(1, recorded):
+        raise GradlabError(f"{trace.path}: start = {start}, expected a position in 0..{recorded - 1}")
+    first = start if start is not None else _last_before_compression(trace, samples, warmup_steps)
+    if recorded - first <= samples:
+        raise NotFittable(
+            f"{trace.path}: {recorded - first} of {recorded} steps are left from position {first}; fitting on "
+            f"{samples} and holding out later ones needs at least {samples + 1}: record more, or fit on fewer samples"
+        )
+    return range(first, first + samples)
+
+
+def _last_before_compression(trace: Trace, samples: int, warmup_steps: int) -> int:
+    if warmup_steps == 0:
+        return 0
+    before = int(np.searchsorted(trace.steps, warmup_steps))
+    if before < samples:
+        raise NotFittable(
+            f"{trace.path}: {before} steps are recorded before iteration {warmup_steps}, where compression begins; "
+            f"fitting on {samples} needs as many there: compress later, fit on fewer samples, or record from the start"
+        )
+    return before - samples
+
+
+def _chosen_settings(
+    trace: Trace, common: GradiVeQ.Settings, special: Mapping[str, Mapping[str, Any]], roles: Sequence[str]
+) -> dict[str, GradiVeQ.Settings]:
+    """The settings of every layer of the roles, by name."""
+    names = [layer.name for layer in trace.layers if layer.role in roles]
+    if unknown := sorted(set(special) - set(names)):
+        raise GradlabError(f"settings for {', '.join(unknown)}: no layer of role {', '.join(roles)} has that name")
+    values = dataclasses.asdict(common)
+    return {name: build_settings(GradiVeQ, {**values, **special.get(name, {})}) for name in names}
+
+
+def _group(name: str, settings: GradiVeQ.Settings) -> Group:
+    return Group(name, (name,), "gradiveq", dataclasses.asdict(settings), FEEDBACK if settings.complement else ())
+
+
+def _within_budget(
+    trace: Trace, window: range, chosen: Mapping[str, GradiVeQ.Settings], total_ratio: float
+) -> dict[str, GradiVeQ.Settings]:
+    """The settings with each layer's d, so that the whole model is total_ratio smaller in a compressed iteration."""
+    energies, prices, sizes = [], [], dict[str, int]()
+    free = 4.0 * sum(layer.numel for layer in trace.layers) / total_ratio
+    for layer in trace.layers:
+        settings = chosen.get(layer.name)
+        slice_size = GradiVeQ(settings).slice_size(layer) if settings else layer.numel + 1
+        if settings is None or layer.numel < slice_size:
+            free -= 4 * layer.numel
+            continue
+        codec = GradiVeQ(settings)
+        chosen_slices = codec.fitted_slices(layer.numel // slice_size)[0]
+        slices, _ = _samples(trace, window, layer, slice_size, chosen_slices, whitening=False)
+        judges = max(1, round(_JUDGES * len(slices)))
+        # Energy of the slices looked at, for all of the layer's.
+        more = layer.numel // slice_size / len(chosen_slices)
+        energies.append(more * _energy_per_axis(slices.double(), judges, settings.complement))
+        prices.append(float(layer.numel // slice_size * (2 if settings.bfloat16 else 4)))
+        free -= 4 * (layer.numel % slice_size)
+        sizes[layer.name] = slice_size
+    try:
+        dimensions = dict(zip(sizes, shared_dimensions(energies, prices, free), strict=True))
+    except GradlabError as error:
+        raise GradlabError(f"total ratio {total_ratio:g} is out of reach: {error}") from None
+    return {
+        name: dataclasses.replace(settings, max_dimension=None, ratio=sizes[name] / dimensions[name])
+        for name, settings in chosen.items()
+        if name in dimensions
+    } | {name: settings for name, settings in chosen.items() if name not in dimensions}
+
+
+def _energy_per_axis(slices: torch.Tensor, judges: int, complement: float) -> torch.Tensor:
+    """What each further axis holds of the `judges` latest samples (T, r, K), without which the axes are fitted.
+
+    A random axis holds its share of what the fitted ones leave: with a complement there are K of them to be had.
+    """
+    size = slices.shape[2]
+    axes, later = spectrum(slices, judges).axes, slices[-judges:].reshape(-1, size)
+    fitted = torch.cat([torch.zeros(1), (later @ axes).square().sum(0).cumsum(0)])
+    if complement == 0:
+        return fitted.diff()
+    count = torch.arange(size + 1)
+    kept = (count * (1 - complement)).round().long().clamp(max=axes.shape[1])
+    left = later.square().sum() - fitted[kept]
+    held = fitted[kept] + left * (count - kept) / (size - kept).clamp(min=1)
+    return held.diff()
+
+
+def _fit_layers(
+    trace: Trace, window: range, chosen: Mapping[str, GradiVeQ.Settings], progress: Progress | None
+) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any], dict[str, str]]:
+    """Learned tensors, facts and reasons for leaving out, each by layer name."""
+    learned: dict[str, dict[str, torch.Tensor]] = {}
+    facts: dict[str, Any] = {}
+    skipped: dict[str, str] = {}
+    layers = [layer for layer in trace.layers if layer.name in chosen]
+    for done, layer in enumerate(layers):
+        settings = chosen[layer.name]
+        slice_size = GradiVeQ(settings).slice_size(layer)
+        if layer.numel < slice_size:
+            skipped[layer.name] = f"{layer.numel} elements, fewer than a slice of {slice_size}"
+        else:
+            codec, fact = _fit_layer(trace, window, layer, settings)
+            if codec.next_payload_bytes([layer], 1, {}) < 4 * layer.numel:
+                learned[layer.name], facts[layer.name] = codec.learned, fact
+            else:
+                skipped[layer.name] = f"d = K = {slice_size}: nothing would be saved"
+        if progress:
+            progress("fit", done + 1, len(layers))
+    return learned, facts, skipped
+
+
+def _blocks(trace: Trace, window: range, layer: Layer, slice_size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Averaged gradients (t, *layer.shape) of the window, block by block, and their slices (t, M, K); finite ones."""
+    length = max(1, _BLOCK_VALUES // max(1, layer.numel))
+    for first in range(window.start, window.stop, length):
+        gradients = mean_unscaled(trace, layer.name, first, min(first + length, window.stop))
+        finite = np.ascontiguousarray(gradients[np.isfinite(gradients).all(1)])
+        stacked = torch.from_numpy(finite).reshape(-1, *layer.shape)
+        if len(stacked):
+            yield stacked, torch.stack([split_slices(flatten(one, "gradiveq"), slice_size)[0] for one in stacked])
+
+
+def _samples(
+    trace: Trace, window: range, layer: Layer, slice_size: int, chosen: Sequence[int], whitening: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Averaged gradients (T, S, K) of the chosen slices, and with whitening the mean (M, K) of all."""
+    found, total = [], torch.zeros(layer.numel // slice_size, slice_size, dtype=torch.float64)
+    for _, slices in _blocks(trace, window, layer, slice_size):
+        found.append(slices[:, list(chosen)])
+        if whitening:
+            total += slices.sum(0, dtype=torch.float64)
+    count = sum(map(len, found))
+    if count < 2:
+        raise NotFittable(f"{layer.name}: {count} of {len(window)} samples are finite, expected at least 2")
+    return torch.cat(found), (total / count).float() if whitening else None
+
+
+def _fit_layer(
+    trace: Trace, window: range, layer: Layer, settings: GradiVeQ.Settings
+) -> tuple[GradiVeQ, dict[str, Any]]:
+    codec = GradiVeQ(settings)
+    slice_size = codec.slice_size(layer)
+    count = layer.numel // slice_size
+    chosen = [m for run in codec.fitted_slices(count) for m in run]
+    samples, mean = _samples(trace, window, layer, slice_size, chosen, settings.whitening)
+    bases = codec.bases(samples, mean, count)
+    codec = GradiVeQ(settings, {f"{layer.name}/{key}": tensor for key, tensor in bases.items()})
+    by_slice = np.zeros((count, 2))
+    for stacked, _ in _blocks(trace, window, layer, slice_size):
+        by_slice += losses_by_slice(codec, layer, stacked, slice_size)
+    fact = {
+        "slice_size": slice_size,
+        "dimension": int(bases["width"]),
+        "fitted_axes": bases["basis"].shape[2],
+        "slices": count,
+        "samples": len(samples),
+        "fitted_slices_energy": by_slice[chosen].sum(0).tolist(),
+        "fitted_slices_loss": _loss(by_slice[chosen]),
+        "in_sample_energy": by_slice.sum(0).tolist(),
+        "in_sample_loss": _loss(by_slice),
+    }
+    return codec, fact
+
+
+def _loss(rows: Any) -> float:
+    """Squared error over squared norm, each summed over rows (n, 2)."""
+    error, norm = np.sum(rows, axis=0)
+    return float(error / norm) if norm > 0 else 0.0
+
+
+def _promised_loss(chosen: Mapping[str, GradiVeQ.Settings]) -> float | None:
+    """lambda, the largest of any layer; None where something else than eq. (6) decides on d."""
+    if any(settings.ratio for settings in chosen.values()):
+        return None
+    return max((settings.loss_threshold for settings in chosen.values()), default=None)
+
+
+def _warnings(origin: dict[str, Any]) -> list[str]:
+    return [*_early_compression(origin), *_poor_fit(origin)]
+
+
+def _early_compression(origin: dict[str, Any]) -> list[str]:
+    begins, last = origin["warmup_steps"], origin["fitted_on"][-1]
+    if begins > last:
+        return []
+    return [
+        f"Compression begins at iteration {begins}, before the fit, which needs gradients up to iteration {last}: no "
+        "run can do that with its own gradients, and errors up to there are no prediction."
+    ]
+
+
+def _poor_fit(origin: dict[str, Any]) -> list[str]:
+    threshold = origin["promised_loss"]
+    later, control = origin["holdout"]["loss"], origin["random_basis"]["loss"]
+    if later is None:
+        return ["No later iteration had finite gradients: nothing is known about the loss in training."]
+    lines = []
+    if threshold is not None and later > _TOLERATED * threshold:
+        lines.append(
+            f"lambda = {format_percent(threshold)} holds only where the bases were fitted: they lose "
+            f"{format_percent(origin['fitted_slices_loss'])} of the energy on the fitted slices of "
+            f"{len(origin['fitted_on'])} iterations, {format_percent(origin['in_sample_loss'])} on all slices there, "
+            f"and {format_percent(later)} on later iterations (random bases of the same size: "
+            f"{format_percent(control)}). Expect the loss of later iterations in training."
+        )
+    if later >= control:
+        lines.append("On later iterations these bases are no better than random ones of their size: do not use them.")
+    elif useless := _no_better_than_random(origin):
+        shown = ", ".join(useless[:3]) + (f" and {len(useless) - 3} more" if len(useless) > 3 else "")
+        lines.append(f"No better than a random basis of the same size on later iterations: {shown}.")
+    return lines
+
+
+def _no_better_than_random(origin: dict[str, Any]) -> list[str]:
+    control = origin["random_basis"]["groups"]
+    later = {name: curve["loss"] for name, curve in origin["holdout"]["groups"].items()}
+    return [name for name, loss in later.items() if loss is not None and loss >= control[name]["loss"]]

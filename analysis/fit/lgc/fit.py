@@ -1,0 +1,227 @@
+"""Fit LGC's autoencoder to a recorded trace, and say whether it beats what needs no learning.
+
+Abrahamyan, Chen, Bekoulis, Deligiannis, "Learned gradient compression for distributed deep learning", IEEE TNNLS 2021.
+The paper learns while training, from one iteration after the other; on a trace there can be many epochs, a part that
+is held out, and other ways to send the same values beside it, at their bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradlab.analysis.fit.lgc.learners import Learner, code_spread, in_units, learner_of
+from gradlab.analysis.fit.lgc.selection_codes import Code, codes_without_learning
+from gradlab.analysis.fit.lgc.selections import Selections, collect_selections
+from gradlab.analysis.measure.holdout import age_bins
+from gradlab.artifact import Artifact
+from gradlab.codec import Tensors, seeded_generator
+from gradlab.codec.settings import build_settings
+from gradlab.codecs.lgc_ring import LgcRing
+from gradlab.codecs.lgc_server import LgcServer
+from gradlab.errors import GradlabError
+from gradlab.learning.autoencoder import gradient_of, optimized
+from gradlab.plan import lgc_plan
+from gradlab.plan.lgc_recipe import GROUP
+from gradlab.progress import Progress
+
+if TYPE_CHECKING:
+    from gradlab.plan import Plan
+    from gradlab.trace import Trace
+
+# Of the recorded iterations, in their order: learned from; stopped by; and, the rest, held out.
+_LEARNED, _STOPPED_BY = 0.6, 0.15
+_LEAST_ITERATIONS = 20
+_BATCH = 8
+_EQUAL = 1.05  # times as many bytes are still called as many
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """epochs: at most so many over the iterations learned from; patience: epochs without a smaller error on those that
+    stop it; learning_rate: of Adam; batch: iterations at a time."""
+
+    epochs: int = 100
+    patience: int = 10
+    learning_rate: float = 1e-3
+    batch: int = _BATCH
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "patience", "batch"):
+            if getattr(self, name) < 1:
+                raise GradlabError(f"autoencoder: {name} = {getattr(self, name)}, expected at least 1")
+        if not 0 < self.learning_rate < 1:
+            raise GradlabError(f"autoencoder: learning rate = {self.learning_rate:g}, expected a number in (0, 1)")
+
+
+@dataclass(frozen=True)
+class LgcFit:
+    """A plan with its autoencoder, and plain JSON about how it was made and how it holds up."""
+
+    plan: Plan
+    origin: dict[str, Any]
+
+    def artifact(self) -> Artifact:
+        """The plan with its origin, to be saved."""
+        return Artifact(self.plan, self.origin)
+
+
+def fit_lgc(
+    trace: Trace,
+    pattern: str = "ring",
+    *,
+    settings: Mapping[str, Any] | None = None,
+    fitting: Fitting | None = None,
+    first: str | None = None,
+    last: str | None = None,
+    momentum: float | None = None,
+    keep: str = "unselected",
+    warmup_steps: int = 0,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> LgcFit:
+    """Learn an autoencoder from what the plan would select; the same numbers for the same seed and threads.
+
+    pattern: "ring" or "server"; settings: of codec `lgc_ring` or `lgc_server`, of which loss, optimizer, learning_rate
+    and the like are for tuning online; others as for `gradlab.plan.lgc_plan`. The first 60 % of the recorded
+    iterations are learned from, the next 15 % say when to stop, the rest are held out.
+
+    Raises:
+        GradlabError: for fewer than 20 iterations, a trace of one rank, a model with nothing between its first and its
+            last layer, or a setting out of range.
+    """
+    fitting = fitting or Fitting()
+    shape: dict[str, Any] = {
+        "first": first,
+        "last": last,
+        "momentum": momentum,
+        "keep": keep,
+        "warmup_steps": warmup_steps,
+        "seed": seed,
+    }
+    # Refuses what is no setting of the codec's, before it is taken for one of the plan's.
+    build_settings(LgcServer if pattern == "server" else LgcRing, dict(settings or {}))
+    shape |= dict(settings or {})
+    plan = lgc_plan(trace.layers, pattern, **shape)
+    selections = collect_selections(trace, plan, progress=progress)
+    if len(selections) < _LEAST_ITERATIONS:
+        raise GradlabError(
+            f"{trace.path}: {len(selections)} finite iterations, expected at least {_LEAST_ITERATIONS} to learn from, "
+            "to stop by and to hold out"
+        )
+    ends = [round(len(selections) * share) for share in (_LEARNED, _LEARNED + _STOPPED_BY)]
+    learned, stopper = selections.part(0, ends[0]), selections.part(*ends)
+    held_out = selections.part(ends[1], len(selections))
+    numels = [layer.numel for group in plan.groups if group.name == GROUP for layer in plan.members(group)]
+    learner = learner_of(pattern, dict(settings or {}), numels, trace.world_size)
+    weights, curve = learn(learner, learned, stopper, fitting, seed, progress)
+    code_numel = learner.architecture.code_numel(selections.count)
+    in_order = shape.get("order") == "value" and shape.get("normalise", "none") == "none"
+    codes = [Code("autoencoder", lambda some: learner.averages(weights, some), *learner.sizes(selections))]
+    codes += codes_without_learning(learned, selections, trace.world_size, code_numel, in_order)
+    rows = [_row(code, held_out) for code in codes]
+    plan = lgc_plan(trace.layers, pattern, autoencoder=weights, error=rows[0]["error"], **shape)
+    origin = {
+        "method": "lgc",
+        "pattern": pattern,
+        "trace": trace.digest,
+        "world_size": trace.world_size,
+        "selected": selections.count,
+        "settings": dict(settings or {}),
+        "fitting": asdict(fitting),
+        "iterations": {"learned": ends[0], "stopped_by": ends[1] - ends[0], "held_out": len(held_out)},
+        "curve": curve,
+        "code_spread": code_spread(learner, weights, held_out),
+        "codes": rows,
+        "holdout": _by_age(codes[0], held_out, learned.iterations[-1]),
+        "payload_bytes": plan.payload_bytes(trace.world_size),
+        "dense_payload_bytes": plan.payload_bytes(trace.world_size, compressing=False),
+    }
+    return LgcFit(plan, origin | {"better": _better(rows)})
+
+
+# --- learning ---------------------------------------------------------------------------------------------------------
+
+
+def learn(
+    learner: Learner,
+    selections: Selections,
+    stopper: Selections,
+    fitting: Fitting,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> tuple[torch.Tensor, list[dict[str, float]]]:
+    """Weights with the smallest error on the iterations that stop it, and the errors of each epoch, as shares of what
+    zeros make; epochs end where one is not finite. Raises GradlabError if the first one
+    is not, or if all values are zero.
+
+    Values are divided by one root mean square of all, so that a learning rate suits any gradients; the same factor is
+    taken out of the first and put into the last layer.
+    """
+    architecture, generator = learner.architecture, seeded_generator("lgc", seed)
+    inputs, judge = learner.inputs(selections), learner.inputs(stopper)
+    unit = float(inputs.vectors.double().square().mean().sqrt())
+    if not unit:
+        raise GradlabError("autoencoder: all selected values of the iterations to learn from are zero")
+    inputs, judge = inputs.divided(unit), judge.divided(unit)
+    weights, state = architecture.initial(generator), Tensors()
+    best, best_error, waited, curve = weights, math.inf, 0, []
+    for epoch in range(fitting.epochs):
+        order = torch.randperm(len(inputs), generator=generator)
+        for some in order.split(fitting.batch):
+            chosen = inputs.at(some)
+            _, gradient = gradient_of(lambda w, c=chosen: learner.loss(w, c, generator), weights)  # type: ignore[misc]
+            weights, state = optimized("adam", fitting.learning_rate, weights, gradient, state)
+        errors = {"learned": learner.error(weights, inputs), "stop": learner.error(weights, judge)}
+        if not all(map(math.isfinite, errors.values())):
+            break
+        curve.append(errors)
+        if progress:
+            progress("epochs", epoch + 1, fitting.epochs)
+        waited += 1
+        if errors["stop"] < best_error:
+            best, best_error, waited = weights, errors["stop"], 0
+        if waited >= fitting.patience:
+            break
+    if not curve:
+        raise GradlabError(
+            f"autoencoder: diverged in its first epoch at learning rate {fitting.learning_rate:g}: try a smaller one"
+        )
+    return in_units(architecture, best, unit), curve
+
+
+# --- what it is worth -------------------------------------------------------------------------------------------------
+
+
+def _row(code: Code, held_out: Selections) -> dict[str, Any]:
+    error, energy = held_out.errors(code.decoded(held_out))
+    return {
+        "name": code.name,
+        "error": float(error.sum() / energy.sum()) if float(energy.sum()) else 0.0,
+        "payload_bytes": code.payload_bytes,
+        "wire_bytes": code.wire_bytes,
+    }
+
+
+def _by_age(code: Code, held_out: Selections, last: int) -> dict[str, Any]:
+    """Error by iterations since the last one that was learned from."""
+    error, energy = held_out.errors(code.decoded(held_out))
+    ages = torch.tensor(held_out.iterations) - last
+    bins = age_bins(ages.numpy())
+    found = []
+    for low, high in bins:
+        here = (ages >= low) & (ages <= high)
+        found.append(float(error[here].sum() / energy[here].sum().clamp_min(1e-300)))
+    return {"ages": [list(one) for one in bins], "error_by_age": found}
+
+
+def _better(rows: list[dict[str, Any]]) -> str | None:
+    """The best of those that send as many bytes as the autoencoder or fewer, on the wire too, if it is better."""
+    own, *others = rows
+    rivals = [row for row in others if all(row[key] <= _EQUAL * own[key] for key in ("payload_bytes", "wire_bytes"))]
+    best = min(rivals, key=lambda row: row["error"])
+    return str(best["name"]) if best["error"] <= own["error"] else None

@@ -1,0 +1,125 @@
+"""What LGC selects over a recorded trace: the values that its autoencoder codes, of all ranks.
+
+Accumulation is part of it, so the plan runs in lockstep as it would in its second phase, without learning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from gradlab.analysis.replay import lockstep_of, replay_steps
+from gradlab.codec import Context, concatenate
+from gradlab.codec.wrapper import innermost
+from gradlab.errors import GradlabError
+from gradlab.learning.selection import SELECTING, LearnedSelection, layer_of
+from gradlab.plan import Plan
+from gradlab.plan.lgc_recipe import GROUP
+from gradlab.progress import Progress
+
+if TYPE_CHECKING:
+    from gradlab.trace import Trace
+
+
+@dataclass(frozen=True)
+class Selections:
+    """Of T iterations and K ranks, in the order in which values are coded: positions in the group, (T, K, n), and the
+    layers they are in; values, float32; scales, what they are divided by before.
+
+    iterations: (T,); leaders: (T,), the ranks whose positions all take, if shared, or else who sends the common code.
+    """
+
+    iterations: list[int]
+    positions: torch.Tensor
+    layers: torch.Tensor
+    values: torch.Tensor
+    scales: torch.Tensor
+    leaders: torch.Tensor
+    shared: bool
+
+    def __len__(self) -> int:
+        return len(self.iterations)
+
+    @property
+    def count(self) -> int:
+        """How many values a rank selects."""
+        return int(self.values.shape[-1])
+
+    @property
+    def led(self) -> torch.Tensor:
+        """The leaders' own values, (T, n)."""
+        return self.values[torch.arange(len(self)), self.leaders]
+
+    @property
+    def known(self) -> torch.Tensor:
+        """Values by which what is sent may be ordered, (T, K, n): the leader's, or where positions are a rank's own,
+        that rank's."""
+        return self.led[:, None].expand_as(self.values) if self.shared else self.values
+
+    def part(self, start: int, stop: int) -> Selections:
+        """Iterations at places start..stop."""
+        here = slice(start, stop)
+        return replace(
+            self,
+            iterations=self.iterations[here],
+            **{name: getattr(self, name)[here] for name in ("positions", "layers", "values", "scales", "leaders")},
+        )
+
+    def errors(self, decoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Squared error of the average over ranks of what (T, K, n) is decoded to, and squared norm of the true one;
+        (T,) each. Where positions are a rank's own, values at the same position are added up."""
+        missed, true = (decoded - self.values).double(), self.values.double()
+        if self.shared:
+            return missed.mean(1).square().sum(-1), true.mean(1).square().sum(-1)
+        found = []
+        for positions, *parts in zip(self.positions, missed, true, strict=True):
+            places, inverse = positions.flatten().unique(return_inverse=True)
+            for part in parts:
+                sums = torch.zeros(len(places), dtype=torch.float64).index_add_(0, inverse, part.flatten())
+                found.append((sums / len(positions)).square().sum())
+        return torch.stack(found[::2]), torch.stack(found[1::2])
+
+
+def collect_selections(trace: Trace, plan: Plan, *, progress: Progress | None = None) -> Selections:
+    """Run the plan's autoencoder group over the whole trace, values sent as they are.
+
+    plan: with `lgc_ring` or `lgc_server` in group "autoencoder"; its dense phase is left out: accumulation begins with
+    the trace.
+
+    Raises:
+        GradlabError: for a trace of averaged gradients or another plan, or without one finite iteration.
+    """
+    if trace.world_size < 2:
+        raise GradlabError(
+            f"{trace.path}: holds one rank's gradients, or averages alone; an autoencoder learns from each rank's own"
+        )
+    [group] = [group for group in plan.groups if group.name == GROUP]
+    alone = Plan(plan.layers, (group,), seed=plan.seed)
+    lockstep = lockstep_of(trace, alone)
+    codec = innermost(lockstep.codecs[GROUP])
+    if not isinstance(codec, LearnedSelection):
+        raise GradlabError(f"selections: codec {codec.name}, expected lgc_ring or lgc_server")
+    clock = {f"{group.layers[0]}/clock": torch.tensor([SELECTING, 0], dtype=torch.float32)}
+    lockstep.states = [{GROUP: dict(clock)} for _ in range(trace.world_size)]
+    sizes = [layer.numel for layer in alone.members(group)]
+    iterations, chosen, leaders = [], [], []
+    for done, (result, _) in enumerate(replay_steps(trace, lockstep, 0, len(trace.steps))):
+        if progress:
+            progress("selections", done + 1, len(trace.steps))
+        if not result.finite:
+            continue
+        asked = torch.stack([concatenate(one.asked) for one in result.exchanged[GROUP]]).float()
+        context = Context(0, trace.world_size, result.iteration, GROUP, plan.seed)
+        iterations.append(result.iteration)
+        chosen.append(codec.selected(asked, sizes, context))
+        leaders.append(codec.leader(context) if codec.shared else codec.sender(context))
+    if not iterations:
+        raise GradlabError(f"{trace.path}: no iteration with finite gradients: there is nothing to learn from")
+    positions = torch.stack([one.positions for one in chosen])
+    values = torch.stack([one.values for one in chosen])
+    scales = torch.stack([torch.as_tensor(one.scale).expand_as(one.values) for one in chosen])
+    return Selections(
+        iterations, positions, layer_of(positions, sizes), values, scales, torch.tensor(leaders), codec.shared
+    )

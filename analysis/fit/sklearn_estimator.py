@@ -1,0 +1,156 @@
+"""GradiVeQ's compressor of slices as a scikit-learn estimator: in pipelines, grid searches and notebooks.
+
+Yu, Lin, et al., "GradiVeQ", NeurIPS 2018, eqs. (3), (5) and (6): a slice x of K values becomes U^T (x - mu), d numbers,
+and U of them plus mu. Axes come from `gradlab.learning.slice_pca`, as those of the codec `gradiveq`: fitted on the same
+slices, both have the same basis.
+"""
+
+from __future__ import annotations
+
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
+from sklearn.utils import check_array
+from sklearn.utils.validation import check_is_fitted
+
+from gradlab.errors import GradlabError
+from gradlab.learning.slice_pca import Spectrum, expand, fitted_samples, project, spectrum
+
+_DTYPES = (np.float64, np.float32)
+
+
+class GradientPCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
+    """PCA of gradient slices: rows of X (n_samples, n_features) are samples of one slice of K = n_features values.
+
+        compressor = GradientPCA(loss_threshold=0.05).fit(slices[:100])     # L_t = 100 iterations
+        compressor.loss(slices[100:])                                        # what the later ones lose
+
+    Differs from scikit-learn's PCA in the rule for d, in eigenvalues, which are of a covariance over n_samples and not
+    n_samples - 1, and in that it can leave the mean where it is. Results have the type, float32 or float64, of the
+    samples fitted on; axes are found in float64.
+
+    Args:
+        n_components: d, or None for eq. (6). As the codec, it keeps at most the axes along which the samples vary.
+        loss_threshold: lambda of eq. (6), the share of variance given up, in [0, 1); unused where d is given.
+        whitening: subtract the samples' mean, the paper's whitening vector, as eq. (3) does.
+    Attributes:
+        components_: (d, K), orthonormal rows, most variance first; the largest entry of each is positive.
+        mean_: (K,), mu; zeros without whitening.
+        explained_variance_: (d,), the variance along each axis (the mean square, without whitening).
+        n_components_: d; n_features_in_: K; feature_names_in_: (K,), if X named its columns.
+    """
+
+    def __init__(
+        self, n_components: int | None = None, *, loss_threshold: float = 0.01, whitening: bool = True
+    ) -> None:
+        self.n_components = n_components
+        self.loss_threshold = loss_threshold
+        self.whitening = whitening
+
+    def fit(self, X: Any, y: Any = None) -> GradientPCA:
+        """Find mean and axes of samples X (n_samples, K).
+
+        Raises:
+            GradlabError: for a setting out of range; ValueError: for fewer than two samples, or values that are not
+                finite.
+        """
+        self._check_settings()
+        samples = self._validated(X, fitting=True)
+        mean = samples.mean(0, dtype=np.float64) if self.whitening else np.zeros(samples.shape[1])
+        self.mean_ = mean.astype(samples.dtype)
+        # Of one slice: what it is fitted on is all there is.
+        (centred,) = fitted_samples(_tensor(samples)[:, None], _tensor(self.mean_)[None], [[0]])
+        found = spectrum(centred)
+        values, axes = _at_least_one(found)
+        self.n_components_ = min(self._dimension(found), len(values))
+        self.components_ = _array(axes[:, : self.n_components_].T, samples.dtype)
+        self.explained_variance_ = _array(values[: self.n_components_], samples.dtype)
+        return self
+
+    def transform(self, X: Any) -> np.ndarray:
+        """Codes (n_samples, d) of slices X (n_samples, K), eq. (3).
+
+        Raises:
+            NotFittedError: before `fit`; ValueError: for another K, or values that are not finite.
+        """
+        check_is_fitted(self)
+        slices = self._validated(X, fitting=False)
+        return project(_tensor(slices - self.mean_, self.components_.dtype), self._basis(), None).numpy()
+
+    def inverse_transform(self, X: Any) -> np.ndarray:
+        """Slices (n_samples, K) from codes X (n_samples, d), eq. (5).
+
+        Raises:
+            NotFittedError: before `fit`; GradlabError: for another d; ValueError: for values that are not finite.
+        """
+        check_is_fitted(self)
+        codes = check_array(X, dtype=_DTYPES)
+        if codes.shape[1] != self.n_components_:
+            raise GradlabError(f"codes of {codes.shape[1]} values, expected d = {self.n_components_}")
+        return expand(_tensor(codes, self.components_.dtype), self._basis(), None).numpy() + self.mean_
+
+    def loss(self, X: Any) -> float:
+        """||xhat - x||^2 / ||x||^2 over slices X (n_samples, K), the measure of Fig. 5; 0 of zeros.
+
+        Raises:
+            NotFittedError, ValueError: as `transform`.
+        """
+        left = self.inverse_transform(self.transform(X))
+        slices = self._validated(X, fitting=False)
+        energy = np.square(slices, dtype=np.float64).sum()
+        return float(np.square(left - slices, dtype=np.float64).sum() / energy) if energy > 0 else 0.0
+
+    def score(self, X: Any, y: Any = None) -> float:
+        """1 - loss(X): what a grid search makes as large as it can."""
+        return 1.0 - self.loss(X)
+
+    @property
+    def _n_features_out(self) -> int:
+        return int(self.n_components_)
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.transformer_tags.preserves_dtype = ["float64", "float32"]
+        return tags
+
+    def _check_settings(self) -> None:
+        kept, allowed = self.n_components, self.loss_threshold
+        if kept is not None and not (isinstance(kept, Integral) and not isinstance(kept, bool) and kept >= 1):
+            raise GradlabError(f"GradientPCA: n_components = {kept!r}, expected d, at least 1, or None for eq. (6)")
+        if not 0 <= allowed < 1:
+            raise GradlabError(f"GradientPCA: loss_threshold = {allowed!r}, expected lambda in [0, 1) (eq. 6)")
+
+    def _dimension(self, found: Spectrum) -> int:
+        return found.dimension(self.loss_threshold) if self.n_components is None else int(self.n_components)
+
+    def _validated(self, X: Any, *, fitting: bool) -> np.ndarray:
+        """X as an array (n_samples, K); its K and column names are kept, or compared with those kept."""
+        rules = {"dtype": _DTYPES, "ensure_min_samples": 2 if fitting else 1}
+        try:
+            from sklearn.utils.validation import validate_data
+        except ImportError:  # before scikit-learn 1.6
+            return self._validate_data(X, reset=fitting, **rules)
+        return validate_data(self, X, reset=fitting, **rules)
+
+    def _basis(self) -> torch.Tensor:
+        """U, (1, K, d)."""
+        return _tensor(self.components_).T[None]
+
+
+def _at_least_one(found: Spectrum) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eigenvalues (R,) and axes (K, R), R >= 1: as in the codec, constant samples get the first unit vector."""
+    if len(found.eigenvalues):
+        return found.eigenvalues, found.axes
+    return found.axes.new_zeros(1), torch.eye(len(found.axes), 1, dtype=found.axes.dtype)
+
+
+def _tensor(array: np.ndarray, dtype: Any = None) -> torch.Tensor:
+    """A copy: memory that several processes share can only be read, which torch warns of."""
+    return torch.from_numpy(np.array(array, dtype=dtype, order="C"))
+
+
+def _array(tensor: torch.Tensor, dtype: Any) -> np.ndarray:
+    return np.ascontiguousarray(tensor.numpy(), dtype=dtype)

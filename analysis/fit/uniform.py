@@ -1,0 +1,34 @@
+"""An artifact of a plan that needed no fit, with the replay that speaks for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradlab.analysis.jsonable import plain
+from gradlab.analysis.replay.result import Replay
+from gradlab.artifact import Artifact
+from gradlab.errors import GradlabError
+from gradlab.plan import Plan
+
+
+def uniform_artifact(plan: Plan, replay: Replay, **about: Any) -> Artifact:
+    """The plan with its provenance: the trace it was replayed on, the bytes it will send, and the replay's summary.
+
+    about: plain JSON that goes with it; None is left out.
+
+    Raises:
+        GradlabError: for a replay of another plan.
+    """
+    if replay.plan_digest != plan.digest:
+        raise GradlabError(
+            f"the replay is of plan {replay.plan_digest[:12]}, expected {plan.digest[:12]}: replay the plan itself"
+        )
+    origin = {
+        "method": "uniform",
+        "trace": replay.trace_digest,
+        "world_size": replay.world_size,
+        "payload_bytes": replay.forecast_payload_bytes,
+        "dense_payload_bytes": replay.dense_payload_bytes,
+        "replay": plain(replay.summary()),
+    } | {key: value for key, value in about.items() if value is not None}
+    return Artifact(plan, origin)

@@ -1,0 +1,235 @@
+"""A link's costs beside bandwidth and latency, from measured all-reduces on a network whose speed is known.
+
+How many bytes the ranks' processors can send, and what starting a collective costs, stand in no data sheet; a
+rate-limited network tells both. A byte takes as long as the slower of link and processors. Between two speeds that were
+measured at it is known which that is, and the time of an all-reduce is linear in both costs: linear least squares
+within bounds (Stark, Parker 1995, "Bounded-variable least squares"), for every such stretch, of which the best is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.optimize import lsq_linear
+
+from gradlab.analysis.forecast.link import Link, Transfer, all_reduce, format_rate, parse_bandwidth
+from gradlab.errors import GradlabError
+from gradlab.formatting import format_bytes, format_percent, format_seconds
+
+_FORM = (
+    "a JSON list of measured all-reduces, such as "
+    '[{"nodes": 4, "bytes": 44700000, "bandwidth": "200mbit", "seconds": 2.95}]'
+)
+# Whole numbers beyond this are not exact in a float.
+_MOST = 2**53
+# By how much a link may seem to have been beaten before it is said that it was another.
+_NOISE = 0.05
+_ROUNDING = 1e-6
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Seconds of one all-reduce of `nbytes` on each of `nodes` ranks, as nccl-tests or a loop of dist.all_reduce tell.
+
+    Raises:
+        GradlabError: for a number that cannot be; one node has nothing to send.
+    """
+
+    nodes: int
+    nbytes: int
+    bits_per_second: float
+    seconds: float
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("nodes", self.nodes, 2), ("bytes", self.nbytes, 1)):
+            if type(value) is not int or not least <= value <= _MOST:
+                raise GradlabError(f"{name} = {str(value)[:80]}, expected a whole number from {least}")
+        if not self.bits_per_second > 0:
+            raise GradlabError(f"bandwidth = {self.bits_per_second:g} bit/s, expected above 0")
+        if not 0 < self.seconds < math.inf:
+            raise GradlabError(f"seconds = {self.seconds:g}, expected a number above 0")
+
+    def on(self, link: Link) -> Link:
+        """Such a link at the speed that was measured at."""
+        return replace(link, bits_per_second=self.bits_per_second)
+
+    def transfer(self, link: Link) -> Transfer:
+        """The all-reduce by the link's algorithm."""
+        return all_reduce(self.nbytes, self.nodes, link.all_reduce)
+
+    def relative_error(self, link: Link) -> float:
+        """What such a link is predicted to take over what was measured, less 1."""
+        mine, transfer = self.on(link), self.transfer(link)
+        return (mine.busy_seconds(transfer) + mine.delay_seconds(transfer)) / self.seconds - 1
+
+    def __str__(self) -> str:
+        return f"{format_bytes(self.nbytes)} at {self.nodes} nodes over {format_rate(self.bits_per_second)}"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was fitted, and how well.
+
+    host_seconds_per_byte, collective_seconds: as in `Link`; relative_errors: predicted over measured seconds, less 1,
+    of each observation; collective_fitted: whether sizes differed, so that the two costs can be told apart; host_seen:
+    whether processors held up any observation, else they cost nothing that was seen; too_fast: the first observation
+    that no costs could explain, as its link alone takes longer.
+    """
+
+    host_seconds_per_byte: float
+    collective_seconds: float
+    observations: tuple[Observation, ...]
+    relative_errors: tuple[float, ...]
+    collective_fitted: bool = True
+    host_seen: bool = True
+    too_fast: Observation | None = None
+
+    def applied(self, link: Link) -> Link:
+        """A link with the fitted costs."""
+        return replace(
+            link, host_seconds_per_byte=self.host_seconds_per_byte, collective_seconds=self.collective_seconds
+        )
+
+    @property
+    def remark(self) -> str:
+        """All of it in words."""
+        worst = max(range(len(self.observations)), key=lambda i: abs(self.relative_errors[i]))
+        count = len(self.observations)
+        said = (
+            f"Links are calibrated on {count} measured all-reduce{'s' * (count != 1)}: "
+            f"{format_seconds(self.host_seconds_per_byte)} per byte on the ranks' processors and "
+            f"{format_seconds(self.collective_seconds)} per collective; predicted times are off by "
+            f"{format_percent(abs(self.relative_errors[worst]))} at most ({self.observations[worst]})."
+        )
+        if not self.collective_fitted:
+            said += " All move the same bytes per rank, so that the cost per collective was not fitted."
+        if not self.host_seen:
+            said += " None was held up by processors: what a byte costs them would show on a faster link alone."
+        if self.too_fast is not None:
+            said += (
+                f" {self.too_fast} took less than its bandwidth, with these headers, latency and algorithm, allows: "
+                "was another link measured?"
+            )
+        return said
+
+    def to_json(self) -> dict[str, Any]:
+        """Seconds, bytes, and bits per second, of which infinity is the text "unlimited"."""
+        return {
+            "host_seconds_per_byte": self.host_seconds_per_byte,
+            "collective_seconds": self.collective_seconds,
+            "collective_fitted": self.collective_fitted,
+            "host_seen": self.host_seen,
+            "observations": [
+                {
+                    "nodes": seen.nodes,
+                    "bytes": seen.nbytes,
+                    "bits_per_second": "unlimited" if math.isinf(seen.bits_per_second) else seen.bits_per_second,
+                    "seconds": seen.seconds,
+                    "relative_error": error,
+                }
+                for seen, error in zip(self.observations, self.relative_errors, strict=True)
+            ],
+        }
+
+
+def calibrate_link(link: Link, observations: Sequence[Observation]) -> Calibration:
+    """The `host_seconds_per_byte` and `collective_seconds` with which measured all-reduces are predicted best.
+
+    They take the place of the link's own; its latency, headers and algorithm are believed, its bandwidth is that of
+    each observation. Squares of relative errors are minimised, as times may span orders of magnitude. Where all
+    observations move the same bytes per rank the two cannot be told apart: the link's `collective_seconds` stay.
+
+    Raises:
+        GradlabError: for no observations, or times out of all proportion to the link.
+    """
+    if not observations:
+        raise GradlabError(f"nothing to calibrate a link by: expected {_FORM}")
+    several = len({seen.transfer(link).path_bytes for seen in observations}) > 1
+    bare = replace(link, host_seconds_per_byte=0.0, collective_seconds=0.0 if several else link.collective_seconds)
+    wires = sorted({seen.on(bare).seconds_per_byte for seen in observations})
+    fits = [
+        _fit(bare, observations, low, high, several) for low, high in pairwise([0.0, *wires, math.inf]) if low < high
+    ]
+    best = min(fits, key=lambda fit: sum(seen.relative_error(fit) ** 2 for seen in observations))
+    host_seen = best.host_seconds_per_byte > (1 + _ROUNDING) * wires[0]
+    fitted = best if host_seen else replace(best, host_seconds_per_byte=0.0)
+    return Calibration(
+        fitted.host_seconds_per_byte,
+        fitted.collective_seconds,
+        tuple(observations),
+        tuple(seen.relative_error(fitted) for seen in observations),
+        several,
+        host_seen,
+        next((seen for seen in observations if seen.relative_error(bare) > _NOISE), None),
+    )
+
+
+def _fit(bare: Link, observations: Sequence[Observation], low: float, high: float, collective: bool) -> Link:
+    """The best costs with `host_seconds_per_byte` from low to high, between which no observation's link lies.
+
+    Those on faster links take longer by what a byte costs more than `low`, the others are held up by their links.
+    """
+    start = replace(bare, host_seconds_per_byte=low)
+    held_up = [seen.on(bare).seconds_per_byte <= low for seen in observations]
+    per_byte = [
+        held * seen.transfer(bare).path_bytes / seen.seconds for held, seen in zip(held_up, observations, strict=True)
+    ]
+    fixed = [collective / seen.seconds for seen in observations]
+    more, also = _least_squares([per_byte, fixed], [-seen.relative_error(start) for seen in observations], high - low)
+    return replace(bare, host_seconds_per_byte=low + more, collective_seconds=bare.collective_seconds + also)
+
+
+def _least_squares(columns: Sequence[Sequence[float]], wanted: Sequence[float], most: float) -> tuple[float, float]:
+    """Two factors from 0 on, the first up to `most`, with which the columns add up to what is wanted, or nearly.
+
+    That of a column of zeros is 0.
+    """
+    matrix, right = np.array(columns, dtype=float).T, np.array(wanted, dtype=float)
+    if not (np.isfinite(matrix).all() and np.isfinite(right).all()):
+        raise GradlabError("measured times and link are out of all proportion: look at seconds, bandwidth and headers")
+    # Seconds per byte are nine orders of magnitude below those per collective.
+    scale = np.where(matrix.any(axis=0), matrix.max(axis=0), 1.0)
+    found = lsq_linear(matrix / scale, right, ([0.0, 0.0], [most * scale[0], math.inf]), method="bvls").x / scale
+    return float(found[0]), float(found[1])
+
+
+def read_observations(path: str | os.PathLike[str]) -> list[Observation]:
+    """Measured all-reduces from a file: a JSON list of objects with nodes, bytes, bandwidth and seconds.
+
+    Other keys are ignored. bandwidth: a text as `gradlab.analysis.forecast.link.parse_bandwidth` reads it.
+
+    Raises:
+        GradlabError: for a file of any other form, with the entry's number. OSError: if it cannot be read.
+    """
+    try:
+        entries = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        raise GradlabError(f"{path} is not JSON: expected {_FORM}") from None
+    if not isinstance(entries, list) or not entries:
+        raise GradlabError(f"{path}: expected {_FORM}")
+    return [_observation(entry, f"{path}: entry {number}") for number, entry in enumerate(entries, 1)]
+
+
+def _observation(entry: object, where: str) -> Observation:
+    if not isinstance(entry, dict):
+        raise GradlabError(f"{where} is no object: expected {_FORM}")
+    missing = [key for key in ("nodes", "bytes", "bandwidth", "seconds") if key not in entry]
+    if missing:
+        raise GradlabError(f"{where} has no {', '.join(missing)}: expected {_FORM}")
+    seconds, bandwidth = entry["seconds"], entry["bandwidth"]
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or abs(seconds) > _MOST:
+        raise GradlabError(f"{where}: seconds = {str(seconds)[:80]!r}, expected a number above 0")
+    if not isinstance(bandwidth, str):
+        raise GradlabError(f'{where}: bandwidth = {str(bandwidth)[:80]}, expected a text such as "200mbit"')
+    try:
+        return Observation(entry["nodes"], entry["bytes"], parse_bandwidth(bandwidth), float(seconds))
+    except GradlabError as error:
+        raise GradlabError(f"{where}: {error}") from None

@@ -1,0 +1,228 @@
+"""Run one rank's codec with fabricated answers: what it asks for at N ranks, and how long its code takes here.
+
+Answers only need the right shapes for the requests to be the real ones (kind, root and shape never depend on a rank's
+data, but for the lengths of varying gathers), so that one coroutine stands for any number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from gradlab.analysis.forecast.link import weightless
+from gradlab.analysis.forecast.simulator import Exchange, Turn
+from gradlab.codec import Codec, Context, Exchanged, Tensors, exchange_group
+from gradlab.codec.measures import is_finite
+from gradlab.codec.wrapper import innermost
+from gradlab.codecs.identity import Identity
+from gradlab.collectives import AllToAll, Gather, Request, Ring, answer_for, as_requests
+from gradlab.collectives.ring import RingCode
+from gradlab.layout import Layer
+from gradlab.plan import Group, Plan
+from gradlab.workspace import RecyclingWorkspace
+
+# Timed runs after the first, which starts states and caches; long ones are not repeated so often.
+_REPEATS, _LONG_SECONDS = 5, 0.5
+_SCANNED = 2**20
+_COPIED_BYTES = 2**28
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """PyTorch on one thread, as the engine's worker has it where every rank has one core for its codecs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def fabricate(request: Request, rank: int, world_size: int) -> tuple[Any, float]:
+    """An answer of the right form, as if all ranks had sent what this one did, and the seconds of the engine's copies.
+
+    The engine packs what several groups send into one buffer; what comes back it takes as it lies there.
+    """
+    began = time.thread_time()
+    if isinstance(request, AllToAll):
+        _pack(request.tensors)
+        return _copies(request.tensors[rank], world_size, began)
+    if isinstance(request, Ring):
+        return _around(request.code, rank), time.thread_time() - began
+    packed = _pack([request.tensor])
+    if isinstance(request, Gather) and request.lengths is not None:
+        return [_of_length(request.tensor, length) for length in request.lengths], time.thread_time() - began
+    if isinstance(request, Gather):
+        return _copies(request.tensor, world_size, began)
+    spent = time.thread_time() - began
+    return packed.view(request.tensor.dtype).reshape(request.tensor.shape), spent
+
+
+def _around(code: RingCode, rank: int) -> list[torch.Tensor]:
+    """What this rank does in a ring whose every message holds what it would have sent itself."""
+    messages = [code.add(segment, None, code.prepare(segment)) for segment in range(code.segments)]
+    for segment, message in enumerate(messages):
+        if segment != rank:
+            messages[segment] = code.add(segment, message, code.prepare(segment))
+    return [code.finish(segment, message) for segment, message in enumerate(messages)]
+
+
+def _of_length(vector: torch.Tensor, length: int) -> torch.Tensor:
+    """A vector's values, as often as it takes; zeros if it has none."""
+    if not vector.numel():
+        return vector.new_zeros(length)
+    return vector.repeat(-(-length // vector.numel()))[:length]
+
+
+def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
+
+
+def _copies(tensor: torch.Tensor, count: int, began: float) -> tuple[list[torch.Tensor], float]:
+    """`count` copies, whose making is the network's work; beyond a limit of memory the same ones again."""
+    spent = time.thread_time() - began
+    made = max(1, min(count, _COPIED_BYTES // max(1, tensor.nbytes)))
+    copies = [tensor.clone() for _ in range(made)]
+    return [copies[i % made] for i in range(count)], spent
+
+
+def dry_run(codec: Codec, layers: Sequence[Layer], context: Context, *, repeats: int = _REPEATS) -> Exchange:
+    """An exchange on gradients of random numbers, each turn with its median time here, in seconds.
+
+    Processor time of this thread, because what else this machine does is not the codec's work: run it on one thread
+    (`one_thread`). States are carried from run to run, and what is returned is a later run, not the first; but where
+    messages vary every run is a first one, as residuals of one gradient would grow without end. repeats: timed runs,
+    fewer if they are long.
+    """
+    grads = _gradients(layers, context.seed)
+    workspace = RecyclingWorkspace()  # as in the engine: fresh memory would cost more than the arithmetic
+    context = replace(context, workspace=workspace)
+    running = innermost(codec).running_state(layers, context.world_size)
+    _, state = _once(codec, grads, running, context)
+    runs: list[Exchange] = []
+    began = time.perf_counter()
+    while len(runs) < repeats and (not runs or time.perf_counter() - began < _LONG_SECONDS):
+        found, state = _once(codec, grads, running if innermost(codec).varying else state, context)
+        runs.append(found)
+        workspace.recycle(state.values())
+    turns = [
+        Turn(median(t.seconds for t in same), same[-1].requests, median(t.copy_seconds for t in same))
+        for same in zip(*(run.turns for run in runs), strict=True)
+    ]
+    return replace(runs[-1], turns=tuple(turns), apply_seconds=median(run.apply_seconds for run in runs))
+
+
+def _gradients(layers: Sequence[Layer], seed: int) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    return {layer.name: 1e-3 * torch.randn(layer.shape, generator=generator) for layer in layers}
+
+
+@torch.no_grad()
+def _once(codec: Codec, grads: Tensors, state: Tensors, context: Context) -> tuple[Exchange, Tensors]:
+    """One run, and the new state."""
+    fresh = {name: grad.clone() for name, grad in grads.items()}
+    coroutine, turns, copying = exchange_group(codec, fresh, state, context), list[Turn](), 0.0
+    answers: Any = None
+    while True:
+        began = time.thread_time()
+        try:
+            step = coroutine.send(answers)
+        except StopIteration as stop:
+            turns.append(Turn(time.thread_time() - began, (), copying))
+            size = sum(grad.nbytes for grad in grads.values())
+            return Exchange(context.group, size, tuple(turns), _apply(stop.value, fresh)), stop.value.state
+        seconds, requests = time.thread_time() - began, as_requests(step)
+        turns.append(Turn(seconds, tuple(weightless(request) for request in requests), copying))
+        made = [fabricate(request, context.rank, context.world_size) for request in requests]
+        answers, copying = answer_for(step, [answer for answer, _ in made]), sum(spent for _, spent in made)
+
+
+def _apply(done: Exchanged, grads: Tensors) -> float:
+    began = time.thread_time()
+    for name, grad in grads.items():
+        grad.copy_(done.mean[name])
+    return time.thread_time() - began
+
+
+class DryRuns:
+    """Exchanges of a plan's groups at N ranks; groups that differ in their layers' names alone are run once.
+
+    iteration: late enough that every warm-up is over, and such that rank 0 leads where leaders rotate.
+    """
+
+    def __init__(self, plan: Plan, world_size: int, rank: int = 0, repeats: int = _REPEATS) -> None:
+        self.plan = plan
+        self.world_size = world_size
+        self.rank = rank
+        self.repeats = repeats
+        self._found: dict[str, Exchange] = {}
+
+    def of(self, plan: Plan) -> DryRuns:
+        """Another plan's, at as many ranks: what was run for either is known to both."""
+        found = DryRuns(plan, self.world_size, self.rank, self.repeats)
+        found._found = self._found
+        return found
+
+    def group(self, group: Group) -> Exchange:
+        """One group's exchange."""
+        return self.exchange(group.name, self.plan.build(group), self.plan.members(group), self._kind(group))
+
+    def exchange(self, name: str, codec: Codec, layers: Sequence[Layer], kind: str) -> Exchange:
+        """The exchange of `layers` by `codec`. kind: equal for exchanges that are alike."""
+        key = json.dumps([kind, [layer.shape for layer in layers]])
+        if key not in self._found:
+            self._found[key] = dry_run(codec, layers, self.context(name), repeats=self.repeats)
+        return replace(self._found[key], name=name)
+
+    def dense(self, name: str, layers: Sequence[Layer]) -> Exchange:
+        """Dense layers that travel together: the sum of what each takes, so that every layer is run once, whichever
+        stand beside it."""
+        every = [self.exchange(name, Identity(), [layer], "dense") for layer in layers]
+        turns = [
+            Turn(
+                sum(turn.seconds for turn in same),
+                tuple(request for turn in same for request in turn.requests),
+                sum(turn.copy_seconds for turn in same),
+            )
+            for same in zip(*(exchange.turns for exchange in every), strict=True)
+        ]
+        size, applied = (sum(getattr(one, what) for one in every) for what in ("gradient_bytes", "apply_seconds"))
+        return Exchange(name, size, tuple(turns), applied)
+
+    def _kind(self, group: Group) -> str:
+        settings = {key: value for key, value in group.to_json().items() if key not in ("name", "layers")}
+        # By position, as keys bear the layers' names; learned tensors of other shapes are another codec.
+        learned = [list(tensor.shape) for _, tensor in sorted(self.plan.learned.get(group.name, {}).items())]
+        return json.dumps([settings, learned], sort_keys=True)
+
+    def context(self, name: str) -> Context:
+        """What a group's codec is told of where and when it runs."""
+        rates = {layer.name: 1.0 for layer in self.plan.layers}
+        late = -(-(self.plan.schedule.warmup_steps + 10**6) // self.world_size) * self.world_size
+        return Context(
+            rank=self.rank,
+            world_size=self.world_size,
+            iteration=late,
+            group=name,
+            seed=self.plan.seed,
+            learning_rate=rates,
+            previous_learning_rate=rates,
+            start=self.plan.schedule.warmup_steps,
+        )
+
+
+def scan_seconds_per_byte() -> float:
+    """Time of looking for values that are not finite, per byte, here."""
+    buffer, times = torch.ones(_SCANNED), []
+    for _ in range(5):
+        began = time.thread_time()
+        is_finite(buffer)
+        times.append(time.thread_time() - began)
+    return median(times) / buffer.nbytes

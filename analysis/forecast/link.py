@@ -1,0 +1,292 @@
+"""A network link between ranks, and how long a collective takes on it: bytes over speed, and messages in a row.
+
+The cost of a collective is alpha-beta (Hockney 1994; Thakur, Rabenseifner, Gropp 2005, "Optimization of collective
+communication operations in MPICH", table 1): the bytes on its critical path over the link's speed, plus one latency
+for each message that has to follow another. Bytes follow the rules in gradlab.collectives, but for all-reduces by
+other algorithms than a ring, which are forecast alone: the engine counts a ring's.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradlab.collectives import (
+    AllToAll,
+    Broadcast,
+    Gather,
+    Mean,
+    Request,
+    Ring,
+    all_gather_wire_bytes,
+    all_reduce_wire_bytes,
+    all_to_all_wire_bytes,
+    broadcast_wire_bytes,
+    by_fusion_key,
+)
+from gradlab.collectives.ring import RingCode, ring_wire_bytes
+from gradlab.errors import GradlabError
+
+_RATES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_NUMBER = r"(\d+(?:\.\d+)?|\.\d+)"
+
+
+@dataclass(frozen=True)
+class Link:
+    """What every rank is connected by, the same in both directions, all ranks at once.
+
+    bits_per_second: line rate, decimal; latency_seconds: from one rank's send to another's receive of a small
+    message, the receiver's wake-up included; header_share: bytes of protocol per byte sent (TCP over Ethernet: 66 of
+    1448, and its acknowledgements); host_seconds_per_byte: what the ranks' processors take per byte sent, while other
+    bytes are on the link; collective_seconds: fixed cost of starting a collective; all_reduce: the algorithm of
+    all-reduces, one of `ALL_REDUCES`. All other collectives are Gloo's.
+    """
+
+    bits_per_second: float
+    latency_seconds: float = 0.0
+    header_share: float = 0.06
+    host_seconds_per_byte: float = 0.0
+    collective_seconds: float = 0.0
+    all_reduce: str = "ring"
+
+    def __post_init__(self) -> None:
+        if not self.bits_per_second > 0:
+            raise GradlabError(f"bandwidth = {self.bits_per_second:g} bit/s, expected above 0")
+        for name in ("latency_seconds", "header_share", "host_seconds_per_byte", "collective_seconds"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise GradlabError(f"link: {name} = {value:g}, expected a number from 0")
+        _rule(self.all_reduce)
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """Of a stream of bytes: the link's or the processors', whichever are slower, as both work at once."""
+        return max(8 * (1 + self.header_share) / self.bits_per_second, self.host_seconds_per_byte)
+
+    def busy_seconds(self, transfer: Transfer) -> float:
+        """How long a collective keeps the link from others."""
+        return self.collective_seconds + transfer.path_bytes * self.seconds_per_byte
+
+    def delay_seconds(self, transfer: Transfer) -> float:
+        """What a collective takes longer than it keeps the link busy: its messages wait for one another."""
+        return transfer.rounds * self.latency_seconds
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective as the link sees it.
+
+    wire_bytes: what this rank sends (in a double tree, the busiest); path_bytes: what the busiest link carries, in or
+    out; rounds: messages that have to follow one another.
+    """
+
+    wire_bytes: int
+    path_bytes: int
+    rounds: int
+
+
+def all_reduce(nbytes: int, world_size: int, algorithm: str = "ring") -> Transfer:
+    """An all-reduce of `nbytes`, by one of `ALL_REDUCES`.
+
+    Raises:
+        GradlabError: for another algorithm.
+    """
+    return _rule(algorithm)(nbytes, world_size)
+
+
+def ring_all_reduce(nbytes: int, world_size: int) -> Transfer:
+    """Reduce-scatter and all-gather around a ring, N - 1 messages each.
+
+    Patarasuk, Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
+    """
+    wire = all_reduce_wire_bytes(nbytes, world_size)
+    return Transfer(wire, wire, 2 * (world_size - 1))
+
+
+def tree_all_reduce(nbytes: int, world_size: int) -> Transfer:
+    """Half of the bytes up and down each of two binary trees over all ranks, as in NCCL.
+
+    Sanders, Speck, Traeff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan". A rank sends a
+    half to each of its neighbours in both trees. They are four at most, as whoever has a parent and two children in
+    one is a leaf of the other: 2x the bytes, 1.5x at 3 ranks, 1x at 2. The average is a ring's, 2 (N - 1) / N. Halves
+    travel in pieces so small that filling the trees costs latencies alone: ceil(log2 N) to the root, as many back.
+    """
+    neighbours = min(4, world_size) if world_size > 1 else 0
+    wire = neighbours * math.ceil(nbytes / 2)
+    return Transfer(wire, wire, 2 * (world_size - 1).bit_length())
+
+
+def server_all_reduce(nbytes: int, world_size: int) -> Transfer:
+    """Each rank serves 1/N of the bytes: it gets that part of all others at once, and sends them the mean at once.
+
+    A sharded parameter server (Li et al. 2014, "Scaling distributed machine learning with the parameter server") on
+    the ranks themselves: a ring's bytes, but two messages in a row. That N - 1 messages meet at one link is taken to
+    cost no more than their bytes.
+    """
+    wire = all_reduce_wire_bytes(nbytes, world_size)
+    return Transfer(wire, wire, 2 if world_size > 1 else 0)
+
+
+# How an all-reduce may run: bytes and number of ranks -> what the link sees.
+ALL_REDUCES: dict[str, Callable[[int, int], Transfer]] = {
+    "ring": ring_all_reduce,
+    "tree": tree_all_reduce,
+    "server": server_all_reduce,
+}
+
+
+def _rule(algorithm: str) -> Callable[[int, int], Transfer]:
+    if algorithm not in ALL_REDUCES:
+        raise GradlabError(f"link: all_reduce = {algorithm!r}, expected one of {', '.join(ALL_REDUCES)}")
+    return ALL_REDUCES[algorithm]
+
+
+def all_gather(nbytes: int, world_size: int) -> Transfer:
+    """A ring all-gather of `nbytes` per rank."""
+    wire = all_gather_wire_bytes(nbytes, world_size)
+    return Transfer(wire, wire, world_size - 1)
+
+
+def broadcast(nbytes: int, rank: int, root: int, world_size: int) -> Transfer:
+    """A binomial tree: the root's link carries all of its messages, one after another."""
+    wire = broadcast_wire_bytes(nbytes, rank, root, world_size)
+    depth = (world_size - 1).bit_length()
+    return Transfer(wire, depth * nbytes, depth)
+
+
+def all_to_all(sizes: Sequence[int], rank: int) -> Transfer:
+    """Every rank sends sizes[j] to rank j, all messages at once; a large part slows its receiver's link."""
+    received = max(sizes, default=0) * (len(sizes) - 1)
+    sent = sum(sizes) - min(sizes, default=0)
+    return Transfer(all_to_all_wire_bytes(sizes, rank), max(sent, received), 1 if len(sizes) > 1 else 0)
+
+
+def gather_of_lengths(sizes: Sequence[int], rank: int) -> Transfer:
+    """Every rank sends its sizes[rank] bytes to all others at once; the largest slows its sender's link."""
+    others = len(sizes) - 1
+    path = max(others * max(sizes, default=0), sum(sizes) - min(sizes, default=0))
+    return Transfer(others * sizes[rank], path if others else 0, 1 if others else 0)
+
+
+def ring(sizes: Sequence[int], rank: int) -> Transfer:
+    """Messages hop by hop, 2 (N - 1) of them; in each round the largest holds up the others."""
+    rounds = 2 * (len(sizes) - 1)
+    return Transfer(ring_wire_bytes(sizes, rank), rounds * max(sizes, default=0), rounds)
+
+
+def transfers(requests: Sequence[Request], rank: int, world_size: int, algorithm: str = "ring") -> list[Transfer]:
+    """The collectives that serve requests standing at one step: those of a kind, a root and a dtype travel as one.
+
+    A varying gather is taken as if all ranks sent as much as this one. Empty collectives are left out. algorithm: of
+    the all-reduces that serve a `Mean`, see `Link`.
+    """
+    alike = ([requests[position] for position in positions] for positions in by_fusion_key(requests))
+    fused = [_fused(together, rank, world_size, algorithm) for together in alike]
+    return [transfer for transfer in fused if transfer.path_bytes]
+
+
+def _fused(together: Sequence[Any], rank: int, world_size: int, algorithm: str) -> Transfer:
+    first = together[0]
+    if isinstance(first, AllToAll):
+        return all_to_all([sum(r.tensors[j].nbytes for r in together) for j in range(world_size)], rank)
+    if isinstance(first, Ring):
+        return ring([sum(sizes) for sizes in zip(*(r.sizes for r in together), strict=True)], rank)
+    nbytes = sum(request.tensor.nbytes for request in together)
+    if isinstance(first, Mean):
+        return all_reduce(nbytes, world_size, algorithm)
+    if isinstance(first, Broadcast):
+        return broadcast(nbytes, rank, first.root, world_size)
+    if first.lengths is not None:
+        sizes = [sum(r.lengths[j] * r.tensor.element_size() for r in together) for j in range(world_size)]
+        return gather_of_lengths(sizes, rank)
+    if not first.varying:
+        return all_gather(nbytes, world_size)
+    lengths = all_gather(8 * len(together), world_size)
+    values = all_gather(nbytes, world_size)
+    return Transfer(
+        lengths.wire_bytes + values.wire_bytes,
+        lengths.path_bytes + values.path_bytes,
+        lengths.rounds + values.rounds,
+    )
+
+
+def weightless(request: Request) -> Request:
+    """The same request without its values: what is counted needs shapes alone."""
+    if isinstance(request, AllToAll):
+        return AllToAll(tuple(_empty(tensor) for tensor in request.tensors))
+    if isinstance(request, Mean):
+        return Mean(_empty(request.tensor))
+    if isinstance(request, Gather):
+        return Gather(_empty(request.tensor), request.varying, request.lengths)
+    if isinstance(request, Ring):
+        return Ring(_Sizes(request.sizes))
+    return Broadcast(_empty(request.tensor), request.root)
+
+
+class _Sizes(RingCode):
+    """A ring's sizes without its values."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.segments, self._sizes = len(sizes), sizes
+
+    def nbytes(self, segment: int) -> int:
+        return self._sizes[segment]
+
+    def prepare(self, segment: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    add = finish = prepare  # type: ignore[assignment]
+
+
+def _empty(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def parse_bandwidth(text: str) -> float:
+    """Bits per second of a rate as the field writes it: "200mbit", "1gbit", "25 Gbit/s", "inf"; decimal.
+
+    Raises:
+        GradlabError: for anything else, and for 0.
+    """
+    word = text.strip().lower()
+    if word in ("inf", "unlimited"):
+        return math.inf
+    match = re.fullmatch(rf"{_NUMBER}\s*([kmgt]?)(?:bit(?:/s|ps)?|bps)", word)
+    rate = float(match[1]) * _RATES[match[2]] if match else 0.0
+    if not 0 < rate < math.inf:
+        raise GradlabError(f"bandwidth {text!r}: expected bits per second above 0, such as 200mbit, 1gbit or 25gbit")
+    return rate
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of a duration: "50us", "1.5ms", "0.36s"; a bare number is seconds.
+
+    Raises:
+        GradlabError: for anything else, and below 0.
+    """
+    match = re.fullmatch(rf"{_NUMBER}(?:e([+-]?\d+))?\s*(s|ms|us|µs|ns)?", text.strip().lower())
+    if not match:
+        raise GradlabError(f"duration {text!r}: expected a time from 0 with its unit, such as 50us, 1ms or 0.36s")
+    value = float(f"{match[1]}e{match[2] or 0}") * _TIMES[match[3] or "s"]
+    if not math.isfinite(value):
+        raise GradlabError(f"duration {text!r}: too long")
+    return value
+
+
+def format_rate(bits_per_second: float) -> str:
+    """A rate as `parse_bandwidth` reads it: 2e8 -> "200mbit"; three significant digits."""
+    from gradlab.formatting import significant
+
+    if math.isinf(bits_per_second):
+        return "unlimited"
+    for unit, scale in (("t", 1e12), ("g", 1e9), ("m", 1e6), ("k", 1e3)):
+        if bits_per_second >= 0.9995 * scale:
+            number = significant(bits_per_second / scale)
+            return f"{number.rstrip('0').rstrip('.') if '.' in number else number}{unit}bit"
+    return f"{significant(bits_per_second)}bit"

@@ -1,0 +1,242 @@
+"""One training step as the engine runs it, simulated: backward, the worker's ticks, and a link that collectives share.
+
+Buckets become ready while backward runs, in order. The worker cuts each into segments; every segment is a tick: its
+exchanges are encoded up to their first requests while the last tick's collectives travel, then those are awaited and
+the exchanges that asked for them go on, then all open requests are issued together. After the last bucket ticks go on
+until nothing is open. Buckets with nothing to compress travel in their own buffers, beside all that. The link serves
+collectives in the order they were issued: bytes wait for bytes, latencies overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from gradlab.analysis.forecast.link import Link, Transfer, all_reduce, transfers
+from gradlab.collectives import Mean, Request
+from gradlab.errors import GradlabError
+from gradlab.executor import Ticks
+from gradlab.segments import SEGMENT_BYTES, segments
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A stretch of a codec's code: its time, and the requests it ends with; none at the end of the exchange.
+
+    copy_seconds: the engine's, to pack what was asked for before and to unpack the answers.
+    """
+
+    seconds: float
+    requests: tuple[Request, ...] = ()
+    copy_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One group's way through an iteration.
+
+    gradient_bytes: size of its gradients; apply_seconds: what the engine does with the result: measure its error, copy.
+    """
+
+    name: str
+    gradient_bytes: int
+    turns: tuple[Turn, ...]
+    apply_seconds: float = 0.0
+
+    @property
+    def codec_seconds(self) -> float:
+        """Time in the codec's own code."""
+        return sum(turn.seconds for turn in self.turns)
+
+    @property
+    def engine_seconds(self) -> float:
+        """Time in the engine's."""
+        return self.apply_seconds + sum(turn.copy_seconds for turn in self.turns)
+
+    def scaled(self, codec: float, engine: float) -> Exchange:
+        """The same exchange with these times multiplied."""
+        turns = tuple(
+            replace(turn, seconds=codec * turn.seconds, copy_seconds=engine * turn.copy_seconds) for turn in self.turns
+        )
+        return replace(self, turns=turns, apply_seconds=engine * self.apply_seconds)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One of DDP's buckets.
+
+    ready_seconds: computing done when it is handed over; in_place_bytes: its size, if it is averaged in its own buffer;
+    scan_seconds: looking for values that are not finite; exchanges: what it starts.
+    """
+
+    ready_seconds: float
+    in_place_bytes: int = 0
+    scan_seconds: float = 0.0
+    exchanges: tuple[Exchange, ...] = ()
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step's time in seconds, and what it is made of: step = compute + encode + communicate.
+
+    compute: forward and backward, alone; encode: codec work that computing did not hide, with what it slowed computing
+    down by; communicate: the same of the network; wire_bytes: what this rank sends.
+    """
+
+    seconds: float
+    compute: float
+    encode: float
+    communicate: float
+    wire_bytes: int
+
+
+@dataclass
+class Clock:
+    """Time as the worker lives it, and how far computing is.
+
+    speed: of computing and of codecs while both run: 1 with a core for each, 0.5 where they share one.
+    """
+
+    compute: float
+    speed: float
+    now: float = 0.0
+    computed: float = 0.0
+    waited: float = 0.0  # for the network, after computing was over
+
+    def work(self, seconds: float) -> None:
+        """Codec code that takes `seconds` alone."""
+        together = min(seconds, self.compute - self.computed)
+        self.computed += together
+        self.now += together / self.speed + (seconds - together)
+
+    def serve(self, seconds: float) -> None:
+        """Work of the ranks' processors for the network: it holds up computing as far as no core is left for it."""
+        self.computed -= 2 * (1 - self.speed) * min(seconds, self.compute - self.computed)
+
+    def wait_for_backward(self, computed: float) -> None:
+        """Until so much has been computed."""
+        left = max(0.0, computed - self.computed)
+        self.computed += left
+        self.now += left
+
+    def wait_for_network(self, moment: float) -> None:
+        """Until a collective is through."""
+        left = max(0.0, moment - self.now)
+        hidden = min(left, self.compute - self.computed)
+        self.computed += hidden
+        self.waited += left - hidden
+        self.now += left
+
+
+@dataclass
+class Wire:
+    """The link over a step: when it is free again, and what was sent. clock: whose processors serve it."""
+
+    link: Link
+    clock: Clock
+    free: float = 0.0
+    wire_bytes: int = 0
+
+    def send(self, transfer: Transfer, issued: float) -> float:
+        """Issue a collective; when it is through."""
+        self.free = max(self.free, issued) + self.link.busy_seconds(transfer)
+        self.wire_bytes += transfer.wire_bytes
+        self.clock.serve(transfer.path_bytes * self.link.host_seconds_per_byte)
+        return self.free + self.link.delay_seconds(transfer)
+
+
+class Simulated:
+    """An exchange under way, whose code only takes time."""
+
+    def __init__(self, exchange: Exchange, clock: Clock) -> None:
+        self.requests: tuple[Request, ...] = ()
+        self.done = False
+        self._turns = list(_turns(exchange))[::-1]
+        self._clock = clock
+
+    def advance(self, answers: Sequence[None] | None) -> None:
+        """Work to the next requests, or to the end."""
+        turn = self._turns.pop()
+        self._clock.work(turn.copy_seconds + turn.seconds)
+        self.requests, self.done = turn.requests, not self._turns
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """Collectives under way; the last is through at `arrives`."""
+
+    arrives: float
+    count: int
+    clock: Clock
+
+    def answers(self) -> list[None]:
+        """Wait for them."""
+        self.clock.wait_for_network(self.arrives)
+        return [None] * self.count
+
+
+def simulate(
+    buckets: Sequence[Bucket],
+    compute_seconds: float,
+    link: Link,
+    world_size: int,
+    *,
+    rank: int = 0,
+    speed: float = 1.0,
+    segment_bytes: int = SEGMENT_BYTES,
+) -> Step:
+    """The time of one step. speed: of computing and codecs while both run (see `Clock`).
+
+    Buckets without any exchange are plain DDP.
+
+    Raises:
+        GradlabError: for a time below 0, a world size below 1, a speed outside [0.5, 1].
+    """
+    _check(compute_seconds, world_size, speed)
+    clock = Clock(compute_seconds, speed)
+    wire = Wire(link, clock)
+    compressing = any(bucket.exchanges for bucket in buckets)
+    in_place = 0.0
+
+    def issue(requests: Sequence[Request]) -> Arriving:
+        together = transfers(requests, rank, world_size, link.all_reduce)
+        ends = [wire.send(transfer, clock.now) for transfer in together]
+        return Arriving(max(ends, default=0.0), len(requests), clock)
+
+    ticks = Ticks[Simulated](issue)
+    for bucket in buckets:
+        clock.wait_for_backward(bucket.ready_seconds)
+        clock.work(bucket.scan_seconds)
+        if bucket.in_place_bytes:
+            dense = all_reduce(bucket.in_place_bytes, world_size, link.all_reduce)
+            in_place = max(in_place, wire.send(dense, clock.now))
+        for segment in segments(bucket.exchanges, lambda exchange: exchange.gradient_bytes, segment_bytes):
+            ticks.tick([Simulated(exchange, clock) for exchange in segment])
+    if compressing:
+        ticks.tick([Simulated(Exchange("finite flag", 0, (Turn(0.0, _flag()), Turn(0.0))), clock)])
+        ticks.drain()
+    clock.wait_for_network(in_place)
+    clock.wait_for_backward(compute_seconds)
+    exposed = clock.now - compute_seconds
+    return Step(clock.now, compute_seconds, exposed - clock.waited, clock.waited, wire.wire_bytes)
+
+
+def _turns(exchange: Exchange) -> Iterator[Turn]:
+    *before, last = exchange.turns
+    yield from before
+    yield replace(last, seconds=last.seconds + exchange.apply_seconds)
+
+
+def _flag() -> tuple[Request, ...]:
+    return (Mean(torch.empty(1, device="meta")),)
+
+
+def _check(compute_seconds: float, world_size: int, speed: float) -> None:
+    if not 0 <= compute_seconds < float("inf"):
+        raise GradlabError(f"compute time = {compute_seconds:g} s, expected a number from 0")
+    if world_size < 1:
+        raise GradlabError(f"nodes = {world_size}, expected at least 1")
+    if not 0.5 <= speed <= 1:
+        raise GradlabError(f"speed of computing beside codecs = {speed:g}, expected 0.5 (one core) to 1 (two)")

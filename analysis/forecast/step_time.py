@@ -1,0 +1,192 @@
+"""Predict a training step's time on a link, for a plan and for plain DDP, and where the two cross.
+
+What a rank asks for at N ranks comes from its codecs' own code (`gradlab.analysis.forecast.dry_run`), the bytes from
+the rules in gradlab.collectives, and the order of things from the engine's loop
+(`gradlab.analysis.forecast.simulator`). Measured are the time of computing, and that of the codecs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from gradlab.analysis.forecast.dry_run import DryRuns
+from gradlab.analysis.forecast.link import Link
+from gradlab.analysis.forecast.simulator import Bucket, Exchange, Step, simulate
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+from gradlab.plan import Plan
+
+# DDP's own: a small first bucket, so that communication begins early, and the others.
+FIRST_BUCKET_BYTES, BUCKET_CAP_MB = 2**20, 25.0
+# Gradients of weights and of activations cost as much each as the forward pass.
+BACKWARD_SHARE = 2 / 3
+# Link speeds between which a break-even is looked for, in bits per second.
+_SLOWEST, _FASTEST, _PER_DECADE = 1e4, 1e13, 8
+# Seconds: less is rounding.
+_NOTHING = 1e-9
+
+
+def assign_buckets(layers: Sequence[Layer], bucket_cap_mb: float | None = None) -> list[list[Layer]]:
+    """Layers as DDP puts them into buckets: the last first, a bucket closed by the layer that reaches its limit.
+
+    bucket_cap_mb: as given to DDP; None: its default of 25 MiB, with 1 MiB for the first.
+
+    Raises:
+        GradlabError: for a limit that is not positive.
+    """
+    if bucket_cap_mb is not None and not 0 < bucket_cap_mb < math.inf:
+        raise GradlabError(f"bucket size = {bucket_cap_mb:g} MiB, expected above 0")
+    limit = 2**20 * (BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb)
+    limits = [FIRST_BUCKET_BYTES if bucket_cap_mb is None else limit]
+    buckets: list[list[Layer]] = [[]]
+    for layer in reversed(layers):
+        if _nbytes(buckets[-1]) >= limits[-1]:
+            buckets.append([])
+            limits.append(limit)
+        buckets[-1].append(layer)
+    return [bucket for bucket in buckets if bucket]
+
+
+def _nbytes(layers: Sequence[Layer]) -> int:
+    return 4 * sum(layer.numel for layer in layers)
+
+
+def ready_seconds(buckets: Sequence[Sequence[Layer]], compute_seconds: float) -> list[float]:
+    """Computing done when each bucket is ready: backward takes as long for every layer that has a weight matrix.
+
+    Parameters would be the worse guide: a convolutional network has most of them in its last, cheapest layers.
+    """
+    weights = [sum(len(layer.shape) > 1 for layer in bucket) for bucket in buckets]
+    total, done, ready = sum(weights), 0, []
+    for weight in weights:
+        done += weight
+        share = done / total if total else 1.0
+        ready.append(compute_seconds * (1 - BACKWARD_SHARE * (1 - share)))
+    return [*ready[:-1], compute_seconds] if ready else []
+
+
+@dataclass(frozen=True)
+class Job:
+    """A plan at N ranks with its times, ready for any link; beside it the same buckets under plain DDP."""
+
+    world_size: int
+    compute_seconds: float
+    buckets: tuple[Bucket, ...]
+    dense_buckets: tuple[Bucket, ...]
+
+    @property
+    def codec_seconds(self) -> float:
+        """Time in the codecs' own code, per step."""
+        return sum(exchange.codec_seconds for bucket in self.buckets for exchange in bucket.exchanges)
+
+    @property
+    def engine_seconds(self) -> float:
+        """What the engine does besides: look for values that are not finite, pack and unpack, measure errors, copy."""
+        exchanges = sum(exchange.engine_seconds for bucket in self.buckets for exchange in bucket.exchanges)
+        return exchanges + sum(bucket.scan_seconds for bucket in self.buckets)
+
+    def scaled(self, codec: float = 1.0, engine: float = 1.0) -> Job:
+        """The same job with its codecs' times multiplied, and the engine's."""
+        buckets = tuple(
+            replace(
+                bucket,
+                scan_seconds=engine * bucket.scan_seconds,
+                exchanges=tuple(exchange.scaled(codec, engine) for exchange in bucket.exchanges),
+            )
+            for bucket in self.buckets
+        )
+        return replace(self, buckets=buckets)
+
+
+def make_job(
+    plan: Plan,
+    runs: DryRuns,
+    compute_seconds: float,
+    *,
+    scan_seconds: float = 0.0,
+    bucket_cap_mb: float | None = None,
+) -> Job:
+    """DDP's buckets with what each starts. scan_seconds: of looking for values that are not finite, per byte."""
+    assigned = assign_buckets(plan.layers, bucket_cap_mb)
+    ready = ready_seconds(assigned, compute_seconds)
+    plain = tuple(Bucket(moment, _nbytes(bucket)) for moment, bucket in zip(ready, assigned, strict=True))
+    if not plan.compressed_groups:
+        return Job(runs.world_size, compute_seconds, plain, plain)
+    compressed = {name for group in plan.compressed_groups for name in group.layers}
+    buckets = []
+    for bucket, layers, started in zip(plain, assigned, _exchanges(plan, runs, assigned), strict=True):
+        buckets.append(
+            Bucket(
+                bucket.ready_seconds,
+                # A group may span buckets: one that starts nothing is not for that reason dense.
+                0 if any(layer.name in compressed for layer in layers) else bucket.in_place_bytes,
+                # Looked at twice: when it comes, and when all are through.
+                2 * scan_seconds * bucket.in_place_bytes,
+                tuple(started),
+            )
+        )
+    return Job(runs.world_size, compute_seconds, tuple(buckets), plain)
+
+
+def _exchanges(plan: Plan, runs: DryRuns, assigned: Sequence[Sequence[Layer]]) -> Iterator[list[Exchange]]:
+    """What each bucket starts: its dense layers together, then every group that it completes."""
+    group_of = {name: group.name for group in plan.compressed_groups for name in group.layers}
+    missing = {group.name: set(group.layers) for group in plan.compressed_groups}
+    for index, bucket in enumerate(assigned):
+        names = {layer.name for layer in bucket}
+        started = []
+        dense = [layer for layer in bucket if layer.name not in group_of]
+        if dense and len(dense) < len(bucket):
+            started.append(runs.dense(f"dense layers of bucket {index}", dense))
+        for group in plan.compressed_groups:
+            if missing[group.name] & names:
+                missing[group.name] -= names
+                if not missing[group.name]:
+                    started.append(runs.group(group))
+        yield started
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A plan beside plain DDP on one link."""
+
+    link: Link
+    compressed: Step
+    dense: Step
+
+    @property
+    def speedup(self) -> float:
+        """Plain DDP's time over the plan's."""
+        return self.dense.seconds / self.compressed.seconds if self.compressed.seconds else 1.0
+
+
+def compare(job: Job, link: Link, *, speed: float = 1.0) -> Comparison:
+    """Both steps on one link. speed: of computing and codecs while both run, see
+    `gradlab.analysis.forecast.simulator.Clock`."""
+    compressed, dense = (
+        simulate(buckets, job.compute_seconds, link, job.world_size, speed=speed)
+        for buckets in (job.buckets, job.dense_buckets)
+    )
+    return Comparison(link, compressed, dense)
+
+
+def break_even(saves: Callable[[float], float]) -> float | None:
+    """The link speed, in bits per second, from which on compression no longer pays; the fastest, if there are several.
+
+    saves: seconds that the plan saves against plain DDP at a speed. None: it saves nothing at any speed between
+    10 kbit/s and 10 Tbit/s; infinity: it still does at the fastest.
+    """
+    slowest, fastest = (round(_PER_DECADE * math.log10(speed)) for speed in (_SLOWEST, _FASTEST))
+    grid = [10 ** (position / _PER_DECADE) for position in range(slowest, fastest + 1)]
+    paying = [position for position, speed in enumerate(grid) if saves(speed) > _NOTHING]
+    if not paying:
+        return None
+    if paying[-1] == len(grid) - 1:
+        return math.inf
+    low, high = grid[paying[-1]], grid[paying[-1] + 1]
+    while high > low * (1 + 1e-9):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if saves(middle) > _NOTHING else (low, middle)
+    return low

@@ -1,0 +1,123 @@
+"""Time in place of size: what a byte costs in each of DDP's buckets, and plans that count it so.
+
+Alimohammadi et al., "L-GreCo", MLSys 2024, sections 4 and 5.5: the time from the first bucket's synchronisation to
+the last one's end is regressed on the buckets' sizes, and its coefficients T(b) weigh the layers' sizes. Appendix A:
+weights that rise with the bucket's number, because the first buckets travel while backward runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gradlab.analysis.forecast.step_time import assign_buckets
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+
+_TIE = 1e-3
+
+
+@dataclass(frozen=True)
+class BucketTimes:
+    """seconds = intercept + sum_b coefficients[b] * bytes[b]. score: R^2, the share of variance explained."""
+
+    coefficients: np.ndarray
+    intercept: float
+    score: float
+
+
+def fit_bucket_times(sizes: np.ndarray, seconds: np.ndarray, *, positive: bool = True) -> BucketTimes:
+    """T(b) by least squares over samples of plans.
+
+    sizes: (samples, buckets), bytes that each bucket sent; seconds: (samples,), of synchronisation; positive: no
+    coefficient below 0, as no byte saves time; False is the paper's plain regression.
+
+    Raises:
+        GradlabError: for fewer samples than coefficients, other shapes, or values that are not finite.
+    """
+    from sklearn.linear_model import LinearRegression
+
+    sizes, seconds = np.asarray(sizes, dtype=float), np.asarray(seconds, dtype=float)
+    if sizes.ndim != 2 or seconds.shape != sizes.shape[:1] or not sizes.shape[1]:
+        raise GradlabError(
+            f"bucket times: sizes {sizes.shape} and seconds {seconds.shape}, expected (n, buckets), (n,)"
+        )
+    if len(sizes) <= sizes.shape[1]:
+        raise GradlabError(f"bucket times: {len(sizes)} samples of {sizes.shape[1]} buckets, expected more than these")
+    if not (np.isfinite(sizes).all() and np.isfinite(seconds).all()):
+        raise GradlabError("bucket times: sizes or seconds that are not finite")
+    scale = sizes.max() or 1.0  # bytes are large numbers and seconds small ones
+    model = LinearRegression(positive=positive).fit(sizes / scale, seconds)
+    return BucketTimes(model.coef_ / scale, float(model.intercept_), float(model.score(sizes / scale, seconds)))
+
+
+def read_bucket_times(path: str | os.PathLike[str]) -> BucketTimes:
+    """T(b) from a JSON file of samples, {"sizes": bytes by sample and bucket, "seconds": by sample}.
+
+    Raises:
+        GradlabError: for anything else in it, or what `fit_bucket_times` refuses.
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        sizes, seconds = (np.array(found[name], dtype=float) for name in ("sizes", "seconds"))
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        raise GradlabError(
+            f'{path}: expected JSON of bucket times, {{"sizes": bytes by sample and bucket, "seconds": by sample}}'
+        ) from None
+    return fit_bucket_times(sizes, seconds)
+
+
+def bucket_of_layers(layers: Sequence[Layer], bucket_cap_mb: float | None = None) -> dict[str, int]:
+    """The number of each layer's bucket, from 0, in the order of communication: DDP's own assignment."""
+    buckets = assign_buckets(layers, bucket_cap_mb)
+    return {layer.name: number for number, bucket in enumerate(buckets) for layer in bucket}
+
+
+def linear_priority(layers: Sequence[Layer], bucket_cap_mb: float | None = None) -> dict[str, float]:
+    """Appendix A: a layer's weight is its bucket's number, from 1, so that the last buckets are compressed most."""
+    return {name: number + 1.0 for name, number in bucket_of_layers(layers, bucket_cap_mb).items()}
+
+
+def time_weights(layers: Sequence[Layer], times: BucketTimes, bucket_cap_mb: float | None = None) -> dict[str, float]:
+    """Section 4: a layer's weight is its bucket's T(b), in seconds per byte, but never quite nothing: of settings that
+    cost no time the smaller one is wanted.
+
+    Raises:
+        GradlabError: if there are not as many coefficients as buckets, or none is above 0.
+    """
+    numbers = bucket_of_layers(layers, bucket_cap_mb)
+    count = max(numbers.values(), default=-1) + 1
+    if len(times.coefficients) != count:
+        raise GradlabError(f"bucket times: {len(times.coefficients)} coefficients, but DDP makes {count} buckets")
+    weights = above_nothing(times.coefficients)
+    return {name: float(weights[number]) for name, number in numbers.items()}
+
+
+def above_nothing(coefficients: np.ndarray) -> np.ndarray:
+    """Coefficients from 0 on, a thousandth of the largest added to each.
+
+    Raises:
+        GradlabError: if none is above 0.
+    """
+    largest = coefficients.max(initial=0.0)
+    if largest <= 0:
+        raise GradlabError("bucket times: no bucket's bytes take any time: there is nothing to weigh layers by")
+    return np.maximum(coefficients, 0.0) + _TIE * largest
+
+
+def weighted(names: Sequence[str], costs: Sequence[np.ndarray], weights: Mapping[str, float]) -> list[np.ndarray]:
+    """Costs (candidates,) of layers times their weights."""
+    return [row * weights[name] for name, row in zip(names, costs, strict=True)]
+
+
+def bytes_by_bucket(names: Sequence[str], sizes: Sequence[float], numbers: Mapping[str, int]) -> np.ndarray:
+    """Sums over each bucket's layers, (buckets,). numbers: see `bucket_of_layers`."""
+    found = np.zeros(max(numbers.values(), default=-1) + 1)
+    for name, size in zip(names, sizes, strict=True):
+        found[numbers[name]] += size
+    return found

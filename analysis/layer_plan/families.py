@@ -1,0 +1,112 @@
+"""Candidates of several families for one plan: what L-GreCo names as future work (section 6)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gradlab import codecs
+from gradlab.analysis.fit.gradiveq import RECOMMENDED, fit_gradiveq
+from gradlab.codecs.gradiveq import GradiVeQ
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+from gradlab.plan import FEEDBACK, Wrap
+from gradlab.plan.layer_errors import Candidate
+from gradlab.progress import Progress
+
+if TYPE_CHECKING:
+    from gradlab.trace import Trace
+
+# By family: a codec, and its wrappers where they are not its habit. Signs one way: what a server's second compression
+# loses is in no rank's error.
+FAMILIES: Mapping[str, tuple[str, tuple[Wrap, ...] | None]] = {
+    "PCA": ("gradiveq", None),
+    "PowerSGD": ("powersgd", None),
+    "top-k": ("topk", None),
+    "QSGD": ("qsgd", None),
+    "signs": ("sign", FEEDBACK),
+    "cast": ("cast", None),
+}
+DENSE = Candidate("identity")
+_PCA_RATIOS = (8.0, 16.0, 32.0, 64.0)
+_LEAST = 256  # elements of a layer that is looked at, and two dimensions
+
+
+def known_families(names: Sequence[str]) -> list[str]:
+    """Families in whatever case they are written.
+
+    Raises:
+        GradlabError: for one that there is not.
+    """
+    by_lower = {name.lower(): name for name in FAMILIES}
+    if unknown := [name for name in names if name.lower() not in by_lower]:
+        raise GradlabError(f"no family {unknown[0]!r}; there are: {', '.join(FAMILIES)}")
+    return [by_lower[name.lower()] for name in names]
+
+
+def family_candidates(
+    trace: Trace,
+    families: Sequence[str] = tuple(FAMILIES),
+    *,
+    start: int = 0,
+    samples: int = 0,
+    extra: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+    progress: Progress | None = None,
+) -> dict[str, list[Candidate]]:
+    """Candidates by layer name: the codecs' own grids, and dense. Vectors and small layers are left out.
+
+    PCA bases are fitted on positions start ... start + samples of the trace, which errors are then not to be measured
+    on; without samples there is none. extra: further settings by codec, such as a reference's.
+
+    Raises:
+        GradlabError: for an unknown family, or a trace that bases cannot be fitted on.
+    """
+    names = known_families(families)
+    layers = [layer for layer in trace.layers if len(layer.shape) >= 2 and layer.numel >= _LEAST]
+    found: dict[str, list[Candidate]] = {layer.name: [DENSE] for layer in layers}
+    for family in names:
+        codec, around = FAMILIES[family]
+        if codec == "gradiveq":
+            continue
+        method = codecs.get(codec)
+        grid = [dict(settings) for settings in (*method.candidates, *(extra or {}).get(codec, ()))]
+        for layer in layers:
+            if layer.role in method.defaults.roles:
+                found[layer.name] += [Candidate(codec, settings, {}, around) for settings in _unequal(grid)]
+    if "PCA" in names and samples:
+        _add_bases(trace, layers, found, start, samples, progress)
+    return found
+
+
+def of_family(candidates: Mapping[str, Sequence[Candidate]], family: str) -> dict[str, list[Candidate]]:
+    """One family's candidates and dense."""
+    codec, _ = FAMILIES[family]
+    return {name: [c for c in some if c.codec in (codec, "identity")] for name, some in candidates.items()}
+
+
+def _unequal(grid: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for settings in grid:
+        if settings not in found:
+            found.append(settings)
+    return found
+
+
+def _add_bases(
+    trace: Trace,
+    layers: Sequence[Layer],
+    found: dict[str, list[Candidate]],
+    start: int,
+    samples: int,
+    progress: Progress | None,
+) -> None:
+    if not any(layer.role in GradiVeQ.defaults.roles for layer in layers):
+        return
+    for ratio in _PCA_RATIOS:
+        settings = dataclasses.replace(RECOMMENDED, ratio=ratio, sample_steps=samples, compressed_steps=4 * samples)
+        fitted = fit_gradiveq(trace, samples=samples, start=start, settings=settings, progress=progress)
+        for group in fitted.plan.groups:
+            if len(group.layers) == 1 and group.layers[0] in found and group.name in fitted.plan.learned:
+                learned = dict(fitted.plan.learned[group.name])
+                found[group.layers[0]].append(Candidate(group.codec, group.settings, learned, group.wrappers))

@@ -1,0 +1,124 @@
+"""What is chosen from, layer by layer: a range of settings around a uniform plan's, a codec's own grid, or families.
+
+Alimohammadi et al., "L-GreCo", MLSys 2024, section 5.1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gradlab import codecs
+from gradlab.analysis.layer_plan.families import FAMILIES, family_candidates, known_families
+from gradlab.codec import Codec
+from gradlab.codec.settings import build_settings
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+from gradlab.plan import Plan
+from gradlab.plan.layer_errors import Candidate
+from gradlab.progress import Progress
+
+if TYPE_CHECKING:
+    from gradlab.trace import Trace
+
+_MOST_DENSITIES = 100
+_LARGEST: Mapping[str, float] = {"bits": 8, "density": 1.0}
+
+
+def paper_settings(codec: str, reference: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The paper's range around a reference D (section 5.1): [D/2, 2D] by ones for bits and ranks, [D/10, 10 D] by
+    tenths of D for densities.
+
+    reference: settings of the codec, of which the first of its `candidates` is varied.
+
+    Raises:
+        GradlabError: for a codec without one setting that its candidates differ in, or where that is no number.
+    """
+    name, method = main_setting(codec), codecs.get(codec)
+    value = getattr(build_settings(method, reference), name)
+    if type(value) not in (int, float):
+        raise GradlabError(f"codec {codec}: setting {name} = {value!r} is no number to vary; use its own grid")
+    most = _LARGEST.get(name, math.inf)
+    if isinstance(value, int):
+        values: list[Any] = [v for v in range(max(1, -(-value // 2)), 2 * value + 1) if v <= most]
+    else:
+        values = [value * tenth / 10 for tenth in range(1, _MOST_DENSITIES + 1)]
+        values = [round(v, 12) for v in values if v <= most]
+    if value not in values:
+        values.append(value)
+    return [settings for v in sorted(values) if _possible(method, settings := {**reference, name: v})]
+
+
+def _possible(method: type[Codec], settings: Mapping[str, Any]) -> bool:
+    try:
+        build_settings(method, settings)
+    except GradlabError:  # such as one bit with another norm than the largest magnitude
+        return False
+    return True
+
+
+def own_settings(codec: str, reference: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The codec's own candidates, with the reference's other settings; the reference is among them."""
+    method = codecs.get(codec)
+    build_settings(method, reference)
+    found = [{**reference, **settings} for settings in method.candidates]
+    found += [] if dict(reference) in found else [dict(reference)]
+    names = {name for settings in method.candidates for name in settings}
+    values = [settings.get(name) for settings in found for name in names]
+    if len(names) == 1 and all(type(value) in (int, float) for value in values):
+        found.sort(key=lambda settings: settings[next(iter(names))])
+    return found
+
+
+def main_setting(codec: str) -> str:
+    """The one setting that a codec's candidates differ in.
+
+    Raises:
+        GradlabError: if there is none.
+    """
+    names = {tuple(settings) for settings in codecs.get(codec).candidates}
+    if len(names) != 1 or len(next(iter(names))) != 1:
+        raise GradlabError(f"codec {codec} has no one setting to vary by layer; choose another as the reference")
+    return next(iter(names))[0]
+
+
+def candidates_of_grid(
+    trace: Trace,
+    codec: str,
+    reference: Mapping[str, Any],
+    *,
+    grid: str = "paper",
+    families: Sequence[str] = (),
+    start: int = 0,
+    samples: int = 0,
+    progress: Progress | None = None,
+) -> tuple[dict[str, list[Candidate]] | None, int]:
+    """What `fit_lgreco` chooses from, and the position from which errors may be measured.
+
+    grid: "paper" or "own", of one codec; families: of several, in place of it, "all" for every one; PCA bases take the
+    first `samples` positions.
+
+    Raises:
+        GradlabError: for a grid or a family that there is not.
+    """
+    build_settings(codecs.get(codec), reference)
+    if grid not in ("paper", "own"):
+        raise GradlabError(f"grid {grid!r}, expected 'paper' or 'own'")
+    if not families:
+        if grid == "paper":
+            return None, start
+        names = [layer.name for layer in _compressed(trace, codec, reference)]
+        return {
+            name: [Candidate(codec, settings) for settings in own_settings(codec, reference)] for name in names
+        }, start
+    chosen = list(FAMILIES) if [name.lower() for name in families] == ["all"] else known_families(families)
+    fitted = samples if "PCA" in chosen else 0
+    extra = {codec: paper_settings(codec, reference)}
+    found = family_candidates(trace, chosen, start=start, samples=fitted, extra=extra, progress=progress)
+    return found, start + fitted
+
+
+def _compressed(trace: Trace, codec: str, reference: Mapping[str, Any]) -> list[Layer]:
+    plan = Plan.uniform(trace.layers, codec, group_bytes=0, **reference)
+    return [layer for group in plan.compressed_groups if group.codec == codec for layer in plan.members(group)]

@@ -1,0 +1,147 @@
+"""Other ways to choose settings by layer, on the same tables: what L-GreCo is compared with (section 5.3).
+
+Errors and sizes are tables as `gradlab.knapsack.allocate` takes them, rows of settings from the most compressed to the
+least where an order matters: sizes rise, errors fall.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations_with_replacement
+
+import numpy as np
+
+from gradlab.errors import GradlabError
+from gradlab.knapsack import Allocation
+
+Rows = Sequence[np.ndarray]
+Choice = Sequence[int] | np.ndarray
+
+CGX_CLUSTERS = 6  # L-GreCo's choice for the comparison, section 5.3
+ETA = 0.5  # Accordion's, as its authors suggest
+
+
+def total(rows: Rows, choice: Choice) -> float:
+    """The sum over layers of what was chosen."""
+    return float(np.array([row[place] for row, place in zip(rows, choice, strict=True)]).sum())
+
+
+def uniform(errors: Rows, sizes: Rows, budget: float) -> Allocation:
+    """The smallest plan with one setting for all layers, the same place in every row.
+
+    Raises:
+        GradlabError: for rows of different lengths, or a budget that none meets.
+    """
+    settings = _settings(errors)
+    plans = [np.full(len(errors), place) for place in range(settings)]
+    return _smallest(plans, errors, sizes, budget, "setting for all layers")
+
+
+def cgx_kmeans(
+    errors: Rows,
+    sizes: Rows,
+    budget: float,
+    *,
+    clusters: int = CGX_CLUSTERS,
+    reference: int | None = None,
+    seed: int = 0,
+) -> Allocation:
+    """CGX (Markov, Ramezanikebrya, Alistarh, "CGX", Middleware 2022): layers in clusters, a setting for each.
+
+    K-means in two dimensions, layer size against error, in logarithms of unit variance. Clusters are put in order of
+    error per size, and settings are given to them evenly between two ends, the smallest to those with least error for
+    their size. CGX has no budget, its ends are given by hand; here all pairs of ends are tried, and the smallest plan
+    that keeps the budget is taken. reference: the setting whose error and size are clustered, by default the middle.
+
+    Raises:
+        GradlabError: as `uniform`.
+    """
+    from sklearn.cluster import KMeans
+
+    settings = _settings(errors)
+    at = settings // 2 if reference is None else reference
+    error, size = (np.array([row[at] for row in rows], dtype=float) for rows in (errors, sizes))
+    points = np.stack([_standard(size), _standard(error)], axis=1)
+    count = min(clusters, len(np.unique(points, axis=0)))
+    labels = KMeans(count, n_init=10, random_state=seed).fit(points).labels_
+    ratio = [error[labels == label].sum() / max(size[labels == label].sum(), 1e-300) for label in range(count)]
+    place = np.argsort(np.argsort(ratio, kind="stable"), kind="stable")[labels]  # of the layer's cluster, 0 ...
+    plans = []
+    for low, high in combinations_with_replacement(range(settings), 2):
+        levels = np.round(np.linspace(low, high, count)).astype(int)
+        plans.append(levels[place])
+    return _smallest(plans, errors, sizes, budget, "pair of ends")
+
+
+def accordion(
+    norms: np.ndarray, learning_rates: np.ndarray, *, eta: float = ETA, least_decay: float = 0.0
+) -> np.ndarray:
+    """Where Accordion sees a critical regime, (windows, layers) bool: there it compresses little, elsewhere much.
+
+    Agarwal, Wang, Lee, Venkataraman, Papailiopoulos, "Adaptive gradient communication via critical learning regime
+    identification", MLSys 2021, Algorithm 1: a layer is critical while | ||g_t|| - ||g_(t-1)|| | / ||g_(t-1)|| >= eta
+    between accumulated gradients of windows that follow each other, and all layers are when the learning rate has
+    fallen since; at first all are. norms: (windows, layers), not squared; learning_rates: (windows,), NaN if unknown.
+    least_decay: the share by which the rate has to fall; at 0, as published, a schedule that falls all the time keeps
+    all layers critical.
+    """
+    critical = np.ones(norms.shape, dtype=bool)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        change = np.abs(np.diff(norms, axis=0)) / norms[:-1]
+    critical[1:] = np.where(np.isfinite(change), change >= eta, norms[1:] > 0)
+    critical[1:] |= (learning_rates[1:] < (1 - least_decay) * learning_rates[:-1])[:, None]
+    return critical
+
+
+def global_threshold(counts: Rows, errors: Rows, sizes: Rows, budget: float) -> Allocation:
+    """One threshold on magnitudes for the whole model: global top-k and Rethink-GS, on tables of top-k densities.
+
+    Both send every value of magnitude lambda or more: global top-k (Shi et al., "Understanding top-k sparsification in
+    distributed deep learning", 2019) finds the lambda that sends k of them, Rethink-GS (Sahu et al., NeurIPS 2021) is
+    given one. From one density to the next a layer gains (difference of errors) / (difference of counts), the mean
+    square of the values between; those above lambda^2 are taken. The smallest plan within the budget is returned, over
+    all lambda. counts: values sent, per layer and density, rising; errors: squared.
+
+    Raises:
+        GradlabError: as `uniform`.
+    """
+    # Of settings that send as many values one is enough: from one to the next something has to be gained.
+    places = [np.flatnonzero(np.diff(row, prepend=-1) > 0) for row in counts]
+    steps = [
+        (float(gain), layer)
+        for layer, (error, count, kept) in enumerate(zip(errors, counts, places, strict=True))
+        for gain in _falling(-np.diff(error[kept]) / np.diff(count[kept]))
+    ]
+    taken = [0] * len(errors)
+    plans = [np.array([kept[0] for kept in places])]
+    for _, layer in sorted(steps, key=lambda step: -step[0]):
+        taken[layer] += 1
+        plans.append(np.array([kept[number] for kept, number in zip(places, taken, strict=True)]))
+    return _smallest(plans, errors, sizes, budget, "threshold")
+
+
+def _falling(gains: np.ndarray) -> np.ndarray:
+    """Values sorted by magnitude gain less and less; where rounding says otherwise, as much as the one before."""
+    return np.minimum.accumulate(gains)
+
+
+def _settings(errors: Rows) -> int:
+    lengths = {len(row) for row in errors}
+    if len(lengths) != 1:
+        raise GradlabError(f"settings: {sorted(lengths)} in different layers, expected the same in all")
+    return lengths.pop()
+
+
+def _standard(values: np.ndarray) -> np.ndarray:
+    logarithms = np.log(np.maximum(values, values[values > 0].min(initial=1.0)))
+    spread = logarithms.std()
+    return (logarithms - logarithms.mean()) / (spread if spread > 0 else 1.0)
+
+
+def _smallest(plans: Sequence[np.ndarray], errors: Rows, sizes: Rows, budget: float, what: str) -> Allocation:
+    found = [(total(sizes, plan), plan) for plan in plans if total(errors, plan) <= budget]
+    if not found:
+        least = min(total(errors, plan) for plan in plans)
+        raise GradlabError(f"no {what} keeps an error of {budget:.6g}; the least is {least:.6g}")
+    size, plan = min(found, key=lambda pair: pair[0])
+    return Allocation(plan, size, 0.0)

@@ -1,0 +1,96 @@
+"""How much a layer's compression hurts: by the loss after short runs from a checkpoint, and whether the L2 error tells.
+
+Alimohammadi et al., "L-GreCo", MLSys 2024, sections 3 and 5.4: from a checkpoint, up to 50 iterations on the same data
+with one layer compressed and all others untouched; the difference of the loss to an uncompressed run is the layer's
+sensitivity at that setting. Fig. 11a shows its correlation over layers with the L2 error, setting by setting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+from gradlab.plan import Plan
+from gradlab.plan.layer_errors import Candidate
+from gradlab.progress import Progress
+
+# A short run under a plan, from one checkpoint and on the same data each time: its loss.
+ShortRun = Callable[[Plan], float]
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """differences: of the loss to the uncompressed run's, by layer name, (candidates,) each; loss: that run's."""
+
+    differences: Mapping[str, np.ndarray]
+    loss: float
+
+
+def loss_sensitivity(
+    run: ShortRun,
+    layers: Sequence[Layer],
+    candidates: Mapping[str, Sequence[Candidate]],
+    *,
+    progress: Progress | None = None,
+) -> Sensitivity:
+    """One short run per layer and candidate, and one without compression.
+
+    run: must start from the same checkpoint, draw the same data and be deterministic, or differences are noise.
+
+    Raises:
+        GradlabError: for a layer that there is not, or a run without compression whose loss is not finite.
+    """
+    known = {layer.name for layer in layers}
+    if strangers := sorted(set(candidates) - known):
+        raise GradlabError(f"sensitivity: no layer {strangers[0]!r} in the model")
+    reference = run(Plan(tuple(layers)))
+    if not np.isfinite(reference):
+        raise GradlabError(
+            f"sensitivity: the loss without compression is {reference}: there is nothing to compare with"
+        )
+    found, done, total = {}, 0, sum(len(some) for some in candidates.values())
+    for name, some in candidates.items():
+        losses = []
+        for candidate in some:
+            losses.append(run(_alone(layers, name, candidate)))
+            done += 1
+            if progress:
+                progress("short runs", done, total)
+        found[name] = np.array(losses) - reference
+    return Sensitivity(found, reference)
+
+
+def _alone(layers: Sequence[Layer], name: str, candidate: Candidate) -> Plan:
+    learned = {name: dict(candidate.learned)} if candidate.learned else {}
+    return Plan(tuple(layers), (candidate.group(name),), learned=learned)
+
+
+def correlations(errors: Sequence[np.ndarray], differences: Sequence[np.ndarray]) -> dict[str, list[float]]:
+    """Between errors and loss differences over layers, a value per candidate: Pearson's (Fig. 11a) and Spearman's.
+
+    errors, differences: per layer (candidates,), the same candidates in all; where either is constant there is none
+    (NaN).
+
+    Raises:
+        GradlabError: for fewer than three layers, or layers with different numbers of candidates.
+    """
+    from scipy import stats
+
+    lengths = {len(row) for row in (*errors, *differences)}
+    if len(errors) < 3 or len(errors) != len(differences) or len(lengths) != 1:
+        raise GradlabError("correlation of sensitivities: expected at least three layers with the same candidates")
+    found: dict[str, list[float]] = {"pearson": [], "spearman": []}
+    for one, other in zip(np.array(errors).T, np.array(differences).T, strict=True):
+        constant = bool(np.ptp(one) == 0 or np.ptp(other) == 0)
+        for name, measure in (("pearson", stats.pearsonr), ("spearman", stats.spearmanr)):
+            found[name].append(float("nan") if constant else float(_statistic(measure, one, other)))
+    return found
+
+
+def _statistic(measure: Callable[..., Any], one: np.ndarray, other: np.ndarray) -> float:
+    return measure(one, other).statistic

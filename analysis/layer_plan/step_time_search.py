@@ -1,0 +1,263 @@
+"""The plan by layer whose training step is predicted to be the shortest, with a bound on any plan's.
+
+Alimohammadi et al., "L-GreCo", MLSys 2024, section 4, puts a regression on measured times in place of the size: see
+`gradlab.analysis.layer_plan.bucket_time`. Here the step itself is predicted (`gradlab.analysis.forecast.step_time`), so
+the regression can be taken on as many plans as are wanted, and every plan that an objective finds is judged by its own
+step. A step is no sum over layers: that a plan is the fastest is not proved by a search over sums. How much faster any
+other one of the same candidates, a group per layer, could be predicted to be with the same times of codecs is: all
+codecs take turns on one thread, and all messages share one link. (Groups of several layers, as some codecs like them,
+can be faster.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from gradlab.analysis.forecast.dry_run import DryRuns, one_thread, scan_seconds_per_byte
+from gradlab.analysis.forecast.link import Link, Transfer, all_reduce, format_rate, transfers
+from gradlab.analysis.forecast.simulator import Exchange
+from gradlab.analysis.forecast.step_time import Comparison, Job, compare, make_job
+from gradlab.analysis.layer_plan.bucket_time import (
+    above_nothing,
+    bucket_of_layers,
+    fit_bucket_times,
+    linear_priority,
+    weighted,
+)
+from gradlab.analysis.layer_plan.costs import candidate_exchange
+from gradlab.analysis.layer_plan.planners import Rows
+from gradlab.analysis.layer_plan.problem import Problem
+from gradlab.errors import GradlabError
+from gradlab.knapsack import allocate
+from gradlab.plan import Plan
+from gradlab.progress import Progress
+
+_LEAST_SAMPLES, _SAMPLES_PER_BUCKET = 48, 3
+_ROUNDS = 3  # of regressions: over all plans, then around the best one
+_MOVED = 0.3  # of the layers, from a plan to one around it
+_ROUNDING = 8  # bytes per rank and message
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """What a step is predicted from besides plan and link. compute_seconds: of forward and backward, without exchange;
+    cores: per rank, see `gradlab.analysis.forecast.forecast`; bucket_cap_mb: DDP's bucket size in MiB."""
+
+    compute_seconds: float
+    cores: float = 2.0
+    bucket_cap_mb: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("compute_seconds", "cores"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise GradlabError(f"step: {name} = {getattr(self, name):g}, expected above 0")
+
+    @property
+    def speed(self) -> float:
+        """Of computing and codecs while both run, see `gradlab.analysis.forecast.simulator.Clock`."""
+        return min(1.0, max(1.0, self.cores) / 2)
+
+
+@dataclass(frozen=True)
+class FastestPlan:
+    """choice: per layer; seconds: its step, predicted; bound: no choice within the budget is predicted to take less;
+    uniform, dense: steps of the reference and of plain DDP; by_objective: the step of what each objective found; link,
+    model: what it was predicted from."""
+
+    choice: np.ndarray
+    seconds: float
+    bound: float
+    uniform: float
+    dense: float
+    by_objective: dict[str, float]
+    link: Link
+    model: StepModel
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON, in seconds; the link's speed as a text, such as "200mbit"."""
+        found = {name: value for name, value in asdict(self).items() if name != "choice"}
+        found["link"]["bits_per_second"] = format_rate(self.link.bits_per_second)
+        return found
+
+
+class StepTimes:
+    """Predicted steps of choices, each looked up once.
+
+    plan_of: a choice's plan; runs: exchanges at N ranks that are known already, and are added to.
+    """
+
+    def __init__(self, plan_of: Callable[[np.ndarray], Plan], runs: DryRuns, link: Link, model: StepModel) -> None:
+        self.runs, self.link, self.model = runs, link, model
+        self.plan_of = plan_of
+        with one_thread():
+            self._scan = scan_seconds_per_byte()
+        self._known: dict[bytes, float] = {}
+
+    def job(self, choice: np.ndarray) -> Job:
+        """The step of a choice, before the link is known."""
+        plan, model = self.plan_of(choice), self.model
+        runs = self.runs.of(plan)
+        return make_job(plan, runs, model.compute_seconds, scan_seconds=self._scan, bucket_cap_mb=model.bucket_cap_mb)
+
+    def compare(self, choice: np.ndarray) -> Comparison:
+        """A choice's step beside plain DDP's."""
+        return compare(self.job(choice), self.link, speed=self.model.speed)
+
+    def seconds(self, choice: np.ndarray) -> float:
+        """A choice's step."""
+        key = np.asarray(choice, dtype=np.int64).tobytes()
+        if key not in self._known:
+            self._known[key] = self.compare(choice).compressed.seconds
+        return self._known[key]
+
+
+def fastest_plan(
+    problem: Problem,
+    errors: Rows,
+    budget: float,
+    times: StepTimes,
+    *,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> FastestPlan:
+    """Look for it among what several objectives find within a budget of errors that can be met: bytes, seconds as if
+    nothing were hidden, the linear priority of appendix A, and regressions of predicted steps on the buckets' seconds.
+
+    problem: with costs in seconds as if nothing were hidden; errors: per layer (candidates,).
+    """
+    table = problem.table.layers
+    layers, cap = times.plan_of(problem.reference).layers, times.model.bucket_cap_mb
+    numbers, priority = bucket_of_layers(layers, cap), linear_priority(layers, cap)
+    of_bucket = np.array([numbers[t.layer.name] for t in table])
+    with one_thread():
+        sent, worked = _floors(problem, times)
+        objectives = {
+            "bytes sent": sent,
+            "seconds, nothing hidden": list(problem.costs),
+            "seconds, linear priority": weighted([t.layer.name for t in table], problem.costs, priority),
+        }
+        found = {"uniform": np.asarray(problem.reference)}
+        found |= {name: allocate(errors, rows, budget).choice for name, rows in objectives.items()}
+        generator = np.random.default_rng(seed)
+        count = max(_LEAST_SAMPLES, _SAMPLES_PER_BUCKET * (int(of_bucket.max()) + 1))
+        for turn in range(_ROUNDS):
+            best = min(found.values(), key=times.seconds)
+            samples = [_drawn(problem.costs, of_bucket, best if turn else None, generator) for _ in range(count)]
+            steps = []
+            for done, sample in enumerate(samples):
+                steps.append(times.seconds(sample))
+                if progress:
+                    progress("predicted steps", turn * count + done + 1, _ROUNDS * count)
+            shares = exposed_shares(problem.costs, of_bucket, samples, np.array(steps))
+            rows = [row * shares[bucket] for row, bucket in zip(problem.costs, of_bucket, strict=True)]
+            found[f"seconds that show, regression {turn + 1}"] = allocate(errors, rows, budget).choice
+        seconds = {name: times.seconds(choice) for name, choice in found.items()}
+        name = min(found, key=lambda name: seconds[name])
+        rest = _rest_seconds(problem, times, numbers)
+        bound = step_bound(
+            errors, (sent, worked), (rest, 0 * rest), budget, of_bucket, times.job(found[name]), times.model.speed
+        )
+        return FastestPlan(
+            found[name],
+            seconds[name],
+            bound,
+            seconds["uniform"],
+            times.compare(found[name]).dense.seconds,
+            seconds,
+            times.link,
+            times.model,
+        )
+
+
+def exposed_shares(busy: Rows, of_bucket: np.ndarray, samples: Sequence[np.ndarray], seconds: np.ndarray) -> np.ndarray:
+    """Section 4's T(b), (buckets,), as the share of a bucket's seconds that the step grows by, never quite nothing.
+
+    busy: per layer (candidates,), seconds as if nothing were hidden; of_bucket: (layers,); samples: choices; seconds:
+    (samples,), their steps.
+    """
+    buckets = int(of_bucket.max()) + 1
+    spent = np.zeros((len(samples), buckets))
+    for row, sample in zip(spent, samples, strict=True):
+        np.add.at(row, of_bucket, [values[place] for values, place in zip(busy, sample, strict=True)])
+    shares = fit_bucket_times(spent, seconds).coefficients
+    return above_nothing(shares) if shares.any() else np.ones(buckets)
+
+
+def _drawn(busy: Rows, of_bucket: np.ndarray, around: np.ndarray | None, generator: np.random.Generator) -> np.ndarray:
+    """A choice at random, of a level per bucket and a little apart from it by layer; or some layers of another."""
+    levels = generator.random(int(of_bucket.max()) + 1)[of_bucket] + 0.2 * generator.standard_normal(len(of_bucket))
+    drawn = []
+    for row, level in zip(busy, levels.clip(0, 1), strict=True):
+        order = np.argsort(row, kind="stable")
+        drawn.append(order[round(level * (len(row) - 1))])
+    if around is None:
+        return np.array(drawn)
+    return np.where(generator.random(len(drawn)) < _MOVED, drawn, around)
+
+
+def step_bound(
+    errors: Rows,
+    floors: Sequence[Rows],
+    rest: Sequence[np.ndarray],
+    budget: float,
+    of_bucket: np.ndarray,
+    job: Job,
+    speed: float = 1.0,
+) -> float:
+    """Seconds that no choice within the budget is predicted to fall below.
+
+    A step lasts at least until bucket b is ready and everything from b on has passed the one link, or the one thread
+    of the codecs. How little that can be, over all choices, is an exact allocation for each b. And what codecs do
+    slows computing down by 1 / speed - 1, see `gradlab.analysis.forecast.simulator.Clock`. floors: what passes the
+    link, and the thread, per layer (candidates,), in seconds; rest: (buckets,), of layers that are not planned; job:
+    for when buckets are ready.
+    """
+    least = job.compute_seconds
+    if speed < 1:
+        least += (1 / speed - 1) * allocate(errors, floors[1], budget).bound
+    for number, bucket in enumerate(job.buckets):
+        for rows, other in zip(floors, rest, strict=True):
+            later = of_bucket >= number
+            sizes = [np.asarray(row, dtype=float) * bool(kept) for row, kept in zip(rows, later, strict=True)]
+            passed = allocate(errors, sizes, budget).bound if later.any() else 0.0
+            least = max(least, bucket.ready_seconds + passed + float(other[number:].sum()))
+    return least
+
+
+def _rest_seconds(problem: Problem, times: StepTimes, numbers: Mapping[str, int]) -> np.ndarray:
+    """Seconds on the link of layers that no plan compresses, (buckets,)."""
+    plan, ranks = times.plan_of(problem.reference), times.runs.world_size
+    planned = {name for group in plan.compressed_groups for name in group.layers}
+    planned |= {t.layer.name for t in problem.table.layers}
+    found = np.zeros(max(numbers.values(), default=0) + 1)
+    for layer in plan.layers:
+        if layer.name not in planned:
+            found[numbers[layer.name]] += _least_seconds(all_reduce(4 * layer.numel, ranks), times)
+    return found
+
+
+def _floors(problem: Problem, times: StepTimes) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Per layer (candidates,): seconds of the bytes that a rank sends alone, and of the codec's own code."""
+    sent, worked = [], []
+    for t in problem.table.layers:
+        exchanges = [candidate_exchange(t.layer, candidate, times.runs) for candidate in t.candidates]
+        sent.append(np.array([_sent_seconds(exchange, times) for exchange in exchanges]))
+        # A bucket that is all dense is averaged where it lies.
+        own = [c.codec != "identity" for c in t.candidates]
+        worked.append(np.array([e.codec_seconds * mine for e, mine in zip(exchanges, own, strict=True)]))
+    return sent, worked
+
+
+def _sent_seconds(exchange: Exchange, times: StepTimes) -> float:
+    moved = [t for turn in exchange.turns for t in transfers(turn.requests, times.runs.rank, times.runs.world_size)]
+    return sum(_least_seconds(transfer, times) for transfer in moved)
+
+
+def _least_seconds(transfer: Transfer, times: StepTimes) -> float:
+    """Of the bytes that a rank sends: messages that travel together are no shorter, but for a ring's rounding."""
+    link, sent = times.link, max(0, transfer.wire_bytes - _ROUNDING * times.runs.world_size)
+    return sent * link.seconds_per_byte

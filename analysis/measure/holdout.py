@@ -1,0 +1,161 @@
+"""Loss of a linear codec on averaged gradients it was not fitted on, as a curve over the age of the fit.
+
+The loss is GradiVeQ's (Fig. 5), ||ghat - g||^2 / ||g||^2 of the averaged gradient g. ghat comes from the codec's own
+exchange, run in lockstep with one rank that holds the average: a codec that commutes with averaging (eq. 1) answers
+the same for N ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from gradlab.analysis.gradients import mean_unscaled
+from gradlab.codec import Codec, Context, Tensors, exchange_group
+from gradlab.codec.measures import squared_norm
+from gradlab.codec.wrapper import innermost
+from gradlab.collectives import run_lockstep
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer, flatten, split_slices
+from gradlab.plan import Plan
+from gradlab.progress import Progress
+
+if TYPE_CHECKING:
+    from gradlab.trace import Trace
+
+# Averaged gradients held at a time: float32 values.
+_BLOCK_VALUES = 2**24
+
+
+def losses_by_slice(codec: Codec, layer: Layer, averaged: torch.Tensor, slice_size: int) -> np.ndarray:
+    """(M, 2): squared error and squared norm of each slice, summed over averaged gradients (T, *shape)."""
+    rows = np.zeros((layer.numel // slice_size, 2))
+    for gradient in averaged:
+        approximate = _exchange_alone(codec, {layer.name: gradient})[layer.name]
+        pair = (approximate - gradient, gradient)
+        slices = [split_slices(flatten(tensor, "gradiveq"), slice_size)[0].double() for tensor in pair]
+        rows += torch.stack([part.square().sum(1) for part in slices], dim=1).numpy()
+    return rows
+
+
+def losses_by_step(codec: Codec, averaged: Mapping[str, torch.Tensor]) -> np.ndarray:
+    """(T, 2): squared error and squared norm of each of T averaged gradients; NaN where one is not finite."""
+    count = len(next(iter(averaged.values())))
+    rows = np.empty((count, 2))
+    for t in range(count):
+        gradients = {name: stacked[t] for name, stacked in averaged.items()}
+        approximate = _exchange_alone(codec, gradients)
+        rows[t, 0] = sum(squared_norm(approximate[name] - gradient) for name, gradient in gradients.items())
+        rows[t, 1] = sum(squared_norm(gradient) for gradient in gradients.values())
+    rows[~np.isfinite(rows).all(1)] = np.nan
+    return rows
+
+
+def _exchange_alone(codec: Codec, gradients: Tensors) -> Tensors:
+    coroutine = exchange_group(codec, gradients, {}, Context(rank=0, world_size=1, iteration=0))
+    return run_lockstep([coroutine])[0].value.mean
+
+
+def age_bins(ages: np.ndarray, most: int = 8) -> list[tuple[int, int]]:
+    """At most `most` ranges [first, last] of ages, the first a twentieth, then ever wider: drift shows early."""
+    youngest, end = int(ages.min()), int(ages.max()) + 1
+    later = np.geomspace(youngest + max(1.0, (end - youngest) / 20), end, most)
+    edges = np.unique(np.concatenate([[youngest], later]).round().astype(int))
+    return [(int(first), int(last) - 1) for first, last in pairwise(edges)]
+
+
+def holdout_by_age(
+    trace: Trace,
+    plan: Plan,
+    *,
+    start: int,
+    stop: int | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Loss of the plan's linear groups on positions start..stop, pooled and per layer group, by age in iterations.
+
+    Age 1 is the first iteration after position start - 1. Returns plain JSON: "computed" (how), "ages" (pairs first,
+    last), "steps" per bin, "loss" over everything, "loss_by_age", and the same per group under "groups". Bins
+    without a finite step hold None.
+
+    What a wrapper adds is left aside.
+
+    Raises:
+        GradlabError: for nothing to hold out, or a group whose codec is neither linear nor fitted (replay those).
+    """
+    stop = len(trace.steps) if stop is None else stop
+    if not 0 < start < stop <= len(trace.steps):
+        raise GradlabError(f"{trace.path}: nothing to hold out in positions {start}..{stop} of {len(trace.steps)}")
+    steps = np.asarray(trace.steps)
+    ages = steps[start:stop] - steps[start - 1]
+    groups = plan.compressed_groups
+    rows = {}
+    for done, group in enumerate(groups):
+        codec = innermost(plan.build(group))
+        if not (codec.learned or (codec.guarantees(plan.members(group)).linear and not codec.learns)):
+            raise GradlabError(f"group {group.name}: codec {group.codec} is not linear; replay the plan instead")
+        rows[group.name] = _group_losses(trace, codec, group.layers, start, stop)
+        if progress:
+            progress("hold out", done + 1, len(groups))
+    bins = age_bins(ages)
+    pooled = np.sum(list(rows.values()), axis=0) if rows else np.full((len(ages), 2), np.nan)
+    return {
+        "computed": "exchange of the codec in lockstep on the averaged gradient",
+        "ages": [list(pair) for pair in bins],
+        "steps": [int(((ages >= a) & (ages <= b)).sum()) for a, b in bins],
+        **_curve(pooled, ages, bins),
+        "groups": {name: _curve(values, ages, bins) for name, values in rows.items()},
+    }
+
+
+def _group_losses(trace: Trace, codec: Codec, names: tuple[str, ...], start: int, stop: int) -> np.ndarray:
+    layers = [trace.layer(name) for name in names]
+    length = max(1, _BLOCK_VALUES // max(1, sum(layer.numel for layer in layers)))
+    parts = []
+    for first in range(start, stop, length):
+        last = min(first + length, stop)
+        averaged = {
+            layer.name: torch.from_numpy(mean_unscaled(trace, layer.name, first, last)).reshape(-1, *layer.shape)
+            for layer in layers
+        }
+        parts.append(losses_by_step(codec, averaged))
+    return np.concatenate(parts)
+
+
+def _curve(rows: np.ndarray, ages: np.ndarray, bins: list[tuple[int, int]]) -> dict[str, Any]:
+    by_age = [_ratio(rows[(ages >= first) & (ages <= last)]) for first, last in bins]
+    return {"loss": _ratio(rows), "loss_by_age": by_age}
+
+
+def _ratio(rows: np.ndarray) -> float | None:
+    if not np.isfinite(rows).any():
+        return None
+    error, norm = np.nansum(rows, axis=0)
+    return float(error / norm) if norm > 0 else 0.0
+
+
+def random_basis_plan(plan: Plan, seed: int) -> Plan:
+    """The same plan with random orthonormal bases of the same shapes and no mean: what a fit to no data would keep."""
+    generator = torch.Generator().manual_seed(seed)
+    learned = {
+        group: {
+            key: _random_like(t, generator) if key.endswith("/basis") else _without_mean(key, t)
+            for key, t in kept.items()
+        }
+        for group, kept in plan.learned.items()
+    }
+    return replace(plan, learned=learned)
+
+
+def _without_mean(key: str, tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(tensor) if key.endswith("/mean") else tensor
+
+
+def _random_like(basis: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    gaussian = torch.randn(basis.shape, generator=generator, dtype=torch.float64)
+    return torch.linalg.qr(gaussian).Q.to(basis.dtype).contiguous()

@@ -1,0 +1,410 @@
+"""How much one gradient tells of another: entropy and mutual information from samples, in bits.
+
+Four estimators of the information between paired scalars, because each is wrong in its own way:
+
+- "histogram": plug-in on bins of equal width, as in eq. (1) of LGC (Abrahamyan et al., section III). Its value grows
+  with the number of bins whatever the data are (Miller 1955), by about (cells - rows - columns + 1) / (2 n ln 2), and
+  reaches log2 n for any pair once every value has a bin of its own. `plug_in` gives it for any number of bins with that
+  bias beside it; here it is refused where joint cells outnumber the samples.
+- "equal_mass": on quantiles, entropies corrected: of the cells by Grassberger (2003, arXiv:physics/0307138, eq. 35), of
+  the quantiles by Miller. Sees any dependence; bins blur strong ones.
+- "ksg": nearest neighbours (Kraskov, Stögbauer, Grassberger, PRE 69, 066138, 2004, algorithm 1), on normal scores.
+- "copula": Gaussian copula, -log2(1 - rho^2) / 2 of the normal scores, less its bias (Ince et al., Human Brain Mapping
+  38, 2017). Accurate and fast; blind to dependence that is not monotone.
+
+Samples of one pair of gradients share the scales of their parameters, which alone makes them dependent: what two nodes
+share in an iteration is the excess over pairs that are iterations apart (`excess_information`), never the plain value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from scipy.spatial import cKDTree
+from scipy.special import digamma, ndtri, stdtrit
+from scipy.stats import rankdata
+
+from gradlab.errors import GradlabError
+
+METHODS = ("histogram", "equal_mass", "ksg", "copula")
+# LGC's "uniform quantizer with 2^32-level (32 bit) accuracy".
+PAPER_BINS = 2**32
+
+_LN2 = math.log(2)
+_FEWEST = 16  # samples of a pair
+_PER_CELL = 10  # samples for a joint cell, where the number of bins is ours to choose
+_MOST_BINS = 256
+_NEIGHBORS = 3  # KSG's k, their recommendation for estimates
+_JITTER = 1e-10  # as in KSG's section on degenerate samples: ties have no nearest neighbour
+_FEWEST_PER_BLOCK, _MOST_BLOCKS = 64, 16
+_MOST_CORRELATED = 1 - 1e-12  # equal gradients share no more than some 20 bits, so that sums stay finite
+
+
+@dataclass(frozen=True)
+class PlugIn:
+    """A pair's plug-in quantities on a grid of bins, in bits.
+
+    entropy_x, entropy_y: marginal; conditional: H(y | x); information: I(x; y); bias: what Miller's first-order term
+    says of how much too high `information` is: true only while it is small.
+    """
+
+    entropy_x: float
+    entropy_y: float
+    conditional: float
+    information: float
+    bias: float
+
+
+@dataclass(frozen=True)
+class InformationEstimate:
+    """Mutual information in bits, not clipped at 0, with an interval of confidence `level` for a value from 0 on."""
+
+    bits: float
+    low: float
+    high: float
+    level: float
+    method: str
+    samples: int
+
+
+def mutual_information(
+    x: np.ndarray, y: np.ndarray, method: str = "histogram", *, bins: int | None = None, neighbors: int = _NEIGHBORS
+) -> float:
+    """I(x; y) in bits from paired samples x, y (n,); corrected estimators may fall below 0 where there is none.
+
+    method: one of `METHODS`, see the module. bins: per variable, of the two histograms; None: what n can carry.
+    neighbors: KSG's k.
+
+    Raises:
+        GradlabError: for an unknown method, fewer than 16 pairs, values that are not finite, lengths that differ, or
+            bins whose joint cells outnumber the pairs.
+    """
+    x, y = _pair(x, y)
+    return _estimator(method, len(x), bins, neighbors)(x, y)
+
+
+def estimate_information(
+    x: np.ndarray,
+    y: np.ndarray,
+    method: str = "copula",
+    *,
+    bins: int | None = None,
+    neighbors: int = _NEIGHBORS,
+    level: float = 0.95,
+    blocks: int | None = None,
+) -> InformationEstimate:
+    """The same with an interval, from how the estimate differs between blocks of successive samples.
+
+    The variance of an estimate falls as 1 / n (Holmes & Nemenman, PRE 100, 022404, 2019), so that of the whole sample
+    is that between blocks over their number; blocks are contiguous because neighbouring samples may depend on each
+    other. The copula's interval is one for rho (Fisher's z). What halving the number of bins changes is added to the
+    "equal_mass" interval: so much may the bins still blur. A plain histogram's interval leaves its bias out of account.
+    blocks: None for 16, or as many as hold 64 samples each.
+
+    Raises:
+        GradlabError: as `mutual_information`; for a level outside (0, 1), fewer than 2 blocks, or less than 64
+            samples in each.
+    """
+    x, y = _pair(x, y)
+    if not 0 < level < 1:
+        raise GradlabError(f"level = {level:g}, expected between 0 and 1")
+    blocks = min(_MOST_BLOCKS, len(x) // _FEWEST_PER_BLOCK) if blocks is None else blocks
+    if blocks < 2 or len(x) < blocks * _FEWEST_PER_BLOCK:
+        raise GradlabError(
+            f"an interval from {blocks} blocks of {len(x)} samples: expected 2 blocks or more, of at least "
+            f"{_FEWEST_PER_BLOCK} samples"
+        )
+    chosen = _estimator(method, len(x), bins, neighbors)
+    bits = chosen(x, y)
+    parts = list(zip(np.array_split(x, blocks), np.array_split(y, blocks), strict=True))
+    quantile = float(stdtrit(blocks - 1, 0.5 + level / 2))
+    if method == "copula":
+        low, high = _copula_interval(x, y, parts, quantile)
+    else:
+        # A block carries fewer bins than the whole; how much an estimate varies hardly depends on them.
+        smallest = len(x) // blocks
+        carried = min(bins or _affordable_bins(len(x)), math.isqrt(smallest))
+        in_block = _estimator(method, smallest, carried, neighbors)
+        half = quantile * float(np.std([in_block(*part) for part in parts], ddof=1)) / math.sqrt(blocks)
+        low, high = bits - half, bits + half
+        if method == "equal_mass":
+            count = bins or _affordable_bins(len(x))
+            high += max(0.0, bits - _equal_mass(x, y, max(2, count // 2)))
+    return InformationEstimate(bits, max(0.0, low), max(0.0, high), level, method, len(x))
+
+
+def plug_in(x: np.ndarray, y: np.ndarray, bins: int = PAPER_BINS) -> PlugIn:
+    """LGC's eq. (1): entropies and information of samples x, y (n,) on `bins` of equal width over each one's range.
+
+    Never refused: it is here so that its bias can be seen. Fewer bins than 2^32 say more.
+
+    Raises:
+        GradlabError: for lengths that differ, fewer than 16 pairs, values that are not finite, or no bin.
+    """
+    x, y = _pair(x, y)
+    if bins < 1:
+        raise GradlabError(f"bins = {bins}, expected at least 1")
+    return _plug_in(_levels(x, bins), _levels(y, bins))
+
+
+def entropy(x: np.ndarray, bins: int) -> float:
+    """Plug-in marginal entropy in bits of samples (n,) on `bins` of equal width over their range (LGC, section III)."""
+    return plug_in(x, x, bins).entropy_x
+
+
+def conditional_entropy(y: np.ndarray, x: np.ndarray, bins: int) -> float:
+    """Plug-in H(y | x) in bits of paired samples (n,): what y still says once x is known (LGC, section III)."""
+    return plug_in(x, y, bins).conditional
+
+
+def gaussian_information(correlation: float | np.ndarray) -> float | np.ndarray:
+    """-log2(1 - rho^2) / 2: the information of a bivariate normal pair, in bits; infinity at |rho| = 1."""
+    with np.errstate(divide="ignore"):
+        found = -0.5 * np.log2(1 - np.square(correlation))
+    return float(found) if np.ndim(found) == 0 else found
+
+
+# --- nulls ----------------------------------------------------------------------------------------------------------
+
+
+def shuffled_information(
+    x: np.ndarray,
+    y: np.ndarray,
+    method: str,
+    generator: np.random.Generator,
+    *,
+    repeats: int = 1,
+    bins: int | None = None,
+) -> float:
+    """Mean of the estimate over pairs put together at random: 0 for an estimator without bias.
+
+    Raises:
+        GradlabError: as `mutual_information`.
+    """
+    found = [mutual_information(x, generator.permutation(y), method, bins=bins) for _ in range(repeats)]
+    return float(np.mean(found))
+
+
+@dataclass(frozen=True)
+class Excess:
+    """What pairs of one iteration share beyond pairs that are iterations apart, in bits.
+
+    paired, shifted: means over iterations; bits: paired - shifted, with its interval.
+    """
+
+    paired: float
+    shifted: float
+    bits: float
+    low: float
+    high: float
+    level: float
+    iterations: int
+
+
+def excess_information(
+    paired: np.ndarray,
+    shifted: np.ndarray,
+    generator: np.random.Generator,
+    *,
+    level: float = 0.95,
+    block: int | None = None,
+    resamples: int = 1000,
+) -> Excess:
+    """Mean of paired - shifted over iterations (T,), with a moving-block bootstrap interval (Künsch 1989).
+
+    paired[t]: information between two nodes in iteration t; shifted[t]: of one node's t with the other's t + delta.
+    block: iterations that are drawn together, because neighbours are alike; None: T^(1/3), rounded up.
+
+    Raises:
+        GradlabError: for series that differ in length or hold fewer than 4 iterations, or a block that is not within.
+    """
+    paired, shifted = (np.asarray(values, np.float64).ravel() for values in (paired, shifted))
+    count = len(paired)
+    if len(shifted) != count or count < 4:
+        raise GradlabError(f"excess information: {count} and {len(shifted)} iterations, expected as many, 4 or more")
+    length = block_length(count) if block is None else block
+    if not 1 <= length <= count:
+        raise GradlabError(f"block = {length} iterations, expected 1 to {count}")
+    difference = paired - shifted
+    means = block_bootstrap(difference[:, None], generator, length, resamples)[:, 0]
+    low, high = bootstrap_interval(float(difference.mean()), means, level, -(-count // length))
+    return Excess(
+        float(paired.mean()), float(shifted.mean()), float(difference.mean()), low, high, level, count
+    )  # fmt: skip
+
+
+def block_bootstrap(rows: np.ndarray, generator: np.random.Generator, length: int, resamples: int = 1000) -> np.ndarray:
+    """Means (resamples, C) of rows (T, C) drawn in circular blocks of `length` successive ones."""
+    count = len(rows)
+    blocks = -(-count // length)
+    starts = generator.integers(0, count, size=(resamples, blocks, 1))
+    picked = ((starts + np.arange(length)) % count).reshape(resamples, -1)[:, :count]
+    return np.asarray(rows[picked].mean(1))
+
+
+def block_length(count: int) -> int:
+    """Iterations that are drawn together where nobody says how many: T^(1/3), rounded up."""
+    return math.ceil(count ** (1 / 3))
+
+
+def bootstrap_interval(estimate: float, resampled: np.ndarray, level: float, blocks: int) -> tuple[float, float]:
+    """The basic bootstrap interval, 2 estimate - quantiles, as much wider as so few blocks ask for.
+
+    A mean of b blocks varies by sqrt(b / (b - 1)) more than its bootstrap, and as Student's t with b - 1 degrees of
+    freedom more often far than a normal variable (Davison & Hinkley, "Bootstrap methods and their application", 1997).
+    """
+    low, high = np.quantile(resampled, [0.5 - level / 2, 0.5 + level / 2])
+    free = max(1, blocks - 1)
+    wider = stdtrit(free, 0.5 + level / 2) / ndtri(0.5 + level / 2) * math.sqrt((free + 1) / free)
+    return estimate - wider * float(high - estimate), estimate + wider * float(estimate - low)
+
+
+# --- estimators -----------------------------------------------------------------------------------------------------
+
+
+def _pair(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    x, y = (np.asarray(values, np.float64).ravel() for values in (x, y))
+    if len(x) != len(y):
+        raise GradlabError(f"mutual information: {len(x)} values of one and {len(y)} of the other, expected pairs")
+    if len(x) < _FEWEST:
+        raise GradlabError(f"mutual information: {len(x)} pairs, expected at least {_FEWEST}")
+    if not (np.isfinite(x).all() and np.isfinite(y).all()):
+        raise GradlabError("mutual information: values must be finite")
+    return x, y
+
+
+def _estimator(
+    method: str, samples: int, bins: int | None, neighbors: int
+) -> Callable[[np.ndarray, np.ndarray], float]:
+    if method not in METHODS:
+        raise GradlabError(f"method {method!r}, expected one of {', '.join(METHODS)}")
+    if method == "copula":
+        return _copula
+    if method == "ksg":
+        if not 1 <= neighbors < samples:
+            raise GradlabError(f"neighbors = {neighbors}, expected 1 to {samples - 1}")
+        return partial(_nearest_neighbors, neighbors=neighbors)
+    count = _affordable_bins(samples) if bins is None else bins
+    if count < 2:
+        raise GradlabError(f"bins = {count}, expected at least 2")
+    if count * count > samples:
+        raise GradlabError(
+            f"bins = {count}: {count * count} joint cells for {samples} pairs, whose information would be the "
+            f"estimator's own; expected at most {math.isqrt(samples)} bins "
+            "(gradlab.analysis.measure.information.plug_in computes it all the same, with its bias)"
+        )
+    return partial(_equal_mass if method == "equal_mass" else _histogram, bins=count)
+
+
+def _affordable_bins(samples: int) -> int:
+    return int(np.clip(round(math.sqrt(samples / _PER_CELL)), 2, _MOST_BINS))
+
+
+def _histogram(x: np.ndarray, y: np.ndarray, bins: int) -> float:
+    return _plug_in(_levels(x, bins), _levels(y, bins)).information
+
+
+def _equal_mass(x: np.ndarray, y: np.ndarray, bins: int) -> float:
+    rows, columns, cells = _counts(_quantile_levels(x, bins), _quantile_levels(y, bins))
+    if len(rows) == 1 or len(columns) == 1:
+        return 0.0
+    margins = _entropy(rows) + _entropy(columns) + (len(rows) + len(columns) - 2) / (2 * len(x) * _LN2)
+    return margins - _corrected_entropy(cells)
+
+
+def _levels(values: np.ndarray, bins: int) -> np.ndarray:
+    """The bin of equal width, over the values' own range, that each falls into: int64 (n,)."""
+    low, high = float(values.min()), float(values.max())
+    # Halves, because the width of the whole range may overflow.
+    width = high / 2 - low / 2
+    if not width > 0:
+        return np.zeros(len(values), np.int64)
+    places = (values / 2 - low / 2) / width * bins
+    return np.minimum(places.astype(np.int64), bins - 1)
+
+
+def _quantile_levels(values: np.ndarray, bins: int) -> np.ndarray:
+    """The bin of equal mass; equal values share one, so that ties make fewer bins, not made-up ones."""
+    edges = np.unique(np.quantile(values, np.arange(1, bins) / bins))
+    return np.searchsorted(edges, values, side="right")
+
+
+def _plug_in(rows: np.ndarray, columns: np.ndarray) -> PlugIn:
+    row, column, cells = _counts(rows, columns)
+    entropy_x, entropy_y, both = (_entropy(counts) for counts in (row, column, cells))
+    bias = (len(cells) - len(row) - len(column) + 1) / (2 * len(rows) * _LN2)
+    return PlugIn(entropy_x, entropy_y, max(0.0, both - entropy_x), entropy_x + entropy_y - both, bias)
+
+
+def _counts(rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """How many samples are in each row, column and joint cell that holds any."""
+    _, row, in_row = np.unique(rows, return_inverse=True, return_counts=True)
+    _, column, in_column = np.unique(columns, return_inverse=True, return_counts=True)
+    return in_row, in_column, np.unique(row * len(in_column) + column, return_counts=True)[1]
+
+
+def _entropy(counts: np.ndarray) -> float:
+    total = counts.sum()
+    return float(np.log2(total) - (counts * np.log2(counts)).sum() / total)
+
+
+def _corrected_entropy(counts: np.ndarray) -> float:
+    """Grassberger's: log n_i becomes psi(n_i) + (-1)^n_i (psi((n_i + 1) / 2) - psi(n_i / 2)) / 2."""
+    total, sizes = counts.sum(), counts.astype(float)
+    parity = np.where(counts % 2 == 0, 0.5, -0.5)
+    logs = digamma(sizes) + parity * (digamma((sizes + 1) / 2) - digamma(sizes / 2))
+    return float(np.log2(total) - (sizes * logs).sum() / total / _LN2)
+
+
+def _normal_scores(values: np.ndarray) -> np.ndarray:
+    return np.asarray(ndtri(rankdata(values) / (len(values) + 1)))
+
+
+def _score_correlation(x: np.ndarray, y: np.ndarray) -> float:
+    u, v = _normal_scores(x), _normal_scores(y)
+    scale = math.sqrt(float(u @ u) * float(v @ v))
+    return float(u @ v) / scale if scale > 0 else 0.0
+
+
+def _copula(x: np.ndarray, y: np.ndarray) -> float:
+    count = len(x)
+    rho = float(np.clip(_score_correlation(x, y), -_MOST_CORRELATED, _MOST_CORRELATED))
+    # Two entropies of one dimension less one of two: of Ince et al.'s terms these remain.
+    bias = (digamma((count - 1) / 2) - digamma((count - 2) / 2)) / 2 / _LN2
+    return float(gaussian_information(rho) - bias)
+
+
+def _copula_interval(
+    x: np.ndarray, y: np.ndarray, parts: list[tuple[np.ndarray, np.ndarray]], quantile: float
+) -> tuple[float, float]:
+    limit = 1 - 1e-15
+    z = [math.atanh(float(np.clip(_score_correlation(*part), -limit, limit))) for part in parts]
+    centre = math.atanh(float(np.clip(_score_correlation(x, y), -limit, limit)))
+    half = quantile * float(np.std(z, ddof=1)) / math.sqrt(len(z))
+    ends = [abs(math.tanh(centre - half)), abs(math.tanh(centre + half))]
+    nearest = 0.0 if abs(centre) <= half else min(ends)
+    return float(gaussian_information(nearest)), float(gaussian_information(max(ends)))
+
+
+def _nearest_neighbors(x: np.ndarray, y: np.ndarray, neighbors: int) -> float:
+    if x.min() == x.max() or y.min() == y.max():
+        return 0.0
+    count = len(x)
+    jitter = np.random.default_rng(0)  # of ties alone; the result does not depend on it otherwise
+    u, v = (_normal_scores(values) + _JITTER * jitter.standard_normal(count) for values in (x, y))
+    points = np.stack([u, v], axis=1)
+    distance = cKDTree(points).query(points, k=neighbors + 1, p=np.inf)[0][:, -1]
+    near = [digamma(_within(np.sort(values), values, distance)) for values in (u, v)]
+    nats = digamma(count) + digamma(neighbors) - float(np.mean(near[0] + near[1]))
+    return float(nats / _LN2)
+
+
+def _within(ordered: np.ndarray, values: np.ndarray, distance: np.ndarray) -> np.ndarray:
+    """How many samples lie nearer than `distance` on one axis, each with itself."""
+    low = np.searchsorted(ordered, values - distance, side="right")
+    high = np.searchsorted(ordered, values + distance, side="left")
+    return np.maximum(1, high - low)

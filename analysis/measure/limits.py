@@ -1,0 +1,245 @@
+"""How far from the least possible bits every codec stands, layer by layer: bits per value at its error.
+
+The floor is the Gaussian rate-distortion function of a rank's gradient (`gradlab.analysis.measure.rate_distortion`) in
+the later half of a trace, for two descriptions of it:
+
+- coordinates: independent, each with a variance of its own, known to both ends;
+- slices: GradiVeQ's slices share one covariance; energies along its axes, fitted on the earlier half.
+
+The lower of the two is drawn: no code that knows just this much of the gradient, and of Gaussian gradients, gets below.
+A code that follows heavy tails from one iteration to the next can. Codecs are measured without feedback.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from scipy.special import digamma
+
+from gradlab import codecs
+from gradlab.analysis.gradients import read_unscaled
+from gradlab.analysis.measure.between_ranks import finite_positions
+from gradlab.analysis.measure.spectrum import spread
+from gradlab.analysis.parallel import share_out
+from gradlab.analysis.replay.error_tables import measure_errors
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer, flatten
+from gradlab.learning.slice_pca import default_slice_size
+from gradlab.plan import Plan
+from gradlab.plan.layer_errors import Candidate
+from gradlab.progress import Progress
+
+if TYPE_CHECKING:
+    from gradlab.analysis.replay.result import Replay
+    from gradlab.trace import Trace
+
+# Squared errors relative to the gradient's energy.
+RELATIVE_ERRORS = tuple(float(value) for value in np.geomspace(1e-7, 0.98, 56))
+_POSITIONS = 24
+# Iterations that codecs are measured in: one for models so large that many values stand for the others.
+_WINDOWS, _MANY_VALUES = 2, 2 * 10**6
+_SLICES_PER_ROW = 64
+_LARGEST_SLICE = 512
+_ROWS_PER_AXIS = 4
+_SETTINGS_PER_CODEC = 3
+_FEWEST_VALUES = 256
+_MOST_COORDINATES = 2**18
+
+
+def limit_candidates() -> list[Candidate]:
+    """Every codec that needs no fit, with up to three settings spread over those that it calls worth comparing."""
+    found = []
+    for name in codecs.names():
+        method = codecs.get(name)
+        if name != "identity" and not method.learns:
+            picked = spread(len(method.candidates), _SETTINGS_PER_CODEC)
+            found += [Candidate(name, dict(method.candidates[i])) for i in picked]
+    return found
+
+
+def gaussian_floor(
+    variances: np.ndarray, relative_errors: Sequence[float] = RELATIVE_ERRORS, samples: int | None = None
+) -> np.ndarray:
+    """Least bits per value at squared errors relative to the energy, (len(relative_errors),). variances: (n,).
+
+    samples: that each variance is a mean square of; None: it is known. log of a mean square of m normal values is
+    (log(m / 2) - psi(m / 2)) too low on average, half of which in bits is given back for each one above the water.
+    """
+    total, count = float(variances.sum()), len(variances)
+    if not total > 0:
+        return np.zeros(len(relative_errors))
+    rates = []
+    positive = np.sort(variances[variances > 0])[::-1]
+    lost = 0.0 if samples is None else (math.log(samples / 2) - float(digamma(samples / 2))) / (2 * math.log(2))
+    logs, rest = np.cumsum(np.log2(positive)), positive.sum() - np.cumsum(positive)
+    numbers = np.arange(1, len(positive) + 1)
+    for error in relative_errors:
+        # As in `rate_at`, for all errors with one sort.
+        levels = (error * total - rest) / numbers
+        above = np.flatnonzero((levels > 0) & (levels <= positive))
+        m = int(above[-1]) + 1 if len(above) else 0
+        rates.append((logs[m - 1] - m * math.log2(levels[m - 1])) / 2 + m * lost if m else 0.0)
+    return np.array(rates) / count
+
+
+def held_out_energies(fitted: np.ndarray, later: np.ndarray) -> np.ndarray:
+    """Mean squares (K,) of later rows (m, K) along the principal axes of the second moments of fitted rows (n, K).
+
+    Their sum is the later rows' energy, whatever the axes: a transform that does not fit later costs bits, not truth.
+    """
+    _, axes = np.linalg.eigh(fitted.T @ fitted / max(1, len(fitted)))
+    return np.asarray(np.square(later @ axes).mean(0))
+
+
+def measure_limits(
+    trace: Trace,
+    *,
+    candidates: Sequence[Candidate] | None = None,
+    layers: Sequence[str] | None = None,
+    workers: int = 1,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Floors and codecs by layer, as plain JSON.
+
+    candidates: None for `limit_candidates`; layers: names, None for all of two or more dimensions and 256 values.
+
+    Raises:
+        GradlabError: for an unknown layer, none to measure, or fewer than 4 iterations.
+    """
+    if len(trace.steps) < 4:
+        raise GradlabError(f"{trace.path}: {len(trace.steps)} iterations, expected at least 4 to hold half of them out")
+    named = [trace.layer(name) for name in layers] if layers is not None else list(trace.layers)
+    chosen = [x for x in named if x.numel >= _FEWEST_VALUES and (layers is not None or len(x.shape) > 1)]
+    if not chosen:
+        raise GradlabError(f"{trace.path}: no layer of {_FEWEST_VALUES} values or more to set limits for")
+    tried = list(limit_candidates() if candidates is None else candidates)
+    path = str(trace.path.resolve())
+    trace.close()
+    floors = share_out(_floor, [(path, x) for x in chosen], workers=workers, what="limits", progress=progress)
+    live = [row for row in floors if row["iterations"]]
+    values = sum(layer.numel for layer in chosen)
+    windows = [(p, p + 1) for p in _finite_positions(live, 1 if values > _MANY_VALUES else _WINDOWS)]
+    by_name = {layer.name: layer for layer in chosen}
+    table = measure_errors(
+        trace, {row["name"]: tried for row in live}, windows, workers=workers, progress=progress
+    )  # fmt: skip
+    for row, errors in zip(live, table.layers, strict=True):
+        layer, energy = by_name[row["name"]], float(errors.squared_norm.mean())
+        row["codecs"] = [
+            _placed(row, candidate, float(error) / energy, layer, trace.world_size)
+            for candidate, error in zip(tried, errors.squared.mean(0), strict=True)
+            if energy > 0 and np.isfinite(error)
+        ]
+    return {"relative_errors": list(RELATIVE_ERRORS), "world_size": trace.world_size, "layers": live}
+
+
+def _finite_positions(rows: Sequence[Mapping[str, Any]], most: int) -> list[int]:
+    """Some positions, late in the trace, at which all of the layers are finite."""
+    if not rows:
+        return []
+    common = sorted(set.intersection(*(set(row["positions"]) for row in rows)))
+    later = common[len(common) // 2 :]
+    return [later[i] for i in spread(len(later), most)]
+
+
+def _placed(
+    row: Mapping[str, Any], candidate: Candidate, relative: float, layer: Layer, world_size: int
+) -> dict[str, Any]:
+    bits = 8 * candidate.build().payload_bytes([layer], world_size) / layer.numel
+    return {
+        "codec": candidate.codec,
+        "setting": str(candidate),
+        "relative_error": relative,
+        "bits": bits,
+        "above_floor": bits - floor_at(row, relative),
+    }
+
+
+def floor_at(row: Mapping[str, Any], relative_error: float) -> float:
+    """Bits per value of a layer's floor at a relative squared error, between the points it was computed at."""
+    return float(np.interp(np.log(max(relative_error, 1e-300)), np.log(RELATIVE_ERRORS), row["floor"]))
+
+
+def floor_slice_size(layer: Layer, rows: int) -> int:
+    """K of the slices whose axes are fitted: the codec's own, halved until `rows` gradients hold 4 per axis."""
+    size = min(default_slice_size(layer), _LARGEST_SLICE, layer.numel)
+    while size > 1 and rows * min(_SLICES_PER_ROW, layer.numel // size) < _ROWS_PER_AXIS * size:
+        size //= 2
+    return size
+
+
+def _floor(path: str, layer: Layer) -> dict[str, Any]:
+    """One layer of the trace at `path`."""
+    from gradlab.trace import Trace
+
+    squares, count = np.zeros(layer.numel), 0
+    halves: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+    with Trace(Path(path)) as trace:
+        positions = spread(len(trace.steps), _POSITIONS)
+        middle = len(trace.steps) // 2
+        size = floor_slice_size(layer, trace.world_size * int((positions < middle).sum()))
+        finite = [int(p) for p in np.intersect1d(positions, finite_positions(trace))]
+        for position, rank in itertools.product(finite, range(trace.world_size)):
+            row = read_unscaled(trace, layer.name, rank, position, position + 1)[0]
+            halves[position >= middle].append(_some_slices(row, layer, size))
+            if position >= middle:
+                squares += np.square(row, dtype=np.float64)
+                count += 1
+        steps = [int(trace.steps[position]) for position in finite]
+    base = {"name": layer.name, "numel": layer.numel, "positions": finite, "iterations": steps}
+    if not halves[0] or not halves[1]:
+        return {**base, "iterations": []}
+    coordinates = gaussian_floor(squares[:: -(-layer.numel // _MOST_COORDINATES)] / count, samples=count)
+    fitted, later = (np.concatenate(half) for half in halves)
+    slices = gaussian_floor(held_out_energies(fitted, later))
+    return {
+        **base,
+        "slice_size": size,
+        "coordinates": coordinates.tolist(),
+        "slices": slices.tolist(),
+        "floor": np.minimum(coordinates, slices).tolist(),
+    }
+
+
+def _some_slices(row: np.ndarray, layer: Layer, size: int) -> np.ndarray:
+    """Some slices (m, K) of a gradient in GradiVeQ's order, in float64."""
+    order = flatten(torch.from_numpy(row).reshape(layer.shape), "gradiveq").numpy()
+    whole = order[: len(order) // size * size].reshape(-1, size)
+    return whole[spread(len(whole), _SLICES_PER_ROW)].astype(np.float64)
+
+
+def place_plans(
+    limits: Mapping[str, Any], replays: Mapping[str, Replay], plans: Mapping[str, Plan]
+) -> list[dict[str, Any]]:
+    """Where replayed plans stand, by layer: bits per value of its group, squared error relative to what was asked.
+
+    Under error feedback what is asked holds the residual, which the floor of the gradient knows nothing of.
+    """
+    rows = {row["name"]: row for row in limits["layers"]}
+    found = []
+    for name, plan in plans.items():
+        errors = replays[name].layer_errors
+        # Of several layers that share messages nobody knows whose the bits are.
+        for group in (group for group in plan.compressed_groups if len(group.layers) == 1):
+            layer = group.layers[0]
+            if layer not in rows or layer not in errors:
+                continue
+            payload = plan.build(group).payload_bytes(plan.members(group), limits["world_size"])
+            bits = 8 * payload / rows[layer]["numel"]
+            relative = float(errors[layer]) ** 2
+            found.append(
+                {
+                    "plan": name,
+                    "layer": layer,
+                    "relative_error": relative,
+                    "bits": bits,
+                    "above_floor": bits - floor_at(rows[layer], relative),
+                }
+            )
+    return found

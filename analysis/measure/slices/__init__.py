@@ -1,0 +1,1 @@
+"""Do gradients have the slice structure that GradiVeQ builds on?"""

@@ -1,0 +1,293 @@
+"""The slice structure of a recorded trace: which layers, iterations and sizes are looked at, within bounds of work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from gradlab.analysis.gradients import mean_unscaled
+from gradlab.analysis.measure.slices.structure import (
+    MOST_SLICES,
+    DimensionRule,
+    Windows,
+    adjacent_correlation,
+    cost_by_slice_size,
+    cut_slices,
+    dimension_by_samples,
+    dimension_by_threshold,
+    fit_basis,
+    loss_by_slice_size,
+    principal_angles,
+    rotated_scatter,
+    spatial_consistency,
+    staleness,
+    whole_slices,
+)
+from gradlab.analysis.measure.spectrum import spread
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer, filter_axes, flatten
+from gradlab.learning.slice_pca import default_slice_size
+from gradlab.progress import Progress
+
+if TYPE_CHECKING:
+    from gradlab.trace import Trace
+
+THRESHOLDS = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)
+
+# What bounds the work on one layer: the largest slice, and the most adjacent values correlated.
+_LARGEST_SLICE = 4096
+_MOST_ADJACENT = 64
+# Of a larger layer, so many values are looked at, in stretches that hold a whole slice of any size.
+_MOST_VALUES = 2**16
+_STRETCH = 2 * _LARGEST_SLICE
+_MOST_LAYERS = 4
+_WINDOWS = 4
+_AGES = 24
+# Averaged gradients held at a time while a layer is read: float32 values.
+_BLOCK_VALUES = 2**22
+
+
+@dataclass(frozen=True)
+class _Positions:
+    """Which of a trace's positions are read (n,), and what for. fit, windows: [first, stop); later: (n,), held out."""
+
+    fit: tuple[int, int]
+    later: np.ndarray
+    windows: tuple[tuple[int, int], ...]
+    read: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    """What was read of a layer: values (P, C), float32, finite, at positions (P,), iterations (P,); columns: (C,)."""
+
+    layer: Layer
+    values: np.ndarray
+    positions: np.ndarray
+    steps: np.ndarray
+    columns: np.ndarray
+    left_out: int
+
+    def rows(self, first: int, stop: int) -> tuple[int, int]:
+        """The rows that hold positions first to stop."""
+        begin, end = np.searchsorted(self.positions, (first, stop))
+        return int(begin), int(end)
+
+
+def measure_slice_structure(
+    trace: Trace,
+    layer_names: Sequence[str] | None = None,
+    samples: int = 100,
+    *,
+    start: int = 0,
+    rule: DimensionRule | None = None,
+    thresholds: Sequence[float] = THRESHOLDS,
+    tolerance: float = 0.25,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """All of the above for layers of a trace, as plain JSON; what cannot be measured is None, and a remark says why.
+
+    layer_names: None for at most 4 convolutions, the largest, the first, the last and one between (of other matrices if
+    there are none). samples: L_t, at most half of the trace; start: position of the first. rule: None for eq. (6) with
+    lambda = 0.01. tolerance: see `staleness`. Bounds: 4 layers unless named; of each at most 5 L_t + 72 averaged
+    gradients, of which 2 L_t are compared; 65 536 values, K up to 4096, 16 slices against 16: some 10^10 operations at
+    L_t = 100, besides reading.
+
+    Raises:
+        GradlabError: for fewer than two samples, a start out of range, or an unknown layer.
+    """
+    recorded = len(trace.steps)
+    if samples < 2 or not 0 <= start < recorded:
+        raise GradlabError(
+            f"samples = {samples}, start = {start}: expected at least 2, and one of {recorded} positions"
+        )
+    layers, remarks = _chosen(trace, layer_names), []
+    found: dict[str, Any] = {"tolerance": tolerance, "layers": []}
+    if recorded - start < 3:
+        return found | {"remarks": [f"{recorded - start} iterations: too few to fit on two and hold one out."]}
+    if not layers:
+        remarks.append("No convolution and no other matrix to look at.")
+    places = _plan_positions(recorded, start, samples)
+    if places.fit[1] - start < samples:
+        remarks.append(
+            f"{recorded - start} iterations are recorded: L_t = {places.fit[1] - start} in place of {samples}, so that "
+            "as many are held out."
+        )
+    for done, layer in enumerate(layers):
+        found["layers"].append(_measure_layer(_sample(trace, layer, places), places, rule, thresholds, tolerance))
+        if progress:
+            progress("slice structure", done + 1, len(layers))
+    steps = np.asarray(trace.steps)
+    iterations = {
+        "fitted_on": [int(steps[place]) for place in range(*places.fit)],
+        "held_out_on": [int(step) for step in steps[places.later]],
+        "windows": [[int(steps[first]), int(steps[stop - 1])] for first, stop in places.windows],
+    }
+    return found | iterations | {"remarks": remarks}
+
+
+def _chosen(trace: Trace, names: Sequence[str] | None) -> list[Layer]:
+    if names is not None:
+        return [trace.layer(name) for name in names]
+    matrices = [layer for layer in trace.layers if len(layer.shape) > 1 and layer.numel > 1]
+    found = [layer for layer in matrices if layer.role == "convolution"] or matrices
+    if len(found) <= _MOST_LAYERS:
+        return found
+    largest = max(range(len(found)), key=lambda place: found[place].numel)
+    places = {largest, 0, len(found) - 1}
+    between = [place for place in range(len(found)) if place not in places]
+    middle = sorted(between, key=lambda place: abs(place - len(found) // 2))
+    return [found[place] for place in sorted(places | set(middle[: _MOST_LAYERS - len(places)]))]
+
+
+def _plan_positions(recorded: int, start: int, samples: int) -> _Positions:
+    """Fit on the first positions and hold out later ones, evenly spread; windows with denser looks soon after each."""
+    length = max(2, min(samples, (recorded - start) // 2))
+    later = start + length + spread(recorded - start - length, length)
+    short = min(length, (recorded - start) // _WINDOWS)
+    first = (start + spread(recorded - start - short + 1, _WINDOWS)).tolist() if short >= 2 else []
+    windows = tuple((int(place), int(place) + short) for place in first)
+    ages = [
+        stop - 1 + np.geomspace(1, recorded - stop, _AGES).astype(np.int64) for _, stop in windows if stop < recorded
+    ]
+    fits = [np.arange(*window) for window in ((start, start + length), *windows)]
+    return _Positions((start, start + length), later, windows, np.unique(np.concatenate([*fits, later, *ages])))
+
+
+def looked_at(numel: int) -> np.ndarray:
+    """Which of a layer's values are looked at, as places in GradiVeQ's order: all, or stretches evenly spread."""
+    if numel <= _MOST_VALUES:
+        return np.arange(numel)
+    first = spread(numel - _STRETCH + 1, _MOST_VALUES // _STRETCH)
+    return np.unique(first[:, None] + np.arange(_STRETCH))
+
+
+def _sample(trace: Trace, layer: Layer, places: _Positions) -> _Sampled:
+    """Averaged gradients of a layer at the positions planned, read in blocks; those that are not finite left out."""
+    columns = looked_at(layer.numel)
+    native = flatten(torch.arange(layer.numel).reshape(layer.shape), "gradiveq").numpy()[columns]
+    values = np.empty((len(places.read), len(columns)), dtype=np.float32)
+    finite = np.empty(len(places.read), dtype=bool)
+    most = max(1, _BLOCK_VALUES // max(1, layer.numel))
+    runs = np.split(np.arange(len(places.read)), np.flatnonzero(np.diff(places.read) != 1) + 1)
+    for rows in (run[first : first + most] for run in runs for first in range(0, len(run), most)):
+        at = places.read[rows]
+        block = mean_unscaled(trace, layer.name, int(at[0]), int(at[-1]) + 1)
+        finite[rows] = np.isfinite(block).all(1)
+        values[rows] = block[:, native]
+    kept = places.read[finite]
+    return _Sampled(layer, values[finite], kept, np.asarray(trace.steps)[kept], columns, int((~finite).sum()))
+
+
+def _measure_layer(
+    sampled: _Sampled,
+    places: _Positions,
+    rule: DimensionRule | None,
+    thresholds: Sequence[float],
+    tolerance: float,
+) -> dict[str, Any]:
+    layer, size = sampled.layer, default_slice_size(sampled.layer)
+    period, named = _period(layer)
+    fit = sampled.values[slice(*sampled.rows(*places.fit))]
+    later = sampled.values[np.isin(sampled.positions, places.later)]
+    first, columns = sampled.values[:, :size], sampled.columns
+    windows = [rows for window in places.windows if np.diff(rows := sampled.rows(*window))[0] >= 2]
+    parts: dict[str, Callable[[], Mapping[str, Any]]] = {
+        "correlation": lambda: adjacent_correlation(fit[:, : min(_MOST_ADJACENT, filter_axes(layer)[0])]).to_json(),
+        "scatter": lambda: rotated_scatter(fit[:, :3], later[:, :3]).to_json(),
+        "slice_sizes": lambda: loss_by_slice_size(
+            fit, later, _sizes_between(layer, period), period=period, rule=rule, columns=columns
+        ).to_json(),
+        "consistency": lambda: _consistency(sampled, fit, later, _consistent_size(layer, period), rule),
+        "thresholds": lambda: dimension_by_threshold(fit[:, :size], later[:, :size], thresholds).to_json(),
+        "samples": lambda: dimension_by_samples(fit[:, :size], later[:, :size], _sample_counts(len(fit))).to_json(),
+        "cost": lambda: cost_by_slice_size(
+            fit, later, _sizes_offered(layer, period, size), numel=layer.numel, rule=rule, columns=columns
+        ).to_json(),
+        "staleness": lambda: staleness(first, sampled.steps, windows, rule=rule, tolerance=tolerance).to_json(),
+        "angles": lambda: _angles(first, windows, rule),
+    }
+    head = {**layer.to_json(), "slice_size": size, "period": period, "period_is": named}
+    measured, remarks = _attempt(parts)
+    if sampled.left_out:
+        remarks.insert(0, f"{sampled.left_out} iterations with gradients that are not finite are left out")
+    return {**head, **measured, "remarks": remarks}
+
+
+_TITLES = {
+    "correlation": "correlation of adjacent gradients",
+    "scatter": "scatter of three adjacent gradients",
+    "slice_sizes": "loss by slice size (Fig. 5)",
+    "consistency": "consistency between slices",
+    "thresholds": "d against lambda",
+    "samples": "d against L_t",
+    "cost": "loss and bytes by slice size",
+    "staleness": "loss by age",
+    "angles": "principal angles",
+}
+
+
+def _attempt(parts: Mapping[str, Callable[[], Mapping[str, Any]]]) -> tuple[dict[str, Any], list[str]]:
+    """What each part measures, None for those that cannot, and why they cannot."""
+    measured: dict[str, Any] = {}
+    remarks = []
+    for name, part in parts.items():
+        try:
+            measured[name] = part()
+        except GradlabError as reason:
+            measured[name] = None
+            remarks.append(f"no {_TITLES[name]}: {reason}")
+    return measured, remarks
+
+
+def _consistency(
+    sampled: _Sampled, fit: np.ndarray, later: np.ndarray, size: int, rule: DimensionRule | None
+) -> dict[str, Any]:
+    numbers, places = whole_slices(sampled.columns, size)
+    chosen = spread(len(numbers), MOST_SLICES)
+    if len(numbers) < 2:
+        raise GradlabError(f"{len(numbers)} slices of {size} elements, expected two to compare")
+    found = spatial_consistency(cut_slices(fit, places[chosen], 2), cut_slices(later, places[chosen], 1), rule)
+    return {"slice_size": size, "slices": numbers[chosen].tolist(), **found.to_json()}
+
+
+def _angles(first: np.ndarray, windows: Windows, rule: DimensionRule | None) -> dict[str, Any]:
+    bases = [fit_basis(first[begin:stop]) for begin, stop in windows]
+    kept = min([(rule or DimensionRule()).dimension(basis) for basis in bases], default=0)
+    return principal_angles([basis.axes for basis in bases], kept).to_json()
+
+
+def _period(layer: Layer) -> tuple[int, str]:
+    """F D, at whose multiples GradiVeQ's slices are alike; F where F D leaves no second slice of at most 4096."""
+    filters, depth = filter_axes(layer)
+    most = min(_LARGEST_SLICE, layer.numel // 2)
+    if filters * depth > most >= filters:
+        return filters, "F"
+    return max(1, filters * depth), "F D"
+
+
+def _sizes_between(layer: Layer, period: int) -> list[int]:
+    """Slice sizes of Fig. 5: multiples of the period, and others between them; at most 19."""
+    eighths = (2, 4, 6, 7, 8, 9, 10, 12, 14, 16, 18, 20, 24, 28, 32, 64, 96, 128, 256)
+    found = {round(period * part / 8) for part in eighths}
+    return sorted(size for size in found if 1 <= size <= min(_LARGEST_SLICE, layer.numel // 2)) or [period]
+
+
+def _sizes_offered(layer: Layer, period: int, default: int) -> list[int]:
+    """Slice sizes to choose from: fractions and multiples of the period, and the codec's own; at most 9."""
+    found = {default, *(round(period * part) for part in (0.25, 0.5, 1, 2, 3, 4, 8, 16))}
+    return sorted(size for size in found if 1 <= size <= min(_LARGEST_SLICE, layer.numel))
+
+
+def _consistent_size(layer: Layer, period: int) -> int:
+    """The largest multiple of the period up to 2048 that leaves 16 slices to compare; the period if none does."""
+    return period * max(1, min(_LARGEST_SLICE // 2 // period, layer.numel // (period * MOST_SLICES)))
+
+
+def _sample_counts(most: int) -> list[int]:
+    """Up to 12 numbers of samples, from 2 to all."""
+    return sorted({int(count) for count in np.linspace(min(most, max(2, most / 12)), most, 12).round()})

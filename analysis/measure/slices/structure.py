@@ -1,0 +1,639 @@
+"""Whether recorded gradients have what GradiVeQ builds on: correlated neighbours, like slices, slow drift.
+
+Yu, Lin, et al., "GradiVeQ", NeurIPS 2018: sections 1 and 3, Figs. 3 to 5. A layer's averaged gradient, flattened with
+its F filters' collocated values adjacent (Fig. 3a), is cut into slices of K; a basis of d axes is PCA of one slice over
+L_t iterations. The loss is the paper's, ||ghat - g||^2 / ||g||^2, of sums over slices and iterations; every slice keeps
+its own mean over the iterations fitted on. The paper shows losses on the iterations it fits on; here the loss on later
+ones always stands beside, with that of a random basis of the same size: a uniformly random subspace of d out of K
+dimensions holds d / K of any vector's energy on average.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from gradlab.analysis.jsonable import plain
+from gradlab.analysis.measure.holdout import age_bins
+from gradlab.analysis.measure.spectrum import LOSS_THRESHOLDS, spread
+from gradlab.errors import GradlabError
+from gradlab.learning.slice_pca import dimension, principal_axes
+
+if TYPE_CHECKING:
+    pass
+
+# Of more slices so many are compared, spread evenly: fewer than values to make work of, no fewer than 16.
+MOST_SLICES = 16
+_MOST_COMPARED = 2**15
+# A loss below this is rounding.
+_ROUNDING = 1e-12
+
+Windows = Sequence[tuple[int, int]]
+
+
+class _Result:
+    """A frozen dataclass that becomes plain JSON; figures that do not exist (NaN) become None."""
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, arrays as lists."""
+        found = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return dict(plain({k: v.to_json() if isinstance(v, _Result) else v for k, v in found.items()}))
+
+
+# --- bases and losses -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DimensionRule:
+    """How many axes d a basis keeps: by eq. (6) for lambda, or K / ratio where a ratio is given, at most all.
+
+    Raises:
+        GradlabError: for a lambda outside [0, 1), or a ratio below 1.
+    """
+
+    loss_threshold: float = 0.01
+    ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.loss_threshold < 1 or not (self.ratio is None or self.ratio >= 1):
+            raise GradlabError(
+                f"loss threshold {self.loss_threshold} and ratio {self.ratio}: expected lambda in [0, 1), and a ratio "
+                "of at least 1 or none"
+            )
+
+    def dimension(self, basis: Basis) -> int:
+        """d of a basis, at least 1."""
+        if self.ratio is None:
+            return dimension(torch.from_numpy(basis.eigenvalues), self.loss_threshold)
+        size, axes = basis.axes.shape
+        return max(1, min(round(size / self.ratio), axes))
+
+
+@dataclass(frozen=True)
+class Basis:
+    """PCA of one slice's samples. mean: (K,); eigenvalues: (R,), largest first; axes: (K, R), orthonormal.
+
+    R is at most T - 1, and 0 for a slice that never changes.
+    """
+
+    mean: np.ndarray
+    eigenvalues: np.ndarray
+    axes: np.ndarray
+
+
+def fit_basis(samples: np.ndarray) -> Basis:
+    """PCA of one slice's averaged gradients (T, K) (section 2 of the paper), in float64.
+
+    Raises:
+        GradlabError: for fewer than two samples, or values that are not finite.
+    """
+    samples = _checked(samples, 2)
+    values, axes = principal_axes(torch.from_numpy(samples - samples.mean(0)))
+    return Basis(samples.mean(0), values.numpy(), axes.numpy())
+
+
+def _checked(samples: np.ndarray, least: int) -> np.ndarray:
+    """Samples (T, ...) in float64."""
+    if samples.ndim < 2 or len(samples) < least or 0 in samples.shape:
+        raise GradlabError(f"samples of shape {list(samples.shape)}, expected at least {least} of at least one value")
+    if not np.isfinite(samples).all():
+        raise GradlabError("samples with NaN or infinity; leave out the steps they come from")
+    return np.ascontiguousarray(samples, dtype=np.float64)
+
+
+def _captured(centred: np.ndarray, axes: np.ndarray) -> np.ndarray:
+    """Energy of centred slices (..., K) along axes (K, d): (...)."""
+    # One product of two matrices: numpy would multiply step by step.
+    codes = centred.reshape(-1, centred.shape[-1]) @ axes
+    return np.square(codes).sum(1).reshape(centred.shape[:-1])
+
+
+def _energies(slices: np.ndarray, mean: np.ndarray, axes: np.ndarray) -> np.ndarray:
+    """(..., 3) of slices (..., K): squared error under a basis, energy about the mean, energy."""
+    centred = slices - mean
+    about = np.square(centred).sum(-1)
+    error = (about - _captured(centred, axes)).clip(min=0)
+    return np.stack([error, about, np.square(slices).sum(-1)], axis=-1)
+
+
+def _loss(energies: np.ndarray) -> float:
+    """Error over energy, each summed over rows (n, 3); 0 of zero gradients, NaN of no row."""
+    if not len(energies):
+        return math.nan
+    error, _, energy = energies.sum(0)
+    return float(error / energy) if energy > 0 else 0.0
+
+
+def _random_loss(energies: np.ndarray, kept: int, size: int) -> float:
+    """What a random basis of `kept` out of `size` axes loses on average, given rows (n, 3)."""
+    _, about, energy = energies.sum(0)
+    return float((1 - kept / size) * about / energy) if energy > 0 else 0.0
+
+
+def whole_slices(columns: np.ndarray, slice_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which slices of K a selection of a layer's values holds whole: their numbers (m,), and where they lie (m, K).
+
+    columns: places in GradiVeQ's order, rising. Whatever fills no slice is left out.
+    """
+    numbers, begins, counts = np.unique(columns // slice_size, return_index=True, return_counts=True)
+    full = counts == slice_size
+    return numbers[full], begins[full, None] + np.arange(slice_size)
+
+
+def cut_slices(vectors: np.ndarray, places: np.ndarray, least: int) -> np.ndarray:
+    """Slices (T, m, K), float64, of vectors (T, C)."""
+    if not len(vectors):
+        raise GradlabError("no later samples to hold out")
+    return _checked(vectors.take(places.reshape(-1), axis=1), least).reshape(len(vectors), *places.shape)
+
+
+# --- 1: linear correlation, Fig. 4 ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Correlation(_Result):
+    """Of n adjacent values over T iterations. matrix: (n, n), NaN where a value never changes; mean_absolute: over
+    pairs; by_chance: what mean_absolute would be for independent normal values, sqrt(2 / (pi (T - 1)))."""
+
+    matrix: np.ndarray
+    mean_absolute: float
+    by_chance: float
+
+
+def adjacent_correlation(values: np.ndarray) -> Correlation:
+    """Correlation over iterations of adjacent values (T, n) of a gradient in GradiVeQ's order (section 1, point 1).
+
+    Raises:
+        GradlabError: for fewer than two samples, or values that are not finite.
+    """
+    values = _checked(values, 2)
+    centred = values - values.mean(0)
+    scale = np.sqrt(np.square(centred).sum(0))
+    # A mean may differ in the last bit from values that never change.
+    moves = scale > 1e-12 * np.abs(values).max(0) * math.sqrt(len(values))
+    units = np.divide(centred, scale, out=np.full_like(centred, np.nan), where=moves)
+    matrix = (units.T @ units).clip(-1, 1)
+    pairs = np.abs(matrix[np.triu_indices(len(matrix), k=1)])
+    known = pairs[np.isfinite(pairs)]
+    mean = float(known.mean()) if len(known) else math.nan
+    return Correlation(matrix, mean, math.sqrt(2 / (math.pi * (len(values) - 1))))
+
+
+@dataclass(frozen=True)
+class Scatter(_Result):
+    """Fig. 4. before, after: (T, 3), adjacent values, and the same centred and rotated onto their principal axes;
+    share, later_share: (3,) of the variance by axis, and of the energy of later iterations about the same mean."""
+
+    before: np.ndarray
+    after: np.ndarray
+    share: np.ndarray
+    later_share: np.ndarray
+
+
+def rotated_scatter(values: np.ndarray, later: np.ndarray) -> Scatter:
+    """Adjacent values (T, 3), or more, on their principal axes; later: (T', 3). Shares are 0 where nothing varies.
+
+    Raises:
+        GradlabError: for fewer than two values or samples, none later, or values that are not finite.
+    """
+    if values.ndim != 2 or values.shape[1] < 2:
+        raise GradlabError(f"values of shape {list(values.shape)}: expected at least two adjacent ones to rotate")
+    basis, later = fit_basis(values), _checked(later, 1)
+    axes = np.zeros((values.shape[1],) * 2)
+    axes[:, : basis.axes.shape[1]] = basis.axes
+    after = (values.astype(np.float64) - basis.mean) @ axes
+    return Scatter(values, after, _shares(after), _shares((later - basis.mean) @ axes))
+
+
+def _shares(scores: np.ndarray) -> np.ndarray:
+    energy = np.square(scores).sum(0)
+    return energy / energy.sum() if energy.sum() > 0 else np.zeros_like(energy)
+
+
+# --- 2: the first slice's compressor on the others, Fig. 5 ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SliceSizeCurve(_Result):
+    """Fig. 5: arrays over n slice sizes K, `sizes`. multiples: whether K is a multiple of `period` (F D); dimensions:
+    d; ratios: K / d; fitted_loss: of the first slice where it was fitted; in_sample_loss, later_loss: of the remaining
+    slices on the iterations fitted on, and on later ones; random_loss: of a random basis there."""
+
+    period: int
+    sizes: np.ndarray
+    multiples: np.ndarray
+    dimensions: np.ndarray
+    ratios: np.ndarray
+    fitted_loss: np.ndarray
+    in_sample_loss: np.ndarray
+    later_loss: np.ndarray
+    random_loss: np.ndarray
+
+
+def loss_by_slice_size(
+    fit: np.ndarray,
+    later: np.ndarray,
+    sizes: Sequence[int],
+    *,
+    period: int,
+    rule: DimensionRule | None = None,
+    columns: np.ndarray | None = None,
+) -> SliceSizeCurve:
+    """Fig. 5: the first slice's compressor on the remaining slices, for each K.
+
+    fit, later: averaged gradients (T, n) and (T', n) in GradiVeQ's order. columns: their places (n,) in the layer,
+    rising and with the first slice, where they are a selection; None for all. Costs O((T + T') n d) for each K, n at
+    most 32 768 or 16 K: more slices are looked at evenly spread.
+
+    Raises:
+        GradlabError: for a K that leaves no slice beside the first, fewer than two samples, none later, or values that
+            are not finite.
+    """
+    rule, columns = rule or DimensionRule(), _places(fit, later, columns)
+    rows = [_one_size(fit, later, size, rule, columns) for size in sizes]
+    kept = np.array([row[0] for row in rows], dtype=np.int64)
+    losses = np.array([row[1:] for row in rows], dtype=np.float64).reshape(-1, 4)
+    found = np.array(sizes, dtype=np.int64)
+    return SliceSizeCurve(period, found, found % period == 0, kept, found / kept, *losses.T)
+
+
+def _one_size(
+    fit: np.ndarray, later: np.ndarray, size: int, rule: DimensionRule, columns: np.ndarray
+) -> tuple[float, ...]:
+    """d, and the losses of `SliceSizeCurve` in its order."""
+    places = _held(columns, size, least=2)
+    places = places[spread(len(places), max(MOST_SLICES, _MOST_COMPARED // size))]
+    slices = cut_slices(fit, places, 2)
+    basis, mean = fit_basis(slices[:, 0]), slices.mean(0)
+    kept = rule.dimension(basis)
+    seen = _energies(slices, mean, basis.axes[:, :kept]).sum(0)
+    unseen = _energies(cut_slices(later, places[1:], 1), mean[1:], basis.axes[:, :kept]).sum(0)
+    return kept, _loss(seen[:1]), _loss(seen[1:]), _loss(unseen), _random_loss(unseen, kept, size)
+
+
+def _places(fit: np.ndarray, later: np.ndarray, columns: np.ndarray | None) -> np.ndarray:
+    """Places (n,) of values (T, n) and (T', n)."""
+    found = np.arange(fit.shape[-1]) if columns is None else np.asarray(columns)
+    if not found.shape == fit.shape[1:] == later.shape[1:]:
+        shapes = f"{list(fit.shape)} and {list(later.shape)}"
+        raise GradlabError(
+            f"gradients of shapes {shapes} at {list(found.shape)} places: expected (T, n), (T', n), (n,)"
+        )
+    return found
+
+
+def _held(columns: np.ndarray, size: int, least: int) -> np.ndarray:
+    """Where slices of this size lie, (m, K), the first among them."""
+    if size < 1:
+        raise GradlabError(f"slice size {size}: expected at least 1")
+    numbers, places = whole_slices(columns, size)
+    if len(numbers) < least or numbers[0] != 0:
+        held = f"{len(numbers)} whole slices of the layer"
+        raise GradlabError(f"slice size {size}: {held}, expected at least {least}, the first among them")
+    return places
+
+
+# --- 3: spatial consistency -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SpatialConsistency(_Result):
+    """Losses of slice j under the basis of slice i, at [i, j]. in_sample, later: (M, M); dimensions: (M,), d of each
+    basis; own, others, random: means over later's diagonal, over the rest, and of random bases over the rest."""
+
+    in_sample: np.ndarray
+    later: np.ndarray
+    dimensions: np.ndarray
+    own: float
+    others: float
+    random: float
+
+
+def spatial_consistency(
+    fit: np.ndarray, later: np.ndarray, rule: DimensionRule | None = None, most: int = MOST_SLICES
+) -> SpatialConsistency:
+    """How well each slice's basis serves the others (section 1, point 2).
+
+    fit, later: slices (T, M, K) and (T', M, K), of which at most `most` are compared, evenly spread. Costs
+    O((T + T') M^2 K d). `others` and `random` are NaN for one slice.
+
+    Raises:
+        GradlabError: for fewer than two samples, none later, or values that are not finite.
+    """
+    chosen, rule = spread(fit.shape[1], most), rule or DimensionRule()
+    fit, later = _checked(fit[:, chosen], 2), _checked(later[:, chosen], 1)
+    mean, bases = fit.mean(0), [fit_basis(fit[:, m]) for m in range(len(chosen))]
+    kept = [rule.dimension(basis) for basis in bases]
+    served = [basis.axes[:, :d] for basis, d in zip(bases, kept, strict=True)]
+    seen, unseen = (_cross_energies(part, mean, served) for part in (fit, later))
+    matrix, other = _ratios(unseen), ~np.eye(len(chosen), dtype=bool)
+    control = [[_random_loss(pair[None], d, fit.shape[2]) for pair in row] for row, d in zip(unseen, kept, strict=True)]
+    means = [float(part.mean()) if part.size else math.nan for part in (matrix[other], np.array(control)[other])]
+    return SpatialConsistency(_ratios(seen), matrix, np.array(kept), float(np.diag(matrix).mean()), *means)
+
+
+def _cross_energies(slices: np.ndarray, mean: np.ndarray, served: Sequence[np.ndarray]) -> np.ndarray:
+    """`_energies` of slices (T, M, K), summed over time, under each of several bases: (bases, M, 3)."""
+    centred = slices - mean
+    about, energy = np.square(centred).sum((0, 2)), np.square(slices).sum((0, 2))
+    errors = [(about - _captured(centred, axes).sum(0)).clip(min=0) for axes in served]
+    return np.stack([np.stack([error, about, energy], axis=-1) for error in errors])
+
+
+def _ratios(energies: np.ndarray) -> np.ndarray:
+    """Error over energy of (..., 3); 0 where there is no energy."""
+    error, energy = energies[..., 0], energies[..., 2]
+    return np.divide(error, energy, out=np.zeros_like(error), where=energy > 0)
+
+
+# --- 4: d against lambda and L_t --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ThresholdCurve(_Result):
+    """Of one slice, over thresholds lambda (n,): d by eq. (6), and its losses where fitted, later, and at random."""
+
+    thresholds: np.ndarray
+    dimensions: np.ndarray
+    in_sample_loss: np.ndarray
+    later_loss: np.ndarray
+    random_loss: np.ndarray
+
+
+def dimension_by_threshold(fit: np.ndarray, later: np.ndarray, thresholds: Sequence[float]) -> ThresholdCurve:
+    """d against lambda for one slice, (T, K); later: (T', K).
+
+    Raises:
+        GradlabError: for fewer than two samples, none later, a lambda outside [0, 1), or values that are not finite.
+    """
+    basis, fit, later = fit_basis(fit), _checked(fit, 2), _checked(later, 1)
+    kept = np.array([DimensionRule(threshold).dimension(basis) for threshold in thresholds], dtype=np.int64)
+    unseen = _losses_by_axes(later, basis)
+    control = [_random_loss(_energies(later, basis.mean, basis.axes[:, :0]), d, later.shape[1]) for d in kept]
+    losses = (
+        _losses_by_axes(fit, basis)[kept.clip(max=len(basis.eigenvalues))],
+        unseen[kept.clip(max=len(unseen) - 1)],
+    )
+    return ThresholdCurve(np.array(thresholds, dtype=np.float64), kept, *losses, np.array(control))
+
+
+def _losses_by_axes(samples: np.ndarray, basis: Basis) -> np.ndarray:
+    """Loss of samples (T, K) with the leading 0, 1, ... R axes: (R + 1,)."""
+    centred, energy = samples - basis.mean, np.square(samples).sum()
+    captured = np.concatenate([[0.0], np.square(centred @ basis.axes).sum(0).cumsum()])
+    error = (np.square(centred).sum() - captured).clip(min=0)
+    return error / energy if energy > 0 else np.zeros_like(error)
+
+
+@dataclass(frozen=True)
+class SampleCurve(_Result):
+    """Of one slice, over L_t (n,), `counts`, by threshold lambda (l,). dimensions, later_loss: (l, n); stable_at: by
+    lambda, the fewest samples after which d stays within `tolerance`, or None."""
+
+    counts: np.ndarray
+    thresholds: np.ndarray
+    dimensions: np.ndarray
+    later_loss: np.ndarray
+    tolerance: float
+    stable_at: tuple[int | None, ...]
+
+
+def dimension_by_samples(
+    fit: np.ndarray,
+    later: np.ndarray,
+    counts: Sequence[int],
+    thresholds: Sequence[float] = LOSS_THRESHOLDS,
+    tolerance: float = 0.1,
+) -> SampleCurve:
+    """d of one slice (T, K) fitted on its first L_t samples, against L_t; later: (T', K). Rule of `stable_from`.
+
+    Raises:
+        GradlabError: for a count outside 2..T, and as `dimension_by_threshold`.
+    """
+    fit = _checked(fit, 2)
+    if not counts or not 2 <= min(counts) <= max(counts) <= len(fit):
+        raise GradlabError(f"sample counts {list(counts)}: expected some in 2..{len(fit)}")
+    curves = [dimension_by_threshold(fit[:count], later, thresholds) for count in sorted(counts)]
+    dimensions = np.stack([curve.dimensions for curve in curves], axis=1)
+    losses = np.stack([curve.later_loss for curve in curves], axis=1)
+    stable = tuple(stable_from(sorted(counts), row, tolerance) for row in dimensions)
+    return SampleCurve(np.array(sorted(counts)), np.array(thresholds), dimensions, losses, tolerance, stable)
+
+
+def stable_from(
+    counts: Sequence[int], dimensions: Sequence[int] | np.ndarray, tolerance: float, span: float = 1.5
+) -> int | None:
+    """The fewest samples after which d differs by at most `tolerance` of its value there; None if it never settles.
+
+    The counts must go on to `span` times as many: at the end of any series nothing changes any more.
+    """
+    found = np.asarray(dimensions, dtype=np.float64)
+    for place, count in enumerate(counts):
+        settled = (np.abs(found[place:] - found[place]) <= tolerance * found[place]).all()
+        if settled and counts[-1] >= span * count:
+            return int(count)
+    return None
+
+
+# --- 5: slice size against loss and bytes -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sharing(_Result):
+    """Arrays over slice sizes. dimensions: d of all bases; losses as in `SliceSizeCurve`, of all slices looked at;
+    payload_bytes: float32 codes and the dense tail, of the whole layer per exchange."""
+
+    dimensions: np.ndarray
+    in_sample_loss: np.ndarray
+    later_loss: np.ndarray
+    random_loss: np.ndarray
+    payload_bytes: np.ndarray
+
+
+@dataclass(frozen=True)
+class CostCurve(_Result):
+    """Over slice sizes K (n,). shared: the first slice's basis for all (the paper's s = infinity); own: one each."""
+
+    sizes: np.ndarray
+    shared: Sharing
+    own: Sharing
+
+
+def cost_by_slice_size(
+    fit: np.ndarray,
+    later: np.ndarray,
+    sizes: Sequence[int],
+    *,
+    numel: int,
+    rule: DimensionRule | None = None,
+    columns: np.ndarray | None = None,
+    most: int = MOST_SLICES,
+) -> CostCurve:
+    """Loss and bytes per exchange of a layer of `numel` elements for each K, as codec `gradiveq` would have them.
+
+    Arguments as those of `loss_by_slice_size`; at most `most` slices of each size are looked at, evenly spread. As the
+    codec does, all bases keep as many axes as the most demanding of them asks for.
+
+    Raises:
+        GradlabError: for a K larger than the layer, fewer than two samples, none later, or values that are not finite.
+    """
+    rule, columns = rule or DimensionRule(), _places(fit, later, columns)
+    if not sizes:
+        raise GradlabError("no slice size to try")
+    rows = []
+    for size in sizes:
+        places = _held(columns, size, least=1)
+        places = places[spread(len(places), most)]
+        slices, unseen = cut_slices(fit, places, 2), cut_slices(later, places, 1)
+        rows.append([_shared_or_own(slices, unseen, rule, numel, bases) for bases in (1, len(places))])
+    shared, own = (np.array(part, dtype=np.float64).reshape(-1, 5).T for part in zip(*rows, strict=True))
+    return CostCurve(np.array(sizes, dtype=np.int64), _sharing(shared), _sharing(own))
+
+
+def _sharing(columns: np.ndarray) -> Sharing:
+    kept, seen, unseen, control, payload = columns
+    return Sharing(kept.astype(np.int64), seen, unseen, control, payload.astype(np.int64))
+
+
+def _shared_or_own(
+    fit: np.ndarray, later: np.ndarray, rule: DimensionRule, numel: int, bases: int
+) -> tuple[float, ...]:
+    """`Sharing` of slices (T, m, K) under the first's basis (bases = 1) or each its own (bases = m)."""
+    fitted, mean, size = [fit_basis(fit[:, m]) for m in range(bases)], fit.mean(0), fit.shape[2]
+    kept = max(rule.dimension(basis) for basis in fitted)
+    seen, unseen = (
+        np.concatenate([_energies(part[:, m::bases], mean[m::bases], basis.axes[:, :kept]).sum(0)
+                        for m, basis in enumerate(fitted)])
+        for part in (fit, later)
+    )  # fmt: skip
+    payload = 4 * (numel // size * kept + numel % size)
+    return kept, _loss(seen), _loss(unseen), _random_loss(unseen, kept, size), payload
+
+
+# --- 6: staleness -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Staleness(_Result):
+    """Loss of bases fitted on windows against their age, in iterations after the window's last.
+
+    ages: (n, 2), first and last of each bin; loss, random_loss, steps: (n,), pooled over windows; by_window: (w, n);
+    relative: (n,), the loss over that of the youngest bin, of the same windows; dimensions: (w,); suggested: L_c in
+    iterations, None where the loss stays within 1 + tolerance of the youngest bin's up to last_age, the oldest seen.
+    """
+
+    ages: np.ndarray
+    loss: np.ndarray
+    random_loss: np.ndarray
+    steps: np.ndarray
+    by_window: np.ndarray
+    relative: np.ndarray
+    dimensions: np.ndarray
+    tolerance: float
+    suggested: int | None
+    last_age: int
+
+
+def staleness(
+    samples: np.ndarray,
+    steps: np.ndarray,
+    windows: Windows,
+    *,
+    rule: DimensionRule | None = None,
+    tolerance: float = 0.25,
+    bins: int = 12,
+) -> Staleness:
+    """How fast bases of one slice grow old (section 1, point 3), and how long (L_c) they may be used.
+
+    samples: (T, K) at rising iterations `steps` (T,); windows: ranges [first, stop) of rows to fit on, L_t each; every
+    later row is held out from them. L_c is the oldest age before a bin's loss is above 1 + tolerance times that of the
+    youngest bin. Old bins hold the early windows only: each is compared with the youngest bin of the same windows.
+
+    Raises:
+        GradlabError: for no window that has later samples, windows of fewer than two samples, a negative tolerance, or
+            values that are not finite.
+    """
+    samples, steps, rule = _checked(samples, 1), np.asarray(steps), rule or DimensionRule()
+    if not tolerance >= 0:
+        raise GradlabError(f"tolerance {tolerance}: expected 0 or more")
+    used = [(first, stop) for first, stop in windows if stop < len(samples)]
+    if not used:
+        raise GradlabError(f"{len(windows)} windows, none with later samples: nothing can grow old")
+    bases = [fit_basis(samples[first:stop]) for first, stop in used]
+    kept = [rule.dimension(basis) for basis in bases]
+    ages = [steps[stop:] - steps[stop - 1] for _, stop in used]
+    edges = age_bins(np.concatenate(ages), bins)
+    energies, counts = np.zeros((len(used), len(edges), 4)), np.zeros((len(used), len(edges)), dtype=np.int64)
+    for row, ((_, stop), basis, d) in enumerate(zip(used, bases, kept, strict=True)):
+        of_step = _energies(samples[stop:], basis.mean, basis.axes[:, :d])
+        for place, (youngest, oldest) in enumerate(edges):
+            inside = (ages[row] >= youngest) & (ages[row] <= oldest)
+            error, about, energy = of_step[inside].sum(0)
+            energies[row, place] = error, about, energy, (1 - d / samples.shape[1]) * about
+            counts[row, place] = inside.sum()
+    return _aged(np.array(edges), energies, counts, np.array(kept), tolerance)
+
+
+def _aged(edges: np.ndarray, energies: np.ndarray, counts: np.ndarray, kept: np.ndarray, tolerance: float) -> Staleness:
+    """The result, from energies (w, n, 4) by window and bin: error, about the mean, all, error of a random basis."""
+    pooled, occupied = energies.sum(0), counts.sum(0) > 0
+    # Windows that reach a bin and have a youngest bin to compare it with.
+    both = ((counts > 0) & (counts[:, :1] > 0))[..., None]
+    compared = np.any(both, axis=(0, 2))
+    here, young = _ratios((energies * both).sum(0)), _ratios((energies[:, :1] * both).sum(0))
+    aged = compared & (here > (1 + tolerance) * young + _ROUNDING)
+    before = edges[: int(aged.argmax())][occupied[: int(aged.argmax())]] if aged.any() else None
+    relative = np.divide(here, young, out=np.where(here > _ROUNDING, np.inf, 1.0), where=young > _ROUNDING)
+    return Staleness(
+        ages=edges,
+        loss=np.where(occupied, _ratios(pooled), np.nan),
+        random_loss=np.where(occupied, _ratios(pooled[:, [3, 1, 2]]), np.nan),
+        steps=counts.sum(0),
+        by_window=np.where(counts > 0, _ratios(energies), np.nan),
+        relative=np.where(compared, relative, np.nan),
+        dimensions=kept,
+        tolerance=tolerance,
+        suggested=int(before[-1, 1]) if before is not None else None,
+        last_age=int(edges[occupied][-1, 1]),
+    )
+
+
+# --- 7: principal angles ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SubspaceAngles(_Result):
+    """Principal angles in degrees between bases fitted on successive windows. degrees: (w - 1, d), rising; largest,
+    mean: (w - 1,); by_chance: arccos sqrt(d / K), the angle whose squared cosine random subspaces have on average."""
+
+    degrees: np.ndarray
+    largest: np.ndarray
+    mean: np.ndarray
+    by_chance: float
+
+
+def principal_angles(bases: Sequence[np.ndarray], dimensions: int | None = None) -> SubspaceAngles:
+    """Angles between successive bases (K, R), of their leading d axes each; None for as many as the smallest has.
+
+    Bases without an axis have no angle: degrees are then (w - 1, 0), their largest and mean NaN.
+
+    Raises:
+        GradlabError: for fewer than two bases, or bases of different K.
+    """
+    from scipy.linalg import subspace_angles
+
+    if len(bases) < 2 or len({len(axes) for axes in bases}) > 1:
+        raise GradlabError(f"bases of shapes {[list(axes.shape) for axes in bases]}: expected two or more of one K")
+    kept = min([axes.shape[1] for axes in bases] + ([dimensions] if dimensions is not None else []))
+    angles = [np.sort(subspace_angles(a[:, :kept], b[:, :kept])) for a, b in pairwise(bases)] if kept else []
+    degrees = np.degrees(angles) if kept else np.zeros((len(bases) - 1, 0))
+    nothing = np.full(len(degrees), np.nan)
+    largest, mean = (degrees[:, -1], degrees.mean(1)) if kept else (nothing, nothing)
+    return SubspaceAngles(degrees, largest, mean, math.degrees(math.acos(math.sqrt(kept / len(bases[0])))))

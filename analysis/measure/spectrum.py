@@ -1,0 +1,270 @@
+"""How correlated recorded gradients are: spectra over time, agreement between ranks, signal and noise.
+
+The averaged gradient of a layer over T iterations is a matrix (T, numel). Its eigenvalues come from the T x T matrix
+of inner products (snapshot PCA, Sirovich 1987), accumulated in float64 over blocks of columns, so memory depends on T
+and the block, never on the model. GradiVeQ (Yu et al., NeurIPS 2018) looks at slices of K elements in its own order:
+their Gram matrices are sums over the columns that belong to the slice. T samples show at most T - 1 axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from gradlab.analysis.gradients import read_unscaled
+from gradlab.analysis.measure.agreement import rank_cosine, signal_to_noise
+from gradlab.analysis.parallel import share_out
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer, flatten
+from gradlab.learning.slice_pca import default_slice_size, dimension
+from gradlab.progress import Progress
+
+if TYPE_CHECKING:
+    from gradlab.trace import Trace
+
+LOSS_THRESHOLDS = (0.01, 0.05, 0.1)
+# Values held at a time while a layer is streamed, over all ranks; in float64, and again while they are put together.
+_BLOCK_VALUES = 2**24
+
+
+# --- pure functions over arrays -------------------------------------------------------------------------------------
+
+
+def centred_eigenvalues(gram: np.ndarray) -> np.ndarray:
+    """Eigenvalues (T,), largest first, of the covariance of T samples, from their Gram matrix (T, T) of inner products.
+
+    Centring the samples is centring rows and columns of the Gram matrix; the covariance divides by T.
+    """
+    count = len(gram)
+    centred = gram - gram.mean(0) - gram.mean(1)[:, None] + gram.mean()
+    return np.linalg.eigvalsh(centred / count)[::-1].clip(min=0.0)
+
+
+def cumulative_variance(eigenvalues: np.ndarray) -> np.ndarray:
+    """Share of variance that the leading 1, 2, ... axes hold; ones where there is no variance at all."""
+    total = eigenvalues.sum()
+    return np.cumsum(eigenvalues) / total if total > 0 else np.ones_like(eigenvalues)
+
+
+def dimensions(eigenvalues: np.ndarray) -> dict[str, int]:
+    """d by GradiVeQ's eq. (6) for each lambda of `LOSS_THRESHOLDS`, keyed by its text."""
+    values = torch.from_numpy(np.array(eigenvalues, dtype=np.float64))
+    return {str(loss): dimension(values, loss) for loss in LOSS_THRESHOLDS}
+
+
+def slice_of_column(layer: Layer, slice_size: int) -> np.ndarray:
+    """Which GradiVeQ slice each column of a native row-major gradient belongs to, (numel,); -1 for the tail."""
+    order = flatten(torch.arange(layer.numel).reshape(layer.shape), "gradiveq").numpy()
+    places = np.empty(layer.numel, dtype=np.int64)
+    places[order] = np.arange(layer.numel) // slice_size
+    places[places >= layer.numel // slice_size] = -1
+    return places
+
+
+def spread(count: int, most: int) -> np.ndarray:
+    """At most `most` whole numbers below `count`, evenly spread, the first among them."""
+    return np.unique(np.linspace(0, max(0, count - 1), min(count, most)).round().astype(np.int64))
+
+
+# --- over a trace ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerSpectrum:
+    """One layer's measurements; arrays over the sampled steps have length T.
+
+    slice_size, slices: K and M; slice_eigenvalues: of the first slice, the one that GradiVeQ fits; slice_dimensions:
+    per sampled slice, d by lambda; layer_eigenvalues: of the whole layer over time; mean_share: share of the energy
+    that the average over time holds; norm: ||averaged gradient||; cosine: between ranks; snr: `signal_to_noise`; inner:
+    products between ranks (T, N, N).
+    """
+
+    layer: Layer
+    slice_size: int
+    slices: int
+    slice_eigenvalues: np.ndarray
+    slice_dimensions: dict[int, dict[str, int]]
+    layer_eigenvalues: np.ndarray
+    mean_share: float
+    norm: np.ndarray
+    cosine: np.ndarray
+    snr: float | None
+    inner: np.ndarray
+
+    def to_json(self) -> dict[str, Any]:
+        """The layer with its measurements, shares and dimensions, as plain JSON; None where ranks have no cosine."""
+        mean_cosine = float(np.nanmean(self.cosine)) if np.isfinite(self.cosine).any() else None
+        return {
+            **self.layer.to_json(),
+            "slice_size": self.slice_size,
+            "slices": self.slices,
+            "slice_eigenvalues": self.slice_eigenvalues.tolist(),
+            "slice_cumulative_variance": cumulative_variance(self.slice_eigenvalues).tolist(),
+            "slice_dimensions": {str(m): d for m, d in self.slice_dimensions.items()},
+            "layer_eigenvalues": self.layer_eigenvalues.tolist(),
+            "layer_cumulative_variance": cumulative_variance(self.layer_eigenvalues).tolist(),
+            "layer_dimensions": dimensions(self.layer_eigenvalues),
+            "mean_share": self.mean_share,
+            "norm": self.norm.tolist(),
+            "cosine": [None if np.isnan(value) else float(value) for value in self.cosine],
+            "mean_cosine": mean_cosine,
+            "signal_to_noise": self.snr,
+        }
+
+
+@dataclass(frozen=True)
+class TraceSpectrum:
+    """Measurements of several layers at the same steps. steps: iteration indices (T,), non-finite ones left out."""
+
+    world_size: int
+    steps: np.ndarray
+    layers: tuple[LayerSpectrum, ...]
+    nonfinite_steps: tuple[int, ...] = ()
+    skipped: tuple[str, ...] = field(default=())
+    never_finite: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, as plain JSON."""
+        return {
+            "world_size": self.world_size,
+            "steps": self.steps.tolist(),
+            "nonfinite_steps": list(self.nonfinite_steps),
+            "skipped_layers": list(self.skipped),
+            "never_finite_layers": list(self.never_finite),
+            "layers": [layer.to_json() for layer in self.layers],
+        }
+
+
+def measure_spectrum(
+    trace: Trace,
+    *,
+    layers: Sequence[str] | None = None,
+    start: int = 0,
+    stop: int | None = None,
+    slice_size: int | None = None,
+    max_samples: int = 200,
+    max_slices: int = 8,
+    workers: int = 1,
+    progress: Progress | None = None,
+) -> TraceSpectrum:
+    """Spectra, norms and agreement between ranks for layers of a trace.
+
+    layers: names, None for all of two or more dimensions. start, stop: positions in the trace. At most `max_samples`
+    steps, spread evenly, and per layer `max_slices` slices are looked at. slice_size: K, None for `default_slice_size`.
+    workers: processes that share the layers out.
+
+    Raises:
+        GradlabError: for fewer than two usable steps, or no layer to measure.
+    """
+    positions = _positions(trace, start, stop, max_samples)
+    chosen = [trace.layer(name) for name in layers] if layers is not None else _matrices(trace.layers)
+    measured = [layer for layer in chosen if layer.numel > 0]
+    if not measured:
+        raise GradlabError(f"{trace.path}: no layer to measure among {len(trace.layers)} recorded")
+    calls = [
+        (str(trace.path.resolve()), x, positions, min(slice_size or default_slice_size(x), x.numel), max_slices)
+        for x in measured
+    ]
+    trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
+    products = share_out(_layer_products, calls, workers=workers, what="spectrum", progress=progress)
+    ever = [bool(np.isfinite(p.inner).all((1, 2)).any()) for p in products]
+    never = tuple(p.layer.name for p, some in zip(products, ever, strict=True) if not some)
+    if any(ever):  # a layer that is never finite must not take the others along
+        products = [p for p, some in zip(products, ever, strict=True) if some]
+    finite = np.all([np.isfinite(p.inner).all((1, 2)) for p in products], axis=0)
+    steps = np.asarray(trace.steps)[positions]
+    if finite.sum() < 2:
+        raise GradlabError(f"{trace.path}: {int(finite.sum())} steps with finite gradients, expected at least 2")
+    skipped = [layer.name for layer in trace.layers if layer not in measured]
+    return TraceSpectrum(
+        trace.world_size,
+        steps[finite],
+        tuple(_layer_spectrum(p, finite) for p in products),
+        tuple(int(step) for step in steps[~finite]),
+        tuple(skipped),
+        never,
+    )
+
+
+@dataclass
+class _Products:
+    """Inner products of one layer: between ranks (T, N, N), between steps (T, T), and those of single slices."""
+
+    layer: Layer
+    slice_size: int
+    inner: np.ndarray
+    gram: np.ndarray
+    slice_grams: dict[int, np.ndarray]
+
+
+def _matrices(layers: Sequence[Layer]) -> list[Layer]:
+    matrices = [layer for layer in layers if len(layer.shape) > 1]
+    return matrices or list(layers)
+
+
+def _positions(trace: Trace, start: int, stop: int | None, most: int) -> np.ndarray:
+    stop = len(trace.steps) if stop is None else min(stop, len(trace.steps))
+    if stop - start < 2:
+        raise GradlabError(f"{trace.path}: {max(0, stop - start)} steps to measure, expected at least 2: record more")
+    return start + spread(stop - start, most)
+
+
+def _layer_products(path: str, layer: Layer, positions: np.ndarray, slice_size: int, max_slices: int) -> _Products:
+    from gradlab.trace import Trace
+
+    # Steps that are not finite make their own rows and columns NaN; they are taken out when all layers are known.
+    with Trace(Path(path)) as trace, np.errstate(invalid="ignore", over="ignore"):
+        return _products(trace, layer, positions, slice_size, max_slices)
+
+
+def _products(trace: Trace, layer: Layer, positions: np.ndarray, slice_size: int, max_slices: int) -> _Products:
+    count, ranks = len(positions), trace.world_size
+    belongs = slice_of_column(layer, slice_size)
+    wanted = [int(m) for m in spread(layer.numel // slice_size, max_slices)]
+    inner, gram = np.zeros((count, ranks, ranks)), np.zeros((count, count))
+    slice_grams = {m: np.zeros((count, count)) for m in wanted}
+    width = int(np.clip(_BLOCK_VALUES // (count * ranks), 256, 2**16))
+    for first in range(0, layer.numel, width):
+        columns = slice(first, min(first + width, layer.numel))
+        block = np.stack([_rows(trace, layer, rank, positions, columns) for rank in range(ranks)], axis=1)
+        inner += np.einsum("tnc,tmc->tnm", block, block, optimize=True)
+        average = block.mean(1)
+        gram += average @ average.T
+        for m in wanted:
+            part = average[:, belongs[columns] == m]
+            slice_grams[m] += part @ part.T
+    return _Products(layer, slice_size, inner, gram, slice_grams)
+
+
+def _rows(trace: Trace, layer: Layer, rank: int, positions: np.ndarray, columns: slice) -> np.ndarray:
+    """One rank's gradients (T, C) at positions, in float64."""
+    first, last = int(positions[0]), int(positions[-1]) + 1
+    if last - first == len(positions):
+        return read_unscaled(trace, layer.name, rank, first, last, columns).astype(np.float64)
+    rows = [read_unscaled(trace, layer.name, rank, int(p), int(p) + 1, columns) for p in positions]
+    return np.concatenate(rows).astype(np.float64)
+
+
+def _layer_spectrum(products: _Products, finite: np.ndarray) -> LayerSpectrum:
+    gram = products.gram[np.ix_(finite, finite)]
+    inner = products.inner[finite]
+    spectra = {m: centred_eigenvalues(g[np.ix_(finite, finite)]) for m, g in products.slice_grams.items()}
+    energy = np.trace(gram) / len(gram)
+    return LayerSpectrum(
+        products.layer,
+        products.slice_size,
+        products.layer.numel // products.slice_size,
+        spectra[0][: products.slice_size],
+        {m: dimensions(values) for m, values in spectra.items()},
+        centred_eigenvalues(gram)[: products.layer.numel],
+        float(gram.mean() / energy) if energy > 0 else 0.0,
+        np.sqrt(np.diag(gram)),
+        rank_cosine(inner),
+        signal_to_noise(inner),
+        inner,
+    )

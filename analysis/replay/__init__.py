@@ -1,0 +1,23 @@
+"""What does a plan do to recorded gradients?"""
+
+from gradlab.analysis.replay.run import (
+    check_replay,
+    holds_unused,
+    lockstep_of,
+    methods_of,
+    parts_of,
+    refresh_remark,
+    replay,
+    replay_steps,
+)
+
+__all__ = [
+    "check_replay",
+    "holds_unused",
+    "lockstep_of",
+    "methods_of",
+    "parts_of",
+    "refresh_remark",
+    "replay",
+    "replay_steps",
+]

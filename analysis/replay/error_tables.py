@@ -1,0 +1,189 @@
+"""Tables of errors by layer and setting, measured on a trace: what plans by layer are chosen from.
+
+Alimohammadi et al., "L-GreCo", MLSys 2024, section 4: a rank's gradients are accumulated over a window of iterations
+and compressed without feedback. The paper looks at one rank; here the errors are means over all ranks, and over several
+windows, so that what was chosen on some can be checked on later ones.
+
+Work is shared out by layer, and a layer is read rank by rank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from gradlab.analysis.gradients import read_unscaled
+from gradlab.analysis.parallel import share_out
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+from gradlab.plan.layer_errors import Candidate, squared_errors
+from gradlab.progress import Progress
+from gradlab.trace.schema import CHUNK_STEPS
+
+if TYPE_CHECKING:
+    from gradlab.trace import Trace
+
+METRICS = ("squared", "plain")
+# Values read at a time: float32, of one rank.
+_BLOCK_VALUES = 2**25
+
+
+@dataclass(frozen=True)
+class LayerTable:
+    """One layer's errors. squared, plain: (windows, candidates), means over ranks of ||C(x) - x||^2 and of its root;
+    squared_norm: (windows,), of ||x||^2, x the mean of a rank's gradients over the window."""
+
+    layer: Layer
+    candidates: tuple[Candidate, ...]
+    squared: np.ndarray
+    plain: np.ndarray
+    squared_norm: np.ndarray
+
+
+@dataclass(frozen=True)
+class ErrorTable:
+    """Errors of several layers over windows of a trace.
+
+    windows: first and last iteration of each; world_size: of the recorded run.
+    """
+
+    layers: tuple[LayerTable, ...]
+    windows: tuple[tuple[int, int], ...]
+    world_size: int
+    trace_digest: str
+
+    def errors(
+        self, metric: str = "squared", windows: slice | None = None, units: np.ndarray | None = None
+    ) -> list[np.ndarray]:
+        """Per layer (candidates,), means over windows; infinity where one is not finite.
+
+        units: per window of the table, what an error of 1 is; none: each has that of the gradients.
+
+        Raises:
+            GradlabError: for an unknown metric.
+        """
+        _require_metric(metric)
+        chosen = windows or slice(None)
+        ones = np.ones(len(self.windows)) if units is None else units
+        rows = [(getattr(table, metric)[chosen] / ones[chosen, None]).mean(0) for table in self.layers]
+        return [np.where(np.isfinite(row), row, np.inf) for row in rows]
+
+    def by_window(self, choice: Sequence[int] | np.ndarray, metric: str = "squared") -> np.ndarray:
+        """A plan's error in each window, summed over layers (windows,).
+
+        Raises:
+            GradlabError: for an unknown metric.
+        """
+        _require_metric(metric)
+        return np.sum([getattr(t, metric)[:, c] for t, c in zip(self.layers, choice, strict=True)], axis=0)
+
+    def relative_error(self, choice: Sequence[int] | np.ndarray, windows: slice | None = None) -> float:
+        """sqrt(sum of squared errors / sum of squared norms) of a plan, over layers and windows."""
+        chosen = slice(None) if windows is None else windows
+        error = sum(float(t.squared[chosen, c].sum()) for t, c in zip(self.layers, choice, strict=True))
+        norm = sum(float(table.squared_norm[chosen].sum()) for table in self.layers)
+        return (error / norm) ** 0.5 if norm else 0.0
+
+
+def _require_metric(metric: str) -> None:
+    if metric not in METRICS:
+        raise GradlabError(f"metric {metric!r}, expected one of {', '.join(METRICS)}")
+
+
+def windows_of(first: int, stop: int, length: int) -> list[tuple[int, int]]:
+    """Whole windows [start, stop) of so many positions each, one after another, the last of them ending at `stop`.
+
+    Raises:
+        GradlabError: for a length below 1, or more than there are.
+    """
+    if length < 1 or length > stop - first:
+        raise GradlabError(f"window = {length}, expected 1 to {stop - first} recorded steps")
+    count = (stop - first) // length
+    return [(stop - (count - i) * length, stop - (count - i - 1) * length) for i in range(count)]
+
+
+def measure_errors(
+    trace: Trace,
+    candidates: Mapping[str, Sequence[Candidate]],
+    windows: Sequence[tuple[int, int]],
+    *,
+    seed: int = 0,
+    workers: int = 1,
+    cluster: str | None = None,
+    progress: Progress | None = None,
+) -> ErrorTable:
+    """The table of candidates by layer name over windows [start, stop) of positions of a trace.
+
+    seed: of codecs' draws; workers: processes that share the layers out, each with one thread; cluster: address of a
+    dask.distributed scheduler to do so instead, whose workers see the trace under the same path.
+
+    Raises:
+        GradlabError: for a layer that the trace lacks, gradients that are not finite in a window, no window, or a
+            missing extra.
+    """
+    if not windows:
+        raise GradlabError("error tables: no window to measure on")
+    tasks = [(trace.layer(name), tuple(some)) for name, some in candidates.items()]
+    # The largest first, so that none is left to one worker at the end.
+    order = sorted(range(len(tasks)), key=lambda i: -tasks[i][0].numel)
+    calls = [(str(trace.path.resolve()), *tasks[i], tuple(windows), seed) for i in order]
+    trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
+    measured = share_out(
+        _measure_layer, calls, workers=workers, cluster=cluster, what="errors by layer", progress=progress
+    )
+    found = dict(zip(order, measured, strict=True))
+    spans = tuple((int(trace.steps[first]), int(trace.steps[stop - 1])) for first, stop in windows)
+    return ErrorTable(tuple(found[i] for i in range(len(tasks))), spans, trace.world_size, trace.digest)
+
+
+def _measure_layer(
+    path: str | os.PathLike[str],
+    layer: Layer,
+    candidates: tuple[Candidate, ...],
+    windows: tuple[tuple[int, int], ...],
+    seed: int,
+) -> LayerTable:
+    """All windows of one layer."""
+    from gradlab.trace import Trace
+
+    squared = np.zeros((len(windows), len(candidates)))
+    plain = np.zeros_like(squared)
+    norms = np.zeros(len(windows))
+    with Trace(Path(path)) as trace:
+        for place, window in enumerate(windows):
+            for rank in range(trace.world_size):
+                gradient = accumulated(trace, layer, rank, *window)
+                norm = float(gradient.double().norm()) ** 2
+                if not np.isfinite(norm):
+                    raise GradlabError(
+                        f"{trace.path}: layer {layer.name} is not finite on rank {rank} between iterations "
+                        f"{trace.steps[window[0]]} and {trace.steps[window[1] - 1]}: choose other windows"
+                    )
+                errors = np.array(squared_errors(layer, gradient, candidates, seed=seed + rank), dtype=np.float64)
+                squared[place] += errors / trace.world_size
+                plain[place] += np.sqrt(errors) / trace.world_size
+                norms[place] += norm / trace.world_size
+    return LayerTable(layer, candidates, squared, plain, norms)
+
+
+def accumulated(trace: Trace, layer: Layer, rank: int, start: int, stop: int) -> torch.Tensor:
+    """The mean over positions [start, stop) of one rank's gradients of a layer, in its shape, float32.
+
+    The paper's sum over a window divided by its length, so that windows of different lengths compare.
+    """
+    columns = max(1, _BLOCK_VALUES // CHUNK_STEPS)
+    total = np.zeros(layer.numel)
+    for first in range(start, stop, CHUNK_STEPS):
+        last = min(first + CHUNK_STEPS, stop)
+        for left in range(0, layer.numel, columns):
+            # Whole rows where they fit, because reading them verifies them.
+            part = None if columns >= layer.numel else slice(left, min(left + columns, layer.numel))
+            rows = read_unscaled(trace, layer.name, rank, first, last, part)
+            total[part or slice(None)] += rows.sum(0, dtype=np.float64)
+    return torch.from_numpy((total / (stop - start)).astype(np.float32)).reshape(layer.shape)

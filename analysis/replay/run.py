@@ -1,0 +1,374 @@
+"""Replay: run a plan over a recorded trace through the lockstep executor and measure what it does to the gradients.
+
+The codecs are the very code that trains, the iteration numbers are the run's own (so are their random streams), and
+states are carried and committed as the engine does it; a replay is the prediction of a compressed run, exact as long
+as the run's gradients are those of the trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from gradlab import codecs, wrappers
+from gradlab.analysis.gradients import step_gradients
+from gradlab.analysis.parallel import share_out
+from gradlab.analysis.replay.result import Replay, ReplayStep
+from gradlab.codec import Tensors
+from gradlab.codec.measures import LayerErrors, add_errors, contribution_error, relative, squared_norm
+from gradlab.codec.settings import build_settings
+from gradlab.collectives import sum_in_rank_order
+from gradlab.errors import GradlabError
+from gradlab.executor.lockstep_plan import GroupCost, LockstepPlan, StepResult, learning_rates
+from gradlab.plan import Group, Plan, Wrap
+from gradlab.plan.refresh import Refresh
+from gradlab.progress import Progress
+
+if TYPE_CHECKING:
+    from gradlab.trace import Trace
+
+# Values, over all ranks, of groups that are replayed together; gradients, states and results are held some ten times.
+_PART_VALUES = 2**23
+# So many settings of a wrapper are shown as they are; of more, those that are not its habit.
+_FEW_SETTINGS = 2
+
+
+def replay(
+    trace: Trace,
+    plan: Plan,
+    *,
+    start: int = 0,
+    stop: int | None = None,
+    workers: int = 1,
+    progress: Progress | None = None,
+) -> Replay:
+    """Run the plan over positions start..stop of a trace.
+
+    Groups of a large model are replayed some at a time, by so many `workers`: what a group does depends on no other.
+
+    Layers that the plan compresses must be in the trace; layers it sends dense may be missing from it. What a plan
+    fitted on this trace says of its own samples is no prediction: see `Replay.held_out`.
+
+    Raises:
+        GradlabError: for a plan of another model, a trace without the layers the plan compresses, positions out of
+            range, or a range in which nothing would be compressed.
+    """
+    stop = len(trace.steps) if stop is None else stop
+    check_replay(trace, plan, start, stop)
+    parts = parts_of(plan, trace.world_size)
+    if len(parts) == 1:
+        steps, remarks = _replay_part(trace, plan, None, start, stop, progress)
+        merged = [[step] for step in steps]
+    else:
+        calls = [(str(trace.path.resolve()), plan, part, start, stop) for part in parts]
+        trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
+        found = share_out(_replay_in_worker, calls, workers=workers, what="replay by parts", progress=progress)
+        merged = [list(together) for together in zip(*(steps for steps, _ in found), strict=True)]
+        remarks = list(dict.fromkeys(line for _, said in found for line in said))
+    return Replay(
+        steps=tuple(_step(together) for together in merged),
+        world_size=trace.world_size,
+        plan_digest=plan.digest,
+        trace_digest=trace.digest,
+        methods=methods_of(plan.groups),
+        dense_payload_bytes=plan.payload_bytes(trace.world_size, compressing=False),
+        forecast_payload_bytes=plan.payload_bytes(trace.world_size),
+        remarks=tuple(remarks),
+    )
+
+
+def check_replay(trace: Trace, plan: Plan, start: int, stop: int) -> None:
+    """Whether a plan can be replayed over positions start..stop of a trace.
+
+    Raises:
+        GradlabError: as `replay`.
+    """
+    _check_layers(trace, plan)
+    _check_range(trace, plan, start, stop)
+
+
+def parts_of(plan: Plan, world_size: int) -> list[tuple[str, ...]]:
+    """Groups by name that are replayed together, so that gradients and states of all ranks of a part, not of the whole
+    model, are held at a time. A plan that is chosen anew has one part, because all its groups are weighed together."""
+    groups = plan.compressed_groups or plan.groups
+    if plan.refresh is not None:
+        return [tuple(group.name for group in groups)]
+    sizes = {group.name: world_size * sum(layer.numel for layer in plan.members(group)) for group in groups}
+    parts: list[list[str]] = [[]]
+    for name, size in sizes.items():
+        if parts[-1] and sum(sizes[other] for other in parts[-1]) + size > _PART_VALUES:
+            parts.append([])
+        parts[-1].append(name)
+    return [tuple(part) for part in parts]
+
+
+@dataclass
+class _Sums:
+    """Of one step and some groups. layers: as contribution_error; mean: squared error, true norm, norm, inner product;
+    energy: of the ranks' gradients; payload, wire: per rank."""
+
+    iteration: int
+    compressing: bool
+    finite: bool
+    layers: LayerErrors
+    mean: tuple[float, float, float, float]
+    energy: float
+    payload: tuple[int, ...]
+    wire: tuple[int, ...]
+    codec_seconds: float
+    costs: Mapping[str, GroupCost]
+    held: frozenset[str]
+
+
+def _replay_in_worker(
+    path: str, plan: Plan, part: tuple[str, ...], start: int, stop: int
+) -> tuple[list[_Sums], list[str]]:
+    from gradlab.trace import Trace
+
+    with Trace(path) as trace:
+        return _replay_part(trace, plan, part, start, stop, None)
+
+
+def _replay_part(
+    trace: Trace, plan: Plan, part: tuple[str, ...] | None, start: int, stop: int, progress: Progress | None
+) -> tuple[list[_Sums], list[str]]:
+    lockstep = lockstep_of(trace, plan, part)
+    steps = []
+    for done, (result, gradients) in enumerate(replay_steps(trace, lockstep, start, stop)):
+        steps.append(_sums(result, gradients))
+        del result, gradients  # before the next step makes its own
+        if progress:
+            progress("replay", done + 1, stop - start)
+    return steps, list(_remarks(trace, lockstep, start, stop))
+
+
+def lockstep_of(trace: Trace, plan: Plan, only: tuple[str, ...] | None = None) -> LockstepPlan:
+    """The plan under the optimizer and the DDP options that a recording names. only: see `LockstepPlan`."""
+    return LockstepPlan(
+        plan,
+        trace.world_size,
+        plain_sgd=trace.metadata.get("plain_sgd") is True,
+        only=only,
+        hold_unused=holds_unused(trace),
+    )
+
+
+def holds_unused(trace: Trace) -> bool:
+    """Whether a run like the recorded one holds layers without a gradient on any rank: DDP was told that there may be
+    such, or (older recordings do not say) there were."""
+    if any(trace.metadata.get(option) is True for option in ("find_unused_parameters", "static_graph")):
+        return True
+    unused = [trace.scalars(rank)["unused"] for rank in range(trace.world_size)]
+    return bool(np.logical_and.reduce(unused).any())
+
+
+def replay_steps(
+    trace: Trace, lockstep: LockstepPlan, start: int, stop: int
+) -> Iterator[tuple[StepResult, list[Tensors]]]:
+    """Drive `lockstep` over positions start..stop; yields each result with the gradients it was made from.
+
+    Of a part of a plan only its layers are read; that others are finite is what the recorder counted.
+    """
+    here = [layer.name for layer in trace.layers]
+    if lockstep.partial:
+        here = [name for name in here if name in lockstep.layers]
+    for step in trace.iterate(start, stop, here):
+        # Copies: products of rows that lie unaligned in a block differ in the last bit from those of aligned ones.
+        gradients = [
+            {name: torch.from_numpy(value).clone() for name, value in rank.items()} for rank in step_gradients(step)
+        ]
+        now = learning_rates(lockstep.plan, step.learning_rate)
+        finite = not lockstep.partial or not step.non_finite.any()
+        yield lockstep.step(step.index, gradients, now, float(step.loss_scale[0]), finite=finite), gradients
+        del gradients, step
+
+
+def _sums(result: StepResult, gradients: list[Tensors]) -> _Sums:
+    layers: LayerErrors = {}
+    mean, energy = (0.0, 0.0, 0.0, 0.0), 0.0
+    if result.compressing and result.finite:
+        for done in (done for ranks in result.exchanged.values() for done in ranks):
+            add_errors(layers, contribution_error(done))
+        mean, energy = _aggregate(result, gradients), _energy(gradients, layers)
+    return _Sums(
+        result.iteration,
+        result.compressing,
+        result.finite,
+        layers,
+        mean,
+        energy,
+        result.payload,
+        result.wire,
+        result.codec_seconds,
+        result.costs if result.compressing else {},
+        result.held,
+    )
+
+
+def _step(parts: Sequence[_Sums]) -> ReplayStep:
+    """One step from what its parts found."""
+    first, finite = parts[0], all(part.finite for part in parts)
+    layers: LayerErrors = {}
+    for part in parts:
+        add_errors(layers, part.layers if finite else {})
+    contribution = aggregate = cosine = unsent = None
+    if first.compressing and finite:
+        squared = sum(e for e, _ in layers.values())
+        contribution = relative(squared, sum(n for _, n in layers.values()))
+        unsent = relative(squared, sum(part.energy for part in parts))
+        error, true_norm, norm, inner = (sum(values) for values in zip(*(part.mean for part in parts), strict=True))
+        aggregate, product = relative(error, true_norm), (true_norm * norm) ** 0.5
+        # Nothing asked and nothing given is perfect agreement.
+        cosine = inner / product if product > 0 else float(true_norm == norm)
+        cosine = min(1.0, max(-1.0, cosine))
+    payload, wire = (
+        [sum(ranks) for ranks in zip(*(getattr(part, name) for part in parts), strict=True)]
+        for name in ("payload", "wire")
+    )
+    return ReplayStep(
+        iteration=first.iteration,
+        compressing=first.compressing,
+        finite=finite,
+        contribution_error=contribution,
+        aggregate_error=aggregate,
+        cosine=cosine,
+        payload_bytes_mean=sum(payload) / len(payload),
+        payload_bytes_max=max(payload),
+        wire_bytes_mean=sum(wire) / len(wire),
+        wire_bytes_max=max(wire),
+        codec_seconds=sum(part.codec_seconds for part in parts),
+        unsent=unsent,
+        layers=layers,
+        costs={name: cost for part in parts for name, cost in part.costs.items()},
+        held=frozenset().union(*(part.held for part in parts)),
+    )
+
+
+def _energy(gradients: list[Tensors], layers: LayerErrors) -> float:
+    """Squared norm of all ranks' gradients of some layers."""
+    return sum(squared_norm(rank[name]) for rank in gradients for name in layers)
+
+
+def _aggregate(result: StepResult, gradients: list[Tensors]) -> tuple[float, float, float, float]:
+    """||mean - true mean||^2, ||true mean||^2, ||mean||^2 and the inner product of both, over the layers of groups."""
+    error = true_norm = norm = inner = 0.0
+    for ranks in result.exchanged.values():
+        for name, mean in ranks[0].mean.items():
+            true = sum_in_rank_order([rank[name] for rank in gradients])
+            error += squared_norm(mean - true)
+            true_norm += squared_norm(true)
+            norm += squared_norm(mean)
+            inner += float((mean.double() * true.double()).sum())
+    return error, true_norm, norm, inner
+
+
+def methods_of(groups: Sequence[Group]) -> tuple[str, ...]:
+    """The methods of groups in a few words each: "topk(density=0.01) + feedback".
+
+    Of a codec's settings the first is shown, and those that are not as the codec would have them. Groups that
+    differ in their codec's settings alone are one method: "sign(block_size=16 to 4096)".
+    """
+    alike: dict[str, list[Group]] = {}
+    for group in groups:
+        around = [_describe_wrap(wrap) for wrap in reversed(group.wrappers)]
+        alike.setdefault(" + ".join(["", *around]), []).append(group)
+    lines = {
+        f"{_describe_codec(codec, [g.settings for g in members if g.codec == codec])}{around}"
+        for around, members in alike.items()
+        for codec in {group.codec for group in members}
+    }
+    return tuple(sorted(lines))
+
+
+def _describe_codec(codec: str, settings: Sequence[Mapping[str, Any]]) -> str:
+    built = [_shown(build_settings(codecs.get(codec), values), main=1) for values in settings]
+    names = dict.fromkeys(name for shown in built for name in shown)
+    found = {name: list({shown[name] for shown in built if name in shown}) for name in names}
+    return _with_settings(codec, {name: _range(values) for name, values in found.items()})
+
+
+def _describe_wrap(wrap: Wrap) -> str:
+    name = "feedback" if wrap.name == "error_feedback" else wrap.name.replace("_", " ")
+    shown = _shown(build_settings(wrappers.get(wrap.name), wrap.settings))
+    return _with_settings(name, {key: _setting(value) for key, value in shown.items()})
+
+
+def _with_settings(name: str, texts: Mapping[str, str]) -> str:
+    return f"{name}({', '.join(f'{key}={text}' for key, text in texts.items())})" if texts else name
+
+
+def _shown(chosen: Any, main: int | None = None) -> dict[str, Any]:
+    """main: how many settings are shown whatever they are; None: all of a few."""
+    values, habits = asdict(chosen), {field.name: field.default for field in fields(chosen)}
+    main = (len(values) if len(values) <= _FEW_SETTINGS else 0) if main is None else main
+    always = [key for key, value in list(values.items())[:main] if value is not False]
+    return {
+        key: value for key, value in values.items() if value is not None and (key in always or value != habits[key])
+    }
+
+
+def _range(values: Sequence[Any]) -> str:
+    if len(values) > 1 and all(type(value) in (int, float) for value in values):
+        return f"{_setting(min(values))} to {_setting(max(values))}"
+    return " or ".join(sorted(map(_setting, values)))
+
+
+def _setting(value: Any) -> str:
+    """A setting's value; numbers with four significant digits."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def refresh_remark(refresh: Refresh) -> str:
+    """What a forecast of a plan that is chosen anew must say."""
+    return (
+        f"The plan is chosen anew every {refresh.every} iterations: forecasts are of the settings that it starts with."
+    )
+
+
+def _check_layers(trace: Trace, plan: Plan) -> None:
+    """A trace may hold a part of the plan's layers, never others or other shapes."""
+    expected = {layer.name: layer.shape for layer in plan.layers}
+    recorded = {layer.name for layer in trace.layers}
+    if len(recorded) == len(expected) or any(expected.get(layer.name) != layer.shape for layer in trace.layers):
+        plan.check_model(trace.layers)
+        return
+    compressed = {name for group in plan.compressed_groups for name in group.layers}
+    if missing := sorted(compressed - recorded):
+        raise GradlabError(
+            f"{trace.path}: records {len(recorded)} of the model's {len(expected)} layers; the plan compresses "
+            f"{missing[0]} and {len(missing) - 1} more that it lacks: record them, or plan without them"
+        )
+
+
+def _check_range(trace: Trace, plan: Plan, start: int, stop: int) -> None:
+    if not 0 <= start < stop <= len(trace.steps):
+        raise GradlabError(f"{trace.path}: nothing to replay in positions {start}..{stop} of {len(trace.steps)} steps")
+    last, first = int(trace.steps[stop - 1]), plan.schedule.warmup_steps
+    if not plan.schedule.compresses(last):
+        raise GradlabError(
+            f"{trace.path}: ends at iteration {last}, the plan is dense until iteration {first}: nothing to replay"
+        )
+
+
+def _remarks(trace: Trace, lockstep: LockstepPlan, start: int, stop: int) -> Iterator[str]:
+    if (refresh := lockstep.plan.refresh) is not None:
+        yield f"{refresh_remark(refresh)} A run's own choices differ once its gradients do."
+    yield from lockstep.remarks
+    if not lockstep.stateful:
+        return
+    steps = np.asarray(trace.steps)[start:stop]
+    steps = steps[steps >= lockstep.plan.schedule.warmup_steps]
+    if gaps := int((np.diff(steps) > 1).sum()):
+        yield (
+            f"The plan carries memory from step to step, but the trace lacks iterations in {gaps} places: the replay "
+            "takes recorded steps as neighbours, so its errors are an approximation."
+        )
+    if steps[0] > lockstep.plan.schedule.warmup_steps:
+        yield (
+            f"The plan carries memory and compresses from iteration {lockstep.plan.schedule.warmup_steps} on, but the "
+            f"replay starts cold at iteration {int(steps[0])}."
+        )

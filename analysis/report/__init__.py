@@ -1,0 +1,1 @@
+"""Reports: pages of answers, tables and drawings."""

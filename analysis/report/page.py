@@ -1,0 +1,140 @@
+"""One report as a folder: report.html that needs no network, report.json with all data, the figures by themselves.
+
+A section answers one question; sections about single layers come last. Each figure is also an SVG and a PDF, and what
+it shows is a JSON file.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from gradlab.analysis.figures.data import figure_data
+from gradlab.analysis.figures.style import drawing, render
+from gradlab.analysis.jsonable import plain
+from gradlab.analysis.outputs import REPORT_FILES, require_free
+from gradlab.errors import GradlabError
+from gradlab.progress import Progress
+from gradlab.version import VERSION
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure to be: its file name, title, caption, and what draws it."""
+
+    name: str
+    title: str
+    caption: str
+    draw: Callable[[], Figure]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Text cells; the first column names the row. text_columns: how many of the first are words, not numbers."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+    text_columns: int = 1
+
+
+@dataclass(frozen=True)
+class Section:
+    """One question with what answers it, on a page of its own when printed.
+
+    name: of its anchor; answer: in a sentence or two; of_layer: whether it is about one layer alone.
+    """
+
+    name: str
+    title: str
+    answer: str = ""
+    tables: Sequence[Table] = ()
+    drawings: Sequence[Drawing] = ()
+    of_layer: bool = False
+
+
+@dataclass(frozen=True)
+class Page:
+    """Everything a report shows. data: plain JSON, written beside it."""
+
+    title: str
+    verdict: str
+    data: dict[str, Any]
+    warnings: Sequence[str] = ()
+    facts: Sequence[tuple[str, str]] = ()
+    sections: Sequence[Section] = field(default=())
+
+    @property
+    def drawings(self) -> list[Drawing]:
+        """All figures, in their order."""
+        return [item for section in self.sections for item in section.drawings]
+
+
+def write_page(page: Page, out: Path, *, overwrite: bool = False, progress: Progress | None = None) -> Path:
+    """Write report.html, report.json and figures/ into the folder `out`; returns the path of report.html.
+
+    Raises:
+        GradlabError: if there is a report already and overwrite is false, or the folder cannot be written.
+    """
+    require_free(out, overwrite, contents=REPORT_FILES)
+    files: dict[str, dict[str, bytes]] = {}
+    for done, item in enumerate(page.drawings):
+        with drawing():
+            figure = item.draw()
+            shown = json.dumps({"name": item.name, "title": item.title, **figure_data(figure)}, allow_nan=False)
+            files[item.name] = {**render(figure, item.name), "json": shown.encode()}
+        if progress:
+            progress("draw", done + 1, len(page.drawings))
+    text = render_html(page, {name: kinds["svg"] for name, kinds in files.items()})
+    figures = [{"name": item.name, "title": item.title, "caption": item.caption} for item in page.drawings]
+    head = {"gradlab": VERSION, "title": page.title, "verdict": page.verdict, "warnings": page.warnings}
+    data = plain({**head, "figures": figures, **page.data})
+    try:
+        (out / "figures").mkdir(parents=True, exist_ok=True)
+        for name, kinds in files.items():
+            for kind, content in kinds.items():
+                (out / "figures" / f"{name}.{kind}").write_bytes(content)
+        (out / "report.json").write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        (out / "report.html").write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise GradlabError(f"cannot write the report to {out}: {error.strerror or error}") from None
+    return out / "report.html"
+
+
+def render_html(page: Page, svgs: dict[str, bytes]) -> str:
+    """The page as one HTML document, its figures inside."""
+    source = resources.files("gradlab.analysis.report").joinpath("report.html.jinja").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    inline = {item.name: Markup(inline_svg(svgs[item.name], item.name, item.title)) for item in page.drawings}
+    return environment.from_string(source).render(page=page, svg=inline, version=VERSION)
+
+
+def inline_svg(svg: bytes, name: str, title: str) -> str:
+    """An SVG file as an element for HTML: no prolog, metadata, style or namespaces, ids that no other figure has."""
+    text = svg.decode()
+    text = text[text.index("<svg") :]
+    # Metadata name vocabularies by address; a figure's style sheet would style the whole page.
+    text = re.sub(r"<(metadata|style)\b.*?</\1>", "", text, flags=re.DOTALL)
+    text = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href", "href")
+    # A hundredth of a point is finer than any screen or printer; more digits are a third of the file.
+    text = re.sub(r'\b(d|points|x|y)="([^"]*)"', lambda part: f'{part[1]}="{_shortened(part[2])}"', text)
+    text = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', text)
+    text = re.sub(r'href="#([^"]+)"', rf'href="#{name}-\1"', text)
+    text = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", text)
+    label = html.escape(title, quote=True)
+    return text.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+
+
+def _shortened(numbers: str) -> str:
+    return re.sub(r"-?\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", numbers)

@@ -1,0 +1,435 @@
+"""A report's pages: one per question, with the answer in words before its tables and figures; then one per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from math import prod
+from statistics import median
+from typing import Any
+
+from gradlab.analysis.figures import forecast as forecast_plot
+from gradlab.analysis.figures import information as information_plots
+from gradlab.analysis.forecast.payoff import payoff_verdict, speed
+from gradlab.analysis.report.drawings import (
+    fit_drawings,
+    replay_drawings,
+    run_drawings,
+    sign_drawings,
+    slice_structure_drawings,
+    spectrum_drawings,
+)
+from gradlab.analysis.report.page import Drawing, Section, Table
+from gradlab.analysis.report.tables import (
+    comparison_table,
+    fit_table,
+    layer_table,
+    replay_table,
+    sign_table,
+    slice_structure_table,
+)
+from gradlab.analysis.report.verdict import (
+    agreement_line,
+    comparison_verdict,
+    fit_verdict,
+    ranking_line,
+    replay_verdict,
+)
+from gradlab.formatting import (
+    format_bytes,
+    format_count,
+    format_number,
+    format_percent,
+    format_ratio,
+    format_seconds,
+)
+
+Found = Mapping[str, Any]
+
+# A figure for each of more layers would make the page tens of megabytes.
+_MOST_LAYER_FIGURES = 40
+_MOST_ROWS = 60
+# What waits under feedback, in the last quarter over the one before.
+_GROWING, _SETTLED = 1.2, 200  # steps after a cold start, during which it grows in any case
+_SHOWN_DENSITY = 0.01
+# Shuffled over paired information from which on an estimator says nothing.
+_BY_CHANCE = 0.9
+# Squared errors, of the energy, between which a codec says something and sends something.
+_USEFUL = (0.05, 0.9)
+
+
+def comparison_sections(runs: Found, replays: Found, fits: Found, spectrum: Found | None) -> list[Section]:
+    """Of training runs, with what was predicted of them."""
+    sections = [
+        Section(
+            "runs",
+            "What happened in training, and what was predicted",
+            comparison_verdict(runs),
+            [comparison_table(runs, replays)],
+            run_drawings(runs, replays),
+        )
+    ]
+    if fits:
+        tables = [fit_table(origin) for origin in fits.values()]
+        drawings = [item for name, origin in fits.items() for item in fit_drawings(origin, name)]
+        answer = " ".join(fit_verdict(origin) for origin in fits.values())
+        sections.append(Section("fits", "Do fits hold on later iterations?", answer, tables, drawings))
+    if spectrum:
+        answer = agreement_line(spectrum)
+        sections.append(Section("spectrum", "How correlated are gradients?", answer, [], spectrum_drawings(spectrum)))
+    return sections
+
+
+def trace_sections(data: Found) -> list[Section]:
+    """Of a recording. data: what report.json holds."""
+    makers = (_payoff, _replays, _between_nodes, _noise_scale, _limits, _within_node, _signs)
+    found = [section for make in makers if (section := make(data)) is not None]
+    return [*found, _all_layers(data), *_layers(data)]
+
+
+def _payoff(data: Found) -> Section | None:
+    payoff = data.get("payoff")
+    if not payoff:
+        return None
+    rows = []
+    for place in payoff["places"]:
+        where = [f"{place['nodes']}", speed(place["bits_per_second"])]
+        rows.append([*where, "plain DDP", format_seconds(place["dense_seconds"]), "1.00x", "1.000"])
+        for name, seconds in sorted(place["seconds"].items(), key=lambda pair: pair[1]):
+            ratio = format_ratio(place["dense_seconds"] / seconds) if seconds else "-"
+            cosine = payoff["cosines"].get(name)
+            rows.append([*where, name, format_seconds(seconds), ratio, "-" if cosine is None else f"{cosine:.3f}"])
+    even = [
+        [name, str(node["nodes"]), _even(node["break_even_bits_per_second"])]
+        for name, found in payoff["forecasts"].items()
+        for node in found["nodes"]
+    ]
+    what = "step" if payoff["compute_seconds"] else "exchange alone"
+    note = (
+        f"Forecast from computing time ({payoff['compute_source']}), codec times taken here on one thread, and the "
+        "bytes "
+        f"that the codecs ask for. Cosine: of the replayed update with the true mean; below {payoff['least_cosine']} a "
+        "plan is not proposed, however fast."
+    )
+    columns = ("nodes", "link", "plan", what, "speed-up", "cosine")
+    tables = [Table("Step times", columns, rows, note, text_columns=3)]
+    if payoff["compute_seconds"] is not None:
+        about = "Speed alone: whether a plan's update is worth it is another question, see its cosine above."
+        header = ("plan", "nodes", "faster than plain DDP")
+        tables.append(Table("Break-even link speed", header, even, about, text_columns=1))
+    drawing = Drawing(
+        "payoff",
+        "Step time over link speed",
+        "Where a plan's line is below that of plain DDP it saves time; grey: the links asked for.",
+        partial(forecast_plot.plot_payoff, payoff),
+    )
+    return Section("payoff", "Will compression pay?", payoff_verdict(payoff), tables, [drawing])
+
+
+def _even(value: float | str | None) -> str:
+    if value is None:
+        return "at no link speed"
+    return "at any link speed" if isinstance(value, str) else f"below {speed(value)}"
+
+
+def _replays(data: Found) -> Section | None:
+    replays = data["replays"]
+    if not replays:
+        return None
+    drawings, answer = replay_drawings(replays), replay_verdict(replays)
+    growing = [name for name, found in replays.items() if _grows(found["summary"])]
+    if any(found["summary"].get("unsent") for found in replays.values()):
+        drawings.append(
+            Drawing(
+                "waiting",
+                "What waits under error feedback",
+                "What was asked of a rank and not sent, in gradients of the same iteration. Where it goes on growing, "
+                "old "
+                "gradients pile up.",
+                partial(information_plots.plot_waiting, replays),
+            )
+        )
+    if growing:
+        answer += f" What is not sent still grows at the end with {', '.join(growing)}."
+    ranking = data.get("ranking")
+    if ranking:
+        answer += f" {ranking_line(ranking)}"
+        drawings.append(
+            Drawing(
+                "ranking",
+                "Whether plans keep their order",
+                "Plans by the cosine of their update with the true mean, in windows of the run.",
+                partial(information_plots.plot_ranking, ranking),
+            )
+        )
+    tables = [replay_table(replays), _group_table(replays)]
+    return Section("replays", "What do compressors do to these gradients?", answer, tables, drawings)
+
+
+def _grows(summary: Found) -> bool:
+    return summary["compressed_steps"] >= _SETTLED and (summary.get("residual_growth") or 0.0) > _GROWING
+
+
+def _group_table(replays: Found) -> Table:
+    rows = []
+    for name, found in replays.items():
+        for group, cost in found.get("groups", {}).items():
+            rows.append(
+                [
+                    group,
+                    name,
+                    format_bytes(cost["payload_bytes"]),
+                    format_bytes(cost["wire_bytes"]),
+                    format_seconds(cost["codec_seconds"]),
+                    format_percent(found["layer_errors"].get(group)),
+                ]
+            )
+    columns = ("group", "plan", "payload", "wire", "codec time", "error of a rank")
+    shown = rows[:_MOST_ROWS]
+    note = "Per step and rank: mean bytes, median seconds in the codec's code, lockstep on one thread."
+    if len(rows) > len(shown):
+        note += f" The first {len(shown)} of {len(rows)}; all are in report.json."
+    return Table("By group", columns, shown, note, text_columns=2)
+
+
+def _between_nodes(data: Found) -> Section | None:
+    between = data.get("between_nodes")
+    if not between or not between["layers"]:
+        return None
+    layers, paper = between["layers"], str(between["paper_bins"])
+    common, by_chance = (
+        median(_mean_of(x, paper, name) / max(_mean_of(x, paper, "entropy"), 1e-9) for x in layers)
+        for name in ("information", "shuffled")
+    )
+    excess = [x["estimators"]["copula"]["excess"] for x in layers]
+    beyond = sum(one["low"] > 0 for one in excess)
+    answer = (
+        f"By LGC's histogram {format_percent(common, 0)} of a layer's entropy is common to two nodes (median over "
+        "layers); "
+        f"of pairs put together at random it is {format_percent(by_chance, 0)}"
+        f"{': the estimator finds that much in anything' if by_chance > _BY_CHANCE * common else ''}. What nodes share "
+        "in "
+        f"an iteration, beyond what they share {between['shift_iterations']} iterations apart, is "
+        f"{format_number(median(one['bits'] for one in excess), 2)} bits per parameter (median, Gaussian copula); its "
+        f"interval lies above 0 in {beyond} of {len(layers)} layers (by chance in {len(layers) / 40:.1f})."
+    )
+    drawings = [
+        Drawing(
+            "lgc_claim",
+            "LGC's claim, by layer",
+            "After Fig. 4 of LGC; (first), (last), (+): first and last layer, after a residual addition. (a) The "
+            "paper's "
+            "estimator, of the pair and of the shuffled pair. (b) Excess over pairs "
+            f"{between['shift_iterations']} iterations apart, {format_percent(between['level'], 0)} block-bootstrap "
+            "intervals over iterations.",
+            partial(information_plots.plot_claim, between),
+        ),
+        Drawing(
+            "information",
+            "Information over iterations",
+            f"After Figs. 3 and 12 of LGC, means over {len(layers[0]['pairs'])} pairs of nodes.",
+            partial(information_plots.plot_information_over_iterations, between),
+        ),
+        Drawing(
+            "lags",
+            "How long nodes share it",
+            "One node's gradient and another's so many recorded iterations later: what remains at large distances "
+            "belongs "
+            "to the parameters, not to the iteration.",
+            partial(information_plots.plot_lags, between),
+        ),
+        Drawing(
+            "top_indices",
+            "Where the largest values lie",
+            "What CLT-k relies on: one node's k largest positions stand for all nodes'.",
+            partial(information_plots.plot_top_indices, between),
+        ),
+    ]
+    return Section("between", "What do nodes share?", answer, [_between_table(between)], drawings)
+
+
+def _mean_of(layer: Found, bins: str, name: str) -> float:
+    values = layer["histograms"][bins][name]
+    return float(sum(values) / len(values))
+
+
+def _between_table(between: Found) -> Table:
+    paper, rows = str(between["paper_bins"]), []
+    for layer in between["layers"]:
+        top = next((row for row in layer["top_indices"] if row["density"] == _SHOWN_DENSITY), None)
+        rows.append(
+            [
+                layer["name"],
+                ", ".join(layer["place"]) or "-",
+                *(format_number(_mean_of(layer, paper, name)) for name in ("entropy", "information", "shuffled")),
+                *(_with_interval(layer["estimators"][name]["excess"]) for name in ("copula", "equal_mass", "ksg")),
+                _cosine(layer["mean_cosine"]),
+                format_number(layer["signal_to_noise"], 2),
+                format_percent(top["overlap"] if top else None),
+            ]
+        )
+    columns = (
+        "layer", "place", "entropy (LGC)", "information (LGC)", "shuffled (LGC)", "excess: copula", "equal masses",
+        "nearest neighbours", "cosine", "signal / noise", "top 1 % in common",
+    )  # fmt: skip
+    note = (
+        "Bits per parameter. Excess: beyond the shifted null, with its interval over iterations. Estimators looked at "
+        "up to "
+        f"{between['values']} values of a layer in {between['iterations']} iterations."
+    )
+    return Table("Between nodes, by layer", columns, rows, note, text_columns=2)
+
+
+def _with_interval(found: Found) -> str:
+    return f"{found['bits']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+
+
+def _cosine(found: Found) -> str:
+    if found["mean"] is None:
+        return "-"
+    if found["low"] is None:
+        return f"{found['mean']:.2f}"
+    return f"{found['mean']:.2f} [{found['low']:.2f}, {found['high']:.2f}]"
+
+
+_SAME_DATA = 1e-6  # noise over signal
+
+
+def _noise_scale(data: Found) -> Section | None:
+    found = data.get("noise_scale")
+    if not found:
+        return None
+    size, model = found["batch_size"], found["model"]
+    unit = "examples" if size else "batches of one node"
+    scale = model["batches"]
+    if scale is None:
+        least = format_number((size or 1) * model["low"]) if model["low"] is not None else "any number of"
+        answer = (
+            f"No signal stands out of the nodes' noise: the noise scale is above {least} {unit}, and what is common to "
+            "nodes is too little for a code to use."
+        )
+    elif scale < _SAME_DATA:
+        answer = "All nodes computed the same gradient: check that each of them sees data of its own."
+    else:
+        value, low, high = (None if x is None else (size or 1) * x for x in (scale, model["low"], model["high"]))
+        answer = (
+            f"The gradient noise scale is {format_number(value)} {unit} ({format_percent(model['level'], 0)} interval "
+            f"{format_number(low)} to "
+            f"{format_number(high) if high is not None else 'no upper end'}): a node's batch"
+            f"{f' of {size}' if size else ''} is {_times(scale)}, so a gradient is "
+            f"{format_percent(1 / (1 + scale), 0)} "
+            f"signal, and the mean of {found['world_size']} is "
+            f"{format_percent(1 / (1 + scale / found['world_size']), 0)}."
+        )
+    drawing = Drawing(
+        "noise_scale",
+        "Redundancy over batch and nodes",
+        "McCandlish et al. 2018: (a) nodes with larger batches agree more; dots are this recording's nodes taken "
+        "together in "
+        "groups. (b) If nodes are equally correlated: bits per value and node that coding them together could save at "
+        "best, "
+        "and the share of signal in their mean; dotted: this recording.",
+        partial(information_plots.plot_noise_scale, found),
+    )
+    return Section("noise", "How much of a gradient is signal?", answer, [], [drawing])
+
+
+def _times(scale: float) -> str:
+    return f"{format_number(scale, 2)} times smaller" if scale >= 1 else f"{format_number(1 / scale, 2)} times larger"
+
+
+def _limits(data: Found) -> Section | None:
+    limits = data.get("limits")
+    if not limits or not limits["layers"]:
+        return None
+    nearest: dict[str, list[float]] = {}
+    bits: dict[str, list[float]] = {}
+    for layer in limits["layers"]:
+        for row in layer["codecs"]:
+            if _USEFUL[0] <= row["relative_error"] <= _USEFUL[1]:
+                nearest.setdefault(row["setting"], []).append(row["above_floor"])
+                bits.setdefault(row["setting"], []).append(row["bits"])
+    ranked = sorted((median(values), setting) for setting, values in nearest.items())
+    answer = "No codec's error lies where a floor says something."
+    if ranked:
+        answer = (
+            f"Of codecs that lose {format_percent(_USEFUL[0], 0)} to {format_percent(_USEFUL[1], 0)} of the energy, "
+            f"{ranked[0][1]} stands nearest to the floor: {format_number(ranked[0][0], 2)} bits per value above it "
+            "(median "
+            f"over layers); {ranked[-1][1]} farthest, {format_number(ranked[-1][0], 2)} above."
+        )
+    rows = [
+        [setting, format_number(median(bits[setting]), 3), format_number(value, 3), str(len(nearest[setting]))]
+        for value, setting in ranked
+    ]
+    note = "Medians over the layers in which the codec's squared error is 5 % to 90 % of the energy; without feedback."
+    drawing = Drawing(
+        "limits",
+        "Bits per value against the least possible",
+        "The Gaussian rate-distortion function of a rank's gradient (reverse water-filling) on later iterations than "
+        "its axes "
+        "were fitted on, the lower of two descriptions; codecs at the settings they offer a planner; the largest "
+        "layers.",
+        partial(information_plots.plot_limits, limits),
+    )
+    table = Table("Above the floor", ("codec", "bits per value", "above the floor", "layers"), rows, note)
+    return Section("limits", "How far from the limit are codecs?", answer, [table], [drawing])
+
+
+def _within_node(data: Found) -> Section | None:
+    fit, structure = data["fit"], data.get("slice_structure")
+    shown = structure if structure and structure["layers"] else None
+    tables = [*([fit_table(fit)] if fit else []), *([slice_structure_table(shown)] if shown else [])]
+    drawings = [
+        *(fit_drawings(fit) if fit else []),
+        *(slice_structure_drawings(shown) if shown else []),
+        *spectrum_drawings(data["spectrum"]),
+    ]
+    answer = " ".join(line for line in (fit_verdict(fit) if fit else "", agreement_line(data["spectrum"])) if line)
+    return Section("within", "What structure is there within a node?", answer, tables, drawings)
+
+
+def _signs(data: Found) -> Section | None:
+    found = data.get("sign_blocks")
+    if not found:
+        return None
+    return Section("signs", "How well do signs stand for gradients?", "", [sign_table(found)], sign_drawings(found))
+
+
+def _all_layers(data: Found) -> Section:
+    return Section("layers", "All layers", "", [layer_table(data["spectrum"])])
+
+
+def _layers(data: Found) -> list[Section]:
+    """A page per layer; figures for the largest, the rest in words."""
+    layers = data["spectrum"]["layers"]
+    largest = sorted(layers, key=lambda layer: -prod(layer["shape"]))[:_MOST_LAYER_FIGURES]
+    drawn = {layer["name"] for layer in largest}
+    return [_layer(data, layer, place, layer["name"] in drawn) for place, layer in enumerate(layers)]
+
+
+def _layer(data: Found, layer: Found, place: int, drawn: bool) -> Section:
+    name = layer["name"]
+    between = information_plots.named_layer(data.get("between_nodes"), name)
+    facts = [
+        " x ".join(map(str, layer["shape"])),
+        f"{format_count(prod(layer['shape']))} parameters",
+        *(between["place"] if between else []),
+    ]
+    if layer["mean_cosine"] is not None:
+        facts.append(f"cosine between nodes {layer['mean_cosine']:.2f}")
+    if between:
+        facts.append(f"excess {_with_interval(between['estimators']['copula']['excess'])} bits (copula)")
+    limit = information_plots.named_layer(data.get("limits"), name)
+    if limit and limit["codecs"]:
+        useful = [row for row in limit["codecs"] if _USEFUL[0] <= row["relative_error"] <= _USEFUL[1]]
+        if useful:
+            best = min(useful, key=lambda row: row["above_floor"])
+            facts.append(f"nearest to the floor: {best['setting']}, {best['above_floor']:.2f} bits above")
+    drawings: Sequence[Drawing] = ()
+    if drawn:
+        draw = partial(information_plots.plot_layer, data, name)
+        drawings = [
+            Drawing(f"layer_{place}", name, "What nodes share, its spectrum, and codecs above its floor.", draw)
+        ]
+    return Section(f"layer-{place}", name, "; ".join(facts) + ".", (), drawings, of_layer=True)

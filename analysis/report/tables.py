@@ -1,0 +1,294 @@
+"""The tables of a report, as text cells; the commands print the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+from gradlab.analysis.replay.error_series import common, median_or_none, observed_series, predicted_series
+from gradlab.analysis.report.page import Table
+from gradlab.formatting import (
+    format_bytes,
+    format_count,
+    format_number,
+    format_percent,
+    format_ratio,
+    format_seconds,
+)
+from gradlab.metric import final_score, metric_of
+
+_COMPARISON_COLUMNS = (
+    "method",
+    "final",
+    "payload/step",
+    "wire/step",
+    "ratio",
+    "error predicted",
+    "error observed",
+    "compute",
+    "compress",
+    "communicate",
+    "wait",
+)
+_REPLAY_COLUMNS = (
+    "plan",
+    "method",
+    "payload/step",
+    "wire/step",
+    "ratio",
+    "error of a rank",
+    "error of the mean",
+    "cosine",
+    "codec time",
+)
+_FIT_COLUMNS = (
+    "layer",
+    "slice K",
+    "axes d",
+    "slices",
+    "K / d",
+    "loss, fitted slices",
+    "loss, all slices",
+    "loss, later iterations",
+    "loss, random basis",
+)
+_STRUCTURE_COLUMNS = (
+    "layer",
+    "slice K",
+    "correlation of neighbours (by chance)",
+    "axes d",
+    "d stable after",
+    "loss at multiples of F D / beside them",
+    "loss, own basis / other slices'",
+    "random",
+    "L_c",
+    "mean angle (by chance)",
+)
+_LAYER_COLUMNS = (
+    "layer",
+    "shape",
+    "slice K",
+    "axes for 99 %",
+    "95 %",
+    "90 %",
+    "energy in the time average",
+    "cosine between ranks",
+    "signal / noise",
+)
+
+
+def layer_plan_table(origin: Mapping[str, Any]) -> Table:
+    """What every layer got, with its cost and error beside the uniform plan's."""
+    cost = "seconds" if origin["cost"] == "step" else origin["cost"]
+    text = format_seconds if cost == "seconds" else format_bytes
+    rows = [
+        [
+            layer["name"],
+            layer["chosen"],
+            format_count(layer["numel"]),
+            text(layer["cost"]),
+            text(layer["uniform_cost"]),
+            format_percent(layer["relative_error"]),
+            format_percent(layer["uniform_relative_error"]),
+        ]
+        for layer in origin["layers"]
+    ]
+    columns = ("layer", "setting", "elements", cost, "uniform", "error", "uniform")
+    return Table("plan by layer", columns, rows, text_columns=2)
+
+
+def selection_table(origin: Mapping[str, Any]) -> Table:
+    """Ways to send the same selected values, with what their average loses on iterations held out."""
+    rows = [
+        [row["name"], format_percent(row["error"]), format_bytes(row["payload_bytes"]), format_bytes(row["wire_bytes"])]
+        for row in origin["codes"]
+    ]
+    title = f"{origin['selected']} selected values, averaged over {origin['world_size']} ranks; positions come on top"
+    return Table(title, ("sent as", "error, held out", "payload", "wire"), rows, text_columns=1)
+
+
+def comparison_table(runs: Mapping[str, Any], replays: Mapping[str, Any]) -> Table:
+    """Runs side by side, with predicted errors where there is a replay."""
+    note = (
+        "Bytes per compressed step and rank: payload is what a rank contributes, wire what its network interface "
+        "sends. Errors: median of ‖asked - sent‖ / ‖asked‖ over the iterations that replay and run share, those that a "
+        "plan was fitted on left out. "
+        "A step lasts compute + wait; compress and communicate run beside computing."
+    )
+    method, final, *rest = _COMPARISON_COLUMNS
+    columns = (method, f"{final} {metric_of(runs.values()).name}", *rest)
+    return Table("Methods side by side", columns, _comparison_rows(runs, replays), note)
+
+
+def _comparison_rows(runs: Mapping[str, Any], replays: Mapping[str, Any]) -> list[list[str]]:
+    rows, metric = [], metric_of(runs.values())
+    for name, run in runs.items():
+        predicted, observed = median_errors(replays.get(name), run)
+        times = run.get("time") or {}
+        rows.append(
+            [
+                name,
+                metric.text(final_score(run)),
+                format_bytes((run.get("payload_bytes_per_step") or {}).get("mean")),
+                format_bytes((run.get("wire_bytes_per_step") or {}).get("mean")),
+                format_ratio(run.get("compression_ratio")),
+                format_percent(predicted),
+                format_percent(observed),
+                *(format_seconds(times.get(part)) for part in _COMPARISON_COLUMNS[7:]),
+            ]
+        )
+    return rows
+
+
+def median_errors(replay: Mapping[str, Any] | None, run: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """Median contribution error, predicted and observed, over the iterations that both have; None for what is not."""
+    observed = observed_series(run)
+    if replay is None:
+        return None, median_or_none(observed[1])
+    predicted = predicted_series(replay)
+    steps, at, here = common(predicted, observed)
+    if len(steps):
+        return median_or_none(at), median_or_none(here)
+    return median_or_none(predicted[1]), median_or_none(observed[1])
+
+
+def replay_table(replays: Mapping[str, Any]) -> Table:
+    """Replays side by side; a last column holds what was measured on iterations that a plan was fitted on."""
+    note = (
+        "Medians over the compressed iterations; of a plan fitted on this trace, over those after its fit. Error of a "
+        "rank: ‖asked - sent‖ / ‖asked‖, the residual of error feedback being part of what is asked. Error of the mean "
+        "and cosine: against this iteration's true averaged gradient; under error feedback a large error here is "
+        "earlier gradient being delivered late."
+    )
+    columns: tuple[str, ...] = _REPLAY_COLUMNS
+    rows = [_replay_row(name, found["summary"]) for name, found in replays.items()]
+    inside = [found["summary"]["in_sample"] for found in replays.values()]
+    if any(inside):
+        columns = (*columns, "in-sample: rank, mean, cosine")
+        note += " In-sample: the same where the plan was fitted, which is no prediction."
+        rows = [[*row, ", ".join(_error_cells(seen)) if seen else "-"] for row, seen in zip(rows, inside, strict=True)]
+    return Table("Plans replayed on the trace", columns, rows, note, text_columns=2)
+
+
+def _replay_row(name: str, found: Mapping[str, Any]) -> list[str]:
+    return [
+        name,
+        "; ".join(found["methods"]),
+        format_bytes(found["payload_bytes_per_step"]["mean"]),
+        format_bytes(found["wire_bytes_per_step"]["mean"]),
+        format_ratio(found["compression_ratio"]),
+        *_error_cells(found),
+        format_seconds(found["codec_seconds"]),
+    ]
+
+
+def _error_cells(found: Mapping[str, Any]) -> tuple[str, str, str]:
+    cosine = "-" if found["cosine"] is None else f"{found['cosine']:.3f}"
+    return format_percent(found["contribution_error"]), format_percent(found["aggregate_error"]), cosine
+
+
+def fit_table(origin: Mapping[str, Any]) -> Table:
+    """A fit's sizes and losses, layer by layer."""
+    rows = []
+    for name, fact in origin["layers"].items():
+        later, control = origin["holdout"]["groups"][name]["loss"], origin["random_basis"]["groups"][name]["loss"]
+        losses = (fact["fitted_slices_loss"], fact["in_sample_loss"], later, control)
+        sizes = (fact["slice_size"], fact["dimension"], fact["slices"])
+        ratio = format_ratio(fact["slice_size"] / fact["dimension"])
+        rows.append([name, *map(format_count, sizes), ratio, *map(format_percent, losses)])
+    left_out = "; ".join(f"{name}: {why}" for name, why in origin["skipped"].items())
+    note = "Loss is ‖ĝ - g‖² / ‖g‖² of the averaged gradient (GradiVeQ, Fig. 5)."
+    note += f" Left dense: {left_out}." if left_out else ""
+    return Table("GradiVeQ fit, layer by layer", _FIT_COLUMNS, rows, note)
+
+
+def slice_structure_table(structure: Mapping[str, Any]) -> Table:
+    """What `measure_slice_structure` found, a row per layer; remarks in the note."""
+    threshold = next((layer["samples"]["thresholds"][0] for layer in structure["layers"] if layer["samples"]), None)
+    remarks = [
+        *structure["remarks"],
+        *(f"{row['name']}: {line}" for row in structure["layers"] for line in row["remarks"]),
+    ]
+    note = (
+        f"Fitted on {len(structure['fitted_on'])} iterations, losses ‖ĝ - g‖² / ‖g‖² on later ones; d by eq. (6)"
+        + (f", lambda = {threshold:g}. " if threshold is not None else ". ")
+        + "Correlation: mean |r|. At multiples, beside: medians over slice sizes K that are multiples and over "
+        "the next ones tried; lower at multiples is the paper's Fig. 5. L_c: the age in iterations up to which a "
+        f"basis loses at most {format_percent(structure['tolerance'], 0)} more than when young."
+    )
+    rows = [_structure_row(layer) for layer in structure["layers"]]
+    return Table("What GradiVeQ would find", _STRUCTURE_COLUMNS, rows, " ".join([note, *(f"{r}." for r in remarks)]))
+
+
+def sign_table(found: Mapping[str, Any]) -> Table:
+    """Table 1 of dist-EF-blockSGD for the recorded model and ranks."""
+    bits = found["bits_per_iteration"]
+    dense = bits["full-precision SGD"]
+    counted = found["counted_bits_per_iteration"]
+    rows = [
+        [method, format_count(count), format_count(counted[method]), format_ratio(dense / counted[method])]
+        for method, count in bits.items()
+    ]
+    note = (
+        "All ranks, to a server and back: by the formulas of Table 1 of dist-EF-blockSGD, every tensor a block, and "
+        "counted off what the codecs make of a recorded gradient, whose last byte is filled up."
+    )
+    return Table("Bits per iteration of signs", ["method", "computed", "counted", "ratio"], rows, note)
+
+
+def _structure_row(layer: Mapping[str, Any]) -> list[str]:
+    correlation, grown, alike = (layer[part] or {} for part in ("correlation", "samples", "consistency"))
+    aged, angles, absent = layer["staleness"], layer["angles"], format_number(None)
+    stable = (grown.get("stable_at") or [None])[0]
+    lasts = absent if aged is None else aged["suggested"] or f"at least {aged['last_age']}"
+    means = [value for value in (angles or {}).get("mean", []) if value is not None]
+    turned = f"{sum(means) / len(means):.0f}° ({angles['by_chance']:.0f}°)" if means else absent
+    return [
+        layer["name"],
+        format_count(layer["slice_size"]),
+        f"{format_number(correlation.get('mean_absolute'), 2)} ({format_number(correlation.get('by_chance'), 2)})",
+        format_count(grown["dimensions"][0][-1]) if grown else absent,
+        absent if not grown else "never" if stable is None else format_count(stable),
+        " / ".join(format_percent(loss) for loss in _at_and_beside(layer["slice_sizes"])),
+        f"{format_percent(alike.get('own'))} / {format_percent(alike.get('others'))}",
+        format_percent(alike.get("random")),
+        str(lasts),
+        turned,
+    ]
+
+
+def _at_and_beside(found: Mapping[str, Any] | None) -> tuple[float | None, float | None]:
+    """Of Fig. 5, median losses on later iterations at multiples of the period, and at the sizes next to each."""
+    at, beside = [], []
+    multiples, losses = (found["multiples"], found["later_loss"]) if found else ([], [])
+    for place, multiple in enumerate(multiples):
+        near = [n for n in (place - 1, place + 1) if 0 <= n < len(losses) and not multiples[n]]
+        if multiple and near:
+            at.append(losses[place])
+            beside.append(sum(losses[n] for n in near) / len(near))
+    return (median(at), median(beside)) if at else (None, None)
+
+
+def layer_table(spectrum: Mapping[str, Any]) -> Table:
+    """What was measured of each layer."""
+    rows = []
+    for layer in spectrum["layers"]:
+        axes = layer["layer_dimensions"]
+        rows.append(
+            [
+                layer["name"],
+                " x ".join(map(str, layer["shape"])),
+                format_count(layer["slice_size"]),
+                *(format_count(axes[loss]) for loss in ("0.01", "0.05", "0.1")),
+                format_percent(layer["mean_share"]),
+                format_number(layer["mean_cosine"], 2),
+                format_number(layer["signal_to_noise"], 2),
+            ]
+        )
+    note = (
+        f"Over {len(spectrum['steps'])} sampled iterations; axes are those of the whole layer, in-sample. Signal to "
+        "noise: energy that ranks share over energy that each has alone. The time average of pure noise would hold "
+        f"{format_percent(1 / len(spectrum['steps']))}."
+    )
+    return Table("Layers", _LAYER_COLUMNS, rows, note)

@@ -1,0 +1,263 @@
+"""What the figures say, in plain words: the first line of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gradlab.analysis.forecast.payoff import payoff_verdict
+from gradlab.formatting import format_number, format_percent, format_ratio, format_seconds
+from gradlab.learning.selection import LearnedSettings
+from gradlab.metric import RELATIVE_NOISE, final_score, metric_of, scores
+
+# A step must be shorter by this share before it is called faster.
+_SPEED_NOISE = 0.05
+# So much less is not worth a plan by layer.
+_LITTLE_GAIN = 0.02
+# Of what zeros make: an autoencoder above it is no use.
+_NOTHING_LEARNED = 0.9
+_DIVERGED = 1.5
+_SHORT = 16
+_SAME_ORDER = 0.8  # rank correlations that count as one order
+_COLLAPSED = 0.05  # of codes' size
+
+
+def step_seconds(run: Mapping[str, Any]) -> float | None:
+    """A run's time per step: as reported, else what the step lasts: computing, and waiting for what that hides not."""
+    if run.get("step_seconds"):
+        return float(run["step_seconds"])
+    times = run.get("time") or {}
+    return float((times.get("compute") or 0.0) + (times.get("wait") or 0.0)) or None
+
+
+def comparison_verdict(runs: Mapping[str, Any]) -> str:
+    """Whether compression paid, by the runs' own clocks and what they reach. The run named "dense" is the reference."""
+    dense = runs.get("dense")
+    timed = {name: seconds for name, run in runs.items() if name != "dense" and (seconds := step_seconds(run))}
+    reference = step_seconds(dense) if dense else None
+    if dense is None or not reference or not timed:
+        return "Whether compression pays cannot be told: it takes a dense run and a compressed one, both timed."
+    fastest = min(timed, key=lambda name: timed[name])
+    if timed[fastest] > (1 - _SPEED_NOISE) * reference:
+        ratio = max(run.get("compression_ratio") or 1.0 for run in runs.values())
+        return (
+            f"Compression does not pay on this link: a dense step takes {format_seconds(reference)}, the fastest "
+            f"compressed one ({fastest}) {format_seconds(timed[fastest])}. Up to {format_ratio(ratio)} fewer bytes are "
+            f"worth something only where bytes are slow. {_quality_line(runs, dense)}"
+        )
+    drift = _compute_seconds(dense) - _compute_seconds(runs[fastest])
+    if drift >= 0.5 * (reference - timed[fastest]):
+        return (
+            f"Whether compression pays in time cannot be told here: {fastest} takes {format_seconds(timed[fastest])} "
+            f"per step and dense {format_seconds(reference)}, but computing alone, which no codec changes, differs by "
+            f"{format_seconds(drift)} between the two runs. {_quality_line(runs, dense)}"
+        )
+    return (
+        f"{fastest} pays in time: {format_seconds(timed[fastest])} per step instead of {format_seconds(reference)}, at "
+        f"{format_ratio(runs[fastest].get('compression_ratio'))} fewer bytes. {_quality_line(runs, dense)}"
+    )
+
+
+def _compute_seconds(run: Mapping[str, Any]) -> float:
+    return float((run.get("time") or {}).get("compute") or 0.0)
+
+
+def _quality_line(runs: Mapping[str, Any], dense: Mapping[str, Any]) -> str:
+    metric, reference = metric_of(runs.values()), final_score(dense)
+    name = metric.name[:1].upper() + metric.name[1:]
+    if reference is None:
+        return f"{name}: dense itself diverged." if scores(dense) else f"{name} was not measured."
+    ends = {method: final_score(run) for method, run in runs.items() if scores(run) or final_score(run) is not None}
+    lost = {method: value for method, value in ends.items() if metric.worse(value, reference)}
+    if not lost and metric.form == "percent":
+        return f"All methods end within 2 points of dense ({metric.text(reference)}) or above, one seed each."
+    if not lost:
+        way = "below" if metric.better == "lower" else "above"
+        share = format_percent(RELATIVE_NOISE, 0)
+        return (
+            f"All methods end within {share} of dense ({metric.name} {metric.text(reference)}) or {way}, one seed each."
+        )
+    listed = ", ".join(f"{method} ({_reached(metric.text(value), value)})" for method, value in lost.items())
+    return f"{name} is lost by {listed}; dense reaches {metric.text(reference)}, one seed each."
+
+
+def _reached(text: str, value: float | None) -> str:
+    return "diverged" if value is None else text
+
+
+def trace_verdict(data: Mapping[str, Any]) -> str:
+    """What a trace report's data say about compressing this training; where it pays, first."""
+    fit, replays, payoff = data["fit"], data["replays"], data.get("payoff")
+    lines = []
+    if payoff:
+        lines.append(payoff_verdict(payoff))
+    elif fit is None and not replays:
+        lines.append("A recording alone does not say that compression pays: fit a codec, or replay plans.")
+    if fit is not None:
+        lines.append(fit_verdict(fit))
+    if replays and not payoff:
+        lines.append(replay_verdict(replays))
+    lines.append(agreement_line(data["spectrum"]))
+    return " ".join(line for line in lines if line)
+
+
+def fit_verdict(origin: Mapping[str, Any]) -> str:
+    """Whether a GradiVeQ fit holds on iterations it has not seen."""
+    later, control = origin["holdout"]["loss"], origin["random_basis"]["loss"]
+    if later is None:
+        return "The GradiVeQ fit could not be tried on any later iteration."
+    threshold = origin["promised_loss"]
+    ratio = format_ratio(origin["dense_payload_bytes"] / origin["payload_bytes"])
+    found = f"{format_percent(later)} of the gradient's energy is lost on later iterations"
+    if control is not None and later >= control:
+        return f"The GradiVeQ fit holds nothing that lasts: {found}, {format_percent(control)} with random bases."
+    if threshold is None:
+        beside = "" if control is None else f" ({format_percent(control)} with random bases)"
+        return f"GradiVeQ at {ratio} fewer bytes: {found}{beside}."
+    if later <= 2 * threshold:
+        return f"GradiVeQ holds what its threshold promises: {found}, at {ratio} fewer bytes."
+    return (
+        f"GradiVeQ does not hold what its threshold ({format_percent(threshold)}) promises: {found}, at {ratio} fewer "
+        "bytes."
+    )
+
+
+def layer_plan_verdict(origin: Mapping[str, Any]) -> str:
+    """What a plan by layer saves against the uniform one, and whether its error is as promised later on."""
+    gain = origin["gain"]
+    dense = format_ratio(origin["dense_payload_bytes"] / origin["payload_bytes"])
+    if "step" in origin:
+        return " ".join([_step_line(origin), _later_error_line(origin)])
+    what = {"payload": "bytes", "wire": "bytes on the wire", "seconds": "seconds"}[origin["cost"]]
+    if gain < 1 - _LITTLE_GAIN:  # weighted costs, or a budget of its own
+        first = f"By layer {format_ratio(1 / gain)} more {what} than {origin['uniform']} everywhere"
+    elif gain < 1 + _LITTLE_GAIN:
+        first = f"A plan by layer gains next to nothing over {origin['uniform']} everywhere ({format_ratio(gain)})"
+    else:
+        first = f"By layer {format_ratio(gain)} fewer {what} than {origin['uniform']} everywhere"
+    lines = [f"{first}; {dense} fewer bytes than dense over the whole model."]
+    if alone := origin.get("alone"):
+        best = min(alone, key=lambda name: alone[name])
+        lines.append(f"Of one codec alone, {best} needs {format_ratio(alone[best] / origin['size'])} as much.")
+    lines.append(_later_error_line(origin))
+    if origin["gap"]:
+        lines.append(f"The search was cut short: a plan may be {format_percent(origin['gap'])} smaller.")
+    return " ".join(lines)
+
+
+def _later_error_line(origin: Mapping[str, Any]) -> str:
+    errors = origin["relative_error"]
+    later, theirs = errors["plan"]["held_out"], errors["uniform"]["held_out"]
+    if later is None:
+        return "Nothing was held out: the error later on is not known."
+    if not theirs:
+        return ""
+    more = later / theirs - 1
+    said = "no larger than" if more <= 0 else f"{format_percent(more)} above"
+    return (
+        f"On later iterations its error is {said} the uniform plan's ({format_percent(later)} of the gradient "
+        f"against {format_percent(theirs)}, without feedback)."
+    )
+
+
+def _step_line(origin: Mapping[str, Any]) -> str:
+    """What a step is predicted to take, and how much less any other plan could."""
+    step = origin["step"]
+    own, uniform, dense = (format_seconds(step[name]) for name in ("seconds", "uniform", "dense"))
+    where = f"{origin['world_size']} ranks at {step['link']['bits_per_second']}"
+    least = format_seconds(step["bound"])
+    bound = f"no choice among these settings, at this error, is predicted to take less than {least}"
+    if step["dense"] <= (1 + _SPEED_NOISE) * step["seconds"]:
+        return (
+            f"Do not compress for speed: with {where} a dense step is predicted to take {dense}, the fastest plan "
+            f"found {own}, {origin['uniform']} everywhere {uniform}; {bound}."
+        )
+    first = f"By layer a step is predicted to take {own}, with {origin['uniform']} everywhere {uniform}"
+    if step["uniform"] <= (1 + _SPEED_NOISE) * step["seconds"]:
+        first = f"By layer a step gains next to nothing: {own}, with {origin['uniform']} everywhere {uniform}"
+    return f"{first}, dense {dense} ({where}); {bound}."
+
+
+def lgc_verdict(origin: Mapping[str, Any]) -> str:
+    """Whether the autoencoder beats what needs no learning at its bytes."""
+    own, *others = origin["codes"]
+    by_name = {row["name"]: row for row in others}
+    error = f"{format_percent(own['error'])} of the averaged selected values is lost on later iterations"
+    rival = by_name[origin["better"]] if origin["better"] is not None else None
+    instead = ""
+    if rival is not None:
+        instead = (
+            f", and {format_percent(rival['error'])} by {rival['name']}, which sends as many bytes or fewer and needs "
+            "no learning"
+        )
+    if own["error"] > _DIVERGED:
+        return f"Do not use the autoencoder, which is worse than sending zeros: {error}{instead}. Try a smaller rate."
+    if own["error"] > _NOTHING_LEARNED:
+        return f"Do not use the autoencoder, which has learned next to nothing: {error}{instead}."
+    if rival is not None:
+        return f"Do not use the autoencoder: {error}{instead}."
+    return f"The autoencoder beats what needs no learning at its bytes: {error}."
+
+
+def lgc_warnings(origin: Mapping[str, Any]) -> list[str]:
+    """What a user must know before training with it, one line each."""
+    found = []
+    if origin["selected"] < _SHORT:
+        found.append(
+            f"{origin['selected']} values are selected: padded to a multiple of 16 their code is hardly shorter; raise "
+            "the density."
+        )
+    if origin["code_spread"] < _COLLAPSED:
+        found.append(
+            f"Codes of iterations that follow each other differ by {format_percent(origin['code_spread'])} of their "
+            "size: they say next to nothing; with a server a smaller similarity loss may help (--set similarity=0)."
+        )
+    limit = origin["settings"].get("most_error", LearnedSettings.most_error)
+    if not origin["codes"][0]["error"] <= limit:
+        found.append(
+            f"Its error is above most_error = {limit:g}: training with it sends selected values as they are, to the "
+            "end."
+        )
+    return found
+
+
+def replay_verdict(replays: Mapping[str, Any]) -> str:
+    """Which of the plans replayed (`Replay.to_json()` by name) keeps most, on iterations they were not fitted on."""
+    summaries = {name: found["summary"] for name, found in replays.items()}
+    unknown = [name for name, found in summaries.items() if found["contribution_error"] is None]
+    known = {name: error for name, found in summaries.items() if (error := found["contribution_error"])}
+    lines = []
+    if known:
+        best = min(known, key=lambda name: known[name])
+        lines.append(
+            f"Of the lossy plans replayed, {best} keeps a rank's gradient best (median error "
+            f"{format_percent(known[best])} at {format_ratio(summaries[best]['compression_ratio'])}); a small error "
+            "helps training, but does not prove it."
+        )
+    elif len(unknown) < len(summaries):
+        lines.append("The plans replayed change no gradient.")
+    if unknown:
+        lines.append(
+            f"Nothing is known about {', '.join(unknown)}: no finite iteration was replayed but those of its fit."
+        )
+    return " ".join(lines)
+
+
+def ranking_line(ranking: Mapping[str, Any]) -> str:
+    """Whether plans keep their order, from `gradlab.analysis.replay.ranking.ranking_stability`."""
+    least = min(ranking["agreement"])
+    order = "the same" if least > _SAME_ORDER else "not the same"
+    return (
+        f"The order of plans by {ranking['measure'].replace('_', ' ')} is {order} all through what was replayed (rank "
+        f"correlation with the whole order at least {least:.2f})."
+    )
+
+
+def agreement_line(spectrum: Mapping[str, Any]) -> str:
+    """How far two ranks' gradients agree, in a sentence; empty for one rank."""
+    cosines = [layer["mean_cosine"] for layer in spectrum["layers"] if layer["mean_cosine"] is not None]
+    if not cosines:
+        return ""
+    mean = sum(cosines) / len(cosines)
+    meaning = "mostly noise of their own batches" if mean < 0.3 else "a good part in common"
+    return f"Two ranks' gradients have a cosine of {format_number(mean, 2)} on average: {meaning}."

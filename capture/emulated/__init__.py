@@ -1,0 +1,1 @@
+"""Record several nodes' gradients from one process."""

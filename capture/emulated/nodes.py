@@ -1,0 +1,262 @@
+"""Record N nodes' gradients from one process, so that redundancy between nodes can be studied before owning N nodes.
+
+What DDP keeps equal on all ranks exists once here: parameters, and an optimizer that steps with the mean gradient.
+What differs between ranks is given to each node in turn: its micro-batch, its gradients, its buffers, its random draws.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradlab.capture.emulated.mean import NodeMean
+from gradlab.capture.emulated.start import (
+    about,
+    check_model,
+    check_numbers,
+    choose_in_bare_model,
+    require_room,
+    row_bytes,
+)
+from gradlab.capture.emulated.state import ForwardPasses, NodeBuffers, NodeStreams
+from gradlab.capture.layers import LayerChoice
+from gradlab.capture.settings import SEGMENT_BYTES, RecorderSettings
+from gradlab.capture.writing.async_writer import RecorderReport, describe
+from gradlab.capture.writing.trace_writer import TraceWriter
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+
+
+class EmulatedNodes:
+    """N nodes of a DDP run, played one after another by one model in one process; their gradients become a trace.
+
+        with EmulatedNodes(model, "trace", world_size=64, optimizer=optimizer) as nodes:
+            for micro_batches in batches:                    # (inputs, targets) of each node
+                optimizer.zero_grad()
+                for rank, (inputs, targets) in enumerate(micro_batches):
+                    with nodes.node(rank):                   # forward and backward pass
+                        loss = criterion(model(inputs), targets)
+                        loss.backward()
+                        nodes.annotate(loss=loss)
+                nodes.average()                              # the mean is in every .grad
+                optimizer.step()
+
+    Trains as DDP(model, find_unused_parameters=True) with N ranks does. All nodes see the same parameters. Each sees
+    the statistics of its own micro-batch; buffers are node 0's before every node's pass and after the step, as DDP
+    broadcasts them (several forward passes in one node are one rank's passes under no_sync). Means are taken as
+    `gradlab.collectives.sum_in_rank_order` takes them: with two ranks, the bits of DDP itself; with more, DDP's
+    backend adds in an order of its own. Inside of node r, torch's global generators (dropout) draw what a rank draws
+    that called torch.manual_seed(seed + r) before its first step; other generators are the caller's business.
+
+    Gradients are recorded as they are when the node ends: with the loss scale, infinite or NaN where they are, and
+    marked unused, as zeros, where there is none. Memory: 16 recorded steps of every node, which is 64 N bytes for each
+    recorded parameter in float32 and half of that in the other types; and the mean under way. A step that cannot be
+    written stops the run with a GradlabError: the trace is what it is for.
+
+    Args:
+        model: a bare module, not in DDP.
+        path: folder of the trace, new or empty.
+        world_size: number of nodes N.
+        optimizer, scaler: where each step's learning rate (of the first group) and GradScaler scale are read.
+        layers: None for all; names or fnmatch patterns; or a function of a Layer.
+        dtype: stored type: float32, bfloat16, or float16 (in which small gradients vanish).
+        every, start, max_steps: record iterations start, start + every, ..., at most max_steps of them.
+        seed: of the nodes' random draws.
+        metadata: a JSON object to keep in the trace's manifest.
+        overwrite: replace a gradlab trace that is in `path`; never anything else.
+        segment_bytes: size of a file of the trace.
+    Raises:
+        GradlabError: before anything is written: a model in DDP, a folder that is not empty, no such layer, settings
+            out of range, more nodes than this machine's memory or open files can carry.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        path: str | os.PathLike[str],
+        world_size: int,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        scaler: Any = None,
+        layers: LayerChoice = None,
+        dtype: str = "float32",
+        every: int = 1,
+        start: int = 0,
+        max_steps: int | None = None,
+        seed: int = 0,
+        metadata: dict[str, Any] | None = None,
+        overwrite: bool = False,
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> None:
+        self.path, self.world_size = Path(path), world_size
+        self._settings = RecorderSettings(every, start, max_steps, dtype=dtype, segment_bytes=segment_bytes)
+        self._settings.check()
+        check_model(model)
+        check_numbers(world_size, seed)
+        told = about(model, self._settings, metadata)
+        self._chosen = choose_in_bare_model(model, layers)
+        recorded = [layer for layer, _ in self._chosen]
+        self._row_bytes = row_bytes(recorded, dtype)
+        require_room(world_size, self._row_bytes)
+        self._optimizer, self._scaler = optimizer, scaler
+        self._mean, self._buffers, self._passes = NodeMean(model, world_size), NodeBuffers(model), ForwardPasses()
+        self._streams = NodeStreams(seed, sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda}))
+        self._iteration = self._taken = 0
+        self._next = 0  # the node whose turn it is
+        self._closed = False
+        self._annotations: dict[str, float] = {}
+        self._writer = TraceWriter(
+            path, recorded, world_size, dtype=dtype, metadata=told, overwrite=overwrite, segment_bytes=segment_bytes
+        )
+        self._passes.inside = False
+        self._watching = model.register_forward_pre_hook(self._passes)
+        if world_size == 1:
+            warnings.warn("recording one node alone: its trace says nothing about other nodes", stacklevel=2)
+
+    def __enter__(self) -> EmulatedNodes:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # After a full disk, closing meets it again: the first error says enough.
+        with contextlib.suppress(*([GradlabError] if error is not None else [])):
+            self.close()
+
+    @contextlib.contextmanager
+    def node(self, rank: int) -> Iterator[None]:
+        """Forward and backward pass of one node; nodes come in order, 0 to N - 1. Afterwards every .grad is None.
+
+        If the body raises, the node has not happened and can be repeated.
+
+        Raises:
+            GradlabError: if it is not this node's turn; at the first node if gradients are left over (zeros are
+                accepted), at later ones if a parameter has changed since the first.
+        """
+        self._require_turn(rank)
+        if rank == 0:
+            self._mean.begin_step()
+            self._buffers.begin_step()
+        self._mean.begin_node()
+        self._buffers.begin_node()
+        self._passes.inside, self._passes.count, self._annotations = True, 0, {}
+        try:
+            with self._streams.of(rank):
+                yield
+            if self._settings.wants(self._iteration, self._taken):
+                self._record(rank)
+        except BaseException:
+            self._mean.discard_node()
+            self._buffers.begin_node()
+            raise
+        finally:
+            self._passes.inside = False
+        self._mean.end_node()
+        if rank == 0:
+            self._buffers.keep_first()
+        self._next += 1
+
+    def annotate(self, *, loss: float | torch.Tensor | None = None, learning_rate: float | None = None) -> None:
+        """Add values to the node that this is called in.
+
+        Args:
+            loss: of this node, a number or a tensor of one element; learning_rate: instead of the optimizer's.
+        Raises:
+            GradlabError: outside of a node.
+        """
+        if not self._passes.inside:
+            raise GradlabError("annotate: called outside of a node; call it inside `with nodes.node(rank):`")
+        if loss is not None:
+            self._annotations["loss"] = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        if learning_rate is not None:
+            self._annotations["learning_rate"] = float(learning_rate)
+
+    def average(self) -> None:
+        """End the step: the nodes' mean gradient is in .grad, and buffers are as node 0 left them.
+
+        A parameter that no node used keeps the .grad (None or zeros) that it had before the step.
+
+        Raises:
+            GradlabError: if a node has not made its pass, or a parameter has changed since the first node's.
+        """
+        if self._passes.inside or self._next < self.world_size:
+            made = f"{self._next} of {self.world_size} nodes have made their pass in step {self._iteration}"
+            raise GradlabError(f"average: {made}; node {self._next} is next, and all must come before the mean")
+        self._mean.end_step()
+        self._buffers.end_step()
+        self._taken += self._settings.wants(self._iteration, self._taken)
+        self._iteration += 1
+        self._next = 0
+
+    def close(self) -> RecorderReport:
+        """Write what is left and close the trace; its report counts whole steps, and bytes of all nodes.
+
+        A step that was begun and not averaged is lost: only some nodes are in the trace, and reading skips it.
+        Calling it again returns the same report.
+
+        Raises:
+            GradlabError: if it cannot be written.
+        """
+        if not self._closed:
+            self._closed = True
+            self._watching.remove()
+            self._passes.inside = None
+            self._written(self._writer.close)
+        lost = int(self._next > 0 and self._settings.wants(self._iteration, self._taken))
+        return RecorderReport(str(self.path), self._taken, lost, self._taken * self.world_size * self._row_bytes)
+
+    def _require_turn(self, rank: int) -> None:
+        problem = None
+        if self._closed:
+            problem = "the recording is closed"
+        elif self._passes.inside:
+            problem = f"node {self._next} is still at work; a node ends with its `with` block"
+        elif type(rank) is not int or not 0 <= rank < self.world_size:
+            problem = f"expected a node from 0 to {self.world_size - 1}"
+        elif self._next == self.world_size:
+            problem = f"all {self.world_size} nodes have made their pass; call average() before the next step"
+        elif rank < self._next:
+            problem = f"it has made its pass in step {self._iteration}; node {self._next} is next"
+        elif rank > self._next:
+            problem = f"node {self._next} is next in step {self._iteration}; none may be skipped"
+        if problem:
+            raise GradlabError(f"node {rank!r}: {problem}")
+
+    def _record(self, rank: int) -> None:
+        gradients, unused = {}, []
+        for layer, parameter in self._chosen:
+            gradients[layer.name] = _dense(parameter, layer)
+            if parameter.grad is None:
+                unused.append(layer.name)
+        values: dict[str, Any] = {}
+        if self._optimizer is not None:
+            values["learning_rate"] = float(self._optimizer.param_groups[0]["lr"])
+        if self._scaler is not None:
+            values["loss_scale"] = self._scaler.get_scale()
+        values |= self._annotations
+        passes = max(1, self._passes.count)  # none is seen where the loss calls parts of the model
+        self._written(
+            lambda: self._writer.append(rank, self._iteration, gradients, accumulation=passes, unused=unused, **values)
+        )
+
+    def _written(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except (OSError, RuntimeError) as error:
+            message = f"{self.path}: recording failed ({describe(error)}); `gradlab trace repair` keeps whole blocks"
+            raise GradlabError(message) from error
+
+
+def _dense(parameter: nn.Parameter, layer: Layer) -> torch.Tensor:
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros(()).expand(layer.shape)
+    return gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()

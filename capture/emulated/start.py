@@ -1,0 +1,94 @@
+"""What emulated nodes are checked for before anything is written."""
+
+from __future__ import annotations
+
+import os
+import resource
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradlab.capture.layers import LayerChoice, choose_layers
+from gradlab.capture.settings import RecorderSettings, check_metadata
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+from gradlab.trace.schema import CHUNK_STEPS, STORED_DTYPE
+
+_FILES_PER_NODE, _OTHER_FILES = 2, 64  # a segment and a lock; what the process may have open besides
+
+
+def choose_in_bare_model(model: nn.Module, layers: LayerChoice) -> list[tuple[Layer, nn.Parameter]]:
+    """As `choose_layers`, of a model that is not in DDP."""
+    # It asks a DDP model for two things only: its module, and what it was told to leave alone.
+    parallel = SimpleNamespace(module=model, parameters_to_ignore=())
+    return choose_layers(cast(DistributedDataParallel, parallel), layers)
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises GradlabError for a model whose nodes cannot be emulated."""
+    if not isinstance(model, nn.Module):
+        raise GradlabError(f"emulating nodes needs a torch.nn.Module, got a {type(model).__name__}")
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            raise GradlabError("the model is in DistributedDataParallel; give its bare module: nodes are emulated here")
+        if isinstance(module, nn.SyncBatchNorm):
+            raise GradlabError("SyncBatchNorm needs all ranks' batches at once; emulated nodes have BatchNorm only")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise GradlabError(f"{name} has no shape yet (a lazy module); make one forward pass first")
+
+
+def check_numbers(world_size: int, seed: int) -> None:
+    """Raises GradlabError for a number of nodes or a seed out of range."""
+    if type(world_size) is not int or world_size < 1:
+        raise GradlabError(f"world_size is {world_size!r}, expected a whole number of at least 1")
+    if type(seed) is not int or not 0 <= seed < 2**63 - world_size:
+        raise GradlabError(f"seed is {seed!r}, expected a whole number from 0 to 2^63 - 1 - world_size")
+
+
+def row_bytes(layers: list[Layer], dtype: str) -> int:
+    """Bytes of one step's gradients of one node, as stored."""
+    return sum(layer.numel for layer in layers) * STORED_DTYPE[dtype].itemsize
+
+
+def require_room(world_size: int, row_bytes: int) -> None:
+    """Better refused now than killed before the first block is full, when nothing is written yet.
+
+    Raises:
+        GradlabError: for blocks that exceed this machine's memory, or more open files than the process may have.
+    """
+    needed = world_size * CHUNK_STEPS * row_bytes
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > memory:
+        raise GradlabError(
+            f"{world_size} nodes keep {CHUNK_STEPS} steps of {row_bytes / 1e6:.1f} MB each in memory, "
+            f"{needed / 1e9:.1f} GB; this machine has {memory / 1e9:.1f} GB: record fewer layers, or in bfloat16"
+        )
+    files, limit = _FILES_PER_NODE * world_size + _OTHER_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit != resource.RLIM_INFINITY and files > limit:
+        raise GradlabError(
+            f"{world_size} nodes keep about {files} files open, and this process may open {limit}; "
+            f"raise the limit: ulimit -n {files}"
+        )
+
+
+def about(model: nn.Module, settings: RecorderSettings, metadata: dict[str, Any] | None) -> dict[str, Any]:
+    """What the manifest says about the run; what the user says comes first.
+
+    Raises:
+        GradlabError: for metadata that is not a dict of JSON values.
+    """
+    told = {} if metadata is None else metadata
+    check_metadata(told)
+    found = {
+        "torch": str(torch.__version__),
+        "model": type(model).__name__,
+        "every": settings.every,
+        "start": settings.start,
+        "max_steps": settings.max_steps,
+        "find_unused_parameters": True,
+    }
+    return found | told

@@ -1,0 +1,47 @@
+"""Choose the layers whose gradients are recorded."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradlab.ddp.model import synchronised_layers
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+
+LayerChoice = str | Sequence[str] | Callable[[Layer], bool] | None
+
+
+def choose_layers(model: DistributedDataParallel, choice: LayerChoice) -> list[tuple[Layer, nn.Parameter]]:
+    """Trainable layers that DDP synchronises and `choice` admits, in registration order.
+
+    Args:
+        choice: None for all, names or fnmatch patterns ("layer1.*.weight"), or a function of a Layer.
+    Raises:
+        GradlabError: for a pattern that matches nothing, or a choice without any layer.
+    """
+    pairs = synchronised_layers(model)
+    if choice is None:
+        chosen = pairs
+    elif callable(choice):
+        chosen = [pair for pair in pairs if choice(pair[0])]
+    else:
+        patterns = [choice] if isinstance(choice, str) else list(choice)
+        for pattern in patterns:
+            _check_pattern(pattern, [layer.name for layer, _ in pairs])
+        chosen = [pair for pair in pairs if any(fnmatchcase(pair[0].name, pattern) for pattern in patterns)]
+    if not chosen:
+        raise GradlabError("layers: the choice admits none of the model's trainable layers; choose at least one")
+    return chosen
+
+
+def _check_pattern(pattern: object, names: Sequence[str]) -> None:
+    if not isinstance(pattern, str):
+        raise GradlabError(f"layers: expected names or patterns, got {pattern!r}")
+    if not any(fnmatchcase(name, pattern) for name in names):
+        close = difflib.get_close_matches(pattern, names, n=3) or list(names)[:3]
+        raise GradlabError(f"layers: {pattern!r} matches no trainable layer; there are {', '.join(close)}, ...")

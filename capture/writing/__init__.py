@@ -1,0 +1,1 @@
+"""Write a trace: buffers, a thread, segments, an index."""

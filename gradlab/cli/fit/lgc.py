@@ -1,0 +1,121 @@
+"""`gradlab fit lgc`: an autoencoder for selected values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gradlab.cli.console import OUT, print_json, print_table, print_warnings, progress_bars
+from gradlab.cli.fit.options import AsJson, FitWarmup, Folder, Overwrite, Seed, Setting, Target, parse_settings
+from gradlab.errors import GradlabError
+
+
+def lgc(
+    trace: Folder,
+    out: Target,
+    density: Annotated[float, typer.Option(help="Share of each layer's elements that is selected.")] = 0.001,
+    pattern: Annotated[
+        str, typer.Option(help="ring: codes are averaged; server: one rank's code, a decoder for each rank.")
+    ] = "ring",
+    order: Annotated[
+        str,
+        typer.Option(help="In a ring, of what is coded: position (the paper's), or the leader's magnitude or value."),
+    ] = "position",
+    normalise: Annotated[
+        str, typer.Option(help="none (the paper's), or layer: by the leader's root mean square in each layer.")
+    ] = "none",
+    first: Annotated[
+        str | None, typer.Option(metavar="LAYER", help="Stays dense; the first recorded matrix by default.")
+    ] = None,
+    last: Annotated[
+        str | None, typer.Option(metavar="LAYER", help="Is sent without the autoencoder; the last by default.")
+    ] = None,
+    momentum: Annotated[
+        float | None, typer.Option(help="Of momentum correction; the optimizer's is then to be 0. Without: none.")
+    ] = None,
+    feedback: Annotated[
+        bool, typer.Option("--feedback", help="Feed back what decoding loses too, which the paper forgets.")
+    ] = False,
+    epochs: Annotated[int, typer.Option(help="Over the recorded iterations, at most.")] = 100,
+    learning_rate: Annotated[float, typer.Option(help="Of Adam.")] = 1e-3,
+    setting: Setting = None,
+    figure: Annotated[
+        Path | None, typer.Option(metavar="FIGURE", help="Draw the error over epochs and over age (.svg, .pdf).")
+    ] = None,
+    warmup_steps: FitWarmup = 200,
+    seed: Seed = 0,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """LGC's autoencoder, learned on a trace; what needs no learning is printed beside it, at its bytes.
+
+    The first 60 % of the recorded iterations are learned from, the next 15 % say when to stop, the rest judge. Training
+    with the artifact skips the phase in which LGC learns (--set fine_tune_steps=100: shortens it).
+
+    Example:
+
+      gradlab fit lgc trace --out lgc.safetensors
+
+      gradlab fit lgc trace --density 0.01 --order value --feedback --out sorted.safetensors --figure lgc.svg
+
+      gradlab fit lgc trace --pattern server --set positions=shared --density 0.01 --out server.safetensors
+    """
+    from gradlab.analysis.fit.lgc.fit import Fitting, fit_lgc
+    from gradlab.analysis.outputs import require_free
+    from gradlab.cli.figures import require_figure, write_figure
+    from gradlab.trace import Trace
+
+    require_free(out, overwrite)
+    if figure is not None:
+        require_figure(figure, overwrite)
+        if figure == out:
+            raise GradlabError(f"{out}: given for the artifact and for the figure, expected two names")
+    settings = {"density": density, "normalise": normalise, **parse_settings(setting or [])}
+    if pattern == "ring" or order != "position":
+        settings = {"order": order, **settings}
+    with Trace(trace) as opened, progress_bars() as progress:
+        found = fit_lgc(
+            opened,
+            pattern,
+            settings=settings,
+            fitting=Fitting(epochs, learning_rate=learning_rate),
+            first=first,
+            last=last,
+            momentum=momentum,
+            keep="difference" if feedback else "unselected",
+            warmup_steps=warmup_steps,
+            seed=seed,
+            progress=progress,
+        )
+    found.artifact().save(out, overwrite)
+    if figure is not None:
+        from gradlab.analysis.figures.lgc import plot_fit
+
+        write_figure(lambda: plot_fit(found.origin), figure)
+    if as_json:
+        print_json(found.origin)
+        return
+    print_lgc(found.origin)
+    for path in (out, figure):
+        if path is not None:
+            OUT.print(str(path), markup=False)
+
+
+def print_lgc(origin: dict[str, Any]) -> None:
+    """Whether it beats what needs no learning; all of it at its bytes; then the error by age."""
+    from gradlab.analysis.report.tables import selection_table
+    from gradlab.analysis.report.verdict import lgc_verdict, lgc_warnings
+    from gradlab.formatting import format_percent
+
+    OUT.print(lgc_verdict(origin), markup=False)
+    print_warnings(lgc_warnings(origin))
+    table = selection_table(origin)
+    print_table(table.title, table.columns, table.rows, left=table.text_columns)
+    held = origin["holdout"]
+    rows = [
+        (f"{first} to {last}", format_percent(error))
+        for (first, last), error in zip(held["ages"], held["error_by_age"], strict=True)
+    ]
+    print_table("error by age of the autoencoder, in steps", ("age", "error"), rows)

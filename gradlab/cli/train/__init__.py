@@ -1,0 +1,1 @@
+"""`gradlab train`: the command, and the reference trainer that it starts."""

@@ -1,0 +1,183 @@
+"""`gradlab train`: the reference trainer, plain, recorded or compressed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gradlab.cli.console import print_json, print_table, progress_bars, say
+from gradlab.errors import GradlabError
+
+if TYPE_CHECKING:
+    from gradlab.cli.train.settings import TrainSettings
+    from gradlab.progress import Progress
+
+EXAMPLE = """
+Examples:
+
+  gradlab train digits --ranks 2 --capture trace
+
+  gradlab train digits --ranks 2 --compress plan.safetensors --out run.json
+
+  gradlab train cifar10 --data cifar10.npz --steps 200 --capture trace
+
+  gradlab train digits --emulate 16 --batch-size 16 --capture trace
+
+  gradlab train text_bytes --data book.txt --steps 500
+"""
+WORKLOADS = "digits (bundled), cifar10, fashion_mnist, camvid, text_bytes or text_words (these need --data)."
+
+
+def train(
+    workload: Annotated[str, typer.Argument(help=WORKLOADS)],
+    ranks: Annotated[int | None, typer.Option(help="Processes on this machine, under torchrun; 2 by default.")] = None,
+    emulate: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Instead of ranks: one process plays N nodes in turn, for --capture."),
+    ] = None,
+    capture: Annotated[Path | None, typer.Option(metavar="DIR", help="Record every rank's gradients here.")] = None,
+    compress: Annotated[Path | None, typer.Option(metavar="ARTIFACT", help="Train with this artifact.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Data set file or folder, for workloads that need one.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Keep the run's report here, as JSON.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps; the workload's recipe by default.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Samples per rank and step.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
+    momentum: Annotated[
+        float | None, typer.Option(help="The optimizer's; the recipe's by default, 0 where the plan applies its own.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of model, data order and augmentation.")] = 0,
+    every: Annotated[int, typer.Option(help="Record every so many steps.")] = 1,
+    bucket_cap_mb: Annotated[float, typer.Option(help="DDP's bucket size in MiB.")] = 25.0,
+    threads: Annotated[int, typer.Option(help="Threads per rank.")] = 1,
+    deterministic: Annotated[bool, typer.Option(help="Take means in rank order, as the replay does.")] = False,
+    chrome_trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Keep some steps' spans of all ranks here, for Perfetto.")
+    ] = None,
+    trace_steps: Annotated[
+        list[int] | None, typer.Option(help="Which steps, for --chrome-trace; repeatable; 10 and 11 by default.")
+    ] = None,
+    train_limit: Annotated[int | None, typer.Option(help="Use only the first so many training samples.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the run's report as JSON.")] = False,
+) -> None:
+    """Train a workload on this machine's ranks: plain, recorded (--capture) or compressed (--compress)."""
+    from gradlab.cli.train.launch import save_report
+    from gradlab.cli.train.settings import TrainSettings
+
+    if ranks is not None and emulate is not None:
+        raise GradlabError("a run has either ranks (--ranks) or emulated nodes (--emulate), not both")
+    settings = TrainSettings(
+        workload=workload,
+        data=str(data.absolute()) if data else None,
+        ranks=next((number for number in (emulate, ranks) if number is not None), 2),
+        steps=steps,
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        momentum=momentum,
+        seed=seed,
+        threads=threads,
+        bucket_cap_mb=bucket_cap_mb,
+        capture=str(capture.absolute()) if capture else None,
+        every=every,
+        artifact=str(compress.absolute()) if compress else None,
+        deterministic=deterministic,
+        name=compress.stem if compress else ("recorded" if capture else "plain"),
+        train_limit=train_limit,
+        emulate=emulate is not None,
+        trace_steps=tuple(trace_steps or (10, 11)) if chrome_trace else (),
+    )
+    settings.check()
+    for file in (out, chrome_trace):
+        if file is not None:
+            if file.exists():
+                raise GradlabError(f"{file} exists already: choose another name")
+            file.parent.mkdir(parents=True, exist_ok=True)  # better refused now than after the training
+    _refuse_early(workload, data, capture, compress, settings.ranks)
+    with progress_bars() as progress:
+        report = _run(settings, progress)
+    if chrome_trace is not None:
+        save_report({"traceEvents": report.pop("chrome_trace")}, chrome_trace)
+    if out is not None:
+        save_report(report, out)
+    if as_json:
+        print_json(report)
+    else:
+        _print(report)
+    if report.get("residuals"):
+        say(report["residuals"])
+    for row in report["recorded"]:
+        if row["steps_lost"]:
+            say(f"warning: {row['path']}: {row['steps_lost']} steps were not recorded ({row['reason']})")
+
+
+def _refuse_early(
+    workload: str, data: Path | None, capture: Path | None, compress: Path | None, world_size: int
+) -> None:
+    """Refuse before processes start what each of them would refuse after."""
+    from gradlab.capture.writing.folder import require_free
+    from gradlab.datasets import get
+
+    method = get(workload)
+    if method.needs_path and data is None:
+        method.load(None)  # says what it expects
+    if capture is not None:
+        require_free(capture, overwrite=False)
+    if compress is not None:
+        from gradlab.artifact import Artifact
+        from gradlab.codec.wrapper import innermost
+        from gradlab.layout import layers_of
+        from gradlab.learning.selection import LearnedSelection
+
+        plan = Artifact.load(compress).plan
+        plan.check_model(layers_of(method.model(0)))
+        for group in plan.compressed_groups:
+            codec = innermost(plan.build(group))
+            if isinstance(codec, LearnedSelection):
+                codec.check_world_size(world_size)
+
+
+train.__doc__ = f"{train.__doc__}\n{EXAMPLE}"
+
+
+def _run(settings: TrainSettings, progress: Progress) -> dict[str, Any]:
+    if settings.emulate:
+        from gradlab.cli.train.emulate import emulate
+
+        return emulate(settings, progress)
+    from gradlab.cli.train.launch import launch
+
+    return launch(settings, progress)
+
+
+def _print(report: dict[str, Any]) -> None:
+    from gradlab.formatting import format_bytes, format_ratio, format_seconds
+    from gradlab.metric import final_score, metric_of
+
+    metric = metric_of([report])
+    rows = [
+        ("steps", str(report["steps"])),
+        (f"final {metric.name}", metric.text(final_score(report))),
+        ("final loss (last 10 steps)", f"{report['final_loss']:.4f}"),
+        (
+            "step time (median)" + (", all nodes in turn" if report.get("emulated") else ""),
+            format_seconds(report["step_seconds"]),
+        ),
+    ]
+    if "payload_bytes_per_step" in report:
+        rows += [
+            ("payload per step", format_bytes(report["payload_bytes_per_step"]["mean"])),
+            ("wire per step", format_bytes(report["wire_bytes_per_step"]["mean"])),
+            ("compression ratio", format_ratio(report["compression_ratio"])),
+            *((f"{part} per step", format_seconds(value)) for part, value in report["time"].items()),
+        ]
+    emulated = report.get("emulated", False)
+    rows += [
+        (
+            "recorded of all nodes" if emulated else f"recorded by rank {rank}",
+            f"{row['steps_written']} steps, {format_bytes(row['bytes_written'])}",
+        )
+        for rank, row in enumerate(report["recorded"])
+    ]
+    kind = "emulated nodes" if emulated else "ranks"
+    print_table(f"{report['workload']}, {report['world_size']} {kind}: {report['name']}", ("", ""), rows)

@@ -1,0 +1,94 @@
+"""Start the reference trainer under torchrun on this machine, follow its progress, and bring back its report."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from gradlab.analysis.jsonable import plain
+from gradlab.cli.train.settings import TrainSettings
+from gradlab.errors import GradlabError
+from gradlab.files import write_whole
+from gradlab.progress import Progress
+
+
+def launch(settings: TrainSettings, progress: Progress | None = None) -> dict[str, Any]:
+    """Run `settings.ranks` processes and return the run's report.
+
+    Raises:
+        GradlabError: what a rank said was wrong, or the end of the log of a run that failed otherwise.
+    """
+    settings.check()
+    command = [interpreter(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={settings.ranks}"]
+    command += ["-m", "gradlab.cli.train.trainer", settings.to_json()]
+    environment = {"OMP_NUM_THREADS": str(settings.threads), "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
+    # Started in an empty folder: `python -m` would import from the current one, and a checkout is not the package.
+    with tempfile.TemporaryDirectory() as here, tempfile.TemporaryFile("w+", encoding="utf-8") as log:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, cwd=here
+        ) as process:
+            try:
+                result, error = _follow(process, settings.name, progress)
+            finally:
+                process.terminate()  # no-op for one that has ended; torchrun passes it on to the ranks
+        log.seek(0)
+        if error is None and result is None:
+            raise GradlabError(
+                f"training run {settings.name} failed (exit code {process.returncode}):\n{_reason(log.read())}"
+            )
+    if result is None:
+        raise GradlabError(str(error))
+    return result
+
+
+def interpreter() -> str:
+    """The Python that ranks are started with: this one."""
+    return sys.executable
+
+
+def _reason(log: str, longest: int = 25) -> str:
+    """The lines of a log that say why: the first traceback is a rank's own, torchrun's comes after it."""
+    lines = log.splitlines()
+    first = next((i for i, line in enumerate(lines) if "Traceback (most recent call last)" in line), None)
+    return "\n".join(lines[-longest:] if first is None else lines[first : first + longest])
+
+
+def _follow(
+    process: subprocess.Popen[str], name: str, progress: Progress | None
+) -> tuple[dict[str, Any] | None, str | None]:
+    """Read lines until the run ends: the result of rank 0, and the first error."""
+    result, error = None, None
+    assert process.stdout is not None
+    for text in process.stdout:
+        try:
+            line = json.loads(text)
+        except ValueError:
+            print(text, end="", file=sys.stderr)
+            continue
+        if "step" in line and progress:
+            progress(name, line["step"], line["steps"])
+        result = line.get("result", result)
+        error = error or line.get("error")
+    process.wait()
+    return result, error
+
+
+def save_report(report: dict[str, Any], path: Path) -> Path:
+    """Write a run's report as JSON, whole or not at all.
+
+    Raises:
+        GradlabError: if the file exists or cannot be written.
+    """
+    if path.exists():
+        raise GradlabError(f"{path} exists already: choose another name")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(plain(report), indent=1, allow_nan=False).encode())
+    except OSError as error:
+        raise GradlabError(f"cannot write {path}: {error.strerror}") from None
+    return path

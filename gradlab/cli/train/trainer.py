@@ -1,0 +1,203 @@
+"""The reference trainer: one rank under torchrun. Prints progress and its outcome as lines of JSON on rank 0.
+
+Everything that could differ between a recorded run and a compressed one follows from the seed: the model, the order
+of the data, the augmentation. So two runs differ only by what is done to the gradients.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradlab.artifact import Artifact
+from gradlab.capture import TraceRecorder
+from gradlab.cli.train.metadata import trace_metadata
+from gradlab.cli.train.outcome import RankOutcome, run_report
+from gradlab.cli.train.settings import EVALUATIONS, TrainSettings
+from gradlab.codec import seeded_generator
+from gradlab.datasets import Data, Recipe, Workload, batches, build_optimizer, get, learning_rate_at
+from gradlab.errors import GradlabError
+from gradlab.runtime import CompressionState, compression_hook
+
+
+@dataclass
+class Rank:
+    """One rank's run: the parts of the loop, and what was measured."""
+
+    settings: TrainSettings
+    workload: Workload
+    recipe: Recipe
+    data: Data
+    model: DistributedDataParallel
+    optimizer: torch.optim.Optimizer
+    generator: torch.Generator
+    recorder: TraceRecorder | None = None
+    state: CompressionState | None = None
+    outcome: RankOutcome = field(default_factory=RankOutcome)
+
+    def step(self, step: int, indices: torch.Tensor) -> None:
+        """One optimizer step; its time is kept, its loss too."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate_at(self.recipe, step)
+        start = time.perf_counter()
+        inputs = self.workload.augment(self.data.train_x[indices], self.generator)
+        self.optimizer.zero_grad()
+        loss = self.workload.loss(self.model(inputs), self.data.train_y[indices])
+        loss.backward()
+        if self.recorder is not None:
+            self.recorder.annotate(loss=loss.detach())
+        self.optimizer.step()
+        self.outcome.step_seconds.append(time.perf_counter() - start)
+        self.outcome.losses.append(float(loss.detach()))
+
+    def evaluate(self, step: int) -> None:
+        """The metric of rank 0's model on test data; the others wait, so that it does not count as their step."""
+        if dist.get_rank() == 0:
+            some = None if step == self.recipe.steps else self.workload.interim_samples
+            score = self.workload.score(self.model.module, self.data.test_x[:some], self.data.test_y[:some])
+            self.outcome.scores.append((step, score))
+        dist.barrier()
+
+
+def _prepare(settings: TrainSettings, exits: ExitStack) -> Rank:
+    workload = get(settings.workload)
+    recipe = settings.applied_to(workload.recipe)
+    if settings.artifact:
+        recipe = without_what_the_plan_does(recipe, settings.artifact)
+    data = workload.load(settings.data, train_limit=settings.train_limit)
+    model = DistributedDataParallel(workload.model(settings.seed), bucket_cap_mb=settings.bucket_cap_mb)
+    optimizer = build_optimizer(recipe, model.parameters())
+    generator = seeded_generator("augmentation", settings.seed, dist.get_rank())
+    rank = Rank(settings, workload, recipe, data, model, optimizer, generator)
+    if settings.capture:
+        about = trace_metadata(settings, workload, recipe, data)
+        rank.recorder = exits.enter_context(
+            TraceRecorder(model, settings.capture, optimizer=optimizer, every=settings.every, metadata=about)
+        )
+    if settings.artifact:
+        rank.state = exits.enter_context(
+            CompressionState.load(
+                settings.artifact,
+                model,
+                optimizer=optimizer,
+                deterministic=settings.deterministic,
+                measure_every=1,
+                trace_steps=settings.trace_steps,
+                history=recipe.steps,
+            )
+        )
+        model.register_comm_hook(rank.state, compression_hook)
+    return rank
+
+
+def without_what_the_plan_does(recipe: Recipe, artifact: str) -> Recipe:
+    """The recipe without momentum and weight decay that a plan applies itself.
+
+    A plan that cannot be read is refused later, by all ranks alike.
+    """
+    try:
+        plan = Artifact.load(artifact).plan
+    except GradlabError:
+        return recipe
+    if plan.applies_momentum:
+        recipe = replace(recipe, momentum=0.0, nesterov=False)
+    return replace(recipe, weight_decay=0.0) if plan.applies_weight_decay else recipe
+
+
+def _train(rank: Rank) -> None:
+    recipe, settings = rank.recipe, rank.settings
+    order = batches(
+        len(rank.data.train_x), recipe.batch_size, dist.get_rank(), settings.ranks, settings.seed, recipe.steps
+    )
+    evaluate_every = max(1, recipe.steps // EVALUATIONS)
+    for step, indices in enumerate(order):
+        rank.step(step, indices)
+        if (step + 1) % evaluate_every == 0 or step + 1 == recipe.steps:
+            rank.evaluate(step + 1)
+        say(step=step + 1, steps=recipe.steps, loss=rank.outcome.losses[-1])
+
+
+def gather_json(value: Any) -> list[Any]:
+    """Every rank's plain JSON value, on every rank. The bytes travel padded to the longest."""
+    mine = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, torch.tensor([len(mine)]))
+    longest = int(max(lengths))
+    rows = [torch.zeros(longest, dtype=torch.uint8) for _ in lengths]
+    dist.all_gather(rows, nn.functional.pad(mine, (0, longest - len(mine))))
+    return [json.loads(bytes(row[: int(length)].tolist()).decode()) for row, length in zip(rows, lengths, strict=True)]
+
+
+def say(**line: Any) -> None:
+    """One line of JSON for the launcher; from rank 0 only."""
+    if dist.get_rank() == 0:
+        _write(line)
+
+
+def _write(line: dict[str, Any]) -> None:
+    # One write call: lines of several ranks on one pipe must not run into each other.
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
+def run_rank(settings: TrainSettings) -> dict[str, Any]:
+    """Train on this rank, in a process group that is up; returns the run's report, on every rank."""
+    torch.set_num_threads(settings.threads)
+    with ExitStack() as exits:
+        rank = _prepare(settings, exits)
+        _train(rank)
+        if rank.state is not None:
+            rank.outcome.records = list(rank.state.statistics.steps)
+    if rank.recorder is not None:
+        rank.outcome.recorder = rank.recorder.close()
+    dense = 4 * sum(parameter.numel() for parameter in rank.model.module.parameters())
+    rows = gather_json(rank.outcome.to_json())
+    about = {
+        "name": settings.name,
+        "workload": settings.workload,
+        "world_size": settings.ranks,
+        "steps": rank.recipe.steps,
+        "batch_size": rank.recipe.batch_size,
+        "seed": settings.seed,
+        "dense_payload_bytes": dense,
+        "plan": rank.state.plan.digest if rank.state else None,
+        "forecast_payload_bytes": rank.state.plan.payload_bytes(settings.ranks) if rank.state else dense,
+    }
+    if rank.state is not None:
+        about["residuals"] = rank.state.report()["residuals"]
+    if rank.state is not None and settings.trace_steps:
+        about["chrome_trace"] = [event for events in gather_json(rank.state.chrome_trace()) for event in events]
+    return {**about, **run_report(rows, dense, rank.workload.metric)}
+
+
+def main() -> NoReturn:
+    """Entry point of one rank: settings as JSON in the first argument. Bad input exits with 2, said by one rank."""
+    settings = TrainSettings.from_json(sys.argv[1])
+    dist.init_process_group("gloo")
+    try:
+        say(result=run_rank(settings))
+        code = 0
+    except GradlabError as error:
+        # Any rank may be the one that noticed; the launcher shows the first line it gets.
+        _write({"error": str(error), "rank": dist.get_rank()})
+        code = 2
+    if not code:  # else other ranks may wait in a collective: an orderly shutdown would wait with them
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    # Not through the interpreter's end: Gloo's threads ask for Python's lock after a collective, and before Python 3.14
+    # asking while the interpreter ends aborts the process (plain DDP's too). DDP keeps those threads beyond the group.
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

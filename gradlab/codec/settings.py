@@ -1,0 +1,342 @@
+"""Settings of codecs and wrappers: fields that say their own range, and how they come from plain JSON values.
+
+One line, `density: float = setting(0.01, above=0, most=1, unit="share of elements", help="what is sent")`, gives the
+check with its message, the row in `gradlab methods`, and the strategy that the contract suite draws values from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import MISSING, dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from weakref import WeakKeyDictionary
+
+from gradlab.errors import GradlabError
+
+if TYPE_CHECKING:
+    from gradlab.codec.contract import Codec
+
+_KEY = "gradlab"  # of a dataclass field's metadata
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a field of a settings class says of itself.
+
+    above, least: what a number has to exceed, or to reach; below, most: the same from the other side; choices: the
+    values there are; also: values beside the range, such as 0 for never; unit: of the number; symbol: the paper's;
+    help: what it does.
+    """
+
+    above: float | None = None
+    least: float | None = None
+    below: float | None = None
+    most: float | None = None
+    choices: tuple[Any, ...] = ()
+    also: tuple[Any, ...] = ()
+    unit: str = ""
+    symbol: str = ""
+    help: str = ""
+
+    def allows(self, value: Any) -> bool:
+        """Whether a value, not None, is in the range."""
+        if value in self.also:
+            return True
+        if self.choices:
+            return value in self.choices
+        if self.bounded and (not isinstance(value, (int, float)) or math.isnan(value)):
+            return False
+        return (
+            (self.above is None or value > self.above)
+            and (self.least is None or value >= self.least)
+            and (self.below is None or value < self.below)
+            and (self.most is None or value <= self.most)
+        )
+
+    @property
+    def bounded(self) -> bool:
+        """Whether it is a number with a smallest or a largest value."""
+        return any(bound is not None for bound in (self.above, self.least, self.below, self.most))
+
+    def expected(self, hint: Any) -> str:
+        """The range in words, for messages and tables. hint: the field's type."""
+        parts = [self._range(hint), *(f"or {value!r}" for value in self.also)]
+        if _is_optional(hint) and (parts[0] or self.also):
+            parts.append("or None")
+        return ", ".join(part for part in parts if part)
+
+    def _range(self, hint: Any) -> str:
+        if self.choices:
+            return _one_of(self.choices)
+        if not self.bounded:
+            return ""
+        low, high = (self.above if self.least is None else self.least), (self.below if self.most is None else self.most)
+        if low is not None and high is not None:
+            if _is_whole(hint) and self.least is not None and self.most is not None:
+                return f"{self.unit}, {low:g} to {high:g}" if self.unit else f"{low:g} to {high:g}"
+            ends = f"{'(' if self.least is None else '['}{low:g}, {high:g}{')' if self.most is None else ']'}"
+            return f"a {self.unit or 'number'} in {ends}"
+        words = {"above": self.above, "at least": self.least, "below": self.below, "at most": self.most}
+        [text] = [f"{word} {bound:g}" for word, bound in words.items() if bound is not None]
+        return f"{self.unit}, {text}" if self.unit and _is_whole(hint) else text
+
+
+def setting(
+    default: Any = MISSING,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    below: float | None = None,
+    most: float | None = None,
+    choices: Collection[Any] = (),
+    also: Sequence[Any] = (),
+    unit: str = "",
+    symbol: str = "",
+    help: str = "",
+) -> Any:
+    """A field of a settings class with its range, its unit and what it does; see `Setting` for the arguments.
+
+    default: its value where none is given; without one the setting is required. None is allowed where the type says so.
+    """
+    range_of = Setting(above, least, below, most, tuple(choices), tuple(also), unit, symbol, help)
+    return dataclasses.field(default=default, metadata={_KEY: range_of})
+
+
+@dataclass(frozen=True)
+class Field:
+    """One setting of a codec. default: `dataclasses.MISSING` if it is required; hint: its type, resolved."""
+
+    name: str
+    default: Any
+    hint: Any
+    about: Setting
+
+    @property
+    def type(self) -> str:
+        return type_text(self.hint)
+
+    @property
+    def expected(self) -> str:
+        """What values it takes, in words: the range with its unit, or the type where it says no range."""
+        return self.about.expected(self.hint) or self.type
+
+    @property
+    def values(self) -> str:
+        """The same without the unit, for a table that has it elsewhere."""
+        return dataclasses.replace(self.about, unit="").expected(self.hint) or self.type
+
+
+_known: WeakKeyDictionary[type, tuple[Field, ...]] = WeakKeyDictionary()
+
+
+def fields_of(settings: type) -> tuple[Field, ...]:
+    """The fields of a settings class, in order, their types resolved wherever the class was written.
+
+    Raises:
+        GradlabError: for a type whose name is not known in the class's module.
+    """
+    if settings not in _known:
+        _known[settings] = _resolved(settings)
+    return _known[settings]
+
+
+def _resolved(settings: type) -> tuple[Field, ...]:
+    try:
+        hints = get_type_hints(settings, include_extras=False)
+    except NameError as error:
+        raise GradlabError(f"{settings.__qualname__}: type of a setting: {error}") from None
+    return tuple(
+        Field(f.name, _default(f), hints[f.name], f.metadata.get(_KEY, Setting()))
+        for f in dataclasses.fields(settings)
+        if f.init
+    )
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def build_settings(codec: type[Codec], values: Mapping[str, Any]) -> Any:
+    """Settings of a codec from plain JSON values; a list becomes the tuple that a setting's type asks for.
+
+    Raises:
+        GradlabError: for an unknown setting, a wrong type, or a value out of range (checked by the settings class).
+    """
+    if not isinstance(values, Mapping):
+        raise GradlabError(f"{kind(codec)} {codec.name}: settings are {str(values)[:80]!r}, expected names with values")
+    fields = {field.name: field for field in fields_of(codec.Settings)}
+    unknown = sorted(map(str, set(values) - set(fields)))
+    if unknown:
+        known = ", ".join(fields) or "none"
+        raise GradlabError(f"{kind(codec)} {codec.name} has no setting {', '.join(unknown)}; it has: {known}")
+    converted = {name: _converted(codec.name, fields[name], value) for name, value in values.items()}
+    missing = [field.name for field in fields.values() if field.default is MISSING and field.name not in values]
+    if missing:
+        raise GradlabError(f"{kind(codec)} {codec.name} needs the setting {missing[0]}")
+    return codec.Settings(**converted)
+
+
+def check_ranges(settings: type, codec: str) -> None:
+    """Let a settings class refuse values out of the ranges of its `setting` fields whenever it is made.
+
+    codec: named in the messages. A class that two codecs share keeps the name of the first.
+    """
+    declared = dataclasses.is_dataclass(settings) and any(_KEY in f.metadata for f in dataclasses.fields(settings))
+    if not declared or "_checked_for" in vars(settings):
+        return
+    made: Callable[..., None] = settings.__init__  # type: ignore[misc]
+
+    @functools.wraps(made)
+    def init(self: Any, *args: Any, **values: Any) -> None:
+        made(self, *args, **values)
+        if type(self) is settings:  # a subclass checks its own fields, and its parent's with them
+            for field in fields_of(settings):
+                _check_range(codec, field, getattr(self, field.name))
+
+    settings.__init__ = init  # type: ignore[misc]
+    settings._checked_for = codec  # type: ignore[attr-defined]
+
+
+def _check_range(codec: str, field: Field, value: Any) -> None:
+    if not (field.about.allows(value) if value is not None else _is_optional(field.hint) or field.hint is Any):
+        raise GradlabError(f"{codec}: setting {field.name} = {repr(value)[:80]}, expected {field.expected}")
+
+
+def kind(codec: type[Codec] | Codec) -> str:
+    """ "wrapper" or "codec", for messages."""
+    return "wrapper" if codec.about.family == "wrapper" else "codec"
+
+
+def plain(value: Any) -> Any:
+    """A setting's value, or settings by name, as JSON has them: tuples as lists."""
+    if isinstance(value, Mapping):
+        return {key: _listed(item) for key, item in value.items()}
+    return _listed(value)
+
+
+def _listed(value: Any) -> Any:
+    return [_listed(item) for item in value] if isinstance(value, tuple) else value
+
+
+# --- types ---
+
+_SCALARS: dict[Any, Callable[[Any], bool]] = {
+    types.NoneType: lambda v: v is None,
+    int: lambda v: type(v) is int,
+    float: lambda v: (type(v) is float and math.isfinite(v)) or (type(v) is int and abs(v) < 2**53),
+    bool: lambda v: type(v) is bool,
+    str: lambda v: type(v) is str,
+    Any: lambda v: True,
+    object: lambda v: True,
+}
+
+
+class _MismatchError(Exception):
+    """A value is not of the type."""
+
+
+def _converted(codec: str, field: Field, value: Any) -> Any:
+    try:
+        return _as(field.hint, value)
+    except _MismatchError:
+        message = f"{codec}: setting {field.name} = {repr(value)[:80]}, expected {field.type}"
+        raise GradlabError(message) from None
+    except TypeError as error:
+        raise GradlabError(f"{codec}: setting {field.name} is of type {error}, which no JSON value is") from None
+
+
+def _as(hint: Any, value: Any) -> Any:
+    """A JSON value as a value of a type.
+
+    Raises:
+        _MismatchError: where it is none. TypeError: for a type that no JSON value has.
+    """
+    if hint in _SCALARS:
+        return _fits(_SCALARS[hint](value), value)
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _as(args[0], value)
+    if origin in (Union, types.UnionType):
+        return _as_one_of(args, value)
+    if origin is Literal:
+        return _fits(any(type(value) is type(known) and value == known for known in args), value)
+    container = hint if origin is None else origin
+    if container in (tuple, list, Sequence):
+        return _as_items(container, args or (Any, ...), value)
+    if container in (dict, Mapping):
+        _fits(isinstance(value, Mapping), value)
+        of_keys, of_values = args or (str, Any)
+        return {_as(of_keys, key): _as(of_values, item) for key, item in value.items()}
+    raise TypeError(type_text(hint))
+
+
+def _fits(sound: bool, value: Any) -> Any:
+    if not sound:
+        raise _MismatchError
+    return value
+
+
+def _as_one_of(hints: Sequence[Any], value: Any) -> Any:
+    for hint in hints:
+        try:
+            return _as(hint, value)
+        except _MismatchError:
+            continue
+    raise _MismatchError
+
+
+def _as_items(container: Any, args: Sequence[Any], value: Any) -> Any:
+    _fits(isinstance(value, (list, tuple)), value)
+    if container is tuple and args[-1] is not ...:
+        _fits(len(value) == len(args), value)
+        return tuple(_as(hint, item) for hint, item in zip(args, value, strict=True))
+    found = [_as(args[0], item) for item in value]
+    return found if container is list else tuple(found)
+
+
+def type_text(hint: Any) -> str:
+    """A type in words: "int | None", "'max' or 'l2'", "a list of int"."""
+    if hint is types.NoneType:
+        return "None"
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return type_text(args[0])
+    if origin in (Union, types.UnionType):
+        return " | ".join(map(type_text, args))
+    if origin is Literal:
+        return _one_of(args)
+    if origin in (tuple, list, Sequence):
+        return f"a list of {', '.join(type_text(arg) for arg in args if arg is not ...)}"
+    return getattr(hint, "__name__", str(hint))
+
+
+def _one_of(values: Sequence[Any]) -> str:
+    if len(values) <= 2:
+        return " or ".join(map(repr, values))
+    return f"one of {', '.join(map(str, values))}"
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _is_optional(hint: Any) -> bool:
+    return types.NoneType in _alternatives(hint)
+
+
+def _is_whole(hint: Any) -> bool:
+    return int in _alternatives(hint)
+
+
+def require(condition: bool, codec: str, setting: str, value: object, expected: str) -> None:
+    """Check of what one setting has to do with another; a range of its own belongs to the field, see `setting`.
+
+    Raises:
+        GradlabError: "<codec>: setting <setting> = <value>, expected <expected>".
+    """
+    if not condition:
+        raise GradlabError(f"{codec}: setting {setting} = {value!r}, expected {expected}")

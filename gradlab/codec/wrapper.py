@@ -1,0 +1,200 @@
+"""Wrappers change what a codec is given or what becomes of its answer; a codec knows nothing of them.
+
+A wrapper is itself a codec around another one and delegates with `yield from`. It alone may keep state that differs
+between ranks: residuals, velocities. Its keys are "<layer>/<what>" with <what> in its `keys`; all others are the
+wrapped codec's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from gradlab.codec.contract import About, Codec, Tensors, shown_settings
+from gradlab.codec.settings import setting
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+
+POLICIES = ("sum", "split", "drop")
+_BLOCK = 256  # elements that share one scale in an int8 buffer
+
+
+class Wrapper(Codec):
+    """A codec around a codec.
+
+    Raises:
+        GradlabError: for a stack that makes no sense: the same wrapper twice, two that keep residuals, two that apply
+            momentum, momentum before compression inside feedback, weight decay inside another.
+    """
+
+    about = About("wrapper", "")
+    keys: ClassVar[tuple[str, ...]] = ()
+    keeps_residual: ClassVar[bool] = False
+    applies_momentum: ClassVar[bool] = False
+    before_compression: ClassVar[bool] = False  # of momentum: whether it changes what the codec is asked to send
+    applies_weight_decay: ClassVar[bool] = False
+
+    def __init__(self, codec: Codec, settings: Any = None) -> None:
+        super().__init__(settings)
+        self.codec = codec
+        for inner in wrappers_of(codec):
+            self._refuse(inner)
+        if self.keeps_residual and (why := innermost(codec).refuses_error_feedback):
+            raise GradlabError(f"wrapper {self.name} around {why}: without feedback, or without the factor")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join([repr(self.codec), *shown_settings(self.settings, first=False)])})"
+
+    def _identity(self) -> tuple[Any, ...]:
+        return self.name, self.settings, self.codec._identity()
+
+    def _refuse(self, inner: Wrapper) -> None:
+        if inner.name == self.name:
+            raise GradlabError(f"wrapper {self.name} stacked on itself: what it does would be done twice")
+        if self.keeps_residual and inner.keeps_residual:
+            raise GradlabError(f"wrappers {self.name} and {inner.name} both add the residual: use one of them")
+        if self.applies_momentum and inner.applies_momentum:
+            raise GradlabError(f"wrappers {self.name} and {inner.name} both apply momentum: use one of them")
+        if self.keeps_residual and inner.applies_momentum and inner.before_compression:
+            raise GradlabError(
+                f"wrapper {inner.name} inside {self.name}: feedback would take momentum for an error; name it first"
+            )
+        if inner.applies_weight_decay:
+            raise GradlabError(f"wrapper {inner.name} inside {self.name}: it is part of the gradient, name it first")
+
+    def inner_state(self, state: Tensors) -> Tensors:
+        """The wrapped codec's part of a state."""
+        return {key: value for key, value in state.items() if not self._owns(key)}
+
+    def own_state(self, state: Tensors) -> Tensors:
+        """This wrapper's part of a state."""
+        return {key: value for key, value in state.items() if self._owns(key)}
+
+    def _owns(self, key: str) -> bool:
+        return key.rpartition("/")[2].removesuffix("_scale") in self.keys
+
+    def acts_when_dense(self, state: Tensors) -> bool:
+        return bool(self.own_state(state)) or self.codec.acts_when_dense(self.inner_state(state))
+
+    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        return self.codec.payload_bytes(layers, world_size)
+
+    def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
+        return self.codec.next_payload_bytes(layers, world_size, self.inner_state(state))
+
+    def check(self, layers: Sequence[Layer]) -> None:
+        self.codec.check(layers)
+
+    def fit(self, layers: Sequence[Layer], samples: Mapping[str, torch.Tensor]) -> Codec:
+        return type(self)(self.codec.fit(layers, samples), self.settings)
+
+    def to(self, device: torch.device | str) -> Codec:
+        self.codec.to(device)
+        return self
+
+    def with_settings(self, **changes: Any) -> Codec:
+        """The same stack around a codec with some settings changed."""
+        return type(self)(self.codec.with_settings(**changes), self.settings)
+
+    def redistribute(self, states: Sequence[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:
+        """The state of one of `world_size` ranks that continue the run of N = len(states) ranks.
+
+        residuals: what becomes of tensors that each rank has its own of, e_i. "split": every new rank gets their
+        mean. "sum": old rank i's go to new rank i mod M; each sums what it gets, times M / N. Both leave
+        (1/M) sum e'_j == (1/N) sum e_i, what is still owed to the model. "drop": they start from nothing.
+        """
+        inner = self.codec.redistribute([self.inner_state(s) for s in states], rank, world_size, residuals)
+        return {**inner, **self._redistribute_own([self.own_state(s) for s in states], rank, world_size, residuals)}
+
+    def _redistribute_own(self, own: Sequence[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:
+        state: Tensors = {}
+        for name, what in state_names(own[0]):
+            kind = "int8" if own[0][f"{name}/{what}"].dtype == torch.int8 else "float32"
+            held = [load_buffer(one, name, what) for one in own]
+            dealt = deal([value for value in held if value is not None], rank, world_size, residuals)
+            state |= {} if dealt is None else store_buffer(name, what, dealt, kind)
+        return state
+
+
+def buffer_setting(what: str) -> Any:
+    """The field of how a buffer is kept, see `store_buffer`."""
+    return setting(
+        "float32",
+        choices=("float32", "int8"),
+        help=f'how {what} kept: in the working type, or "int8", 1/4 of the memory, blocks of {_BLOCK} with a scale; '
+        "what is below 1/254 of its block's largest is lost",
+    )
+
+
+def step_size_setting(default: bool | None, what: str) -> Any:
+    """The field of whether a residual follows the learning rate, see `Context.residual_ratio`."""
+    return setting(
+        default,
+        symbol="eta_(t-1) / eta_t",
+        help=f"multiply {what} by the ratio of step sizes; None: if the optimizer is SGD without momentum",
+    )
+
+
+def wrappers_of(codec: Codec) -> Iterator[Wrapper]:
+    """The wrappers around a codec, outermost first."""
+    while isinstance(codec, Wrapper):
+        yield codec
+        codec = codec.codec
+
+
+def innermost(codec: Codec) -> Codec:
+    """The codec itself, without its wrappers."""
+    while isinstance(codec, Wrapper):
+        codec = codec.codec
+    return codec
+
+
+def entries(state: Tensors, name: str, what: str) -> Tensors:
+    """The state entries of one buffer, as `store_buffer` wrote them."""
+    return {key: state[key] for key in (f"{name}/{what}", f"{name}/{what}_scale") if key in state}
+
+
+def state_names(state: Tensors) -> Iterable[tuple[str, str]]:
+    """(layer, what) of each tensor of a state that is no scale of an int8 buffer, in order."""
+    names = (key.rpartition("/") for key in state if not key.endswith("_scale"))
+    return [(name, what) for name, _, what in names]
+
+
+def deal(tensors: Sequence[torch.Tensor], rank: int, world_size: int, residuals: str) -> torch.Tensor | None:
+    """What rank `rank` of `world_size` takes over from tensors of len(tensors) ranks; see `Wrapper.redistribute`."""
+    if residuals == "drop":
+        return None
+    if residuals == "split":
+        return torch.stack(list(tensors)).mean(0)
+    mine = [tensor for old, tensor in enumerate(tensors) if old % world_size == rank]
+    if not mine:
+        return torch.zeros_like(tensors[0])
+    return torch.stack(mine).sum(0) * (world_size / len(tensors))
+
+
+# --- buffers -------------------------------------------------------------------------------------------------------
+
+
+def store_buffer(name: str, what: str, tensor: torch.Tensor, kind: str) -> Tensors:
+    """State entries that keep a tensor: as it is, or (kind "int8") in 8 bits, to 1/254 of its block's largest."""
+    if kind != "int8":
+        return {f"{name}/{what}": tensor}
+    blocks = torch.nn.functional.pad(tensor.reshape(-1), (0, -tensor.numel() % _BLOCK)).view(-1, _BLOCK)
+    scales = (blocks.abs().amax(1) / 127).clamp_min(torch.finfo(tensor.dtype).tiny)  # below it division is inexact
+    steps = (blocks / scales[:, None]).round().to(torch.int8)
+    return {
+        f"{name}/{what}": steps.view(-1)[: tensor.numel()].reshape(tensor.shape).clone(),
+        f"{name}/{what}_scale": scales,
+    }
+
+
+def load_buffer(state: Tensors, name: str, what: str) -> torch.Tensor | None:
+    """The tensor that `store_buffer` kept, or None."""
+    held = state.get(f"{name}/{what}")
+    if held is None or held.dtype != torch.int8:
+        return held
+    scales = state[f"{name}/{what}_scale"]
+    blocks = torch.nn.functional.pad(held.reshape(-1), (0, -held.numel() % _BLOCK)).view(-1, _BLOCK)
+    return (blocks * scales[:, None]).view(-1)[: held.numel()].reshape(held.shape)

@@ -1,0 +1,193 @@
+"""Positions of a few elements out of many, as bytes: four codings, of which the smallest is to be had.
+
+raw       4 bytes each (8 from 2^31 elements on)
+packed    ceil(log2 numel) bits each
+bitmap    one bit for each of the numel elements
+deflate   the gaps between positions in ascending order, byte plane by byte plane, deflated where that makes them
+          smaller: within a tenth of the entropy of random positions (8.1 bits each at a density of 1 %), and below it
+          if positions cluster
+fixed     the smallest of the first three: its size follows from count and numel, so nobody has to be told
+smallest  the smallest of all four, with a byte that says which; its size depends on the positions
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+
+import numpy as np
+import torch
+
+from gradlab.coding.bits import pack, packed_bytes, unpack
+from gradlab.errors import GradlabError
+
+CODINGS = ("fixed", "smallest", "raw", "packed", "bitmap", "deflate")
+_OF_KNOWN_SIZE = ("packed", "raw", "bitmap")
+_ALL = (*_OF_KNOWN_SIZE, "deflate")
+
+
+def varies(coding: str) -> bool:
+    """Whether a coding's size depends on the positions."""
+    return coding in ("deflate", "smallest")
+
+
+def in_order(coding: str, count: int, numel: int) -> bool:
+    """Whether positions have to be in ascending order, as they come back."""
+    return _chosen(coding, count, numel) not in ("raw", "packed")
+
+
+def index_bytes(coding: str, count: int, numel: int) -> int:
+    """Bytes of `count` positions out of `numel`; where they vary, of positions drawn at random."""
+    return _random_positions_bytes(coding, count, numel) if varies(coding) else _known_bytes(coding, count, numel)
+
+
+def encode(positions: torch.Tensor, numel: int, coding: str) -> torch.Tensor:
+    """Positions (count,), int64, below numel, as bytes, uint8. In ascending order, where `in_order` says so."""
+    coding = _chosen(coding, len(positions), numel)
+    if coding != "smallest":
+        return _ENCODE[coding](positions, numel)
+    known = min(_OF_KNOWN_SIZE, key=lambda one: _known_bytes(one, len(positions), numel))
+    deflated = _deflated(positions, numel)
+    if len(deflated) < _known_bytes(known, len(positions), numel):
+        known, encoded = "deflate", deflated
+    else:
+        encoded = _ENCODE[known](positions, numel)
+    return torch.cat([encoded.new_tensor([_ALL.index(known)]), encoded])
+
+
+def decode(encoded: torch.Tensor, count: int, numel: int, coding: str) -> torch.Tensor:
+    """The inverse of `encode`: (count,), int64.
+
+    Raises:
+        GradlabError: for bytes that do not stand for `count` positions below numel.
+    """
+    coding = _chosen(coding, count, numel)
+    if coding == "smallest":
+        if not len(encoded) or int(encoded[0]) >= len(_ALL):
+            raise GradlabError(f"positions: coding {encoded[:1].tolist()}, expected one of 0 to {len(_ALL) - 1}")
+        coding, encoded = _ALL[int(encoded[0])], encoded[1:]
+    positions = _DECODE[coding](encoded, count, numel)
+    # On a GPU looking at them would wait for it; they come from ranks of the same run.
+    wrong = len(positions) != count or (positions.device.type == "cpu" and count > 0 and int(positions.max()) >= numel)
+    if wrong:
+        raise GradlabError(f"positions: {len(positions)}, expected {count} below {numel}")
+    return positions
+
+
+def _chosen(coding: str, count: int, numel: int) -> str:
+    """What "fixed" stands for; others are themselves."""
+    if coding != "fixed":
+        return coding
+    return min(_OF_KNOWN_SIZE, key=lambda one: _known_bytes(one, count, numel))
+
+
+def _width(numel: int) -> int:
+    """Bits of a position below numel."""
+    return max(0, numel - 1).bit_length()
+
+
+def _raw_dtype(numel: int) -> torch.dtype:
+    return torch.int32 if numel <= 2**31 else torch.int64
+
+
+def _known_bytes(coding: str, count: int, numel: int) -> int:
+    sizes = {"raw": count * _raw_dtype(numel).itemsize, "packed": packed_bytes(count, _width(numel))}
+    sizes["bitmap"] = packed_bytes(numel, 1)
+    return min(sizes.values()) if coding == "fixed" else sizes[coding]
+
+
+@functools.lru_cache(maxsize=4096)
+def _random_positions_bytes(coding: str, count: int, numel: int) -> int:
+    return len(random_encoded(coding, count, numel))
+
+
+@functools.lru_cache(maxsize=64)
+def random_encoded(coding: str, count: int, numel: int) -> torch.Tensor:
+    """Positions drawn at random, the same ones in every process, as bytes."""
+    draws = np.random.default_rng(0)
+    positions = np.sort(draws.choice(numel, count, replace=False, shuffle=False)) if count else np.zeros(0, np.int64)
+    return encode(torch.from_numpy(positions), numel, coding)
+
+
+# --- the codings ---------------------------------------------------------------------------------------------------
+
+
+def _raw(positions: torch.Tensor, numel: int) -> torch.Tensor:
+    # Empty tensors made from numpy arrays have no stride, which a view needs.
+    return positions.new_empty(len(positions), dtype=_raw_dtype(numel)).copy_(positions).view(torch.uint8)
+
+
+def _from_raw(encoded: torch.Tensor, count: int, numel: int) -> torch.Tensor:
+    # A copy: what arrives in one message with others may lie anywhere.
+    return encoded.clone().view(_raw_dtype(numel)).to(torch.int64)
+
+
+def _packed(positions: torch.Tensor, numel: int) -> torch.Tensor:
+    width = _width(numel)
+    return pack(positions.to(torch.uint8) if width <= 8 else positions, width)
+
+
+def _from_packed(encoded: torch.Tensor, count: int, numel: int) -> torch.Tensor:
+    width = _width(numel)
+    if width == 0:
+        return torch.zeros(count, dtype=torch.int64, device=encoded.device)
+    return unpack(encoded, width)[:count].to(torch.int64)
+
+
+def _bitmap(positions: torch.Tensor, numel: int) -> torch.Tensor:
+    here = torch.zeros(numel, dtype=torch.uint8, device=positions.device)
+    here[positions] = 1
+    return pack(here, 1)
+
+
+def _from_bitmap(encoded: torch.Tensor, count: int, numel: int) -> torch.Tensor:
+    return unpack(encoded, 1)[:numel].nonzero().view(-1)
+
+
+def _deflated(positions: torch.Tensor, numel: int) -> torch.Tensor:
+    """The number of planes, a byte; of each a byte, 1 if what follows is deflated, and its bytes, low ones first."""
+    gaps = np.diff(positions.cpu().numpy(), prepend=-1) - 1
+    planes = max(1, -(-int(gaps.max(initial=0)).bit_length() // 8))
+    written = [bytes([planes])]
+    for plane in range(planes):
+        data = (gaps >> 8 * plane & 255).astype(np.uint8).tobytes()
+        deflater = zlib.compressobj(6, zlib.DEFLATED, -zlib.MAX_WBITS)
+        deflated = deflater.compress(data) + deflater.flush()
+        written.append(b"\1" + deflated if len(deflated) < len(data) else b"\0" + data)
+    return torch.from_numpy(np.frombuffer(b"".join(written), np.uint8).copy()).to(positions.device)
+
+
+def _inflated(encoded: torch.Tensor, count: int, numel: int) -> torch.Tensor:
+    data = encoded.cpu().numpy().tobytes()
+    planes, rest = (data[0], data[1:]) if data else (0, b"")
+    most = max(1, -(-_width(numel) // 8))
+    if not 1 <= planes <= most:
+        raise GradlabError(f"positions: {planes} bytes each, expected 1 to {most}")
+    gaps = np.zeros(count, np.int64)
+    for plane in range(planes):
+        found, rest = _plane(rest, count)
+        gaps += np.frombuffer(found, np.uint8).astype(np.int64) << 8 * plane
+    if rest:
+        raise GradlabError(f"positions: {len(rest)} bytes more than there should be")
+    positions = np.cumsum(gaps + 1) - 1
+    return torch.from_numpy(positions).to(encoded.device)
+
+
+def _plane(data: bytes, count: int) -> tuple[bytes, bytes]:
+    """The first plane's bytes, and what follows it."""
+    if data[:1] == b"\1":
+        inflater = zlib.decompressobj(-zlib.MAX_WBITS)
+        try:
+            found = inflater.decompress(data[1:], count + 1)  # never more than there should be
+        except zlib.error as error:
+            raise GradlabError(f"positions: not what was compressed: {error}") from error
+        rest = inflater.unused_data
+    else:
+        found, rest = data[1 : 1 + count], data[1 + count :]
+    if len(found) != count or data[:1] not in (b"\0", b"\1"):
+        raise GradlabError(f"positions: {len(found)} bytes in a plane, expected {count}")
+    return found, rest
+
+
+_ENCODE = {"raw": _raw, "packed": _packed, "bitmap": _bitmap, "deflate": _deflated}
+_DECODE = {"raw": _from_raw, "packed": _from_packed, "bitmap": _from_bitmap, "deflate": _inflated}

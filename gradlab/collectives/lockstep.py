@@ -1,0 +1,152 @@
+"""The lockstep executor: the coroutines of all ranks in one process, stepped together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from gradlab.collectives.requests import (
+    AllToAll,
+    Broadcast,
+    Coroutine,
+    Gather,
+    Mean,
+    Request,
+    Ring,
+    Step,
+    answer_for,
+    as_requests,
+    check_request,
+    payload_bytes,
+    signature,
+    wire_bytes,
+)
+from gradlab.collectives.ring import pass_around
+from gradlab.errors import GradlabError
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class LockstepResult(Generic[Result]):
+    """One rank's outcome: what its coroutine returned, and the bytes it contributed and sent."""
+
+    value: Result
+    payload_bytes: int
+    wire_bytes: int
+
+
+def sum_in_rank_order(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The mean of N same-shaped tensors: each times 1/N, added in rank order.
+
+    Plain DDP also scales before it sums; the order makes the result one number, bit for bit, wherever it is taken.
+    """
+    scale = 1.0 / len(tensors)
+    total = tensors[0] * scale
+    for tensor in tensors[1:]:
+        total += tensor * scale
+    return total
+
+
+def _answers(requests: Sequence[Request]) -> Iterator[Any]:
+    """The answer to one request, for each rank in turn; every rank gets tensors of its own."""
+    first = requests[0]
+    # Summed once, or N ranks would cost N^2 additions.
+    mean = sum_in_rank_order([r.tensor for r in requests if isinstance(r, Mean)]) if isinstance(first, Mean) else None
+    if isinstance(first, Ring):
+        yield from pass_around([r.code for r in requests if isinstance(r, Ring)])
+        return
+    for rank in range(len(requests)):
+        if mean is not None:
+            yield mean.clone()
+        elif isinstance(first, Gather):
+            yield [r.tensor.detach().clone() for r in requests if isinstance(r, Gather)]
+        elif isinstance(first, Broadcast):
+            root = requests[first.root]
+            assert isinstance(root, Broadcast)
+            yield root.tensor.detach().clone()
+        else:
+            yield [r.tensors[rank].detach().clone() for r in requests if isinstance(r, AllToAll)]
+
+
+def _serve(requests_by_rank: Sequence[tuple[Request, ...]], payload: list[int], wire: list[int]) -> list[list[Any]]:
+    """Answer one step of all ranks, and count its bytes."""
+    world_size = len(requests_by_rank)
+    answers: list[list[Any]] = [[] for _ in range(world_size)]
+    signatures = [[signature(request) for request in requests] for requests in requests_by_rank]
+    for rank, mine in enumerate(signatures):
+        if mine != signatures[0]:
+            raise GradlabError(f"ranks ask for different collectives: rank 0 {signatures[0]}, rank {rank} {mine}")
+    for requests in zip(*requests_by_rank, strict=True):
+        check_request(requests[0], world_size)
+        longest = max(payload_bytes(request, rank) for rank, request in enumerate(requests))
+        for rank, (request, answer) in enumerate(zip(requests, _answers(requests), strict=True)):
+            payload[rank] += payload_bytes(request, rank)
+            wire[rank] += wire_bytes(request, rank, world_size, longest)
+            answers[rank].append(answer)
+    return answers
+
+
+def observed(coroutine: Coroutine[Result], seen: list[Request]) -> Coroutine[Result]:
+    """The same coroutine; what it asks for is added to `seen`."""
+    answer: Any = None
+    while True:
+        try:
+            step = coroutine.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        seen.extend(as_requests(step))
+        answer = yield step
+
+
+def together(coroutines: Sequence[Coroutine[Result]]) -> Coroutine[list[Result]]:
+    """Run several coroutines of one rank as one: requests that stand at the same step travel together."""
+    results: dict[int, Result] = {}
+    steps: dict[int, Step] = {}
+
+    def advance(position: int, answer: Any) -> None:
+        try:
+            steps[position] = coroutines[position].send(answer)
+        except StopIteration as stop:
+            steps.pop(position, None)
+            results[position] = stop.value
+
+    for position in range(len(coroutines)):
+        advance(position, None)
+    while steps:
+        asked = {position: as_requests(step) for position, step in steps.items()}
+        answers = iter((yield tuple(request for requests in asked.values() for request in requests)))
+        for position, requests in asked.items():
+            advance(position, answer_for(steps[position], [next(answers) for _ in requests]))
+    return [results[position] for position in range(len(coroutines))]
+
+
+def run_lockstep(coroutines: Sequence[Coroutine[Result]]) -> list[LockstepResult[Result]]:
+    """Run one coroutine per rank in this process, stepped together; means are summed in rank order.
+
+    Returns one result per rank, with its byte counts.
+
+    Raises:
+        GradlabError: if ranks ask for different collectives, or one finishes while another still asks.
+    """
+    if not coroutines:
+        raise GradlabError("run_lockstep needs at least one coroutine")
+    payload, wire = [0] * len(coroutines), [0] * len(coroutines)
+    to_send: list[Any] = [None] * len(coroutines)
+    while True:
+        steps: list[Step] = []
+        values: list[Result] = []
+        for coroutine, answer in zip(coroutines, to_send, strict=True):
+            try:
+                steps.append(coroutine.send(answer))
+            except StopIteration as stop:
+                values.append(stop.value)
+        if steps and values:
+            raise GradlabError(f"{len(values)} ranks have finished while {len(steps)} still ask for a collective")
+        if values:
+            return [LockstepResult(*row) for row in zip(values, payload, wire, strict=True)]
+        answers = _serve([as_requests(step) for step in steps], payload, wire)
+        to_send = [answer_for(step, answer) for step, answer in zip(steps, answers, strict=True)]

@@ -1,0 +1,223 @@
+"""The collectives a codec may ask for, and their byte rules.
+
+A codec is a coroutine: it yields a request (or a tuple of requests, which then travel together) and is sent the
+answer (or a tuple of answers). It never touches torch.distributed, so the same lines run offline on a trace, N
+coroutines stepped together by `run_lockstep`, and online on a process group, driven by `gradlab.runtime`.
+
+Two sizes are counted from the tensors that pass, in bytes:
+    payload  what a rank contributes, the figure papers divide by (only the root contributes to a broadcast)
+    wire     what the rank's network interface sends under the collective's algorithm at N ranks
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from gradlab.collectives.ring import RingCode, ring_wire_bytes
+from gradlab.errors import GradlabError
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean over ranks of a floating-point tensor, same shape on every rank. Answer: a tensor of that shape."""
+
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Every rank's tensor. Answer: a list of N tensors in rank order.
+
+    varying: the tensors are one-dimensional and their lengths differ from rank to rank; lengths: the same, where every
+    rank knows them all, so that none has to be told, and nothing is padded.
+    """
+
+    tensor: torch.Tensor
+    varying: bool = False
+    lengths: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """Rank `root`'s tensor. All ranks pass a tensor of one shape; only the root's values count. Answer: a tensor."""
+
+    tensor: torch.Tensor
+    root: int
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """One tensor for each rank. Answer: a list of N tensors, what each rank meant for this one.
+
+    tensors[j] goes to rank j and has the same shape on every rank (shapes may differ between destinations).
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A mean over ranks that is compressed, summed and decompressed segment by segment along a ring of the ranks.
+
+    Answer: a list of N vectors, the segments' means, the same on every rank, bit for bit.
+    """
+
+    code: RingCode
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each segment's messages."""
+        return [self.code.nbytes(segment) for segment in range(self.code.segments)]
+
+
+Request = Mean | Gather | Broadcast | AllToAll | Ring
+_KINDS = "Mean, Gather, Broadcast, AllToAll and Ring"
+Step = Request | tuple[Request, ...]
+Coroutine = Generator[Step, Any, Result]
+
+
+def as_requests(step: Step) -> tuple[Request, ...]:
+    """What a coroutine yielded, as a tuple of requests.
+
+    Raises:
+        GradlabError: if it is neither a request nor a tuple of requests.
+    """
+    requests = step if isinstance(step, tuple) else (step,)
+    for request in requests:
+        if not isinstance(request, Request):
+            raise GradlabError(f"a codec must yield one of {_KINDS}, not {type(request).__name__}")
+    return requests
+
+
+def answer_for(step: Step, answers: Sequence[Any]) -> Any:
+    """The answers in the form the coroutine expects: one for a single request, a tuple for a tuple."""
+    return tuple(answers) if isinstance(step, tuple) else answers[0]
+
+
+def signature(request: Request) -> tuple[Any, ...]:
+    """What must agree between ranks: kind, root, dtype and shapes (not the length of a varying gather)."""
+    if isinstance(request, AllToAll):
+        return ("AllToAll", *((str(t.dtype), tuple(t.shape)) for t in request.tensors))
+    if isinstance(request, Ring):
+        return ("Ring", *request.sizes)
+    tensor = request.tensor
+    if isinstance(request, Gather) and request.varying:
+        return ("Gather", "varying", str(tensor.dtype), tensor.ndim)
+    if isinstance(request, Gather) and request.lengths is not None:
+        return ("Gather", request.lengths, str(tensor.dtype), tensor.ndim)
+    root = request.root if isinstance(request, Broadcast) else None
+    return (type(request).__name__, root, str(tensor.dtype), tuple(tensor.shape))
+
+
+def fusion_key(request: Request) -> tuple[Any, ...]:
+    """What tells which requests travel together: those of one key, standing at the same step, are one collective."""
+    if isinstance(request, Mean):
+        return (Mean, request.tensor.dtype)
+    if isinstance(request, Gather):
+        return ("varying",) if request.varying else (Gather,) if request.lengths is None else ("lengths",)
+    return (Broadcast, request.root) if isinstance(request, Broadcast) else (type(request),)
+
+
+def by_fusion_key(requests: Sequence[Request]) -> list[list[int]]:
+    """Positions of the requests that travel together, in the order in which their collectives are issued."""
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for position, request in enumerate(requests):
+        alike.setdefault(fusion_key(request), []).append(position)
+    return list(alike.values())
+
+
+# --- byte rules ---------------------------------------------------------------------------------------------------
+
+
+def payload_bytes(request: Request, rank: int) -> int:
+    """Bytes that `rank` contributes to a request."""
+    if isinstance(request, AllToAll):
+        return sum(tensor.nbytes for tensor in request.tensors)
+    if isinstance(request, Ring):
+        return sum(request.sizes)
+    if isinstance(request, Broadcast) and request.root != rank:
+        return 0
+    return request.tensor.nbytes
+
+
+def all_reduce_wire_bytes(nbytes: int, world_size: int) -> int:
+    """Bytes a rank sends in a ring all-reduce: 2 (N - 1) segments of ceil(nbytes / N)."""
+    return 2 * (world_size - 1) * math.ceil(nbytes / world_size)
+
+
+def all_gather_wire_bytes(nbytes: int, world_size: int) -> int:
+    """Bytes a rank sends in an all-gather of `nbytes` (padded) bytes per rank: every block travels N - 1 hops."""
+    return (world_size - 1) * nbytes
+
+
+def broadcast_wire_bytes(nbytes: int, rank: int, root: int, world_size: int) -> int:
+    """Bytes a rank sends in Gloo's binomial-tree broadcast.
+
+    In round i = 0, 1, ... each of the first 2^i ranks, counted from the root, sends all of it to the rank 2^i further.
+    """
+    relative = (rank - root) % world_size
+    rounds = range(relative.bit_length(), (world_size - 1).bit_length())
+    return nbytes * sum(relative + (1 << i) < world_size for i in rounds)
+
+
+def all_to_all_wire_bytes(sizes: Sequence[int], rank: int) -> int:
+    """Bytes a rank sends in an all-to-all: sizes[j] to each other rank j, nothing to itself."""
+    return sum(nbytes for destination, nbytes in enumerate(sizes) if destination != rank)
+
+
+def wire_bytes(request: Request, rank: int, world_size: int, longest: int | None = None) -> int:
+    """Bytes `rank` sends for one request on its own, not fused with others.
+
+    longest: for a varying gather, the largest rank's size in bytes (all are padded to it; 8 bytes of size each).
+    """
+    if isinstance(request, Mean):
+        return all_reduce_wire_bytes(request.tensor.nbytes, world_size)
+    if isinstance(request, Broadcast):
+        return broadcast_wire_bytes(request.tensor.nbytes, rank, request.root, world_size)
+    if isinstance(request, AllToAll):
+        return all_to_all_wire_bytes([tensor.nbytes for tensor in request.tensors], rank)
+    if isinstance(request, Ring):
+        return ring_wire_bytes(request.sizes, rank)
+    if not request.varying:
+        return all_gather_wire_bytes(request.tensor.nbytes, world_size)
+    padded = request.tensor.nbytes if longest is None else longest
+    return all_gather_wire_bytes(padded + 8, world_size)
+
+
+# --- lockstep -----------------------------------------------------------------------------------------------------
+
+
+def check_request(request: Request, world_size: int) -> None:
+    """Refuse a request that no process group could serve.
+
+    Raises:
+        GradlabError: a Mean of integers, a root or a number of tensors that does not fit the world size, a varying
+            gather of anything but a vector, or of another length than was said.
+    """
+    if isinstance(request, Mean) and not request.tensor.is_floating_point():
+        raise GradlabError(f"Mean needs a floating-point tensor, not {request.tensor.dtype}")
+    if isinstance(request, Broadcast) and not 0 <= request.root < world_size:
+        raise GradlabError(f"Broadcast from rank {request.root}, but ranks are 0..{world_size - 1}")
+    if isinstance(request, AllToAll) and len(request.tensors) != world_size:
+        raise GradlabError(f"AllToAll of {len(request.tensors)} tensors at world size {world_size}")
+    if isinstance(request, Ring) and request.code.segments != world_size:
+        raise GradlabError(f"Ring of {request.code.segments} segments at world size {world_size}")
+    if isinstance(request, Gather):
+        _check_gather(request, world_size)
+
+
+def _check_gather(request: Gather, world_size: int) -> None:
+    lengths = request.lengths
+    if (request.varying or lengths is not None) and request.tensor.ndim != 1:
+        raise GradlabError(f"a varying Gather takes vectors, not shape {list(request.tensor.shape)}")
+    if lengths is not None and (request.varying or len(lengths) != world_size):
+        raise GradlabError(f"Gather of lengths {lengths} at world size {world_size}: expected one for each rank")
+    if lengths is not None and request.tensor.numel() not in lengths:
+        raise GradlabError(f"Gather of {request.tensor.numel()} elements, which is none of the lengths {lengths}")

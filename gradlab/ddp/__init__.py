@@ -1,0 +1,1 @@
+"""What gradlab asks of DistributedDataParallel, of optimizers, and of all ranks together."""

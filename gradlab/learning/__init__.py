@@ -1,0 +1,1 @@
+"""What learned codecs fit: axes of slices, autoencoders, selections."""

@@ -1,0 +1,395 @@
+"""What LGC's two codecs share: selected values of every layer, an autoencoder for them, and three phases of a run.
+
+Abrahamyan, Chen, Bekoulis, Deligiannis, "Learned gradient compression for distributed deep learning", IEEE TNNLS 2021,
+sections V and VI-A. Dense iterations first (the plan's schedule); then selected values travel as they are, and one rank
+trains the autoencoder on them; then codes travel.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradlab.codec import Codec, Context, PlanDefaults, Tensors
+from gradlab.codec.settings import setting
+from gradlab.codec.sparsifier import coding_setting, count_of, density_setting, largest
+from gradlab.coding.positions import decode, encode, random_encoded, varies
+from gradlab.collectives import Broadcast, Coroutine
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+from gradlab.learning.autoencoder import OPTIMIZERS, RESOLUTIONS, Architecture, gradient_of, optimized
+
+TRAINER = 0  # the rank that trains
+TRAINING, COMPRESSING, SELECTING = range(3)
+ORDERS = ("position", "magnitude", "value")
+_JUDGED = 10  # the error that decides is that of the last tenth of the training, each step's before it is learned from
+_COLLAPSED = 0.05  # of codes' size: what they differ by, when they say next to nothing
+_OPTIMIZER = "optimizer "  # before its entries in the state
+_OPTIMIZER_KEYS = tuple(f"{_OPTIMIZER}{key}" for keys in OPTIMIZERS.values() for key in keys)
+_LOST = 1e30  # for what is no number, so that a checkpoint can be read again
+
+
+@dataclass(frozen=True)
+class LearnedSettings:
+    """Settings of both codecs."""
+
+    density: float = density_setting(0.001, "selected in each layer, the paper's alpha / 100")
+    resolution: str = setting(
+        "deconv1", choices=RESOLUTIONS, help="which reading of the paper's tables, see `gradlab.learning.autoencoder`"
+    )
+    loss: str = setting("sum", choices=("sum", "mean"), help="of squares: what the autoencoder is trained on")
+    optimizer: str = setting("sgd", choices=OPTIMIZERS, help='trains the autoencoder; "sgd" is the paper\'s')
+    learning_rate: float = setting(1e-3, above=0, below=1e6, help="step size of the autoencoder's training")
+    training_steps: int = setting(
+        300, least=1, unit="iterations", help="of the second phase, with nothing learned before"
+    )
+    fine_tune_steps: int = setting(
+        0, least=0, unit="iterations", help="that fine-tune what was fitted on a trace; 0: codes travel at once"
+    )
+    most_error: float = setting(
+        0.9,
+        above=0,
+        help="largest error of the decoded average on selections not learned from yet, relative to sending zeros; "
+        "above it values travel as they are to the end",
+    )
+    normalise: str = setting(
+        "none",
+        choices=("none", "layer"),
+        help='"layer": values are divided by the root mean square of what is selected in each layer, which travels too',
+    )
+    index_coding: str = coding_setting("smallest")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """positions: (count,) in the concatenated group; values: this rank's there; scale: (count,) or 1.0, what values
+    are divided by before they are coded."""
+
+    positions: torch.Tensor
+    values: torch.Tensor
+    scale: torch.Tensor | float = 1.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """One iteration to learn from: as functions of the weights the loss, and squared error with what zeros make; and a
+    vector that is coded, (padded,)."""
+
+    loss: Callable[[torch.Tensor], torch.Tensor]
+    missed: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    coded: torch.Tensor
+
+
+class LearnedSelection(Codec):
+    """Phases, training and state; subclasses say what travels.
+
+    Own state, under the first layer's name: "clock" (mode, iterations in it), "autoencoder", all weights as one vector;
+    and while it learns the optimizer's and the error so far. On ranks that do not learn these are empty.
+    """
+
+    learns = True
+    selects = True
+    group_state = frozenset({"clock", "autoencoder", "error", "coded", "codes", *_OPTIMIZER_KEYS})
+    defaults = PlanDefaults(warmup_steps=200)
+    settings: Any
+
+    @abstractmethod
+    def architecture(self, world_size: int) -> Architecture:
+        """Of the autoencoder for so many ranks."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether all ranks take one rank's positions."""
+        return True
+
+    def leader(self, context: Context) -> int:
+        """The rank whose positions are taken in this iteration, where they are shared."""
+        return int(torch.randint(context.world_size, (), generator=context.shared_generator("leader")))
+
+    def sender(self, context: Context) -> int:
+        """The rank whose code all are given, where one is."""
+        return TRAINER
+
+    @property
+    def compares_codes(self) -> bool:
+        """Whether the loss draws codes of different ranks together, which may make all codes one."""
+        return False
+
+    @property
+    def varying(self) -> bool:
+        return varies(self.settings.index_coding)
+
+    # --- state ---
+
+    def _mine(self, state: Tensors, prefix: str) -> Tensors:
+        found = {key.removeprefix(f"{prefix}/"): value for key, value in state.items() if key.startswith(f"{prefix}/")}
+        if "clock" in found:
+            return found
+        if "autoencoder" not in self.learned:
+            return {"clock": _clock(TRAINING, 0)}
+        if self.settings.fine_tune_steps:
+            return {"clock": _clock(TRAINING, 0), "autoencoder": self.learned["autoencoder"]}
+        mode = self._lasting_mode
+        return {"clock": _clock(mode, 0)} | (
+            {"autoencoder": self.learned["autoencoder"]} if mode == COMPRESSING else {}
+        )
+
+    def _begun(self, state: Tensors, prefix: str, context: Context) -> Tensors:
+        """As `_mine`; in the first iteration it is said if what was fitted is not used."""
+        mine = self._mine(state, prefix)
+        if f"{prefix}/clock" not in state and int(mine["clock"][0]) == SELECTING:
+            self._say(context, float(self.learned["error"]))
+        return mine
+
+    @property
+    def _lasting_mode(self) -> int:
+        """What most iterations are: codes, but where what was fitted on a trace is no good."""
+        fitted = "error" in self.learned and not self.settings.fine_tune_steps
+        useless = fitted and not float(self.learned["error"]) <= self.settings.most_error
+        return SELECTING if useless else COMPRESSING
+
+    @property
+    def _steps(self) -> int:
+        return self.settings.fine_tune_steps if "autoencoder" in self.learned else self.settings.training_steps
+
+    def running_state(self, layers: Sequence[Layer], world_size: int) -> Tensors:
+        if "autoencoder" in self.learned and not self.settings.fine_tune_steps:
+            return {}
+        weights = torch.zeros(self.architecture(world_size).numel)
+        return prefixed(layers[0].name, {"clock": _clock(COMPRESSING, 0), "autoencoder": weights})
+
+    # --- selection ---
+
+    def counts(self, sizes: Iterable[int]) -> list[int]:
+        """How many elements of each layer are selected."""
+        return [count_of(self.settings.density, numel) if numel else 0 for numel in sizes]
+
+    def select(self, vector: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """Positions, ascending, of each layer's largest magnitudes in the concatenated layers."""
+        found, start = [], 0
+        for part, count in zip(vector.split(list(sizes)), self.counts(sizes), strict=True):
+            found.append(largest(part, count).sort().values + start)
+            start += part.numel()
+        return torch.cat(found)
+
+    @abstractmethod
+    def selected(self, vectors: torch.Tensor, sizes: Sequence[int], context: Context) -> Selection:
+        """What all ranks select of what they would send, (K, numel), for whoever has them all at hand: (K, count) of
+        positions, values and scales."""
+
+    def _choice(self, vector: torch.Tensor, sizes: Sequence[int], order: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions in their order, and what values of each layer are divided by, (layers,)."""
+        positions, scales = self.select(vector, sizes), vector.new_ones(len(sizes), dtype=torch.float32)
+        if self.settings.normalise == "layer":
+            scales = root_mean_squares(vector[positions], self.counts(sizes))
+        return in_order(positions, vector[positions] / scales[layer_of(positions, sizes)], order), scales
+
+    def _led(self, vectors: torch.Tensor, sizes: Sequence[int], leader: int, order: str = "position") -> Selection:
+        """As `selected`, where one rank's positions and scales are taken by all."""
+        positions, scales = self._choice(vectors[leader], sizes, order)
+        shape = (len(vectors), len(positions))
+        scale = scales[layer_of(positions, sizes)]
+        return Selection(positions.expand(shape), vectors[:, positions], scale.expand(shape))
+
+    def _told_selection(
+        self, vector: torch.Tensor, sizes: Sequence[int], leader: int, order: str, coding: str, context: Context
+    ) -> Coroutine[Selection]:
+        """The leader's positions and, if it normalises, its layers' root mean squares; this rank's values there."""
+        positions, scales = vector.new_zeros(0, dtype=torch.int64), vector.new_ones(len(sizes), dtype=torch.float32)
+        if context.rank == leader:
+            positions, scales = self._choice(vector, sizes, order)
+        positions = yield from self._sent_positions(
+            positions, sum(self.counts(sizes)), vector.numel(), coding, context, leader
+        )
+        if self.settings.normalise == "none":
+            return Selection(positions, vector[positions])
+        scales = yield Broadcast(scales, leader)
+        return Selection(positions, vector[positions], scales[layer_of(positions, sizes)])
+
+    def _sent_positions(
+        self, positions: torch.Tensor, count: int, numel: int, coding: str, context: Context, root: int
+    ) -> Coroutine[torch.Tensor]:
+        """One rank's positions, on all ranks; the others' are not looked at."""
+        device = positions.device
+        # Of others nothing is taken; where one rank is run alone, for a forecast, its own answer is as good as any.
+        encoded = encode(positions, numel, coding) if context.rank == root else random_encoded(coding, count, numel)
+        encoded = encoded.to(device)
+        if varies(coding):
+            told = yield Broadcast(torch.tensor([len(encoded)], dtype=torch.int64, device=device), root)
+            if len(encoded) != int(told):
+                encoded = torch.zeros(int(told), dtype=torch.uint8, device=device)
+        received = yield Broadcast(encoded, root)
+        return decode(received, count, numel, coding)
+
+    # --- the second phase ---
+
+    def _trained(self, mine: Tensors, task: Task, like: torch.Tensor, context: Context) -> Coroutine[Tensors]:
+        """The state after one more iteration of training. like: of the device that weights are on."""
+        architecture, position = self.architecture(context.world_size), int(mine["clock"][1]) + 1
+        if context.rank == TRAINER:
+            kept = self._learned_from(mine, task, position, like, context)
+        else:
+            names = ("autoencoder", "error", "coded", "codes", *(_OPTIMIZER + key for key in self._optimizer_keys))
+            kept = {name: like.new_zeros(0, dtype=torch.float32) for name in names}
+        if position < self._steps:
+            return {"clock": _clock(TRAINING, position), **kept}
+        missed, energy = kept["error"] if context.rank == TRAINER else like.new_zeros(2)
+        judged = yield Broadcast((missed / energy if energy else missed + 1).float().reshape(1), TRAINER)
+        if not float(judged) <= self.settings.most_error:
+            self._say(context, float(judged))
+            return {"clock": _clock(SELECTING, 0)}
+        if self.compares_codes and context.rank == TRAINER:
+            self._say_if_collapsed(context, kept["codes"])
+        weights = kept["autoencoder"] if context.rank == TRAINER else like.new_zeros(architecture.numel).float()
+        weights = yield Broadcast(weights, TRAINER)
+        return {"clock": _clock(COMPRESSING, 0), "autoencoder": weights}
+
+    @property
+    def _optimizer_keys(self) -> tuple[str, ...]:
+        return OPTIMIZERS[self.settings.optimizer]
+
+    def _learned_from(self, mine: Tensors, task: Task, position: int, like: torch.Tensor, context: Context) -> Tensors:
+        """Weights, optimizer and error after one step on the rank that trains; always finite."""
+        architecture, weights = self.architecture(context.world_size), mine.get("autoencoder")
+        if weights is None:
+            generator = context.shared_generator("autoencoder", every_iteration=False)
+            weights = architecture.initial(generator).to(like.device)
+        error = mine.get("error", weights.new_zeros(2, dtype=torch.float64))
+        codes = mine.get("codes", weights.new_zeros(2, dtype=torch.float64))
+        coded, before = weights.new_zeros(0), mine.get("coded", weights.new_zeros(0))
+        if position > self._steps - max(1, self._steps // _JUDGED):
+            error = error + torch.stack([value.double() for value in task.missed(weights)])
+            coded = task.coded
+            if self.compares_codes and before.numel():
+                pair = architecture.encode(weights, torch.stack([before, coded]))
+                codes = codes + difference(*pair.double())
+        _, gradient = gradient_of(task.loss, weights)
+        optimizer = {key: mine[_OPTIMIZER + key] for key in self._optimizer_keys if _OPTIMIZER + key in mine}
+        weights, optimizer = optimized(
+            self.settings.optimizer, self.settings.learning_rate, weights, gradient, optimizer
+        )
+        lost = torch.tensor([_LOST, 0.0], dtype=torch.float64, device=error.device)
+        sound = bool(weights.isfinite().all() and error.isfinite().all())
+        if not sound or torch.equal(mine.get("error", error), lost):
+            error = lost  # to the end
+        kept = {"autoencoder": weights, "error": error, "coded": coded, "codes": codes}
+        kept |= {_OPTIMIZER + key: value for key, value in optimizer.items()}
+        return {key: value.nan_to_num(_LOST, _LOST, -_LOST) for key, value in kept.items()}
+
+    def _say(self, context: Context, error: float) -> None:
+        if context.rank == TRAINER:
+            warnings.warn(
+                f"gradlab: {context.group}: the autoencoder's error on selections not learned from yet is {error:.3g} "
+                f"of that of sending zeros, above most_error = {self.settings.most_error:g}: selected values go on "
+                "as they are, to the end",
+                stacklevel=2,
+            )
+
+    def _say_if_collapsed(self, context: Context, codes: torch.Tensor) -> None:
+        """codes: sums of `difference`."""
+        if not float(codes[1]):
+            return
+        spread = float(codes[0] / codes[1]) ** 0.5
+        if not spread >= _COLLAPSED:
+            warnings.warn(
+                f"gradlab: {context.group}: codes of different iterations differ by {spread:.1g} of their size: they "
+                "say next to nothing; a smaller similarity loss may help",
+                stacklevel=2,
+            )
+
+    # --- forecasts and checks ---
+
+    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        return self._bytes(layers, world_size, self._lasting_mode, 0)
+
+    def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
+        mode, position = map(int, self._mine(state, layers[0].name)["clock"].tolist())
+        return self._bytes(layers, world_size, mode, position)
+
+    @abstractmethod
+    def _bytes(self, layers: Sequence[Layer], world_size: int, mode: int, position: int) -> float:
+        """Forecast of one exchange: in which phase, and how many there were of it."""
+
+    def _selected(self, layers: Sequence[Layer]) -> tuple[int, int]:
+        """Elements selected, and elements, of a group."""
+        sizes = [layer.numel for layer in layers]
+        return sum(self.counts(sizes)), sum(sizes)
+
+    def check(self, layers: Sequence[Layer]) -> None:
+        if unknown := sorted(set(self.learned) - {"autoencoder", "error"}):
+            raise GradlabError(f"codec {self.name}: learned tensors {unknown}, expected autoencoder and error")
+        if "error" in self.learned:
+            error = self.learned["error"]
+            if error.numel() != 1 or not bool(error.isfinite().all()) or "autoencoder" not in self.learned:
+                raise GradlabError(f"codec {self.name}: error: expected one finite number, of an autoencoder")
+        if "autoencoder" in self.learned:
+            weights = self.learned["autoencoder"]
+            if weights.dim() != 1 or weights.dtype != torch.float32 or not bool(weights.isfinite().all()):
+                raise GradlabError(f"codec {self.name}: autoencoder: expected one vector of finite float32 weights")
+            self.nodes(weights)
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raises GradlabError if what was learned is for another number of ranks."""
+        if "autoencoder" in self.learned:
+            self.check_nodes(self.learned["autoencoder"], world_size)
+
+    @abstractmethod
+    def nodes(self, weights: torch.Tensor) -> int | None:
+        """The world size that weights were trained for; None for any.
+
+        Raises:
+            GradlabError: for a number of weights that no autoencoder of these settings has.
+        """
+
+    def check_nodes(self, weights: torch.Tensor, world_size: int) -> None:
+        """Raises GradlabError if they were trained for another world size."""
+        trained = self.nodes(weights)
+        if trained is not None and trained != world_size:
+            raise GradlabError(
+                f"codec {self.name}: its decoders were trained for {trained} ranks, one each, and this run has "
+                f"{world_size}: fit again, or start with nothing learned"
+            )
+
+
+def _clock(mode: int, position: int) -> torch.Tensor:
+    return torch.tensor([mode, position], dtype=torch.float32)
+
+
+def padded(values: torch.Tensor, architecture: Architecture) -> torch.Tensor:
+    """Vectors (..., count) as the autoencoder takes them, float32 with zeros behind."""
+    count = values.shape[-1]
+    return torch.nn.functional.pad(values.float(), (0, architecture.padded(count) - count))
+
+
+def root_mean_squares(values: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """Per layer (layers,), float32; 1 for a layer whose selection is empty or all zero."""
+    parts = values.float().split(list(counts))
+    scales = torch.stack([part.square().mean().sqrt() if len(part) else part.new_ones(()) for part in parts])
+    return torch.where(scales > 0, scales, torch.ones_like(scales))
+
+
+def layer_of(positions: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """The number of the layer that each position is in. sizes: of the layers."""
+    return torch.bucketize(positions, torch.tensor(sizes, device=positions.device).cumsum(0), right=True)
+
+
+def in_order(positions: torch.Tensor, values: torch.Tensor, order: str) -> torch.Tensor:
+    """Positions as they are, or by their values, largest first."""
+    if order == "position":
+        return positions
+    return positions[(values.abs() if order == "magnitude" else values).argsort(descending=True, stable=True)]
+
+
+def prefixed(prefix: str, state: Mapping[str, torch.Tensor]) -> Tensors:
+    """State entries under a layer's name."""
+    return {f"{prefix}/{key}": value for key, value in state.items()}
+
+
+def difference(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Of two codes: squared difference, and sum of squares, (2,)."""
+    return torch.stack([(one - other).square().sum(), one.square().sum() + other.square().sum()])

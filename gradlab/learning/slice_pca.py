@@ -1,0 +1,257 @@
+"""PCA of gradient slices: axes, their number, and the way there and back. Pure functions.
+
+Yu, Lin, et al., "GradiVeQ: Vector quantization for bandwidth-efficient gradient aggregation in distributed CNN
+training", NeurIPS 2018. A layer's gradient is flattened with its F filters' collocated values adjacent (Fig. 3a) and
+cut into M slices of K. Every `reuse` consecutive slices share one basis, fitted on the first of them (the paper's s).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from gradlab.errors import GradlabError
+from gradlab.knapsack import allocate
+from gradlab.layout import Layer, filter_axes, flatten, split_slices
+
+# A slice of at most this many elements, where the layer leaves a choice: its basis is K x d floats per layer.
+_PREFERRED_SLICE = 2048
+_LARGEST_SLICE = 4096
+
+
+def default_slice_size(layer: Layer) -> int:
+    """K: the largest multiple of F D (GradiVeQ, section 3) that divides the layer and is at most 2048, or F D.
+
+    Where F D is more than 4096 a basis would outgrow the layer: the largest multiple of F, or else divisor of F, that
+    divides F D and is at most 2048. A layer without spatial extent is one such slice.
+    """
+    if not layer.numel:
+        return 1
+    filters, depth = filter_axes(layer)
+    if filters * depth <= _LARGEST_SLICE:
+        return filters * depth * _largest_divisor(layer.numel // (filters * depth), filters * depth)
+    if filters <= _LARGEST_SLICE:
+        return filters * _largest_divisor(depth, filters)
+    return _largest_divisor(filters, 1)
+
+
+def _largest_divisor(number: int, unit: int) -> int:
+    """The largest divisor n of a number with n * unit at most 2048; 1 if there is none."""
+    return max((n for n in range(1, _PREFERRED_SLICE // unit + 1) if number % n == 0), default=1)
+
+
+def fitted_slices(slices: int, reuse: int | None, pooled: int = 1) -> list[list[int]]:
+    """For each of B bases, which of a layer's M slices it is fitted on.
+
+    A basis serves `reuse` consecutive slices, the paper's s, None for infinity: all. It is fitted on the first of them
+    (the paper), or on `pooled` of them, evenly spread.
+    """
+    step = reuse or max(1, slices)
+    served = [range(first, min(first + step, slices)) for first in range(0, slices, step)]
+    return [[run[i * len(run) // count] for i in range(count)] for run in served for count in [min(pooled, len(run))]]
+
+
+def principal_axes(samples: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eigenvalues (R,), largest first, and axes (K, R) of the covariance of centred samples (T, K), in float64.
+
+    Works on the smaller of the (T, T) Gram and the (K, K) covariance matrix; R = min(T, K) less the directions that
+    hold no variance. The sign of an axis makes its largest component positive.
+    """
+    samples = samples.double()
+    count, features = samples.shape
+    small = samples @ samples.T if count < features else samples.T @ samples
+    values, vectors = torch.linalg.eigh(small / count)
+    values, vectors = values.flip(0).clamp_min(0), vectors.flip(1)
+    keep = int((values > 1e-12 * values[:1].clamp_min(torch.finfo(torch.float64).tiny)).sum())
+    values, vectors = values[:keep], vectors[:, :keep]
+    axes = samples.T @ vectors / (values * count).sqrt() if count < features else vectors
+    largest = axes.abs().argmax(0, keepdim=True)
+    return values, axes * axes.gather(0, largest).sign()
+
+
+def dimension(eigenvalues: torch.Tensor, loss_threshold: float) -> int:
+    """d by eq. (6): the fewest leading eigenvalues whose sum exceeds 1 - lambda of the total; at least 1."""
+    total = eigenvalues.sum()
+    if total <= 0:
+        return 1
+    enough = eigenvalues.cumsum(0) / total > 1 - loss_threshold
+    return int(enough.int().argmax()) + 1 if bool(enough.any()) else len(eigenvalues)
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """PCA of the slices that one basis serves.
+
+    eigenvalues: (R,), largest first; axes: (K, R); later: (R,), the share of energy of the samples held out that the
+    first 1, 2, ... axes hold, or None.
+    """
+
+    eigenvalues: torch.Tensor
+    axes: torch.Tensor
+    later: torch.Tensor | None = None
+
+    def dimension(self, loss_threshold: float) -> int:
+        """d by eq. (6), asked of the samples held out if there are any: all axes where even these lose more."""
+        if self.later is None:
+            return dimension(self.eigenvalues, loss_threshold)
+        enough = self.later >= 1 - loss_threshold
+        return max(1, int(enough.int().argmax()) + 1 if bool(enough.any()) else len(self.later))
+
+
+def spectrum(centred: torch.Tensor, held_out: int = 0) -> Spectrum:
+    """PCA of samples (T, r, K) of r slices that share a basis; the `held_out` latest are not fitted on."""
+    fitted, later = centred[: max(2, len(centred) - held_out)], centred[max(2, len(centred) - held_out) :]
+    values, axes = principal_axes(fitted.reshape(-1, fitted.shape[2]))
+    if not len(later):
+        return Spectrum(values, axes)
+    captured = (later.double().reshape(-1, axes.shape[0]) @ axes).square().sum(0).cumsum(0)
+    total = later.double().square().sum()
+    return Spectrum(values, axes, captured / total if total > 0 else torch.ones_like(captured))
+
+
+def fitted_samples(
+    samples: torch.Tensor, mean: torch.Tensor | None, chosen: Sequence[Sequence[int]]
+) -> list[torch.Tensor]:
+    """What each of B bases is fitted on: samples (T, r, K), centred if there is a mean, float64.
+
+    samples: (T, S, K), of the slices in `chosen` (see `fitted_slices`) one after another; mean: (M, K).
+    """
+    centred = samples.double()
+    if mean is not None:
+        centred = centred - mean[[m for run in chosen for m in run]].double()
+    return list(centred.split([len(run) for run in chosen], dim=1))
+
+
+def stacked_axes(spectra: Sequence[Spectrum], width: int) -> torch.Tensor:
+    """Bases (B, K, width), float32: the leading axes of each; where variance runs out, completed to orthonormal sets.
+
+    Slices that never change get the first unit vectors: their mean already says everything.
+    """
+    return torch.stack([_first_columns(found.axes, width) for found in spectra]).float().contiguous()
+
+
+def shared_dimensions(energies: Sequence[torch.Tensor], prices: Sequence[float], budget: float) -> list[int]:
+    """d of each layer, at least 1, so that together they hold the most energy a budget of bytes pays for.
+
+    energies: per layer (R,), not negative, what each further axis holds of samples that it was not fitted on; prices:
+    bytes of one axis. The choice is the best there is: see `gradlab.knapsack`.
+
+    Raises:
+        GradlabError: if the budget does not pay for one axis of every layer.
+    """
+    if budget < sum(prices):
+        raise GradlabError(f"a budget of {budget:.0f} bytes, but one axis for every layer takes {sum(prices):.0f}")
+    # The planner's terms: what is missed is to be small, and bytes are what there is a budget of.
+    missed = [[*energy.double().flip(0).cumsum(0).flip(0)[1:].tolist(), 0.0] for energy in energies]
+    spent = [[price * d for d in range(1, len(energy) + 1)] for energy, price in zip(energies, prices, strict=True)]
+    return [int(place) + 1 for place in allocate(spent, missed, budget).choice]
+
+
+def _first_columns(axes: torch.Tensor, width: int) -> torch.Tensor:
+    """The first `width` axes (K, width)."""
+    if axes.shape[1] >= width:
+        return axes[:, :width]
+    complete = torch.linalg.qr(torch.cat([axes, torch.eye(axes.shape[0], dtype=axes.dtype)], dim=1)).Q
+    return torch.cat([axes, complete[:, axes.shape[1] : width]], dim=1)
+
+
+def complement(basis: torch.Tensor, width: int, generator: torch.Generator) -> torch.Tensor:
+    """Random orthonormal columns (B, K, width), orthogonal to each basis (B, K, d): uniform among all such.
+
+    generator: on the CPU, in the same state on every rank.
+    """
+    drawn = torch.randn(basis.shape[0], basis.shape[1], width, generator=generator).to(basis)
+    for _ in range(2):  # twice is enough: what is left of the basis after one pass is rounding
+        drawn = drawn - basis @ (basis.mT @ drawn)
+    return torch.linalg.qr(drawn).Q
+
+
+def project(slices: torch.Tensor, basis: torch.Tensor, reuse: int | None, first: int = 0) -> torch.Tensor:
+    """Codes (m, d) of slices (m, K), eq. (3), under bases (B, K, d) of which each serves `reuse` slices.
+
+    first: the number of the first of these slices in its layer.
+    """
+    codes = slices.new_empty(len(slices), basis.shape[2])
+    served = zip(_served(slices, basis, reuse, first), _served(codes, basis, reuse, first), strict=True)
+    for (part, one), (target, _) in served:
+        torch.mm(part, one, out=target)
+    return codes
+
+
+def expand(
+    codes: torch.Tensor, basis: torch.Tensor, reuse: int | None, first: int = 0, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Slices (m, K) from codes (m, d), eq. (5), in `out` if it is given; other arguments as those of `project`."""
+    slices = codes.new_empty(len(codes), basis.shape[1]) if out is None else out
+    served = zip(_served(codes, basis, reuse, first), _served(slices, basis, reuse, first), strict=True)
+    for (part, one), (target, _) in served:
+        torch.mm(part, one.T, out=target)
+    return slices
+
+
+def _served(
+    rows: torch.Tensor, basis: torch.Tensor, reuse: int | None, first: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Rows that share a basis, each with it."""
+    if reuse is None or not len(rows):
+        return [(rows, basis[0])]
+    last = first + len(rows)
+    edges = [first, *range((first // reuse + 1) * reuse, last, reuse), last]
+    return [(rows[a - first : b - first], basis[a // reuse]) for a, b in pairwise(edges)]
+
+
+def sample_slices(samples: Mapping[str, torch.Tensor], layer: Layer, slice_size: int) -> torch.Tensor:
+    """A layer's samples (T, *layer.shape) as slices (T, M, K).
+
+    Raises:
+        GradlabError: for no samples, fewer than two of them, another shape, or values that are not finite.
+    """
+    if layer.name not in samples:
+        raise GradlabError(f"{layer.name}: no samples to fit PCA on; there are some of: {', '.join(samples)}")
+    found = samples[layer.name]
+    if found.ndim < 1 or tuple(found.shape[1:]) != layer.shape:
+        raise GradlabError(f"{layer.name}: samples of shape {list(found.shape)}, expected (T, {list(layer.shape)})")
+    if len(found) < 2:
+        raise GradlabError(f"{layer.name}: {len(found)} samples, PCA needs at least 2")
+    if not bool(found.isfinite().all()):
+        raise GradlabError(f"{layer.name}: samples with NaN or infinity; leave out the steps they come from")
+    return torch.stack([split_slices(flatten(sample, "gradiveq"), slice_size)[0] for sample in found])
+
+
+def check_bases(
+    codec: str,
+    layer: Layer,
+    basis: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    reuse: int | None,
+    whitening: bool = True,
+) -> None:
+    """Refuse a basis and a mean that do not fit a layer; both may be missing, the mean must be without whitening.
+
+    Raises:
+        GradlabError: naming codec and layer, what came and what was expected.
+    """
+    if basis is None and mean is None:
+        return
+    if basis is None or (mean is None) == whitening:
+        expected = "a basis and a mean" if whitening else "a basis and no mean (whitening is off)"
+        raise GradlabError(f"codec {codec}: layer {layer.name}: expected {expected}, or neither")
+    mean = basis.new_zeros(layer.numel // max(1, basis.shape[1]), basis.shape[1]) if mean is None else mean
+    if not {basis.dtype, mean.dtype} <= {torch.float32, torch.float64}:
+        raise GradlabError(
+            f"codec {codec}: layer {layer.name} has a basis of {basis.dtype} and a mean of {mean.dtype}, "
+            "expected float32"
+        )
+    sound = basis.ndim == 3 and 1 <= basis.shape[2] <= basis.shape[1] <= layer.numel
+    slices = layer.numel // basis.shape[1] if sound else 0
+    bases = len(fitted_slices(slices, reuse))
+    if not sound or basis.shape[0] != bases or tuple(mean.shape) != (slices, basis.shape[1]):
+        raise GradlabError(
+            f"codec {codec}: layer {layer.name} {list(layer.shape)} got a basis {list(basis.shape)} and a mean "
+            f"{list(mean.shape)}, expected (B, K, d) with d <= K and (M, K): M = numel // K, B = M / reuse or 1"
+        )
+    if not bool(basis.isfinite().all() and mean.isfinite().all()):
+        raise GradlabError(f"codec {codec}: layer {layer.name} has non-finite values in its basis or mean")

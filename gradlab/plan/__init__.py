@@ -1,0 +1,27 @@
+"""Which group of layers gets which codec, and from which step on; how plans are made and made anew."""
+
+from gradlab.plan.lgc_recipe import lgc_plan
+from gradlab.plan.plan import (
+    FEEDBACK,
+    FINITE_FLAG_BYTES,
+    Group,
+    Plan,
+    Schedule,
+    Wrap,
+    groups_of_the_rest,
+    habitual_wrappers,
+)
+from gradlab.plan.recipes import method_plan
+
+__all__ = [
+    "FEEDBACK",
+    "FINITE_FLAG_BYTES",
+    "Group",
+    "Plan",
+    "Schedule",
+    "Wrap",
+    "groups_of_the_rest",
+    "habitual_wrappers",
+    "lgc_plan",
+    "method_plan",
+]

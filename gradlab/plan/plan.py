@@ -1,0 +1,412 @@
+"""A plan: which group of layers gets which codec, and from which step on.
+
+A layer in no group is sent dense. The same plan drives the offline replay and the online engine.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from torch import nn
+
+from gradlab import codecs
+from gradlab import wrappers as wrapper_registry
+from gradlab.codec import Codec, Tensors, hash_tensor
+from gradlab.codec.settings import build_settings, plain
+from gradlab.codec.wrapper import innermost
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer, canonical_json, describe_difference, fingerprint, layers_of
+from gradlab.plan.refresh import Refresh
+from gradlab.segments import segments
+
+# A step with compressed groups also agrees on one float32: are all gradients finite on all ranks?
+FINITE_FLAG_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Wrap:
+    """A wrapper's id with its settings as plain JSON values: Wrap("error_feedback", {"decay": 0.1})."""
+
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "settings", plain(self.settings))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "settings": dict(self.settings)}
+
+    @classmethod
+    def from_json(cls, value: Any) -> Wrap:
+        """Raises GradlabError for anything but what `to_json` writes."""
+        sound = isinstance(value, dict) and isinstance(value.get("name"), str)
+        if not sound or not isinstance(value.get("settings"), dict):
+            raise GradlabError(f"not a group of a plan: its wrapper {str(value)[:200]}")
+        return cls(value["name"], value["settings"])
+
+
+FEEDBACK = (Wrap("error_feedback"),)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that one codec treats together.
+
+    name: unique in the plan; layers: names, in order; codec: id; settings: plain JSON values of the codec's settings;
+    wrappers: around the codec, outermost first.
+    """
+
+    name: str
+    layers: tuple[str, ...]
+    codec: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    wrappers: tuple[Wrap, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "settings", plain(self.settings))
+
+    @property
+    def plainly_dense(self) -> bool:
+        """Whether the group is averaged and nothing else."""
+        return self.codec == "identity" and not self.wrappers and not self.settings.get("ring")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "layers": list(self.layers),
+            "codec": self.codec,
+            "settings": dict(self.settings),
+            "wrappers": [wrap.to_json() for wrap in self.wrappers],
+        }
+
+    @classmethod
+    def from_json(cls, value: Any) -> Group:
+        """Raises GradlabError for anything but what `to_json` writes, or wrote before there were wrappers."""
+        if not isinstance(value, dict) or not {"name", "layers", "codec", "settings"} <= set(value):
+            raise GradlabError(f"not a group of a plan: {str(value)[:200]}")
+        layers, settings = value["layers"], value["settings"]
+        sound = isinstance(layers, list) and all(isinstance(name, str) for name in layers)
+        if not sound or not isinstance(settings, dict) or not all(isinstance(value[k], str) for k in ("name", "codec")):
+            raise GradlabError(f"not a group of a plan: {str(value)[:200]}")
+        codec, settings = _codec_of_today(value["codec"], settings)
+        return cls(value["name"], tuple(layers), codec, settings, _wrappers_from_json(value))
+
+
+def _codec_of_today(codec: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Formats 1 and 2 knew a codec pca: fitted bases to the end of the run, gradiveq with no end of compression."""
+    return ("gradiveq", {**settings, "compressed_steps": 0}) if codec == "pca" else (codec, settings)
+
+
+def _wrappers_from_json(group: dict[str, Any]) -> tuple[Wrap, ...]:
+    if "wrappers" not in group:  # format 1
+        if type(group.get("error_feedback")) is not bool:
+            raise GradlabError(f"not a group of a plan: {str(group)[:200]}")
+        return FEEDBACK if group["error_feedback"] else ()
+    if not isinstance(group["wrappers"], list):
+        raise GradlabError(f"not a group of a plan: {str(group)[:200]}")
+    return tuple(Wrap.from_json(item) for item in group["wrappers"])
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When the plan's codecs work. warmup_steps: dense iterations before the first compressed one."""
+
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.warmup_steps) is not int or self.warmup_steps < 0:
+            raise GradlabError(f"schedule: warmup_steps = {self.warmup_steps!r}, expected a whole number from 0")
+
+    def compresses(self, iteration: int) -> bool:
+        """Whether iteration (from 0) runs the codecs."""
+        return iteration >= self.warmup_steps
+
+    def to_json(self) -> dict[str, Any]:
+        return {"warmup_steps": self.warmup_steps}
+
+    @classmethod
+    def from_json(cls, value: Any) -> Schedule:
+        """Raises GradlabError for anything but what `to_json` writes."""
+        if not isinstance(value, dict) or "warmup_steps" not in value:
+            raise GradlabError(f"not a schedule: {str(value)[:200]}")
+        return cls(value["warmup_steps"])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Groups over the layers of one model, a schedule, a seed for shared random streams, and learned tensors.
+
+    learned: by group name, what the group's codec learned from data; refresh: when settings are chosen anew, and from
+    which; None: never.
+
+    Raises:
+        GradlabError: for a group that names an unknown layer, a layer in two groups, two groups of one name, a group
+            name with "::", an unknown codec, settings out of range, learned tensors that do not fit, or a refresh of
+            what the plan does not have.
+    """
+
+    layers: tuple[Layer, ...]
+    groups: tuple[Group, ...] = ()
+    schedule: Schedule = field(default_factory=Schedule)
+    seed: int = 0
+    learned: Mapping[str, Tensors] = field(default_factory=dict)
+    refresh: Refresh | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
+            raise GradlabError(f"plan: seed = {str(self.seed)[:80]}, expected a whole number of 64 bits")
+        _require_unique("layer", [layer.name for layer in self.layers])
+        _require_unique("group", [group.name for group in self.groups])
+        _require_unique("grouped layer", [name for group in self.groups for name in group.layers])
+        for group in self.groups:
+            if "::" in group.name:
+                raise GradlabError(f"plan: group name {group.name!r}: '::' sets a group apart from its tensors' keys")
+            if not group.layers:
+                raise GradlabError(f"plan: group {group.name} has no layers")
+            if missing := [name for name in group.layers if name not in self._by_name]:
+                raise GradlabError(f"plan: group {group.name} names layers the model lacks: {', '.join(missing)}")
+            self._forecasting(group)
+        if strangers := sorted(set(self.learned) - {group.name for group in self.groups}):
+            raise GradlabError(f"plan: learned tensors for groups it does not have: {', '.join(strangers)}")
+        if self.refresh is not None:
+            self.refresh.check(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: what is remembered of them is made anew where a copy needs it."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+    @classmethod
+    def uniform(
+        cls,
+        model: nn.Module | Sequence[Layer],
+        codec: str,
+        *,
+        error_feedback: bool | None = None,
+        wrappers: Sequence[Wrap] | None = None,
+        warmup_steps: int | None = None,
+        minimum_dimensions: int | None = None,
+        minimum_numel: int | None = None,
+        roles: Collection[str] | None = None,
+        group_bytes: float | None = None,
+        seed: int = 0,
+        **settings: Any,
+    ) -> Plan:
+        """One codec with one setting for every layer, but vectors and small ones.
+
+        minimum_dimensions, minimum_numel: of a layer that is not small; roles: layers of these roles only, such as
+        ("convolution",); group_bytes: layers that follow each other make one group as long as their gradients have at
+        most so many bytes together, 0: each for itself, math.inf: all; warmup_steps: dense iterations before; None for
+        any of these: as is the codec's own habit (two dimensions, 256 elements, each layer for itself, signs: every
+        layer, in groups of 4 MiB; GradiVeQ: convolutions, after 2500 iterations; others: all roles, at once). Other
+        layers are sent dense.
+        wrappers: around the codec, outermost first; None: error feedback or nothing, as `error_feedback` says, or
+        (None) as is the codec's own habit, and two-way compression where that is (signs). Where a wrapper applies
+        momentum or weight decay, dense layers get the same.
+        """
+        layers = layers_of(model) if isinstance(model, nn.Module) else tuple(model)
+        if wrappers is not None and not (
+            isinstance(wrappers, Sequence) and all(isinstance(wrap, Wrap) for wrap in wrappers)
+        ):
+            raise GradlabError(f"plan: wrappers = {str(wrappers)[:80]!r}, expected a list of Wrap(name, settings)")
+        if wrappers is not None and error_feedback is not None:
+            raise GradlabError(
+                "plan: wrappers and error_feedback are both given: name error_feedback among the wrappers"
+            )
+        built = codecs.make(codec, **settings)
+        defaults, by_habit = built.defaults, habitual_wrappers(built, error_feedback)
+        around = by_habit if wrappers is None else tuple(wrappers)
+        dimensions = defaults.minimum_dimensions if minimum_dimensions is None else minimum_dimensions
+        least = defaults.minimum_numel if minimum_numel is None else minimum_numel
+        chosen = [layer for layer in layers if len(layer.shape) >= dimensions and layer.numel >= least]
+        chosen = [layer for layer in chosen if layer.role in (defaults.roles if roles is None else roles)]
+        most = defaults.group_bytes if group_bytes is None else group_bytes
+        if not isinstance(most, (int, float)) or not most >= 0:
+            raise GradlabError(f"plan: group_bytes = {most!r}, expected a number from 0")
+        names = [tuple(layer.name for layer in some) for some in segments(chosen, lambda layer: 4 * layer.numel, most)]
+        groups = [Group(_group_name(members), members, codec, settings, around) for members in names]
+        schedule = Schedule(defaults.warmup_steps if warmup_steps is None else warmup_steps)
+        return cls(layers, (*groups, *groups_of_the_rest(layers, chosen, around)), schedule, seed)
+
+    def members(self, group: Group) -> tuple[Layer, ...]:
+        """The layers of a group, in its order."""
+        return tuple(self._by_name[name] for name in group.layers)
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, Layer]:
+        return {layer.name: layer for layer in self.layers}
+
+    @functools.cached_property
+    def _codecs(self) -> dict[str, Codec]:
+        return {}
+
+    def _forecasting(self, group: Group) -> Codec:
+        """One of the plan's own groups, built once: to be asked, not to be run or moved, which changes a codec."""
+        if group.name not in self._codecs:
+            self._codecs[group.name] = self.build(group)
+        return self._codecs[group.name]
+
+    def build(self, group: Group) -> Codec:
+        """A new codec for a group, checked against its layers, inside the group's wrappers."""
+        method = codecs.get(group.codec)
+        codec = method(build_settings(method, group.settings), self.learned.get(group.name))
+        codec.check(self.members(group))
+        for wrap in reversed(group.wrappers):
+            wrapper = wrapper_registry.get(wrap.name)
+            codec = wrapper(codec, build_settings(wrapper, wrap.settings))
+        return codec
+
+    @functools.cached_property
+    def compressed_groups(self) -> tuple[Group, ...]:
+        """Groups that are not plainly dense."""
+        return tuple(group for group in self.groups if not group.plainly_dense)
+
+    @property
+    def applies_momentum(self) -> str | None:
+        """The name of a wrapper that applies momentum, which the optimizer must then not do; or None."""
+        return next((name for name in self._wrappers() if wrapper_registry.get(name).applies_momentum), None)
+
+    @property
+    def applies_weight_decay(self) -> bool:
+        """Whether a wrapper applies weight decay, which the optimizer must then not do."""
+        return any(wrapper_registry.get(name).applies_weight_decay for name in self._wrappers())
+
+    @property
+    def follows_learning_rate(self) -> str | None:
+        """The name of a wrapper that is set to follow the optimizer's learning rate; or None."""
+        asked = [wrap.name for group in self.groups for wrap in group.wrappers if wrap.settings.get("step_size_ratio")]
+        return asked[0] if asked else None
+
+    def _wrappers(self) -> Iterator[str]:
+        return (wrap.name for group in self.groups for wrap in group.wrappers)
+
+    @property
+    def varying(self) -> tuple[str, ...]:
+        """Ids of codecs whose messages vary in size with the gradients, so that forecasts of bytes are estimates."""
+        groups = self.compressed_groups
+        return tuple(sorted({group.codec for group in groups if innermost(self._forecasting(group)).varying}))
+
+    @functools.cached_property
+    def dense_layers(self) -> tuple[Layer, ...]:
+        """Layers that are sent uncompressed in every phase."""
+        compressed = {name for group in self.compressed_groups for name in group.layers}
+        return tuple(layer for layer in self.layers if layer.name not in compressed)
+
+    def payload_bytes(
+        self, world_size: int, compressing: bool = True, states: Mapping[str, Tensors] | None = None
+    ) -> float:
+        """Forecast of the bytes a rank contributes per step, mean over ranks; float32 gradients.
+
+        states: by group name, forecast the step that starts from them; None: the mean over a run.
+        """
+        if not compressing or not self.compressed_groups:
+            return 4 * sum(layer.numel for layer in self.layers)
+        total = 4.0 * sum(layer.numel for layer in self.dense_layers) + FINITE_FLAG_BYTES
+        for group in self.compressed_groups:
+            codec, members = self._forecasting(group), self.members(group)
+            if states is None:
+                total += codec.payload_bytes(members, world_size)
+            else:
+                total += codec.next_payload_bytes(members, world_size, states.get(group.name, {}))
+        return total
+
+    @property
+    def digest(self) -> str:
+        """Sha256 (hex) of the plan with its learned tensors: equal plans, and only they, have one digest."""
+        return hashlib.sha256(canonical_json([self.to_json(), self.tensor_hashes()]).encode()).hexdigest()
+
+    def tensor_hashes(self) -> dict[str, str]:
+        """Sha256 (hex) per learned tensor, by "<group>::<key>"."""
+        return {key: hash_tensor(tensor) for key, tensor in self.tensors().items()}
+
+    def tensors(self) -> Tensors:
+        """All learned tensors by "<group>::<key>"."""
+        return {f"{group}::{key}": t for group, kept in self.learned.items() for key, t in kept.items()}
+
+    def check_model(self, layers: Sequence[Layer]) -> None:
+        """Refuse a model with other layers than the plan was made for.
+
+        Raises:
+            GradlabError: with one line per layer that differs.
+        """
+        if difference := describe_difference(self.layers, layers):
+            shown = difference[:20] + ([f"... and {len(difference) - 20} more"] if len(difference) > 20 else [])
+            raise GradlabError(
+                f"this plan is for another model ({len(difference)} differences):\n  " + "\n  ".join(shown)
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the learned tensors, as plain JSON."""
+        return {
+            "layers": [layer.to_json() for layer in self.layers],
+            "fingerprint": fingerprint(self.layers),
+            "groups": [group.to_json() for group in self.groups],
+            "schedule": self.schedule.to_json(),
+            "seed": self.seed,
+            **({} if self.refresh is None else {"refresh": self.refresh.to_json()}),
+        }
+
+    @classmethod
+    def from_json(cls, value: Any, tensors: Tensors | None = None) -> Plan:
+        """A plan from `to_json`'s output and tensors named as by `tensors`.
+
+        Raises:
+            GradlabError: for anything else, or a fingerprint that does not match the layers.
+        """
+        keys = {"layers", "fingerprint", "groups", "schedule", "seed"}
+        if not isinstance(value, dict) or not keys <= set(value):
+            raise GradlabError(f"not a plan: expected the keys {', '.join(sorted(keys))}")
+        if not isinstance(value["layers"], list) or not isinstance(value["groups"], list):
+            raise GradlabError("not a plan: layers and groups must be lists")
+        layers = tuple(Layer.from_json(item) for item in value["layers"])
+        if fingerprint(layers) != value["fingerprint"]:
+            raise GradlabError("plan: the model fingerprint does not match the layers listed")
+        learned: dict[str, Tensors] = {}
+        for key, tensor in (tensors or {}).items():
+            group, _, rest = key.partition("::")
+            learned.setdefault(group, {})[rest] = tensor
+        groups = tuple(Group.from_json(item) for item in value["groups"])
+        refresh = Refresh.from_json(value["refresh"]) if "refresh" in value else None
+        return cls(layers, groups, Schedule.from_json(value["schedule"]), value["seed"], learned, refresh)
+
+
+def habitual_wrappers(codec: Codec, error_feedback: bool | None = None) -> tuple[Wrap, ...]:
+    """Around a codec, if nothing else is asked for: error feedback and two-way compression where it wants them.
+
+    error_feedback: whether there is to be any, whatever its habit; None: as that is.
+    """
+    feedback = codec.defaults.error_feedback if error_feedback is None else error_feedback
+    return (*(FEEDBACK if feedback else ()), *((Wrap("two_way"),) if codec.defaults.two_way else ()))
+
+
+def _group_name(layers: Sequence[str]) -> str:
+    return layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
+
+
+def groups_of_the_rest(layers: Sequence[Layer], compressed: Sequence[Layer], around: Sequence[Wrap]) -> Iterator[Group]:
+    """Groups that give the layers in no other their momentum and weight decay, if the others' wrappers apply them."""
+    if same := tuple(_without_compression(around)):
+        grouped = {layer.name for layer in compressed}
+        for layer in (layer for layer in layers if layer.name not in grouped):
+            yield Group(layer.name, (layer.name,), "identity", {}, same)
+
+
+def _without_compression(around: Sequence[Wrap]) -> Iterator[Wrap]:
+    for wrap in around:
+        wrapper = wrapper_registry.get(wrap.name)
+        if wrapper.applies_weight_decay:
+            yield wrap
+        if wrapper.applies_momentum:
+            values = asdict(build_settings(wrapper, wrap.settings))  # defaults too: Nesterov's form is not one's only
+            yield Wrap("momentum", {key: values[key] for key in ("momentum", "nesterov", "dampening") if key in values})
+
+
+def _require_unique(what: str, names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise GradlabError(f"plan: {what} {name} appears twice")
+        seen.add(name)

@@ -1,0 +1,132 @@
+"""Methods of training as their papers compare them, by name: plans of codecs with the wrappers that belong to them.
+
+Zheng, Huang, Kwok, "Communication-efficient distributed blockwise momentum SGD with error-feedback", NeurIPS 2019,
+section 4: SGD and SGDM; signSGD with majority vote (Bernstein et al., ICML 2018) and signum (ICLR 2019);
+dist-EF-SGD(M), Algorithm 2 with eq. (1); dist-EF-blockSGD(M), Algorithms 3 and 4. Others: see the paper in each codec.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+from gradlab.plan.plan import Plan, Wrap
+
+
+@dataclass(frozen=True)
+class Method:
+    """codec, settings: of a plan; wrappers: around it, inside of momentum; momentum: the wrapper that applies it, with
+    settings beside mu, or None; one_block: of all layers; every_tensor: vectors and small ones too."""
+
+    codec: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    wrappers: tuple[Wrap, ...] = ()
+    momentum: Wrap | None = None
+    one_block: bool = False
+    every_tensor: bool = False
+
+
+FOLLOWS = {"step_size_ratio": True}
+FEEDBACK = Wrap("error_feedback", {"step_size_ratio": False})
+FEEDBACK_BOTH_WAYS = (Wrap("error_feedback", FOLLOWS), Wrap("two_way", FOLLOWS))
+VOTE = (Wrap("two_way", {"error_feedback": False}),)
+BARE_SIGNS = {"scale": "one", "zeros": "random"}  # a coin ends the ties of an even number of ranks
+NESTEROV = Wrap("local_momentum", {"nesterov": True})
+SIGNUM = Wrap("local_momentum", {"nesterov": False, "dampening": True})
+WHOLE_MODEL = {"across_layers": True}
+SIGN_METHODS: dict[str, Method] = {
+    "SGD": Method("identity", every_tensor=True),
+    "SGDM": Method("identity", momentum=Wrap("momentum", {"nesterov": True}), every_tensor=True),
+    "signSGD": Method("sign", BARE_SIGNS, VOTE, every_tensor=True),
+    "signum": Method("sign", BARE_SIGNS, VOTE, SIGNUM, every_tensor=True),
+    "dist-EF-SGD": Method("sign", WHOLE_MODEL, FEEDBACK_BOTH_WAYS, one_block=True, every_tensor=True),
+    "dist-EF-SGDM": Method("sign", WHOLE_MODEL, FEEDBACK_BOTH_WAYS, NESTEROV, one_block=True, every_tensor=True),
+    "dist-EF-blockSGD": Method("sign", {}, FEEDBACK_BOTH_WAYS, every_tensor=True),
+    "dist-EF-blockSGDM": Method("sign", {}, FEEDBACK_BOTH_WAYS, NESTEROV, every_tensor=True),
+}
+LOCO = Wrap("error_feedback", {"decay": 0.95, "buffer": "int8", "reset_steps": 512, "step_size_ratio": False})
+DEMO = Wrap("error_feedback", {"carried": 0.999, "step_size_ratio": True})  # their momentum holds the learning rate
+METHODS: dict[str, Method] = {
+    **SIGN_METHODS,
+    "1-bit SGD": Method("one_bit", {}, (FEEDBACK, Wrap("two_way", {"step_size_ratio": False})), every_tensor=True),
+    "TernGrad": Method("terngrad", {"shared_scale": True}, every_tensor=True),
+    "QSGD": Method("qsgd", {"norm": "l2"}),
+    "natural compression": Method("natural", every_tensor=True),
+    "LoCo": Method("block_scaled", {"dtype": "int4"}, (LOCO,)),
+    "Sparse GD": Method("topk", {}, (FEEDBACK,)),
+    "MEM-SGD": Method("topk", {}, (Wrap("error_feedback", FOLLOWS),)),
+    "global top-k": Method("topk", {}, (FEEDBACK,), one_block=True),
+    "Rethink-GS": Method("threshold", {}, (FEEDBACK,), one_block=True),
+    "DGC": Method("sampled_threshold", {"density": 0.001}, (Wrap("sparsity_warmup"),), Wrap("momentum_correction")),
+    "ScaleCom": Method("clt_k", {}, (Wrap("error_feedback", {"decay": 0.9, "step_size_ratio": False}),)),
+    "DeMo": Method("dct_topk", {"average": "senders", "sign": True}, (DEMO,), every_tensor=True),
+    "PowerSGD": Method("powersgd", {}, (FEEDBACK,)),
+}
+
+
+def known_name(name: str, among: Iterable[str] = tuple(METHODS)) -> str:
+    """The name of a method, in whatever case it is written.
+
+    Raises:
+        GradlabError: if there is none; a close match is named.
+    """
+    known = list(among)
+    by_lower, lower = {one.lower(): one for one in known}, str(name).lower()
+    if lower in by_lower:
+        return by_lower[lower]
+    close = difflib.get_close_matches(lower, by_lower, n=1)
+    hint = f"; did you mean {by_lower[close[0]]}?" if close else ""
+    raise GradlabError(f"no method {name!r}{hint} (there are {', '.join(known)})")
+
+
+def method_plan(
+    model: nn.Module | Sequence[Layer],
+    name: str,
+    *,
+    momentum: float = 0.9,
+    weight_decay: float = 0.0,
+    server: str = "sharded",
+    warmup_steps: int = 0,
+    group_bytes: float | None = None,
+    seed: int = 0,
+    **settings: Any,
+) -> Plan:
+    """The plan of a method in `METHODS`; where it has momentum, the optimizer is to be SGD without its own.
+
+    Signs, 1-bit SGD, TernGrad, natural compression and DeMo treat every tensor, others matrices of some size, as their
+    codec's habit is; DeMo too wants SGD without momentum: its residual is that. LoCo has a scale per 256 values; with
+    scale=s it is the paper's one s, which has to suit the gradients.
+    momentum: mu, where there is one (name ends in M, signum, DGC); weight_decay: lambda, times the parameters added
+    to each rank's gradient, before momentum and compression; 0 leaves it to the optimizer, as published code of signSGD
+    and signum does, which votes on the loss alone; server: "sharded" over the ranks, or "rank": all on rank 0, as in
+    the paper (the same numbers on the CPU, but for the coins that end a vote's ties); warmup_steps: dense iterations
+    before it; group_bytes: as for `Plan.uniform`, where not all layers are one block; settings: of the codec, such as
+    block_size, beside the method's own.
+
+    Raises:
+        GradlabError: for an unknown name (close ones are named), or a setting out of range.
+    """
+    method = METHODS[known_name(name)]
+    around = [Wrap("weight_decay", {"rate": weight_decay})] if weight_decay else []
+    if method.momentum is not None:
+        around.append(Wrap(method.momentum.name, {"momentum": momentum, **method.momentum.settings}))
+    for wrap in method.wrappers:
+        around.append(Wrap(wrap.name, {**wrap.settings, **({"server": server} if wrap.name == "two_way" else {})}))
+    return Plan.uniform(
+        model,
+        method.codec,
+        wrappers=around,
+        warmup_steps=warmup_steps,
+        minimum_dimensions=0 if method.every_tensor else None,
+        minimum_numel=1 if method.every_tensor else None,
+        group_bytes=math.inf if method.one_block else group_bytes,
+        seed=seed,
+        **{**method.settings, **settings},
+    )

@@ -1,0 +1,152 @@
+"""Check a trace, whole or left behind by a killed run: read every committed value and compare its checksum."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+
+import numpy as np
+
+from gradlab.errors import GradlabError
+from gradlab.trace.rules import count_problems, empty_problems, folder_problems, index_problems, order_problems, remarks
+from gradlab.trace.schema import (
+    CHUNK_STEPS,
+    PART,
+    Manifest,
+    RankIndex,
+    rank_folder,
+    read_index,
+    read_manifest,
+    segment_name,
+    segment_numbers,
+)
+from gradlab.trace.segment import SegmentReader
+
+
+@dataclass(frozen=True)
+class RankCheck:
+    """What one rank holds: committed steps, whether its recording was closed, and problems in a line each."""
+
+    rank: int
+    steps: int
+    closed: bool
+    segments: int
+    steps_lost: int
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TraceCheck:
+    """What a trace holds: one row per rank, and the number of iterations that are committed on every rank."""
+
+    path: Path
+    ranks: tuple[RankCheck, ...]
+    common_steps: int
+    shared_problems: tuple[str, ...] = ()  # of the trace as a whole, not of one rank
+
+    @property
+    def world_size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def closed(self) -> bool:
+        """Whether every rank closed its recording; otherwise `gradlab trace repair` is needed before reading."""
+        return all(rank.closed for rank in self.ranks)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """All problems, one line each; empty for a sound trace."""
+        return (*(problem for rank in self.ranks for problem in rank.problems), *self.shared_problems)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is no problem and yet good to know, a line each: ranks that hold different numbers of steps."""
+        return remarks([rank.steps for rank in self.ranks], self.common_steps)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the trace is closed and free of problems: then `Trace` opens it and reads every value."""
+        return self.closed and not self.problems
+
+
+def check(path: str | os.PathLike[str]) -> TraceCheck:
+    """Read everything that a trace has committed.
+
+    Raises:
+        GradlabError: if there is no manifest that can be read; all else is reported per rank.
+    """
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    rows, iterations = [], []
+    for rank in range(manifest.world_size):
+        row, found = _check_rank(folder, manifest, rank)
+        rows.append(row)
+        iterations.append(found)
+    common = len(reduce(np.intersect1d, iterations))
+    shared = folder_problems(folder, manifest)
+    if all(row.closed for row in rows):  # an open one may still be filled
+        shared += empty_problems(folder, [row.steps for row in rows], common)
+    return TraceCheck(folder, tuple(rows), common, tuple(shared))
+
+
+def _check_rank(folder: Path, manifest: Manifest, rank: int) -> tuple[RankCheck, np.ndarray]:
+    """A rank's row, and the iterations it committed, int64 (steps,)."""
+    problems: list[str] = []
+    index: RankIndex | None = None
+    try:
+        index = read_index(folder, rank)
+    except GradlabError as error:
+        problems.append(str(error))
+    if index is not None:
+        problems += index_problems(folder, manifest, rank, index)
+    parts = committed_segments(folder, rank, index)
+    found: dict[int, np.ndarray] = {}
+    for number, suffix in parts:
+        iterations, wrong = _check_segment(folder, manifest, rank, number, suffix)
+        problems += wrong
+        if iterations is not None:
+            found[number] = iterations
+    if index is not None:
+        problems += count_problems(folder, index, {number: len(part) for number, part in found.items()})
+    steps = np.concatenate([np.zeros(0, np.int64), *(found[number] for number, _ in parts if number in found)])
+    problems += order_problems(folder, rank, steps)
+    lost = index.steps_lost if index else 0
+    return RankCheck(rank, len(steps), index is not None, len(parts), lost, tuple(problems)), steps
+
+
+def committed_segments(folder: Path, rank: int, index: RankIndex | None) -> list[tuple[int, str]]:
+    """(number, suffix) of the segments whose steps count: those the index names, or without one all that exist."""
+    here = folder / rank_folder(rank)
+    closed = segment_numbers(here)
+    if index is not None:
+        return [(number, "") for number, _ in index.segments if number in closed]
+    only_open = [(number, PART) for number in segment_numbers(here, PART) if number not in closed]
+    return sorted([(number, "") for number in closed] + only_open)
+
+
+def _check_segment(
+    folder: Path, manifest: Manifest, rank: int, number: int, suffix: str
+) -> tuple[np.ndarray | None, list[str]]:
+    """Iterations that a segment has committed, None if it cannot be opened, and what is wrong with it."""
+    path = folder / rank_folder(rank) / (segment_name(number) + suffix)
+    try:
+        segment = SegmentReader(path, manifest, rank, number, swmr=suffix == PART)
+    except GradlabError as error:
+        return None, [str(error)]
+    try:
+        return segment.records["index"], _row_problems(segment, manifest)
+    finally:
+        segment.close()
+
+
+def _row_problems(segment: SegmentReader, manifest: Manifest) -> list[str]:
+    problems = []
+    for layer in manifest.layers:
+        for start in range(0, segment.committed, CHUNK_STEPS):
+            try:
+                segment.read_stored(layer, start, min(start + CHUNK_STEPS, segment.committed))
+            except GradlabError as error:
+                problems.append(str(error))
+    return problems

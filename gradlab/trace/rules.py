@@ -1,0 +1,69 @@
+"""What has to hold of a trace beyond each single segment: the rules that `Trace` enforces and that `check` reports.
+
+Every rule returns a line per violation, so that one reader can refuse the first and another can list them all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from gradlab.trace.schema import Manifest, RankIndex, rank_folder, segment_name, segment_numbers
+
+
+def folder_problems(folder: Path, manifest: Manifest) -> list[str]:
+    """The folders are those of the manifest's ranks, no more and no fewer."""
+    found = {entry.name for entry in folder.iterdir() if re.fullmatch(r"rank-\d{5,}", entry.name)}
+    expected = {rank_folder(rank) for rank in range(manifest.world_size)}
+    said = f"{folder}: ranks disagree, the manifest has {manifest.world_size}, but"
+    surplus = [f"{said} {name} is there" for name in sorted(found - expected)[:1]]
+    return surplus + [f"{said} no {name}" for name in sorted(expected - found)[:1]]
+
+
+def index_problems(folder: Path, manifest: Manifest, rank: int, index: RankIndex) -> list[str]:
+    """The index of `rank` is this rank's and this run's, and names the closed segments that are there."""
+    if index.rank != rank or index.run != manifest.run:
+        return [f"{folder}: {rank_folder(rank)} disagrees with the manifest, it is of another run"]
+    here = folder / rank_folder(rank)
+    named, there = {number for number, _ in index.segments}, set(segment_numbers(here))
+    missing = [f"{here / segment_name(n)}: missing, though the index of rank {rank} names it" for n in named - there]
+    surplus = [
+        f"{here / segment_name(n)}: there, though the index of rank {rank} does not name it" for n in there - named
+    ]
+    return sorted(missing) + sorted(surplus)
+
+
+def count_problems(folder: Path, index: RankIndex, committed: Mapping[int, int]) -> list[str]:
+    """Segments hold as many steps as their index says; `committed` has those that could be read, by number."""
+    return [
+        f"{folder / rank_folder(index.rank) / segment_name(number)}: damaged, {committed[number]} committed steps, "
+        f"its index says {steps}"
+        for number, steps in index.segments
+        if number in committed and committed[number] != steps
+    ]
+
+
+def order_problems(folder: Path, rank: int, iterations: np.ndarray) -> list[str]:
+    """The iterations of one rank ascend, int64 (steps,)."""
+    ascending = bool((np.diff(iterations) > 0).all())
+    return [] if ascending else [f"{folder}: rank {rank}: iterations are not in ascending order"]
+
+
+def empty_problems(folder: Path, rank_steps: Sequence[int], common_steps: int) -> list[str]:
+    """There is an iteration that every rank holds."""
+    if common_steps:
+        return []
+    held = ", ".join(map(str, rank_steps))
+    return [f"{folder}: empty trace, no step is common to all ranks (steps per rank: {held})"]
+
+
+def remarks(rank_steps: Sequence[int], common_steps: int) -> tuple[str, ...]:
+    """What is no error and yet good to know, a line each: ranks that hold more than what all of them hold."""
+    least, most = min(rank_steps), max(rank_steps)
+    if most == common_steps:
+        return ()
+    held = f"{least} to {most}" if least < most else f"{most}"
+    return (f"ranks hold {held} steps each; the {common_steps} that all ranks hold are read, the others are not",)

@@ -1,0 +1,246 @@
+"""Read one segment of a trace: an HDF5 file that is checked before a single value is believed.
+
+A segment may come from elsewhere, so everything in HDF5 that can reach outside the file or claim more than the
+file holds is refused: links that are not hard links, external storage, virtual datasets, filters other than HDF5's
+own, shapes that the file's size cannot carry.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from gradlab.errors import GradlabError, NewerFormat
+from gradlab.layout import Layer, canonical_json, fingerprint
+from gradlab.trace.schema import (
+    FORMAT,
+    STEP_DTYPE,
+    STORED_DTYPE,
+    VERSION,
+    Manifest,
+    dataset_name,
+    record_checksums,
+    row_checksums,
+)
+
+_FILTERS = (h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32)
+_MAX_DEFLATE_RATIO = 1100  # deflate cannot do better than 1032:1
+_MAX_CHUNK_BYTES = 64 * 2**20
+_MAX_HEADER_BYTES = 2**16
+_READ_ATTEMPTS = 26  # with pauses of 67 ms in all
+_MEMBERS = {"gradients", "steps", "unused", "checksums", "committed"}
+
+
+def header(manifest: Manifest, rank: int, number: int) -> str:
+    """The canonical JSON that a segment carries to say where it belongs."""
+    return canonical_json(
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "run": manifest.run,
+            "world_size": manifest.world_size,
+            "layers": fingerprint(manifest.layers),
+            "dtype": manifest.dtype,
+            "rank": rank,
+            "segment": number,
+        }
+    )
+
+
+@contextmanager
+def _one_line(path: Path, doing: str) -> Iterator[None]:
+    """Turn whatever h5py raises on a damaged file into one line that names the file."""
+    try:
+        yield
+    except GradlabError:
+        raise
+    except (
+        OSError,
+        RuntimeError,
+        KeyError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        MemoryError,
+    ) as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise GradlabError(f"{path}: {doing}: {lines[0][:200]}") from None
+
+
+def _open_growing(path: Path) -> h5py.File:
+    """Open a file that may be growing. What does not match its checksum may be half written, so HDF5 reads it again, by
+    default 100 times, and doubles its pause from 1 ns every time: a damaged file keeps it for ever.
+    """
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
+    # h5py does not wrap this function; its module is linked with the library that has it.
+    set_attempts = ctypes.CDLL(h5py.h5p.__file__).H5Pset_metadata_read_attempts
+    if set_attempts(ctypes.c_int64(access.id), ctypes.c_uint(_READ_ATTEMPTS)) < 0:
+        raise OSError("HDF5 refuses to limit its attempts at reading")
+    return h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY | h5py.h5f.ACC_SWMR_READ, access))
+
+
+class SegmentReader:
+    """One open segment.
+
+    Args:
+        path: the file; rank, number: which segment of `manifest` it has to be.
+        swmr: open a file whose writer was killed, or is still writing.
+    Raises:
+        GradlabError: for a file that is damaged, not trusted, or does not belong to the trace.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, rank: int, number: int, *, swmr: bool = False) -> None:
+        self.path = path
+        self.layers = manifest.layers
+        self._position = {layer.name: position for position, layer in enumerate(manifest.layers)}
+        self._stored = STORED_DTYPE[manifest.dtype]
+        self._dtype = manifest.dtype
+        with _one_line(path, "not a readable HDF5 file, or truncated"):
+            self._file = _open_growing(path) if swmr else h5py.File(path, "r")
+        try:
+            with _one_line(path, "damaged"):
+                self._check_header(header(manifest, rank, number))
+                self._open_datasets()
+        except GradlabError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _header(self, expected: str) -> Any:
+        """What the file says of itself. Variable-length text lies in HDF5's global heap, the one part of a file without
+        a checksum: a flipped bit there can keep HDF5 reading for ever. Never read it; early traces have such a header.
+        """
+        if "gradlab" not in self._file.attrs:
+            return None
+        attribute = self._file.attrs.get_id("gradlab")
+        if attribute.shape == () and attribute.dtype.kind == "S" and attribute.dtype.itemsize <= _MAX_HEADER_BYTES:
+            return json.loads(self._file.attrs["gradlab"])
+        with open(self.path, "rb") as file:
+            return json.loads(expected) if expected.encode() in file.read(_MAX_HEADER_BYTES) else None
+
+    def _check_header(self, expected: str) -> None:
+        found = self._header(expected)
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise GradlabError(f"{self.path}: not a segment of a gradlab trace")
+        if type(found.get("version")) is int and found["version"] > VERSION:
+            raise NewerFormat(
+                f"{self.path}: written by a newer gradlab (version {found['version']}, this one reads up to {VERSION})"
+            )
+        for key, value in json.loads(expected).items():
+            if found.get(key) != value:
+                came = f"its {key} is {found.get(key)!r}, the manifest says {value!r}"
+                raise GradlabError(f"{self.path}: does not belong to this trace: {came}")
+
+    def _open_datasets(self) -> None:
+        names = set(self._file)
+        if names != _MEMBERS:
+            raise GradlabError(f"{self.path}: damaged, members {sorted(names ^ _MEMBERS)} are missing or unknown")
+        count = len(self.layers)
+        counter = self._dataset(self._file, "committed", np.dtype("<i8"), (1,))
+        self.committed = int(counter[0])
+        if self.committed < 0:
+            raise GradlabError(f"{self.path}: damaged, {self.committed} committed steps")
+        rows = self.committed
+        self.records = self._rows("steps", STEP_DTYPE, (rows,))
+        self._unused_bits = self._rows("unused", np.dtype("u1"), (rows, -(-count // 8)))
+        self._checksums = self._rows("checksums", np.dtype("<u4"), (rows, count))
+        if (record_checksums(self.records, self._unused_bits, self._checksums) != self.records["checksum"]).any():
+            raise GradlabError(f"{self.path}: damaged, the values stored per step do not match their checksums")
+        self._open_gradients()
+
+    def _open_gradients(self) -> None:
+        if not isinstance(self._hard(self._file, "gradients"), h5py.Group):
+            raise GradlabError(f"{self.path}: 'gradients' is not a group")
+        group = self._file["gradients"]
+        expected = {dataset_name(layer.name) for layer in self.layers if layer.numel}
+        different = sorted(expected ^ set(group))
+        if different:
+            raise GradlabError(f"{self.path}: layers differ from the manifest: {', '.join(different[:4])}")
+        self._datasets = {
+            layer.name: self._dataset(group, dataset_name(layer.name), self._stored, (self.committed, layer.numel))
+            for layer in self.layers
+            if layer.numel
+        }
+
+    def _rows(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+        return self._dataset(self._file, name, dtype, shape)[: self.committed]
+
+    def _hard(self, group: Any, name: str) -> Any:
+        link = group.get(name, getlink=True)
+        if not isinstance(link, h5py.HardLink):
+            raise GradlabError(f"{self.path}: {name!r} is a {type(link).__name__}; links out of a trace are refused")
+        return group[name]
+
+    def _dataset(self, group: Any, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> Any:
+        """A data set that is what it claims: type, at least `shape[0]` rows, and storage for all of them."""
+        dataset = self._hard(group, name)
+        if not isinstance(dataset, h5py.Dataset):
+            raise GradlabError(f"{self.path}: {name!r} is not a data set")
+        properties = dataset.id.get_create_plist()
+        if properties.get_layout() == h5py.h5d.VIRTUAL:
+            raise GradlabError(f"{self.path}: {name!r} is a virtual data set; data outside a trace is refused")
+        if properties.get_external_count():
+            raise GradlabError(f"{self.path}: {name!r} has external storage; data outside a trace is refused")
+        filters = [properties.get_filter(i)[0] for i in range(properties.get_nfilters())]
+        if unknown := [code for code in filters if code not in _FILTERS]:
+            raise GradlabError(f"{self.path}: {name!r} uses the unknown HDF5 filter {unknown[0]}")
+        self._check_shape(dataset, name, dtype, shape, bool(filters))
+        return dataset
+
+    def _check_shape(self, dataset: Any, name: str, dtype: np.dtype, shape: tuple[int, ...], packed: bool) -> None:
+        if dataset.dtype != dtype:
+            raise GradlabError(f"{self.path}: {name!r} holds {dataset.dtype}, expected {dtype}")
+        if len(dataset.shape) != len(shape) or dataset.shape[0] < shape[0] or dataset.shape[1:] != shape[1:]:
+            raise GradlabError(f"{self.path}: {name!r} has shape {dataset.shape}, the manifest needs {shape}")
+        if dataset.chunks is not None and np.prod(dataset.chunks, dtype=float) * dtype.itemsize > _MAX_CHUNK_BYTES:
+            raise GradlabError(f"{self.path}: {name!r} has chunks of an absurd shape {dataset.chunks}")
+        needed = int(np.prod(shape, dtype=object)) * dtype.itemsize
+        stored = dataset.id.get_storage_size() * (_MAX_DEFLATE_RATIO if packed else 1)
+        if needed > min(stored, self.path.stat().st_size * (_MAX_DEFLATE_RATIO if packed else 1)):
+            raise GradlabError(f"{self.path}: {name!r} claims {needed} bytes of data that the file does not hold")
+
+    @property
+    def unused(self) -> np.ndarray:
+        """Layers without a gradient on this rank: bool (committed, layers)."""
+        return np.unpackbits(self._unused_bits, axis=1, count=len(self.layers)).astype(bool)
+
+    def read_stored(self, layer: Layer, start: int, stop: int, columns: slice = slice(None)) -> np.ndarray:
+        """Rows start..stop as they are stored: float32, float16, or uint16 for bfloat16; (stop - start, columns).
+
+        Raises:
+            GradlabError: if the file cannot be read, or whole rows do not match their checksums.
+        """
+        if layer.numel == 0:
+            return np.zeros((stop - start, 0), self._stored)
+        with _one_line(self.path, f"cannot read layer {layer.name!r}"):
+            rows = self._datasets[layer.name][start:stop, columns]
+        if rows.shape[1] == layer.numel:
+            expected = self._checksums[start:stop, self._position[layer.name]]
+            wrong = np.flatnonzero(row_checksums(rows) != expected)
+            if wrong.size:
+                step = int(self.records["index"][start + wrong[0]])
+                raise GradlabError(f"{self.path}: layer {layer.name!r} at iteration {step} is damaged (checksum)")
+        return rows
+
+    def read(self, layer: Layer, start: int, stop: int, columns: slice = slice(None)) -> np.ndarray:
+        """Rows start..stop of a layer as float32 (stop - start, columns). Raises as `read_stored`."""
+        return as_float32(self.read_stored(layer, start, stop, columns), self._dtype)
+
+
+def as_float32(stored: np.ndarray, dtype: str) -> np.ndarray:
+    """Stored values as float32; bfloat16 is the upper half of a float32's bits."""
+    if dtype == "bfloat16":
+        return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return stored.astype(np.float32, copy=False)

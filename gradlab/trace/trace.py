@@ -1,0 +1,237 @@
+"""A recorded trace, opened for reading: the local gradients of every rank at every recorded iteration.
+
+    with Trace("trace") as trace:
+        for step in trace.iterate():
+            step.gradients[0]["conv1.weight"]     # rank 0's local gradient, float32, in the layer's shape
+
+Ranks may hold different steps (one was killed earlier, one dropped a step): `Trace.steps` are the iterations that
+every rank committed, and all positions count in them. The files are described in `gradlab.trace.schema`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer, canonical_json
+from gradlab.trace.checking import RankCheck, TraceCheck, check
+from gradlab.trace.rank import OpenSegments, RankSteps, require_none
+from gradlab.trace.rules import empty_problems, folder_problems, remarks
+from gradlab.trace.schema import CHUNK_STEPS, RankIndex, read_index, read_manifest
+
+__all__ = ["RankCheck", "Trace", "TraceCheck", "TraceStep", "check"]
+
+_BLOCK_BYTES = 96 * 2**20  # most memory of a block that `iterate` reads ahead, in bytes
+
+
+@dataclass(frozen=True)
+class TraceStep:
+    """One iteration of a trace on all N ranks, its L layers in the order of `Trace.layers`."""
+
+    position: int  # index into Trace.steps
+    index: int  # iteration of the training run
+    gradients: list[dict[str, np.ndarray]]  # per rank: layer name -> float32 array of the layer's shape
+    loss: np.ndarray  # (N,), NaN where it was not annotated
+    learning_rate: float  # rank 0's, of the first parameter group
+    loss_scale: np.ndarray  # (N,): gradients are this many times the true ones
+    accumulation: np.ndarray  # (N,): forward passes that make up the gradient
+    non_finite: np.ndarray  # (N,): infinite or NaN elements
+    unused: np.ndarray  # (N, L) bool: layers without a gradient on that rank
+
+
+class Trace:
+    """A closed trace, read-only; a context manager.
+
+    Args:
+        path: the trace's folder.
+        allow_empty: accept a trace that has no iteration common to all ranks.
+    Raises:
+        GradlabError: for a folder that is missing, foreign, damaged, newer, unfinished or empty, and for ranks
+            that disagree.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, allow_empty: bool = False) -> None:
+        self.path = Path(path)
+        self._manifest = read_manifest(self.path)
+        self.world_size: int = self._manifest.world_size
+        self.layers: tuple[Layer, ...] = self._manifest.layers
+        self.metadata: dict[str, Any] = self._manifest.metadata
+        self._by_name = {layer.name: layer for layer in self.layers}
+        self._segments = OpenSegments(self.path, self._manifest)
+        try:
+            require_none(folder_problems(self.path, self._manifest))
+            indices = self._read_indices()
+            self._ranks = [RankSteps(self._segments, rank, index) for rank, index in enumerate(indices)]
+            self.rank_steps: tuple[int, ...] = tuple(len(rank.records) for rank in self._ranks)
+            self.steps: np.ndarray = reduce(np.intersect1d, [rank.iterations for rank in self._ranks])
+            if not allow_empty:
+                require_none(empty_problems(self.path, self.rank_steps, len(self.steps)))
+        except GradlabError:
+            self.close()
+            raise
+        self._rows = [np.searchsorted(rank.iterations, self.steps) for rank in self._ranks]
+        self.steps_lost: tuple[int, ...] = tuple(index.steps_lost for index in indices)
+
+    def __enter__(self) -> Trace:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all files; reading again opens them again."""
+        self._segments.close()
+
+    def _read_indices(self) -> list[RankIndex]:
+        found = [read_index(self.path, rank) for rank in range(self.world_size)]
+        indices = [index for index in found if index is not None]
+        if len(indices) < len(found):
+            open_ranks = ", ".join(str(rank) for rank, index in enumerate(found) if index is None)
+            raise GradlabError(
+                f"{self.path}: recording was not closed (rank {open_ranks}); run `gradlab trace repair {self.path}`"
+            )
+        return indices
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is no error and yet good to know, a line each: ranks that hold different numbers of steps."""
+        return remarks(self.rank_steps, len(self.steps))
+
+    @property
+    def digest(self) -> str:
+        """Sha256 (hex) that identifies the trace: its manifest with the unique run id, and every rank's steps."""
+        digest = hashlib.sha256(canonical_json(self._manifest.to_json()).encode())
+        for rank in self._ranks:
+            digest.update(len(rank.records).to_bytes(8, "little"))
+            digest.update(np.ascontiguousarray(rank.iterations).tobytes())
+        return digest.hexdigest()
+
+    @property
+    def dtype(self) -> str:
+        """The type gradients are stored in: float32, float16 or bfloat16. Reading always gives float32."""
+        return self._manifest.dtype
+
+    def layer(self, name: str) -> Layer:
+        """The layer of this name.
+
+        Raises:
+            GradlabError: if the trace has none, with the closest names.
+        """
+        if name in self._by_name:
+            return self._by_name[name]
+        close = difflib.get_close_matches(name, self._by_name, n=3)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(list(self._by_name)[:3])}, ..."
+        raise GradlabError(f"{self.path}: no layer {name!r} in the trace; {hint}")
+
+    def read(
+        self, layer: str, rank: int, start: int = 0, stop: int | None = None, columns: slice | None = None
+    ) -> np.ndarray:
+        """Local gradients of one layer on one rank, as recorded (times the loss scale of their step).
+
+        Args:
+            start, stop: positions in `steps`.
+            columns: elements of the row-major flattening, contiguous; None reads and verifies whole rows.
+        Returns:
+            float32 (stop - start, numel[columns]).
+        Raises:
+            GradlabError: for an unknown layer or rank, positions out of range, or damaged data.
+        """
+        found = self.layer(layer)
+        if not 0 <= rank < self.world_size:
+            raise GradlabError(f"{self.path}: no rank {rank}; expected 0 to {self.world_size - 1}")
+        start, stop = self._range(start, stop)
+        columns = _contiguous(columns, found.numel)
+        return self._ranks[rank].read(found, self._rows[rank][start:stop], columns)
+
+    def mean(self, layer: str, start: int = 0, stop: int | None = None, columns: slice | None = None) -> np.ndarray:
+        """Mean over all ranks, summed in float64: float32 (stop - start, numel[columns]). Arguments as `read`."""
+        start, stop = self._range(start, stop)
+        picked = _contiguous(columns, self.layer(layer).numel)
+        out = np.empty((stop - start, picked.stop - picked.start), np.float32)
+        for first in range(start, stop, CHUNK_STEPS):
+            last = min(first + CHUNK_STEPS, stop)
+            total = np.zeros((last - first, out.shape[1]), np.float64)
+            with np.errstate(invalid="ignore", over="ignore"):  # recorded infinities meet, too
+                for rank in range(self.world_size):
+                    total += self.read(layer, rank, first, last, columns)
+                out[first - start : last - start] = total / self.world_size
+        return out
+
+    def iterate(
+        self, start: int = 0, stop: int | None = None, layers: Sequence[str] | None = None
+    ) -> Iterator[TraceStep]:
+        """Step by step over all ranks; reads blocks of at most 16 steps and about 96 MiB.
+
+        Args:
+            start, stop: positions in `steps`; layers: names of the layers to read, None for all.
+        Raises:
+            GradlabError: as `read`.
+        """
+        start, stop = self._range(start, stop)
+        chosen = [self.layer(name) for name in layers] if layers is not None else list(self.layers)
+        row_bytes = 4 * self.world_size * sum(layer.numel for layer in chosen)
+        size = max(1, min(CHUNK_STEPS, _BLOCK_BYTES // max(row_bytes, 1)))
+        for first in range(start, stop, size):
+            last = min(first + size, stop)
+            block = [
+                {
+                    layer.name: self.read(layer.name, rank, first, last).reshape(last - first, *layer.shape)
+                    for layer in chosen
+                }
+                for rank in range(self.world_size)
+            ]
+            for offset in range(last - first):
+                gradients = [{name: rows[offset] for name, rows in rank.items()} for rank in block]
+                yield self._step(first + offset, gradients)
+            del block, gradients  # before the next one is read
+
+    def _step(self, position: int, gradients: list[dict[str, np.ndarray]]) -> TraceStep:
+        rows = [rank_rows[position] for rank_rows in self._rows]
+        records = np.array([rank.records[row] for rank, row in zip(self._ranks, rows, strict=True)])
+        return TraceStep(
+            position=position,
+            index=int(self.steps[position]),
+            gradients=gradients,
+            loss=records["loss"],
+            learning_rate=float(records["learning_rate"][0]),
+            loss_scale=records["loss_scale"],
+            accumulation=records["accumulation"],
+            non_finite=records["non_finite"],
+            unused=np.array([rank.unused[row] for rank, row in zip(self._ranks, rows, strict=True)]),
+        )
+
+    def scalars(self, rank: int) -> dict[str, np.ndarray]:
+        """What one rank stored per step, at the T common steps: index, loss, learning_rate, loss_scale,
+        accumulation, non_finite, each (T,), and unused, bool (T, layers)."""
+        if not 0 <= rank < self.world_size:
+            raise GradlabError(f"{self.path}: no rank {rank}; expected 0 to {self.world_size - 1}")
+        located, rows = self._ranks[rank], self._rows[rank]
+        names = [name for name in located.records.dtype.names or () if name != "checksum"]
+        return {name: located.records[name][rows] for name in names} | {"unused": located.unused[rows]}
+
+    def _range(self, start: int, stop: int | None) -> tuple[int, int]:
+        stop = len(self.steps) if stop is None else stop
+        if not 0 <= start <= stop <= len(self.steps):
+            raise GradlabError(
+                f"{self.path}: positions {start}..{stop} do not lie in the trace's {len(self.steps)} steps"
+            )
+        return start, stop
+
+
+def _contiguous(columns: slice | None, numel: int) -> slice:
+    start, stop, step = (columns or slice(None)).indices(numel)
+    if step != 1:
+        raise GradlabError(f"columns {columns}: expected a slice without a step")
+    return slice(start, max(start, stop))

@@ -1,0 +1,1 @@
+"""The worker thread that runs a plan's codecs while DDP goes backward."""

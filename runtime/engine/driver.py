@@ -1,0 +1,341 @@
+"""Drive a plan's steps on a process group: gradients come in parts, their means go back into the same memory.
+
+Each part is cut into segments of groups, and every segment is a tick (`gradlab.executor.ticks`): while its groups are
+encoded, the last segment's collectives travel. A part without layers that a codec works on is averaged in its own
+buffer, exactly as plain DDP does it. Collectives follow from parts and segments alone, so that one order serves every
+backend.
+
+The ranks' agreement on finite gradients travels after the last part. If gradients were not finite, all of the step's
+become NaN on every rank, so that a loss scaler skips it everywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from gradlab.codec import Exchanged, Tensors
+from gradlab.codec.measures import contribution_error, squared_norm
+from gradlab.codec.wrapper import innermost, wrappers_of
+from gradlab.collectives import Coroutine, Request, answer_for, as_requests, payload_bytes
+from gradlab.collectives import Step as Asked
+from gradlab.ddp.agreement import Ranks
+from gradlab.errors import GradlabError
+from gradlab.executor import PlanRun, Step, Ticks
+from gradlab.runtime.engine.finiteness import NonFiniteSteps
+from gradlab.runtime.engine.options import RunOptions, Surroundings
+from gradlab.runtime.engine.statistics import Statistics, StepRecord
+from gradlab.runtime.network.communicator import Communicator
+from gradlab.runtime.network.in_flight import Fused
+from gradlab.runtime.timeline import Timeline
+from gradlab.segments import segments
+from gradlab.workspace import RecyclingWorkspace
+
+Result = TypeVar("Result")
+
+
+def drive(coroutine: Coroutine[Result], communicator: Communicator) -> Result:
+    """Run a codec's coroutine to its end on a process group, in the calling thread.
+
+    All ranks of the group have to call it with coroutines that ask for the same collectives.
+
+    Returns what the coroutine returns.
+    """
+    answer: Any = None
+    while True:
+        try:
+            asked = coroutine.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        answer = answer_for(asked, communicator.issue(as_requests(asked)).answers())
+
+
+@dataclass(eq=False)
+class Part:
+    """Gradients that arrive together, and in whose memory the results are written.
+
+    index: counts the parts of a step; gradients: by layer name; buffer: the flat memory that holds all of them and
+    nothing else, if there is such; started: the buffer's mean, if it is on its way already.
+    """
+
+    index: int
+    gradients: Tensors
+    buffer: torch.Tensor | None = None
+    arrived: float = field(default_factory=time.perf_counter)
+    started: Fused | None = None
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """What holds its gradients."""
+        return list(self.gradients.values()) if self.buffer is None else [self.buffer]
+
+    def settle(self) -> None:
+        """The results are written."""
+
+
+class Running:
+    """One coroutine in progress: a group's codec, the dense layers of a part, or the ranks' agreement.
+
+    part: the number of the part that it began with; finish: takes what it returns; watch: told of every stretch of its
+    code, with the moments between which it ran, and whether it was the first.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        coroutine: Coroutine[Any],
+        part: int,
+        *,
+        codec: str = "",
+        finish: Callable[[Any], None] = lambda _: None,
+        watch: Callable[[Running, float, float, bool], None] = lambda *_: None,
+    ) -> None:
+        self.name, self.part = name, part
+        self.requests: tuple[Request, ...] = ()
+        self.done = False
+        self._label = f"codec {codec} on {name}" if codec else name
+        self._coroutine, self._finish, self._watch = coroutine, finish, watch
+        self._asked: Asked = ()
+
+    def advance(self, answers: Sequence[Any] | None = None) -> None:
+        """Run to the next request, or to the end. answers: those to the open requests; None to start."""
+        began = time.perf_counter()
+        try:
+            try:
+                self._asked = self._coroutine.send(None if answers is None else answer_for(self._asked, answers))
+                self.requests = as_requests(self._asked)
+            except StopIteration as stop:
+                self.requests, self.done = (), True
+                self._finish(stop.value)
+        except Exception as error:
+            raise GradlabError(f"{self._label}: {type(error).__name__}: {error}") from error
+        self._watch(self, began, time.perf_counter(), answers is None)
+
+
+@dataclass
+class Iteration:
+    """What belongs to the step in progress and is gone after it. measured: whether errors are."""
+
+    step: Step
+    record: StepRecord
+    ticks: Ticks[Running]
+    measured: bool = False
+    parts: list[Part] = field(default_factory=list)
+    dense: list[Fused] = field(default_factory=list)
+
+    def abandon(self) -> None:
+        """Let go of what holds collectives: exchanges refer back to here, and would wait for the collector."""
+        self.ticks.abandon()
+        self.dense.clear()
+
+
+class StepDriver:
+    """Serves the steps of one rank's run of a plan: `begin`, `add` for each part, `complete`, `finish`.
+
+    all_dense: whether no codec will run in the next step.
+    """
+
+    def __init__(
+        self,
+        run: PlanRun,
+        communicator: Communicator,
+        surroundings: Surroundings,
+        statistics: Statistics,
+        timeline: Timeline,
+        workspace: RecyclingWorkspace,
+        options: RunOptions,
+        device: torch.device,
+    ) -> None:
+        self.run = run
+        self.communicator = communicator
+        self.statistics = statistics
+        self.timeline = timeline
+        self.ranks_compared = False
+        self.all_dense = False
+        self.current: Iteration | None = None
+        self._surroundings = surroundings
+        self._options = options
+        self._workspace = workspace
+        self._device = device
+        self._non_finite = NonFiniteSteps(options.non_finite_limit, options.scaled)
+
+    def begin(self) -> None:
+        """Begin a step. A collective, where ranks have to agree on where they stand, or a refresh is due."""
+        if self.current is not None:
+            raise GradlabError("a new step began before the last one's gradients had all arrived")
+        self._compare_ranks()
+        if why := drive(self.run.refresh(), self.communicator):
+            said = f"gradlab: step {self.run.iteration}: the plan stays, as none could be chosen: {why}"
+            warnings.warn(said, stacklevel=2)
+        rates, scale = self._surroundings.learning_rates(), self._surroundings.loss_scale()
+        step = self.run.begin(rates, scale, self._surroundings.parameters)
+        record = StepRecord(self.run.iteration, step.compressing, loss_scale=scale)
+        self.current = Iteration(step, record, Ticks(self.communicator.issue), self._is_measured(step.compressing))
+
+    def add(self, part: Part) -> None:
+        """Take in a part: start what it makes possible."""
+        current = self._in_progress(part)
+        current.parts.append(part)
+        self.timeline.add("backward", f"bucket {part.index} ready", part.arrived, part.arrived)
+        with self._timed(current):
+            complete = current.step.add(part.gradients, part.buffer)
+            rest = {name: grad for name, grad in part.gradients.items() if not current.step.is_active(name)}
+            if part.buffer is not None and len(rest) == len(part.gradients):
+                self._average(current, part, part.buffer)
+            else:
+                begun = [self._dense(current, part, rest)] if rest else []
+                begun += [self._group(current, part, name) for name in complete]
+                for segment in segments(begun, lambda pair: pair[1], self._options.segment_bytes):
+                    current.ticks.tick([running for running, _ in segment])
+
+    def settle(self) -> None:
+        """Wait until the results of all complete groups are written."""
+        current = self._in_progress(None)
+        with self._timed(current):
+            current.ticks.drain()
+
+    def complete(self) -> None:
+        """After the last part: let the ranks agree, and wait until all results are written."""
+        current = self._in_progress(None)
+        current.step.require_whole()
+        with self._timed(current):
+            if current.step.active:
+                last = current.parts[-1].index if current.parts else 0
+                current.ticks.tick([Running("finite flag", current.step.agree(self._device), last, watch=self._watch)])
+            current.ticks.drain()
+            for position, fused in enumerate(current.dense):
+                fused.answers()
+                if not current.step.active and position + 1 < len(current.parts):
+                    # Nothing to agree on: DDP may take bucket after bucket while the last ones travel.
+                    current.parts[position].settle()
+
+    def finish(self) -> StepRecord:
+        """Commit the step, or poison it if a gradient was not finite; the parts are settled.
+
+        Raises:
+            GradlabError: after too many steps in a row that were not finite.
+        """
+        current = self._in_progress(None)
+        step, record = current.step, current.record
+        memory = [tensor for part in current.parts for tensor in part.memory]
+        self.run.end(step, memory)
+        if not step.finite:
+            for tensor in memory:  # all of it: DDP may throw away the results of one bucket
+                tensor.fill_(torch.nan)
+        for layer in step.held if step.finite else ():
+            step.gradients[layer].zero_()
+        record.finite, record.non_finite_layers = step.finite, step.non_finite
+        record.payload_bytes, record.wire_bytes = self.communicator.take_counts()
+        first, last = (current.parts[at].arrived if current.parts else time.perf_counter() for at in (0, -1))
+        record.wait_seconds, record.synchronise_seconds = (time.perf_counter() - moment for moment in (last, first))
+        self.timeline.add("backward", "backward", first, last)
+        self.statistics.add(record)
+        self._non_finite.add(record)
+        self.all_dense = not self.run.active
+        self.current = None
+        self._workspace.recycle(tensor for state in self.run.states.values() for tensor in state.values())
+        for part in current.parts:
+            part.settle()
+        return record
+
+    def abandon(self) -> list[Part]:
+        """Let go of the step in progress, after an error; its parts."""
+        current, self.current = self.current, None
+        if current is None:
+            return []
+        current.abandon()
+        return current.parts
+
+    def _in_progress(self, part: Part | None) -> Iteration:
+        if self.current is None:
+            what = "the end of a step came" if part is None else f"bucket {part.index} arrived"
+            raise GradlabError(f"{what} before the step had begun")
+        return self.current
+
+    @contextmanager
+    def _timed(self, current: Iteration) -> Iterator[None]:
+        began, waited = time.perf_counter(), self.communicator.wait_seconds
+        yield
+        waited = self.communicator.wait_seconds - waited
+        current.record.communicate_seconds += waited
+        current.record.compress_seconds += time.perf_counter() - began - waited
+
+    def _compare_ranks(self) -> None:
+        """Once after a start or a resume: ranks that stand at different steps would send each other nonsense."""
+        if not self.ranks_compared:
+            assert self.communicator.group is not None
+            keys = sorted(f"{group}::{key}" for group, state in self.run.states.items() for key in state)
+            digest = hashlib.sha256(repr(keys).encode()).hexdigest()
+            Ranks(self.communicator.group, self._device).require_same(
+                {"the iteration": self.run.iteration, "which states there are (sha256)": digest}
+            )
+            self.ranks_compared = True
+
+    def _is_measured(self, compressing: bool) -> bool:
+        every = self._options.measure_every
+        return compressing and every > 0 and (self.run.iteration - self.run.plan.schedule.warmup_steps) % every == 0
+
+    def _average(self, current: Iteration, part: Part, buffer: torch.Tensor) -> None:
+        """The mean of a whole buffer, in place."""
+        current.dense.append(part.started or self.communicator.mean_in_place(buffer))
+        part.started = None
+        if current.measured:
+            current.record.bucket_payload_bytes[part.index] = buffer.nbytes
+
+    def _dense(self, current: Iteration, part: Part, gradients: Tensors) -> tuple[Running, int]:
+        """The layers of a part that no codec works on."""
+
+        def finish(done: Exchanged) -> None:
+            _write(gradients, done)
+
+        running = Running(
+            f"dense layers of bucket {part.index}",
+            current.step.average(gradients),
+            part.index,
+            finish=finish,
+            watch=self._watch,
+        )
+        return running, sum(grad.nbytes for grad in gradients.values())
+
+    def _group(self, current: Iteration, part: Part, name: str) -> tuple[Running, int]:
+        """A group whose last layer came with this part."""
+        gradients, codec = current.step.layers_of(name), self.run.codecs[name]
+
+        def finish(done: Exchanged) -> None:
+            if current.measured:  # before the gradients, which `done` may still refer to, are overwritten
+                current.record.errors |= contribution_error(done)
+                current.record.residual_norms |= {layer: squared_norm(t) ** 0.5 for layer, t in done.unsent.items()}
+            _write(gradients, done)
+
+        described = "+".join([innermost(codec).name, *(wrapper.name for wrapper in wrappers_of(codec))])
+        running = Running(
+            name, current.step.exchange(name), part.index, codec=described, finish=finish, watch=self._watch
+        )
+        return running, sum(grad.nbytes for grad in gradients.values())
+
+    def _watch(self, one: Running, began: float, stop: float, first: bool) -> None:
+        """Note a stretch of an exchange's code, and what it asked for."""
+        current = self._in_progress(None)
+        record, spent = current.record, stop - began
+        record.encode_seconds += spent if first else 0.0
+        record.decode_seconds += 0.0 if first else spent
+        self.timeline.add("encode and decode", f"{'encode' if first else 'decode'} {one.name}", began, stop)
+        if current.measured:
+            encode, decode = record.group_seconds.get(one.name, (0.0, 0.0))
+            record.group_seconds[one.name] = (encode + spent, decode) if first else (encode, decode + spent)
+            asked = sum(payload_bytes(request, self.communicator.rank) for request in one.requests)
+            record.group_payload_bytes[one.name] = record.group_payload_bytes.get(one.name, 0) + asked
+            record.bucket_payload_bytes[one.part] = record.bucket_payload_bytes.get(one.part, 0) + asked
+
+
+def _write(gradients: Tensors, done: Exchanged) -> None:
+    """Put a group's mean where its gradients were."""
+    for layer, gradient in gradients.items():
+        gradient.copy_(done.mean[layer])

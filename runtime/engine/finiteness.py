@@ -1,0 +1,43 @@
+"""Steps whose gradients were not finite: when a run is beyond help."""
+
+from __future__ import annotations
+
+import warnings
+
+from gradlab.errors import GradlabError
+from gradlab.runtime.engine.statistics import StepRecord
+
+
+class NonFiniteSteps:
+    """Counts steps in a row whose gradients were not finite on some rank.
+
+    limit: how many end the run; scaled: whether a loss scaler is in use, which makes a few of them normal.
+    """
+
+    def __init__(self, limit: int, scaled: bool) -> None:
+        self.limit = limit
+        self.scaled = scaled
+        self.in_a_row = 0
+
+    def add(self, record: StepRecord) -> None:
+        """Count a step; warn of the first without a scaler.
+
+        Raises:
+            GradlabError: after too many in a row.
+        """
+        self.in_a_row = 0 if record.finite else self.in_a_row + 1
+        if record.finite:
+            return
+        where = ", ".join(record.non_finite_layers[:3]) or "another rank"
+        if self.in_a_row >= self.limit:
+            scale = f"the loss scale is {record.loss_scale:g}" if self.scaled else "there is no loss scaler"
+            raise GradlabError(
+                f"gradients were not finite in {self.in_a_row} steps in a row (now in {where}; {scale}): the run does "
+                "not recover; look at the loss, the learning rate, and the first step at which this began"
+            )
+        if self.in_a_row == 1 and not self.scaled:
+            warnings.warn(
+                f"gradlab: step {record.step}: gradients are not finite in {where}; every rank's become NaN, and no "
+                "codec state moves (pass scaler= if a loss scaler is to skip such steps)",
+                stacklevel=1,
+            )

@@ -1,0 +1,81 @@
+"""What a run of a plan is told once, and what it asks anew in every iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradlab.ddp.optimizers import is_plain_sgd
+from gradlab.errors import GradlabError
+from gradlab.segments import SEGMENT_BYTES
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of `Exchange` and `CompressionState`, which describe them."""
+
+    optimizer: torch.optim.Optimizer | None = None
+    scaler: torch.amp.GradScaler | None = None
+    deterministic: bool = False
+    segment_bytes: int = SEGMENT_BYTES
+    measure_every: int = 10
+    trace_steps: Collection[int] = ()
+    non_finite_limit: int = 50
+    check_requests: bool = False
+    history: int = 1000
+    hold_unused: bool = False
+
+    @property
+    def plain_sgd(self) -> bool:
+        """Whether the optimizer is SGD without momentum."""
+        return is_plain_sgd(self.optimizer)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether a loss scaler is in use."""
+        return self.scaler is not None and self.scaler.is_enabled()
+
+    def check(self) -> None:
+        """Refuse what would fail only when it is used.
+
+        Raises:
+            GradlabError: naming the option, what came and what was expected.
+        """
+        if self.optimizer is not None and not hasattr(self.optimizer, "param_groups"):
+            raise GradlabError(f"optimizer is {type(self.optimizer).__name__}, expected a torch optimizer")
+        if self.scaler is not None and not (hasattr(self.scaler, "get_scale") and hasattr(self.scaler, "is_enabled")):
+            raise GradlabError(f"scaler is {type(self.scaler).__name__}, expected a GradScaler")
+        if not isinstance(self.trace_steps, Collection):
+            raise GradlabError(f"trace_steps = {self.trace_steps!r}, expected a list of iterations")
+        for name, least in (("segment_bytes", 1), ("measure_every", 0), ("non_finite_limit", 1), ("history", 1)):
+            _require_whole(name, getattr(self, name), least)
+        for step in self.trace_steps:
+            _require_whole("a step of trace_steps", step, 0)
+
+    def same_everywhere(self) -> dict[str, Any]:
+        """What all ranks must have been told alike, as plain JSON."""
+        names = ("segment_bytes", "measure_every", "hold_unused", "non_finite_limit", "plain_sgd", "scaled")
+        return {
+            "deterministic": bool(self.deterministic),
+            "check_requests": bool(self.check_requests),
+            **{name: getattr(self, name) for name in names},
+            "trace_steps": list(self.trace_steps),
+        }
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What is read anew in each iteration. learning_rates: by layer name; loss_scale: of the loss scaler;
+    parameters: by layer name, the model's own tensors."""
+
+    learning_rates: Callable[[], dict[str, float]]
+    loss_scale: Callable[[], float]
+    parameters: Mapping[str, torch.Tensor]
+
+
+def _require_whole(name: str, value: object, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise GradlabError(f"{name} = {value!r}, expected a whole number from {least}")

@@ -1,0 +1,153 @@
+"""DDP's buckets through a plan's steps: one ordered worker thread that overlaps with backward.
+
+DDP hands over buckets in one order on every rank. The worker drives the step with each as a part (`StepDriver`), so
+that the order of collectives follows from buckets and phases alone, never from timing. In an iteration without codecs
+the hook starts a bucket's all-reduce itself, so that it need not wait for a thread to wake.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gradlab.codec import Tensors
+from gradlab.runtime.engine.device import HostDevice
+from gradlab.runtime.engine.driver import Part, StepDriver
+from gradlab.runtime.network.faults import Reasons
+from gradlab.runtime.network.in_flight import Fused
+
+
+@dataclass(eq=False)
+class Bucket(Part):
+    """One bucket as DDP handed it over.
+
+    ready: what a device's worker has to wait for before it reads the gradients; failure: why the hook could not start
+    the buffer's mean.
+    """
+
+    is_last: bool = False
+    future: torch.futures.Future[torch.Tensor] = field(default_factory=torch.futures.Future)
+    ready: Any = None
+    failure: Exception | None = None
+
+    def start(self, mean_in_place: Callable[[torch.Tensor], Fused]) -> None:
+        """Begin averaging the buffer; the worker raises what fails."""
+        assert self.buffer is not None
+        try:
+            self.started = mean_in_place(self.buffer)
+        except Exception as error:
+            self.failure = error
+
+    def settle(self) -> None:
+        if not self.future.done():
+            assert self.buffer is not None
+            self.future.set_result(self.buffer)
+
+    def reject(self, reason: str) -> None:
+        """Let the training loop see an error instead of the gradients; let go of what holds a collective."""
+        self.started = self.failure = None
+        if not self.future.done():
+            # torch annotates the argument with the future's own type, though it takes an exception.
+            self.future.set_exception(RuntimeError(f"gradlab: {reason}"))  # type: ignore[arg-type]
+
+
+class Engine:
+    """The worker; `submit` is called by the hook, everything below it runs in the worker."""
+
+    def __init__(self, driver: StepDriver, device: HostDevice, reasons: Reasons) -> None:
+        self.broken: str | None = None
+        self.closed = False
+        self._driver = driver
+        self._device = device
+        self._reasons = reasons
+        self._starting_here = False  # whether the hook starts the all-reduces of the iteration that hands over buckets
+        self._queue: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    # --- called from the training thread ---
+
+    def submit(
+        self, index: int, is_last: bool, buffer: torch.Tensor, gradients: Tensors
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Take a bucket; the future resolves to its buffer, averaged."""
+        if self.broken is not None:
+            raise RuntimeError(f"gradlab: the engine stopped earlier: {self.broken}")
+        if self.closed:
+            raise RuntimeError("gradlab: this CompressionState is closed; DDP keeps its hook, so make a new DDP model")
+        bucket = Bucket(
+            index, gradients, buffer, is_last=is_last, future=self._device.future(), ready=self._device.ready()
+        )
+        if self._starts_here(index):
+            bucket.start(self._driver.communicator.mean_in_place)
+        if self._thread is None:
+            # A daemon, so that an interpreter that exits without close() is not held up.
+            self._thread = threading.Thread(target=self._work, name="gradlab-engine", daemon=True)
+            self._thread.start()
+        self._queue.put(bucket)
+        # Chained, because DDP would take an exception set from Python for the bucket's tensor.
+        return bucket.future.then(lambda future: future.value())
+
+    def _starts_here(self, index: int) -> bool:
+        """Whether the hook starts a bucket's all-reduce. The worker is idle when an iteration's first bucket comes."""
+        if index == 0:
+            driver = self._driver
+            driver.timeline.begin(driver.run.iteration)
+            plain = self._device.shares_stream and not driver.communicator.deterministic
+            self._starting_here = plain and driver.all_dense and driver.ranks_compared
+        return self._starting_here
+
+    def leave_reason(self, reason: str) -> None:
+        """Tell the other ranks why this one ends, if its engine has not."""
+        if self.broken is None and not self.closed:
+            self._reasons.leave(f"step {self._driver.run.iteration}: {reason}")
+
+    def close(self) -> None:
+        """Stop the worker, if it runs, wait for its end, and let go of the process group; later buckets are refused."""
+        self.closed = True
+        if self._thread is not None:
+            self._queue.put(None)
+            if self._thread is not threading.current_thread():  # which a finalizer may run in
+                self._thread.join()
+                self._thread = None
+        self._driver.communicator.close()
+
+    # --- the worker ---
+
+    @torch.no_grad()
+    def _work(self) -> None:
+        while (bucket := self._queue.get()) is not None:
+            if self.broken is not None:
+                bucket.reject(self.broken)
+                continue
+            try:
+                with self._device.working():
+                    self._accept(bucket)
+                continue
+            except BaseException as error:  # whatever failed belongs to the training loop, by way of the futures
+                self.broken = self._reasons.of(error, self._driver.run.iteration)
+            # Out here the traceback is gone. It holds collectives, and these the group that peers must see closed.
+            self._fail(bucket, self.broken)
+
+    def _accept(self, bucket: Bucket) -> None:
+        assert bucket.buffer is not None
+        self._device.receive(bucket.ready, bucket.buffer)  # first: the loss scale may be on the device too
+        if bucket.index == 0:
+            self._driver.begin()
+        if bucket.failure is not None:
+            raise bucket.failure
+        self._driver.add(bucket)
+        if bucket.is_last:
+            self._driver.complete()
+            self._driver.finish()
+
+    def _fail(self, bucket: Bucket, reason: str) -> None:
+        """Give the reason to the training loop, and let go of the group."""
+        for waiter in (*self._driver.abandon(), bucket):
+            assert isinstance(waiter, Bucket)
+            waiter.reject(reason)
+        self._driver.communicator.close()

@@ -1,0 +1,1 @@
+"""Codecs' requests on a process group."""

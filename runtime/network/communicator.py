@@ -1,0 +1,242 @@
+"""Serve codecs' requests on a process group: requests that stand at the same step become one collective per kind.
+
+Which collectives are issued, and in which order, follows from the requests' kinds and shapes alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradlab.collectives import (
+    Request,
+    all_gather_wire_bytes,
+    all_reduce_wire_bytes,
+    all_to_all_wire_bytes,
+    broadcast_wire_bytes,
+    by_fusion_key,
+    check_request,
+    payload_bytes,
+    signature,
+)
+from gradlab.errors import GradlabError
+from gradlab.runtime.network.faults import CommunicationError
+from gradlab.runtime.network.in_flight import Fused, InPlaceMean, fuse
+from gradlab.runtime.timeline import Timeline
+from gradlab.workspace import Workspace
+
+# torch 2.13 renames all_gather_into_tensor and warns of the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A message on its way to the next rank of the ring and one from the one before, since `began` (perf_counter).
+
+    Both are where the backend can send from: on a GPU, for Gloo, in the host's memory. device: where they are wanted.
+    """
+
+    incoming: torch.Tensor
+    works: tuple[dist.Work, ...]
+    outgoing: torch.Tensor  # alive until it is sent
+    began: float
+    device: torch.device
+
+
+class Communicator:
+    """Issues fused collectives on one process group and counts what passes.
+
+    owned: whether `close` destroys the group; device: where messages of its own have to be; workspace: where
+    messages take their memory from.
+    deterministic: means are taken by all-to-all, a sum in rank order and all-gather, so that they equal
+    `run_lockstep`'s bit for bit; otherwise by the backend's all-reduce.
+    check_requests: before each round compare all ranks' requests (a debugging aid; one small collective more).
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        deterministic: bool = False,
+        check_requests: bool = False,
+        *,
+        owned: bool = False,
+        timeline: Timeline | None = None,
+        workspace: Workspace | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.group: dist.ProcessGroup | None = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.deterministic = deterministic
+        self.check_requests = check_requests
+        self.payload_bytes = 0
+        self.wire_bytes = 0
+        self.wait_seconds = 0.0
+        self.device = device or torch.device("cpu")
+        self._owned = owned
+        self._timeline = timeline or Timeline()
+        self.workspace = workspace or Workspace()
+
+    def close(self) -> None:
+        """Let go of the group. Idempotent. Peers that wait for this rank in an owned one get an error."""
+        group, self.group = self.group, None
+        if group is not None and self._owned and dist.is_initialized():
+            # ValueError: the group went before, with destroy_process_group().
+            with suppress(ValueError):
+                dist.destroy_process_group(group)
+
+    def issue(self, requests: Sequence[Request]) -> Round:
+        """Start the collectives that serve `requests`, without waiting for them."""
+        for request in requests:
+            check_request(request, self.world_size)
+            self.payload_bytes += payload_bytes(request, self.rank)
+        if self.check_requests:
+            self._compare([signature(request) for request in requests])
+        return Round(self, requests)
+
+    def take_counts(self) -> tuple[int, int]:
+        """Payload and wire bytes since the last call."""
+        counts = self.payload_bytes, self.wire_bytes
+        self.payload_bytes = self.wire_bytes = 0
+        return counts
+
+    def mean_in_place(self, buffer: torch.Tensor) -> Fused:
+        """Start replacing a buffer by its mean over ranks; exactly plain DDP's arithmetic unless deterministic."""
+        self.payload_bytes += buffer.nbytes
+        return InPlaceMean(self, buffer)
+
+    def wait(self, work: dist.Work | None) -> None:
+        """Wait for a collective, and note how long that took.
+
+        Raises:
+            CommunicationError: if it failed.
+        """
+        if work is not None:
+            start = time.perf_counter()
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise CommunicationError(f"a collective failed: {error}") from error
+            stop = time.perf_counter()
+            self.wait_seconds += stop - start
+            self._timeline.add("wait", "wait", start, stop)
+
+    def all_reduce(self, buffer: torch.Tensor) -> dist.Work | None:
+        """Start summing a buffer over ranks, in place."""
+        self.wire_bytes += all_reduce_wire_bytes(buffer.nbytes, self.world_size)
+        return self._start("all-reduce", buffer.nbytes, dist.all_reduce, buffer)
+
+    def all_gather(self, message: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
+        """Start gathering vectors of one length: the tensor (N, length) that will hold them, and what to wait for."""
+        out = self.workspace.empty((self.world_size, message.numel()), message)
+        self.wire_bytes += all_gather_wire_bytes(message.nbytes, self.world_size)
+        return out, self._start("all-gather", message.nbytes, _all_gather, out.view(-1), message)
+
+    def broadcast(self, buffer: torch.Tensor, root: int) -> dist.Work | None:
+        """Start overwriting a buffer with the root's."""
+        self.wire_bytes += broadcast_wire_bytes(buffer.nbytes, self.rank, root, self.world_size)
+        assert self.group is not None
+        return self._start("broadcast", buffer.nbytes, dist.broadcast, buffer, dist.get_global_rank(self.group, root))
+
+    def all_to_all(
+        self, parts: torch.Tensor, sizes: Sequence[int], incoming: Sequence[int] | None = None
+    ) -> tuple[torch.Tensor, dist.Work | None]:
+        """Start sending `sizes[j]` elements of a vector to each rank j: the vector of what comes in, and its work.
+
+        incoming: elements that each rank sends this one; None if all send it as many as it sends itself.
+        """
+        incoming = [sizes[self.rank]] * self.world_size if incoming is None else list(incoming)
+        out = self.workspace.empty((sum(incoming),), parts)
+        self.wire_bytes += all_to_all_wire_bytes([n * parts.element_size() for n in sizes], self.rank)
+        # Empty only if it is on all ranks: one that sends nothing is still sent something, or the other way round.
+        nbytes = parts.nbytes or out.nbytes
+        work = self._start("all-to-all", nbytes, dist.all_to_all_single, out, parts, incoming, list(sizes))
+        return out, work
+
+    def pass_on(self, message: torch.Tensor, expected: int) -> Transfer:
+        """Start sending bytes to the next rank, and receiving `expected` ones from the rank before."""
+        group = self.group
+        if group is None:
+            raise CommunicationError("a ring could not go on: the process group is closed")
+        device = message.device
+        if device.type != "cpu" and "nccl" not in dist.get_backend(group):
+            message = message.cpu()  # Gloo's collectives copy it there by themselves, its send and receive do not
+        incoming = self.workspace.empty((expected,), message)
+        self.wire_bytes += message.nbytes if self.world_size > 1 else 0
+        after, before = (dist.get_global_rank(group, (self.rank + i) % self.world_size) for i in (1, -1))
+        operations = []
+        if self.world_size > 1 and message.numel():
+            operations.append(dist.P2POp(dist.isend, message, after, group))
+        if self.world_size > 1 and expected:
+            operations.append(dist.P2POp(dist.irecv, incoming, before, group))
+        try:
+            works = dist.batch_isend_irecv(operations) if operations else []
+        except RuntimeError as error:
+            raise CommunicationError(f"a ring could not go on: {error}") from error
+        return Transfer(incoming, tuple(works), message, time.perf_counter(), device)
+
+    def arrived(self, transfer: Transfer) -> torch.Tensor:
+        """Wait for both directions of a transfer: what came in."""
+        for work in transfer.works:
+            self.wait(work)
+        # Point-to-point work has no future to tell when it was over, so that the span ends with the wait for it.
+        self._timeline.add("network", "ring", transfer.began, time.perf_counter(), bytes=transfer.outgoing.nbytes)
+        return transfer.incoming.to(transfer.device)
+
+    @contextmanager
+    def working(self, name: str) -> Iterator[None]:
+        """Note the codec's work between two messages of a ring."""
+        began = time.perf_counter()
+        yield
+        self._timeline.add("encode and decode", name, began, time.perf_counter())
+
+    def _start(self, name: str, nbytes: int, collective: Callable[..., Any], *tensors: Any) -> dist.Work | None:
+        if nbytes == 0:  # on all ranks alike; an error on some backends
+            return None
+        if self.group is None:  # PyTorch would take the default group
+            raise CommunicationError(f"{name} could not start: the process group is closed")
+        try:
+            work: dist.Work = collective(*tensors, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise CommunicationError(f"{name} could not start: {error}") from error
+        self._timeline.watch(work, name, nbytes)
+        return work
+
+    def gather_bytes(self, message: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's message, a vector of one length on all ranks."""
+        out, work = self.all_gather(message)
+        self.wait(work)
+        return list(out)
+
+    def _compare(self, signatures: Sequence[Any]) -> None:
+        digest = hashlib.sha256(repr(signatures).encode()).digest()
+        counted = self.wire_bytes
+        theirs = self.gather_bytes(torch.tensor(list(digest), dtype=torch.uint8, device=self.device))
+        self.wire_bytes = counted
+        if different := [rank for rank, other in enumerate(theirs) if bytes(other.tolist()) != digest]:
+            raise GradlabError(f"ranks {different} ask for other collectives than rank {self.rank}: {signatures}")
+
+
+class Round:
+    """The collectives in flight for one set of requests."""
+
+    def __init__(self, communicator: Communicator, requests: Sequence[Request]) -> None:
+        self._count = len(requests)
+        self._fused = [
+            (positions, fuse(communicator, [requests[p] for p in positions])) for positions in by_fusion_key(requests)
+        ]
+
+    def answers(self) -> list[Any]:
+        """Wait, and return one answer per request, in order; no two tensors overlap."""
+        answers: list[Any] = [None] * self._count
+        for positions, fused in self._fused:
+            for position, answer in zip(positions, fused.answers(), strict=True):
+                answers[position] = answer
+        return answers

@@ -1,0 +1,51 @@
+"""A process group for the codecs' collectives, of the ranks that DDP's has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradlab.ddp.agreement import Ranks
+
+_last_number = 0  # of the groups made here of a part of the world
+
+
+def group_like(group: dist.ProcessGroup, timeout: timedelta | None, device: torch.device) -> dist.ProcessGroup:
+    """A new process group of the same ranks. A collective on `group`. timeout: None takes that of `group`."""
+    ranks = dist.get_process_group_ranks(group)
+    if timeout is None:
+        backend = group._get_backend(device)
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    if len(ranks) == dist.get_world_size():
+        made = dist.new_group(ranks, timeout=timeout)
+    else:
+        with _name_of_its_own(group, device):
+            made = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+@contextmanager
+def _name_of_its_own(group: dist.ProcessGroup, device: torch.device) -> Iterator[None]:
+    """Within: a group of a part of the world gets a name that its ranks agree on and that no group had before.
+
+    torch names such a group after its ranks and how many groups the process has. Where ranks have different numbers
+    they would wait for one another under different names; and a group made after one was destroyed would get that
+    one's name, and find its old addresses in the store.
+    """
+    global _last_number
+    world = getattr(dist.distributed_c10d, "_world", None)
+    names: dict[Any, Any] = getattr(world, "pg_names", {})
+    _last_number = max(Ranks(group, device).gather(max(len(names), _last_number + 1)))
+    fillers = [object() for _ in range(_last_number - len(names))]
+    names.update((filler, "") for filler in fillers)
+    try:
+        yield
+    finally:
+        for filler in fillers:
+            del names[filler]

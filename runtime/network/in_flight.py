@@ -1,0 +1,285 @@
+"""One collective for several requests: means of one dtype as one all-reduce, everything else as bytes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from gradlab.collectives import AllToAll, Broadcast, Gather, Mean, Ring, fusion_key, sum_in_rank_order
+from gradlab.errors import GradlabError
+
+if TYPE_CHECKING:
+    from gradlab.runtime.network.communicator import Communicator, Transfer
+
+
+_NEW_TENSORS_BEGIN = 64  # bytes: at multiples of it, on the CPU
+
+
+def fuse(communicator: Communicator, requests: Sequence[Any]) -> Fused:
+    """Start one collective for requests of one fusion key."""
+    return _FUSED[fusion_key(requests[0])[0]](communicator, requests)
+
+
+class Fused(ABC):
+    """One collective in flight, for several requests of one kind."""
+
+    @abstractmethod
+    def answers(self) -> list[Any]:
+        """Wait and return the requests' answers."""
+
+
+class InPlaceMean(Fused):
+    """Mean of one flat floating-point buffer, in place. scaled: whether it is multiplied by 1/N already."""
+
+    def __init__(self, communicator: Communicator, buffer: torch.Tensor, scaled: bool = False) -> None:
+        self._communicator, self._buffer = communicator, buffer
+        self._received: torch.Tensor | None = None
+        self._work: dist.Work | None = None
+        if communicator.deterministic and buffer.numel():
+            self._scatter()
+        elif buffer.numel():
+            # Plain DDP multiplies by 1/N before it sums; dividing afterwards differs in the last bit at N = 3.
+            if not scaled:
+                buffer.mul_(1.0 / communicator.world_size)
+            self._work = communicator.all_reduce(buffer)
+
+    def _scatter(self) -> None:
+        world_size = self._communicator.world_size
+        chunk = -(-self._buffer.numel() // world_size)
+        padded = torch.nn.functional.pad(self._buffer, (0, chunk * world_size - self._buffer.numel()))
+        self._received, self._work = self._communicator.all_to_all(padded, [chunk] * world_size)
+
+    def answers(self) -> list[Any]:
+        self._communicator.wait(self._work)
+        if self._received is not None:
+            world_size = self._communicator.world_size
+            mine = sum_in_rank_order(list(self._received.view(world_size, -1)))
+            gathered, work = self._communicator.all_gather(mine)
+            self._communicator.wait(work)
+            self._buffer.copy_(gathered.view(-1)[: self._buffer.numel()])
+        return [self._buffer]
+
+
+class _FusedMean(InPlaceMean):
+    """Several Means of one dtype as one."""
+
+    def __init__(self, communicator: Communicator, requests: Sequence[Mean]) -> None:
+        self._shapes = [request.tensor.shape for request in requests]
+        vectors = [request.tensor.reshape(-1) for request in requests]
+        if communicator.deterministic:
+            super().__init__(communicator, _joined(vectors, communicator))
+        else:
+            super().__init__(communicator, _joined_and_scaled(vectors, communicator), scaled=True)
+
+    def answers(self) -> list[Any]:
+        (buffer,) = super().answers()
+        pieces = buffer.split([shape.numel() for shape in self._shapes])
+        return [
+            _aligned(piece, self._communicator).view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)
+        ]
+
+
+class _FusedGather(Fused):
+    """Several Gathers of equal sizes as one all-gather of bytes."""
+
+    def __init__(self, communicator: Communicator, requests: Sequence[Gather]) -> None:
+        self._communicator = communicator
+        self._like = [request.tensor for request in requests]
+        packed = _pack(self._like, communicator)
+        self._rows, self._work = communicator.all_gather(packed)
+
+    def answers(self) -> list[Any]:
+        self._communicator.wait(self._work)
+        by_rank = [_unpack(row, self._like, self._communicator) for row in self._rows]
+        return [list(tensors) for tensors in zip(*by_rank, strict=True)]
+
+
+class _KnownGather(Fused):
+    """Several Gathers of lengths that all ranks know, as one all-to-all of bytes: each sends its own to all."""
+
+    def __init__(self, communicator: Communicator, requests: Sequence[Gather]) -> None:
+        self._communicator = communicator
+        ranks = range(communicator.world_size)
+        tensors = [(request.tensor, request.lengths or ()) for request in requests]
+        self._like = [[tensor.new_empty(lengths[rank]) for tensor, lengths in tensors] for rank in ranks]
+        packed = _pack([request.tensor for request in requests], communicator)
+        self._sizes = [sum(tensor.nbytes for tensor in like) for like in self._like]
+        if packed.numel() != self._sizes[communicator.rank]:
+            raise GradlabError(f"Gather of {packed.numel()} bytes, announced {self._sizes[communicator.rank]}")
+        copies = packed.repeat(communicator.world_size)
+        self._out, self._work = communicator.all_to_all(copies, [packed.numel() for _ in ranks], self._sizes)
+
+    def answers(self) -> list[Any]:
+        self._communicator.wait(self._work)
+        rows = zip(self._out.split(self._sizes), self._like, strict=True)
+        by_rank = [_unpack(row, like, self._communicator) for row, like in rows]
+        return [list(tensors) for tensors in zip(*by_rank, strict=True)]
+
+
+class _VaryingGather(Fused):
+    """Several Gathers of varying lengths: an all-gather of the lengths, then one of the bytes, padded."""
+
+    def __init__(self, communicator: Communicator, requests: Sequence[Gather]) -> None:
+        self._communicator = communicator
+        self._tensors = [request.tensor for request in requests]
+        lengths = torch.tensor([tensor.numel() for tensor in self._tensors], device=self._tensors[0].device)
+        self._lengths, self._work = communicator.all_gather(lengths)
+
+    def answers(self) -> list[Any]:
+        communicator = self._communicator
+        communicator.wait(self._work)
+        lengths = self._lengths.tolist()
+        sizes = [tensor.element_size() for tensor in self._tensors]
+        longest = max(sum(n * size for n, size in zip(row, sizes, strict=True)) for row in lengths)
+        packed = _pack(self._tensors, communicator)
+        padded = torch.nn.functional.pad(packed, (0, longest - packed.numel()))
+        rows = communicator.gather_bytes(padded)
+        by_rank = [
+            _unpack(row, [tensor.new_empty(n) for tensor, n in zip(self._tensors, counts, strict=True)], communicator)
+            for row, counts in zip(rows, lengths, strict=True)
+        ]
+        return [list(tensors) for tensors in zip(*by_rank, strict=True)]
+
+
+class _FusedBroadcast(Fused):
+    """Several Broadcasts from one root as one of bytes."""
+
+    def __init__(self, communicator: Communicator, requests: Sequence[Broadcast]) -> None:
+        self._communicator = communicator
+        self._like = [request.tensor for request in requests]
+        self._packed = _pack(self._like, communicator)
+        self._work = communicator.broadcast(self._packed, requests[0].root)
+
+    def answers(self) -> list[Any]:
+        self._communicator.wait(self._work)
+        return _unpack(self._packed, self._like, self._communicator)
+
+
+class _FusedAllToAll(Fused):
+    """Several AllToAlls as one of bytes; destination j's parts of all requests lie together."""
+
+    def __init__(self, communicator: Communicator, requests: Sequence[AllToAll]) -> None:
+        self._communicator = communicator
+        packed = [
+            _pack([request.tensors[j] for request in requests], communicator) for j in range(communicator.world_size)
+        ]
+        sizes = [part.numel() for part in packed]
+        self._mine = [request.tensors[communicator.rank] for request in requests]
+        self._out, self._work = communicator.all_to_all(_joined(packed, communicator), sizes)
+
+    def answers(self) -> list[Any]:
+        self._communicator.wait(self._work)
+        rows = self._out.view(self._communicator.world_size, -1)
+        by_rank = [_unpack(row, self._mine, self._communicator) for row in rows]
+        return [list(tensors) for tensors in zip(*by_rank, strict=True)]
+
+
+class _FusedRing(Fused):
+    """Several Rings as one, Algorithm 1 of GradiVeQ: a segment's messages of all of them lie together.
+
+    While a message travels, this rank prepares its own part of it; while a sum travels, it decompresses the last one.
+    """
+
+    def __init__(self, communicator: Communicator, requests: Sequence[Ring]) -> None:
+        self._communicator = communicator
+        self._codes = [request.code for request in requests]
+        self._rank, self._world_size = communicator.rank, communicator.world_size
+        self._message = self._added(self._rank, None, self._prepared(self._rank))
+        self._transfer = self._pass_on(self._rank)
+
+    def answers(self) -> list[Any]:
+        rank, last = self._rank, self._world_size - 1
+        for i in range(1, self._world_size):
+            own = self._prepared(rank - i)
+            self._message = self._added(rank - i, self._communicator.arrived(self._transfer), own)
+            self._transfer = self._pass_on(rank - i)
+        # What this rank completed is the segment after its own; the next to arrive is its own.
+        means: list[list[torch.Tensor]] = [[torch.empty(0)] * self._world_size for _ in self._codes]
+        for i in range(self._world_size):
+            segment = (rank + 1 - i) % self._world_size
+            for code, mean, message in zip(self._codes, means, self._parts(segment, self._message), strict=True):
+                mean[segment] = code.finish(segment, message)
+            if i < last:
+                self._message = self._communicator.arrived(self._transfer)
+            if i < last - 1:
+                self._transfer = self._pass_on(segment - 1)
+        return means
+
+    def _prepared(self, segment: int) -> list[torch.Tensor]:
+        with self._communicator.working("prepare a ring's segment"):
+            return [code.prepare(segment % self._world_size) for code in self._codes]
+
+    def _added(self, segment: int, received: torch.Tensor | None, own: Sequence[torch.Tensor]) -> torch.Tensor:
+        segment %= self._world_size
+        parts = [None] * len(own) if received is None else self._parts(segment, received)
+        with self._communicator.working("add a ring's segment"):
+            messages = [c.add(segment, part, mine) for c, part, mine in zip(self._codes, parts, own, strict=True)]
+        return messages[0] if len(messages) == 1 else torch.cat(messages)
+
+    def _parts(self, segment: int, message: torch.Tensor) -> list[torch.Tensor]:
+        return [_aligned_bytes(part) for part in message.split(self._sizes(segment))]
+
+    def _sizes(self, segment: int) -> list[int]:
+        return [code.nbytes(segment % self._world_size) for code in self._codes]
+
+    def _pass_on(self, segment: int) -> Transfer:
+        """Send the segment's message to the next rank, and begin to receive the one before it."""
+        return self._communicator.pass_on(self._message, sum(self._sizes(segment - 1)))
+
+
+def _aligned_bytes(part: torch.Tensor) -> torch.Tensor:
+    # A view with a wider dtype needs an offset that its element size divides.
+    return part if part.storage_offset() % 8 == 0 else part.clone()
+
+
+def _joined(vectors: Sequence[torch.Tensor], communicator: Communicator) -> torch.Tensor:
+    """Several vectors of one dtype, one after another, in memory of their own."""
+    out = communicator.workspace.empty((sum(vector.numel() for vector in vectors),), vectors[0])
+    return torch.cat(list(vectors), out=out)
+
+
+def _joined_and_scaled(vectors: Sequence[torch.Tensor], communicator: Communicator) -> torch.Tensor:
+    """The same, times 1/N, in one pass."""
+    sizes = [vector.numel() for vector in vectors]
+    out = communicator.workspace.empty((sum(sizes),), vectors[0])
+    for vector, piece in zip(vectors, out.split(sizes), strict=True):
+        torch.mul(vector, 1.0 / communicator.world_size, out=piece)
+    return out
+
+
+def _pack(tensors: Sequence[torch.Tensor], communicator: Communicator) -> torch.Tensor:
+    """The bytes of several tensors, one after another: a uint8 vector."""
+    return _joined([t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors], communicator)
+
+
+def _unpack(packed: torch.Tensor, like: Sequence[torch.Tensor], communicator: Communicator) -> list[torch.Tensor]:
+    """The inverse of `_pack`: tensors of the dtypes and shapes of `like`, which do not overlap."""
+    sizes = [tensor.nbytes for tensor in like]
+    pieces = packed[: sum(sizes)].split(sizes)  # what a varying gather was padded with stays behind
+    return [
+        _aligned(piece, communicator, t.element_size()).view(t.dtype).view(t.shape)
+        for piece, t in zip(pieces, like, strict=True)
+    ]
+
+
+def _aligned(piece: torch.Tensor, communicator: Communicator, element_size: int = 1) -> torch.Tensor:
+    """A piece of a message, as the next piece of code may take it."""
+    # A view with a wider dtype needs an offset that its element size divides. And some kernels (convolutions) give
+    # other last bits on memory that is not aligned: where those count, every answer begins as a new tensor does.
+    boundary = _NEW_TENSORS_BEGIN if communicator.deterministic else element_size
+    return piece if piece.storage_offset() * piece.element_size() % boundary == 0 else piece.clone()
+
+
+_FUSED: dict[Any, Any] = {
+    Mean: _FusedMean,
+    Gather: _FusedGather,
+    "varying": _VaryingGather,
+    "lengths": _KnownGather,
+    Broadcast: _FusedBroadcast,
+    AllToAll: _FusedAllToAll,
+    Ring: _FusedRing,
+}

@@ -1,0 +1,407 @@
+"""Fitting GradiVeQ beyond the paper: pooled slices, ratios, byte budgets, random complements, what layers are told."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from gradlab.analysis.fit.gradiveq import fit_gradiveq
+from gradlab.artifact import Artifact
+from gradlab.codec import Context, Tensors, exchange_group
+from gradlab.codecs.gradiveq import COMPRESSING, DENSE, SAMPLING, GradiVeQ
+from gradlab.codecs.topk import TopK
+from gradlab.collectives import run_lockstep
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer, flatten
+from gradlab.learning.slice_pca import fitted_slices, shared_dimensions
+from gradlab.plan import Plan
+from gradlab.wrappers.error_feedback import ErrorFeedback
+from support.laws import law
+from support.recorded import BIAS, CONVOLUTION, LINEAR, random_gradients, record
+
+SIZE, SLICES = 40, 6
+LAYER = Layer("w", (SIZE, SLICES, 1, 1), "convolution")  # K = F: slice m is what belongs to input m
+
+
+def planted(rank: int, seed: int) -> tuple[torch.Tensor, torch.Generator]:
+    """An orthonormal basis (K, rank) that all slices share, and a generator for `sample`."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.linalg.qr(torch.randn(SIZE, rank, generator=generator).double()).Q, generator
+
+
+def sample(basis: torch.Tensor, noise: float, generator: torch.Generator) -> torch.Tensor:
+    """A gradient of the layer whose slices are signal in the basis, of unit variance per axis, under white noise."""
+    signal = torch.randn(SLICES, basis.shape[1], generator=generator).double() @ basis.T
+    slices = signal + noise * torch.randn(SLICES, SIZE, generator=generator).double()
+    return slices.T.reshape(LAYER.shape).contiguous()
+
+
+def loss(codec: GradiVeQ, gradients: list[torch.Tensor]) -> float:
+    """Energy lost in one exchange, over all; the iterations differ, and with them random axes."""
+    lost = total = 0.0
+    for step, gradient in enumerate(gradients):
+        (done,) = run_lockstep([exchange_group(codec, {"w": gradient}, {}, Context(0, 1, step, "w"))])
+        lost += float((done.value.mean["w"] - gradient).square().sum())
+        total += float(gradient.square().sum())
+    return lost / total
+
+
+# --- what theory says -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("noise", [0.1, 0.5, 1.0])
+def test_a_pca_half_beats_a_random_basis_by_the_margin_of_theory(noise: float) -> None:
+    """Signal of r unit axes under white noise: with d axes of K, half of them fitted (r <= d / 2), what is lost is the
+    noise outside of d axes, (K - d) noise^2; a random basis loses (1 - d/K) of all, (1 - d/K) r more."""
+    rank, width = 4, 10
+    basis, generator = planted(rank, 1)
+    shared = {"slice_size": SIZE, "ratio": SIZE / width, "whitening": False, "compressed_steps": 0}
+    samples = {"w": torch.stack([sample(basis, noise, generator) for _ in range(400)])}
+    half = GradiVeQ(GradiVeQ.Settings(complement=0.5, pooled=9, **shared)).fit([LAYER], samples)
+    alone = GradiVeQ(GradiVeQ.Settings(complement=1.0, **shared))
+    later = [sample(basis, noise, generator) for _ in range(300)]
+    energy = rank + SIZE * noise**2
+    outside = 1 - width / SIZE
+    assert loss(alone, later) == pytest.approx(outside, rel=0.05)
+    assert loss(half, later) == pytest.approx(outside * SIZE * noise**2 / energy, rel=0.05)
+    assert loss(alone, later) - loss(half, later) == pytest.approx(outside * rank / energy, rel=0.1)
+
+
+def test_pooled_slices_find_what_the_first_alone_cannot() -> None:
+    """Six slices share their covariance: six times the samples, and less noise in the axes."""
+    basis, generator = planted(3, 2)
+    samples = {"w": torch.stack([sample(basis, 0.4, generator) for _ in range(12)])}
+    later = [sample(basis, 0.4, generator) for _ in range(100)]
+    shared = {"slice_size": SIZE, "ratio": SIZE / 3, "whitening": False, "compressed_steps": 0}
+    first, all_of_them = (
+        loss(GradiVeQ(GradiVeQ.Settings(pooled=pooled, **shared)).fit([LAYER], samples), later) for pooled in (1, 9)
+    )
+    assert all_of_them < 0.9 * first
+
+
+@pytest.mark.parametrize("reuse", [None, 1, 2, 4])
+def test_pooled_bases_are_those_of_the_slices_they_serve(reuse: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    samples = torch.randn(15, *LAYER.shape, generator=generator).double()
+    settings = GradiVeQ.Settings(slice_size=SIZE, reuse=reuse, ratio=8, pooled=9, whitening=False)
+    basis = GradiVeQ(settings).fit([LAYER], {"w": samples}).learned["w/basis"].double()
+    slices = torch.stack([flatten(one, "gradiveq") for one in samples]).view(15, SLICES, SIZE)
+    for b, served in enumerate(torch.arange(SLICES).split(reuse or SLICES)):
+        rows = slices[:, served].reshape(-1, SIZE)
+        _, vectors = torch.linalg.eigh(rows.T @ rows)
+        cosines = torch.linalg.svdvals(vectors[:, -5:].T @ basis[b])
+        torch.testing.assert_close(cosines, torch.ones(5).double(), atol=1e-5, rtol=0)
+
+
+# --- how many axes --------------------------------------------------------------------------------------------------
+
+
+@law(st.integers(0, 30), st.integers(1, 9), st.integers(1, 9))
+def test_slices_that_are_fitted_on_are_spread_over_those_served(slices: int, reuse: int, pooled: int) -> None:
+    chosen = fitted_slices(slices, reuse, pooled)
+    for b, run in enumerate(chosen):
+        served = range(b * reuse, min((b + 1) * reuse, slices))
+        assert run[0] == served[0]
+        assert set(run) <= set(served)
+        assert len(set(run)) == len(run) == min(pooled, len(served))
+        gaps = np.diff([*run, run[0] + len(served)])
+        assert max(gaps) - min(gaps) <= 1
+    assert len(chosen) == -(-slices // reuse)
+    assert fitted_slices(slices, None) == ([[0]] if slices else [])
+
+
+@law(
+    st.lists(st.lists(st.floats(0, 100), min_size=1, max_size=4), min_size=1, max_size=3),
+    st.lists(st.sampled_from([1.0, 2.0, 5.0]), min_size=3, max_size=3),
+    st.floats(0, 40),
+)
+def test_a_shared_budget_is_spent_as_well_as_can_be(
+    energies: list[list[float]], prices: list[float], spare: float
+) -> None:
+    """Against all combinations."""
+    prices = prices[: len(energies)]
+    falling = [torch.tensor(sorted(energy, reverse=True)) for energy in energies]
+    budget = sum(prices) + spare
+    found = shared_dimensions(falling, prices, budget)
+
+    def value(choice: tuple[int, ...]) -> float:
+        return sum(float(energy[:d].sum()) for energy, d in zip(falling, choice, strict=True))
+
+    def cost(choice: tuple[int, ...]) -> float:
+        return sum(price * d for price, d in zip(prices, choice, strict=True))
+
+    choices = itertools.product(*(range(1, len(energy) + 1) for energy in energies))
+    best = max(value(choice) for choice in choices if cost(choice) <= budget)
+    assert cost(tuple(found)) <= budget
+    assert value(tuple(found)) == pytest.approx(best, rel=1e-6)
+
+
+def test_a_budget_buys_a_later_axis_through_an_earlier_one() -> None:
+    """On samples that were not fitted on, energies need not fall: the third axis is worth the second."""
+    assert shared_dimensions([torch.tensor([5.0, 0.0, 9.0]), torch.tensor([5.0, 4.0])], [1.0, 1.0], 4.0) == [3, 1]
+    assert shared_dimensions([torch.tensor([5.0, 0.0, 9.0]), torch.tensor([5.0, 4.0])], [1.0, 1.0], 3.0) == [1, 2]
+    with pytest.raises(GradlabError, match="a budget of 1 bytes, but one axis for every layer takes 2"):
+        shared_dimensions([torch.ones(2), torch.ones(2)], [1.0, 1.0], 1.0)
+
+
+def test_a_total_ratio_goes_where_the_structure_is(tmp_path: Path) -> None:
+    """Of two layers one has structure, the other is noise as strong: axes go to the first; the bytes are as asked."""
+    rng = np.random.default_rng(0)
+    layers = (Layer("good", (16, 8, 1, 1), "convolution"), Layer("noise", (16, 8, 1, 1), "convolution"), BIAS)
+    directions = np.linalg.qr(rng.standard_normal((128, 6)))[0]
+    steps = [
+        {
+            "good": (4 * rng.standard_normal(6) @ directions.T).reshape(layers[0].shape).astype(np.float32),
+            "noise": rng.standard_normal(layers[1].shape).astype(np.float32),
+            BIAS.name: np.zeros(BIAS.shape, np.float32),
+        }
+        for _ in range(60)
+    ]
+    with record(tmp_path / "t", [[step] for step in steps], layers) as trace:
+        found = fit_gradiveq(trace, samples=40, total_ratio=16)
+        with pytest.raises(GradlabError, match="total ratio 1000 is out of reach"):
+            fit_gradiveq(trace, samples=40, total_ratio=1000)
+    dimensions = {name: fact["dimension"] for name, fact in found.origin["layers"].items()}
+    assert dimensions["good"] == 6
+    dense = sum(4 * layer.numel for layer in layers)
+    assert found.origin["payload_bytes"] <= dense / 16 + 4 < found.origin["payload_bytes"] + 4 + 4
+    assert found.origin["promised_loss"] is None
+    assert not any("lambda" in line for line in found.warnings)
+
+
+@pytest.mark.parametrize(("complement", "total_ratio"), [(0.5, 4), (0.25, 2), (0.5, 20)])
+def test_random_axes_fill_a_budget_that_samples_cannot(tmp_path: Path, complement: float, total_ratio: float) -> None:
+    """Nine fitted axes at most, but the bytes are as asked, to within an axis of a layer."""
+    layers = (CONVOLUTION, Layer("second.weight", (16, 8, 3, 3), "convolution"))
+    settings = GradiVeQ.Settings(complement=complement, compressed_steps=0, whitening=False)
+    with record(tmp_path / "t", random_gradients(0, 30, 2, layers), layers) as trace:
+        found = fit_gradiveq(trace, samples=12, settings=settings, total_ratio=total_ratio)
+    dense = 4 * sum(layer.numel for layer in layers)
+    assert dense / total_ratio - 8 < found.origin["payload_bytes"] - 4 <= dense / total_ratio
+
+
+@pytest.mark.parametrize("complement", [0.0, 0.25, 0.5, 1.0])
+def test_a_ratio_is_kept(complement: float) -> None:
+    """d = K / ratio, fitted and random axes together."""
+    draw = torch.Generator().manual_seed(0)
+    settings = GradiVeQ.Settings(slice_size=SIZE, ratio=5.0, complement=complement, compressed_steps=0)
+    codec = GradiVeQ(settings).fit([LAYER], {"w": torch.randn(30, *LAYER.shape, generator=draw)})
+    (done,) = run_lockstep(
+        [exchange_group(codec, {"w": torch.randn(LAYER.shape, generator=draw)}, {}, Context(0, 1, 0))]
+    )
+    assert done.payload_bytes == 4 * SLICES * 8 == codec.payload_bytes([LAYER], 1)
+
+
+def test_max_dimension_limits_a_ratio() -> None:
+    samples = {"w": torch.randn(30, *LAYER.shape, generator=torch.Generator().manual_seed(0))}
+    settings = GradiVeQ.Settings(slice_size=SIZE, ratio=2.0, max_dimension=7, complement=0.5)
+    assert int(GradiVeQ(settings).fit([LAYER], samples).learned["w/width"]) == 7
+
+
+def test_a_complement_takes_what_too_few_samples_leave() -> None:
+    """Three samples hold two axes around their mean: of ten, eight are random, whatever the share."""
+    samples = torch.randn(3, *LAYER.shape, generator=torch.Generator().manual_seed(0))
+    fitted = {}
+    for complement in (0.0, 0.2):
+        settings = GradiVeQ.Settings(slice_size=SIZE, ratio=4.0, complement=complement)
+        fitted[complement] = GradiVeQ(settings).fit([LAYER], {"w": samples}).learned
+    assert fitted[0.0]["w/basis"].shape[2] == 2 == int(fitted[0.0]["w/width"])
+    assert fitted[0.2]["w/basis"].shape[2] == 2
+    assert int(fitted[0.2]["w/width"]) == 10
+
+
+# --- online ---------------------------------------------------------------------------------------------------------
+
+
+def train(codec: GradiVeQ | ErrorFeedback, gradients: list[list[torch.Tensor]]) -> tuple[list[Tensors], list[float]]:
+    """Rank 0's states after each iteration, and payloads. gradients: by step and rank."""
+    states: list[Tensors] = [{} for _ in gradients[0]]
+    seen, payloads = [], []
+    for step, ranks in enumerate(gradients):
+        context = Context(0, len(ranks), step, "w")
+        parts = [exchange_group(codec, {"w": g}, states[r], replace(context, rank=r)) for r, g in enumerate(ranks)]
+        results = run_lockstep(parts)
+        states = [result.value.state for result in results]
+        assert all(torch.equal(state["w/clock"], states[0]["w/clock"]) for state in states)
+        seen.append(states[0])
+        payloads.append(results[0].payload_bytes)
+    return seen, payloads
+
+
+def test_sampling_ends_when_d_is_stable() -> None:
+    """d of a planted rank is found after few samples; on noise it grows with every sample, up to L_t."""
+    basis, generator = planted(3, 3)
+    settings = {"slice_size": SIZE, "sample_steps": 40, "stable_steps": 5, "sample_bits": 0, "whitening": False}
+    codec = GradiVeQ(GradiVeQ.Settings(**settings))
+    seen, _ = train(codec, [[sample(basis, 1e-4, generator) for _ in range(2)] for _ in range(12)])
+    assert [int(state["w/clock"][0]) for state in seen] == [SAMPLING] * 9 + [COMPRESSING] * 3
+    assert int(seen[-1]["w/width"]) == 3
+    seen, _ = train(codec, [[sample(basis, 10.0, generator)] for _ in range(41)])
+    assert [int(state["w/clock"][0]) for state in seen] == [SAMPLING] * 39 + [COMPRESSING] * 2
+
+
+def test_random_axes_alone_keep_no_state_and_send_everything_in_time() -> None:
+    codec = GradiVeQ(GradiVeQ.Settings(slice_size=SIZE, ratio=4.0, complement=1.0))
+    constant = torch.randn(LAYER.shape, generator=torch.Generator().manual_seed(0)).double()
+    states, total = [{}], torch.zeros(LAYER.shape).double()
+    stack = ErrorFeedback(codec)
+    for step in range(200):
+        (done,) = run_lockstep([exchange_group(stack, {"w": constant}, states[0], Context(0, 1, step, "w"))])
+        states = [done.value.state]
+        total += done.value.mean["w"]
+    assert set(states[0]) == {"w/residual"}
+    assert float((total / 200 - constant).norm() / constant.norm()) < 0.05
+
+
+def test_a_layer_that_was_not_fitted_beside_others_is_dense() -> None:
+    other = Layer("v", LAYER.shape, "convolution")
+    draw = torch.Generator().manual_seed(0)
+    samples = {"w": torch.randn(9, *LAYER.shape, generator=draw)}
+    codec = GradiVeQ(GradiVeQ.Settings(slice_size=SIZE, compressed_steps=0)).fit([LAYER], samples)
+    grads = {name: torch.randn(LAYER.shape, generator=draw) for name in "wv"}
+    (done,) = run_lockstep([exchange_group(codec, grads, {}, Context(0, 1, 0))])
+    assert torch.equal(done.value.mean["v"], grads["v"])
+    assert int(done.value.state["v/clock"][0]) == DENSE
+    assert done.payload_bytes == codec.payload_bytes([LAYER, other], 1)
+
+
+def test_means_do_not_depend_on_the_number_of_ranks() -> None:
+    """The paper's mu / N: fitted on the averages of four nodes, used at two, where it is still the average's mean."""
+    draw = torch.Generator().manual_seed(0)
+    offset = 3 + torch.randn(LAYER.shape, generator=draw).double()
+    nodes = [[offset + 0.1 * torch.randn(LAYER.shape, generator=draw).double() for _ in range(4)] for _ in range(30)]
+    samples = {"w": torch.stack([sum(step) / 4 for step in nodes])}
+    codec = GradiVeQ(GradiVeQ.Settings(slice_size=SIZE, ratio=20.0, compressed_steps=0)).fit([LAYER], samples)
+    for ranks in (1, 2, 4, 7):
+        grads = [offset + 0.1 * torch.randn(LAYER.shape, generator=draw).double() for _ in range(ranks)]
+        context = Context(0, ranks, 0)
+        parts = [exchange_group(codec, {"w": g}, {}, replace(context, rank=r)) for r, g in enumerate(grads)]
+        mean = run_lockstep(parts)[0].value.mean["w"]
+        average = sum(grads) / ranks
+        assert float((mean - average).norm() / average.norm()) < 0.05
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [0.0, 1.5])
+@pytest.mark.parametrize("pooled", [1, 3])
+def test_slices_that_never_change_cost_one_axis(value: float, pooled: int) -> None:
+    """Zero, or constant: the mean, or the one axis they span without one, is all there is."""
+    constant = torch.full((8, *LAYER.shape), value)
+    for whitening in (True, False):
+        settings = GradiVeQ.Settings(slice_size=SIZE, pooled=pooled, whitening=whitening, compressed_steps=0)
+        codec = GradiVeQ(settings).fit([LAYER], {"w": constant})
+        codec.check([LAYER])
+        assert codec.learned["w/basis"].shape == (1, SIZE, 1)
+        (done,) = run_lockstep([exchange_group(codec, {"w": constant[0]}, {}, Context(0, 1, 0))])
+        torch.testing.assert_close(done.value.mean["w"], constant[0])
+
+
+def test_all_axes_lose_nothing() -> None:
+    draw = torch.Generator().manual_seed(0)
+    samples = torch.randn(60, *LAYER.shape, generator=draw).double()
+    codec = GradiVeQ(GradiVeQ.Settings(0.0, SIZE, pooled=9, compressed_steps=0)).fit([LAYER], {"w": samples})
+    assert codec.learned["w/basis"].shape == (1, SIZE, SIZE)
+    assert loss(codec, [torch.randn(LAYER.shape, generator=draw).double()]) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"layer_settings": {"nope": {}}}, "settings for nope: no layer of role convolution has that name"),
+        ({"layer_settings": {CONVOLUTION.name: {"on_loss": "cry"}}}, "one of refresh, dense, stop"),
+        ({"layer_settings": {CONVOLUTION.name: {"size": 1}}}, "gradiveq has no setting size"),
+        ({"total_ratio": 1e9}, "total ratio 1e\\+09 is out of reach"),
+        ({"total_ratio": math.nan}, "total ratio = nan, expected at least 1"),
+        ({"settings": GradiVeQ.Settings(complement=1.0, ratio=4.0)}, "nothing to fit"),
+        ({"samples": 1}, "at least 2"),
+    ],
+)
+def test_fits_that_cannot_be(tmp_path: Path, arguments: dict[str, object], words: str) -> None:
+    with (
+        record(tmp_path / "t", random_gradients(0, 12, 2)) as trace,
+        pytest.raises(GradlabError, match=words),
+    ):
+        fit_gradiveq(trace, **{"samples": 8, **arguments})
+
+
+# --- offline to online ----------------------------------------------------------------------------------------------
+
+
+def test_the_artifact_carries_schedule_monitor_and_answers_layer_by_layer(tmp_path: Path) -> None:
+    layers = (CONVOLUTION, Layer("second.weight", (4, 4, 3, 3), "convolution"), LINEAR)
+    settings = GradiVeQ.Settings(
+        slice_size=8, compressed_steps=40, sample_steps=10, monitor="normalised", complement=0.5, ratio=2.0
+    )
+    with record(tmp_path / "t", random_gradients(1, 30, 2, layers), layers) as trace:
+        found = fit_gradiveq(
+            trace, samples=10, settings=settings, layer_settings={"second.weight": {"on_loss": "dense"}}
+        )
+    plan = Artifact.load(found.artifact().save(tmp_path / "plan")).plan
+    answers = {group.name: group.settings["on_loss"] for group in plan.groups}
+    assert answers == {CONVOLUTION.name: "refresh", "second.weight": "dense"}
+    assert all(group.settings["compressed_steps"] == 40 for group in plan.groups)
+    assert all(group.wrappers[0].name == "error_feedback" for group in plan.groups)
+    assert {key.rpartition("/")[2] for key in plan.learned[CONVOLUTION.name]} == {"basis", "mean", "width"}
+    assert len(found.origin["holdout"]["loss_by_age"]) == len(found.origin["holdout"]["ages"])
+    assert json.dumps(found.origin)
+
+
+def test_a_codecs_habits_of_layers_and_warm_up() -> None:
+    layers = (CONVOLUTION, Layer("wide.weight", (20, 30), "linear"), Layer("big.weight", (8, 8, 3, 3), "convolution"))
+    paper = Plan.uniform(layers, "gradiveq")
+    assert [group.name for group in paper.groups] == ["big.weight"]  # the other convolution has under 256 elements
+    assert paper.schedule.warmup_steps == 2500
+    settings = GradiVeQ.Settings()
+    assert (settings.loss_threshold, settings.reuse, settings.sample_steps, settings.compressed_steps) == (
+        0.01,
+        None,
+        100,
+        400,
+    )
+    chosen = Plan.uniform(layers, "gradiveq", roles=("linear",), warmup_steps=3)
+    assert [group.name for group in chosen.groups] == ["wide.weight"]
+    assert chosen.schedule.warmup_steps == 3
+    assert TopK.defaults.warmup_steps == 0
+    assert [group.name for group in Plan.uniform(layers, "topk").groups] == ["wide.weight", "big.weight"]
+
+
+@law(
+    st.integers(1, 5),
+    st.sampled_from([torch.float32, torch.float64]),
+    st.sampled_from([None, 1, 2]),
+    st.booleans(),
+    st.sampled_from([0.0, 0.3, 1.0]),
+    st.integers(0, 99),
+    examples=60,
+)
+def test_compressed_sums_are_compressed_sums(
+    ranks: int, dtype: torch.dtype, reuse: int | None, ring: bool, complement: float, seed: int
+) -> None:
+    """Eq. (1), for every form of it: sum over ranks of Q(g_n) == Q(sum of g_n), random axes and rings included."""
+    draw = torch.Generator().manual_seed(seed)
+    shape = tuple(int(n) for n in torch.randint(1, 5, (4,), generator=draw))
+    layer = Layer("w", shape)
+    slice_size = max(1, layer.numel // 3)
+    settings = GradiVeQ.Settings(
+        slice_size=slice_size, reuse=reuse, ratio=2.0, complement=complement, ring=ring, whitening=bool(seed % 2)
+    )
+    codec = GradiVeQ(settings).fit([layer], {"w": torch.randn(6, *shape, generator=draw)})
+    grads = [torch.randn(shape, generator=draw).to(dtype) for _ in range(ranks)]
+    context = Context(0, ranks, 4, "w")
+    parts = [exchange_group(codec, {"w": g}, {}, replace(context, rank=r)) for r, g in enumerate(grads)]
+    together = run_lockstep(parts)
+    (alone,) = run_lockstep([exchange_group(codec, {"w": sum(grads) / ranks}, {}, Context(0, 1, 4, "w"))])
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-5  # bases are float32
+    for result in together:
+        torch.testing.assert_close(result.value.mean["w"], alone.value.mean["w"], atol=tolerance, rtol=tolerance)
+    assert math.isfinite(float(alone.value.mean["w"].sum()))

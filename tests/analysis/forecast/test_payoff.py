@@ -1,0 +1,206 @@
+"""The report's first line: where which plan pays, and where not to compress; and the page that follows from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from gradlab.analysis.figures.data import figure_data
+from gradlab.analysis.forecast.link import Link
+from gradlab.analysis.forecast.payoff import LEAST_COSINE, USUAL, measure_payoff, payoff_verdict, speed, usual_plans
+from gradlab.analysis.forecast.profile import Profile
+from gradlab.analysis.jsonable import plain
+from gradlab.analysis.report.examine import examine, replay_start
+from gradlab.analysis.report.page import inline_svg
+from gradlab.analysis.report.sections import trace_sections
+from gradlab.analysis.report.trace_report import write_trace_report
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+from gradlab.plan import Plan
+from support.recorded import random_gradients, record
+
+LAYERS = (
+    Layer("stem.weight", (16, 8, 3, 3), "convolution"),
+    Layer("body.weight", (16, 16, 3, 3), "convolution"),
+    Layer("head.weight", (10, 64), "linear"),
+)
+SLOW, FAST = Link(1e6, 1e-4), Link(1e12, 1e-6)
+
+
+class Replayed:
+    """What `measure_payoff` asks of a replay."""
+
+    def __init__(self, cosine: float | None) -> None:
+        self.cosine = cosine
+
+    def summary(self) -> dict:
+        return {"cosine": self.cosine}
+
+
+def payoff(cosine: float | None, compute: float | None = 0.01, nodes: tuple[int, ...] = (8,)) -> dict:
+    plans = {"top-k 1 %": Plan.uniform(LAYERS, "topk", density=0.01)}
+    profile = Profile(compute, "as given") if compute else None
+    return measure_payoff(plans, {"top-k 1 %": Replayed(cosine)}, nodes, [SLOW, FAST], profile=profile)  # type: ignore[dict-item]
+
+
+def test_the_verdict_names_where_a_plan_pays_and_where_not_to_compress() -> None:
+    found = payoff(0.9)
+    said = payoff_verdict(found)
+    assert said.startswith("At 1 Mbit/s between 8 nodes, top-k 1 % saves ")
+    assert "cosine with the true mean is 0.90 as replayed" in said
+    assert "; at 1 Tbit/s between 8 nodes do not compress" in said
+    slow, fast = found["places"]
+    assert slow["pays"]
+    assert not fast["pays"]
+    assert slow["saved"] == pytest.approx(1 - slow["best_seconds"] / slow["dense_seconds"])
+
+
+@pytest.mark.parametrize("cosine", [LEAST_COSINE - 0.01, None])
+def test_a_plan_that_loses_the_direction_is_not_proposed(cosine: float | None) -> None:
+    found = payoff(cosine)
+    assert [place["best"] for place in found["places"]] == [None, None]
+    said = payoff_verdict(found)
+    assert said.startswith("At 1 Mbit/s and 1 Tbit/s between 8 nodes do not compress")
+    assert "top-k 1 % would save " in said
+    assert ("cosine of 0.49)" if cosine else "cosine of unknown)") in said
+
+
+def test_without_computing_time_nothing_is_promised() -> None:
+    said = payoff_verdict(payoff(0.9, compute=None))
+    assert said.startswith("Whether compression pays cannot be told without the time of computing (--compute-seconds")
+    assert "at 1 Mbit/s between 8 nodes the exchange alone takes" in said
+
+
+def test_places_are_told_apart_by_nodes() -> None:
+    said = payoff_verdict(payoff(0.9, nodes=(2, 8)))
+    assert "at 1 Tbit/s between 2 nodes, at 1 Tbit/s between 8 nodes do not compress" in said
+
+
+def test_speeds_in_prose() -> None:
+    assert [speed(rate) for rate in (1e9, 2.5e10, 2e8, 9600.0, 1e12, 12.0)] == [
+        "1 Gbit/s", "25 Gbit/s", "200 Mbit/s", "9.6 kbit/s", "1 Tbit/s", "12 bit/s",
+    ]  # fmt: skip
+    assert speed("unlimited") == "an unlimited speed"
+
+
+def test_usual_plans_are_one_of_each_kind_that_fits() -> None:
+    assert set(usual_plans(LAYERS)) == set(USUAL)
+    assert set(usual_plans((Layer("bias", (3,), "bias"),))) <= set(USUAL)
+
+
+def test_everything_of_a_small_trace(tmp_path: Path) -> None:
+    """One page per question, the verdict first, a page per layer; every figure as data; a few hundred kilobytes."""
+    about = {"batch_size": 16, "after_addition": ["body.weight"]}
+    with record(tmp_path / "t", random_gradients(0, 12, 2, LAYERS), LAYERS, metadata=about) as trace:
+        assert replay_start(trace) == 0
+        parts = ["payoff", "between", "noise", "limits"]  # the others are tested where they are measured
+        found = examine(trace, nodes=(2,), links=[SLOW], profile=Profile(1.0, "as given"), parts=parts)
+        page = write_trace_report(
+            trace, tmp_path / "r", fit=found.fit, replays=found.replays, spectrum=found.spectrum,
+            measured=found.measured, remarks=found.remarks,
+        )  # fmt: skip
+    data, text = json.loads((page.parent / "report.json").read_text()), page.read_text()
+    assert set(data["replays"]) == set(USUAL)
+    assert data["verdict"].startswith("At 1 Mbit/s between 2 nodes")
+    assert [layer["place"] for layer in data["between_nodes"]["layers"]] == [
+        ["first"], ["after a residual addition"], ["last"],
+    ]  # fmt: skip
+    assert data["noise_scale"]["batch_size"] == 16
+    assert {row["plan"] for row in data["limits"]["plans"]} >= {"int8", "PowerSGD rank 4"}
+    anchors = ["payoff", "replays", "between", "noise", "limits", "within", "layers", "layer-0", "layer-1", "layer-2"]
+    places = [text.index(f'<section id="{name}"') for name in anchors]
+    assert places == sorted(places)
+    assert text.index(data["verdict"].split(",")[0]) < places[0]
+    assert len(text) < 2_500_000
+    shown = json.loads((page.parent / "figures" / "lgc_claim.json").read_text())
+    assert shown["panels"][0]["rows"][0] == "stem (first)"
+    labels = {series["label"]: series for series in shown["panels"][0]["series"]}
+    histograms = [layer["histograms"]["4294967296"] for layer in data["between_nodes"]["layers"]]
+    expected = [np.mean(histogram["information"]) for histogram in histograms]
+    assert labels["information of the pair"]["x"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_named_plans_of_another_model_are_an_error(tmp_path: Path) -> None:
+    other = Plan.uniform((Layer("else.weight", (64, 64), "linear"),), "cast", warmup_steps=0)
+    with (
+        record(tmp_path / "t", random_gradients(0, 10, 2, LAYERS), LAYERS) as trace,
+        pytest.raises(GradlabError, match=r"else\.weight"),
+    ):
+        examine(trace, plans={"other": other})
+
+
+def test_ranks_that_see_the_same_data_get_a_report_that_says_so(tmp_path: Path) -> None:
+    gradients = [[step[0], step[0]] for step in random_gradients(3, 12, 1, LAYERS)]
+    with record(tmp_path / "t", gradients, LAYERS) as trace:
+        found = examine(trace, parts=["between", "noise"])
+    data = {"fit": None, "replays": {}, "spectrum": found.spectrum.to_json(), **plain(found.measured)}
+    answers = {section.name: section.answer for section in trace_sections(data)}
+    assert answers["noise"] == "All nodes computed the same gradient: check that each of them sees data of its own."
+    assert "its interval lies above 0 in" in answers["between"]
+
+
+def test_a_layer_that_is_never_finite_is_left_out_and_named(tmp_path: Path) -> None:
+    gradients = random_gradients(3, 12, 2, LAYERS)
+    for step in gradients:
+        step[0]["body.weight"][0] = np.nan
+    with record(tmp_path / "t", gradients, LAYERS) as trace:
+        found = examine(trace, parts=["noise", "signs"])
+    assert found.remarks[0] == "Never finite on all ranks, and left out: body.weight."
+    assert [layer.layer.name for layer in found.spectrum.layers] == ["stem.weight", "head.weight"]
+
+
+def test_a_fitted_plan_is_proposed_by_what_came_after_its_fit(tmp_path: Path) -> None:
+    with record(tmp_path / "t", random_gradients(0, 40, 2, LAYERS), LAYERS) as trace:
+        plan = Plan.uniform(LAYERS, "topk", density=0.5, warmup_steps=0)
+        origin = {"trace": trace.digest, "fitted_on": list(range(30))}
+        found = examine(trace, plans={"fit": plan}, origins={"fit": origin}, parts=["payoff"])
+    assert [step.iteration for step in found.replays["fit"].judged] == list(range(30, 40))
+
+
+def test_a_plan_that_compresses_nothing_does_not_take_the_others_along(tmp_path: Path) -> None:
+    plans = {"identity": Plan(LAYERS), "cast": Plan.uniform(LAYERS, "cast", warmup_steps=0)}
+    with record(tmp_path / "t", random_gradients(0, 12, 2, LAYERS), LAYERS) as trace:
+        found = examine(trace, plans=plans, parts=["payoff"], nodes=(2,), links=[SLOW])
+    assert set(found.measured["payoff"]["forecasts"]) == {"cast"}
+
+
+def test_a_trace_of_one_rank_says_what_it_cannot(tmp_path: Path) -> None:
+    with record(tmp_path / "t", random_gradients(0, 12, 1, LAYERS), LAYERS) as trace:
+        found = examine(trace)
+    assert any("one rank" in line for line in found.remarks)
+    assert found.measured["limits"]["layers"]
+    assert "between_nodes" not in found.measured
+
+
+# --- figures as data --------------------------------------------------------------------------------------------------
+
+
+def test_figure_data_is_what_was_drawn() -> None:
+    figure = Figure()
+    left, right = figure.subplots(1, 2)
+    left.plot([1, 2, 3], [0.1, np.nan, 1 / 3], label="line")
+    left.set(title="t", xlabel="x", ylabel="y", yscale="log")
+    right.barh(["a", "b"], [1.0, 2.0])
+    found = figure_data(figure)
+    first, second = found["panels"]
+    assert (first["title"], first["x"], first["y"], first["y_scale"]) == ("t", "x", "y", "log")
+    assert first["series"] == [{"label": "line", "x": [1.0, 2.0, 3.0], "y": [0.1, None, 0.333333]}]
+    assert [bar[2] for bar in second["bars"]] == [1.0, 2.0]
+    left.axhline(0.5)
+    left.axvspan(1, 2)
+    left.errorbar([1, 2], [3, 4], yerr=[[1, 1], [1, 1]], label="estimate")
+    again = figure_data(figure)["panels"][0]
+    assert [series["label"] for series in again["series"]] == ["line", "estimate"]
+    assert len(again["references"]) == 1
+    assert "bars" not in again
+    assert second["rows"] == ["a", "b"]
+    json.dumps(found, allow_nan=False)
+
+
+def test_places_lose_digits_and_words_do_not() -> None:
+    svg = b'<svg><path d="M 1.23456 -0.98765 L 2 3.5"/><text x="4.56789">0.00123</text></svg>'
+    assert inline_svg(svg, "f", "t").endswith('<path d="M 1.23 -0.99 L 2 3.5"/><text x="4.57">0.00123</text></svg>')

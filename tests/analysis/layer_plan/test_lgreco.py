@@ -1,0 +1,561 @@
+"""Plans by layer from a trace: the paper's ranges, the budget, what is held out, other planners, and the command."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gradlab.analysis.figures.layer_plans import plot_sensitivity
+from gradlab.analysis.forecast.dry_run import DryRuns
+from gradlab.analysis.forecast.link import Link
+from gradlab.analysis.layer_plan.bucket_time import (
+    BucketTimes,
+    bucket_of_layers,
+    bytes_by_bucket,
+    fit_bucket_times,
+    linear_priority,
+    time_weights,
+    weighted,
+)
+from gradlab.analysis.layer_plan.costs import Cost, candidate_costs
+from gradlab.analysis.layer_plan.families import FAMILIES, family_candidates, of_family
+from gradlab.analysis.layer_plan.grids import candidates_of_grid, main_setting, paper_settings
+from gradlab.analysis.layer_plan.lgreco import LgrecoFit, fit_lgreco, plan_of
+from gradlab.analysis.layer_plan.over_time import learning_rates_of, plan_over_time
+from gradlab.analysis.layer_plan.planners import accordion, cgx_kmeans, global_threshold, total, uniform
+from gradlab.analysis.layer_plan.sensitivity import correlations, loss_sensitivity
+from gradlab.analysis.layer_plan.step_time_search import StepModel, StepTimes, fastest_plan
+from gradlab.analysis.replay import replay
+from gradlab.artifact import Artifact
+from gradlab.collectives import all_gather_wire_bytes, all_reduce_wire_bytes
+from gradlab.errors import GradlabError
+from gradlab.executor.lockstep_plan import LockstepPlan
+from gradlab.knapsack import allocate
+from gradlab.layout import Layer
+from gradlab.plan import FEEDBACK, Plan
+from gradlab.plan.layer_errors import Candidate, squared_errors
+from gradlab.trace import Trace
+from support.command_line import Command
+from support.recorded import record
+
+LAYERS = (
+    Layer("stem.weight", (16, 3, 3, 3), "convolution"),
+    Layer("deep.weight", (32, 16, 3, 3), "convolution"),
+    Layer("wide.weight", (64, 48), "linear"),
+    Layer("wide.bias", (64,), "bias"),
+    Layer("head.weight", (10, 64), "linear"),
+)
+RANKS, STEPS = 3, 24
+
+
+def planted(seed: int = 0) -> list[list[dict]]:
+    """Gradients of falling spectra: `deep` nearly of rank 1, `wide` of high rank and small, `head` large."""
+    rng = np.random.default_rng(seed)
+    scale = {"stem.weight": 1.0, "deep.weight": 1.0, "wide.weight": 0.05, "wide.bias": 1.0, "head.weight": 4.0}
+    rank = {"stem.weight": 6, "deep.weight": 1, "wide.weight": 40, "wide.bias": 1, "head.weight": 3}
+    factors = {x.name: rng.standard_normal((x.shape[0], rank[x.name])) for x in LAYERS}
+    steps = []
+    for _ in range(STEPS):
+        row = []
+        for _ in range(RANKS):
+            one = {}
+            for layer in LAYERS:
+                columns = layer.numel // layer.shape[0]
+                values = factors[layer.name] @ rng.standard_normal((rank[layer.name], columns))
+                values = values + 0.05 * rng.standard_normal(values.shape)
+                one[layer.name] = (scale[layer.name] * values).reshape(layer.shape).astype(np.float32)
+            row.append(one)
+        steps.append(row)
+    return steps
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    return record(tmp_path_factory.mktemp("lgreco") / "t", planted(), LAYERS)
+
+
+@pytest.fixture(scope="module")
+def fitted(trace: Trace) -> LgrecoFit:
+    return fit_lgreco(trace, "powersgd", {"rank": 4}, warmup_steps=5, seed=3)
+
+
+def test_ranges_are_the_papers() -> None:
+    """Section 5.1: [D/2, 2D] by ones, [D/10, 10 D] by tenths of D."""
+    assert [s["rank"] for s in paper_settings("powersgd", {"rank": 4})] == [2, 3, 4, 5, 6, 7, 8]
+    assert [s["rank"] for s in paper_settings("powersgd", {"rank": 32})] == list(range(16, 65))
+    assert [s["bits"] for s in paper_settings("qsgd", {"bits": 4, "norm": "l2"})] == list(range(2, 9))
+    assert all(s["norm"] == "l2" for s in paper_settings("qsgd", {"bits": 4, "norm": "l2"}))
+    densities = [s["density"] for s in paper_settings("topk", {"density": 0.01})]
+    assert len(densities) == 100
+    assert (densities[0], densities[9], densities[-1]) == (0.001, 0.01, 0.1)
+    assert max(s["density"] for s in paper_settings("topk", {"density": 0.3})) == 0.99
+    assert main_setting("clt_k") == "density"
+    assert [s["bits"] for s in paper_settings("qsgd", {"bits": 3, "norm": "l2"})] == [2, 3, 4, 5, 6]
+    for codec, reference, said in (
+        ("natural", {}, "codec natural has no one setting"),
+        ("cast", {}, "is no number to vary; use its own grid"),
+        ("powersgd", {"rank": "abc"}, "setting rank = 'abc', expected int"),
+        ("powersgd", {"seed": 1}, "no setting seed"),
+    ):
+        with pytest.raises(GradlabError, match=said):
+            paper_settings(codec, reference)
+
+
+def test_the_plan_is_smaller_at_the_same_error(trace: Trace, fitted: LgrecoFit) -> None:
+    """Ranks follow what was planted; what is not planned stays as the uniform plan has it; the figures add up."""
+    origin = fitted.origin
+    rank = {layer["name"]: layer["settings"]["rank"] for layer in origin["layers"]}
+    assert rank["deep.weight"] == 2
+    assert rank["wide.weight"] == 2
+    assert rank["stem.weight"] >= 5
+    assert origin["gain"] > 1.1
+    assert origin["gap"] == 0
+    assert origin["size"] == fitted.allocation.size == fitted.allocation.bound
+    errors = fitted.problem.errors("squared", slice(0, 2))
+    assert total(errors, fitted.allocation.choice) <= origin["budget"] == pytest.approx(1.0)
+    uniform_plan = Plan.uniform(LAYERS, "powersgd", warmup_steps=5, seed=3, rank=4)
+    assert [g.name for g in fitted.plan.groups] == [g.name for g in uniform_plan.groups]
+    assert fitted.plan.schedule == uniform_plan.schedule
+    assert all(group.wrappers == FEEDBACK for group in fitted.plan.groups)
+    assert origin["uniform_payload_bytes"] == uniform_plan.payload_bytes(RANKS)
+    assert origin["payload_bytes"] == fitted.plan.payload_bytes(RANKS)
+    assert origin["uniform_payload_bytes"] - origin["payload_bytes"] == origin["uniform_size"] - origin["size"]
+    assert sum(layer["cost"] for layer in origin["layers"]) == origin["size"]
+
+
+def test_payload_is_what_a_replay_counts(trace: Trace, fitted: LgrecoFit) -> None:
+    found = replay(trace, fitted.plan)
+    counted = {step.payload_bytes_mean for step in found.compressed}
+    assert counted == {fitted.origin["payload_bytes"]}
+
+
+def test_half_of_the_windows_are_held_out(trace: Trace, fitted: LgrecoFit) -> None:
+    origin = fitted.origin
+    assert origin["windows"] == [[0, 5], [6, 11], [12, 17], [18, 23]]
+    assert origin["windows_chosen_on"] == 2
+    table = fitted.problem.table
+    for which, choice in (("plan", fitted.allocation.choice), ("uniform", fitted.problem.reference)):
+        assert origin["relative_error"][which]["chosen_on"] == table.relative_error(choice, slice(0, 2))
+        assert origin["relative_error"][which]["held_out"] == table.relative_error(choice, slice(2, 4))
+    alone = fit_lgreco(trace, "powersgd", {"rank": 4}, window=20).origin
+    assert len(alone["windows"]) == 1
+    assert alone["relative_error"]["plan"]["held_out"] is None
+
+
+@pytest.mark.parametrize(("codec", "reference"), [("topk", {"density": 0.05}), ("qsgd", {"bits": 4})])
+@pytest.mark.parametrize("metric", ["squared", "plain"])
+def test_other_families_and_metrics(trace: Trace, codec: str, reference: dict, metric: str) -> None:
+    found = fit_lgreco(trace, codec, reference, metric=metric)
+    errors = found.problem.errors(metric, slice(0, 2))
+    assert total(errors, found.allocation.choice) <= total(errors, found.problem.reference) * (1 + 1e-12)
+    assert found.origin["size"] <= found.origin["uniform_size"]
+    tighter = fit_lgreco(trace, codec, reference, metric=metric, alpha=0.7)
+    assert tighter.origin["size"] >= found.origin["size"]
+
+
+def test_a_budget_may_be_given_and_is_refused_where_no_plan_meets_it(trace: Trace) -> None:
+    table = fit_lgreco(trace, "powersgd", {"rank": 4}).problem.table
+    least = sum(row.min() for row in table.errors("squared", slice(0, 2)))
+    found = fit_lgreco(trace, "powersgd", {"rank": 4}, budget=2 * least)
+    assert found.origin["alpha"] is None
+    assert total(table.errors("squared", slice(0, 2)), found.allocation.choice) <= 2 * least
+    with pytest.raises(GradlabError, match="the smallest reachable is"):
+        fit_lgreco(trace, "powersgd", {"rank": 4}, budget=least / 2)
+    with pytest.raises(GradlabError, match="there is nothing to choose"):
+        fit_lgreco(record_vectors(trace.path.parent / "vectors"), "powersgd", {"rank": 4})
+    for options, said in (
+        ({"world_size": 0}, "nodes = 0"),
+        ({"world_size": 1, "cost": Cost("wire")}, "nodes = 1, expected at least 2 for wire"),
+        ({"workers": 0}, "workers = 0"),
+        ({"budget": 1.0, "refresh_every": 5}, "without weights or a budget"),
+    ):
+        with pytest.raises(GradlabError, match=said):
+            fit_lgreco(trace, "powersgd", {"rank": 4}, **options)  # type: ignore[arg-type]
+    with pytest.raises(GradlabError, match="no setting seed"):
+        fit_lgreco(trace, "powersgd", {"seed": 4})
+    with pytest.raises(GradlabError, match="start = 99"):
+        fit_lgreco(trace, "powersgd", {"rank": 4}, start=99)
+
+
+def record_vectors(path: Path) -> Trace:
+    layer = Layer("b", (300,), "bias")
+    return record(path, [[{"b": np.ones(300, np.float32)}] * 2] * 3, [layer])
+
+
+def test_a_plan_may_be_chosen_anew_while_training(trace: Trace) -> None:
+    """The artifact's refresh has the table's settings; a replay follows it and says so."""
+    found = fit_lgreco(trace, "topk", {"density": 0.05}, refresh_every=8)
+    refresh = found.plan.refresh
+    assert refresh is not None
+    assert (refresh.every, refresh.delay, refresh.alpha, refresh.metric) == (8, 1, 1.0, "squared")
+    assert refresh.settings["deep.weight"][refresh.reference["deep.weight"]] == {"density": 0.05}
+    replayed = replay(trace, found.plan)
+    assert "chosen anew every 8 iterations" in replayed.remarks[0]
+    payload = [step.payload_bytes_mean for step in replayed.compressed]
+    assert len(set(payload[:9])) == 1
+    assert payload[9] != payload[8]
+    with pytest.raises(GradlabError, match="by payload, not by wire"):
+        fit_lgreco(trace, "topk", {"density": 0.05}, refresh_every=8, cost=Cost("wire"))
+    several = family_candidates(trace, ["top-k", "QSGD"])
+    with pytest.raises(GradlabError, match="among one codec's settings, not among identity, powersgd, qsgd, topk"):
+        fit_lgreco(trace, "powersgd", {"rank": 4}, candidates=several, refresh_every=8)
+
+
+# --- several families -------------------------------------------------------------------------------------------------
+
+
+def test_a_hybrid_plan_is_no_larger_than_any_family_alone(trace: Trace, tmp_path: Path) -> None:
+    """At the same budget, in payload and on the wire; it is saved, loaded and replayed like any other."""
+    reference = {"rank": 4}
+    candidates = family_candidates(trace, samples=6, extra={"powersgd": paper_settings("powersgd", reference)})
+    assert {c.codec for some in candidates.values() for c in some} == {codec for codec, _ in FAMILIES.values()} | {
+        "identity"
+    }
+    for cost in (Cost("payload"), Cost("wire")):
+        hybrid = fit_lgreco(trace, "powersgd", reference, candidates=candidates, start=6, cost=cost)
+        unit = hybrid.problem.table.by_window(hybrid.problem.reference)
+        for family in FAMILIES:
+            rows = of_family(candidates, family)
+            kept = [
+                [place for place, c in enumerate(t.candidates) if c in rows[t.layer.name] and c.codec != "powersgd"]
+                if family != "PowerSGD"
+                else [place for place, c in enumerate(t.candidates) if c in rows[t.layer.name]]
+                for t in hybrid.problem.table.layers
+            ]
+            errors = [row[k] for row, k in zip(hybrid.problem.errors("squared", slice(0, 2)), kept, strict=True)]
+            costs = [row[k] for row, k in zip(hybrid.problem.costs, kept, strict=True)]
+            alone = allocate(errors, costs, hybrid.origin["budget"])  # dense is among them: every budget is met
+            assert hybrid.allocation.size <= alone.size
+            if FAMILIES[family][0] != "powersgd":  # which has its uniform plan besides
+                assert hybrid.origin["alone"][FAMILIES[family][0]] == pytest.approx(alone.size)
+        assert set(hybrid.origin["alone"]) == {codec for codec, _ in FAMILIES.values()}
+        assert unit.shape == (4,)
+    path = hybrid.artifact().save(tmp_path / "hybrid.safetensors")
+    again = Artifact.load(path)
+    assert again.plan.digest == hybrid.plan.digest
+    assert replay(trace, again.plan).compressed
+
+
+def test_unknown_families_and_grids_are_named(trace: Trace) -> None:
+    with pytest.raises(GradlabError, match="no family 'wavelets'; there are: PCA"):
+        family_candidates(trace, ["wavelets"])
+    with pytest.raises(GradlabError, match="grid 'huge'"):
+        candidates_of_grid(trace, "topk", {}, grid="huge")
+    rows, start = candidates_of_grid(trace, "topk", {"density": 0.03}, grid="own", start=2)
+    assert start == 2
+    assert rows is not None
+    densities = [c.settings["density"] for c in rows["deep.weight"]]
+    assert densities == sorted(densities)
+    assert 0.03 in densities
+
+
+# --- costs ------------------------------------------------------------------------------------------------------------
+
+
+def test_costs_are_bytes_or_seconds() -> None:
+    layer = Layer("w", (64, 64), "linear")
+    dense, kept = Candidate("identity"), Candidate("topk", {"density": 0.1}, wrappers=())
+    rows = [(layer, [dense, kept])]
+    [payload] = candidate_costs(rows, 8)
+    assert payload.tolist() == [4 * 4096, kept.build().payload_bytes([layer], 8)]
+    [wire] = candidate_costs(rows, 8, Cost("wire"))
+    parts = 410 * 4, payload[1] - 410 * 4  # values and their positions travel in messages of their own
+    assert wire[0] == all_reduce_wire_bytes(4 * 4096, 8)
+    assert wire[1] == sum(all_gather_wire_bytes(int(part), 8) for part in parts)
+    link = Link(1e9, latency_seconds=1e-3, header_share=0.0)
+    [seconds] = candidate_costs(rows, 8, Cost("seconds", link, codec_time=False))
+    assert seconds[0] == pytest.approx(8 * wire[0] / 1e9 + 14e-3)
+    assert seconds[1] > 7e-3
+    for bad in (("speed", None), ("seconds", None), ("payload", link)):
+        with pytest.raises(GradlabError, match="cost"):
+            Cost(*bad)
+
+
+def test_weights_move_bytes_between_buckets(trace: Trace) -> None:
+    """Appendix A: what travels last is compressed more, at the same error. Equal coefficients change nothing."""
+    plain = fit_lgreco(trace, "powersgd", {"rank": 4})
+    numbers = bucket_of_layers(LAYERS, 0.003)
+    assert len(set(numbers.values())) > 2
+    assert numbers["head.weight"] == 0
+    assert numbers["stem.weight"] == max(numbers.values())
+    names = [t.layer.name for t in plain.problem.table.layers]
+
+    def spent(fit: LgrecoFit, weights: dict[str, float]) -> float:
+        return total(weighted(names, fit.problem.costs, weights), fit.allocation.choice)
+
+    steep = dict.fromkeys(names, 1.0) | {"stem.weight": 50.0}
+    for weights in (linear_priority(LAYERS, 0.003), steep):
+        found = fit_lgreco(trace, "powersgd", {"rank": 4}, weights=weights)
+        assert spent(found, weights) <= spent(plain, weights)
+        assert total(found.problem.errors("squared", slice(0, 2)), found.allocation.choice) <= 1 + 1e-9
+        assert found.origin["size"] >= plain.origin["size"]
+    by_bucket = [
+        bytes_by_bucket(names, [row[c] for row, c in zip(f.problem.costs, f.allocation.choice, strict=True)], numbers)
+        for f in (plain, found)
+    ]
+    assert by_bucket[1][-1] < by_bucket[0][-1]
+    assert by_bucket[1].sum() > by_bucket[0].sum()
+    even = BucketTimes(np.full(max(numbers.values()) + 1, 2e-9), 0.1, 1.0)
+    again = fit_lgreco(trace, "powersgd", {"rank": 4}, weights=time_weights(LAYERS, even, 0.003))
+    assert again.plan.digest == plain.plan.digest
+    free = BucketTimes(np.array([0.0] * max(numbers.values()) + [2e-9]), 0.1, 1.0)
+    assert min(time_weights(LAYERS, free, 0.003).values()) == pytest.approx(2e-12)
+    with pytest.raises(GradlabError, match="nothing to weigh"):
+        time_weights(LAYERS, BucketTimes(np.zeros(max(numbers.values()) + 1), 0.1, 1.0), 0.003)
+    with pytest.raises(GradlabError, match="3 coefficients, but DDP makes 1 buckets"):
+        time_weights(LAYERS, BucketTimes(np.ones(3), 0.0, 1.0))
+
+
+def test_bucket_times_are_found_again() -> None:
+    """Planted coefficients, with noise; what is no byte's fault is the intercept."""
+    rng = np.random.default_rng(0)
+    sizes = rng.uniform(1e4, 1e6, (200, 4))
+    planted = np.array([1e-9, 5e-9, 0.0, 2e-8])
+    found = fit_bucket_times(sizes, 0.03 + sizes @ planted + 1e-5 * rng.standard_normal(200))
+    np.testing.assert_allclose(found.coefficients, planted, atol=1e-10)
+    assert found.intercept == pytest.approx(0.03, abs=1e-4)
+    assert found.score > 0.999
+    falling = 0.05 - 1e-9 * sizes[:, 0]
+    assert fit_bucket_times(sizes, falling).coefficients.min() >= 0
+    assert fit_bucket_times(sizes, falling, positive=False).coefficients[0] == pytest.approx(-1e-9)
+    for bad, said in (
+        ((sizes[:4], np.ones(4)), "4 samples of 4 buckets"),
+        ((sizes, np.ones(3)), "expected"),
+        ((sizes, np.full(200, np.nan)), "not finite"),
+        ((np.zeros((3, 0)), np.ones(3)), "expected"),
+    ):
+        with pytest.raises(GradlabError, match=said):
+            fit_bucket_times(*bad)
+
+
+def test_the_fastest_plan_and_its_bound(trace: Trace) -> None:
+    """Whatever codecs take here: no plan within the budget is faster than the bound, and none that an objective found
+    is faster than the plan taken; a budget at one end, and a link that hides nothing or everything."""
+    some = [Candidate("identity"), Candidate("powersgd", {"rank": 1}), Candidate("topk", {"density": 0.1})]
+    candidates = dict.fromkeys(("stem.weight", "deep.weight", "head.weight"), some)
+    for rate, computing, cores in ((1e5, 1e-3, 2.0), (1e9, 1e-3, 1.0), (1e12, 1.0, 2.0)):
+        model, link = StepModel(computing, cores, bucket_cap_mb=0.003), Link(rate)
+        found = fit_lgreco(
+            trace, "powersgd", {"rank": 4}, candidates=candidates, cost=Cost("seconds", link), step=model, world_size=4
+        )
+        step, problem = found.origin["step"], found.problem
+        assert step["seconds"] == found.origin["size"] == min(step["by_objective"].values()) <= step["uniform"]
+        errors, budget = problem.errors("squared", slice(0, 2)), found.origin["budget"]
+        assert total(errors, found.allocation.choice) <= budget * (1 + 1e-9)
+        base = Plan.uniform(trace.layers, "powersgd", group_bytes=0, rank=4)
+        times = StepTimes(partial(plan_of, base, problem.table), DryRuns(base, 4), link, model)
+        sent = StepTimes(times.plan_of, times.runs.of(base), link, model)
+        again = fastest_plan(problem, errors, budget, sent)
+        every = product(*(range(len(t.candidates)) for t in problem.table.layers))
+        within = [np.array(choice) for choice in every if total(errors, choice) <= budget]
+        fastest = min(sent.seconds(choice) for choice in within)
+        assert again.bound <= fastest + 1e-12 <= again.seconds + 2e-12
+        assert again.bound >= computing
+        assert found.origin["cost"] == "step"
+    assert again.seconds < 2 * computing
+    with pytest.raises(GradlabError, match="weighs buckets itself"):
+        fit_lgreco(trace, "powersgd", {"rank": 4}, step=model)
+    with pytest.raises(GradlabError, match="not by step"):
+        fit_lgreco(trace, "powersgd", {"rank": 4}, cost=Cost("seconds", link), step=model, refresh_every=9)
+    with pytest.raises(GradlabError, match="compute_seconds = 0"):
+        StepModel(0.0)
+
+
+# --- over time --------------------------------------------------------------------------------------------------------
+
+
+def test_planners_over_time(trace: Trace, fitted: LgrecoFit) -> None:
+    """Each window for itself: L-GreCo within the uniform error and no larger; after Accordion within Accordion's."""
+    problem = fitted.problem
+    rates = learning_rates_of(trace, problem.table.windows)
+    assert rates.tolist() == [0.1] * 4
+    found = plan_over_time(problem, np.array([0.1, 0.1, 0.01, 0.01]))
+    shown = found.to_json(trace, 0.003)
+    planners = shown["planners"]
+    assert set(planners) == {"uniform", "L-GreCo", "Accordion", "L-GreCo + Accordion", "CGX, k-means"}
+    assert planners["uniform"]["error"] == pytest.approx([1.0] * 4)
+    assert max(planners["L-GreCo"]["error"]) <= 1 + 1e-9
+    assert max(planners["CGX, k-means"]["error"]) <= 1 + 1e-9
+    for rival, ours in (("uniform", "L-GreCo"), ("CGX, k-means", "L-GreCo"), ("Accordion", "L-GreCo + Accordion")):
+        assert all(a <= b for a, b in zip(planners[rival]["ratio"], planners[ours]["ratio"], strict=True))
+    assert found.critical.tolist() == [[True] * 4, [False] * 4, [True] * 4, [False] * 4]
+    first, second = planners["Accordion"]["ratio"][:2]
+    assert first < second
+    sizes = np.array([[row[c] for row, c in zip(problem.costs, ch, strict=True)] for ch in found.choices["L-GreCo"]])
+    assert sum(planners["L-GreCo"]["bytes_by_bucket"]) == pytest.approx(sizes.sum(1).mean())
+
+
+# --- others to beat ---------------------------------------------------------------------------------------------------
+
+
+def tables(seed: int, layers: int = 12, settings: int = 7) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    rng = np.random.default_rng(seed)
+    numel = rng.integers(1, 200, layers)
+    sizes = [np.arange(1, settings + 1) * float(n) for n in numel]
+    errors = [rng.lognormal() * np.exp(-np.arange(settings) / rng.uniform(1, 6)) for _ in numel]
+    return errors, sizes
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_planner_beats_the_exact_one(seed: int) -> None:
+    errors, sizes = tables(seed)
+    for place in (1, 3, 5):
+        budget = total(errors, [place] * len(errors))
+        plans = {"uniform": uniform(errors, sizes, budget), "kmeans": cgx_kmeans(errors, sizes, budget)}
+        plans["threshold"] = global_threshold(sizes, errors, sizes, budget)
+        best = allocate(errors, sizes, budget)
+        assert plans["uniform"].size == total(sizes, [place] * len(errors))
+        for name, plan in plans.items():
+            assert total(errors, plan.choice) <= budget, name
+            assert total(sizes, plan.choice) == plan.size >= best.size, name
+
+
+def test_clusters_get_one_setting_each() -> None:
+    """Large layers with little error apart from small ones with much: two clusters, the first compressed more."""
+    errors = [np.array([2.0, 1.0, 0.5])] * 3 + [np.array([80.0, 40.0, 10.0])] * 3
+    sizes = [np.array([100.0, 200.0, 400.0])] * 3 + [np.array([1.0, 2.0, 4.0])] * 3
+    found = cgx_kmeans(errors, sizes, 36.0, clusters=2)
+    assert found.choice.tolist() == [0, 0, 0, 2, 2, 2]
+    with pytest.raises(GradlabError, match="no pair of ends keeps an error of 1"):
+        cgx_kmeans(errors, sizes, 1.0)
+    with pytest.raises(GradlabError, match="in different layers"):
+        uniform([np.ones(2), np.ones(3)], [np.ones(2), np.ones(3)], 9.0)
+
+
+def test_one_threshold_sends_the_largest_of_all_layers() -> None:
+    """Against one sort of all magnitudes: no plan of as many values leaves less error."""
+    rng = np.random.default_rng(4)
+    layers = [np.sort(rng.standard_normal(n) ** 2 * s)[::-1] for n, s in ((50, 1.0), (80, 9.0), (20, 0.1))]
+    counts = [np.arange(1, len(layer) + 1) for layer in layers]
+    errors = [layer.sum() - np.cumsum(layer) for layer in layers]
+    everything = np.sort(np.concatenate(layers))[::-1]
+    for budget in (5.0, 40.0, 200.0):
+        found = global_threshold(counts, errors, counts, budget)
+        forced = sum(layer[0] for layer in layers)  # a layer sends one value at least
+        rest = np.sort(np.concatenate([layer[1:] for layer in layers]))[::-1]
+        needed = int(np.argmax(everything.sum() - forced - np.concatenate([[0], np.cumsum(rest)]) <= budget))
+        assert found.size == len(layers) + needed
+
+
+def test_densities_that_send_as_many_values_cost_no_gain() -> None:
+    counts = [np.array([1, 1, 2]), np.array([1, 2, 3])]
+    errors = [np.array([10.0, 10.0, 1.0]), np.array([5.0, 4.0, 3.5])]
+    found = global_threshold(counts, errors, [8.0 * row for row in counts], 6.0)
+    assert (found.choice.tolist(), found.size) == ([2, 0], 24.0)
+
+
+def test_accordion_sees_critical_regimes() -> None:
+    """Fast change of norm, or a fallen learning rate; eta = 0.5 is met by a halved norm and not by 0.51 of it."""
+    norms = np.array([[1.0, 1.0], [0.5, 0.51], [0.5, 0.5], [0.5, 0.5], [0.0, 0.5], [0.0, 0.9]])
+    rates = np.array([0.1, 0.1, 0.1, 0.05, 0.05, 0.05])
+    found = accordion(norms, rates)
+    expected = [[True, True], [True, False], [False, False], [True, True], [True, False], [False, True]]
+    assert found.tolist() == expected
+    assert not accordion(norms[1:3], np.array([math.nan, math.nan]))[1:].any()
+    steady, falling = np.ones((3, 2)), np.array([0.1, 0.08, 0.04])
+    assert accordion(steady, falling).all()
+    assert accordion(steady, falling, least_decay=0.3).tolist() == [[True, True], [False, False], [True, True]]
+
+
+# --- sensitivity ------------------------------------------------------------------------------------------------------
+
+
+def test_losses_differ_where_a_layer_is_compressed() -> None:
+    """One run per layer and candidate, with that layer alone compressed; on a quadratic the order is the error's."""
+    rng = np.random.default_rng(0)
+    goals = {x.name: torch.from_numpy(rng.standard_normal(x.shape)).float() * (1 + 5 * i) for i, x in enumerate(LAYERS)}
+    seen: list[Plan] = []
+
+    def run(plan: Plan) -> float:
+        seen.append(plan)
+        lockstep = LockstepPlan(plan, 1)
+        here = {name: torch.zeros_like(goal) for name, goal in goals.items()}
+        for step in range(5):
+            grads = {name: here[name] - goals[name] for name in goals}
+            result = lockstep.step(step, [grads])
+            means = {name: mean for ranks in result.exchanged.values() for name, mean in ranks[0].mean.items()}
+            for name in here:
+                here[name] = here[name] - 0.2 * means.get(name, grads[name])
+        return sum(float((here[name] - goals[name]).square().sum()) for name in goals)
+
+    some = [Candidate("topk", {"density": density}) for density in (0.05, 0.3)]
+    candidates = {layer.name: some for layer in LAYERS if len(layer.shape) > 1}
+    found = loss_sensitivity(run, LAYERS, candidates)
+    assert len(seen) == 1 + 2 * len(candidates)
+    assert [len(plan.compressed_groups) for plan in seen] == [0] + [1] * 2 * len(candidates)
+    assert all((row > 0).all() and row[0] > row[1] for row in found.differences.values())
+    errors = [np.array(squared_errors(x, goals[x.name], some)) for x in LAYERS if x.name in candidates]
+    measured = correlations(errors, list(found.differences.values()))
+    assert measured["spearman"] == pytest.approx([1.0, 1.0])
+    assert min(measured["pearson"]) > 0.9
+    with pytest.raises(GradlabError, match="no layer 'nosuch'"):
+        loss_sensitivity(run, LAYERS, {"nosuch": some})
+    with pytest.raises(GradlabError, match="loss without compression is nan"):
+        loss_sensitivity(lambda _: math.nan, LAYERS, candidates)
+    with pytest.raises(GradlabError, match="at least three layers"):
+        correlations(errors[:2], list(found.differences.values())[:2])
+    assert np.isnan(correlations([np.ones(1)] * 3, [np.zeros(1)] * 3)["pearson"]).all()
+    row = {"checkpoint": 50, "varied": "rank", "settings": [1, 4], "correlations": measured}
+    figure = plot_sensitivity([row | {"errors": errors, "differences": list(found.differences.values())}])
+    assert figure.axes[0].lines[0].get_ydata() == pytest.approx(measured["pearson"])
+    assert len(figure.axes[1].lines[0].get_xdata()) == len(candidates)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_fits_draws_and_prints(gradlab: Command, trace: Trace, tmp_path: Path) -> None:
+    out, *figures = (tmp_path / name for name in ("plan.safetensors", "layers.svg", "frontier.svg", "time.svg"))
+    layers, frontier, over_time = figures
+    words = ["fit", "lgreco", trace.path, "--codec", "topk", "--set", "density=0.05", "--out", out]
+    code, said, err = gradlab(*words, "--figure", layers, "--frontier", frontier, "--over-time", over_time)
+    assert code == 0, err
+    assert said.startswith("By layer ")
+    assert "fewer bytes than topk(density=0.05) everywhere" in said
+    assert "On later iterations its error is" in said
+    assert "deep.weight" in said
+    assert all(path.read_text().startswith("<?xml") for path in figures)
+    plan = Artifact.load(out)
+    assert plan.origin["method"] == "lgreco"
+    code, said, err = gradlab(
+        "fit", "lgreco", trace.path, "--out", tmp_path / "o.safetensors", "--figure", tmp_path / "o.svg"
+    )
+    assert code == 0, err
+    assert "powersgd(rank=4) everywhere" in said
+    code, said, err = gradlab("fit", "lgreco", trace.path, "--family", "top-k", "--family", "qsgd", "--cost", "seconds",
+                              "--set", "rank=4", "--out", tmp_path / "hybrid.safetensors", "--json")  # fmt: skip
+    assert code == 0, err
+    assert json.loads(said)["cost"] == "seconds"
+    code, said, err = gradlab(
+        *words[:-1], tmp_path / "fast.safetensors", "--cost", "step", "--compute-seconds", "1s", "--bandwidth", "inf"
+    )
+    assert code == 0, err
+    assert said.startswith("Do not compress for speed: ")
+    bad_times, bucket_times = tmp_path / "bad.json", tmp_path / "times.json"
+    bad_times.write_text('{"sizes": [[1%s]], "seconds": [1]}' % ("0" * 400))
+    bucket_times.write_text(json.dumps({"sizes": [[1, 2], [2, 1], [3, 3]], "seconds": [1, 2, 3]}))
+    for wrong, expected in (
+        (["--alpha", 0.0], "smallest reachable"),
+        (["--family", "wavelets"], "no family 'wavelets'"),
+        (["--metric", "loud"], "metric 'loud'"),
+        (["--cost", "tears"], "cost 'tears'"),
+        (["--set", "rank=x"], "rank"),
+        (["--window", 1000], "window = 1000"),
+        (["--out", out], "exists already"),
+        (["--weights", "heavy"], "weights 'heavy'"),
+        (["--weights", bad_times], "expected JSON of bucket times"),
+        (["--weights", bucket_times], "2 coefficients, but DDP makes 1 buckets"),
+        (["--cost", "step"], "needs --compute-seconds"),
+    ):
+        target = [] if "--out" in wrong else ["--out", tmp_path / "other.safetensors"]
+        code, said, err = gradlab("fit", "lgreco", trace.path, *target, *wrong)
+        assert (code, said) == (2, ""), wrong
+        assert expected in err, (wrong, err)
+        assert err.count("\n") == 1, err

@@ -1,0 +1,631 @@
+"""What GradiVeQ builds on, measured where the truth is known: planted subspaces, periods, drift; and in a report."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from gradlab.analysis.figures.slices import PLOTS
+from gradlab.analysis.figures.style import drawing
+from gradlab.analysis.jsonable import plain
+from gradlab.analysis.measure.holdout import losses_by_slice
+from gradlab.analysis.measure.slices import of_trace as module
+from gradlab.analysis.measure.slices.of_trace import looked_at, measure_slice_structure
+from gradlab.analysis.measure.slices.structure import (
+    DimensionRule,
+    adjacent_correlation,
+    cost_by_slice_size,
+    dimension_by_samples,
+    dimension_by_threshold,
+    fit_basis,
+    loss_by_slice_size,
+    principal_angles,
+    rotated_scatter,
+    spatial_consistency,
+    stable_from,
+    staleness,
+    whole_slices,
+)
+from gradlab.analysis.report.drawings import slice_structure_drawings
+from gradlab.analysis.report.tables import slice_structure_table
+from gradlab.cli.analyze import analyze
+from gradlab.codecs.gradiveq import GradiVeQ
+from gradlab.datasets.synthetic import GradientModel, draw, expected_spectrum, expected_tail_energy
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer, canonical_json, flatten
+from support.laws import law
+from support.recorded import CONVOLUTION, LINEAR, random_gradients, record, record_layer
+
+ALL = DimensionRule(loss_threshold=0.0)  # every axis that holds variance
+CUBE = Layer("conv.weight", (4, 2, 3, 3), "convolution")  # nine slices of F D = 8
+SEEDS = st.integers(0, 2**16)
+
+
+def directions(rng: np.random.Generator, size: int, rank: int) -> np.ndarray:
+    """Orthonormal (size, rank)."""
+    return np.linalg.qr(rng.standard_normal((size, rank)))[0]
+
+
+def with_spectrum(rng: np.random.Generator, samples: int, size: int, eigenvalues: list[float]) -> np.ndarray:
+    """Samples (T, K) whose own covariance has exactly these eigenvalues, and whose mean is zero."""
+    scores = rng.standard_normal((samples, len(eigenvalues)))
+    scores = np.linalg.qr(scores - scores.mean(0))[0] * np.sqrt(samples * np.array(eigenvalues))
+    return scores @ directions(rng, size, len(eigenvalues)).T
+
+
+# --- 1: correlation and scatter ---------------------------------------------------------------------------------------
+
+
+@law(SEEDS, st.integers(2, 20), st.integers(1, 6), st.floats(-100, 100), examples=30)
+def test_correlation_is_that_of_numpy(seed: int, samples: int, count: int, offset: float) -> None:
+    values = np.random.default_rng(seed).standard_normal((samples, count)) + offset
+    found = adjacent_correlation(values)
+    np.testing.assert_allclose(found.matrix, np.atleast_2d(np.corrcoef(values.T)), atol=1e-9)
+
+
+def test_correlation_of_independent_and_of_equal_values() -> None:
+    values = np.random.default_rng(0).standard_normal((100, 60))
+    found = adjacent_correlation(values)
+    assert found.mean_absolute == pytest.approx(found.by_chance, rel=0.05)
+    assert adjacent_correlation(values[:, :1] * [1.0, -2.0, 3.0]).mean_absolute == pytest.approx(1)
+
+
+def test_a_value_that_never_changes_has_no_correlation() -> None:
+    values = np.random.default_rng(0).standard_normal((9, 3))
+    values[:, 1] = 0.1
+    found = adjacent_correlation(values)
+    assert np.isnan(found.matrix[1]).all()
+    assert found.mean_absolute == pytest.approx(abs(np.corrcoef(values[:, 0], values[:, 2])[0, 1]))
+    assert found.to_json()["matrix"][1] == [None] * 3
+    assert adjacent_correlation(np.ones((5, 2))).to_json()["mean_absolute"] is None
+
+
+@law(SEEDS, examples=25)
+def test_rotation_keeps_distances_and_orders_the_planted_variances(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    values = with_spectrum(rng, 40, 3, [6.0, 3.0, 1.0])
+    found = rotated_scatter(values + 5.0, values + 5.0)
+    np.testing.assert_allclose(found.share, [0.6, 0.3, 0.1], atol=1e-9)
+    np.testing.assert_allclose(found.later_share, found.share, atol=1e-9)
+    np.testing.assert_allclose(found.after.T @ found.after / 40, np.diag([6.0, 3.0, 1.0]), atol=1e-9)
+    np.testing.assert_allclose(np.linalg.norm(found.after, axis=1), np.linalg.norm(values, axis=1))
+
+
+def test_three_values_in_a_plane_need_two_axes_and_constant_ones_none() -> None:
+    plane = with_spectrum(np.random.default_rng(1), 30, 3, [2.0, 1.0])
+    assert rotated_scatter(plane, plane).share[2] < 1e-12
+    still = rotated_scatter(np.ones((4, 3)), np.ones((2, 3)))
+    assert not still.share.any()
+    assert not still.later_share.any()
+    assert not still.after.any()
+
+
+# --- 2: Fig. 5 --------------------------------------------------------------------------------------------------------
+
+
+def periodic(rng: np.random.Generator, steps: int, blocks: int, period: int, rank: int) -> np.ndarray:
+    """Vectors (T, blocks * period): every block lies in the same `rank` dimensions, independently of the others."""
+    return (rng.standard_normal((steps, blocks, rank)) @ directions(rng, period, rank).T).reshape(steps, -1)
+
+
+@law(SEEDS, st.integers(6, 12), st.integers(1, 2), examples=15)
+def test_loss_drops_to_nothing_exactly_at_multiples_of_the_period(seed: int, period: int, rank: int) -> None:
+    values = periodic(np.random.default_rng(seed), 80, 9, period, rank)
+    sizes = list(range(3, 4 * period + 1))
+    found = loss_by_slice_size(values[:40], values[40:], sizes, period=period, rule=ALL)
+    assert found.multiples.tolist() == [size % period == 0 for size in sizes]
+    assert found.later_loss[found.multiples].max() < 1e-9
+    assert found.in_sample_loss[found.multiples].max() < 1e-9
+    assert found.dimensions[found.multiples].tolist() == [rank, 2 * rank, 3 * rank, 4 * rank]
+    # Small slices may have as many axes as elements.
+    short = found.dimensions < found.sizes
+    assert found.later_loss[short & ~found.multiples].min() > 1e-6
+    np.testing.assert_allclose(found.ratios, found.sizes / found.dimensions)
+    assert found.fitted_loss.max() < 1e-9
+
+
+def test_a_random_basis_loses_what_is_said_of_it() -> None:
+    """Slices of independent subspaces: to the others, the first slice's basis is a random one."""
+    rng = np.random.default_rng(2)
+    values = np.concatenate([periodic(rng, 60, 1, 30, 5) for _ in range(200)], axis=1)
+    found = loss_by_slice_size(values[:30], values[30:], [30], period=30, rule=ALL)
+    assert found.random_loss[0] == pytest.approx(1 - 5 / 30, rel=0.1)
+    assert found.later_loss[0] == pytest.approx(found.random_loss[0], rel=0.05)
+
+
+def test_dimension_may_be_a_share_of_the_slice() -> None:
+    values = np.random.default_rng(3).standard_normal((40, 120))
+    found = loss_by_slice_size(values[:30], values[30:], [8, 12, 60], period=12, rule=DimensionRule(ratio=4))
+    assert found.dimensions.tolist() == [2, 3, 15]
+    assert found.ratios.tolist() == [4, 4, 4]
+    few = loss_by_slice_size(values[:5], values[30:], [60], period=12, rule=DimensionRule(ratio=4))
+    assert few.dimensions.tolist() == [4]  # five samples show no more
+
+
+def test_a_selection_of_a_layer_gives_what_its_whole_slices_give() -> None:
+    values = np.random.default_rng(4).standard_normal((20, 100))
+    columns = np.concatenate([np.arange(25), np.arange(38, 61)])
+    numbers, places = whole_slices(columns, 10)
+    assert numbers.tolist() == [0, 1, 4, 5]
+    np.testing.assert_array_equal(columns[places], 10 * numbers[:, None] + np.arange(10))
+    found = loss_by_slice_size(values[:12, columns], values[12:, columns], [10], period=10, columns=columns)
+    packed = np.concatenate([values[:, :20], values[:, 40:60]], axis=1)
+    assert found.to_json() == loss_by_slice_size(packed[:12], packed[12:], [10], period=10).to_json()
+
+
+# --- 3: spatial consistency -------------------------------------------------------------------------------------------
+
+
+@law(SEEDS, st.integers(1, 4), examples=15)
+def test_shared_subspaces_serve_each_other(seed: int, rank: int) -> None:
+    slices = periodic(np.random.default_rng(seed), 50, 6, 20, rank).reshape(50, 6, 20)
+    found = spatial_consistency(slices[:30], slices[30:], ALL)
+    assert max(found.later.max(), found.in_sample.max()) < 1e-9
+    assert found.dimensions.tolist() == [rank] * 6
+
+
+def test_independent_subspaces_serve_nobody_else() -> None:
+    rng = np.random.default_rng(5)
+    slices = np.stack([periodic(rng, 50, 1, 24, 3) for _ in range(16)], axis=1)
+    found = spatial_consistency(slices[:30], slices[30:], ALL)
+    assert found.own < 1e-9
+    assert found.later[~np.eye(16, dtype=bool)].min() > 0.3
+    # The mean of 30 samples, which is subtracted, adds a thirtieth of the energy.
+    assert found.random == pytest.approx((1 - 3 / 24) * 31 / 30, rel=0.02)
+    assert found.others == pytest.approx(found.random, rel=0.02)
+
+
+def test_each_entry_is_the_loss_of_that_slice_under_that_basis() -> None:
+    rng = np.random.default_rng(6)
+    fit, later = rng.standard_normal((12, 40, 9)) + 1, rng.standard_normal((7, 40, 9)) + 1
+    rule = DimensionRule(0.3)
+    found = spatial_consistency(fit, later, rule, most=3)
+    chosen = [0, 20, 39]
+    for i, basis_of in enumerate(chosen):
+        basis = fit_basis(fit[:, basis_of])
+        axes = basis.axes[:, : rule.dimension(basis)]
+        for j, slice_of in enumerate(chosen):
+            mean = fit[:, slice_of].mean(0)
+            decoded = (later[:, slice_of] - mean) @ axes @ axes.T + mean
+            expected = np.square(decoded - later[:, slice_of]).sum() / np.square(later[:, slice_of]).sum()
+            assert found.later[i, j] == pytest.approx(expected)
+
+
+# --- 4: how many axes -------------------------------------------------------------------------------------------------
+
+
+@law(
+    SEEDS,
+    st.lists(st.floats(0.01, 10), min_size=1, max_size=8),
+    st.lists(st.floats(0.001, 0.9), min_size=1, max_size=5),
+    examples=30,
+)
+def test_dimension_and_loss_follow_the_planted_spectrum(
+    seed: int, eigenvalues: list[float], thresholds: list[float]
+) -> None:
+    eigenvalues = sorted(eigenvalues, reverse=True)
+    samples = with_spectrum(np.random.default_rng(seed), 20, 30, eigenvalues)
+    found = dimension_by_threshold(samples, 2 * samples, thresholds)
+    tails = 1 - np.concatenate([[0], np.cumsum(eigenvalues)]) / sum(eigenvalues)
+    for threshold, d, seen, unseen in zip(
+        thresholds, found.dimensions, found.in_sample_loss, found.later_loss, strict=True
+    ):
+        assert tails[d] < threshold + 1e-9  # eq. (6) holds with d axes, and not with fewer
+        assert tails[d - 1] >= threshold - 1e-9
+        assert seen == pytest.approx(tails[d], abs=1e-9)
+        assert unseen == pytest.approx(tails[d], abs=1e-9)
+    np.testing.assert_allclose(found.random_loss, 1 - found.dimensions / 30)
+
+
+def test_later_loss_is_the_planted_tail() -> None:
+    model = GradientModel(40, (8.0, 4.0, 2.0, 1.0), (0.05,))
+    values = draw(model, 3000, np.random.default_rng(7)).values[:, 0]
+    found = dimension_by_threshold(values[:2000], values[2000:], [0.02])
+    assert found.dimensions.tolist() == [4]
+    assert found.later_loss[0] == pytest.approx(expected_tail_energy(model, kept=4), rel=0.1)
+    shares = np.cumsum(expected_spectrum(model)) / expected_spectrum(model).sum()
+    assert shares[2] < 1 - 0.02 < shares[3]
+
+
+@law(SEEDS, st.integers(1, 6), examples=10)
+def test_a_planted_rank_is_stable_once_it_is_seen(seed: int, rank: int) -> None:
+    """t centred samples show t - 1 axes: d is t - 1 until that is the rank."""
+    values = periodic(np.random.default_rng(seed), 50, 1, 20, rank)
+    found = dimension_by_samples(values[:40], values[40:], list(range(2, 41)), [0.0], tolerance=0.1)
+    np.testing.assert_array_equal(found.dimensions[0], np.minimum(found.counts - 1, rank))
+    assert found.stable_at == (rank + 1,)
+    assert found.later_loss[0, rank:].max() < 1e-9
+    assert found.later_loss[0, 0] > 0.01 or rank == 1
+
+
+def test_noise_never_settles() -> None:
+    values = np.random.default_rng(8).standard_normal((80, 300))
+    found = dimension_by_samples(values[:60], values[60:], [10, 20, 30, 40, 50, 60])
+    assert found.stable_at == (None, None, None)
+    assert found.to_json()["stable_at"] == [None] * 3
+
+
+def test_the_end_of_a_series_proves_nothing() -> None:
+    assert stable_from([10, 20, 30], [9, 19, 29], 0.1) is None
+    assert stable_from([10, 20, 30], [9, 19, 20], 0.1) == 20
+    assert stable_from([10, 20, 29], [9, 19, 20], 0.1) is None
+    assert stable_from([10, 20, 30], [5, 5, 5], 0.0) == 10
+    assert stable_from([10, 20, 40], [9, 30, 27], 0.1) == 20
+
+
+# --- 5: slice size, loss and bytes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [8, 20, 72])
+@pytest.mark.parametrize("reuse", [None, 1])
+def test_cost_is_that_of_the_codec(size: int, reuse: int | None) -> None:
+    """The codec's own fit and exchange, in float32, as the oracle; and the bytes it forecasts."""
+    values = np.random.default_rng(size).standard_normal((30, *CUBE.shape)).astype(np.float32) + 0.3
+    stacked = torch.from_numpy(values.astype(np.float32))
+    ordered = np.stack([flatten(sample, "gradiveq").numpy() for sample in stacked])
+    settings = GradiVeQ.Settings(loss_threshold=0.2, slice_size=size, reuse=reuse, compressed_steps=0)
+    codec = GradiVeQ(settings).fit([CUBE], {CUBE.name: stacked[:20]})
+    curve = cost_by_slice_size(ordered[:20], ordered[20:], [size], numel=CUBE.numel, rule=DimensionRule(0.2))
+    found = curve.shared if reuse is None else curve.own
+    assert found.dimensions.tolist() == [codec.learned["conv.weight/basis"].shape[2]]
+    assert found.payload_bytes.tolist() == [codec.payload_bytes([CUBE], 1)]
+    for loss, part in ((found.in_sample_loss, stacked[:20]), (found.later_loss, stacked[20:])):
+        error, energy = losses_by_slice(codec, CUBE, part, size).sum(0)
+        assert loss[0] == pytest.approx(error / energy, rel=1e-5)
+
+
+# --- 6: staleness -----------------------------------------------------------------------------------------------------
+
+
+def turning(rng: np.random.Generator, before: int, after: int, size: int, rank: int, turn: float) -> np.ndarray:
+    """Samples (before + after, K) of one subspace, and of what it becomes, turning by an angle per step."""
+    both = directions(rng, size, 2 * rank)
+    angles = turn * np.concatenate([np.zeros(before), np.arange(1, after + 1)])[:, None, None]
+    bases = np.cos(angles) * both[:, :rank] + np.sin(angles) * both[:, rank:]
+    # No step is so small that rounding of what is subtracted from it would show.
+    scores = rng.uniform(0.5, 1.5, (before + after, rank)) * rng.choice([-1, 1], (before + after, rank))
+    return np.einsum("tkr,tr->tk", bases, scores)
+
+
+@law(SEEDS, st.integers(1, 4), st.floats(0.001, 0.1), examples=20)
+def test_loss_of_a_turning_subspace_is_the_squared_sine_of_its_age(seed: int, rank: int, turn: float) -> None:
+    values = turning(np.random.default_rng(seed), 20, 15, 12, rank, turn)
+    found = staleness(values, np.arange(35), [(0, 20)], rule=ALL, bins=40)
+    each = [age for age, (first, last) in zip(found.ages[:, 0], found.ages, strict=True) if first == last]
+    assert each[:3] == [1, 2, 3]
+    losses = dict(zip(found.ages[:, 0].tolist(), found.loss.tolist(), strict=True))
+    for age in each:
+        assert losses[age] == pytest.approx(math.sin(turn * age) ** 2, rel=1e-6, abs=1e-10)
+    assert found.suggested == 1  # from nothing, any growth is more than a quarter
+    assert found.last_age == 15
+
+
+def expected_lifetime(model: GradientModel, lag: int, youngest: int, tolerance: float) -> int:
+    """Steps after which the planted tail, seen `lag` steps after the basis' own, is first above the tolerance."""
+    limit = (1 + tolerance) * expected_tail_energy(model, model.rank, age=youngest + lag)
+    return next(age for age in range(400) if expected_tail_energy(model, model.rank, age=age + lag) > limit)
+
+
+@pytest.mark.parametrize("drift", [0.004, 0.008])
+@pytest.mark.parametrize("every", [1, 3])
+def test_planted_drift_sets_the_suggested_lifetime(drift: float, every: int) -> None:
+    """L_c in iterations, whatever the trace's spacing: where the planted tail has grown by a quarter."""
+    model = GradientModel(60, (1.0,) * 4, (0.1,), drift=drift)
+    values = draw(model, 700, np.random.default_rng(9)).values[:, 0].astype(float)
+    steps = every * np.arange(700)
+    rule = DimensionRule(ratio=15)  # d = 4
+    found = staleness(values, steps, [(first, first + 30) for first in (0, 100, 200, 300)], rule=rule, bins=30)
+    assert found.dimensions.tolist() == [4] * 4
+    youngest = round(found.ages[0].mean() / every)
+    truth = every * expected_lifetime(model, lag=15, youngest=youngest, tolerance=0.25)
+    assert found.suggested == pytest.approx(truth, rel=0.35)
+    lenient = staleness(values, steps, [(0, 30)], rule=rule, bins=30, tolerance=1e3)
+    assert (lenient.suggested, lenient.last_age) == (None, every * 670)
+
+
+def test_what_does_not_turn_lasts_to_the_end() -> None:
+    values = periodic(np.random.default_rng(10), 120, 1, 12, 3)
+    found = staleness(values, np.arange(120), [(0, 20), (30, 50)], rule=ALL)
+    assert found.loss.max() < 1e-9
+    assert (found.suggested, found.last_age) == (None, 100)
+    assert found.relative.tolist() == [1.0] * len(found.ages)
+
+
+def test_old_bins_are_compared_with_the_windows_that_reach_them() -> None:
+    """The late window loses far more at every age; neither ages. Pooled losses fall with age, but that is no matter."""
+    rng = np.random.default_rng(11)
+    quiet = periodic(rng, 300, 1, 30, 2)
+    values = quiet + 0.05 * rng.standard_normal((300, 30))
+    values[200:230] += 3 * rng.standard_normal((30, 30))  # spoils the basis of the late window alone
+    found = staleness(values, np.arange(300), [(0, 30), (200, 230)], rule=DimensionRule(ratio=15), tolerance=1.0)
+    assert found.by_window[1, 0] > 5 * found.by_window[0, 0]
+    assert found.loss[0] > 1.5 * found.loss[-1]
+    assert np.isnan(found.by_window[1, -1])  # the late window sees no old age
+    assert found.relative[-1] == pytest.approx(found.by_window[0, -1] / found.by_window[0, 0])
+
+
+# --- 7: principal angles ----------------------------------------------------------------------------------------------
+
+
+@law(SEEDS, st.integers(1, 5), st.floats(0.001, 0.3), examples=25)
+def test_angles_between_successive_bases_are_the_planted_turn(seed: int, rank: int, turn: float) -> None:
+    both = directions(np.random.default_rng(seed), 14, 2 * rank)
+    bases = [math.cos(turn * n) * both[:, :rank] + math.sin(turn * n) * both[:, rank:] for n in range(5)]
+    found = principal_angles(bases)
+    assert found.degrees.shape == (4, rank)
+    np.testing.assert_allclose(found.degrees, math.degrees(turn), rtol=1e-6)
+    np.testing.assert_allclose(found.largest, math.degrees(turn), rtol=1e-6)
+    np.testing.assert_allclose(found.mean, math.degrees(turn), rtol=1e-6)
+
+
+def test_angles_rise_and_random_subspaces_have_the_angle_of_chance() -> None:
+    rng = np.random.default_rng(12)
+    found = principal_angles([directions(rng, 200, 40) for _ in range(6)], dimensions=20)
+    assert found.degrees.shape == (5, 20)
+    assert (np.diff(found.degrees, axis=1) >= 0).all()
+    assert np.square(np.cos(np.radians(found.degrees))).mean() == pytest.approx(20 / 200, rel=0.1)
+    assert math.cos(math.radians(found.by_chance)) ** 2 == pytest.approx(20 / 200)
+
+
+def test_bases_without_axes_have_no_angle() -> None:
+    found = principal_angles([np.zeros((5, 0)), np.zeros((5, 0))]).to_json()
+    assert (found["degrees"], found["largest"], found["mean"]) == ([[]], [None], [None])
+
+
+# --- what is refused, and what is nothing -----------------------------------------------------------------------------
+
+
+def test_gradients_that_never_change_lose_nothing() -> None:
+    for value in (0.0, 0.3):
+        still = np.full((20, 24), value)
+        fit, later = still[:10], still[10:]
+        assert loss_by_slice_size(fit, later, [6, 8], period=6).later_loss.max() < 1e-30
+        assert spatial_consistency(fit.reshape(10, 4, 6), later.reshape(10, 4, 6)).later.max() < 1e-30
+        found = dimension_by_threshold(fit, later, [0.1])
+        assert (found.dimensions.tolist(), found.later_loss.max() < 1e-30) == ([1], True)
+        assert cost_by_slice_size(fit, later, [6], numel=24).own.later_loss.max() < 1e-30
+        assert staleness(still, np.arange(20), [(0, 10)]).suggested is None
+
+
+def nan_at(*shape: int) -> np.ndarray:
+    values = np.ones(shape)
+    values[1, ..., 0] = np.nan
+    return values
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: adjacent_correlation(np.ones((1, 3))), r"samples of shape \[1, 3\], expected at least 2"),
+        (lambda: adjacent_correlation(nan_at(4, 3)), "samples with NaN or infinity; leave out the steps"),
+        (lambda: rotated_scatter(np.ones((4, 1)), np.ones((4, 1))), "at least two adjacent ones"),
+        (lambda: rotated_scatter(np.ones((4, 3)), np.ones((0, 3))), "expected at least 1"),
+        (lambda: fit_basis(np.ones((4, 0))), "of at least one value"),
+        (lambda: loss_by_slice_size(np.ones((4, 9)), np.ones((2, 9)), [5], period=3), "slice size 5: 1 whole slices"),
+        (lambda: loss_by_slice_size(np.ones((4, 9)), np.ones((2, 9)), [0], period=3), "slice size 0"),
+        (lambda: loss_by_slice_size(np.ones((1, 9)), np.ones((2, 9)), [3], period=3), "expected at least 2"),
+        (lambda: loss_by_slice_size(np.ones((4, 9)), np.ones((0, 9)), [3], period=3), "no later samples"),
+        (lambda: loss_by_slice_size(np.ones((4, 9)), nan_at(2, 9), [2], period=3, columns=np.arange(9) + 1), "first"),
+        (lambda: cost_by_slice_size(np.ones((4, 9)), np.ones((2, 9)), [10], numel=9), "slice size 10: 0 whole slices"),
+        (lambda: cost_by_slice_size(np.ones((4, 9)), np.ones((2, 9)), [], numel=9), "no slice size"),
+        (lambda: cost_by_slice_size(np.ones((4, 9)), np.ones((2, 8)), [3], numel=9), r"\[4, 9\] and \[2, 8\] at \[9\]"),
+        (lambda: spatial_consistency(nan_at(4, 3, 5), np.ones((2, 3, 5))), "NaN or infinity"),
+        (lambda: dimension_by_threshold(np.ones((4, 5)), np.ones((2, 5)), [1.0]), "expected lambda in"),
+        (lambda: dimension_by_samples(np.ones((4, 5)), np.ones((2, 5)), [2, 5]), r"expected some in 2\.\.4"),
+        (lambda: dimension_by_samples(np.ones((4, 5)), np.ones((2, 5)), []), r"expected some in 2\.\.4"),
+        (lambda: staleness(np.ones((4, 5)), np.arange(4), [(0, 4)]), "1 windows, none with later samples"),
+        (lambda: staleness(np.ones((4, 5)), np.arange(4), [(0, 1)]), "expected at least 2"),
+        (lambda: staleness(np.ones((4, 5)), np.arange(4), [(0, 2)], tolerance=-0.1), "tolerance -0.1"),
+        (lambda: staleness(nan_at(4, 5), np.arange(4), [(0, 2)]), "NaN or infinity"),
+        (lambda: principal_angles([np.ones((4, 2))]), "expected two or more"),
+        (lambda: principal_angles([np.ones((4, 2)), np.ones((5, 2))]), "of one K"),
+        (lambda: DimensionRule(ratio=0.5), "a ratio of at least 1"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(call, words) -> None:
+    with pytest.raises(GradlabError, match=words):
+        call()
+
+
+# --- over a trace -----------------------------------------------------------------------------------------------------
+
+PARTS = tuple(module._TITLES)
+WIDE = Layer("wide.weight", (8, 4, 3, 3), "convolution")
+
+
+def test_a_trace_is_read_in_gradiveqs_order(tmp_path) -> None:
+    values = np.random.default_rng(13).standard_normal((60, 2, CUBE.numel)).astype(np.float32)
+    with record_layer(tmp_path / "t", values, CUBE) as trace:
+        found = measure_slice_structure(trace, samples=20, rule=DimensionRule(0.1))
+    assert found["fitted_on"] == list(range(20))
+    assert (found["held_out_on"][0], found["held_out_on"][-1]) == (20, 59)
+    assert canonical_json(found)
+    (layer,) = found["layers"]
+    assert (layer["slice_size"], layer["period"], layer["period_is"]) == (72, 8, "F D")
+    assert layer["remarks"] == found["remarks"] == []
+    mean = torch.from_numpy(values.mean(1, dtype=np.float64)).reshape(-1, *CUBE.shape)
+    ordered = np.stack([flatten(sample, "gradiveq").numpy() for sample in mean]).astype(np.float32)
+    later = ordered[found["held_out_on"]]
+    expected = loss_by_slice_size(
+        ordered[:20], later, layer["slice_sizes"]["sizes"], period=8, rule=DimensionRule(0.1)
+    ).to_json()
+    assert layer["slice_sizes"] == expected
+    np.testing.assert_array_equal(layer["scatter"]["before"], ordered[:20, :3])
+    assert layer["consistency"]["slices"] == list(range(9))
+    assert found["windows"] == [[0, 14], [15, 29], [30, 44], [45, 59]]
+    aged = staleness(ordered, np.arange(60), [(0, 15), (15, 30), (30, 45), (45, 60)], rule=DimensionRule(0.1))
+    assert layer["staleness"] == aged.to_json()
+
+
+def test_planted_structure_is_found_in_a_trace(tmp_path) -> None:
+    """Every block of F D = 8 in the same two dimensions: dips, a dark square, a d that settles, bases that last."""
+    rng = np.random.default_rng(14)
+    ordered = periodic(rng, 120, 9, 8, 2).astype(np.float32)
+    native = np.empty_like(ordered)
+    native[:, flatten(torch.arange(CUBE.numel).reshape(CUBE.shape), "gradiveq").numpy()] = ordered
+    with record_layer(tmp_path / "t", native[:, None], CUBE) as trace:
+        (layer,) = measure_slice_structure(trace, samples=40, rule=DimensionRule(1e-9))["layers"]
+    dips = np.array(layer["slice_sizes"]["multiples"])
+    losses = np.array(layer["slice_sizes"]["later_loss"])
+    assert losses[dips].max() < 1e-6 < 0.01 < losses[~dips & (np.array(layer["slice_sizes"]["sizes"]) > 8)].min()
+    assert layer["consistency"]["others"] < 1e-6 < 0.5 < layer["consistency"]["random"]
+    assert layer["samples"]["stable_at"][0] is not None
+    assert layer["staleness"]["suggested"] is None
+    assert max(layer["angles"]["largest"]) < 0.1
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 7, 8, 9, 30])
+def test_short_traces_say_what_they_cannot_show(tmp_path, steps: int) -> None:
+    with record(tmp_path / "t", random_gradients(15, steps, 1, [CUBE]), [CUBE]) as trace:
+        found = measure_slice_structure(trace)
+    assert canonical_json(found)
+    assert found["remarks"]
+    if steps < 3:
+        assert found["layers"] == []
+        return
+    (layer,) = found["layers"]
+    missing = [part for part in PARTS if layer[part] is None]
+    assert len(layer["remarks"]) == len(missing)
+    assert missing == (["staleness", "angles"] if steps < 8 else [])
+
+
+def test_steps_that_are_not_finite_are_left_out_and_counted(tmp_path) -> None:
+    gradients = random_gradients(16, 41, 2, [CUBE])
+    for step in (2, 20, 40):
+        gradients[step][1][CUBE.name][0, 0, 0, 0] = np.inf
+    with record(tmp_path / "a", gradients, [CUBE]) as trace:
+        found = measure_slice_structure(trace, samples=10)["layers"][0]
+    kept = [gradients[step] for step in range(41) if step != 2][:9]
+    with record(tmp_path / "b", kept, [CUBE]) as trace:
+        mean = trace.mean(CUBE.name)
+    assert found["remarks"] == ["3 iterations with gradients that are not finite are left out"]
+    first = flatten(torch.from_numpy(mean[0]).reshape(CUBE.shape), "gradiveq")[:3]
+    np.testing.assert_array_equal(found["scatter"]["before"][0], first)
+    assert len(found["scatter"]["before"]) == 9
+
+
+def test_a_layer_that_never_was_finite_is_a_remark(tmp_path) -> None:
+    gradients = random_gradients(17, 20, 1, [CUBE])
+    for step in gradients:
+        step[0][CUBE.name][:] = np.nan
+    with record(tmp_path / "t", gradients, [CUBE]) as trace:
+        found = measure_slice_structure(trace)
+    assert [found["layers"][0][part] for part in PARTS] == [None] * len(PARTS)
+    assert len(found["layers"][0]["remarks"]) == len(PARTS) + 1
+
+
+def test_layers_are_few_convolutions_else_other_matrices_or_those_named(tmp_path) -> None:
+    sizes = (2, 2, 5, 2, 2, 2, 2)
+    many = [Layer(f"c{n}.weight", (size, 2, 3, 3), "convolution") for n, size in enumerate(sizes)]
+    with record(tmp_path / "a", random_gradients(18, 6, 1, [*many, LINEAR]), [*many, LINEAR]) as trace:
+        names = [layer["name"] for layer in measure_slice_structure(trace)["layers"]]
+        assert names == ["c0.weight", "c2.weight", "c3.weight", "c6.weight"]
+        named = measure_slice_structure(trace, [LINEAR.name])["layers"]
+        assert [layer["name"] for layer in named] == [LINEAR.name]
+        with pytest.raises(GradlabError, match="no layer 'nothing'"):
+            measure_slice_structure(trace, ["nothing"])
+        with pytest.raises(GradlabError, match="samples = 1, start = 0"):
+            measure_slice_structure(trace, samples=1)
+        with pytest.raises(GradlabError, match="start = 6: expected at least 2, and one of 6 positions"):
+            measure_slice_structure(trace, start=6)
+    with record(tmp_path / "b", random_gradients(19, 6, 1)[:6]) as trace:
+        assert [layer["name"] for layer in measure_slice_structure(trace)["layers"]] == [CONVOLUTION.name]
+    with record(tmp_path / "c", random_gradients(19, 6, 1, [LINEAR]), [LINEAR]) as trace:
+        (layer,) = measure_slice_structure(trace)["layers"]
+    assert (layer["name"], layer["period"], layer["period_is"]) == (LINEAR.name, 5, "F")
+
+
+def test_vectors_alone_are_measured_when_named_and_remarked_when_not(tmp_path) -> None:
+    vectors = [Layer("bias", (5,), "bias"), Layer("one", (1,), "other"), Layer("none", (0, 3), "other")]
+    with record(tmp_path / "t", random_gradients(20, 30, 1, vectors), vectors) as trace:
+        assert measure_slice_structure(trace)["remarks"][0] == "No convolution and no other matrix to look at."
+        found = measure_slice_structure(trace, ["bias", "one", "none"])
+    assert canonical_json(found)
+    assert found["layers"][0]["staleness"] is not None
+    assert [found["layers"][2][part] for part in PARTS] == [None] * len(PARTS)
+
+
+def test_of_large_layers_stretches_with_whole_slices_are_read(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(module, "_LARGEST_SLICE", 64)
+    monkeypatch.setattr(module, "_MOST_VALUES", 256)
+    monkeypatch.setattr(module, "_STRETCH", 128)
+    columns = looked_at(WIDE.numel * 3)
+    assert len(columns) == 256
+    assert (columns[0], columns[-1]) == (0, 3 * WIDE.numel - 1)
+    assert all(len(whole_slices(columns, size)[0]) >= 2 for size in range(1, 65))
+    values = np.random.default_rng(21).standard_normal((20, 1, WIDE.numel)).astype(np.float32)
+    with record_layer(tmp_path / "t", values, WIDE) as trace:
+        (layer,) = measure_slice_structure(trace, samples=8)["layers"]
+    assert max(layer["slice_sizes"]["sizes"]) <= 64
+    assert layer["consistency"]["slices"] != list(range(9))
+    assert layer["cost"]["shared"]["payload_bytes"][0] > 4 * 256 / 8  # of the whole layer
+
+
+# --- in the report ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory):
+    """What `gradlab analyze` writes of a small trace: report.json, and the page's path."""
+    folder = tmp_path_factory.mktemp("structure")
+    record(folder / "t", random_gradients(22, 40, 2, [CUBE]), [CUBE]).close()
+    analyze(folder / "t", folder / "report", only="within")
+    return json.loads((folder / "report" / "report.json").read_text()), folder / "report" / "report.html"
+
+
+def test_the_report_has_the_section_with_its_figures_and_data(reported, tmp_path) -> None:
+    data, page = reported
+    with record(tmp_path / "t", random_gradients(22, 40, 2, [CUBE]), [CUBE]) as trace:
+        assert data["slice_structure"] == measure_slice_structure(trace)
+    assert data["slice_structure"]["remarks"][0].startswith("40 iterations are recorded: L_t = 20 in place of 100")
+    added = [figure for figure in data["figures"] if figure["title"].startswith("What GradiVeQ would find: ")]
+    assert [figure["name"] for figure in added] == [f"gradiveq_{part}" for part in PARTS if part in PLOTS]
+    text = html.unescape(page.read_text(encoding="utf-8"))
+    assert "<h3>What GradiVeQ would find</h3>" in text
+    for figure in added:
+        assert f"<h3>{figure['title']}</h3>" in text
+        assert (page.parent / "figures" / f"{figure['name']}.svg").stat().st_size
+
+
+def test_the_figures_mark_the_suggested_lifetime(reported) -> None:
+    structure, page = reported[0]["slice_structure"], reported[1]
+    svg = (page.parent / "figures" / "gradiveq_staleness.svg").read_text(encoding="utf-8")
+    for layer in structure["layers"]:
+        found = layer["staleness"]
+        lasts = f"at least {found['last_age']}" if found["suggested"] is None else f"= {found['suggested']}"
+        assert f"L_c {lasts}" in svg
+
+
+def test_the_table_says_what_was_found_and_what_could_not_be(reported) -> None:
+    structure = reported[0]["slice_structure"]
+    layer = {
+        **structure["layers"][0],
+        "slice_sizes": {"sizes": [6, 8, 9], "multiples": [False, True, False], "later_loss": [0.4, 0.1, 0.6]},
+        "staleness": {"suggested": 37, "last_age": 90},
+    }
+    bare = {**structure["layers"][0], "name": WIDE.name, **dict.fromkeys(PARTS), "remarks": ["no angles: too short"]}
+    table = slice_structure_table({**structure, "layers": [layer, bare], "remarks": ["40 iterations."]})
+    cells = dict(zip(table.columns, table.rows[0], strict=True))
+    assert cells["loss at multiples of F D / beside them"] == "10.0 % / 50.0 %"
+    assert cells["L_c"] == "37"
+    assert table.rows[1][0] == WIDE.name
+    assert set("".join(table.rows[1][2:])) <= set("-/ ()")
+    assert "wide.weight: no angles: too short." in table.note
+
+
+def test_what_cannot_be_measured_has_no_figure_and_nothing_else_fails(tmp_path) -> None:
+    zeros = [[{CUBE.name: np.zeros(CUBE.shape, np.float32)}] for _ in range(12)]
+    for name, gradients in (("short", random_gradients(23, 4, 2, [CUBE])), ("zero", zeros)):
+        with record(tmp_path / name, gradients, [CUBE]) as trace:
+            items = slice_structure_drawings(plain(measure_slice_structure(trace)))
+        assert ("gradiveq_staleness" in [item.name for item in items]) == (name == "zero")
+        assert "gradiveq_angles" not in [item.name for item in items]  # no window, or no axis
+        for item in items:
+            with drawing():
+                item.draw().draw_without_rendering()

@@ -1,0 +1,321 @@
+"""What nodes share, over traces with planted answers: common signal, common scales only, nothing; noise; limits."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from gradlab.analysis.measure.agreement import index_overlap
+from gradlab.analysis.measure.between_ranks import (
+    CORRECTED,
+    BetweenNodes,
+    measure_between_nodes,
+    node_pairs,
+    sampled_columns,
+)
+from gradlab.analysis.measure.information import PAPER_BINS, gaussian_information
+from gradlab.analysis.measure.layer_places import AFTER_ADDITION, FIRST, LAST, layer_places
+from gradlab.analysis.measure.limits import (
+    RELATIVE_ERRORS,
+    floor_at,
+    floor_slice_size,
+    gaussian_floor,
+    held_out_energies,
+    limit_candidates,
+    measure_limits,
+    place_plans,
+)
+from gradlab.analysis.measure.noise_scale import (
+    expected_cosine,
+    group_cosine,
+    measure_noise_scale,
+    noise_scale,
+    redundancy,
+)
+from gradlab.analysis.measure.rate_distortion import rate_at
+from gradlab.analysis.measure.spectrum import measure_spectrum
+from gradlab.analysis.replay import replay
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer, flatten
+from gradlab.plan import Plan
+from gradlab.plan.layer_errors import Candidate
+from support.laws import law
+from support.recorded import random_gradients, record, record_layer
+
+LAYER = Layer("conv.weight", (32, 16, 3, 3), "convolution")
+QUICK = BetweenNodes(iterations=6, pairs=2, values=2048)
+
+
+def planted(signal: float, *, nodes: int = 3, steps: int = 24, scales: bool = False, seed: int = 0) -> np.ndarray:
+    """(T, N, n): sqrt(signal) s_t + sqrt(1 - signal) e_{t,n}, of unit variance; times a scale per parameter."""
+    generator = np.random.default_rng(seed)
+    common = generator.standard_normal((steps, 1, LAYER.numel))
+    own = generator.standard_normal((steps, nodes, LAYER.numel))
+    values = math.sqrt(signal) * common + math.sqrt(1 - signal) * own
+    if scales:
+        values *= np.exp(1.0 * generator.standard_normal(LAYER.numel))
+    return values.astype(np.float32)
+
+
+def measured(tmp_path: Path, values: np.ndarray, settings: BetweenNodes = QUICK) -> dict:
+    with record_layer(tmp_path / "t", values, LAYER) as trace:
+        return measure_between_nodes(trace, settings)["layers"][0]
+
+
+def test_common_signal_is_found_by_all_and_exceeds_the_shifted_null(tmp_path: Path) -> None:
+    found = measured(tmp_path, planted(0.6))
+    true = float(gaussian_information(0.6))
+    for method in CORRECTED:
+        excess = found["estimators"][method]["excess"]
+        assert excess["bits"] == pytest.approx(true, abs=0.05)
+        assert excess["low"] > 0
+        assert abs(found["estimators"][method]["shuffled"]) < 0.05
+    assert found["mean_cosine"]["mean"] == pytest.approx(0.6, abs=0.02)
+    assert found["mean_cosine"]["low"] < 0.6 < found["mean_cosine"]["high"] + 0.01
+    assert found["signal_to_noise"] == pytest.approx(0.6 / 0.4, rel=0.05)
+    assert found["lags"]["lags"][0] == 0
+    assert found["lags"]["information"][0] == pytest.approx(true, abs=0.05)
+    assert max(map(abs, found["lags"]["information"][1:])) < 0.01
+
+
+def test_common_scales_alone_are_no_excess(tmp_path: Path) -> None:
+    """Estimators see dependence that nodes have by having the same parameters; the shifted null has it too."""
+    found = measured(tmp_path, planted(0.0, scales=True))
+    for method in ("equal_mass", "ksg"):
+        estimate = found["estimators"][method]
+        assert np.mean(estimate["paired"]) > 0.1
+        assert estimate["excess"]["bits"] == pytest.approx(0.0, abs=0.03)
+        assert estimate["excess"]["low"] <= 0.0 <= estimate["excess"]["high"]
+    assert abs(found["mean_cosine"]["mean"]) < 0.05
+
+
+def test_the_papers_histogram_cannot_tell_them_apart(tmp_path: Path) -> None:
+    """LGC's 2^32 levels: most of the entropy is common, shuffled pairs or not, signal or not."""
+    for signal, name in ((0.6, "a"), (0.0, "b")):
+        found = measured(tmp_path / name, planted(signal))["histograms"][str(PAPER_BINS)]
+        shares = [np.mean(found[key]) / np.mean(found["entropy"]) for key in ("information", "shuffled", "shifted")]
+        assert min(shares) > 0.99
+    assert set(found) == {"entropy", "conditional", "information", "bias", "shuffled", "shifted"}
+
+
+def test_processes_find_what_one_finds_and_json_is_plain(tmp_path: Path) -> None:
+    layers = [LAYER, Layer("head.weight", (20, 30), "linear"), Layer("head.bias", (20,), "bias")]
+    with record(tmp_path / "t", random_gradients(0, 12, 2, layers), layers) as trace:
+        alone = measure_between_nodes(trace, QUICK)
+        assert measure_between_nodes(trace, QUICK, workers=2) == alone
+    json.dumps(alone, allow_nan=False)
+    assert alone["skipped_layers"] == ["head.bias"]
+    assert [row["place"] for row in alone["layers"]] == [[FIRST], [LAST]]
+
+
+def test_iterations_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
+    values = planted(0.3)
+    values[0, 1, 7] = np.nan
+    found = measured(tmp_path, values)
+    assert 0 not in found["iterations"]
+    assert len(found["iterations"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("steps", "nodes", "settings", "said"),
+    [
+        (12, 1, QUICK, "one rank"),
+        (5, 2, QUICK, "5 iterations, expected at least 8"),
+        (12, 2, BetweenNodes(iterations=1), "iterations = 1, expected at least 4"),
+        (12, 2, BetweenNodes(shift=9), "shift = 9 recorded iterations, expected 1 to 8"),
+        (12, 2, BetweenNodes(values=10), "values = 10"),
+    ],
+)
+def test_what_cannot_be_compared_is_said(tmp_path: Path, steps, nodes, settings, said) -> None:
+    with (
+        record_layer(tmp_path / "t", planted(0.1, nodes=nodes, steps=steps), LAYER) as trace,
+        pytest.raises(GradlabError, match=said),
+    ):
+        measure_between_nodes(trace, settings)
+
+
+@law(st.integers(2, 40), st.integers(1, 20), st.integers(0, 99))
+def test_pairs_are_different_nodes(world_size: int, most: int, seed: int) -> None:
+    pairs = node_pairs(world_size, most, np.random.default_rng(seed))
+    assert len(pairs) == min(most, world_size * (world_size - 1) // 2) == len(set(pairs))
+    assert all(0 <= a < b < world_size for a, b in pairs)
+
+
+@law(st.integers(1, 100_000), st.integers(256, 20_000))
+def test_sampled_columns_lie_apart_and_within(numel: int, values: int) -> None:
+    columns = sampled_columns(numel, values)
+    assert sum(part.stop - part.start for part in columns) == (numel if numel <= values else values // 8 * 8)
+    assert columns[0].start == 0
+    assert columns[-1].stop == numel
+    if numel >= 2 * values:
+        assert all(a.stop <= b.start for a, b in pairwise(columns))
+
+
+def test_layers_are_marked_by_pattern_or_by_what_was_recorded(tmp_path: Path) -> None:
+    layers = [Layer(f"block{i}.conv.weight", (4, 4), "linear") for i in range(4)]
+    gradients = random_gradients(0, 2, 1, layers)
+    with record(tmp_path / "t", gradients, layers, metadata={"after_addition": ["block2.conv.weight"]}) as trace:
+        assert layer_places(trace)["block2.conv.weight"] == [AFTER_ADDITION]
+        named = layer_places(trace, ["block1.*", "*3.conv*"])
+        assert [named[x.name] for x in layers] == [[FIRST], [AFTER_ADDITION], [], [LAST, AFTER_ADDITION]]
+        with pytest.raises(GradlabError, match="no layer matches 'stage"):
+            layer_places(trace, ["stage*"])
+
+
+# --- where the largest values lie -------------------------------------------------------------------------------------
+
+
+@law(st.integers(0, 999), st.integers(2, 4), st.integers(1, 30))
+def test_overlap_against_sets(seed: int, nodes: int, count: int) -> None:
+    gradients = list(np.random.default_rng(seed).standard_normal((nodes, 40)))
+    sets = [set(np.argsort(-np.abs(g))[:count].tolist()) for g in gradients]
+    pairs = [(a, b) for a in range(nodes) for b in range(nodes) if a != b]
+    expected = np.mean([len(sets[a] & sets[b]) / count for a, b in pairs])
+    energy = [
+        np.square(gradients[a][list(sets[b])]).sum() / np.square(gradients[a][list(sets[a])]).sum() for a, b in pairs
+    ]
+    assert index_overlap(gradients, count) == pytest.approx((expected, np.mean(energy)))
+    assert index_overlap([gradients[0]] * 2, count) == pytest.approx((1.0, 1.0))
+
+
+# --- noise scale ------------------------------------------------------------------------------------------------------
+
+
+def products(values: np.ndarray) -> np.ndarray:
+    return np.einsum("tnc,tmc->tnm", values.astype(float), values.astype(float))
+
+
+@pytest.mark.parametrize("signal", [0.5, 0.1])
+def test_the_planted_noise_scale_is_found_within_its_interval(signal: float) -> None:
+    """tr(Sigma) / ||G||^2 = (1 - signal) / signal, in batches of one node."""
+    found = noise_scale(products(planted(signal, nodes=4, steps=60)), np.random.default_rng(0))
+    assert found.batches == pytest.approx((1 - signal) / signal, rel=0.05)
+    assert found.low <= found.batches <= found.high
+    assert found.signal == pytest.approx(signal * LAYER.numel, rel=0.05)
+
+
+def test_noise_alone_has_no_scale_that_is_finite_for_sure() -> None:
+    found = noise_scale(products(planted(0.0, nodes=4, steps=60)), np.random.default_rng(0))
+    assert found.high == math.inf
+    assert found.low > 100
+
+
+def test_groups_of_nodes_are_larger_batches() -> None:
+    """Measured cosine between means of m nodes: what 1 / (1 + B / m) says."""
+    inner = products(planted(0.2, nodes=8, steps=30))
+    scale = noise_scale(inner, np.random.default_rng(0)).batches
+    for size in (1, 2, 4):
+        assert group_cosine(inner, size) == pytest.approx(expected_cosine(size, scale), abs=0.02)
+    with pytest.raises(GradlabError, match="groups of 5 of 8 nodes"):
+        group_cosine(inner, 5)
+
+
+@law(st.floats(0.0, 0.99), st.integers(1, 12))
+def test_redundancy_is_that_of_the_correlation_matrix(rho: float, nodes: int) -> None:
+    matrix = np.full((nodes, nodes), rho)
+    np.fill_diagonal(matrix, 1.0)
+    assert redundancy(rho, nodes) == pytest.approx(-np.log2(np.linalg.det(matrix)) / (2 * nodes), abs=1e-6)
+
+
+def test_noise_scale_of_a_trace_as_json(tmp_path: Path) -> None:
+    with record_layer(tmp_path / "t", planted(0.5, nodes=4), LAYER) as trace:
+        spectrum = measure_spectrum(trace)
+    inner = np.stack([layer.inner for layer in spectrum.layers])
+    found = measure_noise_scale(inner, [LAYER.name], 16, np.random.default_rng(0))
+    assert found["layers"][0]["batches"] == found["model"]["batches"] == pytest.approx(1.0, rel=0.1)
+    assert [row["batches"] for row in found["measured_cosine"]] == [1, 2]
+    assert found["by_nodes"][0]["redundancy_bits"] == 0.0
+    with pytest.raises(GradlabError, match="1 nodes"):
+        noise_scale(inner[0][:, :1, :1], np.random.default_rng(0))
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_floor_is_water_filling() -> None:
+    variances = np.random.default_rng(0).exponential(size=50)
+    floor = gaussian_floor(variances)
+    assert floor[10] == pytest.approx(rate_at(variances, RELATIVE_ERRORS[10] * variances.sum()) / 50)
+    assert (np.diff(floor) <= 0).all()
+    assert (gaussian_floor(np.zeros(3)) == 0).all()
+
+
+@pytest.mark.parametrize("samples", [4, 8, 40])
+def test_the_floor_of_measured_variances_is_that_of_the_true_ones(samples: int) -> None:
+    """Mean squares of few values have too low a logarithm on average: left alone, their floor would be too low."""
+    generator = np.random.default_rng(0)
+    variances = generator.uniform(0.5, 2.0, size=20_000)
+    measured = variances * generator.chisquare(samples, size=len(variances)) / samples
+    fine = np.array(RELATIVE_ERRORS) < 1e-4  # all components are above the water
+    true = gaussian_floor(variances)[fine]
+    np.testing.assert_allclose(gaussian_floor(measured, samples=samples)[fine], true, atol=0.01)
+    assert (gaussian_floor(measured)[fine] < true - 0.01).all()
+
+
+def test_axes_of_one_half_do_not_lower_the_floor_of_the_other(tmp_path: Path) -> None:
+    """White noise has no axes; judged on what they were fitted on, those of four rows each would seem to save bits."""
+    layer = Layer("conv.weight", (4, 64, 3, 3), "convolution")
+    white = np.random.default_rng(0).standard_normal((8, 2, layer.numel)).astype(np.float32)
+    with record_layer(tmp_path / "t", white, layer) as trace:
+        row = measure_limits(trace, candidates=[Candidate("sign")])["layers"][0]
+    bits = np.interp(math.log(0.25), np.log(RELATIVE_ERRORS), row["slices"])
+    assert bits == pytest.approx(1.0, abs=0.02)
+
+
+@law(st.integers(0, 99), st.integers(1, 12))
+def test_held_out_energies_keep_the_energy(seed: int, size: int) -> None:
+    generator = np.random.default_rng(seed)
+    fitted, later = generator.standard_normal((2, 30, size))
+    assert held_out_energies(fitted, later).sum() == pytest.approx(np.square(later).sum() / 30)
+
+
+def test_planted_rank_lowers_the_floor_and_white_noise_has_the_textbooks(tmp_path: Path) -> None:
+    layer = Layer("conv.weight", (4, 64, 3, 3), "convolution")
+    generator = np.random.default_rng(0)
+    white = generator.standard_normal((24, 2, layer.numel)).astype(np.float32)
+    size = floor_slice_size(layer, rows=24)
+    axes = np.linalg.qr(generator.standard_normal((size, 2)))[0]
+    scores = generator.standard_normal((24, 2, layer.numel // size, 2))
+    noise = generator.standard_normal((*scores.shape[:3], size))
+    flat = (scores @ axes.T + 0.01 * noise).astype(np.float32)
+    floors = []
+    for name, values in (("white", white), ("low", _from_slices(flat, layer))):
+        with record_layer(tmp_path / name, values.reshape(24, 2, -1), layer) as trace:
+            floors.append(measure_limits(trace, candidates=[Candidate("sign"), Candidate("cast")])["layers"][0])
+    assert floor_at(floors[0], 0.25) == pytest.approx(1.0, abs=0.07)
+    assert floors[1]["slice_size"] == size == 64
+    assert floor_at(floors[1], 0.25) == pytest.approx(2 / size, abs=0.03)
+    sign = floors[0]["codecs"][0]
+    assert sign["relative_error"] == pytest.approx(1 - 2 / math.pi, abs=0.02)
+    assert sign["above_floor"] == pytest.approx(sign["bits"] - 0.5 * math.log2(1 / sign["relative_error"]), abs=0.08)
+    assert all(row["above_floor"] > 0 for floor in floors for row in floor["codecs"])
+
+
+def _from_slices(slices: np.ndarray, layer: Layer) -> np.ndarray:
+    """Gradients (T, N, *shape) whose values in GradiVeQ's order are these slices, one after another."""
+    order = flatten(torch.arange(layer.numel).reshape(layer.shape), "gradiveq").numpy()
+    values = np.empty((*slices.shape[:2], layer.numel), np.float32)
+    values[..., order] = slices.reshape(*slices.shape[:2], -1)
+    return values
+
+
+def test_plans_stand_where_their_replay_puts_them(tmp_path: Path) -> None:
+    with record_layer(tmp_path / "t", planted(0.3, nodes=2, steps=12), LAYER) as trace:
+        limits = measure_limits(trace, candidates=[Candidate("sign")])
+        plan = Plan.uniform((LAYER,), "sign", wrappers=[])
+        found = place_plans(limits, {"sign": replay(trace, plan, start=6)}, {"sign": plan})
+    assert found[0]["relative_error"] == pytest.approx(limits["layers"][0]["codecs"][0]["relative_error"], rel=0.05)
+    assert found[0]["bits"] == pytest.approx(1.0, abs=0.02)
+
+
+def test_every_codec_that_needs_no_fit_is_placed() -> None:
+    names = {candidate.codec for candidate in limit_candidates()}
+    assert {"topk", "qsgd", "powersgd", "sign", "cast", "terngrad"} <= names
+    assert not names & {"gradiveq", "lgc_ring", "lgc_server", "identity"}

@@ -1,0 +1,404 @@
+"""Replay against explicit simulations and laws."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gradlab.analysis.fit.gradiveq import fit_gradiveq
+from gradlab.analysis.fit.uniform import uniform_artifact
+from gradlab.analysis.replay import parts_of, replay, replay_steps
+from gradlab.analysis.report.tables import replay_table
+from gradlab.analysis.report.verdict import replay_verdict
+from gradlab.artifact import Artifact
+from gradlab.codec import Context, Exchanged, mean_only
+from gradlab.codec.settings import build_settings
+from gradlab.codecs.gradiveq import GradiVeQ
+from gradlab.codecs.identity import Identity
+from gradlab.collectives import all_reduce_wire_bytes
+from gradlab.errors import GradlabError
+from gradlab.executor.lockstep_plan import LockstepPlan
+from gradlab.layout import Layer
+from gradlab.plan import FEEDBACK, FINITE_FLAG_BYTES, Group, Plan, Schedule
+from support.recorded import BIAS, CONVOLUTION, LAYERS, LINEAR, random_gradients, record, record_layer
+
+DENSE_BYTES = 4 * sum(layer.numel for layer in LAYERS)
+
+
+def uniform(codec, **kwargs):
+    return Plan.uniform(LAYERS, codec, minimum_numel=1, **kwargs)
+
+
+def fitted_gradiveq(gradients):
+    """A GradiVeQ plan for the convolution, fitted on the gradients' own averages."""
+    averages = np.stack([np.mean([rank[CONVOLUTION.name] for rank in step], axis=0) for step in gradients])
+    settings = {"max_dimension": 3, "slice_size": 24, "compressed_steps": 0}
+    codec = GradiVeQ(build_settings(GradiVeQ, settings)).fit(
+        [CONVOLUTION], {CONVOLUTION.name: torch.from_numpy(averages)}
+    )
+    group = Group("conv", (CONVOLUTION.name,), "gradiveq", settings)
+    return Plan(LAYERS, (group,), learned={"conv": codec.learned})
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_identity_changes_nothing_and_costs_what_dense_costs(tmp_path, ranks):
+    with record(tmp_path / "t", random_gradients(0, 5, ranks)) as trace:
+        found = replay(trace, uniform("identity"))
+    assert [step.contribution_error for step in found.steps] == [0.0] * 5
+    assert [step.aggregate_error for step in found.steps] == [0.0] * 5
+    assert [step.cosine for step in found.steps] == pytest.approx([1.0] * 5, abs=1e-6)
+    assert {step.payload_bytes_mean for step in found.steps} == {DENSE_BYTES}
+    assert found.summary()["compression_ratio"] == 1.0
+    assert found.warnings == []
+
+
+def simulated_topk(gradients, density, names):
+    """Error feedback and top-k in plain numpy: per step the contribution error and the aggregate error."""
+    ranks = len(gradients[0])
+    residual = [dict.fromkeys(names, 0.0) for _ in range(ranks)]
+    rows = []
+    for step in gradients:
+        lost = asked_norm = wrong = true_norm = 0.0
+        for name in names:
+            sent = []
+            for rank in range(ranks):
+                asked = (step[rank][name] + residual[rank][name]).astype(np.float32).ravel()
+                kept = np.argsort(-np.abs(asked))[: math.ceil(density * asked.size)]
+                own = np.zeros_like(asked)
+                own[kept] = asked[kept]
+                residual[rank][name] = (asked - own).reshape(step[rank][name].shape)
+                lost += float(np.square(asked - own, dtype=np.float64).sum())
+                asked_norm += float(np.square(asked, dtype=np.float64).sum())
+                sent.append(own)
+            true = np.mean([step[rank][name].ravel() for rank in range(ranks)], axis=0, dtype=np.float64)
+            wrong += float(np.square(np.mean(sent, axis=0, dtype=np.float64) - true).sum())
+            true_norm += float(np.square(true).sum())
+        rows.append((math.sqrt(lost / asked_norm), math.sqrt(wrong / true_norm)))
+    return np.array(rows)
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**16), ranks=st.integers(1, 3), density=st.sampled_from([0.05, 0.3, 1.0]))
+def test_topk_with_feedback_is_the_simulation_in_numpy(tmp_path_factory, seed, ranks, density):
+    gradients = random_gradients(seed, 6, ranks)
+    with record(tmp_path_factory.mktemp("t") / "t", gradients) as trace:
+        found = replay(trace, uniform("topk", density=density))
+    expected = simulated_topk(gradients, density, [CONVOLUTION.name, LINEAR.name])
+    assert [step.contribution_error for step in found.steps] == pytest.approx(expected[:, 0], rel=1e-4, abs=1e-6)
+    assert [step.aggregate_error for step in found.steps] == pytest.approx(expected[:, 1], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(("codec", "kwargs"), [("topk", {"density": 0.1}), ("powersgd", {"rank": 1})])
+def test_what_was_sent_and_what_is_kept_add_up_to_all_gradients(tmp_path, codec, kwargs):
+    gradients = random_gradients(1, 8, 2)
+    lockstep = LockstepPlan(uniform(codec, error_feedback=True, **kwargs), 2)
+    sent = {rank: torch.zeros(CONVOLUTION.shape, dtype=torch.float64) for rank in range(2)}
+    with record(tmp_path / "t", gradients) as trace:
+        for result, _ in replay_steps(trace, lockstep, 0, 8):
+            for rank, done in enumerate(result.exchanged[CONVOLUTION.name]):
+                sent[rank] += done.own[CONVOLUTION.name].double()
+    for rank in range(2):
+        total = np.sum([step[rank][CONVOLUTION.name] for step in gradients], axis=0, dtype=np.float64)
+        kept = lockstep.states[rank][CONVOLUTION.name][f"{CONVOLUTION.name}/residual"].double()
+        torch.testing.assert_close(sent[rank] + kept, torch.from_numpy(total), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("name", ["topk", "powersgd", "gradiveq"])
+def test_counted_payload_is_the_plans_forecast(tmp_path, name, ranks):
+    gradients = random_gradients(2, 4, ranks)
+    plan = fitted_gradiveq(gradients) if name == "gradiveq" else uniform(name)
+    with record(tmp_path / "t", gradients) as trace:
+        found = replay(trace, plan)
+    assert {step.payload_bytes_mean for step in found.steps} == {plan.payload_bytes(ranks)}
+    assert {step.payload_bytes_max for step in found.steps} == {plan.payload_bytes(ranks)}
+    assert found.forecast_payload_bytes == plan.payload_bytes(ranks)
+
+
+def test_wire_bytes_of_dense_layers_and_flag_follow_the_ring(tmp_path):
+    plan = fitted_gradiveq(random_gradients(3, 4, 4))
+    with record(tmp_path / "t", random_gradients(3, 4, 4)) as trace:
+        found = replay(trace, plan)
+    dense = 4 * (LINEAR.numel + BIAS.numel)
+    codes = all_reduce_wire_bytes(4 * 3 * 3, 4)  # three slices of 24 as three numbers each; no tail
+    expected = all_reduce_wire_bytes(dense, 4) + all_reduce_wire_bytes(FINITE_FLAG_BYTES, 4) + codes
+    assert {step.wire_bytes_mean for step in found.steps} == {expected}
+
+
+def test_warm_up_is_dense_and_states_start_after_it(tmp_path):
+    gradients = random_gradients(4, 7, 2)
+    with record(tmp_path / "a", gradients) as trace:
+        warm = replay(trace, uniform("topk", density=0.1, warmup_steps=3))
+    with record(tmp_path / "b", gradients[3:], indices=range(3, 7)) as trace:
+        cold = replay(trace, uniform("topk", density=0.1, warmup_steps=3))
+    assert [step.compressing for step in warm.steps] == [False] * 3 + [True] * 4
+    assert {step.payload_bytes_mean for step in warm.steps[:3]} == {DENSE_BYTES}
+    assert [step.contribution_error for step in warm.steps[:3]] == [None] * 3
+    assert [s.contribution_error for s in warm.steps[3:]] == [s.contribution_error for s in cold.steps]
+    assert warm.summary()["compressed_steps"] == 4
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_step_that_is_not_finite_leaves_the_states_as_they_were(tmp_path, value):
+    gradients = random_gradients(5, 6, 2)
+    broken = random_gradients(5, 6, 2)
+    broken[3][1][BIAS.name][0] = value  # a dense layer: the flag speaks for all layers
+    plan = uniform("topk", density=0.2)
+    with record(tmp_path / "a", broken) as trace:
+        found = replay(trace, plan)
+        lockstep = LockstepPlan(plan, 2)
+        steps = replay_steps(trace, lockstep, 0, 6)
+        for _ in range(3):
+            next(steps)
+        before = [{name: dict(state) for name, state in states.items()} for states in lockstep.states]
+        next(steps)
+        for states, kept in zip(lockstep.states, before, strict=True):
+            assert states.keys() == kept.keys()
+            assert all(states[group][key] is kept[group][key] for group in kept for key in kept[group])
+    without = gradients[:3] + gradients[4:]
+    with record(tmp_path / "b", without, indices=[0, 1, 2, 4, 5]) as trace:
+        expected = replay(trace, plan)
+    assert [step.finite for step in found.steps] == [True, True, True, False, True, True]
+    assert found.summary()["nonfinite_steps"] == [3]
+    assert found.steps[3].contribution_error is None
+    assert [s.contribution_error for s in found.steps if s.finite] == [s.contribution_error for s in expected.steps]
+
+
+def test_random_streams_follow_the_iteration_number_of_the_run(tmp_path):
+    gradients = random_gradients(6, 6, 2)
+    plan = uniform("powersgd", rank=1, warm_start=False, error_feedback=False)
+    with record(tmp_path / "a", gradients) as trace:
+        whole, part = replay(trace, plan), replay(trace, plan, start=3)
+    assert [s.contribution_error for s in part.steps] == [s.contribution_error for s in whole.steps[3:]]
+    with record(tmp_path / "b", gradients, indices=range(100, 106)) as trace:
+        elsewhere = replay(trace, plan)
+    assert [s.contribution_error for s in elsewhere.steps] != [s.contribution_error for s in whole.steps]
+
+
+class Listener(Identity):
+    """Identity that keeps the contexts it was run in."""
+
+    def __init__(self):
+        super().__init__()
+        self.contexts: list[Context] = []
+
+    def exchange(self, grads, state, context):
+        self.contexts.append(context)
+        done = yield from mean_only(grads)
+        return Exchanged(done.mean, done.own)
+
+
+def test_context_carries_learning_rates_iteration_and_seed(tmp_path):
+    plan = Plan(LAYERS, (Group("conv", (CONVOLUTION.name,), "topk"),), Schedule(0), seed=7)
+    lockstep, listener = LockstepPlan(plan, 2), Listener()
+    for run in lockstep.runs:
+        run.codecs["conv"] = listener
+    rates = [0.1, 0.2, math.nan]
+    with record(tmp_path / "t", random_gradients(7, 3, 2), indices=[4, 5, 6], learning_rates=rates) as trace:
+        list(replay_steps(trace, lockstep, 0, 3))
+    found = [(c.iteration, c.rank, c.seed, c.learning_rate.get("head.bias")) for c in listener.contexts]
+    assert found[:4] == [(4, 0, 7, 0.1), (4, 1, 7, 0.1), (5, 0, 7, 0.2), (5, 1, 7, 0.2)]
+    assert [c.previous_learning_rate.get("conv.weight") for c in listener.contexts[::2]] == [0.1, 0.1, 0.2]
+    assert listener.contexts[-1].learning_rate == {}
+
+
+def test_loss_scale_is_divided_out(tmp_path):
+    gradients, plan = random_gradients(8, 4, 2), uniform("topk", density=0.1)
+    with record(tmp_path / "a", gradients) as trace:
+        plainly = replay(trace, plan)
+    with record(tmp_path / "b", gradients, loss_scale=1024.0) as trace:
+        scaled = replay(trace, plan)
+    assert [s.contribution_error for s in scaled.steps] == [s.contribution_error for s in plainly.steps]
+
+
+def test_layer_errors_are_energies_over_all_ranks_and_steps(tmp_path):
+    gradients = random_gradients(9, 3, 2)
+    with record(tmp_path / "t", gradients) as trace:
+        found = replay(trace, uniform("topk", density=0.1, error_feedback=False))
+    values = np.stack([step[rank][LINEAR.name].ravel() for step in gradients for rank in range(2)])
+    kept = -np.sort(-np.abs(values), axis=1)[:, : math.ceil(0.1 * LINEAR.numel)]
+    expected = math.sqrt(1 - np.square(kept).sum() / np.square(values).sum())
+    assert found.layer_errors[LINEAR.name] == pytest.approx(expected, rel=1e-5)
+    assert set(found.layer_errors) == {CONVOLUTION.name, LINEAR.name}
+
+
+def test_json_is_plain_and_complete(tmp_path):
+    zeros = [[{layer.name: np.zeros(layer.shape, np.float32) for layer in LAYERS}] * 2] * 2
+    with record(tmp_path / "t", random_gradients(10, 2, 2) + zeros) as trace:
+        found = replay(trace, uniform("topk")).to_json()
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert len(found["steps"]) == 4
+    assert found["summary"]["codec_seconds"] > 0
+
+
+def test_layers_sent_dense_may_be_missing_from_the_trace(tmp_path):
+    gradients = random_gradients(11, 3, 2)
+    plan = Plan(LAYERS, (Group("conv", (CONVOLUTION.name,), "topk", {"density": 0.1}, FEEDBACK),))
+    with record(tmp_path / "a", gradients) as trace:
+        whole = replay(trace, plan)
+    part = [[{CONVOLUTION.name: rank[CONVOLUTION.name]} for rank in step] for step in gradients]
+    with record(tmp_path / "b", part, [CONVOLUTION]) as trace:
+        found = replay(trace, plan)
+    timeless = [{**step.__dict__, "codec_seconds": 0, "costs": {}} for step in found.steps]
+    assert timeless == [{**step.__dict__, "codec_seconds": 0, "costs": {}} for step in whole.steps]
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ([LINEAR, BIAS], "records 2 of the model's 3 layers; the plan compresses conv.weight"),
+        ([*LAYERS, Layer("other", (2,), "other")], "this plan is for another model"),
+        ([Layer("conv.weight", (4, 2, 1, 1)), LINEAR, BIAS], "this plan is for another model"),
+        (
+            [Layer("conv.weight", (4, 2, 1, 1)), LINEAR],
+            r"conv.weight: expected shape \[4, 2, 3, 3\], the model has \[4, 2, 1, 1\]",
+        ),
+    ],
+)
+def test_a_trace_of_other_layers_is_refused(tmp_path, layers, words):
+    with (
+        record(tmp_path / "t", random_gradients(12, 2, 1, layers), layers) as trace,
+        pytest.raises(GradlabError, match=words),
+    ):
+        replay(trace, uniform("topk"))
+
+
+def test_ranges_without_anything_to_replay_are_refused(tmp_path):
+    with record(tmp_path / "t", random_gradients(13, 3, 1)) as trace:
+        with pytest.raises(GradlabError, match=r"nothing to replay in positions 2\.\.2 of 3"):
+            replay(trace, uniform("topk"), start=2, stop=2)
+        with pytest.raises(GradlabError, match="ends at iteration 2, the plan is dense until iteration 3"):
+            replay(trace, uniform("topk", warmup_steps=3))
+
+
+def test_memory_across_gaps_and_cold_starts_is_pointed_out(tmp_path):
+    gradients = random_gradients(14, 4, 1)
+    remembering, forgetful = uniform("topk"), uniform("topk", error_feedback=False)
+    with record(tmp_path / "a", gradients, indices=[0, 10, 20, 30]) as trace:
+        assert "lacks iterations in 3 places" in replay(trace, remembering).warnings[0]
+        assert replay(trace, forgetful).warnings == []
+    with record(tmp_path / "b", gradients) as trace:
+        assert replay(trace, remembering).warnings == []
+        assert "starts cold at iteration 2" in replay(trace, remembering, start=2).warnings[0]
+
+
+# --- plans fitted on the trace they are replayed on ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def noise(tmp_path_factory):
+    """A fit on 24 steps of pure noise, compressed from step 4 on, and its replay over all 40 as the fit judges it."""
+    layer = Layer("conv.weight", (8, 4, 3, 3), "convolution")
+    values = np.random.default_rng(0).standard_normal((40, 2, layer.numel)).astype(np.float32)
+    with record_layer(tmp_path_factory.mktemp("noise") / "t", values, layer) as trace:
+        fit = fit_gradiveq(trace, samples=24, start=6, warmup_steps=4, settings=GradiVeQ.Settings(loss_threshold=0.0))
+        yield trace, fit, replay(trace, fit.plan)
+
+
+ERRORS = ("contribution_error", "aggregate_error", "cosine")
+
+
+def medians(steps):
+    return {key: float(np.median([getattr(step, key) for step in steps])) for key in ERRORS}
+
+
+def test_errors_of_a_fit_to_noise_are_those_of_later_iterations(noise):
+    _, fit, unjudged = noise
+    summary = unjudged.held_out(fit.origin).summary()
+    assert unjudged.summary()["aggregate_error"] < 1e-3  # what the replay alone would say
+    assert summary["aggregate_error"] > 0.9
+    assert summary["cosine"] < 0.4
+    assert {key: summary[key] for key in ERRORS} == medians(unjudged.steps[30:])
+    assert summary["in_sample"] == {"steps": 24, **medians(unjudged.steps[6:30])}
+    assert (summary["compressed_steps"], summary["judged_steps"]) == (36, 10)
+    assert unjudged.held_out(fit.origin).layer_errors["conv.weight"] == pytest.approx(
+        summary["contribution_error"], rel=0.05
+    )
+
+
+def test_in_sample_figures_stand_beside_with_a_warning(noise):
+    _, fit, unjudged = noise
+    found = unjudged.held_out(fit.origin)
+    assert "fitted on 24 of the compressed iterations" in found.warnings[0]
+    assert "Only the 10 later iterations are a prediction" in found.warnings[0]
+    both = {"gradiveq": found.to_json()}
+    table = replay_table(both)
+    assert dict(zip(table.columns, table.rows[0], strict=True))["error of the mean"].startswith("9")
+    assert table.columns[-1] == "in-sample: rank, mean, cosine"
+    assert ", 1.000" in table.rows[0][-1]
+    assert both["gradiveq"]["fitted_on"] == list(range(6, 30))
+    assert both["gradiveq"]["summary"]["in_sample"]["aggregate_error"] < 1e-3
+    alone = replay_table({"gradiveq": unjudged.to_json()})
+    assert len(alone.columns) == len(alone.rows[0]) == len(table.columns) - 1
+
+
+def test_nothing_is_claimed_where_no_later_iteration_was_replayed(noise):
+    trace, fit, _ = noise
+    found = replay(trace, fit.plan, stop=30).held_out(fit.origin)
+    assert found.summary()["contribution_error"] is None
+    assert found.summary()["in_sample"]["steps"] == 24
+    assert found.layer_errors == {}
+    assert "nothing is known" in found.warnings[0]
+    assert replay_verdict({"gradiveq": found.to_json()}).startswith("Nothing is known about gradiveq")
+
+
+def test_only_an_origin_of_this_trace_holds_anything_out(noise):
+    trace, fit, unjudged = noise
+    for origin in ({}, {"trace": trace.digest}, {**fit.origin, "trace": "another"}):
+        assert unjudged.held_out(origin) == unjudged
+    with pytest.raises(GradlabError, match="fitted_on = all, expected a list of iterations"):
+        unjudged.held_out({"trace": trace.digest, "fitted_on": "all"})
+    with pytest.raises(GradlabError, match="expected a list of iterations"):
+        unjudged.held_out({"trace": trace.digest, "fitted_on": [1.5]})
+
+
+def test_an_artifact_without_a_fit_says_where_it_comes_from(tmp_path):
+    plan = uniform("topk", density=0.1)
+    with record(tmp_path / "t", random_gradients(16, 4, 2)) as trace:
+        found = replay(trace, plan)
+        digest = trace.digest
+    artifact = uniform_artifact(plan, found)
+    assert artifact.plan is plan
+    assert artifact.origin == {
+        "method": "uniform",
+        "trace": digest,
+        "world_size": 2,
+        "payload_bytes": plan.payload_bytes(2),
+        "dense_payload_bytes": DENSE_BYTES,
+        "replay": found.to_json()["summary"],
+    }
+    assert Artifact.load(artifact.save(tmp_path / "a.safetensors")).origin == artifact.origin
+    with pytest.raises(GradlabError, match="replay the plan itself"):
+        uniform_artifact(uniform("topk", density=0.2), found)
+
+
+@pytest.mark.parametrize("codec", ["topk", "powersgd", "qsgd", "sign", "identity"])
+def test_parts_of_a_plan_add_up_to_the_whole(tmp_path, monkeypatch, codec):
+    """Replayed group by group, and by two processes, as a large model is: the same bytes, errors and memory."""
+    layers = [Layer(f"block{i}.weight", (12, 8 + i), "linear") for i in range(4)] + [Layer("bias", (7,), "bias")]
+    settings = {"group_bytes": 400} if codec == "sign" else {}
+    plan = Plan.uniform(tuple(layers), codec, minimum_numel=1, warmup_steps=2, **settings)
+    gradients = random_gradients(21, 7, 3, layers)
+    gradients[4][1]["block2.weight"][0, 0] = np.nan
+    with record(tmp_path / "t", gradients, layers) as trace:
+        whole = replay(trace, plan)
+        monkeypatch.setattr("gradlab.analysis.replay.run._PART_VALUES", 3 * 250)
+        assert len(parts_of(plan, 3)) > 1
+        parts = replay(trace, plan)
+        assert replay(trace, plan, workers=2).layer_errors == parts.layer_errors
+    assert [step.finite for step in parts.steps] == [True] * 4 + [False] + [True] * 2
+    for step, expected in zip(parts.steps, whole.steps, strict=True):
+        for name in ("iteration", "compressing", "finite", "payload_bytes_mean", "wire_bytes_mean", "wire_bytes_max"):
+            assert getattr(step, name) == getattr(expected, name), name
+        for name in ("contribution_error", "aggregate_error", "cosine", "unsent"):
+            pair = getattr(step, name), getattr(expected, name)
+            assert pair == (None, None) or pair[0] == pytest.approx(pair[1], rel=1e-9, abs=1e-12), name
+        assert set(step.costs) == set(expected.costs)
+    assert parts.layer_errors == pytest.approx(whole.layer_errors, rel=1e-9)
+    assert (parts.remarks, parts.plan_digest) == (whole.remarks, whole.plan_digest)

@@ -1,0 +1,353 @@
+"""Reports: self-contained, escaped, complete, and never over an older one unasked."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import matplotlib
+import numpy as np
+import pytest
+
+from gradlab.analysis.figures.style import method_colors, method_markers, running_mean
+from gradlab.analysis.fit.gradiveq import fit_gradiveq
+from gradlab.analysis.measure.spectrum import measure_spectrum
+from gradlab.analysis.replay import replay
+from gradlab.analysis.report.page import Page, inline_svg, write_page
+from gradlab.analysis.report.tables import comparison_table, median_errors
+from gradlab.analysis.report.trace_report import summarize_trace, write_comparison, write_trace_report
+from gradlab.analysis.report.verdict import comparison_verdict
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+from gradlab.plan import Plan
+from support.recorded import random_gradients, record
+
+HOSTILE = "<script>alert('x')</script>.weight"
+LAYERS = (
+    Layer("conv.weight", (4, 2, 3, 3), "convolution"),
+    Layer(HOSTILE, (4, 4, 3, 3), "convolution"),
+    Layer("head.weight", (5, 6), "linear"),
+    Layer("head.bias", (5,), "bias"),
+)
+
+
+class Reader(HTMLParser):
+    """What a browser would load, run and index."""
+
+    def __init__(self):
+        super().__init__()
+        self.tags, self.ids, self.loads, self.links, self.text = [], [], [], [], []
+        self.inside = ""
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.inside = tag
+        for name, value in attributes:
+            if name == "id":
+                self.ids.append(value)
+            if name in ("src", "srcset", "data", "poster") or (name.endswith("href") and tag != "a"):
+                self.loads.append(value)
+            if tag == "a" and name == "href":
+                self.links.append(value)
+
+    def handle_data(self, data):
+        if self.inside not in ("title", "style"):
+            self.text.append(data)
+
+
+def parse(path):
+    reader = Reader()
+    reader.feed(path.read_text(encoding="utf-8"))
+    return reader
+
+
+def run_json(name, *, seconds, accuracy, payload, replayed=None, ratio=1.0):
+    """A run as the trainer writes it."""
+    errors = {"steps": [], "relative": []}
+    if replayed is not None:
+        steps = [step for step in replayed.steps if step.contribution_error is not None]
+        errors = {"steps": [s.iteration for s in steps], "relative": [1.1 * s.contribution_error for s in steps]}
+    return {
+        "name": name,
+        "workload": "digits & <friends>",
+        "world_size": 2,
+        "steps": 12,
+        "warmup_steps": 3,
+        "final_accuracy": accuracy,
+        "final_loss": 0.5,
+        "losses": [2.0 / (1 + i) for i in range(12)],
+        "accuracies": [[4, accuracy / 2], [8, accuracy * 0.9], [12, accuracy]],
+        "step_seconds": seconds,
+        "time": {"compute": 0.8 * seconds, "compress": 0.001, "communicate": 0.3 * seconds, "wait": 0.2 * seconds},
+        "payload_bytes_per_step": {"mean": payload, "max": payload},
+        "wire_bytes_per_step": {"mean": payload, "max": payload},
+        "dense_payload_bytes": 988,
+        "compression_ratio": ratio,
+        "errors": errors,
+        "layer_errors": dict(replayed.layer_errors) if replayed is not None else {},
+    }
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """One trace with a fit, replays and both reports."""
+    folder, before = tmp_path_factory.mktemp("reports"), dict(matplotlib.rcParams)
+    with record(
+        folder / "trace", random_gradients(0, 12, 2, LAYERS), LAYERS, metadata={"workload": "<b>digits</b>"}
+    ) as trace:
+        fit = fit_gradiveq(trace, samples=6, start=0, warmup_steps=3)  # compresses three of the steps it was fitted on
+        topk = Plan.uniform(LAYERS, "topk", density=0.1, minimum_numel=1, warmup_steps=3)
+        replays = {"gradiveq": replay(trace, fit.plan), "topk": replay(trace, topk)}
+        runs = {
+            "dense": run_json("dense", seconds=0.010, accuracy=0.9, payload=988),
+            "gradiveq": run_json(
+                "gradiveq", seconds=0.012, accuracy=0.8, payload=200, replayed=replays["gradiveq"], ratio=4.9
+            ),
+            "topk": run_json("topk", seconds=0.011, accuracy=0.9, payload=100, replayed=replays["topk"], ratio=9.9),
+        }
+        analysis = write_trace_report(trace, folder / "analysis", fit=fit, replays=replays)
+        comparison = write_comparison(
+            folder / "comparison",
+            runs=runs,
+            replays=replays,
+            fits={"gradiveq": fit},
+            trace_summary=summarize_trace(trace),
+            spectrum=measure_spectrum(trace),
+        )
+    return {
+        "analysis": analysis,
+        "comparison": comparison,
+        "runs": runs,
+        "replays": replays,
+        "fit": fit,
+        "settings_before": before,
+        "settings_after": dict(matplotlib.rcParams),
+    }
+
+
+@pytest.mark.parametrize("which", ["analysis", "comparison"])
+def test_page_needs_no_network_and_runs_nothing(made, which):
+    reader, text = parse(made[which]), made[which].read_text(encoding="utf-8")
+    assert "http" not in text
+    assert "@import" not in text
+    assert not {"script", "link", "iframe", "object", "img"} & set(reader.tags)
+    assert all(target.startswith("#") for target in reader.loads)  # uses inside a figure
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", text))
+    assert len(reader.ids) == len(set(reader.ids))
+    assert {target[1:] for target in reader.loads} <= set(reader.ids)
+
+
+@pytest.mark.parametrize("which", ["analysis", "comparison"])
+def test_every_figure_is_in_the_page_and_beside_it(made, which):
+    folder, reader = made[which].parent, parse(made[which])
+    figures = json.loads((folder / "report.json").read_text(encoding="utf-8"))["figures"]
+    assert reader.tags.count("svg") == len(figures) > 5
+    for figure in figures:
+        svg = (folder / "figures" / f"{figure['name']}.svg").read_text(encoding="utf-8")
+        assert "<text" in svg  # words stay words
+        assert (folder / "figures" / f"{figure['name']}.pdf").read_bytes().startswith(b"%PDF")
+        shown = json.loads((folder / "figures" / f"{figure['name']}.json").read_text(encoding="utf-8"))
+        assert shown["title"] == figure["title"]
+        assert any(set(panel) & {"series", "bars", "points", "images"} for panel in shown["panels"])
+    assert all((folder / target).is_file() for target in reader.links if not target.startswith("#"))
+    assert {target[1:] for target in reader.links if target.startswith("#")} <= set(reader.ids)
+    assert {path.stem for path in (folder / "figures").iterdir()} == {figure["name"] for figure in figures}
+
+
+@pytest.mark.parametrize("which", ["analysis", "comparison"])
+def test_names_from_outside_are_escaped(made, which):
+    text = made[which].read_text(encoding="utf-8")
+    assert "<script>" not in text
+    assert "&lt;script&gt;alert(" in text
+    assert "<b>digits" not in text
+    assert "<friends>" not in text
+
+
+def judged(made):
+    """The replays as the reports must judge them: the fitted plan by iterations after its fit."""
+    return {**made["replays"], "gradiveq": made["replays"]["gradiveq"].held_out(made["fit"].origin)}
+
+
+def test_json_holds_what_the_figures_show(made):
+    data = json.loads((made["comparison"].parent / "report.json").read_text(encoding="utf-8"))
+    assert data["kind"] == "comparison"
+    assert data["runs"] == made["runs"]
+    assert data["replays"] == {name: found.to_json() for name, found in judged(made).items()}
+    assert data["fits"]["gradiveq"] == made["fit"].origin
+    assert len(data["spectrum"]["layers"]) == 3
+    data = json.loads((made["analysis"].parent / "report.json").read_text(encoding="utf-8"))
+    assert data["trace"]["metadata"]["workload"] == "<b>digits</b>"
+    assert data["fit"] == made["fit"].origin
+
+
+def body_words(path):
+    return " ".join(" ".join(parse(path).text).split())
+
+
+def test_first_line_is_the_verdict_and_warnings_follow(made):
+    words = body_words(made["comparison"])
+    assert words.startswith("Predicted and observed: digits & <friends> Compression does not pay on this link")
+    assert body_words(made["analysis"]).startswith("Gradients of <b>digits</b> The GradiVeQ fit holds nothing that")
+    assert made["fit"].warnings[0] in body_words(made["analysis"])
+
+
+def test_table_sets_predicted_beside_observed(made):
+    words = body_words(made["comparison"])
+    table = comparison_table(made["runs"], {name: found.to_json() for name, found in judged(made).items()})
+    assert " ".join(table.columns) in words
+    for row in table.rows:
+        assert " ".join(row) in words
+    predicted, observed = median_errors(made["replays"]["topk"].to_json(), made["runs"]["topk"])
+    assert observed == pytest.approx(1.1 * predicted)
+
+
+def test_an_older_report_stays_unless_asked(made, tmp_path):
+    page = Page("t", "v", {"value": 1})
+    path = write_page(page, tmp_path / "r")
+    before = path.read_bytes()
+    with pytest.raises(GradlabError, match=r"report\.html exists already: choose another name or ask to overwrite"):
+        write_page(Page("other", "v", {}), tmp_path / "r")
+    assert path.read_bytes() == before
+    write_page(Page("other", "v", {}), tmp_path / "r", overwrite=True)
+    assert b"other" in path.read_bytes()
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(GradlabError, match="file is a file; a report is a folder"):
+        write_page(page, tmp_path / "file")
+    with pytest.raises(GradlabError, match="exists already"):
+        write_comparison(tmp_path / "r", runs=made["runs"], replays={})
+
+
+def test_what_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(GradlabError, match="cannot write the report to"):
+        write_page(Page("t", "v", {}), tmp_path / "file" / "r")
+
+
+def test_a_comparison_needs_a_run(tmp_path):
+    with pytest.raises(GradlabError, match="at least one run"):
+        write_comparison(tmp_path / "r", runs={}, replays={})
+
+
+def test_a_trace_of_one_rank_gets_a_report_without_agreement(tmp_path):
+    with record(tmp_path / "t", random_gradients(1, 4, 1, LAYERS), LAYERS) as trace:
+        path = write_trace_report(trace, tmp_path / "r")
+    names = [figure["name"] for figure in json.loads((path.parent / "report.json").read_text())["figures"]]
+    assert "agreement" not in names
+    assert "norms" in names
+    assert "A recording alone does not say that compression pays" in body_words(path)
+
+
+def test_many_layers_and_bare_runs_draw(tmp_path):
+    layers = tuple(Layer(f"block{i}.conv.weight", (2, 2, 3, 3), "convolution") for i in range(9))
+    with record(tmp_path / "t", random_gradients(2, 8, 2, layers), layers) as trace:
+        fit = fit_gradiveq(trace, samples=4)
+        bare = {"name": "dense", "losses": [1.0, 0.5]}
+        path = write_comparison(tmp_path / "r", runs={"dense": bare}, replays={"gradiveq": replay(trace, fit.plan)})
+        whole = write_trace_report(trace, tmp_path / "w", fit=fit)
+    assert "cannot be told" in body_words(path)
+    assert "first:" in body_words(whole)
+    assert "block8.conv" in body_words(whole)
+
+
+@pytest.mark.parametrize("which", ["analysis", "comparison"])
+def test_a_fitted_plan_is_judged_by_what_came_after_its_fit(made, which):
+    data = json.loads((made[which].parent / "report.json").read_text(encoding="utf-8"))
+    alone, found = made["replays"]["gradiveq"].summary(), data["replays"]["gradiveq"]["summary"]
+    assert (found["judged_steps"], found["in_sample"]["steps"], alone["judged_steps"]) == (6, 3, 9)
+    assert alone["aggregate_error"] < found["aggregate_error"]
+    (warning,) = [line for line in data["warnings"] if "Only the 6 later iterations are a prediction" in line]
+    assert warning.startswith("gradiveq: The plan was fitted on 3 of the compressed iterations")
+    assert warning in body_words(made[which])
+    name = {"analysis": "replay_errors", "comparison": "errors"}[which]
+    assert "iterations fitted on" in (made[which].parent / "figures" / f"{name}.svg").read_text(encoding="utf-8")
+
+
+def test_predicted_and_observed_errors_are_of_the_same_later_iterations(made):
+    replayed = judged(made)["gradiveq"]
+    predicted, observed = median_errors(replayed.to_json(), made["runs"]["gradiveq"])
+    assert predicted == pytest.approx(replayed.summary()["contribution_error"])
+    assert observed == pytest.approx(1.1 * predicted)
+
+
+def test_a_short_trace_gives_no_report(tmp_path):
+    with (
+        record(tmp_path / "t", random_gradients(3, 1, 2, LAYERS), LAYERS) as trace,
+        pytest.raises(GradlabError, match="expected at least 2"),
+    ):
+        write_trace_report(trace, tmp_path / "r")
+    assert not (tmp_path / "r").exists()
+
+
+def timed(seconds, accuracy, ratio=1.0):
+    return {"step_seconds": seconds, "final_accuracy": accuracy, "compression_ratio": ratio}
+
+
+def test_derived_verdicts_follow_the_clock_and_the_accuracy():
+    slower = comparison_verdict({"dense": timed(0.010, 0.9), "topk": timed(0.0098, 0.9, 80.0)})
+    assert slower.startswith("Compression does not pay on this link: a dense step takes 10.0 ms")
+    assert "All methods end within 2 points of dense (90.0 %)" in slower
+    faster = comparison_verdict({"dense": timed(0.010, 0.9), "topk": timed(0.005, 0.7, 80.0)})
+    assert faster.startswith("topk pays in time: 5.00 ms per step instead of 10.0 ms, at 80.0x fewer bytes.")
+    assert "Accuracy is lost by topk (70.0 %)" in faster
+    assert "cannot be told" in comparison_verdict({"topk": timed(0.005, 0.7)})
+
+
+def test_a_gain_that_comes_from_computing_is_not_claimed():
+    dense = {**timed(0.020, 0.9), "time": {"compute": 0.015, "wait": 0.005}}
+    lucky = {**timed(0.018, 0.9, 16.0), "time": {"compute": 0.011, "wait": 0.007}}
+    earned = {**timed(0.018, 0.9, 16.0), "time": {"compute": 0.015, "wait": 0.003}}
+    unclear = comparison_verdict({"dense": dense, "powersgd": lucky})
+    assert unclear.startswith("Whether compression pays in time cannot be told here: powersgd takes 18.0 ms")
+    assert "differs by 4.00 ms" in unclear
+    assert comparison_verdict({"dense": dense, "powersgd": earned}).startswith("powersgd pays in time")
+
+
+def test_methods_look_the_same_in_every_figure():
+    few, many = method_colors(["gradiveq", "topk"]), method_colors(["dense", "mine", "topk", "powersgd", "gradiveq"])
+    assert {name: many[name] for name in few} == few
+    assert len(set(many.values())) == 5
+    assert len(set(method_markers(many).values())) == 5
+
+
+def test_running_mean_leaves_gaps_out():
+    np.testing.assert_allclose(running_mean([1.0, None, 3.0, 5.0], 3), [1.0, 2.0, 4.0, 4.0])
+    np.testing.assert_allclose(running_mean([1.0, 2.0], 1), [1.0, 2.0])
+
+
+def test_inlined_figures_keep_their_references():
+    svg = b'<?xml?><svg xmlns:xlink="http://x"><metadata>http</metadata><style type="a">*{}</style>'
+    svg += b'<path id="a"/><use xlink:href="#a" s="url(#a)"/></svg>'
+    assert inline_svg(svg, "f", 'say "x"') == (
+        '<svg role="img" aria-label="say &quot;x&quot;"><path id="f-a"/><use href="#f-a" s="url(#f-a)"/></svg>'
+    )
+
+
+def test_drawing_leaves_matplotlib_as_it_was(made):
+    assert made["settings_after"] == made["settings_before"]
+
+
+def test_importing_and_drawing_never_load_pyplot():
+    """And the PDF has the font itself, so that its words stay words."""
+    code = (
+        "import sys, gradlab.analysis.report.trace_report\n"
+        "from gradlab.analysis.figures.style import drawing, panels, render\n"
+        "with drawing(): figure, _ = panels(1, 1); pdf = render(figure, 'empty')['pdf']\n"
+        "sys.exit('matplotlib.pyplot' in sys.modules or b'/FontFile2' not in pdf)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_gradients_that_never_change_get_a_report(tmp_path, value):
+    """Nothing varies, and at 0 nothing is positive either: no figure may fail on a logarithmic axis, or warn."""
+    constant = [
+        [{name: np.full_like(g, value) for name, g in rank.items()} for rank in step]
+        for step in random_gradients(0, 30, 2)
+    ]
+    with record(tmp_path / "trace", constant) as trace:
+        fit = fit_gradiveq(trace, samples=10)
+        page = write_trace_report(trace, tmp_path / "report", fit=fit)
+    assert "figures/norms.svg" in page.read_text()

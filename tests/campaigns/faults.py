@@ -1,0 +1,257 @@
+"""Faults on purpose: 4 ranks train, one is killed, stopped or breaks, and the others have to end, with a reason.
+
+    PYTHONPATH=tests python tests/campaigns/faults.py [--kills 20] [--stops 2] [--seed N]
+
+prints one trial after the other; the exit code is 1 if one went wrong.
+
+torch is imported once and the ranks of each trial are forked from there. They run without torchrun, which would end
+the survivors before they can say anything; rank 0 holds the store, so that with it the store is gone too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradlab.codec import Context, Exchanged, Tensors
+from gradlab.codecs.topk import TopK
+from gradlab.collectives import Coroutine
+from gradlab.layout import layers_of
+from gradlab.plan import FEEDBACK, Group, Plan
+from gradlab.runtime import CompressionState, compression_hook
+from support.prescribed import Prescribed, gradients
+
+RANKS = 4
+TIMEOUT = 6.0  # of the groups, in seconds
+SLACK = 4.0  # on top of it: a busy machine, and the wait for a reason that a peer may have left
+# What everybody's error has to name where a codec is at fault.
+NAMED = ("the defect", "ArithmeticError", "topk", "wide", "step 5")
+SHAPES = {"conv": (64, 32, 3, 3), "wide": (48, 600), "tall": (600, 40), "vector": (65,), "last": (60, 60)}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """kind: "kill", "stop" or "raise"; victim: a rank; delay: seconds of training before it (for "raise": none)."""
+
+    kind: str
+    victim: int
+    delay: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """ended: per surviving rank, seconds from the fault to the process's end, infinite if it had to be killed; said:
+    per rank, its JSON: error, step, threads, seconds to the error."""
+
+    fault: Fault
+    ended: dict[int, float]
+    said: dict[int, dict[str, Any]]
+
+    def problems(self) -> list[str]:
+        """What is wrong with it; empty if every survivor ended in time, with a clear error, and without a thread."""
+        found = []
+        for rank, seconds in self.ended.items():
+            said = self.said.get(rank)
+            if said is None:
+                found.append(f"rank {rank} said nothing ({seconds:.1f} s)")
+                continue
+            if seconds == math.inf or said["failed"] > (TIMEOUT if self.fault.kind == "raise" else TIMEOUT + SLACK):
+                found.append(f"rank {rank} knew after {said['failed']:.1f} s and ended after {seconds:.1f} s")
+            if any(word not in said["error"] for word in (NAMED if self.fault.kind == "raise" else ["gradlab: step "])):
+                found.append(f"rank {rank}: unclear: {said['error']!r}")
+            if said["threads"]:
+                found.append(f"rank {rank}: {said['threads']} is still there")
+        return found
+
+    def __str__(self) -> str:
+        fault, errors = self.fault, [said["error"] for said in self.said.values()]
+        last = max(self.ended.values())
+        state = "; ".join(self.problems()) or "ok"
+        steps = sorted({said["step"] for said in self.said.values()})
+        head = f"{fault.kind} rank {fault.victim} after {fault.delay:.3f} s (survivors in step {steps})"
+        knew = max((said["failed"] for rank, said in self.said.items() if rank in self.ended), default=math.inf)
+        reason = errors[0].replace("\n", " ")[:200] if errors else ""
+        return f"{head}: all knew {knew:.1f} s later and ended {last:.1f} s later: {state}\n    {reason}"
+
+
+class Breaking(TopK):
+    """A codec with a defect on one rank, from some step on."""
+
+    victim = 0
+
+    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        if context.rank == self.victim and context.iteration == 5:
+            raise ArithmeticError("the defect")
+        return (yield from super().exchange(grads, state, context))
+
+
+def rank_main(rank: int, port: int, folder: Path, fault: Fault) -> None:
+    """A rank: train until something goes wrong, say what, and leave through the interpreter's ordinary end."""
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", address, timedelta(seconds=TIMEOUT), rank=rank, world_size=RANKS)
+    model = DistributedDataParallel(Prescribed(SHAPES), bucket_cap_mb=0.05)
+    state = CompressionState(_plan(model), model)
+    if fault.kind == "raise":
+        Breaking.victim = fault.victim
+        state.run.codecs["wide"] = Breaking()
+    model.register_comm_hook(state, compression_hook)
+    step, failed = 0, 0.0
+    try:
+        while True:
+            model.zero_grad()
+            model(gradients(SHAPES, rank, step)).backward()
+            step += 1
+            if step == 2:
+                (folder / f"ready-{rank}").touch()
+    except Exception as error:
+        failed, text = time.time(), str(error)
+    state.close()
+    threads = [thread.name for thread in threading.enumerate() if thread.name == "gradlab-engine"]
+    said = {"error": text, "step": step, "threads": threads, "failed": failed}
+    (folder / "writing").with_suffix(f".{rank}").write_text(json.dumps(said))
+    (folder / "writing").with_suffix(f".{rank}").rename(folder / f"said-{rank}")
+
+
+def _plan(model: nn.Module) -> Plan:
+    def group(name: str, codec: str, **settings: Any) -> Group:
+        return Group(name, (name,), codec, settings, FEEDBACK)
+
+    groups = (group("conv", "powersgd", rank=2), group("wide", "topk"), group("tall", "powersgd"))
+    return Plan(layers_of(model), groups)
+
+
+def trial(fault: Fault) -> Outcome:
+    """Run one trial; every process has ended afterwards."""
+    folder, port, parent = Path(tempfile.mkdtemp()), _free_port(), os.getpid()
+    sys.stdout.flush()
+    processes = {rank: _fork(rank, port, folder, fault) for rank in range(RANKS)}
+    began, late = time.time(), 0.0
+    try:
+        _await(lambda: all((folder / f"ready-{rank}").exists() for rank in range(RANKS)), 60)
+        time.sleep(fault.delay)
+        began = _strike(processes[fault.victim], fault, folder)
+        watched = [rank for rank in processes if rank != fault.victim or fault.kind == "raise"]
+        ended = {rank: _ended(processes[rank], began) - began for rank in watched}
+        if fault.kind == "stop":
+            os.kill(processes[fault.victim], signal.SIGCONT)
+            woken = time.time()
+            late = _ended(processes[fault.victim], woken) - woken
+    finally:
+        if os.getpid() == parent:
+            for process in processes.values():
+                _end(process)
+    said = {rank: json.loads((folder / f"said-{rank}").read_text()) for rank in ended if _said(folder, rank)}
+    shutil.rmtree(folder)
+    if late == math.inf:
+        ended[fault.victim] = late
+    return Outcome(fault, ended, {rank: line | {"failed": line["failed"] - began} for rank, line in said.items()})
+
+
+def _said(folder: Path, rank: int) -> bool:
+    return (folder / f"said-{rank}").exists()
+
+
+def _fork(rank: int, port: int, folder: Path, fault: Fault) -> int:
+    if process := os.fork():
+        return process
+    code = 1
+    try:
+        rank_main(rank, port, folder, fault)
+        code = 0
+    finally:
+        raise _Leave(code)  # the interpreter's ordinary end, but nothing of what the parent was about to do
+
+
+class _Leave(BaseException):
+    """Thrown in a forked rank, caught at the top of the script alone."""
+
+
+def _strike(process: int, fault: Fault, folder: Path) -> float:
+    """Make it happen; the time at which it did."""
+    if fault.kind == "raise":
+        _await(lambda: _said(folder, fault.victim), 60)
+        return float(json.loads((folder / f"said-{fault.victim}").read_text())["failed"])
+    began = time.time()
+    os.kill(process, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+    return began
+
+
+def _await(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.time() + seconds
+    while not condition():
+        if time.time() > deadline:
+            raise TimeoutError("the ranks did not get there")
+        time.sleep(0.01)
+
+
+def _ended(process: int, began: float) -> float:
+    """When a process ended; infinity if it did not."""
+    while os.waitpid(process, os.WNOHANG) == (0, 0):
+        if time.time() > began + 4 * TIMEOUT:
+            return math.inf
+        time.sleep(0.01)
+    return time.time()
+
+
+def _end(process: int) -> None:
+    with suppress(ProcessLookupError, ChildProcessError):
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def faults(kills: int, stops: int, draw: random.Random) -> Iterator[Fault]:
+    """The trials: kills at random moments, ranks that stop, and a defect on one rank."""
+    for _ in range(kills):
+        yield Fault("kill", draw.randrange(RANKS), draw.uniform(0, 0.5))
+    for victim in (2, 0)[:stops]:
+        yield Fault("stop", victim, draw.uniform(0, 0.2))
+        yield Fault("raise", victim, 0.0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--stops", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    wanted = parser.parse_args()
+    torch.set_num_threads(1)
+    wrong = 0
+    for fault in faults(wanted.kills, wanted.stops, random.Random(wanted.seed)):
+        outcome = trial(fault)
+        wrong += bool(outcome.problems())
+        print(outcome, flush=True)
+    print(f"{wrong} went wrong")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except _Leave as leave:
+        sys.exit(leave.args[0])

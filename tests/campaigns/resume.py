@@ -1,0 +1,80 @@
+"""Resume against never stopped, for every valid stack, at 2 and 4 ranks, in new processes.
+
+PYTHONPATH=tests python tests/campaigns/resume.py      prints one line per stack and number of ranks; exit code 1 if one
+is wrong
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from support.warm_python import python
+
+HERE = Path(__file__).parents[1]
+INT8 = 0.01  # what storing anew in 8 bits may move, as a share of the largest
+
+
+def launch(script: str, *words: str, ranks: int = 4, torchrun: tuple[str, ...] = ()) -> None:
+    """Run one of the jobs under torchrun.
+
+    Raises:
+        AssertionError: with the end of what it printed, if it failed.
+    """
+    command = [python(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *torchrun]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    done = subprocess.run(
+        [*command, str(HERE / "jobs" / script), *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def results(folder: Path, *words: str) -> list[list[dict[str, Any]]]:
+    """Both jobs, one after the other; what each rank found."""
+    launch("resume_job.py", "straight", str(folder), *words)
+    launch("resume_job.py", "resume", str(folder), *words)
+    rows: list[list[dict[str, Any]]] = json.loads((folder / "results.json").read_text())
+    return rows
+
+
+def problems(found: dict[str, Any]) -> list[str]:
+    """What is wrong with one rank's result for one stack."""
+    said = [] if found["equal"] or not found["deterministic"] else [f"differs by {found['largest']:.1e}"]
+    for policy, after in found.get("rescaled", {}).items():
+        said += [f"{policy}: not {what}" for what in ("shared", "finite", "agree") if not after[what]]
+        for gap, scale, now in after["owed"]:
+            if policy == "drop" and now:
+                said.append(f"drop: {now} is left")
+            if policy != "drop" and gap > (INT8 if "int8" in found["stack"] else 1e-6) * scale:
+                said.append(f"{policy}: {gap:.1e} of {scale:.1e} is lost")
+    return said
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        rows = results(Path(folder), "all")
+    wrong = 0
+    for position, found in enumerate(rows[0]):
+        ranks = [row[position] for row in rows[: found["ranks"]]]
+        said = sorted({text for rank in ranks for text in problems(rank)})
+        wrong += bool(said)
+        how = "deterministic" if found["deterministic"] else "all-reduce"
+        largest = max(rank["largest"] for rank in ranks)
+        off = "bit for bit" if all(rank["equal"] for rank in ranks) else f"largest difference {largest:.1e}"
+        print(f"{found['ranks']} ranks  {found['stack']:<46} {how:<14} {off}  {'; '.join(said)}".rstrip())
+    print(f"{len(rows[0])} cases, {wrong} wrong")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""Some cells of the matrix codec x DDP option; `python tests/campaigns/matrix.py` runs them all."""
+
+from __future__ import annotations
+
+import pytest
+
+from jobs.matrix_cells import OPTIONS
+from support.process_pool import ProcessPool
+
+# The options whose arithmetic is not the same outside of DDP; the others: test_executors_agree.py.
+CLOSE = [name for name, option in OPTIONS.items() if option.tolerance and not option.compiled]
+
+
+@pytest.mark.parametrize("option", CLOSE)
+def test_cell(pool: ProcessPool, option: str) -> None:
+    for said in pool.run("jobs.matrix_cells:run_cell", 2, row="topk + feedback", option=option):
+        assert said.startswith("passed")
+
+
+def test_mixed_precision_is_refused(pool: ProcessPool) -> None:
+    for said in pool.run("jobs.matrix_cells:run_cell", 2, row="topk + feedback", option="mixed_precision"):
+        assert "mixed_precision" in said
+
+
+def test_unused_on_all_of_four_ranks(pool: ProcessPool) -> None:
+    for said in pool.run("jobs.matrix_cells:run_cell", 4, row="powersgd + feedback", option="find_unused_parameters"):
+        assert said == "passed"
+
+
+def test_two_models_in_one_process(pool: ProcessPool) -> None:
+    for said in pool.run("jobs.matrix_cells:run_cell", 4, row="topk + feedback", option="two models"):
+        assert said == "passed"
+
+
+def test_compiled(pool: ProcessPool) -> None:
+    for said in pool.run("jobs.matrix_cells:run_cell", 2, row="topk + feedback", option="compiled inside"):
+        assert said == "passed"

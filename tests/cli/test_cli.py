@@ -1,0 +1,349 @@
+"""The commands as a user types them: the whole loop on a real run, and every kind of bad input."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradlab.artifact import Artifact
+from gradlab.datasets import get
+from gradlab.plan import Plan
+from gradlab.trace import Trace
+from support.command_line import Command
+from support.recorded import CONVOLUTION, LINEAR, random_gradients, record, record_layer
+
+STEPS, WARMUP = 60, 30
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `trace`: digits, two ranks, recorded through the trainer."""
+    from gradlab.cli.train.launch import launch
+    from gradlab.cli.train.settings import TrainSettings
+
+    folder = tmp_path_factory.mktemp("loop")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gradlab.cli.train.launch.interpreter", lambda: sys.executable)  # as for a user, nothing imported
+        report = launch(TrainSettings("digits", steps=STEPS, capture=str(folder / "trace"), bucket_cap_mb=0.1))
+    (folder / "recorded.json").write_text(json.dumps(report))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def topk(recording: Path) -> Path:
+    """An artifact made without a fit."""
+    plan = Plan.uniform(get("digits").model(0), "topk", density=0.01, warmup_steps=WARMUP)
+    return Artifact(plan).save(recording / "topk.safetensors")
+
+
+def fit_words(codec: str, trace: Path, out: Path) -> list[object]:
+    if codec == "gradiveq":
+        words = ["fit", "gradiveq", trace, "--samples", WARMUP - 5, "--slice-size", 144]
+    else:
+        words = ["fit", "uniform", trace, "--codec", codec, "--set", "density=0.02"]
+    return [*words, "--warmup-steps", WARMUP, "--out", out, "--json"]
+
+
+@pytest.mark.parametrize("codec", ["gradiveq", "topk"])
+def test_predicted_error_is_observed(gradlab: Command, recording: Path, tmp_path: Path, codec: str) -> None:
+    """The replay predicts the first compressed step to rounding, and all within a quarter in the median."""
+    artifact = tmp_path / f"{codec}.safetensors"
+    assert gradlab(*fit_words(codec, recording / "trace", artifact))[0] == 0
+    code, out, err = gradlab("evaluate", recording / "trace", artifact, "--json")
+    assert code == 0, err
+    predicted = {
+        step["iteration"]: step["contribution_error"] for step in json.loads(out)[codec]["steps"] if step["compressing"]
+    }
+    # The same buckets as in the recording: the backend sums a bucket in an order that depends on its size.
+    words = ["train", "digits", "--steps", STEPS, "--compress", artifact, "--bucket-cap-mb", 0.1, "--json"]
+    code, out, err = gradlab(*words)
+    assert code == 0, err
+    run = json.loads(out)
+    observed = dict(zip(run["errors"]["steps"], run["errors"]["relative"], strict=True))
+    assert sorted(observed) == sorted(predicted) == list(range(WARMUP, STEPS))
+    assert observed[WARMUP] == pytest.approx(predicted[WARMUP], rel=1e-5)
+    assert 0.8 < median(predicted[step] / observed[step] for step in range(WARMUP, STEPS)) < 1.25
+    recorded = json.loads((recording / "recorded.json").read_text())
+    assert run["losses"][: WARMUP + 1] == recorded["losses"][: WARMUP + 1]  # plain DDP's bits until compression acts
+    assert run["losses"][WARMUP + 1] != recorded["losses"][WARMUP + 1]
+    assert run["payload_bytes_per_step"]["mean"] == run["forecast_payload_bytes"]
+
+
+def test_training_reports_to_a_file_and_to_people(gradlab: Command, topk: Path, tmp_path: Path) -> None:
+    report = tmp_path / "run.json"
+    words = ["train", "digits", "--steps", 35, "--compress", topk, "--out", report]
+    code, out, err = gradlab(*words)
+    assert code == 0, err
+    for word in ("final accuracy", "payload per step", "compute per step", "wait per step"):
+        assert word in out
+    kept: dict[str, Any] = json.loads(report.read_text())
+    assert kept["compression_ratio"] > 20
+    assert set(kept["time"]) == {"compute", "compress", "communicate", "wait"}
+    code, _, err = gradlab(*words)
+    assert code == 2
+    assert "exists already" in err
+
+
+def test_a_plan_with_wrappers_trains_and_shows_its_steps(gradlab: Command, recording: Path, tmp_path: Path) -> None:
+    """DGC from the command line: the trainer leaves momentum to the plan; a chrome trace of both ranks is written."""
+    artifact, spans = tmp_path / "dgc.safetensors", tmp_path / "spans.json"
+    words = ["fit", "uniform", recording / "trace", "--codec", "topk", "--set", "density=0.01", "--out", artifact]
+    words += ["--wrap", "momentum_correction:momentum=0.9,nesterov=true", "--wrap", "sparsity_warmup:steps=8"]
+    code, out, err = gradlab(*words, "--warmup-steps", WARMUP)
+    assert code == 0, err
+    code, out, err = gradlab("inspect", artifact)
+    assert "momentum correction(nesterov=True" in " ".join(out.split())
+    words = ["train", "digits", "--steps", WARMUP + 12, "--compress", artifact, "--json"]
+    code, out, err = gradlab(*words, "--chrome-trace", spans, "--trace-steps", WARMUP + 1)
+    assert code == 0, err
+    assert json.loads(out)["final_loss"] < 2.0
+    assert json.loads(out)["residuals"].startswith("residuals are kept as they are as the plan says")
+    events = json.loads(spans.read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {WARMUP + 1}
+    picture = tmp_path / "pictures" / "timeline.svg"
+    code, out, err = gradlab("timeline", spans, "--rank", 1, "--out", picture)
+    assert code == 0, err
+    assert all(word in out for word in ("spans", "exposed", str(picture)))
+    assert b"<svg" in picture.read_bytes()
+    code, _, err = gradlab("timeline", spans, "--out", picture)
+    assert (code, "exists already" in err) == (2, True)
+    code, _, err = gradlab("train", "digits", "--steps", 3, "--chrome-trace", tmp_path / "no.json")
+    assert (code, err.strip()) == (
+        2,
+        "gradlab: a chrome trace shows the engine at work: --chrome-trace needs --compress",
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrap", "message"),
+    [
+        ("eror_feedback", "no wrapper 'eror_feedback'; did you mean error_feedback?"),
+        ("error_feedback:decay", "--wrap error_feedback decay: expected NAME=VALUE"),
+        ("error_feedback:decay=2", "error_feedback: setting decay = 2, expected a share in [0, 1)"),
+    ],
+)
+def test_wrappers_that_are_none(gradlab: Command, recording: Path, tmp_path: Path, wrap: str, message: str) -> None:
+    words = ["fit", "uniform", recording / "trace", "--codec", "topk", "--out", tmp_path / "a", "--wrap", wrap]
+    code, _, err = gradlab(*words)
+    assert code == 2
+    assert message in " ".join(err.split())
+
+
+def test_trace_commands(gradlab: Command, recording: Path) -> None:
+    code, out, _ = gradlab("trace", "info", recording / "trace", "--json")
+    found = json.loads(out)
+    assert (code, found["steps"], found["world_size"], found["steps_by_rank"]) == (0, STEPS, 2, [STEPS, STEPS])
+    assert found["metadata"]["workload"] == "digits"
+    for words in (["trace", "info"], ["trace", "check"], ["trace", "repair"]):
+        assert gradlab(*words, recording / "trace")[0] == 0
+
+
+def test_analyze_and_inspect(gradlab: Command, recording: Path, topk: Path, tmp_path: Path) -> None:
+    code, out, err = gradlab(
+        "analyze", recording / "trace", "--out", tmp_path / "report", "--only", "noise, signs", "--workers", 2
+    )
+    assert code == 0, err
+    assert "report.html" in out
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert report["trace"]["steps"] == STEPS
+    assert {"noise_scale", "sign_blocks"} <= {figure["name"] for figure in report["figures"]}
+    assert out.startswith(report["verdict"])
+    assert report["noise_scale"]["batch_size"] == report["trace"]["metadata"]["batch_size"]
+    code, _, err = gradlab("analyze", recording / "trace", "--out", tmp_path / "report")
+    assert (code, "exists already" in err) == (2, True)
+    code, out, _ = gradlab("inspect", topk, "--json")
+    plan = Artifact.load(topk).plan
+    assert json.loads(out)["digest"] == plan.digest
+    assert json.loads(out)["expected"]["payload_bytes"] == plan.payload_bytes(2)
+    assert "topk(density=0.01) + feedback" in gradlab("inspect", topk)[1]
+
+
+def test_demo_goes_round_the_loop(gradlab: Command, tmp_path: Path) -> None:
+    """Short, but whole: the files, the table's columns, and dense training bit-identical to the recorded run."""
+    out = tmp_path / "demo"
+    code, printed, _ = gradlab("demo", "--out", out, "--steps", 48)
+    assert code == 0
+    for word in ("final accuracy", "payload/step", "wire/step", "error predicted", "error observed", "communicate"):
+        assert word in printed
+    assert str(out / "report" / "report.html") in printed.replace("\n", "")
+    runs = {name: json.loads((out / f"{name}.json").read_text()) for name in ("dense", "gradiveq", "topk", "powersgd")}
+    with Trace(out / "trace") as trace:
+        recorded = [trace.scalars(rank)["loss"] for rank in range(2)]
+    assert runs["dense"]["losses"] == pytest.approx([(a + b) / 2 for a, b in zip(*recorded, strict=True)], rel=1e-6)
+    for name in ("gradiveq", "topk", "powersgd"):
+        assert runs[name]["compression_ratio"] > 4
+        assert runs[name]["payload_bytes_per_step"]["mean"] == runs[name]["forecast_payload_bytes"]
+        assert (
+            Artifact.load(out / f"{name}.safetensors").origin["trace"]
+            == Artifact.load(out / "gradiveq.safetensors").origin["trace"]
+        )
+
+
+def test_a_fit_to_noise_is_seen_through(gradlab: Command, tmp_path: Path) -> None:
+    """Fitted on the steps it is replayed on, its error is shown from later ones; the verdict comes before tables."""
+    noise = np.random.default_rng(0).standard_normal((24, 2, CONVOLUTION.numel)).astype(np.float32)
+    record_layer(tmp_path / "trace", noise, CONVOLUTION).close()
+    artifact, words = tmp_path / "gradiveq.safetensors", ["--samples", 12, "--start", 0, "--warmup-steps", 2]
+    code, out, err = gradlab(
+        "fit", "gradiveq", tmp_path / "trace", "--out", artifact, "--paper", "--loss-threshold", 0, *words
+    )
+    assert (code, err) == (0, "")
+    assert out.startswith("The GradiVeQ fit holds nothing that lasts")
+    assert 0 < out.index("warning: Compression begins at iteration 2") < out.index("GradiVeQ fit, layer by layer")
+    code, out, err = gradlab("evaluate", tmp_path / "trace", artifact)
+    assert code == 0, err
+    assert out.index("warning: gradiveq: The plan was fitted on 10 of") < out.index("Plans replayed on the trace")
+    assert "in-sample" in out
+    summary = json.loads(gradlab("evaluate", tmp_path / "trace", artifact, "--json")[1])["gradiveq"]["summary"]
+    assert summary["in_sample"]["aggregate_error"] < 1e-3 < 0.7 < summary["aggregate_error"]
+
+
+def test_a_trace_that_no_fit_can_use_is_analysed_without(gradlab: Command, tmp_path: Path) -> None:
+    record(tmp_path / "trace", random_gradients(0, 6, 2, [LINEAR]), [LINEAR]).close()
+    code, out, err = gradlab("analyze", tmp_path / "trace", "--out", tmp_path / "report", "--only", "within")
+    assert code == 0, err
+    assert "warning: No GradiVeQ fit: " in out
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert report["fit"] is None
+    assert "no layer of role convolution can be fitted" in report["warnings"][0]
+
+
+def test_an_artifact_without_a_fit_bears_its_provenance(gradlab: Command, recording: Path, tmp_path: Path) -> None:
+    artifact = tmp_path / "topk.safetensors"
+    code, out, err = gradlab("fit", "uniform", recording / "trace", "--codec", "topk", "--out", artifact)
+    assert code == 0, err
+    assert out.startswith("Of the lossy plans replayed, topk keeps")
+    found = Artifact.load(artifact)
+    assert found.origin["payload_bytes"] == found.plan.payload_bytes(2) < found.origin["dense_payload_bytes"]
+    assert found.origin["world_size"] == 2
+
+
+def damaged(recording: Path, folder: Path, hurt: Callable[[Path], None]) -> Path:
+    shutil.copytree(recording / "trace", folder / "trace")
+    hurt(folder / "trace")
+    return folder / "trace"
+
+
+def newer(trace: Path) -> None:
+    manifest = json.loads((trace / "manifest.json").read_text())
+    (trace / "manifest.json").write_text(
+        json.dumps({key: 99 if "version" in key else v for key, v in manifest.items()})
+    )
+
+
+def truncate(trace: Path) -> None:
+    segment = next(trace.glob("rank-00001/*.h5"))
+    segment.write_bytes(segment.read_bytes()[: segment.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    "hurt",
+    [newer, truncate, lambda t: (t / "manifest.json").write_text("{"), lambda t: shutil.rmtree(t / "rank-00001")],
+    ids=["newer", "truncated", "manifest", "rank missing"],
+)
+def test_damaged_traces(gradlab: Command, recording: Path, tmp_path: Path, hurt: Callable[[Path], None]) -> None:
+    trace = damaged(recording, tmp_path, hurt)
+    for words in (["trace", "info", trace], ["analyze", trace, "--out", tmp_path / "report"]):
+        code, _, err = gradlab(*words)
+        assert code == 2
+        assert err.startswith("gradlab: ")
+        assert "Traceback" not in err
+    assert not (tmp_path / "report").exists()
+
+
+def test_bad_input_is_one_line(gradlab: Command, recording: Path, topk: Path, tmp_path: Path) -> None:
+    """Exit code 2, the thing named, no traceback, nothing written."""
+    trace = recording / "trace"
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "text.safetensors").write_text("not a safetensors file")
+    other = Artifact(Plan.uniform(get("cifar10").model(0), "topk")).save(tmp_path / "other.safetensors")
+    target = tmp_path / "x.safetensors"
+    cases: dict[str, list[object]] = {
+        "no such folder": ["trace", "info", tmp_path / "nowhere"],
+        "not a gradlab trace": ["trace", "check", tmp_path / "foreign"],
+        "no artifact at": ["inspect", tmp_path / "nowhere.safetensors"],
+        "not a whole safetensors file": ["train", "digits", "--compress", tmp_path / "text.safetensors"],
+        "another model": ["train", "digits", "--steps", 3, "--compress", other],
+        "this plan is for another model": ["evaluate", trace, other],
+        "one rank": ["train", "digits", "--ranks", 1, "--compress", topk],
+        "--ranks 2 or more": ["train", "digits", "--ranks", 1, "--capture", tmp_path / "t"],
+        "not both": ["train", "digits", "--capture", tmp_path / "t", "--compress", topk],
+        "unknown workload": ["train", "imagenet"],
+        "needs a path": ["train", "cifar10"],
+        "nothing is overwritten": ["train", "digits", "--capture", trace],
+        "expected at least 1": ["train", "digits", "--steps", 0],
+        "exists already": ["fit", "gradiveq", trace, "--out", topk],
+        "record more": ["fit", "gradiveq", trace, "--out", target, "--samples", STEPS],
+        "at least 2": ["fit", "gradiveq", trace, "--out", target, "--samples", 1],
+        "lambda in [0, 1)": ["fit", "gradiveq", trace, "--out", target, "--loss-threshold", 2],
+        "no codec 'topkk'; did you mean topk?": ["fit", "uniform", trace, "--codec", "topkk", "--out", target],
+        "has no setting rank": ["fit", "uniform", trace, "--codec", "topk", "--set", "rank=2", "--out", target],
+        "expected NAME=VALUE": ["fit", "uniform", trace, "--codec", "topk", "--set", "density", "--out", target],
+        "is not empty": ["demo", "--out", recording],
+        "needs at least 2": ["demo", "--out", tmp_path / "d", "--ranks", 1],
+        "nothing to replay": ["evaluate", trace, topk, "--start", 5, "--stop", 2],
+    }
+    for expected, words in cases.items():
+        code, out, err = gradlab(*words)
+        assert (code, out) == (2, ""), words
+        assert err.startswith("gradlab: "), words
+        assert expected in err, (words, err)
+        assert "Traceback" not in err
+    assert not target.exists()
+    assert not (tmp_path / "t").exists()
+    assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["demo"],
+        ["train"],
+        ["trace", "info"],
+        ["trace", "check"],
+        ["trace", "repair"],
+        ["analyze"],
+        ["fit", "gradiveq"],
+        ["fit", "uniform"],
+        ["evaluate"],
+        ["inspect"],
+    ],
+)
+def test_help_has_an_example(gradlab: Command, words: list[str]) -> None:
+    code, out, err = gradlab(*words, "--help")
+    assert code == 0, err
+    assert not words or f"gradlab {' '.join(words)} " in out
+
+
+def test_an_interrupt_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "gradlab.cli.main", "train", "digits", "--steps", "100000"]
+
+    def listen() -> None:  # a shell's background job, as the tests may be, is told to ignore interrupts
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, preexec_fn=listen) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        deadline = time.monotonic() + 120
+        while not (launched := children.read_text().split()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        try:
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (process.returncode, err) == (130, "gradlab: interrupted\n")
+    assert launched
+    assert not any(Path(f"/proc/{child}").exists() for child in launched)

@@ -1,0 +1,110 @@
+"""The cast codec: what rounding does, what the loss scale saves, and PyTorch's own hook beside it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from gradlab.codec import Context, Exchanged, Tensors, exchange_group
+from gradlab.codecs.cast import Cast
+from gradlab.collectives import LockstepResult, Mean, run_lockstep, sum_in_rank_order
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+from support.laws import law
+from support.process_pool import ProcessPool
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+
+
+def exchange(dtype: str, grads: list[Tensors], scale: float = 1.0) -> list[LockstepResult[Exchanged]]:
+    codec, context = Cast(Cast.Settings(dtype)), Context(0, len(grads), 0, loss_scale=scale)
+    return run_lockstep([codec.exchange(mine, {}, replace(context, rank=rank)) for rank, mine in enumerate(grads)])
+
+
+def own(dtype: str, values: list[float], scale: float = 1.0) -> torch.Tensor:
+    (result,) = exchange(dtype, [{"a": torch.tensor(values)}], scale)
+    assert torch.equal(result.value.own["a"], result.value.mean["a"])  # one rank: the mean is its own
+    return result.value.own["a"]
+
+
+@law(st.sampled_from(list(DTYPES)), st.lists(st.floats(2.0**-14, 65000.0, width=32), min_size=1, max_size=20))
+def test_the_relative_error_is_a_half_unit(dtype: str, values: list[float]) -> None:
+    vector = torch.tensor(values)
+    assert ((own(dtype, values) - vector).abs() <= ROUNDING[dtype] * vector).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_the_mean_travels_in_16_bits(dtype: str, kind: torch.dtype) -> None:
+    """Requests, bytes and arithmetic: cast, times 1/N in 16 bits, summed in rank order, cast back."""
+    shapes = {"a": (5, 7), "b": (), "c": (0, 3)}
+    generator = torch.Generator().manual_seed(1)
+    grads = [{n: torch.randn(s, generator=generator, dtype=kind) for n, s in shapes.items()} for _ in range(3)]
+    requests = next(Cast(Cast.Settings(dtype)).exchange(grads[0], {}, Context(0, 3, 0)))
+    assert isinstance(requests, tuple)
+    assert [type(r) for r in requests] == [Mean] * 3
+    assert {r.tensor.dtype for r in requests if isinstance(r, Mean)} == {DTYPES[dtype]}
+    for rank, result in enumerate(exchange(dtype, grads)):
+        assert result.payload_bytes == Cast().payload_bytes([Layer(n, s) for n, s in shapes.items()], 3) == 2 * 36
+        for name in shapes:
+            narrow = [mine[name].to(DTYPES[dtype]) for mine in grads]
+            assert torch.equal(result.value.mean[name], sum_in_rank_order(narrow).to(kind))
+            assert torch.equal(result.value.own[name], narrow[rank].to(kind))
+            assert result.value.mean[name].dtype == kind
+
+
+def test_overflow_is_infinite_and_reaches_every_rank() -> None:
+    """No value is clipped to the largest float16."""
+    assert own("float16", [65504.0, 65520.0, -1e6]).tolist() == [65504.0, math.inf, -math.inf]
+    assert own("float16", [40000.0], scale=2.0).tolist() == [math.inf]
+    assert own("bfloat16", [1e6], scale=2.0**100).isfinite().all()
+    for result in exchange("float16", [{"a": torch.tensor([1.0])}, {"a": torch.tensor([7e4])}]):
+        assert result.value.mean["a"].tolist() == [math.inf]
+    (result,) = exchange("float16", [{"a": torch.tensor([math.nan])}])
+    assert result.value.mean["a"].isnan().all()
+
+
+def test_the_loss_scale_saves_small_gradients() -> None:
+    """2^-27 is below float16; under a scale of 2^16 it passes exactly, and the scale is off again."""
+    assert own("float16", [2.0**-27]).tolist() == [0.0]
+    assert own("float16", [2.0**-27], scale=2.0**16).tolist() == [2.0**-27]
+    assert own("bfloat16", [2.0**-27]).tolist() == [2.0**-27]
+
+
+@law(st.integers(-10, 30), st.floats(-1.0, 1.0, width=32))
+def test_executors_may_hand_over_scaled_gradients(exponent: int, value: float) -> None:
+    """`exchange_group` takes the scale off, the codec puts it back: the mean is the scaled gradient's cast."""
+    scale = 2.0**exponent
+    scaled = torch.tensor([value * scale])
+    coroutine = exchange_group(Cast(), {"a": scaled}, {}, Context(0, 1, 0, loss_scale=scale), scaled_by=scale)
+    (result,) = run_lockstep([coroutine])
+    assert torch.equal(result.value.mean["a"], scaled.half().float())
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_pytorchs_fp16_hook(pool: ProcessPool, ranks: int) -> None:
+    """Bit for bit at two ranks. At others the hook's buckets are summed in another order, and at three it divides by
+    N where we multiply by 1/N: a few units of float16's rounding."""
+    for result in pool.run("jobs.cast_tasks:against_torch_fp16", ranks, steps=5):
+        assert result["layers"] == 2
+        assert result["agree"]
+        assert result["equal"] or ranks > 2
+        assert result["largest"] < 2 * ranks
+
+
+def test_what_overflows_on_the_way_is_no_step(pool: ProcessPool) -> None:
+    """Every rank looks at what comes back as well: all gradients become NaN, and no residual holds an infinity."""
+    for result in pool.run("jobs.cast_tasks:overflow_on_the_way", 2):
+        assert result["finite"] == [True, False, True]
+        assert result["nan"] == [[False, False], [True, True], [False, False]]
+        assert result["unchanged"] == [False, True, False]
+
+
+def test_dtype_is_one_of_two() -> None:
+    with pytest.raises(GradlabError, match="cast: setting dtype = 'fp16', expected 'float16' or 'bfloat16'"):
+        Cast.Settings("fp16")

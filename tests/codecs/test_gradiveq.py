@@ -1,0 +1,300 @@
+"""The online GradiVeQ codec: its cycle against a direct reading of the paper's equations, the vote, the complement."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from gradlab.codec import Context, Exchanged, Tensors, exchange_group
+from gradlab.codecs.gradiveq import COMPRESSING, DENSE, SAMPLING, GradiVeQ
+from gradlab.codecs.qsgd import QSGD
+from gradlab.collectives import LockstepResult, run_lockstep
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer, flatten
+from gradlab.learning.slice_pca import complement
+from gradlab.wrappers.error_feedback import ErrorFeedback
+from support.slice_bases import fit_bases
+
+SHAPE = (4, 3, 3, 3)
+LAYER = Layer("w", SHAPE)
+SIZE = 12  # K = F D: 9 slices
+
+
+def gradient(rank: int, step: int, rank_of_signal: int = 3, noise: float = 0.01) -> torch.Tensor:
+    """A gradient whose slices lie in one fixed subspace, up to noise; float64."""
+    directions = torch.linalg.qr(torch.randn(SIZE, rank_of_signal, generator=torch.Generator().manual_seed(7)).double())
+    draw = torch.Generator().manual_seed(1000 * step + rank)
+    signal = torch.randn(9, rank_of_signal, generator=draw).double() @ directions.Q.T + 0.5
+    slices = signal + noise * torch.randn(9, SIZE, generator=draw).double()
+    return slices.reshape(3, 3, 3, 4).permute(3, 2, 0, 1).contiguous()
+
+
+class Run:
+    """Lockstep iterations of a codec on one layer, with its states."""
+
+    def __init__(self, codec: GradiVeQ | ErrorFeedback, ranks: int = 2) -> None:
+        self.codecs = [codec] * ranks
+        self.states: list[Tensors] = [{} for _ in range(ranks)]
+        self.iteration = 0
+
+    def step(self, *gradients: torch.Tensor) -> list[LockstepResult[Exchanged]]:
+        context = Context(0, len(gradients), self.iteration, "w", seed=5)
+        results = run_lockstep(
+            [
+                exchange_group(codec, {"w": g}, self.states[rank], replace(context, rank=rank))
+                for rank, (codec, g) in enumerate(zip(self.codecs, gradients, strict=True))
+            ]
+        )
+        self.states = [result.value.state for result in results]
+        self.iteration += 1
+        return results
+
+    @property
+    def mode(self) -> int:
+        clocks = [state["w/clock"] for state in self.states]
+        assert all(torch.equal(clock, clocks[0]) for clock in clocks)
+        return int(clocks[0][0])
+
+
+def codec(**changes: object) -> GradiVeQ:
+    settings = {"slice_size": SIZE, "sample_steps": 6, "compressed_steps": 3, "sample_bits": 0, "loss_threshold": 0.05}
+    return GradiVeQ(GradiVeQ.Settings(**{**settings, **changes}))  # type: ignore[arg-type]
+
+
+def slices_of(tensor: torch.Tensor) -> np.ndarray:
+    return flatten(tensor, "gradiveq").reshape(-1, SIZE).double().numpy()
+
+
+def explicit_fit(samples: list[np.ndarray], loss_threshold: float) -> tuple[np.ndarray, np.ndarray]:
+    """Mean (M, K) of the samples, and the axes of the first slice's covariance that eq. (6) keeps."""
+    stacked = np.stack(samples)
+    mean = stacked.mean(0)
+    values, axes = np.linalg.eigh(np.cov(stacked[:, 0].T, bias=True))
+    values, axes = values[::-1], axes[:, ::-1]
+    kept = next(d for d in range(1, SIZE + 1) if values[:d].sum() / values.sum() > 1 - loss_threshold)
+    return mean, axes[:, :kept]
+
+
+def test_the_cycle_is_the_papers() -> None:
+    """Two cycles: samples pass as they are; then eqs. (3) to (5) with mu and U of the samples, sums over nodes."""
+    run = Run(codec())
+    for _ in range(2):
+        samples = []
+        for _ in range(6):
+            assert run.mode == SAMPLING if run.states[0] else run.iteration == 0
+            mine = [gradient(rank, run.iteration) for rank in range(2)]
+            result = run.step(*mine)[0]
+            torch.testing.assert_close(result.value.mean["w"], (mine[0] + mine[1]) / 2)
+            samples.append(slices_of(mine[0] + mine[1]))
+        mu, axes = explicit_fit(samples, 0.05)
+        for _ in range(3):
+            assert run.mode == COMPRESSING
+            assert int(run.states[0]["w/width"]) == axes.shape[1]
+            mine = [gradient(rank, run.iteration) for rank in range(2)]
+            code = sum((slices_of(g) - mu / 2) @ axes for g in mine)
+            for result in run.step(*mine):
+                np.testing.assert_allclose(slices_of(result.value.mean["w"]) * 2, code @ axes.T + mu, atol=1e-5)
+                assert result.payload_bytes == 8 * 9 * axes.shape[1]
+        assert run.mode == SAMPLING
+
+
+def test_a_planted_rank_is_found_and_what_is_lost_is_the_noise() -> None:
+    """Signal of rank 3 plus white noise: d = 3, and the loss is the noise's energy outside of three axes."""
+    noise = 0.02
+    run = Run(codec(sample_steps=60, compressed_steps=0, loss_threshold=0.01), ranks=1)
+    for step in range(60):
+        run.step(gradient(0, step, noise=noise))
+    assert int(run.states[0]["w/width"]) == 3
+    lost = []
+    for step in range(60, 160):
+        given = gradient(0, step, noise=noise)
+        (result,) = run.step(given)
+        lost.append(float((given - result.value.mean["w"]).square().sum()))
+    assert np.mean(lost) == pytest.approx(9 * (SIZE - 3) * noise**2, rel=0.1)
+
+
+def test_samples_travel_as_qsgd() -> None:
+    """Section 4: what is aggregated, and what PCA sees, are the quantized gradients; payload is QSGD's."""
+    run = Run(codec(sample_bits=4))
+    quantizer = QSGD(QSGD.Settings(4))
+    mine = [gradient(rank, 0).float() for rank in range(2)]
+    results = run.step(*mine)
+    context = Context(0, 2, 0, "w", seed=5)
+    expected = torch.zeros(108)
+    for rank, given in enumerate(mine):
+        vector = flatten(given, "gradiveq")
+        payload = quantizer.compress(vector, replace(context, group="w/w", rank=rank).rank_generator())
+        quantizer.add_decompressed(expected, payload, 0.5)
+    np.testing.assert_array_equal(slices_of(results[0].value.mean["w"]), expected.double().numpy().reshape(-1, SIZE))
+    torch.testing.assert_close(run.states[0]["w/sample 0"], expected[:SIZE][None])
+    assert results[0].payload_bytes == quantizer.payload_bytes([LAYER], 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        ({}, 11),
+        ({"sample_bits": 4, "monitor": "absolute", "bfloat16": True}, 11),
+        ({"slice_size": 13}, 8),
+        ({"refresh": "decoded", "compressed_steps": 8, "complement": 0.3}, 24),
+    ],
+)
+def test_the_forecast_is_what_is_sent(changes: dict[str, object], steps: int) -> None:
+    method = codec(**changes)
+    run = Run(method)
+    for step in range(steps):
+        forecast = method.next_payload_bytes([LAYER], 2, run.states[0])
+        for result in run.step(*(gradient(rank, step).float() for rank in range(2))):
+            assert result.payload_bytes == forecast
+
+
+def test_bases_fitted_on_what_was_decoded_follow_a_drift() -> None:
+    """After a sudden turn of the signal's subspace, feedback and the complement bring the new one into the bases."""
+    settings: dict[str, object] = {
+        "sample_steps": 20,
+        "compressed_steps": 60,
+        "complement": 0.5,
+        "whitening": False,
+    }
+    turn = torch.linalg.qr(torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(9)).double()).Q
+
+    def turned(step: int) -> torch.Tensor:
+        slices = torch.from_numpy(slices_of(gradient(0, step))) @ turn
+        return slices.reshape(3, 3, 3, 4).permute(3, 2, 0, 1).contiguous()
+
+    def held_by(basis: torch.Tensor) -> float:
+        later = torch.from_numpy(np.concatenate([slices_of(turned(step)) for step in range(900, 930)]))
+        return float((later @ basis[0].double()).square().sum() / later.square().sum())
+
+    inner = codec(refresh="decoded", max_dimension=8, loss_threshold=0.0, **settings)
+    run = Run(ErrorFeedback(inner), ranks=1)
+    held = []
+    for step in range(20 + 3 * 60):
+        run.step(gradient(0, step) if step < 20 else turned(step))
+        if (step - 19) % 60 == 0:
+            held.append(held_by(run.states[0]["w/basis"]))
+    assert run.mode == COMPRESSING
+    assert held == sorted(held)
+    assert held[-1] > 0.95 > 0.5 > held[0]
+
+
+def test_held_out_samples_choose_more_axes_where_the_fit_is_poor() -> None:
+    """White noise: T - 1 axes hold all of the samples they were fitted on, and no more than their share of others."""
+    samples = torch.randn(20, 1, 200, generator=torch.Generator().manual_seed(0)).double()
+    mean = samples.mean(0)
+    assert fit_bases(samples, mean, 0.01).shape[2] <= 19
+    assert fit_bases(samples, mean, 0.5).shape[2] < fit_bases(samples, mean, 0.5, held_out=5).shape[2] == 15
+    planted = samples[..., :3] @ torch.eye(3, 200).double()
+    assert fit_bases(planted, planted.mean(0), 0.01, held_out=5).shape[2] == 3
+
+
+@pytest.mark.parametrize(("strangers", "fires"), [(1, False), (2, True)])
+@pytest.mark.parametrize("monitor", ["normalised", "absolute"])
+def test_the_majority_decides(strangers: int, fires: bool, monitor: str) -> None:
+    """Ranks whose gradients the basis does not span vote; two of three bring back uncompressed steps, one does not."""
+    run = Run(codec(compressed_steps=0, monitor=monitor, monitor_threshold=0.5), ranks=3)
+    for step in range(8):
+        run.step(*(gradient(rank, step) for rank in range(3)))
+    assert run.mode == COMPRESSING
+    white = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).double()
+    run.step(*(white if rank < strangers else gradient(rank, 8) for rank in range(3)))
+    assert run.mode == (SAMPLING if fires else COMPRESSING)
+    assert (run.states[0].keys() == {"w/clock"}) == fires
+
+
+def test_what_a_fired_monitor_does() -> None:
+    white = [torch.randn(SHAPE, generator=torch.Generator().manual_seed(rank)).double() for rank in range(2)]
+    dense = Run(codec(compressed_steps=0, monitor="normalised", on_loss="dense"))
+    stop = Run(codec(compressed_steps=0, monitor="normalised", on_loss="stop"))
+    for step in range(6):
+        for run in (dense, stop):
+            run.step(*(gradient(rank, step) for rank in range(2)))
+    dense.step(*white)
+    assert dense.mode == DENSE
+    for _ in range(9):
+        torch.testing.assert_close(dense.step(*white)[0].value.mean["w"], (white[0] + white[1]) / 2)
+    assert dense.mode == DENSE
+    with pytest.raises(GradlabError, match=r"w: most ranks lose more than 0.5 \(normalised\) at iteration 6"):
+        stop.step(*white)
+
+
+def test_a_fit_before_the_run_starts_compressed() -> None:
+    samples = torch.stack([gradient(0, step) for step in range(40)])
+    method = codec().fit([LAYER], {"w": samples})
+    method.check([LAYER])
+    run = Run(method, ranks=1)
+    given = gradient(0, 99)
+    (result,) = run.step(given)
+    assert run.mode == COMPRESSING
+    assert run.states[0].keys() == {"w/clock"}, "what was learned is not kept twice"
+    assert float((result.value.mean["w"] - given).norm() / given.norm()) < 0.1
+
+
+def test_bases_that_differ_between_ranks_become_rank_0s() -> None:
+    """Machines that round differently: a rank whose axes have other signs, and one that keeps one axis fewer."""
+
+    class Elsewhere(GradiVeQ):
+        def bases(self, samples: torch.Tensor, mean: torch.Tensor | None, slices: int) -> Tensors:
+            found = super().bases(samples, mean, slices)
+            return found | {"basis": -found["basis"][:, :, :-1], "width": found["width"] - 1}
+
+    run = Run(codec(loss_threshold=0.001))
+    run.codecs[1] = Elsewhere(run.codecs[0].settings)
+    for step in range(6):
+        run.step(*(gradient(rank, step) for rank in range(2)))
+    assert all(torch.equal(run.states[0][key], run.states[1][key]) for key in run.states[0])
+    results = run.step(*(gradient(rank, 6) for rank in range(2)))
+    assert torch.equal(results[0].value.mean["w"], results[1].value.mean["w"])
+
+
+def test_the_complement_is_orthonormal_and_new() -> None:
+    basis = torch.linalg.qr(torch.randn(2, 30, 4, generator=torch.Generator().manual_seed(0))).Q
+    drawn = [complement(basis, 6, torch.Generator().manual_seed(seed)) for seed in (1, 2)]
+    for columns in drawn:
+        whole = torch.cat([basis, columns], 2)
+        torch.testing.assert_close(whole.mT @ whole, torch.eye(10).expand(2, -1, -1), atol=1e-5, rtol=0)
+    assert not torch.allclose(drawn[0], drawn[1])
+
+
+@pytest.mark.parametrize(("share", "sent"), [(0.5, True), (0.0, False)])
+def test_feedback_helps_only_where_the_basis_changes(share: float, sent: bool) -> None:
+    """A constant gradient outside of the fitted axes: a fixed basis never sends it, half a random one does."""
+    inner = codec(compressed_steps=0, complement=share, whitening=False, max_dimension=4, loss_threshold=0.0)
+    run = Run(ErrorFeedback(inner), ranks=1)
+    for step in range(6):
+        run.step(gradient(0, step, noise=0.05))
+    slow = torch.randn(SHAPE, generator=torch.Generator().manual_seed(3)).double()
+    total = torch.zeros(SHAPE).double()
+    for _ in range(400):
+        (result,) = run.step(slow)
+        total += result.value.mean["w"]
+    missing = float((total / 400 - slow).norm() / slow.norm())
+    assert (missing < 0.1) == sent, missing
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"loss_threshold": 1.0}, "loss_threshold"),
+        ({"slice_size": 0}, "slice_size"),
+        ({"reuse": 0}, "reuse"),
+        ({"sample_steps": 1}, "at least 2 samples"),
+        ({"compressed_steps": -1}, "compressed_steps"),
+        ({"sample_bits": 1}, "sample_bits"),
+        ({"monitor": "loud"}, "one of off, absolute, normalised"),
+        ({"on_loss": "cry"}, "one of refresh, dense, stop"),
+        ({"complement": 1.1}, "complement"),
+        ({"complement": 1.0}, "a number where all axes are random"),
+        ({"ratio": 0.5}, "ratio"),
+        ({"stable_steps": -1}, "stable_steps"),
+        ({"held_out": 1.0}, "held_out"),
+        ({"refresh": "decoded"}, "above 0 where bases are fitted on what was decoded"),
+        ({"refresh": "decoded", "complement": 0.5, "compressed_steps": 50}, "at least sample_steps then"),
+    ],
+)
+def test_settings_out_of_range(settings: dict[str, object], match: str) -> None:
+    with pytest.raises(GradlabError, match=match):
+        GradiVeQ.Settings(**settings)  # type: ignore[arg-type]

@@ -1,0 +1,339 @@
+"""TernGrad, 1-bit SGD, natural compression, int8, int4 and fp8, each against a direct reading of its paper in numpy."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from gradlab.codec import Codec, Compressor, Context, Tensors
+from gradlab.codecs.block_scaled import BlockScaled
+from gradlab.codecs.natural import Natural
+from gradlab.codecs.one_bit import OneBit
+from gradlab.codecs.terngrad import TernGrad, pack_ternary, unpack_ternary
+from gradlab.coding.random_bits import sixteen_random_bits
+from gradlab.collectives import run_lockstep
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+from gradlab.wrappers.error_feedback import ErrorFeedback
+from gradlab.wrappers.two_way import TwoWay
+from support.laws import law
+
+SHAPES = {"w": (7, 30), "b": (11,)}
+LAYERS = [Layer(name, shape) for name, shape in SHAPES.items()]
+FOUR_BITS = BlockScaled(BlockScaled.Settings("int4"))
+seeds = st.integers(0, 10_000)
+
+
+def draw(rank: int, step: int = 0, dtype: torch.dtype = torch.float32) -> Tensors:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in SHAPES.items()}
+
+
+def flat(tensors: Any) -> np.ndarray:
+    return np.concatenate([tensors[name].numpy().reshape(-1) for name in SHAPES])
+
+
+def exchange(codec: Codec, grads: list[Tensors], states: list[Tensors] | None = None, step: int = 0) -> Any:
+    ranks = len(grads)
+    states = states or [{}] * ranks
+    return run_lockstep([codec.exchange(grads[r], states[r], Context(r, ranks, step, "g")) for r in range(ranks)])
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def returned(codec: Compressor, vector: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    return codec.decompress(codec.compress(vector, generator(seed)), vector)
+
+
+def uniform(like: torch.Tensor, seed: int) -> np.ndarray:
+    """The numbers in (0, 1) that a codec draws from this seed, 16 bits each."""
+    return (sixteen_random_bits(like, generator(seed)).double().numpy() + 2**15 + 0.5) / 2**16
+
+
+# --- TernGrad -------------------------------------------------------------------------------------------------------
+
+
+def ternary(g: np.ndarray, chance: np.ndarray, clip: float, s: float | None = None) -> np.ndarray:
+    """Section 3.3's clipping, then eqs. (1) to (3) with the numbers that decide b."""
+    if clip:
+        limit = clip * np.sqrt(np.mean(np.square(g)))
+        g = np.where(np.abs(g) > limit, np.sign(g) * limit, g)
+    s = float(np.float32(np.abs(g).max(initial=0))) if s is None else s
+    probability = np.abs(g) / s if s else np.zeros_like(g)
+    b = chance < probability
+    return s * np.sign(g) * b
+
+
+@law(st.integers(1, 500), st.sampled_from([0.0, 1.0, 2.5]), st.sampled_from([4, 5]), seeds)
+def test_terngrad_is_its_equations(numel: int, clip: float, values_per_byte: int, seed: int) -> None:
+    vector = torch.randn(numel, generator=generator(seed), dtype=torch.float64)
+    codec = TernGrad(TernGrad.Settings(clip=clip, values_per_byte=values_per_byte))
+    expected = ternary(vector.numpy(), uniform(vector, seed + 1), clip)
+    found = returned(codec, vector, seed + 1).numpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-12)
+    sizes = [part.nbytes for part in codec.compress(vector, generator(0))]
+    assert sum(sizes) == codec.payload_bytes([Layer("v", (numel,))], 1)
+
+
+def test_terngrad_scales_each_layer_and_each_block_by_itself() -> None:
+    grads = draw(0)
+    grads["b"] *= 1000
+    (result,) = exchange(TernGrad(), [grads])
+    for name in SHAPES:
+        (magnitude,) = set(result.value.own[name].abs().view(-1).tolist()) - {0.0}
+        limit = min(float(grads[name].abs().max()), 2.5 * float(grads[name].double().square().mean().sqrt()))
+        assert magnitude == pytest.approx(limit, rel=1e-6)
+    (blocks,) = exchange(TernGrad(TernGrad.Settings(block_size=30, clip=0.0)), [grads])
+    rows = blocks.value.own["w"].abs().amax(1)
+    assert torch.equal(rows, grads["w"].abs().amax(1))  # the largest of a block is always sent
+
+
+@pytest.mark.parametrize(("ranks", "clip"), [(1, 2.5), (2, 0.0), (3, 0.0), (3, 2.5), (130, 0.0)])
+def test_a_shared_scale_adds_up_whole_numbers(ranks: int, clip: float) -> None:
+    """The mean is that of the ranks' ternary vectors, also where a sum takes more than a byte (N = 130); s is the
+    largest of all ranks', and what the ranks contributed lies on it."""
+    codec = TernGrad(TernGrad.Settings(clip=clip, shared_scale=True))
+    grads = [draw(rank) for rank in range(ranks)]
+    results = exchange(codec, grads)
+    for name in SHAPES:
+        owns = torch.stack([result.value.own[name] for result in results])
+        torch.testing.assert_close(results[0].value.mean[name], owns.mean(0), rtol=1e-5, atol=1e-6)
+        clipped = [g[name].abs().max() for g in grads]
+        if clip:
+            limits = [clip * float(g[name].double().square().mean().sqrt()) for g in grads]
+            clipped = [min(float(a), limit) for a, limit in zip(clipped, limits, strict=True)]
+        assert float(owns.abs().max()) == pytest.approx(float(max(clipped)), rel=1e-5)
+        assert len(owns.abs().unique()) <= 2
+    forecast = codec.payload_bytes(LAYERS, ranks)
+    assert sum(result.payload_bytes for result in results) / ranks == pytest.approx(forecast)
+    if ranks == 130:  # 0..260 takes 9 bits
+        assert forecast < 8 + 2 * -(-221 // 8) + 2 * ranks + 9 * (-(-221 // 8) + ranks) / ranks
+
+
+def test_under_a_shared_scale_each_rank_is_clipped_by_its_own_deviation() -> None:
+    """Equal magnitudes are never clipped; rank 1's, a hundred times rank 0's, are the scale and come back whole."""
+    signs = torch.randn(200, generator=generator()).sign()
+    codec = TernGrad(TernGrad.Settings(clip=2.5, shared_scale=True))
+    results = exchange(codec, [{"w": signs.clone()}, {"w": -100 * signs}])
+    torch.testing.assert_close(results[1].value.own["w"], -100 * signs)
+
+
+@law(st.integers(0, 300), seeds)
+def test_five_ternary_values_share_a_byte(numel: int, seed: int) -> None:
+    codes = torch.randint(0, 3, (numel,), generator=generator(seed), dtype=torch.uint8)
+    packed = pack_ternary(codes)
+    assert len(packed) == -(-numel // 5)
+    assert torch.equal(unpack_ternary(packed)[:numel], codes)
+
+
+# --- 1-bit SGD ------------------------------------------------------------------------------------------------------
+
+
+def one_bit(matrix: np.ndarray) -> np.ndarray:
+    """Section 3.2.1, row by row (the paper's columns): the means of what is >= 0 and of what is < 0."""
+    found = np.zeros_like(matrix)
+    for row, out in zip(matrix, found, strict=True):
+        for chosen in (row >= 0, row < 0):
+            if chosen.any():
+                out[chosen] = row[chosen].mean(dtype=np.float64)
+    return found
+
+
+@law(st.integers(1, 9), st.integers(1, 60), st.booleans(), seeds)
+def test_one_bit_is_two_means_of_each_unit(rows: int, columns: int, unit: bool, seed: int) -> None:
+    matrix = np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
+    matrix[np.random.default_rng(seed + 1).random(matrix.shape) < 0.2] = 0.0
+    codec = OneBit(OneBit.Settings("unit" if unit else "tensor"))
+    (result,) = run_lockstep([codec.exchange({"w": torch.from_numpy(matrix)}, {}, Context(0, 1, 0))])
+    by_unit = unit and columns >= 16
+    expected = one_bit(matrix if by_unit else matrix.reshape(1, -1)).reshape(matrix.shape)
+    np.testing.assert_allclose(result.value.own["w"].numpy(), expected, rtol=1e-5, atol=1e-6)
+    assert result.payload_bytes == 8 * (rows if by_unit else 1) + -(-rows * columns // 8)
+
+
+def test_one_bit_both_ways_in_stripes_is_the_papers_aggregation() -> None:
+    """Section 3.3: each rank quantizes, a stripe's owner sums and quantizes again, both with feedback. Four steps of
+    three ranks on a matrix whose units are shared out."""
+    codec = ErrorFeedback(TwoWay(OneBit()))
+    ranks, shape = 3, (7, 30)
+    states: list[Tensors] = [{}] * ranks
+    residual, answered = np.zeros((ranks, *shape)), np.zeros(shape)
+    for step in range(4):
+        grads = [{"w": draw(rank, step, torch.float64)["w"]} for rank in range(ranks)]
+        results = exchange(codec, grads, states, step)
+        states = [result.value.state for result in results]
+        asked = np.stack([grad["w"].numpy() for grad in grads]) + residual
+        sent = np.stack([one_bit(matrix) for matrix in asked])
+        residual = asked - sent
+        summed = sent.mean(0) + answered
+        answer = one_bit(summed)
+        answered = summed - answer
+        for result in results:
+            np.testing.assert_allclose(result.value.mean["w"].numpy(), answer, atol=1e-6)
+
+
+# --- natural compression --------------------------------------------------------------------------------------------
+
+
+@law(st.integers(1, 400), st.integers(-90, 90), seeds)
+def test_natural_compression_is_definition_1(numel: int, exponent: int, seed: int) -> None:
+    """With the numbers drawn: up to the next power of two where they are below what is left of it."""
+    vector = torch.randn(numel, generator=generator(seed)) * 2.0**exponent
+    t = vector.double().numpy()
+    low = 2.0 ** np.floor(np.log2(np.abs(t)))
+    up = uniform(vector, seed + 1) + np.abs(t) / low - 1 >= 1
+    expected = np.sign(t) * np.where(up, 2 * low, low)
+    found = returned(Natural(), vector, seed + 1).double().numpy()
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_natural_compression_at_the_ends_of_float32() -> None:
+    """Powers of two are exact, zeros stay, what is not finite shows, and nothing finite becomes infinite."""
+    exact = torch.tensor([0.0, -0.0, 1.0, -2.0, 2.0**-126, 2.0**127, -(2.0**-100)])
+    for seed in range(20):
+        assert torch.equal(returned(Natural(), exact, seed), exact)
+    largest = torch.full((1000,), torch.finfo(torch.float32).max)
+    assert bool((returned(Natural(), largest) == 2.0**127).all())
+    tiny = torch.full((4000,), 2.0**-128)  # subnormal: 0 or 2^-126, a quarter of them
+    found = returned(Natural(), tiny)
+    assert set(found.tolist()) == {0.0, 2.0**-126}
+    assert 0.2 < float((found > 0).double().mean()) < 0.3
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        found = returned(Natural(), torch.tensor([1.0, bad, 4.0]))
+        assert not found[1].isfinite()
+        assert found[[0, 2]].tolist() == [1.0, 4.0]
+
+
+# --- blocks with a scale --------------------------------------------------------------------------------------------
+
+
+def float8_values(mantissa: int, bias: int, largest: float) -> np.ndarray:
+    """All values of a format from 0 on, by the definition of a floating-point number."""
+    found = [m * 2.0 ** (1 - bias - mantissa) for m in range(2**mantissa)]
+    found += [(1 + m / 2**mantissa) * 2.0 ** (e - bias) for e in range(1, 2 * bias + 2) for m in range(2**mantissa)]
+    return np.array(sorted(value for value in found if value <= largest))
+
+
+FORMATS = {
+    "int8": np.arange(128.0),
+    "int4": np.arange(8.0),
+    "float8_e4m3fn": float8_values(3, 7, 448.0),
+    "float8_e5m2": float8_values(2, 15, 57344.0),
+}
+
+
+@law(st.sampled_from(sorted(FORMATS)), st.integers(1, 400), st.integers(1, 90), seeds)
+def test_the_nearest_value_of_the_format_is_sent(dtype: str, numel: int, size: int, seed: int) -> None:
+    vector = torch.randn(numel, generator=generator(seed)) ** 5
+    found = returned(BlockScaled(BlockScaled.Settings(dtype, size)), vector).double().numpy()
+    values = np.concatenate([-FORMATS[dtype][::-1], FORMATS[dtype]])
+    for start in range(0, numel, size):
+        block = vector[start : start + size].double().numpy()
+        s = np.float64(np.float32(np.abs(block).max()) / np.float32(FORMATS[dtype][-1])) or 1.0
+        gaps = np.abs(block[:, None] / s - values)
+        sent = found[start : start + size] / s
+        mine = np.abs(block / s - sent)
+        # The scale is a float32: a tie may fall either way.
+        assert (mine <= gaps.min(1) + 1e-6 * np.abs(block / s)).all()
+        assert (np.abs(values - sent[:, None]).min(1) <= 1e-6 * np.abs(sent) + 1e-12).all()
+
+
+@law(st.sampled_from(sorted(FORMATS)), st.integers(1, 300), seeds)
+def test_at_random_it_is_one_of_the_two_beside_it(dtype: str, numel: int, seed: int) -> None:
+    vector = torch.randn(numel, generator=generator(seed)) ** 3
+    found = returned(BlockScaled(BlockScaled.Settings(dtype, 50, stochastic=True)), vector, seed).double().numpy()
+    values = np.concatenate([-FORMATS[dtype][:0:-1], FORMATS[dtype]])
+    for start in range(0, numel, 50):
+        block = vector[start : start + 50].double().numpy()
+        s = np.float64(np.float32(np.abs(block).max()) / np.float32(FORMATS[dtype][-1])) or 1.0
+        places = block / s
+        above = np.searchsorted(values, places).clip(1, len(values) - 1)
+        sent = found[start : start + 50] / s
+        near = np.minimum(np.abs(sent - values[above]), np.abs(sent - values[above - 1]))
+        assert (near <= 1e-5 * np.maximum(1, np.abs(places))).all()
+
+
+def test_a_fixed_scale_cuts_off_at_the_ends() -> None:
+    """LoCo's: round(s x), -8 to 7 in four bits; one scale travels, and says what was not finite."""
+    codec = BlockScaled(BlockScaled.Settings("int4", scale=2.0))
+    vector = torch.tensor([0.3, -0.2, 3.5, 3.9, -4.0, -9.0, 100.0])
+    assert returned(codec, vector).tolist() == [0.5, 0.0, 3.5, 3.5, -4.0, -4.0, 3.5]
+    scales, codes = codec.compress(torch.randn(1000, generator=generator()), generator())
+    assert scales.tolist() == [0.5]
+    assert codes.numel() == 500
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        assert not returned(codec, torch.tensor([1.0, bad])).isfinite().all()
+
+
+@pytest.mark.parametrize("codec", [TernGrad(), OneBit(), Natural(), BlockScaled(), FOUR_BITS])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_comes_back_not_finite(codec: Compressor, bad: float) -> None:
+    vector = torch.ones(20)
+    vector[3] = bad
+    assert not returned(codec, vector)[:4].isfinite().all()
+
+
+@pytest.mark.parametrize("codec", [TernGrad(), OneBit(), Natural(), BlockScaled()])
+def test_extreme_magnitudes_stay_finite(codec: Compressor) -> None:
+    for scale in (1e-45, 1e-38, 1e-20, 1e20, 1e37):
+        vector = torch.randn(100, generator=generator()) * scale
+        found = returned(codec, vector)
+        assert bool(found.isfinite().all())
+        assert float(found.abs().max()) <= 2.01 * float(vector.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (lambda: TernGrad.Settings(clip=-1.0), "terngrad: setting clip = -1.0, expected at least 0"),
+        (lambda: TernGrad.Settings(values_per_byte=6), "values_per_byte = 6, expected 4 or 5"),
+        (lambda: TernGrad.Settings(values_per_byte=5, shared_scale=True), "expected 4 with a shared scale"),
+        (lambda: TernGrad.Settings(block_size=0), "terngrad: setting block_size = 0"),
+        (lambda: OneBit.Settings("row"), "one_bit: setting block = 'row', expected 'unit' or 'tensor'"),
+        (lambda: BlockScaled.Settings("int7"), "dtype = 'int7', expected one of int8, int4, float8_e4m3fn"),
+        (lambda: BlockScaled.Settings(block_size=0), "block_scaled: setting block_size = 0"),
+        (lambda: BlockScaled.Settings(scale=0.0), "block_scaled: setting scale = 0.0"),
+    ],
+)
+def test_bad_settings_are_refused(build: Any, said: str) -> None:
+    with pytest.raises(GradlabError) as refused:
+        build()
+    assert said in str(refused.value)
+
+
+# --- LoCo -----------------------------------------------------------------------------------------------------------
+
+
+def test_loco_is_algorithm_1() -> None:
+    """h = g + e; d = Q(h); e' = (1 - beta) e + beta (h - d), and zero after every T_c-th iteration; with a float32
+    buffer, as its int8 is a rounding of its own."""
+    beta, reset = 0.25, 3
+    codec = ErrorFeedback(
+        BlockScaled(BlockScaled.Settings("int4", scale=1.5)),
+        ErrorFeedback.Settings(decay=1 - beta, reset_steps=reset, step_size_ratio=False),
+    )
+    states: list[Tensors] = [{}, {}]
+    error = np.zeros((2, 221))
+    for step in range(7):
+        grads = [draw(rank, step, torch.float64) for rank in range(2)]
+        results = exchange(codec, grads, states, step)
+        states = [result.value.state for result in results]
+        h = np.stack([flat(grad) for grad in grads]) + error
+        d = (np.round(h * 1.5).clip(-8, 7)) / 1.5
+        error = (1 - beta) * error + beta * (h - d) if (step + 1) % reset else np.zeros_like(error)
+        np.testing.assert_allclose(flat(results[0].value.mean), d.mean(0), atol=1e-7)
+
+
+@pytest.mark.parametrize("numel", [1, 2, 50])
+def test_terngrad_does_not_clip_equal_values_to_nothing(numel: int) -> None:
+    """A deviation from their mean would be zero: a layer of one element could never move."""
+    for value in (0.3, -1e-30, 1e30):
+        vector = torch.full((numel,), value)
+        assert torch.equal(returned(TernGrad(), vector), vector)

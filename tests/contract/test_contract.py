@@ -1,0 +1,255 @@
+"""The contract suite: every codec in gradlab/codecs, found by itself, on every case."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from gradlab import codecs
+from gradlab.codec import Context, Tensors, exchange_group
+from gradlab.collectives import run_lockstep
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+from gradlab.plan import Group, Plan
+from support.contract import SETTINGS, cases, codec_of, drawn_settings, lockstep, plan_for, sizes_vary
+from support.laws import law
+from support.prescribed import SHAPES, gradients
+from support.process_pool import ProcessPool
+
+# What an autoencoder cannot learn from, such as zeros, it says it has not learned.
+pytestmark = pytest.mark.filterwarnings("ignore:gradlab. .*the autoencoder's error")
+CODECS = cases()
+GROUPINGS = ["layer", "model"]
+# Real ranks cost time: every codec meets 1 to 4 of them, alone or with others in a group; further settings 4 of them.
+ON_RANKS = [
+    pytest.param(codec, grouping, ranks, id=f"{codec}-{grouping}-{ranks}")
+    for codec in CODECS
+    for grouping, ranks in (("layer", 4), ("layer", 2), ("model", 1), ("model", 3))
+    if codec == codec_of(codec) or (grouping, ranks) == ("layer", 4)
+]
+METHODS = [codec for codec in CODECS if codec == codec_of(codec)]
+# float16 ends at 65504.
+AWKWARD = [
+    (c, kind) for c in CODECS for kind in ("equal", "one value", "tiny", "huge") if (c, kind) != ("cast", "huge")
+]
+
+
+def clone(grads: Tensors) -> Tensors:
+    return {name: grad.clone() for name, grad in grads.items()}
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("grouping", GROUPINGS)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_lockstep_laws(codec: str, grouping: str, world_size: int) -> None:
+    """Ranks agree; own + residual == input; forecast == counted bytes; shapes and dtypes are kept."""
+    plan = plan_for(codec, grouping, feedback=True)
+    residual: dict[tuple[int, str], torch.Tensor] = {}
+    states: dict[str, Tensors] = {}
+    history = lockstep(plan, world_size, 4, lambda rank, step: gradients(SHAPES, rank, step))
+    for step, results in enumerate(history):
+        for group in plan.groups:
+            by_rank = results[group.name]
+            before = states.get(group.name, {})
+            forecast = plan.build(group).next_payload_bytes(plan.members(group), world_size, before)
+            states[group.name] = by_rank[0].value.state
+            counted = sum(result.payload_bytes for result in by_rank) / world_size
+            assert sizes_vary(codec) or counted == pytest.approx(forecast, rel=1e-12)
+            for rank, result in enumerate(by_rank):
+                grads = gradients(SHAPES, rank, step)
+                for name in group.layers:
+                    mean, own = result.value.mean[name], result.value.own[name]
+                    assert mean.shape == own.shape == grads[name].shape
+                    assert mean.dtype == grads[name].dtype
+                    assert torch.equal(mean, by_rank[0].value.mean[name])
+                    new = result.value.state[f"{name}/residual"]
+                    before = residual.get((rank, name), torch.zeros_like(new))
+                    torch.testing.assert_close(own + new, grads[name] + before, rtol=1e-5, atol=1e-5)
+                    residual[rank, name] = new
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("feedback", [False, True])
+def test_exchange_is_pure(codec: str, feedback: bool) -> None:
+    """No argument is changed, and no returned state shares memory with the gradients, which DDP will overwrite."""
+    plan = plan_for(codec, "model", feedback)
+    (group,) = plan.groups
+    method = plan.build(group)
+    states: list[Tensors] = [{}, {}]
+    for step in range(2):
+        grads = [gradients(SHAPES, rank, step) for rank in range(2)]
+        kept_grads, kept_states = [clone(g) for g in grads], [clone(s) for s in states]
+        learned_before = clone(getattr(method, "codec", method).learned)
+        context = Context(0, 2, step, group.name, plan.seed)
+        results = run_lockstep(
+            [exchange_group(method, grads[rank], states[rank], replace(context, rank=rank)) for rank in range(2)]
+        )
+        for rank in range(2):
+            assert all(torch.equal(grads[rank][name], kept_grads[rank][name]) for name in SHAPES)
+            assert all(torch.equal(states[rank][key], kept_states[rank][key]) for key in kept_states[rank])
+            memory = {grad.untyped_storage().data_ptr() for grad in grads[rank].values() if grad.numel()}
+            new = results[rank].value.state
+            assert not any(value.untyped_storage().data_ptr() in memory for value in new.values() if value.numel())
+        assert all(torch.equal(getattr(method, "codec", method).learned[k], v) for k, v in learned_before.items())
+        states = [result.value.state for result in results]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_non_contiguous_gradients(codec: str) -> None:
+    """A transposed view gives what its contiguous copy gives."""
+    plan = plan_for(codec, "layer", feedback=False)
+
+    def strided(rank: int, step: int) -> Tensors:
+        grads = gradients(SHAPES, rank, step)
+        return {name: g.T.contiguous().T if g.ndim == 2 else g for name, g in grads.items()}
+
+    assert not strided(0, 0)["wide"].is_contiguous()
+    plain = lockstep(plan, 2, 1, lambda rank, step: gradients(SHAPES, rank, step))[0]
+    views = lockstep(plan, 2, 1, strided)[0]
+    for group in plan.groups:
+        for name in group.layers:
+            assert torch.equal(plain[group.name][0].value.mean[name], views[group.name][0].value.mean[name])
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_settings_round_trip_as_json(codec: str) -> None:
+    plan = plan_for(codec, "layer", feedback=True)
+    tensors = plan.tensors()
+    again = type(plan).from_json(plan.to_json(), tensors)
+    assert again.digest == plan.digest
+    assert [g.settings for g in again.groups] == [SETTINGS.get(codec, {})] * len(plan.groups)
+
+
+@pytest.mark.parametrize("name", codecs.names())
+def test_any_settings_in_range_make_a_codec_that_keeps_its_word(name: str) -> None:
+    """Ranks agree, the forecast is what is counted, and a plan's JSON gives the same codec."""
+    layer = Layer("w", (12, 10), "linear")
+
+    @law(drawn_settings(codecs.get(name)), examples=20)
+    def holds(values: dict[str, Any]) -> None:
+        try:
+            codec = codecs.make(name, **values)
+        except GradlabError as refused:  # what two settings have to do with each other
+            assert str(refused).startswith(f"{name}: setting ")  # noqa: PT017
+            return
+        plan = Plan((layer,), (Group("w", ("w",), name, values),))
+        assert Plan.from_json(plan.to_json()).build(plan.groups[0]) == codec
+        grads = [gradients({"w": layer.shape}, rank, 0) for rank in range(2)]
+        results = run_lockstep([codec.exchange(grads[rank], {}, Context(rank, 2, 0, "w")) for rank in range(2)])
+        assert torch.equal(results[0].value.mean["w"], results[1].value.mean["w"])
+        counted = sum(result.payload_bytes for result in results) / 2
+        assert codec.varying or counted == pytest.approx(codec.next_payload_bytes([layer], 2, {}), rel=1e-12)
+
+    holds()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_zero_gradients_give_zero_or_mean(codec: str) -> None:
+    """All-zero gradients stay finite, for three steps; what is not learned returns zero."""
+    plan = plan_for(codec, "layer", feedback=True)
+    zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    for results in lockstep(plan, 2, 3, lambda rank, step: zeros):
+        for by_rank in results.values():
+            for mean in by_rank[0].value.mean.values():
+                assert bool(mean.isfinite().all())
+                assert codecs.get(codec_of(codec)).learns or not mean.any()
+
+
+@pytest.mark.parametrize(("codec", "kind"), AWKWARD)
+def test_awkward_gradients(codec: str, kind: str) -> None:
+    """All magnitudes equal, all but one element zero, near the ends of float32: finite on all ranks, which agree, and
+    what was sent and what is left are what there was."""
+    plan = plan_for(codec, "layer", feedback=True)
+
+    def make(rank: int, step: int) -> Tensors:
+        grads = gradients(SHAPES, rank, step)
+        if kind == "equal":
+            return {name: torch.where(grad < 0, -0.25, 0.25) for name, grad in grads.items()}
+        if kind == "one value":
+            first = {name: torch.arange(grad.numel()).view(grad.shape) == 0 for name, grad in grads.items()}
+            return {name: grad * first[name] for name, grad in grads.items()}
+        return {name: grad * (1e-37 if kind == "tiny" else 1e30) for name, grad in grads.items()}
+
+    residual: dict[tuple[int, str], torch.Tensor] = {}
+    for step, results in enumerate(lockstep(plan, 3, 3, make)):
+        for by_rank in results.values():
+            for rank, result in enumerate(by_rank):
+                for name, mean in result.value.mean.items():
+                    assert bool(mean.isfinite().all())
+                    assert torch.equal(mean, by_rank[0].value.mean[name])
+                    left = result.value.state.get(f"{name}/residual")
+                    if left is not None:
+                        asked = make(rank, step)[name] + residual.get((rank, name), 0.0)
+                        sent = result.value.own[name]
+                        scale = float(torch.maximum(asked.abs(), sent.abs()).max()) if asked.numel() else 0.0
+                        torch.testing.assert_close(sent + left, asked, rtol=1e-5, atol=1e-5 * scale + 1e-42)
+                        residual[rank, name] = left
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_many_ranks(codec: str) -> None:
+    """At 33 ranks ranks agree, nothing is beyond what they have, forecast == count."""
+    shapes, ranks = {"wide": (6, 24)}, 33
+    plan = plan_for(codec, "layer", feedback=False, shapes=shapes)
+    (results,) = lockstep(plan, ranks, 1, lambda rank, step: gradients(shapes, rank, step))
+    for group in plan.groups:
+        by_rank = results[group.name]
+        counted = sum(result.payload_bytes for result in by_rank) / ranks
+        forecast = plan.build(group).next_payload_bytes(plan.members(group), ranks, {})
+        assert sizes_vary(codec) or counted == pytest.approx(forecast, rel=1e-12)
+        mean = by_rank[0].value.mean["wide"]
+        assert bool(mean.isfinite().all())
+        assert all(torch.equal(mean, by_rank[rank].value.mean["wide"]) for rank in range(ranks))
+        largest = max(float(gradients(shapes, rank, 0)["wide"].abs().max()) for rank in range(ranks))
+        assert float(mean.abs().max()) <= 20 * largest
+
+
+@pytest.mark.parametrize(("codec", "grouping", "ranks"), ON_RANKS)
+def test_deterministic_engine_equals_lockstep(pool: ProcessPool, codec: str, grouping: str, ranks: int) -> None:
+    """Under real DDP on several buckets, deterministic mode gives lockstep's gradients and states bit for bit."""
+    arguments = {"codec": codec, "grouping": grouping, "feedback": True, "deterministic": True, "dtype": "float32"}
+    for result in pool.run("support.contract:engine_against_lockstep", ranks, **arguments):
+        assert result["bitwise"]
+        assert result["state_bitwise"]
+        assert result["ranks_agree"]
+
+
+@pytest.mark.parametrize("codec", METHODS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_backend_all_reduce_stays_close(pool: ProcessPool, codec: str, ranks: int) -> None:
+    """With the backend's all-reduce ranks agree bit for bit; codecs without Mean still equal lockstep bit for bit.
+
+    At two ranks a sum has one order, so that all do.
+    """
+    arguments = {"codec": codec, "grouping": "layer", "feedback": True, "deterministic": False, "dtype": "float32"}
+    results = pool.run("support.contract:engine_against_lockstep", ranks, **arguments)
+    for result in results:
+        assert result["ranks_agree"]
+        assert result["largest_relative_difference"] < (5e-3 if codec == "cast" else 1e-4)  # it sums in 16 bits
+        if ranks == 2 or not result["means"]:
+            assert result["bitwise"]
+            assert result["state_bitwise"]
+    payload = [sum(step) / ranks for step in zip(*(result["payload"] for result in results), strict=True)]
+    assert sizes_vary(codec) or payload == pytest.approx(results[0]["forecast"], rel=1e-12)
+
+
+@pytest.mark.parametrize("codec", METHODS)
+def test_bfloat16_gradients(pool: ProcessPool, codec: str) -> None:
+    arguments = {"codec": codec, "grouping": "layer", "feedback": True, "deterministic": True, "dtype": "bfloat16"}
+    for result in pool.run("support.contract:engine_against_lockstep", 2, **arguments):
+        assert result["bitwise"]
+        assert result["finite"]
+        assert result["ranks_agree"]
+
+
+@pytest.mark.parametrize("codec", METHODS)
+@pytest.mark.parametrize("grouping", GROUPINGS)
+def test_nan_reaches_all_ranks_and_no_state(pool: ProcessPool, codec: str, grouping: str) -> None:
+    for result in pool.run("support.contract:non_finite", 2, codec=codec, grouping=grouping, bad_rank=1):
+        assert [outcome["finite"] for outcome in result["outcomes"]] == [True, True, False, True]
+        assert result["outcomes"][2]["state_unchanged"]
+        if result["has_state"]:
+            assert not result["outcomes"][3]["state_unchanged"]

@@ -1,0 +1,113 @@
+"""Pages that follow from the code: the page of methods is up to date, and the tutorial's code runs as it stands."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from contract import test_contract, test_theory
+from gradlab import codecs, wrappers
+from gradlab.catalog import codec_facts
+from gradlab.codec.registry import CODECS
+from gradlab.plan.recipes import METHODS
+from support.command_line import Command
+
+DOCS = Path(__file__).parents[2] / "docs"
+BLOCK = re.compile(r"^```python(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def test_the_page_of_methods_is_up_to_date(gradlab: Command) -> None:
+    code, out, _ = gradlab("methods", "--markdown")
+    assert code == 0
+    assert out == (DOCS / "methods.md").read_text(), "gradlab methods --markdown > docs/methods.md"
+    for name in (*codecs.names(), *wrappers.names()):
+        assert f"\n### {name}\n" in out
+    assert all(f"\n| {name} |" in out for name in METHODS)
+
+
+@pytest.mark.parametrize("name", codecs.names())
+def test_each_codec_names_its_paper_in_full(name: str) -> None:
+    """Venue and year of the short form stand in the file's own text."""
+    facts = codec_facts(name)
+    text = " ".join((sys.modules[codecs.get(name).__module__].__doc__ or "").split())
+    for year in re.findall(r"\d{4}", facts["paper"]):
+        assert year in text
+    assert facts["formula"]
+    assert facts["collectives"]
+
+
+def test_commands_show_one_method_and_all(gradlab: Command) -> None:
+    code, out, _ = gradlab("methods", "topk")
+    assert code == 0
+    assert "density = 0.01" in out
+    assert "Stich" in out
+    code, out, _ = gradlab("methods", "two_way", "--json")
+    assert code == 0
+    assert '"server": "sharded"' in out
+    code, _, err = gradlab("methods", "top-k")
+    assert code == 2
+    assert "did you mean topk" in err
+    code, _, err = gradlab("methods", "topk", "--markdown")
+    assert code == 2
+    assert "leave the name and --json out" in err
+    code, out, _ = gradlab("methods", "demo")
+    assert code == 0
+    assert out.startswith("DeMo: error_feedback(carried=0.999")
+
+
+@pytest.fixture
+def tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The tutorial's files in a folder, and its other code, in order."""
+    code = []
+    for name, text in BLOCK.findall((DOCS / "add-a-codec.md").read_text()):
+        if name:
+            (tmp_path / name).write_text(text)
+        else:
+            code.append(text)
+    monkeypatch.setattr(CODECS, "registered", {})
+    monkeypatch.syspath_prepend(tmp_path)
+    yield SimpleNamespace(folder=tmp_path, code=code)
+    sys.modules.pop("sparse_ternary", None)
+
+
+def test_the_tutorial_runs(tutorial: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, object] = {}
+    for text in tutorial.code:
+        exec(compile(text, "add-a-codec.md", "exec"), names)
+    assert len(tutorial.code) == 3
+    assert "bytes instead of" in capsys.readouterr().out
+    ran = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"],
+        cwd=tutorial.folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert float(re.findall(r"loss (\d+\.\d+)", ran.stdout)[0]) < 2.0
+
+
+def test_the_tutorials_codec_keeps_the_contract(tutorial: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file among the codecs it is found, and passes what the suites ask of one, but for the runs on real ranks."""
+    monkeypatch.setattr(codecs, "__path__", [*codecs.__path__, str(tutorial.folder)])
+    (tutorial.folder / "train.py").unlink()
+    name = "sparse_ternary"
+    assert name in codecs.names()
+    for ranks in (1, 3):
+        for grouping in ("layer", "model"):
+            test_contract.test_lockstep_laws(name, grouping, ranks)
+    for feedback in (False, True):
+        test_contract.test_exchange_is_pure(name, feedback)
+    test_contract.test_non_contiguous_gradients(name)
+    test_contract.test_settings_round_trip_as_json(name)
+    test_contract.test_zero_gradients_give_zero_or_mean(name)
+    for settings in codecs.get(name).candidates:
+        test_theory.test_the_formula_is_what_is_forecast(name, dict(settings), 3)
+        for kind in test_theory.KINDS:
+            test_theory.test_errors_are_within_what_is_guaranteed(name, dict(settings), kind)
+    sys.modules.pop("gradlab.codecs.sparse_ternary", None)

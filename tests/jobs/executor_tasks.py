@@ -1,0 +1,187 @@
+"""Tasks for real ranks: the drivers of a plan's steps against each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gradlab.analysis.replay import lockstep_of, replay_steps
+from gradlab.capture import TraceRecorder
+from gradlab.codec import Tensors
+from gradlab.errors import GradlabError
+from gradlab.executor import LockstepPlan
+from gradlab.layout import layers_of
+from gradlab.plan import FEEDBACK, Group, Plan
+from gradlab.runtime import CompressionState, Exchange, compression_hook
+from gradlab.trace import Trace
+from jobs.matrix_cells import Network
+from support.contract import lockstep, plan_for
+from support.pool_groups import SPARE
+from support.prescribed import SHAPES as ALL_SHAPES
+from support.prescribed import Prescribed, gradients
+from support.stacks import Stack
+
+SHAPES = {"conv": (16, 8, 3, 3), "wide": (24, 150), "tall": (200, 18), "vector": (65,)}
+STEPS = 6
+
+
+def inline(group: dist.ProcessGroup, codec: str, wrapping: str, at_once: bool) -> dict[str, Any]:
+    """`Exchange` on whole steps, or layer by layer as a hook has them, against lockstep and under no DDP."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    model = Prescribed(SHAPES)
+    plan = Stack(codec, wrapping).plan(layers_of(model))
+    # A group of two layers that do not come together.
+    joined = [g for g in plan.groups if g.layers[0] not in ("wide", "tall")]
+    if codec == "topk" and wrapping == "feedback":
+        plan = Plan(plan.layers, (*joined, Group("both", ("wide", "tall"), "topk", {"density": 0.1}, FEEDBACK)))
+    reference = LockstepPlan(plan, world_size, plain_sgd=True, hold_unused=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    same, resumed = True, Exchange(plan, model.named_parameters(), group, optimizer=optimizer, deterministic=True)
+    exchange = resumed
+    for step in range(STEPS):
+        if step == 3:  # go on from a checkpoint
+            resumed = Exchange(
+                plan, model.named_parameters(), group, optimizer=optimizer, deterministic=True, hold_unused=True
+            )
+            resumed.load_state_dict(exchange.state_dict())
+            exchange = resumed
+        rate = 0.1 * (step + 1)
+        optimizer.param_groups[0]["lr"] = rate
+        mine: dict[str, torch.Tensor | None] = dict(gradients(SHAPES, rank, step))
+        if step == 4:
+            mine["wide"] = None  # on every rank
+        before = [_whole(gradients(SHAPES, r, step), step == 4) for r in range(world_size)]
+        expected = reference.step(step, before, {layer.name: rate for layer in plan.layers})
+        given = {name: torch.zeros(SHAPES[name]) if g is None else g for name, g in mine.items()}
+        if at_once:
+            exchange.step(given)
+        else:
+            exchange.begin()
+            for name, gradient in reversed(given.items()):
+                exchange.add({name: gradient})
+            exchange.finish()
+        for ranks in expected.exchanged.values():
+            same = same and all(torch.equal(given[name], mean) for name, mean in ranks[rank].mean.items())
+    theirs = reference.runs[rank]
+    same_states = all(
+        torch.equal(exchange.states[name][key], value) for name, s in theirs.states.items() for key, value in s.items()
+    )
+    return {
+        "same": same,
+        "same_states": same_states and exchange.run.learning_rates == theirs.learning_rates,
+        "payload": [exchange.statistics.steps[-1].payload_bytes, expected.payload[rank]],
+        "iteration": exchange.report()["iteration"],
+    }
+
+
+def _whole(gradients: Tensors, without: bool) -> Tensors:
+    return {name: torch.zeros_like(g) if without and name == "wide" else g for name, g in gradients.items()}
+
+
+def learned(group: dist.ProcessGroup, case: str) -> list[bool]:
+    """Under DDP, past the steps in which a codec learns: gradients equal lockstep's, step by step."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    model = DistributedDataParallel(Prescribed(ALL_SHAPES), process_group=group, bucket_cap_mb=0.01)
+    plan = plan_for(case, "layer", feedback=True)
+    expected = lockstep(plan, world_size, STEPS, lambda r, t: gradients(ALL_SHAPES, r, t))
+    same = []
+    with CompressionState(plan, model, deterministic=True, process_group=SPARE.get(world_size)) as state:
+        model.register_comm_hook(state, compression_hook)
+        for step in range(STEPS):
+            model.zero_grad()
+            model(gradients(ALL_SHAPES, rank, step)).backward()
+            means = [results[rank].value.mean for results in expected[step].values()]
+            given = {name: p.grad for name, p in model.module.named_parameters()}
+            same.append(all(torch.equal(given[name], mean[name]) for mean in means for name in mean))
+    return same
+
+
+def refused(group: dist.ProcessGroup) -> dict[str, str]:
+    """What `Exchange` says of wrong use."""
+    rank = dist.get_rank(group)
+    model = Prescribed(SHAPES)
+    plan = Plan.uniform(layers_of(model), "topk", density=0.1)
+
+    def said(work: Any) -> str:
+        try:
+            work()
+        except GradlabError as error:
+            return str(error)
+        return ""
+
+    def fresh() -> Exchange:
+        return Exchange(plan, model.named_parameters(), group)
+
+    grads = gradients(SHAPES, rank, 0)
+    found = {
+        "other parameters": said(lambda: Exchange(plan, [("conv", model.conv)], group)),
+        "options differ": said(lambda: Exchange(plan, model.named_parameters(), group, segment_bytes=100 + rank)),
+        "unknown layer": said(lambda: fresh().step({"deep": grads["conv"]})),
+        "shape": said(lambda: fresh().step({**grads, "conv": grads["conv"][:1]})),
+        "only some": said(lambda: fresh().step({name: grads[name] for name in ("conv", "vector")})),
+        "finish first": said(lambda: fresh().finish()),
+    }
+    closed = fresh()
+    closed.close()
+    found["closed"] = said(lambda: closed.step(grads))
+    broken = fresh()
+    said(broken.finish)
+    found["after an error"] = said(lambda: broken.step(grads))
+    wrapped = DistributedDataParallel(model, process_group=group)
+    with CompressionState(plan, wrapped, process_group=SPARE.get(dist.get_world_size(group))) as state:
+        found["fed by DDP"] = said(lambda: state.step(grads))
+    return found
+
+
+def recorded(group: dist.ProcessGroup, folder: str, codec: str, wrapping: str) -> dict[str, Any]:
+    """Record a run with layers that no rank uses, train it again compressed, and replay the recording."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+
+    def backward(model: DistributedDataParallel, step: int) -> None:
+        model.zero_grad()
+        draw = torch.Generator().manual_seed(1000 * step + rank)
+        # Left out by rank 0 alone in step 1, and by all ranks in steps 2 and 4.
+        branch = not ((rank == 0 and step == 1) or step in (2, 4))
+        model(torch.randn(6, 1, 8, 8, generator=draw), branch).square().mean().backward()
+
+    def fresh() -> DistributedDataParallel:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            network = Network()
+        return DistributedDataParallel(network, process_group=group, find_unused_parameters=True, bucket_cap_mb=0.01)
+
+    model = fresh()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with TraceRecorder(model, folder, optimizer=optimizer, metadata={"plain_sgd": True}):
+        for step in range(STEPS):
+            backward(model, step)
+    model = fresh()
+    plan = Stack(codec, wrapping).plan(layers_of(model))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    applied = []
+    with CompressionState(
+        plan, model, optimizer=optimizer, deterministic=True, process_group=SPARE.get(world_size)
+    ) as state:
+        model.register_comm_hook(state, compression_hook)
+        for step in range(STEPS):
+            backward(model, step)
+            applied.append({n: p.grad.clone() for n, p in model.module.named_parameters() if p.grad is not None})
+        same, held = True, []
+        dist.barrier(group)
+        with Trace(Path(folder)) as trace:
+            replayed = lockstep_of(trace, plan)
+            for step, (result, _) in enumerate(replay_steps(trace, replayed, 0, STEPS)):
+                held.append(sorted(result.held))
+                for ranks in result.exchanged.values():
+                    for name, mean in ranks[rank].mean.items():
+                        got = applied[step].get(name)
+                        same = same and (not mean.any() if got is None else torch.equal(got, mean))
+        theirs = replayed.runs[rank]
+        same_states = state.states.keys() == theirs.states.keys() and all(
+            torch.equal(state.states[name][key], value) for name, s in theirs.states.items() for key, value in s.items()
+        )
+        return {"same": same, "same_states": same_states, "held": held}

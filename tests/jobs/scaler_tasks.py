@@ -1,0 +1,135 @@
+"""Tasks for real ranks: loss scalers, overflows, gradients that never become finite, resuming out of step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gradlab.errors import GradlabError
+from gradlab.layout import layers_of
+from gradlab.runtime import CompressionState, compression_hook
+from support.contract import agree
+from support.pool_groups import SPARE
+from support.prescribed import Prescribed, gradients
+from support.stacks import Stack
+
+# DDP fills buckets from the last layer to the first: "first" arrives in the last bucket.
+SHAPES = {"first": (16, 8, 3, 3), "wide": (12, 300), "tall": (300, 7), "vector": (65,)}
+BadGradient = Callable[[int, int], float | None]  # by rank and step: what takes an element's place
+
+
+class Scaled:
+    """A prescribed model trained under a GradScaler."""
+
+    def __init__(self, group: dist.ProcessGroup, stack: Stack, scaler: Any = None, **options: Any) -> None:
+        self.rank = dist.get_rank(group)
+        self.group = group
+        self.model = DistributedDataParallel(Prescribed(SHAPES), process_group=group, bucket_cap_mb=0.01)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.125)
+        self.scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+        self.state = CompressionState(
+            stack.plan(layers_of(self.model)),
+            self.model,
+            optimizer=self.optimizer,
+            scaler=scaler,
+            process_group=SPARE.get(dist.get_world_size(group)),
+            deterministic=True,
+            **options,
+        )
+        self.model.register_comm_hook(self.state, compression_hook)
+
+    def step(self, step: int, bad: float | None = None) -> torch.Tensor:
+        """One step, with a bad element in the last bucket if wanted; the gradient without the loss scale."""
+        grads = gradients(SHAPES, self.rank, step)
+        if bad is not None:
+            grads["first"][0, 0, 0, 0] = bad
+        scale = self.scaler.get_scale()
+        self.optimizer.zero_grad()
+        self.scaler.scale(self.model(grads)).backward()
+        flat = torch.cat([parameter.grad.reshape(-1) for parameter in self.model.parameters()]) / scale
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return flat
+
+    def parameters(self) -> torch.Tensor:
+        return torch.cat([parameter.detach().reshape(-1).clone() for parameter in self.model.parameters()])
+
+    def states(self) -> dict[str, torch.Tensor]:
+        return dict(self.state.state_dict()["states"])
+
+
+def overflow(group: dist.ProcessGroup, codec: str, wrapping: str, bad_rank: int) -> dict[str, Any]:
+    """An infinity in the last bucket of one rank in step 3: what moved then, and in the step after."""
+    run = Scaled(group, Stack(codec, wrapping), torch.amp.GradScaler("cpu", init_scale=1024.0))
+    with run.state:
+        for step in range(3):
+            run.step(step)
+        before, parameters = run.states(), run.parameters()
+        seen = run.step(3, torch.inf if run.rank == bad_rank else None)
+        after, moved = run.states(), run.parameters()
+        skipped = {
+            "not finite": not bool(seen.isfinite().all()),
+            "states unchanged": before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in after),
+            "parameters unchanged": torch.equal(parameters, moved),
+            "scale": run.scaler.get_scale(),
+        }
+        next_one = run.step(4)
+        normal = {
+            "finite": bool(next_one.isfinite().all()),
+            "moved": not torch.equal(run.parameters(), moved),
+            "agree": agree(run.parameters(), group),
+            "scale": run.scaler.get_scale(),
+        }
+    return {"skipped": skipped, "next": normal, "has state": bool(before)}
+
+
+def scale_changes_nothing(group: dist.ProcessGroup, codec: str, wrapping: str) -> bool:
+    """Whether a scale that doubles every other step applies the gradients of a run without a scaler, bit for bit."""
+    stack = Stack(codec, wrapping)
+    with (plain := Scaled(group, stack)).state:
+        wanted = [plain.step(step) for step in range(6)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+    with (scaled := Scaled(group, stack, scaler)).state:
+        got = [scaled.step(step) for step in range(6)]
+    assert scaler.get_scale() == 256.0 * 2**3
+    return all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
+
+
+def never_finite(group: dist.ProcessGroup, scaled: bool) -> dict[str, Any]:
+    """NaN from step 0 on, on one rank: what is said in each step, with a limit of 4."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
+    run = Scaled(group, Stack("topk", "feedback"), scaler, non_finite_limit=4)
+    said, finite = [], []
+    with run.state, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(5):
+            try:
+                finite.append(bool(run.step(step, torch.nan if run.rank == 1 else None).isfinite().all()))
+                said.append("")
+            except RuntimeError as error:
+                said.append(str(error))
+    warned = [str(warning.message) for warning in caught if "gradlab" in str(warning.message)]
+    return {"said": said, "warned": warned, "finite": finite}
+
+
+def resumed_out_of_step(group: dist.ProcessGroup) -> str:
+    """One rank continues from another iteration than the others: what the first step says."""
+    run = Scaled(group, Stack("topk", "feedback"))
+    with run.state:
+        saved = run.state.state_dict()
+        for step in range(2):
+            run.step(step)
+        if run.rank == 1:
+            run.state.load_state_dict(saved)
+        else:
+            run.state.load_state_dict(run.state.state_dict())
+        try:
+            run.step(2)
+        except (GradlabError, RuntimeError) as error:
+            return str(error)
+    return ""

@@ -1,0 +1,230 @@
+"""A plan that is chosen anew while training: when, from what, what is carried over, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+import jobs.refresh_tasks as tasks
+from gradlab.artifact import Artifact
+from gradlab.codec import Context
+from gradlab.codecs.powersgd import PowerSGD
+from gradlab.errors import GradlabError
+from gradlab.executor.lockstep_plan import LockstepPlan
+from gradlab.knapsack import allocate
+from gradlab.plan import FEEDBACK, Group, Plan, Wrap
+from gradlab.plan.layer_errors import Candidate, squared_errors
+from gradlab.plan.refresh import Refresh
+from gradlab.plan.replanning import Replanner, choose
+from support.prescribed import gradients
+from support.process_pool import ProcessPool
+
+
+def run(codec: str, world_size: int = 2, steps: int = tasks.STEPS) -> tuple[LockstepPlan, list[Any], list[Plan]]:
+    lockstep = LockstepPlan(tasks.plan_of(codec), world_size)
+    results, plans = [], []
+    for step in range(steps):
+        results.append(lockstep.step(step, [tasks.drawn(rank, step) for rank in range(world_size)]))
+        plans.append(lockstep.plan)
+    return lockstep, results, plans
+
+
+@pytest.mark.parametrize("codec", ["powersgd", "topk"])
+def test_nothing_is_lost_across_two_refreshes(codec: str) -> None:
+    """own + residual == gradient + old residual in every iteration, also where the settings change."""
+    lockstep = LockstepPlan(tasks.plan_of(codec), 3)
+    changed = []
+    for step in range(tasks.STEPS):
+        grads = [tasks.drawn(rank, step) for rank in range(3)]
+        before, plan = [dict(state) for state in lockstep.states], lockstep.plan.digest
+        result = lockstep.step(step, grads)
+        changed += [step] if lockstep.plan.digest != plan else []
+        for rank, state in enumerate(lockstep.states):
+            for name, held in state.items():
+                old = before[rank].get(name, {}).get(f"{name}/residual", torch.zeros(()))
+                own = result.exchanged[name][rank].own[name] if name in result.exchanged else None
+                if own is not None:
+                    torch.testing.assert_close(own + held[f"{name}/residual"], grads[rank][name] + old)
+    assert changed == [7, 11]
+
+
+def test_a_choice_is_what_the_planner_makes_of_the_accumulated_gradients() -> None:
+    """By hand: rank 0's mean over the window, the grid's errors, the reference's as budget."""
+    plan = tasks.plan_of("topk")
+    _, _, plans = run("topk")
+    window = range(1, 5)
+    for_hand = {name: sum(tasks.drawn(0, step)[name] for step in window) / 4 for name in tasks.SHAPES}
+    layers = {layer.name: layer for layer in plan.layers}
+    names = [group.name for group in plan.compressed_groups]
+    candidates = [Candidate("topk", settings) for settings in tasks.GRIDS["topk"]]
+    errors = [squared_errors(layers[name], for_hand[name], candidates) for name in names]
+    sizes = [[c.build().payload_bytes([layers[name]], 2) for c in candidates] for name in names]
+    choice = allocate(errors, sizes, float(np.array([row[2] for row in errors]).sum())).choice
+    assert [group.settings for group in plans[7].compressed_groups] == [tasks.GRIDS["topk"][c] for c in choice]
+    assert choose(plan, for_hand, 2, 4) == dict(zip(names, map(int, choice), strict=True))
+    # Settings change before iterations 7 and 11: chosen after 4 and 8, two iterations to measure in.
+    digests = [one.digest for one in plans]
+    assert [step for step in range(1, tasks.STEPS) if digests[step] != digests[step - 1]] == [7, 11]
+    assert choose(plan, {}, 2, 4) == dict.fromkeys(names, 2)
+
+
+def test_bytes_follow_the_settings_and_the_choice_is_counted() -> None:
+    _, results, plans = run("topk")
+    for step in range(1, tasks.STEPS):
+        told = 8 * 3 if step in (7, 11) else 0
+        assert results[step].payload[0] == plans[step].payload_bytes(2) + told
+        assert results[step].payload[1] == plans[step].payload_bytes(2)
+
+
+@pytest.mark.parametrize("alternating", [False, True])
+def test_warm_starts_survive_a_change_of_rank(alternating: bool) -> None:
+    """The rows there are go on; more are drawn, alike on all ranks; and the approximation is as good as a warm one."""
+    kept = {"w/q": torch.randn(4, 10)}
+    fewer, more = (PowerSGD(PowerSGD.Settings(rank, alternating=alternating)) for rank in (2, 6))
+    matrix = torch.zeros(30, 10)
+    for codec, rank in ((fewer, 2), (more, 6)):
+        state = codec.adopted_state(kept)
+        assert state == kept
+        started = codec._start("w", matrix, state, Context(0, 2, 5, group="w"))
+        assert started.shape == (rank, 10)
+        torch.testing.assert_close(started[: min(rank, 4)], kept["w/q"][: min(rank, 4)])
+        torch.testing.assert_close(started, codec._start("w", matrix, state, Context(1, 2, 5, group="w")))
+        assert bool(started.any(1).all())
+    cold = PowerSGD(PowerSGD.Settings(2, warm_start=False))
+    assert cold.adopted_state(kept) == {}
+
+
+@pytest.mark.parametrize(("codec", "ranks"), [("powersgd", 2), ("topk", 4), ("qsgd", 2)])
+def test_the_engine_does_what_lockstep_does(pool: ProcessPool, codec: str, ranks: int) -> None:
+    """Bit for bit in deterministic mode, bytes included; the settings change twice."""
+    for found in pool.run("jobs.refresh_tasks:against_lockstep", ranks, codec=codec):
+        assert found["same"]
+        assert found["same_states"]
+        used = found["used"]
+        assert [step for step in range(1, tasks.STEPS) if used[step] != used[step - 1]] == [7, 11]
+        assert found["report"]["failure"] == ""
+        assert set(found["report"]["choice"]) == {"conv", "wide", "tall"}
+
+
+@pytest.mark.parametrize("stop", [3, 6, 7, 12])
+def test_resumed_is_never_stopped(pool: ProcessPool, stop: int) -> None:
+    """Amid accumulating; with a choice made and not told; just after one; with one more under way."""
+    for found in pool.run("jobs.refresh_tasks:resumed", 2, codec="powersgd", stop=stop):
+        assert found == {"equal": True, "same_plan": True}
+
+
+def test_a_choice_that_fails_changes_nothing_and_is_told(pool: ProcessPool) -> None:
+    root, other = pool.run("jobs.refresh_tasks:failing", 2)
+    assert root["stayed"]
+    assert other["stayed"]
+    assert "smallest reachable" in root["report"]["failure"]
+    assert root["report"]["choice"] is None
+    lockstep = LockstepPlan(tasks.plan_of("powersgd", alpha=1e-9), 2)
+    for step in range(tasks.STEPS):
+        lockstep.step(step, [tasks.drawn(rank, step) for rank in range(2)])
+    assert all("no plan could be chosen" in line and "smallest reachable" in line for line in lockstep.remarks)
+    assert len(lockstep.remarks) == 2
+    assert lockstep.stateful
+
+
+def test_a_gradient_that_is_not_finite_is_left_out() -> None:
+    """The window's other gradients choose; a step that is not committed changes no state."""
+    lockstep, clean = LockstepPlan(tasks.plan_of("topk"), 2), run("topk")[2]
+    for step in range(8):
+        grads = [tasks.drawn(rank, step) for rank in range(2)]
+        if step == 2:
+            grads[0] = {name: torch.full_like(grad, torch.nan) for name, grad in grads[0].items()}
+        lockstep.step(step, grads)
+    assert lockstep.plan.refresh == clean[7].refresh
+    assert lockstep.plan.digest != tasks.plan_of("topk").digest
+
+
+def chosen(windows: dict[str, list[float]]) -> dict[str, int] | None:
+    """The choice after a window of four iterations. windows: by layer, the loss scale of each; NaN: not finite."""
+    plan, grid = tasks.plan_of("topk"), [{"density": float(density)} for density in np.geomspace(0.005, 0.5, 21)]
+    assert plan.refresh is not None
+    names = list(plan.refresh.settings)
+    refresh = replace(plan.refresh, settings=dict.fromkeys(names, grid), reference=dict.fromkeys(names, 10))
+    replanner = Replanner(replace(plan, refresh=refresh), rank=0, world_size=2, beside=False)
+    for step in range(5):
+        for name, scales in windows.items():
+            scale = scales[(step - 1) % 4]
+            replanner.add({name: gradients(tasks.SHAPES, 0, 0)[name] * scale}, step, 1.0 if np.isnan(scale) else scale)
+        replanner.end(step)
+    return replanner.settled()
+
+
+def test_a_loss_scale_weighs_no_layer_and_no_iteration() -> None:
+    """Layers whose gradients were left out in some iterations count by the mean of the others."""
+    names = list(tasks.SHAPES)
+    expected = chosen({name: [1.0] * 4 for name in names})
+    assert expected is not None
+    for name in names:
+        rest = {other: [1.0] * 4 for other in names if other != name}
+        assert chosen({**rest, name: [2.0**16, 1.0, 2.0**-8, 2.0**10]}) == expected
+        assert chosen({**rest, name: [1.0, np.nan, np.nan, np.nan]}) == expected
+
+
+# --- formats and refusals ---------------------------------------------------------------------------------------------
+
+
+def minimum_reader(path: Path) -> int:
+    """The oldest format whose readers understand a file, by its header."""
+    with safe_open(path, framework="pt") as file:
+        return int(json.loads(file.metadata()["gradlab"])["minimum_reader"])
+
+
+def test_an_artifact_keeps_its_refresh(tmp_path: Path) -> None:
+    plan = tasks.plan_of("powersgd")
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))).digest == plan.digest
+    path = Artifact(plan).save(tmp_path / "a.safetensors")
+    assert Artifact.load(path).plan.refresh == plan.refresh
+    still = replace(plan, refresh=None)
+    # A reader that knows no refresh would train with the plan as it begins, and never say so.
+    Artifact(still).save(tmp_path / "still.safetensors")
+    assert [minimum_reader(tmp_path / f"{name}.safetensors") for name in ("a", "still")] == [3, 2]
+    assert still.digest != plan.digest
+    assert "refresh" not in still.to_json()
+    for one, reader in ((plan, 3), (still, 2)):
+        data = Artifact(one).save(tmp_path / f"{reader}.safetensors").read_bytes()
+        assert f'\\"minimum_reader\\":{reader}'.encode() in data
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"every": 0}, "every = 0"),
+        ({"every": 2.0}, "every = 2.0"),
+        ({"delay": 4}, r"delay = 4, expected 0 to 4 - 1 iterations"),
+        ({"alpha": 0}, "alpha = 0"),
+        ({"metric": "loud"}, "metric = loud"),
+        ({"reference": {"conv": 0}}, "one place for each group"),
+        ({"reference": {"conv": 9, "wide": 0, "tall": 0}}, "a place among the settings of conv"),
+        ({"settings": {"nosuch": [{}]}, "reference": {"nosuch": 0}}, "nosuch is not a compressed group"),
+        ({"settings": {"conv": [{"rank": 0}]}, "reference": {"conv": 0}}, "rank = 0"),
+        ({"settings": {"conv": [{"speed": 1}]}, "reference": {"conv": 0}}, "no setting speed"),
+    ],
+)
+def test_a_refresh_that_makes_no_sense_is_named(changes: dict[str, Any], said: str) -> None:
+    plan = tasks.plan_of("powersgd")
+    assert plan.refresh is not None
+    with pytest.raises(GradlabError, match=said):
+        replace(plan, refresh=replace(plan.refresh, **changes))
+
+
+def test_what_belongs_to_one_setting_is_refused() -> None:
+    plan = tasks.plan_of("topk")
+    around = (*FEEDBACK, Wrap("two_way"))
+    groups = tuple(Group(g.name, g.layers, g.codec, g.settings, around) for g in plan.groups)
+    with pytest.raises(GradlabError, match="two_way keeps what belongs to one setting"):
+        replace(plan, groups=groups)
+    for broken in ({}, {"every": 1}, None, {**plan.refresh.to_json(), "settings": {"conv": 3}}):  # type: ignore[union-attr]
+        with pytest.raises(GradlabError, match="not a refresh"):
+            Refresh.from_json(broken)

@@ -1,0 +1,274 @@
+"""Lightning and Accelerate: the examples that users copy, run as users run them, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from support.torchrun_job import torchrun
+from support.warm_python import python
+
+HERE = Path(__file__).parents[1]
+EXAMPLES = HERE.parent / "docs" / "examples"
+# Lightning's own, of its use of PyTorch, and of a run that continues into another folder.
+LIGHTNING_WARNINGS = "ignore:`isinstance(treespec:FutureWarning,ignore:The dirpath has changed:UserWarning"
+WARMUP, STEPS = 8, 32
+
+needs_lightning = pytest.mark.skipif(not importlib.util.find_spec("lightning"), reason="needs gradlab[lightning]")
+needs_accelerate = pytest.mark.skipif(not importlib.util.find_spec("accelerate"), reason="needs gradlab[accelerate]")
+
+
+def executable() -> str:
+    """A Python that has the frameworks already, and where warnings are errors."""
+    there = [name for name in ("lightning.pytorch", "accelerate") if importlib.util.find_spec(name.partition(".")[0])]
+    return python(*there, warnings=f"error,{LIGHTNING_WARNINGS}")
+
+
+def results(output: str) -> list[dict[str, Any]]:
+    """What the ranks printed, in rank order. Two ranks may share a line: text and line end are written one by one."""
+    decoder, found, start = json.JSONDecoder(), [], output.find('{"')
+    while start >= 0:
+        value, end = decoder.raw_decode(output, start)
+        found.append(value)
+        start = output.find('{"', end)
+    assert found, output
+    return sorted(found, key=lambda value: value.get("rank", 0))
+
+
+def run_alone(script: Path, *arguments: object) -> list[dict[str, Any]]:
+    job = subprocess.run(
+        [executable(), str(script), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        cwd=Path(sys.executable).parent,
+    )
+    assert job.returncode == 0, job.stdout + job.stderr
+    return results(job.stdout)
+
+
+def run_on_two_ranks(script: Path, *arguments: object) -> list[dict[str, Any]]:
+    with torchrun(str(script), 2, *arguments, executable=executable()) as process:
+        output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return results(output)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Four epochs, and the last two of them again, in new processes, from the checkpoint after the second."""
+
+    folder: Path
+    whole: list[dict[str, Any]]
+    resumed: list[dict[str, Any]]
+
+
+def both_runs(run: Any, script: Path, folder: Path, checkpoint: str) -> Runs:
+    whole = run(script, "--folder", folder / "whole")
+    resumed = run(script, "--folder", folder / "resumed", "--resume", folder / "whole" / checkpoint)
+    return Runs(folder, whole, resumed)
+
+
+@pytest.fixture(scope="module")
+def lightning_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("lightning")
+    # Lightning starts the second process itself.
+    return both_runs(run_alone, EXAMPLES / "lightning_example.py", folder, "epoch=1.ckpt")
+
+
+@pytest.fixture(scope="module")
+def accelerate_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("accelerate")
+    return both_runs(run_on_two_ranks, EXAMPLES / "accelerate_example.py", folder, "epoch=1")
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("lightning_runs", marks=needs_lightning),
+        pytest.param("accelerate_runs", marks=needs_accelerate),
+    ]
+)
+def runs(request: pytest.FixtureRequest) -> Runs:
+    found: Runs = request.getfixturevalue(request.param)
+    return found
+
+
+def differences(one: Any, other: Any, where: str = "") -> list[str]:
+    """Where two nests of dicts and lists differ; tensors bit for bit."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping) and list(one) == list(other):
+        return [line for key in one for line in differences(one[key], other[key], f"{where}/{key}")]
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return [
+            line for i, pair in enumerate(zip(one, other, strict=True)) for line in differences(*pair, f"{where}/{i}")
+        ]
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        same = one.dtype == other.dtype and one.shape == other.shape
+        return [] if same and one.numpy().tobytes() == other.numpy().tobytes() else [where]
+    return [] if type(one) is type(other) and one == other else [where]
+
+
+# --- the examples ---------------------------------------------------------------------------------------------------
+
+
+def test_the_hook_compresses(runs: Runs) -> None:
+    assert [result["rank"] for result in runs.whole] == [0, 1]
+    for result in runs.whole:
+        assert result["compressing"]
+        assert result["iteration"] == STEPS
+        assert result["steps"] == STEPS - WARMUP
+        assert result["payload_bytes_per_step"] == result["forecast_payload_bytes"]
+        assert result["payload_bytes_per_step"] < result["dense_payload_bytes"] / 5
+        assert all(0 < error < 1 for error in result["relative_error_by_layer"].values())
+
+
+def test_ranks_agree_though_their_gradients_differ(runs: Runs) -> None:
+    first, second = runs.whole
+    assert first["parameters_sha256"] == second["parameters_sha256"]
+    assert first["relative_error_by_layer"] != second["relative_error_by_layer"]
+
+
+def test_resumed_is_never_stopped(runs: Runs) -> None:
+    for whole, resumed in zip(runs.whole, runs.resumed, strict=True):
+        assert resumed["iteration"] == whole["iteration"]
+        assert resumed["steps"] == STEPS // 2
+        assert resumed["parameters_sha256"] == whole["parameters_sha256"]
+
+
+@needs_lightning
+def test_a_lightning_checkpoint_holds_every_ranks_state(lightning_runs: Runs) -> None:
+    """And the last ones of both runs are the same: model, optimizer and residuals."""
+    whole, resumed = (
+        torch.load(lightning_runs.folder / name / "epoch=3.ckpt", weights_only=True) for name in ("whole", "resumed")
+    )
+    for part in ("state_dict", "optimizer_states", "gradlab"):
+        assert differences(whole[part], resumed[part]) == []
+    assert [state["rank"] for state in whole["gradlab"]] == [0, 1]
+    assert residuals_differ(*whole["gradlab"])
+
+
+@needs_accelerate
+def test_an_accelerate_checkpoint_holds_every_ranks_state(accelerate_runs: Runs) -> None:
+    """And the last ones of both runs are the same: model, optimizer and residuals."""
+    whole, resumed = (accelerate_runs.folder / name / "epoch=3" for name in ("whole", "resumed"))
+    assert differences(load_file(whole / "model.safetensors"), load_file(resumed / "model.safetensors")) == []
+    states = []
+    for name in ("gradlab_0_rank_0.pt", "gradlab_0_rank_1.pt", "optimizer.bin"):
+        states.append(torch.load(whole / name, weights_only=True))
+        assert differences(states[-1], torch.load(resumed / name, weights_only=True)) == []
+    assert residuals_differ(states[0], states[1])
+
+
+def residuals_differ(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """All of them; and each is there."""
+    names = [name for name, tensor in first["states"].items() if tensor.is_floating_point()]
+    assert len(names) == 2
+    return all(not torch.equal(first["states"][name], second["states"][name]) for name in names)
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lightning_scenarios() -> dict[str, Any]:
+    (found,) = run_alone(HERE / "jobs" / "lightning_scenarios.py")
+    return found
+
+
+@needs_lightning
+@pytest.mark.parametrize(
+    ("scenario", "expected"),
+    [
+        ("no_ddp", "the strategy is SingleDeviceStrategy (model: Model), not DDP; use Trainer(strategy='ddp')"),
+        ("hook_in_the_strategy", "DDPStrategy has a ddp_comm_hook, and DDP takes one only"),
+        ("hook_on_the_model", "has the communication hook allreduce_hook already"),
+        ("two_optimizers", "2 optimizers, expected one"),
+        ("no_artifact", "absent.safetensors"),
+        ("another_world_size", "checkpoint: world_size is 2, this run has 1; CompressionCallback(residuals=...)"),
+        ("unknown_policy", "residuals = 'keep', expected None or one of"),
+        ("resumed_without_the_callback", "['CompressionCallback']"),
+    ],
+)
+def test_lightning_says(lightning_scenarios: dict[str, Any], scenario: str, expected: str) -> None:
+    message = lightning_scenarios[scenario]
+    assert expected in message
+    assert "\n" not in message
+
+
+@needs_lightning
+@pytest.mark.parametrize(
+    ("scenario", "expected"),
+    [
+        ("world_size_one_warns", 4),
+        ("dense_checkpoint_starts_anew", 4),
+        ("learning_rate_finder_leaves_no_trace", 8),
+        ("fit_twice", [4, 4]),
+        ("logged", ["2", "4"]),
+        ("residuals_of_another_world_size", [True, True]),
+    ],
+)
+def test_lightning_counts_these_steps(lightning_scenarios: dict[str, Any], scenario: str, expected: Any) -> None:
+    assert lightning_scenarios[scenario] == expected
+
+
+@needs_lightning
+def test_a_checkpoint_in_an_emergency_waits_for_nobody(lightning_scenarios: dict[str, Any]) -> None:
+    saved = lightning_scenarios["saved_on_exception"]
+    assert "optimizer_states" in saved
+    assert "gradlab" not in saved
+
+
+@needs_lightning
+def test_the_trainers_loss_scaler_leaves_residuals_alone(lightning_scenarios: dict[str, Any]) -> None:
+    unscaled, scaled = lightning_scenarios["residual_by_loss_scale"]
+    assert scaled == pytest.approx(unscaled, rel=0.01)
+
+
+@needs_accelerate
+def test_accelerate_says_the_same_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run_on_two_ranks(HERE / "jobs" / "accelerate_scenarios.py", tmp_path)
+    assert first == second
+    assert "Linear on 2 process(es), not in DDP; prepare it first" in first["not_prepared"]
+    assert "has the communication hook fp16_compress_hook already" in first["hook_of_accelerate"]
+    assert "absent.safetensors" in first["no_artifact"]
+    assert first["damaged"].startswith("rank 1: ")
+    assert "damaged: a file is damaged, or not this program's" in first["damaged"]
+    assert "gradlab_0_rank_1.pt: missing; to start from a checkpoint without compression" in first["missing"]
+    assert first["mixed"].endswith("written over, but not by all ranks: it holds states of steps [3, 0]")
+    assert first["iteration"] == 0
+    assert "world_size is 1, this run has 2" in first["another_world_size"]
+    assert first["another_world_size_split"] == 3
+    assert "residuals = 'keep', expected None or one of" in first["unknown_policy"]
+
+
+ABSENT = """
+import sys
+
+class Absent:
+    def find_spec(self, name, *rest):
+        if name == {name!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent())
+import gradlab.runtime
+import gradlab.runtime.{name}
+"""
+
+
+@pytest.mark.parametrize("name", ["lightning", "accelerate"])
+def test_a_missing_extra_is_named(name: str) -> None:
+    command = [python(), "-c", ABSENT.format(name=name)]
+    job = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(sys.executable).parent)
+    expected = f"gradlab.runtime.{name} needs {name.capitalize()}: pip install 'gradlab[{name}]'"
+    assert job.stderr.strip().splitlines()[-1] == f"ModuleNotFoundError: {expected}"

@@ -1,0 +1,61 @@
+"""Loss scalers, overflows, and gradients that never become finite, on real ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.process_pool import ProcessPool
+from support.stacks import valid_stacks
+
+STACKS = [(stack.codec, stack.wrapping) for stack in valid_stacks()]
+# float16 rounds small numbers differently under another scale: its range moves, that is what a scale is for.
+EXACT = [(codec, wrapping) for codec, wrapping in STACKS if codec != "cast"]
+
+
+def spread(stacks: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """A codec of each kind of exchange with feedback, and every wrapping around one codec."""
+    kinds = {"cast", "clt_k", "gradiveq", "identity", "powersgd", "qsgd", "sign", "threshold", "topk"}
+    return [(c, wrapping) for c, wrapping in stacks if c == "topk" or (wrapping == "feedback" and c in kinds)]
+
+
+@pytest.mark.parametrize(("codec", "wrapping"), spread(STACKS))
+def test_overflow_in_the_last_bucket_of_one_rank(pool: ProcessPool, codec: str, wrapping: str) -> None:
+    """Every rank skips the step and halves its scale, no state moves, and the next step is as any other."""
+    for result in pool.run("jobs.scaler_tasks:overflow", 2, codec=codec, wrapping=wrapping, bad_rank=1):
+        assert result["skipped"] == {
+            "not finite": True,
+            "states unchanged": True,
+            "parameters unchanged": True,
+            "scale": 512.0,
+        }
+        assert result["next"] == {"finite": True, "moved": True, "agree": True, "scale": 512.0}
+        assert result["has state"] or wrapping in ("none", "two-way")
+
+
+@pytest.mark.parametrize(("codec", "wrapping"), spread(EXACT))
+def test_scale_does_not_change_what_is_applied(pool: ProcessPool, codec: str, wrapping: str) -> None:
+    """Residuals are kept without the loss scale: powers of two then change no bit."""
+    assert all(pool.run("jobs.scaler_tasks:scale_changes_nothing", 2, codec=codec, wrapping=wrapping))
+
+
+def test_scaler_that_never_recovers(pool: ProcessPool) -> None:
+    for result in pool.run("jobs.scaler_tasks:never_finite", 4, scaled=True):
+        assert result["said"][:3] == ["", "", ""]
+        assert result["finite"] == [False] * 3
+        assert "not finite in 4 steps in a row" in result["said"][3]
+        assert "the loss scale is 128" in result["said"][3]
+        assert "engine stopped earlier" in result["said"][4]
+        assert result["warned"] == []
+
+
+def test_nan_from_the_first_step(pool: ProcessPool) -> None:
+    """Said in step 0 and, at the limit, as an error, on every rank."""
+    for rank, result in enumerate(pool.run("jobs.scaler_tasks:never_finite", 4, scaled=False)):
+        (warned,) = result["warned"]
+        assert "step 0: gradients are not finite in " + ("first" if rank == 1 else "another rank") in warned
+        assert "there is no loss scaler" in result["said"][3]
+
+
+def test_ranks_that_resume_from_different_iterations(pool: ProcessPool) -> None:
+    for said in pool.run("jobs.scaler_tasks:resumed_out_of_step", 4):
+        assert "ranks disagree about the iteration: rank 1 has 0, rank 0 has 2" in said

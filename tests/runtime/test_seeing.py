@@ -1,0 +1,179 @@
+"""What a run shows of itself: chrome trace, report, table, numbers for a logger."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradlab.analysis.figures.chrome_trace import plot_timelines
+from gradlab.analysis.figures.style import drawing, render
+from gradlab.chrome_trace import LANES, read_step
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+from gradlab.plan import Group, Plan, Wrap
+from gradlab.runtime.engine.statistics import Statistics, StepRecord
+from gradlab.runtime.run_report import layer_rows, residual_growth, scalars, table
+from gradlab.runtime.timeline import Timeline
+from support.process_pool import ProcessPool
+
+# Bases are drawn at random: compression from the first iteration on, with nothing fitted.
+RING = {"ratio": 4.0, "complement": 1.0, "slice_size": 12, "whitening": False, "ring": True, "warmup_steps": 0}
+
+
+def test_one_step_is_seen_whole(pool: ProcessPool) -> None:
+    for rank, seen in enumerate(pool.run("jobs.ddp_tasks:chrome_trace", 2)):
+        spans = [event for event in seen["events"] if event["ph"] == "X"]
+        assert {event["pid"] for event in seen["events"]} == {rank}
+        assert {event["args"]["step"] for event in spans} == {4}
+        by_row = {LANES[min(event["tid"], 3)] for event in spans}
+        assert by_row == set(LANES)
+        assert sum("ready" in event["name"] for event in spans) == seen["buckets"]
+        rounds = [event for event in spans if event["tid"] >= LANES.index("network")]
+        assert {event["name"] for event in rounds} == {"all-reduce"}
+        encodes = [event for event in spans if event["name"].startswith("encode")]
+        assert any(r["ts"] < e["ts"] < r["ts"] + r["dur"] for r in rounds for e in encodes)  # one under the other
+        json.dumps(seen["events"], allow_nan=False)
+
+
+@pytest.mark.parametrize(("codec", "settings"), [("qsgd", {"bits": 4}), ("identity", {})])
+def test_a_ring_prepares_its_segments_while_others_travel(
+    pool: ProcessPool, codec: str, settings: dict[str, object]
+) -> None:
+    """Algorithm 1, lines 5 and 6: the download of one and the compression of the next at the same time."""
+    arguments = {"codec": codec, "settings": {**settings, "ring": True}}
+    for seen in pool.run("jobs.ddp_tasks:chrome_trace", 3, **arguments):
+        spans = [event for event in seen["events"] if event["ph"] == "X"]
+        hops = [event for event in spans if event["name"] == "ring"]
+        prepared = [event for event in spans if event["name"] == "prepare a ring's segment"]
+        assert len(hops) % (2 * (3 - 1)) == 0 < len(hops)
+        inside = [
+            p for p in prepared if any(h["ts"] <= p["ts"] and p["ts"] + p["dur"] <= h["ts"] + h["dur"] for h in hops)
+        ]
+        assert len(inside) == len(prepared) * 2 / 3  # all but the first segment of each ring
+
+
+def test_a_trace_is_read_again_and_drawn(pool: ProcessPool, tmp_path: Path) -> None:
+    """Hidden is what of the network lies under computing or coding, counted here microsecond by microsecond."""
+    file = tmp_path / "spans.json"
+    seen = pool.run("jobs.ddp_tasks:chrome_trace", 3, codec="gradiveq", settings=RING)
+    other = {"ph": "X", "pid": 7, "tid": 0, "name": "another program's", "ts": 0, "dur": 1}
+    file.write_text(json.dumps([other, *(event for rank in seen for event in rank["events"])]))
+    for rank in range(3):
+        step = read_step(file, rank)
+        assert (step.step, step.rank) == (4, rank)
+        events = [e for e in seen[rank]["events"] if e["ph"] == "X"]
+        first = min(e["ts"] for e in events)
+
+        def during(rows: Iterable[int], events: list[dict[str, Any]] = events, first: float = first) -> np.ndarray:
+            busy = np.zeros(10_000_000, bool)
+            for e in events:
+                if e["tid"] in rows:
+                    busy[round(e["ts"] - first) : round(e["ts"] - first + e["dur"])] = True
+            return busy
+
+        found, slack = step.to_json(), 2e-6 * len(events)
+        network = during(range(3, 99))
+        assert found["network_seconds"] == pytest.approx(network.sum() / 1e6, abs=slack)
+        assert found["hidden_seconds"] == pytest.approx((network & during((0, 1))).sum() / 1e6, abs=slack)
+        assert found["hidden_seconds"] + found["exposed_seconds"] == pytest.approx(found["network_seconds"])
+        assert found["seconds"] == pytest.approx((max(e["ts"] + e["dur"] for e in events) - first) / 1e6, abs=slack)
+    with drawing():
+        figure = plot_timelines({"one": read_step(file, 0), "two": read_step(file, 1)})
+        assert [panel.get_title("left").split(":")[0] for panel in figure.axes] == ["one", "two"]
+        legend = {text.get_text() for text in figure.legends[0].get_texts()}
+        assert {"backward", "encode", "decode", "a ring's segment", "network"} <= legend
+        assert set(render(figure, "timeline")) == {"svg", "pdf"}
+
+
+@pytest.mark.parametrize(
+    ("content", "rank", "step", "message"),
+    [
+        ("{", 0, None, "spans.json: not a chrome trace"),
+        ('{"events": []}', 0, None, "spans.json: not a chrome trace"),
+        ("[3]", 0, None, "spans.json: not a chrome trace"),
+        ("[" * 100_000, 0, None, "spans.json: not a chrome trace"),
+        ("[]", 0, None, "no spans of gradlab's engine"),
+        (None, 1, None, r"rank 1 is not in it, there are \[0\]"),
+        (None, 0, 5, r"iteration 5 of rank 0 is not in it, there are \[3\]"),
+        ("nan", 0, None, "not a chrome trace"),
+    ],
+)
+def test_files_that_hold_no_such_iteration(
+    tmp_path: Path, content: str | None, rank: int, step: int | None, message: str
+) -> None:
+    timeline = Timeline([3])
+    timeline.begin(3)
+    timeline.add("wait", "wait", 1.0, 2.0)
+    sound = json.dumps({"traceEvents": timeline.events(0)})
+    file = tmp_path / "spans.json"
+    text = content if content not in (None, "nan") else sound
+    file.write_text(text.replace('"dur": ', '"dur": NaN, "was": ') if content == "nan" else text)
+    with pytest.raises(GradlabError, match=message):
+        read_step(file, rank, step)
+
+
+def test_report_table_and_scalars_agree(pool: ProcessPool) -> None:
+    for seen in pool.run("jobs.ddp_tasks:chrome_trace", 2):
+        report, found = seen["report"], seen["scalars"]
+        assert seen["errors"] == [True, False] * 3
+        assert [row["group"] for row in report["groups"]] == ["0.weight", "3.weight", "6.weight", "8.weight"][
+            -len(report["groups"]) :
+        ]
+        compressed = sum(row["payload_bytes_per_step"] for row in report["groups"])
+        assert 0 < compressed < report["payload_bytes_per_step"] == found["gradlab/payload_bytes"]
+        assert [row["codec"] for row in report["codecs"]] == ["powersgd+error_feedback"]
+        assert report["codecs"][0]["payload_bytes_per_step"] == pytest.approx(compressed)
+        for row in report["groups"]:
+            assert row["encode_seconds"] > 0 < row["decode_seconds"]
+            assert 0 < row["relative_error"] < 1
+            assert row["residual_norm"] > 0
+            assert row["group"] in seen["table"]
+            assert f"gradlab/relative_error/{row['group']}" in found
+        assert report["encode_seconds"] + report["decode_seconds"] <= report["compress_seconds"]
+        assert all(type(value) is float for value in found.values())
+
+
+def test_a_residual_that_keeps_growing_is_told() -> None:
+    settled = [1 - 0.5**step for step in range(1, 41)]
+    assert residual_growth([float(step) for step in range(40)]) == pytest.approx(34.5 / 14.5)
+    assert residual_growth(settled) is None or residual_growth(settled) < 1.01  # type: ignore[operator]
+    assert residual_growth([2.0, 1.0] * 10) is None
+    assert residual_growth([1.0] * 7) is None
+    assert residual_growth([float(step) for step in range(39)] + [math.inf]) is None
+    layer = Layer("a", (4,), "vector")
+    plan = Plan((layer,), (Group("a", ("a",), "topk", {"density": 0.5}, (Wrap("error_feedback"),)),))
+    steps = [
+        StepRecord(step, True, group_seconds={"a": (0.1, 0.1)}, residual_norms={"a": 1.0 + step}) for step in range(40)
+    ]
+    rows = layer_rows(plan, steps)
+    report = {"groups": rows, "steps": 0, "residuals": None}
+    assert "a: what is left unsent grew 2.3 times in" in table(report)
+    rows[0]["residual_growth"] = 1.2
+    assert "left unsent grew" not in table(report)
+
+
+def test_nothing_is_kept_of_other_steps() -> None:
+    timeline = Timeline([3])
+    for step in range(5):
+        timeline.begin(step)
+        timeline.add("wait", "wait", step, step + 0.5)
+    assert [span.step for span in timeline.spans] == [3]
+
+
+def test_collectives_that_travel_at_once_get_rows_of_their_own() -> None:
+    timeline = Timeline([0])
+    timeline.begin(0)
+    for start, stop in ((0, 2), (1, 3), (2, 4), (5, 6)):
+        timeline.add("network", "all-reduce", start, stop)
+    rows = [event["tid"] - LANES.index("network") for event in timeline.events(0) if event["ph"] == "X"]
+    assert rows == [0, 1, 0, 0]
+
+
+def test_scalars_before_the_first_step() -> None:
+    assert scalars(Statistics(3)) == {}

@@ -1,0 +1,285 @@
+"""The contract every codec keeps, as tasks for real ranks and helpers for the lockstep side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from hypothesis import strategies as st
+from torch.nn.parallel import DistributedDataParallel
+
+from gradlab import codecs
+from gradlab.codec import Codec, Context, Exchanged, Tensors, exchange_group
+from gradlab.codec.settings import Field, build_settings, fields_of
+from gradlab.collectives import LockstepResult, Mean, observed, run_lockstep
+from gradlab.plan import FEEDBACK, Group, Plan, Schedule
+from gradlab.runtime import CompressionState, compression_hook
+from support.pool_groups import SPARE
+from support.prescribed import SHAPES, Prescribed, gradients, layers
+
+LEARNS_QUICKLY = {
+    "density": 0.07,
+    "training_steps": 2,
+    "optimizer": "adam",
+    "loss": "mean",
+    "most_error": 1e9,
+}
+STARTS_BARE = ("lgc_ring", "lgc_server")  # that learn while they run
+AVERAGES_LATER = ("lgc_ring",)  # not in the first exchange
+SETTINGS: dict[str, dict[str, Any]] = {
+    "topk": {"density": 0.07},
+    "powersgd": {"rank": 2},
+    "qsgd": {"bits": 3, "bucket_size": 100},
+    "sign": {"block_size": 100},
+    "threshold": {"density": 0.07},
+    "sampled_threshold": {"density": 0.07},
+    "random_k": {"density": 0.07},
+    "clt_k": {"density": 0.07},
+    "dct_topk": {"chunk": 12, "count": 5},
+    "block_scaled": {"block_size": 100},
+    "powersgd, alternating": {"rank": 2, "alternating": True},
+    "terngrad, shared scale": {"shared_scale": True},
+    "topk, smallest coding": {"density": 0.07, "index_coding": "smallest"},
+    "clt_k, int8": {"density": 0.07, "values": "int8", "leader": "random", "selection": "chunks"},
+    "block_scaled, fp8": {"dtype": "float8_e4m3fn", "stochastic": True},
+    "block_scaled, int4": {"dtype": "int4", "scale": 3.0},
+    # Within four steps they learn, twice, and compress with that.
+    "lgc_ring": {**LEARNS_QUICKLY, "normalise": "layer", "index_coding": "packed"},
+    "lgc_ring, by value": {**LEARNS_QUICKLY, "order": "value", "leader": "rotating"},
+    "lgc_server": {**LEARNS_QUICKLY, "normalise": "layer"},
+    "lgc_server, shared": {**LEARNS_QUICKLY, "positions": "shared", "sender": "rotating"},
+    # Within four steps it compresses with what it learned, samples, fits, and compresses with that.
+    "gradiveq": {
+        "loss_threshold": 0.3,
+        "slice_size": 50,
+        "sample_steps": 2,
+        "compressed_steps": 1,
+        "complement": 0.5,
+        "monitor": "normalised",
+        "monitor_threshold": 2.0,
+    },
+}
+# The same codecs with messages that go round a ring: "<codec>, ring".
+for _codec in ("identity", "qsgd", "gradiveq"):
+    SETTINGS[f"{_codec}, ring"] = {**SETTINGS.get(_codec, {}), "ring": True}
+
+
+def cases() -> list[str]:
+    """Every codec in gradlab/codecs, found by itself, and further settings of some: "<codec>, <what>"."""
+    return sorted({*codecs.names(), *SETTINGS})
+
+
+def codec_of(case: str) -> str:
+    """The codec's name of a case: what stands before a comma."""
+    return case.partition(",")[0]
+
+
+def sizes_vary(case: str) -> bool:
+    """Whether the bytes of a case depend on the gradients' values, so that a forecast is an estimate."""
+    method = codecs.get(codec_of(case))
+    return bool(getattr(method(build_settings(method, SETTINGS.get(case, {}))), "varying", False))
+
+
+def drawn_settings(method: type[Codec]) -> st.SearchStrategy[dict[str, Any]]:
+    """Some of a method's settings, each within the range that its field says."""
+    return st.fixed_dictionaries({}, optional={field.name: drawn_value(field) for field in fields_of(method.Settings)})
+
+
+def drawn_value(field: Field) -> st.SearchStrategy[Any]:
+    """Values in a setting's range, None where its type has it; numbers without an upper end stay small."""
+    about, types = field.about, get_args(field.hint) or (field.hint,)
+    if about.choices:
+        values = st.sampled_from(about.choices)
+    elif bool in types:
+        values = st.booleans()
+    elif int in types:
+        least = int(about.least or 0)
+        values = st.integers(least, least + 40 if about.most is None else int(about.most))
+    else:
+        low, high = (about.above if about.least is None else about.least), about.below or about.most or 1e3
+        values = st.floats(low, high, exclude_min=about.least is None, exclude_max=about.below is not None)
+    values |= st.sampled_from(about.also) if about.also else st.nothing()
+    return values | st.none() if type(None) in types else values
+
+
+STEADY: dict[str, dict[str, Any]] = {"gradiveq": {"compressed_steps": 0, "monitor": "off"}}
+
+
+def learned(codec: str, members: tuple[Any, ...]) -> Tensors:
+    """What a codec that learns gets: fitted on averaged gradients that the test does not use."""
+    method = codecs.get(codec_of(codec))
+    samples = {
+        layer.name: torch.stack([gradients({layer.name: layer.shape}, 0, 500 + t)[layer.name] for t in range(12)])
+        for layer in members
+    }
+    return method(build_settings(method, SETTINGS.get(codec, {}))).fit(members, samples).learned
+
+
+def plan_for(
+    codec: str,
+    grouping: str,
+    feedback: bool,
+    warmup_steps: int = 0,
+    shapes: Mapping[str, Sequence[int]] = SHAPES,
+    steady: bool = False,
+) -> Plan:
+    """A plan over `shapes`: one group per layer, or one over all layers (so that it spans buckets).
+
+    steady: a codec that works in phases stays in that of compression.
+    """
+    settings = SETTINGS.get(codec, {}) | (STEADY.get(codec_of(codec), {}) if steady else {})
+    everything = layers(shapes)
+    sets = [everything] if grouping == "model" else [(layer,) for layer in everything]
+    groups, kept = [], {}
+    for members in sets:
+        name = "model" if grouping == "model" else members[0].name
+        tensors = learned(codec, members)
+        if codecs.get(codec_of(codec)).learns and not tensors and codec_of(codec) not in STARTS_BARE:
+            continue  # smaller than a slice: dense
+        groups.append(
+            Group(
+                name,
+                tuple(m.name for m in members),
+                codec_of(codec),
+                settings,
+                wrappers=FEEDBACK if feedback else (),
+            )
+        )
+        if tensors:
+            kept[name] = tensors
+    return Plan(everything, tuple(groups), Schedule(warmup_steps), seed=3, learned=kept)
+
+
+def lockstep(
+    plan: Plan, world_size: int, steps: int, make: Callable[[int, int], Tensors]
+) -> list[dict[str, list[LockstepResult[Exchanged]]]]:
+    """Run a plan's groups over `steps` iterations in this process: per step, per group, one result per rank."""
+    states: dict[str, list[Tensors]] = {group.name: [{}] * world_size for group in plan.groups}
+    history = []
+    for step in range(steps):
+        grads = [make(rank, step) for rank in range(world_size)]
+        results = {}
+        for group in plan.groups:
+            context = Context(0, world_size, step, group.name, plan.seed)
+            coroutines = [
+                exchange_group(
+                    plan.build(group),
+                    {name: grads[rank][name] for name in group.layers},
+                    states[group.name][rank],
+                    replace(context, rank=rank),
+                )
+                for rank in range(world_size)
+            ]
+            results[group.name] = run_lockstep(coroutines)
+            states[group.name] = [result.value.state for result in results[group.name]]
+        history.append(results)
+    return history
+
+
+def lockstep_part(
+    plan: Plan, group: dist.ProcessGroup, steps: int, make: Callable[[int, int], Tensors]
+) -> list[dict[str, Exchanged]]:
+    """This rank's part of `lockstep`, per step and group: rank 0 computes it for all, and hands the parts out."""
+    parts: list[list[dict[str, Exchanged]]] | None = None
+    if dist.get_rank(group) == 0:
+        ranks = dist.get_world_size(group)
+        history = lockstep(plan, ranks, steps, make)
+        parts = [
+            [{name: found[rank].value for name, found in step.items()} for step in history] for rank in range(ranks)
+        ]
+    mine: list[Any] = [None]
+    dist.scatter_object_list(mine, parts, src=0, group=group)
+    return mine[0]
+
+
+def asks_for_means(plan: Plan, group: Group) -> bool:
+    """Whether a group's codec ever asks for a Mean, whose summation order the backend may choose."""
+    grads, seen = gradients(SHAPES, 0, 0), []
+    context = Context(0, 1, 0, group.name)
+    run_lockstep([observed(exchange_group(plan.build(group), {n: grads[n] for n in group.layers}, {}, context), seen)])
+    return any(isinstance(request, Mean) for request in seen)
+
+
+def engine_against_lockstep(
+    group: dist.ProcessGroup, codec: str, grouping: str, feedback: bool, deterministic: bool, dtype: str
+) -> dict[str, Any]:
+    """Train a prescribed model under DDP on several buckets; compare with the lockstep run of the same plan."""
+    rank, world_size, steps = dist.get_rank(group), dist.get_world_size(group), 4
+    plan, kind = plan_for(codec, grouping, feedback), getattr(torch, dtype)
+    reference = lockstep_part(plan, group, steps, lambda r, t: gradients(SHAPES, r, t, kind))
+    model = DistributedDataParallel(Prescribed(SHAPES, kind), process_group=group, bucket_cap_mb=0.01)
+    bitwise, largest, finite = True, 0.0, True
+    with CompressionState(
+        plan,
+        model,
+        deterministic=deterministic,
+        check_requests=True,
+        segment_bytes=4096,
+        process_group=SPARE.get(world_size),
+    ) as state:
+        model.register_comm_hook(state, compression_hook)
+        for step in range(steps):
+            model.zero_grad()
+            model(gradients(SHAPES, rank, step, kind)).backward()
+            for result in reference[step].values():
+                for name, expected in result.mean.items():
+                    got = getattr(model.module, name).grad
+                    bitwise = bitwise and torch.equal(got, expected)
+                    scale = float(expected.abs().max()) if expected.numel() else 0.0
+                    gap = float((got - expected).abs().max()) if expected.numel() else 0.0
+                    largest = max(largest, gap / scale if scale else gap)
+                    finite = finite and bool(got.isfinite().all())
+        # A group of codec identity is plainly dense in the engine: it keeps no residual, which would be zero.
+        compressed = {compressed.name for compressed in plan.compressed_groups}
+        expected_state = {name: result.state for name, result in reference[-1].items() if name in compressed}
+        got_state = dict(state.state_dict()["states"])
+        state_bitwise = all(
+            torch.equal(got_state.pop(f"{name}::{key}"), value)
+            for name, kept in expected_state.items()
+            for key, value in kept.items()
+        )
+        payload = [record.payload_bytes for record in state.statistics.steps]
+    befores = [{}, *({name: result.state for name, result in step.items()} for step in reference[:-1])]
+    flat = torch.cat([p.grad.float().reshape(-1) for p in model.parameters()])
+    return {
+        "bitwise": bitwise,
+        "state_bitwise": state_bitwise and not got_state,
+        "largest_relative_difference": largest,
+        "finite": finite,
+        "ranks_agree": agree(flat, group),
+        "payload": payload,
+        "forecast": [plan.payload_bytes(world_size, states=states) for states in befores],
+        "means": codec_of(codec) in AVERAGES_LATER or any(asks_for_means(plan, g) for g in plan.groups),
+    }
+
+
+def non_finite(group: dist.ProcessGroup, codec: str, grouping: str, bad_rank: int) -> dict[str, Any]:
+    """One rank gets a NaN in its last-arriving layer: all ranks see it, no state moves, and the next step is sound."""
+    rank = dist.get_rank(group)
+    plan = plan_for(codec, grouping, feedback=True)
+    model = DistributedDataParallel(Prescribed(SHAPES), process_group=group, bucket_cap_mb=0.01)
+    with CompressionState(plan, model, process_group=SPARE.get(dist.get_world_size(group))) as state:
+        model.register_comm_hook(state, compression_hook)
+        outcomes = []
+        for step in range(4):
+            grads = gradients(SHAPES, rank, step)
+            if step == 2 and rank == bad_rank:
+                grads["conv"][0, 0, 0, 0] = torch.nan
+            before = state.state_dict()["states"]
+            model.zero_grad()
+            model(grads).backward()
+            after = state.state_dict()["states"]
+            flat = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+            unchanged = before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in after)
+            outcomes.append({"finite": bool(flat.isfinite().all()), "state_unchanged": unchanged})
+    return {"outcomes": outcomes, "has_state": any(bool(tensor.any()) for tensor in after.values())}
+
+
+def agree(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether all ranks hold the same bits."""
+    everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, tensor, group=group)
+    return all(torch.equal(tensor.view(torch.int32), other.view(torch.int32)) for other in everyone)

@@ -1,0 +1,51 @@
+"""The artifact that tests/golden keeps: a fixed plan whose tensors follow from arithmetic alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from gradlab.artifact import Artifact
+from gradlab.layout import Layer
+from gradlab.plan import FEEDBACK, Group, Plan, Schedule, Wrap
+from gradlab.plan.refresh import Refresh
+
+# In the files of formats 1 and 2 this is codec pca.
+_FITTED = {"loss_threshold": 0.25, "slice_size": 12, "compressed_steps": 0}
+FOLDER = Path(__file__).parents[1] / "golden"
+
+
+def golden(version: int) -> Path:
+    """The file that this format's writer made."""
+    return FOLDER / f"artifact-{version}.safetensors"
+
+
+def golden_artifact(version: int = 3) -> Artifact:
+    """Three codecs, feedback, a warm-up, a seed and a basis, over four layers; from format 2 on other wrappers too,
+    from format 3 on two groups that are chosen anew."""
+    around = FEEDBACK
+    if version > 1:
+        around = (Wrap("momentum_correction", {"momentum": 0.5}), Wrap("sparsity_warmup", {"steps": 8, "stages": 2}))
+    layers = (
+        Layer("stem.weight", (4, 3, 2, 2), "convolution"),
+        Layer("body.weight", (6, 8), "linear"),
+        Layer("head.weight", (5, 6), "linear"),
+        Layer("head.bias", (5,), "bias"),
+    )
+    groups = (
+        Group("stem", ("stem.weight",), "gradiveq", _FITTED),
+        Group("body.weight", ("body.weight",), "powersgd", {"rank": 2}, wrappers=FEEDBACK),
+        Group("head", ("head.weight",), "topk", {"density": 0.125}, wrappers=around),
+    )
+    basis = torch.eye(12)[None, :, :3].clone()
+    mean = torch.arange(48.0).reshape(4, 12) / 64
+    learned = {"stem": {"stem.weight/basis": basis, "stem.weight/mean": mean}}
+    settings = {"body.weight": [{"rank": 1}, {"rank": 2}], "head": [{"density": 0.125}, {"density": 0.25}]}
+    refresh = Refresh(100, settings, {"body.weight": 1, "head": 0}, delay=7, alpha=1.5, metric="plain")
+    plan = Plan(layers, groups, Schedule(10), seed=5, learned=learned, refresh=refresh if version > 2 else None)
+    return Artifact(plan, {"method": "gradiveq", "held_out_error": {"1": 0.125, "10": 0.5}, "steps": [0, 100]})
+
+
+if __name__ == "__main__":
+    golden_artifact().save(golden(3))

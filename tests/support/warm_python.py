@@ -1,0 +1,225 @@
+"""A Python that has torch already: an executable for jobs, whose processes are forked instead of started anew.
+
+Importing torch takes a core about two seconds, and a job of two ranks under torchrun does it three times. `python()`
+starts one process that has imported what jobs need (the warm one), and gives the path of an executable that takes
+Python's own command line: `-u`; `-m MODULE`, `-c CODE` or a script; arguments. Each call is a process of its own,
+forked from the warm one, with the caller's folder, environment and standard streams. Its signals and its exit status
+are passed on. torchrun finds the same executable as its `sys.executable`, so that its ranks are forked, too.
+
+What looks at imports themselves, or at what a user's shell starts, uses `sys.executable`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import types
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+MODULES = ("torch.distributed.run", "gradlab.runtime", "gradlab.capture", "gradlab.cli.train.trainer")
+LENGTH = 8  # bytes of a number on the socket
+LOOK_EVERY = 0.01  # seconds, for processes that have ended
+
+
+@functools.cache
+def python(*modules: str, warnings: str = "") -> str:
+    """Path of an executable that starts jobs from a process that has imported `modules`, and torch's and gradlab's.
+
+    warnings: what to do with them, as PYTHONWARNINGS says it, while importing and in the jobs. The warm process lives
+    as long as this one.
+    """
+    folder = tempfile.TemporaryDirectory(prefix="gradlab-")
+    executable, address = Path(folder.name) / "python", Path(folder.name) / "socket"
+    words = [sys.executable, "-IS", __file__, "start", str(address), str(executable)]
+    executable.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    executable.chmod(0o700)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": warnings}
+    command = [sys.executable, __file__, "serve", str(address), *MODULES, *modules]
+    warm = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    assert warm.stdin is not None
+    assert warm.stdout is not None
+    if not warm.stdout.read(1):
+        raise RuntimeError(f"the warm process ended with {warm.wait()}")
+
+    def stop() -> None:
+        warm.stdin.close()
+        warm.wait(timeout=30)
+        warm.stdout.close()
+        folder.cleanup()
+
+    atexit.register(stop)
+    return str(executable)
+
+
+# --- the executable ---------------------------------------------------------------------------------------------------
+
+
+def start(address: str, executable: str, words: list[str]) -> NoReturn:
+    """Have a process forked, pass signals on to it, and end as it ended."""
+    request = {"words": words, "executable": executable, "folder": os.getcwd(), "environment": dict(os.environ)}
+    text = json.dumps(request).encode()
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(address)
+        socket.send_fds(connection, [len(text).to_bytes(LENGTH, "big")], [0, 1, 2])
+        connection.sendall(text)
+        process = _number(connection)
+
+        def pass_on(signum: int, _frame: types.FrameType | None) -> None:
+            with suppress(ProcessLookupError):
+                os.kill(process, signum)
+
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(signum, pass_on)
+        code = _number(connection)
+    if code < 0:  # killed by a signal, as whoever waits for this process has to see
+        with suppress(OSError):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _number(connection: socket.socket) -> int:
+    return int.from_bytes(_bytes(connection, LENGTH), "big", signed=True)
+
+
+def _bytes(connection: socket.socket, count: int) -> bytes:
+    found = b""
+    while len(found) < count:
+        if not (more := connection.recv(count - len(found))):
+            raise ConnectionError("the warm process has ended")
+        found += more
+    return found
+
+
+# --- the warm process -------------------------------------------------------------------------------------------------
+
+
+class Become(BaseException):
+    """Thrown in a forked process, caught at the top of the file: it goes on there, with nothing of the server's."""
+
+
+def serve(address: str, modules: list[str]) -> None:
+    """Import, then fork a process for each connection until standard input ends; the caller holds its other end."""
+    for module in modules:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # what was imported is not looked through by any process's collector: memory stays shared
+    children: dict[int, socket.socket] = {}
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(64)
+        os.write(1, b"!")
+        while True:
+            waited = [0, listener, *children.values()]
+            ready, _, _ = select.select(waited, [], [], LOOK_EVERY if children else None)
+            if 0 in ready:
+                break
+            for process, connection in list(children.items()):
+                if connection in ready:  # whoever asked for it was killed
+                    os.kill(process, signal.SIGKILL)
+                if _report(process, connection, connection not in ready):
+                    children.pop(process).close()
+            if listener in ready:
+                connection, _ = listener.accept()
+                with suppress(ConnectionError):
+                    children[_forked(connection, [listener, *children.values()])] = connection
+
+
+def _report(process: int, connection: socket.socket, wanted: bool) -> bool:
+    """Whether a process has ended; if so, how, to whoever asked for it."""
+    ended, status = os.waitpid(process, os.WNOHANG if wanted else 0)
+    if ended and wanted:
+        with suppress(OSError):
+            connection.sendall(os.waitstatus_to_exitcode(status).to_bytes(LENGTH, "big", signed=True))
+    return bool(ended)
+
+
+def _forked(connection: socket.socket, others: list[socket.socket]) -> int:
+    """The process number of a new process, which leaves by Become."""
+    head, streams, _, _ = socket.recv_fds(connection, LENGTH, 3)
+    text = _bytes(connection, int.from_bytes(head, "big"))
+    process = os.fork()
+    if process:
+        connection.sendall(process.to_bytes(LENGTH, "big", signed=True))
+        for stream in streams:
+            os.close(stream)
+        return process
+    for other in [connection, *others]:
+        other.close()
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    raise Become(json.loads(text))
+
+
+def become(request: dict[str, Any]) -> NoReturn:
+    """Run a job as Python does: wait for its threads, call what it left to be called, and end with its exit status.
+
+    The modules are not taken apart, which would copy the memory that is shared with the warm process.
+    """
+    code = 0
+    try:
+        _run(request)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        code = 1
+        sys.excepthook(*sys.exc_info())
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code & 0xFF)
+
+
+def _run(request: dict[str, Any]) -> None:
+    """Do what a command line says."""
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.executable, words = request["executable"], list(request["words"])
+    if words[0] == "-u":
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        words.pop(0)
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    if words[0] == "-m":
+        sys.argv, sys.path[0] = words[1:], os.getcwd()
+        sys.modules.pop(words[1], None)  # runpy warns of a module that was imported already
+        runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
+    elif words[0] == "-c":
+        sys.argv, sys.path[0] = ["-c", *words[2:]], ""
+        exec(compile(words[1], "<string>", "exec"), main.__dict__)
+    else:
+        sys.argv, sys.path[0] = words, str(Path(words[0]).resolve().parent)
+        main.__dict__.update(__file__=words[0], __spec__=None, __builtins__=__builtins__)
+        exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), main.__dict__)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "start":
+        start(sys.argv[2], sys.argv[3], sys.argv[4:])
+    job: dict[str, Any] | None = None
+    try:
+        serve(sys.argv[2], sys.argv[3:])
+    except Become as forked:
+        (job,) = forked.args
+    if job is not None:
+        become(job)

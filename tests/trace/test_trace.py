@@ -1,0 +1,623 @@
+"""The trace format: what is written is read back, and whatever is wrong with a trace is one clear line."""
+
+import contextlib
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gradlab.capture import TraceWriter
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+from gradlab.trace import Trace, check
+from gradlab.trace.rank import runs
+from gradlab.trace.schema import (
+    CHUNK_COLUMNS,
+    Manifest,
+    RankIndex,
+    chunk_shape,
+    dataset_name,
+    read_document,
+    write_document,
+    write_index,
+    write_manifest,
+)
+
+LAYERS = (
+    Layer("conv/one.weight", (4, 3, 2, 2), "convolution"),
+    Layer("scale", ()),
+    Layer("none", (0, 5)),
+    Layer("wide", (2, 20_000), "linear"),
+)
+GOLDEN = Path(__file__).parents[1] / "golden" / "trace_v1"
+
+
+def gradient(layer: Layer, rank: int, index: int) -> np.ndarray:
+    """The gradient that `write_trace` writes: a function of layer, rank and iteration alone."""
+    generator = np.random.default_rng([LAYERS.index(layer), rank, index])
+    return generator.standard_normal(layer.shape).astype(np.float32)
+
+
+def write_trace(path: Path, indices: list[list[int]], dtype: str = "float32", segment_bytes: int = 1) -> Path:
+    with TraceWriter(
+        path, LAYERS, len(indices), dtype=dtype, segment_bytes=segment_bytes, metadata={"seed": 3}
+    ) as writer:
+        for rank, steps in enumerate(indices):
+            for index in steps:
+                writer.append(
+                    rank,
+                    index,
+                    {layer.name: gradient(layer, rank, index) for layer in LAYERS},
+                    loss=index + rank / 10,
+                    learning_rate=0.5,
+                    loss_scale=2.0,
+                    accumulation=3,
+                    unused=["scale"] if index % 2 else [],
+                )
+    return path
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_trace(tmp_path_factory.mktemp("trace") / "t", [list(range(20)), list(range(20))])
+
+
+@pytest.fixture
+def trace_path(template: Path, tmp_path: Path) -> Path:
+    shutil.copytree(template, tmp_path / "t")
+    return tmp_path / "t"
+
+
+def test_what_is_written_is_read_back(template: Path) -> None:
+    with Trace(template) as trace:
+        assert trace.layers == LAYERS
+        assert trace.world_size == 2
+        assert trace.metadata["seed"] == 3
+        assert trace.steps.tolist() == list(range(20))
+        seen = 0
+        for step in trace.iterate():
+            for rank in range(2):
+                for layer in LAYERS:
+                    np.testing.assert_array_equal(step.gradients[rank][layer.name], gradient(layer, rank, step.index))
+            np.testing.assert_array_equal(step.loss, [step.index, step.index + 0.1])
+            assert (step.learning_rate, step.loss_scale.tolist()) == (0.5, [2.0, 2.0])
+            assert step.accumulation.tolist() == [3, 3]
+            assert step.unused[0].tolist() == [False, bool(step.index % 2), False, False]
+            seen += 1
+        assert seen == 20
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.sets(st.integers(0, 60), min_size=1, max_size=45), min_size=1, max_size=3), st.data())
+def test_positions_count_in_the_steps_that_all_ranks_hold(
+    tmp_path: Path, held: list[set[int]], data: st.DataObject
+) -> None:
+    path = tmp_path / "t"
+    shutil.rmtree(path, ignore_errors=True)
+    write_trace(path, [sorted(steps) for steps in held])
+    common = sorted(set.intersection(*held))
+    with Trace(path, allow_empty=True) as trace:
+        assert trace.steps.tolist() == common
+        assert trace.rank_steps == tuple(map(len, held))
+        start = data.draw(st.integers(0, len(common)))
+        stop = data.draw(st.integers(start, len(common)))
+        for rank in range(len(held)):
+            for layer in LAYERS:
+                expected = [gradient(layer, rank, index).reshape(-1) for index in common[start:stop]]
+                found = trace.read(layer.name, rank, start, stop)
+                np.testing.assert_array_equal(found, np.reshape(expected, (stop - start, layer.numel)))
+            assert trace.scalars(rank)["index"].tolist() == common
+
+
+def test_each_rank_is_read_where_it_holds_a_step(tmp_path: Path) -> None:
+    write_trace(tmp_path / "t", [[0, 1, 2, 5, 6], [2, 3, 5, 6], [1, 2, 4, 5, 6, 9]])
+    with Trace(tmp_path / "t") as trace:
+        assert trace.steps.tolist() == [2, 5, 6]
+        for rank in range(3):
+            rows = trace.read(LAYERS[0].name, rank, 1)
+            np.testing.assert_array_equal(rows, [gradient(LAYERS[0], rank, index).reshape(-1) for index in (5, 6)])
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 200), unique=True, max_size=60).map(sorted),
+    st.lists(st.integers(1, 80), min_size=4, max_size=8),
+)
+def test_runs_read_every_row_once_and_in_order(rows: list[int], sizes: list[int]) -> None:
+    starts = np.cumsum([0, *sizes, 201])
+    found = []
+    for segment, first, last in runs(np.array(rows, dtype=np.int64), starts):
+        assert last <= starts[segment + 1] - starts[segment]
+        found += [starts[segment] + row for row in range(first, last)]
+    assert found == rows
+
+
+def test_rows_without_gaps_in_one_segment_are_one_read() -> None:
+    assert list(runs(np.arange(5, 300), np.array([0, 1000]))) == [(0, 5, 300)]
+
+
+def test_columns_and_mean(template: Path) -> None:
+    layer = LAYERS[3]
+    with Trace(template) as trace:
+        both = np.array(
+            [[gradient(layer, rank, index).reshape(-1) for index in range(20)] for rank in range(2)], np.float64
+        )
+        picked = slice(CHUNK_COLUMNS - 7, CHUNK_COLUMNS + 9)
+        np.testing.assert_array_equal(trace.read("wide", 1, 3, 19, picked), both[1, 3:19, picked])
+        expected = both.mean(axis=0).astype(np.float32)
+        np.testing.assert_array_equal(trace.mean("wide"), expected)
+        np.testing.assert_array_equal(trace.mean("wide", 2, 18, picked), expected[2:18, picked])
+
+
+def test_iterate_reads_the_layers_and_positions_that_are_asked_for(template: Path) -> None:
+    with Trace(template) as trace:
+        steps = list(trace.iterate(5, 8, layers=["scale"]))
+    assert [step.position for step in steps] == [5, 6, 7]
+    assert all(list(rank) == ["scale"] for step in steps for rank in step.gradients)
+    assert steps[0].gradients[0]["scale"].shape == ()
+
+
+@pytest.mark.parametrize(("dtype", "reference"), [("float16", torch.float16), ("bfloat16", torch.bfloat16)])
+def test_narrow_types_round_as_torch_does(tmp_path: Path, dtype: str, reference: torch.dtype) -> None:
+    write_trace(tmp_path / "t", [[0, 1]], dtype)
+    with Trace(tmp_path / "t") as trace:
+        assert trace.dtype == dtype
+        found = trace.read("wide", 0, 1, 2)
+    expected = torch.from_numpy(gradient(LAYERS[3], 0, 1)).to(reference).float().reshape(1, -1)
+    np.testing.assert_array_equal(found, expected.numpy())
+    segment = h5py.File(tmp_path / "t" / "rank-00000" / "000000.h5")
+    assert segment["gradients/wide"].attrs.get("logical_dtype") == (b"bfloat16" if dtype == "bfloat16" else None)
+    segment.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_elements_that_are_not_finite_are_kept_and_counted(tmp_path: Path, dtype: str) -> None:
+    values = np.array([1.0, np.inf, -np.inf, np.nan, 3e4], np.float32)
+    with TraceWriter(tmp_path / "t", [Layer("x", (5,))], 1, dtype=dtype) as writer:
+        writer.append(0, 0, {"x": values})
+        writer.append(0, 1, {"x": np.full(5, 3e4, np.float32)})
+    with Trace(tmp_path / "t") as trace:
+        assert trace.scalars(0)["non_finite"].tolist() == [3, 0]
+        np.testing.assert_array_equal(np.isnan(trace.read("x", 0, 0, 1)[0]), np.isnan(values))
+        np.testing.assert_array_equal(np.isinf(trace.mean("x", 0, 1)[0]), np.isinf(values))
+
+
+def test_large_finite_values_do_not_count_as_infinite(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path / "t", [Layer("x", (8,))], 1) as writer:
+        writer.append(0, 0, {"x": np.full(8, 3e38, np.float32)})
+    with Trace(tmp_path / "t") as trace:
+        assert trace.scalars(0)["non_finite"].tolist() == [0]
+
+
+def test_the_digest_is_of_this_recording(tmp_path: Path, template: Path) -> None:
+    with Trace(template) as trace, Trace(template) as again:
+        first = trace.digest
+        assert again.digest == first
+    write_trace(tmp_path / "t", [list(range(20)), list(range(20))])
+    with Trace(tmp_path / "t") as other:
+        assert other.digest != first
+
+
+@settings(deadline=None)
+@given(st.integers(1, 10**7))
+def test_chunks_cover_a_layer_with_little_padding(numel: int) -> None:
+    rows, columns = chunk_shape(numel)
+    assert rows == 16
+    assert columns <= CHUNK_COLUMNS
+    pieces = -(-numel // CHUNK_COLUMNS)
+    assert 0 <= pieces * columns - numel < pieces
+
+
+@settings(deadline=None)
+@given(st.lists(st.text(min_size=1, max_size=6), unique=True))
+def test_every_layer_name_is_one_link_of_its_own(names: list[str]) -> None:
+    links = [dataset_name(name) for name in names]
+    assert len(set(links)) == len(names)
+    assert not any("/" in link or "\0" in link or link == "." for link in links)
+
+
+def test_check_finds_nothing_wrong_with_a_sound_trace(template: Path) -> None:
+    found = check(template)
+    assert found.ok
+    assert [(rank.steps, rank.segments, rank.closed) for rank in found.ranks] == [(20, 2, True)] * 2
+    assert found.common_steps == 20
+
+
+# --- asked wrongly ---------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_layer_names_close_ones(template: Path) -> None:
+    with Trace(template) as trace, pytest.raises(GradlabError, match=r"no layer 'conv/one.wight'.*conv/one.weight"):
+        trace.read("conv/one.wight", 0)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda trace: trace.read("scale", 2),
+        lambda trace: trace.scalars(-1),
+        lambda trace: trace.read("scale", 0, 0, 21),
+        lambda trace: trace.mean("scale", -1),
+        lambda trace: trace.read("wide", 0, columns=slice(0, 10, 2)),
+        lambda trace: next(trace.iterate(5, 3)),
+    ],
+)
+def test_a_rank_or_range_that_is_not_there_is_refused(template: Path, ask: Callable[[Trace], object]) -> None:
+    with Trace(template) as trace, pytest.raises(GradlabError):
+        ask(trace)
+
+
+@pytest.mark.parametrize(
+    "append",
+    [
+        lambda writer: writer.append(0, 0, {}),
+        lambda writer: writer.append(0, 0, {"x": np.zeros(4)}),
+        lambda writer: writer.append(1, 0, {"x": np.zeros(3)}),
+        lambda writer: [writer.append(0, 5, {"x": np.zeros(3)}) for _ in range(2)],
+    ],
+)
+def test_the_writer_refuses_what_does_not_fit(tmp_path: Path, append: Callable[[TraceWriter], object]) -> None:
+    with TraceWriter(tmp_path / "t", [Layer("x", (3,))], 1) as writer, pytest.raises(GradlabError):
+        append(writer)
+
+
+def test_metadata_that_is_not_json_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(GradlabError, match="metadata cannot be written as JSON"):
+        TraceWriter(tmp_path / "t", LAYERS, 1, metadata={"x": float("nan")})
+    assert not (tmp_path / "t").exists()
+
+
+def test_the_writer_overwrites_nothing_unasked(trace_path: Path) -> None:
+    with pytest.raises(GradlabError, match="not empty; nothing is overwritten"):
+        TraceWriter(trace_path, LAYERS, 1)
+    TraceWriter(trace_path, LAYERS, 1, overwrite=True).close()
+    assert sorted(file.name for file in trace_path.iterdir()) == ["manifest.json", "rank-00000"]
+
+
+# --- wrong traces: each gives one line ---------------------------------------------------------------------------
+
+
+def refused(path: Path, match: str) -> None:
+    """`Trace` refuses it in one line, and `check` agrees that it is not sound."""
+    with pytest.raises(GradlabError, match=match) as caught:
+        Trace(path)
+    assert "\n" not in str(caught.value)
+    with contextlib.suppress(GradlabError):  # for a manifest that cannot be read, in the same words
+        found = check(path)
+        assert not found.ok
+        assert not any("\n" in problem for problem in found.problems)
+        assert not found.closed or any(re.search(match, problem) for problem in found.problems)
+
+
+def rewrite(path: Path, **changes: object) -> None:
+    """Write a manifest or an index anew, with its checksum right and some fields changed."""
+    kind = json.loads(path.read_text())["format"]
+    body = read_document(path, kind)
+    write_document(
+        path, kind, {key: value for key, value in body.items() if key not in ("format", "version")} | changes
+    )
+
+
+def replace_text(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def test_no_such_folder(tmp_path: Path) -> None:
+    refused(tmp_path / "t", "no such folder")
+
+
+def test_a_foreign_folder(tmp_path: Path) -> None:
+    refused(tmp_path, "not a gradlab trace, there is no manifest.json")
+    (tmp_path / "manifest.json").write_text('{"format": "something else"}')
+    refused(tmp_path, "not written by gradlab")
+    (tmp_path / "manifest.json").write_text("[" * 100_000)
+    refused(tmp_path, "not JSON")
+
+
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.99])
+def test_a_truncated_manifest(trace_path: Path, part: float) -> None:
+    content = (trace_path / "manifest.json").read_bytes()
+    (trace_path / "manifest.json").write_bytes(content[: int(len(content) * part)])
+    refused(trace_path, "manifest.json: truncated or damaged")
+
+
+def test_any_flipped_bit_of_a_manifest(trace_path: Path) -> None:
+    content = (trace_path / "manifest.json").read_bytes()
+    same = json.loads(content)
+    for position in range(0, len(content), 7):
+        flipped = bytearray(content)
+        flipped[position] ^= 1 << position % 8
+        (trace_path / "manifest.json").write_bytes(flipped)
+        if _is_same_json(flipped, same):  # white space, say
+            continue
+        with pytest.raises(GradlabError) as caught:
+            Trace(trace_path)
+        assert "\n" not in str(caught.value)
+
+
+def _is_same_json(content: bytearray, same: object) -> bool:
+    try:
+        return bool(json.loads(content) == same)
+    except ValueError:
+        return False
+
+
+def test_a_newer_manifest(trace_path: Path) -> None:
+    replace_text(trace_path / "manifest.json", '"version": 1', '"version": 7')
+    refused(trace_path, r"written by a newer gradlab \(version 7, this one reads up to 1\)")
+    replace_text(trace_path / "manifest.json", '"version": 7', '"version": -1')
+    refused(trace_path, "version is -1")
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"world_size": 0}, "'world_size' is 0"),
+        ({"world_size": "2"}, "'world_size' is '2'"),
+        ({"dtype": "float64"}, "'dtype' is 'float64'"),
+        ({"layers": []}, "at least one layer"),
+        ({"layers": [{"name": "a", "shape": [2**30, 2**30]}]}, "not a layer description"),
+        ({"layers": [{"name": "a", "shape": [1]}] * 2}, "names a layer twice"),
+        ({"layers": [{"name": "a", "shape": [-1]}]}, "not a layer description"),
+        ({"run": "../../x"}, "'run' is"),
+        ({"metadata": 3}, "'metadata' is 3"),
+        ({"world_size": 3}, "ranks disagree, the manifest has 3, but no rank-00002"),
+        ({"world_size": 1}, "ranks disagree, the manifest has 1, but rank-00001 is there"),
+        ({"run": "0" * 32}, "disagrees with the manifest, it is of another run"),
+        ({"layers": [LAYERS[0].to_json()]}, "does not belong to this trace: its layers is"),
+        ({"dtype": "float16"}, "does not belong to this trace: its dtype is"),
+    ],
+)
+def test_a_manifest_that_says_something_else(trace_path: Path, change: dict[str, object], match: str) -> None:
+    rewrite(trace_path / "manifest.json", **change)
+    refused(trace_path, match)
+
+
+def test_ranks_of_different_runs(trace_path: Path, tmp_path: Path) -> None:
+    write_trace(tmp_path / "other", [list(range(20)), list(range(20))])
+    shutil.rmtree(trace_path / "rank-00001")
+    shutil.copytree(tmp_path / "other" / "rank-00001", trace_path / "rank-00001")
+    refused(trace_path, "rank-00001 disagrees with the manifest")
+    shutil.copy(trace_path / "rank-00000" / "index.json", trace_path / "rank-00001" / "index.json")
+    rewrite(trace_path / "rank-00001" / "index.json", rank=1)
+    refused(trace_path, "does not belong to this trace: its run is")
+
+
+def test_an_index_that_is_missing_damaged_or_wrong(trace_path: Path) -> None:
+    index = trace_path / "rank-00001" / "index.json"
+    good = index.read_bytes()
+    index.unlink()
+    refused(trace_path, r"not closed \(rank 1\); run `gradlab trace repair")
+    index.write_bytes(good[:50])
+    refused(trace_path, "index.json: truncated or damaged")
+    index.write_bytes(good)
+    rewrite(index, segments=[{"number": 0, "steps": 16}, {"number": 1, "steps": 3}])
+    refused(trace_path, "4 committed steps, its index says 3")
+    rewrite(index, segments=[{"number": 1}])
+    refused(trace_path, "not an index of segments")
+    rewrite(index, segments=[{"number": 1, "steps": 4}, {"number": 0, "steps": 16}])
+    refused(trace_path, "iterations are not in ascending order")
+
+
+def test_an_empty_trace(tmp_path: Path) -> None:
+    write_manifest(tmp_path, manifest := Manifest(2, LAYERS))
+    for rank in range(2):
+        (tmp_path / f"rank-0000{rank}").mkdir()
+        write_index(tmp_path, RankIndex(manifest.run, rank, ()))
+    refused(tmp_path, r"empty trace, no step is common to all ranks \(steps per rank: 0, 0\)")
+    with Trace(tmp_path, allow_empty=True) as trace:
+        assert trace.read("wide", 0).shape == (0, 40_000)
+        assert trace.mean("wide").shape == (0, 40_000)
+        assert list(trace.iterate()) == []
+
+
+def test_an_index_that_does_not_name_a_closed_segment(trace_path: Path) -> None:
+    rewrite(trace_path / "rank-00001" / "index.json", segments=[{"number": 0, "steps": 16}])
+    refused(trace_path, "000001.h5: there, though the index of rank 1 does not name it")
+
+
+def test_only_folders_of_ranks_count_as_ranks(trace_path: Path) -> None:
+    (trace_path / "rank-notes").write_text("what I thought of rank 1")
+    Trace(trace_path).close()
+    assert check(trace_path).ok
+    (trace_path / "rank-00002").mkdir()
+    refused(trace_path, "ranks disagree, the manifest has 2, but rank-00002 is there")
+
+
+def test_ranks_with_different_numbers_of_steps_are_remarked_upon(tmp_path: Path) -> None:
+    write_trace(tmp_path / "t", [list(range(5)), list(range(3))])
+    line = "ranks hold 3 to 5 steps each; the 3 that all ranks hold are read, the others are not"
+    found = check(tmp_path / "t")
+    assert found.ok
+    assert found.remarks == (line,)
+    with Trace(tmp_path / "t") as trace:
+        assert trace.remarks == (line,)
+
+
+def test_as_many_steps_that_are_others_are_remarked_upon(tmp_path: Path, template: Path) -> None:
+    write_trace(tmp_path / "t", [[0, 1, 2], [1, 2, 3]])
+    with Trace(tmp_path / "t") as trace, Trace(template) as whole:
+        assert trace.remarks == ("ranks hold 3 steps each; the 2 that all ranks hold are read, the others are not",)
+        assert whole.remarks == ()
+
+
+@pytest.mark.parametrize("held", [[[], []], [[0, 1], [2, 3]], [[0], []]])
+def test_ranks_without_a_common_step(tmp_path: Path, held: list[list[int]]) -> None:
+    write_trace(tmp_path / "t", held)
+    refused(tmp_path / "t", "empty trace, no step is common to all ranks")
+
+
+def test_a_missing_segment(trace_path: Path) -> None:
+    (trace_path / "rank-00000" / "000001.h5").unlink()
+    refused(trace_path, "000001.h5: missing")
+    assert "000001.h5: missing" in check(trace_path).problems[0]
+
+
+@pytest.mark.parametrize("kept", [0, 100, 5000, 200_000])
+def test_a_truncated_segment(trace_path: Path, kept: int) -> None:
+    segment = trace_path / "rank-00000" / "000000.h5"
+    segment.write_bytes(segment.read_bytes()[:kept])
+    refused(trace_path, "000000.h5: not a readable HDF5 file, or truncated")
+    assert not check(trace_path).ok
+
+
+def test_a_flipped_bit_in_the_data_is_found(trace_path: Path) -> None:
+    segment = trace_path / "rank-00001" / "000000.h5"
+    content = bytearray(segment.read_bytes())
+    content[content.index(gradient(LAYERS[3], 1, 5).tobytes()[:1000]) + 40] ^= 4
+    segment.write_bytes(content)
+    found = check(trace_path)
+    assert [len(rank.problems) for rank in found.ranks] == [0, 1]
+    assert "layer 'wide' at iteration 5 is damaged (checksum)" in found.problems[0]
+    with Trace(trace_path) as trace:
+        trace.read("scale", 1)
+        with pytest.raises(GradlabError, match="iteration 5 is damaged"):
+            trace.read("wide", 1)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_flipped_bit_anywhere_is_found_or_harmless(tmp_path: Path, data: st.DataObject) -> None:
+    """Oracle: the values read are those written, or it is a GradlabError. Wrong values are the one failure."""
+    path = tmp_path / "t"
+    if not path.exists():
+        with TraceWriter(path, [Layer("x", (50,)), Layer("y", (3,))], 1) as writer:
+            for index in range(20):
+                writer.append(0, index, {"x": np.full(50, index), "y": np.full(3, -index)}, loss=index)
+        shutil.copy(path / "rank-00000" / "000000.h5", tmp_path / "sound.h5")
+    content = bytearray((tmp_path / "sound.h5").read_bytes())
+    position = data.draw(st.integers(0, len(content) - 1))
+    content[position] ^= 1 << data.draw(st.integers(0, 7))
+    (path / "rank-00000" / "000000.h5").write_bytes(content)
+    sound = check(path).ok
+    with contextlib.nullcontext() if sound else contextlib.suppress(GradlabError), Trace(path) as trace:
+        np.testing.assert_array_equal(trace.read("x", 0), np.repeat(np.arange(20.0), 50).reshape(20, 50))
+        np.testing.assert_array_equal(trace.scalars(0)["loss"], np.arange(20.0))
+
+
+def test_no_text_lies_where_hdf5_has_no_checksum(tmp_path: Path) -> None:
+    """A flipped bit in a global heap ("GCOL") can keep HDF5 reading for ever."""
+    with TraceWriter(tmp_path / "t", [Layer("x", (50,))], 1, dtype="bfloat16") as writer:
+        writer.append(0, 0, {"x": np.ones(50)})
+    assert b"GCOL" not in (tmp_path / "t" / "rank-00000" / "000000.h5").read_bytes()
+
+
+def edit(trace_path: Path, change: Callable[[h5py.File], object]) -> None:
+    with h5py.File(trace_path / "rank-00000" / "000000.h5", "r+") as file:
+        change(file)
+
+
+def replaced(name: str, make: Callable[[h5py.File, str, h5py.Dataset], object]) -> Callable[[h5py.File], object]:
+    """Put something else in the place of a data set."""
+
+    def change(file: h5py.File) -> None:
+        old = file[name]
+        file.move(name, "moved")
+        make(file, name, old)
+        del file["moved"]
+
+    return change
+
+
+def _virtual(file: h5py.File, name: str, old: h5py.Dataset) -> None:
+    layout = h5py.VirtualLayout(shape=old.shape, dtype=old.dtype, maxshape=old.maxshape)
+    layout[:] = h5py.VirtualSource("elsewhere.h5", "x", shape=old.shape)
+    file.create_virtual_dataset(name, layout)
+
+
+def _external(file: h5py.File, name: str, old: h5py.Dataset) -> None:
+    file.create_dataset(name, shape=old.shape, dtype=old.dtype, external=[("/etc/passwd", 0, old.nbytes)])
+
+
+def _unknown_filter(file: h5py.File, name: str, old: h5py.Dataset) -> None:
+    properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    properties.set_chunk(old.chunks)
+    properties.set_filter(h5py.h5z.FILTER_NBIT, h5py.h5z.FLAG_OPTIONAL)
+    h5py.h5d.create(file.id, name.encode(), old.id.get_type(), old.id.get_space(), properties)
+
+
+def _absurd_shape(file: h5py.File, name: str, old: h5py.Dataset) -> None:
+    file.create_dataset(name, shape=(2**40, 48), maxshape=(None, 48), dtype="<f4", chunks=(16, 48))
+    file["committed"][0] = 2**40
+
+
+WIDE = "gradients/conv%2Fone.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (replaced(WIDE, lambda f, n, _: f.__setitem__(n, h5py.ExternalLink("x.h5", "/x"))), "is a ExternalLink"),
+        (replaced(WIDE, lambda f, n, _: f.__setitem__(n, h5py.SoftLink("/steps"))), "is a SoftLink"),
+        (replaced("steps", lambda f, n, _: f.__setitem__(n, h5py.ExternalLink("x.h5", "/x"))), "is a ExternalLink"),
+        (replaced(WIDE, _virtual), "virtual data set"),
+        (replaced(WIDE, _external), "external storage"),
+        (replaced(WIDE, _unknown_filter), "unknown HDF5 filter 5"),
+        (replaced(WIDE, lambda f, n, _: f.create_group(n)), "not a data set"),
+        (replaced(WIDE, lambda f, n, o: f.create_dataset(n, data=o[:].astype("f8"))), "holds float64"),
+        (replaced(WIDE, lambda f, n, o: f.create_dataset(n, data=o[:, :5])), "has shape"),
+        (replaced(WIDE, lambda f, n, o: f.create_dataset(n, data=o[:5])), "has shape"),
+        (replaced("steps", lambda f, n, o: f.create_dataset(n, shape=o.shape, dtype=o.dtype)), "does not hold"),
+        (replaced("unused", _absurd_shape), "claims|has shape"),
+        (lambda f: f.__delitem__(WIDE), "layers differ from the manifest: conv%2Fone.weight"),
+        (lambda f: f.create_dataset("gradients/more", data=[1.0]), "layers differ from the manifest: more"),
+        (lambda f: f.create_dataset("more", data=[1.0]), r"members \['more'\] are missing or unknown"),
+        (lambda f: f.__delitem__("committed"), r"members \['committed'\]"),
+        (lambda f: f["committed"].__setitem__(0, 15), "15 committed steps, its index says 16"),
+        (lambda f: f["committed"].__setitem__(0, -1), "-1 committed steps"),
+        (lambda f: f["committed"].__setitem__(0, 2**60), "claims|has shape"),
+        (lambda f: f["unused"].__setitem__(3, 255), "do not match their checksums"),
+        (lambda f: f.attrs.__setitem__("gradlab", np.bytes_("{}")), "not a segment of a gradlab trace"),
+        (lambda f: f.attrs.__setitem__("gradlab", "{}"), "not a segment of a gradlab trace"),
+        (lambda f: f.attrs.__setitem__("gradlab", 3), "not a segment of a gradlab trace"),
+        (lambda f: f.attrs.__delitem__("gradlab"), "not a segment of a gradlab trace"),
+    ],
+)
+def test_a_segment_that_is_not_what_it_claims(
+    trace_path: Path, change: Callable[[h5py.File], object], match: str
+) -> None:
+    edit(trace_path, change)
+    refused(trace_path, match)
+    assert not check(trace_path).ok
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "match"),
+    [
+        ("version", 9, "written by a newer gradlab"),
+        ("world_size", 3, "its world_size is 3, the manifest says 2"),
+        ("rank", 1, "its rank is 1, the manifest says 0"),
+        ("segment", 1, "its segment is 1, the manifest says 0"),
+    ],
+)
+def test_a_segment_with_another_header(trace_path: Path, key: str, value: int, match: str) -> None:
+    def change(file: h5py.File) -> None:
+        file.attrs["gradlab"] = np.bytes_(json.dumps(json.loads(file.attrs["gradlab"]) | {key: value}))
+
+    edit(trace_path, change)
+    refused(trace_path, match)
+
+
+def test_the_golden_trace_of_version_1_still_loads() -> None:
+    with Trace(GOLDEN) as trace:
+        assert [layer.name for layer in trace.layers] == ["conv.weight", "conv.bias"]
+        assert trace.world_size == 2
+        assert trace.steps.tolist() == [0, 2, 4]
+        assert trace.metadata["note"] == "golden"
+        for step in trace.iterate():
+            for rank in range(2):
+                expected = np.arange(12, dtype=np.float32).reshape(3, 4) + 100 * rank + step.index
+                np.testing.assert_array_equal(step.gradients[rank]["conv.weight"], expected)
+                assert step.unused[rank].tolist() == [False, step.index == 2]
+            np.testing.assert_array_equal(step.loss, [step.index / 2, step.index / 2])
+    assert check(GOLDEN).ok
