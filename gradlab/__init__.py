@@ -4,6 +4,7 @@ The package itself imports nothing heavy; take what is needed from its parts: `g
 `gradlab.analysis`, `gradlab.runtime`, `gradlab.datasets`, `gradlab.plan`, `gradlab.codecs`, `gradlab.collectives`.
 """
 
+import os
 import sys
 
 from gradlab.moved import MovedModules
@@ -13,3 +14,8 @@ __all__ = ["__version__"]
 
 # Asked last, for names that nothing else knows.
 sys.meta_path.append(MovedModules())
+
+# In a checkout the side folders lie beside this one; in an installed package they lie in it.
+_folder = os.path.dirname(__file__)
+if not os.path.isdir(os.path.join(_folder, "capture")):
+    __path__.append(os.path.dirname(_folder))

@@ -6,6 +6,7 @@ import ast
 import functools
 import importlib
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -223,6 +224,25 @@ def test_every_source_file_is_installed(package: str) -> None:
     (place,) = importlib.import_module(package).__path__
     for name, source in sources.items():
         assert (Path(place) / name).read_text() == source.read_text(), f"{package}/{name} is not what is installed"
+
+
+def test_the_side_packages_import_from_a_checkouts_root() -> None:
+    """Where they lie beside the package, not in it: as the files there are, installed or not."""
+    code = (
+        "import gradlab.analysis, gradlab.capture, gradlab.datasets, gradlab.runtime; print(gradlab.runtime.__file__)"
+    )
+    unset = ("PYTHONPATH", "PYTHONSAFEPATH")  # either may put another gradlab first
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    command = [sys.executable, "-B", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert Path(done.stdout.strip()).samefile(ROOT / "runtime" / "__init__.py")
+
+
+def test_an_installed_package_looks_in_its_own_folder_alone() -> None:
+    """Nothing that lies beside it in an environment becomes a part of it."""
+    (place,) = importlib.import_module("gradlab").__path__
+    assert all((Path(place) / side).is_dir() for side in SIDES)
 
 
 def test_imports_are_read_as_python_reads_them(tmp_path: Path) -> None:
