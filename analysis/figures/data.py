@@ -11,7 +11,7 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from gradlab.analysis.jsonable import plain
+from gradlab.jsonable import plain
 
 _DIGITS = 6  # significant: what no reader of a plot can see is not worth its bytes
 

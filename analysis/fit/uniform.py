@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradlab.analysis.jsonable import plain
 from gradlab.analysis.replay.result import Replay
 from gradlab.artifact import Artifact
 from gradlab.errors import GradlabError
+from gradlab.jsonable import plain
 from gradlab.plan import Plan
 
 

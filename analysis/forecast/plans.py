@@ -12,10 +12,10 @@ from gradlab.analysis.forecast.dry_run import DryRuns, one_thread, scan_seconds_
 from gradlab.analysis.forecast.link import Link, format_rate
 from gradlab.analysis.forecast.profile import Profile
 from gradlab.analysis.forecast.step_time import Comparison, Job, break_even, compare, make_job
-from gradlab.analysis.jsonable import plain
 from gradlab.analysis.replay import methods_of, refresh_remark
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_ratio, format_seconds
+from gradlab.jsonable import plain
 from gradlab.plan import Plan
 from gradlab.progress import Progress
 

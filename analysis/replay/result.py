@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from statistics import median
 from typing import Any
 
-from gradlab.analysis.jsonable import plain
 from gradlab.codec.measures import LayerErrors, add_errors, relative
 from gradlab.errors import GradlabError
 from gradlab.executor.lockstep_plan import GroupCost
 from gradlab.formatting import format_percent
+from gradlab.jsonable import plain
 
 
 @dataclass(frozen=True)

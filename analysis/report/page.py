@@ -21,9 +21,9 @@ from matplotlib.figure import Figure
 
 from gradlab.analysis.figures.data import figure_data
 from gradlab.analysis.figures.style import drawing, render
-from gradlab.analysis.jsonable import plain
 from gradlab.analysis.outputs import REPORT_FILES, require_free
 from gradlab.errors import GradlabError
+from gradlab.jsonable import plain
 from gradlab.progress import Progress
 from gradlab.version import VERSION
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradlab.analysis.fit.gradiveq import GradiveqFit
-from gradlab.analysis.jsonable import plain
 from gradlab.analysis.measure.spectrum import TraceSpectrum, measure_spectrum
 from gradlab.analysis.outputs import REPORT_FILES, require_free
 from gradlab.analysis.replay.ranking import ranking_stability
@@ -18,6 +17,7 @@ from gradlab.analysis.report.sections import comparison_sections, trace_sections
 from gradlab.analysis.report.verdict import comparison_verdict, trace_verdict
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_count
+from gradlab.jsonable import plain
 from gradlab.progress import Progress
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ def progress_bars() -> Iterator[Progress]:
 
 def print_json(value: Any) -> None:
     """The result for scripts: one JSON document, nothing else on standard output; no NaN."""
-    from gradlab.analysis.jsonable import plain
+    from gradlab.jsonable import plain
 
     print(json.dumps(plain(value), indent=1, allow_nan=False))
 

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gradlab.analysis.jsonable import plain
 from gradlab.analysis.measure.holdout import age_bins
 from gradlab.analysis.measure.spectrum import LOSS_THRESHOLDS, spread
 from gradlab.errors import GradlabError
+from gradlab.jsonable import plain
 from gradlab.learning.slice_pca import dimension, principal_axes
 
 if TYPE_CHECKING:

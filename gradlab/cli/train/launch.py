@@ -10,10 +10,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gradlab.analysis.jsonable import plain
 from gradlab.cli.train.settings import TrainSettings
 from gradlab.errors import GradlabError
 from gradlab.files import write_whole
+from gradlab.jsonable import plain
 from gradlab.progress import Progress
 
 

@@ -13,12 +13,12 @@ from gradlab.analysis.figures.data import figure_data
 from gradlab.analysis.forecast.link import Link
 from gradlab.analysis.forecast.payoff import LEAST_COSINE, USUAL, measure_payoff, payoff_verdict, speed, usual_plans
 from gradlab.analysis.forecast.profile import Profile
-from gradlab.analysis.jsonable import plain
 from gradlab.analysis.report.examine import examine, replay_start
 from gradlab.analysis.report.page import inline_svg
 from gradlab.analysis.report.sections import trace_sections
 from gradlab.analysis.report.trace_report import write_trace_report
 from gradlab.errors import GradlabError
+from gradlab.jsonable import plain
 from gradlab.layout import Layer
 from gradlab.plan import Plan
 from support.recorded import random_gradients, record

@@ -15,7 +15,6 @@ from sklearn.decomposition import PCA as ScikitPCA
 
 from gradlab.analysis.fit.gradiveq import NotFittable, fit_gradiveq
 from gradlab.analysis.gradients import read_unscaled
-from gradlab.analysis.jsonable import plain
 from gradlab.analysis.measure import spectrum as spectrum_module
 from gradlab.analysis.measure.agreement import rank_cosine, signal_to_noise
 from gradlab.analysis.measure.holdout import age_bins, holdout_by_age
@@ -39,6 +38,7 @@ from gradlab.formatting import (
     format_ratio,
     format_seconds,
 )
+from gradlab.jsonable import plain
 from gradlab.layout import Layer, canonical_json, flatten, split_slices
 from gradlab.learning.slice_pca import principal_axes
 from gradlab.plan import Plan

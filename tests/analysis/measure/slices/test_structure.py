@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from gradlab.analysis.figures.slices import PLOTS
 from gradlab.analysis.figures.style import drawing
-from gradlab.analysis.jsonable import plain
 from gradlab.analysis.measure.holdout import losses_by_slice
 from gradlab.analysis.measure.slices import of_trace as module
 from gradlab.analysis.measure.slices.of_trace import looked_at, measure_slice_structure
@@ -38,6 +37,7 @@ from gradlab.cli.analyze import analyze
 from gradlab.codecs.gradiveq import GradiVeQ
 from gradlab.datasets.synthetic import GradientModel, draw, expected_spectrum, expected_tail_energy
 from gradlab.errors import GradlabError
+from gradlab.jsonable import plain
 from gradlab.layout import Layer, canonical_json, flatten
 from support.laws import law
 from support.recorded import CONVOLUTION, LINEAR, random_gradients, record, record_layer
