@@ -11,6 +11,7 @@ the survivors before they can say anything; rank 0 holds the store, so that with
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -241,6 +242,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     wanted = parser.parse_args()
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # or each rank's end looks through all that was imported, and copies it
     wrong = 0
     for fault in faults(wanted.kills, wanted.stops, random.Random(wanted.seed)):
         outcome = trial(fault)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -179,16 +179,27 @@ def lockstep(
     return history
 
 
+class Part(NamedTuple):
+    """What one rank holds after an exchange."""
+
+    mean: Tensors
+    state: Tensors
+
+
 def lockstep_part(
     plan: Plan, group: dist.ProcessGroup, steps: int, make: Callable[[int, int], Tensors]
-) -> list[dict[str, Exchanged]]:
+) -> list[dict[str, Part]]:
     """This rank's part of `lockstep`, per step and group: rank 0 computes it for all, and hands the parts out."""
-    parts: list[list[dict[str, Exchanged]]] | None = None
+    parts: list[list[dict[str, Part]]] | None = None
     if dist.get_rank(group) == 0:
         ranks = dist.get_world_size(group)
         history = lockstep(plan, ranks, steps, make)
         parts = [
-            [{name: found[rank].value for name, found in step.items()} for step in history] for rank in range(ranks)
+            [
+                {name: Part(found[rank].value.mean, found[rank].value.state) for name, found in step.items()}
+                for step in history
+            ]
+            for rank in range(ranks)
         ]
     mine: list[Any] = [None]
     dist.scatter_object_list(mine, parts, src=0, group=group)
