@@ -165,8 +165,7 @@ class LockstepPlan:
                 exchanged[group.name], costs[group.name] = self._exchange(group.name, steps, bill)
         if steps[ROOT].active:
             self._agree(steps, bill)
-        for run, step, rank in zip(self.runs, steps, range(self.world_size), strict=True):
-            run.end(step, [mean for ranks in exchanged.values() for mean in ranks[rank].mean.values()])
+        self._end(steps, [mean for ranks in exchanged.values() for mean in ranks[ROOT].mean.values()])
         agreed = steps[ROOT]
         compressing = self.plan.schedule.compresses(iteration)
         return StepResult(
@@ -200,6 +199,14 @@ class LockstepPlan:
         [result, *_] = run_lockstep([step.agree() for step in steps])
         if self._agrees:
             bill.add_mean(result.payload_bytes - (0 if self._counts_rest else FINITE_FLAG_BYTES))
+
+    def _end(self, steps: Sequence[Step], results: Sequence[torch.Tensor]) -> None:
+        """End the step on all ranks. results: the root's; they are the same on every rank, and looked at once."""
+        self.runs[ROOT].end(steps[ROOT], results)
+        for run, step in zip(self.runs, steps, strict=True):
+            if run is not self.runs[ROOT]:
+                step.finite = steps[ROOT].finite
+                run.end(step)
 
     def _bill_uncompressed(self, bill: _Bill, step: Step) -> None:
         """All other layers, as one all-reduce."""
