@@ -1,4 +1,4 @@
-"""What there is to choose from, told by the codecs: properties from their classes, collectives and bytes from a run.
+"""What there is to choose from: properties from the codecs' classes, collectives and bytes from a run.
 
 Tables and the page of methods are made of it, so that they cannot be out of date.
 """
@@ -21,17 +21,18 @@ from gradlab.collectives import Request, observed, run_lockstep
 from gradlab.layout import Layer
 
 RANKS = (2, 8, 32)  # at which bytes on the wire are counted
-LAYER = Layer("weight", (64, 64), "linear")  # of which they are counted; a convolution for those that take no other
+LAYER = Layer("weight", (64, 64), "linear")  # whose bytes are counted; CONVOLUTION for codecs that take no other
 CONVOLUTION = Layer("weight", (64, 64, 3, 3), "convolution")
-LARGE = Layer("weight", (1024, 1024), "linear")  # of which guarantees are told
+LARGE = Layer("weight", (1024, 1024), "linear")  # whose guarantees are shown
 
 
 def codec_facts(name: str) -> dict[str, Any]:
-    """One codec with its default settings, as plain JSON.
+    """Describe one codec with its default settings, as plain JSON.
 
-    delta: see `Guarantees`, of a layer of 1024 x 1024 or None; bits: of payload per value, of a layer of 64 x 64 (a
-    convolution of 64 x 64 x 3 x 3 for codecs of convolutions alone), in its wrappers of habit and, if it works in
-    phases, in the first; wire_bits: by number of ranks, what a rank sends per value, mean over ranks.
+    delta: see `Guarantees`, of a layer of 1024 x 1024; None where nothing is guaranteed.
+    bits: of payload per value, of a layer of 64 x 64 (of a convolution of 64 x 64 x 3 x 3 for codecs of convolutions
+    alone), in two_way where that is the default; of a codec that works in phases, in the first one.
+    wire_bits: by number of ranks, bits that a rank sends per value, mean over ranks.
     """
     method = codecs.get(name)
     codec, layer = method(), LAYER if "linear" in method.defaults.roles else CONVOLUTION
@@ -62,7 +63,7 @@ def codec_facts(name: str) -> dict[str, Any]:
 
 
 def wrapper_facts(name: str) -> dict[str, Any]:
-    """One wrapper, as plain JSON."""
+    """Describe one wrapper, as plain JSON."""
     method = wrappers.get(name)
     return {
         "name": name,
@@ -74,18 +75,18 @@ def wrapper_facts(name: str) -> dict[str, Any]:
 
 
 def first_sentence(method: type[Codec]) -> str:
-    """What its file says first: the idea."""
+    """The first sentence of the method's file, which says the idea."""
     text = inspect.cleandoc(sys.modules[method.__module__].__doc__ or method.__doc__ or "")
     return " ".join(text.split("\n\n")[0].split())
 
 
 def settings_of(method: type[Codec]) -> dict[str, Any]:
-    """Names and defaults of its settings; None for one that is required."""
+    """The method's settings by name with their defaults; None for one that is required."""
     return {row["name"]: row["default"] for row in setting_rows(method)}
 
 
 def setting_rows(method: type[Codec]) -> list[dict[str, Any]]:
-    """What each setting says of itself: name, default, values in words, unit, what it does, and the paper's symbol."""
+    """One row per setting: name, default, values in words, unit, the paper's symbol, and what it does."""
     return [
         {
             "name": field.name,
@@ -100,8 +101,10 @@ def setting_rows(method: type[Codec]) -> list[dict[str, Any]]:
 
 
 def _exchange(codec: Codec, layer: Layer, ranks: int) -> tuple[list[str], float, float]:
-    """Kinds of the collectives asked for, in order; payload and wire bytes, means over ranks. Inside `two_way` where
-    that is the codec's habit."""
+    """Run one exchange, inside `two_way` where that is the codec's default.
+
+    Returns the kinds of the collectives in the order of their first use, and payload and wire bytes, means over ranks.
+    """
     if codec.defaults.two_way:
         codec = wrappers.get("two_way")(codec)
     generator = torch.Generator().manual_seed(0)

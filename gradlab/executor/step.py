@@ -99,7 +99,7 @@ class PlanRun:
 
         Returns why none could be chosen, on the root, so that the plan stays as it is; else an empty text.
         """
-        request = self.replanner.due(self.iteration) if self.replanner is not None else None
+        request = self.replanner.message(self.iteration) if self.replanner is not None else None
         if self.replanner is None or request is None:
             return ""
         answer = yield replace(request, tensor=request.tensor.to(self._device))

@@ -8,8 +8,8 @@ from gradlab.plan.plan import (
     Plan,
     Schedule,
     Wrap,
+    default_wrappers,
     groups_of_the_rest,
-    habitual_wrappers,
 )
 from gradlab.plan.recipes import method_plan
 
@@ -20,8 +20,8 @@ __all__ = [
     "Plan",
     "Schedule",
     "Wrap",
+    "default_wrappers",
     "groups_of_the_rest",
-    "habitual_wrappers",
     "lgc_plan",
     "method_plan",
 ]

@@ -17,12 +17,18 @@ from gradlab import codecs
 from gradlab.codec import Codec, Context, Tensors
 from gradlab.codec.settings import build_settings
 from gradlab.layout import Layer
-from gradlab.plan.plan import Group, Wrap, habitual_wrappers
+from gradlab.plan.plan import Group, Wrap, default_wrappers
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A codec for one layer: settings as plain JSON values, what it has learned, and wrappers, None for its habit."""
+    """A codec for one layer, with settings.
+
+    codec: the codec's id.
+    settings: plain JSON values.
+    learned: tensors that the codec learned from data.
+    wrappers: around the codec, outermost first; None: its default ones.
+    """
 
     codec: str
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -30,7 +36,7 @@ class Candidate:
     wrappers: tuple[Wrap, ...] | None = None
 
     def build(self) -> Codec:
-        """The codec itself.
+        """Build the codec, without wrappers.
 
         Raises:
             GradlabError: for an unknown codec, or settings out of range.
@@ -39,8 +45,8 @@ class Candidate:
         return method(build_settings(method, self.settings), self.learned)
 
     def group(self, layer: str) -> Group:
-        """A plan's group of one layer."""
-        around = habitual_wrappers(self.build()) if self.wrappers is None else self.wrappers
+        """A plan's group of this layer alone."""
+        around = default_wrappers(self.build()) if self.wrappers is None else self.wrappers
         return Group(layer, (layer,), self.codec, dict(self.settings), around)
 
     def __str__(self) -> str:
@@ -51,17 +57,18 @@ class Candidate:
 def squared_errors(
     layer: Layer, gradient: torch.Tensor, candidates: Sequence[Candidate], *, seed: int = 0
 ) -> list[float]:
-    """||C(x) - x||^2 of each candidate C for one rank's gradient x of a layer, without feedback.
+    """Measure ||C(x) - x||^2 of each candidate C for one rank's gradient x of a layer, without error feedback.
 
-    gradient: of the layer's shape; seed: of the draws of codecs that round or choose at random.
+    gradient: x, of the layer's shape.
+    seed: of the random numbers of codecs that round or choose at random.
+    Returns one squared error per candidate, in the gradient's unit squared.
     """
     context = Context(0, 1, 0, group=layer.name, seed=seed)
-    found: dict[int, float] = {}
+    errors: dict[int, float] = {}
     by_codec: dict[str, list[int]] = {}
-    for place, candidate in enumerate(candidates):
-        by_codec.setdefault(candidate.codec, []).append(place)
-    for name, places in by_codec.items():
-        built = [candidates[place].build() for place in places]
-        errors = codecs.get(name).squared_errors(built, layer, gradient, context)
-        found |= dict(zip(places, errors, strict=True))
-    return [found[place] for place in range(len(candidates))]
+    for number, candidate in enumerate(candidates):
+        by_codec.setdefault(candidate.codec, []).append(number)
+    for name, numbers in by_codec.items():
+        built = [candidates[number].build() for number in numbers]
+        errors |= zip(numbers, codecs.get(name).squared_errors(built, layer, gradient, context), strict=True)
+    return [errors[number] for number in range(len(candidates))]

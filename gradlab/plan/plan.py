@@ -56,7 +56,10 @@ FEEDBACK = (Wrap("error_feedback"),)
 class Group:
     """Layers that one codec treats together.
 
-    name: unique in the plan; layers: names, in order; codec: id; settings: plain JSON values of the codec's settings;
+    name: unique in the plan.
+    layers: names, in order.
+    codec: the codec's id.
+    settings: of the codec, plain JSON values.
     wrappers: around the codec, outermost first.
     """
 
@@ -113,7 +116,10 @@ def _wrappers_from_json(group: dict[str, Any]) -> tuple[Wrap, ...]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """When the plan's codecs work. warmup_steps: dense iterations before the first compressed one."""
+    """When a plan compresses.
+
+    warmup_steps: dense iterations before the first compressed one.
+    """
 
     warmup_steps: int = 0
 
@@ -140,8 +146,12 @@ class Schedule:
 class Plan:
     """Groups over the layers of one model, a schedule, a seed for shared random streams, and learned tensors.
 
-    learned: by group name, what the group's codec learned from data; refresh: when settings are chosen anew, and from
-    which; None: never.
+    layers: all layers of the model, in order; those of no group are sent dense.
+    groups: what is compressed; no layer is in two groups.
+    schedule: the iteration in which compression begins.
+    seed: of the random streams that ranks share, 64 bits.
+    learned: by group name, tensors that the group's codec learned from data.
+    refresh: when settings are chosen anew while training, and from which; None: never.
 
     Raises:
         GradlabError: for a group that names an unknown layer, a layer in two groups, two groups of one name, a group
@@ -195,17 +205,29 @@ class Plan:
         seed: int = 0,
         **settings: Any,
     ) -> Plan:
-        """One codec with one setting for every layer, but vectors and small ones.
+        """Build a plan that gives every layer the same codec with the same settings; the other layers stay dense.
 
-        minimum_dimensions, minimum_numel: of a layer that is not small; roles: layers of these roles only, such as
-        ("convolution",); group_bytes: layers that follow each other make one group as long as their gradients have at
-        most so many bytes together, 0: each for itself, math.inf: all; warmup_steps: dense iterations before; None for
-        any of these: as is the codec's own habit (two dimensions, 256 elements, each layer for itself, signs: every
-        layer, in groups of 4 MiB; GradiVeQ: convolutions, after 2500 iterations; others: all roles, at once). Other
-        layers are sent dense.
-        wrappers: around the codec, outermost first; None: error feedback or nothing, as `error_feedback` says, or
-        (None) as is the codec's own habit, and two-way compression where that is (signs). Where a wrapper applies
-        momentum or weight decay, dense layers get the same.
+        An argument that is None takes the codec's own default (`Codec.defaults`): for most codecs layers of at least
+        two dimensions and 256 elements, of all roles, each in a group of its own, from the first iteration on. Signs
+        take every layer, in groups of 4 MiB; GradiVeQ takes convolutions, after 2500 iterations.
+
+        Args:
+            model: the model, or its layers.
+            codec: the codec's id, such as "topk".
+            error_feedback: whether error feedback is put around the codec; not together with `wrappers`.
+            wrappers: around the codec, outermost first, in place of the default ones. Where one of them applies
+                momentum or weight decay, dense layers get the same.
+            warmup_steps: dense iterations before the first compressed one.
+            minimum_dimensions: dimensions that a layer needs to be compressed.
+            minimum_numel: elements that a layer needs to be compressed.
+            roles: roles of the layers that are compressed, such as ("convolution",).
+            group_bytes: bytes of gradients up to which consecutive layers share a group; 0: one group per layer,
+                math.inf: one group of all layers.
+            seed: of the random streams that ranks share.
+            settings: of the codec, by name.
+
+        Raises:
+            GradlabError: for an unknown codec, a setting out of range, or `wrappers` with `error_feedback`.
         """
         layers = layers_of(model) if isinstance(model, nn.Module) else tuple(model)
         if wrappers is not None and not (
@@ -217,8 +239,8 @@ class Plan:
                 "plan: wrappers and error_feedback are both given: name error_feedback among the wrappers"
             )
         built = codecs.make(codec, **settings)
-        defaults, by_habit = built.defaults, habitual_wrappers(built, error_feedback)
-        around = by_habit if wrappers is None else tuple(wrappers)
+        defaults = built.defaults
+        around = default_wrappers(built, error_feedback) if wrappers is None else tuple(wrappers)
         dimensions = defaults.minimum_dimensions if minimum_dimensions is None else minimum_dimensions
         least = defaults.minimum_numel if minimum_numel is None else minimum_numel
         chosen = [layer for layer in layers if len(layer.shape) >= dimensions and layer.numel >= least]
@@ -226,7 +248,7 @@ class Plan:
         most = defaults.group_bytes if group_bytes is None else group_bytes
         if not isinstance(most, (int, float)) or not most >= 0:
             raise GradlabError(f"plan: group_bytes = {most!r}, expected a number from 0")
-        names = [tuple(layer.name for layer in some) for some in segments(chosen, lambda layer: 4 * layer.numel, most)]
+        names = [tuple(layer.name for layer in segment) for segment in segments(chosen, lambda layer: 4 * layer.numel, most)]
         groups = [Group(_group_name(members), members, codec, settings, around) for members in names]
         schedule = Schedule(defaults.warmup_steps if warmup_steps is None else warmup_steps)
         return cls(layers, (*groups, *groups_of_the_rest(layers, chosen, around)), schedule, seed)
@@ -244,13 +266,13 @@ class Plan:
         return {}
 
     def _forecasting(self, group: Group) -> Codec:
-        """One of the plan's own groups, built once: to be asked, not to be run or moved, which changes a codec."""
+        """The codec of one of the plan's own groups, built once: for forecasts only, as running or moving changes it."""
         if group.name not in self._codecs:
             self._codecs[group.name] = self.build(group)
         return self._codecs[group.name]
 
     def build(self, group: Group) -> Codec:
-        """A new codec for a group, checked against its layers, inside the group's wrappers."""
+        """Build a new codec for a group, inside the group's wrappers; the group's layers are checked against it."""
         method = codecs.get(group.codec)
         codec = method(build_settings(method, group.settings), self.learned.get(group.name))
         codec.check(self.members(group))
@@ -277,8 +299,8 @@ class Plan:
     @property
     def follows_learning_rate(self) -> str | None:
         """The name of a wrapper that is set to follow the optimizer's learning rate; or None."""
-        asked = [wrap.name for group in self.groups for wrap in group.wrappers if wrap.settings.get("step_size_ratio")]
-        return asked[0] if asked else None
+        wraps = (wrap for group in self.groups for wrap in group.wrappers)
+        return next((wrap.name for wrap in wraps if wrap.settings.get("step_size_ratio")), None)
 
     def _wrappers(self) -> Iterator[str]:
         return (wrap.name for group in self.groups for wrap in group.wrappers)
@@ -298,9 +320,11 @@ class Plan:
     def payload_bytes(
         self, world_size: int, compressing: bool = True, states: Mapping[str, Tensors] | None = None
     ) -> float:
-        """Forecast of the bytes a rank contributes per step, mean over ranks; float32 gradients.
+        """Forecast the bytes that a rank contributes per step, mean over ranks, for float32 gradients.
 
-        states: by group name, forecast the step that starts from them; None: the mean over a run.
+        world_size: number of ranks.
+        compressing: whether the schedule compresses in the step.
+        states: by group name, the states that the step starts from; None: the mean over a run.
         """
         if not compressing or not self.compressed_groups:
             return 4 * sum(layer.numel for layer in self.layers)
@@ -351,7 +375,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, value: Any, tensors: Tensors | None = None) -> Plan:
-        """A plan from `to_json`'s output and tensors named as by `tensors`.
+        """Read a plan from `to_json`'s output and learned tensors, named as `tensors` names them.
 
         Raises:
             GradlabError: for anything else, or a fingerprint that does not match the layers.
@@ -373,10 +397,10 @@ class Plan:
         return cls(layers, groups, Schedule.from_json(value["schedule"]), value["seed"], learned, refresh)
 
 
-def habitual_wrappers(codec: Codec, error_feedback: bool | None = None) -> tuple[Wrap, ...]:
-    """Around a codec, if nothing else is asked for: error feedback and two-way compression where it wants them.
+def default_wrappers(codec: Codec, error_feedback: bool | None = None) -> tuple[Wrap, ...]:
+    """The wrappers that a plan puts around a codec by default: error feedback and two-way compression, if any.
 
-    error_feedback: whether there is to be any, whatever its habit; None: as that is.
+    error_feedback: whether error feedback is among them; None: the codec's default.
     """
     feedback = codec.defaults.error_feedback if error_feedback is None else error_feedback
     return (*(FEEDBACK if feedback else ()), *((Wrap("two_way"),) if codec.defaults.two_way else ()))

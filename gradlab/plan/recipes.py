@@ -98,17 +98,25 @@ def method_plan(
     seed: int = 0,
     **settings: Any,
 ) -> Plan:
-    """The plan of a method in `METHODS`; where it has momentum, the optimizer is to be SGD without its own.
+    """Build the plan of a published method, one of `METHODS`.
 
-    Signs, 1-bit SGD, TernGrad, natural compression and DeMo treat every tensor, others matrices of some size, as their
-    codec's habit is; DeMo too wants SGD without momentum: its residual is that. LoCo has a scale per 256 values; with
-    scale=s it is the paper's one s, which has to suit the gradients.
-    momentum: mu, where there is one (name ends in M, signum, DGC); weight_decay: lambda, times the parameters added
-    to each rank's gradient, before momentum and compression; 0 leaves it to the optimizer, as published code of signSGD
-    and signum does, which votes on the loss alone; server: "sharded" over the ranks, or "rank": all on rank 0, as in
-    the paper (the same numbers on the CPU, but for the coins that end a vote's ties); warmup_steps: dense iterations
-    before it; group_bytes: as for `Plan.uniform`, where not all layers are one block; settings: of the codec, such as
-    block_size, beside the method's own.
+    Signs, 1-bit SGD, TernGrad, natural compression and DeMo compress every tensor; the others compress the layers that
+    their codec takes by default. A method with momentum needs SGD without momentum as the optimizer. So does DeMo,
+    whose residual is its momentum. LoCo has a scale per 256 values; with scale=s it has the paper's single s, which has
+    to suit the gradients.
+
+    Args:
+        model: the model, or its layers.
+        name: of the method; see `METHODS`.
+        momentum: mu, of methods that have momentum (names that end in M, signum, DGC).
+        weight_decay: lambda; lambda times the parameters is added to each rank's gradient, before momentum and
+            compression. 0 leaves weight decay to the optimizer, as the published code of signSGD and signum does.
+        server: of two-way methods: "sharded" over the ranks, or "rank", all on rank 0, as in the papers. On the CPU
+            both give the same numbers, but for the coins that end a vote's ties.
+        warmup_steps: dense iterations before the first compressed one.
+        group_bytes: as for `Plan.uniform`, of methods that do not put all layers in one block.
+        seed: of the random streams that ranks share.
+        settings: of the codec, such as block_size, beside the method's own.
 
     Raises:
         GradlabError: for an unknown name (close ones are named), or a setting out of range.

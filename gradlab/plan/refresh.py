@@ -16,12 +16,14 @@ METRICS = ("squared", "plain")
 
 @dataclass(frozen=True)
 class Refresh:
-    """When and from what a plan is chosen anew.
+    """When a plan is chosen anew while training, and from which settings.
 
-    every: iterations from one choice to the next, the first of them the schedule's first compressed one; delay: further
-    iterations after which the choice is taken over, for the tables to be made in; settings: by group of one layer, what
-    its codec may be set to; reference: by group, which of these the budget's error is taken from; alpha: times that
-    error; metric: "squared" or "plain" errors are added up.
+    every: iterations from one choice to the next; the first window begins with the schedule's first compressed one.
+    settings: by name of a group of one layer, the settings that its codec may get.
+    reference: by group name, the index of the setting whose error goes into the budget.
+    delay: further iterations until a choice is adopted, in which a thread makes the tables.
+    alpha: factor on the budget.
+    metric: what is summed over layers: "squared" L2 errors, or "plain" ones.
     """
 
     every: int
@@ -40,10 +42,11 @@ class Refresh:
         check(type(self.delay) is int and 0 <= self.delay < self.every, "delay", f"0 to {self.every} - 1 iterations")
         check(isinstance(self.alpha, (int, float)) and 0 < self.alpha < float("inf"), "alpha", "a number above 0")
         check(self.metric in METRICS, "metric", f"one of {', '.join(METRICS)}")
-        check(set(self.settings) == set(self.reference), "reference", "one place for each group with settings")
-        for name, some in self.settings.items():
-            place = self.reference[name]
-            check(type(place) is int and 0 <= place < len(some), "reference", f"a place among the settings of {name}")
+        check(set(self.settings) == set(self.reference), "reference", "one index for each group with settings")
+        for name, choices in self.settings.items():
+            index = self.reference[name]
+            sound = type(index) is int and 0 <= index < len(choices)
+            check(sound, "reference", f"an index among the settings of {name}")
 
     def check(self, plan: Plan) -> None:
         """Refuse settings that are not the plan's.
@@ -53,7 +56,7 @@ class Refresh:
                 to one setting; learned tensors; settings that its codec does not have.
         """
         groups = {group.name: group for group in plan.compressed_groups}
-        for name, some in self.settings.items():
+        for name, choices in self.settings.items():
             group = groups.get(name)
             if group is None or len(group.layers) != 1:
                 raise GradlabError(f"refresh: {name} is not a compressed group of one layer in this plan")
@@ -61,15 +64,15 @@ class Refresh:
                 raise GradlabError(f"refresh: group {name}: {group.codec} has nothing that could be chosen anew")
             if "two_way" in (wrap.name for wrap in group.wrappers):
                 raise GradlabError(f"refresh: group {name}: two_way keeps what belongs to one setting")
-            for settings in some:
+            for settings in choices:
                 plan.build(replace(group, settings=settings))
 
     def chosen_after(self, iteration: int, first: int) -> bool:
-        """Whether a choice is made once an iteration is over. first: the first that is compressed."""
+        """Whether a choice is made after this iteration. first: the first compressed iteration."""
         return iteration >= first and (iteration - first + 1) % self.every == 0
 
     def adopted_before(self, iteration: int, first: int) -> bool:
-        """Whether a choice is taken over before an iteration begins."""
+        """Whether a choice is adopted before this iteration begins. first: the first compressed iteration."""
         return self.chosen_after(iteration - 1 - self.delay, first)
 
     def to_json(self) -> dict[str, Any]:
@@ -78,7 +81,7 @@ class Refresh:
             "delay": self.delay,
             "alpha": self.alpha,
             "metric": self.metric,
-            "settings": {name: [dict(settings) for settings in some] for name, some in self.settings.items()},
+            "settings": {name: [dict(settings) for settings in choices] for name, choices in self.settings.items()},
             "reference": dict(self.reference),
         }
 
@@ -88,6 +91,6 @@ class Refresh:
         keys = {"every", "delay", "alpha", "metric", "settings", "reference"}
         sound = isinstance(value, dict) and set(value) == keys
         sound = sound and all(isinstance(value[key], dict) for key in ("settings", "reference"))
-        if not sound or not all(isinstance(some, list) for some in value["settings"].values()):
+        if not sound or not all(isinstance(choices, list) for choices in value["settings"].values()):
             raise GradlabError(f"not a refresh of a plan: {str(value)[:200]}")
         return cls(**value)

@@ -1,9 +1,9 @@
 """Choose a plan anew while training, from gradients accumulated since the last choice.
 
 Alimohammadi et al., "L-GreCo", MLSys 2024, section 4 and Fig. 2: one rank accumulates its gradients, measures what each
-setting would lose of them, finds the smallest plan with no more error than the reference's, and tells the others. Here
-the exact search chooses, tables are made beside training, and what codecs remember - residuals, warm starts - is
-carried over to the new settings.
+setting would lose of them, finds the smallest plan with no more error than the reference's, and broadcasts its choice.
+Here the exact search chooses, a thread beside training makes the tables, and the codecs' states - residuals, warm
+starts - are carried over to the new settings.
 """
 
 from __future__ import annotations
@@ -29,17 +29,24 @@ ROOT = 0  # the rank that accumulates, measures and chooses
 
 
 def choose(plan: Plan, accumulated: Tensors, world_size: int, iteration: int) -> dict[str, int]:
-    """By group, the place of the setting to be used: the smallest plan within the budget.
+    """Choose the smallest plan within the budget of errors.
 
-    accumulated: one rank's gradients by layer name, means over a window; groups whose layer is missing keep the
-    reference. iteration: of the choice, for codecs' draws.
+    Args:
+        plan: with a refresh.
+        accumulated: one rank's gradients by layer name, means over a window. A group whose layer is missing keeps the
+            reference.
+        world_size: number of ranks, for the forecast of bytes.
+        iteration: of the choice; the codecs' random numbers follow from it.
+
+    Returns:
+        By group name, the index of the chosen setting among those of the plan's refresh.
 
     Raises:
         GradlabError: if alpha leaves no plan within the budget.
     """
     refresh = plan.refresh
     assert refresh is not None
-    found = dict(refresh.reference)
+    choice = dict(refresh.reference)
     groups = [g for g in plan.compressed_groups if g.name in refresh.settings and g.layers[0] in accumulated]
     errors, sizes, budget = [], [], []
     for group in groups:
@@ -50,38 +57,41 @@ def choose(plan: Plan, accumulated: Tensors, world_size: int, iteration: int) ->
         sizes.append([candidate.build().payload_bytes([layer], world_size) for candidate in candidates])
         budget.append(errors[-1][refresh.reference[group.name]])
     if groups and np.isfinite(budget).all():
-        choice = allocate(errors, sizes, refresh.alpha * float(np.array(budget).sum())).choice
-        found |= {group.name: int(place) for group, place in zip(groups, choice, strict=True)}
-    return found
+        smallest = allocate(errors, sizes, refresh.alpha * float(np.array(budget).sum())).choice
+        choice |= {group.name: int(index) for group, index in zip(groups, smallest, strict=True)}
+    return choice
 
 
 def with_choice(plan: Plan, choice: Mapping[str, int]) -> Plan:
-    """The plan with the settings chosen, by group the place among those of its refresh."""
+    """The plan with the chosen settings. choice: see `choose`."""
     assert plan.refresh is not None
-    some = plan.refresh.settings
+    settings = plan.refresh.settings
     groups = tuple(
-        replace(group, settings=some[group.name][choice[group.name]]) if group.name in choice else group
+        replace(group, settings=settings[group.name][choice[group.name]]) if group.name in choice else group
         for group in plan.groups
     )
     return replace(plan, groups=groups)
 
 
-def tell(plan: Plan, choice: Mapping[str, int] | None) -> Broadcast:
-    """What the root sends to all ranks, -1 in every place for no choice. The others pass any choice."""
+def message_of(plan: Plan, choice: Mapping[str, int] | None) -> Broadcast:
+    """The request by which the root sends a choice to all ranks; what the other ranks pass is not looked at.
+
+    The message is (groups,), int64: indices in the order of the groups' names, all of them -1 for no choice.
+    """
     assert plan.refresh is not None
-    places = [-1 if choice is None else choice[name] for name in sorted(plan.refresh.settings)]
-    return Broadcast(torch.tensor(places, dtype=torch.int64), ROOT)
+    indices = [-1 if choice is None else choice[name] for name in sorted(plan.refresh.settings)]
+    return Broadcast(torch.tensor(indices, dtype=torch.int64), ROOT)
 
 
-def told(plan: Plan, answer: torch.Tensor) -> dict[str, int] | None:
-    """The choice that was sent."""
+def choice_in(plan: Plan, message: torch.Tensor) -> dict[str, int] | None:
+    """The inverse of `message_of`: the choice in a message that arrived."""
     assert plan.refresh is not None
-    places = answer.tolist()
-    return None if -1 in places else dict(zip(sorted(plan.refresh.settings), places, strict=True))
+    indices = message.tolist()
+    return None if -1 in indices else dict(zip(sorted(plan.refresh.settings), indices, strict=True))
 
 
 def adopted_state(new: Codec, old: Codec, state: Tensors) -> Tensors:
-    """What a stack goes on with after another setting of its codec: wrappers keep all they have."""
+    """The state with which a codec, in its wrappers, goes on under other settings: wrappers keep all of theirs."""
     if isinstance(new, Wrapper):
         assert isinstance(old, Wrapper)
         return {**new.own_state(state), **adopted_state(new.codec, old.codec, new.inner_state(state))}
@@ -89,10 +99,17 @@ def adopted_state(new: Codec, old: Codec, state: Tensors) -> Tensors:
 
 
 class Replanner:
-    """Chooses a plan's settings anew, as its `refresh` says; on the root it accumulates and measures.
+    """Chooses a plan's settings anew while training, as its `refresh` says. The root accumulates and measures.
 
-    beside: measure in a thread while training goes on, else when the choice is due. choice: in use, by group; None
-    before the first. failure: why the last choice could not be made, on the root; the plan then stays as it is.
+    Attributes:
+        choice: in use, see `choose`; None before the first one.
+        failure: on the root, why the last choice could not be made; the plan then stays as it is.
+        sums: on the root, by layer name, the gradients accumulated since the last choice, float32.
+        counts: on the root, by layer name, how many gradients were accumulated.
+
+    Args:
+        plan: with a refresh.
+        beside: whether a thread measures while training goes on, or this one when the choice is due.
     """
 
     def __init__(self, plan: Plan, rank: int, world_size: int, *, beside: bool) -> None:
@@ -108,7 +125,12 @@ class Replanner:
         self._pending: _Pending | None = None
 
     def add(self, gradients: Tensors, iteration: int, scaled_by: float = 1.0) -> None:
-        """Accumulate this rank's gradients of some layers, those that are finite; they bear a loss scale."""
+        """Accumulate this rank's finite gradients.
+
+        gradients: by layer name, of some layers.
+        iteration: in which they were computed; those before the schedule's first compressed one are left out.
+        scaled_by: the loss scale that is on them.
+        """
         if not self._is_root or iteration < self._first:
             return
         for name in self._layers & gradients.keys():
@@ -124,34 +146,37 @@ class Replanner:
             self.counts[name] += 1
 
     def end(self, iteration: int) -> None:
-        """An iteration is over: begin to choose, if it is time."""
+        """End an iteration: begin to choose, if the refresh is due after it."""
         if self._refresh.chosen_after(iteration, self._first):
             means = {name: (total / self.counts[name]).cpu() for name, total in self.sums.items()}
             self.sums, self.counts = {}, {}
             if self._is_root:
                 self._pending = _Pending(lambda: choose(self.plan, means, self._world_size, iteration), self._beside)
 
-    def due(self, iteration: int) -> Broadcast | None:
-        """What the root tells all ranks before an iteration, if it is time; waits for the choice to be made."""
+    def message(self, iteration: int) -> Broadcast | None:
+        """The choice as the root sends it before an iteration; None if no choice is due then.
+
+        Waits until the choice is made.
+        """
         if not self._refresh.adopted_before(iteration, self._first):
             return None
-        return tell(self.plan, self.settled())
+        return message_of(self.plan, self.settled())
 
     def settled(self) -> dict[str, int] | None:
-        """The choice that is not yet told, once it is made; None if there is none, or it failed."""
+        """The choice that is made but not yet sent; None if there is none, or it failed. Waits until it is made."""
         if self._pending is None:
             return None
-        found, self.failure = self._pending.result()
-        return found
+        choice, self.failure = self._pending.result()
+        return choice
 
-    def adopt(self, answer: torch.Tensor) -> Plan:
-        """The plan to go on with, after `due` was answered."""
+    def adopt(self, message: torch.Tensor) -> Plan:
+        """The plan to go on with, once `message` has arrived."""
         self._pending = None
-        self.choice = told(self.plan, answer) or self.choice
+        self.choice = choice_in(self.plan, message) or self.choice
         return self.plan if self.choice is None else with_choice(self.plan, self.choice)
 
     def state(self) -> dict[str, Any]:
-        """Plain values and tensors, from which `load` goes on."""
+        """Plain values and tensors for a checkpoint; `load` continues from them."""
         return {
             "choice": self.choice,
             "pending": self.settled(),
@@ -160,7 +185,7 @@ class Replanner:
         }
 
     def load(self, state: Any) -> Plan:
-        """Continue from `state`; the plan that was in use.
+        """Continue from what `state` gave; returns the plan that was in use.
 
         Raises:
             GradlabError: for anything else than what `state` gives for this plan.
@@ -184,11 +209,11 @@ class Replanner:
     def _possible(self, choice: Any) -> bool:
         if choice is None:
             return True
-        some = self._refresh.settings
+        settings = self._refresh.settings
         return (
             isinstance(choice, Mapping)
-            and set(choice) == set(some)
-            and all(type(place) is int and 0 <= place < len(some[name]) for name, place in choice.items())
+            and set(choice) == set(settings)
+            and all(type(index) is int and 0 <= index < len(settings[name]) for name, index in choice.items())
         )
 
 

@@ -295,7 +295,7 @@ def test_coordinates_that_are_always_zero_gather_no_error() -> None:
     assert np.abs(moved[::5]).max() < 6  # of 400 steps with scales near 0.6
 
 
-def test_a_plan_of_signs_is_two_way_by_habit_and_of_every_tensor() -> None:
+def test_a_plan_of_signs_is_two_way_by_default_and_of_every_tensor() -> None:
     layers = [
         Layer("w", (30, 30)),
         Layer("b", (30,)),
@@ -479,7 +479,7 @@ def test_a_state_says_what_an_optimizer_must_not_do_and_what_holds(pool: Process
         assert said["no optimizer"].startswith("the plan's error_feedback follows the learning rate")
         for name in ("momentum", "weight decay"):
             assert "pass optimizer=, so that its own is known to be off" in said[f"no optimizer, {name}"]
-        assert said["adam, feedback by habit"].startswith("residuals are kept as they are under AdamW with betas")
+        assert said["adam, feedback by default"].startswith("residuals are kept as they are under AdamW with betas")
         assert said["plain"].endswith("the recurrence of SGD (Lemma 1 of dist-EF-SGD) (0 warnings)")
         assert said["nothing kept"] == "None (0 warnings)"
         assert "under SGD with momentum = 0.9: the error-corrected" in said["ratio asked of momentum"]

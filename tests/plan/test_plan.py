@@ -341,7 +341,7 @@ def test_uniform_takes_the_large_layers_of_two_or_more_dimensions() -> None:
 
 
 @pytest.mark.parametrize("codec", ["identity", "topk", "powersgd"])
-def test_uniform_takes_the_codecs_own_habit(codec: str) -> None:
+def test_uniform_takes_the_codecs_own_defaults(codec: str) -> None:
     plan = Plan.uniform(LAYERS, codec)
     assert {bool(group.wrappers) for group in plan.groups} == {codecs.get(codec)().defaults.error_feedback}
     assert [group.name for group in plan.groups] == ["conv", "wide", "tall"]

@@ -160,7 +160,7 @@ def test_what_is_no_codec_is_not_registered() -> None:
 # --- stacks of which one would not do what it is for ----------------------------------------------------------------
 
 
-def test_feedback_around_a_multiplied_sample_is_refused_and_not_its_habit() -> None:
+def test_feedback_around_a_multiplied_sample_is_refused_and_no_default() -> None:
     assert not Plan.uniform(LAYERS, "random_k", unbiased=True).groups[0].wrappers
     with pytest.raises(GradlabError, match="error_feedback around random_k with unbiased = true"):
         Plan.uniform(LAYERS, "random_k", unbiased=True, error_feedback=True)

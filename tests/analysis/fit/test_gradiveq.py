@@ -356,7 +356,7 @@ def test_the_artifact_carries_schedule_monitor_and_answers_layer_by_layer(tmp_pa
     assert json.dumps(found.origin)
 
 
-def test_a_codecs_habits_of_layers_and_warm_up() -> None:
+def test_a_codecs_default_layers_and_warm_up() -> None:
     layers = (CONVOLUTION, Layer("wide.weight", (20, 30), "linear"), Layer("big.weight", (8, 8, 3, 3), "convolution"))
     paper = Plan.uniform(layers, "gradiveq")
     assert [group.name for group in paper.groups] == ["big.weight"]  # the other convolution has under 256 elements
