@@ -940,14 +940,6 @@ MUTANTS = (
     ),
     Mutant(
         file="runtime/network/communicator.py",
-        old="incoming = [sizes[self.rank]] * self.world_size if incoming is None",
-        new="incoming = [sizes[0]] * self.world_size if incoming is None",
-        tests=("tests/runtime/test_runtime.py",),
-        what="A rank expects parts of an all-to-all that are as long as rank 0's.",
-        select="every_request",
-    ),
-    Mutant(
-        file="runtime/network/communicator.py",
         old="        self.payload_bytes += buffer.nbytes\n        return InPlaceMean",
         new="        return InPlaceMean",
         tests=("tests/runtime/test_runtime.py",),

@@ -34,7 +34,8 @@ from campaigns.mutant_records import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (?:\S*/)?(\w+\.py\S*)", re.MULTILINE)
-_PASSED, _TESTS_FAILED, _COLLECTION_FAILED, _INTERNAL = 0, 1, 2, 3  # exit codes of pytest
+_PASSED, _TESTS_FAILED, _COLLECTION_FAILED, _INTERNAL, _EMPTY = 0, 1, 2, 3, 5  # exit codes of pytest
+_NONE_SELECTED = "none of its tests is selected"
 _LIBRARIES = (
     *("torch.nn.parallel", "scipy.optimize", "scipy.stats", "sklearn.feature_selection", "h5py", "joblib"),
     *("safetensors.torch", "matplotlib.figure", "jinja2", "typer", "rich.table"),
@@ -165,6 +166,8 @@ def _read_outcome(code: int, said: str, seconds: float) -> Outcome:
     found = _FAILED.search(said)
     if code == _PASSED:
         return Outcome(False, "", seconds)
+    if code == _EMPTY:
+        return Outcome(False, "", seconds, _NONE_SELECTED)
     if code in (_TESTS_FAILED, _COLLECTION_FAILED) and found:
         return Outcome(True, found[1], seconds)
     return Outcome(False, "", seconds, f"pytest ended with {code}: {' '.join(said.split())[-200:]}")
@@ -200,16 +203,20 @@ class Campaign:
 
 
 def baseline(campaign: Campaign, mutants: Sequence[Mutant], timeout: float) -> list[str]:
-    """Run the tests without any fault, those of one selection together; a line for each run that is wrong."""
-    files: dict[str, dict[str, None]] = {}
+    """Run the tests without any fault, each file once; a line for each run that is wrong."""
+    selected: dict[str, dict[str, None]] = {}
     for mutant in mutants:
-        files.setdefault(mutant.select, {}).update(dict.fromkeys(mutant.tests))
-    runs: list[Run] = [(None, tuple(tests), select) for select, tests in files.items()]
+        for name in mutant.tests:
+            selected.setdefault(name, {})[mutant.select] = None
+    files: dict[str, list[str]] = {}
+    for name, some in selected.items():
+        files.setdefault("" if "" in some else " or ".join(f"({one})" for one in some), []).append(name)
+    runs: list[Run] = [(None, tests, select) for select, tests in files.items()]
     found = zip(runs, campaign.outcomes(runs, timeout), strict=True)
     return [
-        f"-k {select!r} of {' '.join(tests)}: {one.problem or f'without any fault, {one.by}'}"
-        for (_, tests, select), one in found
-        if one.killed or one.problem
+        f"{' '.join(tests)}: {one.problem or f'without any fault, {one.by}'}"
+        for (_, tests, _), one in found
+        if one.killed or one.problem not in ("", _NONE_SELECTED)
     ]
 
 
