@@ -1,16 +1,38 @@
 """gradlab: record gradients, fit compressors on them, train PyTorch DDP compressed.
 
-The package itself imports nothing heavy; take what is needed from its parts: `gradlab.capture`,
-`gradlab.analysis`, `gradlab.runtime`, `gradlab.datasets`, `gradlab.plan`, `gradlab.codecs`, `gradlab.collectives`.
+`from gradlab import Plan, Wrap, Artifact, Trace, Layer, codecs, wrappers` is the front door. `import gradlab` loads no
+torch: each name is imported when it is first asked for. The rooms behind it: `gradlab.capture`, `gradlab.analysis`,
+`gradlab.runtime`, `gradlab.datasets`, `gradlab.codec`, `gradlab.plan`, `gradlab.collectives`.
 """
 
+import importlib
 import os
 import sys
+from typing import TYPE_CHECKING, Any
 
+from gradlab.errors import GradlabError
 from gradlab.moved import MovedModules
 from gradlab.version import VERSION as __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from gradlab import codecs, wrappers
+    from gradlab.artifact import Artifact
+    from gradlab.layout import Layer
+    from gradlab.plan import Plan, Wrap
+    from gradlab.trace import Trace
+
+__all__ = ["Artifact", "GradlabError", "Layer", "Plan", "Trace", "Wrap", "__version__", "codecs", "wrappers"]
+
+# Where the names are that are not loaded yet; a module is its own home.
+_HOMES = {
+    "Artifact": "gradlab.artifact",
+    "Layer": "gradlab.layout",
+    "Plan": "gradlab.plan",
+    "Trace": "gradlab.trace",
+    "Wrap": "gradlab.plan",
+    "codecs": "gradlab.codecs",
+    "wrappers": "gradlab.wrappers",
+}
 
 # Asked last, for names that nothing else knows.
 sys.meta_path.append(MovedModules())
@@ -19,3 +41,14 @@ sys.meta_path.append(MovedModules())
 _folder = os.path.dirname(__file__)
 if not os.path.isdir(os.path.join(_folder, "capture")):
     __path__.append(os.path.dirname(_folder))
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'gradlab' has no attribute {name!r}")
+    home = importlib.import_module(_HOMES[name])
+    return home if home.__name__ == f"gradlab.{name}" else getattr(home, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -189,6 +189,40 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     assert loaded_by("import gradlab") & (HEAVY | {"torch", "numpy", "safetensors"}) == set()
 
 
+FRONT_DOORS = {
+    "gradlab": "Artifact GradlabError Layer Plan Trace Wrap __version__ codecs wrappers",
+    "gradlab.codec": "Codec Compressor Context Exchanged Sparsifier register setting",
+    "gradlab.capture": "EmulatedNodes TraceRecorder TraceWriter repair",
+    "gradlab.runtime": "CompressionState Exchange compression_hook drive",
+}
+
+
+@pytest.mark.parametrize(("package", "names"), FRONT_DOORS.items())
+def test_a_front_door_offers_its_names(package: str, names: str) -> None:
+    module = importlib.import_module(package)
+    assert set(names.split()) <= set(module.__all__) <= set(dir(module))
+    assert all(hasattr(module, name) for name in module.__all__)
+
+
+def test_names_of_the_front_door_are_those_of_the_rooms_behind_it() -> None:
+    from gradlab import Artifact, Layer, Plan, Trace, Wrap, codecs, wrappers
+    from gradlab.codec import Codec
+
+    homes = {"artifact": (Artifact,), "layout": (Layer,), "plan.plan": (Plan, Wrap), "trace.trace": (Trace,)}
+    assert all(thing.__module__ == f"gradlab.{home}" for home, things in homes.items() for thing in things)
+    assert issubclass(codecs.get("topk"), Codec)
+    assert "error_feedback" in wrappers.names()
+    with pytest.raises(ImportError, match="Plann"):
+        from gradlab import Plann  # type: ignore[attr-defined]  # noqa: F401
+
+
+def test_a_name_of_the_front_door_loads_its_own_room_alone() -> None:
+    assert loaded_by("import gradlab; gradlab.GradlabError, gradlab.__version__") & {"torch", "numpy"} == set()
+    statement = "import gradlab; gradlab.Plan, gradlab.Wrap, gradlab.Layer, gradlab.codecs, gradlab.wrappers"
+    assert loaded_by(statement) & (HEAVY | {"safetensors"}) == set()
+    assert "h5py" in loaded_by("from gradlab import Trace")
+
+
 def test_importing_the_runtime_loads_torch_only() -> None:
     """Safetensors comes with the first artifact that is read or written."""
     loaded = loaded_by("import gradlab.runtime")
