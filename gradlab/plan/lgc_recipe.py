@@ -23,8 +23,11 @@ _DENSE_STEPS = 200
 
 
 def graph_order(model: nn.Module) -> list[str]:
-    """Names of a model's parameters in the order in which its modules are first called, as torch.fx traces it, without
-    those that are not; of a model that it cannot trace, all as they were registered."""
+    """Names of a model's parameters in the order in which torch.fx sees their modules called first.
+
+    Parameters of modules that are never called are left out. For a model that torch.fx cannot trace the order is that
+    of registration, and no parameter is left out.
+    """
     registered = [name for name, _ in model.named_parameters()]
     try:
         with warnings.catch_warnings():
@@ -53,15 +56,26 @@ def lgc_plan(
     seed: int = 0,
     **settings: Any,
 ) -> Plan:
-    """LGC with codec `lgc_ring` or `lgc_server`; vectors and layers below 256 elements stay dense, as the first does.
+    """Build LGC's plan, with the codec `lgc_ring` or `lgc_server`.
 
-    first, last: names of layers, in place of the first and last matrix or convolution in the order of the model's
-    graph (of recorded layers: as they were registered). The last one's largest values travel as they are: in a ring
-    where a random leader's are, to a server where each rank's are. momentum: m of momentum correction (the text; the
-    optimizer's own must be 0), None for accumulation without it (the printed algorithms); keep: see `error_feedback`:
-    "unselected", the paper's, or "difference", feedback against what is decoded. warmup_steps: of the dense phase;
-    autoencoder: weights, one vector, that were learned before; error: theirs on what they were not learned from, in
-    that of zeros: above the codec's `most_error` they are not used; settings: of the codec.
+    The first layer, vectors and layers below 256 elements stay dense. The last layer's largest values travel without
+    the autoencoder: in a ring at a random leader's positions, to a server at each rank's own.
+
+    Args:
+        model: the model, or its layers.
+        pattern: "ring" or "server".
+        first, last: names of the first and the last layer; None: the first and the last matrix or convolution in the
+            order of the model's graph (of recorded layers: in the order of registration).
+        momentum: m of momentum correction, as in the paper's text; the optimizer's own must be 0. None: accumulation
+            without momentum, as in the printed algorithms.
+        keep: what a residual is, see `error_feedback`: "unselected", the paper's, or "difference", the compression
+            error.
+        warmup_steps: dense iterations before the first compressed one.
+        autoencoder: weights that were learned before, one vector (weights,).
+        error: of these weights on gradients that they were not learned from, relative to sending zeros. Above the
+            codec's `most_error` the weights are not used.
+        seed: of the random streams that ranks share.
+        settings: of the codec.
 
     Raises:
         GradlabError: for another pattern, an unknown layer, a model without a layer between the first and the last, or
@@ -81,7 +95,7 @@ def lgc_plan(
     if not middle:
         raise GradlabError(
             f"LGC: {len(large)} layers of two dimensions and 256 elements: the first stays dense and the last is sent "
-            "without the autoencoder, so that there is none to learn from"
+            "without the autoencoder, so that no layer is left to learn from"
         )
     if momentum is None:
         around: tuple[Wrap, ...] = (Wrap("error_feedback", {"keep": keep, "step_size_ratio": False}),)

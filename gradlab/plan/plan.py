@@ -248,7 +248,8 @@ class Plan:
         most = defaults.group_bytes if group_bytes is None else group_bytes
         if not isinstance(most, (int, float)) or not most >= 0:
             raise GradlabError(f"plan: group_bytes = {most!r}, expected a number from 0")
-        names = [tuple(layer.name for layer in segment) for segment in segments(chosen, lambda layer: 4 * layer.numel, most)]
+        runs = segments(chosen, lambda layer: 4 * layer.numel, most)
+        names = [tuple(layer.name for layer in run) for run in runs]
         groups = [Group(_group_name(members), members, codec, settings, around) for members in names]
         schedule = Schedule(defaults.warmup_steps if warmup_steps is None else warmup_steps)
         return cls(layers, (*groups, *groups_of_the_rest(layers, chosen, around)), schedule, seed)
@@ -266,7 +267,7 @@ class Plan:
         return {}
 
     def _forecasting(self, group: Group) -> Codec:
-        """The codec of one of the plan's own groups, built once: for forecasts only, as running or moving changes it."""
+        """The codec of one of the plan's groups, built once. For forecasts only: running or moving it changes it."""
         if group.name not in self._codecs:
             self._codecs[group.name] = self.build(group)
         return self._codecs[group.name]

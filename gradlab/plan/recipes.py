@@ -22,8 +22,14 @@ from gradlab.plan.plan import Plan, Wrap
 
 @dataclass(frozen=True)
 class Method:
-    """codec, settings: of a plan; wrappers: around it, inside of momentum; momentum: the wrapper that applies it, with
-    settings beside mu, or None; one_block: of all layers; every_tensor: vectors and small ones too."""
+    """A published method of training.
+
+    codec, settings: the plan's codec.
+    wrappers: around the codec, outermost first, inside the momentum wrapper.
+    momentum: the wrapper that applies momentum, with its settings beside mu; None: no momentum.
+    one_block: whether all layers are one group.
+    every_tensor: whether vectors and small layers are compressed too.
+    """
 
     codec: str
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -72,7 +78,7 @@ METHODS: dict[str, Method] = {
 
 
 def known_name(name: str, among: Iterable[str] = tuple(METHODS)) -> str:
-    """The name of a method, in whatever case it is written.
+    """Find a method's name, whatever its case.
 
     Raises:
         GradlabError: if there is none; a close match is named.
