@@ -1,4 +1,4 @@
-"""The contract of a codec that one rank computes alone: gathered, decompressed, averaged."""
+"""The contract of codecs whose compression one rank computes alone."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ from gradlab.layout import Layer
 
 
 class Compressor(Codec):
-    """A codec C(x) that one rank computes alone, without what other ranks know: gathered, decompressed, averaged.
+    """A codec C(x) that one rank computes from its own gradient alone; all payloads are gathered, decoded and averaged.
 
-    The sizes of what `compress` returns depend on the length of the vector alone, unless it says that they are
-    `varying`.
+    The sizes of a payload depend on the length of the vector alone, unless the codec says that they are `varying`.
     """
 
     block: int = 1  # elements that must not be parted when a vector is cut into shards
 
     @property
     def gathered(self) -> bool:
-        """Whether `exchange` is what stands here: compress, gather, decompress, average. A form of its own is not what
-        `two_way` would do."""
+        """Whether `exchange` is the one of this class. `two_way` cannot replace an exchange of the codec's own."""
         return True
 
     def for_layers(self, shapes: Sequence[Sequence[int]]) -> Compressor:
@@ -34,11 +32,11 @@ class Compressor(Codec):
         return self
 
     def part(self, start: int, stop: int) -> Compressor:
-        """The compressor of vector[start:stop], both of them among what `bounds` may give."""
+        """The compressor of vector[start:stop]; start and stop are among what `bounds` may give."""
         return self
 
     def blocks(self, numel: int) -> int:
-        """How many pieces a vector can be cut into."""
+        """How many pieces a vector (numel,) can be cut into."""
         return -(-numel // self.block)
 
     def bounds(self, numel: int, parts: int) -> list[int]:
@@ -48,18 +46,25 @@ class Compressor(Codec):
 
     @abstractmethod
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """What travels for a vector (numel,), as vectors; numel may be 0. generator: of this rank's own."""
+        """Compress a vector (numel,), numel from 0 on, to the payload that travels: some vectors.
+
+        generator: of this rank's own random numbers.
+        """
 
     @abstractmethod
     def compressed_bytes(self, numel: int) -> int:
-        """Bytes of what `compress` returns for a vector of so many elements, float32; an estimate where they vary."""
+        """Bytes of the payload of a float32 vector (numel,); an estimate for a codec that is `varying`."""
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         return self.for_layers([layer.shape for layer in layers]).compressed_bytes(sum(layer.numel for layer in layers))
 
     @abstractmethod
     def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
-        """total += scale * C(x), in place. total: (numel,), floating point; payload: what `compress` returned."""
+        """Add scale * C(x) to `total`, in place.
+
+        total: (numel,), floating point.
+        payload: what `compress` returned.
+        """
 
     def decompress_into(self, out: torch.Tensor, payload: Sequence[torch.Tensor]) -> torch.Tensor:
         """Overwrite a vector (numel,) with C(x); returns it."""
@@ -67,7 +72,7 @@ class Compressor(Codec):
         return out
 
     def add_all(self, total: torch.Tensor, payloads: Iterable[Sequence[torch.Tensor]], scale: float) -> None:
-        """Add several ranks' vectors, in their order."""
+        """Add scale * C(x) of several ranks to `total`, in their order, in place."""
         for payload in payloads:
             self.add_decompressed(total, payload, scale)
 
@@ -90,16 +95,17 @@ class Compressor(Codec):
         def own() -> Tensors:
             return separate(codec.decompress_into(context.workspace.empty_like(vector), payload), grads)
 
-        def unsent() -> Tensors:
+        def error() -> Tensors:
             return separate(codec.residual_into(context.workspace.empty_like(vector), vector, payload), grads)
 
-        return Exchanged(separate(mean, grads), Deferred(grads, own, unsent))
+        return Exchanged(separate(mean, grads), Deferred(grads, own, error))
 
 
 class Sparsifier(Compressor):
-    """A choice of positions that every rank makes for itself, so that values and positions are gathered.
+    """A codec by which every rank selects some of its elements; their values and positions are gathered.
 
-    The settings of each have `index_coding`, how positions travel: see `gradlab.coding.positions`.
+    Its settings have `density` and `index_coding`, see `gradlab.coding.positions`; without a density it overrides
+    `compressed_bytes`.
     """
 
     selects = True
@@ -110,10 +116,10 @@ class Sparsifier(Compressor):
 
     @abstractmethod
     def select(self, vector: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Positions (count,), int64, of what is sent of a vector (numel,)."""
+        """Positions (count,), int64, of the elements of a vector (numel,) that are sent."""
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """Values (count,) and their encoded positions, uint8."""
+        """Values (count,) and their encoded positions, (bytes,) uint8."""
         positions, coding = self.select(vector, generator), self.settings.index_coding
         if in_order(coding, len(positions), vector.numel()):
             positions = positions.sort().values
@@ -125,6 +131,6 @@ class Sparsifier(Compressor):
         total.index_add_(0, positions, values if scale == 1.0 else values * scale)
 
     def compressed_bytes(self, numel: int) -> int:
-        """Bytes of ceil(density * numel) values with their positions; where those vary, of random positions."""
+        """Bytes of ceil(density * numel) values with their positions; random ones, where the coding's size varies."""
         count = count_of(self.settings.density, numel)
         return 4 * count + index_bytes(self.settings.index_coding, count, numel)

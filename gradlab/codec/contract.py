@@ -29,7 +29,7 @@ Own = TypeVar("Own", bound="type[Codec]")
 
 
 def seeded_generator(*key: object, device: torch.device | str = "cpu") -> torch.Generator:
-    """A generator whose stream is a function of `key` alone, the same in every process."""
+    """Make a generator whose stream follows from `key` alone, the same in every process."""
     digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
@@ -38,12 +38,17 @@ def seeded_generator(*key: object, device: torch.device | str = "cpu") -> torch.
 class Context:
     """Where and when an exchange happens. Random streams follow from (seed, iteration, group): resume needs no state.
 
-    rank, world_size: this process and how many there are; iteration: synchronised steps since the start;
-    group: the group's name; learning_rate: by layer name; previous_learning_rate: the last one that was not zero;
-    loss_scale: the run's factor on its loss (gradients that reach a codec are free of it);
-    start: the first iteration that the schedule compresses;
-    plain_sgd: whether the optimizer is SGD without momentum of its own;
-    parameters: by layer name, the model's at this iteration; empty where they are not known, as in a trace's replay;
+    rank: of this process, from 0.
+    world_size: number of ranks, N.
+    iteration: synchronised steps since the start of the run, from 0.
+    group: the group's name.
+    seed: of the plan's random streams.
+    learning_rate: by layer name.
+    previous_learning_rate: by layer name, the last one that was not zero.
+    loss_scale: the run's factor on its loss; gradients that reach a codec are free of it.
+    start: the first iteration that the schedule compresses.
+    plain_sgd: whether the optimizer is SGD without momentum of its own.
+    parameters: by layer name, the model's at this iteration; empty where they are not known, as in a trace's replay.
     workspace: where results as large as gradients take their memory from.
     """
 
@@ -61,21 +66,22 @@ class Context:
     workspace: Workspace = field(default_factory=Workspace)
 
     def shared_generator(self, *key: object, every_iteration: bool = True) -> torch.Generator:
-        """A CPU generator in the same state on every rank; new in every iteration, or the same in all (for starts).
+        """Make a CPU generator that is in the same state on every rank.
 
         key: tells apart several streams of one group, such as its layers.
+        every_iteration: whether the stream is another in every iteration, or the same in all (for starts).
         """
         when = self.iteration if every_iteration else "start"
         return seeded_generator("shared", self.seed, when, self.group, *key)
 
     def rank_generator(self, *key: object) -> torch.Generator:
-        """A CPU generator of this rank's own, new in every iteration."""
+        """Make a CPU generator of this rank's own, another stream in every iteration."""
         return seeded_generator("rank", self.seed, self.iteration, self.group, self.rank, *key)
 
     def residual_ratio(self, layer: str, wanted: bool | None) -> float:
-        """eta_(t-1) / eta_t, what a residual is multiplied by; 1 where a rate is not known, or zero: no ratio then.
+        """The factor on a layer's residual, eta_(t-1) / eta_t; 1 where one of the rates is unknown or zero.
 
-        wanted: the wrapper's setting; None asks for it if the optimizer is SGD without momentum of its own.
+        wanted: the wrapper's setting, whether there is to be a ratio; None: if the optimizer is SGD without momentum.
         """
         if not self._follows_rates(wanted):
             return 1.0
@@ -83,9 +89,10 @@ class Context:
         return before / now if now > 0 and before > 0 else 1.0
 
     def stands_still(self, layer: str, wanted: bool | None) -> bool:
-        """Whether a layer's rate is zero: what this iteration sends is not applied, so its residual is to be held.
+        """Whether a layer's learning rate is zero: what this iteration sends is not applied, so its residual is held.
 
-        x~_t = x_t - eta e then stays as it is, with eta the last rate that was not zero. wanted: see `residual_ratio`.
+        x~_t = x_t - eta e then stays as it is, with eta the last rate that was not zero.
+        wanted: see `residual_ratio`.
         """
         return self._follows_rates(wanted) and self.learning_rate.get(layer) == 0
 
@@ -94,9 +101,13 @@ class Context:
 
 
 class Deferred(Mapping[str, torch.Tensor]):
-    """Tensors by layer name, computed when the first of them is asked for: most exchanges need no `own`.
+    """Tensors by layer name, computed when the first of them is read: most exchanges need no `own`.
 
-    unsent: computes what is left of the exchange's gradients without them, in fewer passes than a subtraction takes.
+    Args:
+        names: of the layers.
+        compute: gives the tensors: the decoded contribution of this rank.
+        unsent: gives the compression error, the gradients less these tensors, in fewer passes than a subtraction; None:
+            subtract.
     """
 
     def __init__(
@@ -124,12 +135,15 @@ class Deferred(Mapping[str, torch.Tensor]):
 
 @dataclass(frozen=True)
 class Exchanged:
-    """What an exchange returns; every dict is keyed by layer name and holds tensors of the layers' shapes.
+    """What an exchange returns. Tensors are by layer name and of the layers' shapes.
 
-    mean: the aggregated gradient that every rank applies; own: what this rank's contribution amounted to after
-    compression; state: the new state, keys "<layer name>/<what>"; asked: what the codec was asked to send (gradient
-    plus residual under error feedback), for measuring the error ||asked - own||; unsent: that difference, where it
-    was computed anyway.
+    A codec sets `mean`, `own` and, if it has one, `state`. Wrappers and executors set the other two.
+
+    mean: the aggregated gradient, which every rank applies.
+    own: this rank's decoded contribution, C(x): what the other ranks decode from what it sent.
+    state: the new state, keys "<layer name>/<what>".
+    asked: the compressor's input, x: the gradient, or under error feedback the gradient plus the residual.
+    unsent: the compression error, asked - own, where a wrapper has computed it; else empty.
     """
 
     mean: Tensors
@@ -146,8 +160,9 @@ Gradients = torch.Tensor | Tensors | Sequence[torch.Tensor] | Sequence[Tensors]
 class Applied:
     """What `Codec.apply` gives.
 
-    decoded: the aggregated gradient that every rank would apply, a tensor or tensors by layer name, as the gradients
-    came; payload_bytes: what a rank contributed, mean over ranks; dense_bytes: what it would have been uncompressed;
+    decoded: the aggregated gradient that every rank would apply: a tensor, or tensors by layer name, as was given.
+    payload_bytes: bytes that a rank contributed, mean over ranks.
+    dense_bytes: bytes of a rank's uncompressed gradient, 4 per element.
     relative_error: ||decoded - m|| / ||m||, m the mean of the gradients.
     """
 
@@ -172,8 +187,9 @@ class Applied:
 class About:
     """What a codec is, for tables.
 
-    family: such as "sparsification"; formula: of payload bytes, from n elements, N ranks and settings by their names;
-    paper: authors, venue, year, which the module names in full.
+    family: such as "sparsification".
+    formula: of payload bytes, from n elements, N ranks and settings by their names.
+    paper: authors, venue, year; the module's docstring names the paper in full.
     """
 
     family: str
@@ -183,11 +199,13 @@ class About:
 
 @dataclass(frozen=True)
 class PlanDefaults:
-    """What a plan does with a codec if nothing else is asked for.
+    """What `Plan.uniform` does with a codec by default.
 
-    roles, minimum_dimensions, minimum_numel: of the layers that it is given; group_bytes: of gradients, up to so many
-    layers that follow each other are treated together; warmup_steps: dense iterations before it; error_feedback,
-    two_way: whether it is put inside these wrappers.
+    roles: of the layers that are compressed.
+    minimum_dimensions, minimum_numel: dimensions and elements that a layer needs to be compressed.
+    group_bytes: bytes of gradients up to which consecutive layers share a group; 0: one group per layer.
+    warmup_steps: dense iterations before the first compressed one.
+    error_feedback, two_way: whether these wrappers are put around the codec.
     """
 
     roles: tuple[str, ...] = ROLES
@@ -201,11 +219,12 @@ class PlanDefaults:
 
 @dataclass(frozen=True)
 class Guarantees:
-    """What holds for every gradient x of a group, C(x) what one rank's contribution amounts to.
+    """What holds for every gradient x of a group. C(x) is one rank's decoded contribution, E is over the codec's draws.
 
-    linear: C commutes with the sum over ranks; unbiased: E C(x) = x, to the resolution of the random numbers;
-    delta: in (0, 1], E||C(x) - x||^2 <= (1 - delta) ||x||^2; omega: E||C(x) - x||^2 <= omega ||x||^2, of an unbiased
-    codec. E is over the codec's own draws; None where nothing is guaranteed.
+    linear: whether C commutes with the sum over ranks.
+    unbiased: whether E C(x) = x, to the resolution of the random numbers.
+    delta: in (0, 1], E||C(x) - x||^2 <= (1 - delta) ||x||^2; None: no such bound.
+    omega: of an unbiased codec, E||C(x) - x||^2 <= omega ||x||^2; None: no such bound.
     """
 
     linear: bool = False
@@ -217,18 +236,23 @@ class Guarantees:
 class Codec(ABC):
     """One compression method with its settings.
 
-    Subclasses set `name` (the file's name), `about` and `Settings`, and may keep learned tensors under `learned`.
-    State that is not the same on every rank belongs to wrappers (see `gradlab.codec.wrapper`): a codec's own is shared.
+    A subclass sets `name` (the file's name), `about` and `Settings`, a frozen dataclass, and defines `exchange` and
+    `payload_bytes`. A codec's state is the same on every rank; only wrappers keep state that differs between ranks
+    (see `gradlab.codec.wrapper`).
+
+    Args:
+        settings: of the class's `Settings`; None: the defaults.
+        learned: tensors that were learned from data, by name.
     """
 
     name: ClassVar[str]
     about: ClassVar[About]
-    defaults: PlanDefaults = PlanDefaults()  # of an instance, where they follow from its settings
+    defaults: PlanDefaults = PlanDefaults()  # an instance may set its own, where they follow from its settings
     learns: ClassVar[bool] = False
     selects: ClassVar[bool] = False  # whether it sends some elements, and of others nothing
     keeps_dtype: ClassVar[bool] = False  # whether gradients travel in their own dtype, with the loss scale on them
-    group_state: ClassVar[frozenset[str]] = frozenset()  # names of what it keeps for a group, not for one layer of it
-    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)  # settings that are worth comparing, for a planner
+    group_state: ClassVar[frozenset[str]] = frozenset()  # names of state entries that are the group's, not a layer's
+    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)  # settings worth comparing, for a planner
     Settings: ClassVar[type]
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -248,7 +272,7 @@ class Codec(ABC):
         return f"{type(self).__name__}({', '.join([*shown_settings(self.settings, first=True), *parts])})"
 
     def __eq__(self, other: object) -> bool:
-        """Whether the other does the same: equal name, settings and learned tensors."""
+        """Whether both have the same name, settings and learned tensors."""
         return isinstance(other, Codec) and self._identity() == other._identity()
 
     def __hash__(self) -> int:
@@ -259,63 +283,68 @@ class Codec(ABC):
 
     @abstractmethod
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        """Compress, exchange and decompress one group on one rank.
+        """Compress, exchange and decompress one group on one rank: a coroutine that yields the collectives it needs.
 
-        grads: this rank's gradients by layer name, contiguous, float32 or float64. state: what the last exchange
-        returned, empty at first.
+        grads: this rank's gradients by layer name, contiguous, float32 or float64.
+        state: what the last exchange returned, empty at first.
+        context: where and when.
         """
 
     def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        """What stands for `exchange` in iterations that the schedule leaves uncompressed; the state is kept."""
+        """Run in place of `exchange` in iterations that the schedule leaves uncompressed; the state is kept."""
         done = yield from mean_only(grads)
         return replace(done, state=state)
 
     def acts_when_dense(self, state: Tensors) -> bool:
-        """Whether `dense_exchange` does anything but average, so that the executor has to run it."""
+        """Whether `dense_exchange` does more than average, so that the executor has to run it."""
         return False
 
     @abstractmethod
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        """Forecast of the bytes a rank contributes per exchange, mean over ranks and a run; float32 gradients."""
+        """Forecast the bytes that a rank contributes per exchange, mean over ranks and a run, for float32 gradients."""
 
     def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
-        """The same for the one exchange that starts from `state`; they differ for codecs that work in phases."""
+        """Forecast the bytes of the exchange that starts from `state`; it differs for codecs that work in phases."""
         return self.payload_bytes(layers, world_size)
 
     def running_state(self, layers: Sequence[Layer], world_size: int) -> Tensors:
-        """A state as most exchanges of a run start from, for forecasts: empty, if the first one is like all others."""
+        """The state from which most exchanges of a run start, for forecasts; empty if all exchanges are alike."""
         return {}
 
     @property
     def refuses_error_feedback(self) -> str:
-        """Why error feedback would diverge; empty if it does not."""
+        """Why error feedback would diverge around this codec; empty if it does not."""
         return ""
 
     @property
     def varying(self) -> bool:
-        """Whether the sizes of messages depend on the gradients' values, so that forecasts are estimates."""
+        """Whether message sizes depend on the gradients' values, so that forecasts of bytes are estimates."""
         return False
 
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
-        """What holds for a group of these layers whatever their gradients are."""
+        """What holds for a group of these layers, whatever their gradients."""
         return Guarantees()
 
     @classmethod
     def squared_errors(
         cls, codecs: Sequence[Codec], layer: Layer, gradient: torch.Tensor, context: Context
     ) -> list[float]:
-        """||C(x) - x||^2 for several settings of this method, one rank alone and from an empty state.
+        """Measure ||C(x) - x||^2 for several settings of this method, on one rank alone and from an empty state.
 
-        Methods whose settings can share the work, or that need several iterations to come to what they send, override
-        this. gradient: x, of the layer's shape.
+        Methods whose settings can share the work override this, and those that need several iterations until they send
+        what they usually send.
+
+        codecs: one per setting.
+        gradient: x, of the layer's shape.
+        Returns one squared error per codec.
         """
         return [_squared_error(codec, layer, gradient, context) for codec in codecs]
 
     def apply(self, gradients: Gradients, *, seed: int = 0) -> Applied:
-        """What one exchange, the first of a run, makes of gradients: to try a codec out.
+        """Try the codec out: run one exchange, the first of a run, on given gradients.
 
-        gradients: one rank's, a tensor or tensors by layer name; or a list of such, one per rank. seed: of the codec's
-        random numbers.
+        gradients: one rank's, a tensor or tensors by layer name; or a list of such, one per rank.
+        seed: of the codec's random numbers.
         """
         grads = _by_rank(gradients)
         contexts = [Context(rank, len(grads), 0, next(iter(grads[0]), ""), seed) for rank in range(len(grads))]
@@ -341,7 +370,10 @@ class Codec(ABC):
             raise GradlabError(f"codec {self.name} learns nothing, but came with {sorted(self.learned)}")
 
     def fit(self, layers: Sequence[Layer], samples: Mapping[str, torch.Tensor]) -> Codec:
-        """A codec fitted on averaged gradients (T, *layer.shape) by layer name; methods that learn override this."""
+        """A codec of this kind fitted on samples; methods that learn override this.
+
+        samples: averaged gradients by layer name, (T, *layer.shape).
+        """
         return self
 
     def to(self, device: torch.device | str) -> Codec:
@@ -350,25 +382,26 @@ class Codec(ABC):
         return self
 
     def with_settings(self, **changes: Any) -> Codec:
-        """The same codec with some settings changed; it shares the learned tensors."""
+        """A codec with some settings changed; it shares the learned tensors."""
         return type(self)(replace(self.settings, **changes), self.learned)
 
     def adopted_state(self, state: Tensors) -> Tensors:
-        """What this codec goes on with from the state that another setting of the same method left: nothing, if the
-        method does not say otherwise."""
+        """The part of another setting's state with which this codec goes on; nothing by default."""
         return {}
 
     def redistribute(self, states: Sequence[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:
-        """The state of one of `world_size` ranks that continue the run of len(states) ranks; see
-        `gradlab.codec.wrapper`."""
+        """The state of rank `rank` of `world_size` ranks that continue a run of len(states) ranks.
+
+        residuals: what becomes of state that differs between ranks, see `Wrapper.redistribute`.
+        """
         return states[0]
 
 
 def register(codec: Own) -> Own:
-    """Make a codec of your own known by its `name` in this process, for plans and artifacts; returns it (a decorator).
+    """Make a codec of your own known by its `name` in this process, for plans and artifacts: a decorator.
 
-    Every process that builds or loads a plan with it has to do so: an artifact holds names and settings, never code. A
-    class of the same module and name takes the old one's place, as after a reload.
+    Every process that builds or loads a plan with the codec has to register it: an artifact holds names and settings,
+    never code. A class of the same module and name replaces the registered one, as after a reload.
 
     Raises:
         GradlabError: for a class that is no complete codec, or a name that another one has.
@@ -410,12 +443,12 @@ def _by_rank(gradients: Any) -> list[Tensors]:
 
 
 def shown_settings(settings: Any, *, first: bool) -> list[str]:
-    """name=value of settings that are not at their defaults; first: the first one in any case."""
+    """Settings that are not at their defaults, as "name=value". first: whether the first one is among them anyway."""
     known = [(field, getattr(settings, field.name)) for field in fields_of(type(settings))]
     return [
         f"{field.name}={value!r}"
-        for place, (field, value) in enumerate(known)
-        if value != field.default or (first and place == 0)
+        for number, (field, value) in enumerate(known)
+        if value != field.default or (first and number == 0)
     ]
 
 
@@ -429,11 +462,13 @@ def hash_tensor(tensor: torch.Tensor) -> str:
 def exchange_group(
     codec: Codec, grads: Tensors, state: Tensors, context: Context, *, scaled_by: float = 1.0, dense: bool = False
 ) -> Coroutine[Exchanged]:
-    """The coroutine an executor runs for one group: codecs compute in float32 and without the loss scale.
+    """Run a codec on one group as an executor does: in float32, and without the loss scale.
 
-    scaled_by: the loss scale that is on the gradients; states never hold it, so that a change of it leaves them
-    sound. dense: whether the schedule leaves this iteration uncompressed. The mean comes back in the gradients' own
-    dtype and scale; `own`, `asked` and the state stay as the codec works with them.
+    The mean comes back in the gradients' own dtype and scale. `own`, `asked` and the state stay in float32 without the
+    loss scale, so that another loss scale leaves states sound.
+
+    scaled_by: the loss scale that is on the gradients.
+    dense: whether the schedule leaves this iteration uncompressed.
     """
     if codec.keeps_dtype:
         working, scaled_by = {name: grad.contiguous() for name, grad in grads.items()}, 1.0
@@ -461,14 +496,14 @@ def _rescaled(mean: torch.Tensor, scaled_by: float) -> torch.Tensor:
 
 
 def mean_only(grads: Tensors) -> Coroutine[Exchanged]:
-    """Exchange gradients uncompressed: one Mean per layer."""
+    """Exchange gradients uncompressed, by one Mean per layer."""
     names = list(grads)
     answers = yield tuple(Mean(grads[name]) for name in names)
     return Exchanged(dict(zip(names, answers, strict=True)), dict(grads))
 
 
 def concatenate(grads: Tensors) -> torch.Tensor:
-    """All layers of a group as one vector (sum of numel,), in order; one layer's is a view of it."""
+    """Lay all layers of a group end to end, as one vector (sum of numel,); of a single layer the vector is a view."""
     pieces = [grad.reshape(-1) for grad in grads.values()]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 

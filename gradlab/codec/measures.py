@@ -13,7 +13,7 @@ LayerErrors = dict[str, tuple[float, float]]
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds no infinity and no NaN: its extremes show both, 25 times faster than each element."""
+    """Whether a tensor holds no infinity and no NaN: its extremes show both, 25 times faster than its elements."""
     if not tensor.numel():
         return True
     least, largest = torch.aminmax(tensor)
@@ -30,16 +30,16 @@ def squared_norm(tensor: torch.Tensor) -> float:
 
 
 def contribution_error(done: Exchanged) -> LayerErrors:
-    """Per layer (||asked - own||^2, ||asked||^2) of one rank: GradiVeQ's eq. (7) and what normalises it."""
+    """By layer the squared norms of one rank's compression error and of its compressor input: GradiVeQ's eq. (7)."""
     errors = {}
-    for name, asked in done.asked.items():
-        unsent = done.unsent[name] if name in done.unsent else asked - done.own[name]
-        errors[name] = (squared_norm(unsent), squared_norm(asked))
+    for name, value in done.asked.items():
+        error = done.unsent[name] if name in done.unsent else value - done.own[name]
+        errors[name] = (squared_norm(error), squared_norm(value))
     return errors
 
 
 def add_errors(total: LayerErrors, more: Mapping[str, Sequence[float]]) -> LayerErrors:
-    """Add squared errors and norms layer by layer, in place; returns `total`."""
+    """Add squared errors and norms to `total`, layer by layer, in place; returns it."""
     for name, (error, norm) in more.items():
         before = total.get(name, (0.0, 0.0))
         total[name] = (before[0] + error, before[1] + norm)

@@ -1,8 +1,8 @@
-"""Wrappers change what a codec is given or what becomes of its answer; a codec knows nothing of them.
+"""Wrappers change a codec's input or its result; the codec knows nothing of them.
 
-A wrapper is itself a codec around another one and delegates with `yield from`. It alone may keep state that differs
-between ranks: residuals, velocities. Its keys are "<layer>/<what>" with <what> in its `keys`; all others are the
-wrapped codec's.
+A wrapper is itself a codec around another one and delegates with `yield from`. Only wrappers may keep state that
+differs between ranks: residuals, velocities. A wrapper's state has keys "<layer>/<what>" with <what> in `keys`; all
+other keys are the wrapped codec's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Wrapper(Codec):
     keys: ClassVar[tuple[str, ...]] = ()
     keeps_residual: ClassVar[bool] = False
     applies_momentum: ClassVar[bool] = False
-    before_compression: ClassVar[bool] = False  # of momentum: whether it changes what the codec is asked to send
+    before_compression: ClassVar[bool] = False  # of momentum: whether it changes the compressor's input
     applies_weight_decay: ClassVar[bool] = False
 
     def __init__(self, codec: Codec, settings: Any = None) -> None:
@@ -99,11 +99,13 @@ class Wrapper(Codec):
         return type(self)(self.codec.with_settings(**changes), self.settings)
 
     def redistribute(self, states: Sequence[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:
-        """The state of one of `world_size` ranks that continue the run of N = len(states) ranks.
+        """The state of rank `rank` of M = `world_size` ranks that continue a run of N = len(states) ranks.
 
-        residuals: what becomes of tensors that each rank has its own of, e_i. "split": every new rank gets their
-        mean. "sum": old rank i's go to new rank i mod M; each sums what it gets, times M / N. Both leave
-        (1/M) sum e'_j == (1/N) sum e_i, what is still owed to the model. "drop": they start from nothing.
+        residuals: what becomes of the tensors e_i that differ between ranks.
+            "split": every new rank gets their mean.
+            "sum": new rank j gets M / N times the sum of the old ranks' i with i mod M == j.
+            "drop": every new rank starts without.
+            The first two keep the mean over ranks, (1/M) sum e'_j == (1/N) sum e_i, which the model is still owed.
         """
         inner = self.codec.redistribute([self.inner_state(s) for s in states], rank, world_size, residuals)
         return {**inner, **self._redistribute_own([self.own_state(s) for s in states], rank, world_size, residuals)}
@@ -119,17 +121,17 @@ class Wrapper(Codec):
 
 
 def buffer_setting(what: str) -> Any:
-    """The field of how a buffer is kept, see `store_buffer`."""
+    """Make the settings field of a buffer's format, see `store_buffer`."""
     return setting(
         "float32",
         choices=("float32", "int8"),
-        help=f'how {what} kept: in the working type, or "int8", 1/4 of the memory, blocks of {_BLOCK} with a scale; '
-        "what is below 1/254 of its block's largest is lost",
+        help=f'format in which {what} kept: the working type, or "int8", 1/4 of the memory, with a scale per {_BLOCK} '
+        "values; values below 1/254 of their block's largest are lost",
     )
 
 
 def step_size_setting(default: bool | None, what: str) -> Any:
-    """The field of whether a residual follows the learning rate, see `Context.residual_ratio`."""
+    """Make the settings field of whether a residual follows the learning rate, see `Context.residual_ratio`."""
     return setting(
         default,
         symbol="eta_(t-1) / eta_t",
@@ -163,22 +165,25 @@ def state_names(state: Tensors) -> Iterable[tuple[str, str]]:
 
 
 def deal(tensors: Sequence[torch.Tensor], rank: int, world_size: int, residuals: str) -> torch.Tensor | None:
-    """What rank `rank` of `world_size` takes over from tensors of len(tensors) ranks; see `Wrapper.redistribute`."""
+    """The tensor with which rank `rank` of `world_size` continues, from those of len(tensors) ranks; None: with none.
+
+    residuals: see `Wrapper.redistribute`.
+    """
     if residuals == "drop":
         return None
     if residuals == "split":
         return torch.stack(list(tensors)).mean(0)
-    mine = [tensor for old, tensor in enumerate(tensors) if old % world_size == rank]
-    if not mine:
+    dealt = [tensor for old, tensor in enumerate(tensors) if old % world_size == rank]
+    if not dealt:
         return torch.zeros_like(tensors[0])
-    return torch.stack(mine).sum(0) * (world_size / len(tensors))
+    return torch.stack(dealt).sum(0) * (world_size / len(tensors))
 
 
 # --- buffers -------------------------------------------------------------------------------------------------------
 
 
 def store_buffer(name: str, what: str, tensor: torch.Tensor, kind: str) -> Tensors:
-    """State entries that keep a tensor: as it is, or (kind "int8") in 8 bits, to 1/254 of its block's largest."""
+    """State entries that keep a tensor: as it is, or for kind "int8" in 8 bits, to 1/254 of its block's largest."""
     if kind != "int8":
         return {f"{name}/{what}": tensor}
     blocks = torch.nn.functional.pad(tensor.reshape(-1), (0, -tensor.numel() % _BLOCK)).view(-1, _BLOCK)

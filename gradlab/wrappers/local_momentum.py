@@ -1,4 +1,4 @@
-"""Momentum of each rank's own, before anything is compressed.
+"""Local momentum: each rank's own, before compression.
 
 Zheng, Huang, Kwok, "Communication-efficient distributed blockwise momentum SGD with error-feedback", NeurIPS 2019,
 Algorithm 4, lines 5 and 6: around `error_feedback` with the step-size ratio, around `two_way`. Without feedback and
@@ -19,10 +19,10 @@ from gradlab.collectives import Coroutine
 
 
 class LocalMomentum(Wrapper):
-    """m_t = mu m_(t-1) + g; sent: m_t, or with Nesterov's form mu m_t + g. What is left unsent is not its business.
+    """m_t = mu m_(t-1) + g; the codec gets m_t, or in Nesterov's form mu m_t + g.
 
     The optimizer's own momentum must be 0. Unlike `momentum_correction` it keeps no residual and masks nothing. While
-    the schedule is dense, the average is that of the ranks' momenta: momentum SGD to rounding.
+    the schedule is dense, the ranks' momenta are averaged: momentum SGD to rounding.
     """
 
     name = "local_momentum"
@@ -51,7 +51,7 @@ class LocalMomentum(Wrapper):
         return True
 
     def _accumulate(self, grads: Tensors, state: Tensors, context: Context) -> tuple[Tensors, Tensors]:
-        """The new m, and what is to be sent."""
+        """The new m, and the compressor's input."""
         mu, memory, velocity, sent = self.settings.momentum, context.workspace, {}, {}
         for name, grad in grads.items():
             before = load_buffer(state, name, "velocity")

@@ -1,4 +1,4 @@
-"""Momentum after the average: what parameters that are sent dense need beside momentum correction.
+"""Momentum after the average: for layers that are sent dense beside others with momentum correction.
 
 Lin, Han, Mao, Wang, Dally, "Deep gradient compression", ICLR 2018, section 3.2 and their published code.
 """
@@ -14,7 +14,7 @@ from gradlab.collectives import Coroutine
 
 
 class Momentum(Wrapper):
-    """u = momentum * u + mean; applied: u, or with Nesterov's form mean + momentum * u. As torch.optim.SGD does it.
+    """u = m u + mean; every rank applies u, or in Nesterov's form mean + m u. As torch.optim.SGD does it.
 
     The optimizer's own momentum must be 0. u is the same on every rank.
     """
@@ -47,7 +47,7 @@ class Momentum(Wrapper):
             added = mean * (1 - m) if self.settings.dampening else mean
             u = added.clone() if before is None else (before * m).add_(added)
             kept[f"{name}/momentum"] = u
-            # A copy: who gets the mean may change it in place (clipping does), which must not reach the state.
+            # A copy: the mean may be changed in place later (clipping does), which must not reach the state.
             applied[name] = added.add(u, alpha=m) if self.settings.nesterov else u.clone()
         return replace(done, mean=applied, state={**done.state, **kept})
 

@@ -30,10 +30,10 @@ from gradlab.wrappers.error_feedback import keep_setting, refuse_keep, unselecte
 
 
 class MomentumCorrection(Wrapper):
-    """u = m u + g; v = v + u; own = C(v); v = v - own; u = 0 where something was sent (masking).
+    """u = m u + g; v = v + u; sent: C(v); v = v - C(v); u = 0 where something was sent (masking).
 
-    Nesterov: u = m (u + g); v = v + u + g. In code v without what is sent is "residual" and u is "velocity". The
-    optimizer's own momentum must be 0. While the schedule is dense, all of v is sent: momentum SGD to rounding.
+    Nesterov: u = m (u + g); v = v + u + g. The state keeps u as "velocity" and v - C(v) as "residual".
+    The optimizer's own momentum must be 0. While the schedule is dense, all of v is sent: momentum SGD to rounding.
     """
 
     name = "momentum_correction"
@@ -47,8 +47,8 @@ class MomentumCorrection(Wrapper):
         nesterov: bool = setting(False, help="look ahead along u")
         masking: bool | None = setting(
             None,
-            help="zero u where values were sent; None: if the codec selects elements (others send every element a "
-            "little, and would lose all momentum)",
+            help="zero u where values were sent; None: if the codec selects elements (others send every element, and "
+            "would lose all momentum)",
         )
         clip_norm: float = setting(
             0.0,
@@ -56,7 +56,7 @@ class MomentumCorrection(Wrapper):
             help="largest L2 norm of a step's gradient, 0: none; each rank clips its own to clip_norm / sqrt(N), group "
             "by group (the paper clips the whole gradient, which is known only when backward has ended)",
         )
-        step_size_ratio: bool | None = step_size_setting(False, "what is left of v (DGC does not)")
+        step_size_ratio: bool | None = step_size_setting(False, "the residual (DGC does not)")
         buffer: str = buffer_setting("u and v are")
         keep: str = keep_setting()
 
@@ -72,40 +72,40 @@ class MomentumCorrection(Wrapper):
             )
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        velocity, asked = self._accumulate(grads, state, context)
-        done = yield from self.codec.exchange(asked, self.inner_state(state), context)
-        unsent = {name: asked[name] - done.own[name] for name in grads}
+        velocity, inputs = self._accumulate(grads, state, context)
+        done = yield from self.codec.exchange(inputs, self.inner_state(state), context)
+        errors = {name: inputs[name] - done.own[name] for name in grads}
         if self._masks:
             velocity = {name: u.masked_fill(done.own[name] != 0, 0.0) for name, u in velocity.items()}
-        left_over = unselected(asked, done.own) if self.settings.keep == "unselected" else unsent
-        left = {name: value for name, value in left_over.items() if not self._holds(name, context)}
-        kept = {**self._held(grads, state, context), **self._kept(velocity, left)}
-        return Exchanged(done.mean, done.own, {**done.state, **kept}, asked, unsent)
+        kept_back = unselected(inputs, done.own) if self.settings.keep == "unselected" else errors
+        residual = {name: value for name, value in kept_back.items() if not self._holds(name, context)}
+        kept = {**self._held(grads, state, context), **self._kept(velocity, residual)}
+        return Exchanged(done.mean, done.own, {**done.state, **kept}, inputs, errors)
 
     def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        velocity, asked = self._accumulate(grads, state, context)
-        done = yield from self.codec.dense_exchange(asked, self.inner_state(state), context)
+        velocity, inputs = self._accumulate(grads, state, context)
+        done = yield from self.codec.dense_exchange(inputs, self.inner_state(state), context)
         kept = {**self._held(grads, state, context), **self._kept(velocity, {})}
-        return Exchanged(done.mean, done.own, {**done.state, **kept}, asked)
+        return Exchanged(done.mean, done.own, {**done.state, **kept}, inputs)
 
     def acts_when_dense(self, state: Tensors) -> bool:
         return True
 
     def _accumulate(self, grads: Tensors, state: Tensors, context: Context) -> tuple[Tensors, Tensors]:
-        """The new u, and v with it: what is to be sent."""
-        m, velocity, asked = self.settings.momentum, {}, {}
+        """The new u, and the compressor's input: v with u added."""
+        m, velocity, inputs = self.settings.momentum, {}, {}
         for name, grad in clipped(grads, self.settings.clip_norm, context.world_size).items():
             before, residual = load_buffer(state, name, "velocity"), load_buffer(state, name, "residual")
             if self.settings.nesterov:
                 velocity[name] = grad * m if before is None else (before + grad).mul_(m)
-                asked[name] = velocity[name] + grad
+                inputs[name] = velocity[name] + grad
             else:
                 velocity[name] = grad.clone() if before is None else (before * m).add_(grad)
-                asked[name] = velocity[name].clone()
+                inputs[name] = velocity[name].clone()
             if residual is not None and not self._holds(name, context):
                 ratio = context.residual_ratio(name, self.settings.step_size_ratio)
-                asked[name] += residual if ratio == 1.0 else residual * ratio
-        return velocity, asked
+                inputs[name] += residual if ratio == 1.0 else residual * ratio
+        return velocity, inputs
 
     def _holds(self, name: str, context: Context) -> bool:
         return context.stands_still(name, self.settings.step_size_ratio)
@@ -125,7 +125,7 @@ class MomentumCorrection(Wrapper):
 
 
 def clipped(grads: Tensors, clip_norm: float, world_size: int) -> Tensors:
-    """Gradients of one group, scaled down to an L2 norm of at most clip_norm / sqrt(N); 0 leaves them."""
+    """Scale the gradients of one group down to an L2 norm of at most clip_norm / sqrt(N); 0 leaves them as they are."""
     if clip_norm == 0:
         return grads
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads.values()]))

@@ -28,7 +28,7 @@ class SparsityWarmup(Wrapper):
 
     @dataclass(frozen=True)
     class Settings:
-        steps: int = setting(1000, least=1, unit="compressed iterations", help="that the warm-up takes")
+        steps: int = setting(1000, least=1, unit="compressed iterations", help="of the warm-up")
         stages: int = setting(4, least=1, most=1000, symbol="S", help="of equal length")
         initial_density: float = setting(0.25, above=0, most=1, unit="share of elements", help="of the first stage")
 
@@ -39,7 +39,7 @@ class SparsityWarmup(Wrapper):
         super().__init__(codec, settings)
         method = innermost(codec)
         if "density" not in {f.name for f in fields(method.settings)}:
-            raise GradlabError(f"sparsity_warmup around {method.name}, which has no density to begin high with")
+            raise GradlabError(f"sparsity_warmup around {method.name}, which has no density that could begin high")
         final, initial = method.settings.density, self.settings.initial_density
         if final > initial:
             raise GradlabError(

@@ -28,11 +28,11 @@ Payload = tuple[torch.Tensor, ...]
 
 
 class TwoWay(Wrapper):
-    """Rank i sends C(x_i), shard by shard, to the shards' servers; a server answers C(mean + its residual).
+    """Rank i sends C(x_i), shard by shard, to the shards' servers; a server answers C(mean + server residual).
 
-    `own` is C(x_i) alone: put error feedback or momentum correction around it for the ranks' own remainder. The
-    server's remainder is kept here, "server_residual", each rank that of its shard; after a change of the world size as
-    "server_whole", of whole layers, until the next exchange cuts it.
+    The ranks' own compression errors, x_i - C(x_i), are not kept here: put error feedback or momentum correction around
+    this wrapper. The servers' compression errors are. Each rank keeps that of its shard as "server_residual". After a
+    change of the world size every rank has the whole layers' as "server_whole", until the next exchange cuts it.
     """
 
     name = "two_way"
@@ -43,8 +43,8 @@ class TwoWay(Wrapper):
         server: str = setting(
             "sharded", choices=("sharded", "rank"), help="shards over all ranks, or all on server_rank"
         )
-        server_rank: int = setting(0, least=0, unit="rank", help="of the server, where it is one")
-        error_feedback: bool = setting(True, help="whether a server adds what its earlier answers left out")
+        server_rank: int = setting(0, least=0, unit="rank", help="of the server, where there is one")
+        error_feedback: bool = setting(True, help="whether a server adds the compression errors of its earlier answers")
         step_size_ratio: bool | None = step_size_setting(None, "the server's residual")
         buffer: str = buffer_setting("the server's residual is")
 
@@ -77,11 +77,11 @@ class TwoWay(Wrapper):
         ]
         received = yield tuple(AllToAll(parts) for parts in zip(*sent, strict=True))
         (start, stop), codec = shards[context.rank], codecs[context.rank]
-        asked = context.workspace.zeros_like(vector[start:stop])
-        codec.add_all(asked, zip(*received, strict=True), 1.0 / context.world_size)
-        held = self._server_residual(grads, state, context, asked)
-        asked += self._rescaled(held, context)
-        answer = codec.compress(asked, context.rank_generator("server"))
+        average = context.workspace.zeros_like(vector[start:stop])
+        codec.add_all(average, zip(*received, strict=True), 1.0 / context.world_size)
+        held = self._server_residual(grads, state, context, average)
+        average += self._rescaled(held, context)
+        answer = codec.compress(average, context.rank_generator("server"))
         answers = yield self._answer_requests(answer, sent, context)
         mean = self._decoded(vector, shards, codecs, self._by_shard(answers, sent), context)
         own = Deferred(
@@ -89,18 +89,18 @@ class TwoWay(Wrapper):
             lambda: separate(self._decoded(vector, shards, codecs, sent, context), grads),
             lambda: separate(self._decoded(vector, shards, codecs, sent, context, residual=True), grads),
         )
-        kept = self._kept(held, asked, codec, answer, context)
+        kept = self._kept(held, average, codec, answer, context)
         return Exchanged(separate(mean, grads), own, kept)
 
     def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        """The servers' residuals are sent along: the one that holds a part adds N times it to its own gradient."""
+        """Send the servers' residuals along: each server adds N times its residual to its own gradient."""
         vector = concatenate(grads)
         shapes = [grad.shape for grad in grads.values()]
         start, stop = self.shards(shapes, context.world_size, context.group)[context.rank]
-        asked = vector.clone()
-        held = self._server_residual(grads, state, context, asked[start:stop])
-        asked[start:stop] += context.world_size * self._rescaled(held, context)
-        done = yield from self.codec.dense_exchange(separate(asked, grads), {}, context)
+        total = vector.clone()
+        held = self._server_residual(grads, state, context, total[start:stop])
+        total[start:stop] += context.world_size * self._rescaled(held, context)
+        done = yield from self.codec.dense_exchange(separate(total, grads), {}, context)
         kept: Tensors = {}
         for name, piece in held.items() if self.settings.error_feedback else ():
             if context.stands_still(name, self.settings.step_size_ratio):
@@ -110,7 +110,7 @@ class TwoWay(Wrapper):
     def shards(self, shapes: Sequence[Sequence[int]], world_size: int, group: str = "") -> list[Shard]:
         """(start, stop) of each rank's shard of layers of these shapes: whole blocks, or all on one rank.
 
-        A group of one block cannot be shared out: its server follows from its name, so that other groups' are others.
+        A group of one block cannot be cut. Its server follows from its name, so that groups have different servers.
         """
         numel, codec = sum(map(math.prod, shapes)), self.compressor.for_layers(shapes)
         if self.settings.server == "sharded" and codec.blocks(numel) > 1:
@@ -123,16 +123,19 @@ class TwoWay(Wrapper):
     def _answer_requests(
         self, answer: Payload, sent: Sequence[Payload], context: Context
     ) -> tuple[Broadcast | Gather, ...]:
-        """From one server by a tree, which shares the load; from all, each its own. Sizes are those that were sent."""
+        """Requests by which the answers reach all ranks: one server's by a broadcast, all servers' by a gather.
+
+        An answer has the sizes of what was sent to its server.
+        """
         if self.settings.server == "rank":
             root = self.settings.server_rank
-            mine = answer if context.rank == root else tuple(torch.zeros_like(part) for part in sent[root])
-            return tuple(Broadcast(part, root) for part in mine)
-        lengths = [tuple(len(part) for part in parts) for parts in zip(*sent, strict=True)]
+            parts = answer if context.rank == root else tuple(torch.zeros_like(part) for part in sent[root])
+            return tuple(Broadcast(part, root) for part in parts)
+        lengths = [tuple(len(part) for part in shards) for shards in zip(*sent, strict=True)]
         return tuple(Gather(part, lengths=known) for part, known in zip(answer, lengths, strict=True))
 
     def _by_shard(self, answers: Sequence[Any], sent: Sequence[Payload]) -> Sequence[Payload]:
-        if self.settings.server == "rank":  # what this rank sent to other shards is as empty as they are
+        if self.settings.server == "rank":  # the other shards are empty, and so is what was sent to them
             return [tuple(answers) if rank == self.settings.server_rank else own for rank, own in enumerate(sent)]
         return list(zip(*answers, strict=True))
 
@@ -145,7 +148,7 @@ class TwoWay(Wrapper):
         context: Context,
         residual: bool = False,
     ) -> torch.Tensor:
-        """One payload per shard as a vector like `vector`; residual: what they leave of it instead."""
+        """Decode one payload per shard to a vector (numel,); residual: `vector` less the decoded one instead."""
         out = context.workspace.empty_like(vector)
         for codec, payload, (start, stop) in zip(codecs, payloads, shards, strict=True):
             if stop > start and residual:
@@ -155,19 +158,19 @@ class TwoWay(Wrapper):
         return out
 
     def _server_residual(self, grads: Tensors, state: Tensors, context: Context, like: torch.Tensor) -> Tensors:
-        """What this rank's shard holds of the layers' residuals: by layer, (elements there,) of the type of `like`."""
+        """The server residual of this rank's shard, by layer, (elements in the shard,), in the dtype of `like`."""
         pieces = {}
         for name, (a, b) in self._cuts(grads, context).items():
             piece, whole = (load_buffer(state, name, what) for what in ("server_residual", "server_whole"))
             if whole is not None:
                 piece = whole[a:b]
-            elif piece is None:  # one layer's may be missing: it has had no gradient on any rank yet
+            elif piece is None:  # of a layer that has had no gradient on any rank yet
                 piece = like.new_zeros(b - a)
             pieces[name] = piece
         return pieces
 
     def _rescaled(self, held: Tensors, context: Context) -> torch.Tensor:
-        """The shard's residual in the unit of this iteration, a vector; zero where it is to be held."""
+        """The shard's residual as a vector, at this iteration's step size; zero for layers whose residual is held."""
         wanted, pieces = self.settings.step_size_ratio, []
         for name, piece in held.items():
             ratio = 0.0 if context.stands_still(name, wanted) else context.residual_ratio(name, wanted)
@@ -175,25 +178,25 @@ class TwoWay(Wrapper):
         return torch.cat(pieces)
 
     def _cuts(self, grads: Tensors, context: Context) -> dict[str, Shard]:
-        """What this rank's shard holds of each layer: (start, stop) in the layer."""
+        """The part of each layer that lies in this rank's shard: (start, stop) in the layer."""
         start, stop = self.shards([grad.shape for grad in grads.values()], context.world_size, context.group)[
             context.rank
         ]
         cuts, first = {}, 0
         for name, grad in grads.items():
-            a, b = (max(0, min(grad.numel(), place - first)) for place in (start, stop))
+            a, b = (max(0, min(grad.numel(), edge - first)) for edge in (start, stop))
             cuts[name] = (a, b)
             first += grad.numel()
         return cuts
 
     def _kept(
-        self, held: Tensors, asked: torch.Tensor, codec: Compressor, answer: Payload, context: Context
+        self, held: Tensors, average: torch.Tensor, codec: Compressor, answer: Payload, context: Context
     ) -> Tensors:
-        """What the answer leaves of what was asked, this rank's shard, layer by layer; or what was held."""
+        """This server's compression error, by layer; of a layer whose residual is held, that."""
         if not self.settings.error_feedback:
             return {}
-        left = codec.residual_into(context.workspace.empty_like(asked), asked, answer)
-        pieces = left.split([len(piece) for piece in held.values()])
+        errors = codec.residual_into(context.workspace.empty_like(average), average, answer)
+        pieces = errors.split([len(piece) for piece in held.values()])
         kept: Tensors = {}
         for (name, before), after in zip(held.items(), pieces, strict=True):
             piece = before if context.stands_still(name, self.settings.step_size_ratio) else after
@@ -213,7 +216,7 @@ class TwoWay(Wrapper):
         return self.payload_bytes(layers, world_size)
 
     def _redistribute_own(self, own: Sequence[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:
-        """Shards in rank order are the whole, which every rank gets. "sum" and "split" keep it, "drop" does not."""
+        """Join the shards' residuals in rank order; every rank gets the whole. residuals = "drop" forgets it."""
         if residuals == "drop":
             return {}
         whole: Tensors = {}

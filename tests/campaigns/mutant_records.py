@@ -315,8 +315,8 @@ MUTANTS = (
     ),
     Mutant(
         file="gradlab/wrappers/error_feedback.py",
-        old="return (1 - decay) * unsent + (0.0 if before is None else decay * before)",
-        new="return decay * unsent + (0.0 if before is None else (1 - decay) * before)",
+        old="return (1 - decay) * error + (0.0 if before is None else decay * before)",
+        new="return decay * error + (0.0 if before is None else (1 - decay) * before)",
         tests=("tests/codecs/test_quantizers.py", "tests/codecs/test_sparsifiers.py"),
         what="The low-pass filter's weights are swapped.",
         select="loco or scalecom",
@@ -339,8 +339,8 @@ MUTANTS = (
     ),
     Mutant(
         file="gradlab/wrappers/error_feedback.py",
-        old="{**done.state, **self._held(grads, state, context)}, asked)",
-        new="done.state, asked)",
+        old="{**done.state, **self._held(grads, state, context)}, inputs)",
+        new="done.state, inputs)",
         tests=("tests/wrappers/test_wrappers.py",),
         what="A dense iteration at a learning rate of zero forgets the residual.",
         select="dense_iteration",
@@ -379,8 +379,8 @@ MUTANTS = (
     ),
     Mutant(
         file="gradlab/wrappers/two_way.py",
-        old="asked[start:stop] += context.world_size * self._rescaled",
-        new="asked[start:stop] += self._rescaled",
+        old="total[start:stop] += context.world_size * self._rescaled",
+        new="total[start:stop] += self._rescaled",
         tests=("tests/wrappers/test_wrappers.py",),
         what="A server's residual is sent dense at 1 / N of its size.",
         select="server or owed",
@@ -395,8 +395,8 @@ MUTANTS = (
     ),
     Mutant(
         file="gradlab/codec/wrapper.py",
-        old="torch.stack(mine).sum(0) * (world_size / len(tensors))",
-        new="torch.stack(mine).sum(0)",
+        old="torch.stack(dealt).sum(0) * (world_size / len(tensors))",
+        new="torch.stack(dealt).sum(0)",
         tests=("tests/wrappers/test_wrappers.py",),
         what="Residuals dealt to fewer ranks lose their factor M / N.",
         select="owed",

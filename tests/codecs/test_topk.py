@@ -118,5 +118,5 @@ def test_a_group_without_elements() -> None:
 
 @pytest.mark.parametrize("density", [0.0, -0.1, 1.0001])
 def test_density_is_a_share(density: float) -> None:
-    with pytest.raises(GradlabError, match=r"topk: setting density = .*a share in \(0, 1\]"):
+    with pytest.raises(GradlabError, match=r"topk: setting density = .*a share of elements in \(0, 1\]"):
         TopK.Settings(density)
