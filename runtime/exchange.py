@@ -22,9 +22,8 @@ from gradlab.runtime.checks import Pairs, agree_on, check, device_of_model
 from gradlab.runtime.engine.device import HostDevice
 from gradlab.runtime.engine.driver import Part, StepDriver
 from gradlab.runtime.engine.options import RunOptions, Surroundings
-from gradlab.runtime.engine.statistics import Statistics, StepRecord
+from gradlab.runtime.engine.statistics import StepRecord
 from gradlab.runtime.network.communicator import Communicator
-from gradlab.runtime.network.faults import Reasons
 from gradlab.runtime.timeline import Timeline
 from gradlab.workspace import RecyclingWorkspace
 
@@ -42,6 +41,9 @@ class Exchange:
     `step` replaces every gradient by what the plan makes of all ranks', in place, before it returns. A hook that is
     handed a few gradients at a time calls `begin`, then `add` for each of them, then `finish`. All ranks construct it
     together, and hand over the same layers in the same order.
+
+    If a step fails on one rank, that rank leaves the reason for the others and takes part in no further collective. The
+    others raise an error with that reason when their next collective fails, at the latest after the group's timeout.
 
     Attributes:
         plan: as it was given.
@@ -93,31 +95,27 @@ class Exchange:
         )
         # Work is done in the caller's thread, on the caller's stream: there is nothing to hand over.
         self._set_up(plan, pairs, group, chosen, HostDevice(device_of_model(pairs)), owned=False)
-        self._parts = 0
-        self._broken: str | None = None
-        self._finalizer = weakref.finalize(self, self._communicator.close)
+        self._finalizer = weakref.finalize(self, self._driver.close)
 
     def _set_up(
         self, plan: Plan, pairs: Pairs, group: dist.ProcessGroup, options: RunOptions, device: HostDevice, owned: bool
     ) -> None:
-        """Put together what works, of parts that are known to be sound. owned: whether `close` destroys the group."""
+        """Put the parts together, from arguments that were checked. owned: whether `close` destroys the group."""
         self._residuals = reporting.residual_statement(plan, options.optimizer)
         if plan.follows_learning_rate and not options.plain_sgd:
             warnings.warn(f"gradlab: {self._residuals}", stacklevel=3)
         if group.size() == 1:
             warnings.warn("gradlab: world size 1, there is no communication to compress", stacklevel=3)
         self.plan = plan
-        self.statistics = Statistics(options.history)
         self._parameters = {layer.name: parameter for layer, parameter in pairs}
         self._device = device
-        self._timeline = Timeline(options.trace_steps)
         workspace = RecyclingWorkspace()
         self._communicator = Communicator(
             group,
             options.deterministic,
             options.check_requests,
             owned=owned,
-            timeline=self._timeline,
+            timeline=Timeline(options.trace_steps),
             workspace=workspace,
             device=device.device,
         )
@@ -132,27 +130,23 @@ class Exchange:
             device=device.device,
             workspace=workspace,
         )
-        self._driver = StepDriver(
-            self.run,
-            self._communicator,
-            _surroundings(pairs, options),
-            self.statistics,
-            self._timeline,
-            workspace,
-            options,
-            device.device,
-        )
-        self._reasons = Reasons(group.group_name, rank, world_size)
+        self._driver = StepDriver(self.run, self._communicator, _surroundings(pairs, options), workspace, options)
+        self.statistics = self._driver.statistics
 
     # --- steps ---
 
     def step(self, gradients: Mapping[str, torch.Tensor | None]) -> StepRecord:
-        """Exchange the gradients of one step, in place, and say what it took.
+        """Exchange the gradients of one step, in place.
 
-        gradients: by layer name, all layers of the plan; None counts as zeros.
+        Args:
+            gradients: by layer name, all layers of the plan; None counts as zeros.
+
+        Returns:
+            Bytes and times of the step.
 
         Raises:
             GradlabError: for other layers or shapes, or after too many steps in a row that were not finite.
+            CommunicationError: if another rank failed (with its reason) or could not be reached within the timeout.
         """
         self.begin()
         self.add(gradients)
@@ -160,70 +154,82 @@ class Exchange:
 
     def begin(self) -> None:
         """Begin a step."""
-        self._timeline.begin(self.iteration)
-        self._parts = 0
-        self._guarded(self._driver.begin)
+
+        def begin() -> None:
+            self._communicator.timeline.begin(self.iteration)
+            self._driver.begin()
+
+        self._guarded(begin)
 
     def add(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
-        """Exchange some layers' gradients, in place: when it returns, all groups that are complete have their results.
+        """Exchange the gradients of some layers, in place.
 
-        A group of several layers is complete with the last of them. What turns out to be not finite is told by
-        `finish`.
+        When it returns, all groups that are complete have their results. A group of several layers is complete with
+        the last of them. Whether the results count, `finish` says: gradients of any rank may not be finite.
         """
 
         def exchange() -> None:
-            self._driver.add(Part(self._parts, self._checked(gradients)))
-            self._parts += 1
-            self._driver.settle()
+            current = self._driver.current
+            self._driver.add(Part(len(current.parts) if current else 0, self._checked(gradients)))
+            self._driver.drain()
 
         self._guarded(exchange)
 
     def finish(self) -> StepRecord:
         """End the step: commit its states, or, if a gradient on some rank was not finite, fill all of them with NaN."""
-        self._guarded(self._driver.complete)
-        return self._guarded(self._driver.finish)
+
+        def finish() -> StepRecord:
+            current = self._driver.current
+            if current and (missing := [name for name in self._parameters if name not in current.step.gradients]):
+                raise GradlabError(f"Exchange: no gradient of {missing[0]} came in this step ({len(missing)} missing)")
+            return self._driver.finish()
+
+        return self._guarded(finish)
 
     def _checked(self, gradients: Mapping[str, torch.Tensor | None]) -> Tensors:
-        found: Tensors = {}
+        """The gradients as dense tensors of the right shapes, by layer name."""
+        before = self._driver.current.step.gradients if self._driver.current else {}
+        checked: Tensors = {}
         for name, gradient in gradients.items():
             parameter = self._parameters.get(name)
             if parameter is None:
                 raise GradlabError(f"Exchange: a gradient of {str(name)[:80]!r}, which the plan does not have")
+            if name in before:
+                raise GradlabError(f"Exchange: a second gradient of {name} in one step")
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
             if gradient.is_sparse or gradient.shape != parameter.shape:
                 came = "a sparse tensor" if gradient.is_sparse else f"shape {list(gradient.shape)}"
                 raise GradlabError(f"Exchange: gradient of {name}: {came}, expected a dense {list(parameter.shape)}")
-            found[name] = gradient.detach()
-        return found
+            checked[name] = gradient.detach()
+        return checked
 
     def _guarded(self, work: Callable[[], Result]) -> Result:
         """Do a part of a step; if it fails, tell the other ranks, and refuse to go on."""
-        if self._broken is not None:
-            raise GradlabError(f"this Exchange stopped earlier: {self._broken}")
+        if self._driver.broken is not None:
+            raise GradlabError(f"this Exchange stopped earlier: {self._driver.broken}")
         if self._communicator.group is None:
             raise GradlabError("this Exchange is closed; make a new one")
         try:
             with torch.no_grad():
                 return work()
         except BaseException as error:
-            self._broken = self._reasons.of(error, self.iteration)
-            self._driver.abandon()
-            self._communicator.close()
+            reason = self._driver.fail(error)
+            self._driver.close()
             if isinstance(error, GradlabError):
-                raise type(error)(self._broken) from error
+                raise type(error)(reason) from error
             raise
 
     # --- what it holds ---
 
     @property
     def states(self) -> dict[str, Tensors]:
-        """By group name, the codec's state after the last committed step."""
+        """The codecs' states after the last committed step, by group name."""
         return self.run.states
 
     @property
     def iteration(self) -> int:
-        """Of the next step: synchronised steps so far."""
+        """Number of the next step, from 0: how many were synchronised so far."""
         return self.run.iteration
 
     def state_dict(self) -> dict[str, Any]:
@@ -237,35 +243,50 @@ class Exchange:
         """Continue from a `state_dict` of the same plan, rank and world size; every rank loads its own.
 
         Raises:
-            GradlabError: naming what differs. If ranks continue from different iterations, the next step says so.
+            GradlabError: naming what differs, or if a step is in progress. If ranks continue from different iterations,
+                the next step says so.
         """
+        self._require_between_steps()
         checkpoint.restore(self.run, state, self._identity(), self._device)
         self._driver.ranks_compared = False
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]], residuals: str) -> None:
         """Continue the run of N ranks on this run's M: every rank loads the `state_dict` of all N, in rank order.
 
-        residuals: what becomes of the residuals and velocities e_i, of which each rank has its own. "split": every
-        new rank gets their mean. "sum": old rank i's go to new rank i mod M; each sums what it gets, times M / N; a
-        rank that gets none starts from zero. Both keep (1/M) sum e'_j == (1/N) sum e_i, what is owed to the model.
-        "drop": all start from nothing. What ranks share (warm starts, momentum after the average) is taken over, and
-        the residual of a sharded server is cut anew; "drop" drops that one too.
+        What all ranks share (warm starts, momentum after the average) is taken over. The residual of a sharded server
+        is cut anew.
+
+        Args:
+            states: the N ranks' state dicts.
+            residuals: what becomes of the residuals and velocities e_i, of which each rank has its own.
+                "split": every new rank gets their mean.
+                "sum": new rank j gets the sum of e_i over the old ranks i with i mod M == j, times M / N; a rank that
+                gets none starts from zero.
+                Both keep (1/M) sum e'_j == (1/N) sum e_i, what is owed to the model.
+                "drop": all start from zero, the residual of a sharded server too.
 
         Raises:
-            GradlabError: for another policy, another plan, or checkpoints that are not those of one run, whole.
+            GradlabError: for another policy, another plan, or checkpoints that are not those of one run, whole; or if a
+                step is in progress.
         """
+        self._require_between_steps()
         checkpoint.redistribute(self.run, states, self._identity(), residuals, self._device)
         self._driver.ranks_compared = False
+
+    def _require_between_steps(self) -> None:
+        if self._driver.current is not None:
+            raise GradlabError(f"step {self.iteration} is in progress; load a checkpoint between steps")
 
     def _identity(self) -> dict[str, Any]:
         communicator = self._communicator
         return {"plan": self.plan.digest, "rank": communicator.rank, "world_size": communicator.world_size}
 
     def report(self) -> dict[str, Any]:
-        """Plain JSON: bytes and times per step on this rank, by group and by codec, what was expected, and what holds
-        for the residuals under this optimizer.
+        """Summarise the run as plain JSON.
 
-        Sizes in bytes, times in seconds per step; see `StepRecord` for what each covers.
+        Returns:
+            Bytes and seconds per step on this rank, in all, by group and by codec; the bytes that the plan forecasts;
+            and what holds for the residuals under this optimizer. `StepRecord` says what each number covers.
         """
         dense = sum(parameter.nbytes for parameter in self._parameters.values())
         summary = self.statistics.summary()
@@ -291,30 +312,37 @@ class Exchange:
         return None if replanner is None else {"choice": replanner.choice, "failure": replanner.failure}
 
     def table(self) -> str:
-        """`report` as text, one line per group."""
+        """Return `report` as text, one line per group."""
         return reporting.table(self.report())
 
     def scalars(self) -> dict[str, float]:
-        """The last step as flat names and numbers, for TensorBoard: `writer.add_scalar(name, value, step)` each."""
+        """Return the last step's numbers by name, each for TensorBoard's `writer.add_scalar(name, value, step)`."""
         return reporting.scalars(self.statistics)
 
     def chrome_trace(self) -> list[dict[str, Any]]:
-        """Events of the iterations in `trace_steps`, for chrome://tracing or Perfetto once saved as JSON.
+        """Return the events of the iterations in `trace_steps`, which chrome://tracing and Perfetto show once saved.
 
-        The lists of several ranks may be joined: a rank is a process there, and clocks are the machine's.
+        The lists of several ranks may be joined: every rank is a process there, and times are those of the machine's
+        clock.
         """
-        return self._timeline.events(self._communicator.rank)
+        return self._communicator.timeline.events(self._communicator.rank)
 
     def close(self) -> None:
-        """Let go of the process group; later steps are refused. Idempotent; also done at exit."""
+        """End the run: later steps are refused. Idempotent; also done at exit.
+
+        A worker thread is stopped, and a process group that was made here is destroyed. If a step is in progress, the
+        other ranks find in their error that this rank was closed.
+        """
+        if self._driver.current is not None:
+            self._driver.leave("closed before the step had ended")
         self._finalizer()
 
     def __enter__(self: Own) -> Own:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *traceback: object) -> None:
-        if kind is not None and self._broken is None:
-            self._reasons.leave(f"step {self.iteration}: {kind.__name__}: {error}")
+        if kind is not None:
+            self._driver.leave(f"{kind.__name__}: {error}")
         self.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +20,7 @@ from gradlab.runtime.checks import agree_on, check, check_ddp, device_of_model, 
 from gradlab.runtime.engine.device import device_of
 from gradlab.runtime.engine.options import RunOptions
 from gradlab.runtime.engine.worker import Engine
-from gradlab.runtime.exchange import Exchange
+from gradlab.runtime.exchange import Exchange, Result
 from gradlab.runtime.network.groups import group_like
 
 
@@ -71,13 +72,13 @@ class CompressionState(Exchange):
         self._set_up(plan, pairs, group, chosen, device, owned=process_group is None)
         del group  # of one made here the communicator alone holds on: destroying it is how peers learn of a failure
         self._names: dict[torch.Tensor, str] = {parameter: layer.name for layer, parameter in pairs}
-        self.engine = Engine(self._driver, self._device, self._reasons)
+        self.engine = Engine(self._driver, self._device)
         # Also when the state is dropped, and at exit: a script that forgets close() still ends, without a stray thread.
         self._finalizer = weakref.finalize(self, self.engine.close)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], ddp_model: DistributedDataParallel, **options: Any) -> CompressionState:
-        """The state for a saved artifact; options as for the constructor.
+        """Make the state for a saved artifact; options as for the constructor.
 
         Raises:
             GradlabError: for an artifact that is missing, damaged, of a newer version, or for another model.
@@ -94,25 +95,16 @@ class CompressionState(Exchange):
         Raises:
             GradlabError: for a parameter that is not in the plan's model, or a sparse gradient.
         """
-        # Buckets are rebuilt after the first iteration: which layers one holds is asked anew each time.
+        # Buckets are rebuilt after the first iteration, so look up each time which layers one holds.
         try:
             gradients = {self._names[parameter]: gradient for parameter, gradient in bucket_gradients(bucket)}
         except KeyError:
             raise GradlabError("a bucket holds a parameter that this state's model does not have") from None
         return self.engine.submit(bucket.index(), bucket.is_last(), bucket.buffer(), gradients)
 
-    def begin(self) -> None:
-        """Refused: DDP's buckets begin the steps."""
+    def _guarded(self, work: Callable[[], Result]) -> Result:
+        """Refuse `begin`, `add`, `finish` and `step`: the worker drives the steps."""
         raise GradlabError("a CompressionState is fed by DDP's hook; use Exchange to hand over gradients yourself")
-
-    def close(self) -> None:
-        """Stop the worker thread and give back the process group made here. Idempotent; also done at exit."""
-        self._finalizer()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *traceback: object) -> None:
-        if kind is not None:
-            self.engine.leave_reason(f"{kind.__name__}: {error}")
-        self.close()
 
 
 def _agree_on(model: DistributedDataParallel, attempt: Any, settings: Any = dict) -> None:

@@ -25,7 +25,7 @@ from gradlab.codec import Exchanged, Tensors
 from gradlab.codec.measures import contribution_error, squared_norm
 from gradlab.codec.wrapper import innermost, wrappers_of
 from gradlab.collectives import Coroutine, Request, answer_for, as_requests, payload_bytes
-from gradlab.collectives import Step as Asked
+from gradlab.collectives import Step as Requested
 from gradlab.ddp.agreement import Ranks
 from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun, Step, Ticks
@@ -33,8 +33,8 @@ from gradlab.runtime.engine.finiteness import NonFiniteSteps
 from gradlab.runtime.engine.options import RunOptions, Surroundings
 from gradlab.runtime.engine.statistics import Statistics, StepRecord
 from gradlab.runtime.network.communicator import Communicator
+from gradlab.runtime.network.faults import CommunicationError, Reasons
 from gradlab.runtime.network.in_flight import Fused
-from gradlab.runtime.timeline import Timeline
 from gradlab.segments import segments
 from gradlab.workspace import RecyclingWorkspace
 
@@ -46,23 +46,28 @@ def drive(coroutine: Coroutine[Result], communicator: Communicator) -> Result:
 
     All ranks of the group have to call it with coroutines that ask for the same collectives.
 
-    Returns what the coroutine returns.
+    Returns:
+        What the coroutine returns.
     """
     answer: Any = None
     while True:
         try:
-            asked = coroutine.send(answer)
+            step = coroutine.send(answer)
         except StopIteration as stop:
             return stop.value
-        answer = answer_for(asked, communicator.issue(as_requests(asked)).answers())
+        answer = answer_for(step, communicator.issue(as_requests(step)).answers())
 
 
 @dataclass(eq=False)
 class Part:
     """Gradients that arrive together, and in whose memory the results are written.
 
-    index: counts the parts of a step; gradients: by layer name; buffer: the flat memory that holds all of them and
-    nothing else, if there is such; started: the buffer's mean, if it is on its way already.
+    Attributes:
+        index: number of the part within its step, from 0.
+        gradients: by layer name.
+        buffer: the flat memory that holds all of them and nothing else; None if there is none.
+        arrived: when they came, by time.perf_counter.
+        started: the mean of the buffer, if its collective is on its way already.
     """
 
     index: int
@@ -73,18 +78,26 @@ class Part:
 
     @property
     def memory(self) -> list[torch.Tensor]:
-        """What holds its gradients."""
+        """The tensors that hold its gradients."""
         return list(self.gradients.values()) if self.buffer is None else [self.buffer]
 
     def settle(self) -> None:
-        """The results are written."""
+        """Hand the results on: they are written."""
 
 
 class Running:
     """One coroutine in progress: a group's codec, the dense layers of a part, or the ranks' agreement.
 
-    part: the number of the part that it began with; finish: takes what it returns; watch: told of every stretch of its
-    code, with the moments between which it ran, and whether it was the first.
+    Attributes:
+        requests: those it waits for.
+        done: whether it has ended.
+
+    Args:
+        part: the number of the part that it began with.
+        codec: named in errors.
+        finish: called with what the coroutine returns.
+        watch: called after every stretch of the coroutine's code, with the moments between which it ran, and whether
+            it was the first.
     """
 
     def __init__(
@@ -102,15 +115,16 @@ class Running:
         self.done = False
         self._label = f"codec {codec} on {name}" if codec else name
         self._coroutine, self._finish, self._watch = coroutine, finish, watch
-        self._asked: Asked = ()
+        self._requested: Requested = ()
 
     def advance(self, answers: Sequence[Any] | None = None) -> None:
         """Run to the next request, or to the end. answers: those to the open requests; None to start."""
         began = time.perf_counter()
         try:
             try:
-                self._asked = self._coroutine.send(None if answers is None else answer_for(self._asked, answers))
-                self.requests = as_requests(self._asked)
+                answer = None if answers is None else answer_for(self._requested, answers)
+                self._requested = self._coroutine.send(answer)
+                self.requests = as_requests(self._requested)
             except StopIteration as stop:
                 self.requests, self.done = (), True
                 self._finish(stop.value)
@@ -121,7 +135,7 @@ class Running:
 
 @dataclass
 class Iteration:
-    """What belongs to the step in progress and is gone after it. measured: whether errors are."""
+    """What belongs to the step in progress and is gone after it. measured: whether its errors are measured."""
 
     step: Step
     record: StepRecord
@@ -137,9 +151,16 @@ class Iteration:
 
 
 class StepDriver:
-    """Serves the steps of one rank's run of a plan: `begin`, `add` for each part, `complete`, `finish`.
+    """Drives the steps of one rank's run of a plan: `begin`, `add` for each part, `finish`.
 
-    all_dense: whether no codec will run in the next step.
+    It knows no thread. Whoever calls it catches what a step raises, passes that to `fail`, and then calls `close`.
+
+    Attributes:
+        statistics: the last steps.
+        current: the step in progress, None between steps.
+        broken: why no further step can follow, None while all is well.
+        ranks_compared: whether all ranks are known to stand at the same step.
+        all_dense: whether no codec will run in the next step.
     """
 
     def __init__(
@@ -147,24 +168,23 @@ class StepDriver:
         run: PlanRun,
         communicator: Communicator,
         surroundings: Surroundings,
-        statistics: Statistics,
-        timeline: Timeline,
         workspace: RecyclingWorkspace,
         options: RunOptions,
-        device: torch.device,
     ) -> None:
+        assert communicator.group is not None
         self.run = run
         self.communicator = communicator
-        self.statistics = statistics
-        self.timeline = timeline
+        self.statistics = Statistics(options.history)
+        self.current: Iteration | None = None
+        self.broken: str | None = None
         self.ranks_compared = False
         self.all_dense = False
-        self.current: Iteration | None = None
         self._surroundings = surroundings
         self._options = options
         self._workspace = workspace
-        self._device = device
+        self._timeline = communicator.timeline
         self._non_finite = NonFiniteSteps(options.non_finite_limit, options.scaled)
+        self._reasons = Reasons(communicator.group.group_name, communicator.rank, communicator.world_size)
 
     def begin(self) -> None:
         """Begin a step. A collective, where ranks have to agree on where they stand, or a refresh is due."""
@@ -172,18 +192,18 @@ class StepDriver:
             raise GradlabError("a new step began before the last one's gradients had all arrived")
         self._compare_ranks()
         if why := drive(self.run.refresh(), self.communicator):
-            said = f"gradlab: step {self.run.iteration}: the plan stays, as none could be chosen: {why}"
-            warnings.warn(said, stacklevel=2)
+            message = f"gradlab: step {self.run.iteration}: the plan stays, as none could be chosen: {why}"
+            warnings.warn(message, stacklevel=2)
         rates, scale = self._surroundings.learning_rates(), self._surroundings.loss_scale()
         step = self.run.begin(rates, scale, self._surroundings.parameters)
         record = StepRecord(self.run.iteration, step.compressing, loss_scale=scale)
         self.current = Iteration(step, record, Ticks(self.communicator.issue), self._is_measured(step.compressing))
 
     def add(self, part: Part) -> None:
-        """Take in a part: start what it makes possible."""
+        """Take in a part: start the exchanges that it completes."""
         current = self._in_progress(part)
         current.parts.append(part)
-        self.timeline.add("backward", f"bucket {part.index} ready", part.arrived, part.arrived)
+        self._timeline.add("backward", f"bucket {part.index} ready", part.arrived, part.arrived)
         with self._timed(current):
             complete = current.step.add(part.gradients, part.buffer)
             rest = {name: grad for name, grad in part.gradients.items() if not current.step.is_active(name)}
@@ -195,20 +215,30 @@ class StepDriver:
                 for segment in segments(begun, lambda pair: pair[1], self._options.segment_bytes):
                     current.ticks.tick([running for running, _ in segment])
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait until the results of all complete groups are written."""
         current = self._in_progress(None)
         with self._timed(current):
             current.ticks.drain()
 
-    def complete(self) -> None:
-        """After the last part: let the ranks agree, and wait until all results are written."""
+    def finish(self) -> StepRecord:
+        """End the step after its last part: commit it, or, if a gradient was not finite, fill all of it with NaN.
+
+        Raises:
+            GradlabError: after too many steps in a row that were not finite.
+        """
         current = self._in_progress(None)
+        self._complete(current)
+        return self._commit(current)
+
+    def _complete(self, current: Iteration) -> None:
+        """Let the ranks agree, and wait until all results are written."""
         current.step.require_whole()
         with self._timed(current):
             if current.step.active:
                 last = current.parts[-1].index if current.parts else 0
-                current.ticks.tick([Running("finite flag", current.step.agree(self._device), last, watch=self._watch)])
+                agreement = current.step.agree(self.communicator.device)
+                current.ticks.tick([Running("finite flag", agreement, last, watch=self._watch)])
             current.ticks.drain()
             for position, fused in enumerate(current.dense):
                 fused.answers()
@@ -216,13 +246,7 @@ class StepDriver:
                     # Nothing to agree on: DDP may take bucket after bucket while the last ones travel.
                     current.parts[position].settle()
 
-    def finish(self) -> StepRecord:
-        """Commit the step, or poison it if a gradient was not finite; the parts are settled.
-
-        Raises:
-            GradlabError: after too many steps in a row that were not finite.
-        """
-        current = self._in_progress(None)
+    def _commit(self, current: Iteration) -> StepRecord:
         step, record = current.step, current.record
         memory = [tensor for part in current.parts for tensor in part.memory]
         self.run.end(step, memory)
@@ -235,7 +259,7 @@ class StepDriver:
         record.payload_bytes, record.wire_bytes = self.communicator.take_counts()
         first, last = (current.parts[at].arrived if current.parts else time.perf_counter() for at in (0, -1))
         record.wait_seconds, record.synchronise_seconds = (time.perf_counter() - moment for moment in (last, first))
-        self.timeline.add("backward", "backward", first, last)
+        self._timeline.add("backward", "backward", first, last)
         self.statistics.add(record)
         self._non_finite.add(record)
         self.all_dense = not self.run.active
@@ -245,8 +269,24 @@ class StepDriver:
             part.settle()
         return record
 
+    def fail(self, error: BaseException) -> str:
+        """Note why a step failed, also for the other ranks; returns the reason, which becomes `broken`."""
+        self.broken = self._reasons.of(error, self.run.iteration)
+        return self.broken
+
+    def leave(self, reason: str) -> None:
+        """Tell the other ranks why this one ends, unless it has failed or ended before."""
+        if self.broken is None and self.communicator.group is not None:
+            self.broken = f"step {self.run.iteration}: {reason}"
+            self._reasons.leave(self.broken)
+
+    def close(self) -> None:
+        """Let go of the step in progress, if there is one, and of the process group. Idempotent."""
+        self.abandon()
+        self.communicator.close()
+
     def abandon(self) -> list[Part]:
-        """Let go of the step in progress, after an error; its parts."""
+        """Let go of the step in progress, after an error; returns its parts."""
         current, self.current = self.current, None
         if current is None:
             return []
@@ -270,12 +310,16 @@ class StepDriver:
     def _compare_ranks(self) -> None:
         """Once after a start or a resume: ranks that stand at different steps would send each other nonsense."""
         if not self.ranks_compared:
-            assert self.communicator.group is not None
-            keys = sorted(f"{group}::{key}" for group, state in self.run.states.items() for key in state)
+            group = self.communicator.group
+            if group is None:
+                raise CommunicationError("ranks could not be compared: the process group is closed")
+            keys = sorted(f"{name}::{key}" for name, state in self.run.states.items() for key in state)
             digest = hashlib.sha256(repr(keys).encode()).hexdigest()
-            Ranks(self.communicator.group, self._device).require_same(
-                {"the iteration": self.run.iteration, "which states there are (sha256)": digest}
-            )
+            same = {"the iteration": self.run.iteration, "which states there are (sha256)": digest}
+            try:
+                Ranks(group, self.communicator.device).require_same(same)
+            except RuntimeError as error:
+                raise CommunicationError(f"ranks could not be compared: {error}") from error
             self.ranks_compared = True
 
     def _is_measured(self, compressing: bool) -> bool:
@@ -321,18 +365,18 @@ class StepDriver:
         return running, sum(grad.nbytes for grad in gradients.values())
 
     def _watch(self, one: Running, began: float, stop: float, first: bool) -> None:
-        """Note a stretch of an exchange's code, and what it asked for."""
+        """Note a stretch of an exchange's code, and the bytes of the requests that it ended with."""
         current = self._in_progress(None)
         record, spent = current.record, stop - began
         record.encode_seconds += spent if first else 0.0
         record.decode_seconds += 0.0 if first else spent
-        self.timeline.add("encode and decode", f"{'encode' if first else 'decode'} {one.name}", began, stop)
+        self._timeline.add("encode and decode", f"{'encode' if first else 'decode'} {one.name}", began, stop)
         if current.measured:
             encode, decode = record.group_seconds.get(one.name, (0.0, 0.0))
             record.group_seconds[one.name] = (encode + spent, decode) if first else (encode, decode + spent)
-            asked = sum(payload_bytes(request, self.communicator.rank) for request in one.requests)
-            record.group_payload_bytes[one.name] = record.group_payload_bytes.get(one.name, 0) + asked
-            record.bucket_payload_bytes[one.part] = record.bucket_payload_bytes.get(one.part, 0) + asked
+            nbytes = sum(payload_bytes(request, self.communicator.rank) for request in one.requests)
+            record.group_payload_bytes[one.name] = record.group_payload_bytes.get(one.name, 0) + nbytes
+            record.bucket_payload_bytes[one.part] = record.bucket_payload_bytes.get(one.part, 0) + nbytes
 
 
 def _write(gradients: Tensors, done: Exchanged) -> None:

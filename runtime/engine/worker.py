@@ -18,7 +18,6 @@ import torch
 from gradlab.codec import Tensors
 from gradlab.runtime.engine.device import HostDevice
 from gradlab.runtime.engine.driver import Part, StepDriver
-from gradlab.runtime.network.faults import Reasons
 from gradlab.runtime.network.in_flight import Fused
 
 
@@ -26,8 +25,11 @@ from gradlab.runtime.network.in_flight import Fused
 class Bucket(Part):
     """One bucket as DDP handed it over.
 
-    ready: what a device's worker has to wait for before it reads the gradients; failure: why the hook could not start
-    the buffer's mean.
+    Attributes:
+        is_last: whether it is the last of its step.
+        future: DDP waits for it; it resolves to the buffer.
+        ready: what a device's worker has to wait for before it reads the gradients.
+        failure: why the hook could not start the buffer's mean.
     """
 
     is_last: bool = False
@@ -57,14 +59,12 @@ class Bucket(Part):
 
 
 class Engine:
-    """The worker; `submit` is called by the hook, everything below it runs in the worker."""
+    """One worker thread that drives the steps of DDP's buckets; the hook hands them over by `submit`."""
 
-    def __init__(self, driver: StepDriver, device: HostDevice, reasons: Reasons) -> None:
-        self.broken: str | None = None
-        self.closed = False
+    def __init__(self, driver: StepDriver, device: HostDevice) -> None:
+        self._closed = False
         self._driver = driver
         self._device = device
-        self._reasons = reasons
         self._starting_here = False  # whether the hook starts the all-reduces of the iteration that hands over buckets
         self._queue: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -75,9 +75,9 @@ class Engine:
         self, index: int, is_last: bool, buffer: torch.Tensor, gradients: Tensors
     ) -> torch.futures.Future[torch.Tensor]:
         """Take a bucket; the future resolves to its buffer, averaged."""
-        if self.broken is not None:
-            raise RuntimeError(f"gradlab: the engine stopped earlier: {self.broken}")
-        if self.closed:
+        if self._driver.broken is not None:
+            raise RuntimeError(f"gradlab: the engine stopped earlier: {self._driver.broken}")
+        if self._closed:
             raise RuntimeError("gradlab: this CompressionState is closed; DDP keeps its hook, so make a new DDP model")
         bucket = Bucket(
             index, gradients, buffer, is_last=is_last, future=self._device.future(), ready=self._device.ready()
@@ -96,42 +96,37 @@ class Engine:
         """Whether the hook starts a bucket's all-reduce. The worker is idle when an iteration's first bucket comes."""
         if index == 0:
             driver = self._driver
-            driver.timeline.begin(driver.run.iteration)
+            driver.communicator.timeline.begin(driver.run.iteration)
             plain = self._device.shares_stream and not driver.communicator.deterministic
             self._starting_here = plain and driver.all_dense and driver.ranks_compared
         return self._starting_here
 
-    def leave_reason(self, reason: str) -> None:
-        """Tell the other ranks why this one ends, if its engine has not."""
-        if self.broken is None and not self.closed:
-            self._reasons.leave(f"step {self._driver.run.iteration}: {reason}")
-
     def close(self) -> None:
         """Stop the worker, if it runs, wait for its end, and let go of the process group; later buckets are refused."""
-        self.closed = True
+        self._closed = True
         if self._thread is not None:
             self._queue.put(None)
             if self._thread is not threading.current_thread():  # which a finalizer may run in
                 self._thread.join()
                 self._thread = None
-        self._driver.communicator.close()
+        self._driver.close()
 
     # --- the worker ---
 
     @torch.no_grad()
     def _work(self) -> None:
         while (bucket := self._queue.get()) is not None:
-            if self.broken is not None:
-                bucket.reject(self.broken)
+            if self._driver.broken is not None:
+                bucket.reject(self._driver.broken)
                 continue
             try:
                 with self._device.working():
                     self._accept(bucket)
                 continue
             except BaseException as error:  # whatever failed belongs to the training loop, by way of the futures
-                self.broken = self._reasons.of(error, self._driver.run.iteration)
+                reason = self._driver.fail(error)
             # Out here the traceback is gone. It holds collectives, and these the group that peers must see closed.
-            self._fail(bucket, self.broken)
+            self._fail(bucket, reason)
 
     def _accept(self, bucket: Bucket) -> None:
         assert bucket.buffer is not None
@@ -142,7 +137,6 @@ class Engine:
             raise bucket.failure
         self._driver.add(bucket)
         if bucket.is_last:
-            self._driver.complete()
             self._driver.finish()
 
     def _fail(self, bucket: Bucket, reason: str) -> None:
@@ -150,4 +144,4 @@ class Engine:
         for waiter in (*self._driver.abandon(), bucket):
             assert isinstance(waiter, Bucket)
             waiter.reject(reason)
-        self._driver.communicator.close()
+        self._driver.close()

@@ -53,11 +53,20 @@ class Transfer:
 class Communicator:
     """Issues fused collectives on one process group and counts what passes.
 
-    owned: whether `close` destroys the group; device: where messages of its own have to be; workspace: where
-    messages take their memory from.
-    deterministic: means are taken by all-to-all, a sum in rank order and all-gather, so that they equal
-    `run_lockstep`'s bit for bit; otherwise by the backend's all-reduce.
-    check_requests: before each round compare all ranks' requests (a debugging aid; one small collective more).
+    Attributes:
+        group: the process group; None after `close`.
+        payload_bytes, wire_bytes: since the last `take_counts`, in bytes.
+        wait_seconds: time spent waiting for collectives so far.
+
+    Args:
+        group: the process group.
+        deterministic: take means by all-to-all, a sum in rank order and all-gather, so that they equal those of
+            `run_lockstep` bit for bit, instead of by the backend's all-reduce.
+        check_requests: before each round compare all ranks' requests (a debugging aid; one small collective more).
+        owned: whether `close` destroys the group.
+        timeline: where spans of time are noted; None for nowhere.
+        workspace: where messages take their memory from; None for new memory each time.
+        device: where messages of its own have to be; None for the CPU.
     """
 
     def __init__(
@@ -81,7 +90,7 @@ class Communicator:
         self.wait_seconds = 0.0
         self.device = device or torch.device("cpu")
         self._owned = owned
-        self._timeline = timeline or Timeline()
+        self.timeline = timeline or Timeline()
         self.workspace = workspace or Workspace()
 
     def close(self) -> None:
@@ -126,7 +135,7 @@ class Communicator:
                 raise CommunicationError(f"a collective failed: {error}") from error
             stop = time.perf_counter()
             self.wait_seconds += stop - start
-            self._timeline.add("wait", "wait", start, stop)
+            self.timeline.add("wait", "wait", start, stop)
 
     def all_reduce(self, buffer: torch.Tensor) -> dist.Work | None:
         """Start summing a buffer over ranks, in place."""
@@ -187,7 +196,7 @@ class Communicator:
         for work in transfer.works:
             self.wait(work)
         # Point-to-point work has no future to tell when it was over, so that the span ends with the wait for it.
-        self._timeline.add("network", "ring", transfer.began, time.perf_counter(), bytes=transfer.outgoing.nbytes)
+        self.timeline.add("network", "ring", transfer.began, time.perf_counter(), bytes=transfer.outgoing.nbytes)
         return transfer.incoming.to(transfer.device)
 
     @contextmanager
@@ -195,7 +204,7 @@ class Communicator:
         """Note the codec's work between two messages of a ring."""
         began = time.perf_counter()
         yield
-        self._timeline.add("encode and decode", name, began, time.perf_counter())
+        self.timeline.add("encode and decode", name, began, time.perf_counter())
 
     def _start(self, name: str, nbytes: int, collective: Callable[..., Any], *tensors: Any) -> dist.Work | None:
         if nbytes == 0:  # on all ranks alike; an error on some backends
@@ -206,7 +215,7 @@ class Communicator:
             work: dist.Work = collective(*tensors, group=self.group, async_op=True)
         except RuntimeError as error:
             raise CommunicationError(f"{name} could not start: {error}") from error
-        self._timeline.watch(work, name, nbytes)
+        self.timeline.watch(work, name, nbytes)
         return work
 
     def gather_bytes(self, message: torch.Tensor) -> list[torch.Tensor]:

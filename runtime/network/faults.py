@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from gradlab.errors import GradlabError
 
 _PATIENCE = 1.0  # seconds in which a peer's reason may still be on its way
+_runs: Counter[str] = Counter()  # runs so far on each process group, which all of its ranks begin together
 
 
 class CommunicationError(GradlabError):
@@ -28,12 +30,18 @@ class CommunicationError(GradlabError):
 class Reasons:
     """Why ranks failed, by rank, in the store that all of them reach.
 
-    name: of the process group; two states of one process have two.
+    All ranks of a process group make one together. One group may serve several runs, one after the other: the reasons
+    of an earlier run are not read.
+
+    Args:
+        name: of the process group.
+        rank, world_size: of this rank in it.
     """
 
     def __init__(self, name: str, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
-        self._prefix = f"gradlab/failure/{name}"
+        _runs[name] += 1
+        self._prefix = f"gradlab/failure/{name}/{_runs[name]}"
         self._store: Any = None
         with suppress(Exception):  # private, and absent where the default group was made without one
             self._store = dist.distributed_c10d._get_default_store()
@@ -43,17 +51,17 @@ class Reasons:
         _patiently(lambda: self._store.set(f"{self._prefix}/{self._rank}", json.dumps(reason)))
 
     def of(self, error: BaseException, iteration: int) -> str:
-        """What the training loop is told of an error in a step. Other ranks find it too, if it began here."""
+        """Say why a step failed; if the cause is on this rank, leave it for the others."""
         text = str(error) if isinstance(error, GradlabError) else f"{type(error).__name__}: {error}"
         reason = f"step {iteration}: {text}"
         if isinstance(error, CommunicationError):
-            theirs = self.find()
-            return f"step {iteration}: another rank failed ({theirs})" if theirs else reason
+            cause = self.find()
+            return f"step {iteration}: another rank failed ({cause})" if cause else reason
         self.leave(reason)
         return reason
 
     def find(self) -> str | None:
-        """What another rank left, "rank 2: ...", or None."""
+        """Return the reason that another rank left, as "rank 2: ...", or None."""
         return None if self._store is None else _patiently(self._look)
 
     def _look(self) -> str | None:
@@ -68,9 +76,10 @@ class Reasons:
 
 
 def _patiently(ask: Callable[[], str | None]) -> str | None:
-    """What `ask` returns; None if it fails, because the store is gone with the rank that held it, or takes too long.
+    """Return what `ask` returns, or None if it fails or takes too long.
 
-    A store whose rank stands still does not answer, and no timeout of its own ends that.
+    The store is gone with the rank that held it. If that rank stands still, the store does not answer, and no timeout
+    of its own ends that.
     """
     answers: list[str | None] = []
 

@@ -56,11 +56,38 @@ def test_wrong_use_of_the_inline_driver_is_named(pool: ProcessPool) -> None:
         assert "ranks disagree about segment_bytes" in said["options differ"]
         assert "'deep'" in said["unknown layer"]
         assert "gradient of conv: shape [1, 8, 3, 3], expected a dense [16, 8, 3, 3]" in said["shape"]
-        assert "group tall: only some of its layers had gradients" in said["only some"]
+        assert "no gradient of wide came in this step (2 missing)" in said["only some"]
         assert "before the step had begun" in said["finish first"]
         assert "closed" in said["closed"]
         assert "stopped earlier" in said["after an error"]
+        assert "a new step began before the last one's" in said["begin twice"]
+        assert "a second gradient of conv in one step" in said["add twice"]
+        assert "step 0 is in progress; load a checkpoint between steps" in said["load in a step"]
+        assert "step 0 is in progress" in said["load many in a step"]
         assert "fed by DDP's hook" in said["fed by DDP"]
+        assert said["steps"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("where", "kind", "reason"),
+    [
+        ("before the first step", "ArithmeticError", "step 0: ArithmeticError: the defect"),
+        ("begin", "KeyError", "step 1: KeyError: 'lr'"),
+        ("add", "GradlabError", "step 1: codec topk on wide: ArithmeticError: the defect"),
+        ("finish", "GradlabError", "step 1: Exchange: no gradient of vector came in this step (1 missing)"),
+        ("close", "GradlabError", "step 1: closed before the step had ended"),
+    ],
+)
+def test_all_ranks_hear_why_one_failed(pool: ProcessPool, where: str, kind: str, reason: str) -> None:
+    """The group is the caller's: it outlives the failure, and its timeout is what ends the others' wait."""
+    failed, *others = pool.run("jobs.executor_tasks:one_rank_fails", 3, where=where)
+    assert failed["kind"] == kind
+    step = int(reason[5])
+    assert failed["iteration"] == step
+    for other in others:
+        assert other["kind"] == "CommunicationError"
+        assert other["iteration"] == step
+        assert other["message"] == f"step {step}: another rank failed (rank 0: {reason})"
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.analysis.replay import lockstep_of, replay_steps
 from gradlab.capture import TraceRecorder
-from gradlab.codec import Tensors
+from gradlab.codec import Context, Exchanged, Tensors
+from gradlab.codecs.topk import TopK
+from gradlab.collectives import Coroutine
 from gradlab.errors import GradlabError
 from gradlab.executor import LockstepPlan
 from gradlab.layout import layers_of
 from gradlab.plan import FEEDBACK, Group, Plan
 from gradlab.runtime import CompressionState, Exchange, compression_hook
+from gradlab.runtime.network.groups import group_like
 from gradlab.trace import Trace
 from jobs.matrix_cells import Network
 from support.contract import lockstep, plan_for
@@ -124,6 +128,10 @@ def refused(group: dist.ProcessGroup) -> dict[str, str]:
         "shape": said(lambda: fresh().step({**grads, "conv": grads["conv"][:1]})),
         "only some": said(lambda: fresh().step({name: grads[name] for name in ("conv", "vector")})),
         "finish first": said(lambda: fresh().finish()),
+        "begin twice": said(lambda: _begun(fresh()).begin()),
+        "add twice": said(lambda: [exchange.add({"conv": grads["conv"]}) for exchange in [_begun(fresh())] * 2]),
+        "load in a step": said(lambda: _begun(fresh()).load_state_dict({})),
+        "load many in a step": said(lambda: _begun(fresh()).load_state_dicts([], "sum")),
     }
     closed = fresh()
     closed.close()
@@ -133,7 +141,65 @@ def refused(group: dist.ProcessGroup) -> dict[str, str]:
     found["after an error"] = said(lambda: broken.step(grads))
     wrapped = DistributedDataParallel(model, process_group=group)
     with CompressionState(plan, wrapped, process_group=SPARE.get(dist.get_world_size(group))) as state:
-        found["fed by DDP"] = said(lambda: state.step(grads))
+        by_hand = [lambda: state.step(grads), state.begin, lambda: state.add(grads), state.finish]
+        found["fed by DDP"] = min(said(work) for work in by_hand)
+        wrapped.register_comm_hook(state, compression_hook)
+        wrapped(grads).backward()  # it goes on as ever
+        found["steps"] = str(state.iteration)
+    return found
+
+
+def _begun(exchange: Exchange) -> Exchange:
+    exchange.begin()
+    return exchange
+
+
+class Failing(TopK):
+    """A codec with a defect on rank 0, in step 1."""
+
+    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        if context.rank == 0 and context.iteration == 1:
+            raise ArithmeticError("the defect")
+        return (yield from super().exchange(grads, state, context))
+
+
+def one_rank_fails(group: dist.ProcessGroup, where: str) -> dict[str, Any]:
+    """What each rank is told if rank 0 fails in a step, on a group with a short timeout that outlives the failure."""
+    rank = dist.get_rank(group)
+    model = Prescribed(SHAPES)
+    plan = Plan.uniform(layers_of(model), "topk", density=0.1)
+    own = group_like(group, timedelta(seconds=2), torch.device("cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(exchange: Exchange) -> None:
+        for step in range(3):
+            grads = gradients(SHAPES, rank, step)
+            fails = rank == 0 and step == 1
+            if fails and where == "begin":
+                del optimizer.param_groups[0]["lr"]
+            exchange.begin()
+            if fails and where == "close":
+                exchange.close()
+            for name in [*grads][: -1 if fails and where == "finish" else None]:
+                exchange.add({name: grads[name]})
+            exchange.finish()
+
+    found: dict[str, Any] = {}
+    # An earlier run on the same group, whose failure is not the next one's.
+    with Exchange(plan, model.named_parameters(), own) as earlier:
+        earlier._driver.leave("long ago")
+    try:
+        with Exchange(plan, model.named_parameters(), own, optimizer=optimizer) as exchange:
+            if where == "before the first step" and rank == 0:
+                raise ArithmeticError("the defect")
+            if where == "add":
+                exchange.run.codecs["wide"] = Failing()
+            train(exchange)
+    except (GradlabError, ArithmeticError, KeyError) as error:
+        found = {"kind": type(error).__name__, "message": str(error)}
+    found["iteration"] = exchange.iteration
+    dist.barrier(group)
+    dist.destroy_process_group(own)
     return found
 
 
