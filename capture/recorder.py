@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.capture.hook_average import average_as_ddp
 from gradlab.capture.layers import LayerChoice
-from gradlab.capture.settings import SEGMENT_BYTES, RecorderSettings
+from gradlab.capture.settings import RecorderSettings
 from gradlab.capture.start import start_recording
 from gradlab.capture.writing.async_writer import EXIT_SECONDS, AsyncWriter, RecorderReport
 from gradlab.capture.writing.buffers import StepBuffer
@@ -60,13 +60,15 @@ class TraceRecorder:
         path: folder of the trace, new or empty.
         optimizer, scaler: where each step's learning rate (of the first group) and GradScaler scale are read.
         layers: None for all; names or fnmatch patterns; or a function of a Layer.
-        every, start, max_steps: record iterations start, start + every, ..., at most max_steps of them.
-        queue_steps: steps that may wait for the disk; on_full: then "wait" for it, or "drop" steps.
-        dtype: stored type: float32, bfloat16, or float16 (in which small gradients vanish).
         wrap: (state, hook): let this communication hook do the averaging.
         metadata: a JSON object to keep in the trace's manifest.
         overwrite: replace a gradlab trace that is in `path`; never anything else.
-        flush_seconds: longest time that a step can be lost by a kill; segment_bytes: size of a file of the trace.
+        every, start, max_steps: record iterations start, start + every, ..., at most max_steps of them; by default all.
+        dtype: stored type: float32 (the default), bfloat16, or float16 (in which small gradients vanish).
+        queue_steps: steps that may wait for the disk; 8 by default.
+        on_full: what to do with the next one then: "wait" (the default), or "drop" it.
+        flush_seconds: longest time until a step is safe from a kill; 5 by default.
+        segment_bytes: size of a file of the trace; 1 GiB by default.
     Raises:
         GradlabError: the same line on all ranks, before anything is written: not a DDP model, a hook attached
             already, folder not empty, no such layer, settings out of range or different between ranks.
@@ -80,28 +82,19 @@ class TraceRecorder:
         optimizer: torch.optim.Optimizer | None = None,
         scaler: Any = None,
         layers: LayerChoice = None,
-        every: int = 1,
-        start: int = 0,
-        max_steps: int | None = None,
-        queue_steps: int = 8,
-        on_full: Literal["wait", "drop"] = "wait",
-        dtype: str = "float32",
         wrap: tuple[Any, Callable[..., Any]] | None = None,
         metadata: dict[str, Any] | None = None,
         overwrite: bool = False,
-        flush_seconds: float = 5.0,
-        segment_bytes: int = SEGMENT_BYTES,
+        **settings: Any,
     ) -> None:
         if not isinstance(model, DistributedDataParallel):
             raise GradlabError(f"recording needs a DistributedDataParallel model, got a {type(model).__name__}")
         self.path = Path(path)
-        self._settings = RecorderSettings(
-            every, start, max_steps, queue_steps, on_full, dtype, flush_seconds, segment_bytes
-        )
-        about = {} if metadata is None else metadata
-        if isinstance(about, dict):  # a replay has to know what the run's residuals would be multiplied by
-            about = {"plain_sgd": is_plain_sgd(optimizer)} | about
-        chosen, self._writer = start_recording(model, self.path, self._settings, layers, wrap, about, overwrite)
+        self._settings = RecorderSettings(**settings)
+        metadata = {} if metadata is None else metadata
+        if isinstance(metadata, dict):  # a replay has to know what the run's residuals would be multiplied by
+            metadata = {"plain_sgd": is_plain_sgd(optimizer)} | metadata
+        chosen, self._writer = start_recording(model, self.path, self._settings, layers, wrap, metadata, overwrite)
         # Parameters are kept alive with their ids: an id alone could pass to another object.
         self._positions = {id(parameter): (n, parameter) for n, (_, parameter) in enumerate(chosen)}
         self._shapes = [layer.shape for layer, _ in chosen]

@@ -1,9 +1,12 @@
-"""When and how a recorder records: plain settings with their own checks."""
+"""What is recorded and how: plain settings with their own checks, and what a trace says of its run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import nn
 
 from gradlab.errors import GradlabError
 from gradlab.layout import canonical_json
@@ -13,32 +16,22 @@ SEGMENT_BYTES = 2**30
 
 
 @dataclass(frozen=True)
-class RecorderSettings:
-    """Must be equal on all ranks."""
+class StepSettings:
+    """Which iterations are recorded, and how they are stored."""
 
     every: int = 1  # iterations from one recorded one to the next
     start: int = 0  # first recorded iteration
     max_steps: int | None = None  # recorded iterations at most; None: no limit
-    queue_steps: int = 8  # steps that may wait for the disk
-    on_full: str = "wait"  # when that many wait: "wait", or "drop" the step
     dtype: str = "float32"  # stored type
-    flush_seconds: float = 5.0  # longest time that a step waits in memory for its block to fill
     segment_bytes: int = SEGMENT_BYTES  # size after which a new file begins
 
     def check(self) -> None:
         """Raises GradlabError for the first setting that is out of range."""
-        for name, least in (("every", 1), ("start", 0), ("max_steps", 1), ("queue_steps", 1), ("segment_bytes", 1)):
-            value = getattr(self, name)
-            if value is None and name == "max_steps":
-                continue
-            if type(value) is not int or value < least:
-                raise GradlabError(f"{name} is {value!r}, expected a whole number of at least {least}")
-        if self.on_full not in ("wait", "drop"):
-            raise GradlabError(f"on_full is {self.on_full!r}, expected 'wait' or 'drop'")
+        for name, least in (("every", 1), ("start", 0), ("max_steps", 1), ("segment_bytes", 1)):
+            if name != "max_steps" or self.max_steps is not None:
+                _require_whole(name, getattr(self, name), least)
         if self.dtype not in STORED_DTYPE:
             raise GradlabError(f"dtype is {self.dtype!r}, expected one of {', '.join(STORED_DTYPE)}")
-        if not isinstance(self.flush_seconds, (int, float)) or not 0 < self.flush_seconds < 1e6:
-            raise GradlabError(f"flush_seconds is {self.flush_seconds!r}, expected a positive number of seconds")
 
     def finished(self, taken: int) -> bool:
         """Whether nothing is left to record after `taken` recorded iterations."""
@@ -48,6 +41,39 @@ class RecorderSettings:
         """Whether this iteration is to be recorded, `taken` having been recorded before it."""
         due = iteration >= self.start and (iteration - self.start) % self.every == 0
         return due and not self.finished(taken)
+
+
+@dataclass(frozen=True)
+class RecorderSettings(StepSettings):
+    """The same, and how steps wait for the disk. Must be equal on all ranks."""
+
+    queue_steps: int = 8  # steps that may wait for the disk
+    on_full: str = "wait"  # when that many wait: "wait", or "drop" the step
+    flush_seconds: float = 5.0  # longest time that a step waits in memory for its block to fill
+
+    def check(self) -> None:
+        super().check()
+        _require_whole("queue_steps", self.queue_steps, 1)
+        if self.on_full not in ("wait", "drop"):
+            raise GradlabError(f"on_full is {self.on_full!r}, expected 'wait' or 'drop'")
+        if not isinstance(self.flush_seconds, (int, float)) or not 0 < self.flush_seconds < 1e6:
+            raise GradlabError(f"flush_seconds is {self.flush_seconds!r}, expected a positive number of seconds")
+
+
+def _require_whole(name: str, value: object, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise GradlabError(f"{name} is {value!r}, expected a whole number of at least {least}")
+
+
+def run_metadata(model: nn.Module, settings: StepSettings) -> dict[str, Any]:
+    """What a manifest says of any run, unless the user says it. model: the bare module."""
+    return {
+        "torch": str(torch.__version__),
+        "model": type(model).__name__,
+        "every": settings.every,
+        "start": settings.start,
+        "max_steps": settings.max_steps,
+    }
 
 
 def check_metadata(metadata: Any) -> None:

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.capture.layers import LayerChoice, choose_layers
-from gradlab.capture.settings import RecorderSettings, check_metadata
+from gradlab.capture.settings import RecorderSettings, check_metadata, run_metadata
 from gradlab.capture.writing.async_writer import AsyncWriter
 from gradlab.capture.writing.buffers import BufferPool
 from gradlab.capture.writing.folder import require_free, start_together
@@ -35,7 +34,10 @@ def start_recording(
     metadata: dict[str, Any],
     overwrite: bool,
 ) -> tuple[Chosen, AsyncWriter]:
-    """The layers that are recorded, with their parameters, and the writer; a collective over the model's group.
+    """Check everything, start the trace and its writer; a collective over the model's group.
+
+    Returns:
+        The layers that are recorded, with their parameters; and the writer.
 
     Raises:
         GradlabError: the same line on all ranks. Nothing has been written then, unless a disk failed on the way.
@@ -54,8 +56,8 @@ def start_recording(
     ranks.raise_together(problem)
     recorded = tuple(layer for layer, _ in chosen)
     ranks.require_same(vars(settings) | {"layers": [layer.to_json() for layer in recorded]})
-    about = _about(model, settings, wrap) | metadata
-    manifest = start_together(path, Manifest(ranks.size, recorded, settings.dtype, about), overwrite, ranks)
+    metadata = _ddp_metadata(model, settings, wrap) | metadata
+    manifest = start_together(path, Manifest(ranks.size, recorded, settings.dtype, metadata), overwrite, ranks)
     pinned = any(parameter.is_cuda for _, parameter in chosen)
     return chosen, _start_writer(path, manifest, settings, ranks, pinned)
 
@@ -92,15 +94,11 @@ def _check_hooks(model: DistributedDataParallel, wrap: Any) -> None:
         raise GradlabError("recording needs DDP's own reducer; switch compiled autograd's DDP mode off")
 
 
-def _about(model: DistributedDataParallel, settings: RecorderSettings, wrap: Any) -> dict[str, Any]:
-    """What the manifest says about the run, unless the user says it."""
+def _ddp_metadata(model: DistributedDataParallel, settings: RecorderSettings, wrap: Any) -> dict[str, Any]:
+    """What the manifest says of the run, unless the user says it."""
     return {
         "gradlab": VERSION,
-        "torch": str(torch.__version__),
-        "model": type(model.module).__name__,
-        "every": settings.every,
-        "start": settings.start,
-        "max_steps": settings.max_steps,
+        **run_metadata(model.module, settings),
         "find_unused_parameters": model.find_unused_parameters,
         "static_graph": model.static_graph,
         "hook": getattr(wrap[1], "__qualname__", type(wrap[1]).__name__) if wrap else None,

@@ -19,16 +19,16 @@ from torch import nn
 
 from gradlab.capture.emulated.mean import NodeMean
 from gradlab.capture.emulated.start import (
-    about,
     check_model,
     check_numbers,
     choose_in_bare_model,
+    emulated_metadata,
     require_room,
     row_bytes,
 )
 from gradlab.capture.emulated.state import ForwardPasses, NodeBuffers, NodeStreams
 from gradlab.capture.layers import LayerChoice
-from gradlab.capture.settings import SEGMENT_BYTES, RecorderSettings
+from gradlab.capture.settings import StepSettings
 from gradlab.capture.writing.async_writer import RecorderReport, describe
 from gradlab.capture.writing.trace_writer import TraceWriter
 from gradlab.errors import GradlabError
@@ -67,12 +67,12 @@ class EmulatedNodes:
         world_size: number of nodes N.
         optimizer, scaler: where each step's learning rate (of the first group) and GradScaler scale are read.
         layers: None for all; names or fnmatch patterns; or a function of a Layer.
-        dtype: stored type: float32, bfloat16, or float16 (in which small gradients vanish).
-        every, start, max_steps: record iterations start, start + every, ..., at most max_steps of them.
         seed: of the nodes' random draws.
         metadata: a JSON object to keep in the trace's manifest.
         overwrite: replace a gradlab trace that is in `path`; never anything else.
-        segment_bytes: size of a file of the trace.
+        every, start, max_steps: record iterations start, start + every, ..., at most max_steps of them; by default all.
+        dtype: stored type: float32 (the default), bfloat16, or float16 (in which small gradients vanish).
+        segment_bytes: size of a file of the trace; 1 GiB by default.
     Raises:
         GradlabError: before anything is written: a model in DDP, a folder that is not empty, no such layer, settings
             out of range, more nodes than this machine's memory or open files can carry.
@@ -87,24 +87,20 @@ class EmulatedNodes:
         optimizer: torch.optim.Optimizer | None = None,
         scaler: Any = None,
         layers: LayerChoice = None,
-        dtype: str = "float32",
-        every: int = 1,
-        start: int = 0,
-        max_steps: int | None = None,
         seed: int = 0,
         metadata: dict[str, Any] | None = None,
         overwrite: bool = False,
-        segment_bytes: int = SEGMENT_BYTES,
+        **settings: Any,
     ) -> None:
         self.path, self.world_size = Path(path), world_size
-        self._settings = RecorderSettings(every, start, max_steps, dtype=dtype, segment_bytes=segment_bytes)
+        self._settings = StepSettings(**settings)
         self._settings.check()
         check_model(model)
         check_numbers(world_size, seed)
-        told = about(model, self._settings, metadata)
+        metadata = emulated_metadata(model, self._settings, metadata)
         self._chosen = choose_in_bare_model(model, layers)
         recorded = [layer for layer, _ in self._chosen]
-        self._row_bytes = row_bytes(recorded, dtype)
+        self._row_bytes = row_bytes(recorded, self._settings.dtype)
         require_room(world_size, self._row_bytes)
         self._optimizer, self._scaler = optimizer, scaler
         self._mean, self._buffers, self._passes = NodeMean(model, world_size), NodeBuffers(model), ForwardPasses()
@@ -114,7 +110,13 @@ class EmulatedNodes:
         self._closed = False
         self._annotations: dict[str, float] = {}
         self._writer = TraceWriter(
-            path, recorded, world_size, dtype=dtype, metadata=told, overwrite=overwrite, segment_bytes=segment_bytes
+            path,
+            recorded,
+            world_size,
+            dtype=self._settings.dtype,
+            metadata=metadata,
+            overwrite=overwrite,
+            segment_bytes=self._settings.segment_bytes,
         )
         self._passes.inside = False
         self._watching = model.register_forward_pre_hook(self._passes)

@@ -7,12 +7,11 @@ import resource
 from types import SimpleNamespace
 from typing import Any, cast
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.capture.layers import LayerChoice, choose_layers
-from gradlab.capture.settings import RecorderSettings, check_metadata
+from gradlab.capture.settings import StepSettings, check_metadata, run_metadata
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.trace.schema import CHUNK_STEPS, STORED_DTYPE
@@ -22,7 +21,7 @@ _FILES_PER_NODE, _OTHER_FILES = 2, 64  # a segment and a lock; what the process 
 
 def choose_in_bare_model(model: nn.Module, layers: LayerChoice) -> list[tuple[Layer, nn.Parameter]]:
     """As `choose_layers`, of a model that is not in DDP."""
-    # It asks a DDP model for two things only: its module, and what it was told to leave alone.
+    # `choose_layers` reads two attributes of a DDP model only: its module, and the parameters that DDP ignores.
     parallel = SimpleNamespace(module=model, parameters_to_ignore=())
     return choose_layers(cast(DistributedDataParallel, parallel), layers)
 
@@ -55,8 +54,11 @@ def row_bytes(layers: list[Layer], dtype: str) -> int:
 
 
 def require_room(world_size: int, row_bytes: int) -> None:
-    """Better refused now than killed before the first block is full, when nothing is written yet.
+    """Refuse what would be killed before the first block is full, when nothing is written yet.
 
+    Args:
+        world_size: number of nodes.
+        row_bytes: of one step's gradients of one node, as stored.
     Raises:
         GradlabError: for blocks that exceed this machine's memory, or more open files than the process may have.
     """
@@ -75,20 +77,12 @@ def require_room(world_size: int, row_bytes: int) -> None:
         )
 
 
-def about(model: nn.Module, settings: RecorderSettings, metadata: dict[str, Any] | None) -> dict[str, Any]:
-    """What the manifest says about the run; what the user says comes first.
+def emulated_metadata(model: nn.Module, settings: StepSettings, metadata: dict[str, Any] | None) -> dict[str, Any]:
+    """What the manifest says of the run. metadata: what the user says, which comes first.
 
     Raises:
         GradlabError: for metadata that is not a dict of JSON values.
     """
-    told = {} if metadata is None else metadata
-    check_metadata(told)
-    found = {
-        "torch": str(torch.__version__),
-        "model": type(model).__name__,
-        "every": settings.every,
-        "start": settings.start,
-        "max_steps": settings.max_steps,
-        "find_unused_parameters": True,
-    }
-    return found | told
+    given = {} if metadata is None else metadata
+    check_metadata(given)
+    return run_metadata(model, settings) | {"find_unused_parameters": True} | given
