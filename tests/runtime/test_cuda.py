@@ -14,7 +14,7 @@ import torch
 
 from gradlab import codecs
 
-RUNNER = Path(__file__).parents[2] / "gpu"
+RUNNER = Path(__file__).parents[1] / "gpu"
 NO_GPU = 3
 CHECKS = """
 import os
