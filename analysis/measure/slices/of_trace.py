@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +12,16 @@ import torch
 from gradlab.analysis.gradients import mean_unscaled
 from gradlab.analysis.measure.slices.structure import (
     MOST_SLICES,
+    Correlation,
+    CostCurve,
     DimensionRule,
+    SampleCurve,
+    Scatter,
+    SliceSizeCurve,
+    SpatialConsistency,
+    Staleness,
+    SubspaceAngles,
+    ThresholdCurve,
     Windows,
     adjacent_correlation,
     cost_by_slice_size,
@@ -29,6 +38,7 @@ from gradlab.analysis.measure.slices.structure import (
 )
 from gradlab.analysis.measure.spectrum import spread
 from gradlab.errors import GradlabError
+from gradlab.jsonable import Jsonable
 from gradlab.layout import Layer, filter_axes, flatten
 from gradlab.learning.slice_pca import default_slice_size
 from gradlab.progress import Progress
@@ -52,8 +62,62 @@ _BLOCK_VALUES = 2**22
 
 
 @dataclass(frozen=True)
+class ComparedSlices(SpatialConsistency):
+    """`SpatialConsistency` of slices of slice_size = K; slices: their numbers (M,)."""
+
+    slice_size: int
+    slices: np.ndarray
+
+
+@dataclass(frozen=True)
+class LayerStructure(Jsonable):
+    """One layer's measurements; a part that cannot be measured is None, and a remark says why.
+
+    slice_size: K of the codec, of the first slice's measurements; period: at whose multiples slices are alike;
+    period_is: "F D", or "F" where F D leaves no second slice.
+    """
+
+    layer: Layer = field(metadata={"json": False})
+    slice_size: int
+    period: int
+    period_is: str
+    correlation: Correlation | None
+    scatter: Scatter | None
+    slice_sizes: SliceSizeCurve | None
+    consistency: ComparedSlices | None
+    thresholds: ThresholdCurve | None
+    samples: SampleCurve | None
+    cost: CostCurve | None
+    staleness: Staleness | None
+    angles: SubspaceAngles | None
+    remarks: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The layer with its measurements."""
+        return {**self.layer.to_json(), **super().to_json()}
+
+
+@dataclass(frozen=True)
+class SliceStructure(Jsonable):
+    """The slice structure of several layers of a trace.
+
+    tolerance: see `staleness`; fitted_on, held_out_on: iterations; windows: first and last iteration of each.
+    """
+
+    tolerance: float
+    layers: tuple[LayerStructure, ...]
+    fitted_on: tuple[int, ...]
+    held_out_on: tuple[int, ...]
+    windows: tuple[tuple[int, int], ...]
+    remarks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class _Positions:
-    """Which of a trace's positions are read (n,), and what for. fit, windows: [first, stop); later: (n,), held out."""
+    """The positions of a trace that are read.
+
+    fit, windows: ranges [first, stop); later: (n,), held out; read: all of these, (m,).
+    """
 
     fit: tuple[int, int]
     later: np.ndarray
@@ -63,7 +127,11 @@ class _Positions:
 
 @dataclass(frozen=True)
 class _Sampled:
-    """What was read of a layer: values (P, C), float32, finite, at positions (P,), iterations (P,); columns: (C,)."""
+    """A layer's sampled averaged gradients.
+
+    values: (P, C), float32, finite; positions, steps: (P,), positions in the trace and iterations; columns: (C,),
+    places in GradiVeQ's order; left_out: number of iterations that are not finite.
+    """
 
     layer: Layer
     values: np.ndarray
@@ -88,14 +156,15 @@ def measure_slice_structure(
     thresholds: Sequence[float] = THRESHOLDS,
     tolerance: float = 0.25,
     progress: Progress | None = None,
-) -> dict[str, Any]:
-    """All of the above for layers of a trace, as plain JSON; what cannot be measured is None, and a remark says why.
+) -> SliceStructure:
+    """Measure everything in `gradlab.analysis.measure.slices.structure` for layers of a trace.
 
     layer_names: None for at most 4 convolutions, the largest, the first, the last and one between (of other matrices if
-    there are none). samples: L_t, at most half of the trace; start: position of the first. rule: None for eq. (6) with
-    lambda = 0.01. tolerance: see `staleness`. Bounds: 4 layers unless named; of each at most 5 L_t + 72 averaged
-    gradients, of which 2 L_t are compared; 65 536 values, K up to 4096, 16 slices against 16: some 10^10 operations at
-    L_t = 100, besides reading.
+    there are none). samples: L_t, at most half of the trace. start: position of the first sample. rule: None for
+    eq. (6) with lambda = 0.01. tolerance: see `staleness`.
+
+    At most 5 L_t + 72 averaged gradients of a layer are read, of which 2 L_t are compared. At most 65 536 values, K up
+    to 4096, and 16 slices against 16 are looked at: some 10^10 operations at L_t = 100, besides reading.
 
     Raises:
         GradlabError: for fewer than two samples, a start out of range, or an unknown layer.
@@ -106,9 +175,9 @@ def measure_slice_structure(
             f"samples = {samples}, start = {start}: expected at least 2, and one of {recorded} positions"
         )
     layers, remarks = _chosen(trace, layer_names), []
-    found: dict[str, Any] = {"tolerance": tolerance, "layers": []}
     if recorded - start < 3:
-        return found | {"remarks": [f"{recorded - start} iterations: too few to fit on two and hold one out."]}
+        too_few = f"{recorded - start} iterations: too few to fit on two and hold one out."
+        return SliceStructure(tolerance, (), (), (), (), (too_few,))
     if not layers:
         remarks.append("No convolution and no other matrix to look at.")
     places = _plan_positions(recorded, start, samples)
@@ -117,31 +186,34 @@ def measure_slice_structure(
             f"{recorded - start} iterations are recorded: L_t = {places.fit[1] - start} in place of {samples}, so that "
             "as many are held out."
         )
+    measured = []
     for done, layer in enumerate(layers):
-        found["layers"].append(_measure_layer(_sample(trace, layer, places), places, rule, thresholds, tolerance))
+        measured.append(_measure_layer(_sample(trace, layer, places), places, rule, thresholds, tolerance))
         if progress:
             progress("slice structure", done + 1, len(layers))
-    steps = np.asarray(trace.steps)
-    iterations = {
-        "fitted_on": [int(steps[place]) for place in range(*places.fit)],
-        "held_out_on": [int(step) for step in steps[places.later]],
-        "windows": [[int(steps[first]), int(steps[stop - 1])] for first, stop in places.windows],
-    }
-    return found | iterations | {"remarks": remarks}
+    steps = np.asarray(trace.steps).tolist()
+    return SliceStructure(
+        tolerance,
+        tuple(measured),
+        fitted_on=tuple(steps[slice(*places.fit)]),
+        held_out_on=tuple(steps[place] for place in places.later),
+        windows=tuple((steps[first], steps[stop - 1]) for first, stop in places.windows),
+        remarks=tuple(remarks),
+    )
 
 
 def _chosen(trace: Trace, names: Sequence[str] | None) -> list[Layer]:
     if names is not None:
         return [trace.layer(name) for name in names]
     matrices = [layer for layer in trace.layers if len(layer.shape) > 1 and layer.numel > 1]
-    found = [layer for layer in matrices if layer.role == "convolution"] or matrices
-    if len(found) <= _MOST_LAYERS:
-        return found
-    largest = max(range(len(found)), key=lambda place: found[place].numel)
-    places = {largest, 0, len(found) - 1}
-    between = [place for place in range(len(found)) if place not in places]
-    middle = sorted(between, key=lambda place: abs(place - len(found) // 2))
-    return [found[place] for place in sorted(places | set(middle[: _MOST_LAYERS - len(places)]))]
+    layers = [layer for layer in matrices if layer.role == "convolution"] or matrices
+    if len(layers) <= _MOST_LAYERS:
+        return layers
+    largest = max(range(len(layers)), key=lambda place: layers[place].numel)
+    places = {largest, 0, len(layers) - 1}
+    between = [place for place in range(len(layers)) if place not in places]
+    middle = sorted(between, key=lambda place: abs(place - len(layers) // 2))
+    return [layers[place] for place in sorted(places | set(middle[: _MOST_LAYERS - len(places)]))]
 
 
 def _plan_positions(recorded: int, start: int, samples: int) -> _Positions:
@@ -159,7 +231,7 @@ def _plan_positions(recorded: int, start: int, samples: int) -> _Positions:
 
 
 def looked_at(numel: int) -> np.ndarray:
-    """Which of a layer's values are looked at, as places in GradiVeQ's order: all, or stretches evenly spread."""
+    """The values of a layer that are looked at, as places in GradiVeQ's order: all, or stretches evenly spread."""
     if numel <= _MOST_VALUES:
         return np.arange(numel)
     first = spread(numel - _STRETCH + 1, _MOST_VALUES // _STRETCH)
@@ -167,7 +239,7 @@ def looked_at(numel: int) -> np.ndarray:
 
 
 def _sample(trace: Trace, layer: Layer, places: _Positions) -> _Sampled:
-    """Averaged gradients of a layer at the positions planned, read in blocks; those that are not finite left out."""
+    """Read a layer's averaged gradients at the planned positions, in blocks; leave out those that are not finite."""
     columns = looked_at(layer.numel)
     native = flatten(torch.arange(layer.numel).reshape(layer.shape), "gradiveq").numpy()[columns]
     values = np.empty((len(places.read), len(columns)), dtype=np.float32)
@@ -189,33 +261,32 @@ def _measure_layer(
     rule: DimensionRule | None,
     thresholds: Sequence[float],
     tolerance: float,
-) -> dict[str, Any]:
+) -> LayerStructure:
     layer, size = sampled.layer, default_slice_size(sampled.layer)
-    period, named = _period(layer)
+    period, period_is = _period(layer)
     fit = sampled.values[slice(*sampled.rows(*places.fit))]
     later = sampled.values[np.isin(sampled.positions, places.later)]
     first, columns = sampled.values[:, :size], sampled.columns
     windows = [rows for window in places.windows if np.diff(rows := sampled.rows(*window))[0] >= 2]
-    parts: dict[str, Callable[[], Mapping[str, Any]]] = {
-        "correlation": lambda: adjacent_correlation(fit[:, : min(_MOST_ADJACENT, filter_axes(layer)[0])]).to_json(),
-        "scatter": lambda: rotated_scatter(fit[:, :3], later[:, :3]).to_json(),
+    parts: dict[str, Callable[[], Jsonable]] = {
+        "correlation": lambda: adjacent_correlation(fit[:, : min(_MOST_ADJACENT, filter_axes(layer)[0])]),
+        "scatter": lambda: rotated_scatter(fit[:, :3], later[:, :3]),
         "slice_sizes": lambda: loss_by_slice_size(
             fit, later, _sizes_between(layer, period), period=period, rule=rule, columns=columns
-        ).to_json(),
+        ),
         "consistency": lambda: _consistency(sampled, fit, later, _consistent_size(layer, period), rule),
-        "thresholds": lambda: dimension_by_threshold(fit[:, :size], later[:, :size], thresholds).to_json(),
-        "samples": lambda: dimension_by_samples(fit[:, :size], later[:, :size], _sample_counts(len(fit))).to_json(),
+        "thresholds": lambda: dimension_by_threshold(fit[:, :size], later[:, :size], thresholds),
+        "samples": lambda: dimension_by_samples(fit[:, :size], later[:, :size], _sample_counts(len(fit))),
         "cost": lambda: cost_by_slice_size(
             fit, later, _sizes_offered(layer, period, size), numel=layer.numel, rule=rule, columns=columns
-        ).to_json(),
-        "staleness": lambda: staleness(first, sampled.steps, windows, rule=rule, tolerance=tolerance).to_json(),
+        ),
+        "staleness": lambda: staleness(first, sampled.steps, windows, rule=rule, tolerance=tolerance),
         "angles": lambda: _angles(first, windows, rule),
     }
-    head = {**layer.to_json(), "slice_size": size, "period": period, "period_is": named}
     measured, remarks = _attempt(parts)
     if sampled.left_out:
         remarks.insert(0, f"{sampled.left_out} iterations with gradients that are not finite are left out")
-    return {**head, **measured, "remarks": remarks}
+    return LayerStructure(layer, size, period, period_is, **measured, remarks=tuple(remarks))
 
 
 _TITLES = {
@@ -231,8 +302,8 @@ _TITLES = {
 }
 
 
-def _attempt(parts: Mapping[str, Callable[[], Mapping[str, Any]]]) -> tuple[dict[str, Any], list[str]]:
-    """What each part measures, None for those that cannot, and why they cannot."""
+def _attempt(parts: Mapping[str, Callable[[], Jsonable]]) -> tuple[dict[str, Any], list[str]]:
+    """Each part's result, None where it raises; and a remark with the reason for each that does."""
     measured: dict[str, Any] = {}
     remarks = []
     for name, part in parts.items():
@@ -246,19 +317,19 @@ def _attempt(parts: Mapping[str, Callable[[], Mapping[str, Any]]]) -> tuple[dict
 
 def _consistency(
     sampled: _Sampled, fit: np.ndarray, later: np.ndarray, size: int, rule: DimensionRule | None
-) -> dict[str, Any]:
+) -> ComparedSlices:
     numbers, places = whole_slices(sampled.columns, size)
     chosen = spread(len(numbers), MOST_SLICES)
     if len(numbers) < 2:
         raise GradlabError(f"{len(numbers)} slices of {size} elements, expected two to compare")
-    found = spatial_consistency(cut_slices(fit, places[chosen], 2), cut_slices(later, places[chosen], 1), rule)
-    return {"slice_size": size, "slices": numbers[chosen].tolist(), **found.to_json()}
+    losses = spatial_consistency(cut_slices(fit, places[chosen], 2), cut_slices(later, places[chosen], 1), rule)
+    return ComparedSlices(**vars(losses), slice_size=size, slices=numbers[chosen])
 
 
-def _angles(first: np.ndarray, windows: Windows, rule: DimensionRule | None) -> dict[str, Any]:
+def _angles(first: np.ndarray, windows: Windows, rule: DimensionRule | None) -> SubspaceAngles:
     bases = [fit_basis(first[begin:stop]) for begin, stop in windows]
     kept = min([(rule or DimensionRule()).dimension(basis) for basis in bases], default=0)
-    return principal_angles([basis.axes for basis in bases], kept).to_json()
+    return principal_angles([basis.axes for basis in bases], kept)
 
 
 def _period(layer: Layer) -> tuple[int, str]:
@@ -273,14 +344,14 @@ def _period(layer: Layer) -> tuple[int, str]:
 def _sizes_between(layer: Layer, period: int) -> list[int]:
     """Slice sizes of Fig. 5: multiples of the period, and others between them; at most 19."""
     eighths = (2, 4, 6, 7, 8, 9, 10, 12, 14, 16, 18, 20, 24, 28, 32, 64, 96, 128, 256)
-    found = {round(period * part / 8) for part in eighths}
-    return sorted(size for size in found if 1 <= size <= min(_LARGEST_SLICE, layer.numel // 2)) or [period]
+    sizes = {round(period * part / 8) for part in eighths}
+    return sorted(size for size in sizes if 1 <= size <= min(_LARGEST_SLICE, layer.numel // 2)) or [period]
 
 
 def _sizes_offered(layer: Layer, period: int, default: int) -> list[int]:
     """Slice sizes to choose from: fractions and multiples of the period, and the codec's own; at most 9."""
-    found = {default, *(round(period * part) for part in (0.25, 0.5, 1, 2, 3, 4, 8, 16))}
-    return sorted(size for size in found if 1 <= size <= min(_LARGEST_SLICE, layer.numel))
+    sizes = {default, *(round(period * part) for part in (0.25, 0.5, 1, 2, 3, 4, 8, 16))}
+    return sorted(size for size in sizes if 1 <= size <= min(_LARGEST_SLICE, layer.numel))
 
 
 def _consistent_size(layer: Layer, period: int) -> int:

@@ -10,12 +10,10 @@ dimensions holds d / K of any vector's energy on average.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,28 +21,16 @@ import torch
 from gradlab.analysis.measure.holdout import age_bins
 from gradlab.analysis.measure.spectrum import LOSS_THRESHOLDS, spread
 from gradlab.errors import GradlabError
-from gradlab.jsonable import plain
+from gradlab.jsonable import Jsonable
 from gradlab.learning.slice_pca import dimension, principal_axes
 
-if TYPE_CHECKING:
-    pass
-
-# Of more slices so many are compared, spread evenly: fewer than values to make work of, no fewer than 16.
+# At most so many slices are compared, spread evenly; for Fig. 5 as many as hold 2^15 values, but at least 16.
 MOST_SLICES = 16
 _MOST_COMPARED = 2**15
 # A loss below this is rounding.
 _ROUNDING = 1e-12
 
 Windows = Sequence[tuple[int, int]]
-
-
-class _Result:
-    """A frozen dataclass that becomes plain JSON; figures that do not exist (NaN) become None."""
-
-    def to_json(self) -> dict[str, Any]:
-        """All fields, arrays as lists."""
-        found = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}  # type: ignore[arg-type]
-        return dict(plain({k: v.to_json() if isinstance(v, _Result) else v for k, v in found.items()}))
 
 
 # --- bases and losses -----------------------------------------------------------------------------------------------
@@ -138,9 +124,13 @@ def _random_loss(energies: np.ndarray, kept: int, size: int) -> float:
 
 
 def whole_slices(columns: np.ndarray, slice_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which slices of K a selection of a layer's values holds whole: their numbers (m,), and where they lie (m, K).
+    """The slices of K that a selection of a layer's values holds whole.
 
-    columns: places in GradiVeQ's order, rising. Whatever fills no slice is left out.
+    columns: places of the values in the layer, in GradiVeQ's order, rising.
+
+    Returns:
+        The slices' numbers (m,), and the columns that make up each (m, K). A slice of which a value is missing is left
+        out.
     """
     numbers, begins, counts = np.unique(columns // slice_size, return_index=True, return_counts=True)
     full = counts == slice_size
@@ -158,9 +148,12 @@ def cut_slices(vectors: np.ndarray, places: np.ndarray, least: int) -> np.ndarra
 
 
 @dataclass(frozen=True)
-class Correlation(_Result):
-    """Of n adjacent values over T iterations. matrix: (n, n), NaN where a value never changes; mean_absolute: over
-    pairs; by_chance: what mean_absolute would be for independent normal values, sqrt(2 / (pi (T - 1)))."""
+class Correlation(Jsonable):
+    """Correlation of n adjacent values over T iterations.
+
+    matrix: (n, n), NaN where a value never changes; mean_absolute: mean of the absolute correlation over pairs;
+    by_chance: mean_absolute expected of independent normal values, sqrt(2 / (pi (T - 1))).
+    """
 
     matrix: np.ndarray
     mean_absolute: float
@@ -187,9 +180,12 @@ def adjacent_correlation(values: np.ndarray) -> Correlation:
 
 
 @dataclass(frozen=True)
-class Scatter(_Result):
-    """Fig. 4. before, after: (T, 3), adjacent values, and the same centred and rotated onto their principal axes;
-    share, later_share: (3,) of the variance by axis, and of the energy of later iterations about the same mean."""
+class Scatter(Jsonable):
+    """Fig. 4: adjacent values before and after rotation onto their principal axes.
+
+    before: (T, 3); after: (T, 3), centred and rotated; share: (3,), of the variance by axis; later_share: (3,), of the
+    energy of later iterations about the same mean.
+    """
 
     before: np.ndarray
     after: np.ndarray
@@ -221,10 +217,13 @@ def _shares(scores: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class SliceSizeCurve(_Result):
-    """Fig. 5: arrays over n slice sizes K, `sizes`. multiples: whether K is a multiple of `period` (F D); dimensions:
-    d; ratios: K / d; fitted_loss: of the first slice where it was fitted; in_sample_loss, later_loss: of the remaining
-    slices on the iterations fitted on, and on later ones; random_loss: of a random basis there."""
+class SliceSizeCurve(Jsonable):
+    """Fig. 5: losses under the first slice's basis; arrays over n slice sizes K.
+
+    sizes: K; multiples: whether K is a multiple of `period` (F D); dimensions: d; ratios: K / d; fitted_loss: of the
+    first slice on the iterations fitted on; in_sample_loss: of the remaining slices on these iterations; later_loss: of
+    the remaining slices on later iterations; random_loss: the same under a random basis.
+    """
 
     period: int
     sizes: np.ndarray
@@ -260,8 +259,8 @@ def loss_by_slice_size(
     rows = [_one_size(fit, later, size, rule, columns) for size in sizes]
     kept = np.array([row[0] for row in rows], dtype=np.int64)
     losses = np.array([row[1:] for row in rows], dtype=np.float64).reshape(-1, 4)
-    found = np.array(sizes, dtype=np.int64)
-    return SliceSizeCurve(period, found, found % period == 0, kept, found / kept, *losses.T)
+    tried = np.array(sizes, dtype=np.int64)
+    return SliceSizeCurve(period, tried, tried % period == 0, kept, tried / kept, *losses.T)
 
 
 def _one_size(
@@ -280,13 +279,13 @@ def _one_size(
 
 def _places(fit: np.ndarray, later: np.ndarray, columns: np.ndarray | None) -> np.ndarray:
     """Places (n,) of values (T, n) and (T', n)."""
-    found = np.arange(fit.shape[-1]) if columns is None else np.asarray(columns)
-    if not found.shape == fit.shape[1:] == later.shape[1:]:
+    places = np.arange(fit.shape[-1]) if columns is None else np.asarray(columns)
+    if not places.shape == fit.shape[1:] == later.shape[1:]:
         shapes = f"{list(fit.shape)} and {list(later.shape)}"
         raise GradlabError(
-            f"gradients of shapes {shapes} at {list(found.shape)} places: expected (T, n), (T', n), (n,)"
+            f"gradients of shapes {shapes} at {list(places.shape)} places: expected (T, n), (T', n), (n,)"
         )
-    return found
+    return places
 
 
 def _held(columns: np.ndarray, size: int, least: int) -> np.ndarray:
@@ -304,9 +303,12 @@ def _held(columns: np.ndarray, size: int, least: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class SpatialConsistency(_Result):
-    """Losses of slice j under the basis of slice i, at [i, j]. in_sample, later: (M, M); dimensions: (M,), d of each
-    basis; own, others, random: means over later's diagonal, over the rest, and of random bases over the rest."""
+class SpatialConsistency(Jsonable):
+    """Losses of slice j under the basis of slice i, at [i, j].
+
+    in_sample, later: (M, M), on the iterations fitted on and on later ones; dimensions: (M,), d of each basis; own:
+    mean of later's diagonal; others: mean of the rest of later; random: mean of random bases over the same rest.
+    """
 
     in_sample: np.ndarray
     later: np.ndarray
@@ -357,8 +359,11 @@ def _ratios(energies: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class ThresholdCurve(_Result):
-    """Of one slice, over thresholds lambda (n,): d by eq. (6), and its losses where fitted, later, and at random."""
+class ThresholdCurve(Jsonable):
+    """One slice's d by eq. (6) and its losses, over thresholds lambda (n,).
+
+    in_sample_loss: on the iterations fitted on; later_loss: on later ones; random_loss: of a random basis there.
+    """
 
     thresholds: np.ndarray
     dimensions: np.ndarray
@@ -393,9 +398,12 @@ def _losses_by_axes(samples: np.ndarray, basis: Basis) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class SampleCurve(_Result):
-    """Of one slice, over L_t (n,), `counts`, by threshold lambda (l,). dimensions, later_loss: (l, n); stable_at: by
-    lambda, the fewest samples after which d stays within `tolerance`, or None."""
+class SampleCurve(Jsonable):
+    """One slice's d and loss over numbers of samples L_t.
+
+    counts: (n,), L_t; thresholds: (l,), lambda; dimensions, later_loss: (l, n); stable_at: (l,), the fewest samples
+    after which d stays within `tolerance`, or None.
+    """
 
     counts: np.ndarray
     thresholds: np.ndarray
@@ -430,13 +438,14 @@ def dimension_by_samples(
 def stable_from(
     counts: Sequence[int], dimensions: Sequence[int] | np.ndarray, tolerance: float, span: float = 1.5
 ) -> int | None:
-    """The fewest samples after which d differs by at most `tolerance` of its value there; None if it never settles.
+    """The fewest samples after which d stays within a share `tolerance` of its value there; None if it never does.
 
-    The counts must go on to `span` times as many: at the end of any series nothing changes any more.
+    A count is accepted only if the counts go on to at least `span` times as many: the last count of a series is
+    followed by no change, whatever the series.
     """
-    found = np.asarray(dimensions, dtype=np.float64)
+    kept = np.asarray(dimensions, dtype=np.float64)
     for place, count in enumerate(counts):
-        settled = (np.abs(found[place:] - found[place]) <= tolerance * found[place]).all()
+        settled = (np.abs(kept[place:] - kept[place]) <= tolerance * kept[place]).all()
         if settled and counts[-1] >= span * count:
             return int(count)
     return None
@@ -446,9 +455,12 @@ def stable_from(
 
 
 @dataclass(frozen=True)
-class Sharing(_Result):
-    """Arrays over slice sizes. dimensions: d of all bases; losses as in `SliceSizeCurve`, of all slices looked at;
-    payload_bytes: float32 codes and the dense tail, of the whole layer per exchange."""
+class Sharing(Jsonable):
+    """Loss and bytes of a layer's bases; arrays over slice sizes.
+
+    dimensions: d of all bases; losses: as in `SliceSizeCurve`, of all slices looked at; payload_bytes: float32 codes
+    and the dense tail of the whole layer per exchange.
+    """
 
     dimensions: np.ndarray
     in_sample_loss: np.ndarray
@@ -458,8 +470,11 @@ class Sharing(_Result):
 
 
 @dataclass(frozen=True)
-class CostCurve(_Result):
-    """Over slice sizes K (n,). shared: the first slice's basis for all (the paper's s = infinity); own: one each."""
+class CostCurve(Jsonable):
+    """Loss and bytes over slice sizes K.
+
+    sizes: (n,); shared: the first slice's basis serves all (the paper's s = infinity); own: each slice has a basis.
+    """
 
     sizes: np.ndarray
     shared: Sharing
@@ -521,7 +536,7 @@ def _shared_or_own(
 
 
 @dataclass(frozen=True)
-class Staleness(_Result):
+class Staleness(Jsonable):
     """Loss of bases fitted on windows against their age, in iterations after the window's last.
 
     ages: (n, 2), first and last of each bin; loss, random_loss, steps: (n,), pooled over windows; by_window: (w, n);
@@ -609,9 +624,12 @@ def _aged(edges: np.ndarray, energies: np.ndarray, counts: np.ndarray, kept: np.
 
 
 @dataclass(frozen=True)
-class SubspaceAngles(_Result):
-    """Principal angles in degrees between bases fitted on successive windows. degrees: (w - 1, d), rising; largest,
-    mean: (w - 1,); by_chance: arccos sqrt(d / K), the angle whose squared cosine random subspaces have on average."""
+class SubspaceAngles(Jsonable):
+    """Principal angles in degrees between bases fitted on successive windows.
+
+    degrees: (w - 1, d), rising; largest, mean: (w - 1,); by_chance: arccos sqrt(d / K), the angle whose squared cosine
+    random subspaces have on average.
+    """
 
     degrees: np.ndarray
     largest: np.ndarray

@@ -443,24 +443,22 @@ def test_a_trace_is_read_in_gradiveqs_order(tmp_path) -> None:
     values = np.random.default_rng(13).standard_normal((60, 2, CUBE.numel)).astype(np.float32)
     with record_layer(tmp_path / "t", values, CUBE) as trace:
         found = measure_slice_structure(trace, samples=20, rule=DimensionRule(0.1))
-    assert found["fitted_on"] == list(range(20))
-    assert (found["held_out_on"][0], found["held_out_on"][-1]) == (20, 59)
-    assert canonical_json(found)
-    (layer,) = found["layers"]
-    assert (layer["slice_size"], layer["period"], layer["period_is"]) == (72, 8, "F D")
-    assert layer["remarks"] == found["remarks"] == []
+    assert found.fitted_on == tuple(range(20))
+    assert (found.held_out_on[0], found.held_out_on[-1]) == (20, 59)
+    assert canonical_json(found.to_json())
+    (layer,) = found.layers
+    assert (layer.slice_size, layer.period, layer.period_is) == (72, 8, "F D")
+    assert layer.remarks == found.remarks == ()
     mean = torch.from_numpy(values.mean(1, dtype=np.float64)).reshape(-1, *CUBE.shape)
     ordered = np.stack([flatten(sample, "gradiveq").numpy() for sample in mean]).astype(np.float32)
-    later = ordered[found["held_out_on"]]
-    expected = loss_by_slice_size(
-        ordered[:20], later, layer["slice_sizes"]["sizes"], period=8, rule=DimensionRule(0.1)
-    ).to_json()
-    assert layer["slice_sizes"] == expected
-    np.testing.assert_array_equal(layer["scatter"]["before"], ordered[:20, :3])
-    assert layer["consistency"]["slices"] == list(range(9))
-    assert found["windows"] == [[0, 14], [15, 29], [30, 44], [45, 59]]
+    later = ordered[list(found.held_out_on)]
+    expected = loss_by_slice_size(ordered[:20], later, layer.slice_sizes.sizes, period=8, rule=DimensionRule(0.1))
+    assert layer.slice_sizes.to_json() == expected.to_json()
+    np.testing.assert_array_equal(layer.scatter.before, ordered[:20, :3])
+    assert layer.consistency.slices.tolist() == list(range(9))
+    assert found.windows == ((0, 14), (15, 29), (30, 44), (45, 59))
     aged = staleness(ordered, np.arange(60), [(0, 15), (15, 30), (30, 45), (45, 60)], rule=DimensionRule(0.1))
-    assert layer["staleness"] == aged.to_json()
+    assert layer.staleness.to_json() == aged.to_json()
 
 
 def test_planted_structure_is_found_in_a_trace(tmp_path) -> None:
@@ -470,28 +468,28 @@ def test_planted_structure_is_found_in_a_trace(tmp_path) -> None:
     native = np.empty_like(ordered)
     native[:, flatten(torch.arange(CUBE.numel).reshape(CUBE.shape), "gradiveq").numpy()] = ordered
     with record_layer(tmp_path / "t", native[:, None], CUBE) as trace:
-        (layer,) = measure_slice_structure(trace, samples=40, rule=DimensionRule(1e-9))["layers"]
-    dips = np.array(layer["slice_sizes"]["multiples"])
-    losses = np.array(layer["slice_sizes"]["later_loss"])
-    assert losses[dips].max() < 1e-6 < 0.01 < losses[~dips & (np.array(layer["slice_sizes"]["sizes"]) > 8)].min()
-    assert layer["consistency"]["others"] < 1e-6 < 0.5 < layer["consistency"]["random"]
-    assert layer["samples"]["stable_at"][0] is not None
-    assert layer["staleness"]["suggested"] is None
-    assert max(layer["angles"]["largest"]) < 0.1
+        (layer,) = measure_slice_structure(trace, samples=40, rule=DimensionRule(1e-9)).layers
+    dips = layer.slice_sizes.multiples
+    losses = layer.slice_sizes.later_loss
+    assert losses[dips].max() < 1e-6 < 0.01 < losses[~dips & (layer.slice_sizes.sizes > 8)].min()
+    assert layer.consistency.others < 1e-6 < 0.5 < layer.consistency.random
+    assert layer.samples.stable_at[0] is not None
+    assert layer.staleness.suggested is None
+    assert max(layer.angles.largest) < 0.1
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 7, 8, 9, 30])
 def test_short_traces_say_what_they_cannot_show(tmp_path, steps: int) -> None:
     with record(tmp_path / "t", random_gradients(15, steps, 1, [CUBE]), [CUBE]) as trace:
         found = measure_slice_structure(trace)
-    assert canonical_json(found)
-    assert found["remarks"]
+    assert canonical_json(found.to_json())
+    assert found.remarks
     if steps < 3:
-        assert found["layers"] == []
+        assert found.layers == ()
         return
-    (layer,) = found["layers"]
-    missing = [part for part in PARTS if layer[part] is None]
-    assert len(layer["remarks"]) == len(missing)
+    (layer,) = found.layers
+    missing = [part for part in PARTS if getattr(layer, part) is None]
+    assert len(layer.remarks) == len(missing)
     assert missing == (["staleness", "angles"] if steps < 8 else [])
 
 
@@ -500,14 +498,14 @@ def test_steps_that_are_not_finite_are_left_out_and_counted(tmp_path) -> None:
     for step in (2, 20, 40):
         gradients[step][1][CUBE.name][0, 0, 0, 0] = np.inf
     with record(tmp_path / "a", gradients, [CUBE]) as trace:
-        found = measure_slice_structure(trace, samples=10)["layers"][0]
+        found = measure_slice_structure(trace, samples=10).layers[0]
     kept = [gradients[step] for step in range(41) if step != 2][:9]
     with record(tmp_path / "b", kept, [CUBE]) as trace:
         mean = trace.mean(CUBE.name)
-    assert found["remarks"] == ["3 iterations with gradients that are not finite are left out"]
+    assert found.remarks == ("3 iterations with gradients that are not finite are left out",)
     first = flatten(torch.from_numpy(mean[0]).reshape(CUBE.shape), "gradiveq")[:3]
-    np.testing.assert_array_equal(found["scatter"]["before"][0], first)
-    assert len(found["scatter"]["before"]) == 9
+    np.testing.assert_array_equal(found.scatter.before[0], first)
+    assert len(found.scatter.before) == 9
 
 
 def test_a_layer_that_never_was_finite_is_a_remark(tmp_path) -> None:
@@ -516,18 +514,18 @@ def test_a_layer_that_never_was_finite_is_a_remark(tmp_path) -> None:
         step[0][CUBE.name][:] = np.nan
     with record(tmp_path / "t", gradients, [CUBE]) as trace:
         found = measure_slice_structure(trace)
-    assert [found["layers"][0][part] for part in PARTS] == [None] * len(PARTS)
-    assert len(found["layers"][0]["remarks"]) == len(PARTS) + 1
+    assert [getattr(found.layers[0], part) for part in PARTS] == [None] * len(PARTS)
+    assert len(found.layers[0].remarks) == len(PARTS) + 1
 
 
 def test_layers_are_few_convolutions_else_other_matrices_or_those_named(tmp_path) -> None:
     sizes = (2, 2, 5, 2, 2, 2, 2)
     many = [Layer(f"c{n}.weight", (size, 2, 3, 3), "convolution") for n, size in enumerate(sizes)]
     with record(tmp_path / "a", random_gradients(18, 6, 1, [*many, LINEAR]), [*many, LINEAR]) as trace:
-        names = [layer["name"] for layer in measure_slice_structure(trace)["layers"]]
+        names = [layer.layer.name for layer in measure_slice_structure(trace).layers]
         assert names == ["c0.weight", "c2.weight", "c3.weight", "c6.weight"]
-        named = measure_slice_structure(trace, [LINEAR.name])["layers"]
-        assert [layer["name"] for layer in named] == [LINEAR.name]
+        named = measure_slice_structure(trace, [LINEAR.name]).layers
+        assert [layer.layer.name for layer in named] == [LINEAR.name]
         with pytest.raises(GradlabError, match="no layer 'nothing'"):
             measure_slice_structure(trace, ["nothing"])
         with pytest.raises(GradlabError, match="samples = 1, start = 0"):
@@ -535,20 +533,20 @@ def test_layers_are_few_convolutions_else_other_matrices_or_those_named(tmp_path
         with pytest.raises(GradlabError, match="start = 6: expected at least 2, and one of 6 positions"):
             measure_slice_structure(trace, start=6)
     with record(tmp_path / "b", random_gradients(19, 6, 1)[:6]) as trace:
-        assert [layer["name"] for layer in measure_slice_structure(trace)["layers"]] == [CONVOLUTION.name]
+        assert [layer.layer.name for layer in measure_slice_structure(trace).layers] == [CONVOLUTION.name]
     with record(tmp_path / "c", random_gradients(19, 6, 1, [LINEAR]), [LINEAR]) as trace:
-        (layer,) = measure_slice_structure(trace)["layers"]
-    assert (layer["name"], layer["period"], layer["period_is"]) == (LINEAR.name, 5, "F")
+        (layer,) = measure_slice_structure(trace).layers
+    assert (layer.layer.name, layer.period, layer.period_is) == (LINEAR.name, 5, "F")
 
 
 def test_vectors_alone_are_measured_when_named_and_remarked_when_not(tmp_path) -> None:
     vectors = [Layer("bias", (5,), "bias"), Layer("one", (1,), "other"), Layer("none", (0, 3), "other")]
     with record(tmp_path / "t", random_gradients(20, 30, 1, vectors), vectors) as trace:
-        assert measure_slice_structure(trace)["remarks"][0] == "No convolution and no other matrix to look at."
+        assert measure_slice_structure(trace).remarks[0] == "No convolution and no other matrix to look at."
         found = measure_slice_structure(trace, ["bias", "one", "none"])
-    assert canonical_json(found)
-    assert found["layers"][0]["staleness"] is not None
-    assert [found["layers"][2][part] for part in PARTS] == [None] * len(PARTS)
+    assert canonical_json(found.to_json())
+    assert found.layers[0].staleness is not None
+    assert [getattr(found.layers[2], part) for part in PARTS] == [None] * len(PARTS)
 
 
 def test_of_large_layers_stretches_with_whole_slices_are_read(tmp_path, monkeypatch) -> None:
@@ -561,10 +559,10 @@ def test_of_large_layers_stretches_with_whole_slices_are_read(tmp_path, monkeypa
     assert all(len(whole_slices(columns, size)[0]) >= 2 for size in range(1, 65))
     values = np.random.default_rng(21).standard_normal((20, 1, WIDE.numel)).astype(np.float32)
     with record_layer(tmp_path / "t", values, WIDE) as trace:
-        (layer,) = measure_slice_structure(trace, samples=8)["layers"]
-    assert max(layer["slice_sizes"]["sizes"]) <= 64
-    assert layer["consistency"]["slices"] != list(range(9))
-    assert layer["cost"]["shared"]["payload_bytes"][0] > 4 * 256 / 8  # of the whole layer
+        (layer,) = measure_slice_structure(trace, samples=8).layers
+    assert max(layer.slice_sizes.sizes) <= 64
+    assert layer.consistency.slices.tolist() != list(range(9))
+    assert layer.cost.shared.payload_bytes[0] > 4 * 256 / 8  # of the whole layer
 
 
 # --- in the report ----------------------------------------------------------------------------------------------------
@@ -582,7 +580,7 @@ def reported(tmp_path_factory):
 def test_the_report_has_the_section_with_its_figures_and_data(reported, tmp_path) -> None:
     data, page = reported
     with record(tmp_path / "t", random_gradients(22, 40, 2, [CUBE]), [CUBE]) as trace:
-        assert data["slice_structure"] == measure_slice_structure(trace)
+        assert data["slice_structure"] == measure_slice_structure(trace).to_json()
     assert data["slice_structure"]["remarks"][0].startswith("40 iterations are recorded: L_t = 20 in place of 100")
     added = [figure for figure in data["figures"] if figure["title"].startswith("What GradiVeQ would find: ")]
     assert [figure["name"] for figure in added] == [f"gradiveq_{part}" for part in PARTS if part in PLOTS]
