@@ -26,6 +26,8 @@ def plain(value: Any) -> Any:
     """
     if value is None or isinstance(value, (str, bool, int)):
         return value
+    if isinstance(value, type):  # it has the methods of its instances
+        return str(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -34,6 +36,6 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if hasattr(value, "to_json"):
         return plain(value.to_json())
-    if is_dataclass(value) and not isinstance(value, type):
+    if is_dataclass(value):
         return Jsonable.to_json(value)  # type: ignore[arg-type]
     return plain(value.tolist()) if hasattr(value, "tolist") else str(value)

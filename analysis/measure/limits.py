@@ -15,8 +15,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from gradlab.analysis.measure.spectrum import spread
 from gradlab.analysis.parallel import share_out
 from gradlab.analysis.replay.error_tables import measure_errors
 from gradlab.errors import GradlabError
+from gradlab.jsonable import Jsonable
 from gradlab.layout import Layer, flatten
 from gradlab.learning.slice_pca import default_slice_size
 from gradlab.plan import Plan
@@ -52,24 +54,76 @@ _FEWEST_VALUES = 256
 _MOST_COORDINATES = 2**18
 
 
+@dataclass(frozen=True)
+class CodecPoint(Jsonable):
+    """A codec on a layer: squared error relative to the gradient's energy, bits per value, bits above the floor."""
+
+    codec: str
+    setting: str
+    relative_error: float
+    bits: float
+    above_floor: float
+
+
+@dataclass(frozen=True)
+class PlanPoint(Jsonable):
+    """A replayed plan on a layer: squared error relative to the compressor input's energy, and as `CodecPoint`."""
+
+    plan: str
+    layer: str
+    relative_error: float
+    bits: float
+    above_floor: float
+
+
+@dataclass(frozen=True)
+class LayerLimits(Jsonable):
+    """One layer's floors in bits per value, (E,) at `RELATIVE_ERRORS`, and the codecs above them.
+
+    positions, iterations: those read; slice_size: K; coordinates, slices: the module's two descriptions; floor: the
+    lower of both.
+    """
+
+    name: str
+    numel: int
+    positions: list[int]
+    iterations: list[int]
+    slice_size: int
+    coordinates: np.ndarray
+    slices: np.ndarray
+    floor: np.ndarray
+    codecs: tuple[CodecPoint, ...] = ()
+
+
+@dataclass(frozen=True)
+class Limits(Jsonable):
+    """Floors, codecs and plans by layer. relative_errors: (E,), squared errors relative to the energy."""
+
+    relative_errors: tuple[float, ...]
+    world_size: int
+    layers: tuple[LayerLimits, ...]
+    plans: tuple[PlanPoint, ...] = ()
+
+
 def limit_candidates() -> list[Candidate]:
-    """Every codec that needs no fit, with up to three settings spread over those that it calls worth comparing."""
-    found = []
+    """Every codec that needs no fit, with up to three settings spread over its `candidates`."""
+    candidates = []
     for name in codecs.names():
         method = codecs.get(name)
         if name != "identity" and not method.learns:
             picked = spread(len(method.candidates), _SETTINGS_PER_CODEC)
-            found += [Candidate(name, dict(method.candidates[i])) for i in picked]
-    return found
+            candidates += [Candidate(name, dict(method.candidates[i])) for i in picked]
+    return candidates
 
 
 def gaussian_floor(
     variances: np.ndarray, relative_errors: Sequence[float] = RELATIVE_ERRORS, samples: int | None = None
 ) -> np.ndarray:
-    """Least bits per value at squared errors relative to the energy, (len(relative_errors),). variances: (n,).
+    """Least bits per value, (E,), at squared errors relative to the energy.
 
-    samples: that each variance is a mean square of; None: it is known. log of a mean square of m normal values is
-    (log(m / 2) - psi(m / 2)) too low on average, half of which in bits is given back for each one above the water.
+    variances: (n,). relative_errors: (E,). samples: number of values m of which each variance is the mean square; None:
+    variances are known. The log of a mean square of m normal values is (log(m / 2) - psi(m / 2)) too low on average;
+    half of that, in bits, is added for each component above the water.
     """
     total, count = float(variances.sum()), len(variances)
     if not total > 0:
@@ -91,7 +145,7 @@ def gaussian_floor(
 def held_out_energies(fitted: np.ndarray, later: np.ndarray) -> np.ndarray:
     """Mean squares (K,) of later rows (m, K) along the principal axes of the second moments of fitted rows (n, K).
 
-    Their sum is the later rows' energy, whatever the axes: a transform that does not fit later costs bits, not truth.
+    Their sum is the later rows' energy, whatever the axes: axes that do not fit the later rows raise the floor.
     """
     _, axes = np.linalg.eigh(fitted.T @ fitted / max(1, len(fitted)))
     return np.asarray(np.square(later @ axes).mean(0))
@@ -104,8 +158,8 @@ def measure_limits(
     layers: Sequence[str] | None = None,
     workers: int = 1,
     progress: Progress | None = None,
-) -> dict[str, Any]:
-    """Floors and codecs by layer, as plain JSON.
+) -> Limits:
+    """Measure floors and codecs by layer; layers that are never finite are left out.
 
     candidates: None for `limit_candidates`; layers: names, None for all of two or more dimensions and 256 values.
 
@@ -122,60 +176,56 @@ def measure_limits(
     path = str(trace.path.resolve())
     trace.close()
     floors = share_out(_floor, [(path, x) for x in chosen], workers=workers, what="limits", progress=progress)
-    live = [row for row in floors if row["iterations"]]
+    live = [row for row in floors if row is not None]
     values = sum(layer.numel for layer in chosen)
     windows = [(p, p + 1) for p in _finite_positions(live, 1 if values > _MANY_VALUES else _WINDOWS)]
-    by_name = {layer.name: layer for layer in chosen}
     table = measure_errors(
-        trace, {row["name"]: tried for row in live}, windows, workers=workers, progress=progress
+        trace, {row.name: tried for row in live}, windows, workers=workers, progress=progress
     )  # fmt: skip
+    layer_rows = []
     for row, errors in zip(live, table.layers, strict=True):
-        layer, energy = by_name[row["name"]], float(errors.squared_norm.mean())
-        row["codecs"] = [
-            _placed(row, candidate, float(error) / energy, layer, trace.world_size)
+        energy = float(errors.squared_norm.mean())
+        points = (
+            _placed(row, candidate, float(error) / energy, errors.layer, trace.world_size)
             for candidate, error in zip(tried, errors.squared.mean(0), strict=True)
             if energy > 0 and np.isfinite(error)
-        ]
-    return {"relative_errors": list(RELATIVE_ERRORS), "world_size": trace.world_size, "layers": live}
+        )
+        layer_rows.append(replace(row, codecs=tuple(points)))
+    return Limits(RELATIVE_ERRORS, trace.world_size, tuple(layer_rows))
 
 
-def _finite_positions(rows: Sequence[Mapping[str, Any]], most: int) -> list[int]:
-    """Some positions, late in the trace, at which all of the layers are finite."""
+def _finite_positions(rows: Sequence[LayerLimits], most: int) -> list[int]:
+    """At most `most` positions, late in the trace, at which all of the layers are finite."""
     if not rows:
         return []
-    common = sorted(set.intersection(*(set(row["positions"]) for row in rows)))
+    common = sorted(set.intersection(*(set(row.positions) for row in rows)))
     later = common[len(common) // 2 :]
     return [later[i] for i in spread(len(later), most)]
 
 
-def _placed(
-    row: Mapping[str, Any], candidate: Candidate, relative: float, layer: Layer, world_size: int
-) -> dict[str, Any]:
+def _placed(row: LayerLimits, candidate: Candidate, relative: float, layer: Layer, world_size: int) -> CodecPoint:
     bits = 8 * candidate.build().payload_bytes([layer], world_size) / layer.numel
-    return {
-        "codec": candidate.codec,
-        "setting": str(candidate),
-        "relative_error": relative,
-        "bits": bits,
-        "above_floor": bits - floor_at(row, relative),
-    }
+    return CodecPoint(candidate.codec, str(candidate), relative, bits, bits - floor_at(row, relative))
 
 
-def floor_at(row: Mapping[str, Any], relative_error: float) -> float:
-    """Bits per value of a layer's floor at a relative squared error, between the points it was computed at."""
-    return float(np.interp(np.log(max(relative_error, 1e-300)), np.log(RELATIVE_ERRORS), row["floor"]))
+def floor_at(row: LayerLimits, relative_error: float) -> float:
+    """Bits per value of a layer's floor at a relative squared error, interpolated between `RELATIVE_ERRORS`."""
+    return float(np.interp(np.log(max(relative_error, 1e-300)), np.log(RELATIVE_ERRORS), row.floor))
 
 
 def floor_slice_size(layer: Layer, rows: int) -> int:
-    """K of the slices whose axes are fitted: the codec's own, halved until `rows` gradients hold 4 per axis."""
+    """K of the slices whose axes are fitted: the codec's default, halved until there are 4 slices per axis.
+
+    rows: number of gradients.
+    """
     size = min(default_slice_size(layer), _LARGEST_SLICE, layer.numel)
     while size > 1 and rows * min(_SLICES_PER_ROW, layer.numel // size) < _ROWS_PER_AXIS * size:
         size //= 2
     return size
 
 
-def _floor(path: str, layer: Layer) -> dict[str, Any]:
-    """One layer of the trace at `path`."""
+def _floor(path: str, layer: Layer) -> LayerLimits | None:
+    """The floors of one layer of the trace at `path`; None where a half of it holds no finite gradient."""
     from gradlab.trace import Trace
 
     squares, count = np.zeros(layer.numel), 0
@@ -192,54 +242,37 @@ def _floor(path: str, layer: Layer) -> dict[str, Any]:
                 squares += np.square(row, dtype=np.float64)
                 count += 1
         steps = [int(trace.steps[position]) for position in finite]
-    base = {"name": layer.name, "numel": layer.numel, "positions": finite, "iterations": steps}
     if not halves[0] or not halves[1]:
-        return {**base, "iterations": []}
+        return None
     coordinates = gaussian_floor(squares[:: -(-layer.numel // _MOST_COORDINATES)] / count, samples=count)
     fitted, later = (np.concatenate(half) for half in halves)
     slices = gaussian_floor(held_out_energies(fitted, later))
-    return {
-        **base,
-        "slice_size": size,
-        "coordinates": coordinates.tolist(),
-        "slices": slices.tolist(),
-        "floor": np.minimum(coordinates, slices).tolist(),
-    }
+    floor = np.minimum(coordinates, slices)
+    return LayerLimits(layer.name, layer.numel, finite, steps, size, coordinates, slices, floor)
 
 
 def _some_slices(row: np.ndarray, layer: Layer, size: int) -> np.ndarray:
-    """Some slices (m, K) of a gradient in GradiVeQ's order, in float64."""
+    """At most 64 slices (m, K) of a gradient in GradiVeQ's order, in float64."""
     order = flatten(torch.from_numpy(row).reshape(layer.shape), "gradiveq").numpy()
     whole = order[: len(order) // size * size].reshape(-1, size)
     return whole[spread(len(whole), _SLICES_PER_ROW)].astype(np.float64)
 
 
-def place_plans(
-    limits: Mapping[str, Any], replays: Mapping[str, Replay], plans: Mapping[str, Plan]
-) -> list[dict[str, Any]]:
-    """Where replayed plans stand, by layer: bits per value of its group, squared error relative to what was asked.
+def place_plans(limits: Limits, replays: Mapping[str, Replay], plans: Mapping[str, Plan]) -> tuple[PlanPoint, ...]:
+    """Bits per value and relative squared error of replayed plans, by layer.
 
-    Under error feedback what is asked holds the residual, which the floor of the gradient knows nothing of.
+    Under error feedback the compressor input holds the residual, which the floor of the gradient does not know of.
+    Groups of several layers are left out, because the bits of shared messages belong to no single layer.
     """
-    rows = {row["name"]: row for row in limits["layers"]}
-    found = []
+    rows = {row.name: row for row in limits.layers}
+    points = []
     for name, plan in plans.items():
         errors = replays[name].layer_errors
-        # Of several layers that share messages nobody knows whose the bits are.
         for group in (group for group in plan.compressed_groups if len(group.layers) == 1):
             layer = group.layers[0]
             if layer not in rows or layer not in errors:
                 continue
-            payload = plan.build(group).payload_bytes(plan.members(group), limits["world_size"])
-            bits = 8 * payload / rows[layer]["numel"]
-            relative = float(errors[layer]) ** 2
-            found.append(
-                {
-                    "plan": name,
-                    "layer": layer,
-                    "relative_error": relative,
-                    "bits": bits,
-                    "above_floor": bits - floor_at(rows[layer], relative),
-                }
-            )
-    return found
+            payload = plan.build(group).payload_bytes(plan.members(group), limits.world_size)
+            bits, relative = 8 * payload / rows[layer].numel, float(errors[layer]) ** 2
+            points.append(PlanPoint(name, layer, relative, bits, bits - floor_at(rows[layer], relative)))
+    return tuple(points)

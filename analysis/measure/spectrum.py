@@ -20,6 +20,7 @@ from gradlab.analysis.gradients import read_unscaled
 from gradlab.analysis.measure.agreement import rank_cosine, signal_to_noise
 from gradlab.analysis.parallel import share_out
 from gradlab.errors import GradlabError
+from gradlab.jsonable import Jsonable
 from gradlab.layout import Layer, flatten
 from gradlab.learning.slice_pca import default_slice_size, dimension
 from gradlab.progress import Progress
@@ -52,13 +53,13 @@ def cumulative_variance(eigenvalues: np.ndarray) -> np.ndarray:
 
 
 def dimensions(eigenvalues: np.ndarray) -> dict[str, int]:
-    """d by GradiVeQ's eq. (6) for each lambda of `LOSS_THRESHOLDS`, keyed by its text."""
+    """d by GradiVeQ's eq. (6) for each lambda of `LOSS_THRESHOLDS`, by str(lambda)."""
     values = torch.from_numpy(np.array(eigenvalues, dtype=np.float64))
     return {str(loss): dimension(values, loss) for loss in LOSS_THRESHOLDS}
 
 
 def slice_of_column(layer: Layer, slice_size: int) -> np.ndarray:
-    """Which GradiVeQ slice each column of a native row-major gradient belongs to, (numel,); -1 for the tail."""
+    """The number of the GradiVeQ slice that each column of a row-major gradient belongs to, (numel,); -1: the tail."""
     order = flatten(torch.arange(layer.numel).reshape(layer.shape), "gradiveq").numpy()
     places = np.empty(layer.numel, dtype=np.int64)
     places[order] = np.arange(layer.numel) // slice_size
@@ -75,16 +76,16 @@ def spread(count: int, most: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class LayerSpectrum:
+class LayerSpectrum(Jsonable):
     """One layer's measurements; arrays over the sampled steps have length T.
 
-    slice_size, slices: K and M; slice_eigenvalues: of the first slice, the one that GradiVeQ fits; slice_dimensions:
-    per sampled slice, d by lambda; layer_eigenvalues: of the whole layer over time; mean_share: share of the energy
-    that the average over time holds; norm: ||averaged gradient||; cosine: between ranks; snr: `signal_to_noise`; inner:
-    products between ranks (T, N, N).
+    slice_size, slices: K and M; slice_eigenvalues: of the first slice, which GradiVeQ fits; slice_dimensions: by the
+    number of a sampled slice, d by lambda; layer_eigenvalues: of the whole layer over time; mean_share: share of the
+    energy that the average over time holds; norm: l2 norm of the averaged gradient, (T,); cosine: mean over pairs of
+    ranks, (T,), NaN where there is none; signal_to_noise: see the function; inner: products between ranks, (T, N, N).
     """
 
-    layer: Layer
+    layer: Layer = field(metadata={"json": False})
     slice_size: int
     slices: int
     slice_eigenvalues: np.ndarray
@@ -93,51 +94,40 @@ class LayerSpectrum:
     mean_share: float
     norm: np.ndarray
     cosine: np.ndarray
-    snr: float | None
-    inner: np.ndarray
+    signal_to_noise: float | None
+    inner: np.ndarray = field(metadata={"json": False})
+
+    @property
+    def mean_cosine(self) -> float | None:
+        """Mean of the cosine over the steps that have one."""
+        return float(np.nanmean(self.cosine)) if np.isfinite(self.cosine).any() else None
 
     def to_json(self) -> dict[str, Any]:
-        """The layer with its measurements, shares and dimensions, as plain JSON; None where ranks have no cosine."""
-        mean_cosine = float(np.nanmean(self.cosine)) if np.isfinite(self.cosine).any() else None
+        """The layer with its measurements, and what follows from its eigenvalues."""
         return {
             **self.layer.to_json(),
-            "slice_size": self.slice_size,
-            "slices": self.slices,
-            "slice_eigenvalues": self.slice_eigenvalues.tolist(),
+            **super().to_json(),
             "slice_cumulative_variance": cumulative_variance(self.slice_eigenvalues).tolist(),
-            "slice_dimensions": {str(m): d for m, d in self.slice_dimensions.items()},
-            "layer_eigenvalues": self.layer_eigenvalues.tolist(),
             "layer_cumulative_variance": cumulative_variance(self.layer_eigenvalues).tolist(),
             "layer_dimensions": dimensions(self.layer_eigenvalues),
-            "mean_share": self.mean_share,
-            "norm": self.norm.tolist(),
-            "cosine": [None if np.isnan(value) else float(value) for value in self.cosine],
-            "mean_cosine": mean_cosine,
-            "signal_to_noise": self.snr,
+            "mean_cosine": self.mean_cosine,
         }
 
 
 @dataclass(frozen=True)
-class TraceSpectrum:
-    """Measurements of several layers at the same steps. steps: iteration indices (T,), non-finite ones left out."""
+class TraceSpectrum(Jsonable):
+    """Measurements of several layers at the same steps.
+
+    steps: iterations (T,) that are finite on all ranks and layers; nonfinite_steps: sampled iterations that are not;
+    skipped_layers: names of layers not measured; never_finite_layers: names of layers left out.
+    """
 
     world_size: int
     steps: np.ndarray
     layers: tuple[LayerSpectrum, ...]
     nonfinite_steps: tuple[int, ...] = ()
-    skipped: tuple[str, ...] = field(default=())
-    never_finite: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Everything, as plain JSON."""
-        return {
-            "world_size": self.world_size,
-            "steps": self.steps.tolist(),
-            "nonfinite_steps": list(self.nonfinite_steps),
-            "skipped_layers": list(self.skipped),
-            "never_finite_layers": list(self.never_finite),
-            "layers": [layer.to_json() for layer in self.layers],
-        }
+    skipped_layers: tuple[str, ...] = ()
+    never_finite_layers: tuple[str, ...] = ()
 
 
 def measure_spectrum(
@@ -152,10 +142,10 @@ def measure_spectrum(
     workers: int = 1,
     progress: Progress | None = None,
 ) -> TraceSpectrum:
-    """Spectra, norms and agreement between ranks for layers of a trace.
+    """Measure spectra, norms and agreement between ranks for layers of a trace.
 
-    layers: names, None for all of two or more dimensions. start, stop: positions in the trace. At most `max_samples`
-    steps, spread evenly, and per layer `max_slices` slices are looked at. slice_size: K, None for `default_slice_size`.
+    layers: names, None for all of two or more dimensions. start, stop: positions in the trace. slice_size: K, None for
+    `default_slice_size`. max_samples: most steps read, spread evenly. max_slices: most slices of a layer looked at.
     workers: processes that share the layers out.
 
     Raises:
@@ -173,19 +163,19 @@ def measure_spectrum(
     trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
     products = share_out(_layer_products, calls, workers=workers, what="spectrum", progress=progress)
     ever = [bool(np.isfinite(p.inner).all((1, 2)).any()) for p in products]
-    never = tuple(p.layer.name for p, some in zip(products, ever, strict=True) if not some)
+    never = tuple(p.layer.name for p, finite in zip(products, ever, strict=True) if not finite)
     if any(ever):  # a layer that is never finite must not take the others along
-        products = [p for p, some in zip(products, ever, strict=True) if some]
-    finite = np.all([np.isfinite(p.inner).all((1, 2)) for p in products], axis=0)
+        products = [p for p in products if p.layer.name not in never]
+    usable = np.all([np.isfinite(p.inner).all((1, 2)) for p in products], axis=0)
     steps = np.asarray(trace.steps)[positions]
-    if finite.sum() < 2:
-        raise GradlabError(f"{trace.path}: {int(finite.sum())} steps with finite gradients, expected at least 2")
+    if usable.sum() < 2:
+        raise GradlabError(f"{trace.path}: {int(usable.sum())} steps with finite gradients, expected at least 2")
     skipped = [layer.name for layer in trace.layers if layer not in measured]
     return TraceSpectrum(
         trace.world_size,
-        steps[finite],
-        tuple(_layer_spectrum(p, finite) for p in products),
-        tuple(int(step) for step in steps[~finite]),
+        steps[usable],
+        tuple(_layer_spectrum(p, usable) for p in products),
+        tuple(int(step) for step in steps[~usable]),
         tuple(skipped),
         never,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -93,8 +93,8 @@ def examine(
         check_replay(trace, plan, replay_start(trace), len(trace.steps))
     spectrum = measure_spectrum(trace, workers=workers, progress=progress)
     found = Examination(spectrum)
-    if spectrum.never_finite:
-        found.remarks.append(f"Never finite on all ranks, and left out: {', '.join(spectrum.never_finite)}.")
+    if spectrum.never_finite_layers:
+        found.remarks.append(f"Never finite on all ranks, and left out: {', '.join(spectrum.never_finite_layers)}.")
     if "within" in parts:
         _of_one_node(found, trace, progress)
     if "signs" in parts:
@@ -112,10 +112,11 @@ def examine(
         found.remarks.append("Recorded on one rank: what nodes share and what plans do is not measured.")
     if "limits" in parts:
         measure = partial(measure_limits, trace, workers=workers, progress=progress)
-        found.measured["limits"] = limits = found.attempt("No limits", measure)
+        limits = found.attempt("No limits", measure)
         if limits is not None:
             known = {name: plan for name, plan in _plans(trace, plans).items() if name in found.replays}
-            limits["plans"] = place_plans(limits, found.replays, known)
+            limits = replace(limits, plans=place_plans(limits, found.replays, known))
+        found.measured["limits"] = limits
     return found
 
 

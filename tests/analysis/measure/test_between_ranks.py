@@ -264,8 +264,8 @@ def test_axes_of_one_half_do_not_lower_the_floor_of_the_other(tmp_path: Path) ->
     layer = Layer("conv.weight", (4, 64, 3, 3), "convolution")
     white = np.random.default_rng(0).standard_normal((8, 2, layer.numel)).astype(np.float32)
     with record_layer(tmp_path / "t", white, layer) as trace:
-        row = measure_limits(trace, candidates=[Candidate("sign")])["layers"][0]
-    bits = np.interp(math.log(0.25), np.log(RELATIVE_ERRORS), row["slices"])
+        row = measure_limits(trace, candidates=[Candidate("sign")]).layers[0]
+    bits = np.interp(math.log(0.25), np.log(RELATIVE_ERRORS), row.slices)
     assert bits == pytest.approx(1.0, abs=0.02)
 
 
@@ -288,14 +288,14 @@ def test_planted_rank_lowers_the_floor_and_white_noise_has_the_textbooks(tmp_pat
     floors = []
     for name, values in (("white", white), ("low", _from_slices(flat, layer))):
         with record_layer(tmp_path / name, values.reshape(24, 2, -1), layer) as trace:
-            floors.append(measure_limits(trace, candidates=[Candidate("sign"), Candidate("cast")])["layers"][0])
+            floors.append(measure_limits(trace, candidates=[Candidate("sign"), Candidate("cast")]).layers[0])
     assert floor_at(floors[0], 0.25) == pytest.approx(1.0, abs=0.07)
-    assert floors[1]["slice_size"] == size == 64
+    assert floors[1].slice_size == size == 64
     assert floor_at(floors[1], 0.25) == pytest.approx(2 / size, abs=0.03)
-    sign = floors[0]["codecs"][0]
-    assert sign["relative_error"] == pytest.approx(1 - 2 / math.pi, abs=0.02)
-    assert sign["above_floor"] == pytest.approx(sign["bits"] - 0.5 * math.log2(1 / sign["relative_error"]), abs=0.08)
-    assert all(row["above_floor"] > 0 for floor in floors for row in floor["codecs"])
+    sign = floors[0].codecs[0]
+    assert sign.relative_error == pytest.approx(1 - 2 / math.pi, abs=0.02)
+    assert sign.above_floor == pytest.approx(sign.bits - 0.5 * math.log2(1 / sign.relative_error), abs=0.08)
+    assert all(row.above_floor > 0 for floor in floors for row in floor.codecs)
 
 
 def _from_slices(slices: np.ndarray, layer: Layer) -> np.ndarray:
@@ -311,8 +311,8 @@ def test_plans_stand_where_their_replay_puts_them(tmp_path: Path) -> None:
         limits = measure_limits(trace, candidates=[Candidate("sign")])
         plan = Plan.uniform((LAYER,), "sign", wrappers=[])
         found = place_plans(limits, {"sign": replay(trace, plan, start=6)}, {"sign": plan})
-    assert found[0]["relative_error"] == pytest.approx(limits["layers"][0]["codecs"][0]["relative_error"], rel=0.05)
-    assert found[0]["bits"] == pytest.approx(1.0, abs=0.02)
+    assert found[0].relative_error == pytest.approx(limits.layers[0].codecs[0].relative_error, rel=0.05)
+    assert found[0].bits == pytest.approx(1.0, abs=0.02)
 
 
 def test_every_codec_that_needs_no_fit_is_placed() -> None:

@@ -37,7 +37,7 @@ def test_signal_between_nodes(tmp_path: Path) -> None:
         between = measure_between_nodes(trace, BetweenNodes(iterations=40, pairs=6))["layers"][0]
     assert cosine == pytest.approx(0.5)
     assert np.nanmean(spectrum.cosine) == pytest.approx(cosine, abs=0.03)
-    assert spectrum.snr == pytest.approx(1.0, rel=0.1)
+    assert spectrum.signal_to_noise == pytest.approx(1.0, rel=0.1)
     scale = noise_scale(spectrum.inner, np.random.default_rng(0))
     assert scale.low <= 1.0 <= scale.high
     # In one iteration the coordinates' correlation is that iteration's cosine; the shifted null has none.

@@ -110,7 +110,7 @@ def test_long_traces_are_sampled_evenly_and_say_so(tmp_path):
 def test_layers_are_matrices_unless_named(tmp_path):
     with record(tmp_path / "t", random_gradients(2, 4, 2)) as trace:
         assert [s.layer.name for s in measure_spectrum(trace).layers] == [CONVOLUTION.name, LINEAR.name]
-        assert measure_spectrum(trace).skipped == (BIAS.name,)
+        assert measure_spectrum(trace).skipped_layers == (BIAS.name,)
         assert [s.layer.name for s in measure_spectrum(trace, layers=[BIAS.name]).layers] == [BIAS.name]
         with pytest.raises(GradlabError, match="no layer"):
             measure_spectrum(trace, layers=["nothing"])
@@ -151,11 +151,11 @@ def test_agreement_of_planted_gradients(tmp_path):
     with record_layer(tmp_path / "t", values, PLANTED) as trace:
         found = measure_spectrum(trace, max_samples=1500).layers[0]
     common, own = 0.7 * 7.0, 0.3 * 7.0 + PLANTED.numel * 0.01
-    assert found.snr == pytest.approx(common / own, rel=0.1)
+    assert found.signal_to_noise == pytest.approx(common / own, rel=0.1)
     units = values / np.linalg.norm(values, axis=2, keepdims=True)
     pairs = [(units[:, i] * units[:, j]).sum(1) for i, j in ((0, 1), (0, 2), (1, 2))]
     np.testing.assert_allclose(found.cosine, np.mean(pairs, axis=0), atol=1e-5)
-    assert 0.5 * expected_cosine(model)[0, 1] < found.to_json()["mean_cosine"] < expected_cosine(model)[0, 1]
+    assert 0.5 * expected_cosine(model)[0, 1] < found.mean_cosine < expected_cosine(model)[0, 1]
 
 
 def test_one_rank_has_no_agreement_and_equal_ranks_have_no_noise(tmp_path):
