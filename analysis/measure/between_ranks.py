@@ -1,19 +1,19 @@
-"""What nodes' gradients share, over a recorded trace: information, cosine, and which of their values are largest.
+"""What ranks' gradients share, over a recorded trace: information, cosine, and positions of the largest values.
 
-LGC (Abrahamyan et al.), sections III and VI-E: entropy and mutual information of one layer's gradient on two nodes,
-over iterations (Figs. 3, 12) and by layer (Fig. 4), by the paper's histogram; beside it estimators that correct their
-bias, and two nulls. Shuffled pairs show what an estimator finds where there is nothing. Pairs that are `shift`
-iterations apart show what two gradients share by belonging to the same parameters; only what exceeds that is common to
-nodes in an iteration. ScaleCom's CLT-k (Chen et al., NeurIPS 2020) relies on the overlap of top-k positions instead.
+LGC (Abrahamyan et al.), sections III and VI-E, measures entropy and mutual information of one layer's gradient on two
+nodes, over iterations (Figs. 3, 12) and by layer (Fig. 4), with a histogram. Beside it stand estimators that correct
+their bias, and two nulls. Shuffled pairs show what an estimator finds where there is nothing. Pairs that are
+`shift` iterations apart show what two gradients share by belonging to the same parameters; only the excess over that is
+common to ranks in an iteration. ScaleCom's CLT-k (Chen et al., NeurIPS 2020) relies on the overlap of top-k positions.
 
-Of each layer a sample of values in contiguous stretches is looked at, at a sample of iterations and pairs of nodes.
+A sample of each layer's values, in contiguous stretches, is read at a sample of iterations and pairs of ranks.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from gradlab.analysis.gradients import read_unscaled
 from gradlab.analysis.measure.agreement import index_overlap, rank_cosine, signal_to_noise
 from gradlab.analysis.measure.information import (
     PAPER_BINS,
+    Excess,
     block_bootstrap,
     block_length,
     bootstrap_interval,
@@ -34,6 +35,7 @@ from gradlab.analysis.measure.layer_places import layer_places
 from gradlab.analysis.measure.spectrum import spread
 from gradlab.analysis.parallel import share_out
 from gradlab.errors import GradlabError
+from gradlab.jsonable import Jsonable
 from gradlab.layout import Layer
 from gradlab.progress import Progress
 
@@ -50,11 +52,12 @@ _LAGS = (0, 1, 2, 5, 10, 20, 50)
 
 
 @dataclass(frozen=True)
-class BetweenNodes:
-    """How much of a trace is looked at.
+class BetweenRanks:
+    """How much of a trace is measured.
 
-    iterations, pairs, values: at most so many; shift: positions between the gradients of the shifted null, None: a
-    quarter of the trace, at most 50; bins: of a histogram fine enough to show LGC's claim and its bias, beside 2^32.
+    iterations, pairs, values: most iterations, pairs of ranks, and values of a layer; shift: positions between the
+    gradients of the shifted null, None for a quarter of the trace, at most 50; bins: of a second histogram beside LGC's
+    2^32; level: of the intervals; seed: of the drawn pairs and resamples.
     """
 
     iterations: int = 24
@@ -66,55 +69,158 @@ class BetweenNodes:
     seed: int = 0
 
 
-def measure_between_nodes(
+@dataclass(frozen=True)
+class HistogramSeries(Jsonable):
+    """LGC's eq. (1) per iteration, means over pairs of ranks, in bits: (T,) each.
+
+    entropy, conditional, information, bias: as in `PlugIn`; shuffled, shifted: the information of the two nulls.
+    """
+
+    entropy: np.ndarray
+    conditional: np.ndarray
+    information: np.ndarray
+    bias: np.ndarray
+    shuffled: np.ndarray
+    shifted: np.ndarray
+
+
+@dataclass(frozen=True)
+class EstimatorSeries(Jsonable):
+    """A corrected estimator per iteration, means over pairs of ranks, in bits.
+
+    samples: values per estimate; paired, shifted: (T,); shuffled: of one shuffled pair; excess: of paired over shifted.
+    """
+
+    samples: int
+    paired: np.ndarray
+    shifted: np.ndarray
+    shuffled: float
+    excess: Excess
+
+
+@dataclass(frozen=True)
+class LagSeries(Jsonable):
+    """Copula information, in bits, of one rank's gradient with another's `lags` recorded iterations later: (n,)."""
+
+    lags: list[int]
+    information: list[float]
+
+
+@dataclass(frozen=True)
+class TopOverlap(Jsonable):
+    """How far ranks' `count` largest values lie at the same positions: see `index_overlap`; by_chance: the overlap of
+    random positions."""
+
+    density: float
+    count: int
+    overlap: float
+    by_chance: float
+    energy_at_others: float
+
+
+@dataclass(frozen=True)
+class MeanInterval(Jsonable):
+    """A mean over iterations with its interval; None where there are too few."""
+
+    mean: float | None
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class LayerBetweenRanks(Jsonable):
+    """One layer's measurements at T iterations.
+
+    values: number sampled of numel; iterations: (T,); pairs: of ranks; histograms: by number of bins; estimators: by
+    method; cosine: mean over pairs, (T,); place: marks of `layer_places`.
+    """
+
+    name: str
+    role: str
+    numel: int
+    values: int
+    iterations: np.ndarray
+    pairs: list[tuple[int, int]]
+    histograms: dict[int, HistogramSeries]
+    estimators: dict[str, EstimatorSeries]
+    lags: LagSeries
+    top_indices: tuple[TopOverlap, ...]
+    cosine: np.ndarray
+    mean_cosine: MeanInterval
+    signal_to_noise: float | None
+    place: list[str]
+
+
+@dataclass(frozen=True)
+class TraceBetweenRanks(Jsonable):
+    """Measurements of several layers; information in bits per parameter.
+
+    shift, shift_iterations: of the shifted null, in positions of the trace and in iterations (median).
+    """
+
+    settings: BetweenRanks = field(metadata={"json": False})
+    world_size: int
+    shift: int
+    shift_iterations: int
+    skipped_layers: tuple[str, ...]
+    layers: tuple[LayerBetweenRanks, ...]
+    without_finite_iterations: tuple[str, ...]
+    paper_bins: int = PAPER_BINS
+
+    def to_json(self) -> dict[str, Any]:
+        """The settings with the measurements."""
+        return {**asdict(self.settings), **super().to_json()}
+
+
+def measure_between_ranks(
     trace: Trace,
-    settings: BetweenNodes | None = None,
+    settings: BetweenRanks | None = None,
     *,
     layers: Sequence[str] | None = None,
     after_addition: Sequence[str] = (),
     workers: int = 1,
     progress: Progress | None = None,
-) -> dict[str, Any]:
-    """Everything above for each layer, as plain JSON; information in bits per parameter.
+) -> TraceBetweenRanks:
+    """Measure what ranks share of each layer's gradient.
 
-    layers: names, None for all of two or more dimensions and at least 256 values. after_addition: names of layers that
-    read the sum of a residual connection; none: those that the trace's metadata tells. workers: processes.
+    layers: names, None for all of two or more dimensions and at least 256 values. after_addition: patterns of names of
+    layers that read the sum of a residual connection, empty for those that the trace's metadata names. workers:
+    processes.
 
     Raises:
         GradlabError: for a trace of one rank, fewer than 8 recorded iterations, settings out of range, an unknown
             layer, or no layer large enough.
     """
-    chosen = settings or BetweenNodes()
+    chosen = settings or BetweenRanks()
     shift = _require(trace, chosen)
     named = [trace.layer(name) for name in layers] if layers is not None else list(trace.layers)
     large = [x for x in named if x.numel >= _FEWEST_VALUES and (layers is not None or len(x.shape) > 1)]
     if not large:
-        raise GradlabError(f"{trace.path}: no layer of {_FEWEST_VALUES} values or more to measure between nodes")
+        raise GradlabError(f"{trace.path}: no layer of {_FEWEST_VALUES} values or more to measure between ranks")
     path, order = str(trace.path.resolve()), sorted(range(len(large)), key=lambda i: -large[i].numel)
     places = layer_places(trace, after_addition)
     trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
-    calls = [(path, large[i], chosen, shift) for i in order]
-    measured = share_out(measure_layer, calls, workers=workers, what="between nodes", progress=progress)
-    found = dict(zip(order, measured, strict=True))
-    rows = [{**found[i], "place": places[large[i].name]} for i in range(len(large))]
-    return {
-        **asdict(chosen),
-        "world_size": trace.world_size,
-        "shift": shift,
-        "shift_iterations": int(np.median(trace.steps[shift:] - trace.steps[:-shift])),
-        "paper_bins": PAPER_BINS,
-        "skipped_layers": [x.name for x in trace.layers if x not in large],
-        "layers": [row for row in rows if row["iterations"]],
-        "without_finite_iterations": [row["name"] for row in rows if not row["iterations"]],
-    }
+    calls = [(path, large[i], chosen, shift, places[large[i].name]) for i in order]
+    measured = share_out(measure_layer, calls, workers=workers, what="between ranks", progress=progress)
+    rows = {row.name: row for row in measured if row is not None}
+    return TraceBetweenRanks(
+        chosen,
+        trace.world_size,
+        shift,
+        shift_iterations=int(np.median(trace.steps[shift:] - trace.steps[:-shift])),
+        skipped_layers=tuple(x.name for x in trace.layers if x not in large),
+        layers=tuple(rows[x.name] for x in large if x.name in rows),
+        without_finite_iterations=tuple(x.name for x in large if x.name not in rows),
+    )
 
 
-def _require(trace: Trace, chosen: BetweenNodes) -> int:
+def _require(trace: Trace, chosen: BetweenRanks) -> int:
+    """The shift, in positions of the trace."""
     count = len(trace.steps)
     if trace.world_size < 2:
-        raise GradlabError(f"{trace.path}: recorded on one rank: nothing to compare between nodes")
+        raise GradlabError(f"{trace.path}: recorded on one rank: nothing to compare between ranks")
     if count < 8:
-        raise GradlabError(f"{trace.path}: {count} iterations, expected at least 8 to compare nodes over")
+        raise GradlabError(f"{trace.path}: {count} iterations, expected at least 8 to compare ranks over")
     for name, least in (("iterations", 4), ("pairs", 1), ("values", _FEWEST_VALUES), ("bins", 2)):
         if getattr(chosen, name) < least:
             raise GradlabError(f"{name} = {getattr(chosen, name)}, expected at least {least}")
@@ -124,8 +230,8 @@ def _require(trace: Trace, chosen: BetweenNodes) -> int:
     return shift
 
 
-def node_pairs(world_size: int, most: int, generator: np.random.Generator) -> list[tuple[int, int]]:
-    """At most `most` pairs of different nodes, drawn without replacement, in ascending order."""
+def rank_pairs(world_size: int, most: int, generator: np.random.Generator) -> list[tuple[int, int]]:
+    """At most `most` pairs of different ranks, drawn without replacement, in ascending order."""
     pairs = list(itertools.combinations(range(world_size), 2))
     if len(pairs) <= most:
         return pairs
@@ -133,7 +239,8 @@ def node_pairs(world_size: int, most: int, generator: np.random.Generator) -> li
 
 
 def sampled_columns(numel: int, values: int) -> list[slice]:
-    """Stretches of equal length, evenly spread over a layer, of `values` elements together; all of a smaller one."""
+    """Stretches of equal length, evenly spread over a layer, that hold `values` elements in all; the whole layer if it
+    is no larger."""
     if numel <= values:
         return [slice(0, numel)]
     length = values // _STRETCHES
@@ -141,14 +248,16 @@ def sampled_columns(numel: int, values: int) -> list[slice]:
     return [slice(int(first), int(first) + length) for first in starts]
 
 
-def measure_layer(path: str, layer: Layer, chosen: BetweenNodes, shift: int) -> dict[str, Any]:
-    """One layer of the trace at `path`."""
+def measure_layer(
+    path: str, layer: Layer, chosen: BetweenRanks, shift: int, place: list[str]
+) -> LayerBetweenRanks | None:
+    """Measure one layer of the trace at `path`; None with fewer than 4 finite iterations."""
     from gradlab.trace import Trace
 
     generator = np.random.default_rng(chosen.seed)
     with Trace(Path(path)) as trace:
         positions = spread(len(trace.steps) - shift, chosen.iterations)
-        pairs = node_pairs(trace.world_size, chosen.pairs, generator)
+        pairs = rank_pairs(trace.world_size, chosen.pairs, generator)
         columns = sampled_columns(layer.numel, chosen.values)
         now = _read(trace, layer, positions, columns)
         later = _read(trace, layer, positions + shift, columns)
@@ -158,25 +267,26 @@ def measure_layer(path: str, layer: Layer, chosen: BetweenNodes, shift: int) -> 
         top = _top_overlap(trace, layer, positions[finite])
         lags = _by_lag(trace, layer, positions[finite], pairs, columns)
     now, later = now[finite], later[finite]
-    base = {"name": layer.name, "role": layer.role, "numel": layer.numel, "values": int(now.shape[2])}
     if len(steps) < 4:
-        return {**base, "iterations": []}
+        return None
     inner = np.einsum("tnc,tmc->tnm", now, now)
     cosines = rank_cosine(inner)
-    return {
-        **base,
-        "iterations": steps.tolist(),
-        "pairs": [list(pair) for pair in pairs],
-        "histograms": {
-            str(bins): _by_histogram(now, later, pairs, bins, generator) for bins in (PAPER_BINS, chosen.bins)
-        },
-        "estimators": {name: _by_estimator(now, later, pairs, name, chosen, generator) for name in CORRECTED},
-        "lags": lags,
-        "top_indices": top,
-        "cosine": cosines.tolist(),
-        "mean_cosine": _mean_with_interval(cosines, generator, chosen.level),
-        "signal_to_noise": signal_to_noise(inner),
-    }
+    return LayerBetweenRanks(
+        layer.name,
+        layer.role,
+        layer.numel,
+        values=int(now.shape[2]),
+        iterations=steps,
+        pairs=pairs,
+        histograms={bins: _by_histogram(now, later, pairs, bins, generator) for bins in (PAPER_BINS, chosen.bins)},
+        estimators={name: _by_estimator(now, later, pairs, name, chosen, generator) for name in CORRECTED},
+        lags=lags,
+        top_indices=top,
+        cosine=cosines,
+        mean_cosine=_mean_with_interval(cosines, generator, chosen.level),
+        signal_to_noise=signal_to_noise(inner),
+        place=place,
+    )
 
 
 def finite_positions(trace: Trace) -> np.ndarray:
@@ -186,7 +296,7 @@ def finite_positions(trace: Trace) -> np.ndarray:
 
 
 def _read(trace: Trace, layer: Layer, positions: np.ndarray, columns: Sequence[slice]) -> np.ndarray:
-    """Sampled values (T, N, C) of every node at positions (T,)."""
+    """Sampled values (T, N, C) of every rank at positions (T,)."""
     ranks = range(trace.world_size)
     rows = [np.stack([_row(trace, layer, rank, int(position), columns) for rank in ranks]) for position in positions]
     return np.stack(rows).astype(np.float64)
@@ -203,28 +313,18 @@ def _by_histogram(
     pairs: Sequence[tuple[int, int]],
     bins: int,
     generator: np.random.Generator,
-) -> dict[str, list[float]]:
-    """LGC's eq. (1) per iteration, means over pairs: of the pair, of the pair shuffled, and shifted in time."""
-    names = ("entropy", "conditional", "information", "bias", "shuffled", "shifted")
+) -> HistogramSeries:
     rows = []
     for here, there in zip(now, later, strict=True):
-        found = []
+        by_pair = []
         for a, b in pairs:
             paired = plug_in(here[a], here[b], bins)
-            shuffled = plug_in(here[a], generator.permutation(here[b]), bins)
-            shifted = plug_in(here[a], there[b], bins)
-            found.append(
-                (
-                    paired.entropy_y,
-                    paired.conditional,
-                    paired.information,
-                    paired.bias,
-                    shuffled.information,
-                    shifted.information,
-                )
-            )
-        rows.append(np.mean(found, axis=0))
-    return {name: np.array(rows)[:, i].tolist() for i, name in enumerate(names)}
+            shuffled = plug_in(here[a], generator.permutation(here[b]), bins).information
+            shifted = plug_in(here[a], there[b], bins).information
+            values = (paired.entropy_y, paired.conditional, paired.information, paired.bias)
+            by_pair.append((*values, shuffled, shifted))
+        rows.append(np.mean(by_pair, axis=0))
+    return HistogramSeries(*np.array(rows).T)
 
 
 def _by_estimator(
@@ -232,10 +332,9 @@ def _by_estimator(
     later: np.ndarray,
     pairs: Sequence[tuple[int, int]],
     method: str,
-    chosen: BetweenNodes,
+    chosen: BetweenRanks,
     generator: np.random.Generator,
-) -> dict[str, Any]:
-    """A corrected estimator per iteration, means over pairs, with the excess over the shifted null."""
+) -> EstimatorSeries:
     stride = -(-now.shape[2] // _KSG_VALUES) if method == "ksg" else 1
     here, there = now[:, :, ::stride], later[:, :, ::stride]
     paired, shifted = (
@@ -243,14 +342,9 @@ def _by_estimator(
         for other in (here, there)
     )
     x, y = here[0, pairs[0][0]], here[0, pairs[0][1]]
-    found = excess_information(paired, shifted, generator, level=chosen.level)
-    return {
-        "samples": int(here.shape[2]),
-        "paired": paired.tolist(),
-        "shifted": shifted.tolist(),
-        "shuffled": mutual_information(x, generator.permutation(y), method),
-        "excess": asdict(found),
-    }
+    excess = excess_information(paired, shifted, generator, level=chosen.level)
+    shuffled = mutual_information(x, generator.permutation(y), method)
+    return EstimatorSeries(here.shape[2], paired, shifted, shuffled, excess)
 
 
 def _over_pairs(x: np.ndarray, y: np.ndarray, pairs: Sequence[tuple[int, int]], method: str) -> float:
@@ -263,9 +357,9 @@ def _by_lag(
     positions: np.ndarray,
     pairs: Sequence[tuple[int, int]],
     columns: Sequence[slice],
-) -> dict[str, list[Any]]:
-    """Copula information of one node's gradient with another's so many iterations later, means; None where none is."""
-    lags, found = [], []
+) -> LagSeries:
+    """Means over iterations and pairs; a lag at which no pair is finite is left out."""
+    series = LagSeries([], [])
     few = positions[spread(len(positions), _TOPK_STEPS)] if len(positions) else positions
     for lag in _LAGS:
         bits = []
@@ -274,13 +368,13 @@ def _by_lag(
             if np.isfinite(x).all() and np.isfinite(y).all():
                 bits.append(mutual_information(x, y, "copula"))
         if bits:
-            lags.append(lag)
-            found.append(float(np.mean(bits)))
-    return {"lags": lags, "information": found}
+            series.lags.append(lag)
+            series.information.append(float(np.mean(bits)))
+    return series
 
 
-def _top_overlap(trace: Trace, layer: Layer, positions: np.ndarray) -> list[dict[str, float]]:
-    """How far nodes' k largest values lie at the same positions, by density, over a sample of many values."""
+def _top_overlap(trace: Trace, layer: Layer, positions: np.ndarray) -> tuple[TopOverlap, ...]:
+    """By density, means over at most 4 iterations and 2^20 values."""
     rows, columns = [], sampled_columns(layer.numel, _TOP_VALUES)
     numel = sum(part.stop - part.start for part in columns)
     few = [int(p) for p in positions[spread(len(positions), _TOPK_STEPS)]] if len(positions) else []
@@ -289,26 +383,18 @@ def _top_overlap(trace: Trace, layer: Layer, positions: np.ndarray) -> list[dict
         count = max(1, round(density * numel))
         if count >= numel:
             continue
-        found = [index_overlap(gradients, count) for gradients in read]
-        if found:
-            overlap, energy = np.mean(found, axis=0)
-            rows.append(
-                {
-                    "density": density,
-                    "count": count,
-                    "overlap": float(overlap),
-                    "by_chance": count / numel,
-                    "energy_at_others": float(energy),
-                }
-            )
-    return rows
+        by_step = [index_overlap(gradients, count) for gradients in read]
+        if by_step:
+            overlap, energy = (float(value) for value in np.mean(by_step, axis=0))
+            rows.append(TopOverlap(density, count, overlap, count / numel, energy))
+    return tuple(rows)
 
 
-def _mean_with_interval(series: np.ndarray, generator: np.random.Generator, level: float) -> Mapping[str, Any]:
+def _mean_with_interval(series: np.ndarray, generator: np.random.Generator, level: float) -> MeanInterval:
     values = series[np.isfinite(series)]
     if len(values) < 4:
-        return {"mean": float(values.mean()) if len(values) else None, "low": None, "high": None}
+        return MeanInterval(float(values.mean()) if len(values) else None)
     length = block_length(len(values))
     means = block_bootstrap(values[:, None], generator, length)[:, 0]
     low, high = bootstrap_interval(float(values.mean()), means, level, -(-len(values) // length))
-    return {"mean": float(values.mean()), "low": low, "high": high}
+    return MeanInterval(float(values.mean()), low, high)

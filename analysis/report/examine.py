@@ -13,7 +13,7 @@ from gradlab.analysis.fit.gradiveq import GradiveqFit, NotFittable, fit_gradiveq
 from gradlab.analysis.forecast.link import Link
 from gradlab.analysis.forecast.payoff import measure_payoff, usual_plans
 from gradlab.analysis.forecast.profile import Profile
-from gradlab.analysis.measure.between_ranks import measure_between_nodes
+from gradlab.analysis.measure.between_ranks import measure_between_ranks
 from gradlab.analysis.measure.layer_places import layer_places
 from gradlab.analysis.measure.limits import measure_limits, place_plans
 from gradlab.analysis.measure.noise_scale import measure_noise_scale
@@ -138,7 +138,7 @@ def _of_several_nodes(
     found: Examination, trace: Trace, after_addition: Sequence[str], workers: int, progress: Progress | None
 ) -> None:
     measure = partial(
-        measure_between_nodes, trace, after_addition=after_addition, workers=workers, progress=progress
+        measure_between_ranks, trace, after_addition=after_addition, workers=workers, progress=progress
     )  # fmt: skip
     found.measured["between_nodes"] = found.attempt("Nothing to say of what nodes share", measure)
 

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from gradlab.analysis.measure.agreement import index_overlap
 from gradlab.analysis.measure.between_ranks import (
     CORRECTED,
-    BetweenNodes,
-    measure_between_nodes,
-    node_pairs,
+    BetweenRanks,
+    LayerBetweenRanks,
+    measure_between_ranks,
+    rank_pairs,
     sampled_columns,
 )
 from gradlab.analysis.measure.information import PAPER_BINS, gaussian_information
@@ -50,7 +51,7 @@ from support.laws import law
 from support.recorded import random_gradients, record, record_layer
 
 LAYER = Layer("conv.weight", (32, 16, 3, 3), "convolution")
-QUICK = BetweenNodes(iterations=6, pairs=2, values=2048)
+QUICK = BetweenRanks(iterations=6, pairs=2, values=2048)
 
 
 def planted(signal: float, *, nodes: int = 3, steps: int = 24, scales: bool = False, seed: int = 0) -> np.ndarray:
@@ -64,52 +65,53 @@ def planted(signal: float, *, nodes: int = 3, steps: int = 24, scales: bool = Fa
     return values.astype(np.float32)
 
 
-def measured(tmp_path: Path, values: np.ndarray, settings: BetweenNodes = QUICK) -> dict:
+def measured(tmp_path: Path, values: np.ndarray, settings: BetweenRanks = QUICK) -> LayerBetweenRanks:
     with record_layer(tmp_path / "t", values, LAYER) as trace:
-        return measure_between_nodes(trace, settings)["layers"][0]
+        return measure_between_ranks(trace, settings).layers[0]
 
 
 def test_common_signal_is_found_by_all_and_exceeds_the_shifted_null(tmp_path: Path) -> None:
     found = measured(tmp_path, planted(0.6))
     true = float(gaussian_information(0.6))
     for method in CORRECTED:
-        excess = found["estimators"][method]["excess"]
-        assert excess["bits"] == pytest.approx(true, abs=0.05)
-        assert excess["low"] > 0
-        assert abs(found["estimators"][method]["shuffled"]) < 0.05
-    assert found["mean_cosine"]["mean"] == pytest.approx(0.6, abs=0.02)
-    assert found["mean_cosine"]["low"] < 0.6 < found["mean_cosine"]["high"] + 0.01
-    assert found["signal_to_noise"] == pytest.approx(0.6 / 0.4, rel=0.05)
-    assert found["lags"]["lags"][0] == 0
-    assert found["lags"]["information"][0] == pytest.approx(true, abs=0.05)
-    assert max(map(abs, found["lags"]["information"][1:])) < 0.01
+        excess = found.estimators[method].excess
+        assert excess.bits == pytest.approx(true, abs=0.05)
+        assert excess.low > 0
+        assert abs(found.estimators[method].shuffled) < 0.05
+    assert found.mean_cosine.mean == pytest.approx(0.6, abs=0.02)
+    assert found.mean_cosine.low < 0.6 < found.mean_cosine.high + 0.01
+    assert found.signal_to_noise == pytest.approx(0.6 / 0.4, rel=0.05)
+    assert found.lags.lags[0] == 0
+    assert found.lags.information[0] == pytest.approx(true, abs=0.05)
+    assert max(map(abs, found.lags.information[1:])) < 0.01
 
 
 def test_common_scales_alone_are_no_excess(tmp_path: Path) -> None:
     """Estimators see dependence that nodes have by having the same parameters; the shifted null has it too."""
     found = measured(tmp_path, planted(0.0, scales=True))
     for method in ("equal_mass", "ksg"):
-        estimate = found["estimators"][method]
-        assert np.mean(estimate["paired"]) > 0.1
-        assert estimate["excess"]["bits"] == pytest.approx(0.0, abs=0.03)
-        assert estimate["excess"]["low"] <= 0.0 <= estimate["excess"]["high"]
-    assert abs(found["mean_cosine"]["mean"]) < 0.05
+        estimate = found.estimators[method]
+        assert np.mean(estimate.paired) > 0.1
+        assert estimate.excess.bits == pytest.approx(0.0, abs=0.03)
+        assert estimate.excess.low <= 0.0 <= estimate.excess.high
+    assert abs(found.mean_cosine.mean) < 0.05
 
 
 def test_the_papers_histogram_cannot_tell_them_apart(tmp_path: Path) -> None:
     """LGC's 2^32 levels: most of the entropy is common, shuffled pairs or not, signal or not."""
     for signal, name in ((0.6, "a"), (0.0, "b")):
-        found = measured(tmp_path / name, planted(signal))["histograms"][str(PAPER_BINS)]
-        shares = [np.mean(found[key]) / np.mean(found["entropy"]) for key in ("information", "shuffled", "shifted")]
+        found = measured(tmp_path / name, planted(signal)).histograms[PAPER_BINS]
+        shares = [
+            np.mean(getattr(found, key)) / np.mean(found.entropy) for key in ("information", "shuffled", "shifted")
+        ]
         assert min(shares) > 0.99
-    assert set(found) == {"entropy", "conditional", "information", "bias", "shuffled", "shifted"}
 
 
 def test_processes_find_what_one_finds_and_json_is_plain(tmp_path: Path) -> None:
     layers = [LAYER, Layer("head.weight", (20, 30), "linear"), Layer("head.bias", (20,), "bias")]
     with record(tmp_path / "t", random_gradients(0, 12, 2, layers), layers) as trace:
-        alone = measure_between_nodes(trace, QUICK)
-        assert measure_between_nodes(trace, QUICK, workers=2) == alone
+        alone = measure_between_ranks(trace, QUICK).to_json()
+        assert measure_between_ranks(trace, QUICK, workers=2).to_json() == alone
     json.dumps(alone, allow_nan=False)
     assert alone["skipped_layers"] == ["head.bias"]
     assert [row["place"] for row in alone["layers"]] == [[FIRST], [LAST]]
@@ -119,8 +121,8 @@ def test_iterations_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     values = planted(0.3)
     values[0, 1, 7] = np.nan
     found = measured(tmp_path, values)
-    assert 0 not in found["iterations"]
-    assert len(found["iterations"]) == 5
+    assert 0 not in found.iterations
+    assert len(found.iterations) == 5
 
 
 @pytest.mark.parametrize(
@@ -128,9 +130,9 @@ def test_iterations_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     [
         (12, 1, QUICK, "one rank"),
         (5, 2, QUICK, "5 iterations, expected at least 8"),
-        (12, 2, BetweenNodes(iterations=1), "iterations = 1, expected at least 4"),
-        (12, 2, BetweenNodes(shift=9), "shift = 9 recorded iterations, expected 1 to 8"),
-        (12, 2, BetweenNodes(values=10), "values = 10"),
+        (12, 2, BetweenRanks(iterations=1), "iterations = 1, expected at least 4"),
+        (12, 2, BetweenRanks(shift=9), "shift = 9 recorded iterations, expected 1 to 8"),
+        (12, 2, BetweenRanks(values=10), "values = 10"),
     ],
 )
 def test_what_cannot_be_compared_is_said(tmp_path: Path, steps, nodes, settings, said) -> None:
@@ -138,12 +140,12 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path, steps, nodes, settings,
         record_layer(tmp_path / "t", planted(0.1, nodes=nodes, steps=steps), LAYER) as trace,
         pytest.raises(GradlabError, match=said),
     ):
-        measure_between_nodes(trace, settings)
+        measure_between_ranks(trace, settings)
 
 
 @law(st.integers(2, 40), st.integers(1, 20), st.integers(0, 99))
 def test_pairs_are_different_nodes(world_size: int, most: int, seed: int) -> None:
-    pairs = node_pairs(world_size, most, np.random.default_rng(seed))
+    pairs = rank_pairs(world_size, most, np.random.default_rng(seed))
     assert len(pairs) == min(most, world_size * (world_size - 1) // 2) == len(set(pairs))
     assert all(0 <= a < b < world_size for a, b in pairs)
 

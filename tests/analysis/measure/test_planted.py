@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradlab.analysis.measure.between_ranks import BetweenNodes, measure_between_nodes
+from gradlab.analysis.measure.between_ranks import BetweenRanks, measure_between_ranks
 from gradlab.analysis.measure.information import gaussian_information
 from gradlab.analysis.measure.noise_scale import noise_scale
 from gradlab.analysis.measure.slices.structure import principal_angles
@@ -34,7 +34,7 @@ def test_signal_between_nodes(tmp_path: Path) -> None:
     cosine = float(expected_cosine(SIGNAL)[0, 1])
     with record_layer(tmp_path / "t", drawn(SIGNAL), LAYER) as trace:
         spectrum = measure_spectrum(trace).layers[0]
-        between = measure_between_nodes(trace, BetweenNodes(iterations=40, pairs=6))["layers"][0]
+        between = measure_between_ranks(trace, BetweenRanks(iterations=40, pairs=6)).layers[0]
     assert cosine == pytest.approx(0.5)
     assert np.nanmean(spectrum.cosine) == pytest.approx(cosine, abs=0.03)
     assert spectrum.signal_to_noise == pytest.approx(1.0, rel=0.1)
@@ -43,10 +43,10 @@ def test_signal_between_nodes(tmp_path: Path) -> None:
     # In one iteration the coordinates' correlation is that iteration's cosine; the shifted null has none.
     by_step = np.mean([gaussian_information(c) for c in spectrum.cosine])
     for name in ("copula", "equal_mass", "ksg"):
-        excess = between["estimators"][name]["excess"]
-        assert excess["low"] > 0
-        assert excess["bits"] == pytest.approx(by_step, rel=0.2)
-    assert between["lags"]["information"][-1] < 0.1 * between["lags"]["information"][0]
+        excess = between.estimators[name].excess
+        assert excess.low > 0
+        assert excess.bits == pytest.approx(by_step, rel=0.2)
+    assert between.lags.information[-1] < 0.1 * between.lags.information[0]
 
 
 def test_rank(tmp_path: Path) -> None:
