@@ -1,33 +1,34 @@
-"""Gradient noise scale, and how redundant nodes' gradients become with larger batches and more nodes.
+"""Gradient noise scale, and how redundant ranks' gradients become with larger batches and more ranks.
 
 McCandlish, Kaplan, Amodei et al., "An empirical model of large-batch training" (2018), section 2.2 and appendix A.1: a
-gradient of batch b is the true one plus noise of covariance Sigma / b. B = tr(Sigma) / ||G||^2, in examples, is where
-signal and noise are equal. Nodes that compute batches of b see cosine 1 / (1 + B / b) between them: B >> b means that
-they share next to nothing, so that no code can save much by looking at what is common, and averaging over N nodes is
-what makes the gradient: compression error is then one more noise. B << N b means more nodes buy little.
+gradient of batch b is the true one plus noise of covariance Sigma / b. At the batch B = tr(Sigma) / ||G||^2, in
+examples, signal and noise are equal. Ranks that compute batches of b have a cosine of 1 / (1 + B / b) between them.
+B >> b means that ranks share next to nothing: no code can save much by coding what is common, the mean over N ranks
+makes the gradient, and compression error is one more noise. B << N b means that more ranks buy little.
 
-All of it follows from inner products between nodes (T, N, N), for which each sum over layers is exact.
+All of it follows from inner products between ranks (T, N, N), which add up exactly over layers.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from gradlab.analysis.measure.information import block_bootstrap, block_length, bootstrap_interval, gaussian_information
 from gradlab.errors import GradlabError
+from gradlab.jsonable import Jsonable
 
-_SPLITS = 32  # of the nodes into two groups, drawn
+_SPLITS = 32  # of the ranks into two groups, drawn
 _BATCH_FACTORS = tuple(2.0**k for k in range(-4, 11))
 
 
 @dataclass(frozen=True)
-class NoiseScale:
-    """B in batches of one node (times the batch's size: in examples), with its interval; infinity: no signal found.
+class NoiseScale(Jsonable):
+    """B in batches of one rank, with its interval; infinity where no signal is found.
 
-    signal: ||G||^2, noise: tr(Sigma) of one node's batch, means over iterations.
+    B in examples is B times the batch's size. signal: ||G||^2, noise: tr(Sigma) of one rank's batch, means over
+    iterations.
     """
 
     batches: float
@@ -38,20 +39,44 @@ class NoiseScale:
     noise: float
 
 
+@dataclass(frozen=True)
+class LayerNoise(NoiseScale):
+    """The noise scale of the layer of this name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class TraceNoise(Jsonable):
+    """The noise scale of a model and its layers, with curves over batch and N. Each row and curve names its values.
+
+    batch_size: examples of one rank; measured_cosine: between means of groups of ranks; expected: cosine and
+    information, in bits per value, over batches of one rank; by_nodes: redundancy in bits per value over N.
+    """
+
+    world_size: int
+    batch_size: int | None
+    model: NoiseScale
+    layers: tuple[LayerNoise, ...]
+    measured_cosine: list[dict[str, float]]
+    expected: dict[str, list[float]]
+    by_nodes: list[dict[str, float]]
+
+
 def noise_scale(
     inner: np.ndarray, generator: np.random.Generator, *, level: float = 0.95, resamples: int = 1000
 ) -> NoiseScale:
-    """tr(Sigma) / ||G||^2 from inner products (T, N, N), ratio of sums over iterations; moving-block bootstrap over T.
+    """Estimate tr(Sigma) / ||G||^2 from inner products (T, N, N), as a ratio of sums over iterations.
 
-    With N nodes the mean of <g_i, g_j> over pairs estimates ||G||^2 without bias (appendix A.1, for N in place of two
-    batch sizes).
+    With N ranks the mean of <g_i, g_j> over pairs estimates ||G||^2 without bias (appendix A.1, for N in place of two
+    batch sizes). The interval is a moving-block bootstrap's over T.
 
     Raises:
-        GradlabError: for one node, or fewer than 4 iterations.
+        GradlabError: for one rank, or fewer than 4 iterations.
     """
-    count, nodes = inner.shape[:2]
-    if nodes < 2 or count < 4:
-        raise GradlabError(f"noise scale: {nodes} nodes, {count} iterations, expected at least 2 and 4")
+    count, ranks = inner.shape[:2]
+    if ranks < 2 or count < 4:
+        raise GradlabError(f"noise scale: {ranks} ranks, {count} iterations, expected at least 2 and 4")
     rows = signal_and_noise(inner)
     signal, noise = rows.mean(0)
     length = block_length(count)
@@ -61,16 +86,14 @@ def noise_scale(
     shares = np.divide(means[:, 0], means.sum(1), out=np.zeros(len(means)), where=means.sum(1) > 0)
     ends = bootstrap_interval(share, shares, level, -(-count // length))
     low, high = (float(np.clip(end, 0.0, 1.0)) for end in ends)
-    return NoiseScale(
-        _batches(share), _batches(high), _batches(low), level, float(signal), float(noise)
-    )  # fmt: skip
+    return NoiseScale(_batches(share), _batches(high), _batches(low), level, float(signal), float(noise))
 
 
 def signal_and_noise(inner: np.ndarray) -> np.ndarray:
-    """Unbiased ||G||^2 and tr(Sigma) of one node's batch per iteration, (T, 2), from inner products (T, N, N)."""
-    nodes = inner.shape[1]
-    energy = np.einsum("tnn->t", inner) / nodes
-    signal = (inner.sum((1, 2)) - nodes * energy) / (nodes * (nodes - 1))
+    """Unbiased ||G||^2 and tr(Sigma) of one rank's batch per iteration, (T, 2), from inner products (T, N, N)."""
+    ranks = inner.shape[1]
+    energy = np.einsum("tnn->t", inner) / ranks
+    signal = (inner.sum((1, 2)) - ranks * energy) / (ranks * (ranks - 1))
     return np.stack([signal, energy - signal], axis=1)
 
 
@@ -79,66 +102,65 @@ def _batches(share: float) -> float:
 
 
 def group_cosine(inner: np.ndarray, size: int) -> float:
-    """Cosine between the mean gradients of disjoint groups of `size` nodes, from inner products (T, N, N).
+    """Cosine between the mean gradients of disjoint groups of `size` ranks, from inner products (T, N, N).
 
-    The mean of so many nodes is a node with a batch so many times as large: measured, not extrapolated.
+    The mean of m ranks is the gradient of a rank with m times the batch: measured, not extrapolated.
 
     Raises:
         GradlabError: if there are no two such groups.
     """
-    nodes = inner.shape[1]
-    if not 1 <= size <= nodes // 2:
-        raise GradlabError(f"groups of {size} of {nodes} nodes: expected two disjoint ones")
-    found, generator = [], np.random.default_rng(0)
+    ranks = inner.shape[1]
+    if not 1 <= size <= ranks // 2:
+        raise GradlabError(f"groups of {size} of {ranks} ranks: expected two disjoint ones")
+    cosines, generator = [], np.random.default_rng(0)
     for _ in range(_SPLITS):
-        drawn = generator.permutation(nodes)
+        drawn = generator.permutation(ranks)
         group, other = drawn[:size], drawn[size : 2 * size]
         here, there = (inner[:, g][:, :, g].sum((1, 2)) for g in (group, other))
         across = inner[:, group][:, :, other].sum((1, 2))
         scale = np.sqrt(here * there)
-        found.append(np.divide(across, scale, out=np.full(len(inner), np.nan), where=scale > 0))
-    values = np.concatenate(found)
+        cosines.append(np.divide(across, scale, out=np.full(len(inner), np.nan), where=scale > 0))
+    values = np.concatenate(cosines)
     return float(np.nanmean(values)) if np.isfinite(values).any() else float("nan")
 
 
 def expected_cosine(batches: float, scale: float) -> float:
-    """Between nodes that compute so many of today's batches each, at a noise scale in these batches."""
+    """Cosine between ranks with a batch of `batches` times the recorded one, at a noise scale in recorded batches."""
     return 1 / (1 + scale / batches) if np.isfinite(scale) else 0.0
 
 
-def redundancy(cosine: float, nodes: int) -> float:
-    """Bits per value and node that N nodes' gradients share, if they are Gaussian and equally correlated.
+def redundancy(cosine: float, ranks: int) -> float:
+    """Bits per value and rank that N ranks' gradients share, if they are Gaussian and equally correlated.
 
     (sum of entropies - joint entropy) / N = -log2 det R / (2 N), det R = (1 - rho)^(N - 1) (1 + (N - 1) rho): what
     coding them together could save against coding each by itself, at rates that resolve the noise too.
     """
     rho = float(np.clip(cosine, 0.0, 1 - 1e-12))
-    determinant = (nodes - 1) * np.log2(1 - rho) + np.log2(1 + (nodes - 1) * rho)
-    return float(-determinant / (2 * nodes))
+    determinant = (ranks - 1) * np.log2(1 - rho) + np.log2(1 + (ranks - 1) * rho)
+    return float(-determinant / (2 * ranks))
 
 
 def measure_noise_scale(
     inner: np.ndarray, names: list[str], batch_size: int | None, generator: np.random.Generator
-) -> dict[str, Any]:
-    """Plain JSON from inner products by layer (L, T, N, N): of the model and by layer, with curves over batch and N."""
+) -> TraceNoise:
+    """Measure the noise scale of the model and by layer, from inner products by layer (L, T, N, N)."""
     total = inner.sum(0)
-    whole = noise_scale(total, generator)
-    nodes = total.shape[1]
-    scale = whole.batches
-    return {
-        "world_size": nodes,
-        "batch_size": batch_size,
-        "model": asdict(whole),
-        "layers": [
-            {"name": name, **asdict(noise_scale(rows, generator))} for name, rows in zip(names, inner, strict=True)
-        ],
-        "measured_cosine": [{"batches": size, "cosine": group_cosine(total, size)} for size in _sizes(nodes // 2)],
-        "expected": {
+    model = noise_scale(total, generator)
+    ranks, scale = total.shape[1], model.batches
+    return TraceNoise(
+        ranks,
+        batch_size,
+        model,
+        layers=tuple(
+            LayerNoise(**vars(noise_scale(rows, generator)), name=name) for name, rows in zip(names, inner, strict=True)
+        ),
+        measured_cosine=[{"batches": size, "cosine": group_cosine(total, size)} for size in _sizes(ranks // 2)],
+        expected={
             "batches": list(_BATCH_FACTORS),
             "cosine": [expected_cosine(factor, scale) for factor in _BATCH_FACTORS],
-            "information": [gaussian_information(expected_cosine(factor, scale)) for factor in _BATCH_FACTORS],
+            "information": [float(gaussian_information(expected_cosine(f, scale))) for f in _BATCH_FACTORS],
         },
-        "by_nodes": [
+        by_nodes=[
             {
                 "nodes": count,
                 "redundancy_bits": redundancy(expected_cosine(1, scale), count),
@@ -146,7 +168,7 @@ def measure_noise_scale(
             }
             for count in (1, 2, 4, 8, 16, 32, 64, 128, 256)
         ],
-    }
+    )
 
 
 def _sizes(most: int) -> list[int]:

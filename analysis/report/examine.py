@@ -16,7 +16,7 @@ from gradlab.analysis.forecast.profile import Profile
 from gradlab.analysis.measure.between_ranks import measure_between_ranks
 from gradlab.analysis.measure.layer_places import layer_places
 from gradlab.analysis.measure.limits import measure_limits, place_plans
-from gradlab.analysis.measure.noise_scale import measure_noise_scale
+from gradlab.analysis.measure.noise_scale import TraceNoise, measure_noise_scale
 from gradlab.analysis.measure.sign_blocks import measure_sign_blocks
 from gradlab.analysis.measure.slices.of_trace import measure_slice_structure
 from gradlab.analysis.measure.spectrum import TraceSpectrum, measure_spectrum
@@ -143,7 +143,7 @@ def _of_several_nodes(
     found.measured["between_nodes"] = found.attempt("Nothing to say of what nodes share", measure)
 
 
-def _noise_scale(found: Examination, trace: Trace) -> dict[str, Any]:
+def _noise_scale(found: Examination, trace: Trace) -> TraceNoise:
     layers, batch = found.spectrum.layers, trace.metadata.get("batch_size")
     passes = int(np.median(trace.scalars(0)["accumulation"]))  # of forward and backward, that make up a gradient
     return measure_noise_scale(

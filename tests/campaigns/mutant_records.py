@@ -721,8 +721,8 @@ MUTANTS = (
     ),
     Mutant(
         file="analysis/measure/noise_scale.py",
-        old="(inner.sum((1, 2)) - nodes * energy) / (nodes * (nodes - 1))",
-        new="inner.sum((1, 2)) / (nodes * nodes)",
+        old="(inner.sum((1, 2)) - ranks * energy) / (ranks * (ranks - 1))",
+        new="inner.sum((1, 2)) / (ranks * ranks)",
         tests=("tests/analysis/measure/test_between_ranks.py",),
         what="The noise scale's signal counts each node's own noise.",
         select="noise",

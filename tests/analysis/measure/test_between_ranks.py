@@ -1,4 +1,4 @@
-"""What nodes share, over traces with planted answers: common signal, common scales only, nothing; noise; limits."""
+"""What ranks share, over traces with planted answers: common signal, common scales only, nothing; noise; limits."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_common_signal_is_found_by_all_and_exceeds_the_shifted_null(tmp_path: Pa
 
 
 def test_common_scales_alone_are_no_excess(tmp_path: Path) -> None:
-    """Estimators see dependence that nodes have by having the same parameters; the shifted null has it too."""
+    """Estimators see dependence that ranks have by having the same parameters; the shifted null has it too."""
     found = measured(tmp_path, planted(0.0, scales=True))
     for method in ("equal_mass", "ksg"):
         estimate = found.estimators[method]
@@ -101,9 +101,8 @@ def test_the_papers_histogram_cannot_tell_them_apart(tmp_path: Path) -> None:
     """LGC's 2^32 levels: most of the entropy is common, shuffled pairs or not, signal or not."""
     for signal, name in ((0.6, "a"), (0.0, "b")):
         found = measured(tmp_path / name, planted(signal)).histograms[PAPER_BINS]
-        shares = [
-            np.mean(getattr(found, key)) / np.mean(found.entropy) for key in ("information", "shuffled", "shifted")
-        ]
+        parts = (found.information, found.shuffled, found.shifted)
+        shares = [np.mean(part) / np.mean(found.entropy) for part in parts]
         assert min(shares) > 0.99
 
 
@@ -215,7 +214,7 @@ def test_groups_of_nodes_are_larger_batches() -> None:
     scale = noise_scale(inner, np.random.default_rng(0)).batches
     for size in (1, 2, 4):
         assert group_cosine(inner, size) == pytest.approx(expected_cosine(size, scale), abs=0.02)
-    with pytest.raises(GradlabError, match="groups of 5 of 8 nodes"):
+    with pytest.raises(GradlabError, match="groups of 5 of 8 ranks"):
         group_cosine(inner, 5)
 
 
@@ -231,10 +230,10 @@ def test_noise_scale_of_a_trace_as_json(tmp_path: Path) -> None:
         spectrum = measure_spectrum(trace)
     inner = np.stack([layer.inner for layer in spectrum.layers])
     found = measure_noise_scale(inner, [LAYER.name], 16, np.random.default_rng(0))
-    assert found["layers"][0]["batches"] == found["model"]["batches"] == pytest.approx(1.0, rel=0.1)
-    assert [row["batches"] for row in found["measured_cosine"]] == [1, 2]
-    assert found["by_nodes"][0]["redundancy_bits"] == 0.0
-    with pytest.raises(GradlabError, match="1 nodes"):
+    assert found.layers[0].batches == found.model.batches == pytest.approx(1.0, rel=0.1)
+    assert [row["batches"] for row in found.measured_cosine] == [1, 2]
+    assert found.by_nodes[0]["redundancy_bits"] == 0.0
+    with pytest.raises(GradlabError, match="1 ranks"):
         noise_scale(inner[0][:, :1, :1], np.random.default_rng(0))
 
 
