@@ -1,16 +1,16 @@
 """Loss of a linear codec on averaged gradients it was not fitted on, as a curve over the age of the fit.
 
 The loss is GradiVeQ's (Fig. 5), ||ghat - g||^2 / ||g||^2 of the averaged gradient g. ghat comes from the codec's own
-exchange, run in lockstep with one rank that holds the average: a codec that commutes with averaging (eq. 1) answers
-the same for N ranks.
+exchange, run in lockstep with one rank that holds the average. A codec that commutes with averaging (eq. 1) gives the
+same ghat for N ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from gradlab.codec.measures import squared_norm
 from gradlab.codec.wrapper import innermost
 from gradlab.collectives import run_lockstep
 from gradlab.errors import GradlabError
+from gradlab.jsonable import Jsonable
 from gradlab.layout import Layer, flatten, split_slices
 from gradlab.plan import Plan
 from gradlab.progress import Progress
@@ -30,6 +31,27 @@ if TYPE_CHECKING:
 
 # Averaged gradients held at a time: float32 values.
 _BLOCK_VALUES = 2**24
+
+
+@dataclass(frozen=True)
+class AgeCurve(Jsonable):
+    """Loss over everything held out, and by bin of age, (b,); None without a finite step."""
+
+    loss: float | None
+    loss_by_age: list[float | None]
+
+
+@dataclass(frozen=True)
+class HoldOut(AgeCurve):
+    """The pooled curve, and those of single groups by name.
+
+    ages: first and last age in iterations of each bin; steps: number of held-out iterations in each.
+    """
+
+    ages: list[tuple[int, int]]
+    steps: list[int]
+    groups: dict[str, AgeCurve]
+    computed: str = "exchange of the codec in lockstep on the averaged gradient"
 
 
 def losses_by_slice(codec: Codec, layer: Layer, averaged: torch.Tensor, slice_size: int) -> np.ndarray:
@@ -62,7 +84,7 @@ def _exchange_alone(codec: Codec, gradients: Tensors) -> Tensors:
 
 
 def age_bins(ages: np.ndarray, most: int = 8) -> list[tuple[int, int]]:
-    """At most `most` ranges [first, last] of ages, the first a twentieth, then ever wider: drift shows early."""
+    """At most `most` ranges [first, last] of ages, ever wider, because drift shows early; the first: a twentieth."""
     youngest, end = int(ages.min()), int(ages.max()) + 1
     later = np.geomspace(youngest + max(1.0, (end - youngest) / 20), end, most)
     edges = np.unique(np.concatenate([[youngest], later]).round().astype(int))
@@ -76,14 +98,10 @@ def holdout_by_age(
     start: int,
     stop: int | None = None,
     progress: Progress | None = None,
-) -> dict[str, Any]:
-    """Loss of the plan's linear groups on positions start..stop, pooled and per layer group, by age in iterations.
+) -> HoldOut:
+    """Measure the loss of the plan's linear groups on positions start..stop, by age of the fit in iterations.
 
-    Age 1 is the first iteration after position start - 1. Returns plain JSON: "computed" (how), "ages" (pairs first,
-    last), "steps" per bin, "loss" over everything, "loss_by_age", and the same per group under "groups". Bins
-    without a finite step hold None.
-
-    What a wrapper adds is left aside.
+    Age 1 is the first iteration after position start - 1. Wrappers are left out.
 
     Raises:
         GradlabError: for nothing to hold out, or a group whose codec is neither linear nor fitted (replay those).
@@ -104,13 +122,12 @@ def holdout_by_age(
             progress("hold out", done + 1, len(groups))
     bins = age_bins(ages)
     pooled = np.sum(list(rows.values()), axis=0) if rows else np.full((len(ages), 2), np.nan)
-    return {
-        "computed": "exchange of the codec in lockstep on the averaged gradient",
-        "ages": [list(pair) for pair in bins],
-        "steps": [int(((ages >= a) & (ages <= b)).sum()) for a, b in bins],
-        **_curve(pooled, ages, bins),
-        "groups": {name: _curve(values, ages, bins) for name, values in rows.items()},
-    }
+    return HoldOut(
+        **vars(_curve(pooled, ages, bins)),
+        ages=bins,
+        steps=[int(((ages >= first) & (ages <= last)).sum()) for first, last in bins],
+        groups={name: _curve(values, ages, bins) for name, values in rows.items()},
+    )
 
 
 def _group_losses(trace: Trace, codec: Codec, names: tuple[str, ...], start: int, stop: int) -> np.ndarray:
@@ -127,9 +144,8 @@ def _group_losses(trace: Trace, codec: Codec, names: tuple[str, ...], start: int
     return np.concatenate(parts)
 
 
-def _curve(rows: np.ndarray, ages: np.ndarray, bins: list[tuple[int, int]]) -> dict[str, Any]:
-    by_age = [_ratio(rows[(ages >= first) & (ages <= last)]) for first, last in bins]
-    return {"loss": _ratio(rows), "loss_by_age": by_age}
+def _curve(rows: np.ndarray, ages: np.ndarray, bins: list[tuple[int, int]]) -> AgeCurve:
+    return AgeCurve(_ratio(rows), [_ratio(rows[(ages >= first) & (ages <= last)]) for first, last in bins])
 
 
 def _ratio(rows: np.ndarray) -> float | None:
@@ -140,7 +156,7 @@ def _ratio(rows: np.ndarray) -> float | None:
 
 
 def random_basis_plan(plan: Plan, seed: int) -> Plan:
-    """The same plan with random orthonormal bases of the same shapes and no mean: what a fit to no data would keep."""
+    """The plan with random orthonormal bases of the same shapes and zero means: a fit that saw no data."""
     generator = torch.Generator().manual_seed(seed)
     learned = {
         group: {

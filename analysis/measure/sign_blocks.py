@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from gradlab.analysis.gradients import step_gradients
 from gradlab.analysis.measure.spectrum import spread
 from gradlab.codecs.sign import Sign
 from gradlab.errors import GradlabError
+from gradlab.jsonable import Jsonable
 from gradlab.progress import Progress
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ def delta(block: np.ndarray) -> float:
 
 
 def kept_energy(vector: np.ndarray, block_size: int) -> float:
-    """Energy that signs with a scale per so many elements keep: the sum over blocks of ||v_b||_1^2 / d_b."""
+    """Energy that signs with one scale per block keep: the sum over blocks of ||v_b||_1^2 / d_b."""
     magnitudes = np.abs(vector).astype(np.float64)
     sums = np.add.reduceat(magnitudes, range(0, len(magnitudes), block_size)) if len(magnitudes) else np.zeros(0)
     sizes = np.full(len(sums), block_size)
@@ -61,9 +63,9 @@ def bits_per_iteration(parameters: int, blocks: int, workers: int) -> dict[str, 
 
 
 def counted_bits(tensors: Sequence[np.ndarray], workers: int) -> dict[str, int]:
-    """The same, counted: what the codecs make of one gradient, (numel,) each, there and back for every worker.
+    """Table 1 counted: bits of the codecs' payloads for one gradient, push and pull, of all workers.
 
-    Bytes are whole: a group's signs fill up the last one.
+    tensors: (numel,) each. A group's last byte of signs is counted whole.
     """
     vectors = [torch.from_numpy(np.ascontiguousarray(tensor)) for tensor in tensors]
     whole, numels = torch.cat(vectors), [vector.numel() for vector in vectors]
@@ -74,7 +76,7 @@ def counted_bits(tensors: Sequence[np.ndarray], workers: int) -> dict[str, int]:
 
 
 def candidate_sizes(numel: int) -> list[int]:
-    """Block sizes to choose from for a tensor: all of it, and the powers of two below, largest first, to 16 elements.
+    """Block sizes to choose from for a tensor: its size, then the powers of two below it down to 16 elements.
 
     Powers of two, so that tensors of different sizes can share a group.
     """
@@ -83,10 +85,10 @@ def candidate_sizes(numel: int) -> list[int]:
 
 
 def share_out_blocks(numels: Sequence[int], kept: Sequence[Sequence[float] | np.ndarray], scales: int) -> list[int]:
-    """Which candidate each tensor gets, so that at most `scales` blocks in all keep much energy. Greedy.
+    """Choose a candidate for each tensor, so that at most `scales` blocks in all keep much energy. Greedy.
 
-    kept: by tensor, energy by candidate (`candidate_sizes`). The next scales always go where they keep most energy per
-    scale, be it by several halvings at once; what no longer fits is passed over.
+    kept: by tensor, energy by candidate (`candidate_sizes`). Each step goes where it keeps most energy per added scale;
+    a step may halve blocks several times. A step that no longer fits is passed over.
 
     Raises:
         GradlabError: for fewer scales than tensors.
@@ -110,7 +112,7 @@ def share_out_blocks(numels: Sequence[int], kept: Sequence[Sequence[float] | np.
 
 
 def equal_blocks(numels: Sequence[int], scales: int) -> list[int]:
-    """Which candidate each tensor gets if all shall have blocks of about one size, as small as `scales` allow."""
+    """Choose a candidate for each tensor, so that all blocks have about one size, as small as `scales` allow."""
     candidates = [candidate_sizes(numel) for numel in numels]
     for wanted in sorted({size for sizes in candidates for size in sizes}):
         chosen = [max(place for place, size in enumerate(c) if place == 0 or size >= wanted) for c in candidates]
@@ -131,51 +133,100 @@ def _best_step(
     return [min(steps)] if steps else []
 
 
+@dataclass(frozen=True)
+class SignSeries(Jsonable):
+    """Fig. 1 by window (w,), and the lower bounds of delta.
+
+    iterations: the first of each window; variation: (a), means over tensors and gradients; delta_by_tensor,
+    delta_of_model: (b), the smallest of any tensor and of all parameters as one block.
+    """
+
+    iterations: list[int]
+    variation: list[float]
+    delta_by_tensor: list[float]
+    delta_of_model: list[float]
+    bound_by_tensor: float
+    bound_of_model: float
+
+
+@dataclass(frozen=True)
+class SharedBlocks(Jsonable):
+    """Share of the energy that signs keep with this number of scales; block_sizes: by layer, those that keep `kept`."""
+
+    scales: int
+    bits_per_value: float
+    kept: float
+    kept_by_equal_blocks: float
+    block_sizes: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Suggestion(Jsonable):
+    """Share of the energy that signs keep: with one scale for the model, and by number of scales."""
+
+    kept_by_one_block: float
+    rows: tuple[SharedBlocks, ...]
+
+
+@dataclass(frozen=True)
+class SignBlocks(Jsonable):
+    """Fig. 1, Table 1 in bits by method, and suggested blocks. window: recorded iterations behind a point of Fig. 1."""
+
+    window: int
+    iterations: list[int]
+    figure_1: SignSeries
+    bits_per_iteration: dict[str, int]
+    counted_bits_per_iteration: dict[str, int]
+    suggestion: Suggestion
+
+
 def measure_sign_blocks(
     trace: Trace, window: int | None = None, *, most_steps: int = 400, progress: Progress | None = None
-) -> dict[str, Any]:
-    """Fig. 1 and Table 1 from a trace, and block sizes by layer, as plain JSON.
+) -> SignBlocks:
+    """Measure Fig. 1 and Table 1 on a trace, and suggest block sizes by layer.
 
-    Of all ranks' gradients, every tensor a block; the paper compresses gradients with residuals, which a trace does not
-    hold. window: recorded iterations behind a point of Fig. 1, the paper's epoch, None for 20 points; most_steps: of a
-    longer trace so many iterations, spread evenly. Gradients that are zero or not finite are left out.
+    Every tensor of every rank's gradient is a block. The paper compresses gradients with residuals, which a trace does
+    not hold. Gradients that are zero or not finite are left out.
+
+    window: recorded iterations behind a point of Fig. 1 (the paper's epoch), None for 20 points. most_steps: most
+    iterations read, spread evenly.
 
     Raises:
         GradlabError: if there is none that is finite and not zero.
     """
     window = window or -(-len(trace.steps) // 20)
     positions = spread(len(trace.steps), most_steps)
-    found = gather_statistics(trace, positions, window, progress)
-    return {
-        "window": window,
-        "iterations": [int(trace.steps[int(position)]) for position in positions],
-        "figure_1": found.figure_1([int(step) for step in trace.steps], window),
-        "bits_per_iteration": bits_per_iteration(sum(found.numels), len(found.numels), trace.world_size),
-        "counted_bits_per_iteration": counted_bits(found.example, trace.world_size),
-        "suggestion": found.suggestion([layer.name for layer in trace.layers]),
-    }
+    statistics, steps = gather_statistics(trace, positions, window, progress), np.asarray(trace.steps).tolist()
+    return SignBlocks(
+        window,
+        [steps[position] for position in positions],
+        statistics.figure_1(steps, window),
+        bits_per_iteration(sum(statistics.numels), len(statistics.numels), trace.world_size),
+        counted_bits(statistics.example, trace.world_size),
+        statistics.suggestion([layer.name for layer in trace.layers]),
+    )
 
 
 def gather_statistics(
     trace: Trace, positions: Iterable[int], window: int = 1, progress: Progress | None = None
 ) -> BlockStatistics:
-    """What signs would keep of all ranks' gradients at some positions of a trace.
+    """Sum up the energy that signs would keep of all ranks' gradients at these positions of a trace.
 
     Raises:
         GradlabError: if there is none that is finite and not zero.
     """
     layers, wanted = trace.layers, [int(position) for position in positions]
-    found = BlockStatistics([layer.numel for layer in layers])
+    statistics = BlockStatistics([layer.numel for layer in layers])
     for done, position in enumerate(wanted):
         step = next(iter(trace.iterate(position, position + 1)))
         for rank, gradients in enumerate(step_gradients(step)):
             if not step.non_finite[rank]:
-                found.add(position // window, [gradients[layer.name].reshape(-1) for layer in layers])
+                statistics.add(position // window, [gradients[layer.name].reshape(-1) for layer in layers])
         if progress:
             progress("sign blocks", done + 1, len(wanted))
-    if not found.count:
+    if not statistics.count:
         raise GradlabError(f"{trace.path}: no gradient that is finite and not zero")
-    return found
+    return statistics
 
 
 class BlockStatistics:
@@ -190,7 +241,7 @@ class BlockStatistics:
         self._kept_by_model = self._energy = 0.0
 
     def add(self, window: int, tensors: Sequence[np.ndarray]) -> None:
-        """One rank's gradient of one iteration: (numel,) each."""
+        """Add one rank's gradient of one iteration. tensors: (numel,) each."""
         whole = np.concatenate(tensors)
         deltas = [delta(tensor) for tensor in tensors]
         if not np.isfinite(deltas).any():
@@ -203,35 +254,29 @@ class BlockStatistics:
         for kept, tensor in zip(self.kept, tensors, strict=True):
             kept += [kept_energy(tensor, size) for size in candidate_sizes(len(tensor))]
 
-    def figure_1(self, steps: Sequence[int], window: int) -> dict[str, Any]:
-        """By window: the first iteration, the mean of (a) and the smallest of (b)'s; and the lower bounds."""
+    def figure_1(self, steps: Sequence[int], window: int) -> SignSeries:
+        """Fig. 1; steps: iterations by position of the trace."""
         numbers = sorted(self._windows)
         rows = [np.array(self._windows[number]) for number in numbers]
-        return {
-            "iterations": [steps[number * window] for number in numbers],
-            "variation": [float(row[:, 0].mean()) for row in rows],
-            "delta_by_tensor": [float(row[:, 1].min()) for row in rows],
-            "delta_of_model": [float(row[:, 2].min()) for row in rows],
-            "bound_by_tensor": 1 / max(self.numels),
-            "bound_of_model": 1 / sum(self.numels),
-        }
+        return SignSeries(
+            iterations=[steps[number * window] for number in numbers],
+            variation=[float(row[:, 0].mean()) for row in rows],
+            delta_by_tensor=[float(row[:, 1].min()) for row in rows],
+            delta_of_model=[float(row[:, 2].min()) for row in rows],
+            bound_by_tensor=1 / max(self.numels),
+            bound_of_model=1 / sum(self.numels),
+        )
 
-    def suggestion(self, names: Sequence[str]) -> dict[str, Any]:
+    def suggestion(self, names: Sequence[str]) -> Suggestion:
         """Energy kept at the bytes of one scale per tensor, and of 2 to 64 times as many, shared out in three ways."""
         rows = []
         for factor in (1, 2, 4, 8, 16, 32, 64):
             scales = factor * len(self.numels)
             best, equal = share_out_blocks(self.numels, self.kept, scales), equal_blocks(self.numels, scales)
-            rows.append(
-                {
-                    "scales": scales,
-                    "bits_per_value": 1 + 32 * scales / sum(self.numels),
-                    "kept": self.share_kept(best),
-                    "kept_by_equal_blocks": self.share_kept(equal),
-                    "block_sizes": dict(zip(names, sizes_of(self.numels, best), strict=True)),
-                }
-            )
-        return {"kept_by_one_block": self.share_kept_by_model, "rows": rows}
+            bits, sizes = 1 + 32 * scales / sum(self.numels), sizes_of(self.numels, best)
+            kept = (self.share_kept(best), self.share_kept(equal))
+            rows.append(SharedBlocks(scales, bits, *kept, dict(zip(names, sizes, strict=True))))
+        return Suggestion(self.share_kept_by_model, tuple(rows))
 
     @property
     def share_kept_by_model(self) -> float:

@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from scipy.stats import rankdata
 
+from gradlab.jsonable import Jsonable
+
 _MOST_WINDOWS = 12
 _FEWEST_STEPS = 3  # in a window
 
 
+@dataclass(frozen=True)
+class Ranking(Jsonable):
+    """How plans rank in windows of a run; 1 is the best.
+
+    windows: first and last iteration of each, (w,); ranks: by plan, (w,); whole: by plan, over all windows; agreement:
+    Spearman's rho of each window's order with that of all, (w,).
+    """
+
+    measure: str
+    windows: list[tuple[int, int]]
+    ranks: dict[str, list[float]]
+    whole: dict[str, float]
+    agreement: list[float]
+
+
 def rank_correlation(first: np.ndarray, second: np.ndarray) -> float:
-    """Spearman's rho of two rows of values (P,), ties at their mean rank; 1 where neither tells any apart, 0 where one
-    does not."""
+    """Spearman's rho of two rows of values (P,), ties at their mean rank.
+
+    1 where all values of both rows are equal, 0 where all values of one row are.
+    """
     a, b = (rankdata(values) - (len(values) + 1) / 2 for values in (first, second))
     scale = float(np.sqrt((a @ a) * (b @ b)))
     if scale > 0:
@@ -22,17 +42,14 @@ def rank_correlation(first: np.ndarray, second: np.ndarray) -> float:
     return float(not a.any() and not b.any())
 
 
-def ranking_stability(replays: Mapping[str, Mapping[str, Any]], measure: str = "cosine") -> dict[str, Any] | None:
-    """How plans replayed side by side (`Replay.to_json()` by name) rank in windows of the run.
+def ranking_stability(replays: Mapping[str, Mapping[str, Any]], measure: str = "cosine") -> Ranking | None:
+    """Rank plans that were replayed side by side, in windows of the run; None for fewer than 2 plans or windows.
 
-    measure: "cosine" of the update with the true mean, larger is better, or "contribution_error" or "aggregate_error",
-    smaller is. Only iterations that all plans have, later than what any was fitted on.
-
-    Returns:
-        windows: first and last iteration of each; ranks: by name, one per window, 1 the best; whole: over all;
-        agreement: Spearman's rho of each window's order with that of all. None for fewer than 2 plans, or windows.
+    replays: `Replay.to_json()` by name. measure: "cosine" of the update with the true mean (larger is better), or
+    "contribution_error" or "aggregate_error" (smaller is better). Only iterations that all plans have, later than any
+    that a plan was fitted on, count.
     """
-    series = {name: _series(found, measure) for name, found in replays.items()}
+    series = {name: _series(data, measure) for name, data in replays.items()}
     common = sorted(set.intersection(*(set(values) for values in series.values()))) if series else []
     count = min(_MOST_WINDOWS, len(common) // _FEWEST_STEPS)
     if len(series) < 2 or count < 2:
@@ -43,19 +60,19 @@ def ranking_stability(replays: Mapping[str, Mapping[str, Any]], measure: str = "
     by_window = np.array([np.median(table[:, part], axis=1) for part in parts])  # (W, P)
     whole = np.median(table, axis=1)
     ranks = np.array([rankdata(row) for row in by_window])
-    return {
-        "measure": measure,
-        "windows": [[int(common[part[0]]), int(common[part[-1]])] for part in parts],
-        "ranks": {name: ranks[:, i].tolist() for i, name in enumerate(series)},
-        "whole": dict(zip(series, rankdata(whole).tolist(), strict=True)),
-        "agreement": [rank_correlation(row, whole) for row in by_window],
-    }
+    return Ranking(
+        measure,
+        windows=[(common[part[0]], common[part[-1]]) for part in parts],
+        ranks={name: ranks[:, i].tolist() for i, name in enumerate(series)},
+        whole=dict(zip(series, rankdata(whole).tolist(), strict=True)),
+        agreement=[rank_correlation(row, whole) for row in by_window],
+    )
 
 
-def _series(found: Mapping[str, Any], measure: str) -> dict[int, float]:
-    last = max(found["fitted_on"], default=-1)
+def _series(replay: Mapping[str, Any], measure: str) -> dict[int, float]:
+    last = max(replay["fitted_on"], default=-1)
     return {
         step["iteration"]: step[measure]
-        for step in found["steps"]
+        for step in replay["steps"]
         if step[measure] is not None and step["iteration"] > last
     }

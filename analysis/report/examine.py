@@ -99,8 +99,8 @@ def examine(
         _of_one_node(found, trace, progress)
     if "signs" in parts:
         steps = max(_FEWEST_SIGN_STEPS, _SIGN_VALUES // max(1, _values_per_step(trace)))
-        measure = partial(measure_sign_blocks, trace, most_steps=min(steps, _MOST_SIGN_STEPS), progress=progress)
-        found.measured["sign_blocks"] = found.attempt("Nothing to say of signs", measure)
+        signs = partial(measure_sign_blocks, trace, most_steps=min(steps, _MOST_SIGN_STEPS), progress=progress)
+        found.measured["sign_blocks"] = found.attempt("Nothing to say of signs", signs)
     if trace.world_size > 1:
         if "between" in parts:
             _of_several_nodes(found, trace, after_addition, workers, progress)

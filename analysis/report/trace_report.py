@@ -74,7 +74,7 @@ def write_trace_report(
         "spectrum": dict(plain((spectrum or measure_spectrum(trace, progress=progress)).to_json())),
         "fit": dict(plain(fit.origin)) if fit else None,
         "replays": found,
-        "ranking": ranking_stability(found),
+        "ranking": plain(ranking_stability(found)),
         **{name: dict(plain(part)) if part else None for name, part in (measured or {}).items()},
     }
     page = Page(

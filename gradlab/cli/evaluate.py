@@ -72,7 +72,7 @@ def print_replays(replays: Mapping[str, Replay]) -> None:
     OUT.print(replay_verdict(found), markup=False)
     ranking = ranking_stability(found)
     if ranking is not None:
-        OUT.print(ranking_line(ranking), markup=False)
+        OUT.print(ranking_line(ranking.to_json()), markup=False)
     print_warnings(f"{name}: {line}" for name, result in replays.items() for line in result.warnings)
     table = replay_table(found)
     print_table(table.title, table.columns, table.rows, left=table.text_columns)

@@ -205,11 +205,11 @@ def test_held_out_loss_rises_with_age_as_the_planted_subspace_turns(tmp_path):
     with record_layer(tmp_path / "t", values, PLANTED) as trace:
         found = fit_gradiveq(trace, samples=20, settings=GradiVeQ.Settings(loss_threshold=0.0, max_dimension=4))
         held = holdout_by_age(trace, found.plan, start=20)
-    assert held == found.origin["holdout"]
-    losses = held["loss_by_age"]
+    assert held.to_json() == found.origin["holdout"]
+    losses = held.loss_by_age
     assert sorted(losses) == losses
     # The fit sees the middle of its window: ages count from its end, 10 steps later.
-    middle = [math.sin(turn * ((first + last) / 2 + 10)) ** 2 for first, last in held["ages"]]
+    middle = [math.sin(turn * ((first + last) / 2 + 10)) ** 2 for first, last in held.ages]
     np.testing.assert_allclose(losses, middle, atol=0.06)
     assert "Expect the loss of later iterations" in found.warnings[0]
 
@@ -298,7 +298,7 @@ def test_a_fits_age_counts_from_its_last_iteration(tmp_path, every):
     """In iterations of the run, not in recorded ones: the first that is held out is `every` iterations old."""
     with record(tmp_path / "t", random_gradients(9, 12, 2), indices=range(0, 12 * every, every)) as trace:
         held = fit_gradiveq(trace, samples=6).origin["holdout"]
-    assert (held["ages"][0][0], held["ages"][-1][1]) == (every, 6 * every)
+    assert (held.ages[0][0], held["ages"][-1][1]) == (every, 6 * every)
     assert sum(held["steps"]) == 6
 
 
