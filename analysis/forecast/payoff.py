@@ -76,7 +76,7 @@ def measure_payoff(
         forecasts[name] = forecast(plan, known, nodes, links).to_json()
         if progress:
             progress("forecasts", done + 1, len(compressing))
-    cosines = {name: replays[name].summary()["cosine"] for name in compressing if name in replays}
+    cosines = {name: replays[name].summary().cosine for name in compressing if name in replays}
     places = [
         _place(forecasts, cosines, i, j) for i in range(len(nodes)) for j in range(len(links))
     ]  # fmt: skip

@@ -1,9 +1,9 @@
-"""What a replay found, step by step, with its summary."""
+"""The result of a replay: errors, bytes and time step by step, with a summary."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -11,19 +11,19 @@ from gradlab.codec.measures import LayerErrors, add_errors, relative
 from gradlab.errors import GradlabError
 from gradlab.executor.lockstep_plan import GroupCost
 from gradlab.formatting import format_percent
-from gradlab.jsonable import plain
+from gradlab.jsonable import Jsonable, plain
 
 
 @dataclass(frozen=True)
-class ReplayStep:
+class ReplayStep(Jsonable):
     """One iteration. Errors are None while the plan is dense and where a gradient was not finite.
 
-    contribution_error: sqrt(sum ||asked - own||^2 / sum ||asked||^2) over ranks and compressed layers, where asked is
-    the gradient plus, under error feedback, the residual; aggregate_error: ||mean - true mean|| / ||true mean|| of this
-    step's gradients; cosine: between these two; bytes per rank; codec_seconds: in the codecs' code, mean over ranks;
-    unsent: sqrt(sum ||asked - own||^2 / sum ||gradient||^2), what waits under error feedback in gradients of this step;
-    layers: the two sums of contribution_error, by layer; costs: by group; held: names of layers without a gradient on
-    any rank, whose states stayed as they were.
+    contribution_error: sqrt(sum ||x - C(x)||^2 / sum ||x||^2) over ranks and compressed layers, where x is the
+    compressor input (the gradient, plus the residual under error feedback) and C(x) the decoded contribution;
+    aggregate_error: ||mean - true mean|| / ||true mean|| of this step's gradients; cosine: between these two means;
+    payload and wire bytes: per rank; codec_seconds: in the codecs' code, mean over ranks; unsent: residual norm over
+    the gradients', sqrt(sum ||x - C(x)||^2 / sum ||gradient||^2); layers: the two sums of contribution_error, by layer;
+    costs: by group; held: names of layers without a gradient on any rank, whose states stayed as they were.
     """
 
     iteration: int
@@ -38,14 +38,58 @@ class ReplayStep:
     wire_bytes_max: int
     codec_seconds: float
     unsent: float | None = None
-    layers: LayerErrors = field(default_factory=dict)
-    costs: Mapping[str, GroupCost] = field(default_factory=dict)
-    held: frozenset[str] = frozenset()
+    # Not written: `Replay` sums these over steps.
+    layers: LayerErrors = field(default_factory=dict, metadata={"json": False})
+    costs: Mapping[str, GroupCost] = field(default_factory=dict, metadata={"json": False})
+    held: frozenset[str] = field(default=frozenset(), metadata={"json": False})
 
-    def to_json(self) -> dict[str, Any]:
-        """The step as plain JSON, without its layers and groups: `Replay` sums them."""
-        kept = [field.name for field in fields(self) if field.name not in ("layers", "costs", "held")]
-        return {name: getattr(self, name) for name in kept}
+
+@dataclass(frozen=True)
+class MedianErrors(Jsonable):
+    """Medians over `steps` iterations of the errors and the cosine of `ReplayStep`; None where no step has them."""
+
+    contribution_error: float | None
+    aggregate_error: float | None
+    cosine: float | None
+    steps: int
+
+    @classmethod
+    def of(cls, steps: Sequence[ReplayStep]) -> MedianErrors:
+        """The medians of these steps."""
+        names = ("contribution_error", "aggregate_error", "cosine")
+        return cls(*(_median(getattr(step, name) for step in steps) for name in names), len(steps))
+
+
+@dataclass(frozen=True)
+class MeanAndMax(Jsonable):
+    """Bytes per step: the mean over ranks and steps, and the most of a rank in a step."""
+
+    mean: float
+    max: int
+
+
+@dataclass(frozen=True)
+class ReplaySummary(MedianErrors):
+    """Median errors over the judged steps; mean bytes and median seconds over all compressed steps.
+
+    steps, compressed_steps, judged_steps, held_steps: numbers of steps; nonfinite_steps: iterations; in_sample: medians
+    over the steps that the plan was fitted on; compression_ratio: dense payload over payload; unsent: median.
+    """
+
+    methods: tuple[str, ...]
+    compressed_steps: int
+    judged_steps: int
+    held_steps: int
+    nonfinite_steps: list[int]
+    in_sample: MedianErrors | None
+    payload_bytes_per_step: MeanAndMax
+    wire_bytes_per_step: MeanAndMax
+    dense_payload_bytes: float
+    compression_ratio: float | None
+    codec_seconds: float | None
+    unsent: float | None
+    residual_growth: float | None
+    warnings: list[str]
 
 
 @dataclass(frozen=True)
@@ -66,17 +110,18 @@ class Replay:
     remarks: tuple[str, ...] = ()
     fitted_on: tuple[int, ...] = ()
 
-    def held_out(self, origin: Mapping[str, Any]) -> Replay:
+    def held_out(self, provenance: Mapping[str, Any]) -> Replay:
         """The same replay, judged on iterations later than those that the plan was fitted on.
 
-        origin: of the plan's artifact or fit. One that names no iterations, or another trace, changes nothing.
+        provenance: the `origin` of the plan's artifact or fit. If it names no iterations, or another trace, the replay
+        is returned as it is.
 
         Raises:
-            GradlabError: for an origin whose "fitted_on" is not a list of iterations.
+            GradlabError: if its "fitted_on" is not a list of iterations.
         """
-        if origin.get("trace") != self.trace_digest or "fitted_on" not in origin:
+        if provenance.get("trace") != self.trace_digest or "fitted_on" not in provenance:
             return self
-        fitted = origin["fitted_on"]
+        fitted = provenance["fitted_on"]
         if not isinstance(fitted, Sequence) or not all(type(step) is int for step in fitted):
             raise GradlabError(f"origin: fitted_on = {str(fitted)[:80]}, expected a list of iterations")
         return replace(self, fitted_on=tuple(fitted))
@@ -108,21 +153,23 @@ class Replay:
 
     @property
     def group_costs(self) -> dict[str, GroupCost]:
-        """What a compressed step takes by group: mean bytes, median seconds."""
-        found = {}
+        """The cost of a compressed step by group: mean bytes, median seconds."""
+        by_group = {}
         for name in dict.fromkeys(name for step in self.compressed for name in step.costs):
             costs = [step.costs[name] for step in self.compressed if name in step.costs]
-            found[name] = GroupCost(
+            by_group[name] = GroupCost(
                 _mean(cost.payload_bytes for cost in costs),
                 _mean(cost.wire_bytes for cost in costs),
                 median(cost.codec_seconds for cost in costs),
             )
-        return found
+        return by_group
 
     @property
     def residual_growth(self) -> float | None:
-        """Median of `unsent` over the last quarter of the compressed steps over that of the quarter before it: above 1,
-        what waits still grows. None for fewer than 8 steps, or if nothing waits."""
+        """Median residual norm (`unsent`) of the last quarter of the compressed steps over that of the quarter before.
+
+        Above 1 the residual still grows. None for fewer than 8 steps, or without a residual.
+        """
         waiting = [step.unsent for step in self.compressed if step.unsent is not None]
         quarter = len(waiting) // 4
         if quarter < 2:
@@ -132,7 +179,7 @@ class Replay:
 
     @property
     def warnings(self) -> list[str]:
-        """What a reader must know before believing the figures, one line each."""
+        """What limits the figures' validity, one line each."""
         return [*self._in_sample_warning(), *self._held_warning(), *self.remarks]
 
     @property
@@ -147,79 +194,64 @@ class Replay:
         which = layers[0] if len(layers) == 1 else f"{layers[0]} and {len(layers) - 1} more"
         return [
             f"In {self.held_steps} of {len(self.compressed)} compressed iterations a layer had no gradient on any rank "
-            f"({which}): it was held, as DDP does it; nothing was applied and what waits for it was kept."
+            f"({which}): it was held, as DDP does it; no update was applied, and its state was kept."
         ]
 
     def _in_sample_warning(self) -> list[str]:
         if not self.in_sample:
             return []
-        seen, later = median_errors(self.in_sample), median_errors(self.judged)
+        seen, later = MedianErrors.of(self.in_sample), MedianErrors.of(self.judged)
         line = (
             f"The plan was fitted on {len(self.in_sample)} of the compressed iterations; there, in-sample, the median "
-            f"error is {format_percent(seen['contribution_error'])} of a rank, "
-            f"{format_percent(seen['aggregate_error'])} of the mean. "
+            f"error is {format_percent(seen.contribution_error)} of a rank, "
+            f"{format_percent(seen.aggregate_error)} of the mean. "
         )
         if not self.judged:
             return [line + "No later iteration was replayed: nothing is known about its error in training."]
         line += (
             f"Only the {len(self.judged)} later iterations are a prediction: "
-            f"{format_percent(later['contribution_error'])} of a rank, {format_percent(later['aggregate_error'])} of "
+            f"{format_percent(later.contribution_error)} of a rank, {format_percent(later.aggregate_error)} of "
             "the mean."
         )
         return [line]
 
-    def summary(self) -> dict[str, Any]:
-        """Plain JSON: median errors over the judged steps, and beside them over those fitted on ("in_sample", else
-        None); mean bytes and median codec time over all compressed steps."""
+    def summary(self) -> ReplaySummary:
+        """The summary of all steps."""
         steps = self.compressed
         payload = _mean(step.payload_bytes_mean for step in steps)
-        inside = self.in_sample
-        return {
-            "methods": list(self.methods),
-            "steps": len(self.steps),
-            "compressed_steps": len(steps),
-            "judged_steps": len(self.judged),
-            "held_steps": self.held_steps,
-            "nonfinite_steps": [step.iteration for step in self.steps if not step.finite],
-            **median_errors(self.judged),
-            "in_sample": {"steps": len(inside), **median_errors(inside)} if inside else None,
-            "payload_bytes_per_step": {"mean": payload, "max": max(step.payload_bytes_max for step in steps)},
-            "wire_bytes_per_step": {
-                "mean": _mean(step.wire_bytes_mean for step in steps),
-                "max": max(step.wire_bytes_max for step in steps),
-            },
-            "dense_payload_bytes": self.dense_payload_bytes,
-            "compression_ratio": self.dense_payload_bytes / payload if payload else None,
-            "codec_seconds": _median(step.codec_seconds for step in steps),
-            "unsent": _median(step.unsent for step in steps),
-            "residual_growth": self.residual_growth,
-            "warnings": self.warnings,
-        }
+        wire = _mean(step.wire_bytes_mean for step in steps)
+        return ReplaySummary(
+            **{**vars(MedianErrors.of(self.judged)), "steps": len(self.steps)},
+            methods=self.methods,
+            compressed_steps=len(steps),
+            judged_steps=len(self.judged),
+            held_steps=self.held_steps,
+            nonfinite_steps=[step.iteration for step in self.steps if not step.finite],
+            in_sample=MedianErrors.of(self.in_sample) if self.in_sample else None,
+            payload_bytes_per_step=MeanAndMax(payload, max(step.payload_bytes_max for step in steps)),
+            wire_bytes_per_step=MeanAndMax(wire, max(step.wire_bytes_max for step in steps)),
+            dense_payload_bytes=self.dense_payload_bytes,
+            compression_ratio=self.dense_payload_bytes / payload if payload else None,
+            codec_seconds=_median(step.codec_seconds for step in steps),
+            unsent=_median(step.unsent for step in steps),
+            residual_growth=self.residual_growth,
+            warnings=self.warnings,
+        )
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as plain JSON; errors that are infinite (something sent, nothing asked) become None."""
-        found = {
+        """Everything, as plain JSON; errors that are infinite (the compressor input was zero) become None."""
+        parts = {
             "plan": self.plan_digest,
             "trace": self.trace_digest,
             "world_size": self.world_size,
             "forecast_payload_bytes": self.forecast_payload_bytes,
-            "fitted_on": list(self.fitted_on),
+            "fitted_on": self.fitted_on,
             "summary": self.summary(),
             "layer_errors": self.layer_errors,
-            "groups": {name: asdict(cost) for name, cost in self.group_costs.items()},
-            "steps": [step.to_json() for step in self.steps],
+            "groups": self.group_costs,
+            "steps": self.steps,
         }
-        return dict(plain(found))
-
-
-def median_errors(steps: Iterable[ReplayStep]) -> dict[str, float | None]:
-    """Medians of a rank's error, the mean's error and the cosine; None where no step has them."""
-    steps = list(steps)
-    return {
-        "contribution_error": _median(step.contribution_error for step in steps),
-        "aggregate_error": _median(step.aggregate_error for step in steps),
-        "cosine": _median(step.cosine for step in steps),
-    }
+        return dict(plain(parts))
 
 
 def _mean(values: Iterable[float]) -> float:

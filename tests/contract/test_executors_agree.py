@@ -105,5 +105,5 @@ def test_a_replay_holds_what_the_run_holds(
     with Trace(folder) as trace:
         layers = trace.layers
         result = replay(trace, Plan.uniform(layers, "topk", density=0.1))
-    assert result.summary()["held_steps"] == 2
+    assert result.summary().held_steps == 2
     assert "In 2 of 6 compressed iterations a layer had no gradient on any rank (branch.weight)" in result.warnings[0]

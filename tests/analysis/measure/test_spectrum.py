@@ -298,7 +298,7 @@ def test_a_fits_age_counts_from_its_last_iteration(tmp_path, every):
     """In iterations of the run, not in recorded ones: the first that is held out is `every` iterations old."""
     with record(tmp_path / "t", random_gradients(9, 12, 2), indices=range(0, 12 * every, every)) as trace:
         held = fit_gradiveq(trace, samples=6).origin["holdout"]
-    assert (held.ages[0][0], held["ages"][-1][1]) == (every, 6 * every)
+    assert (held["ages"][0][0], held["ages"][-1][1]) == (every, 6 * every)
     assert sum(held["steps"]) == 6
 
 

@@ -62,7 +62,7 @@ def test_replays_tell_costs_by_group_and_what_waits(tmp_path: Path) -> None:
     # Without feedback what is not sent is less than a gradient; with it more waits, at first more and more.
     assert max(step.unsent for step in without.steps) < 1
     assert waiting.steps[-1].unsent > 1 > waiting.steps[0].unsent
-    assert waiting.summary()["residual_growth"] > 1
+    assert waiting.summary().residual_growth > 1
     assert "layers" not in waiting.steps[0].to_json()
     assert without.to_json()["groups"][next(iter(groups))]["payload_bytes"] > 0
 

@@ -54,7 +54,7 @@ def test_identity_changes_nothing_and_costs_what_dense_costs(tmp_path, ranks):
     assert [step.aggregate_error for step in found.steps] == [0.0] * 5
     assert [step.cosine for step in found.steps] == pytest.approx([1.0] * 5, abs=1e-6)
     assert {step.payload_bytes_mean for step in found.steps} == {DENSE_BYTES}
-    assert found.summary()["compression_ratio"] == 1.0
+    assert found.summary().compression_ratio == 1.0
     assert found.warnings == []
 
 
@@ -141,7 +141,7 @@ def test_warm_up_is_dense_and_states_start_after_it(tmp_path):
     assert {step.payload_bytes_mean for step in warm.steps[:3]} == {DENSE_BYTES}
     assert [step.contribution_error for step in warm.steps[:3]] == [None] * 3
     assert [s.contribution_error for s in warm.steps[3:]] == [s.contribution_error for s in cold.steps]
-    assert warm.summary()["compressed_steps"] == 4
+    assert warm.summary().compressed_steps == 4
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -165,7 +165,7 @@ def test_a_step_that_is_not_finite_leaves_the_states_as_they_were(tmp_path, valu
     with record(tmp_path / "b", without, indices=[0, 1, 2, 4, 5]) as trace:
         expected = replay(trace, plan)
     assert [step.finite for step in found.steps] == [True, True, True, False, True, True]
-    assert found.summary()["nonfinite_steps"] == [3]
+    assert found.summary().nonfinite_steps == [3]
     assert found.steps[3].contribution_error is None
     assert [s.contribution_error for s in found.steps if s.finite] == [s.contribution_error for s in expected.steps]
 
@@ -311,14 +311,14 @@ def medians(steps):
 def test_errors_of_a_fit_to_noise_are_those_of_later_iterations(noise):
     _, fit, unjudged = noise
     summary = unjudged.held_out(fit.origin).summary()
-    assert unjudged.summary()["aggregate_error"] < 1e-3  # what the replay alone would say
-    assert summary["aggregate_error"] > 0.9
-    assert summary["cosine"] < 0.4
-    assert {key: summary[key] for key in ERRORS} == medians(unjudged.steps[30:])
-    assert summary["in_sample"] == {"steps": 24, **medians(unjudged.steps[6:30])}
-    assert (summary["compressed_steps"], summary["judged_steps"]) == (36, 10)
+    assert unjudged.summary().aggregate_error < 1e-3  # what the replay alone would say
+    assert summary.aggregate_error > 0.9
+    assert summary.cosine < 0.4
+    assert {key: getattr(summary, key) for key in ERRORS} == medians(unjudged.steps[30:])
+    assert summary.in_sample.to_json() == {"steps": 24, **medians(unjudged.steps[6:30])}
+    assert (summary.compressed_steps, summary.judged_steps) == (36, 10)
     assert unjudged.held_out(fit.origin).layer_errors["conv.weight"] == pytest.approx(
-        summary["contribution_error"], rel=0.05
+        summary.contribution_error, rel=0.05
     )
 
 
@@ -341,8 +341,8 @@ def test_in_sample_figures_stand_beside_with_a_warning(noise):
 def test_nothing_is_claimed_where_no_later_iteration_was_replayed(noise):
     trace, fit, _ = noise
     found = replay(trace, fit.plan, stop=30).held_out(fit.origin)
-    assert found.summary()["contribution_error"] is None
-    assert found.summary()["in_sample"]["steps"] == 24
+    assert found.summary().contribution_error is None
+    assert found.summary().in_sample.steps == 24
     assert found.layer_errors == {}
     assert "nothing is known" in found.warnings[0]
     assert replay_verdict({"gradiveq": found.to_json()}).startswith("Nothing is known about gradiveq")

@@ -255,7 +255,7 @@ def test_many_layers_and_bare_runs_draw(tmp_path):
 @pytest.mark.parametrize("which", ["analysis", "comparison"])
 def test_a_fitted_plan_is_judged_by_what_came_after_its_fit(made, which):
     data = json.loads((made[which].parent / "report.json").read_text(encoding="utf-8"))
-    alone, found = made["replays"]["gradiveq"].summary(), data["replays"]["gradiveq"]["summary"]
+    alone, found = made["replays"]["gradiveq"].summary().to_json(), data["replays"]["gradiveq"]["summary"]
     assert (found["judged_steps"], found["in_sample"]["steps"], alone["judged_steps"]) == (6, 3, 9)
     assert alone["aggregate_error"] < found["aggregate_error"]
     (warning,) = [line for line in data["warnings"] if "Only the 6 later iterations are a prediction" in line]
@@ -268,7 +268,7 @@ def test_a_fitted_plan_is_judged_by_what_came_after_its_fit(made, which):
 def test_predicted_and_observed_errors_are_of_the_same_later_iterations(made):
     replayed = judged(made)["gradiveq"]
     predicted, observed = median_errors(replayed.to_json(), made["runs"]["gradiveq"])
-    assert predicted == pytest.approx(replayed.summary()["contribution_error"])
+    assert predicted == pytest.approx(replayed.summary().contribution_error)
     assert observed == pytest.approx(1.1 * predicted)
 
 
