@@ -35,12 +35,10 @@ PAPER = GradiVeQ.Settings(compressed_steps=0)
 # The form of GradiVeQ that trained best at the same bytes (docs/gradiveq.md): half of the axes random and new in every
 # iteration, the other half fitted on several slices of each layer, and again on what was decoded.
 RECOMMENDED = GradiVeQ.Settings(ratio=20.0, pooled=8, complement=0.5, whitening=False, refresh="decoded")
-# Of the fit's samples, the latest: what each axis is worth is asked of these, where a budget is shared out.
+# Share of the samples, the latest, that measure the energy on each axis where a budget is shared out.
 _JUDGES = 0.25
-# Averaged gradients held at a time, while a layer is streamed: float32 values.
-_BLOCK_VALUES = 2**24
-# Held-out loss above this multiple of lambda is called out in words.
-_TOLERATED = 2.0
+_BLOCK_VALUES = 2**24  # float32 values of averaged gradients held at a time, while a layer is streamed
+_TOLERATED = 2.0  # held-out loss above this multiple of lambda gets a warning
 
 
 class NotFittable(GradlabError):
@@ -48,48 +46,70 @@ class NotFittable(GradlabError):
 
 
 @dataclass(frozen=True)
+class GradiveqOptions:
+    """What `fit_gradiveq` fits, and on which steps.
+
+    The paper's order is a warm-up, L_t dense iterations to fit on, then compression.
+
+    Args:
+        samples: recorded steps to fit on (L_t), at least 2. All later steps are held out.
+        start: position of the first of them. By default they are the last before `warmup_steps`, or the trace's first
+            where that is 0. A fit on iterations that the plan compresses gets a warning.
+        settings: of every group; None is `PAPER`. With a complement the groups get error feedback.
+        layer_settings: by layer name, settings that differ there.
+        total_ratio: dense bytes of the whole model over those of a compressed iteration, at least 1. In place of
+            eq. (6) it gives d to all layers at once: each further axis goes where it holds most energy per byte. That
+            energy is measured on the last quarter of the samples, which the axes are not fitted on meanwhile.
+        roles: of the layers to fit.
+        warmup_steps: dense steps before the first compressed one; 0 compresses from the iteration after the samples.
+        seed: of the plan and of the random bases it is compared with.
+    """
+
+    samples: int = 100
+    start: int | None = None
+    settings: GradiVeQ.Settings | None = None
+    layer_settings: Mapping[str, Mapping[str, Any]] | None = None
+    total_ratio: float | None = None
+    roles: Sequence[str] = ("convolution",)
+    warmup_steps: int = 0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
 class GradiveqFit:
-    """A plan with fitted bases, and plain JSON about how it was made and how it holds up."""
+    """A plan with fitted bases.
+
+    Args:
+        plan: one group per fitted layer.
+        origin: plain JSON, how the bases were fitted and what they lose on later iterations; the artifact's metadata.
+    """
 
     plan: Plan
     origin: dict[str, Any]
 
     @property
     def warnings(self) -> list[str]:
-        """What a user must know before training with it, one line each."""
+        """What a user must know before training with the plan, one line each."""
         return list(self.origin["warnings"])
 
     def artifact(self) -> Artifact:
-        """The plan with its origin, to be saved."""
+        """Join the plan and its metadata, to be saved."""
         return Artifact(self.plan, self.origin)
 
 
 def fit_gradiveq(
-    trace: Trace,
-    *,
-    samples: int = 100,
-    start: int | None = None,
-    settings: GradiVeQ.Settings | None = None,
-    layer_settings: Mapping[str, Mapping[str, Any]] | None = None,
-    total_ratio: float | None = None,
-    roles: Sequence[str] = ("convolution",),
-    warmup_steps: int = 0,
-    seed: int = 0,
-    progress: Progress | None = None,
+    trace: Trace, options: GradiveqOptions | None = None, *, progress: Progress | None = None, **changes: Any
 ) -> GradiveqFit:
-    """One group per layer of the given roles, fitted on `samples` steps; all later steps are held out.
+    """Fit bases of slices for each layer of the given roles, and measure their loss on later steps.
 
-    The paper's order: warm-up, L_t dense iterations to fit on, then compression. warmup_steps: the first iteration
-    that the plan compresses; the fit takes the last `samples` steps recorded before it. 0: the fit takes the first
-    `samples` steps, and the plan compresses from the iteration after them on. start: position of the first step to fit
-    on, where that is not wanted; a fit on iterations that the plan compresses is warned of. Layers with fewer elements
-    than a slice, or whose codes would be no smaller, stay dense and are listed in origin["skipped"].
+    Layers with fewer elements than a slice, or whose codes would be no smaller, stay dense and are listed in
+    origin["skipped"].
 
-    settings: of every group; None: `PAPER`. With a complement the groups get error feedback. layer_settings: by layer
-    name, what differs there, such as what happens when the loss monitor fires. total_ratio: in place of eq. (6), d of
-    all layers at once: dense bytes of the whole model over those of a compressed iteration; each further axis goes
-    where it holds most of the energy, per byte, of the last quarter of the samples, which the axes are not fitted on
-    while this is decided.
+    Args:
+        trace: gradients of all ranks, or their averages.
+        options: what to fit, and on which steps.
+        progress: called with what is being done, how much is done, and of how much.
+        changes: fields of `GradiveqOptions` by name, which differ from `options`.
 
     Raises:
         NotFittable: for too few steps before the warm-up ends, nothing left to hold out, or no layer that can be
@@ -97,22 +117,23 @@ def fit_gradiveq(
         GradlabError: for fewer than two samples, a start out of range, a negative warm-up, settings of a layer that is
             not fitted, or a total ratio out of reach.
     """
-    settings = settings or PAPER
+    options = dataclasses.replace(options or GradiveqOptions(), **changes)
+    settings, total_ratio, seed = options.settings or PAPER, options.total_ratio, options.seed
     if settings.complement == 1:
         raise NotFittable("complement = 1: all axes are random, there is nothing to fit; make a uniform plan")
     if total_ratio is not None and not total_ratio >= 1:
         raise GradlabError(f"total ratio = {total_ratio:g}, expected at least 1")
-    chosen = _chosen_settings(trace, settings, layer_settings or {}, roles)
-    schedule = Schedule(warmup_steps)
-    window = _fit_window(trace, start, samples, warmup_steps)
-    if warmup_steps == 0:
+    chosen = _chosen_settings(trace, settings, options.layer_settings or {}, options.roles)
+    schedule = Schedule(options.warmup_steps)
+    window = _fit_window(trace, options.start, options.samples, options.warmup_steps)
+    if options.warmup_steps == 0:
         schedule = Schedule(int(trace.steps[window.stop - 1]) + 1)
     if total_ratio is not None:
         chosen = _within_budget(trace, window, chosen, total_ratio)
     learned, layers, skipped = _fit_layers(trace, window, chosen, progress)
     if not learned:
         reasons = "; ".join(f"{name}: {why}" for name, why in skipped.items()) or "the trace holds none"
-        raise NotFittable(f"{trace.path}: no layer of role {', '.join(roles)} can be fitted ({reasons})")
+        raise NotFittable(f"{trace.path}: no layer of role {', '.join(options.roles)} can be fitted ({reasons})")
     groups = tuple(_group(name, chosen[name]) for name in learned)
     plan = Plan(tuple(trace.layers), groups, schedule, seed, learned)
     held = holdout_by_age(trace, plan, start=window.stop, progress=progress)
@@ -200,9 +221,9 @@ def _within_budget(
         chosen_slices = codec.fitted_slices(layer.numel // slice_size)[0]
         slices, _ = _samples(trace, window, layer, slice_size, chosen_slices, whitening=False)
         judges = max(1, round(_JUDGES * len(slices)))
-        # Energy of the slices looked at, for all of the layer's.
-        more = layer.numel // slice_size / len(chosen_slices)
-        energies.append(more * _energy_per_axis(slices.double(), judges, settings.complement))
+        # The slices looked at stand for all of the layer's.
+        scale = layer.numel // slice_size / len(chosen_slices)
+        energies.append(scale * _energy_per_axis(slices.double(), judges, settings.complement))
         prices.append(float(layer.numel // slice_size * (2 if settings.bfloat16 else 4)))
         free -= 4 * (layer.numel % slice_size)
         sizes[layer.name] = slice_size
@@ -218,9 +239,10 @@ def _within_budget(
 
 
 def _energy_per_axis(slices: torch.Tensor, judges: int, complement: float) -> torch.Tensor:
-    """What each further axis holds of the `judges` latest samples (T, r, K), without which the axes are fitted.
+    """Energy that each further axis holds of the `judges` latest of the samples (T, r, K).
 
-    A random axis holds its share of what the fitted ones leave: with a complement there are K of them to be had.
+    The axes are fitted on the other samples. With a complement there are K axes, and a random one holds its share of
+    the energy that the fitted ones leave.
     """
     size = slices.shape[2]
     axes, later = spectrum(slices, judges).axes, slices[-judges:].reshape(-1, size)
@@ -237,7 +259,7 @@ def _energy_per_axis(slices: torch.Tensor, judges: int, complement: float) -> to
 def _fit_layers(
     trace: Trace, window: range, chosen: Mapping[str, GradiVeQ.Settings], progress: Progress | None
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any], dict[str, str]]:
-    """Learned tensors, facts and reasons for leaving out, each by layer name."""
+    """Learned tensors, losses where they were fitted, and reasons for leaving a layer dense; each by layer name."""
     learned: dict[str, dict[str, torch.Tensor]] = {}
     facts: dict[str, Any] = {}
     skipped: dict[str, str] = {}
@@ -259,7 +281,7 @@ def _fit_layers(
 
 
 def _blocks(trace: Trace, window: range, layer: Layer, slice_size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Averaged gradients (t, *layer.shape) of the window, block by block, and their slices (t, M, K); finite ones."""
+    """Finite averaged gradients (t, *layer.shape) of the window, block by block, and their slices (t, M, K)."""
     length = max(1, _BLOCK_VALUES // max(1, layer.numel))
     for first in range(window.start, window.stop, length):
         gradients = mean_unscaled(trace, layer.name, first, min(first + length, window.stop))
@@ -272,16 +294,16 @@ def _blocks(trace: Trace, window: range, layer: Layer, slice_size: int) -> Itera
 def _samples(
     trace: Trace, window: range, layer: Layer, slice_size: int, chosen: Sequence[int], whitening: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Averaged gradients (T, S, K) of the chosen slices, and with whitening the mean (M, K) of all."""
-    found, total = [], torch.zeros(layer.numel // slice_size, slice_size, dtype=torch.float64)
+    """Averaged gradients (T, S, K) of the chosen slices; with whitening also the mean (M, K) of all slices."""
+    parts, total = [], torch.zeros(layer.numel // slice_size, slice_size, dtype=torch.float64)
     for _, slices in _blocks(trace, window, layer, slice_size):
-        found.append(slices[:, list(chosen)])
+        parts.append(slices[:, list(chosen)])
         if whitening:
             total += slices.sum(0, dtype=torch.float64)
-    count = sum(map(len, found))
+    count = sum(map(len, parts))
     if count < 2:
         raise NotFittable(f"{layer.name}: {count} of {len(window)} samples are finite, expected at least 2")
-    return torch.cat(found), (total / count).float() if whitening else None
+    return torch.cat(parts), (total / count).float() if whitening else None
 
 
 def _fit_layer(
@@ -318,7 +340,7 @@ def _loss(rows: Any) -> float:
 
 
 def _promised_loss(chosen: Mapping[str, GradiVeQ.Settings]) -> float | None:
-    """lambda, the largest of any layer; None where something else than eq. (6) decides on d."""
+    """The largest lambda of any layer; None where something else than eq. (6) decides on d."""
     if any(settings.ratio for settings in chosen.values()):
         return None
     return max((settings.loss_threshold for settings in chosen.values()), default=None)

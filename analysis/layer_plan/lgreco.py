@@ -25,8 +25,8 @@ from gradlab.analysis.layer_plan.costs import PAYLOAD, Cost, candidate_costs
 from gradlab.analysis.layer_plan.grids import main_setting, paper_settings
 from gradlab.analysis.layer_plan.planners import Choice, total
 from gradlab.analysis.layer_plan.problem import Problem
-from gradlab.analysis.layer_plan.step_time_search import StepModel, StepTimes, fastest_plan
-from gradlab.analysis.replay.error_tables import ErrorTable, measure_errors, windows_of
+from gradlab.analysis.layer_plan.step_time_search import FastestPlan, StepModel, StepTimes, fastest_plan
+from gradlab.analysis.replay.error_tables import ErrorTable, LayerTable, measure_errors, windows_of
 from gradlab.artifact import Artifact
 from gradlab.codec.settings import build_settings
 from gradlab.errors import GradlabError
@@ -39,18 +39,86 @@ from gradlab.progress import Progress
 if TYPE_CHECKING:
     from gradlab.trace import Trace
 
-# Windows that the plan is chosen on, of all; later ones check it.
-_CHOSEN_ON = 0.5
-# So many windows a trace is cut into, if nothing else is asked for.
-_WINDOWS = 4
+_CHOSEN_ON = 0.5  # share of the windows that the plan is chosen on; later ones check it
+_WINDOWS = 4  # that a trace is cut into by default
 _REPEATS = 3  # of timed exchanges: there are many candidates
 _POINTS = 17  # of a frontier
-_DELAY_SHARE = 10  # of the iterations between two choices, for the tables to be made in
+_DELAY_SHARE = 10  # a tenth of the iterations between two choices is left for making the tables
+
+
+@dataclass(frozen=True)
+class LgrecoOptions:
+    """How `fit_lgreco` measures, what it keeps small, and what the plan is for.
+
+    Args:
+        candidates: by layer name, in place of the paper's range around the reference. The reference joins them.
+        alpha: the error allowed, in the uniform plan's.
+        budget: in place of alpha, an error summed over layers, mean over ranks and windows.
+        metric: "squared" sums squares of errors over layers, "plain" the errors.
+        window: steps that gradients are accumulated over; None cuts the trace from `start` on into 4 windows.
+        start: position of the first recorded step to look at.
+        cost: what is kept small.
+        weights: by layer name, factors of the layer's cost; see `gradlab.analysis.layer_plan.bucket_time`.
+        step: with a cost in seconds, the plan of the shortest predicted step is looked for in place of the least sum;
+            see `gradlab.analysis.layer_plan.step_time_search`.
+        world_size: ranks that the plan is for; None takes the trace's.
+        warmup_steps: dense steps before the first compressed one.
+        refresh_every: steps of training after which the plan is chosen anew from these settings; 0 is never.
+        seed: of the plan, and of random codecs while errors are measured.
+        workers: processes that measure errors.
+        cluster: address of a dask.distributed scheduler to measure errors on.
+    """
+
+    candidates: Mapping[str, Sequence[Candidate]] | None = None
+    alpha: float = 1.0
+    budget: float | None = None
+    metric: str = "squared"
+    window: int | None = None
+    start: int = 0
+    cost: Cost = PAYLOAD
+    weights: Mapping[str, float] | None = None
+    step: StepModel | None = None
+    world_size: int | None = None
+    warmup_steps: int = 0
+    refresh_every: int = 0
+    seed: int = 0
+    workers: int = 1
+    cluster: str | None = None
+
+    @property
+    def cost_name(self) -> str:
+        """The cost's name, or "step"."""
+        return self.cost.name if self.step is None else "step"
+
+    def check(self, ranks: int) -> None:
+        """Refuse options that contradict each other.
+
+        Raises:
+            GradlabError: naming them.
+        """
+        least = 1 if self.cost.name == "payload" else 2
+        if ranks < least:
+            raise GradlabError(f"nodes = {ranks}, expected at least {least} for {self.cost_name}")
+        if self.refresh_every and (self.weights is not None or self.budget is not None):
+            raise GradlabError(
+                "refresh: while training plans are chosen by payload and alpha, without weights or a budget"
+            )
+        if self.refresh_every and self.cost_name != "payload":
+            raise GradlabError(f"refresh: while training plans are chosen by payload, not by {self.cost_name}")
+        if self.step is not None and (self.cost.link is None or self.weights is not None):
+            raise GradlabError("a step is predicted from seconds on a link, and weighs buckets itself")
 
 
 @dataclass(frozen=True)
 class LgrecoFit:
-    """A plan by layer, with the tables it was chosen from and plain JSON about how it was made and how it holds up."""
+    """A plan by layer.
+
+    Args:
+        plan: the base plan with a codec per layer.
+        problem: the tables that the plan was chosen from.
+        allocation: the choice, its cost and a lower bound on any choice's cost.
+        origin: plain JSON, how the plan was made and its errors on later windows; the artifact's metadata.
+    """
 
     plan: Plan
     problem: Problem
@@ -58,15 +126,17 @@ class LgrecoFit:
     origin: dict[str, Any]
 
     def artifact(self) -> Artifact:
-        """The plan with its origin, to be saved."""
+        """Join the plan and its metadata, to be saved."""
         return Artifact(self.plan, self.origin)
 
     def frontier(self, points: int = _POINTS) -> dict[str, Any]:
-        """Cost over error, in the uniform plan's, of every way to plan on the same tables, as plain JSON.
+        """Trace cost over error for every way to plan on the same tables, as plain JSON.
 
-        points: budgets, evenly from the least error that there is to the most.
+        Errors are in the uniform plan's. Where layers differ in their settings, planners that need the same settings
+        in all layers are left out.
 
-        Where layers differ in their settings, only planners that do not need one setting for all are there.
+        Args:
+            points: budgets, evenly from the least error possible to the most.
         """
         problem, metric = self.problem, self.origin["metric"]
         chosen_on, _ = _halves(len(problem.table.windows))
@@ -74,7 +144,7 @@ class LgrecoFit:
         unit = total(errors, problem.reference) or 1.0
         most = sum(float(row[np.isfinite(row)].max()) for row in errors)
         budgets = np.linspace(sum(float(row.min()) for row in errors), most, points)
-        found: dict[str, list[list[float]]] = {}
+        curves: dict[str, list[list[float]]] = {}
         for name, planner in problem.planners().items():
             reached = []
             for budget in budgets:
@@ -82,108 +152,107 @@ class LgrecoFit:
                     plan = planner(errors, problem.objective, float(budget))
                     reached.append([total(errors, plan.choice) / unit, total(problem.costs, plan.choice)])
             if reached:
-                found[name] = reached
+                curves[name] = reached
         # A step is no sum over layers: seconds are what the tables hold.
         cost = self.origin["cost"] if "step" not in self.origin else "seconds"
-        return {"planners": found, "cost": cost, "metric": metric}
+        return {"planners": curves, "cost": cost, "metric": metric}
 
 
 def fit_lgreco(
     trace: Trace,
     codec: str,
     reference: Mapping[str, Any] | None = None,
+    options: LgrecoOptions | None = None,
     *,
-    candidates: Mapping[str, Sequence[Candidate]] | None = None,
-    alpha: float = 1.0,
-    budget: float | None = None,
-    metric: str = "squared",
-    window: int | None = None,
-    start: int = 0,
-    cost: Cost = PAYLOAD,
-    weights: Mapping[str, float] | None = None,
-    step: StepModel | None = None,
-    world_size: int | None = None,
-    warmup_steps: int = 0,
-    refresh_every: int = 0,
-    seed: int = 0,
-    workers: int = 1,
-    cluster: str | None = None,
     progress: Progress | None = None,
+    **changes: Any,
 ) -> LgrecoFit:
-    """Choose a setting per layer.
+    """Choose a setting per layer: the least cost at no more error than a uniform plan's.
 
-    codec, reference: the uniform plan that is known to train well, and whose error, times alpha, is the budget;
-    candidates: per layer, in place of the paper's range around the reference; the reference joins them. budget: in
-    place of alpha, an error summed over layers, mean over ranks and windows. metric: "squared" or "plain": what is
-    summed over layers is the square of an error, or the error. window: steps that gradients are accumulated over; by
-    default the trace from `start` on is cut into 4. The first half of the windows is chosen on, the second checks the
-    choice; of one window nothing is held out. cost: what is minimised, at `world_size` ranks (the trace's); weights: by
-    layer name, times its cost there: see `gradlab.analysis.layer_plan.bucket_time`. step: with a cost in seconds, the
-    plan of the shortest predicted step in place of the least sum: see `gradlab.analysis.layer_plan.step_time_search`.
-    refresh_every: iterations of training after which the plan is chosen anew from these settings, 0 for never. workers,
-    cluster: see `measure_errors`.
+    The first half of the windows is chosen on, the second checks the choice. Of one window nothing is held out.
+
+    Args:
+        trace: gradients of all ranks.
+        codec: of the uniform plan that is known to train well. Its error, times alpha, is the budget.
+        reference: settings of that codec.
+        options: everything else.
+        progress: called with what is being done, how much is done, and of how much.
+        changes: fields of `LgrecoOptions` by name, which differ from `options`.
 
     Raises:
         GradlabError: for a budget that no plan meets, no layer to compress, a refresh from several codecs or towards
             another cost than payload, or what `measure_errors` refuses.
     """
-    varied, method = main_setting(codec), codecs.get(codec)
-    reference = dict(reference or {})
-    built = build_settings(method, reference)  # names the codec's settings; Plan.uniform has others of its own
-    reference = {varied: getattr(built, varied), **reference}
-    ranks = trace.world_size if world_size is None else world_size
-    named = cost.name if step is None else "step"
-    if ranks < 1 or (ranks < 2 and cost.name != "payload"):
-        raise GradlabError(f"nodes = {ranks}, expected at least {1 if cost.name == 'payload' else 2} for {named}")
-    if refresh_every and (weights is not None or budget is not None):
-        raise GradlabError("refresh: while training plans are chosen by payload and alpha, without weights or a budget")
-    if refresh_every and named != "payload":
-        raise GradlabError(f"refresh: while training plans are chosen by payload, not by {named}")
-    if step is not None:
-        if cost.link is None or weights is not None:
-            raise GradlabError("a step is predicted from seconds on a link, and weighs buckets itself")
-        bucket_of_layers(trace.layers, step.bucket_cap_mb)  # refuses a cap that cannot be
-    base = Plan.uniform(trace.layers, codec, warmup_steps=warmup_steps, seed=seed, group_bytes=0, **reference)
-    windows = _windows(trace, start, window)
-    rows = _candidates(base, codec, dict(reference), candidates)
-    table = measure_errors(trace, rows, windows, seed=seed, workers=workers, cluster=cluster, progress=progress)
+    options = replace(options or LgrecoOptions(), **changes)
+    varied = main_setting(codec)
+    # Refuses what is no setting of the codec, before it is taken for an argument of Plan.uniform.
+    settings = build_settings(codecs.get(codec), dict(reference or {}))
+    uniform = Candidate(codec, {varied: getattr(settings, varied), **(reference or {})})
+    ranks = trace.world_size if options.world_size is None else options.world_size
+    options.check(ranks)
+    if options.step is not None:
+        bucket_of_layers(trace.layers, options.step.bucket_cap_mb)  # refuses a cap that cannot be
+    warmup, seed = options.warmup_steps, options.seed
+    base = Plan.uniform(trace.layers, codec, warmup_steps=warmup, seed=seed, group_bytes=0, **uniform.settings)
     runs = DryRuns(base, ranks, repeats=_REPEATS)
+    problem = _measure(trace, base, uniform, options, runs, progress)
+    errors, budget = _errors_and_budget(problem, options)
+    fastest: FastestPlan | None = None
+    if options.step is None or options.cost.link is None:
+        allocation = allocate(errors, problem.objective, budget)
+    else:
+        times = StepTimes(partial(plan_of, base, problem.table), runs, options.cost.link, options.step)
+        fastest = fastest_plan(problem, errors, budget, times, seed=seed, progress=progress)
+        allocation = Allocation(fastest.choice, fastest.seconds, fastest.bound)
+    plan = plan_of(base, problem.table, allocation.choice)
+    if options.refresh_every:
+        plan = replace(plan, refresh=_refresh(problem, options))
+    origin = _origin(trace, base, plan, problem, allocation, ranks) | {
+        "codec": codec,
+        "reference": dict(uniform.settings),
+        "alpha": None if options.budget is not None else options.alpha,
+        "budget": budget,
+        "metric": options.metric,
+        "cost": options.cost_name,
+        "world_size": ranks,
+        "varied": varied,
+        "uniform": str(uniform),
+    }
+    if fastest is not None:
+        step = {"size": fastest.seconds, "uniform_size": fastest.uniform, "step": fastest.to_json()}
+        origin |= step | {"gain": fastest.uniform / fastest.seconds}
+    elif alone := problem.alone(errors, budget):
+        origin["alone"] = alone
+    return LgrecoFit(plan, problem, allocation, origin)
+
+
+def _measure(
+    trace: Trace, base: Plan, uniform: Candidate, options: LgrecoOptions, runs: DryRuns, progress: Progress | None
+) -> Problem:
+    """Errors and costs of every layer's candidates."""
+    windows = _windows(trace, options.start, options.window)
+    rows = _candidates(base, uniform, options.candidates)
+    seed, workers, cluster = options.seed, options.workers, options.cluster
+    table = measure_errors(trace, rows, windows, seed=seed, workers=workers, cluster=cluster, progress=progress)
     layers = [(t.layer, t.candidates) for t in table.layers]
-    costs = candidate_costs(layers, ranks, cost, runs=runs, progress=progress)
-    at = np.array([_place_of(codec, reference, t.candidates) for t in table.layers])
-    weighing = None if weights is None else np.array([weights[t.layer.name] for t in table.layers])
-    problem = Problem(table, tuple(costs), at, weighing)
-    if not np.isfinite(table.by_window(at, metric)).all():
+    costs = candidate_costs(layers, runs.world_size, options.cost, runs=runs, progress=progress)
+    reference = np.array([_index_of(uniform, t.candidates) for t in table.layers])
+    weights = options.weights
+    factors = None if weights is None else np.array([weights[t.layer.name] for t in table.layers])
+    if not np.isfinite(table.by_window(reference, options.metric)).all():
         raise GradlabError(
             f"{trace.path}: the uniform plan's own error is not finite: there is no budget to take from it"
         )
-    chosen_on, checked_on = _halves(len(windows))
-    if budget is None:
-        errors = problem.errors(metric, chosen_on)
-        most = alpha * total(errors, problem.reference)
-    else:
-        errors, most = table.errors(metric, chosen_on), budget
-    fastest = None
-    if step is None or cost.link is None:
-        found = allocate(errors, problem.objective, most)
-    else:
-        times = StepTimes(partial(plan_of, base, table), runs, cost.link, step)
-        fastest = fastest_plan(problem, errors, most, times, seed=seed, progress=progress)
-        found = Allocation(fastest.choice, fastest.seconds, fastest.bound)
-    plan = plan_of(base, table, found.choice)
-    if refresh_every:
-        refresh = _refresh(table, problem.reference, refresh_every, alpha, metric)
-        plan = replace(plan, refresh=refresh)
-    origin = _origin(trace, base, plan, problem, found, (chosen_on, checked_on), ranks)
-    about = {"codec": codec, "reference": dict(reference), "alpha": None if budget is not None else alpha}
-    origin |= about | {"budget": most, "metric": metric, "cost": named, "world_size": ranks}
-    if fastest is None and (alone := problem.alone(errors, most)):
-        origin |= {"alone": alone}
-    if fastest is not None:
-        times_of_step = {"size": fastest.seconds, "uniform_size": fastest.uniform, "step": fastest.to_json()}
-        origin |= times_of_step | {"gain": fastest.uniform / fastest.seconds}
-    origin |= {"varied": varied, "uniform": str(Candidate(codec, reference))}
-    return LgrecoFit(plan, problem, found, origin)
+    return Problem(table, tuple(costs), reference, factors)
+
+
+def _errors_and_budget(problem: Problem, options: LgrecoOptions) -> tuple[list[np.ndarray], float]:
+    """Per layer (candidates,), errors on the windows that are chosen on; and the sum allowed, in their unit."""
+    chosen_on, _ = _halves(len(problem.table.windows))
+    if options.budget is not None:
+        return problem.table.errors(options.metric, chosen_on), options.budget
+    errors = problem.errors(options.metric, chosen_on)
+    return errors, options.alpha * total(errors, problem.reference)
 
 
 def _windows(trace: Trace, start: int, window: int | None) -> list[tuple[int, int]]:
@@ -200,90 +269,91 @@ def _halves(count: int) -> tuple[slice, slice]:
 
 
 def _candidates(
-    base: Plan, codec: str, reference: dict[str, Any], given: Mapping[str, Sequence[Candidate]] | None
+    base: Plan, uniform: Candidate, given: Mapping[str, Sequence[Candidate]] | None
 ) -> dict[str, list[Candidate]]:
+    """Candidates by layer name; those given come after the uniform plan's."""
+    codec, reference = uniform.codec, uniform.settings
     names = [name for group in base.compressed_groups if group.codec == codec for name in group.layers]
     if given is None and not names:
         raise GradlabError(f"no layer that {codec} would compress: there is nothing to choose")
     if given is None:
         return {name: [Candidate(codec, settings) for settings in paper_settings(codec, reference)] for name in names}
-    uniform = Candidate(codec, reference)
-    dense = Candidate("identity")
-    found = {}
-    for name, some in given.items():
-        own = uniform if name in names else dense
-        found[name] = [own, *(candidate for candidate in some if candidate != own)]
-    return found
+    firsts = {name: uniform if name in names else Candidate("identity") for name in given}
+    return {name: [first, *(one for one in given[name] if one != first)] for name, first in firsts.items()}
 
 
-def _place_of(codec: str, reference: Mapping[str, Any], candidates: Sequence[Candidate]) -> int:
-    """Where the uniform plan's candidate stands; a layer that it sends dense has that one first."""
-    full = codecs.get(codec).Settings
-    wanted = full(**reference)
-    for place, candidate in enumerate(candidates):
-        if candidate.codec == codec and full(**candidate.settings) == wanted:
-            return place
+def _index_of(uniform: Candidate, candidates: Sequence[Candidate]) -> int:
+    """Index of the uniform plan's candidate; a layer that it sends dense has that one first."""
+    full = codecs.get(uniform.codec).Settings
+    wanted = full(**uniform.settings)
+    for index, candidate in enumerate(candidates):
+        if candidate.codec == uniform.codec and full(**candidate.settings) == wanted:
+            return index
     return 0
 
 
-def _refresh(table: ErrorTable, reference: np.ndarray, every: int, alpha: float, metric: str) -> Refresh:
-    codecs_there = {candidate.codec for t in table.layers for candidate in t.candidates}
-    if len(codecs_there) > 1:
-        raise GradlabError(f"refresh: chooses among one codec's settings, not among {', '.join(sorted(codecs_there))}")
-    settings = {t.layer.name: [dict(candidate.settings) for candidate in t.candidates] for t in table.layers}
-    places = {t.layer.name: int(place) for t, place in zip(table.layers, reference, strict=True)}
-    return Refresh(every, settings, places, min(every - 1, max(1, every // _DELAY_SHARE)), alpha, metric)
+def _refresh(problem: Problem, options: LgrecoOptions) -> Refresh:
+    layers, every = problem.table.layers, options.refresh_every
+    names = {candidate.codec for t in layers for candidate in t.candidates}
+    if len(names) > 1:
+        raise GradlabError(f"refresh: chooses among one codec's settings, not among {', '.join(sorted(names))}")
+    settings = {t.layer.name: [dict(candidate.settings) for candidate in t.candidates] for t in layers}
+    reference = {t.layer.name: int(index) for t, index in zip(layers, problem.reference, strict=True)}
+    delay = min(every - 1, max(1, every // _DELAY_SHARE))
+    return Refresh(every, settings, reference, delay, options.alpha, options.metric)
 
 
 def plan_of(base: Plan, table: ErrorTable, choice: Choice) -> Plan:
-    """The base plan with the table's layers as they were chosen; layers of the base that are not in it stay."""
-    chosen = {t.layer.name: t.candidates[place] for t, place in zip(table.layers, choice, strict=True)}
+    """Give the table's layers of a base plan their chosen candidates; its other layers stay as they are.
+
+    Args:
+        base: a plan of all layers.
+        table: candidates of some layers.
+        choice: (layers of the table,), an index of the candidates each.
+    """
+    chosen = {t.layer.name: t.candidates[index] for t, index in zip(table.layers, choice, strict=True)}
     others = tuple(group for group in base.groups if not set(group.layers) & set(chosen))
-    mine = [(name, candidate) for name, candidate in chosen.items() if candidate.codec != "identity"]
-    learned = {name: dict(candidate.learned) for name, candidate in mine if candidate.learned}
-    groups = (*(candidate.group(name) for name, candidate in mine), *others)
+    compressed = [(name, candidate) for name, candidate in chosen.items() if candidate.codec != "identity"]
+    learned = {name: dict(candidate.learned) for name, candidate in compressed if candidate.learned}
+    groups = (*(candidate.group(name) for name, candidate in compressed), *others)
     return Plan(base.layers, groups, base.schedule, base.seed, learned)
 
 
 def _origin(
-    trace: Trace,
-    base: Plan,
-    plan: Plan,
-    problem: Problem,
-    found: Allocation,
-    windows: tuple[slice, slice],
-    ranks: int,
+    trace: Trace, base: Plan, plan: Plan, problem: Problem, allocation: Allocation, ranks: int
 ) -> dict[str, Any]:
-    """Plain JSON: sizes, errors where it was chosen and later, and what every layer got."""
+    """Plain JSON: sizes, errors on the windows chosen on and on later ones, and what every layer got."""
     table = problem.table
-    chosen_on, checked_on = windows
-    cost_of_uniform, size = total(problem.costs, problem.reference), total(problem.costs, found.choice)
+    chosen_on, checked_on = _halves(len(table.windows))
+    cost_of_uniform, size = total(problem.costs, problem.reference), total(problem.costs, allocation.choice)
     errors = {
         name: {
             "chosen_on": table.relative_error(choice, chosen_on),
             "held_out": table.relative_error(choice, checked_on) if checked_on != chosen_on else None,
         }
-        for name, choice in (("plan", found.choice), ("uniform", problem.reference))
+        for name, choice in (("plan", allocation.choice), ("uniform", problem.reference))
     }
     layers = [
         {
             "name": t.layer.name,
             "numel": t.layer.numel,
-            "chosen": str(t.candidates[place]),
-            "codec": t.candidates[place].codec,
-            "settings": dict(t.candidates[place].settings),
-            "cost": float(costs[place]),
-            "uniform_cost": float(costs[at]),
-            "relative_error": _relative(t, place, chosen_on),
-            "uniform_relative_error": _relative(t, at, chosen_on),
+            "chosen": str(t.candidates[index]),
+            "codec": t.candidates[index].codec,
+            "settings": dict(t.candidates[index].settings),
+            "cost": float(costs[index]),
+            "uniform_cost": float(costs[reference]),
+            "relative_error": _relative(t, index, chosen_on),
+            "uniform_relative_error": _relative(t, reference, chosen_on),
         }
-        for t, costs, place, at in zip(table.layers, problem.costs, found.choice, problem.reference, strict=True)
+        for t, costs, index, reference in zip(
+            table.layers, problem.costs, allocation.choice, problem.reference, strict=True
+        )
     ]
     return {
         "method": "lgreco",
         "trace": trace.digest,
         "size": size,
-        "gap": found.gap,
+        "gap": allocation.gap,
         "uniform_size": cost_of_uniform,
         "gain": cost_of_uniform / size if size else math.inf,
         "payload_bytes": plan.payload_bytes(ranks),
@@ -296,6 +366,6 @@ def _origin(
     }
 
 
-def _relative(table: Any, place: int, windows: slice) -> float:
+def _relative(table: LayerTable, index: int, windows: slice) -> float:
     norm = float(table.squared_norm[windows].sum())
-    return float((table.squared[windows, place].sum() / norm) ** 0.5) if norm else 0.0
+    return float((table.squared[windows, index].sum() / norm) ** 0.5) if norm else 0.0
