@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gradlab.analysis.measure.sign_blocks import gather_statistics, share_out_blocks, sizes_of
 from gradlab.errors import GradlabError
+from gradlab.jsonable import Jsonable
 from gradlab.plan import Group, Plan
 from gradlab.progress import Progress
 
@@ -16,33 +17,43 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class BlockFit:
-    """Block sizes by layer, and the share of energy that signs keep with them (`kept`), with a scale per tensor, and
-    with one for the model: on the iterations that were fitted on, and on later ones ("held out").
+class EnergyShares(Jsonable):
+    """Share of the gradients' energy that signs keep: with fitted blocks, a scale per tensor, and one for the model."""
+
+    kept: float
+    by_tensor: float
+    by_model: float
+
+
+@dataclass(frozen=True)
+class BlockFit(Jsonable):
+    """Blocks of signs for every layer.
+
+    Args:
+        block_sizes: elements per block, by layer name.
+        scales: number of blocks in all layers.
+        fitted: energy kept on the iterations that were fitted on.
+        held_out: energy kept on later iterations.
+        iterations: the first fitted on, the first held out, the last held out.
     """
 
     block_sizes: Mapping[str, int]
     scales: int
-    fitted: Mapping[str, float]
-    held_out: Mapping[str, float]
-    iterations: tuple[int, int, int]  # the first fitted on, the first held out, the last held out
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "block_sizes": dict(self.block_sizes),
-            "scales": self.scales,
-            "fitted": dict(self.fitted),
-            "held_out": dict(self.held_out),
-            "iterations": list(self.iterations),
-        }
+    fitted: EnergyShares
+    held_out: EnergyShares
+    iterations: tuple[int, int, int]
 
 
 def fit_block_sizes(
     trace: Trace, scales_per_tensor: float, samples: int, *, progress: Progress | None = None
 ) -> BlockFit:
-    """Share out `scales_per_tensor` times as many scales as there are tensors where they keep most energy.
+    """Share out scales among the layers where they keep most energy.
 
-    samples: iterations at the start of the trace to fit on; as many later ones, at most, are held out.
+    Args:
+        trace: gradients of all ranks.
+        scales_per_tensor: scales for each tensor, on average.
+        samples: iterations at the start of the trace to fit on; as many later ones, at most, are held out.
+        progress: called with what is being done, how much is done, and of how much.
 
     Raises:
         GradlabError: for fewer scales than tensors, or a trace that leaves nothing to hold out.
@@ -59,23 +70,26 @@ def fit_block_sizes(
     chosen = share_out_blocks(seen.numels, seen.kept, round(scales_per_tensor * len(layers)))
     sizes = sizes_of(seen.numels, chosen)
     whole = [0] * len(chosen)
-
-    def shares(of: Any) -> dict[str, float]:
-        return {"kept": of.share_kept(chosen), "by_tensor": of.share_kept(whole), "by_model": of.share_kept_by_model}
-
+    fitted, held_out = (
+        EnergyShares(part.share_kept(chosen), part.share_kept(whole), part.share_kept_by_model)
+        for part in (seen, later)
+    )
     return BlockFit(
         {layer.name: size for layer, size in zip(trace.layers, sizes, strict=True)},
         sum(-(-numel // size) for numel, size in zip(seen.numels, sizes, strict=True)),
-        shares(seen),
-        shares(later),
+        fitted,
+        held_out,
         (int(trace.steps[0]), int(trace.steps[samples]), int(trace.steps[last - 1])),
     )
 
 
 def with_block_sizes(plan: Plan, sizes: Mapping[str, int]) -> Plan:
-    """The plan with its groups of signs parted where layers need blocks of another size.
+    """Part a plan's groups of signs where layers need blocks of another size.
 
-    sizes: by layer name; one that is all of a layer goes with any larger one, as a block ends with its layer.
+    Args:
+        plan: with groups of codec `sign`.
+        sizes: elements per block, by layer name. A block ends with its layer, so that a layer of one block can share
+            a group with larger blocks.
     """
     numels = {layer.name: layer.numel for layer in plan.layers}
     groups: list[Group] = []
@@ -94,7 +108,7 @@ def with_block_sizes(plan: Plan, sizes: Mapping[str, int]) -> Plan:
 def _runs(
     layers: Sequence[str], sizes: Mapping[str, int], numels: Mapping[str, int]
 ) -> Iterator[tuple[int | None, list[str]]]:
-    """Layers that follow each other and can share a block size: that size (None: no block ends in a layer), names."""
+    """Block size and names of layers in a row that can share it; None where every layer is one block."""
     run: list[str] = []
     size: int | None = None
     for name in layers:
@@ -111,5 +125,5 @@ def _runs(
 
 
 def _sound(name: str, size: int, sizes: Mapping[str, int], numels: Mapping[str, int]) -> bool:
-    """Whether blocks of a size cut a layer as it was to be cut."""
+    """Whether blocks of `size` cut a layer into the blocks that it was given."""
     return sizes[name] == size or (sizes[name] >= numels[name] and size >= numels[name])

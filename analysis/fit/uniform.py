@@ -11,10 +11,13 @@ from gradlab.jsonable import plain
 from gradlab.plan import Plan
 
 
-def uniform_artifact(plan: Plan, replay: Replay, **about: Any) -> Artifact:
-    """The plan with its provenance: the trace it was replayed on, the bytes it will send, and the replay's summary.
+def uniform_artifact(plan: Plan, replay: Replay, **metadata: Any) -> Artifact:
+    """Join a plan and its provenance: the trace it was replayed on, the bytes it will send, the replay's summary.
 
-    about: plain JSON that goes with it; None is left out.
+    Args:
+        plan: any plan that needed no fit.
+        replay: of that plan.
+        metadata: further plain JSON; None is left out.
 
     Raises:
         GradlabError: for a replay of another plan.
@@ -30,5 +33,5 @@ def uniform_artifact(plan: Plan, replay: Replay, **about: Any) -> Artifact:
         "payload_bytes": replay.forecast_payload_bytes,
         "dense_payload_bytes": replay.dense_payload_bytes,
         "replay": plain(replay.summary()),
-    } | {key: value for key, value in about.items() if value is not None}
+    } | {key: value for key, value in metadata.items() if value is not None}
     return Artifact(plan, origin)

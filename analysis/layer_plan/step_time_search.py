@@ -1,18 +1,18 @@
 """The plan by layer whose training step is predicted to be the shortest, with a bound on any plan's.
 
 Alimohammadi et al., "L-GreCo", MLSys 2024, section 4, puts a regression on measured times in place of the size: see
-`gradlab.analysis.layer_plan.bucket_time`. Here the step itself is predicted (`gradlab.analysis.forecast.step_time`), so
-the regression can be taken on as many plans as are wanted, and every plan that an objective finds is judged by its own
-step. A step is no sum over layers: that a plan is the fastest is not proved by a search over sums. How much faster any
-other one of the same candidates, a group per layer, could be predicted to be with the same times of codecs is: all
-codecs take turns on one thread, and all messages share one link. (Groups of several layers, as some codecs like them,
-can be faster.)
+`gradlab.analysis.layer_plan.bucket_time`. Here `gradlab.analysis.forecast.step_time` predicts the step itself. The
+regression can then be taken on as many plans as are wanted, and every plan that an objective finds is judged by its
+own step. A step is no sum over layers, so a search over sums does not prove that a plan is the fastest. What is proved
+is a bound on the step of any plan of the same candidates, a group per layer, with the same times of codecs: all codecs
+take turns on one thread, and all messages share one link. Groups of several layers, which some codecs prefer, can be
+faster.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from gradlab.analysis.layer_plan.costs import candidate_exchange
 from gradlab.analysis.layer_plan.planners import Rows
 from gradlab.analysis.layer_plan.problem import Problem
 from gradlab.errors import GradlabError
+from gradlab.jsonable import Jsonable
 from gradlab.knapsack import allocate
 from gradlab.plan import Plan
 from gradlab.progress import Progress
@@ -44,8 +45,13 @@ _ROUNDING = 8  # bytes per rank and message
 
 @dataclass(frozen=True)
 class StepModel:
-    """What a step is predicted from besides plan and link. compute_seconds: of forward and backward, without exchange;
-    cores: per rank, see `gradlab.analysis.forecast.forecast`; bucket_cap_mb: DDP's bucket size in MiB."""
+    """What a step is predicted from besides plan and link.
+
+    Args:
+        compute_seconds: of forward and backward, without exchange.
+        cores: per rank; see `gradlab.analysis.forecast.forecast`.
+        bucket_cap_mb: DDP's bucket size in MiB.
+    """
 
     compute_seconds: float
     cores: float = 2.0
@@ -58,17 +64,25 @@ class StepModel:
 
     @property
     def speed(self) -> float:
-        """Of computing and codecs while both run, see `gradlab.analysis.forecast.simulator.Clock`."""
+        """Speed of computing and of codecs while both run; see `gradlab.analysis.forecast.simulator.Clock`."""
         return min(1.0, max(1.0, self.cores) / 2)
 
 
 @dataclass(frozen=True)
-class FastestPlan:
-    """choice: per layer; seconds: its step, predicted; bound: no choice within the budget is predicted to take less;
-    uniform, dense: steps of the reference and of plain DDP; by_objective: the step of what each objective found; link,
-    model: what it was predicted from."""
+class FastestPlan(Jsonable):
+    """The choice of the shortest predicted step; all times are in seconds.
 
-    choice: np.ndarray
+    Args:
+        choice: (layers,), an index of the layer's candidates each.
+        seconds: its step.
+        bound: no choice within the budget is predicted to take less.
+        uniform: the step of the uniform plan.
+        dense: the step of plain DDP.
+        by_objective: the step of the choice that each objective leads to.
+        link, model: what steps are predicted from.
+    """
+
+    choice: np.ndarray = field(metadata={"json": False})
     seconds: float
     bound: float
     uniform: float
@@ -79,15 +93,18 @@ class FastestPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON, in seconds; the link's speed as a text, such as "200mbit"."""
-        found = {name: value for name, value in asdict(self).items() if name != "choice"}
-        found["link"]["bits_per_second"] = format_rate(self.link.bits_per_second)
-        return found
+        link = asdict(self.link) | {"bits_per_second": format_rate(self.link.bits_per_second)}
+        return super().to_json() | {"link": link}
 
 
 class StepTimes:
-    """Predicted steps of choices, each looked up once.
+    """Predicted steps of choices; each choice is predicted once.
 
-    plan_of: a choice's plan; runs: exchanges at N ranks that are known already, and are added to.
+    Args:
+        plan_of: makes a choice's plan.
+        runs: exchanges at N ranks that are known already; new ones are added.
+        link: between the ranks.
+        model: everything else that a step is predicted from.
     """
 
     def __init__(self, plan_of: Callable[[np.ndarray], Plan], runs: DryRuns, link: Link, model: StepModel) -> None:
@@ -98,17 +115,17 @@ class StepTimes:
         self._known: dict[bytes, float] = {}
 
     def job(self, choice: np.ndarray) -> Job:
-        """The step of a choice, before the link is known."""
+        """What a choice's step consists of, before the link is known."""
         plan, model = self.plan_of(choice), self.model
         runs = self.runs.of(plan)
         return make_job(plan, runs, model.compute_seconds, scan_seconds=self._scan, bucket_cap_mb=model.bucket_cap_mb)
 
     def compare(self, choice: np.ndarray) -> Comparison:
-        """A choice's step beside plain DDP's."""
+        """Predict a choice's step and plain DDP's."""
         return compare(self.job(choice), self.link, speed=self.model.speed)
 
     def seconds(self, choice: np.ndarray) -> float:
-        """A choice's step."""
+        """Predict the seconds of a choice's step."""
         key = np.asarray(choice, dtype=np.int64).tobytes()
         if key not in self._known:
             self._known[key] = self.compare(choice).compressed.seconds
@@ -124,10 +141,18 @@ def fastest_plan(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> FastestPlan:
-    """Look for it among what several objectives find within a budget of errors that can be met: bytes, seconds as if
-    nothing were hidden, the linear priority of appendix A, and regressions of predicted steps on the buckets' seconds.
+    """Take the shortest step of the plans that several objectives lead to.
 
-    problem: with costs in seconds as if nothing were hidden; errors: per layer (candidates,).
+    The objectives are bytes, seconds as if nothing were hidden, the linear priority of appendix A, and regressions of
+    predicted steps on the buckets' seconds.
+
+    Args:
+        problem: with costs in seconds as if nothing were hidden.
+        errors: per layer (candidates,).
+        budget: of the sum of errors; some choice must meet it.
+        times: predicts steps.
+        seed: of the plans that regressions are taken on.
+        progress: called with what is being done, how much is done, and of how much.
     """
     table = problem.table.layers
     layers, cap = times.plan_of(problem.reference).layers, times.model.bucket_cap_mb
@@ -140,12 +165,12 @@ def fastest_plan(
             "seconds, nothing hidden": list(problem.costs),
             "seconds, linear priority": weighted([t.layer.name for t in table], problem.costs, priority),
         }
-        found = {"uniform": np.asarray(problem.reference)}
-        found |= {name: allocate(errors, rows, budget).choice for name, rows in objectives.items()}
+        choices = {"uniform": np.asarray(problem.reference)}
+        choices |= {name: allocate(errors, rows, budget).choice for name, rows in objectives.items()}
         generator = np.random.default_rng(seed)
         count = max(_LEAST_SAMPLES, _SAMPLES_PER_BUCKET * (int(of_bucket.max()) + 1))
         for turn in range(_ROUNDS):
-            best = min(found.values(), key=times.seconds)
+            best = min(choices.values(), key=times.seconds)
             samples = [_drawn(problem.costs, of_bucket, best if turn else None, generator) for _ in range(count)]
             steps = []
             for done, sample in enumerate(samples):
@@ -154,19 +179,19 @@ def fastest_plan(
                     progress("predicted steps", turn * count + done + 1, _ROUNDS * count)
             shares = exposed_shares(problem.costs, of_bucket, samples, np.array(steps))
             rows = [row * shares[bucket] for row, bucket in zip(problem.costs, of_bucket, strict=True)]
-            found[f"seconds that show, regression {turn + 1}"] = allocate(errors, rows, budget).choice
-        seconds = {name: times.seconds(choice) for name, choice in found.items()}
-        name = min(found, key=lambda name: seconds[name])
+            choices[f"seconds that show, regression {turn + 1}"] = allocate(errors, rows, budget).choice
+        seconds = {name: times.seconds(choice) for name, choice in choices.items()}
+        name = min(choices, key=lambda name: seconds[name])
         rest = _rest_seconds(problem, times, numbers)
         bound = step_bound(
-            errors, (sent, worked), (rest, 0 * rest), budget, of_bucket, times.job(found[name]), times.model.speed
+            errors, (sent, worked), (rest, 0 * rest), budget, of_bucket, times.job(choices[name]), times.model.speed
         )
         return FastestPlan(
-            found[name],
+            choices[name],
             seconds[name],
             bound,
             seconds["uniform"],
-            times.compare(found[name]).dense.seconds,
+            times.compare(choices[name]).dense.seconds,
             seconds,
             times.link,
             times.model,
@@ -174,21 +199,24 @@ def fastest_plan(
 
 
 def exposed_shares(busy: Rows, of_bucket: np.ndarray, samples: Sequence[np.ndarray], seconds: np.ndarray) -> np.ndarray:
-    """Section 4's T(b), (buckets,), as the share of a bucket's seconds that the step grows by, never quite nothing.
+    """Estimate section 4's T(b), (buckets,): the share of a bucket's seconds that the step grows by, always above 0.
 
-    busy: per layer (candidates,), seconds as if nothing were hidden; of_bucket: (layers,); samples: choices; seconds:
-    (samples,), their steps.
+    Args:
+        busy: per layer (candidates,), seconds as if nothing were hidden.
+        of_bucket: (layers,), each layer's bucket.
+        samples: choices, (layers,) each.
+        seconds: (samples,), their steps.
     """
     buckets = int(of_bucket.max()) + 1
     spent = np.zeros((len(samples), buckets))
     for row, sample in zip(spent, samples, strict=True):
-        np.add.at(row, of_bucket, [values[place] for values, place in zip(busy, sample, strict=True)])
+        np.add.at(row, of_bucket, [values[index] for values, index in zip(busy, sample, strict=True)])
     shares = fit_bucket_times(spent, seconds).coefficients
     return above_nothing(shares) if shares.any() else np.ones(buckets)
 
 
 def _drawn(busy: Rows, of_bucket: np.ndarray, around: np.ndarray | None, generator: np.random.Generator) -> np.ndarray:
-    """A choice at random, of a level per bucket and a little apart from it by layer; or some layers of another."""
+    """Draw a choice: each layer near a random level of its bucket. With `around`, only some of its layers change."""
     levels = generator.random(int(of_bucket.max()) + 1)[of_bucket] + 0.2 * generator.standard_normal(len(of_bucket))
     drawn = []
     for row, level in zip(busy, levels.clip(0, 1), strict=True):
@@ -208,13 +236,20 @@ def step_bound(
     job: Job,
     speed: float = 1.0,
 ) -> float:
-    """Seconds that no choice within the budget is predicted to fall below.
+    """Bound the predicted step of every choice within the budget from below, in seconds.
 
     A step lasts at least until bucket b is ready and everything from b on has passed the one link, or the one thread
-    of the codecs. How little that can be, over all choices, is an exact allocation for each b. And what codecs do
-    slows computing down by 1 / speed - 1, see `gradlab.analysis.forecast.simulator.Clock`. floors: what passes the
-    link, and the thread, per layer (candidates,), in seconds; rest: (buckets,), of layers that are not planned; job:
-    for when buckets are ready.
+    of the codecs. For each b, an exact allocation finds the least of it over all choices. Codecs at work slow
+    computing down by 1 / speed - 1; see `gradlab.analysis.forecast.simulator.Clock`.
+
+    Args:
+        errors: per layer (candidates,).
+        floors: least seconds on the link, and on the codecs' thread, per layer (candidates,).
+        rest: (buckets,), the same two of layers that are not planned.
+        budget: of the sum of errors.
+        of_bucket: (layers,), each layer's bucket.
+        job: says when buckets are ready.
+        speed: of computing and of codecs while both run.
     """
     least = job.compute_seconds
     if speed < 1:
@@ -233,22 +268,22 @@ def _rest_seconds(problem: Problem, times: StepTimes, numbers: Mapping[str, int]
     plan, ranks = times.plan_of(problem.reference), times.runs.world_size
     planned = {name for group in plan.compressed_groups for name in group.layers}
     planned |= {t.layer.name for t in problem.table.layers}
-    found = np.zeros(max(numbers.values(), default=0) + 1)
+    seconds = np.zeros(max(numbers.values(), default=0) + 1)
     for layer in plan.layers:
         if layer.name not in planned:
-            found[numbers[layer.name]] += _least_seconds(all_reduce(4 * layer.numel, ranks), times)
-    return found
+            seconds[numbers[layer.name]] += _least_seconds(all_reduce(4 * layer.numel, ranks), times)
+    return seconds
 
 
 def _floors(problem: Problem, times: StepTimes) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Per layer (candidates,): seconds of the bytes that a rank sends alone, and of the codec's own code."""
+    """Per layer (candidates,): seconds of the bytes that a rank sends alone, and seconds of the codec."""
     sent, worked = [], []
     for t in problem.table.layers:
         exchanges = [candidate_exchange(t.layer, candidate, times.runs) for candidate in t.candidates]
         sent.append(np.array([_sent_seconds(exchange, times) for exchange in exchanges]))
         # A bucket that is all dense is averaged where it lies.
-        own = [c.codec != "identity" for c in t.candidates]
-        worked.append(np.array([e.codec_seconds * mine for e, mine in zip(exchanges, own, strict=True)]))
+        coded = [c.codec != "identity" for c in t.candidates]
+        worked.append(np.array([e.codec_seconds * works for e, works in zip(exchanges, coded, strict=True)]))
     return sent, worked
 
 
@@ -258,6 +293,6 @@ def _sent_seconds(exchange: Exchange, times: StepTimes) -> float:
 
 
 def _least_seconds(transfer: Transfer, times: StepTimes) -> float:
-    """Of the bytes that a rank sends: messages that travel together are no shorter, but for a ring's rounding."""
+    """Least seconds of the bytes that a rank sends. Messages that travel together save only a ring's rounding."""
     link, sent = times.link, max(0, transfer.wire_bytes - _ROUNDING * times.runs.world_size)
     return sent * link.seconds_per_byte

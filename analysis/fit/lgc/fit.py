@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from gradlab.plan import Plan
     from gradlab.trace import Trace
 
-# Of the recorded iterations, in their order: learned from; stopped by; and, the rest, held out.
+# Shares of the recorded iterations: the first are learned from, the next say when to stop, the rest are held out.
 _LEARNED, _STOPPED_BY = 0.6, 0.15
 _LEAST_ITERATIONS = 20
 _BATCH = 8
@@ -42,8 +43,14 @@ _EQUAL = 1.05  # times as many bytes are still called as many
 
 @dataclass(frozen=True)
 class Fitting:
-    """epochs: at most so many over the iterations learned from; patience: epochs without a smaller error on those that
-    stop it; learning_rate: of Adam; batch: iterations at a time."""
+    """How an autoencoder is learned.
+
+    Args:
+        epochs: the most passes over the iterations learned from.
+        patience: epochs without a smaller error on the iterations that say when to stop.
+        learning_rate: of Adam.
+        batch: iterations per step of Adam.
+    """
 
     epochs: int = 100
     patience: int = 10
@@ -59,53 +66,73 @@ class Fitting:
 
 
 @dataclass(frozen=True)
+class LgcOptions:
+    """The plan that `fit_lgc` makes, and how its autoencoder is learned.
+
+    Args:
+        settings: of codec `lgc_ring` or `lgc_server`. Its loss, optimizer, learning_rate and the like are for tuning
+            while training.
+        fitting: how the autoencoder is learned on the trace; None is `Fitting()`.
+        first, last, momentum, keep, warmup_steps, seed: as for `gradlab.plan.lgc_plan`.
+    """
+
+    settings: Mapping[str, Any] | None = None
+    fitting: Fitting | None = None
+    first: str | None = None
+    last: str | None = None
+    momentum: float | None = None
+    keep: str = "unselected"
+    warmup_steps: int = 0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
 class LgcFit:
-    """A plan with its autoencoder, and plain JSON about how it was made and how it holds up."""
+    """A plan with its autoencoder.
+
+    Args:
+        plan: of `gradlab.plan.lgc_plan`, with the weights learned.
+        origin: plain JSON, how they were learned and their error on later iterations; the artifact's metadata.
+    """
 
     plan: Plan
     origin: dict[str, Any]
 
     def artifact(self) -> Artifact:
-        """The plan with its origin, to be saved."""
+        """Join the plan and its metadata, to be saved."""
         return Artifact(self.plan, self.origin)
 
 
 def fit_lgc(
     trace: Trace,
     pattern: str = "ring",
+    options: LgcOptions | None = None,
     *,
-    settings: Mapping[str, Any] | None = None,
-    fitting: Fitting | None = None,
-    first: str | None = None,
-    last: str | None = None,
-    momentum: float | None = None,
-    keep: str = "unselected",
-    warmup_steps: int = 0,
-    seed: int = 0,
     progress: Progress | None = None,
+    **changes: Any,
 ) -> LgcFit:
-    """Learn an autoencoder from what the plan would select; the same numbers for the same seed and threads.
+    """Learn an autoencoder from what the plan would select.
 
-    pattern: "ring" or "server"; settings: of codec `lgc_ring` or `lgc_server`, of which loss, optimizer, learning_rate
-    and the like are for tuning online; others as for `gradlab.plan.lgc_plan`. The first 60 % of the recorded
-    iterations are learned from, the next 15 % say when to stop, the rest are held out.
+    The first 60 % of the recorded iterations are learned from, the next 15 % say when to stop, the rest are held out.
+    The same seed and number of threads give the same weights.
+
+    Args:
+        trace: gradients of each rank.
+        pattern: "ring" or "server".
+        options: the plan, and how to learn.
+        progress: called with what is being done, how much is done, and of how much.
+        changes: fields of `LgcOptions` by name, which differ from `options`.
 
     Raises:
         GradlabError: for fewer than 20 iterations, a trace of one rank, a model with nothing between its first and its
             last layer, or a setting out of range.
     """
-    fitting = fitting or Fitting()
-    shape: dict[str, Any] = {
-        "first": first,
-        "last": last,
-        "momentum": momentum,
-        "keep": keep,
-        "warmup_steps": warmup_steps,
-        "seed": seed,
-    }
-    # Refuses what is no setting of the codec's, before it is taken for one of the plan's.
-    build_settings(LgcServer if pattern == "server" else LgcRing, dict(settings or {}))
-    shape |= dict(settings or {})
+    options = replace(options or LgcOptions(), **changes)
+    fitting, settings = options.fitting or Fitting(), dict(options.settings or {})
+    # Refuses what is no setting of the codec, before it is taken for an argument of lgc_plan.
+    build_settings(LgcServer if pattern == "server" else LgcRing, settings)
+    names = ("first", "last", "momentum", "keep", "warmup_steps", "seed")
+    shape = {name: getattr(options, name) for name in names} | settings
     plan = lgc_plan(trace.layers, pattern, **shape)
     selections = collect_selections(trace, plan, progress=progress)
     if len(selections) < _LEAST_ITERATIONS:
@@ -117,11 +144,11 @@ def fit_lgc(
     learned, stopper = selections.part(0, ends[0]), selections.part(*ends)
     held_out = selections.part(ends[1], len(selections))
     numels = [layer.numel for group in plan.groups if group.name == GROUP for layer in plan.members(group)]
-    learner = learner_of(pattern, dict(settings or {}), numels, trace.world_size)
-    weights, curve = learn(learner, learned, stopper, fitting, seed, progress)
+    learner = learner_of(pattern, settings, numels, trace.world_size)
+    weights, curve = learn(learner, learned, stopper, fitting, options.seed, progress)
     code_numel = learner.architecture.code_numel(selections.count)
     in_order = shape.get("order") == "value" and shape.get("normalise", "none") == "none"
-    codes = [Code("autoencoder", lambda some: learner.averages(weights, some), *learner.sizes(selections))]
+    codes = [Code("autoencoder", partial(learner.averages, weights), *learner.sizes(selections))]
     codes += codes_without_learning(learned, selections, trace.world_size, code_numel, in_order)
     rows = [_row(code, held_out) for code in codes]
     plan = lgc_plan(trace.layers, pattern, autoencoder=weights, error=rows[0]["error"], **shape)
@@ -131,7 +158,7 @@ def fit_lgc(
         "trace": trace.digest,
         "world_size": trace.world_size,
         "selected": selections.count,
-        "settings": dict(settings or {}),
+        "settings": settings,
         "fitting": asdict(fitting),
         "iterations": {"learned": ends[0], "stopped_by": ends[1] - ends[0], "held_out": len(held_out)},
         "curve": curve,
@@ -155,12 +182,24 @@ def learn(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> tuple[torch.Tensor, list[dict[str, float]]]:
-    """Weights with the smallest error on the iterations that stop it, and the errors of each epoch, as shares of what
-    zeros make; epochs end where one is not finite. Raises GradlabError if the first one
-    is not, or if all values are zero.
+    """Learn weights, and keep those with the smallest error on the iterations that say when to stop.
 
-    Values are divided by one root mean square of all, so that a learning rate suits any gradients; the same factor is
-    taken out of the first and put into the last layer.
+    Values are divided by one root mean square of all, so that a learning rate suits any gradients. The weights are
+    then rescaled to the gradients' own units. Learning ends at the first error that is not finite.
+
+    Args:
+        learner: the autoencoder with its loss.
+        selections: iterations to learn from.
+        stopper: iterations that say when to stop.
+        fitting: how to learn.
+        seed: of the initial weights and the order of iterations.
+        progress: called with what is being done, how much is done, and of how much.
+
+    Returns:
+        The weights, and the errors of each epoch, squared, as shares of the error of sending zeros.
+
+    Raises:
+        GradlabError: if the first epoch's error is not finite, or all values are zero.
     """
     architecture, generator = learner.architecture, seeded_generator("lgc", seed)
     inputs, judge = learner.inputs(selections), learner.inputs(stopper)
@@ -172,8 +211,8 @@ def learn(
     best, best_error, waited, curve = weights, math.inf, 0, []
     for epoch in range(fitting.epochs):
         order = torch.randperm(len(inputs), generator=generator)
-        for some in order.split(fitting.batch):
-            chosen = inputs.at(some)
+        for batch in order.split(fitting.batch):
+            chosen = inputs.at(batch)
             _, gradient = gradient_of(lambda w, c=chosen: learner.loss(w, c, generator), weights)  # type: ignore[misc]
             weights, state = optimized("adam", fitting.learning_rate, weights, gradient, state)
         errors = {"learned": learner.error(weights, inputs), "stop": learner.error(weights, judge)}
@@ -212,15 +251,15 @@ def _by_age(code: Code, held_out: Selections, last: int) -> dict[str, Any]:
     error, energy = held_out.errors(code.decoded(held_out))
     ages = torch.tensor(held_out.iterations) - last
     bins = age_bins(ages.numpy())
-    found = []
+    errors = []
     for low, high in bins:
         here = (ages >= low) & (ages <= high)
-        found.append(float(error[here].sum() / energy[here].sum().clamp_min(1e-300)))
-    return {"ages": [list(one) for one in bins], "error_by_age": found}
+        errors.append(float(error[here].sum() / energy[here].sum().clamp_min(1e-300)))
+    return {"ages": [list(one) for one in bins], "error_by_age": errors}
 
 
 def _better(rows: list[dict[str, Any]]) -> str | None:
-    """The best of those that send as many bytes as the autoencoder or fewer, on the wire too, if it is better."""
+    """Name of the best code that sends no more bytes than the autoencoder, on the wire too; None if it is worse."""
     own, *others = rows
     rivals = [row for row in others if all(row[key] <= _EQUAL * own[key] for key in ("payload_bytes", "wire_bytes"))]
     best = min(rivals, key=lambda row: row["error"])

@@ -2,49 +2,67 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from gradlab.cli.console import OUT, print_json, print_table, print_warnings, progress_bars
-from gradlab.cli.fit.options import AsJson, FitWarmup, Folder, Overwrite, Seed, Setting, Target, parse_settings
+from gradlab.cli.console import OUT, print_table, print_warnings, progress_bars
+from gradlab.cli.fit.options import (
+    AsJson,
+    Folder,
+    Overwrite,
+    Seed,
+    Setting,
+    Target,
+    Warmup,
+    parse_settings,
+    print_fit,
+)
 from gradlab.errors import GradlabError
+
+Density = Annotated[float, typer.Option(help="Share of each layer's elements that is selected.")]
+Pattern = Annotated[
+    str, typer.Option(help="ring: codes are averaged; server: one rank's code, a decoder for each rank.")
+]
+Order = Annotated[
+    str, typer.Option(help="In a ring, of what is coded: position (the paper's), or the leader's magnitude or value.")
+]
+Normalise = Annotated[
+    str, typer.Option(help="none (the paper's), or layer: by the leader's root mean square in each layer.")
+]
+First = Annotated[str | None, typer.Option(metavar="LAYER", help="Stays dense; the first recorded matrix by default.")]
+Last = Annotated[
+    str | None, typer.Option(metavar="LAYER", help="Is sent without the autoencoder; the last by default.")
+]
+Momentum = Annotated[
+    float | None, typer.Option(help="Of momentum correction; the optimizer's is then to be 0. Without: none.")
+]
+Feedback = Annotated[
+    bool, typer.Option("--feedback", help="Feed back what decoding loses too, which the paper forgets.")
+]
+Figure = Annotated[
+    Path | None, typer.Option(metavar="FIGURE", help="Draw the error over epochs and over age (.svg, .pdf).")
+]
 
 
 def lgc(
     trace: Folder,
     out: Target,
-    density: Annotated[float, typer.Option(help="Share of each layer's elements that is selected.")] = 0.001,
-    pattern: Annotated[
-        str, typer.Option(help="ring: codes are averaged; server: one rank's code, a decoder for each rank.")
-    ] = "ring",
-    order: Annotated[
-        str,
-        typer.Option(help="In a ring, of what is coded: position (the paper's), or the leader's magnitude or value."),
-    ] = "position",
-    normalise: Annotated[
-        str, typer.Option(help="none (the paper's), or layer: by the leader's root mean square in each layer.")
-    ] = "none",
-    first: Annotated[
-        str | None, typer.Option(metavar="LAYER", help="Stays dense; the first recorded matrix by default.")
-    ] = None,
-    last: Annotated[
-        str | None, typer.Option(metavar="LAYER", help="Is sent without the autoencoder; the last by default.")
-    ] = None,
-    momentum: Annotated[
-        float | None, typer.Option(help="Of momentum correction; the optimizer's is then to be 0. Without: none.")
-    ] = None,
-    feedback: Annotated[
-        bool, typer.Option("--feedback", help="Feed back what decoding loses too, which the paper forgets.")
-    ] = False,
+    density: Density = 0.001,
+    pattern: Pattern = "ring",
+    order: Order = "position",
+    normalise: Normalise = "none",
+    first: First = None,
+    last: Last = None,
+    momentum: Momentum = None,
+    feedback: Feedback = False,
     epochs: Annotated[int, typer.Option(help="Over the recorded iterations, at most.")] = 100,
     learning_rate: Annotated[float, typer.Option(help="Of Adam.")] = 1e-3,
     setting: Setting = None,
-    figure: Annotated[
-        Path | None, typer.Option(metavar="FIGURE", help="Draw the error over epochs and over age (.svg, .pdf).")
-    ] = None,
-    warmup_steps: FitWarmup = 200,
+    figure: Figure = None,
+    warmup_steps: Warmup = 200,
     seed: Seed = 0,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -62,7 +80,7 @@ def lgc(
 
       gradlab fit lgc trace --pattern server --set positions=shared --density 0.01 --out server.safetensors
     """
-    from gradlab.analysis.fit.lgc.fit import Fitting, fit_lgc
+    from gradlab.analysis.fit.lgc.fit import Fitting, LgcOptions, fit_lgc
     from gradlab.analysis.outputs import require_free
     from gradlab.cli.figures import require_figure, write_figure
     from gradlab.trace import Trace
@@ -75,36 +93,28 @@ def lgc(
     settings = {"density": density, "normalise": normalise, **parse_settings(setting or [])}
     if pattern == "ring" or order != "position":
         settings = {"order": order, **settings}
+    options = LgcOptions(
+        settings=settings,
+        fitting=Fitting(epochs, learning_rate=learning_rate),
+        first=first,
+        last=last,
+        momentum=momentum,
+        keep="difference" if feedback else "unselected",
+        warmup_steps=warmup_steps,
+        seed=seed,
+    )
     with Trace(trace) as opened, progress_bars() as progress:
-        found = fit_lgc(
-            opened,
-            pattern,
-            settings=settings,
-            fitting=Fitting(epochs, learning_rate=learning_rate),
-            first=first,
-            last=last,
-            momentum=momentum,
-            keep="difference" if feedback else "unselected",
-            warmup_steps=warmup_steps,
-            seed=seed,
-            progress=progress,
-        )
-    found.artifact().save(out, overwrite)
+        fit = fit_lgc(opened, pattern, options, progress=progress)
+    fit.artifact().save(out, overwrite)
     if figure is not None:
         from gradlab.analysis.figures.lgc import plot_fit
 
-        write_figure(lambda: plot_fit(found.origin), figure)
-    if as_json:
-        print_json(found.origin)
-        return
-    print_lgc(found.origin)
-    for path in (out, figure):
-        if path is not None:
-            OUT.print(str(path), markup=False)
+        write_figure(partial(plot_fit, fit.origin), figure)
+    print_fit(fit.origin, as_json, partial(print_lgc, fit.origin), out, figure)
 
 
 def print_lgc(origin: dict[str, Any]) -> None:
-    """Whether it beats what needs no learning; all of it at its bytes; then the error by age."""
+    """Print whether the autoencoder beats codes without learning; each code at its bytes; and the error by age."""
     from gradlab.analysis.report.tables import selection_table
     from gradlab.analysis.report.verdict import lgc_verdict, lgc_warnings
     from gradlab.formatting import format_percent

@@ -1,13 +1,15 @@
-"""Options that the commands of `gradlab fit` share, and how their texts are read."""
+"""Options that the commands of `gradlab fit` share, how their texts are read, and how a command ends."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gradlab.cli.console import OUT, print_json
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
@@ -15,16 +17,12 @@ if TYPE_CHECKING:
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The trace's folder.")]
 Target = Annotated[Path, typer.Option("--out", metavar="ARTIFACT", help="The file to write (.safetensors).")]
-Warmup = Annotated[
-    int | None,
-    typer.Option(help="Dense steps before the first compressed one in training; the codec's own habit by default."),
-]
 Roles = Annotated[
     list[str] | None,
     typer.Option(
         "--role",
         metavar="ROLE",
-        help="Layers of this role only, such as convolution or linear; repeatable; the codec's own habit by default.",
+        help="Layers of this role only, such as convolution or linear; repeatable; by default the codec's own roles.",
     ),
 ]
 Setting = Annotated[
@@ -35,23 +33,28 @@ Setting = Annotated[
         help="A setting of the codec; repeatable. `gradlab methods CODEC` lists them with their ranges.",
     ),
 ]
-FitWarmup = Annotated[
-    int,
-    typer.Option(
-        help="Dense steps before the first compressed one; the fit takes the last --samples of them. 0: compress once "
-        "the first --samples are over."
-    ),
-]
+Warmup = Annotated[int, typer.Option(help="Dense steps of training before the first compressed one.")]
 Seed = Annotated[int, typer.Option(help="Of the random streams that ranks share.")]
 Overwrite = Annotated[bool, typer.Option(help="Replace a file that is there.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+def print_fit(origin: dict[str, Any], as_json: bool, show: Callable[[], None], *paths: Path | None) -> None:
+    """Print an artifact's metadata as JSON; or call `show` for its tables, then print the files written."""
+    if as_json:
+        print_json(origin)
+        return
+    show()
+    for path in paths:
+        if path is not None:
+            OUT.print(str(path), markup=False)
+
+
 def known_roles(roles: list[str] | None) -> tuple[str, ...] | None:
-    """Roles as given; None for none.
+    """Check the names of roles; None stands for no option given.
 
     Raises:
-        GradlabError: for one that there is not.
+        GradlabError: for an unknown role.
     """
     from gradlab.layout import ROLES
 
@@ -61,10 +64,10 @@ def known_roles(roles: list[str] | None) -> tuple[str, ...] | None:
 
 
 def parse_wrapper(text: str) -> Wrap:
-    """NAME[:KEY=VALUE,...] as a wrapper of a plan.
+    """Read NAME[:KEY=VALUE,...] as a wrapper of a plan.
 
     Raises:
-        GradlabError: for a name or a setting that there is not.
+        GradlabError: for an unknown name or setting.
     """
     from gradlab import wrappers
     from gradlab.codec.settings import build_settings
@@ -78,22 +81,22 @@ def parse_wrapper(text: str) -> Wrap:
 
 
 def parse_layer_settings(texts: list[str]) -> dict[str, dict[str, Any]]:
-    """LAYER:NAME=VALUE texts as settings by layer.
+    """Read LAYER:NAME=VALUE texts as settings by layer name.
 
     Raises:
         GradlabError: for a text without ":" or "=".
     """
-    found: dict[str, dict[str, Any]] = {}
+    by_layer: dict[str, dict[str, Any]] = {}
     for text in texts:
         layer, colon, setting = text.partition(":")
         if not colon:
             raise GradlabError(f"--layer-set {text}: expected LAYER:NAME=VALUE, such as stem.weight:on_loss=dense")
-        found.setdefault(layer, {}).update(parse_settings([setting], f"--layer-set {layer}:"))
-    return found
+        by_layer.setdefault(layer, {}).update(parse_settings([setting], f"--layer-set {layer}:"))
+    return by_layer
 
 
 def parse_settings(texts: list[str], option: str = "--set") -> dict[str, Any]:
-    """NAME=VALUE texts as settings; values are JSON, or plain words.
+    """Read NAME=VALUE texts as settings; values are JSON, or plain words.
 
     Raises:
         GradlabError: for a text without "=".

@@ -87,9 +87,9 @@ def test_scales_go_to_the_rows_that_differ_and_hold_later(tmp_path: Path) -> Non
 
     whole = {layer.name: layer.numel for layer in LAYERS}
     for shares, steps in ((found.fitted, range(6)), (found.held_out, range(6, 12))):
-        assert shares["kept"] == pytest.approx(share(steps, found.block_sizes))
-        assert shares["by_tensor"] == pytest.approx(share(steps, whole))
-        assert shares["kept"] > 1.5 * shares["by_tensor"]
+        assert shares.kept == pytest.approx(share(steps, found.block_sizes))
+        assert shares.by_tensor == pytest.approx(share(steps, whole))
+        assert shares.kept > 1.5 * shares.by_tensor
 
 
 @pytest.mark.parametrize(
