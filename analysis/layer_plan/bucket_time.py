@@ -24,7 +24,13 @@ _TIE = 1e-3
 
 @dataclass(frozen=True)
 class BucketTimes:
-    """seconds = intercept + sum_b coefficients[b] * bytes[b]. score: R^2, the share of variance explained."""
+    """The regression seconds = intercept + sum_b coefficients[b] * bytes[b].
+
+    Args:
+        coefficients: (buckets,), T(b) in seconds per byte.
+        intercept: seconds that no byte causes.
+        score: R^2, the share of variance explained.
+    """
 
     coefficients: np.ndarray
     intercept: float
@@ -32,10 +38,12 @@ class BucketTimes:
 
 
 def fit_bucket_times(sizes: np.ndarray, seconds: np.ndarray, *, positive: bool = True) -> BucketTimes:
-    """T(b) by least squares over samples of plans.
+    """Fit T(b) by least squares over samples of plans.
 
-    sizes: (samples, buckets), bytes that each bucket sent; seconds: (samples,), of synchronisation; positive: no
-    coefficient below 0, as no byte saves time; False is the paper's plain regression.
+    Args:
+        sizes: (samples, buckets), bytes that each bucket sent.
+        seconds: (samples,), of synchronisation.
+        positive: allow no coefficient below 0, as no byte saves time. False is the paper's plain regression.
 
     Raises:
         GradlabError: for fewer samples than coefficients, other shapes, or values that are not finite.
@@ -57,14 +65,14 @@ def fit_bucket_times(sizes: np.ndarray, seconds: np.ndarray, *, positive: bool =
 
 
 def read_bucket_times(path: str | os.PathLike[str]) -> BucketTimes:
-    """T(b) from a JSON file of samples, {"sizes": bytes by sample and bucket, "seconds": by sample}.
+    """Fit T(b) to a JSON file of samples, {"sizes": bytes by sample and bucket, "seconds": by sample}.
 
     Raises:
         GradlabError: for anything else in it, or what `fit_bucket_times` refuses.
     """
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-        sizes, seconds = (np.array(found[name], dtype=float) for name in ("sizes", "seconds"))
+        samples = json.loads(Path(path).read_text(encoding="utf-8"))
+        sizes, seconds = (np.array(samples[name], dtype=float) for name in ("sizes", "seconds"))
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         raise GradlabError(
             f'{path}: expected JSON of bucket times, {{"sizes": bytes by sample and bucket, "seconds": by sample}}'
@@ -73,19 +81,20 @@ def read_bucket_times(path: str | os.PathLike[str]) -> BucketTimes:
 
 
 def bucket_of_layers(layers: Sequence[Layer], bucket_cap_mb: float | None = None) -> dict[str, int]:
-    """The number of each layer's bucket, from 0, in the order of communication: DDP's own assignment."""
+    """Number each layer's bucket, from 0, in the order of communication, as DDP assigns layers."""
     buckets = assign_buckets(layers, bucket_cap_mb)
     return {layer.name: number for number, bucket in enumerate(buckets) for layer in bucket}
 
 
 def linear_priority(layers: Sequence[Layer], bucket_cap_mb: float | None = None) -> dict[str, float]:
-    """Appendix A: a layer's weight is its bucket's number, from 1, so that the last buckets are compressed most."""
+    """Weigh each layer by its bucket's number, from 1, so that the last buckets are compressed most (appendix A)."""
     return {name: number + 1.0 for name, number in bucket_of_layers(layers, bucket_cap_mb).items()}
 
 
 def time_weights(layers: Sequence[Layer], times: BucketTimes, bucket_cap_mb: float | None = None) -> dict[str, float]:
-    """Section 4: a layer's weight is its bucket's T(b), in seconds per byte, but never quite nothing: of settings that
-    cost no time the smaller one is wanted.
+    """Weigh each layer by its bucket's T(b), in seconds per byte (section 4).
+
+    Weights are above 0, so that of settings that cost no time the smaller one is chosen.
 
     Raises:
         GradlabError: if there are not as many coefficients as buckets, or none is above 0.
@@ -99,7 +108,7 @@ def time_weights(layers: Sequence[Layer], times: BucketTimes, bucket_cap_mb: flo
 
 
 def above_nothing(coefficients: np.ndarray) -> np.ndarray:
-    """Coefficients from 0 on, a thousandth of the largest added to each.
+    """Replace negative coefficients by 0, and add a thousandth of the largest to each.
 
     Raises:
         GradlabError: if none is above 0.
@@ -111,13 +120,13 @@ def above_nothing(coefficients: np.ndarray) -> np.ndarray:
 
 
 def weighted(names: Sequence[str], costs: Sequence[np.ndarray], weights: Mapping[str, float]) -> list[np.ndarray]:
-    """Costs (candidates,) of layers times their weights."""
+    """Multiply layers' costs, (candidates,) each, by their weights."""
     return [row * weights[name] for name, row in zip(names, costs, strict=True)]
 
 
 def bytes_by_bucket(names: Sequence[str], sizes: Sequence[float], numbers: Mapping[str, int]) -> np.ndarray:
-    """Sums over each bucket's layers, (buckets,). numbers: see `bucket_of_layers`."""
-    found = np.zeros(max(numbers.values(), default=-1) + 1)
+    """Sum sizes over each bucket's layers, (buckets,). numbers: of `bucket_of_layers`."""
+    sums = np.zeros(max(numbers.values(), default=-1) + 1)
     for name, size in zip(names, sizes, strict=True):
-        found[numbers[name]] += size
-    return found
+        sums[numbers[name]] += size
+    return sums

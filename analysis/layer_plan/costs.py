@@ -1,6 +1,6 @@
 """What candidates cost: bytes that are counted, bytes on the wire, or seconds on a link.
 
-Sizes are real ones: indices, scales, padding and what every message costs are in them.
+Sizes include indices, scales, padding and the cost of each message.
 """
 
 from __future__ import annotations
@@ -24,9 +24,14 @@ NAMES = ("payload", "wire", "seconds")
 
 @dataclass(frozen=True)
 class Cost:
-    """name: "payload", bytes that a rank contributes, the papers' size; "wire", bytes that it sends at N ranks; or
-    "seconds" on a link, its latencies and the codec's own time here included, as if nothing were hidden or fused.
-    link: for "seconds"; codec_time: whether the codec's time counts there."""
+    """What a layer's candidates are compared by.
+
+    Args:
+        name: "payload" is bytes that a rank contributes, the papers' size. "wire" is bytes that a rank sends at N
+            ranks. "seconds" is time on a link with its latencies, as if nothing were hidden or fused.
+        link: for "seconds".
+        codec_time: add the codec's time, measured here, to "seconds".
+    """
 
     name: str = "payload"
     link: Link | None = None
@@ -50,24 +55,31 @@ def candidate_costs(
     runs: DryRuns | None = None,
     progress: Progress | None = None,
 ) -> list[np.ndarray]:
-    """Per layer (candidates,). Layers of one shape, role and candidates are looked at once. runs: what is known of
-    exchanges already, and is added to."""
+    """Compute costs per layer, (candidates,). Layers of one shape, role and candidates are computed once.
+
+    Args:
+        rows: layers with their candidates.
+        world_size: ranks that bytes and seconds are for.
+        cost: what to compute.
+        runs: exchanges that are known already; new ones are added.
+        progress: called with what is being done, how much is done, and of how much.
+    """
     known: dict[tuple[object, ...], np.ndarray] = {}
-    found = []
+    costs = []
     runs = runs or DryRuns(Plan(()), world_size)
     with one_thread():
         for done, (layer, candidates) in enumerate(rows):
             key = (layer.shape, layer.role, tuple(map(str, candidates)))
             if key not in known or any(candidate.learned for candidate in candidates):
                 known[key] = np.array([_cost(layer, one, runs, cost) for one in candidates], dtype=float)
-            found.append(known[key])
+            costs.append(known[key])
             if progress and cost.name != "payload":
                 progress("costs", done + 1, len(rows))
-    return found
+    return costs
 
 
 def candidate_exchange(layer: Layer, candidate: Candidate, runs: DryRuns) -> Exchange:
-    """What a candidate asks for on its own, with its times here."""
+    """Look up the collectives that a layer's candidate asks for, with the codec's time on this machine."""
     plan = _alone(layer, candidate)
     return runs.of(plan).group(plan.groups[0])
 

@@ -18,8 +18,8 @@ from gradlab.progress import Progress
 if TYPE_CHECKING:
     from gradlab.trace import Trace
 
-# By family: a codec, and its wrappers where they are not its habit. Signs one way: what a server's second compression
-# loses is in no rank's error.
+# By family: a codec, and its wrappers where they differ from the codec's default. Signs are compressed one way only,
+# because the loss of a server's second compression is in no rank's error.
 FAMILIES: Mapping[str, tuple[str, tuple[Wrap, ...] | None]] = {
     "PCA": ("gradiveq", None),
     "PowerSGD": ("powersgd", None),
@@ -30,14 +30,14 @@ FAMILIES: Mapping[str, tuple[str, tuple[Wrap, ...] | None]] = {
 }
 DENSE = Candidate("identity")
 _PCA_RATIOS = (8.0, 16.0, 32.0, 64.0)
-_LEAST = 256  # elements of a layer that is looked at, and two dimensions
+_LEAST = 256  # elements of a layer with candidates, which also has two dimensions or more
 
 
 def known_families(names: Sequence[str]) -> list[str]:
-    """Families in whatever case they are written.
+    """Spell families as `FAMILIES` does; case is ignored.
 
     Raises:
-        GradlabError: for one that there is not.
+        GradlabError: for an unknown family.
     """
     by_lower = {name.lower(): name for name in FAMILIES}
     if unknown := [name for name in names if name.lower() not in by_lower]:
@@ -54,17 +54,22 @@ def family_candidates(
     extra: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, list[Candidate]]:
-    """Candidates by layer name: the codecs' own grids, and dense. Vectors and small layers are left out.
+    """List candidates by layer name: each codec's own grid, and dense. Vectors and small layers are left out.
 
-    PCA bases are fitted on positions start ... start + samples of the trace, which errors are then not to be measured
-    on; without samples there is none. extra: further settings by codec, such as a reference's.
+    Args:
+        trace: gradients that PCA bases are fitted on.
+        families: names of `FAMILIES`.
+        start: position of the first recorded step that bases are fitted on.
+        samples: how many steps bases are fitted on; errors must be measured on other steps. 0 leaves PCA out.
+        extra: further settings by codec, such as a reference's.
+        progress: called with what is being done, how much is done, and of how much.
 
     Raises:
         GradlabError: for an unknown family, or a trace that bases cannot be fitted on.
     """
     names = known_families(families)
     layers = [layer for layer in trace.layers if len(layer.shape) >= 2 and layer.numel >= _LEAST]
-    found: dict[str, list[Candidate]] = {layer.name: [DENSE] for layer in layers}
+    candidates: dict[str, list[Candidate]] = {layer.name: [DENSE] for layer in layers}
     for family in names:
         codec, around = FAMILIES[family]
         if codec == "gradiveq":
@@ -73,30 +78,26 @@ def family_candidates(
         grid = [dict(settings) for settings in (*method.candidates, *(extra or {}).get(codec, ()))]
         for layer in layers:
             if layer.role in method.defaults.roles:
-                found[layer.name] += [Candidate(codec, settings, {}, around) for settings in _unequal(grid)]
+                candidates[layer.name] += [Candidate(codec, settings, {}, around) for settings in _unequal(grid)]
     if "PCA" in names and samples:
-        _add_bases(trace, layers, found, start, samples, progress)
-    return found
+        _add_bases(trace, layers, candidates, start, samples, progress)
+    return candidates
 
 
 def of_family(candidates: Mapping[str, Sequence[Candidate]], family: str) -> dict[str, list[Candidate]]:
-    """One family's candidates and dense."""
+    """Keep one family's candidates and dense."""
     codec, _ = FAMILIES[family]
-    return {name: [c for c in some if c.codec in (codec, "identity")] for name, some in candidates.items()}
+    return {name: [c for c in row if c.codec in (codec, "identity")] for name, row in candidates.items()}
 
 
 def _unequal(grid: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for settings in grid:
-        if settings not in found:
-            found.append(settings)
-    return found
+    return [settings for place, settings in enumerate(grid) if settings not in grid[:place]]
 
 
 def _add_bases(
     trace: Trace,
     layers: Sequence[Layer],
-    found: dict[str, list[Candidate]],
+    candidates: dict[str, list[Candidate]],
     start: int,
     samples: int,
     progress: Progress | None,
@@ -107,6 +108,6 @@ def _add_bases(
         settings = dataclasses.replace(RECOMMENDED, ratio=ratio, sample_steps=samples, compressed_steps=4 * samples)
         fitted = fit_gradiveq(trace, samples=samples, start=start, settings=settings, progress=progress)
         for group in fitted.plan.groups:
-            if len(group.layers) == 1 and group.layers[0] in found and group.name in fitted.plan.learned:
+            if len(group.layers) == 1 and group.layers[0] in candidates and group.name in fitted.plan.learned:
                 learned = dict(fitted.plan.learned[group.name])
-                found[group.layers[0]].append(Candidate(group.codec, group.settings, learned, group.wrappers))
+                candidates[group.layers[0]].append(Candidate(group.codec, group.settings, learned, group.wrappers))

@@ -27,10 +27,13 @@ _LARGEST: Mapping[str, float] = {"bits": 8, "density": 1.0}
 
 
 def paper_settings(codec: str, reference: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The paper's range around a reference D (section 5.1): [D/2, 2D] by ones for bits and ranks, [D/10, 10 D] by
-    tenths of D for densities.
+    """List settings in the paper's range around a reference D (section 5.1).
 
-    reference: settings of the codec, of which the first of its `candidates` is varied.
+    The range is [D/2, 2D] by ones for bits and ranks, and [D/10, 10 D] by tenths of D for densities.
+
+    Args:
+        codec: its name.
+        reference: its settings. The one that its `candidates` differ in is varied.
 
     Raises:
         GradlabError: for a codec without one setting that its candidates differ in, or where that is no number.
@@ -59,20 +62,20 @@ def _possible(method: type[Codec], settings: Mapping[str, Any]) -> bool:
 
 
 def own_settings(codec: str, reference: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The codec's own candidates, with the reference's other settings; the reference is among them."""
+    """List the codec's own candidates with the reference's other settings, and the reference."""
     method = codecs.get(codec)
     build_settings(method, reference)
-    found = [{**reference, **settings} for settings in method.candidates]
-    found += [] if dict(reference) in found else [dict(reference)]
+    grid = [{**reference, **settings} for settings in method.candidates]
+    grid += [] if dict(reference) in grid else [dict(reference)]
     names = {name for settings in method.candidates for name in settings}
-    values = [settings.get(name) for settings in found for name in names]
+    values = [settings.get(name) for settings in grid for name in names]
     if len(names) == 1 and all(type(value) in (int, float) for value in values):
-        found.sort(key=lambda settings: settings[next(iter(names))])
-    return found
+        grid.sort(key=lambda settings: settings[next(iter(names))])
+    return grid
 
 
 def main_setting(codec: str) -> str:
-    """The one setting that a codec's candidates differ in.
+    """Name the one setting that a codec's candidates differ in.
 
     Raises:
         GradlabError: if there is none.
@@ -94,13 +97,23 @@ def candidates_of_grid(
     samples: int = 0,
     progress: Progress | None = None,
 ) -> tuple[dict[str, list[Candidate]] | None, int]:
-    """What `fit_lgreco` chooses from, and the position from which errors may be measured.
+    """List what `fit_lgreco` chooses from.
 
-    grid: "paper" or "own", of one codec; families: of several, in place of it, "all" for every one; PCA bases take the
-    first `samples` positions.
+    Args:
+        trace: gradients that PCA bases are fitted on.
+        codec, reference: the uniform plan's codec and its settings.
+        grid: "paper" or "own", settings of that codec.
+        families: in place of the grid, families to choose among; "all" is every one.
+        start: position of the first recorded step to look at.
+        samples: steps that PCA bases are fitted on.
+        progress: called with what is being done, how much is done, and of how much.
+
+    Returns:
+        Candidates by layer name, None for the paper's grid, which `fit_lgreco` makes; and the position of the first
+        step that errors may be measured on.
 
     Raises:
-        GradlabError: for a grid or a family that there is not.
+        GradlabError: for an unknown grid or family.
     """
     build_settings(codecs.get(codec), reference)
     if grid not in ("paper", "own"):
@@ -115,8 +128,8 @@ def candidates_of_grid(
     chosen = list(FAMILIES) if [name.lower() for name in families] == ["all"] else known_families(families)
     fitted = samples if "PCA" in chosen else 0
     extra = {codec: paper_settings(codec, reference)}
-    found = family_candidates(trace, chosen, start=start, samples=fitted, extra=extra, progress=progress)
-    return found, start + fitted
+    candidates = family_candidates(trace, chosen, start=start, samples=fitted, extra=extra, progress=progress)
+    return candidates, start + fitted
 
 
 def _compressed(trace: Trace, codec: str, reference: Mapping[str, Any]) -> list[Layer]:

@@ -21,13 +21,19 @@ if TYPE_CHECKING:
     from gradlab.analysis.layer_plan.problem import Problem
     from gradlab.trace import Trace
 
-DECAY = 0.3  # of the learning rate between windows, for Accordion: what steps of a schedule do, and smooth ones do not
+DECAY = 0.3  # share that the learning rate falls by between windows for Accordion: steps of a schedule, not slopes
 
 
 @dataclass(frozen=True)
 class PlansOverTime:
-    """choices: by planner (windows, layers), the candidate of each; critical: (windows, layers), where Accordion saw a
-    critical regime; problem: the tables they were made from."""
+    """What each planner chooses window by window.
+
+    Args:
+        problem: the tables that planners choose from.
+        choices: by planner (windows, layers), indices of candidates.
+        critical: (windows, layers), where Accordion sees a critical regime.
+        metric: "squared" or "plain".
+    """
 
     problem: Problem
     choices: dict[str, np.ndarray]
@@ -35,32 +41,33 @@ class PlansOverTime:
     metric: str
 
     def to_json(self, trace: Trace, bucket_cap_mb: float | None = None) -> dict[str, Any]:
-        """Plain JSON: by planner the compression ratio of the layers planned, per window and over all; bytes by bucket,
-        mean over windows; and the error in the uniform plan's."""
+        """Write plain JSON by planner.
+
+        It holds the compression ratio of the layers planned, per window and over all; bytes by bucket, mean over
+        windows; and the error in the uniform plan's.
+        """
         tables, costs = self.problem.table.layers, self.problem.costs
         names = [table.layer.name for table in tables]
         dense = 4.0 * sum(table.layer.numel for table in tables)
         numbers = bucket_of_layers(trace.layers, bucket_cap_mb)
-        found = {}
+        planners = {}
         for name, choices in self.choices.items():
             sizes = np.array([[row[c] for row, c in zip(costs, choice, strict=True)] for choice in choices])
-            found[name] = {
+            planners[name] = {
                 "ratio": (dense / sizes.sum(1)).tolist(),
                 "mean_ratio": dense / float(sizes.sum(1).mean()),
                 "bytes_by_bucket": bytes_by_bucket(names, sizes.mean(0).tolist(), numbers).tolist(),
                 "error": self._errors(choices).tolist(),
             }
-        return {"windows": [list(span) for span in self.problem.table.windows], "planners": found}
+        return {"windows": [list(span) for span in self.problem.table.windows], "planners": planners}
 
     def _errors(self, choices: np.ndarray) -> np.ndarray:
-        """In each window, in units of the uniform plan's there."""
+        """Errors (windows,) in units of the uniform plan's in the same window."""
         tables = self.problem.table.layers
         rows = [getattr(table, self.metric) for table in tables]
-        mine = np.array(
-            [sum(row[w, c] for row, c in zip(rows, choice, strict=True)) for w, choice in enumerate(choices)]
-        )
+        sums = [sum(row[w, c] for row, c in zip(rows, choice, strict=True)) for w, choice in enumerate(choices)]
         units = self.problem.table.by_window(self.problem.reference, self.metric)
-        return mine / np.where(units > 0, units, 1.0)
+        return np.array(sums) / np.where(units > 0, units, 1.0)
 
 
 def plan_over_time(
@@ -72,33 +79,40 @@ def plan_over_time(
     eta: float = ETA,
     least_decay: float = DECAY,
 ) -> PlansOverTime:
-    """A choice for every window, from that window alone, as if planned anew at its end.
+    """Choose for every window from that window alone, as if planned anew at its end.
 
-    learning_rates: (windows,), NaN where unknown. Accordion goes between the most compressed candidate and the least.
-    L-GreCo after Accordion gets the error of Accordion's choice as its budget. eta, least_decay: see `accordion`.
+    Accordion switches between the most compressed candidate and the least. L-GreCo after Accordion gets the error of
+    Accordion's choice as its budget.
+
+    Args:
+        problem: errors and costs.
+        learning_rates: (windows,), NaN where unknown.
+        metric: "squared" or "plain".
+        alpha: the error allowed, in the uniform plan's.
+        eta, least_decay: see `accordion`.
     """
     table, costs = problem.table, problem.costs
     norms = np.sqrt(np.stack([t.squared_norm for t in table.layers], axis=1))
     critical = accordion(norms, learning_rates, eta=eta, least_decay=least_decay)
     most, least = (np.array([pick(row) for row in costs]) for pick in (np.argmin, np.argmax))
     switched = np.where(critical, least, most)
-    found: dict[str, list[np.ndarray]] = {}
+    choices: dict[str, list[np.ndarray]] = {}
     for place in range(len(table.windows)):
         errors = table.errors(metric, slice(place, place + 1))
         budget = alpha * total(errors, problem.reference)
-        found.setdefault("uniform", []).append(problem.reference)
-        found.setdefault("L-GreCo", []).append(allocate(errors, problem.objective, budget).choice)
-        found.setdefault("Accordion", []).append(switched[place])
+        choices.setdefault("uniform", []).append(problem.reference)
+        choices.setdefault("L-GreCo", []).append(allocate(errors, problem.objective, budget).choice)
+        choices.setdefault("Accordion", []).append(switched[place])
         after = allocate(errors, problem.objective, total(errors, switched[place])).choice
-        found.setdefault("L-GreCo + Accordion", []).append(after)
+        choices.setdefault("L-GreCo + Accordion", []).append(after)
         with suppress(GradlabError):  # clusters need one set of settings for all layers
-            found.setdefault("CGX, k-means", []).append(cgx_kmeans(errors, problem.objective, budget).choice)
-    whole = {name: np.array(rows) for name, rows in found.items() if len(rows) == len(table.windows)}
+            choices.setdefault("CGX, k-means", []).append(cgx_kmeans(errors, problem.objective, budget).choice)
+    whole = {name: np.array(rows) for name, rows in choices.items() if len(rows) == len(table.windows)}
     return PlansOverTime(problem, whole, critical, metric)
 
 
 def learning_rates_of(trace: Trace, windows: tuple[tuple[int, int], ...]) -> np.ndarray:
-    """The rate at the end of each window, given as first and last iteration, (windows,)."""
+    """Look up the learning rate at the end of each window, (windows,); windows are first and last iterations."""
     recorded = trace.scalars(0)
     rate = dict(zip(recorded["index"].tolist(), recorded["learning_rate"].tolist(), strict=True))
     return np.array([rate.get(last, np.nan) for _, last in windows])

@@ -22,18 +22,18 @@ ETA = 0.5  # Accordion's, as its authors suggest
 
 
 def total(rows: Rows, choice: Choice) -> float:
-    """The sum over layers of what was chosen."""
-    return float(np.array([row[place] for row, place in zip(rows, choice, strict=True)]).sum())
+    """Sum over layers the value of each one's chosen setting."""
+    return float(np.array([row[index] for row, index in zip(rows, choice, strict=True)]).sum())
 
 
 def uniform(errors: Rows, sizes: Rows, budget: float) -> Allocation:
-    """The smallest plan with one setting for all layers, the same place in every row.
+    """Find the smallest plan with one setting for all layers, the same index in every row.
 
     Raises:
         GradlabError: for rows of different lengths, or a budget that none meets.
     """
     settings = _settings(errors)
-    plans = [np.full(len(errors), place) for place in range(settings)]
+    plans = [np.full(len(errors), index) for index in range(settings)]
     return _smallest(plans, errors, sizes, budget, "setting for all layers")
 
 
@@ -46,12 +46,19 @@ def cgx_kmeans(
     reference: int | None = None,
     seed: int = 0,
 ) -> Allocation:
-    """CGX (Markov, Ramezanikebrya, Alistarh, "CGX", Middleware 2022): layers in clusters, a setting for each.
+    """Choose a setting per cluster of layers: CGX (Markov, Ramezanikebrya, Alistarh, "CGX", Middleware 2022).
 
-    K-means in two dimensions, layer size against error, in logarithms of unit variance. Clusters are put in order of
-    error per size, and settings are given to them evenly between two ends, the smallest to those with least error for
-    their size. CGX has no budget, its ends are given by hand; here all pairs of ends are tried, and the smallest plan
-    that keeps the budget is taken. reference: the setting whose error and size are clustered, by default the middle.
+    K-means clusters layers by size and error, in logarithms of unit variance. Clusters are put in order of error per
+    size. Settings are given to them evenly between two ends, the smallest to the cluster of least error per size. CGX
+    has no budget, its ends are given by hand. Here all pairs of ends are tried, and the smallest plan that keeps the
+    budget is taken.
+
+    Args:
+        errors, sizes: per layer (settings,).
+        budget: of the sum of errors.
+        clusters: how many, at most.
+        reference: index of the setting whose error and size are clustered; by default the middle.
+        seed: of k-means.
 
     Raises:
         GradlabError: as `uniform`.
@@ -76,14 +83,22 @@ def cgx_kmeans(
 def accordion(
     norms: np.ndarray, learning_rates: np.ndarray, *, eta: float = ETA, least_decay: float = 0.0
 ) -> np.ndarray:
-    """Where Accordion sees a critical regime, (windows, layers) bool: there it compresses little, elsewhere much.
+    """Find critical regimes as Accordion does: there it compresses little, elsewhere much.
 
     Agarwal, Wang, Lee, Venkataraman, Papailiopoulos, "Adaptive gradient communication via critical learning regime
-    identification", MLSys 2021, Algorithm 1: a layer is critical while | ||g_t|| - ||g_(t-1)|| | / ||g_(t-1)|| >= eta
-    between accumulated gradients of windows that follow each other, and all layers are when the learning rate has
-    fallen since; at first all are. norms: (windows, layers), not squared; learning_rates: (windows,), NaN if unknown.
-    least_decay: the share by which the rate has to fall; at 0, as published, a schedule that falls all the time keeps
-    all layers critical.
+    identification", MLSys 2021, Algorithm 1. A layer is critical while | ||g_t|| - ||g_(t-1)|| | / ||g_(t-1)|| >= eta
+    between accumulated gradients of consecutive windows. All layers are critical in the first window, and after the
+    learning rate has fallen.
+
+    Args:
+        norms: (windows, layers), not squared.
+        learning_rates: (windows,), NaN where unknown.
+        eta: the least relative change of a norm.
+        least_decay: share that the rate has to fall by. At 0, as published, a schedule that falls all the time keeps
+            all layers critical.
+
+    Returns:
+        (windows, layers), bool.
     """
     critical = np.ones(norms.shape, dtype=bool)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -94,18 +109,23 @@ def accordion(
 
 
 def global_threshold(counts: Rows, errors: Rows, sizes: Rows, budget: float) -> Allocation:
-    """One threshold on magnitudes for the whole model: global top-k and Rethink-GS, on tables of top-k densities.
+    """Find the smallest plan with one threshold lambda on magnitudes for the whole model, on tables of top-k densities.
 
-    Both send every value of magnitude lambda or more: global top-k (Shi et al., "Understanding top-k sparsification in
-    distributed deep learning", 2019) finds the lambda that sends k of them, Rethink-GS (Sahu et al., NeurIPS 2021) is
+    Every value of magnitude lambda or more is sent. Global top-k (Shi et al., "Understanding top-k sparsification in
+    distributed deep learning", 2019) finds the lambda that sends k values; Rethink-GS (Sahu et al., NeurIPS 2021) is
     given one. From one density to the next a layer gains (difference of errors) / (difference of counts), the mean
-    square of the values between; those above lambda^2 are taken. The smallest plan within the budget is returned, over
-    all lambda. counts: values sent, per layer and density, rising; errors: squared.
+    square of the values between. Gains above lambda^2 are taken, and all lambda are tried.
+
+    Args:
+        counts: values sent, per layer (settings,), rising.
+        errors: squared, per layer (settings,).
+        sizes: per layer (settings,).
+        budget: of the sum of errors.
 
     Raises:
         GradlabError: as `uniform`.
     """
-    # Of settings that send as many values one is enough: from one to the next something has to be gained.
+    # One of several settings that send as many values is enough, so that counts differ from one to the next.
     places = [np.flatnonzero(np.diff(row, prepend=-1) > 0) for row in counts]
     steps = [
         (float(gain), layer)
@@ -121,7 +141,7 @@ def global_threshold(counts: Rows, errors: Rows, sizes: Rows, budget: float) -> 
 
 
 def _falling(gains: np.ndarray) -> np.ndarray:
-    """Values sorted by magnitude gain less and less; where rounding says otherwise, as much as the one before."""
+    """Make gains fall: values sorted by magnitude gain less and less, and rounding can hide it."""
     return np.minimum.accumulate(gains)
 
 

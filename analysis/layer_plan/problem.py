@@ -19,8 +19,14 @@ Planner = Callable[..., Allocation]
 
 @dataclass(frozen=True)
 class Problem:
-    """What is chosen from. table: errors; costs: per layer (candidates,); reference: per layer, the uniform plan's;
-    weights: per layer, what its costs count for when a plan is chosen; None: all the same."""
+    """What a plan by layer is chosen from.
+
+    Args:
+        table: errors.
+        costs: per layer (candidates,).
+        reference: (layers,), index of the uniform plan's candidate.
+        weights: (layers,), factors of the costs when a plan is chosen; None for 1.
+    """
 
     table: ErrorTable
     costs: tuple[np.ndarray, ...]
@@ -29,40 +35,44 @@ class Problem:
 
     @property
     def objective(self) -> list[np.ndarray]:
-        """What is to be small: costs times weights."""
+        """Costs times weights, per layer (candidates,): what a plan makes small."""
         weights = np.ones(len(self.costs)) if self.weights is None else self.weights
         return [row * weight for row, weight in zip(self.costs, weights, strict=True)]
 
     def errors(self, metric: str, windows: slice) -> list[np.ndarray]:
-        """Per layer (candidates,), in units of the uniform plan's error in the same window: a budget of alpha is then
-        the paper's E_max times alpha, and windows with large gradients do not speak for all."""
+        """Mean errors over windows, per layer (candidates,), in units of the uniform plan's error in each window.
+
+        A budget of alpha is then the paper's E_max times alpha, and all windows weigh the same.
+        """
         units = self.table.by_window(self.reference, metric)
         return self.table.errors(metric, windows, np.where(units > 0, units, 1.0))
 
     def planners(self) -> dict[str, Planner]:
-        """By name, the ways to plan that these tables allow."""
-        found: dict[str, Planner] = {"L-GreCo, exact": allocate, "L-GreCo, Algorithm 1": allocate_discretised}
+        """The planners that these tables allow, by name."""
+        planners: dict[str, Planner] = {"L-GreCo, exact": allocate, "L-GreCo, Algorithm 1": allocate_discretised}
         tables = self.table.layers
         one_codec = len({candidate.codec for t in tables for candidate in t.candidates}) == 1
         if not one_codec or len({tuple(map(str, t.candidates)) for t in tables}) > 1:
-            return found
-        found |= {"uniform": uniform, "CGX, k-means": cgx_kmeans}
+            return planners
+        planners |= {"uniform": uniform, "CGX, k-means": cgx_kmeans}
         if all(candidate.codec == "topk" for t in tables for candidate in t.candidates):
             counts = [np.array([c.build().count(t.layer.numel) for c in t.candidates]) for t in tables]  # type: ignore[attr-defined]
-            found["one threshold"] = partial(global_threshold, counts)
-        return found
+            planners["one threshold"] = partial(global_threshold, counts)
+        return planners
 
     def alone(self, errors: Rows, budget: float) -> dict[str, float]:
-        """By codec, the cost of the best plan that has no other one, dense layers aside, if it keeps the budget; where
-        there is but one codec, none."""
+        """Cost of the best plan within the budget of one codec and dense layers, by codec.
+
+        A codec that cannot keep the budget is left out. Where there is but one codec, nothing is returned.
+        """
         kinds = [np.array([candidate.codec for candidate in t.candidates]) for t in self.table.layers]
         names = sorted({str(name) for row in kinds for name in row} - {"identity"})
-        found: dict[str, float] = {}
+        best: dict[str, float] = {}
         for name in names if len(names) > 1 else ():
             kept = [
                 np.where((kind == name) | (kind == "identity"), row, np.inf)
                 for kind, row in zip(kinds, errors, strict=True)
             ]
             with suppress(GradlabError):
-                found[name] = total(self.costs, allocate(kept, self.objective, budget).choice)
-        return found
+                best[name] = total(self.costs, allocate(kept, self.objective, budget).choice)
+        return best

@@ -1,4 +1,4 @@
-"""How much a layer's compression hurts: by the loss after short runs from a checkpoint, and whether the L2 error tells.
+"""How much compression of one layer raises the loss in short runs from a checkpoint, and whether its L2 error tells.
 
 Alimohammadi et al., "L-GreCo", MLSys 2024, sections 3 and 5.4: from a checkpoint, up to 50 iterations on the same data
 with one layer compressed and all others untouched; the difference of the loss to an uncompressed run is the layer's
@@ -25,7 +25,12 @@ ShortRun = Callable[[Plan], float]
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """differences: of the loss to the uncompressed run's, by layer name, (candidates,) each; loss: that run's."""
+    """Losses after short runs with one layer compressed.
+
+    Args:
+        differences: by layer name (candidates,), the loss above the uncompressed run's.
+        loss: of the uncompressed run.
+    """
 
     differences: Mapping[str, np.ndarray]
     loss: float
@@ -38,12 +43,17 @@ def loss_sensitivity(
     *,
     progress: Progress | None = None,
 ) -> Sensitivity:
-    """One short run per layer and candidate, and one without compression.
+    """Measure the loss of one short run per layer and candidate, and of one without compression.
 
-    run: must start from the same checkpoint, draw the same data and be deterministic, or differences are noise.
+    Args:
+        run: trains under a plan and returns the loss. It must start from the same checkpoint, draw the same data and
+            be deterministic, or differences are noise.
+        layers: all of the model.
+        candidates: by layer name.
+        progress: called with what is being done, how much is done, and of how much.
 
     Raises:
-        GradlabError: for a layer that there is not, or a run without compression whose loss is not finite.
+        GradlabError: for an unknown layer, or a run without compression whose loss is not finite.
     """
     known = {layer.name for layer in layers}
     if strangers := sorted(set(candidates) - known):
@@ -53,16 +63,16 @@ def loss_sensitivity(
         raise GradlabError(
             f"sensitivity: the loss without compression is {reference}: there is nothing to compare with"
         )
-    found, done, total = {}, 0, sum(len(some) for some in candidates.values())
-    for name, some in candidates.items():
+    differences, done, total = {}, 0, sum(map(len, candidates.values()))
+    for name, row in candidates.items():
         losses = []
-        for candidate in some:
+        for candidate in row:
             losses.append(run(_alone(layers, name, candidate)))
             done += 1
             if progress:
                 progress("short runs", done, total)
-        found[name] = np.array(losses) - reference
-    return Sensitivity(found, reference)
+        differences[name] = np.array(losses) - reference
+    return Sensitivity(differences, reference)
 
 
 def _alone(layers: Sequence[Layer], name: str, candidate: Candidate) -> Plan:
@@ -71,10 +81,11 @@ def _alone(layers: Sequence[Layer], name: str, candidate: Candidate) -> Plan:
 
 
 def correlations(errors: Sequence[np.ndarray], differences: Sequence[np.ndarray]) -> dict[str, list[float]]:
-    """Between errors and loss differences over layers, a value per candidate: Pearson's (Fig. 11a) and Spearman's.
+    """Correlate errors and loss differences over layers: Pearson's (Fig. 11a) and Spearman's, a value per candidate.
 
-    errors, differences: per layer (candidates,), the same candidates in all; where either is constant there is none
-    (NaN).
+    Args:
+        errors, differences: per layer (candidates,), the same candidates in all. Where either is constant, the
+            correlation is NaN.
 
     Raises:
         GradlabError: for fewer than three layers, or layers with different numbers of candidates.
@@ -84,12 +95,12 @@ def correlations(errors: Sequence[np.ndarray], differences: Sequence[np.ndarray]
     lengths = {len(row) for row in (*errors, *differences)}
     if len(errors) < 3 or len(errors) != len(differences) or len(lengths) != 1:
         raise GradlabError("correlation of sensitivities: expected at least three layers with the same candidates")
-    found: dict[str, list[float]] = {"pearson": [], "spearman": []}
+    values: dict[str, list[float]] = {"pearson": [], "spearman": []}
     for one, other in zip(np.array(errors).T, np.array(differences).T, strict=True):
         constant = bool(np.ptp(one) == 0 or np.ptp(other) == 0)
         for name, measure in (("pearson", stats.pearsonr), ("spearman", stats.spearmanr)):
-            found[name].append(float("nan") if constant else float(_statistic(measure, one, other)))
-    return found
+            values[name].append(float("nan") if constant else float(_statistic(measure, one, other)))
+    return values
 
 
 def _statistic(measure: Callable[..., Any], one: np.ndarray, other: np.ndarray) -> float:
