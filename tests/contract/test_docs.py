@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import pkgutil
 import re
 import subprocess
 import sys
@@ -17,7 +20,9 @@ from gradlab.codec.registry import CODECS
 from gradlab.plan.recipes import METHODS
 from support.command_line import Command
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 BLOCK = re.compile(r"^```python(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -28,6 +33,26 @@ def test_the_page_of_methods_is_up_to_date(gradlab: Command) -> None:
     for name in (*codecs.names(), *wrappers.names()):
         assert f"\n### {name}\n" in out
     assert all(f"\n| {name} |" in out for name in METHODS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_names_files_and_links_of_a_page_are_there(page: Path) -> None:
+    text = page.read_text()
+    links = {page.parent / link for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)}
+    files = {ROOT / name for name in re.findall(r"\bbenchmarks/[\w/-]+\.\w+", text)}
+    assert not [path for path in links | files if not path.exists()]
+    assert not [name for name in sorted(set(re.findall(r"\bgradlab(?:\.\w+)+", text))) if not _exists(name)]
+
+
+def _exists(name: str) -> bool:
+    """Whether a dotted name is something in a module, or a module, which is not run: it may need an extra."""
+    with contextlib.suppress(ModuleNotFoundError):  # what it would be in is no package
+        if importlib.util.find_spec(name) is not None:
+            return True
+    with contextlib.suppress(ImportError, AttributeError):
+        pkgutil.resolve_name(name)
+        return True
+    return False
 
 
 @pytest.mark.parametrize("name", codecs.names())
