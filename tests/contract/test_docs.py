@@ -12,10 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from typer.main import get_command
 
 from contract import test_contract, test_theory
 from gradlab import codecs, wrappers
 from gradlab.catalog import codec_facts
+from gradlab.cli.main import app
 from gradlab.codec.registry import CODECS
 from gradlab.plan.recipes import METHODS
 from support.command_line import Command
@@ -23,6 +25,7 @@ from support.command_line import Command
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+COMMAND = re.compile(r"\bgradlab ((?:[a-z]+ )+[^`#\n]*)")
 BLOCK = re.compile(r"^```python(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -53,6 +56,16 @@ def _exists(name: str) -> bool:
         pkgutil.resolve_name(name)
         return True
     return False
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_of_a_page_have_the_options_named(page: Path) -> None:
+    for line in COMMAND.findall(page.read_text()):
+        words, command = line.split(), get_command(app)
+        while words and words[0] in getattr(command, "commands", ()):
+            command = command.commands[words.pop(0)]
+        known = {option for parameter in command.params for option in parameter.opts}
+        assert not set(re.findall(r"(?<!\S)--[a-z-]+", line)) - known, line
 
 
 @pytest.mark.parametrize("name", codecs.names())
