@@ -16,7 +16,7 @@ from torch import nn
 
 from gradlab.capture import EmulatedNodes, RecorderReport
 from gradlab.cli.train.metadata import trace_metadata
-from gradlab.cli.train.outcome import RankOutcome, run_report
+from gradlab.cli.train.outcome import RankOutcome, run_header, run_report
 from gradlab.cli.train.settings import EVALUATIONS, TrainSettings
 from gradlab.codec import seeded_generator
 from gradlab.datasets import Data, Recipe, Workload, batches, build_optimizer, get, learning_rate_at
@@ -37,13 +37,13 @@ class EmulatedRun:
     outcomes: Sequence[RankOutcome]
 
     def step(self, step: int, indices: Sequence[torch.Tensor]) -> None:
-        """One optimizer step from one micro-batch for each node; every node's outcome is told the whole step's time."""
+        """Make one optimizer step from one micro-batch per node; every node's outcome gets the whole step's time."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate_at(self.recipe, step)
         start = time.perf_counter()
         self.optimizer.zero_grad()
-        for rank, mine in enumerate(indices):
-            self._pass(rank, mine)
+        for rank, samples in enumerate(indices):
+            self._pass(rank, samples)
         self.nodes.average()
         self.optimizer.step()
         seconds = time.perf_counter() - start
@@ -59,16 +59,18 @@ class EmulatedRun:
         self.outcomes[rank].losses.append(float(loss.detach()))
 
     def evaluate(self, step: int) -> None:
-        """The model's metric, with node 0's buffers; on all test samples after the last step."""
-        some = None if step == self.recipe.steps else self.workload.interim_samples
-        score = self.workload.score(self.model, self.data.test_x[:some], self.data.test_y[:some])
+        """Score the model with node 0's buffers; on all test samples after the last step."""
+        samples = None if step == self.recipe.steps else self.workload.interim_samples
+        score = self.workload.score(self.model, self.data.test_x[:samples], self.data.test_y[:samples])
         self.outcomes[0].scores.append((step, score))
 
 
 def emulate(settings: TrainSettings, progress: Progress | None = None) -> dict[str, Any]:
-    """Train and record in this process; the run's report, as `launch` returns it.
+    """Train and record in this process.
 
-    step_seconds is the time of all nodes' passes, one after another; `recorded` is one entry for all nodes.
+    Returns:
+        The run's report, as `launch` returns it. Its step_seconds is the time of all nodes' passes, one after another;
+        `recorded` is one entry for all nodes.
 
     Raises:
         GradlabError: for settings, data or a folder that cannot be used; if the trace cannot be written.
@@ -82,8 +84,8 @@ def emulate(settings: TrainSettings, progress: Progress | None = None) -> dict[s
     orders = [batches(samples, recipe.batch_size, rank, len(ranks), settings.seed, recipe.steps) for rank in ranks]
     model = workload.model(settings.seed)
     optimizer = build_optimizer(recipe, model.parameters())
-    about = trace_metadata(settings, workload, recipe, data)
-    with _nodes(settings, about, model, optimizer) as nodes:
+    metadata = trace_metadata(settings, workload, recipe, data)
+    with _nodes(settings, metadata, model, optimizer) as nodes:
         generators = [seeded_generator("augmentation", settings.seed, rank) for rank in ranks]
         outcomes = [RankOutcome() for _ in ranks]
         run = EmulatedRun(workload, recipe, data, model, optimizer, nodes, generators, outcomes)
@@ -92,7 +94,7 @@ def emulate(settings: TrainSettings, progress: Progress | None = None) -> dict[s
 
 
 def _nodes(
-    settings: TrainSettings, about: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+    settings: TrainSettings, metadata: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> EmulatedNodes:
     assert settings.capture is not None  # the settings were checked
     return EmulatedNodes(
@@ -102,7 +104,7 @@ def _nodes(
         optimizer=optimizer,
         every=settings.every,
         seed=settings.seed,
-        metadata=about,
+        metadata=metadata,
     )
 
 
@@ -120,16 +122,5 @@ def _train(run: EmulatedRun, order: Iterable[Sequence[torch.Tensor]], name: str,
 def _report(settings: TrainSettings, run: EmulatedRun, recorded: RecorderReport) -> dict[str, Any]:
     dense = 4 * sum(parameter.numel() for parameter in run.model.parameters())
     run.outcomes[0].recorder = recorded
-    about = {
-        "name": settings.name,
-        "workload": settings.workload,
-        "emulated": True,
-        "world_size": settings.ranks,
-        "steps": run.recipe.steps,
-        "batch_size": run.recipe.batch_size,
-        "seed": settings.seed,
-        "dense_payload_bytes": dense,
-        "plan": None,
-        "forecast_payload_bytes": dense,
-    }
-    return {**about, **run_report([outcome.to_json() for outcome in run.outcomes], dense, run.workload.metric)}
+    header = run_header(settings, run.recipe, dense, plan=None)
+    return {**header, **run_report(run.outcomes, dense, run.workload.metric)}

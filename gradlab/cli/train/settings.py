@@ -1,4 +1,4 @@
-"""What a training run of the reference trainer is told, as plain JSON between launcher and ranks."""
+"""The settings of one run of the reference trainer, as plain JSON between launcher and ranks."""
 
 from __future__ import annotations
 
@@ -17,34 +17,26 @@ EVALUATIONS = 8  # times at which a run's model is tested
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """One run. None takes the workload's recipe.
+    """One run. None takes what the workload's recipe says."""
 
-    workload: name; data: path for workloads that need one; ranks: world size; steps, batch_size (per rank),
-    learning_rate, momentum (the optimizer's): of the recipe; seed: of model, data order and augmentation; threads: per
-    rank; bucket_cap_mb: DDP's bucket size in MiB; capture: folder for a trace; every: record every so many steps;
-    artifact: a plan to train with; deterministic: means in rank order; name: how reports call the run; train_limit:
-    first so many samples; emulate: one process plays all ranks; trace_steps: iterations whose spans a compressed run
-    keeps.
-    """
-
-    workload: str
-    data: str | None = None
-    ranks: int = 2
-    steps: int | None = None
-    batch_size: int | None = None
-    learning_rate: float | None = None
-    momentum: float | None = None
-    seed: int = 0
-    threads: int = 1
-    bucket_cap_mb: float = 25.0
-    capture: str | None = None
-    every: int = 1
-    artifact: str | None = None
-    deterministic: bool = False
-    name: str = "run"
-    train_limit: int | None = None
-    emulate: bool = False
-    trace_steps: tuple[int, ...] = ()
+    workload: str  # name
+    data: str | None = None  # path, for workloads that need one
+    ranks: int = 2  # world size
+    steps: int | None = None  # optimizer steps
+    batch_size: int | None = None  # samples per rank and step
+    learning_rate: float | None = None  # peak
+    momentum: float | None = None  # of the optimizer
+    seed: int = 0  # of model, data order and augmentation
+    threads: int = 1  # per rank
+    bucket_cap_mb: float = 25.0  # DDP's bucket size in MiB
+    capture: str | None = None  # folder for a trace
+    every: int = 1  # record every so many steps
+    artifact: str | None = None  # file of a plan to train with
+    deterministic: bool = False  # take means in rank order
+    name: str = "run"  # how reports call the run
+    train_limit: int | None = None  # first so many training samples
+    emulate: bool = False  # one process plays all ranks
+    trace_steps: tuple[int, ...] = ()  # iterations whose spans a compressed run keeps
 
     def check(self) -> None:
         """Refuse what no run can do.
@@ -75,7 +67,7 @@ class TrainSettings:
             raise GradlabError("a run either records (--capture) or compresses (--compress), not both")
 
     def applied_to(self, recipe: Recipe) -> Recipe:
-        """The workload's recipe with what this run says otherwise; a warm-up never exceeds the steps."""
+        """Return the workload's recipe with this run's own values; a warm-up never exceeds the steps."""
         steps = self.steps or recipe.steps
         momentum = recipe.momentum if self.momentum is None else self.momentum
         return dataclasses.replace(

@@ -12,22 +12,23 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.artifact import Artifact
 from gradlab.capture import TraceRecorder
 from gradlab.cli.train.metadata import trace_metadata
-from gradlab.cli.train.outcome import RankOutcome, run_report
+from gradlab.cli.train.outcome import RankOutcome, run_header, run_report
 from gradlab.cli.train.settings import EVALUATIONS, TrainSettings
 from gradlab.codec import seeded_generator
 from gradlab.datasets import Data, Recipe, Workload, batches, build_optimizer, get, learning_rate_at
 from gradlab.errors import GradlabError
 from gradlab.runtime import CompressionState, compression_hook
+
+Value = TypeVar("Value")
 
 
 @dataclass
@@ -46,7 +47,7 @@ class Rank:
     outcome: RankOutcome = field(default_factory=RankOutcome)
 
     def step(self, step: int, indices: torch.Tensor) -> None:
-        """One optimizer step; its time is kept, its loss too."""
+        """Make one optimizer step; keep its time and its loss."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate_at(self.recipe, step)
         start = time.perf_counter()
@@ -61,10 +62,10 @@ class Rank:
         self.outcome.losses.append(float(loss.detach()))
 
     def evaluate(self, step: int) -> None:
-        """The metric of rank 0's model on test data; the others wait, so that it does not count as their step."""
+        """Score rank 0's model on test data; the others wait, so that it does not count as their step."""
         if dist.get_rank() == 0:
-            some = None if step == self.recipe.steps else self.workload.interim_samples
-            score = self.workload.score(self.model.module, self.data.test_x[:some], self.data.test_y[:some])
+            samples = None if step == self.recipe.steps else self.workload.interim_samples
+            score = self.workload.score(self.model.module, self.data.test_x[:samples], self.data.test_y[:samples])
             self.outcome.scores.append((step, score))
         dist.barrier()
 
@@ -80,9 +81,9 @@ def _prepare(settings: TrainSettings, exits: ExitStack) -> Rank:
     generator = seeded_generator("augmentation", settings.seed, dist.get_rank())
     rank = Rank(settings, workload, recipe, data, model, optimizer, generator)
     if settings.capture:
-        about = trace_metadata(settings, workload, recipe, data)
+        metadata = trace_metadata(settings, workload, recipe, data)
         rank.recorder = exits.enter_context(
-            TraceRecorder(model, settings.capture, optimizer=optimizer, every=settings.every, metadata=about)
+            TraceRecorder(model, settings.capture, optimizer=optimizer, every=settings.every, metadata=metadata)
         )
     if settings.artifact:
         rank.state = exits.enter_context(
@@ -127,15 +128,11 @@ def _train(rank: Rank) -> None:
         say(step=step + 1, steps=recipe.steps, loss=rank.outcome.losses[-1])
 
 
-def gather_json(value: Any) -> list[Any]:
-    """Every rank's plain JSON value, on every rank. The bytes travel padded to the longest."""
-    mine = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, torch.tensor([len(mine)]))
-    longest = int(max(lengths))
-    rows = [torch.zeros(longest, dtype=torch.uint8) for _ in lengths]
-    dist.all_gather(rows, nn.functional.pad(mine, (0, longest - len(mine))))
-    return [json.loads(bytes(row[: int(length)].tolist()).decode()) for row, length in zip(rows, lengths, strict=True)]
+def gather(value: Value) -> list[Value]:
+    """Every rank's value, in rank order, on every rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def say(**line: Any) -> None:
@@ -161,23 +158,13 @@ def run_rank(settings: TrainSettings) -> dict[str, Any]:
     if rank.recorder is not None:
         rank.outcome.recorder = rank.recorder.close()
     dense = 4 * sum(parameter.numel() for parameter in rank.model.module.parameters())
-    rows = gather_json(rank.outcome.to_json())
-    about = {
-        "name": settings.name,
-        "workload": settings.workload,
-        "world_size": settings.ranks,
-        "steps": rank.recipe.steps,
-        "batch_size": rank.recipe.batch_size,
-        "seed": settings.seed,
-        "dense_payload_bytes": dense,
-        "plan": rank.state.plan.digest if rank.state else None,
-        "forecast_payload_bytes": rank.state.plan.payload_bytes(settings.ranks) if rank.state else dense,
-    }
+    outcomes = gather(rank.outcome)
+    report = run_header(settings, rank.recipe, dense, rank.state.plan if rank.state else None)
     if rank.state is not None:
-        about["residuals"] = rank.state.report()["residuals"]
+        report["residuals"] = rank.state.report()["residuals"]
     if rank.state is not None and settings.trace_steps:
-        about["chrome_trace"] = [event for events in gather_json(rank.state.chrome_trace()) for event in events]
-    return {**about, **run_report(rows, dense, rank.workload.metric)}
+        report["chrome_trace"] = [event for events in gather(rank.state.chrome_trace()) for event in events]
+    return report | run_report(outcomes, dense, rank.workload.metric)
 
 
 def main() -> NoReturn:
