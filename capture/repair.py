@@ -63,15 +63,15 @@ def repair(path: str | os.PathLike[str]) -> list[RepairedRank]:
 
 def _readable_iterations(folder: Path, manifest: Manifest, rank: int) -> np.ndarray:
     """Iterations that a rank has committed, int64, as far as its segments can be opened."""
-    found = [np.zeros(0, np.int64)]
+    iterations = [np.zeros(0, np.int64)]
     for number, suffix in committed_segments(folder, rank, None):
         path = folder / rank_folder(rank) / (segment_name(number) + suffix)
         with (
             contextlib.suppress(GradlabError),
             closing(SegmentReader(path, manifest, rank, number, swmr=bool(suffix))) as segment,
         ):
-            found.append(segment.records["index"])
-    return np.concatenate(found)
+            iterations.append(segment.records["index"])
+    return np.concatenate(iterations)
 
 
 def _repair_rank(folder: Path, manifest: Manifest, rank: int, due: np.ndarray) -> RepairedRank:

@@ -60,23 +60,23 @@ def layers_after_addition(output: torch.Tensor, model: nn.Module) -> tuple[str, 
     """
     if output.grad_fn is None:
         return ()
-    found = {id(parameter) for parameter in _parameters_in(_reading_weights(output.grad_fn))}
+    reading = {id(parameter) for parameter in _parameters_in(_reading_weights(output.grad_fn))}
     return tuple(
-        layer.name for layer, parameter in named_layers(model) if id(parameter) in found and parameter.ndim > 1
+        layer.name for layer, parameter in named_layers(model) if id(parameter) in reading and parameter.ndim > 1
     )
 
 
 def _reading_weights(root: Node) -> list[Node]:
     """The nodes of weights that meet a sum."""
     values: dict[Node, _Value] = {}
-    found = []
+    weights = []
     for node in _operands_first([root]):
         operands = [None if before is None else values[before] for before, _ in node.next_functions]
         values[node] = _value(node, operands)
         matrices = _own_matrices(node, operands)
         if len(matrices) == 1 and any(operand is not None and operand.summed for operand in operands):
-            found += matrices
-    return found
+            weights += matrices
+    return weights
 
 
 def _operands_first(roots: Iterable[Node]) -> list[Node]:

@@ -53,8 +53,8 @@ def _root() -> Path | None:
 
 def _key(source: Path) -> str:
     status = source.stat()
-    said = canonical_json([str(source.resolve()), status.st_size, status.st_mtime_ns])
-    return hashlib.sha256(said.encode()).hexdigest()[:32]
+    identity = canonical_json([str(source.resolve()), status.st_size, status.st_mtime_ns])
+    return hashlib.sha256(identity.encode()).hexdigest()[:32]
 
 
 def _load(place: Path, image: tuple[int, ...]) -> Splits | None:

@@ -146,10 +146,10 @@ def _expect(value: Any, kind: type) -> Any:
 
 
 def _entry(batch: Any, key: str) -> Any:
-    found = _expect(batch, dict)
-    if key not in found:
+    entries = _expect(batch, dict)
+    if key not in entries:
         raise ValueError(f"no entry {key!r}")
-    return found[key]
+    return entries[key]
 
 
 def _array(value: Any) -> np.ndarray:

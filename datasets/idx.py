@@ -47,18 +47,18 @@ def _values(stream: IO[bytes], item: tuple[int, ...], source: str) -> np.ndarray
     expected = math.prod(shape)
     content = stream.read(expected + 1)
     if len(content) != expected:
-        found = f"only {len(content)}: truncated" if len(content) < expected else "more than that"
-        raise GradlabError(f"{source}: its header announces {expected} values, it holds {found}")
+        held = f"only {len(content)}: truncated" if len(content) < expected else "more than that"
+        raise GradlabError(f"{source}: its header announces {expected} values, it holds {held}")
     return np.frombuffer(content, np.uint8).reshape(shape)
 
 
 def _shape(stream: IO[bytes], item: tuple[int, ...], source: str) -> tuple[int, ...]:
     axes = 1 + len(item)
     magic = bytes((0, 0, _UNSIGNED_BYTE, axes))
-    found = stream.read(4)
-    if found != magic:
+    start = stream.read(4)
+    if start != magic:
         raise GradlabError(
-            f"{source}: starts with {found.hex(' ') or 'nothing'}, expected the magic number {magic.hex(' ')} of an "
+            f"{source}: starts with {start.hex(' ') or 'nothing'}, expected the magic number {magic.hex(' ')} of an "
             f"IDX file of unsigned bytes in {axes} axes"
         )
     lengths = stream.read(4 * axes)

@@ -52,8 +52,8 @@ def _member_header(archive: zipfile.ZipFile, key: str, source: str) -> tuple[tup
     member = f"{key}.npy"
     names = archive.namelist()
     if member not in names:
-        found = ", ".join(sorted(name.removesuffix(".npy") for name in names)[:8]) or "nothing"
-        raise GradlabError(f"{source}: no array {key}; expected {', '.join(Splits._fields)}, found {found}")
+        there = ", ".join(sorted(name.removesuffix(".npy") for name in names)[:8]) or "nothing"
+        raise GradlabError(f"{source}: no array {key}; expected {', '.join(Splits._fields)}, found {there}")
     with archive.open(member) as stream:
         return _header(stream)
 

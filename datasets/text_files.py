@@ -60,8 +60,8 @@ def _cut(content: bytes, between_words: bool) -> int:
     cut = 9 * len(content) // 10
     if not between_words:
         return cut
-    found = _WHITE_SPACE.search(content, cut)
-    return found.start() if found else len(content)
+    space = _WHITE_SPACE.search(content, cut)
+    return space.start() if space else len(content)
 
 
 def decoded(text: Text) -> str:

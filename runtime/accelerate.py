@@ -87,7 +87,7 @@ def compress(
 
 
 class _Checkpoint:
-    """This rank's file in the accelerator's checkpoint folder. Accelerate calls both methods on all ranks."""
+    """This rank's file in the accelerator's checkpoint folder. Accelerate calls `save` and `load` on all ranks."""
 
     def __init__(self, state: CompressionState, model: DistributedDataParallel, residuals: str | None) -> None:
         self._state, self._model, self._residuals = state, model, residuals
@@ -106,7 +106,7 @@ class _Checkpoint:
             raise GradlabError(f"{folder}: written over, but not by all ranks: it holds states of steps {iterations}")
 
     def _attempt(self, models: Sequence[nn.Module], folder: str) -> str | None:
-        """Load; the problem, if there is one, as the other ranks have to hear of it."""
+        """Load; return the problem, if there is one, for the other ranks."""
         try:
             self._restore(models, folder)
         except FileNotFoundError as error:
@@ -131,6 +131,6 @@ class _Checkpoint:
 
     def _path(self, models: Sequence[nn.Module], folder: str, rank: int) -> Path:
         # On a CPU Accelerate lists the model as it was before it was wrapped.
-        mine = (self._model, self._model.module)
-        index = next(i for i, model in enumerate(models) if model in mine)
+        forms = (self._model, self._model.module)
+        index = next(i for i, model in enumerate(models) if model in forms)
         return Path(folder) / f"gradlab_{index}_rank_{rank}.pt"

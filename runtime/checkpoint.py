@@ -40,11 +40,11 @@ def restore(run: PlanRun, saved: Mapping[str, Any], identity: Mapping[str, Any],
     Raises:
         GradlabError: naming what differs; the run is then as it was.
     """
-    for key, mine in {"format": _FORMAT, **identity}.items():
-        if not isinstance(saved, Mapping) or type(saved.get(key)) is not type(mine) or saved[key] != mine:
+    for key, expected in {"format": _FORMAT, **identity}.items():
+        if not isinstance(saved, Mapping) or type(saved.get(key)) is not type(expected) or saved[key] != expected:
             came = repr(saved.get(key))[:80] if isinstance(saved, Mapping) else type(saved).__name__
             hint = "; load_state_dicts takes the checkpoints of all old ranks" if key == "world_size" else ""
-            raise GradlabError(f"checkpoint: {key} is {came}, this run has {mine!r}{hint}")
+            raise GradlabError(f"checkpoint: {key} is {came}, this run has {expected!r}{hint}")
     states = _states(run, saved)
     _continue(run, saved, _moved(states, device), saved.get("refresh"))
 
@@ -68,10 +68,10 @@ def redistribute(
     ranks = [one.get("rank") if isinstance(one, Mapping) else None for one in saved]
     if not saved or ranks != list(range(len(saved))):
         raise GradlabError(f"checkpoints of ranks {ranks}, expected those of ranks 0 to N - 1, in order")
-    for key, mine in (("format", _FORMAT), ("plan", identity["plan"]), ("world_size", len(saved))):
-        if different := [one for one in saved if one.get(key) != mine]:
+    for key, expected in (("format", _FORMAT), ("plan", identity["plan"]), ("world_size", len(saved))):
+        if different := [one for one in saved if one.get(key) != expected]:
             raise GradlabError(
-                f"checkpoint of rank {different[0]['rank']}: {key} is {different[0].get(key)!r}, not {mine!r}"
+                f"checkpoint of rank {different[0]['rank']}: {key} is {different[0].get(key)!r}, not {expected!r}"
             )
     if len({one.get("iteration") for one in saved}) > 1:
         raise GradlabError(f"checkpoints of iterations {[one.get('iteration') for one in saved]}, expected one step's")
@@ -95,14 +95,14 @@ def _states(run: PlanRun, saved: Mapping[str, Any]) -> dict[str, Tensors]:
     if not all(type(rate) in (int, float) and math.isfinite(rate) for rate in rates.values()):
         raise GradlabError("checkpoint: learning rates that are not finite numbers")
     groups = {group.name: group for group in run.plan.groups}
-    found: dict[str, Tensors] = {}
+    by_group: dict[str, Tensors] = {}
     for key, tensor in states.items():
         name, _, rest = str(key).partition("::")
         if name not in run.codecs:
             raise GradlabError(f"checkpoint: {str(key)[:80]!r}: the plan has no group {name[:80]!r}")
         _check_tensor(str(key), tensor, states, run.plan.members(groups[name]))
-        found.setdefault(name, {})[rest] = tensor
-    return found
+        by_group.setdefault(name, {})[rest] = tensor
+    return by_group
 
 
 def _check_tensor(key: str, tensor: Any, states: Mapping[Any, Any], layers: Sequence[Layer]) -> None:

@@ -1,4 +1,4 @@
-"""What is refused when a run is set up, on all ranks alike, so that it does not fail at step 4000."""
+"""Checks when a run is set up, on all ranks alike, so that it does not fail at step 4000."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def check_ddp(model: DistributedDataParallel, process_group: dist.ProcessGroup |
     if process_group is not None:
         if not isinstance(process_group, dist.ProcessGroup):
             raise GradlabError(f"process_group is {type(process_group).__name__}, expected a ProcessGroup")
-        mine, its = (dist.get_process_group_ranks(group) for group in (process_group, model.process_group))
-        if mine != its:
-            raise GradlabError(f"process_group is of ranks {mine}, the DDP model's of {its}")
+        given, its = (dist.get_process_group_ranks(group) for group in (process_group, model.process_group))
+        if given != its:
+            raise GradlabError(f"process_group is of ranks {given}, the DDP model's of {its}")
     if getattr(model, "mixed_precision", None) is not None:
         raise GradlabError(
             "DDP's mixed_precision brings a communication hook of its own; use torch.autocast, or model.to(dtype)"

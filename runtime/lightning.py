@@ -94,14 +94,14 @@ class CompressionCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the state's figures, if asked."""
+        """Log the state's numbers, where `log` says so."""
         interval: int = getattr(trainer, "log_every_n_steps", 0)  # 0 too where nothing is to be logged
         if self._log and self.state is not None and interval and trainer.global_step % interval == 0:
             for logger in trainer.loggers:
                 logger.log_metrics(self.state.scalars(), step=trainer.global_step)
 
     def state_dict(self) -> dict[str, Any]:
-        """The plan's digest: Lightning warns if a checkpoint is resumed without a callback that has saved something."""
+        """Return the plan's digest: Lightning warns if a checkpoint is resumed without a callback that has saved one."""
         return {} if self.state is None else {"plan": self.state.plan.digest}
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -139,14 +139,12 @@ class CompressionCallback(Callback):
             raise GradlabError(f"{came}; CompressionCallback(residuals=...) says what becomes of the residuals")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop the engine."""
-        self._close()
+        """Stop the engine; the other ranks hear of the exception."""
+        if self.state is not None:
+            self.state.__exit__(type(exception), exception, None)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop the engine."""
-        self._close()
-
-    def _close(self) -> None:
         if self.state is not None:
             self.state.close()
 

@@ -1,4 +1,4 @@
-"""What a state has seen, as plain JSON, as a table to print, and as numbers for a logger."""
+"""A run's statistics as plain JSON, as a table to print, and as numbers for a logger."""
 
 from __future__ import annotations
 
@@ -21,8 +21,12 @@ _GROWN = 1.3  # times: a residual that has not settled
 
 
 def layer_rows(plan: Plan, steps: Sequence[StepRecord]) -> list[dict[str, Any]]:
-    """One row per group: name, codec, layers, and over the measured steps: payload bytes and seconds per step,
-    relative error, L2 norm of what was left unsent, both over all of its layers, and `residual_growth` of that norm."""
+    """Return one row per group, as plain JSON.
+
+    A row has the group's name, codec and layers. Over the measured steps, if there are any, it has the payload bytes
+    and the seconds per step; the relative error and the L2 norm of the residuals, both over all of its layers; and
+    `residual_growth` of that norm.
+    """
     measured = [step for step in steps if step.group_seconds and step.finite]
     return [_group_row(group.name, _title(group), group.layers, measured) for group in plan.compressed_groups]
 
@@ -48,8 +52,10 @@ def _group_row(name: str, codec: str, layers: Sequence[str], measured: Sequence[
 
 
 def residual_growth(norms: Sequence[float]) -> float | None:
-    """How many times the norm of the last quarter is that of the second, by their means; None for fewer than 8, for a
-    norm that does not rise from the second to the third quarter and on to the last, or that is not finite.
+    """Return the mean norm of the last quarter of steps over that of the second.
+
+    None for fewer than 8 steps, for a norm that is not finite, and for one that does not rise from the second to the
+    third quarter and on to the last.
 
     A residual that is sent in time settles; one that lies where the codec's decoder never comes, as an autoencoder's
     does, grows as long as training goes on.
@@ -62,7 +68,7 @@ def residual_growth(norms: Sequence[float]) -> float | None:
 
 
 def codec_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of `layer_rows` summed by codec."""
+    """Sum the rows of `layer_rows` by codec."""
     totals: dict[str, dict[str, Any]] = {}
     for row in rows:
         total = totals.setdefault(row["codec"], {"codec": row["codec"], "groups": 0})
@@ -73,14 +79,14 @@ def codec_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def residual_statement(plan: Plan, optimizer: torch.optim.Optimizer | None) -> str | None:
-    """What holds for the residuals that a plan keeps, under the optimizer it trains with; None if it keeps none."""
+    """Say what holds for a plan's residuals under the optimizer that it trains with; None if it keeps none."""
     stacks = {repr(group.wrappers): group.wrappers for group in plan.groups}.values()  # mostly one for all groups
     kept = [row for wraps in stacks if (row := _residuals(wraps))]
-    asked = [values["step_size_ratio"] for row in kept for values in row.values()]
-    if not asked:
+    ratios = [values["step_size_ratio"] for row in kept for values in row.values()]
+    if not ratios:
         return None
     plain = is_plain_sgd(optimizer)
-    follows = [plain if wanted is None else wanted for wanted in asked]
+    follows = [plain if wanted is None else wanted for wanted in ratios]
     if not all(follows):
         which = "some residuals are" if any(follows) else "residuals are"
         why = "as the plan says" if plain else f"under {_named(optimizer)}"
@@ -98,18 +104,18 @@ def residual_statement(plan: Plan, optimizer: torch.optim.Optimizer | None) -> s
 
 
 def _residuals(wraps: Sequence[Wrap]) -> dict[str, dict[str, Any]]:
-    """The settings of wrappers that keep a residual, by name."""
-    found = {}
+    """Settings of the wrappers that keep a residual, by name."""
+    by_name = {}
     for wrap in wraps:
         wrapper = wrappers.get(wrap.name)
         values = asdict(build_settings(wrapper, wrap.settings))
         if wrapper.keeps_residual or (wrap.name == "two_way" and values["error_feedback"]):
-            found[wrap.name] = values
-    return found
+            by_name[wrap.name] = values
+    return by_name
 
 
 def _lossless(row: dict[str, dict[str, Any]]) -> bool:
-    """Whether what was not sent is kept to rounding, at the ranks too."""
+    """Whether compression errors are kept to rounding, at the ranks too."""
     exact = all(values["buffer"] == "float32" and not values.get("decay") for values in row.values())
     return exact and "error_feedback" in row
 
@@ -122,7 +128,7 @@ def _named(optimizer: torch.optim.Optimizer | None) -> str:
 
 
 def table(report: dict[str, Any]) -> str:
-    """A report as text: one line per group, then the step."""
+    """Return a report as text: one line per group, then the step."""
     head = ("group", "codec", "payload/step", "encode", "decode", "error", "unsent norm")
     lines = [head]
     for row in report["groups"]:
@@ -152,19 +158,19 @@ def table(report: dict[str, Any]) -> str:
     for row in report["groups"]:
         if (row.get("residual_growth") or 0.0) > _GROWN:
             text.append(
-                f"{row['group']}: what is left unsent grew {row['residual_growth']:.1f} times in the second half of "
-                "the measured steps; where that goes on, its codec does not send all of it"
+                f"{row['group']}: the residual norm grew {row['residual_growth']:.1f} times in the second half of the "
+                "measured steps; if that goes on, the codec never sends a part of the gradient"
             )
     text += [report["residuals"]] if report["residuals"] else []
     return "\n".join(text)
 
 
 def scalars(statistics: Statistics) -> dict[str, float]:
-    """The last step as flat names and numbers, as TensorBoard's add_scalar takes them; empty before the first."""
+    """Return the last step's numbers by name, as TensorBoard's add_scalar takes them; empty before the first."""
     if not statistics.steps:
         return {}
     last = statistics.steps[-1]
-    found = {
+    values = {
         "gradlab/payload_bytes": float(last.payload_bytes),
         "gradlab/wire_bytes": float(last.wire_bytes),
         "gradlab/finite": float(last.finite),
@@ -173,6 +179,6 @@ def scalars(statistics: Statistics) -> dict[str, float]:
     }
     measured = next((step for step in reversed(statistics.steps) if step.errors and step.finite), None)
     if measured is not None:
-        found |= {f"gradlab/relative_error/{name}": relative(*pair) for name, pair in measured.errors.items()}
-        found |= {f"gradlab/residual_norm/{name}": norm for name, norm in measured.residual_norms.items()}
-    return found
+        values |= {f"gradlab/relative_error/{name}": relative(*pair) for name, pair in measured.errors.items()}
+        values |= {f"gradlab/residual_norm/{name}": norm for name, norm in measured.residual_norms.items()}
+    return values

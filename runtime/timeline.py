@@ -15,14 +15,14 @@ from gradlab.chrome_trace import LANES
 
 @dataclass(frozen=True)
 class Span:
-    """name, lane: what and where; start, stop: seconds of time.perf_counter; step: iteration; detail: anything more."""
+    """A stretch of time in which the engine did one thing."""
 
-    name: str
-    lane: str
-    start: float
+    name: str  # of what was done
+    lane: str  # of `gradlab.chrome_trace.LANES`
+    start: float  # seconds of time.perf_counter
     stop: float
-    step: int
-    detail: dict[str, Any]
+    step: int  # iteration
+    detail: dict[str, Any]  # more of it, as the bytes of a collective
 
 
 class Timeline:
@@ -56,7 +56,7 @@ class Timeline:
         work.get_future().add_done_callback(ended)
 
     def events(self, rank: int) -> list[dict[str, Any]]:
-        """The spans as trace events of one process; those of several ranks may be joined in one list."""
+        """Return the spans as trace events of one process; those of several ranks may be joined in one list."""
         spans = sorted(self.spans, key=lambda span: span.start)
         rows = _rows(spans)
         names: list[dict[str, Any]] = [

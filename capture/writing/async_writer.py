@@ -199,6 +199,6 @@ def describe(error: BaseException) -> str:
     """One line that says why; HDF5 hides the system's reason in a long message of several lines."""
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno)
-    if found := re.search(r"error message = '([^']+)'", str(error)):
-        return found[1]
+    if match := re.search(r"error message = '([^']+)'", str(error)):
+        return match[1]
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"

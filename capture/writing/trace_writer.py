@@ -52,8 +52,8 @@ class TraceWriter:
             raise GradlabError(f"dtype is {dtype!r}, expected one of {', '.join(STORED_DTYPE)}")
         check_metadata(metadata or {})
         require_free(self.path, overwrite)
-        about = {"gradlab": VERSION, "emulated": True} | (metadata or {})
-        manifest = Manifest(world_size, tuple(layers), dtype, about)
+        metadata = {"gradlab": VERSION, "emulated": True} | (metadata or {})
+        manifest = Manifest(world_size, tuple(layers), dtype, metadata)
         self._manifest = Manifest.from_json(manifest.to_json(), self.path)
         start_folder(self.path, self._manifest, overwrite)
         self._ranks = [RankWriter(self.path, self._manifest, rank, segment_bytes) for rank in range(world_size)]

@@ -134,7 +134,7 @@ def _print(runs: Mapping[str, dict[str, Any]], offline: Offline, page: Path) -> 
     OUT.print(json.loads((page.parent / "report.json").read_text())["verdict"], markup=False)
     for line in offline.fit.warnings:
         OUT.print(f"gradiveq: {line}", markup=False)
-    table = comparison_table(runs, {name: found.to_json() for name, found in offline.replays.items()})
+    table = comparison_table(runs, {name: replayed.to_json() for name, replayed in offline.replays.items()})
     print_table(table.title, table.columns, table.rows)
     OUT.print(table.note, markup=False)
     OUT.print(f"Report: {page}", markup=False)

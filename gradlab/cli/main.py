@@ -53,7 +53,7 @@ def main() -> None:
         print(f"gradlab: {error}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
-        # A path that cannot be used; what is told of the file is the system's own word.
+        # A path that cannot be used, in the system's own words.
         print(f"gradlab: {error.filename or 'input or output'}: {error.strerror or error}", file=sys.stderr)
         sys.exit(2)
     except SystemExit as end:

@@ -45,14 +45,14 @@ def methods(
         facts = wrapper_facts(name) if name in wrappers.names() else codec_facts(name)
         print_json(facts) if as_json else OUT.print(_one(facts), markup=False)
         return
-    found = [codec_facts(codec) for codec in codecs.names()]
+    codec_rows = [codec_facts(codec) for codec in codecs.names()]
     around = [wrapper_facts(wrapper) for wrapper in wrappers.names()]
     if as_json:
-        print_json({"codecs": found, "wrappers": around, "methods": by_name()})
+        print_json({"codecs": codec_rows, "wrappers": around, "methods": by_name()})
     elif markdown:
-        print(page(found, around), end="")
+        print(page(codec_rows, around), end="")
     else:
-        print_table("codecs, with default settings", HEADER, [_row(facts) for facts in found], left=len(HEADER))
+        print_table("codecs, with default settings", HEADER, [_row(facts) for facts in codec_rows], left=len(HEADER))
         print_table("wrappers", ("wrapper", "what it does"), [(w["name"], w["title"]) for w in around], left=2)
         rows = [(title, text) for title, text in by_name().items()]
         print_table("methods by name (gradlab.plan.method_plan)", ("method", "what it is"), rows, left=2)
@@ -140,12 +140,12 @@ def _called(name: str, settings: Mapping[str, Any]) -> str:
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in settings.items())})" if settings else name
 
 
-def page(found: Sequence[Facts], around: Sequence[Facts]) -> str:
+def page(codec_rows: Sequence[Facts], around: Sequence[Facts]) -> str:
     """The page of methods, in Markdown."""
     lines = [
         *INTRODUCTION.splitlines(),
         "",
-        *_table(HEADER, [_row(facts) for facts in found]),
+        *_table(HEADER, [_row(facts) for facts in codec_rows]),
         "",
         "## Methods by name",
         "",
@@ -155,7 +155,7 @@ def page(found: Sequence[Facts], around: Sequence[Facts]) -> str:
         "",
         "## Codecs",
     ]
-    for facts in found:
+    for facts in codec_rows:
         candidates = "; ".join(_called("", settings).strip("()") for settings in facts["candidates"] if settings)
         lines += [
             *_section(facts),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,7 +22,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @app.command()
 def info(trace: Folder, as_json: AsJson = False) -> None:
-    """What a trace holds.
+    """Show what a trace holds.
 
     Example:
 
@@ -32,32 +32,33 @@ def info(trace: Folder, as_json: AsJson = False) -> None:
     from gradlab.trace import Trace
 
     with Trace(trace) as opened:
-        parameters = sum(layer.numel for layer in opened.layers)
-        found: dict[str, Any] = {
-            "path": str(trace),
-            "world_size": opened.world_size,
-            "steps": len(opened.steps),
-            "first_iteration": int(opened.steps[0]),
-            "last_iteration": int(opened.steps[-1]),
-            "steps_by_rank": list(opened.rank_steps),
-            "layers": [layer.to_json() for layer in opened.layers],
-            "dtype": opened.dtype,
-            "metadata": opened.metadata,
-            "digest": opened.digest,
-            "remarks": list(opened.remarks),
-        }
+        layers, steps, ranks = opened.layers, opened.steps, opened.world_size
     if as_json:
-        print_json(found)
+        print_json(
+            {
+                "path": str(trace),
+                "world_size": ranks,
+                "steps": len(steps),
+                "first_iteration": int(steps[0]),
+                "last_iteration": int(steps[-1]),
+                "steps_by_rank": opened.rank_steps,
+                "layers": layers,
+                "dtype": opened.dtype,
+                "metadata": opened.metadata,
+                "digest": opened.digest,
+                "remarks": opened.remarks,
+            }
+        )
         return
+    parameters = sum(layer.numel for layer in layers)
     OUT.print(
-        f"{trace}: {found['steps']} iterations ({found['first_iteration']} to {found['last_iteration']}) of "
-        f"{found['world_size']} ranks, {len(found['layers'])} layers, {parameters} parameters, "
-        f"{format_bytes(4 * parameters * found['steps'] * found['world_size'])} of gradients",
+        f"{trace}: {len(steps)} iterations ({steps[0]} to {steps[-1]}) of {ranks} ranks, {len(layers)} layers, "
+        f"{parameters} parameters, {format_bytes(4 * parameters * len(steps) * ranks)} of gradients",
         markup=False,
     )
-    for remark in found["remarks"]:
+    for remark in opened.remarks:
         OUT.print(remark, markup=False)
-    rows = [(layer["name"], layer["role"], "x".join(map(str, layer["shape"])) or "-") for layer in found["layers"]]
+    rows = [(layer.name, layer.role, "x".join(map(str, layer.shape)) or "-") for layer in layers]
     print_table("", ("layer", "role", "shape"), rows, left=2)
 
 
@@ -71,39 +72,37 @@ def check(trace: Folder, as_json: AsJson = False) -> None:
 
       gradlab trace check trace
     """
-    import dataclasses
-
     from gradlab.trace.checking import check as check_trace
 
-    found = check_trace(trace)
+    result = check_trace(trace)
     if as_json:
         print_json(
             {
-                "ok": found.ok,
-                "closed": found.closed,
-                "common_steps": found.common_steps,
-                "ranks": [dataclasses.asdict(rank) for rank in found.ranks],
-                "problems": list(found.problems),
-                "remarks": list(found.remarks),
+                "ok": result.ok,
+                "closed": result.closed,
+                "common_steps": result.common_steps,
+                "ranks": result.ranks,
+                "problems": result.problems,
+                "remarks": result.remarks,
             }
         )
     else:
-        _print_check(found)
-    if found.problems:
-        count = f"{len(found.problems)} problem" + "s" * (len(found.problems) > 1)
-        raise GradlabError(f"{trace}: {count}: {found.problems[0]}")
-    if not found.closed:
+        _print_check(result)
+    if result.problems:
+        count = f"{len(result.problems)} problem" + "s" * (len(result.problems) > 1)
+        raise GradlabError(f"{trace}: {count}: {result.problems[0]}")
+    if not result.closed:
         raise GradlabError(f"{trace}: left open by a run that was killed; close it with: gradlab trace repair {trace}")
 
 
-def _print_check(found: TraceCheck) -> None:
+def _print_check(result: TraceCheck) -> None:
     rows = [
         (str(r.rank), str(r.steps), str(r.steps_lost), "yes" if r.closed else "no", str(len(r.problems)))
-        for r in found.ranks
+        for r in result.ranks
     ]
-    OUT.print(f"{found.path}: {found.common_steps} steps on all ranks", markup=False)
+    OUT.print(f"{result.path}: {result.common_steps} steps on all ranks", markup=False)
     print_table("", ("rank", "steps", "lost", "closed", "problems"), rows, left=0)
-    for line in (*found.remarks, *found.problems):
+    for line in (*result.remarks, *result.problems):
         OUT.print(f"  {line}", markup=False)
 
 
@@ -117,15 +116,13 @@ def repair(trace: Folder, as_json: AsJson = False) -> None:
 
       gradlab trace repair trace
     """
-    import dataclasses
-
     from gradlab.capture import repair as repair_trace
     from gradlab.trace import Trace
 
     ranks = repair_trace(trace)
     problems = [problem for rank in ranks for problem in rank.problems]
     if as_json:
-        print_json([dataclasses.asdict(rank) for rank in ranks])
+        print_json(ranks)
     else:
         rows = [
             (str(r.rank), str(r.steps), str(r.steps_lost), "yes" if r.changed else "no", str(len(r.problems)))

@@ -27,23 +27,23 @@ from gradlab.trace.segment import SegmentReader
 
 @dataclass(frozen=True)
 class RankCheck:
-    """What one rank holds: committed steps, whether its recording was closed, and problems in a line each."""
+    """What one rank of a trace holds."""
 
     rank: int
-    steps: int
-    closed: bool
-    segments: int
-    steps_lost: int
-    problems: tuple[str, ...]
+    steps: int  # committed
+    closed: bool  # whether its recording was
+    segments: int  # files
+    steps_lost: int  # due, and not recorded
+    problems: tuple[str, ...]  # one line each
 
 
 @dataclass(frozen=True)
 class TraceCheck:
-    """What a trace holds: one row per rank, and the number of iterations that are committed on every rank."""
+    """What a trace holds."""
 
     path: Path
     ranks: tuple[RankCheck, ...]
-    common_steps: int
+    common_steps: int  # iterations that are committed on every rank
     shared_problems: tuple[str, ...] = ()  # of the trace as a whole, not of one rank
 
     @property
@@ -62,7 +62,7 @@ class TraceCheck:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What is no problem and yet good to know, a line each: ranks that hold different numbers of steps."""
+        """Notes that are no problems, one line each: ranks that hold different numbers of steps."""
         return remarks([rank.steps for rank in self.ranks], self.common_steps)
 
     @property
@@ -81,9 +81,9 @@ def check(path: str | os.PathLike[str]) -> TraceCheck:
     manifest = read_manifest(folder)
     rows, iterations = [], []
     for rank in range(manifest.world_size):
-        row, found = _check_rank(folder, manifest, rank)
+        row, committed = _check_rank(folder, manifest, rank)
         rows.append(row)
-        iterations.append(found)
+        iterations.append(committed)
     common = len(reduce(np.intersect1d, iterations))
     shared = folder_problems(folder, manifest)
     if all(row.closed for row in rows):  # an open one may still be filled
@@ -102,15 +102,15 @@ def _check_rank(folder: Path, manifest: Manifest, rank: int) -> tuple[RankCheck,
     if index is not None:
         problems += index_problems(folder, manifest, rank, index)
     parts = committed_segments(folder, rank, index)
-    found: dict[int, np.ndarray] = {}
+    by_segment: dict[int, np.ndarray] = {}
     for number, suffix in parts:
         iterations, wrong = _check_segment(folder, manifest, rank, number, suffix)
         problems += wrong
         if iterations is not None:
-            found[number] = iterations
+            by_segment[number] = iterations
     if index is not None:
-        problems += count_problems(folder, index, {number: len(part) for number, part in found.items()})
-    steps = np.concatenate([np.zeros(0, np.int64), *(found[number] for number, _ in parts if number in found)])
+        problems += count_problems(folder, index, {number: len(part) for number, part in by_segment.items()})
+    steps = np.concatenate([np.zeros(0, np.int64), *(by_segment[n] for n, _ in parts if n in by_segment)])
     problems += order_problems(folder, rank, steps)
     lost = index.steps_lost if index else 0
     return RankCheck(rank, len(steps), index is not None, len(parts), lost, tuple(problems)), steps

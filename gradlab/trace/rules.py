@@ -16,11 +16,11 @@ from gradlab.trace.schema import Manifest, RankIndex, rank_folder, segment_name,
 
 def folder_problems(folder: Path, manifest: Manifest) -> list[str]:
     """The folders are those of the manifest's ranks, no more and no fewer."""
-    found = {entry.name for entry in folder.iterdir() if re.fullmatch(r"rank-\d{5,}", entry.name)}
+    there = {entry.name for entry in folder.iterdir() if re.fullmatch(r"rank-\d{5,}", entry.name)}
     expected = {rank_folder(rank) for rank in range(manifest.world_size)}
-    said = f"{folder}: ranks disagree, the manifest has {manifest.world_size}, but"
-    surplus = [f"{said} {name} is there" for name in sorted(found - expected)[:1]]
-    return surplus + [f"{said} no {name}" for name in sorted(expected - found)[:1]]
+    head = f"{folder}: ranks disagree, the manifest has {manifest.world_size}, but"
+    surplus = [f"{head} {name} is there" for name in sorted(there - expected)[:1]]
+    return surplus + [f"{head} no {name}" for name in sorted(expected - there)[:1]]
 
 
 def index_problems(folder: Path, manifest: Manifest, rank: int, index: RankIndex) -> list[str]:
@@ -61,7 +61,7 @@ def empty_problems(folder: Path, rank_steps: Sequence[int], common_steps: int) -
 
 
 def remarks(rank_steps: Sequence[int], common_steps: int) -> tuple[str, ...]:
-    """What is no error and yet good to know, a line each: ranks that hold more than what all of them hold."""
+    """Notes that are no errors, one line each: ranks that hold more steps than all of them hold."""
     least, most = min(rank_steps), max(rank_steps)
     if most == common_steps:
         return ()

@@ -131,16 +131,16 @@ class SegmentReader:
             return json.loads(expected) if expected.encode() in file.read(_MAX_HEADER_BYTES) else None
 
     def _check_header(self, expected: str) -> None:
-        found = self._header(expected)
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
+        header = self._header(expected)
+        if not isinstance(header, dict) or header.get("format") != FORMAT:
             raise GradlabError(f"{self.path}: not a segment of a gradlab trace")
-        if type(found.get("version")) is int and found["version"] > VERSION:
+        if type(header.get("version")) is int and header["version"] > VERSION:
             raise NewerFormat(
-                f"{self.path}: written by a newer gradlab (version {found['version']}, this one reads up to {VERSION})"
+                f"{self.path}: written by a newer gradlab (version {header['version']}, this one reads up to {VERSION})"
             )
         for key, value in json.loads(expected).items():
-            if found.get(key) != value:
-                came = f"its {key} is {found.get(key)!r}, the manifest says {value!r}"
+            if header.get(key) != value:
+                came = f"its {key} is {header.get(key)!r}, the manifest says {value!r}"
                 raise GradlabError(f"{self.path}: does not belong to this trace: {came}")
 
     def _open_datasets(self) -> None:

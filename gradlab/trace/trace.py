@@ -95,10 +95,10 @@ class Trace:
         self._segments.close()
 
     def _read_indices(self) -> list[RankIndex]:
-        found = [read_index(self.path, rank) for rank in range(self.world_size)]
-        indices = [index for index in found if index is not None]
-        if len(indices) < len(found):
-            open_ranks = ", ".join(str(rank) for rank, index in enumerate(found) if index is None)
+        by_rank = [read_index(self.path, rank) for rank in range(self.world_size)]
+        indices = [index for index in by_rank if index is not None]
+        if len(indices) < len(by_rank):
+            open_ranks = ", ".join(str(rank) for rank, index in enumerate(by_rank) if index is None)
             raise GradlabError(
                 f"{self.path}: recording was not closed (rank {open_ranks}); run `gradlab trace repair {self.path}`"
             )
@@ -106,7 +106,7 @@ class Trace:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What is no error and yet good to know, a line each: ranks that hold different numbers of steps."""
+        """Notes that are no errors, one line each: ranks that hold different numbers of steps."""
         return remarks(self.rank_steps, len(self.steps))
 
     @property
@@ -124,7 +124,7 @@ class Trace:
         return self._manifest.dtype
 
     def layer(self, name: str) -> Layer:
-        """The layer of this name.
+        """Return the layer of this name.
 
         Raises:
             GradlabError: if the trace has none, with the closest names.
@@ -138,9 +138,11 @@ class Trace:
     def read(
         self, layer: str, rank: int, start: int = 0, stop: int | None = None, columns: slice | None = None
     ) -> np.ndarray:
-        """Local gradients of one layer on one rank, as recorded (times the loss scale of their step).
+        """Read the local gradients of one layer on one rank, as recorded (times the loss scale of their step).
 
         Args:
+            layer: its name.
+            rank: from 0.
             start, stop: positions in `steps`.
             columns: elements of the row-major flattening, contiguous; None reads and verifies whole rows.
         Returns:
@@ -148,15 +150,19 @@ class Trace:
         Raises:
             GradlabError: for an unknown layer or rank, positions out of range, or damaged data.
         """
-        found = self.layer(layer)
+        member = self.layer(layer)
         if not 0 <= rank < self.world_size:
             raise GradlabError(f"{self.path}: no rank {rank}; expected 0 to {self.world_size - 1}")
         start, stop = self._range(start, stop)
-        columns = _contiguous(columns, found.numel)
-        return self._ranks[rank].read(found, self._rows[rank][start:stop], columns)
+        columns = _contiguous(columns, member.numel)
+        return self._ranks[rank].read(member, self._rows[rank][start:stop], columns)
 
     def mean(self, layer: str, start: int = 0, stop: int | None = None, columns: slice | None = None) -> np.ndarray:
-        """Mean over all ranks, summed in float64: float32 (stop - start, numel[columns]). Arguments as `read`."""
+        """Average a layer over all ranks, in float64. Arguments as of `read`.
+
+        Returns:
+            float32 (stop - start, numel[columns]).
+        """
         start, stop = self._range(start, stop)
         picked = _contiguous(columns, self.layer(layer).numel)
         out = np.empty((stop - start, picked.stop - picked.start), np.float32)
@@ -172,10 +178,11 @@ class Trace:
     def iterate(
         self, start: int = 0, stop: int | None = None, layers: Sequence[str] | None = None
     ) -> Iterator[TraceStep]:
-        """Step by step over all ranks; reads blocks of at most 16 steps and about 96 MiB.
+        """Go step by step over all ranks, reading blocks of at most 16 steps and about 96 MiB.
 
         Args:
-            start, stop: positions in `steps`; layers: names of the layers to read, None for all.
+            start, stop: positions in `steps`.
+            layers: names of the layers to read, None for all.
         Raises:
             GradlabError: as `read`.
         """
@@ -213,8 +220,12 @@ class Trace:
         )
 
     def scalars(self, rank: int) -> dict[str, np.ndarray]:
-        """What one rank stored per step, at the T common steps: index, loss, learning_rate, loss_scale,
-        accumulation, non_finite, each (T,), and unused, bool (T, layers)."""
+        """Return what one rank stored of each of the T common steps, beside gradients.
+
+        Returns:
+            By name: index, loss, learning_rate, loss_scale, accumulation and non_finite, each (T,); and unused, bool
+            (T, layers).
+        """
         if not 0 <= rank < self.world_size:
             raise GradlabError(f"{self.path}: no rank {rank}; expected 0 to {self.world_size - 1}")
         located, rows = self._ranks[rank], self._rows[rank]

@@ -1,4 +1,4 @@
-"""What a run of a plan is told once, and what it asks anew in every iteration."""
+"""The options of a run, and the values that it reads anew in every iteration."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RunOptions:
             _require_whole("a step of trace_steps", step, 0)
 
     def same_everywhere(self) -> dict[str, Any]:
-        """What all ranks must have been told alike, as plain JSON."""
+        """Options that have to be equal on all ranks, as plain JSON."""
         names = ("segment_bytes", "measure_every", "hold_unused", "non_finite_limit", "plain_sgd", "scaled")
         return {
             "deterministic": bool(self.deterministic),
@@ -68,8 +68,13 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What is read anew in each iteration. learning_rates: by layer name; loss_scale: of the loss scaler;
-    parameters: by layer name, the model's own tensors."""
+    """What is read anew in each iteration.
+
+    Attributes:
+        learning_rates: gives the learning rates, by layer name.
+        loss_scale: gives the loss scaler's factor, 1 without one.
+        parameters: the model's own tensors, by layer name.
+    """
 
     learning_rates: Callable[[], dict[str, float]]
     loss_scale: Callable[[], float]

@@ -1,4 +1,4 @@
-"""What the engine saw: bytes, times and errors per step, and their summary."""
+"""What is measured of a run: bytes, times and errors per step, and their summary."""
 
 from __future__ import annotations
 
@@ -14,39 +14,26 @@ TIMES = ("compress_seconds", "encode_seconds", "decode_seconds", "communicate_se
 
 @dataclass
 class StepRecord:
-    """One synchronised step on this rank.
+    """One synchronised step on this rank. The last five fields are filled on measured steps alone."""
 
-    payload_bytes, wire_bytes: see gradlab.collectives. compress_seconds: codec work in the worker thread, of which
-    encode_seconds up to the groups' first requests and decode_seconds after answers came. communicate_seconds: time
-    the worker stood waiting for the network. wait_seconds: time from the last bucket's arrival, when backward has
-    nothing left to compute, to the last result. finite: whether all ranks' gradients were, so that the states were
-    committed; non_finite_layers: those of this rank that were not; loss_scale: as it was on the gradients.
-
-    synchronise_seconds: time from the first bucket's arrival to the last result.
-
-    On measured steps alone: errors, per layer ||asked - own||^2 and ||asked||^2; residual_norms, per layer;
-    group_payload_bytes and group_seconds (encode, decode), per group; bucket_payload_bytes, by the number of the bucket
-    that completed a group.
-    """
-
-    step: int
-    compressing: bool
-    payload_bytes: int = 0
-    wire_bytes: int = 0
-    compress_seconds: float = 0.0
-    encode_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    communicate_seconds: float = 0.0
-    wait_seconds: float = 0.0
-    synchronise_seconds: float = 0.0
-    finite: bool = True
-    loss_scale: float = 1.0
-    non_finite_layers: tuple[str, ...] = ()
-    errors: LayerErrors = field(default_factory=dict)
-    residual_norms: dict[str, float] = field(default_factory=dict)
-    group_payload_bytes: dict[str, int] = field(default_factory=dict)
-    group_seconds: dict[str, tuple[float, float]] = field(default_factory=dict)
-    bucket_payload_bytes: dict[int, int] = field(default_factory=dict)
+    step: int  # iteration
+    compressing: bool  # whether the schedule compresses
+    payload_bytes: int = 0  # see gradlab.collectives
+    wire_bytes: int = 0  # see gradlab.collectives
+    compress_seconds: float = 0.0  # all codec work in the worker thread
+    encode_seconds: float = 0.0  # of it, up to the groups' first requests
+    decode_seconds: float = 0.0  # of it, after answers came
+    communicate_seconds: float = 0.0  # in which the worker waited for the network
+    wait_seconds: float = 0.0  # from the last bucket's arrival, when backward is over, to the last result
+    synchronise_seconds: float = 0.0  # from the first bucket's arrival to the last result
+    finite: bool = True  # whether all ranks' gradients were, so that the states were committed
+    loss_scale: float = 1.0  # of the gradients
+    non_finite_layers: tuple[str, ...] = ()  # of this rank
+    errors: LayerErrors = field(default_factory=dict)  # by layer ||x - c||^2, ||x||^2: compressor input, contribution
+    residual_norms: dict[str, float] = field(default_factory=dict)  # by layer
+    group_payload_bytes: dict[str, int] = field(default_factory=dict)  # by group
+    group_seconds: dict[str, tuple[float, float]] = field(default_factory=dict)  # by group (encode, decode)
+    bucket_payload_bytes: dict[int, int] = field(default_factory=dict)  # by number of the bucket that completed a group
 
 
 class Statistics:
@@ -60,7 +47,7 @@ class Statistics:
         self.steps.append(record)
 
     def summary(self) -> dict[str, Any]:
-        """Plain JSON: means per step over the compressed steps kept (over all steps, if none was compressed)."""
+        """Return, as plain JSON, means per step over the compressed steps kept (over all, if none was compressed)."""
         steps = list(self.steps)  # at once: the worker may add one meanwhile
         chosen = [record for record in steps if record.compressing] or steps
         if not chosen:

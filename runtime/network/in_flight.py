@@ -57,8 +57,8 @@ class InPlaceMean(Fused):
         self._communicator.wait(self._work)
         if self._received is not None:
             world_size = self._communicator.world_size
-            mine = sum_in_rank_order(list(self._received.view(world_size, -1)))
-            gathered, work = self._communicator.all_gather(mine)
+            total = sum_in_rank_order(list(self._received.view(world_size, -1)))
+            gathered, work = self._communicator.all_gather(total)
             self._communicator.wait(work)
             self._buffer.copy_(gathered.view(-1)[: self._buffer.numel()])
         return [self._buffer]
@@ -168,13 +168,13 @@ class _FusedAllToAll(Fused):
             _pack([request.tensors[j] for request in requests], communicator) for j in range(communicator.world_size)
         ]
         sizes = [part.numel() for part in packed]
-        self._mine = [request.tensors[communicator.rank] for request in requests]
+        self._own = [request.tensors[communicator.rank] for request in requests]
         self._out, self._work = communicator.all_to_all(_joined(packed, communicator), sizes)
 
     def answers(self) -> list[Any]:
         self._communicator.wait(self._work)
         rows = self._out.view(self._communicator.world_size, -1)
-        by_rank = [_unpack(row, self._mine, self._communicator) for row in rows]
+        by_rank = [_unpack(row, self._own, self._communicator) for row in rows]
         return [list(tensors) for tensors in zip(*by_rank, strict=True)]
 
 
@@ -217,7 +217,7 @@ class _FusedRing(Fused):
         segment %= self._world_size
         parts = [None] * len(own) if received is None else self._parts(segment, received)
         with self._communicator.working("add a ring's segment"):
-            messages = [c.add(segment, part, mine) for c, part, mine in zip(self._codes, parts, own, strict=True)]
+            messages = [code.add(segment, part, new) for code, part, new in zip(self._codes, parts, own, strict=True)]
         return messages[0] if len(messages) == 1 else torch.cat(messages)
 
     def _parts(self, segment: int, message: torch.Tensor) -> list[torch.Tensor]:

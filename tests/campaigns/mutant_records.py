@@ -576,8 +576,8 @@ MUTANTS = (
     ),
     Mutant(
         file="gradlab/trace/trace.py",
-        old="self._ranks[rank].read(found, self._rows[rank][start:stop], columns)",
-        new="self._ranks[rank].read(found, self._rows[0][start:stop], columns)",
+        old="self._ranks[rank].read(member, self._rows[rank][start:stop], columns)",
+        new="self._ranks[rank].read(member, self._rows[0][start:stop], columns)",
         tests=("tests/trace/test_trace.py",),
         what="Rows are looked up where rank 0 has them.",
         select="holds_a_step or positions_count",

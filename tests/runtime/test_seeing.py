@@ -153,9 +153,9 @@ def test_a_residual_that_keeps_growing_is_told() -> None:
     ]
     rows = layer_rows(plan, steps)
     report = {"groups": rows, "steps": 0, "residuals": None}
-    assert "a: what is left unsent grew 2.3 times in" in table(report)
+    assert "a: the residual norm grew 2.3 times in" in table(report)
     rows[0]["residual_growth"] = 1.2
-    assert "left unsent grew" not in table(report)
+    assert "residual norm grew" not in table(report)
 
 
 def test_nothing_is_kept_of_other_steps() -> None:
