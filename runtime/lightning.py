@@ -101,7 +101,7 @@ class CompressionCallback(Callback):
                 logger.log_metrics(self.state.scalars(), step=trainer.global_step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the plan's digest: Lightning warns if a checkpoint is resumed without a callback that has saved one."""
+        """Return the plan's digest: Lightning warns if a checkpoint is resumed without a callback that saved one."""
         return {} if self.state is None else {"plan": self.state.plan.digest}
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
