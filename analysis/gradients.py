@@ -1,4 +1,4 @@
-"""Gradients of a trace as they truly were: a loss scaler's factor, which the recorder saw, is divided out."""
+"""Gradients of a trace, with the loss scaler's factor that the recorder saw divided out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def loss_scales(trace: Trace) -> np.ndarray:
-    """Factor on the recorded gradients by rank and position, (N, T)."""
+    """Loss scale of the recorded gradients by rank and position, (N, T)."""
     return np.stack([trace.scalars(rank)["loss_scale"] for rank in range(trace.world_size)])
 
 
@@ -35,7 +35,7 @@ def mean_unscaled(trace: Trace, layer: str, start: int, stop: int) -> np.ndarray
 
 
 def step_gradients(step: TraceStep) -> list[dict[str, np.ndarray]]:
-    """The gradients of one step, per rank and by layer name, in the layers' shapes."""
+    """The unscaled gradients of one step by rank and layer name, in the layers' shapes."""
     return [
         gradients if scale == 1 else {name: value / np.float32(scale) for name, value in gradients.items()}
         for gradients, scale in zip(step.gradients, step.loss_scale, strict=True)

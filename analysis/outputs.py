@@ -1,4 +1,4 @@
-"""Where results go: refused before the work, not after it."""
+"""Check where results go before the work, not after it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ REPORT_FILES = ("report.html", "report.json", "figures")
 def require_free(
     target: str | os.PathLike[str], overwrite: bool = False, *, contents: Sequence[str] | None = None
 ) -> Path:
-    """The path of a file to be written, or of a folder that is to hold files named `contents`.
+    """The path of a file to be written, or, with `contents`, of a folder that is to hold files of these names.
 
     Raises:
-        GradlabError: if a folder's place is taken by a file or a file's by something else, or something is there
-            already and overwrite is false.
+        GradlabError: if something of another kind is at the path, or if a file exists already and overwrite is false.
     """
     path = Path(target)
     if contents is not None and path.exists() and not path.is_dir():

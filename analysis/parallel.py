@@ -15,31 +15,31 @@ import torch
 from gradlab.errors import GradlabError
 from gradlab.progress import Progress
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 _CONNECT_SECONDS = 10
-_MOST_WORKERS = 4  # by habit: each holds PyTorch and a layer
+_MOST_WORKERS = 4  # by default: each holds PyTorch and a layer
 
 
 def default_workers() -> int:
-    """As many processes as there are cores for this one, at most 4."""
+    """The number of cores that this process may use, at most 4."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(count, _MOST_WORKERS))
 
 
 def share_out(
-    function: Callable[..., Found],
+    function: Callable[..., Result],
     calls: Sequence[tuple[Any, ...]],
     *,
     workers: int = 1,
     cluster: str | None = None,
     what: str = "layers",
     progress: Progress | None = None,
-) -> list[Found]:
-    """[function(*call) for call in calls], by several processes with one thread each.
+) -> list[Result]:
+    """Compute [function(*call) for call in calls], in several processes with one thread each.
 
-    workers: processes; 1: this one. cluster: address of a dask.distributed scheduler to use instead, whose workers see
-    files under the same paths. what: the name of the work, for progress.
+    workers: number of processes, 1 for this one. cluster: address of a dask.distributed scheduler to use instead, whose
+    workers see files under the same paths. what: the name of the work, for progress.
 
     Raises:
         GradlabError: for fewer than 1 worker, a missing extra, or no scheduler at that address.
@@ -54,12 +54,12 @@ def share_out(
 
     parallel = Parallel(n_jobs=min(workers, len(calls)), return_as="generator", inner_max_num_threads=1)
     with warnings.catch_warnings():
-        # Processes that had nothing to do for minutes end, and others begin: nothing that a user could do about it.
+        # Idle processes end after some minutes and others begin; a user can do nothing about it.
         warnings.filterwarnings("ignore", message="A worker stopped while some jobs were given")
         return list(_counted(parallel(delayed(_in_worker)(function, *c) for c in calls), len(calls), what, progress))
 
 
-def _on_cluster(function: Callable[..., Found], calls: Sequence[tuple[Any, ...]], address: str) -> list[Found]:
+def _on_cluster(function: Callable[..., Result], calls: Sequence[tuple[Any, ...]], address: str) -> list[Result]:
     try:
         from dask.distributed import Client
     except ImportError:
@@ -74,13 +74,13 @@ def _on_cluster(function: Callable[..., Found], calls: Sequence[tuple[Any, ...]]
         return list(Parallel()(delayed(_in_worker)(function, *call) for call in calls))
 
 
-def _counted(results: Iterable[Found], total: int, what: str, progress: Progress | None) -> Iterable[Found]:
+def _counted(results: Iterable[Result], total: int, what: str, progress: Progress | None) -> Iterable[Result]:
     for done, result in enumerate(results):
         if progress:
             progress(what, done + 1, total)
         yield result
 
 
-def _in_worker(function: Callable[..., Found], *call: Any) -> Found:
+def _in_worker(function: Callable[..., Result], *call: Any) -> Result:
     torch.set_num_threads(1)
     return function(*call)

@@ -9,9 +9,9 @@ import numpy as np
 
 
 def rank_cosine(inner: np.ndarray) -> np.ndarray:
-    """Mean over pairs of ranks of the cosine between their gradients, (T,); inner: products (T, N, N).
+    """Mean over pairs of ranks of the cosine between their gradients, (T,); NaN where N = 1 or a gradient is zero.
 
-    NaN where N = 1 or a gradient is zero.
+    inner: inner products (T, N, N).
     """
     norms = np.sqrt(np.einsum("tnn->tn", inner))
     scale = norms[:, :, None] * norms[:, None, :]
@@ -22,11 +22,11 @@ def rank_cosine(inner: np.ndarray) -> np.ndarray:
 
 
 def signal_to_noise(inner: np.ndarray) -> float | None:
-    """Energy of what ranks share over energy of what each has alone, from products (T, N, N) summed over steps.
+    """Energy that ranks share over the energy of one rank's noise, from inner products (T, N, N) summed over steps.
 
     With g_n = s + e_n and noise independent between ranks, the mean of <g_i, g_j> over pairs estimates ||s||^2 without
-    bias, and the mean of ||g_n||^2 is ||s||^2 + ||e||^2. None for one rank; 0 when no signal stands out; None also
-    when there is no noise to divide by.
+    bias, and the mean of ||g_n||^2 is ||s||^2 + ||e||^2. None for one rank or without noise; 0 where the estimate of
+    ||s||^2 is negative.
     """
     total, ranks = inner.sum(0), inner.shape[1]
     if ranks < 2:
@@ -38,11 +38,13 @@ def signal_to_noise(inner: np.ndarray) -> float | None:
 
 
 def index_overlap(gradients: Sequence[np.ndarray], count: int) -> tuple[float, float]:
-    """What CLT-k relies on (Chen et al., "ScaleCom", NeurIPS 2020): means over pairs of gradients (n,).
+    """Overlap of top-k positions between gradients, on which CLT-k relies (Chen et al., "ScaleCom", NeurIPS 2020).
+
+    gradients: (n,) each. count: k.
 
     Returns:
-        The share of the k = `count` largest magnitudes that lie at the same positions; and the energy of a gradient at
-        the other's positions over that at its own, 1 where leading makes no difference.
+        Two means over pairs of gradients: the share of the k largest magnitudes at the same positions; and a gradient's
+        energy at the other's positions over its energy at its own positions.
     """
     largest = [np.argpartition(np.abs(gradient), -count)[-count:].copy() for gradient in gradients]
     energies = [float(np.square(g[own], dtype=np.float64).sum()) for g, own in zip(gradients, largest, strict=True)]

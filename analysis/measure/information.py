@@ -1,4 +1,4 @@
-"""How much one gradient tells of another: entropy and mutual information from samples, in bits.
+"""How much information one gradient holds on another: entropy and mutual information from samples, in bits.
 
 Four estimators of the information between paired scalars, because each is wrong in its own way:
 
@@ -12,8 +12,8 @@ Four estimators of the information between paired scalars, because each is wrong
 - "copula": Gaussian copula, -log2(1 - rho^2) / 2 of the normal scores, less its bias (Ince et al., Human Brain Mapping
   38, 2017). Accurate and fast; blind to dependence that is not monotone.
 
-Samples of one pair of gradients share the scales of their parameters, which alone makes them dependent: what two nodes
-share in an iteration is the excess over pairs that are iterations apart (`excess_information`), never the plain value.
+Samples of one pair of gradients share the scales of their parameters, which alone makes them dependent. What two ranks
+share in an iteration is therefore the excess over pairs that are iterations apart (`excess_information`).
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _MOST_CORRELATED = 1 - 1e-12  # equal gradients share no more than some 20 bits,
 class PlugIn:
     """A pair's plug-in quantities on a grid of bins, in bits.
 
-    entropy_x, entropy_y: marginal; conditional: H(y | x); information: I(x; y); bias: what Miller's first-order term
-    says of how much too high `information` is: true only while it is small.
+    entropy_x, entropy_y: marginal; conditional: H(y | x); information: I(x; y); bias: the excess of `information` by
+    Miller's first-order term, which holds only while it is small.
     """
 
     entropy_x: float
@@ -76,8 +76,8 @@ def mutual_information(
 ) -> float:
     """I(x; y) in bits from paired samples x, y (n,); corrected estimators may fall below 0 where there is none.
 
-    method: one of `METHODS`, see the module. bins: per variable, of the two histograms; None: what n can carry.
-    neighbors: KSG's k.
+    method: one of `METHODS`, see the module. bins: per variable, of the two histograms; None: as many as leave about 10
+    samples per joint cell. neighbors: KSG's k.
 
     Raises:
         GradlabError: for an unknown method, fewer than 16 pairs, values that are not finite, lengths that differ, or
@@ -97,13 +97,14 @@ def estimate_information(
     level: float = 0.95,
     blocks: int | None = None,
 ) -> InformationEstimate:
-    """The same with an interval, from how the estimate differs between blocks of successive samples.
+    """`mutual_information` with an interval, from how the estimate differs between blocks of successive samples.
 
-    The variance of an estimate falls as 1 / n (Holmes & Nemenman, PRE 100, 022404, 2019), so that of the whole sample
-    is that between blocks over their number; blocks are contiguous because neighbouring samples may depend on each
-    other. The copula's interval is one for rho (Fisher's z). What halving the number of bins changes is added to the
-    "equal_mass" interval: so much may the bins still blur. A plain histogram's interval leaves its bias out of account.
-    blocks: None for 16, or as many as hold 64 samples each.
+    The variance of an estimate falls as 1 / n (Holmes & Nemenman, PRE 100, 022404, 2019), so the variance for the whole
+    sample is that between blocks over their number. Blocks are contiguous because neighbouring samples may depend on
+    each other. The copula's interval is one for rho (Fisher's z). The "equal_mass" interval is widened by the change
+    that halving the number of bins makes, because bins blur. The interval of "histogram" does not account for its bias.
+
+    level: confidence. blocks: None for 16, or as many as hold 64 samples each.
 
     Raises:
         GradlabError: as `mutual_information`; for a level outside (0, 1), fewer than 2 blocks, or less than 64
@@ -140,7 +141,7 @@ def estimate_information(
 def plug_in(x: np.ndarray, y: np.ndarray, bins: int = PAPER_BINS) -> PlugIn:
     """LGC's eq. (1): entropies and information of samples x, y (n,) on `bins` of equal width over each one's range.
 
-    Never refused: it is here so that its bias can be seen. Fewer bins than 2^32 say more.
+    Any number of bins is accepted, so that the bias can be seen. Fewer bins than 2^32 are more informative.
 
     Raises:
         GradlabError: for lengths that differ, fewer than 16 pairs, values that are not finite, or no bin.
@@ -157,15 +158,15 @@ def entropy(x: np.ndarray, bins: int) -> float:
 
 
 def conditional_entropy(y: np.ndarray, x: np.ndarray, bins: int) -> float:
-    """Plug-in H(y | x) in bits of paired samples (n,): what y still says once x is known (LGC, section III)."""
+    """Plug-in H(y | x) in bits of paired samples (n,): the entropy of y once x is known (LGC, section III)."""
     return plug_in(x, y, bins).conditional
 
 
 def gaussian_information(correlation: float | np.ndarray) -> float | np.ndarray:
     """-log2(1 - rho^2) / 2: the information of a bivariate normal pair, in bits; infinity at |rho| = 1."""
     with np.errstate(divide="ignore"):
-        found = -0.5 * np.log2(1 - np.square(correlation))
-    return float(found) if np.ndim(found) == 0 else found
+        bits = -0.5 * np.log2(1 - np.square(correlation))
+    return float(bits) if np.ndim(bits) == 0 else bits
 
 
 # --- nulls ----------------------------------------------------------------------------------------------------------
@@ -180,20 +181,19 @@ def shuffled_information(
     repeats: int = 1,
     bins: int | None = None,
 ) -> float:
-    """Mean of the estimate over pairs put together at random: 0 for an estimator without bias.
+    """Mean of the estimate over randomly permuted pairs: 0 for an estimator without bias.
 
     Raises:
         GradlabError: as `mutual_information`.
     """
-    found = [mutual_information(x, generator.permutation(y), method, bins=bins) for _ in range(repeats)]
-    return float(np.mean(found))
+    return float(np.mean([mutual_information(x, generator.permutation(y), method, bins=bins) for _ in range(repeats)]))
 
 
 @dataclass(frozen=True)
 class Excess:
-    """What pairs of one iteration share beyond pairs that are iterations apart, in bits.
+    """Information of pairs of one iteration beyond that of pairs that are iterations apart, in bits.
 
-    paired, shifted: means over iterations; bits: paired - shifted, with its interval.
+    paired, shifted: means over iterations; bits: paired - shifted; low, high: its interval of confidence `level`.
     """
 
     paired: float
@@ -216,8 +216,9 @@ def excess_information(
 ) -> Excess:
     """Mean of paired - shifted over iterations (T,), with a moving-block bootstrap interval (Künsch 1989).
 
-    paired[t]: information between two nodes in iteration t; shifted[t]: of one node's t with the other's t + delta.
-    block: iterations that are drawn together, because neighbours are alike; None: T^(1/3), rounded up.
+    paired[t]: information between two ranks in iteration t. shifted[t]: of one rank's iteration t with the other's
+    t + delta. block: successive iterations that are drawn together, because neighbours are alike; None: T^(1/3),
+    rounded up.
 
     Raises:
         GradlabError: for series that differ in length or hold fewer than 4 iterations, or a block that is not within.
@@ -247,15 +248,15 @@ def block_bootstrap(rows: np.ndarray, generator: np.random.Generator, length: in
 
 
 def block_length(count: int) -> int:
-    """Iterations that are drawn together where nobody says how many: T^(1/3), rounded up."""
+    """The default length of a bootstrap's blocks, in iterations: T^(1/3), rounded up."""
     return math.ceil(count ** (1 / 3))
 
 
 def bootstrap_interval(estimate: float, resampled: np.ndarray, level: float, blocks: int) -> tuple[float, float]:
-    """The basic bootstrap interval, 2 estimate - quantiles, as much wider as so few blocks ask for.
+    """The basic bootstrap interval, 2 estimate - quantiles, widened for few blocks.
 
-    A mean of b blocks varies by sqrt(b / (b - 1)) more than its bootstrap, and as Student's t with b - 1 degrees of
-    freedom more often far than a normal variable (Davison & Hinkley, "Bootstrap methods and their application", 1997).
+    A mean of b blocks varies by sqrt(b / (b - 1)) more than its bootstrap, and has the tails of Student's t with b - 1
+    degrees of freedom (Davison & Hinkley, "Bootstrap methods and their application", 1997).
     """
     low, high = np.quantile(resampled, [0.5 - level / 2, 0.5 + level / 2])
     free = max(1, blocks - 1)

@@ -15,10 +15,10 @@ FIRST, LAST, AFTER_ADDITION = "first", "last", "after a residual addition"
 
 
 def layer_places(trace: Trace, after_addition: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Marks by layer name. First and last are of those with two or more dimensions, in the order of the parameters.
+    """Marks by layer name. First and last are among layers of two or more dimensions, in the order of the parameters.
 
-    after_addition: patterns ("layer*.conv1.weight") of layers that read a residual sum; none: what the trace's metadata
-    says, which a recording by `gradlab train` holds (`gradlab.capture.residual_sums`).
+    after_addition: patterns ("layer*.conv1.weight") of layers that read a residual sum. If empty, the layers named in
+    the trace's metadata, which `gradlab train` records (`gradlab.capture.residual_sums`).
 
     Raises:
         GradlabError: for a pattern that no layer has.

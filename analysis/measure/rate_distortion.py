@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def distortion_at(variances: np.ndarray, bits: float) -> float:
-    """Least expected squared error, sum over components, of `bits` bits for a vector. variances: (n,), from 0 on.
+    """Least expected squared error of a vector coded in `bits` bits, summed over components. variances: (n,).
 
     Raises:
         GradlabError: for a negative or non-finite variance, or fewer than 0 bits.
@@ -41,7 +41,7 @@ def distortion_at(variances: np.ndarray, bits: float) -> float:
 
 
 def rate_at(variances: np.ndarray, distortion: float) -> float:
-    """Least bits for a vector at an expected squared error of `distortion`, sum over components.
+    """Least bits for a vector at an expected squared error of `distortion`, summed over components.
 
     Raises:
         GradlabError: for a negative or non-finite variance, or no positive distortion.

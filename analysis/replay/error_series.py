@@ -12,32 +12,32 @@ Series = tuple[np.ndarray, np.ndarray]
 
 
 def predicted_series(replay: Mapping[str, Any]) -> Series:
-    """Contribution errors of a replay's JSON, where there are any, after the last iteration its plan was fitted on."""
+    """Contribution errors in a replay's JSON after the last iteration that its plan was fitted on."""
     last = max(replay["fitted_on"], default=-1)
     return _series((s["iteration"], s["contribution_error"]) for s in replay["steps"] if s["iteration"] > last)
 
 
 def in_sample_series(replay: Mapping[str, Any]) -> Series:
-    """The same on the iterations that the plan was fitted on."""
+    """Contribution errors in a replay's JSON on the iterations that its plan was fitted on."""
     fitted = set(replay["fitted_on"])
     return _series((s["iteration"], s["contribution_error"]) for s in replay["steps"] if s["iteration"] in fitted)
 
 
 def observed_series(run: Mapping[str, Any]) -> Series:
-    """Errors that a run's JSON reports, where there are any."""
+    """Errors in a run's JSON report; empty where it measured none."""
     errors = run.get("errors") or {"steps": [], "relative": []}
     return _series(zip(errors["steps"], errors["relative"], strict=True))
 
 
 def median_or_none(values: np.ndarray) -> float | None:
-    """The median, None of nothing."""
+    """The median; None for no value."""
     return float(np.median(values)) if len(values) else None
 
 
 def common(predicted: Series, observed: Series) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Iterations that both have, with predicted and observed errors there."""
-    steps, at, here = np.intersect1d(predicted[0], observed[0], return_indices=True)
-    return steps, predicted[1][at], observed[1][here]
+    """Iterations that both series have, predicted errors and observed errors there: (n,) each."""
+    steps, first, second = np.intersect1d(predicted[0], observed[0], return_indices=True)
+    return steps, predicted[1][first], observed[1][second]
 
 
 def _series(pairs: Iterable[tuple[int, float | None]]) -> Series:

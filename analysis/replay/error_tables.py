@@ -2,7 +2,7 @@
 
 Alimohammadi et al., "L-GreCo", MLSys 2024, section 4: a rank's gradients are accumulated over a window of iterations
 and compressed without feedback. The paper looks at one rank; here the errors are means over all ranks, and over several
-windows, so that what was chosen on some can be checked on later ones.
+windows, so that a choice made on early windows can be checked on later ones.
 
 Work is shared out by layer, and a layer is read rank by rank.
 """
@@ -36,8 +36,11 @@ _BLOCK_VALUES = 2**25
 
 @dataclass(frozen=True)
 class LayerTable:
-    """One layer's errors. squared, plain: (windows, candidates), means over ranks of ||C(x) - x||^2 and of its root;
-    squared_norm: (windows,), of ||x||^2, x the mean of a rank's gradients over the window."""
+    """One layer's errors; x is the mean of a rank's gradients over a window.
+
+    squared: (windows, candidates), means over ranks of ||C(x) - x||^2; plain: the same of the l2 norm ||C(x) - x||;
+    squared_norm: (windows,), means of ||x||^2.
+    """
 
     layer: Layer
     candidates: tuple[Candidate, ...]
@@ -61,9 +64,9 @@ class ErrorTable:
     def errors(
         self, metric: str = "squared", windows: slice | None = None, units: np.ndarray | None = None
     ) -> list[np.ndarray]:
-        """Per layer (candidates,), means over windows; infinity where one is not finite.
+        """Mean errors over windows, (candidates,) by layer; infinity where one is not finite.
 
-        units: per window of the table, what an error of 1 is; none: each has that of the gradients.
+        units: (windows,), an error's unit in each window of the table; None: that of the gradients.
 
         Raises:
             GradlabError: for an unknown metric.
@@ -75,7 +78,9 @@ class ErrorTable:
         return [np.where(np.isfinite(row), row, np.inf) for row in rows]
 
     def by_window(self, choice: Sequence[int] | np.ndarray, metric: str = "squared") -> np.ndarray:
-        """A plan's error in each window, summed over layers (windows,).
+        """A plan's error in each window, summed over layers, (windows,).
+
+        choice: (layers,), the index of the plan's candidate.
 
         Raises:
             GradlabError: for an unknown metric.
@@ -97,7 +102,7 @@ def _require_metric(metric: str) -> None:
 
 
 def windows_of(first: int, stop: int, length: int) -> list[tuple[int, int]]:
-    """Whole windows [start, stop) of so many positions each, one after another, the last of them ending at `stop`.
+    """Whole windows [start, stop) of `length` positions, one after another; the last ends at `stop`.
 
     Raises:
         GradlabError: for a length below 1, or more than there are.
@@ -118,10 +123,10 @@ def measure_errors(
     cluster: str | None = None,
     progress: Progress | None = None,
 ) -> ErrorTable:
-    """The table of candidates by layer name over windows [start, stop) of positions of a trace.
+    """Measure the errors of candidates by layer name, over windows [start, stop) of positions of a trace.
 
-    seed: of codecs' draws; workers: processes that share the layers out, each with one thread; cluster: address of a
-    dask.distributed scheduler to do so instead, whose workers see the trace under the same path.
+    seed: of the codecs' draws. workers: processes that share the layers out, each with one thread. cluster: address of
+    a dask.distributed scheduler to use instead, whose workers see the trace under the same path.
 
     Raises:
         GradlabError: for a layer that the trace lacks, gradients that are not finite in a window, no window, or a
@@ -129,7 +134,7 @@ def measure_errors(
     """
     if not windows:
         raise GradlabError("error tables: no window to measure on")
-    tasks = [(trace.layer(name), tuple(some)) for name, some in candidates.items()]
+    tasks = [(trace.layer(name), tuple(tried)) for name, tried in candidates.items()]
     # The largest first, so that none is left to one worker at the end.
     order = sorted(range(len(tasks)), key=lambda i: -tasks[i][0].numel)
     calls = [(str(trace.path.resolve()), *tasks[i], tuple(windows), seed) for i in order]
@@ -137,9 +142,9 @@ def measure_errors(
     measured = share_out(
         _measure_layer, calls, workers=workers, cluster=cluster, what="errors by layer", progress=progress
     )
-    found = dict(zip(order, measured, strict=True))
+    tables = dict(zip(order, measured, strict=True))
     spans = tuple((int(trace.steps[first]), int(trace.steps[stop - 1])) for first, stop in windows)
-    return ErrorTable(tuple(found[i] for i in range(len(tasks))), spans, trace.world_size, trace.digest)
+    return ErrorTable(tuple(tables[i] for i in range(len(tasks))), spans, trace.world_size, trace.digest)
 
 
 def _measure_layer(
@@ -173,9 +178,9 @@ def _measure_layer(
 
 
 def accumulated(trace: Trace, layer: Layer, rank: int, start: int, stop: int) -> torch.Tensor:
-    """The mean over positions [start, stop) of one rank's gradients of a layer, in its shape, float32.
+    """The mean over positions [start, stop) of one rank's gradients of a layer, in the layer's shape, float32.
 
-    The paper's sum over a window divided by its length, so that windows of different lengths compare.
+    It is the paper's sum over a window divided by its length, so that windows of different lengths compare.
     """
     columns = max(1, _BLOCK_VALUES // CHUNK_STEPS)
     total = np.zeros(layer.numel)

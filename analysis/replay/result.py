@@ -53,12 +53,6 @@ class MedianErrors(Jsonable):
     cosine: float | None
     steps: int
 
-    @classmethod
-    def of(cls, steps: Sequence[ReplayStep]) -> MedianErrors:
-        """The medians of these steps."""
-        names = ("contribution_error", "aggregate_error", "cosine")
-        return cls(*(_median(getattr(step, name) for step in steps) for name in names), len(steps))
-
 
 @dataclass(frozen=True)
 class MeanAndMax(Jsonable):
@@ -200,7 +194,7 @@ class Replay:
     def _in_sample_warning(self) -> list[str]:
         if not self.in_sample:
             return []
-        seen, later = MedianErrors.of(self.in_sample), MedianErrors.of(self.judged)
+        seen, later = median_errors(self.in_sample), median_errors(self.judged)
         line = (
             f"The plan was fitted on {len(self.in_sample)} of the compressed iterations; there, in-sample, the median "
             f"error is {format_percent(seen.contribution_error)} of a rank, "
@@ -221,13 +215,13 @@ class Replay:
         payload = _mean(step.payload_bytes_mean for step in steps)
         wire = _mean(step.wire_bytes_mean for step in steps)
         return ReplaySummary(
-            **{**vars(MedianErrors.of(self.judged)), "steps": len(self.steps)},
+            **{**vars(median_errors(self.judged)), "steps": len(self.steps)},
             methods=self.methods,
             compressed_steps=len(steps),
             judged_steps=len(self.judged),
             held_steps=self.held_steps,
             nonfinite_steps=[step.iteration for step in self.steps if not step.finite],
-            in_sample=MedianErrors.of(self.in_sample) if self.in_sample else None,
+            in_sample=median_errors(self.in_sample) if self.in_sample else None,
             payload_bytes_per_step=MeanAndMax(payload, max(step.payload_bytes_max for step in steps)),
             wire_bytes_per_step=MeanAndMax(wire, max(step.wire_bytes_max for step in steps)),
             dense_payload_bytes=self.dense_payload_bytes,
@@ -252,6 +246,16 @@ class Replay:
             "steps": self.steps,
         }
         return dict(plain(parts))
+
+
+def median_errors(steps: Sequence[ReplayStep]) -> MedianErrors:
+    """The medians of these steps."""
+    return MedianErrors(
+        _median(step.contribution_error for step in steps),
+        _median(step.aggregate_error for step in steps),
+        _median(step.cosine for step in steps),
+        len(steps),
+    )
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -1,8 +1,8 @@
 """Replay: run a plan over a recorded trace through the lockstep executor and measure what it does to the gradients.
 
-The codecs are the very code that trains, the iteration numbers are the run's own (so are their random streams), and
-states are carried and committed as the engine does it; a replay is the prediction of a compressed run, exact as long
-as the run's gradients are those of the trace.
+The codecs are the very code that trains. Iteration numbers, and so random streams, are those of the run. States are
+carried and committed as the engine does it. A replay predicts a compressed run exactly, as long as the run's gradients
+are those of the trace.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # Values, over all ranks, of groups that are replayed together; gradients, states and results are held some ten times.
 _PART_VALUES = 2**23
-# So many settings of a wrapper are shown as they are; of more, those that are not its habit.
+# A wrapper with at most so many settings is described by all of them, one with more by those that are not its defaults.
 _FEW_SETTINGS = 2
 
 
@@ -48,10 +48,9 @@ def replay(
 ) -> Replay:
     """Run the plan over positions start..stop of a trace.
 
-    Groups of a large model are replayed some at a time, by so many `workers`: what a group does depends on no other.
-
-    Layers that the plan compresses must be in the trace; layers it sends dense may be missing from it. What a plan
-    fitted on this trace says of its own samples is no prediction: see `Replay.held_out`.
+    Groups of a large model are independent of one another, and are replayed in parts, which `workers` processes share.
+    Layers that the plan compresses must be in the trace; layers it sends dense may be missing from it. Errors on the
+    iterations that a plan was fitted on are no prediction: see `Replay.held_out`.
 
     Raises:
         GradlabError: for a plan of another model, a trace without the layers the plan compresses, positions out of
@@ -66,9 +65,9 @@ def replay(
     else:
         calls = [(str(trace.path.resolve()), plan, part, start, stop) for part in parts]
         trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
-        found = share_out(_replay_in_worker, calls, workers=workers, what="replay by parts", progress=progress)
-        merged = [list(together) for together in zip(*(steps for steps, _ in found), strict=True)]
-        remarks = list(dict.fromkeys(line for _, said in found for line in said))
+        results = share_out(_replay_in_worker, calls, workers=workers, what="replay by parts", progress=progress)
+        merged = [list(together) for together in zip(*(steps for steps, _ in results), strict=True)]
+        remarks = list(dict.fromkeys(line for _, part_remarks in results for line in part_remarks))
     return Replay(
         steps=tuple(_step(together) for together in merged),
         world_size=trace.world_size,
@@ -82,7 +81,7 @@ def replay(
 
 
 def check_replay(trace: Trace, plan: Plan, start: int, stop: int) -> None:
-    """Whether a plan can be replayed over positions start..stop of a trace.
+    """Check that a plan can be replayed over positions start..stop of a trace.
 
     Raises:
         GradlabError: as `replay`.
@@ -92,8 +91,11 @@ def check_replay(trace: Trace, plan: Plan, start: int, stop: int) -> None:
 
 
 def parts_of(plan: Plan, world_size: int) -> list[tuple[str, ...]]:
-    """Groups by name that are replayed together, so that gradients and states of all ranks of a part, not of the whole
-    model, are held at a time. A plan that is chosen anew has one part, because all its groups are weighed together."""
+    """Names of the groups that are replayed together, by part.
+
+    Only the gradients and states of one part are in memory at a time. A plan that is chosen anew has one part, because
+    its groups are chosen together.
+    """
     groups = plan.compressed_groups or plan.groups
     if plan.refresh is not None:
         return [tuple(group.name for group in groups)]
@@ -108,8 +110,12 @@ def parts_of(plan: Plan, world_size: int) -> list[tuple[str, ...]]:
 
 @dataclass
 class _Sums:
-    """Of one step and some groups. layers: as contribution_error; mean: squared error, true norm, norm, inner product;
-    energy: of the ranks' gradients; payload, wire: per rank."""
+    """Sums over the groups of a part in one step.
+
+    layers: squared error and norm of contribution_error, by layer; mean: squared error of the mean, squared norms of
+    the true mean and of the mean, and their inner product; energy: of the ranks' gradients; payload, wire: bytes by
+    rank.
+    """
 
     iteration: int
     compressing: bool
@@ -158,8 +164,10 @@ def lockstep_of(trace: Trace, plan: Plan, only: tuple[str, ...] | None = None) -
 
 
 def holds_unused(trace: Trace) -> bool:
-    """Whether a run like the recorded one holds layers without a gradient on any rank: DDP was told that there may be
-    such, or (older recordings do not say) there were."""
+    """Whether a run like the recorded one holds layers without a gradient on any rank.
+
+    It does if DDP was told that there may be such layers, or, in recordings that do not say, if there were any.
+    """
     if any(trace.metadata.get(option) is True for option in ("find_unused_parameters", "static_graph")):
         return True
     unused = [trace.scalars(rank)["unused"] for rank in range(trace.world_size)]
@@ -169,9 +177,10 @@ def holds_unused(trace: Trace) -> bool:
 def replay_steps(
     trace: Trace, lockstep: LockstepPlan, start: int, stop: int
 ) -> Iterator[tuple[StepResult, list[Tensors]]]:
-    """Drive `lockstep` over positions start..stop; yields each result with the gradients it was made from.
+    """Drive `lockstep` over positions start..stop, and yield each result with the gradients it was made from.
 
-    Of a part of a plan only its layers are read; that others are finite is what the recorder counted.
+    For a part of a plan only the part's layers are read. Whether the others are finite is known from the recorder's
+    count.
     """
     here = [layer.name for layer in trace.layers]
     if lockstep.partial:
@@ -210,7 +219,7 @@ def _sums(result: StepResult, gradients: list[Tensors]) -> _Sums:
 
 
 def _step(parts: Sequence[_Sums]) -> ReplayStep:
-    """One step from what its parts found."""
+    """One step from the sums of its parts."""
     first, finite = parts[0], all(part.finite for part in parts)
     layers: LayerErrors = {}
     for part in parts:
@@ -222,7 +231,7 @@ def _step(parts: Sequence[_Sums]) -> ReplayStep:
         unsent = relative(squared, sum(part.energy for part in parts))
         error, true_norm, norm, inner = (sum(values) for values in zip(*(part.mean for part in parts), strict=True))
         aggregate, product = relative(error, true_norm), (true_norm * norm) ** 0.5
-        # Nothing asked and nothing given is perfect agreement.
+        # Two means that are zero agree perfectly.
         cosine = inner / product if product > 0 else float(true_norm == norm)
         cosine = min(1.0, max(-1.0, cosine))
     payload, wire = (
@@ -249,7 +258,7 @@ def _step(parts: Sequence[_Sums]) -> ReplayStep:
 
 
 def _energy(gradients: list[Tensors], layers: LayerErrors) -> float:
-    """Squared norm of all ranks' gradients of some layers."""
+    """Squared norm of all ranks' gradients of these layers."""
     return sum(squared_norm(rank[name]) for rank in gradients for name in layers)
 
 
@@ -269,26 +278,21 @@ def _aggregate(result: StepResult, gradients: list[Tensors]) -> tuple[float, flo
 def methods_of(groups: Sequence[Group]) -> tuple[str, ...]:
     """The methods of groups in a few words each: "topk(density=0.01) + feedback".
 
-    Of a codec's settings the first is shown, and those that are not as the codec would have them. Groups that
-    differ in their codec's settings alone are one method: "sign(block_size=16 to 4096)".
+    The first of a codec's settings is shown, and those that differ from its defaults. Groups that differ in their
+    codec's settings alone are one method: "sign(block_size=16 to 4096)".
     """
-    alike: dict[str, list[Group]] = {}
+    alike: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for group in groups:
-        around = [_describe_wrap(wrap) for wrap in reversed(group.wrappers)]
-        alike.setdefault(" + ".join(["", *around]), []).append(group)
-    lines = {
-        f"{_describe_codec(codec, [g.settings for g in members if g.codec == codec])}{around}"
-        for around, members in alike.items()
-        for codec in {group.codec for group in members}
-    }
-    return tuple(sorted(lines))
+        suffix = " + ".join(["", *(_describe_wrap(wrap) for wrap in reversed(group.wrappers))])
+        alike.setdefault((group.codec, suffix), []).append(group.settings)
+    return tuple(sorted({f"{_describe_codec(codec, chosen)}{suffix}" for (codec, suffix), chosen in alike.items()}))
 
 
 def _describe_codec(codec: str, settings: Sequence[Mapping[str, Any]]) -> str:
     built = [_shown(build_settings(codecs.get(codec), values), main=1) for values in settings]
     names = dict.fromkeys(name for shown in built for name in shown)
-    found = {name: list({shown[name] for shown in built if name in shown}) for name in names}
-    return _with_settings(codec, {name: _range(values) for name, values in found.items()})
+    values = {name: list({shown[name] for shown in built if name in shown}) for name in names}
+    return _with_settings(codec, {name: _range(different) for name, different in values.items()})
 
 
 def _describe_wrap(wrap: Wrap) -> str:
@@ -302,12 +306,15 @@ def _with_settings(name: str, texts: Mapping[str, str]) -> str:
 
 
 def _shown(chosen: Any, main: int | None = None) -> dict[str, Any]:
-    """main: how many settings are shown whatever they are; None: all of a few."""
-    values, habits = asdict(chosen), {field.name: field.default for field in fields(chosen)}
+    """The settings that are shown, by name.
+
+    main: number of leading settings that are shown even if they are defaults; None: all of at most `_FEW_SETTINGS`.
+    """
+    values, defaults = asdict(chosen), {field.name: field.default for field in fields(chosen)}
     main = (len(values) if len(values) <= _FEW_SETTINGS else 0) if main is None else main
     always = [key for key, value in list(values.items())[:main] if value is not False]
     return {
-        key: value for key, value in values.items() if value is not None and (key in always or value != habits[key])
+        key: value for key, value in values.items() if value is not None and (key in always or value != defaults[key])
     }
 
 
@@ -323,14 +330,14 @@ def _setting(value: Any) -> str:
 
 
 def refresh_remark(refresh: Refresh) -> str:
-    """What a forecast of a plan that is chosen anew must say."""
+    """The remark on forecasts of a plan that is chosen anew."""
     return (
         f"The plan is chosen anew every {refresh.every} iterations: forecasts are of the settings that it starts with."
     )
 
 
 def _check_layers(trace: Trace, plan: Plan) -> None:
-    """A trace may hold a part of the plan's layers, never others or other shapes."""
+    """Refuse a trace with layers or shapes that the plan lacks, or without a layer that the plan compresses."""
     expected = {layer.name: layer.shape for layer in plan.layers}
     recorded = {layer.name for layer in trace.layers}
     if len(recorded) == len(expected) or any(expected.get(layer.name) != layer.shape for layer in trace.layers):
