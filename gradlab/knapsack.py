@@ -6,10 +6,10 @@ is the problem of Alimohammadi, Markov, Frantar, Alistarh, "L-GreCo: Layerwise-a
 efficient and accurate deep learning", MLSys 2024 (section 3), a multiple-choice knapsack. `allocate` solves it exactly;
 `allocate_discretised` is the paper's Algorithm 1, which rounds errors to a grid.
 
-The exact search goes through the layers and keeps partial plans that no other beats in both size and error, as long as
-the linear relaxation of the layers that are left lets them end below the best plan known (two rules of Pisinger, "A
-minimal algorithm for the multiple-choice knapsack problem", European Journal of Operational Research 83, 1995). The
-relaxation is a convex piecewise linear function of the error that is left, so that the bounds of a hundred thousand
+The exact search goes through the layers and keeps partial plans by two rules of Pisinger ("A minimal algorithm for the
+multiple-choice knapsack problem", European Journal of Operational Research 83, 1995): no other partial plan beats them
+in both size and error, and the linear relaxation of the remaining layers lets them end below the best plan known. The
+relaxation is a convex piecewise linear function of the remaining error, so that the bounds of a hundred thousand
 partial plans are one interpolation.
 """
 
@@ -27,61 +27,70 @@ from gradlab.errors import GradlabError
 
 Table = npt.ArrayLike | Sequence[npt.ArrayLike]
 Numbers = npt.NDArray[np.float64]
-Places = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.int64]
 
-# Partial plans kept, pass by pass: narrow searches find good plans, and these make the last one short.
+# Partial plans kept in the first passes: narrow searches find good plans, which make the last pass short.
 _WIDTHS = (64, 4096)
-# So many of the most promising partial plans are completed, at every layer.
-_COMPLETED = 4
-# What sums of sizes in float64 are trusted to.
-_RELATIVE = 1e-11
+_COMPLETED = 4  # of the most promising partial plans, at every layer
+_RELATIVE = 1e-11  # error of sums of sizes in float64
 
 
 class Allocation(NamedTuple):
-    """A plan. choice: (layers,), the index of every layer's setting; size: of all of them together; bound: no plan
-    within the budget is smaller than this, so that a plan with size == bound is proved to be the smallest."""
+    """A plan.
 
-    choice: Places
+    Args:
+        choice: (layers,), the index of every layer's setting.
+        size: of all layers together.
+        bound: no plan within the budget is smaller. A plan with size == bound is proved to be the smallest.
+    """
+
+    choice: Indices
     size: float
     bound: float
 
     @property
     def gap(self) -> float:
-        """How much of its size the plan may be too large by: 0 if it is proved to be the smallest."""
+        """The share of its size that the plan may be too large by; 0 if it is proved to be the smallest."""
         return (self.size - self.bound) / self.size if self.size > self.bound else 0.0
 
 
 def allocate(errors: Table, sizes: Table, budget: float, *, most_states: int = 200_000) -> Allocation:
-    """The smallest plan within a budget of error.
+    """Find the smallest plan within a budget of error.
 
-    errors, sizes: (layers, settings) each, or one vector per layer where layers differ in their settings; infinity
-    stands for a setting that there is not. Sizes may have any unit; whole numbers are searched faster. budget: of the
-    sum of errors, in their unit; what is held to it is numpy's sum of the chosen errors. most_states: partial plans
-    kept at a time; where more are needed, as with thousands of layers whose sizes and errors trade at one rate, the
-    plan may not be the smallest, and `bound` says by how much at most.
+    Args:
+        errors: (layers, settings), or one vector per layer where layers differ in their settings. Infinity marks a
+            setting that a layer cannot have.
+        sizes: as errors, in any unit. Whole numbers are searched faster.
+        budget: of numpy's sum of the chosen errors.
+        most_states: partial plans kept at a time. Thousands of layers whose sizes and errors trade at one rate can
+            need more. The plan may then not be the smallest, and `bound` says by how much at most.
 
     Raises:
         GradlabError: for tables of different or no shapes, NaN, negative sizes, a layer without any setting, or a
-            budget that no plan meets: it names the smallest that one does.
+            budget that no plan meets. The message names the smallest reachable error.
     """
     problem = _Problem.of(errors, sizes, budget)
-    found = problem.greedy()
-    bound = min(problem.relaxed, problem.size(found))
+    plan = problem.greedy()
+    bound = min(problem.relaxed, problem.size(plan))
     for width in (*(width for width in _WIDTHS if width < most_states), most_states):
-        if problem.largest_better(problem.size(found)) < bound:
-            bound = problem.size(found)  # there is no size in between
+        if problem.largest_better(problem.size(plan)) < bound:
+            bound = problem.size(plan)  # there is no size in between
             break
-        search = _Search(problem, found, width)
+        search = _Search(problem, plan, width)
         search.run()
-        found, bound = search.found, max(bound, search.bound)
-    return problem.allocation(found, bound)
+        plan, bound = search.plan, max(bound, search.bound)
+    return problem.allocation(plan, bound)
 
 
 def allocate_discretised(errors: Table, sizes: Table, budget: float, *, steps: int = 10_000) -> Allocation:
-    """L-GreCo's Algorithm 1: dynamic programming over errors rounded up to multiples of budget / steps (the paper's D).
+    """Find a plan by L-GreCo's Algorithm 1: dynamic programming over errors rounded up to multiples of budget / steps.
 
-    As published, but that an error is never rounded down: the budget is kept, and a plan may be missed that just
-    meets it, by up to one step per layer. `bound` is that of the linear relaxation. Errors must not be negative.
+    Unlike the published algorithm, errors are never rounded down. The budget is kept, and a plan that meets it by less
+    than one step per layer may be missed. `bound` is that of the linear relaxation.
+
+    Args:
+        errors, sizes, budget: as for `allocate`; errors must not be negative.
+        steps: the paper's D.
 
     Raises:
         GradlabError: as `allocate` does; also if no plan's rounded errors fit.
@@ -98,12 +107,12 @@ def allocate_discretised(errors: Table, sizes: Table, budget: float, *, steps: i
     rounded = [np.ceil(errors / step) if step else np.zeros(len(errors)) for errors in problem.left]
     for layer, whole in zip(problem.layers, rounded, strict=True):
         reached, best = np.full(steps + 1, np.inf), np.zeros(steps + 1, dtype=np.int64)
-        for place in np.flatnonzero(whole <= steps):
-            shift = int(whole[place])
-            total = costs[: steps + 1 - shift] + layer.size[place]
+        for index in np.flatnonzero(whole <= steps):
+            shift = int(whole[index])
+            total = costs[: steps + 1 - shift] + layer.size[index]
             better = total < reached[shift:]
             reached[shift:][better] = total[better]
-            best[shift:][better] = place
+            best[shift:][better] = index
         costs = reached
         chosen.append(best)
     if not np.isfinite(costs).any():
@@ -114,13 +123,13 @@ def allocate_discretised(errors: Table, sizes: Table, budget: float, *, steps: i
     return problem.allocation(_retrace(chosen, rounded, int(costs.argmin())), problem.relaxed)
 
 
-def _retrace(chosen: Sequence[Places], rounded: Sequence[Numbers], place: int) -> Places:
+def _retrace(chosen: Sequence[Indices], rounded: Sequence[Numbers], error: int) -> Indices:
     """The settings that led to an error of so many steps, from the last layer to the first."""
-    found = np.zeros(len(chosen), dtype=np.int64)
+    plan = np.zeros(len(chosen), dtype=np.int64)
     for layer in range(len(chosen) - 1, -1, -1):
-        found[layer] = chosen[layer][place]
-        place -= int(rounded[layer][found[layer]])
-    return found
+        plan[layer] = chosen[layer][error]
+        error -= int(rounded[layer][plan[layer]])
+    return plan
 
 
 # --- the problem ------------------------------------------------------------------------------------------------------
@@ -128,26 +137,29 @@ def _retrace(chosen: Sequence[Places], rounded: Sequence[Numbers], place: int) -
 
 @dataclass(frozen=True)
 class _Layer:
-    """What there is to choose in one layer, by rising size and falling error: nothing that is beaten in both.
+    """One layer's settings by rising size and falling error; none is beaten in both.
 
-    index: places in the caller's table; size, error: above the smallest and the least that the layer can have.
+    Args:
+        index: of the settings in the caller's table.
+        size: above the layer's smallest.
+        error: above the layer's least.
     """
 
-    index: Places
+    index: Indices
     size: Numbers
     error: Numbers
 
-    def keep(self, places: npt.NDArray[Any]) -> _Layer:
-        return _Layer(self.index[places], self.size[places], self.error[places])
+    def keep(self, indices: npt.NDArray[Any]) -> _Layer:
+        return _Layer(self.index[indices], self.size[indices], self.error[indices])
 
-    def hull(self) -> Places:
-        """Places on the lower convex hull of size over error."""
-        found: list[int] = []
-        for place in range(len(self.size)):
-            while len(found) > 1 and not self._bends(found[-2], found[-1], place):
-                found.pop()
-            found.append(place)
-        return np.array(found, dtype=np.int64)
+    def hull(self) -> Indices:
+        """Indices on the lower convex hull of size over error."""
+        hull: list[int] = []
+        for index in range(len(self.size)):
+            while len(hull) > 1 and not self._bends(hull[-2], hull[-1], index):
+                hull.pop()
+            hull.append(index)
+        return np.array(hull, dtype=np.int64)
 
     def _bends(self, a: int, b: int, c: int) -> bool:
         """Whether b lies below the line from a to c."""
@@ -157,10 +169,15 @@ class _Layer:
 
 @dataclass(frozen=True)
 class _Problem:
-    """Layers with what they have at least taken off: sizes and errors start from 0, and every layer can have either.
+    """Layers whose sizes and errors start from 0: each layer's least of both is subtracted.
 
-    base_size: (layers,), what was taken off; capacity: of error above that, with room for the rounding of
-    its sum; step: a whole number that all sizes are multiples of, or 0; tables: the caller's errors and sizes.
+    Args:
+        layers: with the settings that a plan may have.
+        base_size: (layers,), the sizes subtracted.
+        budget: the caller's.
+        capacity: the budget less the errors subtracted, with room for the rounding of their sum.
+        step: a whole number that all sizes are multiples of, or 0.
+        errors, sizes: the caller's tables.
     """
 
     layers: tuple[_Layer, ...]
@@ -173,23 +190,23 @@ class _Problem:
 
     @classmethod
     def of(cls, errors: Table, sizes: Table, budget: float) -> _Problem:
-        """The caller's tables, checked."""
+        """Check the caller's tables and bring them into this form."""
         tables = tuple(_rows(errors, "errors")), tuple(_rows(sizes, "sizes"))
         _require_tables(*tables)
         usable = [np.flatnonzero(np.isfinite(e) & np.isfinite(s)) for e, s in zip(*tables, strict=True)]
-        if empty := [place for place, there in enumerate(usable) if not len(there)]:
+        if empty := [layer for layer, indices in enumerate(usable) if not len(indices)]:
             raise GradlabError(f"planner: layer {empty[0]} has no setting with a finite error and size")
-        least = np.array([row[there].min() for row, there in zip(tables[0], usable, strict=True)])
+        least = np.array([row[indices].min() for row, indices in zip(tables[0], usable, strict=True)])
         _require_reachable(float(least.sum()), budget)
         room = 4 * len(least) * np.finfo(float).eps * (abs(budget) + float(np.abs(least).sum()))
         capacity = budget - float(least.sum()) + (room if math.isfinite(budget) else 0.0)
-        layers = [_choices(there, e, s, capacity) for e, s, there in zip(*tables, usable, strict=True)]
+        layers = [_choices(indices, e, s, capacity) for e, s, indices in zip(*tables, usable, strict=True)]
         base = np.array([s[layer.index[0]] for s, layer in zip(tables[1], layers, strict=True)])
         return cls(tuple(layers), base, budget, capacity, _common_step(layers), *tables)
 
     @property
     def left(self) -> list[Numbers]:
-        """The caller's errors of what there is to choose, a row per layer."""
+        """The caller's errors of the settings that are left, a row per layer."""
         return [row[layer.index] for row, layer in zip(self.errors, self.layers, strict=True)]
 
     @property
@@ -198,12 +215,12 @@ class _Problem:
 
     @property
     def relaxed(self) -> float:
-        """The bound of the linear relaxation, rounded up to a size that there is; above `base_size`."""
+        """The bound of the linear relaxation above `base_size`, rounded up to a size that plans can have."""
         curve = self.relaxation.after(0)
         return self.up(float(curve.size(np.array([self.capacity]))[0]))
 
     def up(self, size: float) -> float:
-        """The smallest size that a plan can have and that is not below `size`, to rounding."""
+        """Round up to the next size that a plan can have, within the error of sums."""
         least = size - self.tolerance(size)
         return max(0.0, math.ceil(least / self.step) * self.step if self.step else least)
 
@@ -214,30 +231,30 @@ class _Problem:
         """The largest size that a plan better than one of `size` can have."""
         return size - self.step if self.step else size - 2 * self.tolerance(size)
 
-    def size(self, chosen: Places) -> float:
-        """Of a plan, above `base_size`. chosen: places in `layers`."""
-        return float(sum(layer.size[place] for layer, place in zip(self.layers, chosen, strict=True)))
+    def size(self, chosen: Indices) -> float:
+        """Size of a plan above `base_size`. chosen: indices in `layers`."""
+        return float(sum(layer.size[index] for layer, index in zip(self.layers, chosen, strict=True)))
 
-    def keeps_budget(self, chosen: Places) -> bool:
-        """Whether the errors' sum, as numpy takes it, is within the budget."""
+    def keeps_budget(self, chosen: Indices) -> bool:
+        """Whether numpy's sum of the errors is within the budget."""
         return self._total(self.errors, chosen) <= self.budget
 
-    def _total(self, table: Sequence[Numbers], chosen: Places) -> float:
+    def _total(self, table: Sequence[Numbers], chosen: Indices) -> float:
         pairs = zip(table, self.layers, chosen, strict=True)
-        return float(np.array([row[layer.index[place]] for row, layer, place in pairs]).sum())
+        return float(np.array([row[layer.index[index]] for row, layer, index in pairs]).sum())
 
-    def greedy(self) -> Places:
+    def greedy(self) -> Indices:
         """The relaxation's plan with its one fraction rounded to the larger setting."""
         relaxation = self.relaxation
         curve = relaxation.after(0)
         for taken in range(curve.needed(self.capacity), len(curve.reduced)):
-            found = relaxation.plan(curve, taken)
-            if self.keeps_budget(found):
-                return found
+            plan = relaxation.plan(curve, taken)
+            if self.keeps_budget(plan):
+                return plan
         return np.array([len(layer.size) - 1 for layer in self.layers])  # all errors at their least
 
-    def reduced(self, best: float) -> list[Places]:
-        """Per layer the places of settings that a plan smaller than `best` may have."""
+    def reduced(self, best: float) -> list[Indices]:
+        """Per layer the indices of settings that a plan smaller than `best` may have."""
         curve = self.relaxation.after(0)
         price = curve.price(self.capacity)
         if not math.isfinite(price):
@@ -247,9 +264,9 @@ class _Problem:
         most = self.largest_better(best) - bound + self.tolerance(best)
         return [np.flatnonzero(cost - cost.min() <= most) for cost in costs]
 
-    def allocation(self, chosen: Places, bound: float) -> Allocation:
-        """A plan in the caller's terms."""
-        choice = np.array([layer.index[place] for layer, place in zip(self.layers, chosen, strict=True)])
+    def allocation(self, chosen: Indices, bound: float) -> Allocation:
+        """Express a plan by the caller's indices and sizes."""
+        choice = np.array([layer.index[index] for layer, index in zip(self.layers, chosen, strict=True)])
         size = self._total(self.sizes, chosen)
         return Allocation(choice, size, size if bound >= self.size(chosen) else float(self.base_size.sum()) + bound)
 
@@ -261,11 +278,11 @@ def _rows(table: Table, name: str) -> Iterator[Numbers]:
         raise GradlabError(
             f"planner: {name}: expected numbers of shape (layers, settings), or a row per layer"
         ) from None
-    for place, row in enumerate(rows):
+    for layer, row in enumerate(rows):
         if row.ndim != 1:
-            raise GradlabError(f"planner: {name}: row {place} has shape {row.shape}, expected (settings,)")
+            raise GradlabError(f"planner: {name}: row {layer} has shape {row.shape}, expected (settings,)")
         if np.isnan(row).any():
-            raise GradlabError(f"planner: {name}: NaN in layer {place}, setting {int(np.isnan(row).argmax())}")
+            raise GradlabError(f"planner: {name}: NaN in layer {layer}, setting {int(np.isnan(row).argmax())}")
     return iter(rows)
 
 
@@ -274,13 +291,13 @@ def _require_tables(errors: Sequence[Numbers], sizes: Sequence[Numbers]) -> None
         raise GradlabError(
             f"planner: errors of {len(errors)} layers and sizes of {len(sizes)}, expected the same, from 1"
         )
-    for place, (error, size) in enumerate(zip(errors, sizes, strict=True)):
+    for layer, (error, size) in enumerate(zip(errors, sizes, strict=True)):
         if len(error) != len(size):
-            raise GradlabError(f"planner: layer {place} has {len(error)} errors and {len(size)} sizes")
+            raise GradlabError(f"planner: layer {layer} has {len(error)} errors and {len(size)} sizes")
         if len(size) and size.min() < 0:
-            raise GradlabError(f"planner: layer {place}, setting {int(size.argmin())}: size {size.min():g} is negative")
+            raise GradlabError(f"planner: layer {layer}, setting {int(size.argmin())}: size {size.min():g} is negative")
         if len(error) and error.min() == -math.inf:
-            raise GradlabError(f"planner: layer {place}, setting {int(error.argmin())}: an error of -infinity")
+            raise GradlabError(f"planner: layer {layer}, setting {int(error.argmin())}: an error of -infinity")
 
 
 def _require_reachable(least: float, budget: float) -> None:
@@ -292,8 +309,8 @@ def _require_reachable(least: float, budget: float) -> None:
         )
 
 
-def _choices(usable: Places, errors: Numbers, sizes: Numbers, capacity: float) -> _Layer:
-    """What no other setting beats, and what leaves the other layers their least error."""
+def _choices(usable: Indices, errors: Numbers, sizes: Numbers, capacity: float) -> _Layer:
+    """Keep settings that no other beats, and that leave the other layers their least error."""
     error = errors[usable] - errors[usable].min()
     fits = error <= capacity
     usable, error, size = usable[fits], error[fits], sizes[usable[fits]]
@@ -302,7 +319,7 @@ def _choices(usable: Places, errors: Numbers, sizes: Numbers, capacity: float) -
 
 
 def _common_step(layers: Sequence[_Layer]) -> int:
-    """The greatest common divisor of all sizes' differences, 0 if they are not whole numbers."""
+    """The greatest common divisor of all sizes; 0 if they are not whole numbers."""
     largest = sum(float(layer.size[-1]) for layer in layers)
     if largest >= 2**53 or not all(bool((layer.size == np.floor(layer.size)).all()) for layer in layers):
         return 0
@@ -316,27 +333,30 @@ def _common_step(layers: Sequence[_Layer]) -> int:
 class _Curve:
     """The relaxation of some layers: from all at their smallest size, segments of hulls, the cheapest first.
 
-    largest_error: before the first segment; reduced, cost: (segments + 1,), the error taken away by the first 0, 1, ...
-    segments, and the size with them; segments: which of the relaxation's they are.
+    Args:
+        largest_error: before the first segment.
+        reduced: (segments + 1,), the error that the first 0, 1, ... segments take away.
+        cost: (segments + 1,), the size with these segments.
+        segments: their indices in the relaxation.
     """
 
     largest_error: float
     reduced: Numbers
     cost: Numbers
-    segments: Places
+    segments: Indices
 
     def size(self, room: Numbers) -> Numbers:
-        """The least size for errors (n,) that these layers may have together; infinity where they cannot."""
+        """The least size at which these layers' errors add up to at most `room` (n,); infinity where they cannot."""
         need = self.largest_error - room
         beyond = need > self.reduced[-1] * (1 + _RELATIVE) + _RELATIVE * np.abs(room)
         return np.where(beyond, np.inf, np.interp(need, self.reduced, self.cost))
 
     def needed(self, room: float) -> int:
-        """How many segments bring the error within `room`."""
+        """Number of segments that bring the error within `room`."""
         return int(np.searchsorted(self.reduced, self.largest_error - room))
 
     def price(self, room: float) -> float:
-        """Size per unit of error, where the error is just within `room`."""
+        """Size per unit of error where the error is just within `room`."""
         taken = min(self.needed(room), len(self.segments))
         if not taken:
             return 0.0
@@ -349,7 +369,7 @@ class _Relaxation:
     def __init__(self, layers: Sequence[_Layer]) -> None:
         self.hulls = [layer.hull() for layer in layers]
         pairs = list(zip(layers, self.hulls, strict=True))
-        owner = np.concatenate([np.full(len(hull) - 1, place) for place, hull in enumerate(self.hulls)])
+        owner = np.concatenate([np.full(len(hull) - 1, layer) for layer, hull in enumerate(self.hulls)])
         less = np.concatenate([-np.diff(layer.error[hull]) for layer, hull in pairs])
         cost = np.concatenate([np.diff(layer.size[hull]) for layer, hull in pairs])
         order = np.argsort(cost / less, kind="stable")
@@ -358,13 +378,13 @@ class _Relaxation:
 
     def after(self, count: int) -> _Curve:
         """The curve of all layers but the first `count`."""
-        here = np.flatnonzero(self._owner >= count)
+        rest = np.flatnonzero(self._owner >= count)
         error, size = self._first[count:].sum(0)
-        reduced = np.concatenate([[0.0], np.cumsum(self._less[here])])
-        return _Curve(float(error), reduced, np.concatenate([[0.0], np.cumsum(self._cost[here])]) + size, here)
+        reduced = np.concatenate([[0.0], np.cumsum(self._less[rest])])
+        return _Curve(float(error), reduced, np.concatenate([[0.0], np.cumsum(self._cost[rest])]) + size, rest)
 
-    def plan(self, curve: _Curve, taken: int) -> Places:
-        """Places of all layers with the first `taken` segments of a curve; of those not in it, the first."""
+    def plan(self, curve: _Curve, taken: int) -> Indices:
+        """Indices of all layers' settings with the first `taken` segments of a curve; 0 for layers not in it."""
         steps = np.bincount(self._owner[curve.segments[:taken]], minlength=len(self.hulls))
         return np.array([hull[count] for hull, count in zip(self.hulls, steps, strict=True)], dtype=np.int64)
 
@@ -373,28 +393,34 @@ class _Relaxation:
 
 
 class _Search:
-    """One pass through the layers of a problem, for plans smaller than `found`.
+    """One pass through the layers of a problem, for plans smaller than the best known.
 
-    width: partial plans kept, those with the lowest bounds; if none is left out, `found` ends as the smallest plan.
-    bound: on all plans, above `base_size`, once `run` is through.
+    Args:
+        problem: to solve.
+        plan: the best known.
+        width: partial plans kept, those with the lowest bounds. If none is dropped, `plan` ends as the smallest.
+    Attributes:
+        plan: the best plan, after `run`.
+        best: its size, above `base_size`.
+        bound: on all plans, above `base_size`, after `run`.
     """
 
-    def __init__(self, problem: _Problem, found: Places, width: int) -> None:
+    def __init__(self, problem: _Problem, plan: Indices, width: int) -> None:
         self.problem, self.width = problem, width
-        self.found, self.best = found, problem.size(found)
-        self.bound = math.inf  # of what was left out
+        self.plan, self.best = plan, problem.size(plan)
+        self.bound = math.inf  # of the partial plans dropped
         kept = problem.reduced(self.best)
-        self._hopeless = any(not len(places) for places in kept)
-        layers = [layer.keep(places) for layer, places in zip(problem.layers, kept, strict=True)]
-        # Large steps first: the small ones of the layers left can then fill what remains.
-        self._order = sorted(range(len(layers)), key=lambda place: -float(np.ptp(layers[place].size)))
-        self._kept = [kept[place] for place in self._order]
-        self._layers = [layers[place] for place in self._order]
-        self._parents: list[Places] = []
-        self._settings: list[Places] = []
+        self._hopeless = any(not len(indices) for indices in kept)
+        layers = [layer.keep(indices) for layer, indices in zip(problem.layers, kept, strict=True)]
+        # Layers of large steps first: the small steps of the others can then fill what remains.
+        self._order = sorted(range(len(layers)), key=lambda layer: -float(np.ptp(layers[layer].size)))
+        self._kept = [kept[layer] for layer in self._order]
+        self._layers = [layers[layer] for layer in self._order]
+        self._parents: list[Indices] = []
+        self._settings: list[Indices] = []
 
     def run(self) -> None:
-        """Go through the layers; `found`, `best` and `bound` are then as good as this width makes them."""
+        """Go through the layers; `plan`, `best` and `bound` are then as good as this width makes them."""
         if not self._hopeless:
             self._run(_Relaxation(self._layers))
         self.bound = min(self.best, self.problem.up(self.bound)) if self.bound < math.inf else self.best
@@ -403,7 +429,7 @@ class _Search:
         size, error = np.zeros(1), np.zeros(1)
         for depth, layer in enumerate(self._layers):
             curve = relaxation.after(depth + 1)
-            size, error = ((some[:, None] + more).ravel() for some, more in ((size, layer.size), (error, layer.error)))
+            size, error = ((a[:, None] + b).ravel() for a, b in ((size, layer.size), (error, layer.error)))
             bounds = size + curve.size(self.problem.capacity - error)
             alive = np.flatnonzero(bounds <= self._limit)
             alive = alive[_undominated(size[alive], error[alive])]
@@ -419,11 +445,11 @@ class _Search:
 
     @property
     def _limit(self) -> float:
-        """What a better plan's bound is at most."""
+        """The largest bound of a better plan."""
         return self.problem.largest_better(self.best) + self.problem.tolerance(self.best)
 
-    def _narrowed(self, bounds: Numbers) -> Places:
-        """States that may still lead to a better plan, `width` of them at most."""
+    def _narrowed(self, bounds: Numbers) -> Indices:
+        """Indices of the partial plans that may still lead to a better one, `width` of them at most."""
         alive = np.flatnonzero(bounds <= self._limit)
         if len(alive) <= self.width:
             return alive
@@ -440,23 +466,23 @@ class _Search:
             if taken < len(curve.reduced) and size[state] + curve.cost[taken] < self.best:
                 self._consider(self._retraced(relaxation.plan(curve, taken), depth, int(state)))
 
-    def _consider(self, plan: Places) -> None:
+    def _consider(self, plan: Indices) -> None:
         size = self.problem.size(plan)
         if size < self.best and self.problem.keeps_budget(plan):
-            self.found, self.best = plan, size
+            self.plan, self.best = plan, size
 
-    def _retraced(self, plan: Places, depth: int, state: int) -> Places:
-        """A plan in the problem's places, from what the relaxation chose and, up to a depth, what led to a state."""
+    def _retraced(self, plan: Indices, depth: int, state: int) -> Indices:
+        """A plan in the problem's indices: up to a depth those that led to a state, then the relaxation's."""
         for level in range(depth, -1, -1):
             plan[level] = self._settings[level][state]
             state = int(self._parents[level][state])
-        found = np.empty_like(plan)
-        found[self._order] = [places[chosen] for places, chosen in zip(self._kept, plan, strict=True)]
-        return found
+        retraced = np.empty_like(plan)
+        retraced[self._order] = [indices[chosen] for indices, chosen in zip(self._kept, plan, strict=True)]
+        return retraced
 
 
-def _undominated(size: Numbers, error: Numbers) -> Places:
-    """Places by rising size and falling error: of those as large or larger, none has less error."""
+def _undominated(size: Numbers, error: Numbers) -> Indices:
+    """Indices by rising size and falling error: none that is as small or smaller has as little error."""
     order = np.lexsort((error, size))
     falls = np.ones(len(order), dtype=bool)
     falls[1:] = error[order][1:] < np.minimum.accumulate(error[order])[:-1]

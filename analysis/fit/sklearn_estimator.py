@@ -61,17 +61,17 @@ class GradientPCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimat
         samples = self._validated(X, fitting=True)
         mean = samples.mean(0, dtype=np.float64) if self.whitening else np.zeros(samples.shape[1])
         self.mean_ = mean.astype(samples.dtype)
-        # Of one slice: what it is fitted on is all there is.
+        # One slice, fitted on itself.
         (centred,) = fitted_samples(_tensor(samples)[:, None], _tensor(self.mean_)[None], [[0]])
-        found = spectrum(centred)
-        values, axes = _at_least_one(found)
-        self.n_components_ = min(self._dimension(found), len(values))
+        spectra = spectrum(centred)
+        values, axes = _at_least_one(spectra)
+        self.n_components_ = min(self._dimension(spectra), len(values))
         self.components_ = _array(axes[:, : self.n_components_].T, samples.dtype)
         self.explained_variance_ = _array(values[: self.n_components_], samples.dtype)
         return self
 
     def transform(self, X: Any) -> np.ndarray:
-        """Codes (n_samples, d) of slices X (n_samples, K), eq. (3).
+        """Compress slices X (n_samples, K) to codes (n_samples, d), eq. (3).
 
         Raises:
             NotFittedError: before `fit`; ValueError: for another K, or values that are not finite.
@@ -81,7 +81,7 @@ class GradientPCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimat
         return project(_tensor(slices - self.mean_, self.components_.dtype), self._basis(), None).numpy()
 
     def inverse_transform(self, X: Any) -> np.ndarray:
-        """Slices (n_samples, K) from codes X (n_samples, d), eq. (5).
+        """Decompress codes X (n_samples, d) to slices (n_samples, K), eq. (5).
 
         Raises:
             NotFittedError: before `fit`; GradlabError: for another d; ValueError: for values that are not finite.
@@ -93,7 +93,7 @@ class GradientPCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimat
         return expand(_tensor(codes, self.components_.dtype), self._basis(), None).numpy() + self.mean_
 
     def loss(self, X: Any) -> float:
-        """||xhat - x||^2 / ||x||^2 over slices X (n_samples, K), the measure of Fig. 5; 0 of zeros.
+        """Measure ||xhat - x||^2 / ||x||^2 over slices X (n_samples, K), as in Fig. 5; 0 for zeros.
 
         Raises:
             NotFittedError, ValueError: as `transform`.
@@ -104,7 +104,7 @@ class GradientPCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimat
         return float(np.square(left - slices, dtype=np.float64).sum() / energy) if energy > 0 else 0.0
 
     def score(self, X: Any, y: Any = None) -> float:
-        """1 - loss(X): what a grid search makes as large as it can."""
+        """Return 1 - loss(X), which a grid search maximises."""
         return 1.0 - self.loss(X)
 
     @property
@@ -123,8 +123,8 @@ class GradientPCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimat
         if not 0 <= allowed < 1:
             raise GradlabError(f"GradientPCA: loss_threshold = {allowed!r}, expected lambda in [0, 1) (eq. 6)")
 
-    def _dimension(self, found: Spectrum) -> int:
-        return found.dimension(self.loss_threshold) if self.n_components is None else int(self.n_components)
+    def _dimension(self, spectra: Spectrum) -> int:
+        return spectra.dimension(self.loss_threshold) if self.n_components is None else int(self.n_components)
 
     def _validated(self, X: Any, *, fitting: bool) -> np.ndarray:
         """X as an array (n_samples, K); its K and column names are kept, or compared with those kept."""
@@ -140,11 +140,11 @@ class GradientPCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimat
         return _tensor(self.components_).T[None]
 
 
-def _at_least_one(found: Spectrum) -> tuple[torch.Tensor, torch.Tensor]:
+def _at_least_one(spectra: Spectrum) -> tuple[torch.Tensor, torch.Tensor]:
     """Eigenvalues (R,) and axes (K, R), R >= 1: as in the codec, constant samples get the first unit vector."""
-    if len(found.eigenvalues):
-        return found.eigenvalues, found.axes
-    return found.axes.new_zeros(1), torch.eye(len(found.axes), 1, dtype=found.axes.dtype)
+    if len(spectra.eigenvalues):
+        return spectra.eigenvalues, spectra.axes
+    return spectra.axes.new_zeros(1), torch.eye(len(spectra.axes), 1, dtype=spectra.axes.dtype)
 
 
 def _tensor(array: np.ndarray, dtype: Any = None) -> torch.Tensor:

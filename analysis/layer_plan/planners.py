@@ -159,9 +159,9 @@ def _standard(values: np.ndarray) -> np.ndarray:
 
 
 def _smallest(plans: Sequence[np.ndarray], errors: Rows, sizes: Rows, budget: float, what: str) -> Allocation:
-    found = [(total(sizes, plan), plan) for plan in plans if total(errors, plan) <= budget]
-    if not found:
+    within = [(total(sizes, plan), plan) for plan in plans if total(errors, plan) <= budget]
+    if not within:
         least = min(total(errors, plan) for plan in plans)
         raise GradlabError(f"no {what} keeps an error of {budget:.6g}; the least is {least:.6g}")
-    size, plan = min(found, key=lambda pair: pair[0])
+    size, plan = min(within, key=lambda pair: pair[0])
     return Allocation(plan, size, 0.0)

@@ -24,7 +24,13 @@ _MEAN = Loss("mean")
 
 @dataclass(frozen=True)
 class Inputs:
-    """vectors, innovations: (T, K, padded), of a ring no innovations; senders: (T,), of the common code."""
+    """What an autoencoder takes in T iterations from K ranks.
+
+    Args:
+        vectors: (T, K, padded), values to code.
+        innovations: (T, K, padded), values that a rank sends besides; None in a ring.
+        senders: (T,), ranks that send the common code.
+    """
 
     vectors: torch.Tensor
     innovations: torch.Tensor | None
@@ -33,24 +39,28 @@ class Inputs:
     def __len__(self) -> int:
         return len(self.vectors)
 
-    def at(self, places: torch.Tensor) -> Inputs:
-        """Of some iterations."""
-        apart = None if self.innovations is None else self.innovations[places]
-        return Inputs(self.vectors[places], apart, self.senders[places])
+    def at(self, indices: torch.Tensor) -> Inputs:
+        """Take the iterations with these indices."""
+        innovations = None if self.innovations is None else self.innovations[indices]
+        return Inputs(self.vectors[indices], innovations, self.senders[indices])
 
     def divided(self, unit: float) -> Inputs:
-        """All values by one number."""
-        apart = None if self.innovations is None else self.innovations / unit
-        return Inputs(self.vectors / unit, apart, self.senders)
+        """Divide all values by one number."""
+        innovations = None if self.innovations is None else self.innovations / unit
+        return Inputs(self.vectors / unit, innovations, self.senders)
 
 
 class Learner(ABC):
-    """architecture: of the autoencoder; codec: whose settings say what travels."""
+    """An autoencoder with its loss, error and bytes; weights are passed in.
+
+    Attributes:
+        architecture: of the autoencoder.
+    """
 
     architecture: Architecture
 
     def inputs(self, selections: Selections) -> Inputs:
-        """As they are coded: divided by their scales, padded."""
+        """Scale and pad selections as they are coded."""
         vectors = padded(selections.values / selections.scales, self.architecture)
         return Inputs(vectors, self._innovations(selections), selections.leaders)
 
@@ -59,23 +69,26 @@ class Learner(ABC):
 
     @abstractmethod
     def loss(self, weights: torch.Tensor, inputs: Inputs, generator: torch.Generator) -> torch.Tensor:
-        """Mean over iterations."""
+        """Evaluate the paper's loss, mean over iterations."""
 
     @abstractmethod
     def decoded(self, weights: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-        """What becomes of each rank's vector, (T, K, padded)."""
+        """Encode and decode each rank's vector, (T, K, padded)."""
 
     @abstractmethod
     def error(self, weights: torch.Tensor, inputs: Inputs) -> float:
-        """Squared error in that of zeros, of what the paper's loss is about."""
+        """Measure the squared error of the tensor in the paper's loss, as a share of the error of sending zeros."""
 
     @abstractmethod
     def sizes(self, selections: Selections) -> tuple[float, float]:
-        """Bytes beside the positions as any other code of the same values needs them: payload, mean over ranks, and
-        what rank 0 sends of it. What an order and scales take is among them."""
+        """Count bytes of an iteration, with those of an order and of scales, without those of the positions.
+
+        Returns:
+            Payload, mean over ranks; and the bytes that rank 0 sends.
+        """
 
     def averages(self, weights: torch.Tensor, selections: Selections) -> torch.Tensor:
-        """What becomes of each rank's values, (T, K, n), as they were selected."""
+        """Encode and decode each rank's values, (T, K, n), in the units they were selected in."""
         return self.decoded(weights, self.inputs(selections))[..., : selections.count] * selections.scales
 
 
@@ -104,9 +117,9 @@ class RingLearner(Learner):
         numel = sum(self._numels)
         settings, count = self._codec.settings, selections.count
         order = index_bytes(self._codec.coding, count, numel) - index_bytes(settings.index_coding, count, numel)
-        told = max(0, order) + _scale_bytes(settings, self._numels)
-        wire = all_reduce_wire_bytes(size, ranks) + broadcast_wire_bytes(int(told), 0, 0, ranks)
-        return size + told / ranks, wire
+        from_leader = max(0, order) + _scale_bytes(settings, self._numels)
+        wire = all_reduce_wire_bytes(size, ranks) + broadcast_wire_bytes(int(from_leader), 0, 0, ranks)
+        return size + from_leader / ranks, wire
 
 
 class ServerLearner(Learner):
@@ -119,8 +132,8 @@ class ServerLearner(Learner):
         self._kept, self._coding = codec.innovation_counts(self._counts, numels), codec.settings.index_coding
 
     def _innovations(self, selections: Selections) -> torch.Tensor:
-        apart = innovations_of(selections.values, self._counts, self._kept)
-        return padded(apart / selections.scales, self.architecture)
+        innovations = innovations_of(selections.values, self._counts, self._kept)
+        return padded(innovations / selections.scales, self.architecture)
 
     def loss(self, weights: torch.Tensor, inputs: Inputs, generator: torch.Generator) -> torch.Tensor:
         assert inputs.innovations is not None
@@ -141,15 +154,15 @@ class ServerLearner(Learner):
         return _share(self.decoded(weights, inputs), inputs.vectors)
 
     def sizes(self, selections: Selections) -> tuple[float, float]:
-        ranks, apart = selections.values.shape[1], sum(self._kept)
+        ranks, count = selections.values.shape[1], sum(self._kept)
         code = 4 * self.architecture.code_numel(selections.count)
         scales = _scale_bytes(self._codec.settings, self._numels)
-        own = 4 * apart + index_bytes(self._coding, apart, selections.count) + (0 if selections.shared else scales)
-        told = scales if selections.shared else 0
+        own = 4 * count + index_bytes(self._coding, count, selections.count) + (0 if selections.shared else scales)
+        from_leader = scales if selections.shared else 0
         senders = [0] if self._codec.settings.sender == "fixed" else range(ranks)
         code_wire = fmean(broadcast_wire_bytes(code, sender, 0, ranks) for sender in senders)
-        wire = code_wire + broadcast_wire_bytes(told, 0, 0, ranks) + all_gather_wire_bytes(int(own), ranks)
-        return (code + told) / ranks + own, wire
+        wire = code_wire + broadcast_wire_bytes(from_leader, 0, 0, ranks) + all_gather_wire_bytes(int(own), ranks)
+        return (code + from_leader) / ranks + own, wire
 
 
 def _scale_bytes(settings: LearnedSettings, numels: Sequence[int]) -> int:
@@ -159,29 +172,44 @@ def _scale_bytes(settings: LearnedSettings, numels: Sequence[int]) -> int:
 def reconstruction_errors(
     learner: Learner, selections: Selections, *, optimizer: str = "adam", learning_rate: float = 1e-3, seed: int = 0
 ) -> list[float]:
-    """As LGC learns online (Fig. 14): the error of every iteration in that of zeros, each before it is learned from.
+    """Learn online as LGC does (Fig. 14), one optimizer step per iteration.
 
-    optimizer: "sgd", the paper's, or "adam"; one step an iteration, from weights that follow from the seed.
+    Args:
+        learner: the autoencoder with its loss.
+        selections: iterations, in order.
+        optimizer: "sgd", the paper's, or "adam".
+        learning_rate: of the optimizer.
+        seed: of the initial weights.
+
+    Returns:
+        The error of every iteration before it is learned from, as a share of the error of sending zeros.
     """
-    generator, found, state = seeded_generator("lgc", seed), [], Tensors()
+    generator, errors, state = seeded_generator("lgc", seed), [], Tensors()
     inputs, weights = learner.inputs(selections), learner.architecture.initial(generator)
-    for place in range(len(inputs)):
-        here = inputs.at(torch.tensor([place]))
-        found.append(learner.error(weights, here))
+    for index in range(len(inputs)):
+        here = inputs.at(torch.tensor([index]))
+        errors.append(learner.error(weights, here))
         _, gradient = gradient_of(lambda w, x=here: learner.loss(w, x, generator), weights)  # type: ignore[misc]
         weights, state = optimized(optimizer, learning_rate, weights, gradient, state)
-    return found
+    return errors
 
 
 def learner_of(pattern: str, settings: dict[str, object], numels: Sequence[int], world_size: int) -> Learner:
-    """For "ring" or "server", with settings of that codec; numels: of the layers that the autoencoder is for."""
+    """Build the learner of a pattern.
+
+    Args:
+        pattern: "ring" or "server".
+        settings: of codec `lgc_ring` or `lgc_server`.
+        numels: elements of the layers that the autoencoder is for.
+        world_size: ranks, each with a decoder in the pattern "server".
+    """
     if pattern == "ring":
         return RingLearner(LgcRing(build_settings(LgcRing, settings)), numels)
     return ServerLearner(LgcServer(build_settings(LgcServer, settings)), numels, world_size)
 
 
 def in_units(architecture: Architecture, weights: torch.Tensor, unit: float) -> torch.Tensor:
-    """The same function of vectors that are `unit` times as large: f'(x) = unit f(x / unit)."""
+    """Rescale weights to vectors that are `unit` times as large: f'(x) = unit f(x / unit)."""
     named = {name: value.clone() for name, value in architecture.separated(weights).items()}
     named["encoder.conv1.weight"] /= unit
     for decoder in range(architecture.decoders):
@@ -193,7 +221,7 @@ def in_units(architecture: Architecture, weights: torch.Tensor, unit: float) -> 
 
 
 def code_spread(learner: Learner, weights: torch.Tensor, selections: Selections) -> float:
-    """How much codes of iterations that follow each other differ, in their size: near 0 they are all one."""
+    """Measure how much codes of consecutive iterations differ, relative to their norm; near 0 all codes are equal."""
     codes = learner.architecture.encode(weights, learner.inputs(selections).vectors).double()
     return float((codes[1:] - codes[:-1]).square().sum() / codes.square().sum().clamp_min(1e-300)) ** 0.5
 

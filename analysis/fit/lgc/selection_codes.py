@@ -1,6 +1,6 @@
 """Ways to send selected values without an autoencoder, at their bytes: what LGC must beat.
 
-Every one says what becomes of each rank's values; the error of their average over ranks is what is compared. Scalar
+Each code decodes every rank's values. Codes are compared by the error of the average over ranks. Scalar
 quantizers send more values' worth than a code of a quarter of the floats: int8 has just its bytes.
 """
 
@@ -19,13 +19,19 @@ from gradlab.collectives import all_gather_wire_bytes, all_reduce_wire_bytes, br
 from gradlab.layout import Layer
 from gradlab.learning.slice_pca import principal_axes
 
-_BLOCK = 4  # values that a code of a quarter of the floats has one for
+_BLOCK = 4  # values per float of a code that has a quarter of the floats
 
 
 @dataclass(frozen=True)
 class Code:
-    """decoded: what becomes of selected values, (T, K, n); payload_bytes: of a rank, mean over ranks and beside the
-    positions; wire_bytes: what rank 0 sends of it."""
+    """A way to send selected values.
+
+    Args:
+        name: what a table calls it.
+        decoded: gives the values (T, K, n) after decoding.
+        payload_bytes: per rank, mean over ranks, without the positions.
+        wire_bytes: the part that rank 0 sends.
+    """
 
     name: str
     decoded: Callable[[Selections], torch.Tensor]
@@ -36,13 +42,18 @@ class Code:
 def codes_without_learning(
     learned: Selections, selections: Selections, world_size: int, code_numel: int, in_order: bool = False
 ) -> list[Code]:
-    """Zeros; the largest quarter; block means of 4, in order and sorted; PCA of code_numel axes, fitted where the
-    autoencoder is; int8 and int4, rank by rank.
+    """List the codes that an autoencoder is compared with.
 
-    Largest and sorted are so by the leader's values, which are told once; or, at own positions, by each rank's own,
-    which every rank tells. Values at shared positions can be reduced, those at own ones are gathered.
-    learned: what may be learned from; selections: for the number of values; in_order: whether they are sorted by the
-    leader's values.
+    They are zeros; the largest quarter; block means of 4, in order and sorted; PCA; int8 and int4, rank by rank. At
+    shared positions the leader's values decide which are largest and how values are sorted, the leader sends that order
+    once, and values are reduced. At positions of its own each rank does so for itself, and values are gathered.
+
+    Args:
+        learned: iterations that PCA is fitted on.
+        selections: gives the number of values and whether positions are shared.
+        world_size: ranks that bytes are for.
+        code_numel: floats of the autoencoder's code, and axes of PCA.
+        in_order: values are sorted by the leader's values already.
     """
     count, shared = selections.count, selections.shared
     quarter = -(-count // _BLOCK)
@@ -50,40 +61,40 @@ def codes_without_learning(
     def reduced(size: int) -> float:
         return float((all_reduce_wire_bytes if shared else all_gather_wire_bytes)(size, world_size))
 
-    def code(name: str, decoded: Callable[[Selections], torch.Tensor], values: int, told: int = 0) -> Code:
-        """values: floats that a rank sends; told: bytes of their order."""
+    def code(name: str, decoded: Callable[[Selections], torch.Tensor], values: int, order: int = 0) -> Code:
+        """values: floats that a rank sends; order: bytes of their order."""
         if not shared:
-            return Code(name, decoded, 4 * values + told, reduced(4 * values + told))
-        wire = reduced(4 * values) + broadcast_wire_bytes(told, 0, 0, world_size)
-        return Code(name, decoded, 4 * values + told / world_size, wire)
+            return Code(name, decoded, 4 * values + order, reduced(4 * values + order))
+        wire = reduced(4 * values) + broadcast_wire_bytes(order, 0, 0, world_size)
+        return Code(name, decoded, 4 * values + order / world_size, wire)
 
     axes = max(0, min(code_numel, count, len(learned) * learned.values.shape[1] - 1))
-    # Where positions come in the order of the leader's values already, it need not be told.
-    order = 0 if in_order else packed_bytes(count, max(1, (count - 1).bit_length()))
-    found = [
-        code("zeros (compressed layers stand still)", lambda some: torch.zeros_like(some.values), 0),
+    # An order that positions have already is not sent.
+    sorting = 0 if in_order else packed_bytes(count, max(1, (count - 1).bit_length()))
+    codes = [
+        code("zeros (compressed layers stand still)", lambda selected: torch.zeros_like(selected.values), 0),
         code("largest quarter", _largest_quarter, quarter, packed_bytes(count, 1)),
-        code("block means of 4", lambda some: _means_of_blocks(some.values), quarter),
-        code("sorted block means of 4", _sorted_block_means, quarter, order),
+        code("block means of 4", lambda selected: _means_of_blocks(selected.values), quarter),
+        code("sorted block means of 4", _sorted_block_means, quarter, sorting),
         code(f"PCA, {axes} axes", _projected(learned, axes), axes),
     ]
     for dtype in ("int8", "int4"):
         codec = BlockScaled(BlockScaled.Settings(dtype))
         size = codec.payload_bytes([Layer("values", (count,))], world_size)
         wire = all_gather_wire_bytes(int(size), world_size)
-        found.append(Code(f"{dtype}, scale per 256", _quantized(codec), size, wire))
-    return found
+        codes.append(Code(f"{dtype}, scale per 256", _quantized(codec), size, wire))
+    return codes
 
 
-def _largest_quarter(some: Selections) -> torch.Tensor:
-    kept = some.known.abs().topk(-(-some.count // _BLOCK), dim=-1).indices
-    return torch.zeros_like(some.values).scatter_(-1, kept, some.values.gather(-1, kept))
+def _largest_quarter(selections: Selections) -> torch.Tensor:
+    kept = selections.known.abs().topk(-(-selections.count // _BLOCK), dim=-1).indices
+    return torch.zeros_like(selections.values).scatter_(-1, kept, selections.values.gather(-1, kept))
 
 
-def _sorted_block_means(some: Selections) -> torch.Tensor:
-    order = some.known.argsort(dim=-1)
-    found = _means_of_blocks(some.values.gather(-1, order))
-    return torch.zeros_like(found).scatter_(-1, order, found)
+def _sorted_block_means(selections: Selections) -> torch.Tensor:
+    order = selections.known.argsort(dim=-1)
+    means = _means_of_blocks(selections.values.gather(-1, order))
+    return torch.zeros_like(means).scatter_(-1, order, means)
 
 
 def _means_of_blocks(values: torch.Tensor) -> torch.Tensor:
@@ -94,17 +105,17 @@ def _means_of_blocks(values: torch.Tensor) -> torch.Tensor:
 
 
 def _projected(learned: Selections, axes: int) -> Callable[[Selections], torch.Tensor]:
-    """On principal axes of all ranks' vectors."""
+    """Project on principal axes of all ranks' vectors."""
     basis = principal_axes(learned.values.flatten(0, 1))[1][:, :axes].float()
-    return lambda some: some.values @ basis @ basis.T
+    return lambda selections: selections.values @ basis @ basis.T
 
 
 def _quantized(codec: BlockScaled) -> Callable[[Selections], torch.Tensor]:
-    def decoded(some: Selections) -> torch.Tensor:
+    def decoded(selections: Selections) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
-        found = torch.zeros_like(some.values)
-        for total, values in zip(found.flatten(0, 1), some.values.flatten(0, 1), strict=True):
+        totals = torch.zeros_like(selections.values)
+        for total, values in zip(totals.flatten(0, 1), selections.values.flatten(0, 1), strict=True):
             codec.add_all(total, [codec.compress(values, generator)], 1.0)
-        return found
+        return totals
 
     return decoded

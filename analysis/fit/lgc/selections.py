@@ -25,10 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Selections:
-    """Of T iterations and K ranks, in the order in which values are coded: positions in the group, (T, K, n), and the
-    layers they are in; values, float32; scales, what they are divided by before.
+    """What K ranks select in T iterations, n values each, in the order in which values are coded.
 
-    iterations: (T,); leaders: (T,), the ranks whose positions all take, if shared, or else who sends the common code.
+    Args:
+        iterations: (T,).
+        positions: (T, K, n), in the group.
+        layers: (T, K, n), index of the layer that a position is in.
+        values: (T, K, n), float32.
+        scales: (T, K, n), divisors of values before coding.
+        leaders: (T,), the ranks whose positions all ranks take, if shared; else the senders of the common code.
+        shared: all ranks take the leader's positions.
     """
 
     iterations: list[int]
@@ -44,7 +50,7 @@ class Selections:
 
     @property
     def count(self) -> int:
-        """How many values a rank selects."""
+        """Values that a rank selects in an iteration."""
         return int(self.values.shape[-1])
 
     @property
@@ -54,42 +60,52 @@ class Selections:
 
     @property
     def known(self) -> torch.Tensor:
-        """Values by which what is sent may be ordered, (T, K, n): the leader's, or where positions are a rank's own,
-        that rank's."""
+        """Values (T, K, n) that the order of coding may follow: the leader's for shared positions, else each rank's."""
         return self.led[:, None].expand_as(self.values) if self.shared else self.values
 
     def part(self, start: int, stop: int) -> Selections:
-        """Iterations at places start..stop."""
-        here = slice(start, stop)
+        """Take the iterations with indices from start to stop, without stop."""
+        span = slice(start, stop)
         return replace(
             self,
-            iterations=self.iterations[here],
-            **{name: getattr(self, name)[here] for name in ("positions", "layers", "values", "scales", "leaders")},
+            iterations=self.iterations[span],
+            **{name: getattr(self, name)[span] for name in ("positions", "layers", "values", "scales", "leaders")},
         )
 
     def errors(self, decoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Squared error of the average over ranks of what (T, K, n) is decoded to, and squared norm of the true one;
-        (T,) each. Where positions are a rank's own, values at the same position are added up."""
+        """Compare the average over ranks of decoded values with the true average.
+
+        Where positions are a rank's own, values at the same position are added up.
+
+        Args:
+            decoded: (T, K, n), in place of `values`.
+
+        Returns:
+            Squared error and squared norm of the true average, (T,) each.
+        """
         missed, true = (decoded - self.values).double(), self.values.double()
         if self.shared:
             return missed.mean(1).square().sum(-1), true.mean(1).square().sum(-1)
-        found = []
+        squares = []
         for positions, *parts in zip(self.positions, missed, true, strict=True):
-            places, inverse = positions.flatten().unique(return_inverse=True)
+            distinct, inverse = positions.flatten().unique(return_inverse=True)
             for part in parts:
-                sums = torch.zeros(len(places), dtype=torch.float64).index_add_(0, inverse, part.flatten())
-                found.append((sums / len(positions)).square().sum())
-        return torch.stack(found[::2]), torch.stack(found[1::2])
+                sums = torch.zeros(len(distinct), dtype=torch.float64).index_add_(0, inverse, part.flatten())
+                squares.append((sums / len(positions)).square().sum())
+        return torch.stack(squares[::2]), torch.stack(squares[1::2])
 
 
 def collect_selections(trace: Trace, plan: Plan, *, progress: Progress | None = None) -> Selections:
-    """Run the plan's autoencoder group over the whole trace, values sent as they are.
+    """Run the plan's autoencoder group over the whole trace, and collect what it selects. Values are sent as they are.
 
-    plan: with `lgc_ring` or `lgc_server` in group "autoencoder"; its dense phase is left out: accumulation begins with
-    the trace.
+    Args:
+        trace: gradients of each rank.
+        plan: with `lgc_ring` or `lgc_server` in group "autoencoder". Its dense phase is left out: accumulation begins
+            with the trace.
+        progress: called with what is being done, how much is done, and of how much.
 
     Raises:
-        GradlabError: for a trace of averaged gradients or another plan, or without one finite iteration.
+        GradlabError: for a trace of averaged gradients, another plan, or a trace without one finite iteration.
     """
     if trace.world_size < 2:
         raise GradlabError(
@@ -110,10 +126,10 @@ def collect_selections(trace: Trace, plan: Plan, *, progress: Progress | None = 
             progress("selections", done + 1, len(trace.steps))
         if not result.finite:
             continue
-        asked = torch.stack([concatenate(one.asked) for one in result.exchanged[GROUP]]).float()
+        inputs = torch.stack([concatenate(one.asked) for one in result.exchanged[GROUP]]).float()
         context = Context(0, trace.world_size, result.iteration, GROUP, plan.seed)
         iterations.append(result.iteration)
-        chosen.append(codec.selected(asked, sizes, context))
+        chosen.append(codec.selected(inputs, sizes, context))
         leaders.append(codec.leader(context) if codec.shared else codec.sender(context))
     if not iterations:
         raise GradlabError(f"{trace.path}: no iteration with finite gradients: there is nothing to learn from")

@@ -2,14 +2,14 @@
 
 Scalar: the entropy-constrained quantizer of Chou, Lookabaugh and Gray, "Entropy-constrained vector quantization" (IEEE
 Trans. ASSP 1989), in one dimension: a value goes where squared error plus a price times its bits is least, bits and
-reproduction points are learned in turn. Trellis: two such quantizers of twice the step, interleaved, the parity of one
-value's index deciding which comes next (Marcellin and Fischer, "Trellis coded quantization" (1990); Fischer and Wang,
-"Entropy-constrained trellis-coded quantization" (1992); the four states are those of dependent quantization, Schwarz et
-al., DCC 2019): the points of a vector lie as those of a lattice do, nearer to a sphere than a cube.
+reproduction points are learned in turn. Trellis: two such quantizers of twice the step, interleaved; the parity of one
+value's index decides which quantizer comes next (Marcellin and Fischer, "Trellis coded quantization" (1990); Fischer
+and Wang, "Entropy-constrained trellis-coded quantization" (1992); the four states are those of dependent quantization,
+Schwarz et al., DCC 2019). The cells of its vectors are nearer to spheres than a scalar quantizer's cubes.
 
-Bits are -log2 of probabilities learned elsewhere, which an arithmetic coder meets to a few bits per vector. Contexts
-are what all ranks know of a value before it comes: its layer, and whether its rank is the leader, whose values are
-large because they are selected.
+Bits are -log2 of probabilities that were learned on other iterations; an arithmetic coder meets them to a few bits per
+vector. A value's context is what all ranks know before it is sent: its layer, and whether its rank is the leader, whose
+values are large because they are selected.
 """
 
 from __future__ import annotations
@@ -28,21 +28,28 @@ if TYPE_CHECKING:
 CONTEXTS = ("none", "layer", "layer and leader")
 QUANTIZERS = ("scalar", "trellis")
 _STATES = 4
-# Of each state: which quantizer, and where an even and an odd index lead.
+# By state: its quantizer, and the next state after an even and after an odd index.
 _QUANTIZER_OF = (0, 0, 1, 1)
 _NEXT = ((0, 2), (2, 0), (1, 3), (3, 1))
-_FURTHEST = 160  # indices are cut off there
-_SEEN = 20  # times, for a reproduction point of its own
+_FURTHEST = 160  # largest index; larger ones are clamped
+_SEEN = 20  # an index that occurs so often gets a reproduction point of its own
 _ROUNDS = 6
-# Of a bit, in squared steps: what it buys where steps are small, 2 ln 2 times the squared error. A trellis's points are
-# one step apart and its quantizers' two.
+# Price of a bit in squared steps: where steps are small, a bit saves 2 ln 2 times the squared error. A trellis's points
+# are one step apart, those of each of its quantizers two.
 PRICES = {"scalar": 0.12, "trellis": 0.37}
 
 
 @dataclass(frozen=True)
 class ValueCode:
-    """quantizer: "scalar" or "trellis"; step: between points, in values' unit; price: of a bit, in squared steps; bits,
-    points: (contexts, quantizers, 2 x 160 + 1), of each index what it costs and what it stands for."""
+    """A quantizer with its tables.
+
+    Args:
+        quantizer: "scalar" or "trellis".
+        step: between points, in the unit of values.
+        price: of a bit, in squared steps.
+        bits: (contexts, quantizers, 2 x 160 + 1), what each index costs.
+        points: (contexts, quantizers, 2 x 160 + 1), the value that each index stands for.
+    """
 
     quantizer: str
     step: float
@@ -51,13 +58,17 @@ class ValueCode:
     points: torch.Tensor
 
     def coded(self, values: torch.Tensor, contexts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What vectors (S, n) are decoded to, and what each value costs in bits; contexts: (S, n)."""
-        _, found, bits = _chosen(self, values, contexts)
-        return found, bits
+        """Encode and decode vectors (S, n) with contexts (S, n).
+
+        Returns:
+            The decoded values and the bits of each, (S, n) both.
+        """
+        _, decoded, bits = _chosen(self, values, contexts)
+        return decoded, bits
 
 
 def contexts_of(selections: Selections, which: str) -> torch.Tensor:
-    """A number for each value, (T, K, n), by what all ranks know of it beforehand."""
+    """Number the context of each value, (T, K, n); which: one of `CONTEXTS`."""
     if which == "none":
         return torch.zeros_like(selections.layers)
     if which == "layer":
@@ -67,7 +78,7 @@ def contexts_of(selections: Selections, which: str) -> torch.Tensor:
 
 
 def learned_code(quantizer: str, step: float, price: float, values: torch.Tensor, contexts: torch.Tensor) -> ValueCode:
-    """Bits and points for vectors (S, n) like these: chosen and counted in turn."""
+    """Learn bits and points for vectors (S, n) like these: indices are chosen and counted in turn."""
     shape = (int(contexts.max()) + 1, 1 if quantizer == "scalar" else 2, 2 * _FURTHEST + 1)
     regular = _levels(quantizer).float() * step
     # At first every index costs as much as in a Laplace distribution of the values' size.
@@ -83,7 +94,7 @@ def learned_code(quantizer: str, step: float, price: float, values: torch.Tensor
 
 
 def _bits(counts: torch.Tensor, regular: torch.Tensor, step: float) -> torch.Tensor:
-    """-log2 of smoothed shares: every index is given a small part, falling with its distance from zero."""
+    """-log2 of smoothed shares. Every index gets a small prior, which falls with its distance from zero."""
     prior = torch.exp(-(regular.abs() / step) / 8).double()
     prior = prior / prior.sum(-1, keepdim=True)
     return -((counts + prior) / (counts.sum(-1, keepdim=True) + 1)).log2().float()
@@ -103,7 +114,7 @@ def _levels(quantizer: str) -> torch.Tensor:
 def _chosen(
     code: ValueCode, values: torch.Tensor, contexts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of every value: its cell in the tables, its point, its bits."""
+    """The cell in the tables, the point and the bits of every value."""
     quantizers, width = code.bits.shape[1:]
     tables = code.bits.flatten(), code.points.flatten()
     cells, costs = [], []
@@ -125,7 +136,7 @@ def _best(
     starts: torch.Tensor,
     tables: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cheapest index of one quantizer, of that parity: its cell and its cost in squared steps."""
+    """The cell and the cost, in squared steps, of one quantizer's cheapest index of that parity."""
     scaled = values / code.step
     near = scaled.round() if parity is None else ((scaled + quantizer * scaled.sign()) / 2).round()
     best_cell, best_cost = starts + _FURTHEST, torch.full_like(values, math.inf)
@@ -142,8 +153,14 @@ def _best(
 
 
 def _best_path(costs: torch.Tensor) -> torch.Tensor:
-    """Viterbi's algorithm from state 0: costs (S, n, 4) of quantizer 0 even, odd, quantizer 1 even, odd; which of the
-    four is taken, (S, n)."""
+    """Find the cheapest path from state 0 by Viterbi's algorithm.
+
+    Args:
+        costs: (S, n, 4), of quantizer 0 even, quantizer 0 odd, quantizer 1 even, quantizer 1 odd.
+
+    Returns:
+        (S, n), which of the four is taken.
+    """
     sequences, length, _ = costs.shape
     arriving = [[(s, p) for s in range(_STATES) for p in (0, 1) if _NEXT[s][p] == state] for state in range(_STATES)]
     sources = torch.tensor([[s for s, _ in pairs] for pairs in arriving])
@@ -151,16 +168,16 @@ def _best_path(costs: torch.Tensor) -> torch.Tensor:
     total = torch.full((sequences, _STATES), math.inf)
     total[:, 0] = 0.0
     taken = torch.zeros(length, sequences, _STATES, dtype=torch.int64)
-    for place in range(length):
-        arrived = total[:, sources] + costs[:, place][:, branches]
-        total, taken[place] = arrived.min(-1)
-    found = torch.empty(sequences, length, dtype=torch.int64)
+    for step in range(length):
+        arrived = total[:, sources] + costs[:, step][:, branches]
+        total, taken[step] = arrived.min(-1)
+    path = torch.empty(sequences, length, dtype=torch.int64)
     state = total.argmin(1)
-    for place in reversed(range(length)):
-        way = taken[place].gather(1, state[:, None])[:, 0]
-        found[:, place] = branches[state, way]
+    for step in reversed(range(length)):
+        way = taken[step].gather(1, state[:, None])[:, 0]
+        path[:, step] = branches[state, way]
         state = sources[state, way]
-    return found
+    return path
 
 
 # --- what it is worth -------------------------------------------------------------------------------------------------
@@ -168,7 +185,12 @@ def _best_path(costs: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RatePoint:
-    """bits: per value, on what was not learned from; error: of the average over ranks, in that of zeros."""
+    """One rate of a code, on iterations that it was not learned from.
+
+    Args:
+        bits: per value.
+        error: squared, of the average over ranks, as a share of the error of sending zeros.
+    """
 
     bits: float
     error: float
@@ -184,7 +206,16 @@ def rate_curve(
     price: float | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[RatePoint]:
-    """Bits and error over steps, given in root mean squares of the values learned from; price: `PRICES` by default.
+    """Measure bits and error of a code over steps.
+
+    Args:
+        quantizer: one of `QUANTIZERS`.
+        contexts: one of `CONTEXTS`.
+        learned: iterations to learn from.
+        held_out: iterations to measure on.
+        steps: in root mean squares of the values learned from.
+        price: of a bit, in squared steps; `PRICES` by default.
+        progress: called with the number of steps that are done.
 
     Raises:
         ValueError: for another quantizer or other contexts.
@@ -192,21 +223,21 @@ def rate_curve(
     if quantizer not in QUANTIZERS or contexts not in CONTEXTS:
         raise ValueError(f"{quantizer!r} by {contexts!r}: expected one of {QUANTIZERS} and of {CONTEXTS}")
     unit = float(learned.values.square().mean().sqrt())
-    known, asked = contexts_of(learned, contexts).flatten(0, 1), contexts_of(held_out, contexts)
-    found = []
+    seen, later = (contexts_of(part, contexts).flatten(0, 1) for part in (learned, held_out))
+    paid = PRICES[quantizer] if price is None else price
+    curve = []
     for done, step in enumerate(steps):
-        paid = PRICES[quantizer] if price is None else price
-        code = learned_code(quantizer, step * unit, paid, learned.values.flatten(0, 1), known)
-        decoded, bits = code.coded(held_out.values.flatten(0, 1), asked.flatten(0, 1))
+        code = learned_code(quantizer, step * unit, paid, learned.values.flatten(0, 1), seen)
+        decoded, bits = code.coded(held_out.values.flatten(0, 1), later)
         missed, true = held_out.errors(decoded.view_as(held_out.values))
-        found.append(RatePoint(float(bits.double().mean()), float(missed.sum() / true.sum())))
+        curve.append(RatePoint(float(bits.double().mean()), float(missed.sum() / true.sum())))
         if progress:
             progress(done + 1)
-    return found
+    return curve
 
 
 def error_at(curve: Sequence[RatePoint], bits: float) -> float:
-    """The error at a rate: between two points its logarithm is a straight line; nan outside them."""
+    """Interpolate the error at a rate, its logarithm linearly between two points; NaN outside the curve."""
     ordered = sorted(curve, key=lambda point: point.bits)
     for low, high in itertools.pairwise(ordered):
         if low.bits <= bits <= high.bits:

@@ -27,7 +27,7 @@ from gradlab.analysis.layer_plan.bucket_time import (
 from gradlab.analysis.layer_plan.costs import Cost, candidate_costs
 from gradlab.analysis.layer_plan.families import FAMILIES, family_candidates, of_family
 from gradlab.analysis.layer_plan.grids import candidates_of_grid, main_setting, paper_settings
-from gradlab.analysis.layer_plan.lgreco import LgrecoFit, fit_lgreco, plan_of
+from gradlab.analysis.layer_plan.lgreco import LgrecoFit, LgrecoOptions, fit_lgreco, plan_of
 from gradlab.analysis.layer_plan.over_time import learning_rates_of, plan_over_time
 from gradlab.analysis.layer_plan.planners import accordion, cgx_kmeans, global_threshold, total, uniform
 from gradlab.analysis.layer_plan.sensitivity import correlations, loss_sensitivity
@@ -83,7 +83,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
 
 @pytest.fixture(scope="module")
 def fitted(trace: Trace) -> LgrecoFit:
-    return fit_lgreco(trace, "powersgd", {"rank": 4}, warmup_steps=5, seed=3)
+    return fit_lgreco(trace, "powersgd", {"rank": 4}, LgrecoOptions(seed=3), warmup_steps=5)
 
 
 def test_ranges_are_the_papers() -> None:
@@ -122,7 +122,7 @@ def test_the_plan_is_smaller_at_the_same_error(trace: Trace, fitted: LgrecoFit) 
     assert total(errors, fitted.allocation.choice) <= origin["budget"] == pytest.approx(1.0)
     uniform_plan = Plan.uniform(LAYERS, "powersgd", warmup_steps=5, seed=3, rank=4)
     assert [g.name for g in fitted.plan.groups] == [g.name for g in uniform_plan.groups]
-    assert fitted.plan.schedule == uniform_plan.schedule
+    assert (fitted.plan.schedule, fitted.plan.seed) == (uniform_plan.schedule, uniform_plan.seed)
     assert all(group.wrappers == FEEDBACK for group in fitted.plan.groups)
     assert origin["uniform_payload_bytes"] == uniform_plan.payload_bytes(RANKS)
     assert origin["payload_bytes"] == fitted.plan.payload_bytes(RANKS)
@@ -177,7 +177,7 @@ def test_a_budget_may_be_given_and_is_refused_where_no_plan_meets_it(trace: Trac
         ({"budget": 1.0, "refresh_every": 5}, "without weights or a budget"),
     ):
         with pytest.raises(GradlabError, match=said):
-            fit_lgreco(trace, "powersgd", {"rank": 4}, **options)  # type: ignore[arg-type]
+            fit_lgreco(trace, "powersgd", {"rank": 4}, **options)
     with pytest.raises(GradlabError, match="no setting seed"):
         fit_lgreco(trace, "powersgd", {"seed": 4})
     with pytest.raises(GradlabError, match="start = 99"):
