@@ -57,7 +57,13 @@ def check_header(
 def checked(
     splits: Splits, image: tuple[int, ...], source: str, target: tuple[int, ...] = (), classes: int = CLASSES
 ) -> Splits:
-    """The same arrays, labels as int64, once they are known to fit each other; image, target: the shape of one.
+    """Check that images and labels fit each other.
+
+    Args:
+        image, target: the shape of one image, and of its labels.
+
+    Returns:
+        The same arrays, labels as int64.
 
     Raises:
         GradlabError: for a wrong type or shape, a label outside 0 to classes - 1, or labels that do not match the

@@ -22,9 +22,11 @@ from gradlab.errors import GradlabError
 class Data:
     """A data set in memory, split. Samples are drawn by their first axis.
 
-    train_x, test_x: float32 images (samples, channels, height, width), about zero mean and unit variance, or int64
-    tokens (samples, context); train_y, test_y: int64 classes (samples,), each token's successor (samples, context), or
-    classes of pixels (samples, height, width); -100 is no class, and counts neither in loss nor metric.
+    Attributes:
+        train_x, test_x: float32 images (samples, channels, height, width), about zero mean and unit variance; or int64
+            tokens (samples, context).
+        train_y, test_y: int64 classes (samples,); each token's successor (samples, context); or classes of pixels
+            (samples, height, width). -100 is no class, and counts neither in loss nor metric.
     """
 
     train_x: torch.Tensor
@@ -68,10 +70,15 @@ class Workload(ABC):
     @final
     @torch.no_grad()
     def score(self, model: nn.Module, x: torch.Tensor, y: torch.Tensor, *, batch_size: int | None = None) -> float:
-        """The workload's metric of a model on samples (samples, ...) with their classes (samples, ...).
+        """Compute the workload's metric of a model, which is put in evaluation mode and back.
 
-        batch_size: samples at a time, the recipe's by default. The model is put in evaluation mode and back. Raises
-        GradlabError if there are no samples.
+        Args:
+            x: samples (samples, ...).
+            y: their classes (samples, ...).
+            batch_size: samples at a time, the recipe's by default.
+
+        Raises:
+            GradlabError: if there are no samples.
         """
         if not len(x):
             raise GradlabError(f"{self.metric.name} of no samples: expected at least 1")

@@ -30,8 +30,11 @@ class TraceWriter:
     Memory: a block of 16 steps per rank.
 
     Args:
-        path: folder of the trace, new or empty; layers: what every step holds, in order.
-        dtype: stored type: float32, float16 or bfloat16; metadata, overwrite, segment_bytes: as `TraceRecorder`.
+        path: folder of the trace, new or empty.
+        layers: those that every step holds, in order.
+        world_size: number of ranks.
+        dtype: stored type: float32, float16 or bfloat16.
+        metadata, overwrite, segment_bytes: as of `TraceRecorder`.
     Raises:
         GradlabError: if the folder is not free, or an argument makes no sense.
     """
