@@ -34,6 +34,18 @@ class RankOutcome:
     records: list[StepRecord] = field(default_factory=list)
     recorder: RecorderReport | None = None
 
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> RankOutcome:
+        """The outcome whose fields came from another rank as plain JSON."""
+        recorder = value["recorder"]
+        return cls(
+            value["step_seconds"],
+            value["losses"],
+            value["scores"],
+            [StepRecord(**record) for record in value["records"]],
+            RecorderReport(**recorder) if recorder else None,
+        )
+
 
 def run_header(settings: TrainSettings, recipe: Recipe, dense_payload_bytes: int, plan: Plan | None) -> dict[str, Any]:
     """What a run's report says before anything was measured. Sizes are bytes per rank and step."""

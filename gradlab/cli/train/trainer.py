@@ -11,8 +11,8 @@ import os
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, TypeVar
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,9 @@ from gradlab.cli.train.outcome import RankOutcome, run_header, run_report
 from gradlab.cli.train.settings import EVALUATIONS, TrainSettings
 from gradlab.codec import seeded_generator
 from gradlab.datasets import Data, Recipe, Workload, batches, build_optimizer, get, learning_rate_at
+from gradlab.ddp.agreement import Ranks
 from gradlab.errors import GradlabError
 from gradlab.runtime import CompressionState, compression_hook
-
-Value = TypeVar("Value")
 
 
 @dataclass
@@ -128,11 +127,10 @@ def _train(rank: Rank) -> None:
         say(step=step + 1, steps=recipe.steps, loss=rank.outcome.losses[-1])
 
 
-def gather(value: Value) -> list[Value]:
-    """Every rank's value, in rank order, on every rank."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+def gather_json(value: Any) -> list[Any]:
+    """Every rank's plain JSON value (NaN allowed), in rank order, on every rank."""
+    assert dist.group.WORLD is not None
+    return [json.loads(text) for text in Ranks(dist.group.WORLD, torch.device("cpu")).gather(json.dumps(value))]
 
 
 def say(**line: Any) -> None:
@@ -158,12 +156,12 @@ def run_rank(settings: TrainSettings) -> dict[str, Any]:
     if rank.recorder is not None:
         rank.outcome.recorder = rank.recorder.close()
     dense = 4 * sum(parameter.numel() for parameter in rank.model.module.parameters())
-    outcomes = gather(rank.outcome)
+    outcomes = [RankOutcome.from_json(outcome) for outcome in gather_json(asdict(rank.outcome))]
     report = run_header(settings, rank.recipe, dense, rank.state.plan if rank.state else None)
     if rank.state is not None:
         report["residuals"] = rank.state.report()["residuals"]
     if rank.state is not None and settings.trace_steps:
-        report["chrome_trace"] = [event for events in gather(rank.state.chrome_trace()) for event in events]
+        report["chrome_trace"] = [event for events in gather_json(rank.state.chrome_trace()) for event in events]
     return report | run_report(outcomes, dense, rank.workload.metric)
 
 
