@@ -233,56 +233,58 @@ class GradiVeQ(Codec):
         mode = COMPRESSING if learned or self.settings.complement == 1 else unfitted
         return {"clock": _clock(mode, 0), **learned, **_below(name, state)}
 
-    def _kept(self, name: str, mine: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    def _kept(self, name: str, layer_state: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         """A layer's state under the layer's name, without what is still as it was learned."""
-        for key, value in mine.items():
+        for key, value in layer_state.items():
             if value is not self.learned.get(f"{name}/{key}"):
                 yield f"{name}/{key}", value
 
-    def _layer(self, name: str, grad: torch.Tensor, mine: Tensors, context: Context) -> Coroutine[_Done]:
+    def _layer(self, name: str, grad: torch.Tensor, layer_state: Tensors, context: Context) -> Coroutine[_Done]:
         vector = flatten(grad, "gradiveq", context.workspace)
-        mode, position = map(int, mine["clock"].tolist())
-        size = mine["basis"].shape[1] if "basis" in mine else self.slice_size(Layer(name, tuple(grad.shape)))
+        mode, position = map(int, layer_state["clock"].tolist())
+        size = (
+            layer_state["basis"].shape[1] if "basis" in layer_state else self.slice_size(Layer(name, tuple(grad.shape)))
+        )
         slices, tail = split_slices(vector, size)
         if mode == DENSE or not slices.numel():
             mean = yield Mean(vector)
-            return _Done(mean, lambda: vector, mine)
+            return _Done(mean, lambda: vector, layer_state)
         if mode == SAMPLING:
-            return (yield from self._sample(name, vector, slices.shape, mine, position, context))
-        return (yield from self._compress(name, slices, tail, mine, position, context))
+            return (yield from self._sample(name, vector, slices.shape, layer_state, position, context))
+        return (yield from self._compress(name, slices, tail, layer_state, position, context))
 
     # --- sampling ---
 
     def _sample(
-        self, name: str, vector: torch.Tensor, shape: torch.Size, mine: Tensors, position: int, context: Context
+        self, name: str, vector: torch.Tensor, shape: torch.Size, layer_state: Tensors, position: int, context: Context
     ) -> Coroutine[_Done]:
         """An iteration whose average becomes a sample; after the last one, the bases. shape: (M, K)."""
         mean, own = yield from self._quantized(name, vector, context)
-        mine = self._with_sample(mine, position, mean[: shape.numel()].view(shape), context)
+        layer_state = self._with_sample(layer_state, position, mean[: shape.numel()].view(shape), context)
         number = position + 1
         stable = False
         if self._looks_for_stability(number):
-            found = self._dimension(self._spectra(*_samples(mine, number), shape[0]))
+            found = self._dimension(self._spectra(*_samples(layer_state, number), shape[0]))
             agreed = yield Gather(torch.tensor([float(found)], device=mean.device))
-            stable = torch.equal(mine.get("dimension", agreed[0] * 0), agreed[0])
-            mine |= {"dimension": agreed[0]}
+            stable = torch.equal(layer_state.get("dimension", agreed[0] * 0), agreed[0])
+            layer_state |= {"dimension": agreed[0]}
         if stable or number >= self.settings.sample_steps:
-            return _Done(mean, own, (yield from self._fit(mine, number, shape[0])))
-        return _Done(mean, own, mine | {"clock": _clock(SAMPLING, number)})
+            return _Done(mean, own, (yield from self._fit(layer_state, number, shape[0])))
+        return _Done(mean, own, layer_state | {"clock": _clock(SAMPLING, number)})
 
     def _looks_for_stability(self, number: int) -> bool:
         """Whether d is looked at after so many samples."""
         every = self.settings.stable_steps
         return every > 0 and 2 <= number < self.settings.sample_steps and number % every == 0
 
-    def _with_sample(self, mine: Tensors, number: int, slices: torch.Tensor, context: Context) -> Tensors:
+    def _with_sample(self, layer_state: Tensors, number: int, slices: torch.Tensor, context: Context) -> Tensors:
         """The state with one more sample, counted from 0: averaged slices (M, K)."""
         chosen = [m for run in self.fitted_slices(len(slices)) for m in run]
-        mine = mine | {f"sample {number}": slices[chosen]}
+        layer_state = layer_state | {f"sample {number}": slices[chosen]}
         if self.settings.whitening:
             total = context.workspace.empty_like(slices)
-            mine["sum"] = torch.add(slices, mine["sum"], out=total) if number else total.copy_(slices)
-        return mine
+            layer_state["sum"] = torch.add(slices, layer_state["sum"], out=total) if number else total.copy_(slices)
+        return layer_state
 
     def _quantized(
         self, name: str, vector: torch.Tensor, context: Context
@@ -295,9 +297,9 @@ class GradiVeQ(Codec):
         done = yield from quantizer.exchange({name: vector}, {}, replace(context, group=f"{context.group}/{name}"))
         return done.mean[name], lambda: done.own[name]
 
-    def _fit(self, mine: Tensors, number: int, slices: int) -> Coroutine[Tensors]:
+    def _fit(self, layer_state: Tensors, number: int, slices: int) -> Coroutine[Tensors]:
         """Bases from the samples; rank 0's, should ranks have come to different ones."""
-        learned = self.bases(*_samples(mine, number), slices)
+        learned = self.bases(*_samples(layer_state, number), slices)
         digests = yield Gather(_digest(learned))
         if any(not torch.equal(digest, digests[0]) for digest in digests):
             shape = digests[0][:3].tolist()
@@ -343,11 +345,11 @@ class GradiVeQ(Codec):
     # --- compression ---
 
     def _compress(
-        self, name: str, slices: torch.Tensor, tail: torch.Tensor, mine: Tensors, position: int, context: Context
+        self, name: str, slices: torch.Tensor, tail: torch.Tensor, layer_state: Tensors, position: int, context: Context
     ) -> Coroutine[_Done]:
         if self.settings.complement == 1:
-            mine = self._nothing_fitted(slices)
-        basis, mean = self._axes(name, mine, context).to(slices.dtype), mine.get("mean")
+            layer_state = self._nothing_fitted(slices)
+        basis, mean = self._axes(name, layer_state, context).to(slices.dtype), layer_state.get("mean")
         mean = None if mean is None else mean.to(slices.dtype)
         coder = _Coder(slices, basis, mean, self.settings, context.workspace)
         asked: list[Request] = [self._codes(coder, context.world_size), Mean(tail)]
@@ -356,7 +358,7 @@ class GradiVeQ(Codec):
         summed, rest, *votes = yield tuple(asked)
         average = torch.cat(summed).view_as(slices) if self.settings.ring else coder.decode(0, len(slices), summed)
         outvoted = bool(votes) and float(votes[0]) > 0.5
-        new = yield from self._after(name, mine, position, average, outvoted, context)
+        new = yield from self._after(name, layer_state, position, average, outvoted, context)
         return _Done(joined(average, rest), lambda: joined(coder.own(), tail), new)
 
     def _codes(self, coder: _Coder, world_size: int) -> Request:
@@ -375,10 +377,10 @@ class GradiVeQ(Codec):
             "width": torch.tensor(float(self._width(slices.shape[1]))),
         }
 
-    def _axes(self, name: str, mine: Tensors, context: Context) -> torch.Tensor:
+    def _axes(self, name: str, layer_state: Tensors, context: Context) -> torch.Tensor:
         """The basis (B, K, d) of this iteration: the fitted axes, and random ones that complete them."""
-        basis = mine["basis"]
-        drawn = int(mine["width"]) - basis.shape[2]
+        basis = layer_state["basis"]
+        drawn = int(layer_state["width"]) - basis.shape[2]
         if drawn == 0:
             return basis
         key = (context.seed, context.iteration, context.group, drawn, basis.device)
@@ -397,7 +399,7 @@ class GradiVeQ(Codec):
         return slices.new_tensor([float(loss > self.settings.monitor_threshold * norm)])
 
     def _after(
-        self, name: str, mine: Tensors, position: int, average: torch.Tensor, outvoted: bool, context: Context
+        self, name: str, layer_state: Tensors, position: int, average: torch.Tensor, outvoted: bool, context: Context
     ) -> Coroutine[Tensors]:
         """The state after a compressed iteration. average: what all ranks decoded, (M, K)."""
         if outvoted and self.settings.on_loss == "stop":
@@ -413,10 +415,10 @@ class GradiVeQ(Codec):
         if outvoted or (left == 0 and self.settings.refresh == "sample"):
             return {"clock": _clock(SAMPLING, 0)}
         if self.settings.refresh == "decoded" and left < self.settings.sample_steps:
-            mine = self._with_sample(mine, self.settings.sample_steps - 1 - left, average, context)
+            layer_state = self._with_sample(layer_state, self.settings.sample_steps - 1 - left, average, context)
             if left == 0:
-                return (yield from self._fit(mine, self.settings.sample_steps, len(average)))
-        return mine | {"clock": _clock(COMPRESSING, position + 1)}
+                return (yield from self._fit(layer_state, self.settings.sample_steps, len(average)))
+        return layer_state | {"clock": _clock(COMPRESSING, position + 1)}
 
     # --- fitting before the run, forecasts, checks ---
 
@@ -467,16 +469,16 @@ class GradiVeQ(Codec):
     def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
         return sum(self._bytes(layer, self._of(layer.name, state), world_size) for layer in layers)
 
-    def _bytes(self, layer: Layer, mine: Tensors, world_size: int) -> float:
-        size = mine["basis"].shape[1] if "basis" in mine else self.slice_size(layer)
+    def _bytes(self, layer: Layer, layer_state: Tensors, world_size: int) -> float:
+        size = layer_state["basis"].shape[1] if "basis" in layer_state else self.slice_size(layer)
         whole, tail = divmod(layer.numel, size)
-        mode, position = map(int, mine["clock"].tolist())
+        mode, position = map(int, layer_state["clock"].tolist())
         if mode == DENSE or not whole:
             return 4 * layer.numel
         settings = self.settings
         if mode == COMPRESSING:
             fits = settings.refresh == "decoded" and position + 1 == settings.compressed_steps
-            codes = whole * int(mine.get("width", self._width(size))) * (2 if settings.bfloat16 else 4)
+            codes = whole * int(layer_state.get("width", self._width(size))) * (2 if settings.bfloat16 else 4)
             return codes + 4 * (tail + (settings.monitor != "off")) + DIGEST_BYTES * fits
         bits = settings.sample_bits
         quantizer = QSGD(QSGD.Settings(bits or 8, ring=settings.ring))
@@ -489,9 +491,14 @@ class GradiVeQ(Codec):
         if unknown := sorted(set(self.learned) - {f"{layer.name}/{key}" for layer in layers for key in keys}):
             raise GradlabError(f"codec gradiveq: learned tensors {unknown} belong to no layer of the group")
         for layer in layers:
-            mine = _below(layer.name, self.learned)
-            check_bases("gradiveq", layer, mine.get("basis"), mine.get("mean"), self.settings.reuse, whitening)
-            if mine and not mine["basis"].shape[2] <= float(mine["width"]) <= mine["basis"].shape[1]:
+            layer_state = _below(layer.name, self.learned)
+            check_bases(
+                "gradiveq", layer, layer_state.get("basis"), layer_state.get("mean"), self.settings.reuse, whitening
+            )
+            if (
+                layer_state
+                and not layer_state["basis"].shape[2] <= float(layer_state["width"]) <= layer_state["basis"].shape[1]
+            ):
                 raise GradlabError(f"codec gradiveq: layer {layer.name}: width is not between the basis's and K")
 
 
@@ -500,11 +507,11 @@ def _below(name: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
     return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
 
 
-def _samples(mine: Tensors, number: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _samples(layer_state: Tensors, number: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What is sampled so far, (T, S, K), and its mean over all slices (M, K) if there is a sum."""
     # If the last one is not finite, neither is this iteration, and what comes of it is thrown away.
-    samples = torch.stack([mine[f"sample {n}"] for n in range(number)]).nan_to_num(0, 0, 0)
-    return samples, (mine["sum"] / number).nan_to_num(0, 0, 0) if "sum" in mine else None
+    samples = torch.stack([layer_state[f"sample {n}"] for n in range(number)]).nan_to_num(0, 0, 0)
+    return samples, (layer_state["sum"] / number).nan_to_num(0, 0, 0) if "sum" in layer_state else None
 
 
 def joined(slices: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:

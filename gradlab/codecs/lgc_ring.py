@@ -1,4 +1,4 @@
-"""LGC for ring all-reduce: ranks select where one of them says, code what they selected, and average the codes.
+"""LGC for ring all-reduce: ranks select at one rank's positions, code the selected values, and average the codes.
 
 Abrahamyan, Chen, Bekoulis, Deligiannis, "Learned gradient compression for distributed deep learning", IEEE TNNLS 2021,
 sections IV-B and V-B.2, eqs. (8) to (11) and (17) to (19), Algorithm 2.
@@ -34,13 +34,13 @@ from gradlab.learning.selection import (
 
 
 class LgcRing(LearnedSelection):
-    """Positions: the leader's largest of each layer; sent: the average of the ranks' codes of their values there.
+    """All ranks take the leader's positions, the largest of each layer, and average the codes of their values there.
 
-    `own` is what the average decodes to, so that feedback (`error_feedback` with keep = "difference") is against the
-    decoded average. The published algorithms keep what was not selected and forget the autoencoder's error: keep =
-    "unselected". As printed they add the accumulated gradient twice, to the gradient and to itself, and never clear
-    what was sent, so that what is not sent doubles in every step; the text's momentum correction does neither, and is
-    what the wrappers do.
+    The decoded contribution (`own`) of every rank is the decoded average. So with keep = "difference" error feedback
+    keeps the gradient less the decoded average; with keep = "unselected" it keeps what was not selected and forgets
+    the autoencoder's error, as the published algorithms do. As printed they also add the accumulated gradient twice, to
+    the gradient and to itself, and never clear what was sent, so that the rest doubles in every step. The text's
+    momentum correction does neither; the wrappers follow the text.
 
     >>> codecs.make("lgc_ring", density=0.25).apply([torch.arange(8.0), torch.arange(8.0)]).decoded.tolist()
     [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 6.0, 7.0]
@@ -67,7 +67,7 @@ class LgcRing(LearnedSelection):
     def architecture(self, world_size: int = 1) -> Architecture:
         return Architecture(self.settings.resolution)
 
-    def nodes(self, weights: torch.Tensor) -> int | None:
+    def trained_ranks(self, weights: torch.Tensor) -> int | None:
         if len(weights) != self.architecture().numel:
             raise GradlabError(
                 f"codec lgc_ring: autoencoder of {len(weights)} weights, expected {self.architecture().numel}"
@@ -75,7 +75,7 @@ class LgcRing(LearnedSelection):
         return None
 
     def task(self, values: torch.Tensor, scale: torch.Tensor | float = 1.0) -> Task:
-        """To learn from all ranks' selected values (K, count): eq. (11)."""
+        """Learn from all ranks' selected values (K, count), by eq. (11)."""
         architecture, count = self.architecture(), values.shape[-1]
         vectors, true = padded(values / scale, architecture), values.mean(0)
 
@@ -91,7 +91,7 @@ class LgcRing(LearnedSelection):
 
     @property
     def coding(self) -> str:
-        """Of positions; only packed ones can be in any order."""
+        """The coding of positions; only packed ones can be in any order."""
         return self.settings.index_coding if self.settings.order == "position" else "packed"
 
     def leader(self, context: Context) -> int:
@@ -100,25 +100,25 @@ class LgcRing(LearnedSelection):
         return super().leader(context)
 
     def selected(self, vectors: torch.Tensor, sizes: Sequence[int], context: Context) -> Selection:
-        return self._led(vectors, sizes, self.leader(context), self.settings.order)
+        return self._selected_alike(vectors, sizes, self.leader(context), self.settings.order)
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         prefix, vector = next(iter(grads)), concatenate(grads)
         if not vector.numel():
             return Exchanged(dict(grads), dict(grads), state)
-        mine = self._begun(state, prefix, context)
+        entries = self._first_entries(state, prefix, context)
         sizes, leader = [grad.numel() for grad in grads.values()], self.leader(context)
-        selected = yield from self._told_selection(vector, sizes, leader, self.settings.order, self.coding, context)
-        mode = int(mine["clock"][0])
-        own, kept = selected.values, mine
+        selected = yield from self._leaders_selection(vector, sizes, leader, self.settings.order, self.coding, context)
+        mode = int(entries["clock"][0])
+        own, kept = selected.values, entries
         if mode == COMPRESSING:
-            mean = own = yield from self._averaged_codes(selected, mine["autoencoder"])
+            mean = own = yield from self._averaged_codes(selected, entries["autoencoder"])
         elif mode == SELECTING:
             mean = yield Mean(selected.values)
         else:
             every = yield Gather(selected.values)
             mean = sum_in_rank_order(every)
-            kept = yield from self._trained(mine, self.task(torch.stack(every), selected.scale), vector, context)
+            kept = yield from self._trained(entries, self.task(torch.stack(every), selected.scale), vector, context)
 
         def spread(values: torch.Tensor) -> Tensors:
             whole = context.workspace.zeros_like(vector)
@@ -128,7 +128,7 @@ class LgcRing(LearnedSelection):
         return Exchanged(average, average if own is mean else spread(own), prefixed(prefix, kept))
 
     def _averaged_codes(self, selected: Selection, weights: torch.Tensor) -> Coroutine[torch.Tensor]:
-        """Eqs. (17) to (19): what the average of the codes decodes to, (count,)."""
+        """Average the codes and decode the average, (count,): eqs. (17) to (19)."""
         architecture, count = self.architecture(), len(selected.values)
         code = yield Mean(architecture.encode(weights, padded(selected.values / selected.scale, architecture)))
         return architecture.decode(weights, code)[:count].to(selected.values.dtype) * selected.scale

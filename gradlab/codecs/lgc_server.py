@@ -1,4 +1,4 @@
-"""LGC for a parameter server: one rank's code stands for what all have in common, the rest is each rank's innovation.
+"""LGC for a parameter server: one rank's code for what ranks have in common, and an innovation of each rank's own.
 
 Abrahamyan, Chen, Bekoulis, Deligiannis, "Learned gradient compression for distributed deep learning", IEEE TNNLS 2021,
 sections IV-A and V-B.1, eqs. (2) to (7), (12) and (13), Algorithm 1.
@@ -37,13 +37,13 @@ from gradlab.learning.selection import (
 class LgcServer(LearnedSelection):
     """Every rank selects its largest of each layer; one of them sends a code of its values, all send their innovation.
 
-    The innovation is the largest of the selected values, as they are. A decoder for each rank makes of the code and
-    that rank's innovation what it would have sent, and these are averaged. There is no server: every rank is sent all
-    of it and does what the paper's master does, so that nothing travels back (the paper leaves the downlink out).
-    The paper does not count how the master comes to know each rank's positions: here they travel, and are counted.
-    With positions = "shared" the leader's are taken by all, as in the ring: values at own positions, of which two ranks
-    share about 2 %, cannot be compared, and one rank's code says little of another's.
-    `own` is what is decoded for this rank; see `LgcRing` about feedback and the printed algorithms.
+    The innovation is the largest of the selected values, uncompressed. Each rank has a decoder, which reconstructs the
+    rank's selected values from the common code and the rank's innovation; the reconstructions are averaged. There is no
+    server: every rank receives everything and does what the paper's master does, so that nothing travels back (the
+    paper leaves the downlink out). The paper does not count the ranks' positions; here they travel, and are counted.
+    With positions = "shared" all ranks take the leader's, as in the ring. Two ranks share about 2 % of their own
+    positions, so that one rank's code says little of another's values.
+    This rank's decoded contribution (`own`) is its reconstruction; see `LgcRing` about error feedback.
 
     >>> codecs.make("lgc_server", density=0.25).apply([torch.arange(8.0), torch.arange(8.0)]).decoded.tolist()
     [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 6.0, 7.0]
@@ -68,7 +68,7 @@ class LgcServer(LearnedSelection):
             above=0,
             most=1,
             unit="share of values",
-            help="that travel as they are, at least one of each layer. Algorithm 1: 10 % of the selected; section III: "
+            help="that travel uncompressed, at least one per layer. Algorithm 1: 10 % of the selected; section III: "
             "0.001 % of the gradient; section V: 0.001 % of the selected, below one value on ResNet-50",
         )
         innovation_of: str = setting(
@@ -79,7 +79,7 @@ class LgcServer(LearnedSelection):
     def architecture(self, world_size: int) -> Architecture:
         return Architecture(self.settings.resolution, decoders=world_size, innovation=True)
 
-    def nodes(self, weights: torch.Tensor) -> int | None:
+    def trained_ranks(self, weights: torch.Tensor) -> int | None:
         one, two = (self.architecture(count).numel for count in (1, 2))
         trained, rest = divmod(len(weights) - (2 * one - two), two - one)
         if rest or trained < 1:
@@ -90,7 +90,7 @@ class LgcServer(LearnedSelection):
         return trained
 
     def redistribute(self, states: Sequence[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:
-        """Decoders belong to ranks: for another number of them they are learned anew."""
+        """As for any codec; but decoders belong to ranks, and are learned anew for another world size."""
         kept = super().redistribute(states, rank, world_size, residuals)
         return kept if world_size == len(states) or "autoencoder" in self.learned else {}
 
@@ -100,21 +100,21 @@ class LgcServer(LearnedSelection):
         prefix, vector = next(iter(grads)), concatenate(grads)
         if not vector.numel():
             return Exchanged(dict(grads), dict(grads), state)
-        sizes, mine = [grad.numel() for grad in grads.values()], self._begun(state, prefix, context)
-        if "autoencoder" in mine and mine["autoencoder"].numel():
-            self.check_nodes(mine["autoencoder"], context.world_size)
+        sizes, entries = [grad.numel() for grad in grads.values()], self._first_entries(state, prefix, context)
+        if "autoencoder" in entries and entries["autoencoder"].numel():
+            self.check_ranks(entries["autoencoder"], context.world_size)
         every = yield from self._selections(vector, sizes, context)
-        mode, own = int(mine["clock"][0]), every[context.rank]
-        kept = mine
+        mode, own = int(entries["clock"][0]), every[context.rank]
+        kept = entries
         if mode == COMPRESSING:
-            values = yield from self._decoded(every, mine["autoencoder"], self.counts(sizes), sizes, context)
+            values = yield from self._decoded(every, entries["autoencoder"], self.counts(sizes), sizes, context)
         else:
             values = yield Gather(own.values)
             if mode == TRAINING:
                 counts = self.innovation_counts(self.counts(sizes), sizes)
                 scales = [selection.scale for selection in every]
                 task = self.task(torch.stack(values), scales, self.counts(sizes), counts, context)
-                kept = yield from self._trained(mine, task, vector, context)
+                kept = yield from self._trained(entries, task, vector, context)
         mean = context.workspace.zeros_like(vector)
         for selection, part in zip(every, values, strict=True):
             mean.index_add_(0, selection.positions, part.to(vector.dtype) / context.world_size)
@@ -138,7 +138,7 @@ class LgcServer(LearnedSelection):
 
     def selected(self, vectors: torch.Tensor, sizes: Sequence[int], context: Context) -> Selection:
         if self.shared:
-            return self._led(vectors, sizes, self.leader(context))
+            return self._selected_alike(vectors, sizes, self.leader(context))
         every = [self._choice(vector, sizes, "position") for vector in vectors]
         positions = torch.stack([chosen for chosen, _ in every])
         scales = torch.stack([scale[layer_of(chosen, sizes)] for chosen, scale in every])
@@ -148,15 +148,15 @@ class LgcServer(LearnedSelection):
         """Every rank's positions and scale, with this rank's values at each of them."""
         settings, coding = self.settings, self.settings.index_coding
         if self.shared:
-            one = yield from self._told_selection(vector, sizes, self.leader(context), "position", coding, context)
+            one = yield from self._leaders_selection(vector, sizes, self.leader(context), "position", coding, context)
             return [one] * context.world_size
         counts, numel = self.counts(sizes), vector.numel()
-        mine = self.select(vector, sizes)
-        encoded = yield Gather(encode(mine, numel, coding), varying=varies(coding))
+        chosen = self.select(vector, sizes)
+        encoded = yield Gather(encode(chosen, numel, coding), varying=varies(coding))
         every = [decode(one, sum(counts), numel, coding) for one in encoded]
         if settings.normalise == "none":
             return [Selection(positions, vector[positions]) for positions in every]
-        scales = yield Gather(root_mean_squares(vector[mine], counts))
+        scales = yield Gather(root_mean_squares(vector[chosen], counts))
         return [
             Selection(positions, vector[positions], scale[layer_of(positions, sizes)])
             for positions, scale in zip(every, scales, strict=True)
@@ -173,8 +173,7 @@ class LgcServer(LearnedSelection):
         """Eqs. (3) and (12): every rank's values as its decoder gives them, (count,) each."""
         architecture, own = self.architecture(context.world_size), every[context.rank]
         total, coding, common = sum(counts), self.settings.index_coding, self.sender(context)
-        mine = padded(own.values / own.scale, architecture)
-        code = architecture.encode(weights, mine)
+        code = architecture.encode(weights, padded(own.values / own.scale, architecture))
         kept = innovation_positions(own.values, counts, self.innovation_counts(counts, sizes))
         sent = (own.values[kept], encode(kept, total, coding))
         code, values, positions = yield (
@@ -182,13 +181,13 @@ class LgcServer(LearnedSelection):
             Gather(sent[0]),
             Gather(sent[1], varying=varies(coding)),
         )
-        found = []
+        by_rank = []
         for k, (selection, known, encoded) in enumerate(zip(every, values, positions, strict=True)):
-            places = decode(encoded, len(known), total, coding)
-            innovation = own.values.new_zeros(total).index_copy_(0, places, known) / selection.scale
+            at = decode(encoded, len(known), total, coding)
+            innovation = own.values.new_zeros(total).index_copy_(0, at, known) / selection.scale
             decoded = architecture.decode(weights, code, k, padded(innovation, architecture))[:total]
-            found.append(decoded.to(own.values.dtype) * selection.scale)
-        return found
+            by_rank.append(decoded.to(own.values.dtype) * selection.scale)
+        return by_rank
 
     # --- learning ---
 
@@ -200,7 +199,11 @@ class LgcServer(LearnedSelection):
         innovations: Sequence[int],
         context: Context,
     ) -> Task:
-        """To learn from all ranks' selected values (K, count): eqs. (5) to (7). counts, innovations: of each layer."""
+        """Learn from all ranks' selected values (K, count), by eqs. (5) to (7).
+
+        scales: per rank, what its values are divided by.
+        counts, innovations: of each layer.
+        """
         architecture, count = self.architecture(len(values)), values.shape[-1]
         scale = torch.stack([torch.as_tensor(one, device=values.device).expand(count) for one in scales])
         apart = innovations_of(values, counts, innovations)
@@ -209,7 +212,7 @@ class LgcServer(LearnedSelection):
         loss = Loss(self.settings.loss, self.settings.similarity)
 
         def missed(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            # At own positions there is no average of selections: of every rank's own values, eq. (6).
+            # Ranks' positions differ, so that selections have no average: every rank's own values, eq. (6).
             code = architecture.encode(weights, vectors[self.sender(context)])
             decoded = torch.stack([architecture.decode(weights, code, k, one) for k, one in enumerate(apart)])
             wide = values.double()
@@ -222,7 +225,7 @@ class LgcServer(LearnedSelection):
         )
 
     def innovation_counts(self, counts: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        """How many of each layer's selected values travel as they are."""
+        """How many of each layer's selected values travel uncompressed."""
         of = counts if self.settings.innovation_of == "selected" else sizes
         return [
             min(count, count_of(self.settings.innovation, numel)) if count else 0
@@ -249,16 +252,20 @@ class LgcServer(LearnedSelection):
 
 
 def innovation_positions(values: torch.Tensor, counts: Sequence[int], innovations: Sequence[int]) -> torch.Tensor:
-    """Places, ascending, of each layer's largest among selected values (count,), as many as `innovations` says."""
-    found, start = [], 0
+    """Indices, ascending, of each layer's largest among selected values (count,).
+
+    counts: selected values of each layer.
+    innovations: how many of them are largest.
+    """
+    indices, start = [], 0
     for part, kept in zip(values.split(list(counts)), innovations, strict=True):
-        found.append(largest(part, kept).sort().values + start)
+        indices.append(largest(part, kept).sort().values + start)
         start += len(part)
-    return torch.cat(found)
+    return torch.cat(indices)
 
 
 def innovations_of(values: torch.Tensor, counts: Sequence[int], innovations: Sequence[int]) -> torch.Tensor:
-    """Of selected values (..., count) those that travel as they are, in their places; zero elsewhere."""
+    """Selected values (..., count) with zero in place of those that do not travel as they are."""
     apart = torch.zeros_like(values)
     for one, vector in zip(apart.view(-1, values.shape[-1]), values.reshape(-1, values.shape[-1]), strict=True):
         kept = innovation_positions(vector, counts, innovations)

@@ -32,7 +32,12 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class LockstepResult(Generic[Result]):
-    """One rank's outcome: what its coroutine returned, and the bytes it contributed and sent."""
+    """One rank's result.
+
+    value: what its coroutine returned.
+    payload_bytes: bytes that it contributed.
+    wire_bytes: bytes that its network interface sends for that.
+    """
 
     value: Result
     payload_bytes: int
@@ -40,9 +45,9 @@ class LockstepResult(Generic[Result]):
 
 
 def sum_in_rank_order(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The mean of N same-shaped tensors: each times 1/N, added in rank order.
+    """The mean of N tensors of one shape: each times 1/N, added in rank order.
 
-    Plain DDP also scales before it sums; the order makes the result one number, bit for bit, wherever it is taken.
+    Plain DDP also scales before it sums. The fixed order gives the same bits wherever the mean is computed.
     """
     scale = 1.0 / len(tensors)
     total = tensors[0] * scale
@@ -77,9 +82,9 @@ def _serve(requests_by_rank: Sequence[tuple[Request, ...]], payload: list[int], 
     world_size = len(requests_by_rank)
     answers: list[list[Any]] = [[] for _ in range(world_size)]
     signatures = [[signature(request) for request in requests] for requests in requests_by_rank]
-    for rank, mine in enumerate(signatures):
-        if mine != signatures[0]:
-            raise GradlabError(f"ranks ask for different collectives: rank 0 {signatures[0]}, rank {rank} {mine}")
+    for rank, own in enumerate(signatures):
+        if own != signatures[0]:
+            raise GradlabError(f"ranks ask for different collectives: rank 0 {signatures[0]}, rank {rank} {own}")
     for requests in zip(*requests_by_rank, strict=True):
         check_request(requests[0], world_size)
         longest = max(payload_bytes(request, rank) for rank, request in enumerate(requests))
@@ -91,7 +96,7 @@ def _serve(requests_by_rank: Sequence[tuple[Request, ...]], payload: list[int], 
 
 
 def observed(coroutine: Coroutine[Result], seen: list[Request]) -> Coroutine[Result]:
-    """The same coroutine; what it asks for is added to `seen`."""
+    """Run a coroutine, and append its requests to `seen`."""
     answer: Any = None
     while True:
         try:
@@ -103,7 +108,10 @@ def observed(coroutine: Coroutine[Result], seen: list[Request]) -> Coroutine[Res
 
 
 def together(coroutines: Sequence[Coroutine[Result]]) -> Coroutine[list[Result]]:
-    """Run several coroutines of one rank as one: requests that stand at the same step travel together."""
+    """Run several coroutines of one rank as one: requests of the same step travel together.
+
+    Returns what they returned, in their order.
+    """
     results: dict[int, Result] = {}
     steps: dict[int, Step] = {}
 
@@ -117,9 +125,9 @@ def together(coroutines: Sequence[Coroutine[Result]]) -> Coroutine[list[Result]]
     for position in range(len(coroutines)):
         advance(position, None)
     while steps:
-        asked = {position: as_requests(step) for position, step in steps.items()}
-        answers = iter((yield tuple(request for requests in asked.values() for request in requests)))
-        for position, requests in asked.items():
+        open_requests = {position: as_requests(step) for position, step in steps.items()}
+        answers = iter((yield tuple(request for requests in open_requests.values() for request in requests)))
+        for position, requests in open_requests.items():
             advance(position, answer_for(steps[position], [next(answers) for _ in requests]))
     return [results[position] for position in range(len(coroutines))]
 

@@ -35,8 +35,9 @@ class Mean:
 class Gather:
     """Every rank's tensor. Answer: a list of N tensors in rank order.
 
-    varying: the tensors are one-dimensional and their lengths differ from rank to rank; lengths: the same, where every
-    rank knows them all, so that none has to be told, and nothing is padded.
+    tensor: this rank's.
+    varying: whether the tensors are vectors whose lengths differ between ranks; lengths then travel too.
+    lengths: of all ranks' vectors, where every rank knows them already, so that nothing is sent or padded for them.
     """
 
     tensor: torch.Tensor
@@ -84,7 +85,7 @@ Coroutine = Generator[Step, Any, Result]
 
 
 def as_requests(step: Step) -> tuple[Request, ...]:
-    """What a coroutine yielded, as a tuple of requests.
+    """The requests of a step, as a tuple.
 
     Raises:
         GradlabError: if it is neither a request nor a tuple of requests.
@@ -97,12 +98,12 @@ def as_requests(step: Step) -> tuple[Request, ...]:
 
 
 def answer_for(step: Step, answers: Sequence[Any]) -> Any:
-    """The answers in the form the coroutine expects: one for a single request, a tuple for a tuple."""
+    """Answers in the form that the coroutine expects: one for a single request, a tuple for a tuple."""
     return tuple(answers) if isinstance(step, tuple) else answers[0]
 
 
 def signature(request: Request) -> tuple[Any, ...]:
-    """What must agree between ranks: kind, root, dtype and shapes (not the length of a varying gather)."""
+    """What all ranks' requests must agree on: kind, root, dtype and shapes (not the length of a varying gather)."""
     if isinstance(request, AllToAll):
         return ("AllToAll", *((str(t.dtype), tuple(t.shape)) for t in request.tensors))
     if isinstance(request, Ring):
@@ -117,7 +118,7 @@ def signature(request: Request) -> tuple[Any, ...]:
 
 
 def fusion_key(request: Request) -> tuple[Any, ...]:
-    """What tells which requests travel together: those of one key, standing at the same step, are one collective."""
+    """The key of requests that travel together: those of one key and one step are one collective."""
     if isinstance(request, Mean):
         return (Mean, request.tensor.dtype)
     if isinstance(request, Gather):
@@ -175,7 +176,8 @@ def all_to_all_wire_bytes(sizes: Sequence[int], rank: int) -> int:
 def wire_bytes(request: Request, rank: int, world_size: int, longest: int | None = None) -> int:
     """Bytes `rank` sends for one request on its own, not fused with others.
 
-    longest: for a varying gather, the largest rank's size in bytes (all are padded to it; 8 bytes of size each).
+    longest: of a varying gather, the largest rank's size in bytes, to which all are padded; 8 bytes of size each travel
+    too. None: this rank's size.
     """
     if isinstance(request, Mean):
         return all_reduce_wire_bytes(request.tensor.nbytes, world_size)
@@ -199,7 +201,7 @@ def check_request(request: Request, world_size: int) -> None:
 
     Raises:
         GradlabError: a Mean of integers, a root or a number of tensors that does not fit the world size, a varying
-            gather of anything but a vector, or of another length than was said.
+            gather of anything but a vector, or of a length that is not among `lengths`.
     """
     if isinstance(request, Mean) and not request.tensor.is_floating_point():
         raise GradlabError(f"Mean needs a floating-point tensor, not {request.tensor.dtype}")

@@ -3,7 +3,7 @@
 Yu, Lin, et al., "GradiVeQ: Vector quantization for bandwidth-efficient gradient aggregation in distributed CNN
 training", NeurIPS 2018, Algorithm 1 and Fig. 2. A vector is cut into N segments. Segment s starts at rank s and
 travels N - 1 hops, at each of which a rank adds its own part; then the sums travel N - 1 hops more. The executors
-(`gradlab.collectives.run_lockstep`, `gradlab.runtime`) move the messages; what is in them is a `RingCode`'s business.
+(`gradlab.collectives.run_lockstep`, `gradlab.runtime`) move the messages; a `RingCode` makes and reads them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,19 @@ class RingCode(ABC):
 
     @abstractmethod
     def nbytes(self, segment: int) -> int:
-        """Size of a segment's messages."""
+        """Size of a segment's messages, in bytes."""
 
     @abstractmethod
     def prepare(self, segment: int) -> torch.Tensor:
-        """This rank's own part as `add` takes it. Nothing has to have arrived, so that it overlaps with the network."""
+        """This rank's own part of a segment, as `add` takes it; computed while messages are on the wire."""
 
     @abstractmethod
     def add(self, segment: int, received: torch.Tensor | None, own: torch.Tensor) -> torch.Tensor:
-        """The message that travels on. received: the predecessor's; None on the rank where the segment starts."""
+        """The message that travels on, (bytes,) uint8.
+
+        received: the predecessor's message; None on the rank where the segment starts.
+        own: what `prepare` gave.
+        """
 
     @abstractmethod
     def finish(self, segment: int, message: torch.Tensor) -> torch.Tensor:
@@ -43,8 +47,12 @@ class RingCode(ABC):
 class SummedRing(RingCode):
     """Parts that are summed as they are: gradients, or the codes of a compressor that commutes with the sum, eq. (1).
 
-    bounds: where the segments begin and end; encode: own codes of what lies between two bounds; decode: the
-    decompressed vector from the mean of such codes; width: codes per unit of the bounds.
+    Args:
+        bounds: where the segments begin and end.
+        encode: gives this rank's codes of what lies between two bounds.
+        decode: gives the decoded vector from the mean of such codes.
+        width: codes per unit of the bounds.
+        dtype: of the codes.
     """
 
     def __init__(
@@ -75,20 +83,23 @@ class SummedRing(RingCode):
 
 
 def segment_bounds(count: int, segments: int) -> list[tuple[int, int]]:
-    """`count` units in so many runs of almost one length, some empty where there are too few: [first, last) each."""
+    """Cut `count` units into runs of almost equal length, [first, last) each; some are empty if units are too few."""
     edges = [count * i // segments for i in range(segments + 1)]
     return list(pairwise(edges))
 
 
 def ring_wire_bytes(sizes: Sequence[int], rank: int) -> int:
-    """Bytes a rank sends, sizes: of the segments' messages: rank, rank - 1, ... to be added to; then rank + 1, ..."""
+    """Bytes that a rank sends: messages of segments rank, rank - 1, ... to be added to, then of rank + 1, rank, ...
+
+    sizes: of each segment's messages, in bytes.
+    """
     world_size = len(sizes)
     adding = sum(sizes[(rank - i) % world_size] for i in range(world_size - 1))
     return adding + sum(sizes[(rank + 1 - i) % world_size] for i in range(world_size - 1))
 
 
 def pass_around(codes: Sequence[RingCode]) -> list[list[torch.Tensor]]:
-    """The whole ring in one process: for each rank, every segment's mean, in the order of summation that a ring has."""
+    """Run the whole ring in one process, in a ring's order of summation; returns every segment's mean for each rank."""
     world_size = len(codes)
     messages = []
     for segment in range(world_size):

@@ -1,1 +1,1 @@
-"""What gradlab asks of DistributedDataParallel, of optimizers, and of all ranks together."""
+"""What gradlab reads off DistributedDataParallel and optimizers, and how all ranks agree."""

@@ -16,7 +16,8 @@ class Ranks:
     """The ranks of a process group, for plain JSON. Every method is a collective.
 
     Args:
-        group: the process group; device: where its tensors have to be if its backend is NCCL.
+        group: the process group.
+        device: of its tensors, if its backend is NCCL.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:

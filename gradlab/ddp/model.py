@@ -1,4 +1,4 @@
-"""What a DistributedDataParallel model tells: the layers it synchronises, and whether it has a hook already."""
+"""What gradlab reads off a DistributedDataParallel model: the layers it synchronises, and whether it has a hook."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradlab.layout import Layer, bare_name, named_layers
 
 
 def synchronised_layers(model: DistributedDataParallel) -> list[tuple[Layer, nn.Parameter]]:
-    """Trainable layers that DDP averages (it can be told to skip some), and their parameters, in registration order."""
+    """Trainable layers that DDP averages, with their parameters, in registration order; DDP may be set to skip some."""
     ignored = {bare_name(name) for name in model.parameters_to_ignore}
     return [pair for pair in named_layers(model.module) if _as_ddp_names_it(pair[0].name) not in ignored]
 
@@ -23,7 +23,7 @@ def _as_ddp_names_it(name: str) -> str:
 
 
 def bucket_gradients(bucket: dist.GradBucket) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each parameter in a bucket with its gradient, a view of the bucket's buffer in the parameter's own shape.
+    """The parameters of a bucket, each with its gradient: a view of the bucket's buffer in the parameter's shape.
 
     Raises:
         GradlabError: for a sparse gradient.

@@ -8,7 +8,7 @@ import torch
 
 
 def learning_rates(optimizer: torch.optim.Optimizer | None, names: Mapping[torch.Tensor, str]) -> dict[str, float]:
-    """Learning rate by layer name, as the optimizer has it now; nothing without an optimizer."""
+    """The optimizer's learning rates now, by layer name; empty without an optimizer."""
     groups = optimizer.param_groups if optimizer is not None else []
     return {names[p]: float(group["lr"]) for group in groups for p in group["params"] if p in names}
 

@@ -1,4 +1,4 @@
-"""A plan run over given gradients, all ranks in this process: the same steps as online, driven by `run_lockstep`."""
+"""Run a plan over given gradients, all ranks in this process: the same steps as online, driven by `run_lockstep`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class GroupCost:
-    """What one group took in one step, means over ranks: payload and wire bytes, seconds in its codec's code."""
+    """What one group took in one step, means over ranks: payload and wire bytes, and seconds in its codec's code."""
 
     payload_bytes: float
     wire_bytes: float
@@ -40,10 +40,11 @@ class StepResult:
     """One step of a plan on N ranks.
 
     compressing: whether the schedule compresses in this iteration.
-    finite: whether all gradients on all ranks were, and the results.
-    exchanged: per group name, per rank; a held layer's mean is zero.
-    payload, wire: bytes per rank, dense layers and the ranks' agreement included.
-    codec_seconds: time in the codecs' own code, mean over ranks; costs: the same and bytes by group name.
+    finite: whether all gradients on all ranks were finite, and the results.
+    exchanged: by group name, one per rank; empty in a dense step; a held layer's mean is zero.
+    payload, wire: bytes by rank, dense layers and the ranks' agreement included.
+    codec_seconds: seconds in the codecs' own code, mean over ranks.
+    costs: seconds and bytes by group name.
     held: names of the layers without a gradient on any rank, whose states stay as they are.
     """
 
@@ -59,15 +60,15 @@ class StepResult:
 
 
 class LockstepPlan:
-    """The plan's runs on all ranks, carried from step to step.
+    """A plan's runs on all ranks, carried from step to step.
 
     Attributes:
         runs: one `PlanRun` per rank.
-        remarks: what to know of the steps so far.
+        remarks: sentences on what happened in the steps so far, such as a refresh that failed.
 
     Args:
         plain_sgd: whether the run's optimizer is SGD without momentum (see `Context`).
-        only: names of the groups to run, None for all; the bytes of layers of no group are counted with the first.
+        only: names of the groups to run; None: all. Bytes of layers of no group are counted where the first group is.
         hold_unused: whether a layer whose gradient is zero on all ranks is held, as the engine holds it under
             find_unused_parameters and static_graph.
     """
@@ -96,17 +97,17 @@ class LockstepPlan:
 
     @property
     def plan(self) -> Plan:
-        """As it is now: a refresh may have changed its settings."""
+        """The plan as it is now: a refresh may have changed its settings."""
         return self.runs[ROOT].plan
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """Those that are run."""
+        """The groups that are run."""
         return tuple(self.runs[ROOT].groups.values())
 
     @property
     def codecs(self) -> Mapping[str, Codec]:
-        """By group name."""
+        """The codecs by group name."""
         return self.runs[ROOT].codecs
 
     @property
@@ -116,13 +117,13 @@ class LockstepPlan:
 
     @property
     def states(self) -> list[dict[str, Tensors]]:
-        """Per rank, per group name, the codec's state; replaced after a step that was finite on every rank."""
+        """By rank and group name the codec's state; replaced after a step that was finite on every rank."""
         return [run.states for run in self.runs]
 
     @states.setter
     def states(self, states: Sequence[dict[str, Tensors]]) -> None:
-        for run, mine in zip(self.runs, states, strict=True):
-            run.states = mine
+        for run, of_rank in zip(self.runs, states, strict=True):
+            run.states = of_rank
 
     @property
     def partial(self) -> bool:
@@ -131,7 +132,7 @@ class LockstepPlan:
 
     @property
     def stateful(self) -> bool:
-        """Whether what happened in earlier steps changes what the next one does; known after the first step."""
+        """Whether earlier steps change what the next one does; known after the first step."""
         return self.plan.refresh is not None or any(state for rank in self.states for state in rank.values())
 
     def step(
@@ -145,18 +146,21 @@ class LockstepPlan:
     ) -> StepResult:
         """Run one iteration.
 
-        gradients: per rank, by layer name, without the loss scale that the run had; layers of no group may be left
-        out. parameters: for weight decay, which is left out where they are not known. finite: whether gradients that
-        are not given are.
+        iteration: its number, from 0.
+        gradients: one dict per rank, by layer name, without the run's loss scale; layers of no group may be missing.
+        learning_rate: by layer name, as far as it is known.
+        loss_scale: the run's factor on its loss.
+        parameters: by layer name, for weight decay, which is left out where they are not known.
+        finite: whether the gradients that are not given were finite.
         """
         bill = _Bill(self.world_size)
         for run in self.runs:
             run.iteration = iteration
         self._refresh(bill)
         steps = [run.begin(learning_rate, loss_scale, parameters, scaled=False) for run in self.runs]
-        for step, mine in zip(steps, gradients, strict=True):
+        for step, own in zip(steps, gradients, strict=True):
             step.finite = finite
-            step.add(mine)
+            step.add(own)
         self._bill_uncompressed(bill, steps[ROOT])
         exchanged: dict[str, list[Exchanged]] = {}
         costs: dict[str, GroupCost] = {}
@@ -195,7 +199,7 @@ class LockstepPlan:
         return [result.value for result in results], _cost(results, seconds)
 
     def _agree(self, steps: Sequence[Step], bill: _Bill) -> None:
-        """The ranks' agreement; of a part of a plan only the flags of its own layers are counted."""
+        """Let the ranks agree; where a part of a plan is run, only the flags of its own layers are counted."""
         [result, *_] = run_lockstep([step.agree() for step in steps])
         if self._agrees:
             bill.add_mean(result.payload_bytes - (0 if self._counts_rest else FINITE_FLAG_BYTES))
@@ -209,7 +213,7 @@ class LockstepPlan:
                 run.end(step)
 
     def _bill_uncompressed(self, bill: _Bill, step: Step) -> None:
-        """All other layers, as one all-reduce."""
+        """Count all other layers, as one all-reduce."""
         if self._counts_rest:
             elsewhere = self._elsewhere if step.compressing else frozenset[str]()
             rest = (x for x in self.plan.layers if not step.is_active(x.name) and x.name not in elsewhere)
@@ -228,7 +232,7 @@ class _Bill:
             self.wire[rank] += result.wire_bytes
 
     def add_mean(self, nbytes: int) -> None:
-        """A mean of so many bytes of float32."""
+        """Count a mean of so many bytes of float32."""
         request = Mean(torch.empty(nbytes // 4, dtype=torch.float32, device="meta"))
         for rank in range(len(self.wire)):
             self.payload[rank] += payload_bytes(request, rank)
@@ -241,7 +245,7 @@ def all_finite(gradients: Sequence[Tensors]) -> bool:
 
 
 def timed(coroutine: Coroutine[Result], spent: Callable[[float], None]) -> Coroutine[Result]:
-    """The same coroutine; the seconds that its own code takes, not the executor's, go to `spent`."""
+    """Run a coroutine, and pass the seconds that its own code takes, without the executor's, to `spent`."""
     answer = None
     while True:
         began = time.perf_counter()
@@ -255,7 +259,7 @@ def timed(coroutine: Coroutine[Result], spent: Callable[[float], None]) -> Corou
 
 
 def _without(held: frozenset[str], ranks: Sequence[Exchanged]) -> list[Exchanged]:
-    """What ranks apply: held layers get no gradient."""
+    """The results by rank, with zero as the mean of held layers."""
     if not held & ranks[0].mean.keys():
         return list(ranks)
     zero = {name: torch.zeros_like(mean) for name, mean in ranks[0].mean.items() if name in held}

@@ -1,10 +1,10 @@
-"""What a step of a plan is: which groups act, what they are told, and what is kept of it.
+"""What a step of a plan is: which groups act, the context they get, and which new states are kept.
 
 A `PlanRun` is what lasts from step to step on one rank; a `Step` is one iteration. Neither knows of a process group, a
 thread, DDP or a trace. They yield requests, as codecs do, and whoever drives them serves these: the lockstep executor
-(`LockstepPlan`), DDP's engine, or a hook that must be through when it returns (`gradlab.runtime.Exchange`). A driver
+(`LockstepPlan`), DDP's engine, or a hook that has finished when it returns (`gradlab.runtime.Exchange`). A driver
 
-    failure = yield from run.refresh()                  takes over settings that were chosen anew, if it is time
+    failure = yield from run.refresh()                  adopts settings that were chosen anew, if any are due
     step = run.begin(learning_rates, loss_scale)
     complete = step.add(gradients)                      as they arrive, at once or in parts
     done = yield from step.exchange(group)              for every group that is complete; the driver applies done.mean
@@ -39,10 +39,11 @@ class PlanRun:
 
     Attributes:
         plan: as it is now; a refresh may have changed its settings.
-        groups: by name, those whose codecs run; codecs: by group name.
+        groups: by name, those whose codecs run.
+        codecs: by group name.
         states: by group name, the codec's state after the last committed step.
         iteration: of the next step, from 0.
-        learning_rates: by layer name, the last of a committed step that was not zero: the unit of residuals.
+        learning_rates: by layer name, the last one of a committed step that was not zero: the unit of residuals.
 
     Args:
         plain_sgd: whether the optimizer is SGD without momentum of its own (see `Context`).
@@ -95,19 +96,19 @@ class PlanRun:
         )  # fmt: skip
 
     def refresh(self) -> Coroutine[str]:
-        """Take over settings that were chosen anew, if it is time.
+        """Adopt settings that were chosen anew, if any are due.
 
-        Returns why none could be chosen, on the root, so that the plan stays as it is; else an empty text.
+        Returns, on the root, why none could be chosen, so that the plan stays as it is; else an empty text.
         """
         request = self.replanner.message(self.iteration) if self.replanner is not None else None
         if self.replanner is None or request is None:
             return ""
-        answer = yield replace(request, tensor=request.tensor.to(self._device))
-        self.adopt(self.replanner.adopt(answer))
+        message = yield replace(request, tensor=request.tensor.to(self._device))
+        self.adopt(self.replanner.adopt(message))
         return self.replanner.failure
 
     def adopt(self, plan: Plan) -> None:
-        """Go on with other settings of the same groups; codecs' states are carried over."""
+        """Continue with other settings of the same groups; codecs' states are carried over."""
         for group in plan.groups:
             if group.name in self.groups and group != self.groups[group.name]:
                 old, new = self.codecs[group.name], plan.build(group).to(self._device)
@@ -126,8 +127,10 @@ class PlanRun:
     ) -> Step:
         """Begin the step of `iteration`.
 
-        learning_rates: by layer name, as far as they are known; loss_scale: the run's factor on its loss; scaled:
-        whether the gradients bear it; parameters: by layer name, for weight decay.
+        learning_rates: by layer name, as far as they are known.
+        loss_scale: the run's factor on its loss.
+        parameters: by layer name, for weight decay.
+        scaled: whether the loss scale is on the gradients.
         """
         rates = dict(learning_rates or {})
         context = Context(
@@ -148,7 +151,7 @@ class PlanRun:
     def end(self, step: Step, results: Iterable[torch.Tensor] = ()) -> None:
         """End a step that all ranks have agreed on: commit its states, if everything was finite.
 
-        results: what the step gave, to be looked at: finite gradients may overflow in their mean.
+        results: the step's means, which have to be finite too: finite gradients may overflow in their mean.
         """
         if step.active:
             step.finite = step.finite and all(is_finite(result) for result in results)
@@ -177,10 +180,11 @@ class Step:
     Attributes:
         compressing: whether the schedule compresses.
         active: names of the groups whose codecs run.
-        finite: whether gradients were finite: on this rank, and after `agree` on all.
-        non_finite: names of this rank's layers that were not.
+        finite: whether gradients were finite on this rank; after `agree`, on all ranks.
+        non_finite: names of this rank's layers whose gradients were not finite.
         held: names of the layers without a gradient on any rank, known after `agree`.
-        gradients: by layer name, what was added.
+        gradients: by layer name, those that `add` took in.
+        staged: by group name, new states that are not yet committed.
     """
 
     def __init__(self, run: PlanRun, context: Context, scaled_by: float) -> None:
@@ -200,7 +204,8 @@ class Step:
     def add(self, gradients: Tensors, buffer: torch.Tensor | None = None) -> list[str]:
         """Take in gradients of some layers; returns the active groups that are complete now, in the layers' order.
 
-        buffer: the memory that holds all of them and nothing else, looked at in one pass.
+        gradients: by layer name.
+        buffer: a tensor of all these gradients and nothing else, whose finiteness one pass tells.
         """
         self.gradients |= gradients
         if not self.active:
@@ -208,13 +213,13 @@ class Step:
         self._look_at(gradients, buffer)
         if self._run.replanner is not None:
             self._run.replanner.add(gradients, self.context.iteration, self._scaled_by)
-        mine = [self._run.group_of[layer] for layer in gradients if self.is_active(layer)]
-        for group in mine:
+        arrived = [self._run.group_of[layer] for layer in gradients if self.is_active(layer)]
+        for group in arrived:
             self._waiting[group] -= 1
-        return [group for group in dict.fromkeys(mine) if not self._waiting[group]]
+        return [group for group in dict.fromkeys(arrived) if not self._waiting[group]]
 
     def is_active(self, layer: str) -> bool:
-        """Whether a layer's group has its codec run in this step."""
+        """Whether the codec of a layer's group runs in this step."""
         return self._run.group_of.get(layer) in self.active
 
     def layers_of(self, group: str) -> Tensors:
@@ -222,7 +227,7 @@ class Step:
         return {layer: self.gradients[layer] for layer in self._run.groups[group].layers}
 
     def exchange(self, group: str) -> Coroutine[Exchanged]:
-        """A complete group's codec at work; its new state is staged."""
+        """Run a complete group's codec, and stage its new state."""
         done = yield from exchange_group(
             self._run.codecs[group],
             self.layers_of(group),
@@ -235,12 +240,16 @@ class Step:
         return done
 
     def average(self, gradients: Tensors) -> Coroutine[Exchanged]:
-        """Layers of no active group, uncompressed."""
+        """Average gradients of layers of no active group, uncompressed."""
         done = yield from exchange_group(Identity(), gradients, {}, self.context, scaled_by=self._scaled_by)
         return done
 
     def require_whole(self) -> None:
-        """Raises GradlabError if a group lacks gradients of some of its layers."""
+        """Refuse a step in which a group has gradients of some of its layers only.
+
+        Raises:
+            GradlabError: naming the group.
+        """
         if missing := sorted(name for name, left in self._waiting.items() if left):
             raise GradlabError(f"group {missing[0]}: only some of its layers had gradients in this step")
 
@@ -256,7 +265,7 @@ class Step:
         )
 
     def _look_at(self, gradients: Tensors, buffer: torch.Tensor | None) -> None:
-        """What the ranks will have to agree on."""
+        """Note what the ranks will have to agree on: finiteness, and layers without a gradient."""
         if buffer is None or not is_finite(buffer):
             bad = tuple(name for name, gradient in gradients.items() if not is_finite(gradient))
             self.finite = self.finite and not bad and buffer is None
@@ -266,7 +275,10 @@ class Step:
 
 
 def _held_back(layer: str, new: Tensors, before: Tensors, of_group: Collection[str]) -> Tensors:
-    """A group's new state, but with one layer's entries as they were before. of_group: what belongs to no layer."""
+    """A group's new state with one layer's entries as they were before.
+
+    of_group: names of entries that belong to the group, not to a layer.
+    """
 
     def of_layer(key: str) -> bool:
         owner, _, what = key.rpartition("/")

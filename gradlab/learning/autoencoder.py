@@ -30,9 +30,11 @@ _DECODER = ((4, 3), (32, 3), (64, 3), (128, 3), (32, 3))
 
 @dataclass(frozen=True)
 class Architecture:
-    """Which reading of the tables, how many decoders, and whether they are given the innovation.
+    """The shape of an autoencoder.
 
-    decoders: 1 for the ring; one per node for the server, whose last convolution has the innovation as a further input.
+    resolution: the reading of the tables, one of `RESOLUTIONS`.
+    decoders: 1 for the ring; one per rank for the server.
+    innovation: whether the decoders' last convolution has the innovation as a further input, for the server.
     """
 
     resolution: str = "deconv1"
@@ -41,7 +43,7 @@ class Architecture:
 
     @property
     def multiple(self) -> int:
-        """What a vector's length has to be a multiple of: it is padded with zeros."""
+        """A vector is padded with zeros to a multiple of this length."""
         return 32 if self.resolution == "conv5" else 16
 
     def padded(self, numel: int) -> int:
@@ -53,36 +55,36 @@ class Architecture:
         return _ENCODER[-1][0] * self.padded(numel) // self.multiple
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of every weight, by name, in the order in which they travel."""
-        found: dict[str, tuple[int, ...]] = {}
+        """The shape of every weight by name, in the order in which they travel."""
+        shapes: dict[str, tuple[int, ...]] = {}
         inputs = 1
         for number, (outputs, size) in enumerate(_ENCODER, 1):
-            found |= _layer(f"encoder.conv{number}", (outputs, inputs, size), outputs)
+            shapes |= _layer(f"encoder.conv{number}", (outputs, inputs, size), outputs)
             inputs = outputs
         for decoder in range(self.decoders):
             inputs = _ENCODER[-1][0]
             for number, (outputs, size) in enumerate(_DECODER, 1):
                 # Transposed convolutions have their inputs first.
-                found |= _layer(f"decoder{decoder}.deconv{number}", (inputs, outputs, size), outputs)
+                shapes |= _layer(f"decoder{decoder}.deconv{number}", (inputs, outputs, size), outputs)
                 inputs = outputs
-            found |= _layer(f"decoder{decoder}.conv", (1, inputs + self.innovation, 1), 1)
-        return found
+            shapes |= _layer(f"decoder{decoder}.conv", (1, inputs + self.innovation, 1), 1)
+        return shapes
 
     @property
     def numel(self) -> int:
-        """Parameters in all."""
+        """Number of weights in all."""
         return sum(math.prod(shape) for shape in self.shapes().values())
 
     def initial(self, generator: torch.Generator) -> torch.Tensor:
         """Weights as PyTorch's convolutions start, uniform within 1 / sqrt(inputs times kernel size): one vector."""
-        found: Tensors = {}
+        weights: Tensors = {}
         bound = 1.0
         for name, shape in self.shapes().items():
             if name.endswith(".weight"):
                 # As PyTorch has it, a transposed convolution counts its second dimension.
                 bound = 1 / math.sqrt(shape[1] * shape[2])
-            found[name] = torch.empty(shape).uniform_(-bound, bound, generator=generator)
-        return self.joined(found)
+            weights[name] = torch.empty(shape).uniform_(-bound, bound, generator=generator)
+        return self.joined(weights)
 
     def joined(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """All weights as one vector."""
@@ -145,17 +147,20 @@ def _of(weights: Mapping[str, torch.Tensor], layer: str) -> tuple[torch.Tensor, 
 
 @dataclass(frozen=True)
 class Loss:
-    """reduction: "sum", squared norms as in the equations, or "mean", the same by the number of elements that are
-    decoded; similarity: lambda_2 of eq. (7), of the server."""
+    """What the autoencoder is trained on.
+
+    reduction: "sum" of squares, as in the equations, or their "mean" over the elements that are decoded.
+    similarity: lambda_2 of eq. (7), for the server.
+    """
 
     reduction: str = "sum"
     similarity: float = 0.5
 
 
 def ring_loss(architecture: Architecture, weights: torch.Tensor, vectors: torch.Tensor, loss: Loss) -> torch.Tensor:
-    """Eq. (11), of vectors (..., K, length): what is decoded from the average of the codes against the average.
+    """Eq. (11): squared distance of the decoded average of codes from the average of vectors.
 
-    Of several iterations at once, (B, K, length), the mean over them.
+    vectors: (K, length), of K ranks; or of several iterations at once, (B, K, length): the mean over them.
     """
     decoded = architecture.decode(weights, architecture.encode(weights, vectors).mean(-3))
     iterations = vectors[..., 0, 0].numel()
@@ -170,15 +175,16 @@ def server_loss(
     common: int | torch.Tensor,
     loss: Loss,
 ) -> torch.Tensor:
-    """Eqs. (5) to (7), of vectors and innovations (K, length). common: the node whose code all decoders are given.
+    """Eqs. (5) to (7): squared distance of the decoded vectors from the vectors, and similarity of codes.
 
-    Of several iterations at once, (B, K, length) and common (B,), the mean over them.
+    vectors, innovations: (K, length), of K ranks; or of several iterations at once, (B, K, length): the mean over them.
+    common: the rank whose code all decoders get; (B,) of several iterations.
     """
     batch, chosen = vectors.reshape(-1, *vectors.shape[-2:]), torch.as_tensor(common).reshape(-1)
     apart = innovations.reshape(batch.shape)
     codes = architecture.encode(weights, batch)
-    told = codes[torch.arange(len(batch)), chosen]
-    decoded = [architecture.decode(weights, told, k, apart[:, k]) for k in range(batch.shape[1])]
+    code = codes[torch.arange(len(batch)), chosen]
+    decoded = [architecture.decode(weights, code, k, apart[:, k]) for k in range(batch.shape[1])]
     total = (batch - torch.stack(decoded, 1)).square().sum()
     if loss.similarity and batch.shape[1] > 1:
         # Over all ordered pairs k != m, as eq. (5) is written.
@@ -192,14 +198,18 @@ def _reduced(squares: torch.Tensor, loss: Loss) -> torch.Tensor:
 
 # --- training ---------------------------------------------------------------------------------------------------------
 
-OPTIMIZERS = {"sgd": (), "adam": ("count", "first", "second")}  # and what they keep
+OPTIMIZERS = {"sgd": (), "adam": ("count", "first", "second")}  # with the names of their states
 _BETAS, _EPSILON = (0.9, 0.999), 1e-8
 
 
 def optimized(
     name: str, learning_rate: float, weights: torch.Tensor, gradient: torch.Tensor, state: Tensors
 ) -> tuple[torch.Tensor, Tensors]:
-    """New weights and the optimizer's new state, empty at first. name: "sgd", plain, the paper's, or "adam"."""
+    """Take one step of an optimizer: new weights and the optimizer's new state.
+
+    name: "sgd", plain, the paper's; or "adam".
+    state: what the last step returned, empty at first.
+    """
     if name == "sgd":
         return weights - learning_rate * gradient, {}
     count = state.get("count", weights.new_zeros(())) + 1
@@ -211,7 +221,7 @@ def optimized(
 
 
 def gradient_of(loss: Callable[[torch.Tensor], torch.Tensor], weights: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """A loss of weights, given as one vector, and its gradient, (numel,)."""
+    """The value and the gradient (numel,) of a loss at weights (numel,)."""
     with torch.enable_grad():
         leaf = weights.detach().requires_grad_()
         value = loss(leaf)

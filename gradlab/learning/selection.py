@@ -27,11 +27,11 @@ from gradlab.learning.autoencoder import OPTIMIZERS, RESOLUTIONS, Architecture, 
 TRAINER = 0  # the rank that trains
 TRAINING, COMPRESSING, SELECTING = range(3)
 ORDERS = ("position", "magnitude", "value")
-_JUDGED = 10  # the error that decides is that of the last tenth of the training, each step's before it is learned from
-_COLLAPSED = 0.05  # of codes' size: what they differ by, when they say next to nothing
+_JUDGED = 10  # the last tenth of the training decides; each step's error is measured before learning from it
+_COLLAPSED = 0.05  # relative difference of codes below which they say next to nothing
 _OPTIMIZER = "optimizer "  # before its entries in the state
 _OPTIMIZER_KEYS = tuple(f"{_OPTIMIZER}{key}" for keys in OPTIMIZERS.values() for key in keys)
-_LOST = 1e30  # for what is no number, so that a checkpoint can be read again
+_LOST = 1e30  # stands for NaN, so that a checkpoint can be read again
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,12 @@ class LearnedSettings:
 
 @dataclass(frozen=True)
 class Selection:
-    """positions: (count,) in the concatenated group; values: this rank's there; scale: (count,) or 1.0, what values
-    are divided by before they are coded."""
+    """What a rank selects of a group.
+
+    positions: (count,), int64, in the concatenated layers.
+    values: (count,), the rank's own at these positions.
+    scale: (count,) or 1.0; values are divided by it before they are coded.
+    """
 
     positions: torch.Tensor
     values: torch.Tensor
@@ -77,8 +81,12 @@ class Selection:
 
 @dataclass(frozen=True)
 class Task:
-    """One iteration to learn from: as functions of the weights the loss, and squared error with what zeros make; and a
-    vector that is coded, (padded,)."""
+    """One iteration that the autoencoder learns from.
+
+    loss: as a function of the weights.
+    missed: as a function of the weights, the squared error and the squared error of sending zeros.
+    coded: a vector that is coded, (padded,).
+    """
 
     loss: Callable[[torch.Tensor], torch.Tensor]
     missed: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -86,10 +94,10 @@ class Task:
 
 
 class LearnedSelection(Codec):
-    """Phases, training and state; subclasses say what travels.
+    """Phases, training and state of LGC's codecs; subclasses say what travels.
 
-    Own state, under the first layer's name: "clock" (mode, iterations in it), "autoencoder", all weights as one vector;
-    and while it learns the optimizer's and the error so far. On ranks that do not learn these are empty.
+    State, under the first layer's name: "clock" (2,), mode and iterations in it; "autoencoder", all weights as one
+    vector; while training also the optimizer's state and the error so far, which are empty on ranks that do not train.
     """
 
     learns = True
@@ -100,7 +108,7 @@ class LearnedSelection(Codec):
 
     @abstractmethod
     def architecture(self, world_size: int) -> Architecture:
-        """Of the autoencoder for so many ranks."""
+        """The architecture of the autoencoder for `world_size` ranks."""
 
     @property
     def shared(self) -> bool:
@@ -108,16 +116,16 @@ class LearnedSelection(Codec):
         return True
 
     def leader(self, context: Context) -> int:
-        """The rank whose positions are taken in this iteration, where they are shared."""
+        """The rank whose positions all take in this iteration, where they are shared."""
         return int(torch.randint(context.world_size, (), generator=context.shared_generator("leader")))
 
     def sender(self, context: Context) -> int:
-        """The rank whose code all are given, where one is."""
+        """The rank whose code all ranks decode, where there is one."""
         return TRAINER
 
     @property
     def compares_codes(self) -> bool:
-        """Whether the loss draws codes of different ranks together, which may make all codes one."""
+        """Whether the loss draws the codes of ranks together, which may make all codes the same."""
         return False
 
     @property
@@ -126,10 +134,11 @@ class LearnedSelection(Codec):
 
     # --- state ---
 
-    def _mine(self, state: Tensors, prefix: str) -> Tensors:
-        found = {key.removeprefix(f"{prefix}/"): value for key, value in state.items() if key.startswith(f"{prefix}/")}
-        if "clock" in found:
-            return found
+    def _entries(self, state: Tensors, prefix: str) -> Tensors:
+        """The group's state without the prefix; at first what follows from the learned tensors."""
+        held = {key.removeprefix(f"{prefix}/"): value for key, value in state.items() if key.startswith(f"{prefix}/")}
+        if "clock" in held:
+            return held
         if "autoencoder" not in self.learned:
             return {"clock": _clock(TRAINING, 0)}
         if self.settings.fine_tune_steps:
@@ -139,16 +148,16 @@ class LearnedSelection(Codec):
             {"autoencoder": self.learned["autoencoder"]} if mode == COMPRESSING else {}
         )
 
-    def _begun(self, state: Tensors, prefix: str, context: Context) -> Tensors:
-        """As `_mine`; in the first iteration it is said if what was fitted is not used."""
-        mine = self._mine(state, prefix)
-        if f"{prefix}/clock" not in state and int(mine["clock"][0]) == SELECTING:
-            self._say(context, float(self.learned["error"]))
-        return mine
+    def _first_entries(self, state: Tensors, prefix: str, context: Context) -> Tensors:
+        """As `_entries`; warns in the first iteration if the fitted autoencoder is not used."""
+        entries = self._entries(state, prefix)
+        if f"{prefix}/clock" not in state and int(entries["clock"][0]) == SELECTING:
+            self._warn_useless(context, float(self.learned["error"]))
+        return entries
 
     @property
     def _lasting_mode(self) -> int:
-        """What most iterations are: codes, but where what was fitted on a trace is no good."""
+        """The mode of most iterations: COMPRESSING, or SELECTING if the autoencoder fitted on a trace is useless."""
         fitted = "error" in self.learned and not self.settings.fine_tune_steps
         useless = fitted and not float(self.learned["error"]) <= self.settings.most_error
         return SELECTING if useless else COMPRESSING
@@ -171,39 +180,44 @@ class LearnedSelection(Codec):
 
     def select(self, vector: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """Positions, ascending, of each layer's largest magnitudes in the concatenated layers."""
-        found, start = [], 0
+        positions, start = [], 0
         for part, count in zip(vector.split(list(sizes)), self.counts(sizes), strict=True):
-            found.append(largest(part, count).sort().values + start)
+            positions.append(largest(part, count).sort().values + start)
             start += part.numel()
-        return torch.cat(found)
+        return torch.cat(positions)
 
     @abstractmethod
     def selected(self, vectors: torch.Tensor, sizes: Sequence[int], context: Context) -> Selection:
-        """What all ranks select of what they would send, (K, numel), for whoever has them all at hand: (K, count) of
-        positions, values and scales."""
+        """The selections of all K ranks at once, (K, count) positions, values and scales; for the offline fit.
+
+        vectors: (K, numel), the compressor inputs of all ranks.
+        sizes: numel of each layer.
+        """
 
     def _choice(self, vector: torch.Tensor, sizes: Sequence[int], order: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions in their order, and what values of each layer are divided by, (layers,)."""
+        """One rank's positions in their order, and the scales that each layer's values are divided by, (layers,)."""
         positions, scales = self.select(vector, sizes), vector.new_ones(len(sizes), dtype=torch.float32)
         if self.settings.normalise == "layer":
             scales = root_mean_squares(vector[positions], self.counts(sizes))
         return in_order(positions, vector[positions] / scales[layer_of(positions, sizes)], order), scales
 
-    def _led(self, vectors: torch.Tensor, sizes: Sequence[int], leader: int, order: str = "position") -> Selection:
-        """As `selected`, where one rank's positions and scales are taken by all."""
+    def _selected_alike(
+        self, vectors: torch.Tensor, sizes: Sequence[int], leader: int, order: str = "position"
+    ) -> Selection:
+        """As `selected`, where all ranks take the leader's positions and scales."""
         positions, scales = self._choice(vectors[leader], sizes, order)
         shape = (len(vectors), len(positions))
         scale = scales[layer_of(positions, sizes)]
         return Selection(positions.expand(shape), vectors[:, positions], scale.expand(shape))
 
-    def _told_selection(
+    def _leaders_selection(
         self, vector: torch.Tensor, sizes: Sequence[int], leader: int, order: str, coding: str, context: Context
     ) -> Coroutine[Selection]:
-        """The leader's positions and, if it normalises, its layers' root mean squares; this rank's values there."""
+        """This rank's values at the leader's positions; with the leader's root mean squares, if it normalises."""
         positions, scales = vector.new_zeros(0, dtype=torch.int64), vector.new_ones(len(sizes), dtype=torch.float32)
         if context.rank == leader:
             positions, scales = self._choice(vector, sizes, order)
-        positions = yield from self._sent_positions(
+        positions = yield from self._broadcast_positions(
             positions, sum(self.counts(sizes)), vector.numel(), coding, context, leader
         )
         if self.settings.normalise == "none":
@@ -211,28 +225,28 @@ class LearnedSelection(Codec):
         scales = yield Broadcast(scales, leader)
         return Selection(positions, vector[positions], scales[layer_of(positions, sizes)])
 
-    def _sent_positions(
+    def _broadcast_positions(
         self, positions: torch.Tensor, count: int, numel: int, coding: str, context: Context, root: int
     ) -> Coroutine[torch.Tensor]:
-        """One rank's positions, on all ranks; the others' are not looked at."""
+        """Send the root's positions to all ranks; those of other ranks are not looked at."""
         device = positions.device
-        # Of others nothing is taken; where one rank is run alone, for a forecast, its own answer is as good as any.
+        # Other ranks' bytes are not looked at. Where one rank runs alone, for a forecast, random positions will do.
         encoded = encode(positions, numel, coding) if context.rank == root else random_encoded(coding, count, numel)
         encoded = encoded.to(device)
         if varies(coding):
-            told = yield Broadcast(torch.tensor([len(encoded)], dtype=torch.int64, device=device), root)
-            if len(encoded) != int(told):
-                encoded = torch.zeros(int(told), dtype=torch.uint8, device=device)
+            size = yield Broadcast(torch.tensor([len(encoded)], dtype=torch.int64, device=device), root)
+            if len(encoded) != int(size):
+                encoded = torch.zeros(int(size), dtype=torch.uint8, device=device)
         received = yield Broadcast(encoded, root)
         return decode(received, count, numel, coding)
 
     # --- the second phase ---
 
-    def _trained(self, mine: Tensors, task: Task, like: torch.Tensor, context: Context) -> Coroutine[Tensors]:
-        """The state after one more iteration of training. like: of the device that weights are on."""
-        architecture, position = self.architecture(context.world_size), int(mine["clock"][1]) + 1
+    def _trained(self, entries: Tensors, task: Task, like: torch.Tensor, context: Context) -> Coroutine[Tensors]:
+        """The state after one more iteration of training. like: a tensor on the weights' device."""
+        architecture, position = self.architecture(context.world_size), int(entries["clock"][1]) + 1
         if context.rank == TRAINER:
-            kept = self._learned_from(mine, task, position, like, context)
+            kept = self._after_step(entries, task, position, like, context)
         else:
             names = ("autoencoder", "error", "coded", "codes", *(_OPTIMIZER + key for key in self._optimizer_keys))
             kept = {name: like.new_zeros(0, dtype=torch.float32) for name in names}
@@ -241,10 +255,10 @@ class LearnedSelection(Codec):
         missed, energy = kept["error"] if context.rank == TRAINER else like.new_zeros(2)
         judged = yield Broadcast((missed / energy if energy else missed + 1).float().reshape(1), TRAINER)
         if not float(judged) <= self.settings.most_error:
-            self._say(context, float(judged))
+            self._warn_useless(context, float(judged))
             return {"clock": _clock(SELECTING, 0)}
         if self.compares_codes and context.rank == TRAINER:
-            self._say_if_collapsed(context, kept["codes"])
+            self._warn_if_collapsed(context, kept["codes"])
         weights = kept["autoencoder"] if context.rank == TRAINER else like.new_zeros(architecture.numel).float()
         weights = yield Broadcast(weights, TRAINER)
         return {"clock": _clock(COMPRESSING, 0), "autoencoder": weights}
@@ -253,15 +267,15 @@ class LearnedSelection(Codec):
     def _optimizer_keys(self) -> tuple[str, ...]:
         return OPTIMIZERS[self.settings.optimizer]
 
-    def _learned_from(self, mine: Tensors, task: Task, position: int, like: torch.Tensor, context: Context) -> Tensors:
-        """Weights, optimizer and error after one step on the rank that trains; always finite."""
-        architecture, weights = self.architecture(context.world_size), mine.get("autoencoder")
+    def _after_step(self, entries: Tensors, task: Task, position: int, like: torch.Tensor, context: Context) -> Tensors:
+        """The training rank's weights, optimizer state and error after one step; always finite."""
+        architecture, weights = self.architecture(context.world_size), entries.get("autoencoder")
         if weights is None:
             generator = context.shared_generator("autoencoder", every_iteration=False)
             weights = architecture.initial(generator).to(like.device)
-        error = mine.get("error", weights.new_zeros(2, dtype=torch.float64))
-        codes = mine.get("codes", weights.new_zeros(2, dtype=torch.float64))
-        coded, before = weights.new_zeros(0), mine.get("coded", weights.new_zeros(0))
+        error = entries.get("error", weights.new_zeros(2, dtype=torch.float64))
+        codes = entries.get("codes", weights.new_zeros(2, dtype=torch.float64))
+        coded, before = weights.new_zeros(0), entries.get("coded", weights.new_zeros(0))
         if position > self._steps - max(1, self._steps // _JUDGED):
             error = error + torch.stack([value.double() for value in task.missed(weights)])
             coded = task.coded
@@ -269,19 +283,19 @@ class LearnedSelection(Codec):
                 pair = architecture.encode(weights, torch.stack([before, coded]))
                 codes = codes + difference(*pair.double())
         _, gradient = gradient_of(task.loss, weights)
-        optimizer = {key: mine[_OPTIMIZER + key] for key in self._optimizer_keys if _OPTIMIZER + key in mine}
+        optimizer = {key: entries[_OPTIMIZER + key] for key in self._optimizer_keys if _OPTIMIZER + key in entries}
         weights, optimizer = optimized(
             self.settings.optimizer, self.settings.learning_rate, weights, gradient, optimizer
         )
         lost = torch.tensor([_LOST, 0.0], dtype=torch.float64, device=error.device)
         sound = bool(weights.isfinite().all() and error.isfinite().all())
-        if not sound or torch.equal(mine.get("error", error), lost):
+        if not sound or torch.equal(entries.get("error", error), lost):
             error = lost  # to the end
         kept = {"autoencoder": weights, "error": error, "coded": coded, "codes": codes}
         kept |= {_OPTIMIZER + key: value for key, value in optimizer.items()}
         return {key: value.nan_to_num(_LOST, _LOST, -_LOST) for key, value in kept.items()}
 
-    def _say(self, context: Context, error: float) -> None:
+    def _warn_useless(self, context: Context, error: float) -> None:
         if context.rank == TRAINER:
             warnings.warn(
                 f"gradlab: {context.group}: the autoencoder's error on selections not learned from yet is {error:.3g} "
@@ -290,7 +304,7 @@ class LearnedSelection(Codec):
                 stacklevel=2,
             )
 
-    def _say_if_collapsed(self, context: Context, codes: torch.Tensor) -> None:
+    def _warn_if_collapsed(self, context: Context, codes: torch.Tensor) -> None:
         """codes: sums of `difference`."""
         if not float(codes[1]):
             return
@@ -308,15 +322,15 @@ class LearnedSelection(Codec):
         return self._bytes(layers, world_size, self._lasting_mode, 0)
 
     def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
-        mode, position = map(int, self._mine(state, layers[0].name)["clock"].tolist())
+        mode, position = map(int, self._entries(state, layers[0].name)["clock"].tolist())
         return self._bytes(layers, world_size, mode, position)
 
     @abstractmethod
     def _bytes(self, layers: Sequence[Layer], world_size: int, mode: int, position: int) -> float:
-        """Forecast of one exchange: in which phase, and how many there were of it."""
+        """Forecast the payload bytes of one exchange. mode: its phase; position: iterations of the phase before it."""
 
     def _selected(self, layers: Sequence[Layer]) -> tuple[int, int]:
-        """Elements selected, and elements, of a group."""
+        """The number of elements selected in a group, and of all its elements."""
         sizes = [layer.numel for layer in layers]
         return sum(self.counts(sizes)), sum(sizes)
 
@@ -331,24 +345,32 @@ class LearnedSelection(Codec):
             weights = self.learned["autoencoder"]
             if weights.dim() != 1 or weights.dtype != torch.float32 or not bool(weights.isfinite().all()):
                 raise GradlabError(f"codec {self.name}: autoencoder: expected one vector of finite float32 weights")
-            self.nodes(weights)
+            self.trained_ranks(weights)
 
     def check_world_size(self, world_size: int) -> None:
-        """Raises GradlabError if what was learned is for another number of ranks."""
+        """Refuse learned weights of another world size.
+
+        Raises:
+            GradlabError: naming both world sizes.
+        """
         if "autoencoder" in self.learned:
-            self.check_nodes(self.learned["autoencoder"], world_size)
+            self.check_ranks(self.learned["autoencoder"], world_size)
 
     @abstractmethod
-    def nodes(self, weights: torch.Tensor) -> int | None:
+    def trained_ranks(self, weights: torch.Tensor) -> int | None:
         """The world size that weights were trained for; None for any.
 
         Raises:
             GradlabError: for a number of weights that no autoencoder of these settings has.
         """
 
-    def check_nodes(self, weights: torch.Tensor, world_size: int) -> None:
-        """Raises GradlabError if they were trained for another world size."""
-        trained = self.nodes(weights)
+    def check_ranks(self, weights: torch.Tensor, world_size: int) -> None:
+        """Refuse weights that were trained for another world size.
+
+        Raises:
+            GradlabError: naming both world sizes.
+        """
+        trained = self.trained_ranks(weights)
         if trained is not None and trained != world_size:
             raise GradlabError(
                 f"codec {self.name}: its decoders were trained for {trained} ranks, one each, and this run has "
@@ -361,25 +383,25 @@ def _clock(mode: int, position: int) -> torch.Tensor:
 
 
 def padded(values: torch.Tensor, architecture: Architecture) -> torch.Tensor:
-    """Vectors (..., count) as the autoencoder takes them, float32 with zeros behind."""
+    """Pad vectors (..., count) with zeros to a length that the autoencoder takes, in float32."""
     count = values.shape[-1]
     return torch.nn.functional.pad(values.float(), (0, architecture.padded(count) - count))
 
 
 def root_mean_squares(values: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """Per layer (layers,), float32; 1 for a layer whose selection is empty or all zero."""
+    """The root mean square of each layer's values, (layers,), float32; 1 for a layer without values other than zero."""
     parts = values.float().split(list(counts))
     scales = torch.stack([part.square().mean().sqrt() if len(part) else part.new_ones(()) for part in parts])
     return torch.where(scales > 0, scales, torch.ones_like(scales))
 
 
 def layer_of(positions: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """The number of the layer that each position is in. sizes: of the layers."""
+    """The index of the layer in which each position lies. sizes: numel of the layers."""
     return torch.bucketize(positions, torch.tensor(sizes, device=positions.device).cumsum(0), right=True)
 
 
 def in_order(positions: torch.Tensor, values: torch.Tensor, order: str) -> torch.Tensor:
-    """Positions as they are, or by their values, largest first."""
+    """Positions in an order, one of `ORDERS`: as they are, or by magnitude or value, largest first."""
     if order == "position":
         return positions
     return positions[(values.abs() if order == "magnitude" else values).argsort(descending=True, stable=True)]
@@ -391,5 +413,5 @@ def prefixed(prefix: str, state: Mapping[str, torch.Tensor]) -> Tensors:
 
 
 def difference(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Of two codes: squared difference, and sum of squares, (2,)."""
+    """The squared difference of two codes, and the sum of their squares, (2,)."""
     return torch.stack([(one - other).square().sum(), one.square().sum() + other.square().sum()])

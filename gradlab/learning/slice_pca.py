@@ -1,4 +1,4 @@
-"""PCA of gradient slices: axes, their number, and the way there and back. Pure functions.
+"""PCA of gradient slices: axes, their number, projection and reconstruction. Pure functions.
 
 Yu, Lin, et al., "GradiVeQ: Vector quantization for bandwidth-efficient gradient aggregation in distributed CNN
 training", NeurIPS 2018. A layer's gradient is flattened with its F filters' collocated values adjacent (Fig. 3a) and
@@ -85,8 +85,9 @@ def dimension(eigenvalues: torch.Tensor, loss_threshold: float) -> int:
 class Spectrum:
     """PCA of the slices that one basis serves.
 
-    eigenvalues: (R,), largest first; axes: (K, R); later: (R,), the share of energy of the samples held out that the
-    first 1, 2, ... axes hold, or None.
+    eigenvalues: (R,), largest first.
+    axes: (K, R).
+    later: (R,), the share of the held-out samples' energy that the first 1, 2, ... axes hold; None: none held out.
     """
 
     eigenvalues: torch.Tensor
@@ -94,7 +95,7 @@ class Spectrum:
     later: torch.Tensor | None = None
 
     def dimension(self, loss_threshold: float) -> int:
-        """d by eq. (6), asked of the samples held out if there are any: all axes where even these lose more."""
+        """d by eq. (6), on the held-out samples if there are any; all axes where even these lose more than lambda."""
         if self.later is None:
             return dimension(self.eigenvalues, loss_threshold)
         enough = self.later >= 1 - loss_threshold
@@ -115,7 +116,7 @@ def spectrum(centred: torch.Tensor, held_out: int = 0) -> Spectrum:
 def fitted_samples(
     samples: torch.Tensor, mean: torch.Tensor | None, chosen: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
-    """What each of B bases is fitted on: samples (T, r, K), centred if there is a mean, float64.
+    """The samples that each of B bases is fitted on: (T, r, K), centred if there is a mean, float64.
 
     samples: (T, S, K), of the slices in `chosen` (see `fitted_slices`) one after another; mean: (M, K).
     """
@@ -130,24 +131,27 @@ def stacked_axes(spectra: Sequence[Spectrum], width: int) -> torch.Tensor:
 
     Slices that never change get the first unit vectors: their mean already says everything.
     """
-    return torch.stack([_first_columns(found.axes, width) for found in spectra]).float().contiguous()
+    return torch.stack([_first_columns(pca.axes, width) for pca in spectra]).float().contiguous()
 
 
 def shared_dimensions(energies: Sequence[torch.Tensor], prices: Sequence[float], budget: float) -> list[int]:
-    """d of each layer, at least 1, so that together they hold the most energy a budget of bytes pays for.
+    """Choose d of each layer, at least 1, so that together they hold the most energy within a budget of bytes.
 
-    energies: per layer (R,), not negative, what each further axis holds of samples that it was not fitted on; prices:
-    bytes of one axis. The choice is the best there is: see `gradlab.knapsack`.
+    The choice is optimal, see `gradlab.knapsack`.
+
+    energies: per layer (R,), not negative: the energy that each further axis holds of held-out samples.
+    prices: per layer, bytes of one axis.
+    budget: bytes.
 
     Raises:
         GradlabError: if the budget does not pay for one axis of every layer.
     """
     if budget < sum(prices):
         raise GradlabError(f"a budget of {budget:.0f} bytes, but one axis for every layer takes {sum(prices):.0f}")
-    # The planner's terms: what is missed is to be small, and bytes are what there is a budget of.
+    # In the planner's terms the missed energy is the size, to be small, and bytes are the error that has a budget.
     missed = [[*energy.double().flip(0).cumsum(0).flip(0)[1:].tolist(), 0.0] for energy in energies]
     spent = [[price * d for d in range(1, len(energy) + 1)] for energy, price in zip(energies, prices, strict=True)]
-    return [int(place) + 1 for place in allocate(spent, missed, budget).choice]
+    return [int(index) + 1 for index in allocate(spent, missed, budget).choice]
 
 
 def _first_columns(axes: torch.Tensor, width: int) -> torch.Tensor:
@@ -170,9 +174,10 @@ def complement(basis: torch.Tensor, width: int, generator: torch.Generator) -> t
 
 
 def project(slices: torch.Tensor, basis: torch.Tensor, reuse: int | None, first: int = 0) -> torch.Tensor:
-    """Codes (m, d) of slices (m, K), eq. (3), under bases (B, K, d) of which each serves `reuse` slices.
+    """Project slices (m, K) to codes (m, d), eq. (3).
 
-    first: the number of the first of these slices in its layer.
+    basis: (B, K, d), each of which serves `reuse` consecutive slices; None: one serves all.
+    first: index in its layer of the first of these slices.
     """
     codes = slices.new_empty(len(slices), basis.shape[2])
     served = zip(_served(slices, basis, reuse, first), _served(codes, basis, reuse, first), strict=True)
@@ -184,7 +189,7 @@ def project(slices: torch.Tensor, basis: torch.Tensor, reuse: int | None, first:
 def expand(
     codes: torch.Tensor, basis: torch.Tensor, reuse: int | None, first: int = 0, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Slices (m, K) from codes (m, d), eq. (5), in `out` if it is given; other arguments as those of `project`."""
+    """Reconstruct slices (m, K) from codes (m, d), eq. (5), in `out` if it is given; see `project`."""
     slices = codes.new_empty(len(codes), basis.shape[1]) if out is None else out
     served = zip(_served(codes, basis, reuse, first), _served(slices, basis, reuse, first), strict=True)
     for (part, one), (target, _) in served:
@@ -195,7 +200,7 @@ def expand(
 def _served(
     rows: torch.Tensor, basis: torch.Tensor, reuse: int | None, first: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Rows that share a basis, each with it."""
+    """Runs of rows that share a basis, each with the basis."""
     if reuse is None or not len(rows):
         return [(rows, basis[0])]
     last = first + len(rows)
@@ -211,14 +216,14 @@ def sample_slices(samples: Mapping[str, torch.Tensor], layer: Layer, slice_size:
     """
     if layer.name not in samples:
         raise GradlabError(f"{layer.name}: no samples to fit PCA on; there are some of: {', '.join(samples)}")
-    found = samples[layer.name]
-    if found.ndim < 1 or tuple(found.shape[1:]) != layer.shape:
-        raise GradlabError(f"{layer.name}: samples of shape {list(found.shape)}, expected (T, {list(layer.shape)})")
-    if len(found) < 2:
-        raise GradlabError(f"{layer.name}: {len(found)} samples, PCA needs at least 2")
-    if not bool(found.isfinite().all()):
+    given = samples[layer.name]
+    if given.ndim < 1 or tuple(given.shape[1:]) != layer.shape:
+        raise GradlabError(f"{layer.name}: samples of shape {list(given.shape)}, expected (T, {list(layer.shape)})")
+    if len(given) < 2:
+        raise GradlabError(f"{layer.name}: {len(given)} samples, PCA needs at least 2")
+    if not bool(given.isfinite().all()):
         raise GradlabError(f"{layer.name}: samples with NaN or infinity; leave out the steps they come from")
-    return torch.stack([split_slices(flatten(sample, "gradiveq"), slice_size)[0] for sample in found])
+    return torch.stack([split_slices(flatten(sample, "gradiveq"), slice_size)[0] for sample in given])
 
 
 def check_bases(
@@ -229,7 +234,7 @@ def check_bases(
     reuse: int | None,
     whitening: bool = True,
 ) -> None:
-    """Refuse a basis and a mean that do not fit a layer; both may be missing, the mean must be without whitening.
+    """Refuse a basis and a mean that do not fit a layer. Both may be missing; without whitening there is no mean.
 
     Raises:
         GradlabError: naming codec and layer, what came and what was expected.

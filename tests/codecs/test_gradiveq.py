@@ -281,7 +281,7 @@ def test_feedback_helps_only_where_the_basis_changes(share: float, sent: bool) -
         ({"loss_threshold": 1.0}, "loss_threshold"),
         ({"slice_size": 0}, "slice_size"),
         ({"reuse": 0}, "reuse"),
-        ({"sample_steps": 1}, "at least 2 samples"),
+        ({"sample_steps": 1}, "sample_steps = 1, expected iterations, at least 2"),
         ({"compressed_steps": -1}, "compressed_steps"),
         ({"sample_bits": 1}, "sample_bits"),
         ({"monitor": "loud"}, "one of off, absolute, normalised"),
