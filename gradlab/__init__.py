@@ -34,7 +34,7 @@ _HOMES = {
     "wrappers": "gradlab.wrappers",
 }
 
-# Asked last, for names that nothing else knows.
+# Last, for names that no other finder knows.
 sys.meta_path.append(MovedModules())
 
 # In a checkout the side folders lie beside this one; in an installed package they lie in it.

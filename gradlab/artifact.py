@@ -1,7 +1,7 @@
 """An artifact: a plan with its learned tensors in one safetensors file.
 
 The file's single metadata key `gradlab` holds canonical JSON (one key keeps the file's hash stable): format and
-minimum reader version, the plan, where it came from, a sha256 per tensor and one of the header itself, because
+minimum reader version, the plan, its provenance, a sha256 per tensor and one of the header itself, because
 safetensors notices a truncated file but not a flipped bit. Nothing in the file is executed.
 """
 
@@ -35,15 +35,16 @@ _ROWS = torch.contiguous_format
 class Artifact:
     """A plan and its provenance.
 
-    origin: plain JSON about how it was made: method, trace hash, steps fitted on, held-out error by age, expected
-    bytes.
+    plan: with its learned tensors.
+    origin: the plan's provenance, plain JSON: method, trace hash, steps fitted on, held-out error by age, expected
+        bytes.
     """
 
     plan: Plan
     origin: dict[str, Any] = field(default_factory=dict)
 
     def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> Path:
-        """Write the file whole or not at all: to a temporary name, synchronised, then renamed.
+        """Write the file whole or not at all: under a temporary name, synchronised, then renamed. Returns its path.
 
         Raises:
             GradlabError: if the file exists and overwrite is false, cannot be written, or the origin is not JSON.

@@ -6,4 +6,4 @@ class GradlabError(ValueError):
 
 
 class NewerFormat(GradlabError):
-    """A file that a newer gradlab wrote: sound, but not for this version to read, mend or replace."""
+    """A file that a newer gradlab wrote: sound, but this version must not read, repair or replace it."""

@@ -1,4 +1,4 @@
-"""Write a file so that nobody ever meets half of it: not another process, not the next run after a power cut."""
+"""Write files whole: neither another process nor the next run after a power cut reads half of one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, data: bytes | memoryview) -> None:
-    """Write `data` under `path`, in the place of a file that may be there: readers see the old one or the new one.
+    """Write `data` to `path`, and replace a file that is there: readers see the old file or the new one.
 
     The folder must exist. Several processes may write one path at once; the last one's file stays.
 

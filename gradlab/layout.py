@@ -34,7 +34,9 @@ _TILED_FROM = 2**18
 class Layer:
     """One parameter tensor: the unit that plans, traces and states name.
 
-    name: the parameter's name in the bare model; shape: its shape, in elements; role: one of `ROLES`.
+    name: the parameter's name in the bare model.
+    shape: in elements.
+    role: one of `ROLES`.
     """
 
     name: str
@@ -126,7 +128,7 @@ def layers_of(model: nn.Module) -> tuple[Layer, ...]:
 
 
 def describe_difference(expected: Sequence[Layer], found: Sequence[Layer]) -> list[str]:
-    """Layer-by-layer difference, one line each; empty when names, shapes and order agree."""
+    """Differences between a model's layers and the expected ones, one line each; empty if there are none."""
     there = {layer.name: layer for layer in found}
     here = {layer.name: layer for layer in expected}
     lines = []
@@ -154,7 +156,7 @@ def filter_axes(layer: Layer) -> tuple[int, int]:
 
 
 def flatten(tensor: torch.Tensor, order: Order = "native", workspace: Workspace | None = None) -> torch.Tensor:
-    """A gradient as a vector of shape (numel,); the tensor's own memory where it lies in that order.
+    """Flatten a gradient to a vector (numel,); a view where the tensor lies in that order.
 
     "native" reads row by row; "gradiveq" puts the F filters' collocated values next to each other, then depth,
     then width, then height (GradiVeQ, Fig. 3a): the shape (F, D, *spatial) is read as (*spatial, D, F).
@@ -174,7 +176,7 @@ def flatten(tensor: torch.Tensor, order: Order = "native", workspace: Workspace 
 def unflatten(
     vector: torch.Tensor, shape: Sequence[int], order: Order = "native", workspace: Workspace | None = None
 ) -> torch.Tensor:
-    """The inverse of `flatten`: a vector of shape (numel,) back into `shape`, row by row."""
+    """The inverse of `flatten`: a vector (numel,) as a tensor of `shape`."""
     _check_order(order)
     if order == "native" or len(shape) < 2:
         return vector.reshape(tuple(shape))

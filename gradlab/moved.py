@@ -1,4 +1,4 @@
-"""Modules under the names that version 0.1 documented. Each is the module itself, found when it is asked for."""
+"""Old names of modules that have moved, as version 0.1 documented them: importing one gives the module itself."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How long work tells how far it is."""
+"""How long-running work reports its progress."""
 
 from collections.abc import Callable
 
-# (what, done, total), called often; whoever passes one draws it.
+# Called often with (what, done, total); the caller that passes one draws it.
 Progress = Callable[[str, int, int], None]

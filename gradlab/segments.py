@@ -1,4 +1,4 @@
-"""Cut what is encoded into segments: each is on the wire while the next is encoded."""
+"""Cut gradients into segments: each is on the wire while the next is encoded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ SEGMENT_BYTES = 8 * 2**20
 
 
 def segments(items: Sequence[Item], nbytes: Callable[[Item], int], segment_bytes: float) -> Iterator[list[Item]]:
-    """Consecutive items whose sizes stay within `segment_bytes` together, at least one each."""
+    """Cut items into runs of consecutive ones of at most `segment_bytes` together; a larger item is a run of its own.
+
+    nbytes: gives the size of an item, in bytes.
+    """
     segment: list[Item] = []
     size = 0
     for item in items:

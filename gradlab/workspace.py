@@ -14,14 +14,14 @@ import torch
 
 
 class Workspace:
-    """New memory for every tensor."""
+    """Allocates new memory for every tensor."""
 
     def empty(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """A contiguous tensor of a shape, with the dtype and device of another; values undefined."""
+        """A contiguous tensor of this shape, with the dtype and device of `like`; its values are undefined."""
         return like.new_empty(tuple(shape))
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous tensor of the same shape, dtype and device; values undefined."""
+        """A contiguous tensor of the shape, dtype and device of another; its values are undefined."""
         return self.empty(tensor.shape, tensor)
 
     def zeros_like(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -30,9 +30,9 @@ class Workspace:
 
 
 class RecyclingWorkspace(Workspace):
-    """Memory that comes back with `recycle`. For one thread.
+    """Reuses memory that `recycle` takes back. For one thread.
 
-    Small tensors are not worth it, and on a GPU the caching allocator does the same.
+    Small tensors get new memory, and so do tensors on a GPU, where the caching allocator reuses it.
     """
 
     _SMALLEST = 64 * 1024  # bytes
@@ -51,9 +51,9 @@ class RecyclingWorkspace(Workspace):
         return flat.view(tuple(shape))
 
     def recycle(self, held: Iterable[torch.Tensor]) -> None:
-        """Take back everything that was lent, but for what shares memory with the tensors still held.
+        """Take back all memory but that of the tensors still held.
 
-        That stays lent: it comes back with the first `recycle` at which it is not held any more.
+        Memory of a held tensor is taken back by the first `recycle` at which it is not held any more.
         """
         kept = {tensor.untyped_storage().data_ptr() for tensor in held}
         lent, self._lent, self._free = self._lent, [], {}
@@ -65,5 +65,5 @@ class RecyclingWorkspace(Workspace):
 
     @property
     def nbytes(self) -> int:
-        """Memory that is lent or free, in bytes."""
+        """Bytes of memory in use or free for reuse."""
         return sum(flat.nbytes for flat in (*self._lent, *(t for free in self._free.values() for t in free)))

@@ -1,4 +1,4 @@
-"""Vectors cut into blocks that share a number, such as a scale: each block lies in one layer.
+"""Compressors of blocks: elements that share a number, such as a scale. Each block lies in one layer.
 
 A compressor of such a vector must know where its layers end, and where it may be cut into shards.
 """
@@ -24,7 +24,11 @@ Self = TypeVar("Self", bound="BlockCompressor")
 
 
 class BlockCompressor(Compressor):
-    """Blocks of `block` elements, the last one of fewer; or, once it knows the layers, the blocks of each of them."""
+    """A compressor of blocks that share a number.
+
+    A block has `block` elements, the last one may have fewer. Once `for_layers` has named the layers, blocks end where
+    layers end.
+    """
 
     block: int = WHOLE
 
@@ -36,7 +40,7 @@ class BlockCompressor(Compressor):
 
     @abstractmethod
     def block_of(self, shape: Sequence[int]) -> int:
-        """Elements of a block in a layer of this shape; more than it has: the whole layer."""
+        """Elements of a block in a layer of this shape; more than the layer has: one block for the whole layer."""
 
     def for_layers(self: Self, shapes: Sequence[Sequence[int]]) -> Self:
         key = tuple(map(tuple, shapes))
@@ -77,10 +81,10 @@ class BlockCompressor(Compressor):
         wanted = np.arange(parts + 1) * numel / parts
         above = np.searchsorted(self._starts, wanted).clip(1, None)
         below, above = self._starts[above - 1], self._starts[above]
-        return [int(place) for place in np.where(wanted - below < above - wanted, below, above)]
+        return [int(edge) for edge in np.where(wanted - below < above - wanted, below, above)]
 
     def rows(self, vector: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The blocks in order, as matrices (m, n) of those of one size: views."""
+        """The blocks in order, as matrices (m, n) of m blocks of one size: views of the vector."""
         if not vector.numel():
             return
         if self._sizes is None:
@@ -92,31 +96,30 @@ class BlockCompressor(Compressor):
                 yield from pieces(vector[self._starts[first] : self._starts[last]], size)
 
     def span(self, like: torch.Tensor) -> int:
-        """Elements worked on at a time: what fits the cache, in whole bytes of one bit each, and in whole blocks if it
-        can."""
+        """Elements worked on at a time: as many as fit the cache, a multiple of 8, and of whole blocks if possible."""
         if like.device.type != "cpu":
             return max(8, like.numel() + -like.numel() % 8)
         together = math.lcm(self.block, 8)
         return CACHED - CACHED % together if together <= CACHED else CACHED
 
     def spans(self, like: torch.Tensor) -> Iterator[Span]:
-        """(start, stop) of what is worked on at a time."""
+        """(start, stop) of the elements worked on at a time, in order."""
         numel, most = like.numel(), self.span(like)
         return ((start, min(numel, start + most)) for start in range(0, numel, most))
 
     def blocks_of(self, start: int, stop: int) -> Span:
-        """The blocks of the first and the last of some elements."""
+        """Indices of the first and the last block of the elements from start to stop."""
         if self._sizes is None:
             return start // self.block, (stop - 1) // self.block
         first, last = np.searchsorted(self._starts, [start, stop - 1], "right") - 1
         return int(first), int(last)
 
     def scale(self, values: torch.Tensor, factors: torch.Tensor, start: int) -> torch.Tensor:
-        """Multiply, in place, what begins at element `start` of a vector by its blocks' factors (blocks,)."""
+        """Multiply values, which begin at element `start` of a vector, by its blocks' factors (blocks,), in place."""
         return self._with_blocks(torch.Tensor.mul_, values, factors, start)
 
     def shift(self, values: torch.Tensor, terms: torch.Tensor, start: int) -> torch.Tensor:
-        """The same with terms that are added."""
+        """Add the blocks' terms (blocks,) to values, which begin at element `start` of a vector, in place."""
         return self._with_blocks(torch.Tensor.add_, values, terms, start)
 
     def _with_blocks(self, change: Any, values: torch.Tensor, numbers: torch.Tensor, start: int) -> torch.Tensor:
@@ -129,7 +132,7 @@ class BlockCompressor(Compressor):
         return values
 
     def _spread(self, numbers: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """The blocks' numbers, each as often as its block has elements between start and stop."""
+        """The blocks' numbers by element, (stop - start,): each repeated for the elements of its block."""
         first, last = int(np.searchsorted(self._starts, start, "right")) - 1, int(np.searchsorted(self._starts, stop))
         counts = np.diff(self._starts[first : last + 1].clip(start, stop))
         return numbers[first:last].repeat_interleave(torch.from_numpy(counts).to(numbers.device))
@@ -142,9 +145,9 @@ def block_sizes(numel: int, block: int) -> list[int]:
 
 
 def pieces(vector: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """A vector as matrices of whole blocks (m, size), and what is left over as one more, (1, rest): views.
+    """Cut a vector into matrices of whole blocks (m, size) and one of the remaining elements, (1, rest): views.
 
-    On a CPU each is small enough that all that is done to it happens in the cache.
+    On a CPU each matrix fits the cache.
     """
     whole = vector.numel() // size * size
     most = max(1, _ROWS_CACHED // size) * size if vector.device.type == "cpu" else max(1, whole)

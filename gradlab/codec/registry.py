@@ -1,4 +1,4 @@
-"""Find methods by the name of their file: one file per method, nothing to register; those of users are registered."""
+"""Find methods by name: one file per method, found without registration; users register theirs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 
 class Registry:
-    """The methods of one kind: a file each in a package, and classes that were registered in this process.
+    """The methods of one kind: one per file of a package, and classes registered in this process.
 
-    kind: "codec" or "wrapper", for messages; package: of the files.
+    kind: "codec" or "wrapper", for messages.
+    package: name of the package that holds the files.
     """
 
     def __init__(self, kind: str, package: str) -> None:
@@ -46,15 +47,15 @@ class Registry:
             close = get_close_matches(str(name).lower(), self.names(), n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise GradlabError(f"no {self.kind} {name!r}{hint} (there are: {', '.join(self.names())})")
-        found = defined(importlib.import_module(f"{self.package}.{name}"), name)
-        if found is None:
+        method = defined(importlib.import_module(f"{self.package}.{name}"), name)
+        if method is None:
             raise GradlabError(f"{self.package.rpartition('.')[2]}/{name}.py defines no {self.kind} named {name!r}")
-        return found
+        return method
 
 
 @functools.cache
 def defined(module: ModuleType, name: str) -> type[Codec] | None:
-    """The class with an exchange that a module defines under this name; or None."""
+    """The class with an `exchange` and this `name` that a module defines; None: there is none."""
     classes = (value for value in vars(module).values() if isinstance(value, type) and hasattr(value, "exchange"))
     return next((value for value in classes if value.__dict__.get("name") == name), None)
 

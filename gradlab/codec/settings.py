@@ -1,4 +1,4 @@
-"""Settings of codecs and wrappers: fields that say their own range, and how they come from plain JSON values.
+"""Settings of codecs and wrappers: fields with a range, a unit and a help text, and how to read them from plain JSON.
 
 One line, `density: float = setting(0.01, above=0, most=1, unit="share of elements", help="what is sent")`, gives the
 check with its message, the row in `gradlab methods`, and the strategy that the contract suite draws values from.
@@ -25,11 +25,15 @@ _KEY = "gradlab"  # of a dataclass field's metadata
 
 @dataclass(frozen=True)
 class Setting:
-    """What a field of a settings class says of itself.
+    """The range, unit and meaning of a settings field.
 
-    above, least: what a number has to exceed, or to reach; below, most: the same from the other side; choices: the
-    values there are; also: values beside the range, such as 0 for never; unit: of the number; symbol: the paper's;
-    help: what it does.
+    above, least: a number has to be above this, or at least this.
+    below, most: a number has to be below this, or at most this.
+    choices: the allowed values.
+    also: further allowed values outside the range, such as 0 for never.
+    unit: of the number.
+    symbol: the paper's.
+    help: what the setting does.
     """
 
     above: float | None = None
@@ -59,7 +63,7 @@ class Setting:
 
     @property
     def bounded(self) -> bool:
-        """Whether it is a number with a smallest or a largest value."""
+        """Whether the value is a number with a lower or an upper bound."""
         return any(bound is not None for bound in (self.above, self.least, self.below, self.most))
 
     def expected(self, hint: Any) -> str:
@@ -98,9 +102,9 @@ def setting(
     symbol: str = "",
     help: str = "",
 ) -> Any:
-    """A field of a settings class with its range, its unit and what it does; see `Setting` for the arguments.
+    """Make a field of a settings class, with its range, unit and help; see `Setting` for the other arguments.
 
-    default: its value where none is given; without one the setting is required. None is allowed where the type says so.
+    default: the value where none is given; without it the setting is required. None is allowed where the type says so.
     """
     range_of = Setting(above, least, below, most, tuple(choices), tuple(also), unit, symbol, help)
     return dataclasses.field(default=default, metadata={_KEY: range_of})
@@ -121,12 +125,12 @@ class Field:
 
     @property
     def expected(self) -> str:
-        """What values it takes, in words: the range with its unit, or the type where it says no range."""
+        """The allowed values in words: the range with its unit, or the type if there is no range."""
         return self.about.expected(self.hint) or self.type
 
     @property
     def values(self) -> str:
-        """The same without the unit, for a table that has it elsewhere."""
+        """The allowed values in words, without the unit, for a table that shows it elsewhere."""
         return dataclasses.replace(self.about, unit="").expected(self.hint) or self.type
 
 
@@ -134,7 +138,7 @@ _known: WeakKeyDictionary[type, tuple[Field, ...]] = WeakKeyDictionary()
 
 
 def fields_of(settings: type) -> tuple[Field, ...]:
-    """The fields of a settings class, in order, their types resolved wherever the class was written.
+    """The fields of a settings class, in order, with their types resolved in the class's own module.
 
     Raises:
         GradlabError: for a type whose name is not known in the class's module.
@@ -161,7 +165,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def build_settings(codec: type[Codec], values: Mapping[str, Any]) -> Any:
-    """Settings of a codec from plain JSON values; a list becomes the tuple that a setting's type asks for.
+    """Build a codec's settings from plain JSON values; a list becomes a tuple where the setting's type is one.
 
     Raises:
         GradlabError: for an unknown setting, a wrong type, or a value out of range (checked by the settings class).
@@ -181,9 +185,9 @@ def build_settings(codec: type[Codec], values: Mapping[str, Any]) -> Any:
 
 
 def check_ranges(settings: type, codec: str) -> None:
-    """Let a settings class refuse values out of the ranges of its `setting` fields whenever it is made.
+    """Make a settings class check the ranges of its `setting` fields whenever an instance is made.
 
-    codec: named in the messages. A class that two codecs share keeps the name of the first.
+    codec: name for the messages; a class that two codecs share keeps the first one's.
     """
     declared = dataclasses.is_dataclass(settings) and any(_KEY in f.metadata for f in dataclasses.fields(settings))
     if not declared or "_checked_for" in vars(settings):
@@ -212,7 +216,7 @@ def kind(codec: type[Codec] | Codec) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A setting's value, or settings by name, as JSON has them: tuples as lists."""
+    """A setting's value, or settings by name, as plain JSON: tuples become lists."""
     if isinstance(value, Mapping):
         return {key: _listed(item) for key, item in value.items()}
     return _listed(value)
@@ -250,10 +254,11 @@ def _converted(codec: str, field: Field, value: Any) -> Any:
 
 
 def _as(hint: Any, value: Any) -> Any:
-    """A JSON value as a value of a type.
+    """Convert a JSON value to a type.
 
     Raises:
-        _MismatchError: where it is none. TypeError: for a type that no JSON value has.
+        _MismatchError: for a value that is not of the type.
+        TypeError: for a type that no JSON value has.
     """
     if hint in _SCALARS:
         return _fits(_SCALARS[hint](value), value)
@@ -333,7 +338,7 @@ def _is_whole(hint: Any) -> bool:
 
 
 def require(condition: bool, codec: str, setting: str, value: object, expected: str) -> None:
-    """Check of what one setting has to do with another; a range of its own belongs to the field, see `setting`.
+    """Check a condition between settings; the range of a single setting belongs to its field, see `setting`.
 
     Raises:
         GradlabError: "<codec>: setting <setting> = <value>, expected <expected>".

@@ -1,4 +1,4 @@
-"""The largest of a vector's elements, how many of them, and the settings that say so."""
+"""Select the largest elements of a vector, and the settings that say how many."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _PIECE = 2**18  # values looked at together
 
 
 def density_setting(default: float = 0.01, help: str = "sent") -> Any:
-    """The field of a share of elements, in (0, 1]."""
+    """Make the settings field of a density: a share of elements, in (0, 1]."""
     return setting(default, above=0, most=1, unit="share of elements", symbol="k / d", help=help)
 
 
 def coding_setting(default: str = "fixed", choices: Sequence[str] = CODINGS) -> Any:
-    """The field of how positions travel, see `gradlab.coding.positions`."""
+    """Make the settings field of the coding of positions, see `gradlab.coding.positions`."""
     return setting(
         default,
         choices=choices,
@@ -30,14 +30,15 @@ def coding_setting(default: str = "fixed", choices: Sequence[str] = CODINGS) -> 
 
 
 def count_of(density: float, numel: int) -> int:
-    """k = ceil(density * numel), at least one of those there are."""
+    """k = ceil(density * numel), at least 1 and at most numel."""
     return min(numel, max(1, math.ceil(round(density * numel, 9))))
 
 
 def largest(vector: torch.Tensor, count: int) -> torch.Tensor:
-    """Positions (count,) of the largest magnitudes of a vector, exactly, in no order; among equals any.
+    """Positions (count,), int64, of the exactly `count` largest magnitudes of a vector (numel,), in no order.
 
-    A threshold from a sample, chosen low, leaves a few candidates to select from: 7 times faster on a million values.
+    Among equal magnitudes any are taken. A low threshold from a sample leaves a few candidates to select from, which is
+    7 times faster on a million values.
     """
     stride = vector.numel() // _SAMPLE
     expected = count // max(1, stride)
@@ -52,9 +53,9 @@ def largest(vector: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def at_least(vector: torch.Tensor, threshold: torch.Tensor | float) -> torch.Tensor:
-    """Positions, ascending, whose magnitude reaches a threshold, and of NaN.
+    """Positions (count,), ascending, of values whose magnitude reaches a threshold, and of NaN.
 
-    Piece by piece, so that what is in between stays in the cache.
+    Works piece by piece, so that intermediate results stay in the cache.
     """
     piece = _PIECE if vector.device.type == "cpu" else max(1, vector.numel())
     pieces = vector.split(piece)

@@ -1,1 +1,1 @@
-"""What an author of a codec calls: bits in bytes, positions, random bits."""
+"""Functions for authors of codecs: bits in bytes, positions, random bits."""

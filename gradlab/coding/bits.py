@@ -11,15 +11,17 @@ def fields(bits: int) -> list[int]:
 
 
 def packed_bytes(numel: int, bits: int) -> int:
-    """Bytes of so many packed codes."""
+    """Bytes of `numel` packed codes of `bits` bits."""
     return -(-numel // 8) * bits
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes below 2^bits, (numel,), as a vector of ceil(numel / 8) * bits bytes. codes: uint8, or int64 beyond 8 bits.
+    """Pack codes below 2^bits, (numel,), into a vector of ceil(numel / 8) * bits bytes, uint8.
 
-    Bits go field by field, low ones first. Each folds its field's vector in halves until a byte is full, so that
+    Bits go field by field, low ones first. The vector of a field is folded in halves until bytes are full, so that
     every operation runs over contiguous memory.
+
+    codes: uint8, or int64 beyond 8 bits.
     """
     codes = torch.nn.functional.pad(codes, (0, -codes.numel() % 8))
     packed = [codes.new_empty(0, dtype=torch.uint8)]

@@ -1,4 +1,4 @@
-"""Positions of a few elements out of many, as bytes: four codings, of which the smallest is to be had.
+"""Encode the positions of a few elements out of many as bytes, in one of four codings or the smallest of them.
 
 raw       4 bytes each (8 from 2^31 elements on)
 packed    ceil(log2 numel) bits each
@@ -6,7 +6,7 @@ bitmap    one bit for each of the numel elements
 deflate   the gaps between positions in ascending order, byte plane by byte plane, deflated where that makes them
           smaller: within a tenth of the entropy of random positions (8.1 bits each at a density of 1 %), and below it
           if positions cluster
-fixed     the smallest of the first three: its size follows from count and numel, so nobody has to be told
+fixed     the smallest of the first three: its size follows from count and numel, so that no rank has to send it
 smallest  the smallest of all four, with a byte that says which; its size depends on the positions
 """
 
@@ -37,12 +37,12 @@ def in_order(coding: str, count: int, numel: int) -> bool:
 
 
 def index_bytes(coding: str, count: int, numel: int) -> int:
-    """Bytes of `count` positions out of `numel`; where they vary, of positions drawn at random."""
+    """Bytes of `count` encoded positions out of `numel`; of random positions, where the size depends on them."""
     return _random_positions_bytes(coding, count, numel) if varies(coding) else _known_bytes(coding, count, numel)
 
 
 def encode(positions: torch.Tensor, numel: int, coding: str) -> torch.Tensor:
-    """Positions (count,), int64, below numel, as bytes, uint8. In ascending order, where `in_order` says so."""
+    """Encode positions (count,), int64, below numel, as (bytes,) uint8. Ascending, where `in_order` says so."""
     coding = _chosen(coding, len(positions), numel)
     if coding != "smallest":
         return _ENCODE[coding](positions, numel)
@@ -56,7 +56,7 @@ def encode(positions: torch.Tensor, numel: int, coding: str) -> torch.Tensor:
 
 
 def decode(encoded: torch.Tensor, count: int, numel: int, coding: str) -> torch.Tensor:
-    """The inverse of `encode`: (count,), int64.
+    """The inverse of `encode`: positions (count,), int64.
 
     Raises:
         GradlabError: for bytes that do not stand for `count` positions below numel.
@@ -75,7 +75,7 @@ def decode(encoded: torch.Tensor, count: int, numel: int, coding: str) -> torch.
 
 
 def _chosen(coding: str, count: int, numel: int) -> str:
-    """What "fixed" stands for; others are themselves."""
+    """The coding that "fixed" stands for; any other coding as it is."""
     if coding != "fixed":
         return coding
     return min(_OF_KNOWN_SIZE, key=lambda one: _known_bytes(one, count, numel))
@@ -103,7 +103,7 @@ def _random_positions_bytes(coding: str, count: int, numel: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def random_encoded(coding: str, count: int, numel: int) -> torch.Tensor:
-    """Positions drawn at random, the same ones in every process, as bytes."""
+    """Encode random positions, the same ones in every process."""
     draws = np.random.default_rng(0)
     positions = np.sort(draws.choice(numel, count, replace=False, shuffle=False)) if count else np.zeros(0, np.int64)
     return encode(torch.from_numpy(positions), numel, coding)
@@ -165,8 +165,8 @@ def _inflated(encoded: torch.Tensor, count: int, numel: int) -> torch.Tensor:
         raise GradlabError(f"positions: {planes} bytes each, expected 1 to {most}")
     gaps = np.zeros(count, np.int64)
     for plane in range(planes):
-        found, rest = _plane(rest, count)
-        gaps += np.frombuffer(found, np.uint8).astype(np.int64) << 8 * plane
+        low, rest = _plane(rest, count)
+        gaps += np.frombuffer(low, np.uint8).astype(np.int64) << 8 * plane
     if rest:
         raise GradlabError(f"positions: {len(rest)} bytes more than there should be")
     positions = np.cumsum(gaps + 1) - 1
@@ -178,15 +178,15 @@ def _plane(data: bytes, count: int) -> tuple[bytes, bytes]:
     if data[:1] == b"\1":
         inflater = zlib.decompressobj(-zlib.MAX_WBITS)
         try:
-            found = inflater.decompress(data[1:], count + 1)  # never more than there should be
+            plane = inflater.decompress(data[1:], count + 1)  # never more than there should be
         except zlib.error as error:
             raise GradlabError(f"positions: not what was compressed: {error}") from error
         rest = inflater.unused_data
     else:
-        found, rest = data[1 : 1 + count], data[1 + count :]
-    if len(found) != count or data[:1] not in (b"\0", b"\1"):
-        raise GradlabError(f"positions: {len(found)} bytes in a plane, expected {count}")
-    return found, rest
+        plane, rest = data[1 : 1 + count], data[1 + count :]
+    if len(plane) != count or data[:1] not in (b"\0", b"\1"):
+        raise GradlabError(f"positions: {len(plane)} bytes in a plane, expected {count}")
+    return plane, rest
 
 
 _ENCODE = {"raw": _raw, "packed": _packed, "bitmap": _bitmap, "deflate": _deflated}

@@ -6,7 +6,7 @@ import torch
 
 
 def on_device(generator: torch.Generator, device: torch.device) -> torch.Generator:
-    """The generator itself, or one on the device that is seeded from it."""
+    """The generator itself if it is on the device; else one on the device, seeded from it."""
     if generator.device.type == device.type:
         return generator
     return torch.Generator(device).manual_seed(int(torch.randint(2**62, (), generator=generator)))
