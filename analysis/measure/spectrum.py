@@ -76,6 +76,21 @@ def spread(count: int, most: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
+class SpectrumOptions:
+    """How much of a trace is measured.
+
+    start, stop: positions in the trace; slice_size: K in elements, None for `default_slice_size`; max_samples: most
+    steps read, spread evenly; max_slices: most slices of a layer measured.
+    """
+
+    start: int = 0
+    stop: int | None = None
+    slice_size: int | None = None
+    max_samples: int = 200
+    max_slices: int = 8
+
+
+@dataclass(frozen=True)
 class LayerSpectrum(Jsonable):
     """One layer's measurements; arrays over the sampled steps have length T.
 
@@ -132,34 +147,26 @@ class TraceSpectrum(Jsonable):
 
 def measure_spectrum(
     trace: Trace,
+    options: SpectrumOptions | None = None,
     *,
     layers: Sequence[str] | None = None,
-    start: int = 0,
-    stop: int | None = None,
-    slice_size: int | None = None,
-    max_samples: int = 200,
-    max_slices: int = 8,
     workers: int = 1,
     progress: Progress | None = None,
 ) -> TraceSpectrum:
     """Measure spectra, norms and agreement between ranks for layers of a trace.
 
-    layers: names, None for all of two or more dimensions. start, stop: positions in the trace. slice_size: K, None for
-    `default_slice_size`. max_samples: most steps read, spread evenly. max_slices: most slices of a layer looked at.
-    workers: processes that share the layers out.
+    layers: names, None for all of two or more dimensions. workers: processes that share the layers out.
 
     Raises:
         GradlabError: for fewer than two usable steps, or no layer to measure.
     """
-    positions = _positions(trace, start, stop, max_samples)
+    options = options or SpectrumOptions()
+    positions = _positions(trace, options)
     chosen = [trace.layer(name) for name in layers] if layers is not None else _matrices(trace.layers)
     measured = [layer for layer in chosen if layer.numel > 0]
     if not measured:
         raise GradlabError(f"{trace.path}: no layer to measure among {len(trace.layers)} recorded")
-    calls = [
-        (str(trace.path.resolve()), x, positions, min(slice_size or default_slice_size(x), x.numel), max_slices)
-        for x in measured
-    ]
+    calls = [(str(trace.path.resolve()), layer, positions, options) for layer in measured]
     trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
     products = share_out(_layer_products, calls, workers=workers, what="spectrum", progress=progress)
     ever = [bool(np.isfinite(p.inner).all((1, 2)).any()) for p in products]
@@ -197,25 +204,27 @@ def _matrices(layers: Sequence[Layer]) -> list[Layer]:
     return matrices or list(layers)
 
 
-def _positions(trace: Trace, start: int, stop: int | None, most: int) -> np.ndarray:
-    stop = len(trace.steps) if stop is None else min(stop, len(trace.steps))
-    if stop - start < 2:
-        raise GradlabError(f"{trace.path}: {max(0, stop - start)} steps to measure, expected at least 2: record more")
-    return start + spread(stop - start, most)
+def _positions(trace: Trace, options: SpectrumOptions) -> np.ndarray:
+    recorded = len(trace.steps)
+    count = (recorded if options.stop is None else min(options.stop, recorded)) - options.start
+    if count < 2:
+        raise GradlabError(f"{trace.path}: {max(0, count)} steps to measure, expected at least 2: record more")
+    return options.start + spread(count, options.max_samples)
 
 
-def _layer_products(path: str, layer: Layer, positions: np.ndarray, slice_size: int, max_slices: int) -> _Products:
+def _layer_products(path: str, layer: Layer, positions: np.ndarray, options: SpectrumOptions) -> _Products:
     from gradlab.trace import Trace
 
     # Steps that are not finite make their own rows and columns NaN; they are taken out when all layers are known.
     with Trace(Path(path)) as trace, np.errstate(invalid="ignore", over="ignore"):
-        return _products(trace, layer, positions, slice_size, max_slices)
+        return _products(trace, layer, positions, options)
 
 
-def _products(trace: Trace, layer: Layer, positions: np.ndarray, slice_size: int, max_slices: int) -> _Products:
+def _products(trace: Trace, layer: Layer, positions: np.ndarray, options: SpectrumOptions) -> _Products:
     count, ranks = len(positions), trace.world_size
+    slice_size = min(options.slice_size or default_slice_size(layer), layer.numel)
     belongs = slice_of_column(layer, slice_size)
-    wanted = [int(m) for m in spread(layer.numel // slice_size, max_slices)]
+    wanted = [int(m) for m in spread(layer.numel // slice_size, options.max_slices)]
     inner, gram = np.zeros((count, ranks, ranks)), np.zeros((count, count))
     slice_grams = {m: np.zeros((count, count)) for m in wanted}
     width = int(np.clip(_BLOCK_VALUES // (count * ranks), 256, 2**16))

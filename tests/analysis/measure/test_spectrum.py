@@ -19,6 +19,7 @@ from gradlab.analysis.measure import spectrum as spectrum_module
 from gradlab.analysis.measure.agreement import rank_cosine, signal_to_noise
 from gradlab.analysis.measure.holdout import age_bins, holdout_by_age
 from gradlab.analysis.measure.spectrum import (
+    SpectrumOptions,
     centred_eigenvalues,
     cumulative_variance,
     measure_spectrum,
@@ -78,7 +79,7 @@ def test_measured_spectra_are_those_of_the_slices_in_gradiveq_order(tmp_path, mo
     layer = Layer("conv.weight", (8, 6, 3, 3), "convolution")  # 432 elements: two blocks at the least block width
     monkeypatch.setattr(spectrum_module, "_BLOCK_VALUES", block)
     with record(tmp_path / "t", random_gradients(0, 9, 2, [layer]), [layer]) as trace:
-        found = measure_spectrum(trace, slice_size=144).layers[0]
+        found = measure_spectrum(trace, SpectrumOptions(slice_size=144)).layers[0]
         samples = averaged(trace, layer)
     slices = torch.stack([split_slices(flatten(sample, "gradiveq"), 144)[0] for sample in samples]).double()
     expected, _ = principal_axes(slices[:, 0] - slices[:, 0].mean(0))
@@ -100,7 +101,7 @@ def test_every_column_belongs_to_the_slice_that_the_codec_cuts(tmp_path):
 def test_long_traces_are_sampled_evenly_and_say_so(tmp_path):
     gradients = random_gradients(1, 30, 1)
     with record(tmp_path / "t", gradients, indices=range(0, 60, 2)) as trace:
-        found = measure_spectrum(trace, max_samples=7)
+        found = measure_spectrum(trace, SpectrumOptions(max_samples=7))
         wanted = spread(30, 7)
     assert found.steps.tolist() == [2 * p for p in wanted]
     expected = [np.linalg.norm(gradients[p][0][LINEAR.name]) for p in wanted]
@@ -149,7 +150,7 @@ def test_agreement_of_planted_gradients(tmp_path):
     model = GradientModel(PLANTED.numel, (4.0, 2.0, 1.0), (0.1, 0.1, 0.1), shared=0.7)
     values = draw(model, 1500, np.random.default_rng(1)).values
     with record_layer(tmp_path / "t", values, PLANTED) as trace:
-        found = measure_spectrum(trace, max_samples=1500).layers[0]
+        found = measure_spectrum(trace, SpectrumOptions(max_samples=1500)).layers[0]
     common, own = 0.7 * 7.0, 0.3 * 7.0 + PLANTED.numel * 0.01
     assert found.signal_to_noise == pytest.approx(common / own, rel=0.1)
     units = values / np.linalg.norm(values, axis=2, keepdims=True)
