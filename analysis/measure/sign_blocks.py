@@ -1,4 +1,4 @@
-"""How well blocks of signs stand for gradients: Fig. 1 and Table 1 of dist-EF-blockSGD, and blocks that do better.
+"""How much of a gradient's energy blocks of signs keep: Fig. 1 and Table 1 of dist-EF-blockSGD, and better blocks.
 
 Zheng, Huang, Kwok, "Communication-efficient distributed blockwise momentum SGD with error-feedback", NeurIPS 2019,
 section 3.2. Of a block v of d elements, C(v) = ||v||_1 / d sign(v) keeps ||v||_1^2 / d of the energy ||v||_2^2.
@@ -38,7 +38,7 @@ def variation(block: np.ndarray) -> float:
 
 
 def delta(block: np.ndarray) -> float:
-    """||v||_1^2 / (d ||v||_2^2), what Definition 1 holds with for one block; NaN for zeros and for no elements."""
+    """||v||_1^2 / (d ||v||_2^2), the delta of Definition 1 for one block; NaN for zeros and for no elements."""
     energy = float(np.square(block, dtype=np.float64).sum())
     return float(np.abs(block).sum(dtype=np.float64) ** 2 / (block.size * energy)) if energy > 0 else np.nan
 

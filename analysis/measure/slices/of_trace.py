@@ -1,4 +1,4 @@
-"""The slice structure of a recorded trace: which layers, iterations and sizes are looked at, within bounds of work."""
+"""Measure the slice structure of a recorded trace: choose layers, iterations and slice sizes within bounds of work."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ THRESHOLDS = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)
 # What bounds the work on one layer: the largest slice, and the most adjacent values correlated.
 _LARGEST_SLICE = 4096
 _MOST_ADJACENT = 64
-# Of a larger layer, so many values are looked at, in stretches that hold a whole slice of any size.
+# The most values of a layer looked at; of a larger layer, in stretches that hold a whole slice of any size.
 _MOST_VALUES = 2**16
 _STRETCH = 2 * _LARGEST_SLICE
 _MOST_LAYERS = 4
@@ -217,7 +217,7 @@ def _chosen(trace: Trace, names: Sequence[str] | None) -> list[Layer]:
 
 
 def _plan_positions(recorded: int, start: int, samples: int) -> _Positions:
-    """Fit on the first positions and hold out later ones, evenly spread; windows with denser looks soon after each."""
+    """Plan a fit on the first positions, held-out later ones, and windows with denser positions soon after each."""
     length = max(2, min(samples, (recorded - start) // 2))
     later = start + length + spread(recorded - start - length, length)
     short = min(length, (recorded - start) // _WINDOWS)
@@ -349,7 +349,7 @@ def _sizes_between(layer: Layer, period: int) -> list[int]:
 
 
 def _sizes_offered(layer: Layer, period: int, default: int) -> list[int]:
-    """Slice sizes to choose from: fractions and multiples of the period, and the codec's own; at most 9."""
+    """Slice sizes to choose from: fractions and multiples of the period, and the codec's default; at most 9."""
     sizes = {default, *(round(period * part) for part in (0.25, 0.5, 1, 2, 3, 4, 8, 16))}
     return sorted(size for size in sizes if 1 <= size <= min(_LARGEST_SLICE, layer.numel))
 

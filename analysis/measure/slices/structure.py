@@ -1,4 +1,4 @@
-"""Whether recorded gradients have what GradiVeQ builds on: correlated neighbours, like slices, slow drift.
+"""Whether recorded gradients have the structure that GradiVeQ uses: correlated neighbours, similar slices, slow drift.
 
 Yu, Lin, et al., "GradiVeQ", NeurIPS 2018: sections 1 and 3, Figs. 3 to 5. A layer's averaged gradient, flattened with
 its F filters' collocated values adjacent (Fig. 3a), is cut into slices of K; a basis of d axes is PCA of one slice over
@@ -38,7 +38,7 @@ Windows = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class DimensionRule:
-    """How many axes d a basis keeps: by eq. (6) for lambda, or K / ratio where a ratio is given, at most all.
+    """The number of axes d that a basis keeps: by eq. (6) for lambda, or K / ratio if a ratio is given.
 
     Raises:
         GradlabError: for a lambda outside [0, 1), or a ratio below 1.
@@ -118,7 +118,7 @@ def _loss(energies: np.ndarray) -> float:
 
 
 def _random_loss(energies: np.ndarray, kept: int, size: int) -> float:
-    """What a random basis of `kept` out of `size` axes loses on average, given rows (n, 3)."""
+    """Mean loss under a random basis of `kept` out of `size` axes, given rows (n, 3)."""
     _, about, energy = energies.sum(0)
     return float((1 - kept / size) * about / energy) if energy > 0 else 0.0
 
@@ -194,7 +194,9 @@ class Scatter(Jsonable):
 
 
 def rotated_scatter(values: np.ndarray, later: np.ndarray) -> Scatter:
-    """Adjacent values (T, 3), or more, on their principal axes; later: (T', 3). Shares are 0 where nothing varies.
+    """Rotate adjacent values (T, n) onto their principal axes, n = 3 in Fig. 4; later: (T', n).
+
+    Shares are 0 where nothing varies.
 
     Raises:
         GradlabError: for fewer than two values or samples, none later, or values that are not finite.
@@ -245,11 +247,11 @@ def loss_by_slice_size(
     rule: DimensionRule | None = None,
     columns: np.ndarray | None = None,
 ) -> SliceSizeCurve:
-    """Fig. 5: the first slice's compressor on the remaining slices, for each K.
+    """Measure Fig. 5: the loss of the first slice's compressor on the remaining slices, for each K.
 
-    fit, later: averaged gradients (T, n) and (T', n) in GradiVeQ's order. columns: their places (n,) in the layer,
-    rising and with the first slice, where they are a selection; None for all. Costs O((T + T') n d) for each K, n at
-    most 32 768 or 16 K: more slices are looked at evenly spread.
+    fit, later: averaged gradients (T, n) and (T', n) in GradiVeQ's order. columns: places (n,) of these values in the
+    layer, rising and with the first slice; None if they are the whole layer. Costs O((T + T') n d) for each K, for n of
+    at most 32 768 or 16 K; slices beyond that are sampled, evenly spread.
 
     Raises:
         GradlabError: for a K that leaves no slice beside the first, fewer than two samples, none later, or values that
@@ -289,7 +291,7 @@ def _places(fit: np.ndarray, later: np.ndarray, columns: np.ndarray | None) -> n
 
 
 def _held(columns: np.ndarray, size: int, least: int) -> np.ndarray:
-    """Where slices of this size lie, (m, K), the first among them."""
+    """Columns of the whole slices of this size, (m, K); the first slice must be among them."""
     if size < 1:
         raise GradlabError(f"slice size {size}: expected at least 1")
     numbers, places = whole_slices(columns, size)
@@ -321,10 +323,10 @@ class SpatialConsistency(Jsonable):
 def spatial_consistency(
     fit: np.ndarray, later: np.ndarray, rule: DimensionRule | None = None, most: int = MOST_SLICES
 ) -> SpatialConsistency:
-    """How well each slice's basis serves the others (section 1, point 2).
+    """Measure the loss of each slice under each other slice's basis (section 1, point 2).
 
-    fit, later: slices (T, M, K) and (T', M, K), of which at most `most` are compared, evenly spread. Costs
-    O((T + T') M^2 K d). `others` and `random` are NaN for one slice.
+    fit, later: slices (T, M, K) and (T', M, K). most: slices compared, evenly spread. Costs O((T + T') M^2 K d).
+    `others` and `random` are NaN for one slice.
 
     Raises:
         GradlabError: for fewer than two samples, none later, or values that are not finite.
@@ -373,7 +375,7 @@ class ThresholdCurve(Jsonable):
 
 
 def dimension_by_threshold(fit: np.ndarray, later: np.ndarray, thresholds: Sequence[float]) -> ThresholdCurve:
-    """d against lambda for one slice, (T, K); later: (T', K).
+    """Measure d against lambda for one slice (T, K); later: (T', K).
 
     Raises:
         GradlabError: for fewer than two samples, none later, a lambda outside [0, 1), or values that are not finite.
@@ -420,7 +422,9 @@ def dimension_by_samples(
     thresholds: Sequence[float] = LOSS_THRESHOLDS,
     tolerance: float = 0.1,
 ) -> SampleCurve:
-    """d of one slice (T, K) fitted on its first L_t samples, against L_t; later: (T', K). Rule of `stable_from`.
+    """Measure d of one slice (T, K), fitted on its first L_t samples, against L_t.
+
+    later: (T', K). counts: L_t. tolerance: see `stable_from`.
 
     Raises:
         GradlabError: for a count outside 2..T, and as `dimension_by_threshold`.
@@ -491,10 +495,10 @@ def cost_by_slice_size(
     columns: np.ndarray | None = None,
     most: int = MOST_SLICES,
 ) -> CostCurve:
-    """Loss and bytes per exchange of a layer of `numel` elements for each K, as codec `gradiveq` would have them.
+    """Measure loss and bytes per exchange of a layer of `numel` elements for each K, as of codec `gradiveq`.
 
-    Arguments as those of `loss_by_slice_size`; at most `most` slices of each size are looked at, evenly spread. As the
-    codec does, all bases keep as many axes as the most demanding of them asks for.
+    Other arguments: as of `loss_by_slice_size`. most: slices of each size compared, evenly spread. As in the codec, all
+    bases keep the largest d that the rule gives for any of them.
 
     Raises:
         GradlabError: for a K larger than the layer, fewer than two samples, none later, or values that are not finite.
@@ -541,7 +545,7 @@ class Staleness(Jsonable):
 
     ages: (n, 2), first and last of each bin; loss, random_loss, steps: (n,), pooled over windows; by_window: (w, n);
     relative: (n,), the loss over that of the youngest bin, of the same windows; dimensions: (w,); suggested: L_c in
-    iterations, None where the loss stays within 1 + tolerance of the youngest bin's up to last_age, the oldest seen.
+    iterations, None if no bin's loss exceeds 1 + tolerance times the youngest bin's; last_age: the oldest age measured.
     """
 
     ages: np.ndarray
@@ -565,11 +569,11 @@ def staleness(
     tolerance: float = 0.25,
     bins: int = 12,
 ) -> Staleness:
-    """How fast bases of one slice grow old (section 1, point 3), and how long (L_c) they may be used.
+    """Measure how the loss of one slice's bases grows with age (section 1, point 3), and suggest their lifetime L_c.
 
-    samples: (T, K) at rising iterations `steps` (T,); windows: ranges [first, stop) of rows to fit on, L_t each; every
-    later row is held out from them. L_c is the oldest age before a bin's loss is above 1 + tolerance times that of the
-    youngest bin. Old bins hold the early windows only: each is compared with the youngest bin of the same windows.
+    samples: (T, K). steps: (T,), their iterations, rising. windows: ranges [first, stop) of rows to fit on, L_t each;
+    every later row is held out. L_c is the oldest age before a bin's loss is above 1 + tolerance times that of the
+    youngest bin. Only early windows reach old bins, so each bin is compared with the youngest bin of the same windows.
 
     Raises:
         GradlabError: for no window that has later samples, windows of fewer than two samples, a negative tolerance, or
@@ -638,9 +642,10 @@ class SubspaceAngles(Jsonable):
 
 
 def principal_angles(bases: Sequence[np.ndarray], dimensions: int | None = None) -> SubspaceAngles:
-    """Angles between successive bases (K, R), of their leading d axes each; None for as many as the smallest has.
+    """Measure angles between successive bases (K, R).
 
-    Bases without an axis have no angle: degrees are then (w - 1, 0), their largest and mean NaN.
+    dimensions: leading axes d of each basis compared; None: as many as the smallest has. Bases without an axis have no
+    angle: degrees are then (w - 1, 0), and largest and mean are NaN.
 
     Raises:
         GradlabError: for fewer than two bases, or bases of different K.
