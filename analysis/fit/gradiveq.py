@@ -108,7 +108,6 @@ def fit_gradiveq(
     Args:
         trace: gradients of all ranks, or their averages.
         options: what to fit, and on which steps.
-        progress: called with what is being done, how much is done, and of how much.
         changes: fields of `GradiveqOptions` by name, which differ from `options`.
 
     Raises:

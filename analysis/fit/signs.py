@@ -53,7 +53,6 @@ def fit_block_sizes(
         trace: gradients of all ranks.
         scales_per_tensor: scales for each tensor, on average.
         samples: iterations at the start of the trace to fit on; as many later ones, at most, are held out.
-        progress: called with what is being done, how much is done, and of how much.
 
     Raises:
         GradlabError: for fewer scales than tensors, or a trace that leaves nothing to hold out.

@@ -62,7 +62,6 @@ def candidate_costs(
         world_size: ranks that bytes and seconds are for.
         cost: what to compute.
         runs: exchanges that are known already; new ones are added.
-        progress: called with what is being done, how much is done, and of how much.
     """
     known: dict[tuple[object, ...], np.ndarray] = {}
     costs = []

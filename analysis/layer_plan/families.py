@@ -62,7 +62,6 @@ def family_candidates(
         start: position of the first recorded step that bases are fitted on.
         samples: how many steps bases are fitted on; errors must be measured on other steps. 0 leaves PCA out.
         extra: further settings by codec, such as a reference's.
-        progress: called with what is being done, how much is done, and of how much.
 
     Raises:
         GradlabError: for an unknown family, or a trace that bases cannot be fitted on.

@@ -106,7 +106,6 @@ def candidates_of_grid(
         families: in place of the grid, families to choose among; "all" is every one.
         start: position of the first recorded step to look at.
         samples: steps that PCA bases are fitted on.
-        progress: called with what is being done, how much is done, and of how much.
 
     Returns:
         Candidates by layer name, None for the paper's grid, which `fit_lgreco` makes; and the position of the first

@@ -176,7 +176,6 @@ def fit_lgreco(
         codec: of the uniform plan that is known to train well. Its error, times alpha, is the budget.
         reference: settings of that codec.
         options: everything else.
-        progress: called with what is being done, how much is done, and of how much.
         changes: fields of `LgrecoOptions` by name, which differ from `options`.
 
     Raises:

@@ -50,7 +50,6 @@ def loss_sensitivity(
             be deterministic, or differences are noise.
         layers: all of the model.
         candidates: by layer name.
-        progress: called with what is being done, how much is done, and of how much.
 
     Raises:
         GradlabError: for an unknown layer, or a run without compression whose loss is not finite.

@@ -152,7 +152,6 @@ def fastest_plan(
         budget: of the sum of errors; some choice must meet it.
         times: predicts steps.
         seed: of the plans that regressions are taken on.
-        progress: called with what is being done, how much is done, and of how much.
     """
     table = problem.table.layers
     layers, cap = times.plan_of(problem.reference).layers, times.model.bucket_cap_mb

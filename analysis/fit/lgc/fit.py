@@ -25,6 +25,7 @@ from gradlab.codec.settings import build_settings
 from gradlab.codecs.lgc_ring import LgcRing
 from gradlab.codecs.lgc_server import LgcServer
 from gradlab.errors import GradlabError
+from gradlab.jsonable import Jsonable, plain
 from gradlab.learning.autoencoder import gradient_of, optimized
 from gradlab.plan import lgc_plan
 from gradlab.plan.lgc_recipe import GROUP
@@ -103,6 +104,29 @@ class LgcFit:
         return Artifact(self.plan, self.origin)
 
 
+@dataclass(frozen=True)
+class EpochErrors(Jsonable):
+    """Squared errors after an epoch, as shares of the error of sending zeros, on two parts of the trace.
+
+    Args:
+        learned: on the iterations learned from.
+        stop: on those that say when to stop.
+    """
+
+    learned: float
+    stop: float
+
+
+@dataclass(frozen=True)
+class CodeScore(Jsonable):
+    """A code's squared error on the iterations held out, as a share of the error of sending zeros, and its bytes."""
+
+    name: str
+    error: float
+    payload_bytes: float
+    wire_bytes: float
+
+
 def fit_lgc(
     trace: Trace,
     pattern: str = "ring",
@@ -120,7 +144,6 @@ def fit_lgc(
         trace: gradients of each rank.
         pattern: "ring" or "server".
         options: the plan, and how to learn.
-        progress: called with what is being done, how much is done, and of how much.
         changes: fields of `LgcOptions` by name, which differ from `options`.
 
     Raises:
@@ -150,8 +173,8 @@ def fit_lgc(
     in_order = shape.get("order") == "value" and shape.get("normalise", "none") == "none"
     codes = [Code("autoencoder", partial(learner.averages, weights), *learner.sizes(selections))]
     codes += codes_without_learning(learned, selections, trace.world_size, code_numel, in_order)
-    rows = [_row(code, held_out) for code in codes]
-    plan = lgc_plan(trace.layers, pattern, autoencoder=weights, error=rows[0]["error"], **shape)
+    scores = [_score(code, held_out) for code in codes]
+    plan = lgc_plan(trace.layers, pattern, autoencoder=weights, error=scores[0].error, **shape)
     origin = {
         "method": "lgc",
         "pattern": pattern,
@@ -161,14 +184,14 @@ def fit_lgc(
         "settings": settings,
         "fitting": asdict(fitting),
         "iterations": {"learned": ends[0], "stopped_by": ends[1] - ends[0], "held_out": len(held_out)},
-        "curve": curve,
+        "curve": plain(curve),
         "code_spread": code_spread(learner, weights, held_out),
-        "codes": rows,
+        "codes": plain(scores),
         "holdout": _by_age(codes[0], held_out, learned.iterations[-1]),
         "payload_bytes": plan.payload_bytes(trace.world_size),
         "dense_payload_bytes": plan.payload_bytes(trace.world_size, compressing=False),
     }
-    return LgcFit(plan, origin | {"better": _better(rows)})
+    return LgcFit(plan, origin | {"better": _better(scores)})
 
 
 # --- learning ---------------------------------------------------------------------------------------------------------
@@ -181,7 +204,7 @@ def learn(
     fitting: Fitting,
     seed: int = 0,
     progress: Progress | None = None,
-) -> tuple[torch.Tensor, list[dict[str, float]]]:
+) -> tuple[torch.Tensor, list[EpochErrors]]:
     """Learn weights, and keep those with the smallest error on the iterations that say when to stop.
 
     Values are divided by one root mean square of all, so that a learning rate suits any gradients. The weights are
@@ -193,10 +216,9 @@ def learn(
         stopper: iterations that say when to stop.
         fitting: how to learn.
         seed: of the initial weights and the order of iterations.
-        progress: called with what is being done, how much is done, and of how much.
 
     Returns:
-        The weights, and the errors of each epoch, squared, as shares of the error of sending zeros.
+        The weights, and the errors of each epoch.
 
     Raises:
         GradlabError: if the first epoch's error is not finite, or all values are zero.
@@ -215,15 +237,15 @@ def learn(
             chosen = inputs.at(batch)
             _, gradient = gradient_of(lambda w, c=chosen: learner.loss(w, c, generator), weights)  # type: ignore[misc]
             weights, state = optimized("adam", fitting.learning_rate, weights, gradient, state)
-        errors = {"learned": learner.error(weights, inputs), "stop": learner.error(weights, judge)}
-        if not all(map(math.isfinite, errors.values())):
+        errors = EpochErrors(learner.error(weights, inputs), learner.error(weights, judge))
+        if not (math.isfinite(errors.learned) and math.isfinite(errors.stop)):
             break
         curve.append(errors)
         if progress:
             progress("epochs", epoch + 1, fitting.epochs)
         waited += 1
-        if errors["stop"] < best_error:
-            best, best_error, waited = weights, errors["stop"], 0
+        if errors.stop < best_error:
+            best, best_error, waited = weights, errors.stop, 0
         if waited >= fitting.patience:
             break
     if not curve:
@@ -236,14 +258,10 @@ def learn(
 # --- what it is worth -------------------------------------------------------------------------------------------------
 
 
-def _row(code: Code, held_out: Selections) -> dict[str, Any]:
+def _score(code: Code, held_out: Selections) -> CodeScore:
     error, energy = held_out.errors(code.decoded(held_out))
-    return {
-        "name": code.name,
-        "error": float(error.sum() / energy.sum()) if float(energy.sum()) else 0.0,
-        "payload_bytes": code.payload_bytes,
-        "wire_bytes": code.wire_bytes,
-    }
+    share = float(error.sum() / energy.sum()) if float(energy.sum()) else 0.0
+    return CodeScore(code.name, share, code.payload_bytes, code.wire_bytes)
 
 
 def _by_age(code: Code, held_out: Selections, last: int) -> dict[str, Any]:
@@ -258,9 +276,11 @@ def _by_age(code: Code, held_out: Selections, last: int) -> dict[str, Any]:
     return {"ages": [list(one) for one in bins], "error_by_age": errors}
 
 
-def _better(rows: list[dict[str, Any]]) -> str | None:
-    """Name of the best code that sends no more bytes than the autoencoder, on the wire too; None if it is worse."""
-    own, *others = rows
-    rivals = [row for row in others if all(row[key] <= _EQUAL * own[key] for key in ("payload_bytes", "wire_bytes"))]
-    best = min(rivals, key=lambda row: row["error"])
-    return str(best["name"]) if best["error"] <= own["error"] else None
+def _better(scores: list[CodeScore]) -> str | None:
+    """The best code with no more bytes than the autoencoder's, on the wire too; None if the autoencoder is better."""
+    learned, *others = scores
+    payload, wire = _EQUAL * learned.payload_bytes, _EQUAL * learned.wire_bytes
+    best = min(
+        (one for one in others if one.payload_bytes <= payload and one.wire_bytes <= wire), key=lambda one: one.error
+    )
+    return best.name if best.error <= learned.error else None

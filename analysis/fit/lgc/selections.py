@@ -102,7 +102,6 @@ def collect_selections(trace: Trace, plan: Plan, *, progress: Progress | None = 
         trace: gradients of each rank.
         plan: with `lgc_ring` or `lgc_server` in group "autoencoder". Its dense phase is left out: accumulation begins
             with the trace.
-        progress: called with what is being done, how much is done, and of how much.
 
     Raises:
         GradlabError: for a trace of averaged gradients, another plan, or a trace without one finite iteration.

@@ -9,17 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from gradlab.cli.console import OUT, print_table, print_warnings, progress_bars
-from gradlab.cli.fit.options import (
-    AsJson,
-    Folder,
-    Overwrite,
-    Seed,
-    Setting,
-    Target,
-    Warmup,
-    parse_settings,
-    print_fit,
-)
+from gradlab.cli.fit.options import AsJson, Folder, Overwrite, Seed, Setting, Target, Warmup, parse_settings, print_fit
 from gradlab.errors import GradlabError
 
 Density = Annotated[float, typer.Option(help="Share of each layer's elements that is selected.")]

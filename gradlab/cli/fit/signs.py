@@ -7,17 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gradlab.cli.console import print_table, progress_bars
-from gradlab.cli.fit.options import (
-    AsJson,
-    Folder,
-    Overwrite,
-    Seed,
-    Setting,
-    Target,
-    Warmup,
-    parse_settings,
-    print_fit,
-)
+from gradlab.cli.fit.options import AsJson, Folder, Overwrite, Seed, Setting, Target, Warmup, parse_settings, print_fit
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:

@@ -171,8 +171,8 @@ def test_learning_is_repeated_and_stops_where_it_was_best(selections: Selections
     decoded = Architecture().decode(weights, Architecture().encode(weights, inputs).mean(1))
     true = inputs.mean(1)
     error = float((decoded - true).square().sum() / true.square().sum())
-    assert error == pytest.approx(min(row["stop"] for row in curve), rel=1e-2)
-    assert error < 0.5 < curve[0]["stop"]
+    assert error == pytest.approx(min(row.stop for row in curve), rel=1e-2)
+    assert error < 0.5 < curve[0].stop
 
 
 def test_codes_without_learning_are_what_they_say(selections: Selections) -> None:
