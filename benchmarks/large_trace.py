@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from gradlab.analysis.forecast import Network
 from gradlab.analysis.forecast.profile import Profile
 from gradlab.analysis.measure.spectrum import measure_spectrum
 from gradlab.analysis.parallel import default_workers, share_out
@@ -132,12 +133,10 @@ def main() -> None:
         timed("spectrum", nbytes, lambda: measure_spectrum(trace, workers=arguments.workers))
 
         def everything() -> None:
-            found = examine(trace, profile=Profile(0.36, "as given"), workers=arguments.workers)
+            network = Network(profile=Profile(0.36, "as given"))
+            examination = examine(trace, network=network, workers=arguments.workers)
             if arguments.report:
-                write_trace_report(
-                    trace, arguments.report, fit=found.fit, replays=found.replays, spectrum=found.spectrum,
-                    measured=found.measured, remarks=found.remarks, overwrite=True,
-                )  # fmt: skip
+                write_trace_report(trace, arguments.report, examination, overwrite=True)
 
         timed("examine", nbytes, everything)
         peaks.update(size for _, size in share_out(peak_of, calls * 4, workers=arguments.workers))

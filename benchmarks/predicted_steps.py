@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gradlab.analysis.forecast import forecast
+from gradlab.analysis.forecast import Network, forecast
 from gradlab.analysis.forecast.calibration import Observation, calibrate_link
 from gradlab.analysis.forecast.link import Link, parse_bandwidth
 from gradlab.analysis.forecast.profile import CodecTime, Profile
@@ -91,11 +91,10 @@ def main() -> None:
                 plan = plans.get(name) or next(iter(plans.values()))
                 timed = [r["compress"] for r in rows if "compress" in r and (r["ranks"], r["hook"]) == (ranks, name)]
                 codec = CodecTime(median(timed), ranks, True, "the measured steps") if timed else None
-                found = forecast(
-                    plan, Profile(compute, "measured", codec), [ranks], [at],
-                    cores=arguments.cores / ranks, bucket_cap_mb=arguments.bucket_cap_mb,
-                ).nodes[0].links[0]  # fmt: skip
-                predicted = (found.dense if name == "none" else found.compressed).seconds
+                profile = Profile(compute, "measured", codec)
+                network = Network([at], [ranks], profile, arguments.cores / ranks, arguments.bucket_cap_mb)
+                pair = forecast(plan, network).nodes[0].links[0]
+                predicted = (pair.dense if name == "none" else pair.compressed).seconds
                 off = predicted / seconds - 1
                 errors.append(abs(off))
                 print(f"{ranks:>5} {rate:>9} {name:>10} {seconds:8.3f}s {predicted:8.3f}s {100 * off:+6.1f} %")

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import math
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from gradlab.analysis.figures.style import BLACK, GREY, VERMILION, method_colors, panels
+from gradlab.analysis.forecast import Forecast, NodeForecast
 from gradlab.analysis.forecast.link import format_rate
+from gradlab.analysis.forecast.speed import SpeedForecast
 
 _COLUMNS = 3
 
 
-def plot_step_time(forecast: Mapping[str, Any]) -> Figure:
-    """Step time over link speed, one panel per number of nodes. forecast: as `Forecast.to_json` gives it."""
-    nodes = forecast["nodes"]
-    figure, axes = panels(len(nodes), _COLUMNS, height=2.6, sharey=True)
-    compute = forecast["profile"]["compute_seconds"]
-    for letter, (panel, found) in enumerate(zip(axes, nodes, strict=True)):
-        _draw(panel, found, compute)
-        count = found["nodes"]
+def plot_step_time(forecast: Forecast) -> Figure:
+    """Draw step time over link speed, one panel per number of nodes."""
+    figure, axes = panels(len(forecast.nodes), _COLUMNS, height=2.6, sharey=True)
+    for letter, (panel, node) in enumerate(zip(axes, forecast.nodes, strict=True)):
+        _draw(panel, node, forecast.network.profile.compute_seconds)
+        count = node.job.world_size
         panel.set_title(f"({chr(ord('a') + letter)}) {count} node{'s' * (count != 1)}")
         panel.set_xlabel("link speed")
     for panel in axes[::_COLUMNS]:
@@ -30,18 +29,17 @@ def plot_step_time(forecast: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def _draw(panel: Axes, found: Mapping[str, Any], compute: float) -> None:
-    curve = found["curve"]
-    speeds = curve["bits_per_second"]
-    panel.plot(speeds, curve["dense"], "--", color=BLACK, label="plain DDP")
-    panel.plot(speeds, curve["compressed"], color=VERMILION, label="compressed")
+def _draw(panel: Axes, node: NodeForecast, compute: float) -> None:
+    speeds = [pair.link.bits_per_second for pair in node.curve]
+    panel.plot(speeds, [pair.dense.seconds for pair in node.curve], "--", color=BLACK, label="plain DDP")
+    panel.plot(speeds, [pair.compressed.seconds for pair in node.curve], color=VERMILION, label="compressed")
     panel.axhline(compute, color=GREY, linewidth=0.8, linestyle=":", label="computing alone")
-    for link in found["links"]:
-        if not isinstance(link["bits_per_second"], str):
-            panel.plot(link["bits_per_second"], link["dense"]["seconds"], "o", color=BLACK)
-            panel.plot(link["bits_per_second"], link["compressed"]["seconds"], "s", color=VERMILION)
-    even = found["break_even_bits_per_second"]
-    if isinstance(even, (int, float)):
+    for pair in node.links:
+        if math.isfinite(pair.link.bits_per_second):
+            panel.plot(pair.link.bits_per_second, pair.dense.seconds, "o", color=BLACK)
+            panel.plot(pair.link.bits_per_second, pair.compressed.seconds, "s", color=VERMILION)
+    even = node.break_even
+    if even is not None and math.isfinite(even):
         panel.axvline(even, color=GREY, linewidth=0.8, linestyle="--")
         panel.text(
             even, 0.97, f" break-even {format_rate(even)}", color=GREY, fontsize=7, va="top", ha="left",
@@ -52,34 +50,31 @@ def _draw(panel: Axes, found: Mapping[str, Any], compute: float) -> None:
     panel.tick_params(axis="x", labelrotation=30)
 
 
-def plot_payoff(payoff: Mapping[str, Any]) -> Figure:
-    """Step time over link speed of several plans and of plain DDP, a panel per number of nodes.
-
-    payoff: as `gradlab.analysis.forecast.payoff.measure_payoff` gives it.
-    """
-    forecasts = payoff["forecasts"]
-    figure, axes = panels(len(payoff["nodes"]), _COLUMNS, height=2.9, sharey=True)
-    colors = method_colors(forecasts)
-    for index, (panel, count) in enumerate(zip(axes, payoff["nodes"], strict=True)):
-        curves = {name: found["nodes"][index]["curve"] for name, found in forecasts.items()}
+def plot_speed(speed: SpeedForecast) -> Figure:
+    """Draw step time over link speed of several plans and of plain DDP, one panel per number of nodes."""
+    network = speed.network
+    figure, axes = panels(len(network.nodes), _COLUMNS, height=2.9, sharey=True)
+    colors = method_colors(speed.forecasts)
+    for index, (panel, count) in enumerate(zip(axes, network.nodes, strict=True)):
+        curves = {name: forecast.nodes[index].curve for name, forecast in speed.forecasts.items()}
+        rates = {name: [pair.link.bits_per_second for pair in curve] for name, curve in curves.items()}
         # Curves reach as far as each plan's own break-even: they are shown where all have one.
-        low = max(min(curve["bits_per_second"]) for curve in curves.values())
-        high = min(max(curve["bits_per_second"]) for curve in curves.values())
-        first = next(iter(curves.values()))
-        panel.plot(first["bits_per_second"], first["dense"], "--", color=BLACK, label="plain DDP")
+        low, high = max(map(min, rates.values())), min(map(max, rates.values()))
+        name, curve = next(iter(curves.items()))
+        panel.plot(rates[name], [pair.dense.seconds for pair in curve], "--", color=BLACK, label="plain DDP")
         for name, curve in curves.items():
-            panel.plot(curve["bits_per_second"], curve["compressed"], color=colors[name], label=name)
-        if payoff["compute_seconds"]:
-            panel.axhline(payoff["compute_seconds"], color=GREY, linewidth=0.8, linestyle=":", label="computing alone")
-        for rate in payoff["links"]:
-            if not isinstance(rate, str):
-                panel.axvline(rate, color=GREY, linewidth=0.6)
+            panel.plot(rates[name], [pair.compressed.seconds for pair in curve], color=colors[name], label=name)
+        if speed.compute_seconds:
+            panel.axhline(speed.compute_seconds, color=GREY, linewidth=0.8, linestyle=":", label="computing alone")
+        for link in network.links:
+            if math.isfinite(link.bits_per_second):
+                panel.axvline(link.bits_per_second, color=GREY, linewidth=0.6)
         panel.set(xscale="log", yscale="log", xlabel="link speed")
         if low < high:
             panel.set_xlim(low, high)
         panel.set_title(f"{count} nodes")
         panel.xaxis.set_major_formatter(lambda value, _: format_rate(value))
         panel.tick_params(axis="x", labelrotation=30)
-    axes[0].set_ylabel("step time, s" if payoff["compute_seconds"] else "exchange alone, s")
+    axes[0].set_ylabel("step time, s" if speed.compute_seconds else "exchange alone, s")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import lsq_linear
 
-from gradlab.analysis.forecast.link import Link, Transfer, all_reduce, format_rate, parse_bandwidth
+from gradlab.analysis.forecast.link import Link, Transfer, all_reduce, format_rate, json_rate, parse_bandwidth
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_bytes, format_percent, format_seconds
 
@@ -131,7 +131,7 @@ class Calibration:
                 {
                     "nodes": seen.nodes,
                     "bytes": seen.nbytes,
-                    "bits_per_second": "unlimited" if math.isinf(seen.bits_per_second) else seen.bits_per_second,
+                    "bits_per_second": json_rate(seen.bits_per_second),
                     "seconds": seen.seconds,
                     "relative_error": error,
                 }

@@ -290,3 +290,18 @@ def format_rate(bits_per_second: float) -> str:
             number = significant(bits_per_second / scale)
             return f"{number.rstrip('0').rstrip('.') if '.' in number else number}{unit}bit"
     return f"{significant(bits_per_second)}bit"
+
+
+def json_rate(bits_per_second: float) -> float | str:
+    """A rate as JSON holds it: infinity, which JSON has no number for, is the text "unlimited"."""
+    return "unlimited" if math.isinf(bits_per_second) else bits_per_second
+
+
+def spell_rate(bits_per_second: float) -> str:
+    """A rate as prose has it: 1e9 -> "1 Gbit/s"."""
+    if math.isinf(bits_per_second):
+        return "an unlimited speed"
+    for unit, scale in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
+        if bits_per_second >= 0.9995 * scale:
+            return f"{bits_per_second / scale:.4g} {unit}"
+    return f"{bits_per_second:.4g} bit/s"

@@ -1,4 +1,4 @@
-"""What was measured of a training step: the time of computing, and that of the codecs."""
+"""The measured times of a training step: computing, and the codecs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ _HOW = (
 
 @dataclass(frozen=True)
 class CodecTime:
-    """The codecs' time in one step, in seconds, at `world_size` ranks. engine: whether the engine's own work is in."""
+    """The codecs' time in one step.
+
+    seconds: measured at `world_size` ranks.
+    engine: whether the seconds include the engine's own work.
+    source: where the time comes from, in words.
+    """
 
     seconds: float
     world_size: int
@@ -31,7 +36,15 @@ class CodecTime:
 
 @dataclass(frozen=True)
 class Profile:
-    """Seconds of a step without gradient exchange, and the codecs'; None: as timed here and now."""
+    """The measured times of a training step.
+
+    compute_seconds: a step without gradient exchange.
+    compute_source: where that time comes from, in words.
+    codec: the codecs' time; None: they are timed here and now.
+
+    Raises:
+        GradlabError: for a computing time that is not above 0 and finite.
+    """
 
     compute_seconds: float
     compute_source: str
@@ -42,12 +55,19 @@ class Profile:
             raise GradlabError(f"compute time = {self.compute_seconds:g} s, expected above 0")
 
 
+# A computing time that nobody gave: next to nothing, so that a step is the exchange alone.
+NOT_MEASURED = Profile(1e-9, "not known")
+
+
 def profile_of(
     artifact: Artifact, run: str | os.PathLike[str] | None = None, compute_seconds: float | None = None
 ) -> Profile:
-    """What is known of an artifact's plan: from a run's report, from a number, and from its own replay.
+    """Collect the times that are known of an artifact's plan: from a run, from a number, and from its replay.
 
-    run: the JSON that `gradlab train --out` writes. Its codec time counts if the run was this plan's.
+    Args:
+        artifact: its plan, and in its provenance perhaps the codecs' time in a replay.
+        run: the JSON that `gradlab train --out` writes. Its codec time counts if the run used this plan.
+        compute_seconds: a step without gradient exchange; it goes before the run's.
 
     Raises:
         GradlabError: if no computing time is known, or the report is not one of a compressed run.
@@ -64,7 +84,7 @@ def profile_of(
 
 
 def compute_seconds_of(run: str | os.PathLike[str]) -> float:
-    """Seconds of a step without gradient exchange, from the JSON that `gradlab train --out` writes.
+    """Read the seconds of a step without gradient exchange from the JSON that `gradlab train --out` writes.
 
     Raises:
         GradlabError: for a file that is not the report of a compressed run.
@@ -72,9 +92,9 @@ def compute_seconds_of(run: str | os.PathLike[str]) -> float:
     return _seconds(_read(Path(run)), run, "compute")
 
 
-def _codec_of_replay(origin: Mapping[str, Any]) -> CodecTime | None:
-    """The replay's own time, where an artifact holds one."""
-    replay, world_size = origin.get("replay"), origin.get("world_size")
+def _codec_of_replay(provenance: Mapping[str, Any]) -> CodecTime | None:
+    """The codecs' time in the replay that an artifact's provenance may hold."""
+    replay, world_size = provenance.get("replay"), provenance.get("world_size")
     seconds = _time(replay.get("codec_seconds")) if isinstance(replay, Mapping) else None
     if seconds is None or type(world_size) is not int or world_size < 1:
         return None

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from gradlab.analysis.forecast.dry_run import DryRuns
-from gradlab.analysis.forecast.link import Link
+from gradlab.analysis.forecast.link import Link, json_rate
 from gradlab.analysis.forecast.simulator import Bucket, Exchange, Step, simulate
 from gradlab.errors import GradlabError
+from gradlab.jsonable import plain
 from gradlab.layout import Layer
 from gradlab.plan import Plan
 
@@ -160,6 +162,11 @@ class Comparison:
     def speedup(self) -> float:
         """Plain DDP's time over the plan's."""
         return self.dense.seconds / self.compressed.seconds if self.compressed.seconds else 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Write seconds, bytes and bits per second; an infinite speed is the text "unlimited"."""
+        steps = {"compressed": plain(self.compressed), "dense": plain(self.dense)}
+        return {"bits_per_second": json_rate(self.link.bits_per_second), "speedup": self.speedup, **steps}
 
 
 def compare(job: Job, link: Link, *, speed: float = 1.0) -> Comparison:

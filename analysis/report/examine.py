@@ -1,18 +1,17 @@
-"""Everything that can be asked of a recording, for its report: what does not apply to a trace is said, not raised."""
+"""Measure a recording in every way, for its report; a measurement that a trace does not allow becomes a remark."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from gradlab.analysis.fit.gradiveq import GradiveqFit, NotFittable, fit_gradiveq
-from gradlab.analysis.forecast.link import Link
-from gradlab.analysis.forecast.payoff import measure_payoff, usual_plans
-from gradlab.analysis.forecast.profile import Profile
+from gradlab.analysis.fit.gradiveq import NotFittable, fit_gradiveq
+from gradlab.analysis.forecast import Network
+from gradlab.analysis.forecast.speed import forecast_speed, usual_plans
 from gradlab.analysis.measure.between_ranks import measure_between_ranks
 from gradlab.analysis.measure.layer_places import layer_places
 from gradlab.analysis.measure.limits import measure_limits, place_plans
@@ -21,7 +20,7 @@ from gradlab.analysis.measure.sign_blocks import measure_sign_blocks
 from gradlab.analysis.measure.slices.of_trace import measure_slice_structure
 from gradlab.analysis.measure.spectrum import TraceSpectrum, measure_spectrum
 from gradlab.analysis.replay import check_replay, replay
-from gradlab.analysis.replay.result import Replay
+from gradlab.analysis.report.trace_report import Examination
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_count
 from gradlab.plan import Plan
@@ -30,9 +29,9 @@ from gradlab.progress import Progress
 if TYPE_CHECKING:
     from gradlab.trace import Trace
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
-# What can be asked, by the names of a report's pages; layers, their spectra and agreement are always measured.
+# Parts by the names of a report's pages; layers, their spectra and agreement are always measured.
 PARTS = ("payoff", "between", "noise", "limits", "within", "signs")
 # GradiVeQ's L_t; of a shorter trace the first half, so that the other can be held out.
 SAMPLES = 100
@@ -43,33 +42,12 @@ _MOST_SIGN_STEPS = 400
 _REPLAYED_VALUES, _FEWEST_STEPS, _MOST_STEPS = 4 * 10**8, 8, 40
 
 
-@dataclass
-class Examination:
-    """What was found, as `gradlab.analysis.report.trace_report.write_trace_report` takes it."""
-
-    spectrum: TraceSpectrum
-    fit: GradiveqFit | None = None
-    replays: dict[str, Replay] = field(default_factory=dict)
-    measured: dict[str, Any] = field(default_factory=dict)
-    remarks: list[str] = field(default_factory=list)
-
-    def attempt(self, what: str, measure: Callable[[], Found]) -> Found | None:
-        """The measurement, or a remark on why this trace has none."""
-        try:
-            return measure()
-        except GradlabError as reason:
-            self.remarks.append(f"{what}: {reason}")
-            return None
-
-
 def examine(
     trace: Trace,
     *,
     plans: Mapping[str, Plan] | None = None,
-    origins: Mapping[str, Mapping[str, Any]] | None = None,
-    nodes: Sequence[int] = (8,),
-    links: Sequence[Link] = (Link(1e9, 1e-4), Link(2.5e10, 1e-4)),
-    profile: Profile | None = None,
+    provenances: Mapping[str, Mapping[str, Any]] | None = None,
+    network: Network | None = None,
     after_addition: Sequence[str] = (),
     parts: Collection[str] = PARTS,
     workers: int = 1,
@@ -77,9 +55,15 @@ def examine(
 ) -> Examination:
     """Measure a trace in every way, or in some.
 
-    plans: what is replayed and forecast, None for `usual_plans`; origins: of their artifacts by name, so that errors of
-    fitted ones are those of later iterations; nodes, links, profile: as `measure_payoff`;
-    after_addition: as `layer_places`; parts: of `PARTS`; workers: processes that share layers out.
+    Args:
+        trace: the recording.
+        plans: replayed and forecast, by name; None: `usual_plans`.
+        provenances: of the plans' artifacts, by name, so that fitted plans are judged on iterations after their fit.
+        network: what the plans' steps are forecast for; None: `Network()`.
+        after_addition: patterns of layers that read a residual sum, as `layer_places` takes them.
+        parts: of `PARTS`.
+        workers: processes that share layers out.
+        progress: told what is under way.
 
     Raises:
         GradlabError: for a trace too short to measure at all, a plan of another model, an unknown part, or a layer
@@ -92,59 +76,65 @@ def examine(
     for plan in (plans or {}).values():  # before the work, not after it
         check_replay(trace, plan, replay_start(trace), len(trace.steps))
     spectrum = measure_spectrum(trace, workers=workers, progress=progress)
-    found = Examination(spectrum)
+    examination = Examination(spectrum)
     if spectrum.never_finite_layers:
-        found.remarks.append(f"Never finite on all ranks, and left out: {', '.join(spectrum.never_finite_layers)}.")
+        layers = ", ".join(spectrum.never_finite_layers)
+        examination.remarks.append(f"Never finite on all ranks, and left out: {layers}.")
     if "within" in parts:
-        _of_one_node(found, trace, progress)
+        _of_one_rank(examination, trace, progress)
     if "signs" in parts:
         steps = max(_FEWEST_SIGN_STEPS, _SIGN_VALUES // max(1, _values_per_step(trace)))
         signs = partial(measure_sign_blocks, trace, most_steps=min(steps, _MOST_SIGN_STEPS), progress=progress)
-        found.measured["sign_blocks"] = found.attempt("Nothing to say of signs", signs)
+        examination.measured["sign_blocks"] = _attempt(examination, "Nothing to say of signs", signs)
     if trace.world_size > 1:
         if "between" in parts:
-            _of_several_nodes(found, trace, after_addition, workers, progress)
+            between = partial(
+                measure_between_ranks, trace, after_addition=after_addition, workers=workers, progress=progress
+            )
+            examination.measured["between_nodes"] = _attempt(examination, "Nothing to say of what ranks share", between)
         if "noise" in parts:
-            found.measured["noise_scale"] = found.attempt("No noise scale", partial(_noise_scale, found, trace))
+            noise = partial(_noise_scale, spectrum, trace)
+            examination.measured["noise_scale"] = _attempt(examination, "No noise scale", noise)
         if "payoff" in parts:
-            _of_plans(found, trace, plans, origins or {}, nodes, links, profile, workers, progress)
+            _of_plans(examination, trace, plans, provenances or {}, network or Network(), workers, progress)
     else:
-        found.remarks.append("Recorded on one rank: what nodes share and what plans do is not measured.")
+        examination.remarks.append("Recorded on one rank: what nodes share and what plans do is not measured.")
     if "limits" in parts:
         measure = partial(measure_limits, trace, workers=workers, progress=progress)
-        limits = found.attempt("No limits", measure)
+        limits = _attempt(examination, "No limits", measure)
         if limits is not None:
-            known = {name: plan for name, plan in _plans(trace, plans).items() if name in found.replays}
-            limits = replace(limits, plans=place_plans(limits, found.replays, known))
-        found.measured["limits"] = limits
-    return found
+            known = {name: plan for name, plan in _plans(trace, plans).items() if name in examination.replays}
+            limits = replace(limits, plans=place_plans(limits, examination.replays, known))
+        examination.measured["limits"] = limits
+    return examination
 
 
-def _of_one_node(found: Examination, trace: Trace, progress: Progress | None) -> None:
+def _attempt(examination: Examination, what: str, measure: Callable[[], Result]) -> Result | None:
+    """The measurement, or a remark on why this trace does not allow it."""
+    try:
+        return measure()
+    except GradlabError as reason:
+        examination.remarks.append(f"{what}: {reason}")
+        return None
+
+
+def _of_one_rank(examination: Examination, trace: Trace, progress: Progress | None) -> None:
     parameters = sum(layer.numel for layer in trace.layers)
     if parameters > _MOST_FITTED:
-        found.remarks.append(
+        examination.remarks.append(
             f"No GradiVeQ fit: of {format_count(parameters)} parameters it takes long; `gradlab fit gradiveq` makes it."
         )
     else:
         try:
-            found.fit = fit_gradiveq(trace, samples=max(2, min(SAMPLES, len(trace.steps) // 2)), progress=progress)
+            samples = max(2, min(SAMPLES, len(trace.steps) // 2))
+            examination.fit = fit_gradiveq(trace, samples=samples, progress=progress)
         except NotFittable as reason:
-            found.remarks.append(f"No GradiVeQ fit: {reason}")
-    found.measured["slice_structure"] = measure_slice_structure(trace, samples=SAMPLES, progress=progress)
+            examination.remarks.append(f"No GradiVeQ fit: {reason}")
+    examination.measured["slice_structure"] = measure_slice_structure(trace, samples=SAMPLES, progress=progress)
 
 
-def _of_several_nodes(
-    found: Examination, trace: Trace, after_addition: Sequence[str], workers: int, progress: Progress | None
-) -> None:
-    measure = partial(
-        measure_between_ranks, trace, after_addition=after_addition, workers=workers, progress=progress
-    )  # fmt: skip
-    found.measured["between_nodes"] = found.attempt("Nothing to say of what nodes share", measure)
-
-
-def _noise_scale(found: Examination, trace: Trace) -> TraceNoise:
-    layers, batch = found.spectrum.layers, trace.metadata.get("batch_size")
+def _noise_scale(spectrum: TraceSpectrum, trace: Trace) -> TraceNoise:
+    layers, batch = spectrum.layers, trace.metadata.get("batch_size")
     passes = int(np.median(trace.scalars(0)["accumulation"]))  # of forward and backward, that make up a gradient
     return measure_noise_scale(
         np.stack([layer.inner for layer in layers]),
@@ -155,13 +145,11 @@ def _noise_scale(found: Examination, trace: Trace) -> TraceNoise:
 
 
 def _of_plans(
-    found: Examination,
+    examination: Examination,
     trace: Trace,
     plans: Mapping[str, Plan] | None,
-    origins: Mapping[str, Mapping[str, Any]],
-    nodes: Sequence[int],
-    links: Sequence[Link],
-    profile: Profile | None,
+    provenances: Mapping[str, Mapping[str, Any]],
+    network: Network,
     workers: int,
     progress: Progress | None,
 ) -> None:
@@ -170,15 +158,13 @@ def _of_plans(
     for name, plan in tried.items():
         # A plan that was named must fit; of the usual ones those that do are enough.
         run = partial(replay, trace, plan, start=start, workers=workers, progress=progress)
-        result = run() if plans is not None else found.attempt(name, run)
+        result = run() if plans is not None else _attempt(examination, name, run)
         if result is not None:
-            found.replays[name] = result.held_out(origins.get(name, {}))
-    replayed = {name: plan for name, plan in tried.items() if name in found.replays}
+            examination.replays[name] = result.held_out(provenances.get(name, {}))
+    replayed = {name: plan for name, plan in tried.items() if name in examination.replays}
     if replayed:
-        found.measured["payoff"] = found.attempt(
-            "No forecast",
-            lambda: measure_payoff(replayed, found.replays, nodes, links, profile=profile, progress=progress),
-        )
+        measure = partial(forecast_speed, replayed, examination.replays, network, progress=progress)
+        examination.speed = _attempt(examination, "No forecast", measure)
 
 
 def _plans(trace: Trace, plans: Mapping[str, Plan] | None) -> Mapping[str, Plan]:
@@ -186,11 +172,11 @@ def _plans(trace: Trace, plans: Mapping[str, Plan] | None) -> Mapping[str, Plan]
 
 
 def replay_start(trace: Trace) -> int:
-    """Position from which plans are replayed for a first look: the last steps, as many as are quickly done."""
+    """Find the position from which plans are replayed for a first look: the last steps, as many as are quickly done."""
     steps = int(np.clip(_REPLAYED_VALUES // max(1, _values_per_step(trace)), _FEWEST_STEPS, _MOST_STEPS))
     return max(0, len(trace.steps) - steps)
 
 
 def _values_per_step(trace: Trace) -> int:
-    """Of all ranks."""
+    """Gradient values in a step, of all ranks."""
     return trace.world_size * sum(layer.numel for layer in trace.layers)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from math import prod
+from math import isinf, prod
 from statistics import median
 from typing import Any
 
 from gradlab.analysis.figures import forecast as forecast_plot
 from gradlab.analysis.figures import information as information_plots
-from gradlab.analysis.forecast.payoff import payoff_verdict, speed
+from gradlab.analysis.forecast.link import spell_rate
+from gradlab.analysis.forecast.speed import LEAST_COSINE, SpeedForecast
 from gradlab.analysis.report.drawings import (
     fit_drawings,
     replay_drawings,
@@ -81,55 +82,54 @@ def comparison_sections(runs: Found, replays: Found, fits: Found, spectrum: Foun
 
 
 def trace_sections(data: Found) -> list[Section]:
-    """Of a recording. data: what report.json holds."""
-    makers = (_payoff, _replays, _between_nodes, _noise_scale, _limits, _within_node, _signs)
+    """Make the pages of a recording. data: what report.json holds, "payoff" as a `SpeedForecast`."""
+    makers = (_speed, _replays, _between_nodes, _noise_scale, _limits, _within_node, _signs)
     found = [section for make in makers if (section := make(data)) is not None]
     return [*found, _all_layers(data), *_layers(data)]
 
 
-def _payoff(data: Found) -> Section | None:
-    payoff = data.get("payoff")
-    if not payoff:
+def _speed(data: Found) -> Section | None:
+    speed: SpeedForecast | None = data.get("payoff")
+    if speed is None:
         return None
     rows = []
-    for place in payoff["places"]:
-        where = [f"{place['nodes']}", speed(place["bits_per_second"])]
-        rows.append([*where, "plain DDP", format_seconds(place["dense_seconds"]), "1.00x", "1.000"])
-        for name, seconds in sorted(place["seconds"].items(), key=lambda pair: pair[1]):
-            ratio = format_ratio(place["dense_seconds"] / seconds) if seconds else "-"
-            cosine = payoff["cosines"].get(name)
+    for item in speed.configurations:
+        where = [str(item.nodes), spell_rate(item.bits_per_second)]
+        rows.append([*where, "plain DDP", format_seconds(item.dense_seconds), "1.00x", "1.000"])
+        for name, seconds in sorted(item.seconds.items(), key=lambda pair: pair[1]):
+            ratio = format_ratio(item.dense_seconds / seconds) if seconds else "-"
+            cosine = speed.cosines.get(name)
             rows.append([*where, name, format_seconds(seconds), ratio, "-" if cosine is None else f"{cosine:.3f}"])
     even = [
-        [name, str(node["nodes"]), _even(node["break_even_bits_per_second"])]
-        for name, found in payoff["forecasts"].items()
-        for node in found["nodes"]
+        [name, str(node.job.world_size), _even(node.break_even)]
+        for name, forecast in speed.forecasts.items()
+        for node in forecast.nodes
     ]
-    what = "step" if payoff["compute_seconds"] else "exchange alone"
+    what = "step" if speed.compute_seconds else "exchange alone"
     note = (
-        f"Forecast from computing time ({payoff['compute_source']}), codec times taken here on one thread, and the "
-        "bytes "
-        f"that the codecs ask for. Cosine: of the replayed update with the true mean; below {payoff['least_cosine']} a "
-        "plan is not proposed, however fast."
+        f"Forecast from computing time ({speed.network.profile.compute_source}), codec times taken here on one thread, "
+        f"and the bytes that the codecs ask for. Cosine: of the replayed update with the true mean; below "
+        f"{LEAST_COSINE} a plan is not proposed, however fast."
     )
     columns = ("nodes", "link", "plan", what, "speed-up", "cosine")
     tables = [Table("Step times", columns, rows, note, text_columns=3)]
-    if payoff["compute_seconds"] is not None:
-        about = "Speed alone: whether a plan's update is worth it is another question, see its cosine above."
+    if speed.compute_seconds is not None:
+        caution = "Speed alone: whether a plan's update is worth it is another question, see its cosine above."
         header = ("plan", "nodes", "faster than plain DDP")
-        tables.append(Table("Break-even link speed", header, even, about, text_columns=1))
+        tables.append(Table("Break-even link speed", header, even, caution, text_columns=1))
     drawing = Drawing(
         "payoff",
         "Step time over link speed",
         "Where a plan's line is below that of plain DDP it saves time; grey: the links asked for.",
-        partial(forecast_plot.plot_payoff, payoff),
+        partial(forecast_plot.plot_speed, speed),
     )
-    return Section("payoff", "Will compression pay?", payoff_verdict(payoff), tables, [drawing])
+    return Section("payoff", "Will compression pay?", speed.verdict, tables, [drawing])
 
 
-def _even(value: float | str | None) -> str:
+def _even(value: float | None) -> str:
     if value is None:
         return "at no link speed"
-    return "at any link speed" if isinstance(value, str) else f"below {speed(value)}"
+    return "at any link speed" if isinf(value) else f"below {spell_rate(value)}"
 
 
 def _replays(data: Found) -> Section | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradlab.analysis.fit.gradiveq import GradiveqFit
+from gradlab.analysis.forecast.speed import SpeedForecast
 from gradlab.analysis.measure.spectrum import TraceSpectrum, measure_spectrum
 from gradlab.analysis.outputs import REPORT_FILES, require_free
 from gradlab.analysis.replay.ranking import ranking_stability
@@ -27,7 +29,7 @@ Out = str | os.PathLike[str]
 
 
 def summarize_trace(trace: Trace) -> dict[str, Any]:
-    """What was recorded, as plain JSON."""
+    """Describe what was recorded, as plain JSON."""
     return {
         "path": str(trace.path),
         "digest": trace.digest,
@@ -41,47 +43,73 @@ def summarize_trace(trace: Trace) -> dict[str, Any]:
     }
 
 
+@dataclass
+class Examination:
+    """What was measured of a trace; each page of a report shows a part of it.
+
+    spectrum: of every layer; None: not measured yet.
+    fit: a GradiVeQ fit on the trace.
+    replays: plans replayed on the trace, by name.
+    speed: forecasts of those plans on a network.
+    measured: further parts by their names in report.json: between_nodes, noise_scale, limits, slice_structure,
+        sign_blocks; a part that is missing or None has no page.
+    remarks: warnings, one line each.
+    """
+
+    spectrum: TraceSpectrum | None = None
+    fit: GradiveqFit | None = None
+    replays: dict[str, Replay] = field(default_factory=dict)
+    speed: SpeedForecast | None = None
+    measured: dict[str, Any] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+
+
 def write_trace_report(
     trace: Trace,
     out: Out,
+    examination: Examination | None = None,
     *,
-    fit: GradiveqFit | None = None,
-    replays: Mapping[str, Replay] | None = None,
-    spectrum: TraceSpectrum | None = None,
-    measured: Mapping[str, Any] | None = None,
-    remarks: Sequence[str] = (),
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Path:
     """Write what was measured of a trace to the folder `out`: report.html, report.json, figures/.
 
-    spectrum: None to measure it now. measured: further findings by the names under which report.json holds them and
-    `gradlab.analysis.report.sections` shows them (payoff, between_nodes, noise_scale, limits, slice_structure,
-    sign_blocks); what is missing or None is left out. remarks: further warnings. Replays of the fit's plan are judged
-    on iterations later than its samples; those of other fitted plans by `Replay.held_out`, before they come.
+    Replays of the fit's plan are judged on iterations later than its samples. Replays of other fitted plans come judged
+    already, by `Replay.held_out`.
+
+    Args:
+        trace: the recording.
+        out: a folder, made if it is missing.
+        examination: what was measured; None, or one without a spectrum: the spectrum is measured now.
+        overwrite: replace a report that is there.
+        progress: told after each figure.
 
     Returns:
         The path of report.html.
+
     Raises:
         GradlabError: for a report that is there already (unless overwrite), or a trace too short to measure.
     """
     folder = require_free(out, overwrite, contents=REPORT_FILES)
-    found = _judged(replays or {}, [fit] if fit else [])
+    known = examination or Examination()
+    fit = known.fit
+    replays = _judged(known.replays, [fit] if fit else [])
     recorded = summarize_trace(trace)
     data: dict[str, Any] = {
         "kind": "trace",
         "trace": recorded,
-        "spectrum": dict(plain((spectrum or measure_spectrum(trace, progress=progress)).to_json())),
+        "spectrum": dict(plain(known.spectrum or measure_spectrum(trace, progress=progress))),
         "fit": dict(plain(fit.origin)) if fit else None,
-        "replays": found,
-        "ranking": plain(ranking_stability(found)),
-        **{name: dict(plain(part)) if part else None for name, part in (measured or {}).items()},
+        "replays": replays,
+        "ranking": plain(ranking_stability(replays)),
+        "payoff": known.speed,
+        **{name: dict(plain(part)) if part else None for name, part in known.measured.items()},
     }
     page = Page(
         title=f"Gradients of {recorded['metadata'].get('workload') or trace.path.name}",
         verdict=trace_verdict(data),
         data=data,
-        warnings=[*remarks, *(fit.warnings if fit else []), *_replay_warnings(found)],
+        warnings=[*known.remarks, *(fit.warnings if fit else []), *_replay_warnings(replays)],
         facts=_trace_facts(recorded),
         sections=trace_sections(data),
     )
@@ -99,10 +127,22 @@ def write_comparison(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """Predicted beside observed: runs as the trainer reports them, with replays and fits of the same names.
+    """Write a report of training runs beside what replays and fits of the same names predicted.
 
-    The run named "dense" is the reference. trace_summary: `summarize_trace`. Replays of the fits' plans are judged on
-    iterations later than their samples. Returns the path of report.html.
+    Replays of the fits' plans are judged on iterations later than their samples.
+
+    Args:
+        out: a folder, made if it is missing.
+        runs: the trainer's reports by name; the run named "dense" is the reference.
+        replays: of the runs' plans, by the runs' names.
+        fits: of the runs' plans, by the runs' names.
+        trace_summary: of the trace that was replayed, by `summarize_trace`.
+        spectrum: of the same trace.
+        overwrite: replace a report that is there.
+        progress: told after each figure.
+
+    Returns:
+        The path of report.html.
 
     Raises:
         GradlabError: for a report that is there already (unless overwrite), or no run at all.
@@ -111,9 +151,9 @@ def write_comparison(
     if not runs:
         raise GradlabError("a comparison needs at least one run, and got none")
     ran = dict(plain(runs))
-    found = _judged(replays, (fits or {}).values())
-    origins = {name: dict(plain(fit.origin)) for name, fit in (fits or {}).items()}
-    measured = dict(plain(spectrum.to_json())) if spectrum else None
+    judged = _judged(replays, (fits or {}).values())
+    provenances = {name: dict(plain(fit.origin)) for name, fit in (fits or {}).items()}
+    measured = dict(plain(spectrum)) if spectrum else None
     recorded = dict(plain(trace_summary)) if trace_summary else None
     page = Page(
         title=f"Predicted and observed: {next(iter(ran.values())).get('workload') or 'training runs'}",
@@ -122,16 +162,16 @@ def write_comparison(
             "kind": "comparison",
             "trace": recorded,
             "spectrum": measured,
-            "fits": origins,
-            "replays": found,
+            "fits": provenances,
+            "replays": judged,
             "runs": ran,
         },
         warnings=[
             *(line for fit in (fits or {}).values() for line in fit.warnings),
-            *_replay_warnings(found),
+            *_replay_warnings(judged),
         ],
         facts=[*_run_facts(ran), *(_trace_facts(recorded) if recorded else [])],
-        sections=comparison_sections(ran, found, origins, measured),
+        sections=comparison_sections(ran, judged, provenances, measured),
     )
     return write_page(page, folder, overwrite=overwrite, progress=progress)
 
@@ -153,15 +193,17 @@ def _run_facts(runs: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _judged(replays: Mapping[str, Replay], fits: Iterable[GradiveqFit]) -> dict[str, dict[str, Any]]:
-    """Replays as JSON; those of a fit's plan apart from what it was fitted on."""
-    origins = {fit.plan.digest: fit.origin for fit in fits}
-    return {name: found.held_out(origins.get(found.plan_digest, {})).to_json() for name, found in replays.items()}
+    """Replays as JSON; a replay of a fit's plan is judged on iterations later than the fit's."""
+    provenances = {fit.plan.digest: fit.origin for fit in fits}
+    return {
+        name: replay.held_out(provenances.get(replay.plan_digest, {})).to_json() for name, replay in replays.items()
+    }
 
 
 def _replay_warnings(replays: Mapping[str, Any]) -> list[str]:
-    """What to beware of, each line once, with the plans that it is about."""
-    said: dict[str, list[str]] = {}
-    for name, found in replays.items():
-        for line in found["summary"]["warnings"]:
-            said.setdefault(line, []).append(name)
-    return [f"{', '.join(names)}: {line}" for line, names in said.items()]
+    """Each warning once, after the names of the plans that it concerns."""
+    plans: dict[str, list[str]] = {}
+    for name, replay in replays.items():
+        for line in replay["summary"]["warnings"]:
+            plans.setdefault(line, []).append(name)
+    return [f"{', '.join(names)}: {line}" for line, names in plans.items()]

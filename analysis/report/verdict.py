@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gradlab.analysis.forecast.payoff import payoff_verdict
+from gradlab.analysis.forecast import SPEED_NOISE
 from gradlab.formatting import format_number, format_percent, format_ratio, format_seconds
 from gradlab.learning.selection import LearnedSettings
 from gradlab.metric import RELATIVE_NOISE, final_score, metric_of, scores
 
-# A step must be shorter by this share before it is called faster.
-_SPEED_NOISE = 0.05
 # So much less is not worth a plan by layer.
 _LITTLE_GAIN = 0.02
 # Of what zeros make: an autoencoder above it is no use.
@@ -38,7 +36,7 @@ def comparison_verdict(runs: Mapping[str, Any]) -> str:
     if dense is None or not reference or not timed:
         return "Whether compression pays cannot be told: it takes a dense run and a compressed one, both timed."
     fastest = min(timed, key=lambda name: timed[name])
-    if timed[fastest] > (1 - _SPEED_NOISE) * reference:
+    if timed[fastest] > (1 - SPEED_NOISE) * reference:
         ratio = max(run.get("compression_ratio") or 1.0 for run in runs.values())
         return (
             f"Compression does not pay on this link: a dense step takes {format_seconds(reference)}, the fastest "
@@ -87,15 +85,15 @@ def _reached(text: str, value: float | None) -> str:
 
 def trace_verdict(data: Mapping[str, Any]) -> str:
     """What a trace report's data say about compressing this training; where it pays, first."""
-    fit, replays, payoff = data["fit"], data["replays"], data.get("payoff")
+    fit, replays, speed = data["fit"], data["replays"], data.get("payoff")
     lines = []
-    if payoff:
-        lines.append(payoff_verdict(payoff))
+    if speed is not None:
+        lines.append(speed.verdict)
     elif fit is None and not replays:
         lines.append("A recording alone does not say that compression pays: fit a codec, or replay plans.")
     if fit is not None:
         lines.append(fit_verdict(fit))
-    if replays and not payoff:
+    if replays and speed is None:
         lines.append(replay_verdict(replays))
     lines.append(agreement_line(data["spectrum"]))
     return " ".join(line for line in lines if line)
@@ -167,13 +165,13 @@ def _step_line(origin: Mapping[str, Any]) -> str:
     where = f"{origin['world_size']} ranks at {step['link']['bits_per_second']}"
     least = format_seconds(step["bound"])
     bound = f"no choice among these settings, at this error, is predicted to take less than {least}"
-    if step["dense"] <= (1 + _SPEED_NOISE) * step["seconds"]:
+    if step["dense"] <= (1 + SPEED_NOISE) * step["seconds"]:
         return (
             f"Do not compress for speed: with {where} a dense step is predicted to take {dense}, the fastest plan "
             f"found {own}, {origin['uniform']} everywhere {uniform}; {bound}."
         )
     first = f"By layer a step is predicted to take {own}, with {origin['uniform']} everywhere {uniform}"
-    if step["uniform"] <= (1 + _SPEED_NOISE) * step["seconds"]:
+    if step["uniform"] <= (1 + SPEED_NOISE) * step["seconds"]:
         first = f"By layer a step gains next to nothing: {own}, with {origin['uniform']} everywhere {uniform}"
     return f"{first}, dense {dense} ({where}); {bound}."
 

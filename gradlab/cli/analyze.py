@@ -38,7 +38,7 @@ def analyze(
         str | None,
         typer.Option(metavar="PARTS", help="Some pages alone, with commas: payoff,between,noise,limits,within,signs."),
     ] = None,
-    workers: Annotated[int | None, typer.Option(help="Processes; by habit as many as cores, at most 4.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes; default: as many as cores, at most 4.")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace a report that is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the measurements as JSON too.")] = False,
 ) -> None:
@@ -55,6 +55,7 @@ def analyze(
     """
     import json
 
+    from gradlab.analysis.forecast import Network
     from gradlab.analysis.forecast.link import Link, parse_bandwidth, parse_seconds
     from gradlab.analysis.outputs import REPORT_FILES, require_free
     from gradlab.analysis.parallel import default_workers
@@ -69,36 +70,24 @@ def analyze(
         raise GradlabError(f"workers = {workers}, expected at least 1")
     delay = parse_seconds(latency)
     links = [Link(parse_bandwidth(rate), delay) for rate in bandwidth.split(",")]
-    counts = node_counts(nodes)
+    profile = _profile(run, parse_seconds(compute_seconds) if compute_seconds is not None else None)
+    network = Network(links, node_counts(nodes), profile)
     artifacts = {str(path): Artifact.load(path) for path in plan or []}
     names = {path: Path(path).stem for path in artifacts}
     if len(set(names.values())) < len(names):
         names = {path: path for path in artifacts}
-    profile = _profile(run, parse_seconds(compute_seconds) if compute_seconds is not None else None)
     with Trace(trace) as opened, progress_bars() as progress:
-        found = examine(
+        examination = examine(
             opened,
             plans={names[path]: artifact.plan for path, artifact in artifacts.items()} or None,
-            origins={names[path]: artifact.origin for path, artifact in artifacts.items()},
-            nodes=counts,
-            links=links,
-            profile=profile,
+            provenances={names[path]: artifact.origin for path, artifact in artifacts.items()},
+            network=network,
             after_addition=after_addition or (),
             parts=PARTS if only is None else [part.strip() for part in only.split(",")],
             workers=workers or default_workers(),
             progress=progress,
         )
-        page = write_trace_report(
-            opened,
-            out,
-            fit=found.fit,
-            replays=found.replays,
-            spectrum=found.spectrum,
-            measured=found.measured,
-            remarks=found.remarks,
-            overwrite=overwrite,
-            progress=progress,
-        )
+        page = write_trace_report(opened, out, examination, overwrite=overwrite, progress=progress)
     written = json.loads((page.parent / "report.json").read_text())
     if as_json:
         print_json(written)
@@ -108,9 +97,9 @@ def analyze(
         OUT.print(str(page), markup=False)
 
 
-def _profile(run: Path | None, compute_seconds: float | None) -> Profile | None:
-    from gradlab.analysis.forecast.profile import Profile, compute_seconds_of
+def _profile(run: Path | None, compute_seconds: float | None) -> Profile:
+    from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile, compute_seconds_of
 
     if compute_seconds is not None:
         return Profile(compute_seconds, "as given")
-    return Profile(compute_seconds_of(run), f"the run {run}") if run is not None else None
+    return Profile(compute_seconds_of(run), f"the run {run}") if run is not None else NOT_MEASURED

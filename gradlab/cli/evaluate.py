@@ -26,9 +26,9 @@ def evaluate(
 ) -> None:
     """Replay artifacts on recorded gradients with the code that trains: error, cosine, bytes, time, by layer and step.
 
-    Of several it is also said whether they keep their order all through the recording.
+    With several artifacts it also says whether they keep their order all through the recording.
 
-    Errors of an artifact fitted on this trace are those of iterations after its fit; in-sample ones stand beside them.
+    Errors of an artifact fitted on this trace are those of iterations after its fit, with in-sample errors beside them.
 
     Example:
 
@@ -36,7 +36,7 @@ def evaluate(
     """
     from gradlab.analysis.outputs import REPORT_FILES, require_free
     from gradlab.analysis.replay import replay
-    from gradlab.analysis.report.trace_report import write_trace_report
+    from gradlab.analysis.report.trace_report import Examination, write_trace_report
     from gradlab.artifact import Artifact
     from gradlab.trace import Trace
 
@@ -49,30 +49,32 @@ def evaluate(
     with Trace(trace) as opened, progress_bars() as progress:
         if opened.world_size == 1:
             raise GradlabError(f"{trace}: recorded on one rank: there is no exchange to replay")
-        found = {
+        replays = {
             name: replay(opened, artifact.plan, start=start, stop=stop, progress=progress).held_out(artifact.origin)
             for name, artifact in zip(names, loaded, strict=True)
         }
-        page = write_trace_report(opened, out, replays=found, overwrite=overwrite, progress=progress) if out else None
+        page = None
+        if out is not None:
+            page = write_trace_report(opened, out, Examination(replays=replays), overwrite=overwrite, progress=progress)
     if as_json:
-        print_json({name: result.to_json() for name, result in found.items()})
+        print_json(replays)
     else:
-        print_replays(found)
+        print_replays(replays)
         if page:
             OUT.print(str(page), markup=False)
 
 
 def print_replays(replays: Mapping[str, Replay]) -> None:
-    """What they say and what to beware of, then one row per replayed plan."""
+    """Print what replays say, with their warnings, then one row per replayed plan."""
     from gradlab.analysis.replay.ranking import ranking_stability
     from gradlab.analysis.report.tables import replay_table
     from gradlab.analysis.report.verdict import ranking_line, replay_verdict
 
-    found = {name: result.to_json() for name, result in replays.items()}
-    OUT.print(replay_verdict(found), markup=False)
-    ranking = ranking_stability(found)
+    written = {name: result.to_json() for name, result in replays.items()}
+    OUT.print(replay_verdict(written), markup=False)
+    ranking = ranking_stability(written)
     if ranking is not None:
         OUT.print(ranking_line(ranking.to_json()), markup=False)
     print_warnings(f"{name}: {line}" for name, result in replays.items() for line in result.warnings)
-    table = replay_table(found)
+    table = replay_table(written)
     print_table(table.title, table.columns, table.rows, left=table.text_columns)

@@ -64,7 +64,7 @@ def predict(
 
       gradlab predict powersgd.safetensors --compute-seconds 0.36s --all-reduce tree --measured times.json
     """
-    from gradlab.analysis.forecast import forecast
+    from gradlab.analysis.forecast import Network, forecast
     from gradlab.analysis.forecast.calibration import calibrate_link, read_observations
     from gradlab.analysis.forecast.link import Link, parse_bandwidth, parse_seconds
     from gradlab.analysis.forecast.profile import profile_of
@@ -78,33 +78,24 @@ def predict(
     if out is not None:
         require_figure(out, overwrite)
     loaded = Artifact.load(artifact)
-    profile = profile_of(loaded, run, seconds)
+    network = Network(links, counts, profile_of(loaded, run, seconds), cores, bucket_cap_mb)
     with progress_bars() as progress:
-        found = forecast(
-            loaded.plan,
-            profile,
-            counts,
-            links,
-            bucket_cap_mb=bucket_cap_mb,
-            cores=cores,
-            calibration=calibration,
-            progress=progress,
-        )
+        result = forecast(loaded.plan, network, calibration=calibration, progress=progress)
     if out is not None:
         from gradlab.analysis.figures.forecast import plot_step_time
 
-        write_figure(lambda: plot_step_time(found.to_json()), out)
+        write_figure(lambda: plot_step_time(result), out)
     if as_json:
-        print_json(found.to_json())
+        print_json(result)
     else:
-        _print(found, out)
+        _print(result, out)
 
 
 def node_counts(text: str) -> list[int]:
-    """Numbers of nodes, with commas.
+    """Read numbers of nodes from a text such as "4,64,1024".
 
     Raises:
-        GradlabError: for anything else.
+        GradlabError: for anything but whole numbers with commas between them.
     """
     words = text.split(",")
     for word in words:
@@ -113,14 +104,14 @@ def node_counts(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def _print(found: Forecast, out: Path | None) -> None:
+def _print(result: Forecast, out: Path | None) -> None:
     import math
 
     from gradlab.analysis.forecast.link import format_rate
     from gradlab.formatting import format_bytes, format_ratio, format_seconds
 
-    OUT.print(found.verdict, markup=False)
-    print_warnings(found.remarks)
+    OUT.print(result.verdict, markup=False)
+    print_warnings(result.remarks)
     rows = [
         (
             str(count),
@@ -132,16 +123,16 @@ def _print(found: Forecast, out: Path | None) -> None:
             format_seconds(pair.compressed.communicate),
             format_bytes(pair.compressed.wire_bytes),
         )
-        for count, pair in found.comparisons
+        for count, pair in result.comparisons
     ]
     columns = ("nodes", "link", "dense step", "step", "speed-up", "codec exposed", "network exposed", "wire")
-    print_table(found.method, columns, rows, left=0)
-    OUT.print(f"computing alone: {format_seconds(found.profile.compute_seconds)} per step", markup=False)
-    for node in found.nodes:
+    print_table(result.method, columns, rows, left=0)
+    OUT.print(f"computing alone: {format_seconds(result.network.profile.compute_seconds)} per step", markup=False)
+    for node in result.nodes:
         even = node.break_even
-        said = "compression pays at no link speed"
+        where = "at no link speed"
         if even is not None:
-            said = f"compression pays {'at any link speed' if math.isinf(even) else f'below {format_rate(even)}'}"
-        OUT.print(f"nodes {node.job.world_size}: {said}", markup=False)
+            where = "at any link speed" if math.isinf(even) else f"below {format_rate(even)}"
+        OUT.print(f"nodes {node.job.world_size}: compression pays {where}", markup=False)
     if out is not None:
         OUT.print(str(out), markup=False)

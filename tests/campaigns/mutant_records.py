@@ -884,10 +884,10 @@ MUTANTS = (
         select="of_a_kind or tells_a_length",
     ),
     Mutant(
-        file="analysis/forecast/payoff.py",
+        file="analysis/forecast/speed.py",
         old="(cosines.get(name) or 0.0) >= LEAST_COSINE",
         new="(cosines.get(name) or 1.0) >= LEAST_COSINE",
-        tests=("tests/analysis/forecast/test_payoff.py",),
+        tests=("tests/analysis/forecast/test_speed.py",),
         what="A plan whose direction is unknown is recommended.",
         select="direction",
     ),

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 
 from gradlab import codecs
-from gradlab.analysis.forecast import crowding, forecast
+from gradlab.analysis.forecast import Network, forecast
 from gradlab.analysis.forecast.calibration import Observation, calibrate_link, read_observations
 from gradlab.analysis.forecast.dry_run import DryRuns, dry_run, scan_seconds_per_byte
 from gradlab.analysis.forecast.link import (
@@ -425,8 +425,8 @@ def test_serving_the_network_holds_up_computing_where_no_core_is_left() -> None:
 def test_codecs_take_longer_where_ranks_share_a_core() -> None:
     alone = Profile(0.2, "as given")
     in_run = Profile(0.2, "as given", CodecTime(0.05, 2, True, "a run"))
-    assert [crowding(alone, cores) for cores in (0.25, 0.5, 1.0, 2.0)] == [4.0, 2.0, 1.0, 1.0]
-    assert [crowding(in_run, cores) for cores in (0.25, 2.0)] == [1.0, 1.0]
+    assert [Network(profile=alone, cores=cores).crowding for cores in (0.25, 0.5, 1.0, 2.0)] == [4.0, 2.0, 1.0, 1.0]
+    assert [Network(profile=in_run, cores=cores).crowding for cores in (0.25, 2.0)] == [1.0, 1.0]
 
 
 def test_segments_hold_at_least_one_exchange() -> None:
@@ -734,7 +734,7 @@ def test_codec_times_come_from_the_artifacts_replay() -> None:
 def test_measured_codec_times_are_met_at_their_number_of_nodes(engine: bool, expected: float) -> None:
     plan = Plan.uniform(LAYERS, "powersgd", rank=2)
     profile = Profile(1.0, "as given", CodecTime(expected, 4, engine, "a test"))
-    node = forecast(plan, profile, [4], [Link(1e9)]).nodes[0].job
+    node = forecast(plan, Network([Link(1e9)], [4], profile)).nodes[0].job
     total = node.codec_seconds + (node.engine_seconds if engine else 0.0)
     # Timed twice, once for the factor and once for the forecast: only their size is certain.
     assert expected / 20 < total < expected * 20
@@ -744,11 +744,13 @@ def test_a_first_line_that_says_no() -> None:
     """Links on which dense gradients cost nothing, a codec that does; and the other way round."""
     plan = Plan.uniform(LAYERS, "topk", density=0.001)
     slow_codec = Profile(0.01, "as given", CodecTime(5.0, 2, False, "a test"))
-    assert forecast(plan, slow_codec, [2, 4], [Link(1e12)]).verdict.startswith("Compression does not pay: at best")
+    assert forecast(plan, Network([Link(1e12)], [2, 4], slow_codec)).verdict.startswith(
+        "Compression does not pay: at best"
+    )
     quick = Profile(0.01, "as given", CodecTime(1e-5, 2, False, "a test"))
-    found = forecast(plan, quick, [2, 4], [Link(1e6)])
+    found = forecast(plan, Network([Link(1e6)], [2, 4], quick))
     assert found.verdict.startswith("Compression pays in time: at least")
-    mixed = forecast(plan, quick, [2], [Link(1e6), Link(1e14)]).verdict
+    mixed = forecast(plan, Network([Link(1e6), Link(1e14)], [2], quick)).verdict
     assert mixed.startswith("Compression does not pay everywhere: not at 2 nodes over 100tbit.")
 
 
@@ -757,14 +759,13 @@ def test_a_first_line_that_says_no() -> None:
     [([0], 2.0, "nodes = 0"), ([10**6], 2.0, "nodes"), ([2], 0.0, "cores"), ([], 2.0, "nothing")],
 )
 def test_impossible_forecasts_are_refused(nodes: list[int], cores: float, said: str) -> None:
-    plan = Plan.uniform(LAYERS, "topk", density=0.01)
     with pytest.raises(GradlabError, match=said):
-        forecast(plan, Profile(1.0, "as given"), nodes, [Link(1e9)], cores=cores)
+        Network([Link(1e9)], nodes, cores=cores)
 
 
 def test_a_dense_plan_is_refused() -> None:
     with pytest.raises(GradlabError, match="compresses nothing"):
-        forecast(Plan.uniform(LAYERS, "identity"), Profile(1.0, "as given"), [2], [Link(1e9)])
+        forecast(Plan.uniform(LAYERS, "identity"), Network([Link(1e9)], [2], Profile(1.0, "as given")))
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -913,11 +914,11 @@ def test_measured_times_and_the_algorithm_stand_in_the_forecast(
 
 def test_without_a_choice_or_measurements_a_forecast_is_of_rings() -> None:
     plan = Plan.uniform(LAYERS, "topk", density=0.01)
-    found = forecast(plan, Profile(1.0, "as given"), [32], [Link(1e9)])
+    found = forecast(plan, Network([Link(1e9)], [32], Profile(1.0, "as given")))
     assert found.to_json()["link"]["all_reduce"] == "ring"
     assert found.to_json()["calibration"] is None
     assert any(line.startswith("Collectives are those of Gloo, rings") for line in found.remarks)
-    server = forecast(plan, Profile(1.0, "as given"), [4], [Link(1e9, all_reduce="server")])
+    server = forecast(plan, Network([Link(1e9, all_reduce="server")], [4], Profile(1.0, "as given")))
     assert any("by way of a server on every rank" in line for line in server.remarks)
 
 

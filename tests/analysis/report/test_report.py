@@ -18,7 +18,7 @@ from gradlab.analysis.measure.spectrum import measure_spectrum
 from gradlab.analysis.replay import replay
 from gradlab.analysis.report.page import Page, inline_svg, write_page
 from gradlab.analysis.report.tables import comparison_table, median_errors
-from gradlab.analysis.report.trace_report import summarize_trace, write_comparison, write_trace_report
+from gradlab.analysis.report.trace_report import Examination, summarize_trace, write_comparison, write_trace_report
 from gradlab.analysis.report.verdict import comparison_verdict
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
@@ -108,7 +108,7 @@ def made(tmp_path_factory):
             ),
             "topk": run_json("topk", seconds=0.011, accuracy=0.9, payload=100, replayed=replays["topk"], ratio=9.9),
         }
-        analysis = write_trace_report(trace, folder / "analysis", fit=fit, replays=replays)
+        analysis = write_trace_report(trace, folder / "analysis", Examination(fit=fit, replays=replays))
         comparison = write_comparison(
             folder / "comparison",
             runs=runs,
@@ -246,7 +246,7 @@ def test_many_layers_and_bare_runs_draw(tmp_path):
         fit = fit_gradiveq(trace, samples=4)
         bare = {"name": "dense", "losses": [1.0, 0.5]}
         path = write_comparison(tmp_path / "r", runs={"dense": bare}, replays={"gradiveq": replay(trace, fit.plan)})
-        whole = write_trace_report(trace, tmp_path / "w", fit=fit)
+        whole = write_trace_report(trace, tmp_path / "w", Examination(fit=fit))
     assert "cannot be told" in body_words(path)
     assert "first:" in body_words(whole)
     assert "block8.conv" in body_words(whole)
@@ -349,5 +349,5 @@ def test_gradients_that_never_change_get_a_report(tmp_path, value):
     ]
     with record(tmp_path / "trace", constant) as trace:
         fit = fit_gradiveq(trace, samples=10)
-        page = write_trace_report(trace, tmp_path / "report", fit=fit)
+        page = write_trace_report(trace, tmp_path / "report", Examination(fit=fit))
     assert "figures/norms.svg" in page.read_text()

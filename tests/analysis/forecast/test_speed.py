@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,10 @@ import pytest
 from matplotlib.figure import Figure
 
 from gradlab.analysis.figures.data import figure_data
-from gradlab.analysis.forecast.link import Link
-from gradlab.analysis.forecast.payoff import LEAST_COSINE, USUAL, measure_payoff, payoff_verdict, speed, usual_plans
-from gradlab.analysis.forecast.profile import Profile
+from gradlab.analysis.forecast import Network
+from gradlab.analysis.forecast.link import Link, spell_rate
+from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile
+from gradlab.analysis.forecast.speed import LEAST_COSINE, USUAL, SpeedForecast, forecast_speed, usual_plans
 from gradlab.analysis.report.examine import examine, replay_start
 from gradlab.analysis.report.page import inline_svg
 from gradlab.analysis.report.sections import trace_sections
@@ -29,62 +31,64 @@ LAYERS = (
     Layer("head.weight", (10, 64), "linear"),
 )
 SLOW, FAST = Link(1e6, 1e-4), Link(1e12, 1e-6)
+COMPUTING = Profile(0.01, "as given")
 
 
 class Replayed:
-    """What `measure_payoff` asks of a replay."""
+    """What `forecast_speed` asks of a replay."""
 
     def __init__(self, cosine: float | None) -> None:
         self.cosine = cosine
 
-    def summary(self) -> dict:
-        return {"cosine": self.cosine}
+    def summary(self) -> Replayed:
+        return self
 
 
-def payoff(cosine: float | None, compute: float | None = 0.01, nodes: tuple[int, ...] = (8,)) -> dict:
+def forecast_topk(cosine: float | None, nodes: tuple[int, ...] = (8,), profile: Profile = COMPUTING) -> SpeedForecast:
     plans = {"top-k 1 %": Plan.uniform(LAYERS, "topk", density=0.01)}
-    profile = Profile(compute, "as given") if compute else None
-    return measure_payoff(plans, {"top-k 1 %": Replayed(cosine)}, nodes, [SLOW, FAST], profile=profile)  # type: ignore[dict-item]
+    return forecast_speed(plans, {"top-k 1 %": Replayed(cosine)}, Network([SLOW, FAST], nodes, profile))  # type: ignore[dict-item]
 
 
 def test_the_verdict_names_where_a_plan_pays_and_where_not_to_compress() -> None:
-    found = payoff(0.9)
-    said = payoff_verdict(found)
+    found = forecast_topk(0.9)
+    said = found.verdict
     assert said.startswith("At 1 Mbit/s between 8 nodes, top-k 1 % saves ")
     assert "cosine with the true mean is 0.90 as replayed" in said
     assert "; at 1 Tbit/s between 8 nodes do not compress" in said
-    slow, fast = found["places"]
-    assert slow["pays"]
-    assert not fast["pays"]
-    assert slow["saved"] == pytest.approx(1 - slow["best_seconds"] / slow["dense_seconds"])
+    slow, fast = found.configurations
+    assert slow.pays
+    assert not fast.pays
+    assert slow.saved == pytest.approx(1 - slow.best_seconds / slow.dense_seconds)
 
 
 @pytest.mark.parametrize("cosine", [LEAST_COSINE - 0.01, None])
 def test_a_plan_that_loses_the_direction_is_not_proposed(cosine: float | None) -> None:
-    found = payoff(cosine)
-    assert [place["best"] for place in found["places"]] == [None, None]
-    said = payoff_verdict(found)
+    found = forecast_topk(cosine)
+    assert [item.best for item in found.configurations] == [None, None]
+    said = found.verdict
     assert said.startswith("At 1 Mbit/s and 1 Tbit/s between 8 nodes do not compress")
     assert "top-k 1 % would save " in said
     assert ("cosine of 0.49)" if cosine else "cosine of unknown)") in said
 
 
 def test_without_computing_time_nothing_is_promised() -> None:
-    said = payoff_verdict(payoff(0.9, compute=None))
+    found = forecast_topk(0.9, profile=NOT_MEASURED)
+    assert found.to_json()["compute_seconds"] is None
+    said = found.verdict
     assert said.startswith("Whether compression pays cannot be told without the time of computing (--compute-seconds")
     assert "at 1 Mbit/s between 8 nodes the exchange alone takes" in said
 
 
-def test_places_are_told_apart_by_nodes() -> None:
-    said = payoff_verdict(payoff(0.9, nodes=(2, 8)))
+def test_configurations_are_told_apart_by_nodes() -> None:
+    said = forecast_topk(0.9, nodes=(2, 8)).verdict
     assert "at 1 Tbit/s between 2 nodes, at 1 Tbit/s between 8 nodes do not compress" in said
 
 
 def test_speeds_in_prose() -> None:
-    assert [speed(rate) for rate in (1e9, 2.5e10, 2e8, 9600.0, 1e12, 12.0)] == [
+    assert [spell_rate(rate) for rate in (1e9, 2.5e10, 2e8, 9600.0, 1e12, 12.0)] == [
         "1 Gbit/s", "25 Gbit/s", "200 Mbit/s", "9.6 kbit/s", "1 Tbit/s", "12 bit/s",
     ]  # fmt: skip
-    assert speed("unlimited") == "an unlimited speed"
+    assert spell_rate(math.inf) == "an unlimited speed"
 
 
 def test_usual_plans_are_one_of_each_kind_that_fits() -> None:
@@ -98,14 +102,15 @@ def test_everything_of_a_small_trace(tmp_path: Path) -> None:
     with record(tmp_path / "t", random_gradients(0, 12, 2, LAYERS), LAYERS, metadata=about) as trace:
         assert replay_start(trace) == 0
         parts = ["payoff", "between", "noise", "limits"]  # the others are tested where they are measured
-        found = examine(trace, nodes=(2,), links=[SLOW], profile=Profile(1.0, "as given"), parts=parts)
-        page = write_trace_report(
-            trace, tmp_path / "r", fit=found.fit, replays=found.replays, spectrum=found.spectrum,
-            measured=found.measured, remarks=found.remarks,
-        )  # fmt: skip
+        found = examine(trace, network=Network([SLOW], [2], Profile(1.0, "as given")), parts=parts)
+        page = write_trace_report(trace, tmp_path / "r", found)
     data, text = json.loads((page.parent / "report.json").read_text()), page.read_text()
     assert set(data["replays"]) == set(USUAL)
     assert data["verdict"].startswith("At 1 Mbit/s between 2 nodes")
+    assert data["payoff"]["places"][0].keys() == {
+        "nodes", "bits_per_second", "dense_seconds", "seconds", "best", "best_seconds", "saved", "pays", "fastest",
+        "fastest_saves",
+    }  # fmt: skip
     assert [layer["place"] for layer in data["between_nodes"]["layers"]] == [
         ["first"], ["after a residual addition"], ["last"],
     ]  # fmt: skip
@@ -157,15 +162,15 @@ def test_a_fitted_plan_is_proposed_by_what_came_after_its_fit(tmp_path: Path) ->
     with record(tmp_path / "t", random_gradients(0, 40, 2, LAYERS), LAYERS) as trace:
         plan = Plan.uniform(LAYERS, "topk", density=0.5, warmup_steps=0)
         origin = {"trace": trace.digest, "fitted_on": list(range(30))}
-        found = examine(trace, plans={"fit": plan}, origins={"fit": origin}, parts=["payoff"])
+        found = examine(trace, plans={"fit": plan}, provenances={"fit": origin}, parts=["payoff"])
     assert [step.iteration for step in found.replays["fit"].judged] == list(range(30, 40))
 
 
 def test_a_plan_that_compresses_nothing_does_not_take_the_others_along(tmp_path: Path) -> None:
     plans = {"identity": Plan(LAYERS), "cast": Plan.uniform(LAYERS, "cast", warmup_steps=0)}
     with record(tmp_path / "t", random_gradients(0, 12, 2, LAYERS), LAYERS) as trace:
-        found = examine(trace, plans=plans, parts=["payoff"], nodes=(2,), links=[SLOW])
-    assert set(found.measured["payoff"]["forecasts"]) == {"cast"}
+        found = examine(trace, plans=plans, parts=["payoff"], network=Network([SLOW], [2]))
+    assert set(found.speed.forecasts) == {"cast"}
 
 
 def test_a_trace_of_one_rank_says_what_it_cannot(tmp_path: Path) -> None:

@@ -1,0 +1,234 @@
+"""Forecast the speed of several plans on one's own network, beside what their replays say of the direction they keep.
+
+Speed alone decides nothing: a plan is proposed only if its replayed update keeps a cosine of at least 0.5 with the true
+mean. The cosine orders methods much as training does (docs/comparison.md); where to draw the line is a convention, and
+a plan that is faster but below it is named with its cosine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gradlab.analysis.forecast.link import json_rate, spell_rate
+from gradlab.analysis.forecast.network import Network
+from gradlab.analysis.forecast.plans import SPEED_NOISE, Forecast, forecast
+from gradlab.analysis.forecast.profile import NOT_MEASURED
+from gradlab.analysis.forecast.step_time import Comparison
+from gradlab.errors import GradlabError
+from gradlab.formatting import format_percent, format_seconds
+from gradlab.jsonable import Jsonable, plain
+from gradlab.layout import Layer
+from gradlab.plan import Plan
+from gradlab.progress import Progress
+
+if TYPE_CHECKING:
+    from gradlab.analysis.replay.result import Replay
+
+LEAST_COSINE = 0.5
+# By name, codec and settings: one of each kind, none of which needs a fit.
+USUAL: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "16-bit floats": ("cast", {"dtype": "float16"}),
+    "int8": ("block_scaled", {"dtype": "int8"}),
+    "QSGD 4 bits": ("qsgd", {"bits": 4}),
+    "1-bit SGD": ("one_bit", {}),
+    "PowerSGD rank 4": ("powersgd", {"rank": 4}),
+    "top-k 1 %": ("topk", {"density": 0.01}),
+    "signs, both ways": ("sign", {}),
+}
+
+
+def usual_plans(layers: Sequence[Layer]) -> dict[str, Plan]:
+    """Make one plan of each kind for a model, as a first look; kinds that find no layer to compress are left out."""
+    plans = {}
+    for name, (codec, settings) in USUAL.items():
+        try:
+            plan = Plan.uniform(tuple(layers), codec, warmup_steps=0, **settings)
+        except GradlabError:  # no layer large enough
+            continue
+        if plan.compressed_groups:
+            plans[name] = plan
+    return plans
+
+
+@dataclass(frozen=True)
+class Configuration(Jsonable):
+    """All plans at one number of nodes on one link.
+
+    nodes: number of nodes, one rank each.
+    bits_per_second: the link's speed.
+    dense_seconds: plain DDP's step.
+    seconds: each plan's step, by name.
+    best, best_seconds: the fastest of the plans that keep the direction, and its step; None: no plan keeps it.
+    saved: the share of plain DDP's step that the best plan saves; 0 without one.
+    pays: whether that share is above `SPEED_NOISE`.
+    fastest, fastest_saves: the fastest of all plans, and the share that it saves.
+    """
+
+    nodes: int
+    bits_per_second: float
+    dense_seconds: float
+    seconds: Mapping[str, float]
+    best: str | None
+    best_seconds: float | None
+    saved: float
+    pays: bool
+    fastest: str
+    fastest_saves: float
+
+    @property
+    def where(self) -> str:
+        """Link speed and nodes in prose: "at 1 Gbit/s between 8 nodes"."""
+        return f"at {spell_rate(self.bits_per_second)} between {self.nodes} nodes"
+
+    def to_json(self) -> dict[str, Any]:
+        """Write every field; an infinite speed is the text "unlimited"."""
+        return {**super().to_json(), "bits_per_second": json_rate(self.bits_per_second)}
+
+
+@dataclass(frozen=True)
+class SpeedForecast:
+    """Forecasts of several plans on one network.
+
+    network: what the forecasts are made for.
+    cosines: of each replayed plan's update with the true mean, by name; None: not known.
+    forecasts: by the plan's name.
+    configurations: every number of nodes with every link, the links of the first number of nodes first.
+    """
+
+    network: Network
+    cosines: Mapping[str, float | None]
+    forecasts: Mapping[str, Forecast]
+    configurations: tuple[Configuration, ...]
+
+    @property
+    def compute_seconds(self) -> float | None:
+        """Seconds of a step without gradient exchange; None: not measured, so that steps are the exchange alone."""
+        profile = self.network.profile
+        return None if profile == NOT_MEASURED else profile.compute_seconds
+
+    def to_json(self) -> dict[str, Any]:
+        """Write everything as plain JSON: times in seconds, sizes in bytes."""
+        return {
+            "compute_seconds": self.compute_seconds,
+            "compute_source": self.network.profile.compute_source,
+            "nodes": list(self.network.nodes),
+            "links": [json_rate(link.bits_per_second) for link in self.network.links],
+            "cosines": plain(self.cosines),
+            "least_cosine": LEAST_COSINE,
+            "forecasts": plain(self.forecasts),
+            "places": plain(self.configurations),
+        }
+
+    @property
+    def verdict(self) -> str:
+        """A report's first line: where which plan pays, and where not to compress."""
+        if self.compute_seconds is None:
+            return _exchange_verdict(self.configurations)
+        losing = [item for item in self.configurations if not item.pays]
+        parts = [
+            f"{item.where}, {item.best} saves {format_percent(item.saved, 0)} of a step "
+            f"({format_seconds(item.best_seconds)} instead of {format_seconds(item.dense_seconds)}; its update's "
+            f"cosine with the true mean is {self.cosines[str(item.best)]:.2f} as replayed)"
+            for item in self.configurations
+            if item.pays
+        ]
+        if losing:
+            parts.append(
+                f"{_where(losing)} do not compress: no plan whose update keeps a cosine of {LEAST_COSINE} with the "
+                f"true mean saves more than 5 %{_refused(losing, self.cosines)}"
+            )
+        text = "; ".join(parts) + "."
+        return text[:1].upper() + text[1:]
+
+
+def forecast_speed(
+    plans: Mapping[str, Plan], replays: Mapping[str, Replay], network: Network, *, progress: Progress | None = None
+) -> SpeedForecast:
+    """Forecast each plan on a network, and find the best plan of each configuration.
+
+    Args:
+        plans: by name; those that compress nothing are left out.
+        replays: of some or all of the plans, by name; a plan without one is never the best.
+        network: the links and numbers of nodes to forecast for, and the computing time.
+        progress: told after each plan.
+
+    Raises:
+        GradlabError: if no plan compresses anything.
+    """
+    compressing = {name: plan for name, plan in plans.items() if plan.compressed_groups}
+    if not compressing:
+        raise GradlabError("no plan compresses anything: all steps are those of plain DDP")
+    forecasts = {}
+    for done, (name, plan) in enumerate(compressing.items()):
+        forecasts[name] = forecast(plan, network)
+        if progress:
+            progress("forecasts", done + 1, len(compressing))
+    cosines = {name: replays[name].summary().cosine for name in compressing if name in replays}
+    configurations = tuple(
+        _configuration(count, {name: item.nodes[i].links[j] for name, item in forecasts.items()}, cosines)
+        for i, count in enumerate(network.nodes)
+        for j in range(len(network.links))
+    )
+    return SpeedForecast(network, cosines, forecasts, configurations)
+
+
+def _configuration(
+    nodes: int, comparisons: Mapping[str, Comparison], cosines: Mapping[str, float | None]
+) -> Configuration:
+    """All plans beside plain DDP, and the fastest of those that keep the direction."""
+    seconds = {name: pair.compressed.seconds for name, pair in comparisons.items()}
+    keeping = [name for name in seconds if (cosines.get(name) or 0.0) >= LEAST_COSINE]
+    first = next(iter(comparisons.values()))
+    dense = first.dense.seconds
+    best = min(keeping, key=lambda name: seconds[name]) if keeping else None
+    saved = 1 - seconds[best] / dense if best is not None and dense > 0 else 0.0
+    fastest = min(seconds, key=lambda name: seconds[name])
+    return Configuration(
+        nodes=nodes,
+        bits_per_second=first.link.bits_per_second,
+        dense_seconds=dense,
+        seconds=seconds,
+        best=best,
+        best_seconds=seconds[best] if best is not None else None,
+        saved=saved,
+        pays=saved > SPEED_NOISE,
+        fastest=fastest,
+        fastest_saves=1 - seconds[fastest] / dense if dense > 0 else 0.0,
+    )
+
+
+def _where(configurations: Sequence[Configuration]) -> str:
+    """Speeds by number of nodes: "at 1 Gbit/s and 25 Gbit/s between 8 nodes"."""
+    speeds: dict[int, list[str]] = {}
+    for item in configurations:
+        speeds.setdefault(item.nodes, []).append(spell_rate(item.bits_per_second))
+    return ", ".join(
+        f"at {' and '.join(rates)} between {count} node{'s' * (count != 1)}" for count, rates in speeds.items()
+    )
+
+
+def _refused(configurations: Sequence[Configuration], cosines: Mapping[str, float | None]) -> str:
+    """The plan that would save most, if that is one which loses the direction."""
+    most = max(configurations, key=lambda item: item.fastest_saves)
+    if most.fastest_saves <= SPEED_NOISE:
+        return ""
+    cosine = cosines.get(most.fastest)
+    known = "unknown" if cosine is None else f"{cosine:.2f}"
+    return f" ({most.fastest} would save {format_percent(most.fastest_saves, 0)}, at a cosine of {known})"
+
+
+def _exchange_verdict(configurations: Sequence[Configuration]) -> str:
+    parts = []
+    for item in configurations:
+        line = f"{item.where} the exchange alone takes {format_seconds(item.dense_seconds)}"
+        if item.best is None:
+            parts.append(f"{line}, and no plan keeps the direction")
+        else:
+            parts.append(f"{line}, with {item.best} {format_seconds(item.best_seconds)}")
+    text = "; ".join(parts)
+    return (
+        f"Whether compression pays cannot be told without the time of computing (--compute-seconds or --run): {text}. "
+        "What of it computing hides is not known."
+    )
