@@ -1,4 +1,4 @@
-"""Chrome traces of the engine (`CompressionState.chrome_trace`), read again: how much of the network was hidden."""
+"""Read chrome traces of the engine (`CompressionState.chrome_trace`), and count how much of the network was hidden."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gradlab.errors import GradlabError
+from gradlab.jsonable import Jsonable
 
 # Rows of the picture, from the top.
 LANES = ("backward", "encode and decode", "wait", "network")
@@ -18,9 +19,12 @@ _WORK = LANES[:2]
 
 @dataclass(frozen=True)
 class Span:
-    """name: what; lane: one of `LANES`; start, stop: seconds.
+    """One piece of work.
 
-    row: the trace's thread; the network's lane has several where collectives travel at once.
+    name: of the work, such as "encode 0.weight".
+    lane: one of `LANES`.
+    row: the trace's thread; the network's lane has several rows where collectives travel at once.
+    start, stop: seconds.
     """
 
     name: str
@@ -28,6 +32,27 @@ class Span:
     row: int
     start: float
     stop: float
+
+
+@dataclass(frozen=True)
+class StepTimes(Jsonable):
+    """Where the time of one rank's iteration went.
+
+    step, rank: the iteration, and whose it is.
+    seconds: from the first span's start to the last one's end.
+    backward_seconds, codec_seconds, network_seconds: computing gradients, in codecs, and collectives travelling.
+    hidden_seconds: of the network's, those in which this rank was computing or coding.
+    exposed_seconds: the rest of the network's.
+    """
+
+    step: int
+    rank: int
+    seconds: float
+    backward_seconds: float
+    codec_seconds: float
+    network_seconds: float
+    hidden_seconds: float
+    exposed_seconds: float
 
 
 @dataclass(frozen=True)
@@ -40,28 +65,24 @@ class StepSpans:
 
     @property
     def begin(self) -> float:
-        """When the first bucket arrived, or whatever else came first; seconds."""
+        """When the first span began, in seconds: as a rule the first bucket's arrival."""
         return self.spans[0].start
 
     @property
-    def seconds(self) -> float:
-        """From there to the end of the last span."""
-        return max(span.stop for span in self.spans) - self.begin
-
-    def to_json(self) -> dict[str, Any]:
-        """Seconds; "hidden" are those of the network's in which this rank was computing or coding, "exposed" others."""
+    def times(self) -> StepTimes:
+        """The spans as seconds."""
         network = self._busy("network")
         hidden = sum(max(0.0, min(b, d) - max(a, c)) for a, b in network for c, d in self._busy(*_WORK))
-        return {
-            "step": self.step,
-            "rank": self.rank,
-            "seconds": self.seconds,
-            "backward_seconds": _length(self._busy("backward")),
-            "codec_seconds": _length(self._busy("encode and decode")),
-            "network_seconds": _length(network),
-            "hidden_seconds": hidden,
-            "exposed_seconds": _length(network) - hidden,
-        }
+        return StepTimes(
+            step=self.step,
+            rank=self.rank,
+            seconds=max(span.stop for span in self.spans) - self.begin,
+            backward_seconds=_length(self._busy("backward")),
+            codec_seconds=_length(self._busy("encode and decode")),
+            network_seconds=_length(network),
+            hidden_seconds=hidden,
+            exposed_seconds=_length(network) - hidden,
+        )
 
     def _busy(self, *lanes: str) -> list[tuple[float, float]]:
         """Disjoint intervals in which something was in at least one of these lanes."""
@@ -81,9 +102,12 @@ def _length(intervals: Sequence[tuple[float, float]]) -> float:
 
 
 def read_step(path: Path, rank: int = 0, step: int | None = None) -> StepSpans:
-    """One iteration of one rank from a file of `gradlab train --chrome-trace`, or of a list of events saved as JSON.
+    """Read one iteration of one rank. Spans of other programs in the file are left out.
 
-    step: None for the rank's first. Spans of other programs in the file are left out.
+    Args:
+        path: a file of `gradlab train --chrome-trace`, or a list of events saved as JSON.
+        rank: whose spans.
+        step: the iteration; None: the rank's first in the file.
 
     Raises:
         GradlabError: if the file is no chrome trace, or does not hold that rank or iteration.
@@ -92,23 +116,23 @@ def read_step(path: Path, rank: int = 0, step: int | None = None) -> StepSpans:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         events = content["traceEvents"] if isinstance(content, dict) else content
-        found = _by_rank_and_step(events)
+        spans = _by_rank_and_step(events)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise GradlabError(f"{path}: not a chrome trace: {type(error).__name__}: {str(error)[:100]}") from None
-    if not found:
+    if not spans:
         raise GradlabError(f"{path}: no spans of gradlab's engine in it; gradlab train ... --chrome-trace writes them")
-    steps = sorted(number for one, number in found if one == rank)
+    steps = sorted(number for other, number in spans if other == rank)
     if not steps:
-        raise GradlabError(f"{path}: rank {rank} is not in it, there are {sorted({one for one, _ in found})}")
+        raise GradlabError(f"{path}: rank {rank} is not in it, there are {sorted({other for other, _ in spans})}")
     chosen = steps[0] if step is None else step
     if chosen not in steps:
         raise GradlabError(f"{path}: iteration {chosen} of rank {rank} is not in it, there are {steps}")
-    return StepSpans(chosen, rank, tuple(sorted(found[rank, chosen], key=lambda span: span.start)))
+    return StepSpans(chosen, rank, tuple(sorted(spans[rank, chosen], key=lambda span: span.start)))
 
 
 def _by_rank_and_step(events: Sequence[dict[str, Any]]) -> dict[tuple[int, int], list[Span]]:
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
-    found: dict[tuple[int, int], list[Span]] = {}
+    spans: dict[tuple[int, int], list[Span]] = {}
     for event in events:
         lane = lanes.get((event.get("pid"), event.get("tid")))
         if event.get("ph") == "X" and lane in LANES:
@@ -116,5 +140,5 @@ def _by_rank_and_step(events: Sequence[dict[str, Any]]) -> dict[tuple[int, int],
             if not math.isfinite(start) or not start <= stop < math.inf:
                 raise ValueError(f"a span from {start:g} to {stop:g} s")
             span = Span(str(event["name"]), lane, int(event["tid"]), start, stop)
-            found.setdefault((int(event["pid"]), int(event["args"]["step"])), []).append(span)
-    return found
+            spans.setdefault((int(event["pid"]), int(event["args"]["step"])), []).append(span)
+    return spans

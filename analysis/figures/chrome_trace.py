@@ -22,17 +22,17 @@ _KINDS = {
 
 
 def plot_timelines(steps: Mapping[str, StepSpans]) -> Figure:
-    """Iterations below each other on one axis of time; each begins with its first bucket, keys are titles."""
+    """Draw iterations below each other on one axis of time; each begins with its first bucket, its key is its title."""
     heights = [len(_rows(step)) + 1 for step in steps.values()]
     figure = Figure(figsize=(WIDTH, 0.18 * sum(heights) + 0.4 * len(steps) + 0.5), layout="constrained")
     axes = figure.subplots(len(steps), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
     present: set[str] = set()
     for panel, (name, step) in zip(axes, steps.items(), strict=True):
         present |= _draw(panel, step)
-        known = step.to_json()
+        times = step.times
         panel.set_title(
-            f"{name}: {1000 * step.seconds:.0f} ms, the network busy for {1000 * known['network_seconds']:.0f}, "
-            f"{1000 * known['hidden_seconds']:.0f} of them hidden"
+            f"{name}: {1000 * times.seconds:.0f} ms, the network busy for {1000 * times.network_seconds:.0f}, "
+            f"{1000 * times.hidden_seconds:.0f} of them hidden"
         )
     axes[-1].set_xlabel("ms from the arrival of the first bucket")
     legend = [Patch(color=color, label=kind) for kind, color in _KINDS.items() if kind in present]
@@ -49,13 +49,13 @@ def _draw(panel: Axes, step: StepSpans) -> set[str]:
     rows = _rows(step)
     bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
     for span in step.spans:
-        place, start = rows.index(span.row), 1000 * (span.start - step.begin)
+        row, start = rows.index(span.row), 1000 * (span.start - step.begin)
         if span.stop > span.start:
-            bars.setdefault((place, _kind(span)), []).append((start, 1000 * (span.stop - span.start)))
+            bars.setdefault((row, _kind(span)), []).append((start, 1000 * (span.stop - span.start)))
         else:  # a bucket's arrival
-            panel.plot([start], [place - 0.45], marker="v", color=GREY, markersize=4, clip_on=False)
-    for (place, kind), spans in bars.items():
-        panel.broken_barh(spans, (place - 0.4, 0.8), color=_KINDS[kind], edgecolor="white", linewidth=0.2)
+            panel.plot([start], [row - 0.45], marker="v", color=GREY, markersize=4, clip_on=False)
+    for (row, kind), spans in bars.items():
+        panel.broken_barh(spans, (row - 0.4, 0.8), color=_KINDS[kind], edgecolor="white", linewidth=0.2)
     panel.set_yticks(range(len(rows)), _labels(step, rows))
     panel.set_ylim(len(rows) - 0.4, -0.9)
     panel.grid(axis="y", visible=False)

@@ -23,8 +23,8 @@ def timeline(
 ) -> None:
     """Show where an iteration's time went: how long the network was busy, and how much of that was hidden.
 
-    Hidden is what travelled while the rank computed gradients, compressed or decompressed. Time begins with the arrival
-    of DDP's first bucket. Several files are drawn below each other on one axis.
+    The network's time is hidden while the rank computes gradients, compresses or decompresses. Time begins with the
+    arrival of DDP's first bucket. Several files are drawn below each other on one axis.
 
     Examples:
 
@@ -42,15 +42,15 @@ def timeline(
         from gradlab.analysis.figures.chrome_trace import plot_timelines
 
         write_figure(lambda: plot_timelines(steps), out)
-    found = {name: spans.to_json() for name, spans in steps.items()}
+    times = {name: spans.times for name, spans in steps.items()}
     if as_json:
-        print_json(found)
+        print_json(times)
         return
-    parts = ("", "backward_", "codec_", "network_", "hidden_", "exposed_")
-    rows = [
-        (name, str(row["step"]), str(row["rank"]), *(format_seconds(row[f"{part}seconds"]) for part in parts))
-        for name, row in found.items()
-    ]
+    rows = []
+    for name, row in times.items():
+        own = (row.seconds, row.backward_seconds, row.codec_seconds)
+        network = (row.network_seconds, row.hidden_seconds, row.exposed_seconds)
+        rows.append((name, str(row.step), str(row.rank), *map(format_seconds, (*own, *network))))
     columns = ("trace", "step", "rank", "time", "backward", "codec", "network", "of it hidden", "exposed")
     print_table("", columns, rows)
     if out is not None:
@@ -58,6 +58,6 @@ def timeline(
 
 
 def _named(files: list[Path]) -> dict[str, Path]:
-    """Files by their stems; by their paths where stems are not different."""
+    """Files by their stems, or by their paths if two stems are equal."""
     stems = {file.stem: file for file in files}
     return stems if len(stems) == len(files) else {str(file): file for file in files}

@@ -77,12 +77,12 @@ def test_a_trace_is_read_again_and_drawn(pool: ProcessPool, tmp_path: Path) -> N
                     busy[round(e["ts"] - first) : round(e["ts"] - first + e["dur"])] = True
             return busy
 
-        found, slack = step.to_json(), 2e-6 * len(events)
+        found, slack = step.times, 2e-6 * len(events)
         network = during(range(3, 99))
-        assert found["network_seconds"] == pytest.approx(network.sum() / 1e6, abs=slack)
-        assert found["hidden_seconds"] == pytest.approx((network & during((0, 1))).sum() / 1e6, abs=slack)
-        assert found["hidden_seconds"] + found["exposed_seconds"] == pytest.approx(found["network_seconds"])
-        assert found["seconds"] == pytest.approx((max(e["ts"] + e["dur"] for e in events) - first) / 1e6, abs=slack)
+        assert found.network_seconds == pytest.approx(network.sum() / 1e6, abs=slack)
+        assert found.hidden_seconds == pytest.approx((network & during((0, 1))).sum() / 1e6, abs=slack)
+        assert found.hidden_seconds + found.exposed_seconds == pytest.approx(found.network_seconds)
+        assert found.seconds == pytest.approx((max(e["ts"] + e["dur"] for e in events) - first) / 1e6, abs=slack)
     with drawing():
         figure = plot_timelines({"one": read_step(file, 0), "two": read_step(file, 1)})
         assert [panel.get_title("left").split(":")[0] for panel in figure.axes] == ["one", "two"]
