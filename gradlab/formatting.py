@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-# Shown where a figure does not exist (a world of one rank has no cosine between ranks).
+# Shown for a number that does not exist (a world of one rank has no cosine between ranks).
 ABSENT = "-"
 
 _BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -16,18 +16,18 @@ def _exists(value: float | None) -> bool:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """A number with so many significant digits and no exponent: 12345 -> "12300", 0.01234 -> "0.0123"."""
+    """Write a number with so many significant digits and no exponent: 12345 -> "12300", 0.01234 -> "0.0123"."""
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
-    places = digits - 1 - math.floor(math.log10(abs(value)))
-    rounded = round(value, places)
+    decimals = digits - 1 - math.floor(math.log10(abs(value)))
+    rounded = round(value, decimals)
     # Rounding may carry into a further digit (9.996 -> 10.0), which then shows one decimal less.
-    places = digits - 1 - math.floor(math.log10(abs(rounded)))
-    return f"{rounded:.{max(0, places)}f}"
+    decimals = digits - 1 - math.floor(math.log10(abs(rounded)))
+    return f"{rounded:.{max(0, decimals)}f}"
 
 
 def format_bytes(count: float | None, digits: int = 3) -> str:
-    """Bytes with SI units (1 kB = 1000 bytes) and significant digits: "1.23 MB"; whole bytes below 1000."""
+    """Write bytes with SI units (1 kB = 1000 bytes) and significant digits: "1.23 MB"; whole bytes below 1000."""
     if not _exists(count):
         return ABSENT
     value, unit = float(count or 0.0), 0
@@ -39,7 +39,7 @@ def format_bytes(count: float | None, digits: int = 3) -> str:
 
 
 def format_seconds(duration: float | None, digits: int = 3) -> str:
-    """A duration in s, ms, µs or ns with so many significant digits; minutes above two of them."""
+    """Write a duration in s, ms, µs or ns with so many significant digits; from 120 s on, in minutes and seconds."""
     if not _exists(duration):
         return ABSENT
     value = float(duration or 0.0)
@@ -55,7 +55,7 @@ def format_seconds(duration: float | None, digits: int = 3) -> str:
 
 
 def format_percent(share: float | None, digits: int = 1) -> str:
-    """A share as a percentage: 0.1234 -> "12.3 %"; small non-zero shares keep one significant digit."""
+    """Write a share as a percentage: 0.1234 -> "12.3 %"; small non-zero shares keep one significant digit."""
     if not _exists(share):
         return ABSENT
     value = 100 * float(share or 0.0)
@@ -65,15 +65,15 @@ def format_percent(share: float | None, digits: int = 1) -> str:
 
 
 def format_ratio(value: float | None) -> str:
-    """A factor: 15.72 -> "15.7x"."""
+    """Write a factor: 15.72 -> "15.7x"."""
     return f"{significant(float(value or 0.0))}x" if _exists(value) else ABSENT
 
 
 def format_number(value: float | None, digits: int = 3) -> str:
-    """A plain number with so many significant digits."""
+    """Write a plain number with so many significant digits."""
     return significant(float(value or 0.0), digits) if _exists(value) else ABSENT
 
 
 def format_count(value: int) -> str:
-    """A whole number with thin groups of three: 1234567 -> "1 234 567" (no-break spaces)."""
+    """Write a whole number in groups of three: 1234567 -> "1 234 567" (no-break spaces)."""
     return f"{value:,}".replace(",", "\u202f")

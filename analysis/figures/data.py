@@ -17,15 +17,16 @@ _DIGITS = 6  # significant: what no reader of a plot can see is not worth its by
 
 
 def figure_data(figure: Figure) -> dict[str, Any]:
-    """{"panels": [...]}: per axes its title, labels and scales, and series of x and y, bars, points and images.
+    """Read a figure's data as {"panels": [...]}.
 
-    Gaps (NaN) are null. References are lines across the whole axes: one of their coordinates is a share of the axes.
+    A panel has title, labels, scales, series of x and y, bars, points and images. Gaps (NaN) are null. References are
+    lines across the whole axes: one of their coordinates is a share of the axes.
     """
     return dict(plain({"panels": [_panel(axes) for axes in figure.axes if axes.get_label() != "<colorbar>"]}))
 
 
 def _panel(axes: Axes) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    panel: dict[str, Any] = {
         "title": axes.get_title() or axes.get_title(loc="left"),
         "x": axes.get_xlabel(),
         "y": axes.get_ylabel(),
@@ -45,7 +46,7 @@ def _panel(axes: Axes) -> dict[str, Any]:
         + [_rounded(c.get_array()) for c in axes.collections if isinstance(c, QuadMesh)],
         "rows": names,
     }
-    return found | {name: part for name, part in parts.items() if part}
+    return panel | {name: part for name, part in parts.items() if part}
 
 
 def _is_named(axes: Axes) -> bool:
@@ -92,6 +93,6 @@ def _bar(patch: Rectangle) -> list[float]:
 def _rounded(values: Any) -> Any:
     array: np.ndarray = np.ma.filled(np.ma.asarray(values, dtype=float), np.nan)
     with np.errstate(divide="ignore", invalid="ignore"):
-        places = _DIGITS - 1 - np.floor(np.log10(np.abs(array)))
-    scale = 10.0 ** np.clip(np.where(np.isfinite(places), places, 0), -300, 300)
+        decimals = _DIGITS - 1 - np.floor(np.log10(np.abs(array)))
+    scale = 10.0 ** np.clip(np.where(np.isfinite(decimals), decimals, 0), -300, 300)
     return np.where(np.isfinite(array), np.round(array * scale) / scale, array).tolist()

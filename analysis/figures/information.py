@@ -1,4 +1,4 @@
-"""Figures of what nodes share, how noisy gradients are, how far codecs are from the limit. Inputs as in report.json."""
+"""Figures of what ranks share, how noisy gradients are, how far codecs are from the limit. Inputs as in report.json."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from gradlab.analysis.figures.style import (
 )
 from gradlab.analysis.measure.layer_places import AFTER_ADDITION
 
-Found = Mapping[str, Any]
+Json = Mapping[str, Any]
 _ESTIMATORS = {
     "copula": ("Gaussian copula", BLUE, "o"),
     "equal_mass": ("equal masses", ORANGE, "s"),
@@ -44,26 +44,29 @@ _FAMILY_COLORS = {
 }
 
 
-def plot_claim(between: Found) -> Figure:
-    """LGC's Fig. 4 examined: (a) entropy and information by the paper's histogram, paired and shuffled; (b) what nodes
-    share beyond the shifted null, by estimators that are corrected, with intervals."""
+def plot_claim(between: Json) -> Figure:
+    """Draw LGC's Fig. 4, examined.
+
+    (a) Entropy and information by the paper's histogram, of the pair and of the shuffled pair. (b) What ranks share
+    beyond the shifted null, by corrected estimators, with intervals.
+    """
     layers, paper = spread_layers(between["layers"], _MOST_ROWS), str(between["paper_bins"])
     figure, (left, right) = panels(2, 2, height=max(2.6, 0.2 * len(layers) + 1.2), sharey=True)
     rows = np.arange(len(layers))
-    found = [layer["histograms"][paper] for layer in layers]
+    histograms = [layer["histograms"][paper] for layer in layers]
     for name, label, color, marker in (
         ("entropy", "entropy H", BLACK, "|"),
         ("information", "information of the pair", VERMILION, "o"),
         ("shuffled", "information, pair shuffled", BLUE, "x"),
     ):
-        values = [np.mean(histogram[name]) for histogram in found]
+        values = [np.mean(histogram[name]) for histogram in histograms]
         left.plot(values, rows, marker, color=color, label=label, markersize=5, linestyle="none", fillstyle="none")
-    for place, (name, (label, color, marker)) in enumerate(_ESTIMATORS.items()):
+    for position, (name, (label, color, marker)) in enumerate(_ESTIMATORS.items()):
         excess = [layer["estimators"][name]["excess"] for layer in layers]
-        middle = np.array([one["bits"] for one in excess])
-        ends = np.abs(np.array([[one["low"], one["high"]] for one in excess]).T - middle)
+        middle = np.array([interval["bits"] for interval in excess])
+        ends = np.abs(np.array([[interval["low"], interval["high"]] for interval in excess]).T - middle)
         style: dict[str, Any] = {"fmt": marker, "color": color, "markersize": 3, "linewidth": 0.9}
-        right.errorbar(middle, rows + 0.22 * (place - 1), xerr=ends, label=label, **style)
+        right.errorbar(middle, rows + 0.22 * (position - 1), xerr=ends, label=label, **style)
     right.axvline(0, color=GREY, linewidth=0.8)
     left.set(xlabel="bits per parameter", title="(a) LGC's histogram, 2³² levels", yticks=rows)
     left.set_yticklabels([_marked(layer) for layer in layers], fontsize=7 if len(layers) <= 30 else 4)
@@ -76,15 +79,18 @@ def plot_claim(between: Found) -> Figure:
     return figure
 
 
-def _marked(layer: Found) -> str:
+def _marked(layer: Json) -> str:
     marks = {"first": "first", "last": "last", AFTER_ADDITION: "+"}
     place = ", ".join(marks[mark] for mark in layer["place"])
     return short(layer["name"]) + (f" ({place})" if place else "")
 
 
-def plot_information_over_iterations(between: Found) -> Figure:
-    """LGC's Figs. 3 and 12: (a) entropy (dotted) and information (solid) by the paper's histogram; (b) the copula's
-    information of a pair (solid) and of the shifted pair (dotted)."""
+def plot_information_over_iterations(between: Json) -> Figure:
+    """Draw LGC's Figs. 3 and 12.
+
+    (a) Entropy (dotted) and information (solid) by the paper's histogram. (b) The copula's information of a pair
+    (solid) and of the shifted pair (dotted).
+    """
     layers = spread_layers(between["layers"])
     figure, (left, right) = panels(2, 2, height=2.7)
     for layer, color in zip(layers, layer_colors(len(layers)), strict=True):
@@ -102,15 +108,15 @@ def plot_information_over_iterations(between: Found) -> Figure:
     return figure
 
 
-def spread_layers(layers: Sequence[Found], most: int = _MOST_LAYERS) -> list[Found]:
-    """At most so many, evenly spread from the first to the last."""
+def spread_layers(layers: Sequence[Json], most: int = _MOST_LAYERS) -> list[Json]:
+    """Choose at most `most` layers, evenly spread from the first to the last."""
     if len(layers) <= most:
         return list(layers)
     return [layers[i] for i in np.unique(np.linspace(0, len(layers) - 1, most).round().astype(int))]
 
 
-def plot_lags(between: Found) -> Figure:
-    """Copula information of one node's gradient with another's so many recorded iterations later."""
+def plot_lags(between: Json) -> Figure:
+    """Draw the copula information of one rank's gradient with another's, over the iterations between the two."""
     layers = spread_layers(between["layers"])
     figure, (axes,) = panels(1, 1, height=2.5)
     for layer, color in zip(layers, layer_colors(len(layers)), strict=True):
@@ -127,8 +133,8 @@ def plot_lags(between: Found) -> Figure:
     return figure
 
 
-def plot_top_indices(between: Found) -> Figure:
-    """Share of largest values that two nodes have at the same positions, and the energy at another's positions."""
+def plot_top_indices(between: Json) -> Figure:
+    """Draw the share of largest values that two ranks have in common, and the energy at another rank's positions."""
     figure, (left, right) = panels(2, 2, height=2.6)
     layers = [layer for layer in between["layers"] if layer["top_indices"]]
     for layer, color in zip(layers, layer_colors(len(layers)), strict=True):
@@ -147,21 +153,21 @@ def plot_top_indices(between: Found) -> Figure:
     return figure
 
 
-def plot_noise_scale(found: Found) -> Figure:
-    """Cosine between nodes over the batch, and how redundancy and signal grow with the number of nodes."""
+def plot_noise_scale(noise: Json) -> Figure:
+    """Draw the cosine between ranks over the batch, and redundancy and signal over the number of ranks."""
     figure, (left, right) = panels(2, 2, height=2.6)
-    expected, size = found["expected"], found["batch_size"] or 1
+    expected, size = noise["expected"], noise["batch_size"] or 1
     batches = size * np.array(expected["batches"])
     left.plot(batches, expected["cosine"], color=BLUE, label="1 / (1 + B / b)")
-    scale = found["model"]["batches"]
+    scale = noise["model"]["batches"]
     if scale is not None and math.isfinite(scale):
         left.axvline(
             size * scale, color=GREY, linestyle="--", linewidth=0.9, label=f"noise scale B = {size * scale:.3g}"
         )
-        low, high = found["model"]["low"], found["model"]["high"]
+        low, high = noise["model"]["low"], noise["model"]["high"]
         if low is not None and high is not None and math.isfinite(high):
             left.axvspan(size * low, size * high, color=GREY, alpha=0.15, linewidth=0)
-    measured = found["measured_cosine"]
+    measured = noise["measured_cosine"]
     left.plot(
         [size * row["batches"] for row in measured],
         [row["cosine"] for row in measured],
@@ -169,13 +175,13 @@ def plot_noise_scale(found: Found) -> Figure:
         color=VERMILION,
         label="measured, nodes grouped",
     )
-    unit = "examples" if found["batch_size"] else "batches of one node"
+    unit = "examples" if noise["batch_size"] else "batches of one node"
     left.set(xscale="log", xlabel=f"batch of a node, {unit}", ylabel="cosine between nodes", title="(a)", ylim=(0, 1))
-    rows = found["by_nodes"]
+    rows = noise["by_nodes"]
     nodes = [row["nodes"] for row in rows]
     right.plot(nodes, [row["redundancy_bits"] for row in rows], "o-", color=GREEN, label="redundancy, bits")
     right.plot(nodes, [row["signal_share_of_mean"] for row in rows], "s--", color=ORANGE, label="signal in the mean")
-    right.axvline(found["world_size"], color=GREY, linewidth=0.8, linestyle=":")
+    right.axvline(noise["world_size"], color=GREY, linewidth=0.8, linestyle=":")
     right.set(xscale="log", xlabel="nodes", ylim=(0, None), title="(b) per value and node")
     right.set_xticks([1, 4, 16, 64, 256], ["1", "4", "16", "64", "256"])
     right.set_xticks([], minor=True)
@@ -184,8 +190,8 @@ def plot_noise_scale(found: Found) -> Figure:
     return figure
 
 
-def plot_limits(limits: Found, most: int = _MOST_LAYERS) -> Figure:
-    """Bits per value over relative squared error: the floor, and every codec above it; the largest layers."""
+def plot_limits(limits: Json, most: int = _MOST_LAYERS) -> Figure:
+    """Draw bits per value over relative squared error, the floor and every codec, of the largest layers."""
     layers = sorted(limits["layers"], key=lambda layer: -layer["numel"])[:most]
     figure, axes = panels(len(layers), 3, height=2.3, sharey=True, sharex=True)
     for panel, layer in zip(axes, layers, strict=True):
@@ -199,8 +205,8 @@ def plot_limits(limits: Found, most: int = _MOST_LAYERS) -> Figure:
     return figure
 
 
-def draw_limits(panel: Axes, limits: Found, layer: Found) -> None:
-    """One layer's floor, codecs and plans on axes."""
+def draw_limits(panel: Axes, limits: Json, layer: Json) -> None:
+    """Draw one layer's floor, codecs and plans on axes."""
     errors = limits["relative_errors"]
     panel.plot(errors, layer["floor"], color=BLACK, label="Gaussian floor")
     panel.plot(errors, layer["coordinates"], ":", color=GREY, label="coordinates alone")
@@ -223,8 +229,8 @@ def _family(codec: str) -> str:
     return family if family in _FAMILY_COLORS else "other"
 
 
-def plot_ranking(ranking: Found) -> Figure:
-    """Places of plans in windows of the run; (b) how much each window's order agrees with that of all."""
+def plot_ranking(ranking: Json) -> Figure:
+    """Draw (a) the rank of each plan in windows of the run, (b) how each window's order agrees with the whole run's."""
     figure, (left, right) = panels(2, 2, height=2.7)
     middles = [(first + last) / 2 for first, last in ranking["windows"]]
     colors, markers = method_colors(ranking["ranks"]), method_markers(ranking["ranks"])
@@ -240,25 +246,25 @@ def plot_ranking(ranking: Found) -> Figure:
     return figure
 
 
-def plot_waiting(replays: Mapping[str, Found]) -> Figure:
-    """What error feedback holds back, in gradients, over the replayed iterations."""
+def plot_waiting(replays: Mapping[str, Json]) -> Figure:
+    """Draw the residual norm under error feedback, in norms of the gradient, over the replayed iterations."""
     figure, (axes,) = panels(1, 1, height=2.5)
     colors = method_colors(replays)
-    for name, found in replays.items():
-        points = [(step["iteration"], step["unsent"]) for step in found["steps"] if step.get("unsent")]
+    for name, replay in replays.items():
+        points = [(step["iteration"], step["unsent"]) for step in replay["steps"] if step.get("unsent")]
         if points:
-            steps, unsent = zip(*points, strict=True)
-            axes.plot(steps, unsent, color=colors[name], label=name)
-    axes.set(xlabel="iteration", ylabel="‖unsent‖ / ‖gradient‖", yscale="log")
+            steps, errors = zip(*points, strict=True)
+            axes.plot(steps, errors, color=colors[name], label=name)
+    axes.set(xlabel="iteration", ylabel="‖residual‖ / ‖gradient‖", yscale="log")
     axes.set_ylim(bottom=max(1e-3, axes.get_ylim()[0]))  # less is rounding
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 
 
-def plot_layer(data: Found, name: str) -> Figure:
-    """One layer: what nodes share over time, its spectrum, codecs above the floor; of these what was measured.
+def plot_layer(data: Json, name: str) -> Figure:
+    """Draw what was measured of one layer: what ranks share over time, its spectrum, codecs above the floor.
 
-    data: a trace report's.
+    data: a trace report's, with its layers by name.
     """
     between = named_layer(data.get("between_nodes"), name)
     spectrum = named_layer(data.get("spectrum"), name)
@@ -268,8 +274,8 @@ def plot_layer(data: Found, name: str) -> Figure:
     if between:
         panel = next(left)
         for method, (label, color, _) in _ESTIMATORS.items():
-            found = between["estimators"][method]
-            excess = np.subtract(found["paired"], found["shifted"])
+            estimates = between["estimators"][method]
+            excess = np.subtract(estimates["paired"], estimates["shifted"])
             panel.plot(between["iterations"], excess, color=color, label=label, linewidth=1)
         panel.axhline(0, color=GREY, linewidth=0.8)
         panel.set(xlabel="iteration", ylabel="excess, bits", title="nodes share")
@@ -288,6 +294,6 @@ def plot_layer(data: Found, name: str) -> Figure:
     return figure
 
 
-def named_layer(found: Found | None, name: str) -> Found | None:
-    """The layer of this name among what was measured by layer; None if it was not."""
-    return next((layer for layer in found["layers"] if layer["name"] == name), None) if found else None
+def named_layer(part: Json | None, name: str) -> Json | None:
+    """Find the layer of this name in a part of a report; None if the layer or the part is missing."""
+    return next((layer for layer in part["layers"] if layer["name"] == name), None) if part else None

@@ -1,4 +1,4 @@
-"""Figures of plans by layer: what every layer got, and what every way of planning costs at an error."""
+"""Figures of plans by layer: every layer's setting, and the cost of every way of planning at an error."""
 
 from __future__ import annotations
 
@@ -16,78 +16,80 @@ from gradlab.formatting import format_bytes, format_ratio, format_seconds
 PLAN, UNIFORM = VERMILION, BLUE
 
 
-def plot_layers(origin: Mapping[str, Any]) -> Figure:
-    """L-GreCo's Fig. 1: the setting of every layer, in the order of communication, over the layers' sizes; and the
-    relative error of each. origin: of a fit."""
-    layers = list(reversed(origin["layers"]))  # backward hands over the last layers first
+def plot_layers(provenance: Mapping[str, Any]) -> Figure:
+    """Draw L-GreCo's Fig. 1: every layer's setting and size, in the order of communication, and its relative error.
+
+    provenance: of a fit.
+    """
+    layers = list(reversed(provenance["layers"]))  # backward hands over the last layers first
     figure, (top, bottom) = panels(2, 1, height=2.3, sharex=True)
-    places = np.arange(1, len(layers) + 1)
+    positions = np.arange(1, len(layers) + 1)
     sizes = top.twinx()
-    sizes.bar(places, [layer["numel"] for layer in layers], color=SKY, alpha=0.35, width=0.9)
+    sizes.bar(positions, [layer["numel"] for layer in layers], color=SKY, alpha=0.35, width=0.9)
     sizes.set(yscale="log", ylabel="elements of the layer")
     sizes.set_zorder(top.get_zorder() - 1)
     top.patch.set_visible(False)
-    varied = origin["varied"]
-    if all(layer["codec"] == origin["codec"] and varied in layer["settings"] for layer in layers):
-        top.step(places, [layer["settings"][varied] for layer in layers], where="mid", color=PLAN, label="by layer")
-        top.axhline(origin["reference"].get(varied), color=UNIFORM, linestyle="--", label="uniform")
+    varied = provenance["varied"]
+    if all(layer["codec"] == provenance["codec"] and varied in layer["settings"] for layer in layers):
+        top.step(positions, [layer["settings"][varied] for layer in layers], where="mid", color=PLAN, label="by layer")
+        top.axhline(provenance["reference"].get(varied), color=UNIFORM, linestyle="--", label="uniform")
         top.set_ylabel(varied)
     else:
         shares = [layer["cost"] / layer["uniform_cost"] if layer["uniform_cost"] else np.nan for layer in layers]
-        _draw_families(top, places, layers, shares)
+        _draw_families(top, positions, layers, shares)
         top.axhline(1.0, color=UNIFORM, linestyle="--", label="uniform")
-        top.set(yscale="log", ylabel=f"{_unit(origin)} / uniform's")
+        top.set(yscale="log", ylabel=f"{_unit(provenance)} / uniform's")
     top.legend(loc="best", fontsize=7, ncols=2)
     for key, color, mark in (("uniform_relative_error", UNIFORM, "_"), ("relative_error", PLAN, ".")):
-        bottom.plot(places, [layer[key] for layer in layers], mark, color=color)
+        bottom.plot(positions, [layer[key] for layer in layers], mark, color=color)
     bottom.set(ylabel="relative error", xlabel="layer, in the order of communication", ylim=(0, None))
     bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure
 
 
-def _draw_families(panel: Axes, places: np.ndarray, layers: list[Any], shares: list[float]) -> None:
+def _draw_families(panel: Axes, positions: np.ndarray, layers: list[Any], shares: list[float]) -> None:
     codecs = list(dict.fromkeys(layer["codec"] for layer in layers))
     colors, markers = method_colors(codecs), method_markers(codecs)
     for codec in codecs:
-        mine = [place for place, layer in enumerate(layers) if layer["codec"] == codec]
-        values = [shares[place] for place in mine]
-        panel.plot(places[mine], values, linestyle="", marker=markers[codec], color=colors[codec], label=codec)
+        rows = [row for row, layer in enumerate(layers) if layer["codec"] == codec]
+        values = [shares[row] for row in rows]
+        panel.plot(positions[rows], values, linestyle="", marker=markers[codec], color=colors[codec], label=codec)
 
 
-def plot_frontier(found: Mapping[str, Any]) -> Figure:
-    """The least cost over the error allowed, a line for each way to plan. found: `LgrecoFit.frontier()`."""
+def plot_frontier(frontier: Mapping[str, Any]) -> Figure:
+    """Draw the least cost over the error allowed, a line for each way to plan. frontier: `LgrecoFit.frontier()`."""
     figure, (panel,) = panels(1, 1, height=3.4)
-    names = list(found["planners"])
+    names = list(frontier["planners"])
     colors, markers = method_colors(names), method_markers(names)
     for name in names:
-        points = sorted(found["planners"][name])
+        points = sorted(frontier["planners"][name])
         style = {"color": BLACK, "linewidth": 1.6, "zorder": 3} if name == "L-GreCo, exact" else {"color": colors[name]}
         panel.plot(*zip(*points, strict=True), marker=markers[name], markersize=3, label=name, **style)
     panel.axvline(1.0, color=GREY, linewidth=0.8, linestyle=":")
-    panel.set(yscale="log", xlabel="error, in the uniform plan's", ylabel=_unit(found))
-    text = format_seconds if found["cost"] == "seconds" else format_bytes
+    panel.set(yscale="log", xlabel="error, in the uniform plan's", ylabel=_unit(frontier))
+    text = format_seconds if frontier["cost"] == "seconds" else format_bytes
     panel.yaxis.set_major_formatter(lambda value, _: text(value))
     panel.yaxis.set_minor_formatter(lambda value, _: "")
     panel.legend(fontsize=7)
     return figure
 
 
-def _unit(found: Mapping[str, Any]) -> str:
+def _unit(plan: Mapping[str, Any]) -> str:
     texts = {"payload": "payload, bytes", "wire": "bytes on the wire", "seconds": "seconds", "step": "seconds"}
-    return texts[found["cost"]]
+    return texts[plan["cost"]]
 
 
-def plot_over_time(found: Mapping[str, Any]) -> Figure:
-    """L-GreCo's Figs. 9 and 13: compression ratio window by window, and bytes in each bucket, mean over windows.
+def plot_over_time(plans: Mapping[str, Any]) -> Figure:
+    """Draw L-GreCo's Figs. 9 and 13: compression ratio by window, and bytes in each bucket, mean over windows.
 
-    found: `PlansOverTime.to_json`.
+    plans: `PlansOverTime.to_json()`.
     """
     figure, (left, right) = panels(2, 2, height=2.8)
-    names = list(found["planners"])
+    names = list(plans["planners"])
     colors, markers = method_colors(names), method_markers(names)
-    ends = [last for _, last in found["windows"]]
+    ends = [last for _, last in plans["windows"]]
     for name in names:
-        rows = found["planners"][name]
+        rows = plans["planners"][name]
         label = f"{name} ({format_ratio(rows['mean_ratio'])})"
         left.plot(ends, rows["ratio"], marker=markers[name], markersize=3, color=colors[name], label=label)
         buckets = np.arange(1, len(rows["bytes_by_bucket"]) + 1)
@@ -102,8 +104,9 @@ def plot_over_time(found: Mapping[str, Any]) -> Figure:
 
 
 def plot_sensitivity(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """L-GreCo's Fig. 11a: over settings, the correlation over layers of the L2 error with what compression of a layer
-    does to the loss, a line per checkpoint; and the layers themselves at the last one.
+    """Draw L-GreCo's Fig. 11a: how a layer's L2 error goes with what its compression does to the loss.
+
+    (left) The correlation over layers, by setting, a line per checkpoint. (right) The layers at the last checkpoint.
 
     rows: one per checkpoint, with "checkpoint", "varied", "settings", "errors" and "differences" (layers, settings),
     and "correlations" as `gradlab.analysis.layer_plan.sensitivity.correlations` gives them.
@@ -112,17 +115,17 @@ def plot_sensitivity(rows: Sequence[Mapping[str, Any]]) -> Figure:
     labels = [str(row["checkpoint"]) for row in rows]
     colors, markers = method_colors(labels), method_markers(labels)
     for label, row in zip(labels, rows, strict=True):
-        found = row["correlations"]
-        left.plot(row["settings"], found["pearson"], marker=markers[label], color=colors[label], label=label)
-        left.plot(row["settings"], found["spearman"], marker=markers[label], color=colors[label], linestyle="--")
+        correlations = row["correlations"]
+        left.plot(row["settings"], correlations["pearson"], marker=markers[label], color=colors[label], label=label)
+        left.plot(row["settings"], correlations["spearman"], marker=markers[label], color=colors[label], linestyle="--")
     left.axhline(0.0, color=GREY, linewidth=0.8)
     left.set(xscale="log", ylim=(-1, 1.05), xlabel=rows[0]["varied"], ylabel="correlation (dashed: of ranks)")
     left.legend(title="iteration", fontsize=7, title_fontsize=7)
     last = rows[-1]
     names = [f"{last['varied']} {value}" for value in last["settings"]]
     colors, markers = method_colors(names), method_markers(names)
-    for place, name in enumerate(names):
-        points = np.array([last["errors"], last["differences"]], dtype=float)[:, :, place]
+    for position, name in enumerate(names):
+        points = np.array([last["errors"], last["differences"]], dtype=float)[:, :, position]
         right.plot(*points, linestyle="", marker=markers[name], markersize=4, color=colors[name], label=name)
     right.axhline(0.0, color=GREY, linewidth=0.8)
     right.set(xscale="log", xlabel="squared error of a layer", ylabel="loss, above uncompressed")

@@ -12,16 +12,18 @@ from gradlab.analysis.figures.style import BLUE, GREY, VERMILION, layer_colors, 
 from gradlab.analysis.fit.lgc.value_codes import RatePoint
 
 
-def plot_fit(origin: Mapping[str, Any]) -> Figure:
-    """Error over epochs, where it was learned and where it says when to stop; and held out, over age. origin: of a
-    fit."""
+def plot_fit(provenance: Mapping[str, Any]) -> Figure:
+    """Draw an autoencoder's error over epochs, and on held-out iterations over age.
+
+    provenance: of a fit. One curve is of the iterations learned from, one of those that decide when to stop.
+    """
     figure, (left, right) = panels(2, 2, height=2.4)
-    epochs = range(1, len(origin["curve"]) + 1)
+    epochs = range(1, len(provenance["curve"]) + 1)
     for key, label, color in (("learned", "learned from", BLUE), ("stop", "stopped by", VERMILION)):
-        left.plot(epochs, [errors[key] for errors in origin["curve"]], color=color, label=label)
+        left.plot(epochs, [errors[key] for errors in provenance["curve"]], color=color, label=label)
     left.set(xlabel="epoch", ylabel="error, in that of zeros", ylim=(0, None))
     left.legend(fontsize=7)
-    held = origin["holdout"]
+    held = provenance["holdout"]
     ages = [sum(span) / 2 for span in held["ages"]]
     right.plot(ages, held["error_by_age"], marker="o", markersize=3, color=VERMILION)
     right.axhline(1.0, color=GREY, linewidth=0.8, linestyle=":")
@@ -30,8 +32,10 @@ def plot_fit(origin: Mapping[str, Any]) -> Figure:
 
 
 def plot_sparsification(losses: Mapping[str, Sequence[float]], every: int = 1) -> Figure:
-    """The paper's Fig. 13: training loss over iterations for each way to become sparse. losses: means of `every`
-    iterations at a time."""
+    """Draw the paper's Fig. 13: training loss over iterations for each way to become sparse.
+
+    losses: means of `every` iterations at a time, by name.
+    """
     figure, (axes,) = panels(1, 1, height=2.8)
     for color, (name, values) in zip(layer_colors(len(losses)), losses.items(), strict=True):
         axes.plot([every * (at + 0.5) for at in range(len(values))], values, color=color, linewidth=1.2, label=name)
@@ -41,15 +45,18 @@ def plot_sparsification(losses: Mapping[str, Sequence[float]], every: int = 1) -
 
 
 def plot_reconstruction(errors: Mapping[str, Mapping[str, Sequence[float]]], mean_of: int = 10) -> Figure:
-    """The paper's Fig. 14: an autoencoder's error over the iterations in which it learns, a panel for each number of
-    nodes and in it a line for each setting; means of so many iterations at a time."""
+    """Draw the paper's Fig. 14: an autoencoder's error over the iterations in which it learns.
+
+    errors: by panel (a number of nodes) and line (a setting).
+    mean_of: iterations that a point averages.
+    """
     figure, axes = panels(len(errors), 2, height=2.4, sharey=True)
     for axis, (title, curves) in zip(axes, errors.items(), strict=True):
         for number, (color, (name, values)) in enumerate(zip(layer_colors(len(curves)), curves.items(), strict=True)):
             means = [fmean(values[at : at + mean_of]) for at in range(0, len(values), mean_of)]
-            places = [mean_of * (at + 0.5) for at in range(len(means))]
+            iterations = [mean_of * (at + 0.5) for at in range(len(means))]
             style = (0, (4, number)) if number else "-"  # lines may lie on each other
-            axis.plot(places, means, color=color, linewidth=1.2, linestyle=style, label=name)
+            axis.plot(iterations, means, color=color, linewidth=1.2, linestyle=style, label=name)
         axis.axhline(1.0, color=GREY, linewidth=0.8, linestyle=":")
         axis.set(title=title, xlabel="iteration", ylim=(0, None))
     axes[0].set(ylabel="error, in that of zeros")
@@ -58,8 +65,10 @@ def plot_reconstruction(errors: Mapping[str, Mapping[str, Sequence[float]]], mea
 
 
 def plot_rates(curves: Mapping[str, Sequence[RatePoint]]) -> Figure:
-    """Error of the averaged selected vector over bits per value, of each code; dotted, for orientation: the
-    least for Gaussian values of one variance, 4 to the power of minus bits."""
+    """Draw the error of the averaged selected vector over bits per value, a line per code.
+
+    The dotted line is the least error for Gaussian values of one variance, 4 to the power of minus bits.
+    """
     figure, (axes,) = panels(1, 1, height=3.0)
     for color, (name, curve) in zip(layer_colors(len(curves)), curves.items(), strict=True):
         ordered = sorted(curve, key=lambda point: point.bits)

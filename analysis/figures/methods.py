@@ -28,7 +28,7 @@ from gradlab.metric import final_score, metric_of, scores
 
 Runs = Mapping[str, Mapping[str, Any]]
 Replays = Mapping[str, Mapping[str, Any]]
-_ERROR = "relative error\n‖asked - sent‖ / ‖asked‖"
+_ERROR = "relative error\n‖input - decoded‖ / ‖input‖"
 TIMES = {"compute": SKY, "wait": "#BBBBBB", "compress": ORANGE, "communicate": BLUE}
 # Bars must be told apart in grey print, too.
 HATCHES = {"compute": "", "wait": "////", "compress": "", "communicate": "...."}
@@ -36,7 +36,7 @@ _EDGE: dict[str, Any] = {"edgecolor": "white", "linewidth": 0}
 
 
 def plot_training(runs: Runs) -> Figure:
-    """Loss and test metric of every run."""
+    """Draw the training loss and the test metric of every run over iterations."""
     metric, tested = metric_of(runs.values()), any(scores(run) for run in runs.values())
     figure, axes = panels(1 + tested, 2, height=2.6)
     colors, markers = method_colors(runs), method_markers(runs)
@@ -62,7 +62,7 @@ def plot_training(runs: Runs) -> Figure:
 
 
 def plot_errors(replays: Replays, runs: Runs) -> Figure:
-    """Contribution error per step, predicted by replay and observed in training: one panel per method."""
+    """Draw the contribution error per step, predicted by replay and observed in training, one panel per method."""
     names = [name for name in {**replays, **runs} if _has_errors(name, replays, runs)]
     figure, axes = panels(len(names), 3, height=2.1, sharey=True, sharex=True)
     colors = method_colors({**runs, **replays})
@@ -93,7 +93,7 @@ def _has_errors(name: str, replays: Replays, runs: Runs) -> bool:
 
 
 def plot_error_ratio(replays: Replays, runs: Runs) -> Figure:
-    """Predicted over observed error per step; the band says within a quarter."""
+    """Draw predicted over observed error per step; the band is 0.8 to 1.25."""
     figure, (axes,) = panels(1, 1, height=2.5)
     colors = method_colors({**runs, **replays})
     axes.axhspan(0.8, 1.25, color="#efefef", zorder=0)
@@ -119,21 +119,21 @@ def plot_error_ratio(replays: Replays, runs: Runs) -> Figure:
 
 
 def plot_tradeoff(runs: Runs) -> Figure:
-    """Payload per step against the test metric at the end."""
+    """Draw payload bytes per step against the test metric at the end."""
     metric = metric_of(runs.values())
     points = {n: (r["payload_bytes_per_step"]["mean"], float(metric.drawn(final_score(r)))) for n, r in runs.items()}
     return _scatter(points, "payload per step and rank", f"final {metric.label}", list(runs))
 
 
 def plot_replay_tradeoff(replays: Replays) -> Figure:
-    """Payload per step against the median contribution error, by replay."""
+    """Draw payload bytes per step against the median contribution error, by replay."""
     points = {}
-    for name, found in replays.items():
-        summary = found["summary"]
+    for name, replay in replays.items():
+        summary = replay["summary"]
         if summary["contribution_error"] is not None:
             points[name] = (summary["payload_bytes_per_step"]["mean"], summary["contribution_error"])
     return _scatter(
-        points, "payload per step and rank", "median relative error\n‖asked - sent‖ / ‖asked‖", list(replays)
+        points, "payload per step and rank", "median relative error\n‖input - decoded‖ / ‖input‖", list(replays)
     )
 
 
@@ -162,7 +162,7 @@ def _bytes_ticks(axes: Axes) -> None:
 
 
 def plot_times(runs: Runs) -> Figure:
-    """Two bars per method: what a step lasts (compute, then wait), and the exchange that runs beside computing."""
+    """Draw two bars per method: a step (compute, then wait), and the exchange that runs beside computing; seconds."""
     figure, (axes,) = panels(1, 1, height=0.5 * len(runs) + 0.9)
     names, longest = list(runs), 0.0
     for offset, parts in ((-0.2, ("compute", "wait")), (0.2, ("compress", "communicate"))):
@@ -187,28 +187,28 @@ def plot_times(runs: Runs) -> Figure:
 
 
 def plot_layer_errors(replays: Replays, runs: Runs) -> Figure:
-    """Contribution error by layer: predicted (hollow) and observed (filled), one colour per method."""
+    """Draw the contribution error by layer, predicted (hollow) and observed (filled), one colour per method."""
     rows: dict[str, int] = {}
-    for found in replays.values():
-        for layer in found["layer_errors"]:
+    for replay in replays.values():
+        for layer in replay["layer_errors"]:
             rows.setdefault(layer, len(rows))
     figure, (axes,) = panels(1, 1, height=max(1.5, 0.26 * len(rows) + 0.8))
     colors, markers = method_colors({**runs, **replays}), method_markers({**runs, **replays})
-    for position, (name, found) in enumerate(replays.items()):
-        here = found["layer_errors"]
-        if not any(here.values()):
+    for position, (name, replay) in enumerate(replays.items()):
+        errors = replay["layer_errors"]
+        if not any(errors.values()):
             continue
         style: dict[str, Any] = {"marker": markers[name], "color": colors[name], "linestyle": "none", "markersize": 5}
         # Methods that err alike stay apart: each has its own line within the layer's row.
         apart = min(0.24, 0.8 / len(replays))
-        places = {layer: row + apart * (position - (len(replays) - 1) / 2) for layer, row in rows.items()}
-        heights = [places[layer] for layer in here]
-        axes.plot(list(here.values()), heights, **style, markerfacecolor="none", label=f"{name}, predicted")
+        heights = {layer: row + apart * (position - (len(replays) - 1) / 2) for layer, row in rows.items()}
+        at = [heights[layer] for layer in errors]
+        axes.plot(list(errors.values()), at, **style, markerfacecolor="none", label=f"{name}, predicted")
         seen = {n: e for n, e in (runs.get(name, {}).get("layer_errors") or {}).items() if n in rows}
         if seen:
-            heights = [places[layer] for layer in seen]
-            axes.plot(list(seen.values()), heights, **style, label=f"{name}, observed", alpha=0.75)
-    axes.set(xlabel="relative error ‖asked - sent‖ / ‖asked‖", yticks=range(len(rows)))
+            at = [heights[layer] for layer in seen]
+            axes.plot(list(seen.values()), at, **style, label=f"{name}, observed", alpha=0.75)
+    axes.set(xlabel="relative error ‖input - decoded‖ / ‖input‖", yticks=range(len(rows)))
     axes.set_xlim(0, 1.03 * max(np.max(np.asarray(line.get_xdata())) for line in axes.get_lines()))
     axes.set_yticklabels([short(name) for name in rows])
     axes.invert_yaxis()

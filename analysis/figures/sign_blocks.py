@@ -10,14 +10,14 @@ from matplotlib.figure import Figure
 
 from gradlab.analysis.figures.style import BLACK, BLUE, GREY, VERMILION, panels
 
-Found = Mapping[str, Any]
+Json = Mapping[str, Any]
 _GAUSSIAN = (math.pi / 2 - 1) ** 0.5
 
 
-def plot_sign_statistics(found: Found) -> Figure:
-    """Fig. 1: (a) coefficient of variation of magnitudes, (b) delta with its lower bounds, by window."""
+def plot_sign_statistics(blocks: Json) -> Figure:
+    """Draw Fig. 1: (a) coefficient of variation of magnitudes, (b) delta with its lower bounds, by window."""
     figure, (left, right) = panels(2, 2, height=2.3)
-    drawn = found["figure_1"]
+    drawn = blocks["figure_1"]
     iterations = drawn["iterations"]
     left.plot(iterations, drawn["variation"], color=BLUE, marker="o")
     left.axhline(_GAUSSIAN, color=GREY, linewidth=0.8, linestyle=":")
@@ -37,10 +37,10 @@ def plot_sign_statistics(found: Found) -> Figure:
     return figure
 
 
-def plot_sign_blocks(found: Found) -> Figure:
-    """Share of energy that signs keep over bits per value: scales shared out by gain, and blocks of one size."""
+def plot_sign_blocks(blocks: Json) -> Figure:
+    """Draw the share of energy that signs keep over bits per value: scales shared out by gain, blocks of one size."""
     figure, (panel,) = panels(1, 1, height=2.3)
-    rows, one = found["suggestion"]["rows"], found["suggestion"]["kept_by_one_block"]
+    rows, one = blocks["suggestion"]["rows"], blocks["suggestion"]["kept_by_one_block"]
     bits = [row["bits_per_value"] for row in rows]
     drawn: list[tuple[str, dict[str, Any], str]] = [
         ("kept", {"color": VERMILION, "marker": "s"}, "shared out by what they keep"),

@@ -28,13 +28,13 @@ _RANDOM: Style = {"color": GREY, "linestyle": "--", "linewidth": 1.0}
 
 
 def measured(structure: Structure, part: str) -> list[Layer]:
-    """The layers that have this part; of angles, any to show."""
-    found = [layer for layer in structure["layers"] if layer[part] is not None]
-    return [layer for layer in found if layer["angles"]["degrees"][0]] if part == "angles" else found
+    """Choose the layers that have this part; for angles, those with at least one."""
+    layers = [layer for layer in structure["layers"] if layer[part] is not None]
+    return [layer for layer in layers if layer["angles"]["degrees"][0]] if part == "angles" else layers
 
 
 def plot_adjacent(structure: Structure) -> Figure:
-    """Fig. 4: correlation of adjacent gradients; the first two before, and on their principal axes."""
+    """Draw Fig. 4: correlation of adjacent gradients, and two of them as recorded and on their principal axes."""
     layers = measured(structure, "scatter")
     figure, axes = panels(3 * len(layers), 3, height=2.15)
     for row, layer in enumerate(layers):
@@ -61,19 +61,19 @@ def _scatter(axes: Axes, points: Sequence[Sequence[float]], names: tuple[str, st
 
 
 def plot_slice_sizes(structure: Structure) -> Figure:
-    """Fig. 5: slice size against the loss of the first slice's compressor on the others, and compression ratio."""
+    """Draw Fig. 5: slice size against the loss of the first slice's compressor on the others, and compression ratio."""
     layers = measured(structure, "slice_sizes")
     figure, axes = panels(2 * len(layers), 2, height=1.9)
     for row, layer in enumerate(layers):
         left, right = axes[2 * row : 2 * row + 2]
-        found, sizes = layer["slice_sizes"], layer["slice_sizes"]["sizes"]
-        multiples = np.array(found["multiples"], dtype=bool)
-        _three_losses(left, sizes, found, "later iterations", "o")
+        tried, sizes = layer["slice_sizes"], layer["slice_sizes"]["sizes"]
+        multiples = np.array(tried["multiples"], dtype=bool)
+        _three_losses(left, sizes, tried, "later iterations", "o")
         kept = np.flatnonzero(multiples)
         left.plot(
-            np.array(sizes)[kept], _numbers(found["later_loss"])[kept], "s", color=BLACK, markersize=7, mfc="none"
+            np.array(sizes)[kept], _numbers(tried["later_loss"])[kept], "s", color=BLACK, markersize=7, mfc="none"
         )
-        right.plot(sizes, found["ratios"], color=BLACK, marker="o")
+        right.plot(sizes, tried["ratios"], color=BLACK, marker="o")
         for panel in (left, right):
             for size in np.array(sizes)[kept]:
                 panel.axvline(size, color=GREY, linewidth=0.6, linestyle=":")
@@ -81,38 +81,38 @@ def plot_slice_sizes(structure: Structure) -> Figure:
             _ticks(panel, sizes)
         left.set(ylabel=_LOSS, title=short(layer["name"]))
         left.set_ylim(bottom=0)
-        right.set(ylabel="K / d", title=f"boxes, dotted: multiples of {layer['period_is']} = {found['period']}")
+        right.set(ylabel="K / d", title=f"boxes, dotted: multiples of {layer['period_is']} = {tried['period']}")
     _legend(figure, axes[0])
     return figure
 
 
 def plot_consistency(structure: Structure) -> Figure:
-    """Loss of every slice under every other's basis, on later iterations."""
+    """Draw the loss of every slice under every other slice's basis, on later iterations."""
     layers = measured(structure, "consistency")
     figure, axes = panels(len(layers), 2, height=2.7)
     # One scale for all: layers are to be compared, and 1 is what losing everything means.
     most = max(1.0, *(float(_numbers(layer["consistency"]["later"]).max()) for layer in layers))
     for panel, layer in zip(axes, layers, strict=True):
-        found = layer["consistency"]
-        image = panel.imshow(_numbers(found["later"]), vmin=0, vmax=most, cmap="cividis", interpolation="nearest")
-        numbers = found["slices"]
+        losses = layer["consistency"]
+        image = panel.imshow(_numbers(losses["later"]), vmin=0, vmax=most, cmap="cividis", interpolation="nearest")
+        numbers = losses["slices"]
         shown = np.unique(np.linspace(0, len(numbers) - 1, min(6, len(numbers))).round().astype(int))
-        for place in (panel.set_xticks, panel.set_yticks):
-            place(shown, [str(numbers[m]) for m in shown])
-        panel.set(title=f"{short(layer['name'])}, K = {found['slice_size']}", xlabel="slice", ylabel="basis of slice")
+        for set_ticks in (panel.set_xticks, panel.set_yticks):
+            set_ticks(shown, [str(numbers[m]) for m in shown])
+        panel.set(title=f"{short(layer['name'])}, K = {losses['slice_size']}", xlabel="slice", ylabel="basis of slice")
         panel.grid(False)
     figure.colorbar(image, ax=axes, label=_LOSS, aspect=30, pad=0.02)
     return figure
 
 
 def plot_dimension_curves(structure: Structure) -> Figure:
-    """d against lambda, what that loses later, and d against the number of samples."""
+    """Draw d against lambda, the loss on later iterations against lambda, and d against the number of samples."""
     layers = measured(structure, "thresholds")
     figure, (by_threshold, promised, by_samples) = panels(3, 3, height=2.6)
     for layer, color in zip(layers, layer_colors(len(layers)), strict=True):
-        found, grown = layer["thresholds"], layer["samples"]
-        by_threshold.plot(found["thresholds"], found["dimensions"], color=color, marker=".", label=short(layer["name"]))
-        promised.plot(found["thresholds"], _numbers(found["later_loss"]), color=color, marker=".")
+        tried, grown = layer["thresholds"], layer["samples"]
+        by_threshold.plot(tried["thresholds"], tried["dimensions"], color=color, marker=".", label=short(layer["name"]))
+        promised.plot(tried["thresholds"], _numbers(tried["later_loss"]), color=color, marker=".")
         by_samples.plot(grown["counts"], grown["dimensions"][0], color=color, marker=".")
         if (stable := grown["stable_at"][0]) is not None:
             at = grown["counts"].index(stable)
@@ -130,7 +130,7 @@ def plot_dimension_curves(structure: Structure) -> Figure:
 
 
 def plot_cost(structure: Structure) -> Figure:
-    """Slice size against the loss on later iterations and bytes per exchange, with one basis for all slices or each."""
+    """Draw slice size against later loss and bytes per exchange, with one basis for all slices or one for each."""
     layers = measured(structure, "cost")
     figure, axes = panels(2 * len(layers), 2, height=1.9)
     styles = {"shared": (VERMILION, "o", "one basis (s = ∞)"), "own": (BLUE, "s", "each its own (s = 1)")}
@@ -138,9 +138,9 @@ def plot_cost(structure: Structure) -> Figure:
         left, right = axes[2 * row : 2 * row + 2]
         sizes, dense = layer["cost"]["sizes"], 4 * int(np.prod(layer["shape"]))
         for way, (color, marker, label) in styles.items():
-            found = layer["cost"][way]
-            left.plot(sizes, _numbers(found["later_loss"]), color=color, marker=marker, label=label)
-            right.plot(sizes, 100 * np.array(found["payload_bytes"]) / dense, color=color, marker=marker)
+            cost = layer["cost"][way]
+            left.plot(sizes, _numbers(cost["later_loss"]), color=color, marker=marker, label=label)
+            right.plot(sizes, 100 * np.array(cost["payload_bytes"]) / dense, color=color, marker=marker)
         left.plot(sizes, _numbers(layer["cost"]["shared"]["random_loss"]), **_RANDOM, label="random basis, d of s = ∞")
         left.set(ylabel=_LOSS, title=short(layer["name"]))
         right.set(ylabel="payload, % of dense", title=f"dense: {format_bytes(dense)}")
@@ -153,22 +153,22 @@ def plot_cost(structure: Structure) -> Figure:
 
 
 def plot_staleness(structure: Structure) -> Figure:
-    """Loss by age of the basis, with the suggested L_c."""
+    """Draw the loss by age of the basis, in iterations, with the suggested L_c."""
     layers, limit = measured(structure, "staleness"), 1 + structure["tolerance"]
     figure, axes = panels(len(layers), 2, height=2.4)
     for panel, layer in zip(axes, layers, strict=True):
-        found = layer["staleness"]
-        ages = np.sqrt(np.prod(np.array(found["ages"], dtype=float), axis=1))
-        for place, window in enumerate(found["by_window"]):
-            label = "one window" if place == 0 else None
+        staleness = layer["staleness"]
+        ages = np.sqrt(np.prod(np.array(staleness["ages"], dtype=float), axis=1))
+        for number, window in enumerate(staleness["by_window"]):
+            label = "one window" if number == 0 else None
             _through(panel, ages, window, color=GREY, linewidth=0.6, alpha=0.7, label=label)
-        _through(panel, ages, found["random_loss"], **_RANDOM, label="random basis, same d")
-        _through(panel, ages, found["loss"], **_LATER, label="all windows")
-        panel.axhline(limit * found["loss"][0], color=BLACK, linestyle=":", label=f"{limit:g} x the youngest")
-        suggested = found["suggested"]
-        panel.axvline(suggested or found["last_age"], color=BLACK, linewidth=1, linestyle="--")
-        says = f"L_c = {suggested}" if suggested is not None else f"L_c at least {found['last_age']}"
-        panel.set(title=f"{short(layer['name'])}: {says}", xlabel="age, iterations", ylabel=_LOSS, xscale="log")
+        _through(panel, ages, staleness["random_loss"], **_RANDOM, label="random basis, same d")
+        _through(panel, ages, staleness["loss"], **_LATER, label="all windows")
+        panel.axhline(limit * staleness["loss"][0], color=BLACK, linestyle=":", label=f"{limit:g} x the youngest")
+        suggested = staleness["suggested"]
+        panel.axvline(suggested or staleness["last_age"], color=BLACK, linewidth=1, linestyle="--")
+        lasts = f"L_c = {suggested}" if suggested is not None else f"L_c at least {staleness['last_age']}"
+        panel.set(title=f"{short(layer['name'])}: {lasts}", xlabel="age, iterations", ylabel=_LOSS, xscale="log")
         _ticks(panel, ages)
         panel.set_ylim(bottom=0)
     _legend(figure, axes[0])
@@ -183,7 +183,7 @@ def _through(panel: Axes, ages: np.ndarray, losses: Sequence[float | None], **st
 
 
 def plot_angles(structure: Structure) -> Figure:
-    """Principal angles between bases fitted on successive windows."""
+    """Draw principal angles, in degrees, between bases fitted on successive windows."""
     layers = measured(structure, "angles")
     figure, axes = panels(len(layers), 2, height=2.2, sharey=True)
     edges = [f"{first}" for first, _ in structure["windows"]]
@@ -205,10 +205,10 @@ def plot_angles(structure: Structure) -> Figure:
     return figure
 
 
-def _three_losses(panel: Axes, sizes: Sequence[int], found: Layer, later: str, marker: str) -> None:
-    panel.plot(sizes, _numbers(found["random_loss"]), **_RANDOM, label="random basis, same d")
-    panel.plot(sizes, _numbers(found["in_sample_loss"]), **_IN_SAMPLE, label="iterations fitted on")
-    panel.plot(sizes, _numbers(found["later_loss"]), color=VERMILION, marker=marker, label=later)
+def _three_losses(panel: Axes, sizes: Sequence[int], losses: Layer, later: str, marker: str) -> None:
+    panel.plot(sizes, _numbers(losses["random_loss"]), **_RANDOM, label="random basis, same d")
+    panel.plot(sizes, _numbers(losses["in_sample_loss"]), **_IN_SAMPLE, label="iterations fitted on")
+    panel.plot(sizes, _numbers(losses["later_loss"]), color=VERMILION, marker=marker, label=later)
 
 
 def _legend(figure: Figure, axes: Axes) -> None:

@@ -27,7 +27,7 @@ Values = Callable[[Mapping[str, Any]], Any]
 
 
 def plot_spectra(spectrum: Spectrum, part: str) -> Figure:
-    """Eigenvalues and cumulative variance by layer. part: "slice" (GradiVeQ's first slice) or "layer" (the whole)."""
+    """Draw eigenvalues and cumulative variance by layer. part: "slice" (GradiVeQ's first slice) or "layer" (whole)."""
     figure, (left, right) = panels(2, 2, height=2.8)
     layers = spectrum["layers"]
     for layer, color in zip(layers, layer_colors(len(layers)), strict=True):
@@ -46,7 +46,7 @@ def plot_spectra(spectrum: Spectrum, part: str) -> Figure:
 
 
 def plot_dimensions(spectrum: Spectrum) -> Figure:
-    """d by eq. (6) against lambda: what one slice would need, by layer, beside the slice's size K."""
+    """Draw the dimension d that one slice needs by eq. (6), for three lambdas, beside the slice's size K, by layer."""
     layers = spectrum["layers"]
     figure, (axes,) = panels(1, 1, height=max(1.4, 0.24 * len(layers) + 0.7))
     rows = np.arange(len(layers))
@@ -63,17 +63,17 @@ def plot_dimensions(spectrum: Spectrum) -> Figure:
     return figure
 
 
-def plot_holdout(origin: Mapping[str, Any]) -> Figure:
-    """Loss on later iterations by age of the fit: pooled with its references, and layer by layer."""
+def plot_holdout(provenance: Mapping[str, Any]) -> Figure:
+    """Draw the loss on later iterations by age of the fit: pooled with its references, and layer by layer."""
     figure, (left, right) = panels(2, 2, height=2.9, sharey=True)
-    held, control = origin["holdout"], origin["random_basis"]
+    held, control = provenance["holdout"], provenance["random_basis"]
     ages = np.array([np.sqrt(first * last) for first, last in held["ages"]])
-    threshold = origin["promised_loss"]
+    threshold = provenance["promised_loss"]
     left.plot(ages, _numbers(control["loss_by_age"]), "--", color=GREY, marker="x", label="random basis, same d")
     left.plot(ages, _numbers(held["loss_by_age"]), color=VERMILION, marker="o", label="fitted basis, later iterations")
-    left.axhline(origin["in_sample_loss"], color=BLACK, linestyle="-.", label="iterations fitted on, all slices")
+    left.axhline(provenance["in_sample_loss"], color=BLACK, linestyle="-.", label="iterations fitted on, all slices")
     left.axhline(
-        origin["fitted_slices_loss"],
+        provenance["fitted_slices_loss"],
         color=BLUE,
         linestyle=(0, (4, 2)),
         label="iterations fitted on, fitted slices",
@@ -100,12 +100,12 @@ def plot_holdout(origin: Mapping[str, Any]) -> Figure:
 
 
 def plot_agreement(spectrum: Spectrum) -> Figure:
-    """Cosine between the gradients of two ranks over time, by layer."""
+    """Draw the cosine between the gradients of two ranks over time, by layer."""
     return _over_time(spectrum, lambda layer: layer["cosine"], "cosine between two ranks", zero=True)
 
 
 def plot_norms(spectrum: Spectrum) -> Figure:
-    """Norm of the averaged gradient over time, by layer."""
+    """Draw the norm of the averaged gradient over time, by layer."""
     figure = _over_time(spectrum, lambda layer: layer["norm"], "‖averaged gradient‖", zero=False)
     axes = figure.axes[0]
     if not any((np.asarray(line.get_ydata(), float) > 0).any() for line in axes.lines):
@@ -132,7 +132,7 @@ def _over_time(spectrum: Spectrum, values: Values, label: str, zero: bool) -> Fi
 
 
 def short(name: str) -> str:
-    """A layer's name without the ending that says nothing where all are weights."""
+    """Shorten a layer's name by ".weight", but not where only a number would be left."""
     stem = name.removesuffix(".weight")
     return name if stem.isdigit() else stem
 

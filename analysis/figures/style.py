@@ -55,7 +55,7 @@ RC: Any = {
 
 
 def method_colors(names: Iterable[str]) -> dict[str, str]:
-    """One colour per method, the same in every figure; the known ones keep theirs."""
+    """Give each method a colour, the same in every figure."""
     spare = iter(_SPARE_COLORS * 4)
     colors: dict[str, str] = {}
     for name in names:
@@ -65,13 +65,13 @@ def method_colors(names: Iterable[str]) -> dict[str, str]:
 
 
 def method_markers(names: Iterable[str]) -> dict[str, str]:
-    """One marker per method, the same in every figure, so that colour is never the only sign."""
+    """Give each method a marker, the same in every figure, so that colour is never the only sign."""
     spare = iter(_SPARE_MARKERS * 4)
     return {name: _METHOD_MARKERS.get(name.lower()) or next(spare) for name in names}
 
 
 def panels(count: int, columns: int, height: float = 2.0, **kwargs: Any) -> tuple[Figure, list[Axes]]:
-    """A figure of `count` panels in rows of `columns`; height in inches per row."""
+    """Make a figure of `count` panels in rows of `columns`; height in inches per row."""
     columns = min(columns, count)
     rows = -(-count // columns)
     figure = Figure(figsize=(WIDTH, height * rows + 0.35), layout="constrained")
@@ -82,14 +82,14 @@ def panels(count: int, columns: int, height: float = 2.0, **kwargs: Any) -> tupl
 
 
 def layer_colors(count: int) -> list[Any]:
-    """A colour per layer from the first to the last: named hues for few, a perceptually even ramp for many."""
+    """Choose a colour per layer, first to last: named hues for few layers, a perceptually even ramp for many."""
     if count <= _MOST_NAMED_LAYERS:
         return [BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, BLACK][:count]
     return list(_ramp()(np.linspace(0, 1, count)))
 
 
 def name_layers(figure: Figure, axes: Sequence[Axes], names: Sequence[str]) -> None:
-    """A legend of layers below the axes when they are few, else a colour bar from the first to the last."""
+    """Add a legend of layers below the axes when they are few, else a colour bar from the first to the last."""
     if len(names) <= _MOST_NAMED_LAYERS:
         handles, _ = axes[0].get_legend_handles_labels()
         columns = 3 if max(map(len, names), default=0) < 24 else 2
@@ -116,7 +116,7 @@ def _wrapped(name: str) -> str:
 
 
 def running_mean(values: Any, window: int) -> np.ndarray:
-    """Centred mean over at most `window` neighbours, NaN left out; the ends use what there is."""
+    """Average over at most `window` neighbours, centred, without NaN; the ends average fewer."""
     series = np.array([np.nan if v is None else v for v in values], dtype=float)
     finite = np.isfinite(series)
     kernel = np.ones(min(window, len(series)))
@@ -126,12 +126,12 @@ def running_mean(values: Any, window: int) -> np.ndarray:
 
 
 def smoothing_window(count: int) -> int:
-    """A window, in samples, that leaves some 30 independent values; 1 for short series."""
+    """Choose a window, in samples, that leaves some 30 independent values; 1 for short series."""
     return max(1, count // 30)
 
 
 def render(figure: Figure, name: str) -> dict[str, bytes]:
-    """The figure as {"svg": ..., "pdf": ...}; equal figures give equal bytes. Call inside `drawing`."""
+    """Write a figure as {"svg": ..., "pdf": ...}; equal figures give equal bytes. Call inside `drawing`."""
     files = {}
     _drop_empty_log_scales(figure)
     with rc_context({**RC, "svg.hashsalt": name}):
@@ -164,5 +164,5 @@ def _drop_empty_log_scales(figure: Figure) -> None:
 
 
 def drawing() -> Any:
-    """Context in which figures are made: matplotlib's settings are put back afterwards."""
+    """Set matplotlib up for our figures while the context lasts."""
     return rc_context(RC)

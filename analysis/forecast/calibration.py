@@ -1,9 +1,10 @@
-"""A link's costs beside bandwidth and latency, from measured all-reduces on a network whose speed is known.
+"""Fit a link's costs beside bandwidth and latency to measured all-reduces on a network whose speed is known.
 
-How many bytes the ranks' processors can send, and what starting a collective costs, stand in no data sheet; a
-rate-limited network tells both. A byte takes as long as the slower of link and processors. Between two speeds that were
-measured at it is known which that is, and the time of an all-reduce is linear in both costs: linear least squares
-within bounds (Stark, Parker 1995, "Bounded-variable least squares"), for every such stretch, of which the best is kept.
+No data sheet has the bytes that the ranks' processors can send per second, or the cost of starting a collective; times
+on a rate-limited network show both. A byte takes as long as the slower of link and processors. Between two neighbouring
+measured speeds it is known which of them is slower, and the time of an all-reduce is linear in both costs. Linear least
+squares within bounds (Stark, Parker 1995, "Bounded-variable least squares") gives the costs for each such stretch; the
+stretch with the smallest error is kept.
 """
 
 from __future__ import annotations
@@ -30,17 +31,22 @@ _FORM = (
 )
 # Whole numbers beyond this are not exact in a float.
 _MOST = 2**53
-# By how much a link may seem to have been beaten before it is said that it was another.
+# A measured time may be shorter than the link allows by this share before a remark asks whether the link was another.
 _NOISE = 0.05
 _ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
 class Observation:
-    """Seconds of one all-reduce of `nbytes` on each of `nodes` ranks, as nccl-tests or a loop of dist.all_reduce tell.
+    """One measured all-reduce, by nccl-tests or by a loop of dist.all_reduce.
+
+    nodes: number of ranks, at least 2.
+    nbytes: bytes on each rank.
+    bits_per_second: the link's speed.
+    seconds: time of the all-reduce.
 
     Raises:
-        GradlabError: for a number that cannot be; one node has nothing to send.
+        GradlabError: for a number outside its range.
     """
 
     nodes: int
@@ -58,7 +64,7 @@ class Observation:
             raise GradlabError(f"seconds = {self.seconds:g}, expected a number above 0")
 
     def on(self, link: Link) -> Link:
-        """Such a link at the speed that was measured at."""
+        """Such a link at this observation's speed."""
         return replace(link, bits_per_second=self.bits_per_second)
 
     def transfer(self, link: Link) -> Transfer:
@@ -66,9 +72,9 @@ class Observation:
         return all_reduce(self.nbytes, self.nodes, link.all_reduce)
 
     def relative_error(self, link: Link) -> float:
-        """What such a link is predicted to take over what was measured, less 1."""
-        mine, transfer = self.on(link), self.transfer(link)
-        return (mine.busy_seconds(transfer) + mine.delay_seconds(transfer)) / self.seconds - 1
+        """Predicted seconds on such a link over the measured ones, less 1."""
+        tried, transfer = self.on(link), self.transfer(link)
+        return (tried.busy_seconds(transfer) + tried.delay_seconds(transfer)) / self.seconds - 1
 
     def __str__(self) -> str:
         return f"{format_bytes(self.nbytes)} at {self.nodes} nodes over {format_rate(self.bits_per_second)}"
@@ -76,12 +82,14 @@ class Observation:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was fitted, and how well.
+    """Fitted costs of a link, and how well they predict the observations.
 
-    host_seconds_per_byte, collective_seconds: as in `Link`; relative_errors: predicted over measured seconds, less 1,
-    of each observation; collective_fitted: whether sizes differed, so that the two costs can be told apart; host_seen:
-    whether processors held up any observation, else they cost nothing that was seen; too_fast: the first observation
-    that no costs could explain, as its link alone takes longer.
+    host_seconds_per_byte, collective_seconds: as in `Link`.
+    observations: what the costs were fitted to.
+    relative_errors: predicted over measured seconds, less 1, of each observation.
+    collective_fitted: whether the observations' sizes differ, so that the cost per collective could be fitted.
+    host_seen: whether processors held up any observation; if not, their cost is 0.
+    too_fast: the first observation that took less than its link alone takes.
     """
 
     host_seconds_per_byte: float
@@ -93,35 +101,35 @@ class Calibration:
     too_fast: Observation | None = None
 
     def applied(self, link: Link) -> Link:
-        """A link with the fitted costs."""
+        """Give a link the fitted costs."""
         return replace(
             link, host_seconds_per_byte=self.host_seconds_per_byte, collective_seconds=self.collective_seconds
         )
 
     @property
     def remark(self) -> str:
-        """All of it in words."""
+        """The costs, their error and their limits, in words."""
         worst = max(range(len(self.observations)), key=lambda i: abs(self.relative_errors[i]))
         count = len(self.observations)
-        said = (
+        text = (
             f"Links are calibrated on {count} measured all-reduce{'s' * (count != 1)}: "
             f"{format_seconds(self.host_seconds_per_byte)} per byte on the ranks' processors and "
             f"{format_seconds(self.collective_seconds)} per collective; predicted times are off by "
             f"{format_percent(abs(self.relative_errors[worst]))} at most ({self.observations[worst]})."
         )
         if not self.collective_fitted:
-            said += " All move the same bytes per rank, so that the cost per collective was not fitted."
+            text += " All move the same bytes per rank, so that the cost per collective was not fitted."
         if not self.host_seen:
-            said += " None was held up by processors: what a byte costs them would show on a faster link alone."
+            text += " None was held up by processors: what a byte costs them would show on a faster link alone."
         if self.too_fast is not None:
-            said += (
+            text += (
                 f" {self.too_fast} took less than its bandwidth, with these headers, latency and algorithm, allows: "
                 "was another link measured?"
             )
-        return said
+        return text
 
     def to_json(self) -> dict[str, Any]:
-        """Seconds, bytes, and bits per second, of which infinity is the text "unlimited"."""
+        """Write seconds, bytes and bits per second; an infinite speed is the text "unlimited"."""
         return {
             "host_seconds_per_byte": self.host_seconds_per_byte,
             "collective_seconds": self.collective_seconds,
@@ -141,11 +149,14 @@ class Calibration:
 
 
 def calibrate_link(link: Link, observations: Sequence[Observation]) -> Calibration:
-    """The `host_seconds_per_byte` and `collective_seconds` with which measured all-reduces are predicted best.
+    """Fit `host_seconds_per_byte` and `collective_seconds` to measured all-reduces.
 
-    They take the place of the link's own; its latency, headers and algorithm are believed, its bandwidth is that of
-    each observation. Squares of relative errors are minimised, as times may span orders of magnitude. Where all
-    observations move the same bytes per rank the two cannot be told apart: the link's `collective_seconds` stay.
+    The squares of relative errors are minimised, as times may span orders of magnitude. Where all observations move the
+    same bytes per rank the two costs cannot be told apart; the link's `collective_seconds` stay then.
+
+    Args:
+        link: its latency, headers and algorithm are believed; its bandwidth is replaced by each observation's.
+        observations: at least one.
 
     Raises:
         GradlabError: for no observations, or times out of all proportion to the link.
@@ -173,9 +184,9 @@ def calibrate_link(link: Link, observations: Sequence[Observation]) -> Calibrati
 
 
 def _fit(bare: Link, observations: Sequence[Observation], low: float, high: float, collective: bool) -> Link:
-    """The best costs with `host_seconds_per_byte` from low to high, between which no observation's link lies.
+    """Fit the costs with `host_seconds_per_byte` from low to high; no observation's link lies between the two.
 
-    Those on faster links take longer by what a byte costs more than `low`, the others are held up by their links.
+    Processors hold up the observations on links faster than `low`; links hold up the others.
     """
     start = replace(bare, host_seconds_per_byte=low)
     held_up = [seen.on(bare).seconds_per_byte <= low for seen in observations]
@@ -188,26 +199,27 @@ def _fit(bare: Link, observations: Sequence[Observation], low: float, high: floa
 
 
 def _least_squares(columns: Sequence[Sequence[float]], wanted: Sequence[float], most: float) -> tuple[float, float]:
-    """Two factors from 0 on, the first up to `most`, with which the columns add up to what is wanted, or nearly.
+    """Find two factors whose weighted sum of columns is nearest to `wanted`: the first from 0 to `most`, both from 0.
 
-    That of a column of zeros is 0.
+    The factor of a column of zeros is 0.
     """
     matrix, right = np.array(columns, dtype=float).T, np.array(wanted, dtype=float)
     if not (np.isfinite(matrix).all() and np.isfinite(right).all()):
         raise GradlabError("measured times and link are out of all proportion: look at seconds, bandwidth and headers")
     # Seconds per byte are nine orders of magnitude below those per collective.
     scale = np.where(matrix.any(axis=0), matrix.max(axis=0), 1.0)
-    found = lsq_linear(matrix / scale, right, ([0.0, 0.0], [most * scale[0], math.inf]), method="bvls").x / scale
-    return float(found[0]), float(found[1])
+    factors = lsq_linear(matrix / scale, right, ([0.0, 0.0], [most * scale[0], math.inf]), method="bvls").x / scale
+    return float(factors[0]), float(factors[1])
 
 
 def read_observations(path: str | os.PathLike[str]) -> list[Observation]:
-    """Measured all-reduces from a file: a JSON list of objects with nodes, bytes, bandwidth and seconds.
+    """Read measured all-reduces from a file: a JSON list of objects with nodes, bytes, bandwidth and seconds.
 
-    Other keys are ignored. bandwidth: a text as `gradlab.analysis.forecast.link.parse_bandwidth` reads it.
+    Other keys are ignored. bandwidth is a text as `gradlab.analysis.forecast.link.parse_bandwidth` reads it.
 
     Raises:
-        GradlabError: for a file of any other form, with the entry's number. OSError: if it cannot be read.
+        GradlabError: for a file of any other form, with the entry's number.
+        OSError: if the file cannot be read.
     """
     try:
         entries = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
-"""Run one rank's codec with fabricated answers: what it asks for at N ranks, and how long its code takes here.
+"""Run one rank's codec with fabricated answers: its requests at N ranks, and the time of its code here.
 
-Answers only need the right shapes for the requests to be the real ones (kind, root and shape never depend on a rank's
-data, but for the lengths of varying gathers), so that one coroutine stands for any number of ranks.
+The requests are the real ones if the answers have the right shapes: kind, root and shape of a request never depend on a
+rank's data, except the lengths of varying gathers. So one coroutine stands for any number of ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gradlab.layout import Layer
 from gradlab.plan import Group, Plan
 from gradlab.workspace import RecyclingWorkspace
 
-# Timed runs after the first, which starts states and caches; long ones are not repeated so often.
+# Timed runs after the first, which starts states and caches; fewer if they last longer than this together.
 _REPEATS, _LONG_SECONDS = 5, 0.5
 _SCANNED = 2**20
 _COPIED_BYTES = 2**28
@@ -36,7 +36,7 @@ _COPIED_BYTES = 2**28
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """PyTorch on one thread, as the engine's worker has it where every rank has one core for its codecs."""
+    """Set PyTorch to one thread, as the engine's worker has it where every rank has one core for its codecs."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -46,9 +46,13 @@ def one_thread() -> Iterator[None]:
 
 
 def fabricate(request: Request, rank: int, world_size: int) -> tuple[Any, float]:
-    """An answer of the right form, as if all ranks had sent what this one did, and the seconds of the engine's copies.
+    """Make an answer to a request, as if all ranks had sent the same, and time the engine's copies.
 
-    The engine packs what several groups send into one buffer; what comes back it takes as it lies there.
+    The engine packs the tensors of several groups into one buffer. It uses received tensors where they lie.
+
+    Returns:
+        The answer, of the right form and shapes.
+        Seconds of the engine's copies.
     """
     began = time.thread_time()
     if isinstance(request, AllToAll):
@@ -66,7 +70,7 @@ def fabricate(request: Request, rank: int, world_size: int) -> tuple[Any, float]
 
 
 def _around(code: RingCode, rank: int) -> list[torch.Tensor]:
-    """What this rank does in a ring whose every message holds what it would have sent itself."""
+    """This rank's work in a ring in which every received message equals its own."""
     messages = [code.add(segment, None, code.prepare(segment)) for segment in range(code.segments)]
     for segment, message in enumerate(messages):
         if segment != rank:
@@ -75,7 +79,7 @@ def _around(code: RingCode, rank: int) -> list[torch.Tensor]:
 
 
 def _of_length(vector: torch.Tensor, length: int) -> torch.Tensor:
-    """A vector's values, as often as it takes; zeros if it has none."""
+    """A vector's values repeated up to a length; zeros if it has none."""
     if not vector.numel():
         return vector.new_zeros(length)
     return vector.repeat(-(-length // vector.numel()))[:length]
@@ -86,7 +90,7 @@ def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _copies(tensor: torch.Tensor, count: int, began: float) -> tuple[list[torch.Tensor], float]:
-    """`count` copies, whose making is the network's work; beyond a limit of memory the same ones again."""
+    """`count` copies, which are the network's work and not timed; beyond a limit of memory copies are used again."""
     spent = time.thread_time() - began
     made = max(1, min(count, _COPIED_BYTES // max(1, tensor.nbytes)))
     copies = [tensor.clone() for _ in range(made)]
@@ -94,12 +98,17 @@ def _copies(tensor: torch.Tensor, count: int, began: float) -> tuple[list[torch.
 
 
 def dry_run(codec: Codec, layers: Sequence[Layer], context: Context, *, repeats: int = _REPEATS) -> Exchange:
-    """An exchange on gradients of random numbers, each turn with its median time here, in seconds.
+    """Run an exchange on gradients of random numbers, and take each turn's median time here, in seconds.
 
-    Processor time of this thread, because what else this machine does is not the codec's work: run it on one thread
-    (`one_thread`). States are carried from run to run, and what is returned is a later run, not the first; but where
-    messages vary every run is a first one, as residuals of one gradient would grow without end. repeats: timed runs,
-    fewer if they are long.
+    The time is processor time of this thread, which other work on this machine does not change: call this on one thread
+    (`one_thread`). States are carried from run to run, and the last run is returned. Where messages vary in size every
+    run starts from fresh states, as residuals of one repeated gradient would grow without end.
+
+    Args:
+        codec: of one group.
+        layers: the group's.
+        context: of a late iteration, at N ranks.
+        repeats: timed runs; fewer if they are long.
     """
     grads = _gradients(layers, context.seed)
     workspace = RecyclingWorkspace()  # as in the engine: fresh memory would cost more than the arithmetic
@@ -109,14 +118,14 @@ def dry_run(codec: Codec, layers: Sequence[Layer], context: Context, *, repeats:
     runs: list[Exchange] = []
     began = time.perf_counter()
     while len(runs) < repeats and (not runs or time.perf_counter() - began < _LONG_SECONDS):
-        found, state = _once(codec, grads, running if innermost(codec).varying else state, context)
-        runs.append(found)
+        run, state = _once(codec, grads, running if innermost(codec).varying else state, context)
+        runs.append(run)
         workspace.recycle(state.values())
     turns = [
         Turn(median(t.seconds for t in same), same[-1].requests, median(t.copy_seconds for t in same))
-        for same in zip(*(run.turns for run in runs), strict=True)
+        for same in zip(*(item.turns for item in runs), strict=True)
     ]
-    return replace(runs[-1], turns=tuple(turns), apply_seconds=median(run.apply_seconds for run in runs))
+    return replace(runs[-1], turns=tuple(turns), apply_seconds=median(item.apply_seconds for item in runs))
 
 
 def _gradients(layers: Sequence[Layer], seed: int) -> Tensors:
@@ -152,9 +161,10 @@ def _apply(done: Exchanged, grads: Tensors) -> float:
 
 
 class DryRuns:
-    """Exchanges of a plan's groups at N ranks; groups that differ in their layers' names alone are run once.
+    """Exchanges of a plan's groups at N ranks, each kind run once.
 
-    iteration: late enough that every warm-up is over, and such that rank 0 leads where leaders rotate.
+    Groups that differ in their layers' names alone are of one kind. The iteration is late enough that every warm-up is
+    over, and such that rank 0 leads where leaders rotate.
     """
 
     def __init__(self, plan: Plan, world_size: int, rank: int = 0, repeats: int = _REPEATS) -> None:
@@ -162,28 +172,33 @@ class DryRuns:
         self.world_size = world_size
         self.rank = rank
         self.repeats = repeats
-        self._found: dict[str, Exchange] = {}
+        self._exchanges: dict[str, Exchange] = {}
 
     def of(self, plan: Plan) -> DryRuns:
-        """Another plan's, at as many ranks: what was run for either is known to both."""
-        found = DryRuns(plan, self.world_size, self.rank, self.repeats)
-        found._found = self._found
-        return found
+        """Make another plan's exchanges at as many ranks; the two share their runs."""
+        runs = DryRuns(plan, self.world_size, self.rank, self.repeats)
+        runs._exchanges = self._exchanges
+        return runs
 
     def group(self, group: Group) -> Exchange:
-        """One group's exchange."""
+        """Give one group's exchange."""
         return self.exchange(group.name, self.plan.build(group), self.plan.members(group), self._kind(group))
 
     def exchange(self, name: str, codec: Codec, layers: Sequence[Layer], kind: str) -> Exchange:
-        """The exchange of `layers` by `codec`. kind: equal for exchanges that are alike."""
+        """Give the exchange of `layers` by `codec`; it is run once for equal kinds and equal shapes.
+
+        kind: codec and settings, as a text.
+        """
         key = json.dumps([kind, [layer.shape for layer in layers]])
-        if key not in self._found:
-            self._found[key] = dry_run(codec, layers, self.context(name), repeats=self.repeats)
-        return replace(self._found[key], name=name)
+        if key not in self._exchanges:
+            self._exchanges[key] = dry_run(codec, layers, self.context(name), repeats=self.repeats)
+        return replace(self._exchanges[key], name=name)
 
     def dense(self, name: str, layers: Sequence[Layer]) -> Exchange:
-        """Dense layers that travel together: the sum of what each takes, so that every layer is run once, whichever
-        stand beside it."""
+        """Give the exchange of dense layers that travel together: the sum of one exchange per layer.
+
+        So each layer is run once, whichever layers stand beside it.
+        """
         every = [self.exchange(name, Identity(), [layer], "dense") for layer in layers]
         turns = [
             Turn(
@@ -203,7 +218,7 @@ class DryRuns:
         return json.dumps([settings, learned], sort_keys=True)
 
     def context(self, name: str) -> Context:
-        """What a group's codec is told of where and when it runs."""
+        """Make the context of a group's codec: rank, world size, a late iteration, seed and learning rates."""
         rates = {layer.name: 1.0 for layer in self.plan.layers}
         late = -(-(self.plan.schedule.warmup_steps + 10**6) // self.world_size) * self.world_size
         return Context(
@@ -219,7 +234,7 @@ class DryRuns:
 
 
 def scan_seconds_per_byte() -> float:
-    """Time of looking for values that are not finite, per byte, here."""
+    """Measure the time of looking for values that are not finite, in seconds per byte, here."""
     buffer, times = torch.ones(_SCANNED), []
     for _ in range(5):
         began = time.thread_time()

@@ -1,9 +1,9 @@
-"""A network link between ranks, and how long a collective takes on it: bytes over speed, and messages in a row.
+"""A network link between ranks, and the time of a collective on it: bytes over speed, and messages in a row.
 
 The cost of a collective is alpha-beta (Hockney 1994; Thakur, Rabenseifner, Gropp 2005, "Optimization of collective
 communication operations in MPICH", table 1): the bytes on its critical path over the link's speed, plus one latency
-for each message that has to follow another. Bytes follow the rules in gradlab.collectives, but for all-reduces by
-other algorithms than a ring, which are forecast alone: the engine counts a ring's.
+for each message that has to follow another. Bytes follow the rules in gradlab.collectives. All-reduces by other
+algorithms than a ring exist in forecasts alone; the engine counts a ring's bytes.
 """
 
 from __future__ import annotations
@@ -39,13 +39,17 @@ _NUMBER = r"(\d+(?:\.\d+)?|\.\d+)"
 
 @dataclass(frozen=True)
 class Link:
-    """What every rank is connected by, the same in both directions, all ranks at once.
+    """A rank's connection, the same in both directions and for all ranks at once.
 
-    bits_per_second: line rate, decimal; latency_seconds: from one rank's send to another's receive of a small
-    message, the receiver's wake-up included; header_share: bytes of protocol per byte sent (TCP over Ethernet: 66 of
-    1448, and its acknowledgements); host_seconds_per_byte: what the ranks' processors take per byte sent, while other
-    bytes are on the link; collective_seconds: fixed cost of starting a collective; all_reduce: the algorithm of
-    all-reduces, one of `ALL_REDUCES`. All other collectives are Gloo's.
+    bits_per_second: line rate, decimal.
+    latency_seconds: from one rank's send of a small message to another rank's receive, its wake-up included.
+    header_share: bytes of protocol per byte sent (TCP over Ethernet: 66 of 1448, and its acknowledgements).
+    host_seconds_per_byte: time of the ranks' processors per byte sent, while other bytes are on the link.
+    collective_seconds: fixed cost of starting a collective.
+    all_reduce: the algorithm of all-reduces, one of `ALL_REDUCES`. All other collectives are Gloo's.
+
+    Raises:
+        GradlabError: for a number outside its range, or an unknown algorithm.
     """
 
     bits_per_second: float
@@ -66,15 +70,15 @@ class Link:
 
     @property
     def seconds_per_byte(self) -> float:
-        """Of a stream of bytes: the link's or the processors', whichever are slower, as both work at once."""
+        """Seconds per byte of a stream: of the link or of the processors, whichever are slower; both work at once."""
         return max(8 * (1 + self.header_share) / self.bits_per_second, self.host_seconds_per_byte)
 
     def busy_seconds(self, transfer: Transfer) -> float:
-        """How long a collective keeps the link from others."""
+        """Seconds in which a collective keeps the link from others."""
         return self.collective_seconds + transfer.path_bytes * self.seconds_per_byte
 
     def delay_seconds(self, transfer: Transfer) -> float:
-        """What a collective takes longer than it keeps the link busy: its messages wait for one another."""
+        """Seconds that a collective takes beyond `busy_seconds`: its messages wait for one another."""
         return transfer.rounds * self.latency_seconds
 
 
@@ -82,8 +86,9 @@ class Link:
 class Transfer:
     """One collective as the link sees it.
 
-    wire_bytes: what this rank sends (in a double tree, the busiest); path_bytes: what the busiest link carries, in or
-    out; rounds: messages that have to follow one another.
+    wire_bytes: bytes that this rank sends (in a double tree, the busiest rank).
+    path_bytes: bytes that the busiest link carries, in or out.
+    rounds: messages that have to follow one another.
     """
 
     wire_bytes: int
@@ -92,7 +97,7 @@ class Transfer:
 
 
 def all_reduce(nbytes: int, world_size: int, algorithm: str = "ring") -> Transfer:
-    """An all-reduce of `nbytes`, by one of `ALL_REDUCES`.
+    """Describe an all-reduce of `nbytes` per rank, by one of `ALL_REDUCES`.
 
     Raises:
         GradlabError: for another algorithm.
@@ -101,7 +106,7 @@ def all_reduce(nbytes: int, world_size: int, algorithm: str = "ring") -> Transfe
 
 
 def ring_all_reduce(nbytes: int, world_size: int) -> Transfer:
-    """Reduce-scatter and all-gather around a ring, N - 1 messages each.
+    """Describe a reduce-scatter and an all-gather around a ring, N - 1 messages each.
 
     Patarasuk, Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
     """
@@ -110,12 +115,12 @@ def ring_all_reduce(nbytes: int, world_size: int) -> Transfer:
 
 
 def tree_all_reduce(nbytes: int, world_size: int) -> Transfer:
-    """Half of the bytes up and down each of two binary trees over all ranks, as in NCCL.
+    """Describe an all-reduce over two binary trees of all ranks, half of the bytes over each, as in NCCL.
 
     Sanders, Speck, Traeff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan". A rank sends a
-    half to each of its neighbours in both trees. They are four at most, as whoever has a parent and two children in
-    one is a leaf of the other: 2x the bytes, 1.5x at 3 ranks, 1x at 2. The average is a ring's, 2 (N - 1) / N. Halves
-    travel in pieces so small that filling the trees costs latencies alone: ceil(log2 N) to the root, as many back.
+    half to each of its neighbours in both trees. It has four at most, as a rank with a parent and two children in one
+    tree is a leaf of the other: 2x the bytes, 1.5x at 3 ranks, 1x at 2. The average is a ring's, 2 (N - 1) / N. Halves
+    travel in small pieces, so that filling the trees costs latencies alone: ceil(log2 N) to the root, as many back.
     """
     neighbours = min(4, world_size) if world_size > 1 else 0
     wire = neighbours * math.ceil(nbytes / 2)
@@ -123,11 +128,11 @@ def tree_all_reduce(nbytes: int, world_size: int) -> Transfer:
 
 
 def server_all_reduce(nbytes: int, world_size: int) -> Transfer:
-    """Each rank serves 1/N of the bytes: it gets that part of all others at once, and sends them the mean at once.
+    """Describe an all-reduce in which each rank is the server of 1/N of the bytes.
 
     A sharded parameter server (Li et al. 2014, "Scaling distributed machine learning with the parameter server") on
-    the ranks themselves: a ring's bytes, but two messages in a row. That N - 1 messages meet at one link is taken to
-    cost no more than their bytes.
+    the ranks themselves: a ring's bytes, but two messages in a row, to the server and back. N - 1 messages that meet at
+    one link are taken to cost no more than their bytes.
     """
     wire = all_reduce_wire_bytes(nbytes, world_size)
     return Transfer(wire, wire, 2 if world_size > 1 else 0)
@@ -148,42 +153,51 @@ def _rule(algorithm: str) -> Callable[[int, int], Transfer]:
 
 
 def all_gather(nbytes: int, world_size: int) -> Transfer:
-    """A ring all-gather of `nbytes` per rank."""
+    """Describe a ring all-gather of `nbytes` per rank."""
     wire = all_gather_wire_bytes(nbytes, world_size)
     return Transfer(wire, wire, world_size - 1)
 
 
 def broadcast(nbytes: int, rank: int, root: int, world_size: int) -> Transfer:
-    """A binomial tree: the root's link carries all of its messages, one after another."""
+    """Describe a broadcast over a binomial tree: the root's link carries all of its messages, one after another."""
     wire = broadcast_wire_bytes(nbytes, rank, root, world_size)
     depth = (world_size - 1).bit_length()
     return Transfer(wire, depth * nbytes, depth)
 
 
 def all_to_all(sizes: Sequence[int], rank: int) -> Transfer:
-    """Every rank sends sizes[j] to rank j, all messages at once; a large part slows its receiver's link."""
+    """Describe an all-to-all: every rank sends sizes[j] bytes to rank j, all messages at once.
+
+    A large part slows its receiver's link.
+    """
     received = max(sizes, default=0) * (len(sizes) - 1)
     sent = sum(sizes) - min(sizes, default=0)
     return Transfer(all_to_all_wire_bytes(sizes, rank), max(sent, received), 1 if len(sizes) > 1 else 0)
 
 
 def gather_of_lengths(sizes: Sequence[int], rank: int) -> Transfer:
-    """Every rank sends its sizes[rank] bytes to all others at once; the largest slows its sender's link."""
+    """Describe a gather in which every rank sends its sizes[rank] bytes to all others at once.
+
+    The largest part slows its sender's link.
+    """
     others = len(sizes) - 1
     path = max(others * max(sizes, default=0), sum(sizes) - min(sizes, default=0))
     return Transfer(others * sizes[rank], path if others else 0, 1 if others else 0)
 
 
 def ring(sizes: Sequence[int], rank: int) -> Transfer:
-    """Messages hop by hop, 2 (N - 1) of them; in each round the largest holds up the others."""
+    """Describe 2 (N - 1) messages hop by hop around a ring; in each round the largest holds up the others.
+
+    sizes: bytes of each of the N segments.
+    """
     rounds = 2 * (len(sizes) - 1)
     return Transfer(ring_wire_bytes(sizes, rank), rounds * max(sizes, default=0), rounds)
 
 
 def transfers(requests: Sequence[Request], rank: int, world_size: int, algorithm: str = "ring") -> list[Transfer]:
-    """The collectives that serve requests standing at one step: those of a kind, a root and a dtype travel as one.
+    """List the collectives that serve simultaneous requests: those of a kind, a root and a dtype travel as one.
 
-    A varying gather is taken as if all ranks sent as much as this one. Empty collectives are left out. algorithm: of
+    In a varying gather all ranks are taken to send as much as this one. Empty collectives are left out. algorithm: of
     the all-reduces that serve a `Mean`, see `Link`.
     """
     alike = ([requests[position] for position in positions] for positions in by_fusion_key(requests))
@@ -217,7 +231,7 @@ def _fused(together: Sequence[Any], rank: int, world_size: int, algorithm: str) 
 
 
 def weightless(request: Request) -> Request:
-    """The same request without its values: what is counted needs shapes alone."""
+    """Copy a request without its values: counting needs shapes alone."""
     if isinstance(request, AllToAll):
         return AllToAll(tuple(_empty(tensor) for tensor in request.tensors))
     if isinstance(request, Mean):
@@ -249,7 +263,7 @@ def _empty(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def parse_bandwidth(text: str) -> float:
-    """Bits per second of a rate as the field writes it: "200mbit", "1gbit", "25 Gbit/s", "inf"; decimal.
+    """Read bits per second from a text such as "200mbit", "1gbit", "25 Gbit/s" or "inf"; prefixes are decimal.
 
     Raises:
         GradlabError: for anything else, and for 0.
@@ -265,7 +279,7 @@ def parse_bandwidth(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds of a duration: "50us", "1.5ms", "0.36s"; a bare number is seconds.
+    """Read seconds from a text such as "50us", "1.5ms" or "0.36s"; a bare number is seconds.
 
     Raises:
         GradlabError: for anything else, and below 0.
@@ -280,7 +294,7 @@ def parse_seconds(text: str) -> float:
 
 
 def format_rate(bits_per_second: float) -> str:
-    """A rate as `parse_bandwidth` reads it: 2e8 -> "200mbit"; three significant digits."""
+    """Write a rate as `parse_bandwidth` reads it: 2e8 -> "200mbit"; three significant digits."""
     from gradlab.formatting import significant
 
     if math.isinf(bits_per_second):
@@ -293,12 +307,12 @@ def format_rate(bits_per_second: float) -> str:
 
 
 def json_rate(bits_per_second: float) -> float | str:
-    """A rate as JSON holds it: infinity, which JSON has no number for, is the text "unlimited"."""
+    """Write a rate for JSON, which has no number for infinity: that is the text "unlimited"."""
     return "unlimited" if math.isinf(bits_per_second) else bits_per_second
 
 
 def spell_rate(bits_per_second: float) -> str:
-    """A rate as prose has it: 1e9 -> "1 Gbit/s"."""
+    """Write a rate for prose: 1e9 -> "1 Gbit/s"."""
     if math.isinf(bits_per_second):
         return "an unlimited speed"
     for unit, scale in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):

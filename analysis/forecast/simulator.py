@@ -1,10 +1,10 @@
-"""One training step as the engine runs it, simulated: backward, the worker's ticks, and a link that collectives share.
+"""Simulate one training step as the engine runs it: backward, the worker's ticks, and a link that collectives share.
 
-Buckets become ready while backward runs, in order. The worker cuts each into segments; every segment is a tick: its
-exchanges are encoded up to their first requests while the last tick's collectives travel, then those are awaited and
-the exchanges that asked for them go on, then all open requests are issued together. After the last bucket ticks go on
-until nothing is open. Buckets with nothing to compress travel in their own buffers, beside all that. The link serves
-collectives in the order they were issued: bytes wait for bytes, latencies overlap.
+Buckets become ready while backward runs, in order. The worker cuts each bucket into segments; every segment is a tick.
+In a tick the segment's exchanges are encoded up to their first requests, while the last tick's collectives travel. Then
+those collectives are awaited, and the exchanges that asked for them go on. Then all open requests are issued together.
+After the last bucket, ticks go on until nothing is open. Buckets with nothing to compress travel in their own buffers,
+beside all that. The link serves collectives in the order they were issued: bytes wait for bytes, latencies overlap.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from gradlab.segments import SEGMENT_BYTES, segments
 
 @dataclass(frozen=True)
 class Turn:
-    """A stretch of a codec's code: its time, and the requests it ends with; none at the end of the exchange.
+    """A stretch of a codec's code.
 
-    copy_seconds: the engine's, to pack what was asked for before and to unpack the answers.
+    seconds: its time.
+    requests: what it ends with; none at the end of the exchange.
+    copy_seconds: the engine's time to pack the requests before it and to unpack their answers.
     """
 
     seconds: float
@@ -35,9 +37,12 @@ class Turn:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One group's way through an iteration.
+    """One group's exchange in an iteration.
 
-    gradient_bytes: size of its gradients; apply_seconds: what the engine does with the result: measure its error, copy.
+    name: the group's.
+    gradient_bytes: size of its gradients.
+    turns: the stretches of its codec's code, in order.
+    apply_seconds: the engine's time to measure the result's error and to copy it.
     """
 
     name: str
@@ -47,16 +52,16 @@ class Exchange:
 
     @property
     def codec_seconds(self) -> float:
-        """Time in the codec's own code."""
+        """Seconds in the codec's own code."""
         return sum(turn.seconds for turn in self.turns)
 
     @property
     def engine_seconds(self) -> float:
-        """Time in the engine's."""
+        """Seconds in the engine's code."""
         return self.apply_seconds + sum(turn.copy_seconds for turn in self.turns)
 
     def scaled(self, codec: float, engine: float) -> Exchange:
-        """The same exchange with these times multiplied."""
+        """Multiply the codec's times and the engine's."""
         turns = tuple(
             replace(turn, seconds=codec * turn.seconds, copy_seconds=engine * turn.copy_seconds) for turn in self.turns
         )
@@ -67,8 +72,10 @@ class Exchange:
 class Bucket:
     """One of DDP's buckets.
 
-    ready_seconds: computing done when it is handed over; in_place_bytes: its size, if it is averaged in its own buffer;
-    scan_seconds: looking for values that are not finite; exchanges: what it starts.
+    ready_seconds: seconds of computing that are done when it is handed over.
+    in_place_bytes: its size, if it is averaged in its own buffer; else 0.
+    scan_seconds: time of looking for values that are not finite.
+    exchanges: those that it starts.
     """
 
     ready_seconds: float
@@ -79,10 +86,12 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Step:
-    """A step's time in seconds, and what it is made of: step = compute + encode + communicate.
+    """A step's time in seconds, and its parts: seconds = compute + encode + communicate.
 
-    compute: forward and backward, alone; encode: codec work that computing did not hide, with what it slowed computing
-    down by; communicate: the same of the network; wire_bytes: what this rank sends.
+    compute: forward and backward, alone.
+    encode: codec work that computing did not hide, and the time by which it slowed computing down.
+    communicate: the same of the network.
+    wire_bytes: bytes that this rank sends.
     """
 
     seconds: float
@@ -94,35 +103,39 @@ class Step:
 
 @dataclass
 class Clock:
-    """Time as the worker lives it, and how far computing is.
+    """The worker's time, and how far computing is; all in seconds.
 
+    compute: of the step, alone.
     speed: of computing and of codecs while both run: 1 with a core for each, 0.5 where they share one.
+    now: the worker's time.
+    computed: how much of `compute` is done.
+    waited: for the network, after computing was over.
     """
 
     compute: float
     speed: float
     now: float = 0.0
     computed: float = 0.0
-    waited: float = 0.0  # for the network, after computing was over
+    waited: float = 0.0
 
     def work(self, seconds: float) -> None:
-        """Codec code that takes `seconds` alone."""
+        """Run codec code that takes `seconds` alone."""
         together = min(seconds, self.compute - self.computed)
         self.computed += together
         self.now += together / self.speed + (seconds - together)
 
     def serve(self, seconds: float) -> None:
-        """Work of the ranks' processors for the network: it holds up computing as far as no core is left for it."""
+        """Let the processors work for the network: computing is held up as far as no core is left for it."""
         self.computed -= 2 * (1 - self.speed) * min(seconds, self.compute - self.computed)
 
     def wait_for_backward(self, computed: float) -> None:
-        """Until so much has been computed."""
+        """Wait until `computed` seconds of computing are done."""
         left = max(0.0, computed - self.computed)
         self.computed += left
         self.now += left
 
     def wait_for_network(self, moment: float) -> None:
-        """Until a collective is through."""
+        """Wait until the moment at which a collective is through."""
         left = max(0.0, moment - self.now)
         hidden = min(left, self.compute - self.computed)
         self.computed += hidden
@@ -132,7 +145,12 @@ class Clock:
 
 @dataclass
 class Wire:
-    """The link over a step: when it is free again, and what was sent. clock: whose processors serve it."""
+    """The link over a step.
+
+    clock: of the worker whose processors serve the link.
+    free: the moment, in seconds, at which the link is free again.
+    wire_bytes: bytes that this rank has sent.
+    """
 
     link: Link
     clock: Clock
@@ -140,7 +158,7 @@ class Wire:
     wire_bytes: int = 0
 
     def send(self, transfer: Transfer, issued: float) -> float:
-        """Issue a collective; when it is through."""
+        """Issue a collective at a moment; returns the moment at which it is through."""
         self.free = max(self.free, issued) + self.link.busy_seconds(transfer)
         self.wire_bytes += transfer.wire_bytes
         self.clock.serve(transfer.path_bytes * self.link.host_seconds_per_byte)
@@ -148,7 +166,7 @@ class Wire:
 
 
 class Simulated:
-    """An exchange under way, whose code only takes time."""
+    """An exchange under way; its code only takes time."""
 
     def __init__(self, exchange: Exchange, clock: Clock) -> None:
         self.requests: tuple[Request, ...] = ()
@@ -165,14 +183,14 @@ class Simulated:
 
 @dataclass(frozen=True)
 class Arriving:
-    """Collectives under way; the last is through at `arrives`."""
+    """Collectives under way; the last of them is through at `arrives`."""
 
     arrives: float
     count: int
     clock: Clock
 
     def answers(self) -> list[None]:
-        """Wait for them."""
+        """Wait for all of them."""
         self.clock.wait_for_network(self.arrives)
         return [None] * self.count
 
@@ -187,9 +205,16 @@ def simulate(
     speed: float = 1.0,
     segment_bytes: int = SEGMENT_BYTES,
 ) -> Step:
-    """The time of one step. speed: of computing and codecs while both run (see `Clock`).
+    """Simulate one step. Buckets without any exchange are plain DDP.
 
-    Buckets without any exchange are plain DDP.
+    Args:
+        buckets: in the order in which backward completes them.
+        compute_seconds: forward and backward, alone.
+        link: of every rank.
+        world_size: number of ranks.
+        rank: whose step.
+        speed: of computing and codecs while both run, see `Clock`.
+        segment_bytes: gradient bytes per tick.
 
     Raises:
         GradlabError: for a time below 0, a world size below 1, a speed outside [0.5, 1].

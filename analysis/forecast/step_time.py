@@ -1,8 +1,8 @@
-"""Predict a training step's time on a link, for a plan and for plain DDP, and where the two cross.
+"""Predict a training step's time on a link, for a plan and for plain DDP, and the speed at which the two cross.
 
-What a rank asks for at N ranks comes from its codecs' own code (`gradlab.analysis.forecast.dry_run`), the bytes from
-the rules in gradlab.collectives, and the order of things from the engine's loop
-(`gradlab.analysis.forecast.simulator`). Measured are the time of computing, and that of the codecs.
+A rank's requests at N ranks come from its codecs' own code (`gradlab.analysis.forecast.dry_run`), the bytes from the
+rules in gradlab.collectives, and the order of events from the engine's loop (`gradlab.analysis.forecast.simulator`).
+The times of computing and of the codecs are measured.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from gradlab.plan import Plan
 FIRST_BUCKET_BYTES, BUCKET_CAP_MB = 2**20, 25.0
 # Gradients of weights and of activations cost as much each as the forward pass.
 BACKWARD_SHARE = 2 / 3
-# Link speeds between which a break-even is looked for, in bits per second.
+# A break-even is looked for between these link speeds, in bits per second.
 _SLOWEST, _FASTEST, _PER_DECADE = 1e4, 1e13, 8
 # Seconds: less is rounding.
 _NOTHING = 1e-9
 
 
 def assign_buckets(layers: Sequence[Layer], bucket_cap_mb: float | None = None) -> list[list[Layer]]:
-    """Layers as DDP puts them into buckets: the last first, a bucket closed by the layer that reaches its limit.
+    """Put layers into buckets as DDP does: the last first, a bucket closed by the layer that reaches its limit.
 
-    bucket_cap_mb: as given to DDP; None: its default of 25 MiB, with 1 MiB for the first.
+    bucket_cap_mb: as given to DDP; None: DDP's default of 25 MiB, with 1 MiB for the first bucket.
 
     Raises:
         GradlabError: for a limit that is not positive.
@@ -56,9 +56,10 @@ def _nbytes(layers: Sequence[Layer]) -> int:
 
 
 def ready_seconds(buckets: Sequence[Sequence[Layer]], compute_seconds: float) -> list[float]:
-    """Computing done when each bucket is ready: backward takes as long for every layer that has a weight matrix.
+    """Estimate the seconds of computing that are done when each bucket is ready.
 
-    Parameters would be the worse guide: a convolutional network has most of them in its last, cheapest layers.
+    Backward is taken to last as long for every layer that has a weight matrix. Numbers of parameters would be a worse
+    guide: a convolutional network has most of them in its last, cheapest layers.
     """
     weights = [sum(len(layer.shape) > 1 for layer in bucket) for bucket in buckets]
     total, done, ready = sum(weights), 0, []
@@ -71,7 +72,13 @@ def ready_seconds(buckets: Sequence[Sequence[Layer]], compute_seconds: float) ->
 
 @dataclass(frozen=True)
 class Job:
-    """A plan at N ranks with its times, ready for any link; beside it the same buckets under plain DDP."""
+    """A plan's step at N ranks, ready for any link.
+
+    world_size: N.
+    compute_seconds: forward and backward, alone.
+    buckets: DDP's buckets under the plan.
+    dense_buckets: the same buckets under plain DDP.
+    """
 
     world_size: int
     compute_seconds: float
@@ -80,17 +87,17 @@ class Job:
 
     @property
     def codec_seconds(self) -> float:
-        """Time in the codecs' own code, per step."""
+        """Seconds per step in the codecs' own code."""
         return sum(exchange.codec_seconds for bucket in self.buckets for exchange in bucket.exchanges)
 
     @property
     def engine_seconds(self) -> float:
-        """What the engine does besides: look for values that are not finite, pack and unpack, measure errors, copy."""
+        """Seconds per step in which the engine scans for values that are not finite, packs, measures errors, copies."""
         exchanges = sum(exchange.engine_seconds for bucket in self.buckets for exchange in bucket.exchanges)
         return exchanges + sum(bucket.scan_seconds for bucket in self.buckets)
 
     def scaled(self, codec: float = 1.0, engine: float = 1.0) -> Job:
-        """The same job with its codecs' times multiplied, and the engine's."""
+        """Multiply the codecs' times and the engine's."""
         buckets = tuple(
             replace(
                 bucket,
@@ -110,7 +117,15 @@ def make_job(
     scan_seconds: float = 0.0,
     bucket_cap_mb: float | None = None,
 ) -> Job:
-    """DDP's buckets with what each starts. scan_seconds: of looking for values that are not finite, per byte."""
+    """Make DDP's buckets, with the exchanges that each starts.
+
+    Args:
+        plan: of the layers.
+        runs: exchanges at N ranks; they are added to.
+        compute_seconds: forward and backward, alone.
+        scan_seconds: of looking for values that are not finite, per byte.
+        bucket_cap_mb: as in `assign_buckets`.
+    """
     assigned = assign_buckets(plan.layers, bucket_cap_mb)
     ready = ready_seconds(assigned, compute_seconds)
     plain = tuple(Bucket(moment, _nbytes(bucket)) for moment, bucket in zip(ready, assigned, strict=True))
@@ -133,7 +148,7 @@ def make_job(
 
 
 def _exchanges(plan: Plan, runs: DryRuns, assigned: Sequence[Sequence[Layer]]) -> Iterator[list[Exchange]]:
-    """What each bucket starts: its dense layers together, then every group that it completes."""
+    """The exchanges that each bucket starts: its dense layers together, then every group that it completes."""
     group_of = {name: group.name for group in plan.compressed_groups for name in group.layers}
     missing = {group.name: set(group.layers) for group in plan.compressed_groups}
     for index, bucket in enumerate(assigned):
@@ -170,8 +185,10 @@ class Comparison:
 
 
 def compare(job: Job, link: Link, *, speed: float = 1.0) -> Comparison:
-    """Both steps on one link. speed: of computing and codecs while both run, see
-    `gradlab.analysis.forecast.simulator.Clock`."""
+    """Simulate a plan's step and plain DDP's on one link.
+
+    speed: of computing and codecs while both run, see `gradlab.analysis.forecast.simulator.Clock`.
+    """
     compressed, dense = (
         simulate(buckets, job.compute_seconds, link, job.world_size, speed=speed)
         for buckets in (job.buckets, job.dense_buckets)
@@ -180,10 +197,14 @@ def compare(job: Job, link: Link, *, speed: float = 1.0) -> Comparison:
 
 
 def break_even(saves: Callable[[float], float]) -> float | None:
-    """The link speed, in bits per second, from which on compression no longer pays; the fastest, if there are several.
+    """Find the link speed from which on compression no longer pays; the fastest, if there are several.
 
-    saves: seconds that the plan saves against plain DDP at a speed. None: it saves nothing at any speed between
-    10 kbit/s and 10 Tbit/s; infinity: it still does at the fastest.
+    Args:
+        saves: seconds that the plan saves against plain DDP at a speed in bits per second.
+
+    Returns:
+        Bits per second. None: it saves nothing at any speed between 10 kbit/s and 10 Tbit/s. Infinity: it still saves
+        time at the fastest.
     """
     slowest, fastest = (round(_PER_DECADE * math.log10(speed)) for speed in (_SLOWEST, _FASTEST))
     grid = [10 ** (position / _PER_DECADE) for position in range(slowest, fastest + 1)]

@@ -1,4 +1,4 @@
-"""Which figures a report shows, with their titles and captions; what has no data gets no figure."""
+"""The figures of a report, with their titles and captions; a figure without data is left out."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from gradlab.analysis.report.page import Drawing
 from gradlab.formatting import format_percent
 from gradlab.metric import final_score, metric_of
 
-Found = Mapping[str, Any]
+Json = Mapping[str, Any]
 
 
-def spectrum_drawings(spectrum: Found) -> list[Drawing]:
-    """Figures of `TraceSpectrum.to_json()`."""
+def spectrum_drawings(spectrum: Json) -> list[Drawing]:
+    """List the figures of `TraceSpectrum.to_json()`."""
     count = len(spectrum["steps"])
-    found = [
+    drawings = [
         Drawing(
             "slice_spectrum",
             "Spectrum of a slice of the averaged gradient",
@@ -50,25 +50,25 @@ def spectrum_drawings(spectrum: Found) -> list[Drawing]:
             "Near 0, each rank's gradient is mostly noise of its own batch, which no fit can foresee."
         )
         draw = partial(plots.plot_agreement, spectrum)
-        found.append(Drawing("agreement", "Agreement between ranks", caption, draw))
+        drawings.append(Drawing("agreement", "Agreement between ranks", caption, draw))
     caption = "Euclidean norm of the gradient averaged over ranks, by layer; running mean."
-    return [*found, Drawing("norms", "Norm of the gradient", caption, partial(plots.plot_norms, spectrum))]
+    return [*drawings, Drawing("norms", "Norm of the gradient", caption, partial(plots.plot_norms, spectrum))]
 
 
-def fit_drawings(origin: Found, name: str = "") -> list[Drawing]:
-    """The held-out curve of a fit's origin."""
-    promised = origin["promised_loss"]
+def fit_drawings(provenance: Json, name: str = "") -> list[Drawing]:
+    """List the held-out curve of a GradiVeQ fit. name: of the fit, for the file's name and title."""
+    promised = provenance["promised_loss"]
     rule = "" if promised is None else f" (d by eq. (6), threshold {format_percent(promised)})"
     caption = (
-        f"Fitted on {len(origin['fitted_on'])} iterations{rule}, tried on all later ones. (a) all fitted layers "
+        f"Fitted on {len(provenance['fitted_on'])} iterations{rule}, tried on all later ones. (a) all fitted layers "
         "together, with the loss on the fit's own iterations and that of random bases of the same size; (b) by layer."
     )
     title = "Loss on later iterations, by age of the fit" + (f": {name}" if name else "")
-    return [Drawing(f"holdout_{name}" if name else "holdout", title, caption, partial(plots.plot_holdout, origin))]
+    return [Drawing(f"holdout_{name}" if name else "holdout", title, caption, partial(plots.plot_holdout, provenance))]
 
 
-def slice_structure_drawings(structure: Found) -> list[Drawing]:
-    """Figures of `measure_slice_structure`; of what no layer has, none."""
+def slice_structure_drawings(structure: Json) -> list[Drawing]:
+    """List the figures of `measure_slice_structure`, without those that no layer has data for."""
     windows = structure.get("windows") or [[0, 0]]
     held = "Later iterations: not fitted on, spread over the rest of the trace."
     captions = {
@@ -121,9 +121,9 @@ def _length(window: Sequence[int]) -> int:
     return window[1] - window[0] + 1
 
 
-def sign_drawings(found: Found) -> list[Drawing]:
-    """Figures of `measure_sign_blocks`."""
-    window = found["window"]
+def sign_drawings(blocks: Json) -> list[Drawing]:
+    """List the figures of `measure_sign_blocks`."""
+    window = blocks["window"]
     return [
         Drawing(
             "sign_statistics",
@@ -131,20 +131,20 @@ def sign_drawings(found: Found) -> list[Drawing]:
             f"After Fig. 1 of dist-EF-blockSGD, a point for {window} iterations: (a) how much magnitudes differ within "
             "tensors, standard deviation over mean, averaged; (b) the smallest δ = ‖v‖₁² / (d ‖v‖²), with what it can "
             "fall to at worst (1 / d).",
-            partial(sign_blocks_plots.plot_sign_statistics, found),
+            partial(sign_blocks_plots.plot_sign_statistics, blocks),
         ),
         Drawing(
             "sign_blocks",
             "Where more scales pay",
             "Share of the gradients' energy that signs keep, over bits per value. The leftmost point is one scale per "
             "tensor; block sizes of every point are in report.json.",
-            partial(sign_blocks_plots.plot_sign_blocks, found),
+            partial(sign_blocks_plots.plot_sign_blocks, blocks),
         ),
     ]
 
 
-def replay_drawings(replays: Mapping[str, Found]) -> list[Drawing]:
-    """Figures of replays alone (`Replay.to_json()` by name)."""
+def replay_drawings(replays: Mapping[str, Json]) -> list[Drawing]:
+    """List the figures of replays alone (`Replay.to_json()` by name)."""
     lossy = _lossy(replays)
     if not lossy:
         return []
@@ -152,8 +152,8 @@ def replay_drawings(replays: Mapping[str, Found]) -> list[Drawing]:
         Drawing(
             "replay_errors",
             "Error of each method over time",
-            "What a rank was asked to send and what it sent, relative, over all ranks and compressed layers; under "
-            "error feedback the residual is part of what is asked. Dotted: iterations that a plan was fitted on.",
+            "‖input - decoded‖ / ‖input‖ of the compressor, over all ranks and compressed layers; the input includes "
+            "the residual of error feedback. Dotted: iterations that a plan was fitted on.",
             partial(method_plots.plot_errors, lossy, {}),
         ),
         Drawing(
@@ -167,8 +167,8 @@ def replay_drawings(replays: Mapping[str, Found]) -> list[Drawing]:
     ]
 
 
-def run_drawings(runs: Mapping[str, Found], replays: Mapping[str, Found]) -> list[Drawing]:
-    """Figures of training runs, with what replays predicted of them."""
+def run_drawings(runs: Mapping[str, Json], replays: Mapping[str, Json]) -> list[Drawing]:
+    """List the figures of training runs, with what replays predicted of them."""
     lossy = _lossy(replays)
     caption = "All runs start from the same parameters and see the same data in the same order."
     draw = partial(method_plots.plot_training, runs)
@@ -188,7 +188,7 @@ def run_drawings(runs: Mapping[str, Found], replays: Mapping[str, Found]) -> lis
     return [*drawings, *_cost_drawings(runs), *by_layer]
 
 
-def _cost_drawings(runs: Mapping[str, Found]) -> list[Drawing]:
+def _cost_drawings(runs: Mapping[str, Json]) -> list[Drawing]:
     drawings = []
     if placed := {name: run for name, run in runs.items() if _is_placed(run)}:
         name = metric_of(runs.values()).name
@@ -205,21 +205,21 @@ def _cost_drawings(runs: Mapping[str, Found]) -> list[Drawing]:
     return drawings
 
 
-def _layer_errors(replays: Mapping[str, Found], runs: Mapping[str, Found]) -> Drawing:
+def _layer_errors(replays: Mapping[str, Json], runs: Mapping[str, Json]) -> Drawing:
     caption = "Relative error of each compressed layer over the compressed iterations; predicted ones after the fit."
     return Drawing("layer_errors", "Error by layer", caption, partial(method_plots.plot_layer_errors, replays, runs))
 
 
-def _is_placed(run: Found) -> bool:
+def _is_placed(run: Json) -> bool:
     return final_score(run) is not None and bool(run.get("payload_bytes_per_step"))
 
 
-def _lossy(replays: Mapping[str, Found]) -> dict[str, Found]:
+def _lossy(replays: Mapping[str, Json]) -> dict[str, Json]:
     """Replays in which anything was lost."""
-    return {name: found for name, found in replays.items() if any(found["layer_errors"].values())}
+    return {name: replay for name, replay in replays.items() if any(replay["layer_errors"].values())}
 
 
-def _comparable(replays: Mapping[str, Found], runs: Mapping[str, Found]) -> bool:
+def _comparable(replays: Mapping[str, Json], runs: Mapping[str, Json]) -> bool:
     for name in set(replays) & set(runs):
         _, predicted, observed = common(predicted_series(replays[name]), observed_series(runs[name]))
         if ((predicted > 0) & (observed > 0)).any():

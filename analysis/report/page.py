@@ -30,7 +30,12 @@ from gradlab.version import VERSION
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure to be: its file name, title, caption, and what draws it."""
+    """A figure to be.
+
+    name: of its files.
+    title, caption: shown with it.
+    draw: makes the figure; called inside `gradlab.analysis.figures.style.drawing`.
+    """
 
     name: str
     title: str
@@ -40,7 +45,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Table:
-    """Text cells; the first column names the row. text_columns: how many of the first are words, not numbers."""
+    """A table of text cells; the first column names the row. text_columns: the first columns that hold words."""
 
     title: str
     columns: Sequence[str]
@@ -51,9 +56,11 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """One question with what answers it, on a page of its own when printed.
+    """One question with its answer, on a page of its own when printed.
 
-    name: of its anchor; answer: in a sentence or two; of_layer: whether it is about one layer alone.
+    name: of its anchor in the page.
+    answer: in a sentence or two.
+    of_layer: whether it shows one layer alone.
     """
 
     name: str
@@ -82,7 +89,10 @@ class Page:
 
 
 def write_page(page: Page, out: Path, *, overwrite: bool = False, progress: Progress | None = None) -> Path:
-    """Write report.html, report.json and figures/ into the folder `out`; returns the path of report.html.
+    """Write report.html, report.json and figures/ into the folder `out`.
+
+    Returns:
+        The path of report.html.
 
     Raises:
         GradlabError: if there is a report already and overwrite is false, or the folder cannot be written.
@@ -113,7 +123,7 @@ def write_page(page: Page, out: Path, *, overwrite: bool = False, progress: Prog
 
 
 def render_html(page: Page, svgs: dict[str, bytes]) -> str:
-    """The page as one HTML document, its figures inside."""
+    """Render the page as one HTML document, its figures inside. svgs: by the drawing's name."""
     source = resources.files("gradlab.analysis.report").joinpath("report.html.jinja").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     inline = {item.name: Markup(inline_svg(svgs[item.name], item.name, item.title)) for item in page.drawings}
@@ -121,7 +131,10 @@ def render_html(page: Page, svgs: dict[str, bytes]) -> str:
 
 
 def inline_svg(svg: bytes, name: str, title: str) -> str:
-    """An SVG file as an element for HTML: no prolog, metadata, style or namespaces, ids that no other figure has."""
+    """Turn an SVG file into an element for HTML, with ids that no other figure has.
+
+    Prolog, metadata, style and namespaces are left out.
+    """
     text = svg.decode()
     text = text[text.index("<svg") :]
     # Metadata name vocabularies by address; a figure's style sheet would style the whole page.

@@ -45,12 +45,12 @@ from gradlab.formatting import (
     format_seconds,
 )
 
-Found = Mapping[str, Any]
+Json = Mapping[str, Any]
 
-# A figure for each of more layers would make the page tens of megabytes.
+# More layer figures than this would make the page tens of megabytes.
 _MOST_LAYER_FIGURES = 40
 _MOST_ROWS = 60
-# What waits under feedback, in the last quarter over the one before.
+# Residual norm under error feedback: its growth from the last but one quarter of the steps to the last.
 _GROWING, _SETTLED = 1.2, 200  # steps after a cold start, during which it grows in any case
 _SHOWN_DENSITY = 0.01
 # Shuffled over paired information from which on an estimator says nothing.
@@ -59,8 +59,8 @@ _BY_CHANCE = 0.9
 _USEFUL = (0.05, 0.9)
 
 
-def comparison_sections(runs: Found, replays: Found, fits: Found, spectrum: Found | None) -> list[Section]:
-    """Of training runs, with what was predicted of them."""
+def comparison_sections(runs: Json, replays: Json, fits: Json, spectrum: Json | None) -> list[Section]:
+    """Make the pages of training runs, with what was predicted of them."""
     sections = [
         Section(
             "runs",
@@ -71,9 +71,9 @@ def comparison_sections(runs: Found, replays: Found, fits: Found, spectrum: Foun
         )
     ]
     if fits:
-        tables = [fit_table(origin) for origin in fits.values()]
-        drawings = [item for name, origin in fits.items() for item in fit_drawings(origin, name)]
-        answer = " ".join(fit_verdict(origin) for origin in fits.values())
+        tables = [fit_table(provenance) for provenance in fits.values()]
+        drawings = [item for name, provenance in fits.items() for item in fit_drawings(provenance, name)]
+        answer = " ".join(fit_verdict(provenance) for provenance in fits.values())
         sections.append(Section("fits", "Do fits hold on later iterations?", answer, tables, drawings))
     if spectrum:
         answer = agreement_line(spectrum)
@@ -81,14 +81,14 @@ def comparison_sections(runs: Found, replays: Found, fits: Found, spectrum: Foun
     return sections
 
 
-def trace_sections(data: Found) -> list[Section]:
+def trace_sections(data: Json) -> list[Section]:
     """Make the pages of a recording. data: what report.json holds, "payoff" as a `SpeedForecast`."""
     makers = (_speed, _replays, _between_nodes, _noise_scale, _limits, _within_node, _signs)
-    found = [section for make in makers if (section := make(data)) is not None]
-    return [*found, _all_layers(data), *_layers(data)]
+    sections = [section for make in makers if (section := make(data)) is not None]
+    return [*sections, _all_layers(data), *_layers(data)]
 
 
-def _speed(data: Found) -> Section | None:
+def _speed(data: Json) -> Section | None:
     speed: SpeedForecast | None = data.get("payoff")
     if speed is None:
         return None
@@ -132,25 +132,24 @@ def _even(value: float | None) -> str:
     return "at any link speed" if isinf(value) else f"below {spell_rate(value)}"
 
 
-def _replays(data: Found) -> Section | None:
+def _replays(data: Json) -> Section | None:
     replays = data["replays"]
     if not replays:
         return None
     drawings, answer = replay_drawings(replays), replay_verdict(replays)
-    growing = [name for name, found in replays.items() if _grows(found["summary"])]
-    if any(found["summary"].get("unsent") for found in replays.values()):
+    growing = [name for name, replay in replays.items() if _grows(replay["summary"])]
+    if any(replay["summary"].get("unsent") for replay in replays.values()):
         drawings.append(
             Drawing(
                 "waiting",
-                "What waits under error feedback",
-                "What was asked of a rank and not sent, in gradients of the same iteration. Where it goes on growing, "
-                "old "
-                "gradients pile up.",
+                "Residual norm under error feedback",
+                "Norm of the compression error over that of the same iteration's gradient. Where it goes on growing, "
+                "old gradients pile up.",
                 partial(information_plots.plot_waiting, replays),
             )
         )
     if growing:
-        answer += f" What is not sent still grows at the end with {', '.join(growing)}."
+        answer += f" The residual norm still grows at the end with {', '.join(growing)}."
     ranking = data.get("ranking")
     if ranking:
         answer += f" {ranking_line(ranking)}"
@@ -166,14 +165,14 @@ def _replays(data: Found) -> Section | None:
     return Section("replays", "What do compressors do to these gradients?", answer, tables, drawings)
 
 
-def _grows(summary: Found) -> bool:
+def _grows(summary: Json) -> bool:
     return summary["compressed_steps"] >= _SETTLED and (summary.get("residual_growth") or 0.0) > _GROWING
 
 
-def _group_table(replays: Found) -> Table:
+def _group_table(replays: Json) -> Table:
     rows = []
-    for name, found in replays.items():
-        for group, cost in found.get("groups", {}).items():
+    for name, replay in replays.items():
+        for group, cost in replay.get("groups", {}).items():
             rows.append(
                 [
                     group,
@@ -181,7 +180,7 @@ def _group_table(replays: Found) -> Table:
                     format_bytes(cost["payload_bytes"]),
                     format_bytes(cost["wire_bytes"]),
                     format_seconds(cost["codec_seconds"]),
-                    format_percent(found["layer_errors"].get(group)),
+                    format_percent(replay["layer_errors"].get(group)),
                 ]
             )
     columns = ("group", "plan", "payload", "wire", "codec time", "error of a rank")
@@ -192,7 +191,7 @@ def _group_table(replays: Found) -> Table:
     return Table("By group", columns, shown, note, text_columns=2)
 
 
-def _between_nodes(data: Found) -> Section | None:
+def _between_nodes(data: Json) -> Section | None:
     between = data.get("between_nodes")
     if not between or not between["layers"]:
         return None
@@ -248,12 +247,12 @@ def _between_nodes(data: Found) -> Section | None:
     return Section("between", "What do nodes share?", answer, [_between_table(between)], drawings)
 
 
-def _mean_of(layer: Found, bins: str, name: str) -> float:
+def _mean_of(layer: Json, bins: str, name: str) -> float:
     values = layer["histograms"][bins][name]
     return float(sum(values) / len(values))
 
 
-def _between_table(between: Found) -> Table:
+def _between_table(between: Json) -> Table:
     paper, rows = str(between["paper_bins"]), []
     for layer in between["layers"]:
         top = next((row for row in layer["top_indices"] if row["density"] == _SHOWN_DENSITY), None)
@@ -280,26 +279,26 @@ def _between_table(between: Found) -> Table:
     return Table("Between nodes, by layer", columns, rows, note, text_columns=2)
 
 
-def _with_interval(found: Found) -> str:
-    return f"{found['bits']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+def _with_interval(excess: Json) -> str:
+    return f"{excess['bits']:.3f} [{excess['low']:.3f}, {excess['high']:.3f}]"
 
 
-def _cosine(found: Found) -> str:
-    if found["mean"] is None:
+def _cosine(cosine: Json) -> str:
+    if cosine["mean"] is None:
         return "-"
-    if found["low"] is None:
-        return f"{found['mean']:.2f}"
-    return f"{found['mean']:.2f} [{found['low']:.2f}, {found['high']:.2f}]"
+    if cosine["low"] is None:
+        return f"{cosine['mean']:.2f}"
+    return f"{cosine['mean']:.2f} [{cosine['low']:.2f}, {cosine['high']:.2f}]"
 
 
 _SAME_DATA = 1e-6  # noise over signal
 
 
-def _noise_scale(data: Found) -> Section | None:
-    found = data.get("noise_scale")
-    if not found:
+def _noise_scale(data: Json) -> Section | None:
+    noise = data.get("noise_scale")
+    if not noise:
         return None
-    size, model = found["batch_size"], found["model"]
+    size, model = noise["batch_size"], noise["model"]
     unit = "examples" if size else "batches of one node"
     scale = model["batches"]
     if scale is None:
@@ -318,8 +317,8 @@ def _noise_scale(data: Found) -> Section | None:
             f"{format_number(high) if high is not None else 'no upper end'}): a node's batch"
             f"{f' of {size}' if size else ''} is {_times(scale)}, so a gradient is "
             f"{format_percent(1 / (1 + scale), 0)} "
-            f"signal, and the mean of {found['world_size']} is "
-            f"{format_percent(1 / (1 + scale / found['world_size']), 0)}."
+            f"signal, and the mean of {noise['world_size']} is "
+            f"{format_percent(1 / (1 + scale / noise['world_size']), 0)}."
         )
     drawing = Drawing(
         "noise_scale",
@@ -329,7 +328,7 @@ def _noise_scale(data: Found) -> Section | None:
         "groups. (b) If nodes are equally correlated: bits per value and node that coding them together could save at "
         "best, "
         "and the share of signal in their mean; dotted: this recording.",
-        partial(information_plots.plot_noise_scale, found),
+        partial(information_plots.plot_noise_scale, noise),
     )
     return Section("noise", "How much of a gradient is signal?", answer, [], [drawing])
 
@@ -338,7 +337,7 @@ def _times(scale: float) -> str:
     return f"{format_number(scale, 2)} times smaller" if scale >= 1 else f"{format_number(1 / scale, 2)} times larger"
 
 
-def _limits(data: Found) -> Section | None:
+def _limits(data: Json) -> Section | None:
     limits = data.get("limits")
     if not limits or not limits["layers"]:
         return None
@@ -376,7 +375,7 @@ def _limits(data: Found) -> Section | None:
     return Section("limits", "How far from the limit are codecs?", answer, [table], [drawing])
 
 
-def _within_node(data: Found) -> Section | None:
+def _within_node(data: Json) -> Section | None:
     fit, structure = data["fit"], data.get("slice_structure")
     shown = structure if structure and structure["layers"] else None
     tables = [*([fit_table(fit)] if fit else []), *([slice_structure_table(shown)] if shown else [])]
@@ -389,18 +388,18 @@ def _within_node(data: Found) -> Section | None:
     return Section("within", "What structure is there within a node?", answer, tables, drawings)
 
 
-def _signs(data: Found) -> Section | None:
-    found = data.get("sign_blocks")
-    if not found:
+def _signs(data: Json) -> Section | None:
+    blocks = data.get("sign_blocks")
+    if not blocks:
         return None
-    return Section("signs", "How well do signs stand for gradients?", "", [sign_table(found)], sign_drawings(found))
+    return Section("signs", "How well do signs stand for gradients?", "", [sign_table(blocks)], sign_drawings(blocks))
 
 
-def _all_layers(data: Found) -> Section:
+def _all_layers(data: Json) -> Section:
     return Section("layers", "All layers", "", [layer_table(data["spectrum"])])
 
 
-def _layers(data: Found) -> list[Section]:
+def _layers(data: Json) -> list[Section]:
     """A page per layer; figures for the largest, the rest in words."""
     layers = data["spectrum"]["layers"]
     largest = sorted(layers, key=lambda layer: -prod(layer["shape"]))[:_MOST_LAYER_FIGURES]
@@ -408,7 +407,7 @@ def _layers(data: Found) -> list[Section]:
     return [_layer(data, layer, place, layer["name"] in drawn) for place, layer in enumerate(layers)]
 
 
-def _layer(data: Found, layer: Found, place: int, drawn: bool) -> Section:
+def _layer(data: Json, layer: Json, place: int, drawn: bool) -> Section:
     name = layer["name"]
     between = information_plots.named_layer(data.get("between_nodes"), name)
     facts = [

@@ -78,9 +78,9 @@ _LAYER_COLUMNS = (
 )
 
 
-def layer_plan_table(origin: Mapping[str, Any]) -> Table:
-    """What every layer got, with its cost and error beside the uniform plan's."""
-    cost = "seconds" if origin["cost"] == "step" else origin["cost"]
+def layer_plan_table(provenance: Mapping[str, Any]) -> Table:
+    """List every layer's setting, with its cost and error beside the uniform plan's."""
+    cost = "seconds" if provenance["cost"] == "step" else provenance["cost"]
     text = format_seconds if cost == "seconds" else format_bytes
     rows = [
         [
@@ -92,29 +92,30 @@ def layer_plan_table(origin: Mapping[str, Any]) -> Table:
             format_percent(layer["relative_error"]),
             format_percent(layer["uniform_relative_error"]),
         ]
-        for layer in origin["layers"]
+        for layer in provenance["layers"]
     ]
     columns = ("layer", "setting", "elements", cost, "uniform", "error", "uniform")
     return Table("plan by layer", columns, rows, text_columns=2)
 
 
-def selection_table(origin: Mapping[str, Any]) -> Table:
-    """Ways to send the same selected values, with what their average loses on iterations held out."""
+def selection_table(provenance: Mapping[str, Any]) -> Table:
+    """Compare ways to send the same selected values by their bytes and their error on held-out iterations."""
     rows = [
         [row["name"], format_percent(row["error"]), format_bytes(row["payload_bytes"]), format_bytes(row["wire_bytes"])]
-        for row in origin["codes"]
+        for row in provenance["codes"]
     ]
-    title = f"{origin['selected']} selected values, averaged over {origin['world_size']} ranks; positions come on top"
+    values, ranks = provenance["selected"], provenance["world_size"]
+    title = f"{values} selected values, averaged over {ranks} ranks; positions come on top"
     return Table(title, ("sent as", "error, held out", "payload", "wire"), rows, text_columns=1)
 
 
 def comparison_table(runs: Mapping[str, Any], replays: Mapping[str, Any]) -> Table:
-    """Runs side by side, with predicted errors where there is a replay."""
+    """Put runs side by side, with predicted errors where there is a replay."""
     note = (
         "Bytes per compressed step and rank: payload is what a rank contributes, wire what its network interface "
-        "sends. Errors: median of ‖asked - sent‖ / ‖asked‖ over the iterations that replay and run share, those that a "
-        "plan was fitted on left out. "
-        "A step lasts compute + wait; compress and communicate run beside computing."
+        "sends. Errors: median of ‖input - decoded‖ / ‖input‖ of the compressor over the iterations that replay and "
+        "run share, without those that a plan was fitted on. A step lasts compute + wait; compress and communicate run "
+        "beside computing."
     )
     method, final, *rest = _COMPARISON_COLUMNS
     columns = (method, f"{final} {metric_of(runs.values()).name}", *rest)
@@ -142,7 +143,10 @@ def _comparison_rows(runs: Mapping[str, Any], replays: Mapping[str, Any]) -> lis
 
 
 def median_errors(replay: Mapping[str, Any] | None, run: Mapping[str, Any]) -> tuple[float | None, float | None]:
-    """Median contribution error, predicted and observed, over the iterations that both have; None for what is not."""
+    """Give the median contribution error, predicted and observed, over the iterations that both have.
+
+    None stands for an error that is not known.
+    """
     observed = observed_series(run)
     if replay is None:
         return None, median_or_none(observed[1])
@@ -154,16 +158,16 @@ def median_errors(replay: Mapping[str, Any] | None, run: Mapping[str, Any]) -> t
 
 
 def replay_table(replays: Mapping[str, Any]) -> Table:
-    """Replays side by side; a last column holds what was measured on iterations that a plan was fitted on."""
+    """Put replays side by side; a last column holds errors on iterations that a plan was fitted on."""
     note = (
         "Medians over the compressed iterations; of a plan fitted on this trace, over those after its fit. Error of a "
-        "rank: ‖asked - sent‖ / ‖asked‖, the residual of error feedback being part of what is asked. Error of the mean "
-        "and cosine: against this iteration's true averaged gradient; under error feedback a large error here is "
-        "earlier gradient being delivered late."
+        "rank: ‖input - decoded‖ / ‖input‖ of its compressor; the input includes the residual of error feedback. Error "
+        "of the mean and cosine: against this iteration's true averaged gradient; under error feedback a large error "
+        "here is earlier gradient being delivered late."
     )
     columns: tuple[str, ...] = _REPLAY_COLUMNS
-    rows = [_replay_row(name, found["summary"]) for name, found in replays.items()]
-    inside = [found["summary"]["in_sample"] for found in replays.values()]
+    rows = [_replay_row(name, replay["summary"]) for name, replay in replays.items()]
+    inside = [replay["summary"]["in_sample"] for replay in replays.values()]
     if any(inside):
         columns = (*columns, "in-sample: rank, mean, cosine")
         note += " In-sample: the same where the plan was fitted, which is no prediction."
@@ -171,40 +175,43 @@ def replay_table(replays: Mapping[str, Any]) -> Table:
     return Table("Plans replayed on the trace", columns, rows, note, text_columns=2)
 
 
-def _replay_row(name: str, found: Mapping[str, Any]) -> list[str]:
+def _replay_row(name: str, summary: Mapping[str, Any]) -> list[str]:
     return [
         name,
-        "; ".join(found["methods"]),
-        format_bytes(found["payload_bytes_per_step"]["mean"]),
-        format_bytes(found["wire_bytes_per_step"]["mean"]),
-        format_ratio(found["compression_ratio"]),
-        *_error_cells(found),
-        format_seconds(found["codec_seconds"]),
+        "; ".join(summary["methods"]),
+        format_bytes(summary["payload_bytes_per_step"]["mean"]),
+        format_bytes(summary["wire_bytes_per_step"]["mean"]),
+        format_ratio(summary["compression_ratio"]),
+        *_error_cells(summary),
+        format_seconds(summary["codec_seconds"]),
     ]
 
 
-def _error_cells(found: Mapping[str, Any]) -> tuple[str, str, str]:
-    cosine = "-" if found["cosine"] is None else f"{found['cosine']:.3f}"
-    return format_percent(found["contribution_error"]), format_percent(found["aggregate_error"]), cosine
+def _error_cells(summary: Mapping[str, Any]) -> tuple[str, str, str]:
+    cosine = "-" if summary["cosine"] is None else f"{summary['cosine']:.3f}"
+    return format_percent(summary["contribution_error"]), format_percent(summary["aggregate_error"]), cosine
 
 
-def fit_table(origin: Mapping[str, Any]) -> Table:
-    """A fit's sizes and losses, layer by layer."""
+def fit_table(provenance: Mapping[str, Any]) -> Table:
+    """List a GradiVeQ fit's sizes and losses, layer by layer."""
     rows = []
-    for name, fact in origin["layers"].items():
-        later, control = origin["holdout"]["groups"][name]["loss"], origin["random_basis"]["groups"][name]["loss"]
+    for name, fact in provenance["layers"].items():
+        later, control = (
+            provenance["holdout"]["groups"][name]["loss"],
+            provenance["random_basis"]["groups"][name]["loss"],
+        )
         losses = (fact["fitted_slices_loss"], fact["in_sample_loss"], later, control)
         sizes = (fact["slice_size"], fact["dimension"], fact["slices"])
         ratio = format_ratio(fact["slice_size"] / fact["dimension"])
         rows.append([name, *map(format_count, sizes), ratio, *map(format_percent, losses)])
-    left_out = "; ".join(f"{name}: {why}" for name, why in origin["skipped"].items())
+    left_out = "; ".join(f"{name}: {why}" for name, why in provenance["skipped"].items())
     note = "Loss is ‖ĝ - g‖² / ‖g‖² of the averaged gradient (GradiVeQ, Fig. 5)."
     note += f" Left dense: {left_out}." if left_out else ""
     return Table("GradiVeQ fit, layer by layer", _FIT_COLUMNS, rows, note)
 
 
 def slice_structure_table(structure: Mapping[str, Any]) -> Table:
-    """What `measure_slice_structure` found, a row per layer; remarks in the note."""
+    """List the results of `measure_slice_structure`, a row per layer; its remarks are in the note."""
     threshold = next((layer["samples"]["thresholds"][0] for layer in structure["layers"] if layer["samples"]), None)
     remarks = [
         *structure["remarks"],
@@ -221,11 +228,11 @@ def slice_structure_table(structure: Mapping[str, Any]) -> Table:
     return Table("What GradiVeQ would find", _STRUCTURE_COLUMNS, rows, " ".join([note, *(f"{r}." for r in remarks)]))
 
 
-def sign_table(found: Mapping[str, Any]) -> Table:
-    """Table 1 of dist-EF-blockSGD for the recorded model and ranks."""
-    bits = found["bits_per_iteration"]
+def sign_table(blocks: Mapping[str, Any]) -> Table:
+    """Compute Table 1 of dist-EF-blockSGD for the recorded model and ranks."""
+    bits = blocks["bits_per_iteration"]
     dense = bits["full-precision SGD"]
-    counted = found["counted_bits_per_iteration"]
+    counted = blocks["counted_bits_per_iteration"]
     rows = [
         [method, format_count(count), format_count(counted[method]), format_ratio(dense / counted[method])]
         for method, count in bits.items()
@@ -258,20 +265,20 @@ def _structure_row(layer: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _at_and_beside(found: Mapping[str, Any] | None) -> tuple[float | None, float | None]:
-    """Of Fig. 5, median losses on later iterations at multiples of the period, and at the sizes next to each."""
+def _at_and_beside(slice_sizes: Mapping[str, Any] | None) -> tuple[float | None, float | None]:
+    """Median losses of Fig. 5 on later iterations at multiples of the period, and at the sizes next to each."""
     at, beside = [], []
-    multiples, losses = (found["multiples"], found["later_loss"]) if found else ([], [])
-    for place, multiple in enumerate(multiples):
-        near = [n for n in (place - 1, place + 1) if 0 <= n < len(losses) and not multiples[n]]
+    multiples, losses = (slice_sizes["multiples"], slice_sizes["later_loss"]) if slice_sizes else ([], [])
+    for position, multiple in enumerate(multiples):
+        near = [n for n in (position - 1, position + 1) if 0 <= n < len(losses) and not multiples[n]]
         if multiple and near:
-            at.append(losses[place])
+            at.append(losses[position])
             beside.append(sum(losses[n] for n in near) / len(near))
     return (median(at), median(beside)) if at else (None, None)
 
 
 def layer_table(spectrum: Mapping[str, Any]) -> Table:
-    """What was measured of each layer."""
+    """List the spectrum's results, a row per layer."""
     rows = []
     for layer in spectrum["layers"]:
         axes = layer["layer_dimensions"]

@@ -1,4 +1,4 @@
-"""What the figures say, in plain words: the first line of a report."""
+"""Verdicts in plain words: the first line of a report, and its pages' answers."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from gradlab.formatting import format_number, format_percent, format_ratio, form
 from gradlab.learning.selection import LearnedSettings
 from gradlab.metric import RELATIVE_NOISE, final_score, metric_of, scores
 
-# So much less is not worth a plan by layer.
+# A plan by layer is not worth a smaller gain than this.
 _LITTLE_GAIN = 0.02
-# Of what zeros make: an autoencoder above it is no use.
+# In the error of zeros: an autoencoder with more has learned next to nothing.
 _NOTHING_LEARNED = 0.9
 _DIVERGED = 1.5
 _SHORT = 16
-_SAME_ORDER = 0.8  # rank correlations that count as one order
+_SAME_ORDER = 0.8  # the least rank correlation that counts as one order
 _COLLAPSED = 0.05  # of codes' size
 
 
 def step_seconds(run: Mapping[str, Any]) -> float | None:
-    """A run's time per step: as reported, else what the step lasts: computing, and waiting for what that hides not."""
+    """Give a run's seconds per step: as reported, else computing plus waiting for the exchange."""
     if run.get("step_seconds"):
         return float(run["step_seconds"])
     times = run.get("time") or {}
@@ -29,7 +29,7 @@ def step_seconds(run: Mapping[str, Any]) -> float | None:
 
 
 def comparison_verdict(runs: Mapping[str, Any]) -> str:
-    """Whether compression paid, by the runs' own clocks and what they reach. The run named "dense" is the reference."""
+    """Say whether compression paid, by the runs' times and final metric. The run named "dense" is the reference."""
     dense = runs.get("dense")
     timed = {name: seconds for name, run in runs.items() if name != "dense" and (seconds := step_seconds(run))}
     reference = step_seconds(dense) if dense else None
@@ -84,7 +84,7 @@ def _reached(text: str, value: float | None) -> str:
 
 
 def trace_verdict(data: Mapping[str, Any]) -> str:
-    """What a trace report's data say about compressing this training; where it pays, first."""
+    """Say what a trace report's data tell of compressing this training; where compression pays comes first."""
     fit, replays, speed = data["fit"], data["replays"], data.get("payoff")
     lines = []
     if speed is not None:
@@ -99,89 +99,89 @@ def trace_verdict(data: Mapping[str, Any]) -> str:
     return " ".join(line for line in lines if line)
 
 
-def fit_verdict(origin: Mapping[str, Any]) -> str:
-    """Whether a GradiVeQ fit holds on iterations it has not seen."""
-    later, control = origin["holdout"]["loss"], origin["random_basis"]["loss"]
+def fit_verdict(provenance: Mapping[str, Any]) -> str:
+    """Say whether a GradiVeQ fit holds on later iterations."""
+    later, control = provenance["holdout"]["loss"], provenance["random_basis"]["loss"]
     if later is None:
         return "The GradiVeQ fit could not be tried on any later iteration."
-    threshold = origin["promised_loss"]
-    ratio = format_ratio(origin["dense_payload_bytes"] / origin["payload_bytes"])
-    found = f"{format_percent(later)} of the gradient's energy is lost on later iterations"
+    threshold = provenance["promised_loss"]
+    ratio = format_ratio(provenance["dense_payload_bytes"] / provenance["payload_bytes"])
+    lost = f"{format_percent(later)} of the gradient's energy is lost on later iterations"
     if control is not None and later >= control:
-        return f"The GradiVeQ fit holds nothing that lasts: {found}, {format_percent(control)} with random bases."
+        return f"The GradiVeQ fit holds nothing that lasts: {lost}, {format_percent(control)} with random bases."
     if threshold is None:
         beside = "" if control is None else f" ({format_percent(control)} with random bases)"
-        return f"GradiVeQ at {ratio} fewer bytes: {found}{beside}."
+        return f"GradiVeQ at {ratio} fewer bytes: {lost}{beside}."
     if later <= 2 * threshold:
-        return f"GradiVeQ holds what its threshold promises: {found}, at {ratio} fewer bytes."
+        return f"GradiVeQ holds what its threshold promises: {lost}, at {ratio} fewer bytes."
     return (
-        f"GradiVeQ does not hold what its threshold ({format_percent(threshold)}) promises: {found}, at {ratio} fewer "
+        f"GradiVeQ does not hold what its threshold ({format_percent(threshold)}) promises: {lost}, at {ratio} fewer "
         "bytes."
     )
 
 
-def layer_plan_verdict(origin: Mapping[str, Any]) -> str:
-    """What a plan by layer saves against the uniform one, and whether its error is as promised later on."""
-    gain = origin["gain"]
-    dense = format_ratio(origin["dense_payload_bytes"] / origin["payload_bytes"])
-    if "step" in origin:
-        return " ".join([_step_line(origin), _later_error_line(origin)])
-    what = {"payload": "bytes", "wire": "bytes on the wire", "seconds": "seconds"}[origin["cost"]]
+def layer_plan_verdict(provenance: Mapping[str, Any]) -> str:
+    """Say what a plan by layer saves against the uniform one, and whether its error holds on later iterations."""
+    gain = provenance["gain"]
+    dense = format_ratio(provenance["dense_payload_bytes"] / provenance["payload_bytes"])
+    if "step" in provenance:
+        return " ".join([_step_line(provenance), _later_error_line(provenance)])
+    what = {"payload": "bytes", "wire": "bytes on the wire", "seconds": "seconds"}[provenance["cost"]]
     if gain < 1 - _LITTLE_GAIN:  # weighted costs, or a budget of its own
-        first = f"By layer {format_ratio(1 / gain)} more {what} than {origin['uniform']} everywhere"
+        first = f"By layer {format_ratio(1 / gain)} more {what} than {provenance['uniform']} everywhere"
     elif gain < 1 + _LITTLE_GAIN:
-        first = f"A plan by layer gains next to nothing over {origin['uniform']} everywhere ({format_ratio(gain)})"
+        first = f"A plan by layer gains next to nothing over {provenance['uniform']} everywhere ({format_ratio(gain)})"
     else:
-        first = f"By layer {format_ratio(gain)} fewer {what} than {origin['uniform']} everywhere"
+        first = f"By layer {format_ratio(gain)} fewer {what} than {provenance['uniform']} everywhere"
     lines = [f"{first}; {dense} fewer bytes than dense over the whole model."]
-    if alone := origin.get("alone"):
+    if alone := provenance.get("alone"):
         best = min(alone, key=lambda name: alone[name])
-        lines.append(f"Of one codec alone, {best} needs {format_ratio(alone[best] / origin['size'])} as much.")
-    lines.append(_later_error_line(origin))
-    if origin["gap"]:
-        lines.append(f"The search was cut short: a plan may be {format_percent(origin['gap'])} smaller.")
+        lines.append(f"Of one codec alone, {best} needs {format_ratio(alone[best] / provenance['size'])} as much.")
+    lines.append(_later_error_line(provenance))
+    if provenance["gap"]:
+        lines.append(f"The search was cut short: a plan may be {format_percent(provenance['gap'])} smaller.")
     return " ".join(lines)
 
 
-def _later_error_line(origin: Mapping[str, Any]) -> str:
-    errors = origin["relative_error"]
-    later, theirs = errors["plan"]["held_out"], errors["uniform"]["held_out"]
+def _later_error_line(provenance: Mapping[str, Any]) -> str:
+    errors = provenance["relative_error"]
+    later, uniform = errors["plan"]["held_out"], errors["uniform"]["held_out"]
     if later is None:
         return "Nothing was held out: the error later on is not known."
-    if not theirs:
+    if not uniform:
         return ""
-    more = later / theirs - 1
-    said = "no larger than" if more <= 0 else f"{format_percent(more)} above"
+    more = later / uniform - 1
+    compared = "no larger than" if more <= 0 else f"{format_percent(more)} above"
     return (
-        f"On later iterations its error is {said} the uniform plan's ({format_percent(later)} of the gradient "
-        f"against {format_percent(theirs)}, without feedback)."
+        f"On later iterations its error is {compared} the uniform plan's ({format_percent(later)} of the gradient "
+        f"against {format_percent(uniform)}, without feedback)."
     )
 
 
-def _step_line(origin: Mapping[str, Any]) -> str:
-    """What a step is predicted to take, and how much less any other plan could."""
-    step = origin["step"]
+def _step_line(provenance: Mapping[str, Any]) -> str:
+    """The plan's predicted step beside the uniform and the dense one, and a lower bound for any plan."""
+    step = provenance["step"]
     own, uniform, dense = (format_seconds(step[name]) for name in ("seconds", "uniform", "dense"))
-    where = f"{origin['world_size']} ranks at {step['link']['bits_per_second']}"
+    where = f"{provenance['world_size']} ranks at {step['link']['bits_per_second']}"
     least = format_seconds(step["bound"])
     bound = f"no choice among these settings, at this error, is predicted to take less than {least}"
     if step["dense"] <= (1 + SPEED_NOISE) * step["seconds"]:
         return (
             f"Do not compress for speed: with {where} a dense step is predicted to take {dense}, the fastest plan "
-            f"found {own}, {origin['uniform']} everywhere {uniform}; {bound}."
+            f"found {own}, {provenance['uniform']} everywhere {uniform}; {bound}."
         )
-    first = f"By layer a step is predicted to take {own}, with {origin['uniform']} everywhere {uniform}"
+    first = f"By layer a step is predicted to take {own}, with {provenance['uniform']} everywhere {uniform}"
     if step["uniform"] <= (1 + SPEED_NOISE) * step["seconds"]:
-        first = f"By layer a step gains next to nothing: {own}, with {origin['uniform']} everywhere {uniform}"
+        first = f"By layer a step gains next to nothing: {own}, with {provenance['uniform']} everywhere {uniform}"
     return f"{first}, dense {dense} ({where}); {bound}."
 
 
-def lgc_verdict(origin: Mapping[str, Any]) -> str:
-    """Whether the autoencoder beats what needs no learning at its bytes."""
-    own, *others = origin["codes"]
+def lgc_verdict(provenance: Mapping[str, Any]) -> str:
+    """Say whether the autoencoder beats codes of the same bytes that need no learning."""
+    own, *others = provenance["codes"]
     by_name = {row["name"]: row for row in others}
     error = f"{format_percent(own['error'])} of the averaged selected values is lost on later iterations"
-    rival = by_name[origin["better"]] if origin["better"] is not None else None
+    rival = by_name[provenance["better"]] if provenance["better"] is not None else None
     instead = ""
     if rival is not None:
         instead = (
@@ -197,33 +197,37 @@ def lgc_verdict(origin: Mapping[str, Any]) -> str:
     return f"The autoencoder beats what needs no learning at its bytes: {error}."
 
 
-def lgc_warnings(origin: Mapping[str, Any]) -> list[str]:
-    """What a user must know before training with it, one line each."""
-    found = []
-    if origin["selected"] < _SHORT:
-        found.append(
-            f"{origin['selected']} values are selected: padded to a multiple of 16 their code is hardly shorter; raise "
-            "the density."
+def lgc_warnings(provenance: Mapping[str, Any]) -> list[str]:
+    """List what a user must know before training with the autoencoder, one line each."""
+    warnings = []
+    if provenance["selected"] < _SHORT:
+        warnings.append(
+            f"{provenance['selected']} values are selected: padded to a multiple of 16 their code is hardly shorter; "
+            "raise the density."
         )
-    if origin["code_spread"] < _COLLAPSED:
-        found.append(
-            f"Codes of iterations that follow each other differ by {format_percent(origin['code_spread'])} of their "
-            "size: they say next to nothing; with a server a smaller similarity loss may help (--set similarity=0)."
+    if provenance["code_spread"] < _COLLAPSED:
+        warnings.append(
+            f"Codes of successive iterations differ by {format_percent(provenance['code_spread'])} of "
+            "their size: they say next to nothing. With a server a smaller similarity loss may help (--set "
+            "similarity=0)."
         )
-    limit = origin["settings"].get("most_error", LearnedSettings.most_error)
-    if not origin["codes"][0]["error"] <= limit:
-        found.append(
+    limit = provenance["settings"].get("most_error", LearnedSettings.most_error)
+    if not provenance["codes"][0]["error"] <= limit:
+        warnings.append(
             f"Its error is above most_error = {limit:g}: training with it sends selected values as they are, to the "
             "end."
         )
-    return found
+    return warnings
 
 
 def replay_verdict(replays: Mapping[str, Any]) -> str:
-    """Which of the plans replayed (`Replay.to_json()` by name) keeps most, on iterations they were not fitted on."""
-    summaries = {name: found["summary"] for name, found in replays.items()}
-    unknown = [name for name, found in summaries.items() if found["contribution_error"] is None]
-    known = {name: error for name, found in summaries.items() if (error := found["contribution_error"])}
+    """Say which replayed plan keeps most of a gradient, on iterations after its fit.
+
+    replays: `Replay.to_json()` by name.
+    """
+    summaries = {name: replay["summary"] for name, replay in replays.items()}
+    unknown = [name for name, summary in summaries.items() if summary["contribution_error"] is None]
+    known = {name: error for name, summary in summaries.items() if (error := summary["contribution_error"])}
     lines = []
     if known:
         best = min(known, key=lambda name: known[name])
@@ -242,7 +246,7 @@ def replay_verdict(replays: Mapping[str, Any]) -> str:
 
 
 def ranking_line(ranking: Mapping[str, Any]) -> str:
-    """Whether plans keep their order, from `gradlab.analysis.replay.ranking.ranking_stability`."""
+    """Say whether plans keep their order, from `gradlab.analysis.replay.ranking.ranking_stability`."""
     least = min(ranking["agreement"])
     order = "the same" if least > _SAME_ORDER else "not the same"
     return (
@@ -252,7 +256,7 @@ def ranking_line(ranking: Mapping[str, Any]) -> str:
 
 
 def agreement_line(spectrum: Mapping[str, Any]) -> str:
-    """How far two ranks' gradients agree, in a sentence; empty for one rank."""
+    """Say how far two ranks' gradients agree, in a sentence; empty for one rank."""
     cosines = [layer["mean_cosine"] for layer in spectrum["layers"] if layer["mean_cosine"] is not None]
     if not cosines:
         return ""
