@@ -50,12 +50,12 @@ def forecast_topk(cosine: float | None, nodes: tuple[int, ...] = (8,), profile: 
 
 
 def test_the_verdict_names_where_a_plan_pays_and_where_not_to_compress() -> None:
-    found = forecast_topk(0.9)
-    said = found.verdict
-    assert said.startswith("At 1 Mbit/s between 8 nodes, top-k 1 % saves ")
-    assert "cosine with the true mean is 0.90 as replayed" in said
-    assert "; at 1 Tbit/s between 8 nodes do not compress" in said
-    slow, fast = found.configurations
+    forecast = forecast_topk(0.9)
+    verdict = forecast.verdict
+    assert verdict.startswith("At 1 Mbit/s between 8 nodes, top-k 1 % saves ")
+    assert "cosine with the true mean is 0.90 as replayed" in verdict
+    assert "; at 1 Tbit/s between 8 nodes do not compress" in verdict
+    slow, fast = forecast.configurations
     assert slow.pays
     assert not fast.pays
     assert slow.saved == pytest.approx(1 - slow.best_seconds / slow.dense_seconds)
@@ -63,25 +63,27 @@ def test_the_verdict_names_where_a_plan_pays_and_where_not_to_compress() -> None
 
 @pytest.mark.parametrize("cosine", [LEAST_COSINE - 0.01, None])
 def test_a_plan_that_loses_the_direction_is_not_proposed(cosine: float | None) -> None:
-    found = forecast_topk(cosine)
-    assert [item.best for item in found.configurations] == [None, None]
-    said = found.verdict
-    assert said.startswith("At 1 Mbit/s and 1 Tbit/s between 8 nodes do not compress")
-    assert "top-k 1 % would save " in said
-    assert ("cosine of 0.49)" if cosine else "cosine of unknown)") in said
+    forecast = forecast_topk(cosine)
+    assert [item.best for item in forecast.configurations] == [None, None]
+    verdict = forecast.verdict
+    assert verdict.startswith("At 1 Mbit/s and 1 Tbit/s between 8 nodes do not compress")
+    assert "top-k 1 % would save " in verdict
+    assert ("cosine of 0.49)" if cosine else "cosine of unknown)") in verdict
 
 
 def test_without_computing_time_nothing_is_promised() -> None:
-    found = forecast_topk(0.9, profile=NOT_MEASURED)
-    assert found.to_json()["compute_seconds"] is None
-    said = found.verdict
-    assert said.startswith("Whether compression pays cannot be told without the time of computing (--compute-seconds")
-    assert "at 1 Mbit/s between 8 nodes the exchange alone takes" in said
+    forecast = forecast_topk(0.9, profile=NOT_MEASURED)
+    assert forecast.to_json()["compute_seconds"] is None
+    verdict = forecast.verdict
+    assert verdict.startswith(
+        "Whether compression pays cannot be told without the time of computing (--compute-seconds"
+    )
+    assert "at 1 Mbit/s between 8 nodes the exchange alone takes" in verdict
 
 
 def test_configurations_are_told_apart_by_nodes() -> None:
-    said = forecast_topk(0.9, nodes=(2, 8)).verdict
-    assert "at 1 Tbit/s between 2 nodes, at 1 Tbit/s between 8 nodes do not compress" in said
+    verdict = forecast_topk(0.9, nodes=(2, 8)).verdict
+    assert "at 1 Tbit/s between 2 nodes, at 1 Tbit/s between 8 nodes do not compress" in verdict
 
 
 def test_speeds_in_prose() -> None:
@@ -98,12 +100,12 @@ def test_usual_plans_are_one_of_each_kind_that_fits() -> None:
 
 def test_everything_of_a_small_trace(tmp_path: Path) -> None:
     """One page per question, the verdict first, a page per layer; every figure as data; a few hundred kilobytes."""
-    about = {"batch_size": 16, "after_addition": ["body.weight"]}
-    with record(tmp_path / "t", random_gradients(0, 12, 2, LAYERS), LAYERS, metadata=about) as trace:
+    metadata = {"batch_size": 16, "after_addition": ["body.weight"]}
+    with record(tmp_path / "t", random_gradients(0, 12, 2, LAYERS), LAYERS, metadata=metadata) as trace:
         assert replay_start(trace) == 0
         parts = ["payoff", "between", "noise", "limits"]  # the others are tested where they are measured
-        found = examine(trace, network=Network([SLOW], [2], Profile(1.0, "as given")), parts=parts)
-        page = write_trace_report(trace, tmp_path / "r", found)
+        examination = examine(trace, network=Network([SLOW], [2], Profile(1.0, "as given")), parts=parts)
+        page = write_trace_report(trace, tmp_path / "r", examination)
     data, text = json.loads((page.parent / "report.json").read_text()), page.read_text()
     assert set(data["replays"]) == set(USUAL)
     assert data["verdict"].startswith("At 1 Mbit/s between 2 nodes")
@@ -141,8 +143,8 @@ def test_named_plans_of_another_model_are_an_error(tmp_path: Path) -> None:
 def test_ranks_that_see_the_same_data_get_a_report_that_says_so(tmp_path: Path) -> None:
     gradients = [[step[0], step[0]] for step in random_gradients(3, 12, 1, LAYERS)]
     with record(tmp_path / "t", gradients, LAYERS) as trace:
-        found = examine(trace, parts=["between", "noise"])
-    data = {"fit": None, "replays": {}, "spectrum": found.spectrum.to_json(), **plain(found.measured)}
+        examination = examine(trace, parts=["between", "noise"])
+    data = {"fit": None, "replays": {}, "spectrum": examination.spectrum.to_json(), **plain(examination.measured)}
     answers = {section.name: section.answer for section in trace_sections(data)}
     assert answers["noise"] == "All nodes computed the same gradient: check that each of them sees data of its own."
     assert "its interval lies above 0 in" in answers["between"]
@@ -153,32 +155,32 @@ def test_a_layer_that_is_never_finite_is_left_out_and_named(tmp_path: Path) -> N
     for step in gradients:
         step[0]["body.weight"][0] = np.nan
     with record(tmp_path / "t", gradients, LAYERS) as trace:
-        found = examine(trace, parts=["noise", "signs"])
-    assert found.remarks[0] == "Never finite on all ranks, and left out: body.weight."
-    assert [layer.layer.name for layer in found.spectrum.layers] == ["stem.weight", "head.weight"]
+        examination = examine(trace, parts=["noise", "signs"])
+    assert examination.remarks[0] == "Never finite on all ranks, and left out: body.weight."
+    assert [layer.layer.name for layer in examination.spectrum.layers] == ["stem.weight", "head.weight"]
 
 
 def test_a_fitted_plan_is_proposed_by_what_came_after_its_fit(tmp_path: Path) -> None:
     with record(tmp_path / "t", random_gradients(0, 40, 2, LAYERS), LAYERS) as trace:
         plan = Plan.uniform(LAYERS, "topk", density=0.5, warmup_steps=0)
         origin = {"trace": trace.digest, "fitted_on": list(range(30))}
-        found = examine(trace, plans={"fit": plan}, provenances={"fit": origin}, parts=["payoff"])
-    assert [step.iteration for step in found.replays["fit"].judged] == list(range(30, 40))
+        examination = examine(trace, plans={"fit": plan}, provenances={"fit": origin}, parts=["payoff"])
+    assert [step.iteration for step in examination.replays["fit"].judged] == list(range(30, 40))
 
 
 def test_a_plan_that_compresses_nothing_does_not_take_the_others_along(tmp_path: Path) -> None:
     plans = {"identity": Plan(LAYERS), "cast": Plan.uniform(LAYERS, "cast", warmup_steps=0)}
     with record(tmp_path / "t", random_gradients(0, 12, 2, LAYERS), LAYERS) as trace:
-        found = examine(trace, plans=plans, parts=["payoff"], network=Network([SLOW], [2]))
-    assert set(found.speed.forecasts) == {"cast"}
+        examination = examine(trace, plans=plans, parts=["payoff"], network=Network([SLOW], [2]))
+    assert set(examination.speed.forecasts) == {"cast"}
 
 
 def test_a_trace_of_one_rank_says_what_it_cannot(tmp_path: Path) -> None:
     with record(tmp_path / "t", random_gradients(0, 12, 1, LAYERS), LAYERS) as trace:
-        found = examine(trace)
-    assert any("one rank" in line for line in found.remarks)
-    assert found.measured["limits"]["layers"]
-    assert "between_nodes" not in found.measured
+        examination = examine(trace)
+    assert any("one rank" in line for line in examination.remarks)
+    assert examination.measured["limits"].layers
+    assert "between_nodes" not in examination.measured
 
 
 # --- figures as data --------------------------------------------------------------------------------------------------
@@ -190,8 +192,8 @@ def test_figure_data_is_what_was_drawn() -> None:
     left.plot([1, 2, 3], [0.1, np.nan, 1 / 3], label="line")
     left.set(title="t", xlabel="x", ylabel="y", yscale="log")
     right.barh(["a", "b"], [1.0, 2.0])
-    found = figure_data(figure)
-    first, second = found["panels"]
+    data = figure_data(figure)
+    first, second = data["panels"]
     assert (first["title"], first["x"], first["y"], first["y_scale"]) == ("t", "x", "y", "log")
     assert first["series"] == [{"label": "line", "x": [1.0, 2.0, 3.0], "y": [0.1, None, 0.333333]}]
     assert [bar[2] for bar in second["bars"]] == [1.0, 2.0]
@@ -203,7 +205,7 @@ def test_figure_data_is_what_was_drawn() -> None:
     assert len(again["references"]) == 1
     assert "bars" not in again
     assert second["rows"] == ["a", "b"]
-    json.dumps(found, allow_nan=False)
+    json.dumps(data, allow_nan=False)
 
 
 def test_places_lose_digits_and_words_do_not() -> None:
