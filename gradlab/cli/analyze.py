@@ -1,4 +1,4 @@
-"""`gradlab analyze`: a trace's report."""
+"""`gradlab analyze`: write the report of a trace."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def analyze(
     out: Annotated[Path, typer.Option(metavar="REPORT", help="Folder for report.html, report.json and figures.")],
     plan: Annotated[
         list[Path] | None,
-        typer.Option(metavar="ARTIFACT", help="Replay and forecast this plan; several times for several."),
+        typer.Option(metavar="ARTIFACT", help="Replay and forecast this plan; may be given several times."),
     ] = None,
     nodes: Annotated[str, typer.Option(help="Numbers of nodes to forecast for, with commas.")] = "8",
     bandwidth: Annotated[str, typer.Option(help="Link speeds to forecast for, with commas.")] = "1gbit,25gbit",
-    latency: Annotated[str, typer.Option(help="From a rank's send to another's receive: 50us, 1ms.")] = "100us",
+    latency: Annotated[str, typer.Option(help="One-way latency between two ranks: 50us, 1ms.")] = "100us",
     compute_seconds: Annotated[
         str | None, typer.Option(help="A training step without gradient exchange: 0.36s, 120ms.")
     ] = None,
     run: Annotated[
-        Path | None, typer.Option(metavar="RUN.json", help="A compressed run's report, for that time.")
+        Path | None, typer.Option(metavar="RUN.json", help="A compressed run's report, which has that time.")
     ] = None,
     after_addition: Annotated[
         list[str] | None,
@@ -44,8 +44,8 @@ def analyze(
 ) -> None:
     """Measure a trace in every way and write a report whose first line says whether compression pays.
 
-    What plans do to the gradients and to the step's time; what nodes share, with honest nulls; noise scale; how far
-    codecs are from the rate-distortion limit; a GradiVeQ fit tried on later iterations; signs; every layer.
+    Its pages: step times and replays of plans; what ranks share, beside null hypotheses; the noise scale; codecs beside
+    the rate-distortion limit; a GradiVeQ fit tried on later iterations; signs; every layer.
 
     Examples:
 

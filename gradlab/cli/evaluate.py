@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def evaluate(
     trace: Annotated[Path, typer.Argument(metavar="DIR", help="The trace's folder.")],
     artifacts: Annotated[list[Path], typer.Argument(metavar="ARTIFACT...", help="Artifacts to replay.")],
-    start: Annotated[int, typer.Option(help="Position of the first recorded step to replay.")] = 0,
-    stop: Annotated[int | None, typer.Option(help="Position after the last.")] = None,
+    start: Annotated[int, typer.Option(help="Position of the first recorded step to replay, from 0.")] = 0,
+    stop: Annotated[int | None, typer.Option(help="Position after the last one; default: to the end.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="REPORT", help="Write a report with plots here.")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace a report that is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every step.")] = False,

@@ -1,4 +1,4 @@
-"""`gradlab predict`: step time over nodes and link speed, and the speed from which on compression no longer pays."""
+"""`gradlab predict`: step time over nodes and link speeds, and the break-even speed of compression."""
 
 from __future__ import annotations
 
@@ -21,22 +21,20 @@ def predict(
     bandwidth: Annotated[
         str, typer.Option(help="Link speeds, with commas: 200mbit,1gbit,25gbit; decimal bits per second.")
     ] = "1gbit",
-    latency: Annotated[str, typer.Option(help="From a rank's send to another's receive: 50us, 1ms.")] = "100us",
+    latency: Annotated[str, typer.Option(help="One-way latency between two ranks: 50us, 1ms.")] = "100us",
     compute_seconds: Annotated[str | None, typer.Option(help="A step without gradient exchange: 0.36s, 120ms.")] = None,
     run: Annotated[
         Path | None,
         typer.Option(metavar="RUN.json", help="A run's report (gradlab train --compress --out): its times."),
     ] = None,
-    cores: Annotated[float, typer.Option(help="Per rank, for computing and codecs; with 1 they take turns.")] = 2.0,
+    cores: Annotated[float, typer.Option(help="Cores per rank; with 1 computing and codecs take turns.")] = 2.0,
     bucket_cap_mb: Annotated[
         float | None, typer.Option(help="DDP's bucket size in MiB; its default if left out.")
     ] = None,
-    header_share: Annotated[
-        float, typer.Option(help="Bytes of protocol per byte sent; 0.06 is TCP on Ethernet.")
-    ] = 0.06,
+    header_share: Annotated[float, typer.Option(help="Protocol bytes per byte sent; 0.06 is TCP on Ethernet.")] = 0.06,
     all_reduce: Annotated[
         str,
-        typer.Option(help="Of means and of plain DDP: ring (as Gloo's), tree (two, as in NCCL) or server (sharded)."),
+        typer.Option(help="Algorithm of all-reduces: ring (Gloo), tree (two trees, as in NCCL) or server (sharded)."),
     ] = "ring",
     measured: Annotated[
         Path | None,
@@ -50,11 +48,11 @@ def predict(
 ) -> None:
     """Predict the step time of an artifact's plan beside plain DDP's, before there are any nodes.
 
-    Computing time comes from --compute-seconds or --run, codec times from the run, else from the artifact's replay,
-    else they are taken here; bytes and rounds come from the codecs' own code at that number of nodes.
+    Computing time comes from --compute-seconds or --run. Codec times come from the run, else from the artifact's
+    replay, else they are taken here. Bytes and rounds come from the codecs' own code at that number of nodes.
 
-    --measured takes a list of objects {"nodes": 4, "bytes": 44700000, "bandwidth": "200mbit", "seconds": 2.95}, each
-    the time of one all-reduce: processor time per byte and a cost per collective are fitted to them.
+    --measured takes a list of objects {"nodes": 4, "bytes": 44700000, "bandwidth": "200mbit", "seconds": 2.95}, one
+    per measured all-reduce. Processor time per byte and a cost per collective are fitted to them.
 
     Examples:
 

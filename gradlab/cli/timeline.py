@@ -1,4 +1,4 @@
-"""`gradlab timeline`: where an iteration's time went, as numbers and as a picture of runs below each other."""
+"""`gradlab timeline`: the times of an iteration's parts, as numbers and as a picture of runs below each other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def timeline(
         list[Path], typer.Argument(metavar="TRACE.json...", help="Files of gradlab train ... --chrome-trace.")
     ],
     out: Annotated[Path | None, typer.Option(metavar="FIGURE", help="Draw them (.svg, .pdf).")] = None,
-    step: Annotated[int | None, typer.Option(help="Which iteration; each file's first if left out.")] = None,
+    step: Annotated[int | None, typer.Option(help="The iteration; default: each file's first.")] = None,
     rank: Annotated[int, typer.Option(help="Whose spans.")] = 0,
     overwrite: Annotated[bool, typer.Option(help="Replace a figure that is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
