@@ -173,16 +173,16 @@ def plot_noise_scale(noise: Json) -> Figure:
         [row["cosine"] for row in measured],
         "o",
         color=VERMILION,
-        label="measured, nodes grouped",
+        label="measured, ranks grouped",
     )
-    unit = "examples" if noise["batch_size"] else "batches of one node"
-    left.set(xscale="log", xlabel=f"batch of a node, {unit}", ylabel="cosine between nodes", title="(a)", ylim=(0, 1))
+    unit = "examples" if noise["batch_size"] else "batches of one rank"
+    left.set(xscale="log", xlabel=f"batch of a rank, {unit}", ylabel="cosine between ranks", title="(a)", ylim=(0, 1))
     rows = noise["by_nodes"]
-    nodes = [row["nodes"] for row in rows]
-    right.plot(nodes, [row["redundancy_bits"] for row in rows], "o-", color=GREEN, label="redundancy, bits")
-    right.plot(nodes, [row["signal_share_of_mean"] for row in rows], "s--", color=ORANGE, label="signal in the mean")
+    ranks = [row["nodes"] for row in rows]
+    right.plot(ranks, [row["redundancy_bits"] for row in rows], "o-", color=GREEN, label="redundancy, bits")
+    right.plot(ranks, [row["signal_share_of_mean"] for row in rows], "s--", color=ORANGE, label="signal in the mean")
     right.axvline(noise["world_size"], color=GREY, linewidth=0.8, linestyle=":")
-    right.set(xscale="log", xlabel="nodes", ylim=(0, None), title="(b) per value and node")
+    right.set(xscale="log", xlabel="ranks", ylim=(0, None), title="(b) per value and rank")
     right.set_xticks([1, 4, 16, 64, 256], ["1", "4", "16", "64", "256"])
     right.set_xticks([], minor=True)
     for panel in (left, right):
@@ -278,7 +278,7 @@ def plot_layer(data: Json, name: str) -> Figure:
             excess = np.subtract(estimates["paired"], estimates["shifted"])
             panel.plot(between["iterations"], excess, color=color, label=label, linewidth=1)
         panel.axhline(0, color=GREY, linewidth=0.8)
-        panel.set(xlabel="iteration", ylabel="excess, bits", title="nodes share")
+        panel.set(xlabel="iteration", ylabel="excess, bits", title="ranks share")
         panel.legend(fontsize=6)
     if spectrum:
         panel = next(left)

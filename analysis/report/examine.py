@@ -98,7 +98,7 @@ def examine(
         if "payoff" in parts:
             _of_plans(examination, trace, plans, provenances or {}, network or Network(), workers, progress)
     else:
-        examination.remarks.append("Recorded on one rank: what nodes share and what plans do is not measured.")
+        examination.remarks.append("Recorded on one rank: what ranks share and what plans do is not measured.")
     if "limits" in parts:
         measure = partial(measure_limits, trace, workers=workers, progress=progress)
         limits = _attempt(examination, "No limits", measure)

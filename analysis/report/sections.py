@@ -203,10 +203,10 @@ def _between_nodes(data: Json) -> Section | None:
     excess = [x["estimators"]["copula"]["excess"] for x in layers]
     beyond = sum(one["low"] > 0 for one in excess)
     answer = (
-        f"By LGC's histogram {format_percent(common, 0)} of a layer's entropy is common to two nodes (median over "
+        f"By LGC's histogram {format_percent(common, 0)} of a layer's entropy is common to two ranks (median over "
         "layers); "
         f"of pairs put together at random it is {format_percent(by_chance, 0)}"
-        f"{': the estimator finds that much in anything' if by_chance > _BY_CHANCE * common else ''}. What nodes share "
+        f"{': the estimator finds that much in anything' if by_chance > _BY_CHANCE * common else ''}. What ranks share "
         "in "
         f"an iteration, beyond what they share {between['shift_iterations']} iterations apart, is "
         f"{format_number(median(one['bits'] for one in excess), 2)} bits per parameter (median, Gaussian copula); its "
@@ -226,13 +226,13 @@ def _between_nodes(data: Json) -> Section | None:
         Drawing(
             "information",
             "Information over iterations",
-            f"After Figs. 3 and 12 of LGC, means over {len(layers[0]['pairs'])} pairs of nodes.",
+            f"After Figs. 3 and 12 of LGC, means over {len(layers[0]['pairs'])} pairs of ranks.",
             partial(information_plots.plot_information_over_iterations, between),
         ),
         Drawing(
             "lags",
-            "How long nodes share it",
-            "One node's gradient and another's so many recorded iterations later: what remains at large distances "
+            "How long ranks share it",
+            "One rank's gradient and another's so many recorded iterations later: what remains at large distances "
             "belongs "
             "to the parameters, not to the iteration.",
             partial(information_plots.plot_lags, between),
@@ -240,11 +240,11 @@ def _between_nodes(data: Json) -> Section | None:
         Drawing(
             "top_indices",
             "Where the largest values lie",
-            "What CLT-k relies on: one node's k largest positions stand for all nodes'.",
+            "What CLT-k relies on: one rank's k largest positions stand for all ranks'.",
             partial(information_plots.plot_top_indices, between),
         ),
     ]
-    return Section("between", "What do nodes share?", answer, [_between_table(between)], drawings)
+    return Section("between", "What do ranks share?", answer, [_between_table(between)], drawings)
 
 
 def _mean_of(layer: Json, bins: str, name: str) -> float:
@@ -276,7 +276,7 @@ def _between_table(between: Json) -> Table:
         "up to "
         f"{between['values']} values of a layer in {between['iterations']} iterations."
     )
-    return Table("Between nodes, by layer", columns, rows, note, text_columns=2)
+    return Table("Between ranks, by layer", columns, rows, note, text_columns=2)
 
 
 def _with_interval(excess: Json) -> str:
@@ -299,22 +299,22 @@ def _noise_scale(data: Json) -> Section | None:
     if not noise:
         return None
     size, model = noise["batch_size"], noise["model"]
-    unit = "examples" if size else "batches of one node"
+    unit = "examples" if size else "batches of one rank"
     scale = model["batches"]
     if scale is None:
         least = format_number((size or 1) * model["low"]) if model["low"] is not None else "any number of"
         answer = (
-            f"No signal stands out of the nodes' noise: the noise scale is above {least} {unit}, and what is common to "
-            "nodes is too little for a code to use."
+            f"No signal stands out of the ranks' noise: the noise scale is above {least} {unit}, and what is common to "
+            "ranks is too little for a code to use."
         )
     elif scale < _SAME_DATA:
-        answer = "All nodes computed the same gradient: check that each of them sees data of its own."
+        answer = "All ranks computed the same gradient: check that each of them sees data of its own."
     else:
         value, low, high = (None if x is None else (size or 1) * x for x in (scale, model["low"], model["high"]))
         answer = (
             f"The gradient noise scale is {format_number(value)} {unit} ({format_percent(model['level'], 0)} interval "
             f"{format_number(low)} to "
-            f"{format_number(high) if high is not None else 'no upper end'}): a node's batch"
+            f"{format_number(high) if high is not None else 'no upper end'}): a rank's batch"
             f"{f' of {size}' if size else ''} is {_times(scale)}, so a gradient is "
             f"{format_percent(1 / (1 + scale), 0)} "
             f"signal, and the mean of {noise['world_size']} is "
@@ -322,10 +322,10 @@ def _noise_scale(data: Json) -> Section | None:
         )
     drawing = Drawing(
         "noise_scale",
-        "Redundancy over batch and nodes",
-        "McCandlish et al. 2018: (a) nodes with larger batches agree more; dots are this recording's nodes taken "
+        "Redundancy over batch and ranks",
+        "McCandlish et al. 2018: (a) ranks with larger batches agree more; dots are this recording's ranks taken "
         "together in "
-        "groups. (b) If nodes are equally correlated: bits per value and node that coding them together could save at "
+        "groups. (b) If ranks are equally correlated: bits per value and rank that coding them together could save at "
         "best, "
         "and the share of signal in their mean; dotted: this recording.",
         partial(information_plots.plot_noise_scale, noise),
@@ -385,7 +385,7 @@ def _within_node(data: Json) -> Section | None:
         *spectrum_drawings(data["spectrum"]),
     ]
     answer = " ".join(line for line in (fit_verdict(fit) if fit else "", agreement_line(data["spectrum"])) if line)
-    return Section("within", "What structure is there within a node?", answer, tables, drawings)
+    return Section("within", "What structure is there within a rank?", answer, tables, drawings)
 
 
 def _signs(data: Json) -> Section | None:
@@ -416,7 +416,7 @@ def _layer(data: Json, layer: Json, place: int, drawn: bool) -> Section:
         *(between["place"] if between else []),
     ]
     if layer["mean_cosine"] is not None:
-        facts.append(f"cosine between nodes {layer['mean_cosine']:.2f}")
+        facts.append(f"cosine between ranks {layer['mean_cosine']:.2f}")
     if between:
         facts.append(f"excess {_with_interval(between['estimators']['copula']['excess'])} bits (copula)")
     limit = information_plots.named_layer(data.get("limits"), name)
@@ -429,6 +429,6 @@ def _layer(data: Json, layer: Json, place: int, drawn: bool) -> Section:
     if drawn:
         draw = partial(information_plots.plot_layer, data, name)
         drawings = [
-            Drawing(f"layer_{place}", name, "What nodes share, its spectrum, and codecs above its floor.", draw)
+            Drawing(f"layer_{place}", name, "What ranks share, its spectrum, and codecs above its floor.", draw)
         ]
     return Section(f"layer-{place}", name, "; ".join(facts) + ".", (), drawings, of_layer=True)

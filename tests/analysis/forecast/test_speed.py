@@ -146,7 +146,7 @@ def test_ranks_that_see_the_same_data_get_a_report_that_says_so(tmp_path: Path) 
         examination = examine(trace, parts=["between", "noise"])
     data = {"fit": None, "replays": {}, "spectrum": examination.spectrum.to_json(), **plain(examination.measured)}
     answers = {section.name: section.answer for section in trace_sections(data)}
-    assert answers["noise"] == "All nodes computed the same gradient: check that each of them sees data of its own."
+    assert answers["noise"] == "All ranks computed the same gradient: check that each of them sees data of its own."
     assert "its interval lies above 0 in" in answers["between"]
 
 
