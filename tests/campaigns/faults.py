@@ -149,7 +149,7 @@ def trial(fault: Fault) -> Outcome:
     processes = {rank: _fork(rank, port, folder, fault) for rank in range(RANKS)}
     began, late = time.time(), 0.0
     try:
-        _await(lambda: all((folder / f"ready-{rank}").exists() for rank in range(RANKS)), 60)
+        _await(lambda: all((folder / f"ready-{rank}").exists() for rank in range(RANKS)), 300)
         time.sleep(fault.delay)
         began = _strike(processes[fault.victim], fault, folder)
         watched = [rank for rank in processes if rank != fault.victim or fault.kind == "raise"]
