@@ -287,7 +287,7 @@ def test_bad_input_is_one_line(gradlab: Command, recording: Path, topk: Path, tm
         "exists already": ["fit", "gradiveq", trace, "--out", topk],
         "record more": ["fit", "gradiveq", trace, "--out", target, "--samples", STEPS],
         "at least 2": ["fit", "gradiveq", trace, "--out", target, "--samples", 1],
-        "a share of variance in [0, 1)": ["fit", "gradiveq", trace, "--out", target, "--loss-threshold", 2],
+        "share of variance in [0, 1)": ["fit", "gradiveq", trace, "--out", target, "--loss-threshold", 2],
         "no codec 'topkk'; did you mean topk?": ["fit", "uniform", trace, "--codec", "topkk", "--out", target],
         "has no setting rank": ["fit", "uniform", trace, "--codec", "topk", "--set", "rank=2", "--out", target],
         "expected NAME=VALUE": ["fit", "uniform", trace, "--codec", "topk", "--set", "density", "--out", target],
