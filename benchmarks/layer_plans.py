@@ -59,17 +59,18 @@ def fit(name: str, trace: Trace, folder: Path) -> None:
         found.artifact().save(folder / f"{codec}-lgreco.safetensors", overwrite=True)
         uniform = Plan.uniform(trace.layers, codec, warmup_steps=WARMUP, **reference)
         Artifact(uniform).save(folder / f"{codec}-uniform.safetensors", overwrite=True)
-        origin = found.origin
-        dense = origin["dense_payload_bytes"]
+        provenance = found.provenance
+        dense = provenance["dense_payload_bytes"]
         print(
-            f"{codec:9s} uniform {dense / origin['uniform_payload_bytes']:6.1f}x  L-GreCo "
-            f"{dense / origin['payload_bytes']:6.1f}x  gain {origin['gain']:.2f}  error where chosen, later: uniform "
-            f"{_errors(origin, 'uniform')}, L-GreCo {_errors(origin, 'plan')}"
+            f"{codec:9s} uniform {dense / provenance['uniform_payload_bytes']:6.1f}x  L-GreCo "
+            f"{dense / provenance['payload_bytes']:6.1f}x  gain {provenance['gain']:.2f}  "
+            f"error where chosen, later: uniform {_errors(provenance, 'uniform')}, "
+            f"L-GreCo {_errors(provenance, 'plan')}"
         )
 
 
-def _errors(origin: dict[str, Any], which: str) -> str:
-    found = origin["relative_error"][which]
+def _errors(provenance: dict[str, Any], which: str) -> str:
+    found = provenance["relative_error"][which]
     return f"{found['chosen_on']:.3f}, {found['held_out']:.3f}"
 
 
@@ -78,7 +79,7 @@ def families(name: str, trace: Trace, samples: int = 20) -> None:
     reference = REFERENCES[name]["powersgd"]
     candidates, start = candidates_of_grid(trace, "powersgd", reference, families=["all"], samples=samples)
     for cost in ("payload", "wire"):
-        found = fit_lgreco(trace, "powersgd", reference, candidates=candidates, start=start, cost=Cost(cost)).origin
+        found = fit_lgreco(trace, "powersgd", reference, candidates=candidates, start=start, cost=Cost(cost)).provenance
         alone = sorted(found["alone"].items(), key=lambda item: item[1])
         chosen = Counter(layer["codec"] for layer in found["layers"])
         print(

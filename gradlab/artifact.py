@@ -36,18 +36,18 @@ class Artifact:
     """A plan and its provenance.
 
     plan: with its learned tensors.
-    origin: the plan's provenance, plain JSON: method, trace hash, steps fitted on, held-out error by age, expected
+    provenance: the plan's provenance, plain JSON: method, trace hash, steps fitted on, held-out error by age, expected
         bytes.
     """
 
     plan: Plan
-    origin: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
 
     def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> Path:
         """Write the file whole or not at all: under a temporary name, synchronised, then renamed. Returns its path.
 
         Raises:
-            GradlabError: if the file exists and overwrite is false, cannot be written, or the origin is not JSON.
+            GradlabError: if the file exists and overwrite is false, cannot be written, or the provenance is not JSON.
         """
         from safetensors.torch import save  # not above: whoever trains a plan made in place needs torch alone
 
@@ -59,7 +59,7 @@ class Artifact:
             "minimum_reader": MINIMUM_READER if self.plan.refresh is None else MINIMUM_READER_OF_REFRESH,
             "written_by": f"gradlab {VERSION}",
             "plan": self.plan.to_json(),
-            "origin": self.origin,
+            "origin": self.provenance,
             "sha256": self.plan.tensor_hashes(),
         }
         # Copies, because groups may share a tensor and safetensors refuses shared memory.
@@ -84,9 +84,9 @@ class Artifact:
         for key, tensor in tensors.items():
             if hash_tensor(tensor) != hashes[key]:
                 raise GradlabError(f"{path}: tensor {key} is damaged (its sha256 differs from the header's)")
-        origin = header.get("origin")
+        provenance = header.get("origin")
         try:
-            return cls(Plan.from_json(header.get("plan"), tensors), origin if isinstance(origin, dict) else {})
+            return cls(Plan.from_json(header.get("plan"), tensors), provenance if isinstance(provenance, dict) else {})
         except GradlabError as error:
             raise GradlabError(f"{path}: {error}") from None
 
@@ -96,7 +96,7 @@ def _seal(header: dict[str, Any]) -> str:
     try:
         plain = json.loads(canonical_json(header))
     except (TypeError, ValueError, RecursionError) as error:
-        raise GradlabError(f"artifact: the origin is not plain JSON ({error})") from None
+        raise GradlabError(f"artifact: the provenance is not plain JSON ({error})") from None
     return canonical_json(plain | {"header_sha256": _hash_header(plain)})
 
 

@@ -74,7 +74,7 @@ def test_an_artifact_round_trips(tmp_path: Path) -> None:
     loaded = Artifact.load(path)
     assert loaded.plan.digest == saved.plan.digest
     assert loaded.plan.groups == saved.plan.groups
-    assert loaded.origin == saved.origin
+    assert loaded.provenance == saved.provenance
     for key, tensor in saved.plan.tensors().items():
         assert torch.equal(loaded.plan.tensors()[key], tensor)
     assert os.listdir(path.parent) == ["plan.safetensors"]
@@ -91,7 +91,7 @@ def test_a_plan_without_tensors(tmp_path: Path) -> None:
     plan = Plan.uniform([Layer("w", (30, 30))], "topk", density=0.5)
     path = Artifact(plan).save(tmp_path / "plan")
     assert Artifact.load(path).plan == plan
-    assert Artifact.load(path).origin == {}
+    assert Artifact.load(path).provenance == {}
 
 
 @law(
@@ -102,15 +102,15 @@ def test_a_plan_without_tensors(tmp_path: Path) -> None:
     ),
     examples=40,
 )
-def test_any_plain_origin_round_trips(tmp_path_factory: pytest.TempPathFactory, origin: Any) -> None:
+def test_any_plain_provenance_round_trips(tmp_path_factory: pytest.TempPathFactory, provenance: Any) -> None:
     path = tmp_path_factory.mktemp("origin") / "plan"
-    Artifact(Plan((Layer("w", (3,)),)), {"value": origin}).save(path)
-    assert Artifact.load(path).origin == {"value": origin}
+    Artifact(Plan((Layer("w", (3,)),)), {"value": provenance}).save(path)
+    assert Artifact.load(path).provenance == {"value": provenance}
 
 
-def test_an_origin_with_numbers_as_keys_gets_text_keys(tmp_path: Path) -> None:
+def test_a_provenance_with_numbers_as_keys_gets_text_keys(tmp_path: Path) -> None:
     path = Artifact(Plan(()), {"error_by_age": {1: 0.5, 10: 0.25, 2: 0.125}}).save(tmp_path / "plan")
-    assert Artifact.load(path).origin == {"error_by_age": {"1": 0.5, "10": 0.25, "2": 0.125}}
+    assert Artifact.load(path).provenance == {"error_by_age": {"1": 0.5, "10": 0.25, "2": 0.125}}
 
 
 def test_groups_that_share_a_tensor_and_views_of_it(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_groups_that_share_a_tensor_and_views_of_it(tmp_path: Path) -> None:
 def test_golden_files_still_load(version: int) -> None:
     loaded = Artifact.load(golden(version))
     assert loaded.plan.digest == golden_artifact(version).plan.digest == GOLDEN_DIGESTS[version]
-    assert loaded.origin == golden_artifact(version).origin
+    assert loaded.provenance == golden_artifact(version).provenance
     assert torch.equal(loaded.plan.learned["stem"]["stem.weight/basis"], torch.eye(12)[None, :, :3])
 
 
@@ -178,7 +178,7 @@ def nested(depth: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "origin",
+    "provenance",
     [
         {"e": float("nan")},
         {"e": float("inf")},
@@ -189,9 +189,9 @@ def nested(depth: int) -> list[Any]:
     ],
     ids=["nan", "inf", "tensor", "path", "mixed-keys", "deep"],
 )
-def test_an_origin_that_is_not_json_is_refused(tmp_path: Path, origin: dict[Any, Any]) -> None:
-    with pytest.raises(GradlabError, match="the origin is not plain JSON"):
-        Artifact(Plan(()), origin).save(tmp_path / "plan")
+def test_a_provenance_that_is_not_json_is_refused(tmp_path: Path, provenance: dict[Any, Any]) -> None:
+    with pytest.raises(GradlabError, match="the provenance is not plain JSON"):
+        Artifact(Plan(()), provenance).save(tmp_path / "plan")
     assert os.listdir(tmp_path) == []
 
 
@@ -216,7 +216,7 @@ def same_or_refused(path: Path, data: bytes) -> str:
         return "refused"
     loaded, expected = Artifact.load(path), golden_artifact()
     assert loaded.plan.digest == expected.plan.digest
-    assert loaded.origin == expected.origin
+    assert loaded.provenance == expected.provenance
     return "same"
 
 
@@ -348,7 +348,7 @@ def test_a_header_changed_and_sealed_again_is_believed(tmp_path: Path, whole: by
     """The helper above makes files that load, so that the refusals below are due to the change."""
     loaded = load_bytes(tmp_path / "same", rewritten(whole, put("origin", {"method": "other"})))
     assert loaded.plan.digest == golden_artifact().plan.digest
-    assert loaded.origin == {"method": "other"}
+    assert loaded.provenance == {"method": "other"}
 
 
 def test_an_older_reader_is_enough_for_a_newer_file(tmp_path: Path, whole: bytes) -> None:
@@ -441,7 +441,7 @@ def test_deep_nesting_is_no_crash_wherever_it_stands(tmp_path: Path, depth: int,
         texts.append(sealed(json.loads(texts[0])))
     for each in texts:
         told = reason(tmp_path / "deep", raw({"__metadata__": {"gradlab": each}}))
-        # Within the limit a deep origin, rightly sealed, is as good as any other.
+        # Within the limit a deep provenance, rightly sealed, is as good as any other.
         assert told is not None or (where == "origin" and each is not texts[0])
         assert told is None or (str(tmp_path / "deep") in told and len(told) < 1000)
 

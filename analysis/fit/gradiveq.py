@@ -81,20 +81,21 @@ class GradiveqFit:
 
     Args:
         plan: one group per fitted layer.
-        origin: plain JSON, how the bases were fitted and what they lose on later iterations; the artifact's metadata.
+        provenance: plain JSON, how the bases were fitted and what they lose on later iterations; the artifact's
+            metadata.
     """
 
     plan: Plan
-    origin: dict[str, Any]
+    provenance: dict[str, Any]
 
     @property
     def warnings(self) -> list[str]:
         """What a user must know before training with the plan, one line each."""
-        return list(self.origin["warnings"])
+        return list(self.provenance["warnings"])
 
     def artifact(self) -> Artifact:
         """Join the plan and its metadata, to be saved."""
-        return Artifact(self.plan, self.origin)
+        return Artifact(self.plan, self.provenance)
 
 
 def fit_gradiveq(
@@ -103,7 +104,7 @@ def fit_gradiveq(
     """Fit bases of slices for each layer of the given roles, and measure their loss on later steps.
 
     Layers with fewer elements than a slice, or whose codes would be no smaller, stay dense and are listed in
-    origin["skipped"].
+    provenance["skipped"].
 
     Args:
         trace: gradients of all ranks, or their averages.
@@ -138,7 +139,7 @@ def fit_gradiveq(
     held = holdout_by_age(trace, plan, start=window.stop, progress=progress)
     control = holdout_by_age(trace, random_basis_plan(plan, seed), start=window.stop, progress=None)
     fitted = [int(step) for step in trace.steps[window.start : window.stop]]
-    origin = {
+    provenance = {
         "method": "gradiveq",
         "trace": trace.digest,
         "world_size": trace.world_size,
@@ -158,7 +159,7 @@ def fit_gradiveq(
         "mean_payload_bytes": plan.payload_bytes(trace.world_size),
         "dense_payload_bytes": plan.payload_bytes(trace.world_size, compressing=False),
     }
-    return GradiveqFit(plan, {**origin, "warnings": _warnings(origin)})
+    return GradiveqFit(plan, {**provenance, "warnings": _warnings(provenance)})
 
 
 def _fit_window(trace: Trace, start: int | None, samples: int, warmup_steps: int) -> range:
@@ -345,12 +346,12 @@ def _promised_loss(chosen: Mapping[str, GradiVeQ.Settings]) -> float | None:
     return max((settings.loss_threshold for settings in chosen.values()), default=None)
 
 
-def _warnings(origin: dict[str, Any]) -> list[str]:
-    return [*_early_compression(origin), *_poor_fit(origin)]
+def _warnings(provenance: dict[str, Any]) -> list[str]:
+    return [*_early_compression(provenance), *_poor_fit(provenance)]
 
 
-def _early_compression(origin: dict[str, Any]) -> list[str]:
-    begins, last = origin["warmup_steps"], origin["fitted_on"][-1]
+def _early_compression(provenance: dict[str, Any]) -> list[str]:
+    begins, last = provenance["warmup_steps"], provenance["fitted_on"][-1]
     if begins > last:
         return []
     return [
@@ -359,29 +360,30 @@ def _early_compression(origin: dict[str, Any]) -> list[str]:
     ]
 
 
-def _poor_fit(origin: dict[str, Any]) -> list[str]:
-    threshold = origin["promised_loss"]
-    later, control = origin["holdout"]["loss"], origin["random_basis"]["loss"]
+def _poor_fit(provenance: dict[str, Any]) -> list[str]:
+    threshold = provenance["promised_loss"]
+    later, control = provenance["holdout"]["loss"], provenance["random_basis"]["loss"]
     if later is None:
         return ["No later iteration had finite gradients: nothing is known about the loss in training."]
     lines = []
     if threshold is not None and later > _TOLERATED * threshold:
         lines.append(
             f"lambda = {format_percent(threshold)} holds only where the bases were fitted: they lose "
-            f"{format_percent(origin['fitted_slices_loss'])} of the energy on the fitted slices of "
-            f"{len(origin['fitted_on'])} iterations, {format_percent(origin['in_sample_loss'])} on all slices there, "
+            f"{format_percent(provenance['fitted_slices_loss'])} of the energy on the fitted slices of "
+            f"{len(provenance['fitted_on'])} iterations, {format_percent(provenance['in_sample_loss'])} on all slices "
+            "there, "
             f"and {format_percent(later)} on later iterations (random bases of the same size: "
             f"{format_percent(control)}). Expect the loss of later iterations in training."
         )
     if later >= control:
         lines.append("On later iterations these bases are no better than random ones of their size: do not use them.")
-    elif useless := _no_better_than_random(origin):
+    elif useless := _no_better_than_random(provenance):
         shown = ", ".join(useless[:3]) + (f" and {len(useless) - 3} more" if len(useless) > 3 else "")
         lines.append(f"No better than a random basis of the same size on later iterations: {shown}.")
     return lines
 
 
-def _no_better_than_random(origin: dict[str, Any]) -> list[str]:
-    control = origin["random_basis"]["groups"]
-    later = {name: curve["loss"] for name, curve in origin["holdout"]["groups"].items()}
+def _no_better_than_random(provenance: dict[str, Any]) -> list[str]:
+    control = provenance["random_basis"]["groups"]
+    later = {name: curve["loss"] for name, curve in provenance["holdout"]["groups"].items()}
     return [name for name, loss in later.items() if loss is not None and loss >= control[name]["loss"]]

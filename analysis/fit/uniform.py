@@ -26,7 +26,7 @@ def uniform_artifact(plan: Plan, replay: Replay, **metadata: Any) -> Artifact:
         raise GradlabError(
             f"the replay is of plan {replay.plan_digest[:12]}, expected {plan.digest[:12]}: replay the plan itself"
         )
-    origin = {
+    provenance = {
         "method": "uniform",
         "trace": replay.trace_digest,
         "world_size": replay.world_size,
@@ -34,4 +34,4 @@ def uniform_artifact(plan: Plan, replay: Replay, **metadata: Any) -> Artifact:
         "dense_payload_bytes": replay.dense_payload_bytes,
         "replay": plain(replay.summary()),
     } | {key: value for key, value in metadata.items() if value is not None}
-    return Artifact(plan, origin)
+    return Artifact(plan, provenance)

@@ -73,7 +73,7 @@ def profile_of(
         GradlabError: if no computing time is known, or the report is not one of a compressed run.
     """
     report = _read(Path(run)) if run is not None else None
-    codec = _codec_of_replay(artifact.origin)
+    codec = _codec_of_replay(artifact.provenance)
     if report is not None and report.get("plan") == artifact.plan.digest:
         codec = CodecTime(_seconds(report, run, "compress"), _world_size(report, run), True, f"the run {run}")
     if compute_seconds is not None:

@@ -117,17 +117,17 @@ class LgrecoFit:
         plan: the base plan with a codec per layer.
         problem: the tables that the plan was chosen from.
         allocation: the choice, its cost and a lower bound on any choice's cost.
-        origin: plain JSON, how the plan was made and its errors on later windows; the artifact's metadata.
+        provenance: plain JSON, how the plan was made and its errors on later windows; the artifact's metadata.
     """
 
     plan: Plan
     problem: Problem
     allocation: Allocation
-    origin: dict[str, Any]
+    provenance: dict[str, Any]
 
     def artifact(self) -> Artifact:
         """Join the plan and its metadata, to be saved."""
-        return Artifact(self.plan, self.origin)
+        return Artifact(self.plan, self.provenance)
 
     def frontier(self, points: int = _POINTS) -> dict[str, Any]:
         """Trace cost over error for every way to plan on the same tables, as plain JSON.
@@ -138,7 +138,7 @@ class LgrecoFit:
         Args:
             points: budgets, evenly from the least error possible to the most.
         """
-        problem, metric = self.problem, self.origin["metric"]
+        problem, metric = self.problem, self.provenance["metric"]
         chosen_on, _ = _halves(len(problem.table.windows))
         errors = problem.errors(metric, chosen_on)
         unit = total(errors, problem.reference) or 1.0
@@ -154,7 +154,7 @@ class LgrecoFit:
             if reached:
                 curves[name] = reached
         # A step is no sum over layers: seconds are what the tables hold.
-        cost = self.origin["cost"] if "step" not in self.origin else "seconds"
+        cost = self.provenance["cost"] if "step" not in self.provenance else "seconds"
         return {"planners": curves, "cost": cost, "metric": metric}
 
 
@@ -206,7 +206,7 @@ def fit_lgreco(
     plan = plan_of(base, problem.table, allocation.choice)
     if options.refresh_every:
         plan = replace(plan, refresh=_refresh(problem, options))
-    origin = _origin(trace, base, plan, problem, allocation, ranks) | {
+    provenance = _provenance(trace, base, plan, problem, allocation, ranks) | {
         "codec": codec,
         "reference": dict(uniform.settings),
         "alpha": None if options.budget is not None else options.alpha,
@@ -219,10 +219,10 @@ def fit_lgreco(
     }
     if fastest is not None:
         step = {"size": fastest.seconds, "uniform_size": fastest.uniform, "step": fastest.to_json()}
-        origin |= step | {"gain": fastest.uniform / fastest.seconds}
+        provenance |= step | {"gain": fastest.uniform / fastest.seconds}
     elif alone := problem.alone(errors, budget):
-        origin["alone"] = alone
-    return LgrecoFit(plan, problem, allocation, origin)
+        provenance["alone"] = alone
+    return LgrecoFit(plan, problem, allocation, provenance)
 
 
 def _measure(
@@ -318,7 +318,7 @@ def plan_of(base: Plan, table: ErrorTable, choice: Choice) -> Plan:
     return Plan(base.layers, groups, base.schedule, base.seed, learned)
 
 
-def _origin(
+def _provenance(
     trace: Trace, base: Plan, plan: Plan, problem: Problem, allocation: Allocation, ranks: int
 ) -> dict[str, Any]:
     """Plain JSON: sizes, errors on the windows chosen on and on later ones, and what every layer got."""

@@ -107,8 +107,8 @@ class Replay:
     def held_out(self, provenance: Mapping[str, Any]) -> Replay:
         """The same replay, judged on iterations later than those that the plan was fitted on.
 
-        provenance: the `origin` of the plan's artifact or fit. If it names no iterations, or another trace, the replay
-        is returned as it is.
+        provenance: of the plan's artifact or fit. If it names no iterations, or another trace, the replay is returned
+        as it is.
 
         Raises:
             GradlabError: if its "fitted_on" is not a list of iterations.
@@ -117,7 +117,7 @@ class Replay:
             return self
         fitted = provenance["fitted_on"]
         if not isinstance(fitted, Sequence) or not all(type(step) is int for step in fitted):
-            raise GradlabError(f"origin: fitted_on = {str(fitted)[:80]}, expected a list of iterations")
+            raise GradlabError(f"provenance: fitted_on = {str(fitted)[:80]}, expected a list of iterations")
         return replace(self, fitted_on=tuple(fitted))
 
     @property

@@ -99,7 +99,7 @@ def write_trace_report(
         "kind": "trace",
         "trace": recorded,
         "spectrum": dict(plain(known.spectrum or measure_spectrum(trace, progress=progress))),
-        "fit": dict(plain(fit.origin)) if fit else None,
+        "fit": dict(plain(fit.provenance)) if fit else None,
         "replays": replays,
         "ranking": plain(ranking_stability(replays)),
         "payoff": known.speed,
@@ -152,7 +152,7 @@ def write_comparison(
         raise GradlabError("a comparison needs at least one run, and got none")
     ran = dict(plain(runs))
     judged = _judged(replays, (fits or {}).values())
-    provenances = {name: dict(plain(fit.origin)) for name, fit in (fits or {}).items()}
+    provenances = {name: dict(plain(fit.provenance)) for name, fit in (fits or {}).items()}
     measured = dict(plain(spectrum)) if spectrum else None
     recorded = dict(plain(trace_summary)) if trace_summary else None
     page = Page(
@@ -194,7 +194,7 @@ def _run_facts(runs: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _judged(replays: Mapping[str, Replay], fits: Iterable[GradiveqFit]) -> dict[str, dict[str, Any]]:
     """Replays as JSON; a replay of a fit's plan is judged on iterations later than the fit's."""
-    provenances = {fit.plan.digest: fit.origin for fit in fits}
+    provenances = {fit.plan.digest: fit.provenance for fit in fits}
     return {
         name: replay.held_out(provenances.get(replay.plan_digest, {})).to_json() for name, replay in replays.items()
     }

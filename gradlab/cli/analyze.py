@@ -80,7 +80,7 @@ def analyze(
         examination = examine(
             opened,
             plans={names[path]: artifact.plan for path, artifact in artifacts.items()} or None,
-            provenances={names[path]: artifact.origin for path, artifact in artifacts.items()},
+            provenances={names[path]: artifact.provenance for path, artifact in artifacts.items()},
             network=network,
             after_addition=after_addition or (),
             parts=PARTS if only is None else [part.strip() for part in only.split(",")],

@@ -50,7 +50,7 @@ def evaluate(
         if opened.world_size == 1:
             raise GradlabError(f"{trace}: recorded on one rank: there is no exchange to replay")
         replays = {
-            name: replay(opened, artifact.plan, start=start, stop=stop, progress=progress).held_out(artifact.origin)
+            name: replay(opened, artifact.plan, start=start, stop=stop, progress=progress).held_out(artifact.provenance)
             for name, artifact in zip(names, loaded, strict=True)
         }
         page = None

@@ -30,7 +30,7 @@ def inspect(
     payload, dense = plan.payload_bytes(ranks), plan.payload_bytes(ranks, compressing=False)
     if as_json:
         sizes = {"payload_bytes": payload, "dense_payload_bytes": dense, "world_size": ranks, "estimated": plan.varying}
-        print_json({"digest": plan.digest, "plan": plan.to_json(), "origin": loaded.origin, "expected": sizes})
+        print_json({"digest": plan.digest, "plan": plan.to_json(), "origin": loaded.provenance, "expected": sizes})
         return
     rows = []
     for group in plan.groups:
@@ -55,7 +55,7 @@ def inspect(
     OUT.print(
         f"per step and rank at {ranks} ranks: {format_bytes(payload)} instead of {format_bytes(dense)} "
         f"({format_ratio(dense / payload)}), after {plan.schedule.warmup_steps} dense steps; "
-        f"made by {loaded.origin.get('method', 'hand')}",
+        f"made by {loaded.provenance.get('method', 'hand')}",
         markup=False,
     )
     if plan.varying:

@@ -186,8 +186,8 @@ def test_demo_goes_round_the_loop(gradlab: Command, tmp_path: Path) -> None:
         assert runs[name]["compression_ratio"] > 4
         assert runs[name]["payload_bytes_per_step"]["mean"] == runs[name]["forecast_payload_bytes"]
         assert (
-            Artifact.load(out / f"{name}.safetensors").origin["trace"]
-            == Artifact.load(out / "gradiveq.safetensors").origin["trace"]
+            Artifact.load(out / f"{name}.safetensors").provenance["trace"]
+            == Artifact.load(out / "gradiveq.safetensors").provenance["trace"]
         )
 
 
@@ -226,8 +226,8 @@ def test_an_artifact_without_a_fit_bears_its_provenance(gradlab: Command, record
     assert code == 0, err
     assert out.startswith("Of the lossy plans replayed, topk keeps")
     found = Artifact.load(artifact)
-    assert found.origin["payload_bytes"] == found.plan.payload_bytes(2) < found.origin["dense_payload_bytes"]
-    assert found.origin["world_size"] == 2
+    assert found.provenance["payload_bytes"] == found.plan.payload_bytes(2) < found.provenance["dense_payload_bytes"]
+    assert found.provenance["world_size"] == 2
 
 
 def damaged(recording: Path, folder: Path, hurt: Callable[[Path], None]) -> Path:

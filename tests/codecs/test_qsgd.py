@@ -354,8 +354,8 @@ def test_two_way(server: str, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"bits": 0}, r"qsgd: setting bits = 0, expected 1 to 8"),
-        ({"bits": 9}, r"qsgd: setting bits = 9, expected 1 to 8"),
+        ({"bits": 0}, r"qsgd: setting bits = 0, expected bits, 1 to 8"),
+        ({"bits": 9}, r"qsgd: setting bits = 9, expected bits, 1 to 8"),
         ({"bucket_size": 0}, r"qsgd: setting bucket_size = 0, expected elements, at least 1"),
         ({"norm": "l1"}, r"qsgd: setting norm = 'l1', expected 'max' or 'l2'"),
         ({"bits": 1, "norm": "l2"}, r"qsgd: setting norm = 'l2', expected 'max' at 1 bit"),

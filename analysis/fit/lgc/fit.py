@@ -93,15 +93,15 @@ class LgcFit:
 
     Args:
         plan: of `gradlab.plan.lgc_plan`, with the weights learned.
-        origin: plain JSON, how they were learned and their error on later iterations; the artifact's metadata.
+        provenance: plain JSON, how they were learned and their error on later iterations; the artifact's metadata.
     """
 
     plan: Plan
-    origin: dict[str, Any]
+    provenance: dict[str, Any]
 
     def artifact(self) -> Artifact:
         """Join the plan and its metadata, to be saved."""
-        return Artifact(self.plan, self.origin)
+        return Artifact(self.plan, self.provenance)
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def fit_lgc(
     codes += codes_without_learning(learned, selections, trace.world_size, code_numel, in_order)
     scores = [_score(code, held_out) for code in codes]
     plan = lgc_plan(trace.layers, pattern, autoencoder=weights, error=scores[0].error, **shape)
-    origin = {
+    provenance = {
         "method": "lgc",
         "pattern": pattern,
         "trace": trace.digest,
@@ -191,7 +191,7 @@ def fit_lgc(
         "payload_bytes": plan.payload_bytes(trace.world_size),
         "dense_payload_bytes": plan.payload_bytes(trace.world_size, compressing=False),
     }
-    return LgcFit(plan, origin | {"better": _better(scores)})
+    return LgcFit(plan, provenance | {"better": _better(scores)})
 
 
 # --- learning ---------------------------------------------------------------------------------------------------------

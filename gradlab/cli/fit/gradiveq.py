@@ -126,7 +126,7 @@ def gradiveq(
     with Trace(trace) as opened, progress_bars() as progress:
         fit = fit_gradiveq(opened, options, progress=progress)
     fit.artifact().save(out, overwrite)
-    print_fit(fit.origin, as_json, partial(print_gradiveq, fit.origin), out)
+    print_fit(fit.provenance, as_json, partial(print_gradiveq, fit.provenance), out)
 
 
 def _settings(
@@ -150,25 +150,25 @@ def _settings(
     return build_settings(GradiVeQ, values | settings)
 
 
-def print_gradiveq(origin: dict[str, Any]) -> None:
+def print_gradiveq(provenance: dict[str, Any]) -> None:
     """Print whether the fit holds; per layer K, d and the loss where it was fitted and later; and the loss by age."""
     from gradlab.analysis.report.tables import fit_table
     from gradlab.analysis.report.verdict import fit_verdict
     from gradlab.formatting import format_percent, format_ratio
 
-    OUT.print(fit_verdict(origin), markup=False)
-    print_warnings(origin["warnings"])
-    table = fit_table(origin)
+    OUT.print(fit_verdict(provenance), markup=False)
+    print_warnings(provenance["warnings"])
+    table = fit_table(provenance)
     print_table(table.title, table.columns, table.rows)
-    held, control = origin["holdout"], origin["random_basis"]
+    held, control = provenance["holdout"], provenance["random_basis"]
     rows = [
         (f"{first} to {last}", format_percent(loss), format_percent(random))
         for (first, last), loss, random in zip(held["ages"], held["loss_by_age"], control["loss_by_age"], strict=True)
     ]
     print_table("loss by age of the bases, in steps", ("age", "these bases", "random, same size"), rows)
-    ratio = origin["dense_payload_bytes"] / origin["payload_bytes"]
+    ratio = provenance["dense_payload_bytes"] / provenance["payload_bytes"]
     OUT.print(
         f"payload {format_ratio(ratio)} smaller than dense over the whole model, from iteration "
-        f"{origin['warmup_steps']} on",
+        f"{provenance['warmup_steps']} on",
         markup=False,
     )

@@ -99,21 +99,21 @@ def lgc(
     if figure is not None:
         from gradlab.analysis.figures.lgc import plot_fit
 
-        write_figure(partial(plot_fit, fit.origin), figure)
-    print_fit(fit.origin, as_json, partial(print_lgc, fit.origin), out, figure)
+        write_figure(partial(plot_fit, fit.provenance), figure)
+    print_fit(fit.provenance, as_json, partial(print_lgc, fit.provenance), out, figure)
 
 
-def print_lgc(origin: dict[str, Any]) -> None:
+def print_lgc(provenance: dict[str, Any]) -> None:
     """Print whether the autoencoder beats codes without learning; each code at its bytes; and the error by age."""
     from gradlab.analysis.report.tables import selection_table
     from gradlab.analysis.report.verdict import lgc_verdict, lgc_warnings
     from gradlab.formatting import format_percent
 
-    OUT.print(lgc_verdict(origin), markup=False)
-    print_warnings(lgc_warnings(origin))
-    table = selection_table(origin)
+    OUT.print(lgc_verdict(provenance), markup=False)
+    print_warnings(lgc_warnings(provenance))
+    table = selection_table(provenance)
     print_table(table.title, table.columns, table.rows, left=table.text_columns)
-    held = origin["holdout"]
+    held = provenance["holdout"]
     rows = [
         (f"{first} to {last}", format_percent(error))
         for (first, last), error in zip(held["ages"], held["error_by_age"], strict=True)

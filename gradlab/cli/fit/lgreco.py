@@ -145,7 +145,7 @@ def lgreco(
         windows = None if over_time is None else _plans_by_window(opened, fit.problem, options, bucket_cap_mb)
     fit.artifact().save(out, overwrite)
     _draw(fit, windows, figure, frontier, over_time)
-    print_fit(fit.origin, as_json, partial(print_layer_plan, fit.origin), out, figure, frontier, over_time)
+    print_fit(fit.provenance, as_json, partial(print_layer_plan, fit.provenance), out, figure, frontier, over_time)
 
 
 def _require_free(out: Path, figures: Sequence[Path | None], overwrite: bool) -> None:
@@ -211,18 +211,18 @@ def _draw(
     from gradlab.cli.figures import write_figure
 
     if figure is not None:
-        write_figure(partial(layer_plans.plot_layers, fit.origin), figure)
+        write_figure(partial(layer_plans.plot_layers, fit.provenance), figure)
     if frontier is not None:
         write_figure(lambda: layer_plans.plot_frontier(fit.frontier()), frontier)
     if over_time is not None and windows is not None:
         write_figure(partial(layer_plans.plot_over_time, windows), over_time)
 
 
-def print_layer_plan(origin: dict[str, Any]) -> None:
+def print_layer_plan(provenance: dict[str, Any]) -> None:
     """Print whether the plan pays, and what every layer got beside the uniform plan's setting."""
     from gradlab.analysis.report.tables import layer_plan_table
     from gradlab.analysis.report.verdict import layer_plan_verdict
 
-    OUT.print(layer_plan_verdict(origin), markup=False)
-    table = layer_plan_table(origin)
+    OUT.print(layer_plan_verdict(provenance), markup=False)
+    table = layer_plan_table(provenance)
     print_table(table.title, table.columns, table.rows, left=table.text_columns)

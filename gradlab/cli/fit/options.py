@@ -39,10 +39,10 @@ Overwrite = Annotated[bool, typer.Option(help="Replace a file that is there.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def print_fit(origin: dict[str, Any], as_json: bool, show: Callable[[], None], *paths: Path | None) -> None:
+def print_fit(provenance: dict[str, Any], as_json: bool, show: Callable[[], None], *paths: Path | None) -> None:
     """Print an artifact's metadata as JSON; or call `show` for its tables, then print the files written."""
     if as_json:
-        print_json(origin)
+        print_json(provenance)
         return
     show()
     for path in paths:

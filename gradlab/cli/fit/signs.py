@@ -95,7 +95,7 @@ def signs(
         if blocks:
             print_blocks(blocks)
 
-    print_fit(artifact.origin, as_json, show, out)
+    print_fit(artifact.provenance, as_json, show, out)
 
 
 def _require_blocks(method: str, settings: dict[str, Any]) -> None:

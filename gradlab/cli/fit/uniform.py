@@ -86,4 +86,4 @@ def uniform(
         replayed = replay(opened, plan, progress=progress)
     artifact = uniform_artifact(plan, replayed)
     artifact.save(out, overwrite)
-    print_fit(artifact.origin, as_json, partial(print_replays, {out.stem: replayed}), out)
+    print_fit(artifact.provenance, as_json, partial(print_replays, {out.stem: replayed}), out)

@@ -169,11 +169,11 @@ def test_a_total_ratio_goes_where_the_structure_is(tmp_path: Path) -> None:
         found = fit_gradiveq(trace, samples=40, total_ratio=16)
         with pytest.raises(GradlabError, match="total ratio 1000 is out of reach"):
             fit_gradiveq(trace, samples=40, total_ratio=1000)
-    dimensions = {name: fact["dimension"] for name, fact in found.origin["layers"].items()}
+    dimensions = {name: fact["dimension"] for name, fact in found.provenance["layers"].items()}
     assert dimensions["good"] == 6
     dense = sum(4 * layer.numel for layer in layers)
-    assert found.origin["payload_bytes"] <= dense / 16 + 4 < found.origin["payload_bytes"] + 4 + 4
-    assert found.origin["promised_loss"] is None
+    assert found.provenance["payload_bytes"] <= dense / 16 + 4 < found.provenance["payload_bytes"] + 4 + 4
+    assert found.provenance["promised_loss"] is None
     assert not any("lambda" in line for line in found.warnings)
 
 
@@ -185,7 +185,7 @@ def test_random_axes_fill_a_budget_that_samples_cannot(tmp_path: Path, complemen
     with record(tmp_path / "t", random_gradients(0, 30, 2, layers), layers) as trace:
         found = fit_gradiveq(trace, samples=12, settings=settings, total_ratio=total_ratio)
     dense = 4 * sum(layer.numel for layer in layers)
-    assert dense / total_ratio - 8 < found.origin["payload_bytes"] - 4 <= dense / total_ratio
+    assert dense / total_ratio - 8 < found.provenance["payload_bytes"] - 4 <= dense / total_ratio
 
 
 @pytest.mark.parametrize("complement", [0.0, 0.25, 0.5, 1.0])
@@ -352,8 +352,8 @@ def test_the_artifact_carries_schedule_monitor_and_answers_layer_by_layer(tmp_pa
     assert all(group.settings["compressed_steps"] == 40 for group in plan.groups)
     assert all(group.wrappers[0].name == "error_feedback" for group in plan.groups)
     assert {key.rpartition("/")[2] for key in plan.learned[CONVOLUTION.name]} == {"basis", "mean", "width"}
-    assert len(found.origin["holdout"]["loss_by_age"]) == len(found.origin["holdout"]["ages"])
-    assert json.dumps(found.origin)
+    assert len(found.provenance["holdout"]["loss_by_age"]) == len(found.provenance["holdout"]["ages"])
+    assert json.dumps(found.provenance)
 
 
 def test_a_codecs_default_layers_and_warm_up() -> None:

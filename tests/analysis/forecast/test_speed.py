@@ -163,8 +163,8 @@ def test_a_layer_that_is_never_finite_is_left_out_and_named(tmp_path: Path) -> N
 def test_a_fitted_plan_is_proposed_by_what_came_after_its_fit(tmp_path: Path) -> None:
     with record(tmp_path / "t", random_gradients(0, 40, 2, LAYERS), LAYERS) as trace:
         plan = Plan.uniform(LAYERS, "topk", density=0.5, warmup_steps=0)
-        origin = {"trace": trace.digest, "fitted_on": list(range(30))}
-        examination = examine(trace, plans={"fit": plan}, provenances={"fit": origin}, parts=["payoff"])
+        provenance = {"trace": trace.digest, "fitted_on": list(range(30))}
+        examination = examine(trace, plans={"fit": plan}, provenances={"fit": provenance}, parts=["payoff"])
     assert [step.iteration for step in examination.replays["fit"].judged] == list(range(30, 40))
 
 

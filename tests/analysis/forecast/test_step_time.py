@@ -721,8 +721,8 @@ def test_times_come_from_the_run_of_the_same_plan(tmp_path: Path) -> None:
 
 
 def test_codec_times_come_from_the_artifacts_replay() -> None:
-    origin = {"world_size": 3, "replay": {"codec_seconds": 0.02}}
-    artifact = Artifact(Plan.uniform(LAYERS, "topk", density=0.01), origin)
+    provenance = {"world_size": 3, "replay": {"codec_seconds": 0.02}}
+    artifact = Artifact(Plan.uniform(LAYERS, "topk", density=0.01), provenance)
     assert profile_of(artifact, compute_seconds=1.0).codec == CodecTime(
         0.02, 3, False, "the artifact's replay on 3 ranks"
     )

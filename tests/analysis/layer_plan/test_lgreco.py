@@ -110,41 +110,44 @@ def test_ranges_are_the_papers() -> None:
 
 def test_the_plan_is_smaller_at_the_same_error(trace: Trace, fitted: LgrecoFit) -> None:
     """Ranks follow what was planted; what is not planned stays as the uniform plan has it; the figures add up."""
-    origin = fitted.origin
-    rank = {layer["name"]: layer["settings"]["rank"] for layer in origin["layers"]}
+    provenance = fitted.provenance
+    rank = {layer["name"]: layer["settings"]["rank"] for layer in provenance["layers"]}
     assert rank["deep.weight"] == 2
     assert rank["wide.weight"] == 2
     assert rank["stem.weight"] >= 5
-    assert origin["gain"] > 1.1
-    assert origin["gap"] == 0
-    assert origin["size"] == fitted.allocation.size == fitted.allocation.bound
+    assert provenance["gain"] > 1.1
+    assert provenance["gap"] == 0
+    assert provenance["size"] == fitted.allocation.size == fitted.allocation.bound
     errors = fitted.problem.errors("squared", slice(0, 2))
-    assert total(errors, fitted.allocation.choice) <= origin["budget"] == pytest.approx(1.0)
+    assert total(errors, fitted.allocation.choice) <= provenance["budget"] == pytest.approx(1.0)
     uniform_plan = Plan.uniform(LAYERS, "powersgd", warmup_steps=5, seed=3, rank=4)
     assert [g.name for g in fitted.plan.groups] == [g.name for g in uniform_plan.groups]
     assert (fitted.plan.schedule, fitted.plan.seed) == (uniform_plan.schedule, uniform_plan.seed)
     assert all(group.wrappers == FEEDBACK for group in fitted.plan.groups)
-    assert origin["uniform_payload_bytes"] == uniform_plan.payload_bytes(RANKS)
-    assert origin["payload_bytes"] == fitted.plan.payload_bytes(RANKS)
-    assert origin["uniform_payload_bytes"] - origin["payload_bytes"] == origin["uniform_size"] - origin["size"]
-    assert sum(layer["cost"] for layer in origin["layers"]) == origin["size"]
+    assert provenance["uniform_payload_bytes"] == uniform_plan.payload_bytes(RANKS)
+    assert provenance["payload_bytes"] == fitted.plan.payload_bytes(RANKS)
+    assert (
+        provenance["uniform_payload_bytes"] - provenance["payload_bytes"]
+        == provenance["uniform_size"] - provenance["size"]
+    )
+    assert sum(layer["cost"] for layer in provenance["layers"]) == provenance["size"]
 
 
 def test_payload_is_what_a_replay_counts(trace: Trace, fitted: LgrecoFit) -> None:
     found = replay(trace, fitted.plan)
     counted = {step.payload_bytes_mean for step in found.compressed}
-    assert counted == {fitted.origin["payload_bytes"]}
+    assert counted == {fitted.provenance["payload_bytes"]}
 
 
 def test_half_of_the_windows_are_held_out(trace: Trace, fitted: LgrecoFit) -> None:
-    origin = fitted.origin
-    assert origin["windows"] == [[0, 5], [6, 11], [12, 17], [18, 23]]
-    assert origin["windows_chosen_on"] == 2
+    provenance = fitted.provenance
+    assert provenance["windows"] == [[0, 5], [6, 11], [12, 17], [18, 23]]
+    assert provenance["windows_chosen_on"] == 2
     table = fitted.problem.table
     for which, choice in (("plan", fitted.allocation.choice), ("uniform", fitted.problem.reference)):
-        assert origin["relative_error"][which]["chosen_on"] == table.relative_error(choice, slice(0, 2))
-        assert origin["relative_error"][which]["held_out"] == table.relative_error(choice, slice(2, 4))
-    alone = fit_lgreco(trace, "powersgd", {"rank": 4}, window=20).origin
+        assert provenance["relative_error"][which]["chosen_on"] == table.relative_error(choice, slice(0, 2))
+        assert provenance["relative_error"][which]["held_out"] == table.relative_error(choice, slice(2, 4))
+    alone = fit_lgreco(trace, "powersgd", {"rank": 4}, window=20).provenance
     assert len(alone["windows"]) == 1
     assert alone["relative_error"]["plan"]["held_out"] is None
 
@@ -155,16 +158,16 @@ def test_other_families_and_metrics(trace: Trace, codec: str, reference: dict, m
     found = fit_lgreco(trace, codec, reference, metric=metric)
     errors = found.problem.errors(metric, slice(0, 2))
     assert total(errors, found.allocation.choice) <= total(errors, found.problem.reference) * (1 + 1e-12)
-    assert found.origin["size"] <= found.origin["uniform_size"]
+    assert found.provenance["size"] <= found.provenance["uniform_size"]
     tighter = fit_lgreco(trace, codec, reference, metric=metric, alpha=0.7)
-    assert tighter.origin["size"] >= found.origin["size"]
+    assert tighter.provenance["size"] >= found.provenance["size"]
 
 
 def test_a_budget_may_be_given_and_is_refused_where_no_plan_meets_it(trace: Trace) -> None:
     table = fit_lgreco(trace, "powersgd", {"rank": 4}).problem.table
     least = sum(row.min() for row in table.errors("squared", slice(0, 2)))
     found = fit_lgreco(trace, "powersgd", {"rank": 4}, budget=2 * least)
-    assert found.origin["alpha"] is None
+    assert found.provenance["alpha"] is None
     assert total(table.errors("squared", slice(0, 2)), found.allocation.choice) <= 2 * least
     with pytest.raises(GradlabError, match="the smallest reachable is"):
         fit_lgreco(trace, "powersgd", {"rank": 4}, budget=least / 2)
@@ -231,11 +234,11 @@ def test_a_hybrid_plan_is_no_larger_than_any_family_alone(trace: Trace, tmp_path
             ]
             errors = [row[k] for row, k in zip(hybrid.problem.errors("squared", slice(0, 2)), kept, strict=True)]
             costs = [row[k] for row, k in zip(hybrid.problem.costs, kept, strict=True)]
-            alone = allocate(errors, costs, hybrid.origin["budget"])  # dense is among them: every budget is met
+            alone = allocate(errors, costs, hybrid.provenance["budget"])  # dense is among them: every budget is met
             assert hybrid.allocation.size <= alone.size
             if FAMILIES[family][0] != "powersgd":  # which has its uniform plan besides
-                assert hybrid.origin["alone"][FAMILIES[family][0]] == pytest.approx(alone.size)
-        assert set(hybrid.origin["alone"]) == {codec for codec, _ in FAMILIES.values()}
+                assert hybrid.provenance["alone"][FAMILIES[family][0]] == pytest.approx(alone.size)
+        assert set(hybrid.provenance["alone"]) == {codec for codec, _ in FAMILIES.values()}
         assert unit.shape == (4,)
     path = hybrid.artifact().save(tmp_path / "hybrid.safetensors")
     again = Artifact.load(path)
@@ -295,7 +298,7 @@ def test_weights_move_bytes_between_buckets(trace: Trace) -> None:
         found = fit_lgreco(trace, "powersgd", {"rank": 4}, weights=weights)
         assert spent(found, weights) <= spent(plain, weights)
         assert total(found.problem.errors("squared", slice(0, 2)), found.allocation.choice) <= 1 + 1e-9
-        assert found.origin["size"] >= plain.origin["size"]
+        assert found.provenance["size"] >= plain.provenance["size"]
     by_bucket = [
         bytes_by_bucket(names, [row[c] for row, c in zip(f.problem.costs, f.allocation.choice, strict=True)], numbers)
         for f in (plain, found)
@@ -345,9 +348,9 @@ def test_the_fastest_plan_and_its_bound(trace: Trace) -> None:
         found = fit_lgreco(
             trace, "powersgd", {"rank": 4}, candidates=candidates, cost=Cost("seconds", link), step=model, world_size=4
         )
-        step, problem = found.origin["step"], found.problem
-        assert step["seconds"] == found.origin["size"] == min(step["by_objective"].values()) <= step["uniform"]
-        errors, budget = problem.errors("squared", slice(0, 2)), found.origin["budget"]
+        step, problem = found.provenance["step"], found.problem
+        assert step["seconds"] == found.provenance["size"] == min(step["by_objective"].values()) <= step["uniform"]
+        errors, budget = problem.errors("squared", slice(0, 2)), found.provenance["budget"]
         assert total(errors, found.allocation.choice) <= budget * (1 + 1e-9)
         base = Plan.uniform(trace.layers, "powersgd", group_bytes=0, rank=4)
         times = StepTimes(partial(plan_of, base, problem.table), DryRuns(base, 4), link, model)
@@ -358,7 +361,7 @@ def test_the_fastest_plan_and_its_bound(trace: Trace) -> None:
         fastest = min(sent.seconds(choice) for choice in within)
         assert again.bound <= fastest + 1e-12 <= again.seconds + 2e-12
         assert again.bound >= computing
-        assert found.origin["cost"] == "step"
+        assert found.provenance["cost"] == "step"
     assert again.seconds < 2 * computing
     with pytest.raises(GradlabError, match="weighs buckets itself"):
         fit_lgreco(trace, "powersgd", {"rank": 4}, step=model)
@@ -523,7 +526,7 @@ def test_the_command_fits_draws_and_prints(gradlab: Command, trace: Trace, tmp_p
     assert "deep.weight" in said
     assert all(path.read_text().startswith("<?xml") for path in figures)
     plan = Artifact.load(out)
-    assert plan.origin["method"] == "lgreco"
+    assert plan.provenance["method"] == "lgreco"
     code, said, err = gradlab(
         "fit", "lgreco", trace.path, "--out", tmp_path / "o.safetensors", "--figure", tmp_path / "o.svg"
     )

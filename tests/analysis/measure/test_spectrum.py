@@ -182,10 +182,10 @@ def exact_rank(seed, steps, rank, ranks=2):
 def test_the_planted_rank_is_found_and_loses_nothing_later(tmp_path, rank):
     with record_layer(tmp_path / "t", exact_rank(rank, 60, rank), PLANTED) as trace:
         found = fit_gradiveq(trace, samples=40, settings=GradiVeQ.Settings(loss_threshold=1e-6))
-    assert found.origin["layers"][PLANTED.name]["dimension"] == rank
-    assert found.origin["in_sample_loss"] < 1e-6
-    assert found.origin["holdout"]["loss"] < 1e-6
-    assert found.origin["random_basis"]["loss"] == pytest.approx(1 - rank / PLANTED.numel, abs=0.05)
+    assert found.provenance["layers"][PLANTED.name]["dimension"] == rank
+    assert found.provenance["in_sample_loss"] < 1e-6
+    assert found.provenance["holdout"]["loss"] < 1e-6
+    assert found.provenance["random_basis"]["loss"] == pytest.approx(1 - rank / PLANTED.numel, abs=0.05)
     assert found.warnings == []
 
 
@@ -195,8 +195,8 @@ def test_held_out_loss_is_the_planted_tail(tmp_path):
     with record_layer(tmp_path / "t", values, PLANTED) as trace:
         found = fit_gradiveq(trace, samples=800, settings=GradiVeQ.Settings(loss_threshold=0.0, max_dimension=4))
     expected = expected_tail_energy(model, kept=4)
-    assert found.origin["holdout"]["loss"] == pytest.approx(expected, rel=0.08)
-    assert found.origin["in_sample_loss"] == pytest.approx(expected, rel=0.08)
+    assert found.provenance["holdout"]["loss"] == pytest.approx(expected, rel=0.08)
+    assert found.provenance["in_sample_loss"] == pytest.approx(expected, rel=0.08)
 
 
 def test_held_out_loss_rises_with_age_as_the_planted_subspace_turns(tmp_path):
@@ -206,7 +206,7 @@ def test_held_out_loss_rises_with_age_as_the_planted_subspace_turns(tmp_path):
     with record_layer(tmp_path / "t", values, PLANTED) as trace:
         found = fit_gradiveq(trace, samples=20, settings=GradiVeQ.Settings(loss_threshold=0.0, max_dimension=4))
         held = holdout_by_age(trace, found.plan, start=20)
-    assert held.to_json() == found.origin["holdout"]
+    assert held.to_json() == found.provenance["holdout"]
     losses = held.loss_by_age
     assert sorted(losses) == losses
     # The fit sees the middle of its window: ages count from its end, 10 steps later.
@@ -219,10 +219,10 @@ def test_pure_noise_is_called_what_it_is(tmp_path):
     values = np.random.default_rng(4).standard_normal((70, 1, PLANTED.numel)).astype(np.float32)
     with record_layer(tmp_path / "t", values, PLANTED) as trace:
         found = fit_gradiveq(trace, samples=30)
-    assert found.origin["fitted_slices_loss"] <= 0.011
-    assert found.origin["holdout"]["loss"] > 0.9
+    assert found.provenance["fitted_slices_loss"] <= 0.011
+    assert found.provenance["holdout"]["loss"] > 0.9
     assert any("no better than random" in line for line in found.warnings)
-    assert fit_verdict(found.origin).startswith("The GradiVeQ fit holds nothing that lasts")
+    assert fit_verdict(found.provenance).startswith("The GradiVeQ fit holds nothing that lasts")
 
 
 def test_single_layers_without_structure_are_named(tmp_path):
@@ -237,7 +237,7 @@ def test_single_layers_without_structure_are_named(tmp_path):
     ]
     with record(tmp_path / "t", gradients, [PLANTED, noisy]) as trace:
         found = fit_gradiveq(trace, samples=40, settings=GradiVeQ.Settings(max_dimension=3))
-    later, control = found.origin["holdout"]["groups"], found.origin["random_basis"]["groups"]
+    later, control = found.provenance["holdout"]["groups"], found.provenance["random_basis"]["groups"]
     assert later["conv.weight"]["loss"] < 0.01 < 0.9 < control["conv.weight"]["loss"]
     assert later["noisy.weight"]["loss"] > control["noisy.weight"]["loss"]
     assert found.warnings[-1] == "No better than a random basis of the same size on later iterations: noisy.weight."
@@ -248,8 +248,8 @@ def test_loss_on_fitted_slices_meets_lambda_and_other_slices_are_told_apart(tmp_
     with record(tmp_path / "t", random_gradients(5, 30, 1, [layer]), [layer]) as trace:
         whole = fit_gradiveq(trace, samples=20, settings=GradiVeQ.Settings(slice_size=24, loss_threshold=0.1))
         each = fit_gradiveq(trace, samples=20, settings=GradiVeQ.Settings(slice_size=24, loss_threshold=0.1, reuse=1))
-    assert whole.origin["fitted_slices_loss"] <= 0.1 < whole.origin["in_sample_loss"]
-    assert each.origin["fitted_slices_loss"] == each.origin["in_sample_loss"] <= 0.1
+    assert whole.provenance["fitted_slices_loss"] <= 0.1 < whole.provenance["in_sample_loss"]
+    assert each.provenance["fitted_slices_loss"] == each.provenance["in_sample_loss"] <= 0.1
 
 
 def test_plan_has_one_group_per_layer_of_the_role_and_survives_saving(tmp_path):
@@ -265,15 +265,15 @@ def test_plan_has_one_group_per_layer_of_the_role_and_survives_saving(tmp_path):
         )
         digest = trace.digest
     assert [group.name for group in found.plan.groups] == [CONVOLUTION.name, LINEAR.name]
-    assert found.origin["skipped"] == {"wide.weight": "4 elements, fewer than a slice of 24"}
-    assert found.origin["fitted_on"] == list(range(5, 15))
-    assert found.origin["held_out_on"] == [15, 39]
-    assert found.origin["trace"] == digest
+    assert found.provenance["skipped"] == {"wide.weight": "4 elements, fewer than a slice of 24"}
+    assert found.provenance["fitted_on"] == list(range(5, 15))
+    assert found.provenance["held_out_on"] == [15, 39]
+    assert found.provenance["trace"] == digest
     assert (found.plan.schedule.warmup_steps, found.plan.seed, found.plan.layers) == (15, 3, layers)
     path = found.artifact().save(tmp_path / "a.safetensors")
     loaded = Artifact.load(path)
     assert loaded.plan.digest == found.plan.digest
-    assert loaded.origin == found.origin == json.loads(canonical_json(found.origin))
+    assert loaded.provenance == found.provenance == json.loads(canonical_json(found.provenance))
 
 
 def test_a_layer_that_would_save_nothing_stays_dense(tmp_path):
@@ -281,7 +281,7 @@ def test_a_layer_that_would_save_nothing_stays_dense(tmp_path):
     layers = (CONVOLUTION, tiny)
     with record(tmp_path / "t", random_gradients(7, 40, 1, layers), layers) as trace:
         found = fit_gradiveq(trace, samples=20, settings=GradiVeQ.Settings(loss_threshold=0.0))
-    assert "nothing would be saved" in found.origin["skipped"]["tiny.weight"]
+    assert "nothing would be saved" in found.provenance["skipped"]["tiny.weight"]
 
 
 def test_steps_that_are_not_finite_take_no_part(tmp_path):
@@ -290,15 +290,15 @@ def test_steps_that_are_not_finite_take_no_part(tmp_path):
     gradients[20][1][CONVOLUTION.name][:] = np.nan
     with record(tmp_path / "t", gradients) as trace:
         found = fit_gradiveq(trace, samples=12)
-    assert found.origin["layers"][CONVOLUTION.name]["samples"] == 11
-    assert 0 < found.origin["holdout"]["loss"] < 2
+    assert found.provenance["layers"][CONVOLUTION.name]["samples"] == 11
+    assert 0 < found.provenance["holdout"]["loss"] < 2
 
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_fits_age_counts_from_its_last_iteration(tmp_path, every):
     """In iterations of the run, not in recorded ones: the first that is held out is `every` iterations old."""
     with record(tmp_path / "t", random_gradients(9, 12, 2), indices=range(0, 12 * every, every)) as trace:
-        held = fit_gradiveq(trace, samples=6).origin["holdout"]
+        held = fit_gradiveq(trace, samples=6).provenance["holdout"]
     assert (held["ages"][0][0], held["ages"][-1][1]) == (every, 6 * every)
     assert sum(held["steps"]) == 6
 
@@ -354,8 +354,8 @@ def test_the_plan_never_compresses_what_it_was_fitted_on(tmp_path_factory, every
             return
         found = fit_gradiveq(trace, samples=samples, warmup_steps=warmup)
     expected = before[-samples:] if warmup else indices[:samples]
-    assert found.origin["fitted_on"] == expected
-    assert found.plan.schedule.warmup_steps == found.origin["warmup_steps"] == (warmup or expected[-1] + 1)
+    assert found.provenance["fitted_on"] == expected
+    assert found.plan.schedule.warmup_steps == found.provenance["warmup_steps"] == (warmup or expected[-1] + 1)
     assert not any(found.plan.schedule.compresses(step) for step in expected)
     assert not any("Compression begins" in line for line in found.warnings)
 
@@ -365,10 +365,10 @@ def test_a_fit_after_compression_begins_is_possible_and_warned_of(tmp_path, star
     with record(tmp_path / "t", random_gradients(14, 12, 2)) as trace:
         found = fit_gradiveq(trace, samples=6, start=start, warmup_steps=3)
     assert found.plan.schedule.warmup_steps == 3
-    assert found.origin["fitted_on"][-1] == last
+    assert found.provenance["fitted_on"][-1] == last
     assert (
         f"Compression begins at iteration 3, before the fit, which needs gradients up to iteration {last}"
-        in (found.origin["warnings"][0])
+        in (found.provenance["warnings"][0])
     )
 
 

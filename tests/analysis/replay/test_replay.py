@@ -310,21 +310,21 @@ def medians(steps):
 
 def test_errors_of_a_fit_to_noise_are_those_of_later_iterations(noise):
     _, fit, unjudged = noise
-    summary = unjudged.held_out(fit.origin).summary()
+    summary = unjudged.held_out(fit.provenance).summary()
     assert unjudged.summary().aggregate_error < 1e-3  # what the replay alone would say
     assert summary.aggregate_error > 0.9
     assert summary.cosine < 0.4
     assert {key: getattr(summary, key) for key in ERRORS} == medians(unjudged.steps[30:])
     assert summary.in_sample.to_json() == {"steps": 24, **medians(unjudged.steps[6:30])}
     assert (summary.compressed_steps, summary.judged_steps) == (36, 10)
-    assert unjudged.held_out(fit.origin).layer_errors["conv.weight"] == pytest.approx(
+    assert unjudged.held_out(fit.provenance).layer_errors["conv.weight"] == pytest.approx(
         summary.contribution_error, rel=0.05
     )
 
 
 def test_in_sample_figures_stand_beside_with_a_warning(noise):
     _, fit, unjudged = noise
-    found = unjudged.held_out(fit.origin)
+    found = unjudged.held_out(fit.provenance)
     assert "fitted on 24 of the compressed iterations" in found.warnings[0]
     assert "Only the 10 later iterations are a prediction" in found.warnings[0]
     both = {"gradiveq": found.to_json()}
@@ -340,7 +340,7 @@ def test_in_sample_figures_stand_beside_with_a_warning(noise):
 
 def test_nothing_is_claimed_where_no_later_iteration_was_replayed(noise):
     trace, fit, _ = noise
-    found = replay(trace, fit.plan, stop=30).held_out(fit.origin)
+    found = replay(trace, fit.plan, stop=30).held_out(fit.provenance)
     assert found.summary().contribution_error is None
     assert found.summary().in_sample.steps == 24
     assert found.layer_errors == {}
@@ -348,10 +348,10 @@ def test_nothing_is_claimed_where_no_later_iteration_was_replayed(noise):
     assert replay_verdict({"gradiveq": found.to_json()}).startswith("Nothing is known about gradiveq")
 
 
-def test_only_an_origin_of_this_trace_holds_anything_out(noise):
+def test_only_a_provenance_of_this_trace_holds_anything_out(noise):
     trace, fit, unjudged = noise
-    for origin in ({}, {"trace": trace.digest}, {**fit.origin, "trace": "another"}):
-        assert unjudged.held_out(origin) == unjudged
+    for provenance in ({}, {"trace": trace.digest}, {**fit.provenance, "trace": "another"}):
+        assert unjudged.held_out(provenance) == unjudged
     with pytest.raises(GradlabError, match="fitted_on = all, expected a list of iterations"):
         unjudged.held_out({"trace": trace.digest, "fitted_on": "all"})
     with pytest.raises(GradlabError, match="expected a list of iterations"):
@@ -365,7 +365,7 @@ def test_an_artifact_without_a_fit_says_where_it_comes_from(tmp_path):
         digest = trace.digest
     artifact = uniform_artifact(plan, found)
     assert artifact.plan is plan
-    assert artifact.origin == {
+    assert artifact.provenance == {
         "method": "uniform",
         "trace": digest,
         "world_size": 2,
@@ -373,7 +373,7 @@ def test_an_artifact_without_a_fit_says_where_it_comes_from(tmp_path):
         "dense_payload_bytes": DENSE_BYTES,
         "replay": found.to_json()["summary"],
     }
-    assert Artifact.load(artifact.save(tmp_path / "a.safetensors")).origin == artifact.origin
+    assert Artifact.load(artifact.save(tmp_path / "a.safetensors")).provenance == artifact.provenance
     with pytest.raises(GradlabError, match="replay the plan itself"):
         uniform_artifact(uniform("topk", density=0.2), found)
 

@@ -168,7 +168,7 @@ def test_names_from_outside_are_escaped(made, which):
 
 def judged(made):
     """The replays as the reports must judge them: the fitted plan by iterations after its fit."""
-    return {**made["replays"], "gradiveq": made["replays"]["gradiveq"].held_out(made["fit"].origin)}
+    return {**made["replays"], "gradiveq": made["replays"]["gradiveq"].held_out(made["fit"].provenance)}
 
 
 def test_json_holds_what_the_figures_show(made):
@@ -176,11 +176,11 @@ def test_json_holds_what_the_figures_show(made):
     assert data["kind"] == "comparison"
     assert data["runs"] == made["runs"]
     assert data["replays"] == {name: found.to_json() for name, found in judged(made).items()}
-    assert data["fits"]["gradiveq"] == made["fit"].origin
+    assert data["fits"]["gradiveq"] == made["fit"].provenance
     assert len(data["spectrum"]["layers"]) == 3
     data = json.loads((made["analysis"].parent / "report.json").read_text(encoding="utf-8"))
     assert data["trace"]["metadata"]["workload"] == "<b>digits</b>"
-    assert data["fit"] == made["fit"].origin
+    assert data["fit"] == made["fit"].provenance
 
 
 def body_words(path):

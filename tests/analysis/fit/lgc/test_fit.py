@@ -224,19 +224,19 @@ def test_codes_at_own_positions_are_each_ranks(trace: Trace) -> None:
 
 def test_a_server_is_fitted_too(trace: Trace) -> None:
     found = fit_lgc(trace, "server", settings=SERVERS["own"], fitting=QUICK)
-    assert found.origin["pattern"] == "server"
+    assert found.provenance["pattern"] == "server"
     assert [group.codec for group in found.plan.groups] == ["lgc_server", "topk"]
-    assert 0 < found.origin["codes"][0]["error"] < 1.5
+    assert 0 < found.provenance["codes"][0]["error"] < 1.5
     assert len(found.plan.learned[GROUP]["autoencoder"]) == Architecture(decoders=RANKS, innovation=True).numel
 
 
 def test_the_fit_says_what_it_is_worth(trace: Trace, tmp_path: Path) -> None:
     found = fit_lgc(trace, settings=SETTINGS, fitting=QUICK, seed=1)
-    origin = found.origin
-    assert origin["iterations"] == {"learned": 14, "stopped_by": 4, "held_out": 6}
-    assert origin["codes"][0]["name"] == "autoencoder"
-    assert origin["codes"][1]["error"] == 1.0
-    assert origin["better"] is not None  # three epochs do not beat four bits
+    provenance = found.provenance
+    assert provenance["iterations"] == {"learned": 14, "stopped_by": 4, "held_out": 6}
+    assert provenance["codes"][0]["name"] == "autoencoder"
+    assert provenance["codes"][1]["error"] == 1.0
+    assert provenance["better"] is not None  # three epochs do not beat four bits
     assert [group.codec for group in found.plan.groups] == ["lgc_ring", "clt_k"]
     assert found.plan.groups[0].layers == ("mid.weight", "deep.weight")
     assert [layer.name for layer in found.plan.dense_layers] == ["stem.weight", "deep.bias"]
@@ -245,7 +245,7 @@ def test_the_fit_says_what_it_is_worth(trace: Trace, tmp_path: Path) -> None:
     assert again.plan.digest == found.plan.digest
     grads = [{n: torch.from_numpy(v) for n, v in r.items()} for r in planted(1)[0]]
     error = float(again.plan.learned[GROUP]["error"])
-    assert error == pytest.approx(origin["codes"][0]["error"])
+    assert error == pytest.approx(provenance["codes"][0]["error"])
     assert error > 0.9
     with pytest.warns(UserWarning, match="above most_error = 0.9: selected values go on as they are"):
         result = LockstepPlan(again.plan, RANKS).step(0, grads)
