@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gradlab import codecs
 from gradlab.artifact import Artifact
+from gradlab.codec.settings import fields_of
 from gradlab.datasets import get
 from gradlab.plan import Plan
 from gradlab.trace import Trace
@@ -347,3 +349,19 @@ def test_an_interrupt_is_one_line(tmp_path: Path) -> None:
     assert (process.returncode, err) == (130, "gradlab: interrupted\n")
     assert launched
     assert not any(Path(f"/proc/{child}").exists() for child in launched)
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "codec", "name"),
+    [("gradiveq", "--loss-threshold", "gradiveq", "loss_threshold"), ("lgc", "--normalise", "lgc_ring", "normalise")],
+)
+def test_an_option_that_is_a_setting_says_what_the_setting_says(
+    gradlab: Command, command: str, option: str, codec: str, name: str
+) -> None:
+    code, text, _ = gradlab("fit", command, "--help")
+    [field] = [field for field in fields_of(codecs.get(codec).Settings) if field.name == name]
+    words = " ".join(text.partition(option)[2].split())
+    assert code == 0
+    assert field.about.help in words
+    assert field.values in words
+    assert "@" not in text

@@ -7,6 +7,7 @@ import typer
 from gradlab.cli.fit.gradiveq import gradiveq
 from gradlab.cli.fit.lgc import lgc
 from gradlab.cli.fit.lgreco import lgreco
+from gradlab.cli.fit.options import CodecCommand
 from gradlab.cli.fit.signs import signs
 from gradlab.cli.fit.uniform import uniform
 
@@ -17,4 +18,4 @@ app = typer.Typer(
     add_completion=False,
 )
 for command in (gradiveq, signs, lgreco, lgc, uniform):
-    app.command(command.__name__)(command)
+    app.command(command.__name__, cls=CodecCommand)(command)

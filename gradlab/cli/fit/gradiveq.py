@@ -20,6 +20,7 @@ from gradlab.cli.fit.options import (
     parse_layer_settings,
     parse_settings,
     print_fit,
+    setting_help,
 )
 
 if TYPE_CHECKING:
@@ -36,19 +37,19 @@ Paper = Annotated[
         help="The paper's method: d by lambda = 0.01, bases of each layer's first slice, kept; no random axes.",
     ),
 ]
-LossThreshold = Annotated[float | None, typer.Option(help="d by the paper's lambda, the share of variance given up.")]
-SliceSize = Annotated[int | None, typer.Option(help="K in elements; a multiple of F x D by default.")]
-Reuse = Annotated[
-    int | None, typer.Option(help="Slices that share one basis (the paper's s); all of a layer's by default.")
+LossThreshold = Annotated[float | None, typer.Option(help=setting_help("gradiveq", "loss_threshold"))]
+SliceSize = Annotated[int | None, typer.Option(help=setting_help("gradiveq", "slice_size"))]
+Reuse = Annotated[int | None, typer.Option(help=setting_help("gradiveq", "reuse"))]
+MaxDimension = Annotated[int | None, typer.Option(help=setting_help("gradiveq", "max_dimension"))]
+Ratio = Annotated[
+    float | None, typer.Option(help=setting_help("gradiveq", "ratio", "20 if nothing else decides on d."))
 ]
-MaxDimension = Annotated[int | None, typer.Option(help="Upper limit on d.")]
-Ratio = Annotated[float | None, typer.Option(help="d = K / ratio; 20 if nothing else decides on d.")]
 TotalRatio = Annotated[
     float | None, typer.Option(help="d of all layers at once: the whole model so many times smaller.")
 ]
 Complement = Annotated[
     float | None,
-    typer.Option(help="Share of d that is random, new in every iteration; brings error feedback; 0.5 by default."),
+    typer.Option(help=setting_help("gradiveq", "complement", "Brings error feedback; 0.5 by default.")),
 ]
 LayerSetting = Annotated[
     list[str] | None,

@@ -9,19 +9,26 @@ from typing import Annotated, Any
 import typer
 
 from gradlab.cli.console import OUT, print_table, print_warnings, progress_bars
-from gradlab.cli.fit.options import AsJson, Folder, Overwrite, Seed, Setting, Target, Warmup, parse_settings, print_fit
+from gradlab.cli.fit.options import (
+    AsJson,
+    Folder,
+    Overwrite,
+    Seed,
+    Setting,
+    Target,
+    Warmup,
+    parse_settings,
+    print_fit,
+    setting_help,
+)
 from gradlab.errors import GradlabError
 
-Density = Annotated[float, typer.Option(help="Share of each layer's elements that is selected.")]
+Density = Annotated[float, typer.Option(help=setting_help("lgc_ring", "density"))]
 Pattern = Annotated[
     str, typer.Option(help="ring: codes are averaged; server: one rank's code, a decoder for each rank.")
 ]
-Order = Annotated[
-    str, typer.Option(help="In a ring, of what is coded: position (the paper's), or the leader's magnitude or value.")
-]
-Normalise = Annotated[
-    str, typer.Option(help="none (the paper's), or layer: by the leader's root mean square in each layer.")
-]
+Order = Annotated[str, typer.Option(help=setting_help("lgc_ring", "order"))]
+Normalise = Annotated[str, typer.Option(help=setting_help("lgc_ring", "normalise"))]
 First = Annotated[str | None, typer.Option(metavar="LAYER", help="Stays dense; the first recorded matrix by default.")]
 Last = Annotated[
     str | None, typer.Option(metavar="LAYER", help="Is sent without the autoencoder; the last by default.")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from gradlab.cli.console import OUT, print_json
 from gradlab.errors import GradlabError
@@ -37,6 +38,43 @@ Warmup = Annotated[int, typer.Option(help="Dense steps of training before the fi
 Seed = Annotated[int, typer.Option(help="Of the random streams that ranks share.")]
 Overwrite = Annotated[bool, typer.Option(help="Replace a file that is there.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+_OF_SETTING = "@"  # begins the help of an option that is a codec's setting
+
+
+def setting_help(codec: str, name: str, more: str = "") -> str:
+    """The help of an option that is the setting `name` of a codec, for a command of class `CodecCommand`.
+
+    more: what the option adds to the setting's own words.
+    """
+    return f"{_OF_SETTING}{codec}.{name} {more}"
+
+
+class CodecCommand(TyperCommand):
+    """A command some of whose options are settings of a codec: what these say of themselves is the options' help.
+
+    It is looked up when help is asked for, as a codec takes longer to import than all else here.
+    """
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        for option in self.params:
+            text = getattr(option, "help", None) or ""
+            if text.startswith(_OF_SETTING):
+                setattr(option, "help", _help_of(text))  # noqa: B010
+        super().format_help(ctx, formatter)
+
+
+def _help_of(reference: str) -> str:
+    from gradlab import codecs
+    from gradlab.codec.settings import fields_of
+
+    path, _, more = reference.removeprefix(_OF_SETTING).partition(" ")
+    codec, name = path.split(".")
+    [field] = [field for field in fields_of(codecs.get(codec).Settings) if field.name == name]
+    words = f"{field.about.unit} {field.about.help}".strip()
+    words = words if words[1] == " " else f"{words[0].upper()}{words[1:]}"  # a symbol stays as it is
+    return f"{words}. Allowed: {field.values.removesuffix(', or None')}. {more}".strip()
 
 
 def print_fit(provenance: dict[str, Any], as_json: bool, show: Callable[[], None], *paths: Path | None) -> None:
