@@ -29,16 +29,20 @@ _FINEST = {"float8_e4m3fn": 2.0**-9, "float8_e5m2": 2.0**-16}  # steps, below th
 
 
 class BlockScaled(Compressor):
-    """C(x) = s Q(x / s) for each block of n elements, with s such that the largest magnitude is the format's own.
+    """C(x) = s Q(x / s) for each block of n elements, where s maps the largest magnitude to the format's.
 
-    Q rounds to the nearest value of the format: int8 -127..127, int4 -7..7, float8_e4m3fn up to 448 with 3 bits of
-    mantissa, float8_e5m2 up to 57344 with 2; or (`stochastic`) at random to one of the two beside it, without bias.
-    Integers are right to max|x| / (2 * 127) or / (2 * 7); floats to 2^-4 or 2^-3 of each value, until they underflow
-    at 2^-9 / 448 or 2^-16 / 57344 of the largest. To the nearest, C is delta-approximate: no error is larger than its
-    value and the largest value has none, or next to none, so that delta >= 1 / n at least; `guarantees` gives
-    more, for blocks whose scale is a normal float32 number.
+    Q rounds to the nearest value of the format, or with `stochastic` to one of the two neighbours at random, without
+    bias. int8 has -127..127, int4 -7..7. float8_e4m3fn goes up to 448 with 3 bits of mantissa, float8_e5m2 up to
+    57344 with 2 bits.
+
+    The error of an integer is at most max|x| / (2 * 127) or / (2 * 7). That of a float is at most 2^-4 or 2^-3 of the
+    value; floats underflow at 2^-9 / 448 or 2^-16 / 57344 of the largest.
+
+    Rounded to the nearest, C is delta-approximate with delta >= 1 / n: no error is larger than its value, and the
+    largest value has next to none. `guarantees` gives more, for blocks whose scale is a normal float32 number.
+
     With a fixed scale (LoCo's), C(x) = Q(s x) / s, cut off at the format's ends (-8 or 7, -128 or 127 for integers).
-    No error feedback by default at 8 bits, nor where it is random.
+    Error feedback is off by default with 8 bits, and with stochastic rounding.
 
     >>> done = codecs.make("block_scaled", dtype="int4").apply(torch.tensor([-7.0, 0.4, 3.0, 1.6]))
     >>> done.decoded.tolist()
@@ -59,7 +63,7 @@ class BlockScaled(Compressor):
     class Settings:
         dtype: str = setting("int8", choices=(*INTEGERS, *FLOATS), help="format of the values that travel")
         block_size: int = setting(256, least=1, unit="elements", symbol="n", help="that share a scale, a float32")
-        stochastic: bool = setting(False, help="round at random to one of the two values beside, without bias")
+        stochastic: bool = setting(False, help="round at random to one of the two neighbouring values, without bias")
         scale: float | None = setting(
             None,
             above=0,
@@ -89,7 +93,7 @@ class BlockScaled(Compressor):
         return max(1, min(self.settings.block_size, sum(layer.numel for layer in layers)))
 
     def _error(self, layers: Sequence[Layer], part: float) -> float:
-        """The most that ||C(x) - x||^2 / ||x||^2 can be if each error is at most a part of the step around it."""
+        """Bound ||C(x) - x||^2 / ||x||^2, if each error is at most `part` of the step around its value."""
         dtype, longest = self.settings.dtype, self._longest(layers)
         if dtype in INTEGERS:
             return longest * (part / self.largest) ** 2
@@ -97,7 +101,7 @@ class BlockScaled(Compressor):
         return (part * 2.0 ** -_MANTISSA[dtype]) ** 2 + underflow
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """Scales (ceil(numel / block_size),), float32, or one where it is fixed; codes, uint8."""
+        """Return scales (ceil(numel / block_size),), float32, or (1,) if the scale is fixed, and codes, uint8."""
         generator = on_device(generator, vector.device)
         codes = torch.empty(vector.numel(), dtype=torch.uint8, device=vector.device)
         scales = [torch.empty(0, dtype=torch.float32, device=vector.device)]
@@ -112,7 +116,7 @@ class BlockScaled(Compressor):
         return found, codes if self.bits == 8 else pack(codes, self.bits)
 
     def _scales(self, rows: torch.Tensor) -> torch.Tensor:
-        """What each row (n,) of (m, n) is divided by, (m,), float32; not finite where one of its values is not."""
+        """Return the divisors of rows (m, n), (m,), float32; not finite for a row with a value that is not finite."""
         largest = torch.maximum(rows.amax(1), -rows.amin(1)).float()
         if self.settings.scale is None:
             return largest / self.largest
@@ -120,7 +124,7 @@ class BlockScaled(Compressor):
         return torch.where(largest.isfinite(), fixed, largest)
 
     def _codes(self, places: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Values in the format's own unit as its codes, uint8. Overwrites them."""
+        """Convert values in the format's own unit to codes, uint8. The values are overwritten."""
         if self.settings.stochastic:
             chance = sixteen_random_bits(places, generator).to(places.dtype).add_(2.0**15 + 0.5).mul_(2.0**-16)
             step = self._steps(places)
@@ -133,7 +137,7 @@ class BlockScaled(Compressor):
         return whole.to(torch.int8).view(torch.uint8) if self.bits == 8 else whole.add_(8).to(torch.uint8)
 
     def _steps(self, places: torch.Tensor) -> torch.Tensor | float:
-        """The distance between the format's values around each place."""
+        """Return the distance between the format's values around each place."""
         dtype = self.settings.dtype
         if dtype in INTEGERS:
             return 1.0

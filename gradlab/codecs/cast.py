@@ -22,12 +22,16 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class Cast(Codec):
-    """The mean in 16 bits: 2 bytes per element, in one all-reduce. Rounds to nearest: not linear, and biased a little.
+    """Average in 16 bits: 2 bytes per element, in one all-reduce.
 
-    float16: relative error 2^-11 between 6e-5 and 65504; smaller values lose bits, below 3e-8 all of them, and larger
-    ones become infinite, so that the step is skipped. The run's loss scale moves gradients into that range: it is put
-    back on what travels, and taken off the answer. bfloat16: relative error 2^-8 in float32's range.
-    The sum over ranks is rounded as often as there are ranks.
+    Values are rounded to the nearest, so the codec is not linear and slightly biased. The sum over ranks is rounded as
+    often as there are ranks.
+
+    float16: relative error 2^-11 between 6e-5 and 65504. Smaller values lose bits, below 3e-8 all of them. Larger
+    values become infinite, and the step is skipped. Gradients are multiplied by the run's loss scale before they are
+    sent, which moves them into that range, and the mean is divided by it.
+
+    bfloat16: relative error 2^-8 in float32's range.
 
     >>> done = codecs.make("cast", dtype="bfloat16").apply(torch.tensor([1.0, 1.001, -2.0]))
     >>> done.decoded.tolist()
@@ -43,7 +47,7 @@ class Cast(Codec):
 
     @dataclass(frozen=True)
     class Settings:
-        dtype: str = setting("float16", choices=DTYPES, help="dtype of what travels")
+        dtype: str = setting("float16", choices=DTYPES, help="dtype of the values that travel")
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         dtype = DTYPES[self.settings.dtype]
@@ -58,13 +62,13 @@ class Cast(Codec):
 
 
 def _narrowed(grad: torch.Tensor, dtype: torch.dtype, scale: float, workspace: Workspace) -> torch.Tensor:
-    """A gradient in 16 bits, with the loss scale on it."""
+    """Cast a gradient, multiplied by the loss scale, to 16 bits."""
     scaled = grad if scale == 1.0 else torch.mul(grad, scale, out=workspace.empty_like(grad))
     return workspace.empty(grad.shape, grad.new_empty(0, dtype=dtype)).copy_(scaled)
 
 
 def _widened(narrow: Sequence[torch.Tensor], like: Tensors, scale: float, workspace: Workspace) -> Tensors:
-    """Tensors in the dtypes of `like`, by its names, without the loss scale."""
+    """Cast tensors to the dtypes of `like`, under its names, and divide them by the loss scale."""
     wide = {
         name: workspace.empty_like(grad).copy_(tensor)
         for (name, grad), tensor in zip(like.items(), narrow, strict=True)

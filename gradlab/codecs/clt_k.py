@@ -1,8 +1,8 @@
-"""CLT-k: one rank chooses the positions for all, and every rank sends its values there, which add up.
+"""CLT-k: one rank chooses the positions for all ranks, and every rank sends its values there.
 
 Chen et al., "ScaleCom: Scalable sparsified gradient compression for communication-efficient distributed training",
 NeurIPS 2020, eq. (3) and Algorithm 1 (cyclic local top-k); selection in chunks: its section 4. Inside `error_feedback`
-with `decay` 1 - beta (the low-pass filter, eq. 5) it is ScaleCom.
+with `decay` = 1 - beta (the low-pass filter, eq. 5) it is ScaleCom.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ _INT8 = BlockScaled(BlockScaled.Settings("int8"))
 
 
 class CLTK(Codec):
-    """Positions: the leader's k = ceil(density * numel) largest magnitudes; sent: every rank's values there.
+    """Send every rank's values at the leader's k = ceil(density * numel) largest magnitudes.
 
-    The leader is rank (iteration mod N), or drawn from the shared seed. Given its positions the compressor commutes
-    with the sum, so values go as one all-reduce, which does not grow with N; positions are broadcast, which only the
-    leader contributes to. For the leader delta = k / numel
-    (of top-k); for others as far as their largest elements are the
-    leader's, which is what the paper rests on, and what feedback makes up for.
+    The leader is rank (iteration mod N), or drawn from the shared seed, and broadcasts its positions. With the
+    positions given the compressor commutes with the sum over ranks: values travel in one all-reduce, which does not
+    grow with N.
+
+    For the leader delta = k / numel, as for top-k. For another rank delta depends on how many of its largest elements
+    lie at the leader's positions. The paper relies on that overlap; error feedback makes up for the difference.
 
     >>> ranks = [torch.tensor([4.0, 0.0, 1.0, 0.0]), torch.tensor([2.0, 9.0, 3.0, 0.0])]
     >>> codecs.make("clt_k", density=0.5).apply(ranks).decoded.tolist()  # rank 0 leads
@@ -52,7 +53,9 @@ class CLTK(Codec):
     class Settings:
         density: float = density_setting()
         leader: str = setting(
-            "rotating", choices=("rotating", "random"), help="whose positions are taken: each rank's in turn, or drawn"
+            "rotating",
+            choices=("rotating", "random"),
+            help="who chooses the positions: each rank in turn, or a drawn one",
         )
         values: str = setting(
             "float32", choices=("float32", "int8"), help="in an all-reduce, or gathered with a scale per 256 values"
@@ -65,7 +68,7 @@ class CLTK(Codec):
         index_coding: str = coding_setting(choices=("fixed", "raw", "packed", "bitmap"))
 
     def leader(self, context: Context) -> int:
-        """The rank whose positions are taken in this iteration."""
+        """Return the rank whose positions are taken in this iteration."""
         if self.settings.leader == "rotating":
             return context.iteration % context.world_size
         return int(torch.randint(context.world_size, (), generator=context.shared_generator("leader")))
@@ -95,7 +98,7 @@ class CLTK(Codec):
         return count_of(self.settings.density, numel)
 
     def _chunk(self, numel: int) -> int:
-        """Elements of a chunk, 1 / density, at most all there are."""
+        """Return the elements of a chunk: 1 / density, at most all there are."""
         return math.ceil(min(max(1, numel), round(1 / self.settings.density, 9)))
 
     def _select(self, vector: torch.Tensor, count: int) -> torch.Tensor:
@@ -106,7 +109,7 @@ class CLTK(Codec):
         return padded.view(count, size).argmax(1) + size * torch.arange(count, device=vector.device)
 
     def _values(self, values: torch.Tensor, context: Context) -> Coroutine[tuple[torch.Tensor, torch.Tensor]]:
-        """The mean of all ranks' values, and what this rank's amounted to."""
+        """Return the mean of all ranks' values, and this rank's decoded values."""
         if self.settings.values == "float32":
             mean = yield Mean(values)
             return mean, values

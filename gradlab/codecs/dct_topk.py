@@ -1,8 +1,8 @@
 """Top-k of the discrete cosine transform, chunk by chunk: what DeMo sends of its momentum.
 
-Peng, Quesnelle, Kingma, "DeMo: Decoupled momentum optimization", 2024, section 3 and Algorithm 1; sizes of chunks, the
-mean over those ranks that sent a coefficient, and the sign of the answer from their published code. Inside
-`error_feedback` with `carried` beta it is DeMo.
+Peng, Quesnelle, Kingma, "DeMo: Decoupled momentum optimization", 2024, section 3 and Algorithm 1; the sizes
+of chunks, the mean over the ranks that sent a coefficient and the sign of the answer follow their published code.
+Inside `error_feedback` with `carried` = beta it is DeMo.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ Tiles = tuple[int, int, int, int]
 
 
 class DCTTopK(Compressor):
-    """Of each chunk's coefficients under the orthonormal DCT-II the k largest magnitudes, and which they are.
+    """Send the k largest magnitudes among each chunk's coefficients of the orthonormal DCT-II, and their indices.
 
-    A layer (n, ...) is a matrix (n, m), cut into chunks of h x w: the largest divisors of n and m up to `chunk`; a
-    vector into chunks of w. The transform keeps norms, so that C is delta-approximate with the smallest of
-    min(1, k / (h w)): ||C(x) - x||^2 <= (1 - delta) ||x||^2. Every rank chooses its own: gathered.
+    A layer (n, ...) is a matrix (n, m), cut into chunks of h x w: the largest divisors of n and m up to `chunk`. A
+    vector is cut into chunks of w. Every rank chooses its own coefficients, so values and indices are gathered.
+
+    The transform keeps norms, so C is delta-approximate: ||C(x) - x||^2 <= (1 - delta) ||x||^2, where delta is the
+    smallest min(1, k / (h w)) of all layers.
 
     >>> done = codecs.make("dct_topk", count=1).apply(torch.ones(8, 8))  # one coefficient is all there is
     >>> round(done.relative_error, 6), done.payload_bytes
@@ -47,14 +49,14 @@ class DCTTopK(Compressor):
 
     @dataclass(frozen=True)
     class Settings:
-        chunk: int = setting(64, least=1, most=4096, unit="elements", symbol="s", help="on the largest side of a chunk")
+        chunk: int = setting(64, least=1, most=4096, unit="elements", symbol="s", help="on a side of a chunk at most")
         count: int = setting(32, least=1, unit="coefficients", symbol="k", help="sent of each chunk")
         average: str = setting(
             "ranks",
             choices=AVERAGES,
             help='a coefficient\'s mean over all ranks, or over its "senders" (published code)',
         )
-        sign: bool = setting(False, help="apply the sign of the answer")
+        sign: bool = setting(False, help="apply the sign of the mean, not the mean")
 
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
@@ -78,12 +80,12 @@ class DCTTopK(Compressor):
         return min(self.settings.count, size)
 
     def _layout(self, numel: int) -> list[Tiles]:
-        """Chunks of the layers; a vector without layers, or a shard without elements, is one of its own."""
+        """Return the layers' chunks; a vector without layers, or a shard without elements, counts as one layer."""
         known = self._tiles is not None and numel == sum(math.prod(tile) for tile in self._tiles)
         return self._tiles if known and self._tiles is not None else [tiles((numel,), self.settings.chunk)]
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """Coefficients (count,) and which of their chunk's they are, packed, uint8."""
+        """Return the coefficients sent, one vector, and their indices within the chunks, packed, uint8."""
         values, places = [vector.new_empty(0)], [torch.empty(0, dtype=torch.uint8, device=vector.device)]
         layout = self._layout(vector.numel())
         for part, tile in zip(vector.split([math.prod(tile) for tile in layout]), layout, strict=True):
@@ -101,7 +103,7 @@ class DCTTopK(Compressor):
         self.add_all(total, [payload], scale)
 
     def add_all(self, total: torch.Tensor, payloads: Iterable[Sequence[torch.Tensor]], scale: float) -> None:
-        """The ranks' coefficients are added up and transformed back once."""
+        """Add up the ranks' coefficients and transform the sum back once."""
         layout, ranks = self._layout(total.numel()), [(values, places) for values, places in payloads]
         first = start = byte = 0
         for h_tiles, h, w_tiles, w in layout:
@@ -144,7 +146,7 @@ class DCTTopK(Compressor):
 
 
 def tiles(shape: Sequence[int], chunk: int) -> Tiles:
-    """(chunks along n, h, chunks along m, w) of a layer seen as a matrix (n, m); a vector has n = 1."""
+    """Return (chunks along n, h, chunks along m, w) of a layer seen as a matrix (n, m); a vector has n = 1."""
     n, m = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
     h, w = largest_divisor(n, chunk), largest_divisor(m, chunk)
     return n // h, h, m // w, w
@@ -152,12 +154,12 @@ def tiles(shape: Sequence[int], chunk: int) -> Tiles:
 
 @functools.lru_cache(maxsize=4096)
 def largest_divisor(number: int, most: int) -> int:
-    """The largest divisor of a number that is at most `most`; 1 of 0."""
+    """Find the largest divisor of a number that is at most `most`; 1 for 0."""
     return max((d for d in range(1, min(number, most) + 1) if number % d == 0), default=1)
 
 
 def transform(vector: torch.Tensor, tile: Tiles) -> torch.Tensor:
-    """DCT-II of a layer's chunks: (numel,) -> (chunks, h w)."""
+    """Compute the DCT-II of a layer's chunks: (numel,) -> (chunks, h w)."""
     y, h, x, w = tile
     chunks = vector.view(y, h, x, w).transpose(1, 2)  # (y, x, h, w)
     found = cosines(h, vector) @ chunks @ cosines(w, vector).T
@@ -165,14 +167,17 @@ def transform(vector: torch.Tensor, tile: Tiles) -> torch.Tensor:
 
 
 def restore(coefficients: torch.Tensor, tile: Tiles) -> torch.Tensor:
-    """The inverse of `transform`: (chunks, h w) -> (numel,)."""
+    """Invert `transform`: (chunks, h w) -> (numel,)."""
     y, h, x, w = tile
     chunks = cosines(h, coefficients).T @ coefficients.view(y, x, h, w) @ cosines(w, coefficients)
     return chunks.transpose(1, 2).reshape(-1)
 
 
 def cosines(size: int, like: torch.Tensor) -> torch.Tensor:
-    """The orthonormal DCT-II, (size, size): row k is sqrt(2 / n) cos(pi k (2 i + 1) / (2 n)), row 0 over sqrt 2."""
+    """Return the orthonormal DCT-II matrix, (n, n) with n = size.
+
+    Row k is sqrt(2 / n) cos(pi k (2 i + 1) / (2 n)); row 0 is divided by sqrt 2.
+    """
     return _cosines(size, like.dtype, like.device)
 
 

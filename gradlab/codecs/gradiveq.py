@@ -1,11 +1,13 @@
 """GradiVeQ as an online method: sample, fit, compress, sample again; or with bases fitted on an earlier run.
 
 Yu, Lin, et al., "GradiVeQ: Vector quantization for bandwidth-efficient gradient aggregation in distributed CNN
-training", NeurIPS 2018. Faithful with the default settings: L_t = 100 iterations travel as 4-bit QSGD and are what PCA
-is fitted on (section 4), d by eq. (6) with lambda = 0.01, one basis per layer (s = infinity), then L_c = 400 iterations
-travel as U^T (g - mu) (eqs. 3 to 5). The paper's g is a sum over nodes; here gradients and means are averages over
-ranks, so that nothing depends on their number. Its warm-up (2500 iterations) is the plan's schedule. For other layers
-than convolutions F is the number of outputs (an embedding's rows), D that of inputs (its columns).
+training", NeurIPS 2018. The default settings are the paper's. L_t = 100 iterations travel as 4-bit QSGD, and PCA is
+fitted on them (section 4): d by eq. (6) with lambda = 0.01, one basis per layer (s = infinity). Then L_c = 400
+iterations travel as U^T (g - mu) (eqs. 3 to 5).
+
+The paper's g is a sum over nodes; here gradients and means are averages over ranks, so that nothing depends on the
+number of ranks. The paper's warm-up (2500 iterations) is the plan's schedule. For layers other than convolutions F is
+the number of outputs (an embedding's rows) and D that of inputs (its columns).
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ class _Done:
 
 
 class _Coder:
-    """One rank's slices (M, K) under bases (B, K, d) and a mean (M, K), if any: eqs. (3) and (5), run by run."""
+    """One rank's slices (M, K) with bases (B, K, d) and a mean (M, K) or None: eqs. (3) and (5), run by run."""
 
     def __init__(
         self,
@@ -72,7 +74,7 @@ class _Coder:
         self._encoded: dict[tuple[int, int], torch.Tensor] = {}
 
     def encode(self, first: int, last: int) -> torch.Tensor:
-        """Codes (last - first, d) of these slices."""
+        """Return codes (last - first, d) of slices `first` to `last`."""
         whole = self._encoded.get((0, len(self.slices)))
         if whole is not None:
             return whole[first:last]
@@ -84,30 +86,35 @@ class _Coder:
         return codes
 
     def decode(self, first: int, last: int, codes: torch.Tensor) -> torch.Tensor:
-        """Slices (last - first, K) from their codes, (last - first, d) or flat."""
+        """Return slices (last - first, K) from their codes, (last - first, d) or flat."""
         numbers = codes.view(last - first, self.basis.shape[2]).to(self.slices.dtype)
         decoded = self._workspace.empty((last - first, self.basis.shape[1]), self.slices)
         expand(numbers, self.basis, self._reuse, first, out=decoded)
         return decoded if self.mean is None else decoded.add_(self.mean[first:last])
 
     def own(self) -> torch.Tensor:
-        """What this rank's codes amount to, (M, K)."""
+        """Decode this rank's own codes, (M, K)."""
         runs = sorted(self._encoded) or [(0, len(self.slices))]
         decoded = [self.decode(first, last, self.encode(first, last)) for first, last in runs]
         return decoded[0] if len(runs) == 1 else torch.cat(decoded)
 
 
 class GradiVeQ(Codec):
-    """Per layer a clock that all ranks share: SAMPLING for L_t iterations, COMPRESSING for L_c, and again.
+    """Alternate per layer, by a clock that all ranks share: SAMPLING for L_t iterations, then COMPRESSING for L_c.
 
-    State, per layer: "clock" (2,), mode and position in it; in compression "basis" (B, K, d), "mean" (M, K) with
-    whitening, "width"; while sampling "sample 17" (S, K) of the slices fitted on, and with whitening "sum" (M, K).
-    Learned: those of compression, which it then begins with and keeps out of its state.
-    All of it follows from averaged gradients, which every rank has; bases that came out different on machines that
-    round differently are replaced by rank 0's. Layers smaller than a slice, and what fills no slice, travel dense.
+    State, per layer: "clock" (2,), the mode and the iterations spent in it. While compressing also "basis" (B, K, d),
+    "width", the number of axes in use, and with whitening "mean" (M, K). While sampling also, per iteration,
+    "sample 17" (S, K), the S slices that bases are fitted on, and with whitening "sum" (M, K).
 
-    What a fixed basis does not span is never sent, so that error feedback cannot help. With `complement` a share of the
-    d axes is drawn anew in every iteration from the shared seed, orthogonal to the fitted ones: then it does.
+    Learned tensors are those of compression. A codec with learned tensors begins with compression, and keeps what it
+    has learned out of its state.
+
+    All state follows from averaged gradients, which every rank has. If machines that round differently come to
+    different bases, rank 0's replace the others. Layers smaller than a slice, and elements that fill no slice, travel
+    dense.
+
+    A fixed basis never sends what it does not span, so error feedback cannot help. With `complement` a share of the d
+    axes is drawn anew in every iteration from the shared seed, orthogonal to the fitted axes, and error feedback helps.
 
     >>> codec = codecs.make("gradiveq", slice_size=16, sample_bits=0)
     >>> codec.apply(torch.ones(8, 8))  # its first exchanges are samples
@@ -169,7 +176,7 @@ class GradiVeQ(Codec):
             least=0,
             most=1,
             unit="share of d",
-            help="drawn at random in every iteration, and whatever PCA has no axes for; 1 fits nothing, needs a ratio",
+            help="drawn at random in every iteration, as are axes that PCA lacks; 1: none are fitted, needs a ratio",
         )
         whitening: bool = setting(True, help="subtract the samples' mean, as eq. (3) does")
         held_out: float = setting(
@@ -177,12 +184,12 @@ class GradiVeQ(Codec):
             least=0,
             below=1,
             unit="share of the samples",
-            help="held out, the latest: the axes are not fitted on them, and eq. (6) is asked of them",
+            help="held out, the latest ones: axes are fitted on the others, and eq. (6) chooses d on these",
         )
         refresh: str = setting(
             "sample",
             choices=("sample", "decoded"),
-            help='after L_c iterations sample again, or fit on what the last L_t "decoded", which needs a complement',
+            help='after L_c iterations: "sample" again, or fit on the last L_t "decoded" means (needs a complement)',
         )
         bfloat16: bool = setting(False, help="codes travel in 2 bytes each, not 4")
         ring: bool = setting(False, help="Algorithm 1 in place of one all-reduce of codes, and of QSGD's gather")
@@ -204,11 +211,11 @@ class GradiVeQ(Codec):
                 self.learned.setdefault(f"{key.removesuffix('/basis')}/width", torch.tensor(float(basis.shape[2])))
 
     def slice_size(self, layer: Layer) -> int:
-        """K for a layer: as set, else by `default_slice_size`."""
+        """Return K for a layer, in elements: as set, else by `default_slice_size`."""
         return self.settings.slice_size or default_slice_size(layer)
 
     def fitted_slices(self, slices: int) -> list[list[int]]:
-        """For each basis, which of a layer's M slices it is fitted on."""
+        """List for each basis which of a layer's M slices it is fitted on."""
         return fitted_slices(slices, self.settings.reuse, self.settings.pooled)
 
     # --- the exchange ---
@@ -227,14 +234,14 @@ class GradiVeQ(Codec):
         )
 
     def _of(self, name: str, state: Tensors) -> Tensors:
-        """A layer's state over its learned tensors, which it begins with if there are any."""
+        """Return a layer's state; its learned tensors, if any, are what it begins with."""
         learned = _below(name, self.learned)
         unfitted = DENSE if self.learned else SAMPLING
         mode = COMPRESSING if learned or self.settings.complement == 1 else unfitted
         return {"clock": _clock(mode, 0), **learned, **_below(name, state)}
 
     def _kept(self, name: str, layer_state: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """A layer's state under the layer's name, without what is still as it was learned."""
+        """Yield a layer's state under the layer's name, without tensors that are still the learned ones."""
         for key, value in layer_state.items():
             if value is not self.learned.get(f"{name}/{key}"):
                 yield f"{name}/{key}", value
@@ -258,7 +265,7 @@ class GradiVeQ(Codec):
     def _sample(
         self, name: str, vector: torch.Tensor, shape: torch.Size, layer_state: Tensors, position: int, context: Context
     ) -> Coroutine[_Done]:
-        """An iteration whose average becomes a sample; after the last one, the bases. shape: (M, K)."""
+        """Exchange an iteration whose mean is a sample, and fit the bases after the last one. shape: (M, K)."""
         mean, own = yield from self._quantized(name, vector, context)
         layer_state = self._with_sample(layer_state, position, mean[: shape.numel()].view(shape), context)
         number = position + 1
@@ -273,12 +280,12 @@ class GradiVeQ(Codec):
         return _Done(mean, own, layer_state | {"clock": _clock(SAMPLING, number)})
 
     def _looks_for_stability(self, number: int) -> bool:
-        """Whether d is looked at after so many samples."""
+        """Return whether d is compared after `number` samples."""
         every = self.settings.stable_steps
         return every > 0 and 2 <= number < self.settings.sample_steps and number % every == 0
 
     def _with_sample(self, layer_state: Tensors, number: int, slices: torch.Tensor, context: Context) -> Tensors:
-        """The state with one more sample, counted from 0: averaged slices (M, K)."""
+        """Add a sample of averaged slices (M, K) to the state; `number` counts samples from 0."""
         chosen = [m for run in self.fitted_slices(len(slices)) for m in run]
         layer_state = layer_state | {f"sample {number}": slices[chosen]}
         if self.settings.whitening:
@@ -289,7 +296,7 @@ class GradiVeQ(Codec):
     def _quantized(
         self, name: str, vector: torch.Tensor, context: Context
     ) -> Coroutine[tuple[torch.Tensor, Callable[[], torch.Tensor]]]:
-        """The average of what QSGD makes of the ranks' gradients, and this rank's own part."""
+        """Return the mean of the ranks' gradients under QSGD, and this rank's decoded contribution."""
         if self.settings.sample_bits == 0:
             mean = yield Mean(vector)
             return mean, lambda: vector
@@ -298,7 +305,7 @@ class GradiVeQ(Codec):
         return done.mean[name], lambda: done.own[name]
 
     def _fit(self, layer_state: Tensors, number: int, slices: int) -> Coroutine[Tensors]:
-        """Bases from the samples; rank 0's, should ranks have come to different ones."""
+        """Fit bases to the samples. If ranks come to different ones, all take rank 0's."""
         learned = self.bases(*_samples(layer_state, number), slices)
         digests = yield Gather(_digest(learned))
         if any(not torch.equal(digest, digests[0]) for digest in digests):
@@ -308,13 +315,13 @@ class GradiVeQ(Codec):
         return learned | {"clock": _clock(COMPRESSING, 0)}
 
     def _spectra(self, samples: torch.Tensor, mean: torch.Tensor | None, slices: int) -> list[Spectrum]:
-        """PCA for each of B bases; arguments as those of `bases`."""
+        """Run PCA for each of B bases; arguments as those of `bases`."""
         held_out = round(self.settings.held_out * len(samples))
         parts = fitted_samples(samples, mean, self.fitted_slices(slices))
         return [spectrum(part, held_out) for part in parts]
 
     def _dimension(self, spectra: Sequence[Spectrum]) -> int:
-        """d: as eq. (6) asks of the most demanding basis, or K / ratio."""
+        """Choose d: what eq. (6) requires for the most demanding basis, or K / ratio."""
         settings, size = self.settings, spectra[0].axes.shape[0]
         if settings.ratio is not None:
             return self._width(size)
@@ -322,15 +329,20 @@ class GradiVeQ(Codec):
         return min(most, max(found.dimension(settings.loss_threshold) for found in spectra))
 
     def _width(self, slice_size: int) -> int:
-        """d = K / ratio, at least 1, at most `max_dimension`."""
+        """Return d = K / ratio, at least 1 and at most `max_dimension`."""
         limit = self.settings.max_dimension or slice_size
         return min(limit, max(1, round(slice_size / (self.settings.ratio or 1))))
 
     def bases(self, samples: torch.Tensor, mean: torch.Tensor | None, slices: int) -> Tensors:
-        """What compression needs to know of a layer: "basis" (B, K, d), "width" and, with whitening, "mean" (M, K).
+        """Fit the bases of one layer.
 
-        samples: (T, S, K), averaged gradients of the slices in `fitted_slices`, one after another; mean: (M, K), with
-        whitening; slices: M.
+        Args:
+            samples: (T, S, K), averaged gradients of the S slices in `fitted_slices`, for T iterations.
+            mean: (M, K), the mean of all slices, or None without whitening.
+            slices: M.
+
+        Returns:
+            "basis" (B, K, d), "width" () and, with whitening, "mean" (M, K).
         """
         spectra = self._spectra(samples, mean, slices)
         width = self._dimension(spectra)
@@ -362,7 +374,7 @@ class GradiVeQ(Codec):
         return _Done(joined(average, rest), lambda: joined(coder.own(), tail), new)
 
     def _codes(self, coder: _Coder, world_size: int) -> Request:
-        """The request for the mean of codes: at once, or segment by segment."""
+        """Request the mean of codes: at once, or segment by segment."""
         count = len(coder.slices)
         if not self.settings.ring:
             return Mean(coder.encode(0, count))
@@ -370,7 +382,7 @@ class GradiVeQ(Codec):
         return Ring(SummedRing(bounds, coder.encode, coder.decode, coder.basis.shape[2], coder.dtype))
 
     def _nothing_fitted(self, slices: torch.Tensor) -> Tensors:
-        """Bases without axes, to be completed by random ones: no state needs to be kept of them."""
+        """Return bases without axes, which random axes complete: they need no state."""
         bases = len(fitted_slices(len(slices), self.settings.reuse))
         return {
             "basis": slices.new_zeros(bases, slices.shape[1], 0),
@@ -378,7 +390,7 @@ class GradiVeQ(Codec):
         }
 
     def _axes(self, name: str, layer_state: Tensors, context: Context) -> torch.Tensor:
-        """The basis (B, K, d) of this iteration: the fitted axes, and random ones that complete them."""
+        """Return the basis (B, K, d) of this iteration: the fitted axes, and random ones that complete them."""
         basis = layer_state["basis"]
         drawn = int(layer_state["width"]) - basis.shape[2]
         if drawn == 0:
@@ -392,7 +404,7 @@ class GradiVeQ(Codec):
         return last[1]
 
     def _vote(self, slices: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-        """1 if this rank's own loss, eq. (7), is above the threshold: shape (1,)."""
+        """Return 1 if this rank's loss, eq. (7), is above the threshold, else 0: shape (1,)."""
         loss, norm = squared_norm(slices - decoded), 1.0
         if self.settings.monitor == "normalised":
             norm = squared_norm(slices)
@@ -401,7 +413,7 @@ class GradiVeQ(Codec):
     def _after(
         self, name: str, layer_state: Tensors, position: int, average: torch.Tensor, outvoted: bool, context: Context
     ) -> Coroutine[Tensors]:
-        """The state after a compressed iteration. average: what all ranks decoded, (M, K)."""
+        """Return the state after a compressed iteration. average: the decoded mean, (M, K)."""
         if outvoted and self.settings.on_loss == "stop":
             raise GradlabError(
                 f"{name}: most ranks lose more than {self.settings.monitor_threshold:g} ({self.settings.monitor}) at "
@@ -423,13 +435,12 @@ class GradiVeQ(Codec):
     # --- fitting before the run, forecasts, checks ---
 
     def fit(self, layers: Sequence[Layer], samples: Mapping[str, torch.Tensor]) -> GradiVeQ:
-        """Bases from averaged gradients (T, *layer.shape) of each layer; compression then begins at once.
+        """Fit bases to averaged gradients (T, *layer.shape) of each layer; the new codec begins with compression.
 
-        Layers smaller than a slice get none.
+        Layers smaller than a slice get no basis.
 
         Raises:
-            GradlabError: for a layer without samples, fewer than two of them, another shape, or values that are not
-                finite.
+            GradlabError: for a layer with fewer than two samples, samples of another shape, or values not finite.
         """
         learned: Tensors = {}
         for layer in layers:
@@ -445,7 +456,7 @@ class GradiVeQ(Codec):
         return Guarantees(linear=True)  # while it compresses
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        """Mean over a cycle; a layer without bases counts as sampled where its d is not known."""
+        """Average the payload bytes over a cycle. A layer without bases and with unknown d counts as sampled."""
         sampled, compressed = self.settings.sample_steps, self.settings.compressed_steps
         share = compressed / (sampled + compressed) if compressed else 1.0
         total = 0.0
@@ -508,14 +519,14 @@ def _below(name: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 
 def _samples(layer_state: Tensors, number: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What is sampled so far, (T, S, K), and its mean over all slices (M, K) if there is a sum."""
+    """Return the samples so far, (T, S, K), and the mean of all slices (M, K), or None without a sum."""
     # If the last one is not finite, neither is this iteration, and what comes of it is thrown away.
     samples = torch.stack([layer_state[f"sample {n}"] for n in range(number)]).nan_to_num(0, 0, 0)
     return samples, (layer_state["sum"] / number).nan_to_num(0, 0, 0) if "sum" in layer_state else None
 
 
 def joined(slices: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
-    """Slices (M, K) and what follows them as one vector."""
+    """Join slices (M, K) and the elements that fill no slice to one vector."""
     return torch.cat([slices.reshape(-1), tail]) if tail.numel() else slices.reshape(-1)
 
 
@@ -524,7 +535,7 @@ def _clock(mode: int, position: int) -> torch.Tensor:
 
 
 def _digest(learned: Tensors) -> torch.Tensor:
-    """Shape of the basis, width, and a hash of the basis: int64 (5,)."""
+    """Describe bases in int64 (5,): the basis's shape, the width, and a hash of the basis."""
     content = learned["basis"].numpy(force=True).tobytes()
     number = int.from_bytes(hashlib.sha256(content).digest()[:7], "little")
     device = learned["basis"].device
@@ -532,5 +543,5 @@ def _digest(learned: Tensors) -> torch.Tensor:
 
 
 def _resized(basis: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor of rank 0's shape to receive into; on rank 0 the basis itself."""
+    """Return a tensor of rank 0's shape to receive into; on rank 0 the basis itself."""
     return basis if list(basis.shape) == list(shape) else basis.new_zeros(tuple(shape))

@@ -24,13 +24,17 @@ _LARGEST = 0x7F000000  # 2^127, the largest power of two
 
 
 class Natural(Compressor):
-    """C(t) = sign(t) 2^a or sign(t) 2^(a+1) with a = floor(log2 |t|), in expectation t; 0 for 0 (Definition 1).
+    """C(t) = sign(t) 2^a or sign(t) 2^(a+1), a = floor(log2 |t|), at random with E[C(t)] = t; C(0) = 0 (Definition 1).
 
-    The mantissa of a float32 is the probability: a number uniform in [0, 1) is added to it, and what is then left of it
-    is cut off. Sent are the exponent and the sign, 9 bits. Unbiased, with E||C(x) - x||^2 <= ||x||^2 / 8 (Theorem 1),
-    as C's variance at t = 2^a (1 + m) is 4^a m (1 - m). Chance comes in 2^16 steps, so that the mean is right to
-    2^-17 of a power of two. That holds from 2^-126 to 2^127: below, values become 0 or 2^-126, beyond, 2^127.
-    No error feedback by default: it is not needed, though E||C(x) - x||^2 < ||x||^2 would allow it.
+    The mantissa of a float32 is the probability of the larger power. A number uniform in [0, 1) is added to the
+    mantissa, and the rest of the mantissa is cut off. The exponent and the sign are sent, 9 bits.
+
+    C is unbiased, with E||C(x) - x||^2 <= ||x||^2 / 8 (Theorem 1): the variance at t = 2^a (1 + m) is 4^a m (1 - m).
+    The random number has 2^16 steps, so the mean is right to 2^-17 of a power of two. Both hold from 2^-126 to 2^127:
+    smaller values become 0 or 2^-126, larger ones 2^127.
+
+    Error feedback is off by default: an unbiased codec does not need it, though E||C(x) - x||^2 < ||x||^2 would allow
+    it.
 
     >>> done = codecs.make("natural").apply(torch.tensor([1.0, -4.0, 0.5, 0.0]))  # powers of two are exact
     >>> done.decoded.tolist()
@@ -53,7 +57,10 @@ class Natural(Compressor):
         return Guarantees(unbiased=True, omega=1 / 8)
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """Exponents (numel,), biased as float32's, 255 for what is not finite; signs (ceil(numel / 8),). uint8."""
+        """Return exponents (numel,), uint8, and signs (ceil(numel / 8),), uint8.
+
+        Exponents have float32's bias; 255 stands for a value that is not finite.
+        """
         generator = on_device(generator, vector.device)
         exponents = torch.empty(vector.numel(), dtype=torch.uint8, device=vector.device)
         for values, out in zip(vector.split(_piece(vector)), exponents.split(_piece(vector)), strict=True):
@@ -79,11 +86,11 @@ class Natural(Compressor):
 
 
 def _piece(like: torch.Tensor) -> int:
-    """Elements worked on at a time."""
+    """Return how many elements are worked on at a time."""
     return CACHED if like.device.type == "cpu" else max(1, like.numel())
 
 
 def sign_bits(packed: torch.Tensor, numel: int) -> torch.Tensor:
-    """The sign bits of float32 numbers, (numel,) int32, from packed signs."""
+    """Unpack signs to the sign bits of float32 numbers, (numel,) int32."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return (packed[:, None] >> shifts & 1).view(-1)[:numel].to(torch.int32).bitwise_left_shift_(31)

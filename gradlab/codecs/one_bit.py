@@ -29,10 +29,11 @@ _LEAST = 16  # weights into a unit that are worth two values of their own
 class OneBit(BlockCompressor):
     """C(v)_i = mean of the block's elements >= 0 where v_i >= 0, mean of those < 0 elsewhere (threshold 0).
 
-    The two means minimise the block's squared error for these bits. The paper's column of W, the weights into one
-    unit, is a row of PyTorch's weight: a block. delta-approximate with delta = min_b 1 / d_b of d_b elements:
+    The two means minimise the block's squared error for these bits. A block is a row of PyTorch's weight, the weights
+    into one unit: the paper's column of W. Error feedback is assumed. The paper compresses both ways, stripe by stripe.
+
+    delta-approximate with delta = min_b 1 / d_b for blocks b of d_b elements:
     ||C(v) - v||^2 = ||v||^2 - ||C(v)||^2, and ||C(v_b)||^2 >= ||v_b||_1^2 / d_b >= ||v_b||_2^2 / d_b.
-    Made for error feedback; both ways in the paper, stripe by stripe.
 
     >>> done = codecs.make("one_bit").apply(torch.tensor([1.0, -3.0, 2.0, -1.0]))
     >>> done.decoded.tolist()
@@ -51,8 +52,8 @@ class OneBit(BlockCompressor):
         block: str = setting(
             "unit",
             choices=BLOCKS,
-            help='elements that share two values: "unit", the weights into one output (the paper\'s column), vectors '
-            f'and layers of less than {_LEAST} of them whole; or the "tensor"',
+            help='elements that share two values: "unit", the weights into one output (the paper\'s column), or all of '
+            f'a vector or of a layer with fewer than {_LEAST} such weights; "tensor", all of a layer',
         )
 
     def block_of(self, shape: Sequence[int]) -> int:
@@ -63,8 +64,10 @@ class OneBit(BlockCompressor):
         return Guarantees(delta=1 / max([1, *(min(layer.numel, self.block_of(layer.shape)) for layer in layers)]))
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """Means of the elements >= 0 and of those < 0, (2, blocks) as one vector, float32; signs
-        (ceil(numel / 8),), uint8."""
+        """Return means (2 * blocks,), float32, and signs (ceil(numel / 8),), uint8.
+
+        The means of all blocks' elements >= 0 come first, then those of elements < 0.
+        """
         none = vector.new_empty(2, 0, dtype=torch.float32)
         means = torch.cat([none, *(two_means(rows) for rows in self.rows(vector))], 1)
         return means.view(-1), pack_signs(vector)
@@ -85,9 +88,10 @@ class OneBit(BlockCompressor):
 
 
 def two_means(rows: torch.Tensor) -> torch.Tensor:
-    """Means of each row's elements >= 0 and < 0, 0 where there are none: (m, n) -> (2, m), float32.
+    """Average each row's elements >= 0 and those < 0, 0 where there are none: (m, n) -> (2, m), float32.
 
-    By its elements alone: torch's sums depend on where a row lies, numpy's order follows from the length.
+    The result depends on the row alone: numpy's order of addition follows from the length, while torch's sums depend on
+    the row's address.
     """
     if rows.device.type != "cpu":
         above, count = rows.clamp(min=0).sum(1, dtype=torch.float64), (rows >= 0).sum(1)
@@ -99,7 +103,7 @@ def two_means(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _sums(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sums of each row's elements >= 0 and < 0, float64, and the number of the former."""
+    """Add up each row's elements >= 0 and those < 0, float64, and count the former."""
     above, below, count = _sums_in(rows, rows.dtype)
     if not (np.isfinite(above).all() and np.isfinite(below).all()):  # a sum of finite numbers may be too large
         return _sums_in(rows, np.dtype(np.float64))

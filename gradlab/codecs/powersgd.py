@@ -1,4 +1,4 @@
-"""PowerSGD: a rank-r approximation of each gradient matrix by one step of power iteration from the last one.
+"""PowerSGD: a rank-r approximation of each gradient matrix by one step of power iteration from the last factors.
 
 Vogels, Karimireddy, Jaggi, "PowerSGD: Practical low-rank gradient compression", NeurIPS 2019, Algorithm 1. Alternating,
 with one multiplication and one all-reduce per step: the authors' later library (epfml/powersgd), after Vogels,
@@ -25,12 +25,15 @@ Factors = tuple[tuple[Tensors, Tensors], tuple[Tensors, Tensors], Tensors, Tenso
 class PowerSGD(Codec):
     """P = orth(mean(M Q)); Q = mean(M^T P); mean = P Q^T (Algorithm 1, lines 3 to 7).
 
-    A layer of shape (n, ...) is the matrix M of shape (n, m), m = the rest. Layers of fewer than two dimensions, and
-    those whose factors would be no smaller than the matrix by `minimum_ratio`, are sent dense with the first factor.
-    Alternating: one iteration computes P = mean(M orth(Q)), mean = P orth(Q)^T, the next Q = mean(M^T orth(P)),
-    mean = orth(P) Q^T, and so on: half the bytes, half the arithmetic, one message; made for error feedback.
-    Layers of one shape in a group are orthogonalized, and on a GPU multiplied, together. Each contribution is a
-    projection of M: ||own - M||^2 <= ||M||^2, but no delta is known beforehand.
+    A layer of shape (n, ...) is a matrix M (n, m), where m is the product of the other dimensions. A layer is sent
+    dense, together with the first factors, if it has fewer than two dimensions or if n m <= minimum_ratio * r (n + m).
+    Layers of one shape in a group are orthogonalized together, and on a GPU multiplied together.
+
+    Alternating: one iteration computes P = mean(M orth(Q)) and mean = P orth(Q)^T, the next one Q = mean(M^T orth(P))
+    and mean = orth(P) Q^T. That takes half the bytes, half the arithmetic and one message, and is made for error
+    feedback.
+
+    Each contribution C(M) is a projection of M: ||C(M) - M||^2 <= ||M||^2. No delta is known beforehand.
 
     >>> done = codecs.make("powersgd", rank=1).apply(torch.outer(torch.arange(4.0), torch.arange(8.0)))  # of rank 1
     >>> round(done.relative_error, 4), done.payload_bytes
@@ -65,7 +68,7 @@ class PowerSGD(Codec):
         self._spares: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def matrix_shape(self, shape: Sequence[int]) -> tuple[int, int, int] | None:
-        """(n, m, r) of a layer that is compressed, or None for one that is sent dense."""
+        """Return (n, m, r) of a layer that is compressed, or None for one that is sent dense."""
         if len(shape) < 2 or 0 in shape:
             return None
         n, m = shape[0], Layer("", tuple(shape[1:])).numel
@@ -93,7 +96,7 @@ class PowerSGD(Codec):
     # Factors are kept as rows, P^T (r, n) and Q^T (r, m): products with a wide matrix are then 5 to 9 times faster.
 
     def _iterate(self, matrices: Tensors, dense: Tensors, state: Tensors, context: Context) -> Coroutine[Factors]:
-        """Algorithm 1: both factors in one iteration."""
+        """Compute both factors in one iteration (Algorithm 1)."""
         start = {name: self._start(name, matrix, state, context) for name, matrix in matrices.items()}
         # Q is as large as the gradient: a product with the next one might over- or underflow.
         unit = {name: normalized(q) for name, q in start.items()}
@@ -109,7 +112,7 @@ class PowerSGD(Codec):
         return (left, mean), (left, right), kept, sent_dense
 
     def _alternate(self, matrices: Tensors, dense: Tensors, state: Tensors, context: Context) -> Coroutine[Factors]:
-        """One factor per iteration, from the other one, which the last iteration left."""
+        """Compute one factor from the other one, which the last iteration left."""
         flipped = {name for name in matrices if _key(name, "p") in state}  # those whose turn it is to compute Q
         start = {name: self._start(name, matrix, state, context, name in flipped) for name, matrix in matrices.items()}
         basis = orthogonalized(start)
@@ -131,7 +134,7 @@ class PowerSGD(Codec):
     def _start(
         self, name: str, matrix: torch.Tensor, state: Tensors, context: Context, flipped: bool = False
     ) -> torch.Tensor:
-        """P^T or Q^T (r, m), the last one; or Gaussian values that every rank draws alike."""
+        """Return the last P^T or Q^T (r, m), or Gaussian values that all ranks draw alike."""
         key = _key(name, "p" if flipped else "q")
         if not self.settings.warm_start or key not in state:
             return self._random(name, matrix.shape[1], matrix, context)
@@ -141,9 +144,11 @@ class PowerSGD(Codec):
         return kept[:rank]
 
     def adopted_state(self, state: Tensors) -> Tensors:
-        """Factors of another rank: the first of their rows go on, which orthogonal iteration has turned to the largest
-        singular values; rows that are missing are drawn as at the start. A layer that was dense in between, because a
-        rank saved nothing there, starts cold."""
+        """Continue from the factors of another rank.
+
+        Orthogonal iteration has turned the first rows to the largest singular values, so these are kept. Missing rows
+        are drawn as at the start. A layer that was dense in between, because a rank saved no factor of it, starts cold.
+        """
         return dict(state) if self.settings.warm_start else {}
 
     def _random(self, name: str, columns: int, like: torch.Tensor, context: Context) -> torch.Tensor:
@@ -152,7 +157,7 @@ class PowerSGD(Codec):
         return torch.randn(rank, columns, generator=generator, dtype=like.dtype).to(like.device)
 
     def _spare(self, name: str, like: torch.Tensor, context: Context) -> torch.Tensor:
-        """What stands for rows of zeros, in all iterations alike: drawn anew, it would be copied to a GPU each time."""
+        """Return substitutes for rows of zeros, the same in all iterations, as new ones would be copied to a GPU."""
         key = (name, like.shape, like.dtype, like.device)
         if key not in self._spares:
             generator = context.shared_generator(name, "spare", every_iteration=False)
@@ -163,7 +168,7 @@ class PowerSGD(Codec):
     def squared_errors(
         cls, codecs: Sequence[Codec], layer: Layer, gradient: torch.Tensor, context: Context
     ) -> list[float]:
-        """What the factors of a warm start leave of the gradient, all ranks together: see `low_rank_errors`."""
+        """Compute what warm-started factors leave of the gradient, once for all r: see `low_rank_errors`."""
         shapes = [codec.matrix_shape(layer.shape) for codec in codecs]  # type: ignore[attr-defined]
         ranks = sorted({shape[2] for shape in shapes if shape})
         if not ranks:
@@ -184,7 +189,7 @@ class PowerSGD(Codec):
         return self._bytes(flipped, lambda n, m: m) + self._bytes(others, lambda n, m: n)
 
     def _bytes(self, layers: Sequence[Layer], sent: Callable[[int, int], float]) -> float:
-        """sent: elements of one column of the factors, given n and m."""
+        """Count payload bytes; `sent` gives the elements of one column of the factors from n and m."""
         total = 0.0
         for layer in layers:
             shape = self.matrix_shape(layer.shape)
@@ -193,9 +198,9 @@ class PowerSGD(Codec):
 
 
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
-    """Orthonormal columns (..., n, r) with the span of matrices (..., n, r), r <= n, by Householder QR.
+    """Find orthonormal columns (..., n, r) with the span of matrices (..., n, r), r <= n, by Householder QR.
 
-    A zero matrix or dependent columns still give finite orthonormal columns, unlike Gram-Schmidt without care.
+    Unlike Gram-Schmidt, it gives finite orthonormal columns for a zero matrix and for dependent columns too.
     """
     return torch.linalg.qr(matrix).Q
 
@@ -208,12 +213,20 @@ def low_rank_errors(
     power_steps: int = 5,
     generator: torch.Generator | None = None,
 ) -> list[float]:
-    """||M - M_r||^2 of the best approximations M_r of a matrix (n, m), for several ranks r.
+    """Compute ||M - M_r||^2 of the best rank-r approximations M_r of a matrix, for several r (L-GreCo, appendix B).
 
-    L-GreCo's appendix B. method: "svd", the singular values once for all ranks, sum of sigma_i^2 for i > r (B.1), here
-    as eigenvalues of M M^T or M^T M, the smaller; "power", `power_steps` steps of subspace iteration (B.2), once with
-    the largest rank for all, where the paper takes every rank by itself: an error is then at most what the rank's
-    own steps would leave; or "cheaper" of both, by their operations (B.3). generator: of the first subspace.
+    Args:
+        matrix: M, (n, m).
+        ranks: the values of r.
+        method: "svd": the sum of sigma_i^2 over i > r (B.1), from the eigenvalues of M M^T or M^T M, the smaller one,
+            once for all ranks. "power": subspace iteration (B.2), once with the largest rank for all ranks. The paper
+            iterates for each rank; an error here is at most what that would leave. "cheaper": the one with fewer
+            operations (B.3).
+        power_steps: number of steps of subspace iteration.
+        generator: draws the first subspace; None: torch's default.
+
+    Returns:
+        One squared error per rank, in the order of `ranks`.
 
     Raises:
         GradlabError: for a rank below 1, or an unknown method.
@@ -243,12 +256,12 @@ _PIECE = 2**22  # elements converted to float64 at a time
 
 
 def _operations(rows: int, columns: int, rank: int, power_steps: int) -> tuple[float, float]:
-    """Of both methods: the Gram matrix with its eigenvalues; two products and an orthogonalization per step."""
+    """Count the operations of both methods: Gram matrix and eigenvalues; two products and one QR per step."""
     return rows * columns**2 + 3 * columns**3, power_steps * (4 * rows * columns + 4 * (rows + columns) * rank) * rank
 
 
 def _gram(tall: torch.Tensor) -> torch.Tensor:
-    """M^T M (m, m) of a matrix (n, m), in float64."""
+    """Compute M^T M (m, m) of a matrix (n, m), in float64."""
     total = torch.zeros(tall.shape[1], tall.shape[1], dtype=torch.float64, device=tall.device)
     for rows in tall.split(max(1, _PIECE // tall.shape[1])):
         wide = rows.double()
@@ -261,7 +274,7 @@ def _energy(matrix: torch.Tensor) -> float:
 
 
 def _leading_energies(tall: torch.Tensor, rank: int, steps: int, generator: torch.Generator | None) -> torch.Tensor:
-    """The squares (rank,), largest first, of singular values of M (n, m) within a subspace of power iteration."""
+    """Compute squared singular values (rank,) of M (n, m), largest first, in a subspace of power iteration."""
     right = torch.randn(tall.shape[1], rank, generator=generator, dtype=tall.dtype).to(tall.device)
     largest = tall.abs().amax()
     scaled = tall / largest if largest > 0 else tall  # neither overflows nor underflows
@@ -272,13 +285,13 @@ def _leading_energies(tall: torch.Tensor, rank: int, steps: int, generator: torc
 
 
 def normalized(rows: torch.Tensor) -> torch.Tensor:
-    """Rows (r, n) of which each has the largest magnitude 1; rows of zeros stay."""
+    """Scale rows (r, n) to a largest magnitude of 1; rows of zeros stay."""
     largest = rows.abs().amax(1, keepdim=True)
     return rows / torch.where(largest > 0, largest, torch.ones_like(largest))
 
 
 def orthogonalized(factors: Tensors) -> Tensors:
-    """Factors as rows (r, n), orthonormal, those of one shape together."""
+    """Orthonormalize factors, each given as rows (r, n); those of one shape in one call."""
     found: Tensors = {}
     for names in _of_one_shape(factors):
         together = orthogonalize(torch.stack([factors[name].T for name in names]))
@@ -287,7 +300,7 @@ def orthogonalized(factors: Tensors) -> Tensors:
 
 
 def multiplied(factors: Tensors, matrices: Tensors) -> Tensors:
-    """factors[name] @ matrices[name]; on a GPU one call for all of one shape, worth the copy that it takes."""
+    """Compute factors[name] @ matrices[name]; on a GPU in one call per shape, which is worth its copy."""
     found: Tensors = {}
     for names in _of_one_shape(matrices):
         if len(names) > 1 and matrices[names[0]].device.type != "cpu":

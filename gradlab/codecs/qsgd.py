@@ -1,8 +1,8 @@
 """QSGD: round every element to one of a few levels, at random and without bias; one norm per bucket of elements.
 
 Alistarh, Grubic, Li, Tomioka, Vojnovic, "QSGD: Communication-efficient SGD via gradient quantization and encoding",
-NeurIPS 2017, section 3.1; buckets and the largest magnitude in the norm's place: its section 4. The codes have one
-width here, where the paper shortens frequent ones (Elias). Two bits are TernGrad's (Wen et al., NeurIPS 2017).
+NeurIPS 2017, section 3.1; buckets, and the largest magnitude in place of the norm: section 4. All codes have
+one width here; the paper shortens frequent ones (Elias). Two bits are TernGrad's (Wen et al., NeurIPS 2017).
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class QSGD(Compressor):
         self._stride = 2 if bits == 1 else 1
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """Norms (ceil(numel / bucket_size),), float32, and the packed codes (ceil(numel / 8) * bits,), uint8."""
+        """Return norms (ceil(numel / bucket_size),), float32, and packed codes (ceil(numel / 8) * bits,), uint8."""
         generator = on_device(generator, vector.device)
         codes = torch.empty(vector.numel(), dtype=torch.uint8, device=vector.device)
         size, norms = self.settings.bucket_size, [torch.empty(0, dtype=torch.float32, device=vector.device)]
@@ -116,7 +116,7 @@ class QSGD(Compressor):
         return torch.cat(norms), pack(codes, self.settings.bits)
 
     def _contraction(self, rows: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
-        """c of each row, (m, n), (m,) -> (m,), float32: 1 / (1 + the bound), or ||x||^2 / (||x||^2 + variance)."""
+        """Compute c of each row, (m, n), (m,) -> (m,), float32: 1 / (1 + bound), or ||x||^2 / (||x||^2 + variance)."""
         if self.settings.contraction == "bound":
             return torch.full_like(norms, 1 / (1 + self.bucket_variance_bound(rows.shape[1])))
         unit = norms.masked_fill(norms == 0, 1.0).to(rows.dtype)[:, None]
@@ -139,14 +139,14 @@ class QSGD(Compressor):
         return Guarantees(delta=1 / longest if self.settings.norm == "max" else None)
 
     def bucket_variance_bound(self, numel: int) -> float:
-        """The most that E||C(x) - x||^2 / ||x||^2 can be for a bucket of so many elements."""
+        """Bound E||C(x) - x||^2 / ||x||^2 for a bucket of `numel` elements."""
         s = self.levels
         if self.settings.bits == 1:  # sum (norm^2 - x_i^2), of which the largest element has none
             return numel - 1
         return numel / (4 * s**2) if self.settings.norm == "max" else min(numel / s**2, numel**0.5 / s)
 
     def _places(self, rows: torch.Tensor, norms: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Where elements stand between -norm and norm, randomly moved: the whole part is the code. (m, n), (m,)."""
+        """Place elements between -norm and norm and move them at random: the whole part is the code. (m, n), (m,)."""
         steps = norms.to(rows.dtype) / self.levels * self._stride
         places = rows / steps.masked_fill_(steps == 0, 1.0)[:, None]
         if self.settings.stochastic:
@@ -185,12 +185,12 @@ class QSGD(Compressor):
         return sum(self.compressed_bytes(b - a) for a, b in pairwise(ring_edges(numel, world_size)))
 
     def compressed_bytes(self, numel: int) -> int:
-        """Bytes of norms and codes of a vector."""
+        """Count the bytes of a vector's norms and codes."""
         return 4 * -(-numel // self.settings.bucket_size) + packed_bytes(numel, self.settings.bits)
 
 
 class QuantizedRing(RingCode):
-    """Sums that are decompressed, added to, and quantized anew at every hop."""
+    """Sums that every hop of the ring decompresses, adds to and quantizes again."""
 
     def __init__(self, quantizer: QSGD, vector: torch.Tensor, context: Context) -> None:
         self.segments = context.world_size
@@ -219,14 +219,14 @@ class QuantizedRing(RingCode):
 
 
 def ring_edges(numel: int, segments: int) -> list[int]:
-    """Where segments of a vector begin and end: at multiples of 8, so that only the last one's codes are padded."""
+    """Return the bounds of a vector's segments: multiples of 8, so that only the last segment's codes are padded."""
     return [0, *(min(8 * last, numel) for _, last in segment_bounds(-(-numel // 8), segments))]
 
 
 def bucket_norms(rows: torch.Tensor, norm: str) -> torch.Tensor:
-    """Largest magnitude or Euclidean norm of each row: (m, n) -> (m,), float32.
+    """Compute the largest magnitude or Euclidean norm of each row: (m, n) -> (m,), float32.
 
-    The same bits on every machine, which a library's sum is not; and no square over- or underflows.
+    The result has the same bits on every machine, unlike a library's sum. No square over- or underflows.
     """
     largest = torch.maximum(rows.amax(1), -rows.amin(1))
     if norm == "max":
@@ -237,7 +237,7 @@ def bucket_norms(rows: torch.Tensor, norm: str) -> torch.Tensor:
 
 
 def sum_of_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Sum of each row, (m, n) -> (m,), halves onto halves: the same bits everywhere. The rows are overwritten."""
+    """Add up each row by halves, (m, n) -> (m,): the same bits on every machine. The rows are overwritten."""
     while (width := rows.shape[1]) > 1:
         half = (width + 1) // 2
         rows[:, : width - half] += rows[:, half:]

@@ -1,6 +1,6 @@
 """Random-k sparsification: the same random positions on every rank, drawn from a shared seed, so only values travel.
 
-Stich, Cordonnier, Jaggi, "Sparsified SGD with memory", NeurIPS 2018, Definition 2.2 (rand_k); unbiased by a factor
+Stich, Cordonnier, Jaggi, "Sparsified SGD with memory", NeurIPS 2018, Definition 2.2 (rand_k); unbiased with a factor
 numel / k: Wangni, Wang, Liu, Zhang, "Gradient sparsification", NeurIPS 2018.
 """
 
@@ -31,12 +31,13 @@ from gradlab.layout import Layer
 
 
 class RandomK(Codec):
-    """k = ceil(density * numel) positions, drawn anew in every iteration without replacement; the mean of their values.
+    """Average the values at k = ceil(density * numel) positions, drawn anew in every iteration without replacement.
 
-    Linear, and an all-reduce: what it sends does not grow with N. In expectation over the draw it is delta-approximate
-    with delta = k / numel: E||C(x) - x||^2 = (1 - k / numel) ||x||^2. With `unbiased`, values are multiplied by
-    numel / k: E C(x) = x and E||C(x) - x||^2 = (numel / k - 1) ||x||^2, which is no contraction above 1: without
-    error feedback then, which is refused where that is so.
+    The codec is linear and takes one all-reduce: what a rank sends does not grow with N. In expectation over the draw
+    it is delta-approximate with delta = k / numel: E||C(x) - x||^2 = (1 - k / numel) ||x||^2.
+
+    With `unbiased`, values are multiplied by numel / k: E C(x) = x and E||C(x) - x||^2 = (numel / k - 1) ||x||^2. Error
+    feedback is then off by default, and refused at densities below 0.5, where C is no contraction.
 
     >>> done = codecs.make("random_k", density=0.25).apply([torch.ones(8), torch.ones(8)])  # two ranks
     >>> sorted(done.decoded.tolist())
@@ -96,10 +97,10 @@ class RandomK(Codec):
 
 
 def distinct(numel: int, count: int, generator: torch.Generator) -> torch.Tensor:
-    """`count` different numbers below numel, each set of them as likely, (count,) int64, ascending; on the CPU.
+    """Draw `count` different numbers below numel, (count,) int64, ascending, on the CPU; every set is equally likely.
 
-    Of numbers drawn independently the distinct ones are such a set, and so is a random part of them: no permutation of
-    all is needed.
+    The distinct ones among independently drawn numbers are such a set, and so is a random part of them. No permutation
+    of all numbers is needed.
     """
     if 2 * count > numel:
         left_out = distinct(numel, numel - count, generator)

@@ -1,8 +1,8 @@
 """Top-k by a threshold from a sample: the selection of Deep Gradient Compression.
 
 Lin, Han, Mao, Wang, Dally, "Deep gradient compression: Reducing the communication bandwidth for distributed training"
-(DGC), ICLR 2018, section 5 (sampling, hierarchical selection); bounds and number of adjustments from their code. Inside
-`momentum_correction` with `sparsity_warmup` it is DGC.
+(DGC), ICLR 2018, section 5 (sampling, hierarchical selection); the bounds and the number of adjustments
+follow their code. Inside `momentum_correction` with `sparsity_warmup` it is DGC.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ _LEAST = 16  # values of the sample that reach the threshold
 
 
 class SampledThreshold(Sparsifier):
-    """About the k = ceil(density * numel) largest magnitudes: at most k, and mostly at least `enough` of them.
+    """Send about the k = ceil(density * numel) largest magnitudes: at most k, and mostly at least enough * k.
 
-    The threshold is the sample's own k-th part; where more than k reach it, the k largest of these are taken
-    (hierarchical selection); where fewer than enough * k do, it is lowered by a fifth, at most 10 times. The sample is
-    drawn at random and holds at least 16 / density values; layers of less than twice as many are sorted. How many are
-    sent depends on the gradient: messages vary. What is sent are the largest there are, so that C is a contraction, but
-    how much of one is up to the sample.
+    The share `density` of a random sample reaches the threshold. If more than k elements of the layer do, the k largest
+    are sent (hierarchical selection). If fewer than enough * k do, the threshold is lowered by a fifth, at most 10
+    times.
+
+    The sample holds at least 16 / density values; a layer of less than twice the sample is sorted instead. How many are
+    sent depends on the gradient: message sizes vary. The elements sent are always the largest ones, so C is a
+    contraction, but its delta depends on the sample.
 
     >>> done = codecs.make("sampled_threshold", density=0.5).apply(torch.tensor([0.1, -3.0, 0.2, 5.0]))
     >>> done.decoded.tolist()
@@ -51,9 +53,9 @@ class SampledThreshold(Sparsifier):
     @dataclass(frozen=True)
     class Settings:
         density: float = density_setting(help="sent at most")
-        sample_share: float = setting(0.01, above=0, most=1, unit="share of elements", help="that the threshold is of")
+        sample_share: float = setting(0.01, above=0, most=1, unit="share of elements", help="in the sample")
         enough: float = setting(
-            0.8, above=0, most=1, unit="share of k", help="that is not worth another threshold when it is found"
+            0.8, above=0, most=1, unit="share of k", help="found, at which the threshold is no longer lowered"
         )
         index_coding: str = coding_setting()
 

@@ -28,10 +28,11 @@ class Sign(BlockCompressor):
     """C(v) = [||v_b||_1 / d_b sign(v_b)] over blocks b of d_b elements; eq. (1) where all is one block.
 
     delta-approximate with delta(v) = min_b ||v_b||_1^2 / (d_b ||v_b||_2^2) >= min_b 1 / d_b (Proposition 1):
-    ||C(v) - v||^2 <= (1 - delta(v)) ||v||^2. A block that is zero comes back zero. In one that is not, a zero is sent
-    with one of the signs; error feedback takes that back in the next iterations, so that at a constant learning rate
-    the residual of a coordinate that is always zero stays within the largest scale. Without a scale C(v) = sign(v),
-    which is no contraction.
+    ||C(v) - v||^2 <= (1 - delta(v)) ||v||^2. Without a scale C(v) = sign(v), which is no contraction.
+
+    A block of zeros is decoded to zeros. In any other block a zero is sent with one of the signs, and error feedback
+    corrects that in the next iterations. At a constant learning rate the residual of a coordinate that is always zero
+    stays within the largest scale.
 
     >>> done = codecs.make("sign").apply(torch.tensor([1.0, -3.0, 2.0, -2.0]))
     >>> done.decoded.tolist()
@@ -61,10 +62,10 @@ class Sign(BlockCompressor):
         )
         across_layers: bool = setting(
             False,
-            help="blocks do not end where a layer of the group does; with all layers in one group and no block_size "
+            help="blocks continue across the layers of a group; with all layers in one group and no block_size "
             "that is eq. (1), the paper's non-block compressor",
         )
-        scale: str = setting("mean", choices=SCALES, help='of the magnitudes in a block, or "one" for signs alone')
+        scale: str = setting("mean", choices=SCALES, help='of a block: its "mean" magnitude, or "one": signs alone')
         zeros: str = setting(
             "positive", choices=ZEROS, help='the sign of zero; "random": a coin, for votes that may end in a tie'
         )
@@ -90,7 +91,7 @@ class Sign(BlockCompressor):
         return super().for_layers(shapes)
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """Scales (number of blocks,), float32, none of them with scale "one"; signs (ceil(numel / 8),), uint8."""
+        """Return scales (blocks,), float32, none with scale = "one", and signs (ceil(numel / 8),), uint8."""
         scales = [torch.empty(0, dtype=torch.float32, device=vector.device)]
         if self.settings.scale == "mean":
             scales += [mean_magnitudes(rows) for rows in self.rows(vector)]
@@ -114,7 +115,7 @@ class Sign(BlockCompressor):
                 piece += self._fill(values, packed, factors, start)
 
     def _add_votes(self, total: torch.Tensor, ranks: Sequence[torch.Tensor], scale: float) -> None:
-        """The sum of whole numbers first, which is exact: a tie is zero, at any number of ranks."""
+        """Add the signs up, which is exact in whole numbers, before scaling: a tie is zero for any number of ranks."""
         scratch = total.new_empty(2, min(self.span(total), total.numel()))
         one = total.new_ones(1)
         for start, stop in self.spans(total):
@@ -140,13 +141,13 @@ class Sign(BlockCompressor):
         return out
 
     def _factors(self, scales: torch.Tensor, like: torch.Tensor, scale: float) -> torch.Tensor:
-        """What the blocks' signs are multiplied by; without scales, one for all."""
+        """Return the factors of the blocks' signs, (blocks,); without scales one for all, (1,)."""
         if self.settings.scale == "one":
             return like.new_full((1,), scale)
         return scales.to(like.dtype) * scale
 
     def _fill(self, values: torch.Tensor, packed: torch.Tensor, factors: torch.Tensor, start: int) -> torch.Tensor:
-        """Overwrite what begins at element `start` of a vector with its signs times their blocks' factors."""
+        """Overwrite the part of a vector that begins at element `start` with its signs times their blocks' factors."""
         stop = start + len(values)
         packed = packed[start // 8 : -(-stop // 8)]
         if self.settings.scale == "one":
@@ -161,9 +162,10 @@ class Sign(BlockCompressor):
 
 
 def mean_magnitudes(rows: torch.Tensor) -> torch.Tensor:
-    """Mean of |x| over each row: (m, n) -> (m,), float32. It depends on the row alone, not on where it lies.
+    """Average |x| over each row: (m, n) -> (m,), float32.
 
-    torch's sums do depend on that, in the last bit; numpy's order follows from the length.
+    The result depends on the row alone, not on its address: numpy's order of addition follows from the length, while
+    torch's sums depend on the address in the last bit.
     """
     if rows.device.type != "cpu":
         return (rows.abs().sum(1, dtype=torch.float64) / rows.shape[1]).float()
@@ -177,7 +179,7 @@ def mean_magnitudes(rows: torch.Tensor) -> torch.Tensor:
 
 
 def pack_signs(vector: torch.Tensor) -> torch.Tensor:
-    """Which elements of a vector (numel,) are negative: bit i % 8 of byte i // 8, (ceil(numel / 8),), uint8."""
+    """Pack which elements of a vector (numel,) are negative: bit i % 8 of byte i // 8, (ceil(numel / 8),), uint8."""
     if vector.device.type != "cpu":
         negative = torch.nn.functional.pad(vector < 0, (0, -vector.numel() % 8)).view(-1, 8)
         return (negative * (1 << torch.arange(8, device=vector.device))).sum(1).to(torch.uint8)
@@ -189,7 +191,7 @@ def pack_signs(vector: torch.Tensor) -> torch.Tensor:
 
 
 def write_signs(values: torch.Tensor, packed: torch.Tensor, factor: float) -> torch.Tensor:
-    """The inverse of `pack_signs`: overwrite values (numel,) with factor and -factor; returns them."""
+    """Overwrite values (numel,) with factor or -factor, as `pack_signs` packed their signs, and return them."""
     if values.device.type != "cpu":
         bits = packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1
         return values.copy_((1 - 2 * bits.reshape(-1)[: len(values)].to(values.dtype)).mul_(factor))
@@ -210,7 +212,7 @@ _SIGNS: dict[torch.dtype, Any] = {
 
 
 def _tossed(vector: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """The vector with coins in the place of zeros: 1 or -1."""
+    """Replace the zeros of a vector by 1 or -1 at random."""
     zero = vector == 0
     if not bool(zero.any()):
         return vector

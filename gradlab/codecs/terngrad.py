@@ -27,14 +27,17 @@ from gradlab.layout import Layer
 class TernGrad(BlockCompressor):
     """C(g) = s sign(g) b, s = max|g|, b_i = 1 with probability |g_i| / s, else 0 (section 3.1), layer by layer.
 
-    Unbiased where nothing is clipped, with E||C(g) - g||^2 = s ||g||_1 - ||g||^2 <= (sqrt(d) - 1) ||g||^2 for d
-    elements: no contraction, so no error feedback by default. Chance comes in 2^16 steps: the mean is right to 2^-17 s.
-    Before, values beyond c standard deviations are cut to that (clipping, c = 2.5), which makes s smaller and is biased
-    a little. The deviation is that from zero, the mean of the paper's Gaussian model: from its own mean a layer of one
-    element, or of equal ones, has none, and would be clipped to nothing for ever.
-    With a shared scaler, s is the largest of all ranks' (section 3.1): sums of ternary values are whole numbers below
-    2 N + 1. Every rank then adds up a part of them, exactly, and answers with the sums, ceil(log2(2 N + 1)) bits each,
-    in the place of the paper's server; what a rank receives does not grow with N but for that.
+    Without clipping C is unbiased, with E||C(g) - g||^2 = s ||g||_1 - ||g||^2 <= (sqrt(d) - 1) ||g||^2 for d elements.
+    That is no contraction, so error feedback is off by default. The probability has 2^16 steps: the mean is right to
+    2^-17 s.
+
+    Clipping first cuts values beyond c standard deviations (c = 2.5), which makes s smaller and adds a small bias. The
+    deviation is taken from zero, the mean of the paper's Gaussian model. Taken from the layer's own mean it would be
+    zero for equal elements, and such a layer would always be clipped to nothing.
+
+    With a shared scaler, s is the largest of all ranks' (section 3.1), and sums of ternary values are whole numbers
+    below 2 N + 1. Every rank acts as the paper's server for one part of the vector: it adds that part up exactly and
+    answers with the sums, ceil(log2(2 N + 1)) bits each. What a rank receives grows with N only through that width.
 
     >>> done = codecs.make("terngrad", clip=0.0).apply(torch.tensor([2.0, -2.0, 0.0, 2.0]))  # all or nothing is exact
     >>> done.decoded.tolist()
@@ -83,13 +86,13 @@ class TernGrad(BlockCompressor):
         return Guarantees(unbiased=True, omega=longest**0.5 - 1)
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """s of each block, float32, and -1, 0, 1 as 0, 1, 2, packed, uint8."""
+        """Return s of each block, (blocks,), float32, and codes 0, 1, 2 for -1, 0, 1, packed, uint8."""
         scales = self.scales(vector)
         codes = self.ternary(vector, scales, generator)
         return scales, pack(codes, 2) if self.settings.values_per_byte == 4 else pack_ternary(codes)
 
     def scales(self, vector: torch.Tensor) -> torch.Tensor:
-        """Largest magnitudes of the blocks after clipping, (blocks,), float32."""
+        """Compute the blocks' largest magnitudes after clipping, (blocks,), float32."""
         found = [torch.empty(0, dtype=torch.float32, device=vector.device)]
         for rows in self.rows(vector):
             largest = torch.maximum(rows.amax(1), -rows.amin(1))
@@ -108,8 +111,14 @@ class TernGrad(BlockCompressor):
         generator: torch.Generator,
         own: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """sign(g) b + 1, (numel,), uint8. What was clipped has b = 1, as it is not smaller than s. own: the largest
-        magnitudes after this rank's own clipping, where s is another's."""
+        """Draw sign(g) b + 1, (numel,), uint8. A clipped value has b = 1, as its magnitude is at least s.
+
+        Args:
+            vector: g, (numel,).
+            scales: s of each block, (blocks,).
+            generator: draws b.
+            own: the largest magnitudes after this rank's own clipping, (blocks,), if s is shared by all ranks.
+        """
         generator = on_device(generator, vector.device)
         codes = torch.empty(vector.numel(), dtype=torch.uint8, device=vector.device)
         factors = scales.to(vector.dtype)
@@ -180,7 +189,7 @@ class TernGrad(BlockCompressor):
 
 
 def shard_sizes(numel: int, world_size: int) -> list[int]:
-    """Sizes of the parts that ranks add up: whole groups of eight, as equal as they can be."""
+    """Return the elements of each rank's part of a vector: whole groups of eight, as equal as possible."""
     groups = -(-numel // 8)
     return [
         min(numel, b) - min(numel, a)
@@ -189,7 +198,7 @@ def shard_sizes(numel: int, world_size: int) -> list[int]:
 
 
 def root_mean_squares(rows: torch.Tensor) -> torch.Tensor:
-    """Root of the mean square of each row, (m, n) -> (m,), by its elements alone: numpy's order follows from n."""
+    """Compute the root mean square of each row, (m, n) -> (m,), from the row alone: numpy's order follows from n."""
     if rows.device.type != "cpu":
         return (rows.double().square().mean(1)).sqrt().to(rows.dtype)
     values, total = rows.numpy(), np.zeros(len(rows))
@@ -202,7 +211,7 @@ def root_mean_squares(rows: torch.Tensor) -> torch.Tensor:
 
 
 def pack_ternary(codes: torch.Tensor) -> torch.Tensor:
-    """0, 1, 2, (numel,), uint8, five to a byte: (ceil(numel / 5),)."""
+    """Pack codes 0, 1, 2, (numel,), uint8, five to a byte: (ceil(numel / 5),)."""
     fifths = torch.nn.functional.pad(codes, (0, -codes.numel() % 5)).view(5, -1)
     packed = fifths[4].clone()
     for digit in reversed(fifths[:4].unbind()):
@@ -211,12 +220,12 @@ def pack_ternary(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_ternary(packed: torch.Tensor) -> torch.Tensor:
-    """The inverse of `pack_ternary`: up to four more than were packed."""
+    """Invert `pack_ternary`, with up to four more codes than were packed."""
     return _digits(packed.device)[:, packed.to(torch.int64)].reshape(-1)
 
 
 @functools.cache
 def _digits(device: torch.device) -> torch.Tensor:
-    """The five digits of each byte in base 3, (5, 256)."""
+    """Tabulate the five digits of each byte in base 3, (5, 256)."""
     byte = torch.arange(256, device=device)
     return torch.stack([byte // 3**place % 3 for place in range(5)]).to(torch.uint8)

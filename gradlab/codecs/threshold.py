@@ -1,8 +1,8 @@
-"""Hard threshold: send every value whose magnitude reaches lambda, the same from the first iteration to the last.
+"""Hard threshold: send every value whose magnitude reaches lambda, which stays the same for the whole training.
 
 Sahu, Dutta, Abdelmoniem, Banerjee, Canini, Kalnis, "Rethinking gradient sparsification as total error minimization"
-(Rethink-GS), NeurIPS 2021, section 3: among sparsifiers with error feedback and a budget for the whole training it
-minimises the sum of the errors of all iterations. Made for one lambda for the whole model.
+(Rethink-GS), NeurIPS 2021, section 3: among sparsifiers with error feedback and a budget for the whole training, the
+hard threshold minimises the sum of the errors of all iterations. The paper takes one lambda for the whole model.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from gradlab.layout import Layer
 
 
 class Threshold(Sparsifier):
-    """C(x)_i = x_i where |x_i| >= lambda, else 0. How many there are depends on the gradient: messages vary.
+    """C(x)_i = x_i where |x_i| >= lambda, else 0. How many are sent depends on the gradient: message sizes vary.
 
-    An absolute compressor: ||C(x) - x||^2 < numel lambda^2, whatever ||x|| is, and no contraction; nothing is sent
-    while all magnitudes are smaller. Where no lambda is given, the first exchange measures it: the ranks' mean of the
-    k-th largest magnitude, k = ceil(density * numel); what later iterations send is then up to them. Not a number is
-    sent always, and zero never.
+    C is an absolute compressor: ||C(x) - x||^2 < numel lambda^2, whatever ||x|| is. It is no contraction: it sends
+    nothing while all magnitudes are below lambda. NaN is always sent, zero never.
+
+    If no lambda is given, the first exchange measures it: the mean over ranks of the k-th largest magnitude,
+    k = ceil(density * numel). Later iterations send as many values as reach that lambda.
 
     >>> done = codecs.make("threshold", threshold=1.0).apply(torch.tensor([0.1, -3.0, 0.2, 5.0]))
     >>> done.decoded.tolist()
@@ -51,7 +52,7 @@ class Threshold(Sparsifier):
         threshold: float | None = setting(
             None, above=0, symbol="lambda", help="in the gradient's unit; None: measured in the first exchange"
         )
-        density: float = density_setting(help="that the measured lambda leaves in the first exchange, and the forecast")
+        density: float = density_setting(help="sent in the first exchange, if it measures lambda, and in the forecast")
         index_coding: str = coding_setting()
 
     def select(self, vector: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -73,7 +74,7 @@ class Threshold(Sparsifier):
         return replace(done, state={key: known} if fixed.settings.threshold is not None else {})
 
     def _measured(self, vector: torch.Tensor) -> torch.Tensor:
-        """The k-th largest magnitude, (1,)."""
+        """Measure the k-th largest magnitude, (1,)."""
         if not vector.numel():
             return vector.new_zeros(1)
         positions = largest(vector, count_of(self.settings.density, vector.numel()))

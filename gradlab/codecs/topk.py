@@ -1,4 +1,4 @@
-"""Top-k sparsification: send the values of largest magnitude and where they stand.
+"""Top-k sparsification: send the values of largest magnitude and their positions.
 
 Aji & Heafield, "Sparse communication for distributed gradient descent" (Sparse GD), EMNLP 2017; with error feedback
 Stich, Cordonnier, Jaggi, "Sparsified SGD with memory" (MEM-SGD), NeurIPS 2018.
@@ -18,7 +18,7 @@ from gradlab.layout import Layer
 
 
 class TopK(Sparsifier):
-    """The k = ceil(density * numel) largest magnitudes of the group's concatenated gradient.
+    """Send the k = ceil(density * numel) values of largest magnitude in the group's concatenated gradient.
 
     Every rank chooses its own positions, so values and positions are gathered: wire bytes grow with N - 1.
     delta-approximate with delta = k / numel: ||C(x) - x||^2 <= (1 - k / numel) ||x||^2.
@@ -50,14 +50,14 @@ class TopK(Sparsifier):
         return Guarantees(delta=self.count(numel) / numel if numel else 1.0)
 
     def count(self, numel: int) -> int:
-        """k, the number of elements sent out of `numel`."""
+        """Return k, the number of elements sent out of `numel`."""
         return count_of(self.settings.density, numel)
 
     @classmethod
     def squared_errors(
         cls, codecs: Sequence[Codec], layer: Layer, gradient: torch.Tensor, context: Context
     ) -> list[float]:
-        """All densities of one sort: the error is the energy of what is left behind."""
+        """Sort once for all densities: an error is the sum of the squares that are not sent."""
         energies = gradient.reshape(-1).double().square_().sort().values
         left = torch.cat([energies.new_zeros(1), energies.cumsum_(0)])
         return [float(left[layer.numel - codec.count(layer.numel)]) for codec in codecs]  # type: ignore[attr-defined]

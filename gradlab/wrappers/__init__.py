@@ -7,15 +7,15 @@ from gradlab.codec.wrapper import Wrapper
 
 
 def names() -> list[str]:
-    """Ids of all wrappers, sorted."""
+    """List the ids of all wrappers, sorted."""
     return WRAPPERS.names()
 
 
 def get(name: str) -> type[Wrapper]:
-    """The wrapper class with this id.
+    """Return the wrapper class with this id.
 
     Raises:
-        GradlabError: if there is none; close matches are named.
+        GradlabError: if there is none; the message names close matches.
     """
     found = WRAPPERS.get(name)
     assert issubclass(found, Wrapper)

@@ -31,13 +31,13 @@ from gradlab.errors import GradlabError
 
 
 def keep_setting() -> Any:
-    """The field of what a residual is."""
+    """Make the settings field that says which part of the input a residual keeps."""
     return setting(
         "difference",
         choices=("difference", "unselected"),
         help='"difference": the compression error, compressor input less decoded contribution; or "unselected": the '
-        "input where nothing was sent, for codecs that select elements and lose something of those too (LGC's "
-        "accumulation, which forgets that)",
+        "input where nothing was sent, for codecs that select elements and send these with an error (LGC's "
+        "accumulation, which drops that error)",
     )
 
 
@@ -46,12 +46,12 @@ class ErrorFeedback(Wrapper):
 
     x is the compressor's input, C(x) this rank's decoded contribution (`own`), x - C(x) the compression error.
 
-    With eta_t the step size, the parameters less eta_t * residual follow SGD's recurrence, its gradients taken where
-    the parameters are. So under a changing step size the ratio eta_(t-1) / eta_t belongs before the residual (the
-    paper's Lemma 1). That holds for plain SGD; an optimizer with momentum or a preconditioner of its own has no such
-    law. With the ratio, a layer's residual is held in iterations whose step size is zero, in the unit of the last one
-    that was not zero.
-    Dense iterations send the whole residual along, so that none is left.
+    With step size eta_t, the parameters less eta_t * residual follow SGD's recurrence, with gradients taken at the
+    parameters. Under a changing step size the residual is therefore multiplied by eta_(t-1) / eta_t (Zheng et al.,
+    Lemma 1). That holds for plain SGD; an optimizer with momentum or a preconditioner of its own has no such law.
+
+    With that ratio, a layer's residual is held while its step size is zero, in the unit of the last step size that was
+    not zero. Dense iterations send the whole residual along, so that none is left.
     """
 
     name = "error_feedback"
@@ -85,7 +85,7 @@ class ErrorFeedback(Wrapper):
             least=0,
             unit="iterations",
             symbol="T_c",
-            help="of compression, after which the residual is dropped, again and again (LoCo); 0: never",
+            help="of compression between two resets of the residual to zero (LoCo); 0: no resets",
         )
         keep: str = keep_setting()
 
@@ -113,7 +113,7 @@ class ErrorFeedback(Wrapper):
         return Exchanged(done.mean, done.own, {**done.state, **self._held(grads, state, context)}, inputs)
 
     def _held(self, grads: Tensors, state: Tensors, context: Context) -> Tensors:
-        """The residuals of layers whose parameters do not move in this iteration, as they are."""
+        """Return the unchanged residuals of layers whose parameters do not move in this iteration."""
         held: Tensors = {}
         for name in grads:
             if context.stands_still(name, self.settings.step_size_ratio):
@@ -137,7 +137,7 @@ class ErrorFeedback(Wrapper):
 
 
 def add(grads: Tensors, residual: Tensors, context: Context) -> Tensors:
-    """Gradients plus residuals, by layer; a layer without a residual keeps its gradient."""
+    """Add residuals to gradients, by layer; a layer without a residual keeps its gradient."""
     return {
         name: torch.add(grad, residual[name], out=context.workspace.empty_like(grad)) if name in residual else grad
         for name, grad in grads.items()
@@ -145,7 +145,7 @@ def add(grads: Tensors, residual: Tensors, context: Context) -> Tensors:
 
 
 def compression_errors(inputs: Tensors, own: Mapping[str, torch.Tensor], context: Context) -> Tensors:
-    """Compressor inputs less this rank's decoded contributions, by layer."""
+    """Subtract this rank's decoded contributions from the compressor inputs, by layer."""
     if isinstance(own, Deferred) and own.unsent is not None:
         return own.unsent()
     return {
@@ -168,5 +168,5 @@ def refuse_keep(wrapper: Wrapper) -> None:
 
 
 def unselected(inputs: Tensors, own: Mapping[str, torch.Tensor]) -> Tensors:
-    """Compressor inputs where nothing was sent, zero elsewhere, by layer."""
+    """Return the compressor inputs where nothing was sent, zero elsewhere, by layer."""
     return {name: value.masked_fill(own[name] != 0, 0.0) for name, value in inputs.items()}

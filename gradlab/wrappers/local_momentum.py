@@ -1,9 +1,9 @@
-"""Local momentum: each rank's own, before compression.
+"""Local momentum: each rank accumulates its own gradients before compression.
 
 Zheng, Huang, Kwok, "Communication-efficient distributed blockwise momentum SGD with error-feedback", NeurIPS 2019,
-Algorithm 4, lines 5 and 6: around `error_feedback` with the step-size ratio, around `two_way`. Without feedback and
-with dampening: signum, Bernstein, Zhao, Azizzadenesheli, Anandkumar, "signSGD with majority vote is communication
-efficient and fault tolerant", ICLR 2019, Algorithm 1.
+Algorithm 4, lines 5 and 6: around `error_feedback` with the step-size ratio, which is around `two_way`. Without error
+feedback and with dampening it is signum: Bernstein, Zhao, Azizzadenesheli, Anandkumar, "signSGD with majority vote is
+communication efficient and fault tolerant", ICLR 2019, Algorithm 1.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from gradlab.collectives import Coroutine
 class LocalMomentum(Wrapper):
     """m_t = mu m_(t-1) + g; the codec gets m_t, or in Nesterov's form mu m_t + g.
 
-    The optimizer's own momentum must be 0. Unlike `momentum_correction` it keeps no residual and masks nothing. While
-    the schedule is dense, the ranks' momenta are averaged: momentum SGD to rounding.
+    The optimizer's own momentum must be 0. Unlike `momentum_correction`, this wrapper keeps no residual and masks
+    nothing. While the schedule is dense, the ranks' momenta are averaged, which is momentum SGD up to rounding.
     """
 
     name = "local_momentum"
@@ -51,7 +51,7 @@ class LocalMomentum(Wrapper):
         return True
 
     def _accumulate(self, grads: Tensors, state: Tensors, context: Context) -> tuple[Tensors, Tensors]:
-        """The new m, and the compressor's input."""
+        """Return the new m, and the compressor's input."""
         mu, memory, velocity, sent = self.settings.momentum, context.workspace, {}, {}
         for name, grad in grads.items():
             before = load_buffer(state, name, "velocity")

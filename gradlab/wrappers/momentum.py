@@ -14,7 +14,7 @@ from gradlab.collectives import Coroutine
 
 
 class Momentum(Wrapper):
-    """u = m u + mean; every rank applies u, or in Nesterov's form mean + m u. As torch.optim.SGD does it.
+    """u = m u + mean, as torch.optim.SGD does it; every rank applies u, or in Nesterov's form mean + m u.
 
     The optimizer's own momentum must be 0. u is the same on every rank.
     """

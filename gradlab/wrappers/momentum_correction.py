@@ -1,4 +1,4 @@
-"""Momentum correction: momentum before compression, and error feedback on what it gives.
+"""Momentum correction: momentum before compression, with error feedback on the accumulated momentum.
 
 Lin, Han, Mao, Wang, Dally, "Deep gradient compression" (DGC), ICLR 2018: momentum correction and local gradient
 clipping section 3.2, momentum factor masking section 3.3; Nesterov's form from their published code. Nesterov's form
@@ -33,7 +33,8 @@ class MomentumCorrection(Wrapper):
     """u = m u + g; v = v + u; sent: C(v); v = v - C(v); u = 0 where something was sent (masking).
 
     Nesterov: u = m (u + g); v = v + u + g. The state keeps u as "velocity" and v - C(v) as "residual".
-    The optimizer's own momentum must be 0. While the schedule is dense, all of v is sent: momentum SGD to rounding.
+    The optimizer's own momentum must be 0. While the schedule is dense, all of v is sent, which is momentum SGD up to
+    rounding.
     """
 
     name = "momentum_correction"
@@ -92,7 +93,7 @@ class MomentumCorrection(Wrapper):
         return True
 
     def _accumulate(self, grads: Tensors, state: Tensors, context: Context) -> tuple[Tensors, Tensors]:
-        """The new u, and the compressor's input: v with u added."""
+        """Return the new u, and the compressor's input: v with u added."""
         m, velocity, inputs = self.settings.momentum, {}, {}
         for name, grad in clipped(grads, self.settings.clip_norm, context.world_size).items():
             before, residual = load_buffer(state, name, "velocity"), load_buffer(state, name, "residual")

@@ -18,10 +18,10 @@ from gradlab.errors import GradlabError
 
 
 class SparsityWarmup(Wrapper):
-    """Density in stage s of S: initial (final / initial)^(s / S); the codec's own density from then on.
+    """Density in stage s of S: initial (final / initial)^(s / S); after the last stage, the codec's own density.
 
-    With the defaults and a density of 0.001: 25 %, 6.3 %, 1.58 %, 0.398 %, within 2 % of the paper's. The first stage
-    begins where the schedule starts to compress.
+    With the defaults and a density of 0.001 the stages have 25 %, 6.3 %, 1.58 % and 0.398 %, within 2 % of the paper's.
+    The first stage begins where the schedule starts to compress.
     """
 
     name = "sparsity_warmup"
@@ -61,6 +61,6 @@ class SparsityWarmup(Wrapper):
         return self
 
     def at(self, step: int) -> Codec:
-        """The codec of the compressed iteration `step`, counted from 0."""
+        """Return the codec of the compressed iteration `step`, counted from 0."""
         stage = step * self.settings.stages // self.settings.steps
         return self._codecs[max(0, stage)] if stage < self.settings.stages else self.codec

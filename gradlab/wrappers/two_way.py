@@ -1,8 +1,8 @@
-"""Two-way compression: a server averages what ranks sent compressed, and answers compressed, with feedback of its own.
+"""Two-way compression: a server averages the ranks' compressed gradients and compresses the mean, with error feedback.
 
 Zheng, Huang, Kwok, "Communication-efficient distributed blockwise momentum SGD with error-feedback", NeurIPS 2019,
-Algorithm 2, lines 9 to 12 (one server); Tang et al., "DoubleSqueeze", ICML 2019. Sharded over the ranks, every rank is
-the server of one part, so that no link carries more than the others.
+Algorithm 2, lines 9 to 12 (one server); Tang et al., "DoubleSqueeze", ICML 2019. With a sharded server, every rank
+is the server of one part, so that no link carries more than the others.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ Payload = tuple[torch.Tensor, ...]
 
 
 class TwoWay(Wrapper):
-    """Rank i sends C(x_i), shard by shard, to the shards' servers; a server answers C(mean + server residual).
+    """Rank i sends C(x_i), shard by shard, to each shard's server; a server answers C(mean + server residual).
 
     The ranks' own compression errors, x_i - C(x_i), are not kept here: put error feedback or momentum correction around
-    this wrapper. The servers' compression errors are. Each rank keeps that of its shard as "server_residual". After a
-    change of the world size every rank has the whole layers' as "server_whole", until the next exchange cuts it.
+    this wrapper. The servers' compression errors are kept: each rank holds that of its shard as "server_residual".
+    After a change of the world size every rank has the whole layers' as "server_whole", until the next exchange cuts
+    it.
     """
 
     name = "two_way"
@@ -41,7 +42,7 @@ class TwoWay(Wrapper):
     @dataclass(frozen=True)
     class Settings:
         server: str = setting(
-            "sharded", choices=("sharded", "rank"), help="shards over all ranks, or all on server_rank"
+            "sharded", choices=("sharded", "rank"), help="every rank serves one shard, or server_rank serves all"
         )
         server_rank: int = setting(0, least=0, unit="rank", help="of the server, where there is one")
         error_feedback: bool = setting(True, help="whether a server adds the compression errors of its earlier answers")
@@ -108,7 +109,7 @@ class TwoWay(Wrapper):
         return Exchanged(done.mean, dict(grads), kept)
 
     def shards(self, shapes: Sequence[Sequence[int]], world_size: int, group: str = "") -> list[Shard]:
-        """(start, stop) of each rank's shard of layers of these shapes: whole blocks, or all on one rank.
+        """Return each rank's shard (start, stop) of layers of these shapes: whole blocks, or all on one rank.
 
         A group of one block cannot be cut. Its server follows from its name, so that groups have different servers.
         """
@@ -170,7 +171,7 @@ class TwoWay(Wrapper):
         return pieces
 
     def _rescaled(self, held: Tensors, context: Context) -> torch.Tensor:
-        """The shard's residual as a vector, at this iteration's step size; zero for layers whose residual is held."""
+        """Return the shard's residual at this iteration's step size, (shard elements,); zero where it is held."""
         wanted, pieces = self.settings.step_size_ratio, []
         for name, piece in held.items():
             ratio = 0.0 if context.stands_still(name, wanted) else context.residual_ratio(name, wanted)
@@ -178,7 +179,7 @@ class TwoWay(Wrapper):
         return torch.cat(pieces)
 
     def _cuts(self, grads: Tensors, context: Context) -> dict[str, Shard]:
-        """The part of each layer that lies in this rank's shard: (start, stop) in the layer."""
+        """Return the part of each layer that lies in this rank's shard: (start, stop) in the layer."""
         start, stop = self.shards([grad.shape for grad in grads.values()], context.world_size, context.group)[
             context.rank
         ]
@@ -192,7 +193,7 @@ class TwoWay(Wrapper):
     def _kept(
         self, held: Tensors, average: torch.Tensor, codec: Compressor, answer: Payload, context: Context
     ) -> Tensors:
-        """This server's compression error, by layer; of a layer whose residual is held, that."""
+        """Return this server's compression error, by layer; for a layer whose residual is held, the held one."""
         if not self.settings.error_feedback:
             return {}
         errors = codec.residual_into(context.workspace.empty_like(average), average, answer)

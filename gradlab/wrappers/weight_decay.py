@@ -1,8 +1,8 @@
 """Weight decay as part of the gradient: before momentum and before compression.
 
 Krogh & Hertz, "A simple weight decay can improve generalization", NeurIPS 1991. torch.optim.SGD adds it to the gradient
-before its own momentum. Where a plan applies momentum, the optimizer's weight decay comes after it and is 1 - mu times
-as strong.
+before its own momentum. If a plan applies momentum, the optimizer's weight decay comes after the momentum and is 1 - mu
+times as strong.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gradlab.collectives import Coroutine
 class WeightDecay(Wrapper):
     """g + rate * x in place of the gradient g, with x the parameters. The optimizer's own weight decay must be 0.
 
-    A trace holds no parameters, so that a replay leaves weight decay out.
+    A trace holds no parameters, so a replay leaves weight decay out.
     """
 
     name = "weight_decay"
