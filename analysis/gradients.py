@@ -1,4 +1,4 @@
-"""Gradients of a trace, with the loss scaler's factor that the recorder saw divided out."""
+"""Read the gradients of a trace, divided by the loss scale that was recorded with them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ if TYPE_CHECKING:
 
 
 def loss_scales(trace: Trace) -> np.ndarray:
-    """Loss scale of the recorded gradients by rank and position, (N, T)."""
+    """Return the loss scales of N ranks at the trace's T common steps, (N, T)."""
     return np.stack([trace.scalars(rank)["loss_scale"] for rank in range(trace.world_size)])
 
 
 def read_unscaled(
     trace: Trace, layer: str, rank: int, start: int, stop: int, columns: slice | None = None
 ) -> np.ndarray:
-    """One rank's gradients, float32 (stop - start, columns)."""
+    """Read one rank's gradients of a layer, float32 (stop - start, columns). Arguments as in `Trace.read`."""
     gradients = trace.read(layer, rank, start, stop, columns)
     return _divided(gradients, trace.scalars(rank)["loss_scale"][start:stop])
 
 
 def mean_unscaled(trace: Trace, layer: str, start: int, stop: int) -> np.ndarray:
-    """Averaged gradients over ranks, float32 (stop - start, numel)."""
+    """Average a layer's gradients over all ranks, float32 (stop - start, numel). Arguments as in `Trace.mean`."""
     scales = loss_scales(trace)[:, start:stop]
     if (scales == scales[0]).all():
         return _divided(trace.mean(layer, start, stop), scales[0])
@@ -35,7 +35,7 @@ def mean_unscaled(trace: Trace, layer: str, start: int, stop: int) -> np.ndarray
 
 
 def step_gradients(step: TraceStep) -> list[dict[str, np.ndarray]]:
-    """The unscaled gradients of one step by rank and layer name, in the layers' shapes."""
+    """Return one step's unscaled gradients: per rank, layer name -> array of the layer's shape."""
     return [
         gradients if scale == 1 else {name: value / np.float32(scale) for name, value in gradients.items()}
         for gradients, scale in zip(step.gradients, step.loss_scale, strict=True)

@@ -1,6 +1,6 @@
-"""Work shared out by layer: calls over (path, layer, ...), never over arrays, so that any process can do any of them.
+"""Share work out by layer. Calls take (path, layer, ...), never arrays, so that any process can do any of them.
 
-A worker opens the trace itself and reads what it needs, so that memory depends on a layer, not on the trace.
+A worker opens the trace itself and reads only what it needs: memory depends on a layer, not on the trace.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_WORKERS = 4  # by default: each holds PyTorch and a layer
 
 
 def default_workers() -> int:
-    """The number of cores that this process may use, at most 4."""
+    """Return the number of cores that this process may use, at most 4."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(count, _MOST_WORKERS))
 
@@ -38,9 +38,15 @@ def share_out(
 ) -> list[Result]:
     """Compute [function(*call) for call in calls], in several processes with one thread each.
 
-    workers: number of processes, 1 for this one. cluster: address of a dask.distributed scheduler to use instead, whose
-    workers see files under the same paths. what: the name of the work, for progress.
-
+    Args:
+        function: called in a worker process.
+        calls: the arguments of each call.
+        workers: number of processes; 1 computes in this process.
+        cluster: address of a dask.distributed scheduler to use instead, whose workers see files under the same paths.
+        what: the name of the work, for `progress`.
+        progress: called after each result, but not with a cluster.
+    Returns:
+        The results, in the order of the calls.
     Raises:
         GradlabError: for fewer than 1 worker, a missing extra, or no scheduler at that address.
     """
@@ -54,7 +60,7 @@ def share_out(
 
     parallel = Parallel(n_jobs=min(workers, len(calls)), return_as="generator", inner_max_num_threads=1)
     with warnings.catch_warnings():
-        # Idle processes end after some minutes and others begin; a user can do nothing about it.
+        # Idle processes end after some minutes and new ones begin; a user can do nothing about that.
         warnings.filterwarnings("ignore", message="A worker stopped while some jobs were given")
         return list(_counted(parallel(delayed(_in_worker)(function, *c) for c in calls), len(calls), what, progress))
 

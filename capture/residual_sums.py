@@ -1,11 +1,12 @@
-"""Which layers read the result of a residual addition, as the autograd graph of one output tells.
+"""Find the layers that read the result of a residual addition, in the autograd graph of one output.
 
 Abrahamyan, Chen, Bekoulis and Deligiannis, "Learned Gradient Compression for Distributed Deep Learning", IEEE TNNLS
 2021, section III and Fig. 4: the gradients of layers that come after residual connections carry most information.
 
-Autograd keeps an operation's operands as edges; those that need no gradient (inputs, masks) are None. The graph is read
-from the parameters up, every node once. Parameters alone, transposed, scaled or multiplied, are still weights; where
-they meet data, the result is an activation, and where two activations are added, whatever reads the sum is named.
+Autograd keeps an operation's operands as edges. The edge of an operand that needs no gradient (an input, a mask) is
+None. The graph is read from the parameters to the output, every node once. A value computed from parameters alone
+(transposed, scaled, multiplied) is a weight. A value computed from weights and data is an activation. Where two
+activations are added, the layers that read the sum are named.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from gradlab.layout import named_layers
 
 # Products of two operands that are each either a weight or an activation.
 _PRODUCTS = frozenset({"Addmm", "Mm", "Bmm", "Baddbmm", "Addbmm", "Mv", "Addmv", "Linear"})
-# What a weight meets in these are always data, be they indices without an edge of their own.
+# In these a weight always meets data, even if the data are indices, which have no edge.
 _LAYERS = re.compile(r"Conv(?!ert)|Embedding|Rnn")
-# In these a parameter of any shape is a bias, a scale or a part of the result; it is not what the layer multiplies by.
+# In these a parameter of any shape is a bias, a scale or a part of the result, never a matrix that multiplies.
 _ELEMENTWISE = frozenset(
     {"Add", "Sub", "Rsub", "Mul", "Div", "Pow", "Lerp", "Addcmul", "Addcdiv", "Where", "Maximum", "Minimum", "Cat"}
     | {"Stack", "Copy", "CopySlices", "IndexPut", "Scatter", "SelectScatter", "SliceScatter", "PreluKernel"}
@@ -33,8 +34,12 @@ _ELEMENTWISE = frozenset(
 
 @dataclass(frozen=True)
 class _Value:
-    """What an operation results in. weight: it follows from parameters alone; matrix: it depends on a parameter of two
-    dimensions or more; summed: it is a sum of two activations, or what was made of one without another matrix."""
+    """The result of an operation.
+
+    weight: it depends on parameters alone.
+    matrix: it depends on a parameter of two dimensions or more.
+    summed: it is a sum of two activations, or computed from such a sum without another matrix.
+    """
 
     weight: bool = False
     matrix: bool = False
@@ -42,21 +47,21 @@ class _Value:
 
 
 def layers_after_addition(output: torch.Tensor, model: nn.Module) -> tuple[str, ...]:
-    """Names of the parameters whose operation reads a sum of two activations that both depend on parameter matrices.
+    """Name the parameters whose operation reads a sum of two activations that both depend on parameter matrices.
 
-    Between sum and operation there may be anything without a parameter matrix of its own: element-wise functions,
-    normalisation, reshapes, pooling, dropout, operations unknown here. A bias is no second activation, of whatever
-    shape; a sum of two embeddings is one of two. A residual branch around the model's very input is not seen: the input
-    depends on no parameter. Nothing is computed, and nothing is changed.
+    Operations without a parameter matrix may lie between the sum and that operation: element-wise functions,
+    normalisation, reshapes, pooling, dropout, operations unknown here. A bias of any shape is not an activation. Two
+    embeddings are two activations. A residual branch around the model's input is not seen, because the input depends
+    on no parameter. The graph is only read: nothing is computed or changed.
 
     Args:
         output: the model's output, or a loss made of it, of any shape, before or after its backward pass.
         model: bare, in DDP, or compiled; names are those of `gradlab.layout.named_layers`.
     Returns:
-        Names in the order of registration, of trainable parameters of two dimensions or more. A parameter that several
-        operations use is named if one of them reads a sum. What the graph does not tell is left out: parameters that
-        the output does not depend on, an output without a graph, an operation on several matrices at once (one compiled
-        into a single node, cuDNN's LSTM).
+        Names of trainable parameters of two dimensions or more, in the order of registration. A parameter that several
+        operations use is named if one of them reads a sum. A parameter is left out if the output does not depend on it,
+        or if its operation has several matrices at once (one compiled into a single node, cuDNN's LSTM). An output
+        without a graph gives no names.
     """
     if output.grad_fn is None:
         return ()
@@ -67,7 +72,7 @@ def layers_after_addition(output: torch.Tensor, model: nn.Module) -> tuple[str, 
 
 
 def _reading_weights(root: Node) -> list[Node]:
-    """The nodes of weights that meet a sum."""
+    """Return the nodes of weights that are applied to a sum."""
     values: dict[Node, _Value] = {}
     weights = []
     for node in _operands_first([root]):
@@ -80,7 +85,7 @@ def _reading_weights(root: Node) -> list[Node]:
 
 
 def _operands_first(roots: Iterable[Node]) -> list[Node]:
-    """Every node that the roots lead to, once, each after all of its operands; a loop, as networks are deep."""
+    """Return all nodes that the roots lead to, each once and after its operands; no recursion, as networks are deep."""
     order: list[Node] = []
     seen: set[Node] = set()
     waiting = [(root, False) for root in roots]
@@ -110,7 +115,7 @@ def _value(node: Node, operands: Sequence[_Value | None]) -> _Value:
 
 
 def _leaf(node: Node) -> _Value:
-    """A parameter; or a tensor that someone wants the gradient of, which is data."""
+    """Return the value of a leaf: a parameter, or data whose gradient someone wants."""
     variable = getattr(node, "variable", None)
     if not isinstance(variable, nn.Parameter):
         return _Value()
@@ -118,21 +123,23 @@ def _leaf(node: Node) -> _Value:
 
 
 def _is_residual(node: Node, operands: Sequence[_Value | None]) -> bool:
-    """Whether two different activations are added that both depend on matrices: not a bias, not x + x."""
+    """Tell whether a node adds two different activations that depend on matrices: not a bias, not x + x."""
     both = [operand for operand in operands if operand is not None and operand.matrix and not operand.weight]
     return _kind(node) == "Add" and len(both) == 2 and len(set(node.next_functions)) == 2
 
 
 def _meets_data(node: Node, operands: Sequence[_Value | None]) -> bool:
-    """Whether an operation on weights alone has data beside, which need no gradient: not where weights are multiplied
-    (B A of a low-rank update), and not where one has a mask."""
+    """Tell whether an operation on weights also reads data that need no gradient.
+
+    It does not where weights are multiplied (B A of a low-rank update) or masked.
+    """
     if _kind(node) in _PRODUCTS:
         return any(operand is None or not operand.matrix for operand in operands)
     return _multiplies(node)
 
 
 def _own_matrices(node: Node, operands: Sequence[_Value | None]) -> list[Node]:
-    """The weights, of those with a matrix, that the operation applies to an activation."""
+    """Return the weights with a matrix that the operation applies to an activation."""
     kind = _kind(node)
     if kind in _ELEMENTWISE or "Norm" in kind or all(operand is None or operand.weight for operand in operands):
         return []
@@ -145,11 +152,11 @@ def _multiplies(node: Node) -> bool:
 
 
 def _kind(node: Node) -> str:
-    """The operation: "Addmm" of AddmmBackward0, "CopySlices" of torch::autograd::CopySlices."""
+    """Name the operation: "Addmm" of AddmmBackward0, "CopySlices" of torch::autograd::CopySlices."""
     return re.sub(r"Backwards?\d*$", "", node.name().rpartition("::")[2])
 
 
 def _parameters_in(weights: Iterable[Node]) -> list[nn.Parameter]:
-    """The parameters that weights are made of."""
+    """Return the parameters that weights are computed from."""
     leaves = [getattr(node, "variable", None) for node in _operands_first(weights)]
     return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]

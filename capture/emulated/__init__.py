@@ -1,1 +1,1 @@
-"""Record several nodes' gradients from one process."""
+"""Record the gradients of several emulated ranks (nodes) from one process."""

@@ -1,4 +1,4 @@
-"""The mean gradient of emulated nodes, one node in memory at a time."""
+"""The mean gradient of emulated ranks (nodes), one node in memory at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from gradlab.errors import GradlabError
 class NodeMean:
     """The mean of N nodes' gradients: each times 1/N, added in rank order, as `sum_in_rank_order` does.
 
-    Takes every parameter's .grad when a node ends, and puts the mean there when the step ends. Memory: one gradient.
+    It takes every parameter's .grad when a node ends, and puts the mean into .grad when the step ends. Memory: one
+    gradient.
     """
 
     def __init__(self, model: nn.Module, world_size: int) -> None:
@@ -22,7 +23,11 @@ class NodeMean:
         self._versions: list[int] = []
 
     def begin_step(self) -> None:
-        """Raises GradlabError if a gradient other than zero is left over; DDP would add it to every node's."""
+        """Start a step.
+
+        Raises:
+            GradlabError: if a gradient other than zero is left over; DDP would add it to every rank's.
+        """
         for name, parameter in zip(self._names, self._parameters, strict=True):
             if parameter.grad is not None and _any(parameter.grad):
                 raise GradlabError(
@@ -33,12 +38,16 @@ class NodeMean:
         self._versions = [parameter._version for parameter in self._parameters]
 
     def begin_node(self) -> None:
-        """Raises GradlabError if a parameter has changed within the step."""
+        """Start a node's pass without gradients.
+
+        Raises:
+            GradlabError: if a parameter has changed within the step.
+        """
         self._require_unchanged()
         self._clear()
 
     def discard_node(self) -> None:
-        """A node that failed: what it left in .grad does not count."""
+        """Drop the gradients of a node that failed."""
         for parameter, before in zip(self._parameters, self._before, strict=True):
             parameter.grad = before
 
@@ -52,7 +61,7 @@ class NodeMean:
         self._clear()
 
     def end_step(self) -> None:
-        """A parameter that no node used gets back the .grad that the step found. Raises as `begin_node`."""
+        """Put the mean into .grad; an unused parameter gets its earlier .grad back. Raises as `begin_node`."""
         self._require_unchanged()
         for parameter, total, before in zip(self._parameters, self._totals, self._before, strict=True):
             parameter.grad = before if total is None else total
@@ -72,5 +81,5 @@ class NodeMean:
 
 
 def _any(gradient: torch.Tensor) -> bool:
-    """Whether any element is other than zero; NaN is."""
+    """Tell whether any element is other than zero; NaN counts as such."""
     return bool((gradient.coalesce().values() if gradient.is_sparse else gradient).any())

@@ -1,7 +1,8 @@
-"""Record N nodes' gradients from one process, so that redundancy between nodes can be studied before owning N nodes.
+"""Record the gradients of N ranks from one process, to study their redundancy before owning N machines.
 
-What DDP keeps equal on all ranks exists once here: parameters, and an optimizer that steps with the mean gradient.
-What differs between ranks is given to each node in turn: its micro-batch, its gradients, its buffers, its random draws.
+A node is an emulated rank. What DDP keeps equal on all ranks exists once: parameters, and an optimizer that steps with
+the mean gradient. What differs between ranks is set for each node in turn: micro-batch, gradients, buffers and random
+draws.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from gradlab.layout import Layer
 
 
 class EmulatedNodes:
-    """N nodes of a DDP run, played one after another by one model in one process; their gradients become a trace.
+    """Runs N ranks (nodes) of DDP one after another with one model in one process, and records their gradients.
 
         with EmulatedNodes(model, "trace", world_size=64, optimizer=optimizer) as nodes:
             for micro_batches in batches:                    # (inputs, targets) of each node
@@ -49,33 +50,34 @@ class EmulatedNodes:
                 nodes.average()                              # the mean is in every .grad
                 optimizer.step()
 
-    Trains as DDP(model, find_unused_parameters=True) with N ranks does. All nodes see the same parameters. Each sees
-    the statistics of its own micro-batch; buffers are node 0's before every node's pass and after the step, as DDP
-    broadcasts them (several forward passes in one node are one rank's passes under no_sync). Means are taken as
-    `gradlab.collectives.sum_in_rank_order` takes them: with two ranks, the bits of DDP itself; with more, DDP's
-    backend adds in an order of its own. Inside of node r, torch's global generators (dropout) draw what a rank draws
-    that called torch.manual_seed(seed + r) before its first step; other generators are the caller's business.
+    Training equals that of DDP(model, find_unused_parameters=True) with N ranks. All nodes see the same parameters.
+    Each node sees the batch statistics of its own micro-batch. Buffers are node 0's before every node's pass and after
+    the step, as DDP broadcasts them. Several forward passes in one node are one rank's passes under no_sync. The mean
+    is that of `gradlab.collectives.sum_in_rank_order`: bit for bit DDP's with two ranks; with more, DDP's backend adds
+    in its own order. Inside node r, torch's global generators (dropout) draw as on a rank that called
+    torch.manual_seed(seed + r) before its first step. Other generators are left to the caller.
 
-    Gradients are recorded as they are when the node ends: with the loss scale, infinite or NaN where they are, and
-    marked unused, as zeros, where there is none. Memory: 16 recorded steps of every node, which is 64 N bytes for each
-    recorded parameter in float32 and half of that in the other types; and the mean under way. A step that cannot be
-    written stops the run with a GradlabError: the trace is what it is for.
+    Gradients are recorded as they are when the node ends: times the loss scale, with infinite and NaN values. A
+    parameter without a gradient is recorded as zeros and marked unused. Memory: 16 recorded steps of every node, that
+    is 64 N bytes per recorded element in float32 and half of that in the other types; and one mean gradient. A step
+    that cannot be written stops the run with a GradlabError, because the run exists for its trace.
 
     Args:
         model: a bare module, not in DDP.
         path: folder of the trace, new or empty.
         world_size: number of nodes N.
-        optimizer, scaler: where each step's learning rate (of the first group) and GradScaler scale are read.
+        optimizer: its first group's learning rate is recorded with each step.
+        scaler: a GradScaler, whose scale is recorded with each step.
         layers: None for all; names or fnmatch patterns; or a function of a Layer.
-        seed: of the nodes' random draws.
+        seed: node r draws from seed + r.
         metadata: a JSON object to keep in the trace's manifest.
         overwrite: replace a gradlab trace that is in `path`; never anything else.
         every, start, max_steps: record iterations start, start + every, ..., at most max_steps of them; by default all.
         dtype: stored type: float32 (the default), bfloat16, or float16 (in which small gradients vanish).
-        segment_bytes: size of a file of the trace; 1 GiB by default.
+        segment_bytes: bytes after which a new file of the trace begins; 1 GiB by default.
     Raises:
-        GradlabError: before anything is written: a model in DDP, a folder that is not empty, no such layer, settings
-            out of range, more nodes than this machine's memory or open files can carry.
+        GradlabError: for a model in DDP, a folder that is not empty, no such layer, settings out of range, or more
+            nodes than this machine's memory or open files can carry. Nothing has been written then.
     """
 
     def __init__(
@@ -129,19 +131,19 @@ class EmulatedNodes:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # After a full disk, closing meets it again: the first error says enough.
+        # After a full disk, closing fails again: the first error says enough.
         with contextlib.suppress(*([GradlabError] if error is not None else [])):
             self.close()
 
     @contextlib.contextmanager
     def node(self, rank: int) -> Iterator[None]:
-        """Forward and backward pass of one node; nodes come in order, 0 to N - 1. Afterwards every .grad is None.
+        """Run one node's forward and backward pass; nodes come in order, 0 to N - 1. Afterwards every .grad is None.
 
-        If the body raises, the node has not happened and can be repeated.
+        If the body raises, the node does not count and can be repeated.
 
         Raises:
-            GradlabError: if it is not this node's turn; at the first node if gradients are left over (zeros are
-                accepted), at later ones if a parameter has changed since the first.
+            GradlabError: if it is not this node's turn; at node 0, if gradients other than zero are left over; at later
+                nodes, if a parameter has changed since node 0.
         """
         self._require_turn(rank)
         if rank == 0:
@@ -167,10 +169,11 @@ class EmulatedNodes:
         self._next += 1
 
     def annotate(self, *, loss: float | torch.Tensor | None = None, learning_rate: float | None = None) -> None:
-        """Add values to the node that this is called in.
+        """Record values with the current node.
 
         Args:
-            loss: of this node, a number or a tensor of one element; learning_rate: instead of the optimizer's.
+            loss: of this node, a number or a tensor of one element.
+            learning_rate: instead of the optimizer's.
         Raises:
             GradlabError: outside of a node.
         """
@@ -182,7 +185,7 @@ class EmulatedNodes:
             self._annotations["learning_rate"] = float(learning_rate)
 
     def average(self) -> None:
-        """End the step: the nodes' mean gradient is in .grad, and buffers are as node 0 left them.
+        """End the step: put the nodes' mean gradient into .grad, and set buffers as node 0 left them.
 
         A parameter that no node used keeps the .grad (None or zeros) that it had before the step.
 
@@ -199,13 +202,13 @@ class EmulatedNodes:
         self._next = 0
 
     def close(self) -> RecorderReport:
-        """Write what is left and close the trace; its report counts whole steps, and bytes of all nodes.
+        """Write what is left, close the trace, and report whole steps and the bytes of all nodes.
 
-        A step that was begun and not averaged is lost: only some nodes are in the trace, and reading skips it.
-        Calling it again returns the same report.
+        A step that was begun and not averaged is lost: the trace holds only some of its nodes, and reading skips it.
+        A second call returns the same report.
 
         Raises:
-            GradlabError: if it cannot be written.
+            GradlabError: if the trace cannot be written.
         """
         if not self._closed:
             self._closed = True
@@ -244,7 +247,7 @@ class EmulatedNodes:
         if self._scaler is not None:
             values["loss_scale"] = self._scaler.get_scale()
         values |= self._annotations
-        passes = max(1, self._passes.count)  # none is seen where the loss calls parts of the model
+        passes = max(1, self._passes.count)  # the count is 0 where the loss calls only parts of the model
         self._written(
             lambda: self._writer.append(rank, self._iteration, gradients, accumulation=passes, unused=unused, **values)
         )

@@ -1,4 +1,4 @@
-"""What emulated nodes are checked for before anything is written."""
+"""Checks of emulated ranks (nodes) before anything is written."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.trace.schema import CHUNK_STEPS, STORED_DTYPE
 
-_FILES_PER_NODE, _OTHER_FILES = 2, 64  # a segment and a lock; what the process may have open besides
+_FILES_PER_NODE, _OTHER_FILES = 2, 64  # a segment and a lock; other files that the process may have open
 
 
 def choose_in_bare_model(model: nn.Module, layers: LayerChoice) -> list[tuple[Layer, nn.Parameter]]:
-    """As `choose_layers`, of a model that is not in DDP."""
+    """Choose layers as `choose_layers` does, of a model that is not in DDP."""
     # `choose_layers` reads two attributes of a DDP model only: its module, and the parameters that DDP ignores.
     parallel = SimpleNamespace(module=model, parameters_to_ignore=())
     return choose_layers(cast(DistributedDataParallel, parallel), layers)
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises GradlabError for a model whose nodes cannot be emulated."""
+    """Raise GradlabError for a model whose ranks cannot be emulated."""
     if not isinstance(model, nn.Module):
         raise GradlabError(f"emulating nodes needs a torch.nn.Module, got a {type(model).__name__}")
     for module in model.modules():
@@ -41,7 +41,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_numbers(world_size: int, seed: int) -> None:
-    """Raises GradlabError for a number of nodes or a seed out of range."""
+    """Raise GradlabError for a number of nodes or a seed out of range."""
     if type(world_size) is not int or world_size < 1:
         raise GradlabError(f"world_size is {world_size!r}, expected a whole number of at least 1")
     if type(seed) is not int or not 0 <= seed < 2**63 - world_size:
@@ -49,18 +49,18 @@ def check_numbers(world_size: int, seed: int) -> None:
 
 
 def row_bytes(layers: list[Layer], dtype: str) -> int:
-    """Bytes of one step's gradients of one node, as stored."""
+    """Return the bytes of one step's gradients of one node, as stored."""
     return sum(layer.numel for layer in layers) * STORED_DTYPE[dtype].itemsize
 
 
 def require_room(world_size: int, row_bytes: int) -> None:
-    """Refuse what would be killed before the first block is full, when nothing is written yet.
+    """Refuse a run that would be killed before its first block is full, with nothing written.
 
     Args:
         world_size: number of nodes.
-        row_bytes: of one step's gradients of one node, as stored.
+        row_bytes: bytes of one step's gradients of one node, as stored.
     Raises:
-        GradlabError: for blocks that exceed this machine's memory, or more open files than the process may have.
+        GradlabError: if the blocks exceed this machine's memory, or the process may not open so many files.
     """
     needed = world_size * CHUNK_STEPS * row_bytes
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -78,7 +78,7 @@ def require_room(world_size: int, row_bytes: int) -> None:
 
 
 def emulated_metadata(model: nn.Module, settings: StepSettings, metadata: dict[str, Any] | None) -> dict[str, Any]:
-    """What the manifest says of the run. metadata: what the user says, which comes first.
+    """Return the manifest's metadata of the run; the user's `metadata` overrides other entries.
 
     Raises:
         GradlabError: for metadata that is not a dict of JSON values.

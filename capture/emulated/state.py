@@ -1,4 +1,4 @@
-"""What a DDP rank has of its own beside its gradients: its buffers, random generators, and forward passes."""
+"""The state that a DDP rank has beside its gradients: buffers, random generators, and forward passes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from gradlab.errors import GradlabError
 
 
 class NodeBuffers:
-    """Buffers (running statistics and the like) of emulated nodes, as DDP with broadcast_buffers treats them.
+    """Buffers (running statistics and the like) of emulated ranks (nodes), as DDP with broadcast_buffers treats them.
 
-    Before a step's forward pass every rank has the buffers of rank 0; each then changes its own, and rank 0's alone
-    reach the next step. Memory: two copies of the buffers.
+    Before a step's forward pass every rank has the buffers of rank 0. Each rank then changes its own buffers, and only
+    those of rank 0 reach the next step. Memory: two copies of the buffers.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -27,11 +27,11 @@ class NodeBuffers:
         self._common = self._copy()
 
     def begin_node(self) -> None:
-        """Give the node that comes next what node 0 began with."""
+        """Give the next node the buffers that node 0 began with."""
         self._restore(self._common)
 
     def keep_first(self) -> None:
-        """Node 0 has made its pass."""
+        """Keep the buffers that node 0's pass left."""
         self._first = self._copy()
 
     def end_step(self) -> None:
@@ -48,13 +48,14 @@ class NodeBuffers:
 
 
 class NodeStreams:
-    """Torch's global generators, one state for each node: dropout draws from them, and knows no other.
+    """Torch's global generators, with one state for each node; dropout draws from no others.
 
-    Node r begins where `torch.manual_seed(seed + r)` puts a rank's process. Outside of nodes the generators are as if
-    no node had drawn from them.
+    Node r begins as a process after `torch.manual_seed(seed + r)`. Outside of nodes the generators are as if no node
+    had drawn from them.
 
     Args:
-        devices: indices of CUDA devices whose generators count too.
+        seed: node r draws from seed + r.
+        devices: indices of the CUDA devices whose generators have states too.
     """
 
     def __init__(self, seed: int, devices: list[int]) -> None:
@@ -63,7 +64,7 @@ class NodeStreams:
 
     @contextlib.contextmanager
     def of(self, rank: int) -> Iterator[None]:
-        """Draw as this node; if the body fails, its draws did not happen."""
+        """Draw from the generators of node `rank`; if the body fails, its draws are undone."""
         generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in self._devices)]
         with torch.random.fork_rng(devices=self._devices):
             states = self._states.get(rank)
@@ -80,17 +81,17 @@ class ForwardPasses:
     """A forward pre-hook that counts a node's passes, and refuses training passes that belong to no node."""
 
     def __init__(self) -> None:
-        self.inside: bool | None = None  # of a node; None: not recording
+        self.inside: bool | None = None  # whether a node is at work; None: not recording
         self.count = 0
 
     def __reduce__(self) -> tuple[type[ForwardPasses], tuple[()]]:
-        # Hooks travel with a copied or saved model; the copy is not being recorded.
+        # A copied or saved model keeps its hooks; the copy is not being recorded.
         return ForwardPasses, ()
 
     def __call__(self, module: nn.Module, inputs: object) -> None:
         if self.inside is None or not torch.is_grad_enabled():
             return
         if not self.inside and module.training:
-            # It would change the buffers that every node begins with, and its graph would belong to no node.
+            # The pass would change the buffers that every node begins with, and its graph would belong to no node.
             raise GradlabError("a training forward pass outside of a node: put it into `with nodes.node(rank):`")
         self.count += 1

@@ -1,4 +1,4 @@
-"""The recorder's writer thread: training hands it steps and goes on; whatever fails here never stops training."""
+"""The recorder's writer thread. Training hands steps to it and goes on; a failure in it never stops training."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from gradlab.capture.writing.rank_writer import RankWriter
 
 logger = logging.getLogger("gradlab.capture")
 
-EXIT_SECONDS = 60.0  # longest time that a recorder nobody closed keeps a finished program from exiting
+EXIT_SECONDS = 60.0  # longest time that an unclosed recorder keeps a finished program from exiting
 
 _running: set[AsyncWriter] = set()
 
 
-@atexit.register  # after h5py's own handlers, so that it runs before them: afterwards HDF5 cannot write any more
+@atexit.register  # registered after h5py's handlers, so runs before them; HDF5 cannot write after them
 def _close_running() -> None:
     for writer in list(_running):
         writer.close(EXIT_SECONDS)
@@ -30,7 +30,7 @@ def _close_running() -> None:
 
 @dataclass(frozen=True)
 class RecorderReport:
-    """What a recorder did on its rank: steps committed and lost, bytes of gradients committed, why it failed if so."""
+    """What a recorder did on its rank: steps committed and lost, bytes of gradients committed, reason of a failure."""
 
     path: str
     steps_written: int
@@ -48,14 +48,14 @@ class RecorderReport:
 class AsyncWriter:
     """Writes steps in order, in its own daemon thread.
 
-    The last step is held back as `pending` until the next one begins, so that what the user annotates after the
-    backward pass still reaches it.
+    The last step is held back as `pending` until the next step begins, so that the user can still annotate it after
+    the backward pass.
 
     Args:
-        rank_writer: where steps go; from now on only the thread uses it.
-        pool: where their buffers come from and return to.
-        settings: what to do when all buffers are under way, and how long a step may wait in memory.
-        where: the trace's path, as messages name it.
+        rank_writer: writes the steps; only the thread uses it from now on.
+        pool: step buffers come from it and return to it.
+        settings: what to do when all buffers are in use, and how many seconds a step may wait in memory.
+        where: the trace's path, for messages.
     """
 
     def __init__(self, rank_writer: RankWriter, pool: BufferPool, settings: RecorderSettings, where: str) -> None:
@@ -80,16 +80,16 @@ class AsyncWriter:
 
     @property
     def steps_lost(self) -> int:
-        """Steps that were to be recorded and are not, or after a failure never will be."""
+        """Steps that were due and are not recorded; after a failure, also those that never will be."""
         return self._dropped + (self._taken - self._writer.steps_committed if self.failed else 0)
 
     @property
     def steps_written(self) -> int:
-        """Steps that are committed: they survive a kill of this process."""
+        """Steps that are committed, which survive a kill of this process."""
         return self._writer.steps_committed
 
     def acquire(self) -> StepBuffer | None:
-        """A buffer for the next step; None, and the step counts as lost, when recording cannot keep up."""
+        """Return a buffer for the next step. If recording failed or cannot keep up, return None: the step is lost."""
         buffer = None
         if not self.failed:
             buffer = self._pool.acquire(lambda: self._on_full == "wait" and not self.failed)
@@ -100,40 +100,40 @@ class AsyncWriter:
         return buffer
 
     def hold(self, buffer: StepBuffer) -> None:
-        """A step is complete; keep it for annotations."""
+        """Keep a complete step as pending, for annotations."""
         self.pending = buffer
 
     def send_pending(self) -> None:
-        """Annotations of the pending step are over: write it."""
+        """Send the pending step to the thread; it takes no more annotations."""
         if self.pending is not None:
             self._queue.put(self.pending)
             self.pending = None
 
     def discard(self, buffer: StepBuffer) -> None:
-        """A step that was begun, and in which not all layers reached the hook."""
+        """Drop a step in which not all layers reached the hook; it counts as lost."""
         self._dropped += 1
         if self._dropped == 1 and not self.failed:
             logger.warning("recording %s: a step in which not all layers reached the hook is lost", self._where)
         self._pool.release(buffer)
 
     def stop(self) -> None:
-        """Ask the thread to write what it has, close the trace, and end; does not wait."""
+        """Ask the thread to write what it has, close the trace, and end. Do not wait for it."""
         if not self.stopping and os.getpid() == self._pid:
             self.stopping = True
             self.send_pending()
             self._queue.put(None)
 
     def close(self, timeout: float | None = None) -> RecorderReport:
-        """`stop`, then wait for the thread, at most `timeout` seconds."""
+        """Stop, wait for the thread at most `timeout` seconds, and report what was recorded."""
         self.stop()
-        # A forked child has no such thread; a garbage collection can run in the thread itself.
+        # A forked child has no such thread; garbage collection can call this in the thread itself.
         if os.getpid() == self._pid and threading.current_thread() is not self._thread:
             self._thread.join(timeout)
         written = self._writer.steps_committed
         return RecorderReport(self._where, written, self.steps_lost, self._writer.bytes_committed, self.reason)
 
     def fail(self, error: BaseException) -> None:
-        """Give up recording; says so once."""
+        """Give up recording, and log the reason once."""
         with self._failing:
             if self.failed:
                 return
@@ -155,7 +155,7 @@ class AsyncWriter:
         _running.discard(self)
 
     def _next(self) -> StepBuffer | None:
-        """The next step; commits a block that is not full when it has waited for long."""
+        """Return the next step, None at the end; commit an incomplete block that has waited for `flush_seconds`."""
         while True:
             waiting = self._writer.steps_waiting > 0 and not self.failed
             try:
@@ -196,7 +196,7 @@ class AsyncWriter:
 
 
 def describe(error: BaseException) -> str:
-    """One line that says why; HDF5 hides the system's reason in a long message of several lines."""
+    """Return an error's reason in one line; HDF5 hides the system's reason in a message of several lines."""
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno)
     if match := re.search(r"error message = '([^']+)'", str(error)):

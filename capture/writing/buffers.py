@@ -1,4 +1,4 @@
-"""Memory for steps on their way from the hook to the writer thread: a fixed number of buffers, used again."""
+"""Memory for steps on their way from the hook to the writer thread: a fixed number of reused buffers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _TORCH_DTYPE = {"float32": torch.float32, "float16": torch.float16, "bfloat16": 
 
 @dataclass
 class StepBuffer:
-    """One recorded step: a flat tensor (numel,) per layer, with what is stored beside them."""
+    """One recorded step: a flat tensor (numel,) per layer, and the values stored beside the gradients."""
 
     gradients: list[torch.Tensor]
     record: np.ndarray  # STEP_DTYPE, shape (1,)
     unused: np.ndarray  # bool (layers,)
     seen: np.ndarray  # bool (layers,): the hook has met the layer in this iteration
-    copies: list[torch.cuda.Event] = field(default_factory=list)  # reached when the copies from a GPU are done
+    copies: list[torch.cuda.Event] = field(default_factory=list)  # each is reached when a copy from a GPU is done
 
     @classmethod
     def empty(cls, layers: Sequence[Layer], dtype: str, pinned: bool = False) -> StepBuffer:
@@ -40,7 +40,7 @@ class StepBuffer:
         self.copies.clear()
 
     def stored(self) -> list[np.ndarray]:
-        """The layers as stored; waits until copies from a GPU have arrived."""
+        """Return each layer's values (numel,) as stored, once copies from a GPU have arrived."""
         for event in self.copies:
             event.synchronize()
         return [
@@ -50,7 +50,7 @@ class StepBuffer:
 
 
 class BufferPool:
-    """At most `count` step buffers, made when first needed; in pinned memory if gradients come from a GPU."""
+    """At most `count` step buffers, made when first needed; in pinned memory if `pinned`, for copies from a GPU."""
 
     def __init__(self, layers: Sequence[Layer], dtype: str, count: int, pinned: bool) -> None:
         self._layers, self._dtype, self._pinned = layers, dtype, pinned
@@ -58,7 +58,7 @@ class BufferPool:
         self._free: queue.SimpleQueue[StepBuffer] = queue.SimpleQueue()
 
     def acquire(self, keep_waiting: Callable[[], bool]) -> StepBuffer | None:
-        """An empty buffer; None if there is none and `keep_waiting()` is false."""
+        """Return an empty buffer; wait for one while `keep_waiting()` is true, then return None."""
         buffer = self._take() or self._make()
         while buffer is None and keep_waiting():
             buffer = self._take(timeout=0.05)

@@ -1,4 +1,4 @@
-"""The folder of a new trace: what may be written where, and who writes it."""
+"""The folder of a new trace: checks, creation, removal, and a lock per rank."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from gradlab.trace.schema import (
 )
 
 NEW = ".new"  # suffix of a segment that cannot hold a committed step yet
-REPAIR = ".repair"  # suffix of a segment that repair is copying
-DAMAGED = ".damaged"  # suffix that repair gives to what it could not read to the end
+REPAIR = ".repair"  # suffix of the copy of a segment that repair is writing
+DAMAGED = ".damaged"  # suffix that repair gives to a segment that it could not read to the end
 
 
 def require_free(path: Path, overwrite: bool) -> None:
     """Check that a recording can go into this folder.
 
     Raises:
-        GradlabError: if something is there; `overwrite` admits a gradlab trace, and nothing else.
+        GradlabError: unless the folder is new or empty, or `overwrite` is true and it holds a gradlab trace.
     """
     if path.is_symlink() and not path.exists():
         raise GradlabError(f"{path}: a link that leads nowhere; choose another folder")
@@ -48,10 +48,10 @@ def require_free(path: Path, overwrite: bool) -> None:
 
 
 def start_folder(path: Path, manifest: Manifest, overwrite: bool) -> None:
-    """Make the folder and write the manifest.
+    """Make the folder and write the manifest; `overwrite` first removes a trace that is there.
 
     Raises:
-        GradlabError: if that is impossible.
+        GradlabError: if the folder cannot be written.
     """
     try:
         if overwrite and (path / MANIFEST).exists():
@@ -63,9 +63,10 @@ def start_folder(path: Path, manifest: Manifest, overwrite: bool) -> None:
 
 
 def start_together(path: Path, manifest: Manifest, overwrite: bool, ranks: Ranks) -> Manifest:
-    """Rank 0 starts the folder, and every rank returns its manifest; a collective.
+    """Start the folder on rank 0, and return rank 0's manifest on every rank; a collective.
 
-    Ranks on machines that do not share the folder write a copy, so that the parts can be put together later.
+    A rank on a machine that does not share the folder writes a copy of the manifest, so that the ranks' folders can be
+    put together later.
 
     Raises:
         GradlabError: the same on all ranks, if one of them cannot write.
@@ -89,7 +90,7 @@ def clear_trace(path: Path) -> None:
     """Remove a trace's own files and nothing else.
 
     Raises:
-        GradlabError: if a process is still recording it.
+        GradlabError: if a process is still recording the trace.
     """
     for rank in range(read_manifest(path).world_size):
         folder = path / rank_folder(rank)
@@ -111,10 +112,10 @@ def _clear_rank(folder: Path) -> None:
 
 
 def lock_rank(path: Path, rank: int) -> int:
-    """Take the lock of a rank's folder, which the kernel gives back when the process dies; its file descriptor.
+    """Lock a rank's folder and return the lock's file descriptor; the kernel unlocks it when the process dies.
 
     Raises:
-        GradlabError: if a process that is alive holds it.
+        GradlabError: if a live process holds the lock.
     """
     lock = path / rank_folder(rank) / LOCK
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
@@ -129,6 +130,6 @@ def lock_rank(path: Path, rank: int) -> int:
 
 
 def unlock_rank(path: Path, rank: int, descriptor: int) -> None:
-    """Give the lock back and remove its file."""
+    """Release the lock and remove its file."""
     (path / rank_folder(rank) / LOCK).unlink(missing_ok=True)
     os.close(descriptor)

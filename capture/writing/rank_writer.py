@@ -1,4 +1,4 @@
-"""Write what one rank records: steps are gathered into blocks of 16, blocks into segments, segments into an index."""
+"""Write what one rank records: 16 steps make a block, blocks make a segment, and an index lists the segments."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from gradlab.capture.writing.folder import lock_rank, unlock_rank
 from gradlab.capture.writing.segment import SegmentWriter
 from gradlab.trace.schema import CHUNK_STEPS, STEP_DTYPE, STORED_DTYPE, Manifest, RankIndex, rank_folder, write_index
 
-SPACE_RESERVE = 4 * 2**20  # bytes of the disk that recording leaves free, for what closing the files still needs
+SPACE_RESERVE = 4 * 2**20  # bytes of the disk that recording leaves free, for closing the files
 
 
 class RankWriter:
-    """The recording of one rank, in the thread that calls it.
+    """Writes the recording of one rank, in the thread that calls it.
 
     Memory: one block of 16 steps. A step is safe from a kill once `flush` or a full block has committed it.
 
     Args:
-        folder: the trace, whose manifest is written; rank: which one this is.
-        segment_bytes: size after which a new segment begins (always whole blocks).
+        folder: the trace's folder, which already holds its manifest.
+        manifest: the trace's manifest.
+        rank: the rank whose steps are written.
+        segment_bytes: size in bytes after which a new segment begins (always whole blocks).
     Raises:
         GradlabError: if another process is recording this rank.
         OSError: if the rank's folder cannot be written; from `append`, `flush` and `close` also if the disk is full.
@@ -37,7 +39,7 @@ class RankWriter:
         self._segment_steps = CHUNK_STEPS * max(1, blocks)
         self._segment: SegmentWriter | None = None
         self._segments: list[tuple[int, int]] = []
-        self._filled = self._written = 0  # rows of the block: filled in memory, of these committed
+        self._filled = self._written = 0  # rows of the block: filled in memory; of these, committed
         (folder / rank_folder(rank)).mkdir(exist_ok=True)
         self._lock = lock_rank(folder, rank)
         self._blocks: list[np.ndarray] = []
@@ -55,7 +57,12 @@ class RankWriter:
         return self._filled - self._written
 
     def append(self, gradients: Sequence[np.ndarray], record: np.void, unused: np.ndarray) -> None:
-        """Take one step: stored values (numel,) per layer, its record of `STEP_DTYPE`, and bool (layers,)."""
+        """Add one step to the block; commit the block when it is full.
+
+        Args:
+            gradients: per layer, stored values (numel,).
+            record: one element of `STEP_DTYPE`; unused: bool (layers,).
+        """
         if not self._blocks:
             stored = STORED_DTYPE[self._manifest.dtype]
             self._blocks = [np.empty((CHUNK_STEPS, layer.numel), stored) for layer in self._manifest.layers]
@@ -68,7 +75,7 @@ class RankWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Commit all steps that were taken."""
+        """Commit all steps that are in memory only."""
         new = slice(self._written, self._filled)
         if self._filled > self._written:
             require_space(self._folder, self._manifest.world_size * CHUNK_STEPS * self._manifest.row_bytes)
@@ -91,7 +98,7 @@ class RankWriter:
             self._segment = None
 
     def close(self, steps_lost: int = 0, reason: str | None = None) -> None:
-        """Commit what is left and write the rank's index, which makes its recording a closed one."""
+        """Commit what is left and write the rank's index, which marks its recording as closed."""
         self.flush()
         self._finish_segment()
         index = RankIndex(self._manifest.run, self._rank, tuple(self._segments), steps_lost, reason)
@@ -114,12 +121,13 @@ class RankWriter:
 
 
 def require_space(folder: Path, block_bytes: int) -> None:
-    """Stop before the disk is full, not after: HDF5 may crash the process when it cannot write out what it holds.
+    """Raise before the disk is full: HDF5 may crash the process when it cannot write what it holds.
 
     Args:
-        block_bytes: what all ranks may write at once; as much must be left, and room for HDF5's own records.
+        folder: any folder on the disk.
+        block_bytes: bytes that all ranks may write at once; twice as many and `SPACE_RESERVE` must be free.
     Raises:
-        OSError: ENOSPC, as the disk itself would say a little later.
+        OSError: ENOSPC, which the disk itself would raise a little later.
     """
     disk = os.statvfs(folder)
     if disk.f_bavail * disk.f_frsize < 2 * block_bytes + SPACE_RESERVE:
@@ -127,7 +135,7 @@ def require_space(folder: Path, block_bytes: int) -> None:
 
 
 def _non_finite(layers: Sequence[np.ndarray], dtype: str) -> np.ndarray:
-    """How many elements of each step are infinite or NaN: layers of (steps, numel) -> (steps,)."""
+    """Count the infinite or NaN elements of each step: layers of (steps, numel) -> (steps,)."""
     return np.add.reduce([_non_finite_rows(rows, dtype) for rows in layers], axis=0)
 
 
@@ -137,7 +145,7 @@ def _non_finite_rows(rows: np.ndarray, dtype: str) -> np.ndarray:
         return np.count_nonzero((rows & exponent) == exponent, axis=1)
     counts = np.zeros(len(rows), np.int64)
     with np.errstate(all="ignore"):
-        # One sum of squares a row tells whether there is anything to count.
+        # A row whose sum of squares is finite has nothing to count.
         doubtful = ~np.isfinite(np.einsum("sn,sn->s", rows, rows)) if dtype == "float32" else np.ones(len(rows), bool)
     counts[doubtful] = rows.shape[1] - np.count_nonzero(np.isfinite(rows[doubtful]), axis=1)
     return counts

@@ -1,7 +1,7 @@
 """Write one segment of a trace: an HDF5 file that a reader may open while it grows and that survives a kill.
 
-Single-writer-multiple-reader mode with a flush per block keeps every committed row readable after kill -9. Rows are
-written 16 whole steps at a time with the chunk cache off: eight times the throughput of single rows.
+HDF5's single-writer-multiple-reader (SWMR) mode with a flush per block keeps every committed row readable after
+kill -9. Rows are written 16 whole steps at a time with the chunk cache off: eight times the throughput of single rows.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ class SegmentWriter:
     """An open segment; `finish` gives it its final name.
 
     Args:
-        folder: the trace; rank, number: which segment of `manifest` this is.
-        suffix: what follows its final name while it is open.
+        folder: the trace's folder.
+        manifest: the trace's manifest.
+        rank, number: the rank, and the segment's number on that rank, from 0.
+        suffix: follows the file's final name while the segment is open.
     Raises:
         OSError, RuntimeError: from h5py, if the file cannot be created or written.
     """
@@ -54,7 +56,7 @@ class SegmentWriter:
         # The oldest file format that knows SWMR, so that older HDF5 libraries can read a trace as well.
         self._file = h5py.File(unfinished, "w", libver=("v110", "v110"), rdcc_nbytes=0)
         try:
-            # Text of fixed length lies under a checksum of HDF5's; of variable length, it does not.
+            # HDF5 checksums text of fixed length, but not text of variable length.
             self._file.attrs["gradlab"] = np.bytes_(header(manifest, rank, number))
             self._create_datasets()
             self._file.swmr_mode = True
@@ -66,7 +68,7 @@ class SegmentWriter:
             raise
 
     def _create_datasets(self) -> None:
-        """All of them now: SWMR mode allows no new ones."""
+        """Create all datasets before SWMR mode, which allows no new ones."""
         count = len(self._manifest.layers)
         stored = STORED_DTYPE[self._manifest.dtype]
         gradients = self._file.create_group("gradients")
@@ -92,11 +94,12 @@ class SegmentWriter:
         return group.create_dataset(name, shape=(0, *row), maxshape=(None, *row), dtype=dtype, chunks=chunks)
 
     def append(self, gradients: Sequence[np.ndarray], records: np.ndarray, unused: np.ndarray) -> None:
-        """Write and commit some steps.
+        """Write and commit steps.
 
         Args:
             gradients: per layer, stored values (steps, numel).
-            records: `STEP_DTYPE` (steps,), checksums still to be filled in; unused: bool (steps, layers).
+            records: `STEP_DTYPE` (steps,), whose checksums are filled in here.
+            unused: bool (steps, layers).
         """
         start, stop = self.committed, self.committed + len(records)
         for dataset, rows in zip(self._gradients, gradients, strict=True):
@@ -116,7 +119,7 @@ class SegmentWriter:
         self.committed = stop
 
     def finish(self) -> None:
-        """Close, force to disk, and give the file its final name."""
+        """Close the file, force it to disk, and give it its final name."""
         self._file.close()
         with open(self._part, "rb") as file:
             os.fsync(file.fileno())
@@ -124,6 +127,6 @@ class SegmentWriter:
         sync_folder(self.path.parent)
 
     def abandon(self) -> None:
-        """Close as far as the disk allows; committed rows stay readable under the name .part."""
+        """Close the file as far as the disk allows; committed rows stay readable under the name .part."""
         with contextlib.suppress(OSError, RuntimeError, ValueError):
             self._file.close()

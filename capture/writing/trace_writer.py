@@ -22,7 +22,7 @@ from gradlab.version import VERSION
 
 
 class TraceWriter:
-    """A trace that one process writes for all ranks, in the calling thread.
+    """Writes a trace of all ranks from one process, in the calling thread.
 
         with TraceWriter("trace", layers, world_size=4) as writer:
             writer.append(rank=0, index=0, gradients={"conv1.weight": gradient, ...}, loss=2.3)
@@ -31,12 +31,12 @@ class TraceWriter:
 
     Args:
         path: folder of the trace, new or empty.
-        layers: those that every step holds, in order.
+        layers: the layers that every step holds, in order.
         world_size: number of ranks.
         dtype: stored type: float32, float16 or bfloat16.
-        metadata, overwrite, segment_bytes: as of `TraceRecorder`.
+        metadata, overwrite, segment_bytes: as in `TraceRecorder`.
     Raises:
-        GradlabError: if the folder is not free, or an argument makes no sense.
+        GradlabError: if the folder is not free, or an argument is out of range.
     """
 
     def __init__(
@@ -86,10 +86,13 @@ class TraceWriter:
         """Write one step of one rank.
 
         Args:
+            rank: the rank, from 0.
             index: iteration, ascending per rank.
-            gradients: layer name -> values of the layer's shape; unused: names of layers without a gradient.
+            gradients: layer name -> values of the layer's shape.
+            loss, learning_rate, loss_scale, accumulation: of this step, see `STEP_DTYPE`.
+            unused: names of layers without a gradient.
         Raises:
-            GradlabError: if a layer is missing or of another shape, or iterations do not ascend.
+            GradlabError: if a layer is missing or of another shape, or a rank or an iteration is out of range.
         """
         if not 0 <= rank < len(self._ranks) or index <= self._last[rank]:
             raise GradlabError(f"rank {rank}, iteration {index}: expected a rank below {len(self._ranks)}, ascending")
