@@ -1,4 +1,4 @@
-"""Check a trace, whole or left behind by a killed run: read every committed value and compare its checksum."""
+"""Check a trace, closed or left by a killed run: read every committed value and compare its checksum."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from gradlab.trace.segment import SegmentReader
 
 @dataclass(frozen=True)
 class RankCheck:
-    """What one rank of a trace holds."""
+    """What `check` saw in one rank of a trace."""
 
     rank: int
     steps: int  # committed
-    closed: bool  # whether its recording was
+    closed: bool  # whether the rank closed its recording
     segments: int  # files
-    steps_lost: int  # due, and not recorded
+    steps_lost: int  # due, but not recorded
     problems: tuple[str, ...]  # one line each
 
 
 @dataclass(frozen=True)
 class TraceCheck:
-    """What a trace holds."""
+    """What `check` saw in a trace."""
 
     path: Path
     ranks: tuple[RankCheck, ...]
@@ -72,10 +72,10 @@ class TraceCheck:
 
 
 def check(path: str | os.PathLike[str]) -> TraceCheck:
-    """Read everything that a trace has committed.
+    """Read everything that a trace has committed, and report steps and problems.
 
     Raises:
-        GradlabError: if there is no manifest that can be read; all else is reported per rank.
+        GradlabError: if the manifest cannot be read; other problems are reported in the result.
     """
     folder = Path(path)
     manifest = read_manifest(folder)
@@ -86,13 +86,13 @@ def check(path: str | os.PathLike[str]) -> TraceCheck:
         iterations.append(committed)
     common = len(reduce(np.intersect1d, iterations))
     shared = folder_problems(folder, manifest)
-    if all(row.closed for row in rows):  # an open one may still be filled
+    if all(row.closed for row in rows):  # an open recording may still get steps
         shared += empty_problems(folder, [row.steps for row in rows], common)
     return TraceCheck(folder, tuple(rows), common, tuple(shared))
 
 
 def _check_rank(folder: Path, manifest: Manifest, rank: int) -> tuple[RankCheck, np.ndarray]:
-    """A rank's row, and the iterations it committed, int64 (steps,)."""
+    """Check one rank; return its report and the iterations that it committed, int64 (steps,)."""
     problems: list[str] = []
     index: RankIndex | None = None
     try:
@@ -117,7 +117,7 @@ def _check_rank(folder: Path, manifest: Manifest, rank: int) -> tuple[RankCheck,
 
 
 def committed_segments(folder: Path, rank: int, index: RankIndex | None) -> list[tuple[int, str]]:
-    """(number, suffix) of the segments whose steps count: those the index names, or without one all that exist."""
+    """List (number, suffix) of the segments that count: those in the index; without an index, all in the folder."""
     here = folder / rank_folder(rank)
     closed = segment_numbers(here)
     if index is not None:
@@ -129,7 +129,7 @@ def committed_segments(folder: Path, rank: int, index: RankIndex | None) -> list
 def _check_segment(
     folder: Path, manifest: Manifest, rank: int, number: int, suffix: str
 ) -> tuple[np.ndarray | None, list[str]]:
-    """Iterations that a segment has committed, None if it cannot be opened, and what is wrong with it."""
+    """Return a segment's committed iterations (None if it cannot be opened), and its problems."""
     path = folder / rank_folder(rank) / (segment_name(number) + suffix)
     try:
         segment = SegmentReader(path, manifest, rank, number, swmr=suffix == PART)

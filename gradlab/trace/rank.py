@@ -18,14 +18,14 @@ _MAX_OPEN_SEGMENTS = 64
 
 
 class OpenSegments:
-    """The segments of a trace, opened when they are asked for; of many, those used last stay open."""
+    """The segments of a trace, opened on demand; at most 64 stay open, those used last."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
         self._open: OrderedDict[tuple[int, int], SegmentReader] = OrderedDict()
 
     def get(self, rank: int, number: int) -> SegmentReader:
-        """An open segment, valid until the next one is asked for. Raises as `SegmentReader`."""
+        """Return an open segment, valid until the next call. Raises as `SegmentReader`."""
         key = (rank, number)
         if key in self._open:
             self._open.move_to_end(key)
@@ -37,18 +37,21 @@ class OpenSegments:
         return self._open[key]
 
     def close(self) -> None:
-        """Close all files; `get` opens them again."""
+        """Close all files; `get` reopens them."""
         while self._open:
             self._open.popitem()[1].close()
 
 
 class RankSteps:
-    """What one rank committed, S steps in its own rows 0 .. S - 1, whatever the other ranks hold.
+    """The S steps that one rank committed, in rows 0 .. S - 1, whatever the other ranks hold.
 
     Args:
-        segments: of the trace; index: of the rank.
+        segments: the segments of the trace.
+        rank: the rank, from 0.
+        index: the rank's index.
     Attributes:
-        records: `STEP_DTYPE` (S,); unused: bool (S, layers).
+        records: `STEP_DTYPE` (S,).
+        unused: bool (S, layers), layers without a gradient.
     Raises:
         GradlabError: if the index and the segments disagree, or a segment is damaged.
     """
@@ -72,11 +75,11 @@ class RankSteps:
 
     @property
     def iterations(self) -> np.ndarray:
-        """Iterations of the training run, ascending: int64 (S,)."""
+        """Iterations of the training run, int64 (S,), ascending."""
         return self.records["index"]
 
     def read(self, layer: Layer, rows: np.ndarray, columns: slice) -> np.ndarray:
-        """Some rows, ascending, of a layer: float32 (len(rows), columns). Raises as `SegmentReader.read`."""
+        """Read ascending rows of a layer: float32 (len(rows), columns). Raises as `SegmentReader.read`."""
         parts = [
             self._segments.get(self._rank, self._numbers[segment]).read(layer, first, last, columns)
             for segment, first, last in runs(rows, self._starts)
@@ -87,15 +90,19 @@ class RankSteps:
 
 
 def require_none(problems: Sequence[str]) -> None:
-    """Raises GradlabError with the first problem, if there is one."""
+    """Raise GradlabError with the first problem, if there is one."""
     if problems:
         raise GradlabError(problems[0])
 
 
 def runs(rows: np.ndarray, starts: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Cut ascending row numbers into reads: (segment, first row in it, last row + 1).
+    """Cut ascending row numbers into runs of consecutive rows inside one segment.
 
-    A run is a stretch of consecutive rows inside one segment; rows without gaps in one segment are one run.
+    Args:
+        rows: row numbers over all segments, ascending.
+        starts: segment k holds rows starts[k] .. starts[k + 1] - 1.
+    Returns:
+        Per run: segment, first row and last row + 1, both counted within the segment.
     """
     if not len(rows):
         return

@@ -1,6 +1,6 @@
-"""What has to hold of a trace beyond each single segment: the rules that `Trace` enforces and that `check` reports.
+"""Rules for a trace beyond each single segment, which `Trace` enforces and `check` reports.
 
-Every rule returns a line per violation, so that one reader can refuse the first and another can list them all.
+Every rule returns a line per violation, so that `Trace` can raise the first and `check` can list all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gradlab.trace.schema import Manifest, RankIndex, rank_folder, segment_name,
 
 
 def folder_problems(folder: Path, manifest: Manifest) -> list[str]:
-    """The folders are those of the manifest's ranks, no more and no fewer."""
+    """Check that the folders are those of the manifest's ranks, no more and no fewer."""
     there = {entry.name for entry in folder.iterdir() if re.fullmatch(r"rank-\d{5,}", entry.name)}
     expected = {rank_folder(rank) for rank in range(manifest.world_size)}
     head = f"{folder}: ranks disagree, the manifest has {manifest.world_size}, but"
@@ -24,7 +24,7 @@ def folder_problems(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def index_problems(folder: Path, manifest: Manifest, rank: int, index: RankIndex) -> list[str]:
-    """The index of `rank` is this rank's and this run's, and names the closed segments that are there."""
+    """Check that the index belongs to `rank` and to this run, and names exactly the closed segments in the folder."""
     if index.rank != rank or index.run != manifest.run:
         return [f"{folder}: {rank_folder(rank)} disagrees with the manifest, it is of another run"]
     here = folder / rank_folder(rank)
@@ -37,7 +37,7 @@ def index_problems(folder: Path, manifest: Manifest, rank: int, index: RankIndex
 
 
 def count_problems(folder: Path, index: RankIndex, committed: Mapping[int, int]) -> list[str]:
-    """Segments hold as many steps as their index says; `committed` has those that could be read, by number."""
+    """Check segments' numbers of steps against the index. committed: segment number -> steps, where readable."""
     return [
         f"{folder / rank_folder(index.rank) / segment_name(number)}: damaged, {committed[number]} committed steps, "
         f"its index says {steps}"
@@ -47,13 +47,13 @@ def count_problems(folder: Path, index: RankIndex, committed: Mapping[int, int])
 
 
 def order_problems(folder: Path, rank: int, iterations: np.ndarray) -> list[str]:
-    """The iterations of one rank ascend, int64 (steps,)."""
+    """Check that one rank's iterations, int64 (steps,), ascend."""
     ascending = bool((np.diff(iterations) > 0).all())
     return [] if ascending else [f"{folder}: rank {rank}: iterations are not in ascending order"]
 
 
 def empty_problems(folder: Path, rank_steps: Sequence[int], common_steps: int) -> list[str]:
-    """There is an iteration that every rank holds."""
+    """Check that every rank holds at least one common iteration."""
     if common_steps:
         return []
     held = ", ".join(map(str, rank_steps))
@@ -61,7 +61,7 @@ def empty_problems(folder: Path, rank_steps: Sequence[int], common_steps: int) -
 
 
 def remarks(rank_steps: Sequence[int], common_steps: int) -> tuple[str, ...]:
-    """Notes that are no errors, one line each: ranks that hold more steps than all of them hold."""
+    """Return notes that are no errors, one line each: ranks hold steps that other ranks lack."""
     least, most = min(rank_steps), max(rank_steps)
     if most == common_steps:
         return ()

@@ -1,4 +1,4 @@
-"""What a trace consists of: names, types and checksums of its parts, and the two JSON files that describe it.
+"""The parts of a trace: their names, types and checksums, and the two JSON files that describe them.
 
     manifest.json            what the trace is: run, world size, layers, dtype, metadata; written once, by rank 0
     rank-00000/index.json    what rank 0 recorded: its segments with their steps; its presence says "closed"
@@ -49,9 +49,9 @@ STORED_DTYPE: dict[str, np.dtype[Any]] = {
 STEP_DTYPE: np.dtype[Any] = np.dtype(
     [
         ("index", "<i8"),  # iteration: synchronised backward passes since the recorder was attached, from 0
-        ("loss", "<f8"),  # NaN where nobody annotated it
+        ("loss", "<f8"),  # NaN where it was not annotated
         ("learning_rate", "<f8"),  # of the first parameter group; NaN without an optimizer
-        ("loss_scale", "<f8"),  # recorded gradients are this many times the true ones
+        ("loss_scale", "<f8"),  # recorded gradient divided by the true one
         ("accumulation", "<i8"),  # forward passes since the last synchronised backward pass
         ("non_finite", "<i8"),  # elements of the recorded gradients that are infinite or NaN
         ("checksum", "<u4"),  # CRC-32 of the fields above, the unused bits and the layers' checksums
@@ -64,35 +64,43 @@ _MAX_WORLD_SIZE = 2**20
 
 
 def rank_folder(rank: int) -> str:
-    """Name of the folder that one rank writes, inside the trace's."""
+    """Return the name of one rank's folder inside the trace's folder."""
     return f"rank-{rank:05d}"
 
 
 def segment_name(number: int) -> str:
-    """File name of a closed segment; `PART` follows it while the segment is open."""
+    """Return the file name of a closed segment; `PART` follows it while the segment is open."""
     return f"{number:06d}.h5"
 
 
 def dataset_name(layer_name: str) -> str:
-    """A layer's name as the name of one HDF5 link, where "/" would open a group and "." is the group itself."""
+    """Escape a layer's name as one HDF5 link, where "/" would open a group and "." is the group itself."""
     escaped = layer_name.replace("%", "%25").replace("/", "%2F").replace("\0", "%00")
     return "%2E" if escaped == "." else escaped
 
 
 def chunk_shape(numel: int) -> tuple[int, int]:
-    """Chunk of a layer: 16 steps by equal column widths, so that the last chunk pads little."""
+    """Return a layer's chunk, (16 steps, columns): equal widths, so that the last chunk pads little."""
     pieces = max(1, -(-numel // CHUNK_COLUMNS))
     return CHUNK_STEPS, -(-numel // pieces)
 
 
 def row_checksums(rows: np.ndarray) -> np.ndarray:
-    """CRC-32 of each stored row: (steps, numel) -> uint32 (steps,)."""
+    """Compute the CRC-32 of each stored row: (steps, numel) -> uint32 (steps,)."""
     rows = np.ascontiguousarray(rows)
     return np.array([zlib.crc32(row.view(np.uint8)) if row.size else 0 for row in rows], dtype=np.uint32)
 
 
 def record_checksums(records: np.ndarray, unused: np.ndarray, checksums: np.ndarray) -> np.ndarray:
-    """CRC-32 over everything that a step stores beside its gradients: uint32 (steps,)."""
+    """Compute the CRC-32 of everything that a step stores beside its gradients.
+
+    Args:
+        records: `STEP_DTYPE` (steps,), whose own checksums are left out.
+        unused: packed bits, uint8 (steps, ceil(layers / 8)).
+        checksums: of each layer's row, uint32 (steps, layers).
+    Returns:
+        uint32 (steps,).
+    """
     sums = np.empty(len(records), dtype=np.uint32)
     for row, (record, bits, layer_sums) in enumerate(zip(records, unused, checksums, strict=True)):
         fields = record.tobytes()[:-4]
@@ -102,7 +110,7 @@ def record_checksums(records: np.ndarray, unused: np.ndarray, checksums: np.ndar
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a trace is. `run` is unique to one recording; `metadata` is any JSON the recorder was given."""
+    """Describes a trace. `run` is unique to one recording; `metadata` is a JSON object from the recorder."""
 
     world_size: int
     layers: tuple[Layer, ...]
@@ -116,7 +124,7 @@ class Manifest:
         return sum(layer.numel for layer in self.layers) * STORED_DTYPE[self.dtype].itemsize
 
     def to_json(self) -> dict[str, Any]:
-        """The manifest's fields as JSON values; `from_json` reads them back."""
+        """Return the manifest's fields as JSON values; `from_json` reads them back."""
         return {
             "run": self.run,
             "world_size": self.world_size,
@@ -128,7 +136,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, value: dict[str, Any], where: Path) -> Manifest:
-        """Check and read the manifest's fields.
+        """Check and read the manifest's fields; `where` is the file that an error names.
 
         Raises:
             GradlabError: for a field that is missing, of another type, or out of range.
@@ -160,7 +168,7 @@ def _checked_layers(value: Any, where: Path) -> tuple[Layer, ...]:
 
 @dataclass(frozen=True)
 class RankIndex:
-    """What one rank recorded: (segment number, committed steps) in order of time, and what it lost."""
+    """What one rank recorded: (segment number, committed steps) in order of time, the steps lost, and why."""
 
     run: str
     rank: int
@@ -169,7 +177,7 @@ class RankIndex:
     reason: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The index's fields as JSON values; `from_json` reads them back."""
+        """Return the index's fields as JSON values; `from_json` reads them back."""
         return {
             "run": self.run,
             "rank": self.rank,
@@ -194,12 +202,12 @@ class RankIndex:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write a trace's manifest into its folder, which must exist; OSError if that is impossible."""
+    """Write a trace's manifest into its folder, which must exist; raise OSError if that is impossible."""
     write_document(folder / MANIFEST, FORMAT, manifest.to_json())
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the trace in `folder`.
+    """Read the manifest of the trace in `folder`.
 
     Raises:
         GradlabError: if there is no such folder, or its manifest is missing, damaged, foreign or newer.
@@ -212,7 +220,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def write_index(folder: Path, index: RankIndex) -> None:
-    """Write the index of one rank of the trace in `folder`: from then on its recording counts as closed.
+    """Write the index of one rank of the trace in `folder`, which marks the rank's recording as closed.
 
     Raises:
         OSError: if the rank's folder is missing or cannot be written.
@@ -221,7 +229,7 @@ def write_index(folder: Path, index: RankIndex) -> None:
 
 
 def read_index(folder: Path, rank: int) -> RankIndex | None:
-    """The index of one rank; None if the rank has none because its recording was never closed.
+    """Read the index of one rank; return None if the rank's recording was never closed.
 
     Raises:
         GradlabError: if the index is damaged, foreign or newer.
@@ -234,7 +242,8 @@ def write_document(path: Path, document_format: str, body: dict[str, Any]) -> No
     """Write a JSON document with its own sha256, whole or not at all.
 
     Raises:
-        OSError: if it cannot be written; ValueError: if `body` is not JSON.
+        OSError: if the file cannot be written.
+        ValueError: if `body` is not JSON.
     """
     content = {"format": document_format, "version": VERSION, **body}
     content["sha256"] = hashlib.sha256(canonical_json(content).encode()).hexdigest()
@@ -245,7 +254,7 @@ def read_document(path: Path, document_format: str) -> dict[str, Any]:
     """Read a JSON document and check format, version and sha256, in this order.
 
     Raises:
-        GradlabError: for anything else than a whole document of this format in a version that is known here.
+        GradlabError: unless the file holds a whole document of this format in a known version.
     """
     try:
         if path.stat().st_size > _MAX_JSON_BYTES:
@@ -281,7 +290,7 @@ def _check_sha256(content: dict[str, Any], path: Path) -> None:
 
 
 def segment_numbers(folder: Path, suffix: str = "") -> list[int]:
-    """Numbers of the segments of a rank whose file names end in `.h5` + suffix, ascending."""
+    """List the numbers of the segments in a rank's folder whose file names end in `.h5` + suffix, ascending."""
     names: Iterable[str] = (entry.name for entry in folder.iterdir()) if folder.is_dir() else ()
     pattern = re.compile(r"(\d{6,})\.h5" + re.escape(suffix))
     return sorted(int(match[1]) for name in names if (match := pattern.fullmatch(name)))

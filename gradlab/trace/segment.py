@@ -1,6 +1,6 @@
-"""Read one segment of a trace: an HDF5 file that is checked before a single value is believed.
+"""Read one segment of a trace: an HDF5 file that is checked before any value is used.
 
-A segment may come from elsewhere, so everything in HDF5 that can reach outside the file or claim more than the
+A segment may come from an untrusted source. Everything in HDF5 that can reach outside the file or claim more than the
 file holds is refused: links that are not hard links, external storage, virtual datasets, filters other than HDF5's
 own, shapes that the file's size cannot carry.
 """
@@ -40,7 +40,7 @@ _MEMBERS = {"gradients", "steps", "unused", "checksums", "committed"}
 
 
 def header(manifest: Manifest, rank: int, number: int) -> str:
-    """The canonical JSON that a segment carries to say where it belongs."""
+    """Return the canonical JSON in a segment that says which trace, rank and place it belongs to."""
     return canonical_json(
         {
             "format": FORMAT,
@@ -77,8 +77,11 @@ def _one_line(path: Path, doing: str) -> Iterator[None]:
 
 
 def _open_growing(path: Path) -> h5py.File:
-    """Open a file that may be growing. What does not match its checksum may be half written, so HDF5 reads it again, by
-    default 100 times, and doubles its pause from 1 ns every time: a damaged file keeps it for ever.
+    """Open a file that may be growing.
+
+    HDF5 reads metadata that do not match their checksum again, as they may be half written. By default it tries 100
+    times and doubles a pause of 1 ns every time, so that opening a damaged file would
+    never end.
     """
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
@@ -93,8 +96,13 @@ class SegmentReader:
     """One open segment.
 
     Args:
-        path: the file; rank, number: which segment of `manifest` it has to be.
-        swmr: open a file whose writer was killed, or is still writing.
+        path: the file.
+        manifest: of the trace that the file must belong to.
+        rank, number: the rank and the segment number that the file must have.
+        swmr: open a file whose writer was killed or is still writing.
+    Attributes:
+        committed: number of steps.
+        records: `STEP_DTYPE` (committed,).
     Raises:
         GradlabError: for a file that is damaged, not trusted, or does not belong to the trace.
     """
@@ -119,8 +127,10 @@ class SegmentReader:
         self._file.close()
 
     def _header(self, expected: str) -> Any:
-        """What the file says of itself. Variable-length text lies in HDF5's global heap, the one part of a file without
-        a checksum: a flipped bit there can keep HDF5 reading for ever. Never read it; early traces have such a header.
+        """Return the file's own header, None if it has none.
+
+        Early traces have a header of variable-length text. It lies in HDF5's global heap, the only part of a file
+        without a checksum: a flipped bit there can keep HDF5 reading for ever. So HDF5 never reads such a header here.
         """
         if "gradlab" not in self._file.attrs:
             return None
@@ -184,7 +194,7 @@ class SegmentReader:
         return group[name]
 
     def _dataset(self, group: Any, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> Any:
-        """A data set that is what it claims: type, at least `shape[0]` rows, and storage for all of them."""
+        """Return a data set after checking its type, at least `shape[0]` rows, and storage for all of them."""
         dataset = self._hard(group, name)
         if not isinstance(dataset, h5py.Dataset):
             raise GradlabError(f"{self.path}: {name!r} is not a data set")
@@ -217,7 +227,7 @@ class SegmentReader:
         return np.unpackbits(self._unused_bits, axis=1, count=len(self.layers)).astype(bool)
 
     def read_stored(self, layer: Layer, start: int, stop: int, columns: slice = slice(None)) -> np.ndarray:
-        """Rows start..stop as they are stored: float32, float16, or uint16 for bfloat16; (stop - start, columns).
+        """Read rows start..stop as stored: float32, float16, or uint16 for bfloat16; (stop - start, columns).
 
         Raises:
             GradlabError: if the file cannot be read, or whole rows do not match their checksums.
@@ -235,12 +245,12 @@ class SegmentReader:
         return rows
 
     def read(self, layer: Layer, start: int, stop: int, columns: slice = slice(None)) -> np.ndarray:
-        """Rows start..stop of a layer as float32 (stop - start, columns). Raises as `read_stored`."""
+        """Read rows start..stop of a layer as float32 (stop - start, columns). Raises as `read_stored`."""
         return as_float32(self.read_stored(layer, start, stop, columns), self._dtype)
 
 
 def as_float32(stored: np.ndarray, dtype: str) -> np.ndarray:
-    """Stored values as float32; bfloat16 is the upper half of a float32's bits."""
+    """Convert stored values to float32; bfloat16 is the upper half of a float32's bits."""
     if dtype == "bfloat16":
         return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return stored.astype(np.float32, copy=False)

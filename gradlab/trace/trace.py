@@ -4,8 +4,8 @@
         for step in trace.iterate():
             step.gradients[0]["conv1.weight"]     # rank 0's local gradient, float32, in the layer's shape
 
-Ranks may hold different steps (one was killed earlier, one dropped a step): `Trace.steps` are the iterations that
-every rank committed, and all positions count in them. The files are described in `gradlab.trace.schema`.
+Ranks may hold different steps, because one was killed earlier or dropped a step. `Trace.steps` are the iterations that
+every rank committed, and a position is an index into them. `gradlab.trace.schema` describes the files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gradlab.trace.schema import CHUNK_STEPS, RankIndex, read_index, read_manife
 
 __all__ = ["RankCheck", "Trace", "TraceCheck", "TraceStep", "check"]
 
-_BLOCK_BYTES = 96 * 2**20  # most memory of a block that `iterate` reads ahead, in bytes
+_BLOCK_BYTES = 96 * 2**20  # most bytes of a block that `iterate` reads ahead
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class TraceStep:
     gradients: list[dict[str, np.ndarray]]  # per rank: layer name -> float32 array of the layer's shape
     loss: np.ndarray  # (N,), NaN where it was not annotated
     learning_rate: float  # rank 0's, of the first parameter group
-    loss_scale: np.ndarray  # (N,): gradients are this many times the true ones
+    loss_scale: np.ndarray  # (N,): recorded gradient divided by the true one
     accumulation: np.ndarray  # (N,): forward passes that make up the gradient
     non_finite: np.ndarray  # (N,): infinite or NaN elements
     unused: np.ndarray  # (N, L) bool: layers without a gradient on that rank
@@ -55,6 +55,13 @@ class Trace:
     Args:
         path: the trace's folder.
         allow_empty: accept a trace that has no iteration common to all ranks.
+    Attributes:
+        world_size: number of ranks N.
+        layers: the layers, in order.
+        metadata: the JSON object that the recorder was given.
+        steps: iterations that every rank committed, int64 (T,), ascending.
+        rank_steps: committed steps of each rank.
+        steps_lost: steps of each rank that were due, but not recorded.
     Raises:
         GradlabError: for a folder that is missing, foreign, damaged, newer, unfinished or empty, and for ranks
             that disagree.
@@ -91,7 +98,7 @@ class Trace:
         self.close()
 
     def close(self) -> None:
-        """Close all files; reading again opens them again."""
+        """Close all files; a later read reopens them."""
         self._segments.close()
 
     def _read_indices(self) -> list[RankIndex]:
@@ -141,7 +148,7 @@ class Trace:
         """Read the local gradients of one layer on one rank, as recorded (times the loss scale of their step).
 
         Args:
-            layer: its name.
+            layer: name of the layer.
             rank: from 0.
             start, stop: positions in `steps`.
             columns: elements of the row-major flattening, contiguous; None reads and verifies whole rows.
@@ -158,7 +165,7 @@ class Trace:
         return self._ranks[rank].read(member, self._rows[rank][start:stop], columns)
 
     def mean(self, layer: str, start: int = 0, stop: int | None = None, columns: slice | None = None) -> np.ndarray:
-        """Average a layer over all ranks, in float64. Arguments as of `read`.
+        """Average a layer over all ranks, in float64. Arguments and errors as in `read`.
 
         Returns:
             float32 (stop - start, numel[columns]).
@@ -169,7 +176,7 @@ class Trace:
         for first in range(start, stop, CHUNK_STEPS):
             last = min(first + CHUNK_STEPS, stop)
             total = np.zeros((last - first, out.shape[1]), np.float64)
-            with np.errstate(invalid="ignore", over="ignore"):  # recorded infinities meet, too
+            with np.errstate(invalid="ignore", over="ignore"):  # recorded infinities may meet
                 for rank in range(self.world_size):
                     total += self.read(layer, rank, first, last, columns)
                 out[first - start : last - start] = total / self.world_size
@@ -184,7 +191,7 @@ class Trace:
             start, stop: positions in `steps`.
             layers: names of the layers to read, None for all.
         Raises:
-            GradlabError: as `read`.
+            GradlabError: as in `read`.
         """
         start, stop = self._range(start, stop)
         chosen = [self.layer(name) for name in layers] if layers is not None else list(self.layers)
@@ -202,7 +209,7 @@ class Trace:
             for offset in range(last - first):
                 gradients = [{name: rows[offset] for name, rows in rank.items()} for rank in block]
                 yield self._step(first + offset, gradients)
-            del block, gradients  # before the next one is read
+            del block, gradients  # before the next block is read
 
     def _step(self, position: int, gradients: list[dict[str, np.ndarray]]) -> TraceStep:
         rows = [rank_rows[position] for rank_rows in self._rows]
@@ -220,7 +227,7 @@ class Trace:
         )
 
     def scalars(self, rank: int) -> dict[str, np.ndarray]:
-        """Return what one rank stored of each of the T common steps, beside gradients.
+        """Return what one rank stored beside gradients of each of the T common steps.
 
         Returns:
             By name: index, loss, learning_rate, loss_scale, accumulation and non_finite, each (T,); and unused, bool
