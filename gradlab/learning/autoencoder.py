@@ -1,13 +1,14 @@
 """LGC's autoencoders: one-dimensional convolutions that code a vector in a quarter of its length, and back.
 
 Abrahamyan, Chen, Bekoulis, Deligiannis, "Learned gradient compression for distributed deep learning", IEEE TNNLS
-2021: section IV-C, Tables I and II. Weights are plain tensors by name, so that an artifact holds them and a broadcast
-sends them as one vector; the mathematics are functions of that vector.
+2021: section IV-C, Tables I and II. All weights are one vector, which an artifact holds and a broadcast sends; the
+mathematics are functions of that vector.
 
 The tables contradict each other: the encoder's strides divide the length by 16, the decoder's multiply it by 32. Three
-readings (`RESOLUTIONS`): "deconv1", the first deconvolution with stride 1; "conv5", the encoder's last convolution with
-stride 2, so that a code is half as long; "conv", the decoder's last convolution with stride 2. The text names leaky
-ReLU without its slope, 0.01 here; it follows every layer but the last of the encoder and of the decoder.
+readings are offered (`RESOLUTIONS`). "deconv1": the first deconvolution has stride 1. "conv5": the encoder's last
+convolution has stride 2, so that a code is half as long. "conv": the decoder's last convolution has stride 2. The paper
+names leaky ReLU without its slope, which is 0.01 here. It follows every layer but the last of the encoder and of the
+decoder.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Architecture:
 
     resolution: the reading of the tables, one of `RESOLUTIONS`.
     decoders: 1 for the ring; one per rank for the server.
-    innovation: whether the decoders' last convolution has the innovation as a further input, for the server.
+    innovation: whether the innovation is a further input of the decoders' last convolution, as the server needs it.
     """
 
     resolution: str = "deconv1"
@@ -43,19 +44,19 @@ class Architecture:
 
     @property
     def multiple(self) -> int:
-        """A vector is padded with zeros to a multiple of this length."""
+        """Elements; a vector is padded with zeros to a multiple of this length."""
         return 32 if self.resolution == "conv5" else 16
 
     def padded(self, numel: int) -> int:
-        """A vector's length with its padding."""
+        """Return the length of a padded vector of `numel` elements."""
         return -(-numel // self.multiple) * self.multiple
 
     def code_numel(self, numel: int) -> int:
-        """Values in the code of a vector."""
+        """Return the number of values in the code of a vector of `numel` elements."""
         return _ENCODER[-1][0] * self.padded(numel) // self.multiple
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every weight by name, in the order in which they travel."""
+        """Return the shape of every weight by name, in the order of the weight vector."""
         shapes: dict[str, tuple[int, ...]] = {}
         inputs = 1
         for number, (outputs, size) in enumerate(_ENCODER, 1):
@@ -76,22 +77,22 @@ class Architecture:
         return sum(math.prod(shape) for shape in self.shapes().values())
 
     def initial(self, generator: torch.Generator) -> torch.Tensor:
-        """Weights as PyTorch's convolutions start, uniform within 1 / sqrt(inputs times kernel size): one vector."""
+        """Draw a weight vector as PyTorch's convolutions do, uniform within 1 / sqrt(inputs times kernel size)."""
         weights: Tensors = {}
         bound = 1.0
         for name, shape in self.shapes().items():
             if name.endswith(".weight"):
-                # As PyTorch has it, a transposed convolution counts its second dimension.
+                # PyTorch takes the second dimension as inputs, in a transposed convolution too.
                 bound = 1 / math.sqrt(shape[1] * shape[2])
             weights[name] = torch.empty(shape).uniform_(-bound, bound, generator=generator)
         return self.joined(weights)
 
     def joined(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """All weights as one vector."""
+        """Join all weights into one vector (numel,)."""
         return torch.cat([weights[name].reshape(-1) for name in self.shapes()])
 
     def separated(self, vector: torch.Tensor) -> Tensors:
-        """The inverse of `joined`."""
+        """Split a weight vector (numel,) into weights by name; the inverse of `joined`."""
         shapes = self.shapes()
         parts = vector.split([math.prod(shape) for shape in shapes.values()])
         return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
@@ -99,7 +100,10 @@ class Architecture:
     # --- eqs. (3), (4), (8), (10) ---
 
     def encode(self, weights: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-        """E_c: codes (..., 4, length / 16) of vectors (..., length), whose length is a `multiple`."""
+        """E_c: encode vectors (..., length) as codes (..., 4, length / multiple).
+
+        weights: (numel,). The length must be a multiple of `multiple`.
+        """
         named, x = self.separated(weights), vectors.reshape(-1, 1, vectors.shape[-1])
         last = len(_ENCODER)
         for number, (_, size) in enumerate(_ENCODER, 1):
@@ -116,7 +120,12 @@ class Architecture:
         decoder: int = 0,
         innovation: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """D_c: vectors (..., length) of codes (..., 4, length / 16). innovation: (..., length), for the server."""
+        """D_c: decode codes (..., 4, length / multiple) to vectors (..., length).
+
+        weights: (numel,).
+        decoder: its number, from 0.
+        innovation: (..., length), for the server.
+        """
         named, x = self.separated(weights), codes.reshape(-1, *codes.shape[-2:])
         for number in range(1, len(_DECODER) + 1):
             stride = 1 if number == 1 and self.resolution == "deconv1" else 2
@@ -128,7 +137,7 @@ class Architecture:
         if innovation is None:
             x = functional.conv1d(x, weight, bias, stride=stride)
         else:
-            # The last channel apart: the innovation has the output's length, the others may have twice that.
+            # The last channel is apart: the innovation has the output's length, the other channels may have twice that.
             x = functional.conv1d(x, weight[:, :-1], bias, stride=stride)
             x = x + weight[:, -1:] * innovation.reshape(-1, 1, innovation.shape[-1])
         return x.reshape(*codes.shape[:-2], x.shape[-1])
@@ -147,9 +156,9 @@ def _of(weights: Mapping[str, torch.Tensor], layer: str) -> tuple[torch.Tensor, 
 
 @dataclass(frozen=True)
 class Loss:
-    """What the autoencoder is trained on.
+    """Settings of the autoencoder's loss.
 
-    reduction: "sum" of squares, as in the equations, or their "mean" over the elements that are decoded.
+    reduction: "sum" of squares, as in the equations, or their "mean" over the decoded elements.
     similarity: lambda_2 of eq. (7), for the server.
     """
 
@@ -158,9 +167,10 @@ class Loss:
 
 
 def ring_loss(architecture: Architecture, weights: torch.Tensor, vectors: torch.Tensor, loss: Loss) -> torch.Tensor:
-    """Eq. (11): squared distance of the decoded average of codes from the average of vectors.
+    """Eq. (11): compute the squared distance of the decoded average code from the average vector.
 
-    vectors: (K, length), of K ranks; or of several iterations at once, (B, K, length): the mean over them.
+    weights: (numel,).
+    vectors: (K, length) of K ranks; or (B, K, length) of B iterations, whose losses are averaged.
     """
     decoded = architecture.decode(weights, architecture.encode(weights, vectors).mean(-3))
     iterations = vectors[..., 0, 0].numel()
@@ -175,10 +185,11 @@ def server_loss(
     common: int | torch.Tensor,
     loss: Loss,
 ) -> torch.Tensor:
-    """Eqs. (5) to (7): squared distance of the decoded vectors from the vectors, and similarity of codes.
+    """Eqs. (5) to (7): compute the squared distance of decoded vectors from the vectors, and the similarity of codes.
 
-    vectors, innovations: (K, length), of K ranks; or of several iterations at once, (B, K, length): the mean over them.
-    common: the rank whose code all decoders get; (B,) of several iterations.
+    weights: (numel,).
+    vectors, innovations: (K, length) of K ranks; or (B, K, length) of B iterations, whose losses are averaged.
+    common: the rank whose code all decoders get; (B,) for B iterations.
     """
     batch, chosen = vectors.reshape(-1, *vectors.shape[-2:]), torch.as_tensor(common).reshape(-1)
     apart = innovations.reshape(batch.shape)
@@ -198,17 +209,18 @@ def _reduced(squares: torch.Tensor, loss: Loss) -> torch.Tensor:
 
 # --- training ---------------------------------------------------------------------------------------------------------
 
-OPTIMIZERS = {"sgd": (), "adam": ("count", "first", "second")}  # with the names of their states
+OPTIMIZERS = {"sgd": (), "adam": ("count", "first", "second")}  # optimizer -> names of its state tensors
 _BETAS, _EPSILON = (0.9, 0.999), 1e-8
 
 
 def optimized(
     name: str, learning_rate: float, weights: torch.Tensor, gradient: torch.Tensor, state: Tensors
 ) -> tuple[torch.Tensor, Tensors]:
-    """Take one step of an optimizer: new weights and the optimizer's new state.
+    """Take one step of an optimizer; return new weights (numel,) and the optimizer's new state.
 
-    name: "sgd", plain, the paper's; or "adam".
-    state: what the last step returned, empty at first.
+    name: "sgd", plain, as in the paper; or "adam".
+    weights, gradient: (numel,).
+    state: the state that the last step returned, empty at first.
     """
     if name == "sgd":
         return weights - learning_rate * gradient, {}
@@ -221,7 +233,7 @@ def optimized(
 
 
 def gradient_of(loss: Callable[[torch.Tensor], torch.Tensor], weights: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """The value and the gradient (numel,) of a loss at weights (numel,)."""
+    """Compute the value and the gradient (numel,) of a loss at weights (numel,)."""
     with torch.enable_grad():
         leaf = weights.detach().requires_grad_()
         value = loss(leaf)

@@ -1,8 +1,8 @@
-"""What LGC's two codecs share: selected values of every layer, an autoencoder for them, and three phases of a run.
+"""The parts that LGC's two codecs share: selected values of every layer, their autoencoder, and the phases of a run.
 
 Abrahamyan, Chen, Bekoulis, Deligiannis, "Learned gradient compression for distributed deep learning", IEEE TNNLS 2021,
-sections V and VI-A. Dense iterations first (the plan's schedule); then selected values travel as they are, and one rank
-trains the autoencoder on them; then codes travel.
+sections V and VI-A. First, gradients travel dense (the plan's schedule). Second, selected values travel as they are,
+and one rank trains the autoencoder on them. Third, codes travel.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from gradlab.learning.autoencoder import OPTIMIZERS, RESOLUTIONS, Architecture, 
 TRAINER = 0  # the rank that trains
 TRAINING, COMPRESSING, SELECTING = range(3)
 ORDERS = ("position", "magnitude", "value")
-_JUDGED = 10  # the last tenth of the training decides; each step's error is measured before learning from it
-_COLLAPSED = 0.05  # relative difference of codes below which they say next to nothing
-_OPTIMIZER = "optimizer "  # before its entries in the state
+_JUDGED = 10  # the last tenth of training decides; an iteration's error is measured before learning from it
+_COLLAPSED = 0.05  # relative difference of codes below which they hold next to no information
+_OPTIMIZER = "optimizer "  # prefix of the optimizer's entries in the state
 _OPTIMIZER_KEYS = tuple(f"{_OPTIMIZER}{key}" for keys in OPTIMIZERS.values() for key in keys)
-_LOST = 1e30  # stands for NaN, so that a checkpoint can be read again
+_LOST = 1e30  # stands for NaN and infinity, so that a checkpoint can be read again
 
 
 @dataclass(frozen=True)
 class LearnedSettings:
-    """Settings of both codecs."""
+    """Settings that both codecs share."""
 
     density: float = density_setting(0.001, "selected in each layer, the paper's alpha / 100")
     resolution: str = setting(
@@ -67,10 +67,10 @@ class LearnedSettings:
 
 @dataclass(frozen=True)
 class Selection:
-    """What a rank selects of a group.
+    """The elements that a rank selects of a group of layers.
 
     positions: (count,), int64, in the concatenated layers.
-    values: (count,), the rank's own at these positions.
+    values: (count,), this rank's values at these positions.
     scale: (count,) or 1.0; values are divided by it before they are coded.
     """
 
@@ -83,9 +83,9 @@ class Selection:
 class Task:
     """One iteration that the autoencoder learns from.
 
-    loss: as a function of the weights.
-    missed: as a function of the weights, the squared error and the squared error of sending zeros.
-    coded: a vector that is coded, (padded,).
+    loss: weights (numel,) -> the loss.
+    missed: weights (numel,) -> the squared error, and the squared error of sending zeros.
+    coded: one of the vectors to be coded, (padded,).
     """
 
     loss: Callable[[torch.Tensor], torch.Tensor]
@@ -94,10 +94,11 @@ class Task:
 
 
 class LearnedSelection(Codec):
-    """Phases, training and state of LGC's codecs; subclasses say what travels.
+    """Phases, training and state of LGC's codecs; subclasses define what travels.
 
-    State, under the first layer's name: "clock" (2,), mode and iterations in it; "autoencoder", all weights as one
-    vector; while training also the optimizer's state and the error so far, which are empty on ranks that do not train.
+    The state is kept under the first layer's name. "clock" (2,): the mode and the iterations in it. "autoencoder": all
+    weights as one vector. While training also the optimizer's state and the error so far; both, and the weights, are
+    empty on ranks that do not train.
     """
 
     learns = True
@@ -108,7 +109,7 @@ class LearnedSelection(Codec):
 
     @abstractmethod
     def architecture(self, world_size: int) -> Architecture:
-        """The architecture of the autoencoder for `world_size` ranks."""
+        """Return the architecture of the autoencoder for `world_size` ranks."""
 
     @property
     def shared(self) -> bool:
@@ -116,11 +117,11 @@ class LearnedSelection(Codec):
         return True
 
     def leader(self, context: Context) -> int:
-        """The rank whose positions all take in this iteration, where they are shared."""
+        """Return the rank whose positions all ranks take in this iteration, if `shared`."""
         return int(torch.randint(context.world_size, (), generator=context.shared_generator("leader")))
 
     def sender(self, context: Context) -> int:
-        """The rank whose code all ranks decode, where there is one."""
+        """Return the rank whose code all ranks decode, if the codec has one."""
         return TRAINER
 
     @property
@@ -135,7 +136,7 @@ class LearnedSelection(Codec):
     # --- state ---
 
     def _entries(self, state: Tensors, prefix: str) -> Tensors:
-        """The group's state without the prefix; at first what follows from the learned tensors."""
+        """Return the group's state without the prefix; at first, a state made from the learned tensors."""
         held = {key.removeprefix(f"{prefix}/"): value for key, value in state.items() if key.startswith(f"{prefix}/")}
         if "clock" in held:
             return held
@@ -149,7 +150,7 @@ class LearnedSelection(Codec):
         )
 
     def _first_entries(self, state: Tensors, prefix: str, context: Context) -> Tensors:
-        """As `_entries`; warns in the first iteration if the fitted autoencoder is not used."""
+        """Return `_entries`; warn in the first iteration if the fitted autoencoder is not used."""
         entries = self._entries(state, prefix)
         if f"{prefix}/clock" not in state and int(entries["clock"][0]) == SELECTING:
             self._warn_useless(context, float(self.learned["error"]))
@@ -175,11 +176,15 @@ class LearnedSelection(Codec):
     # --- selection ---
 
     def counts(self, sizes: Iterable[int]) -> list[int]:
-        """How many elements of each layer are selected."""
+        """Return the number of elements selected in each layer; `sizes`: numel of each layer."""
         return [count_of(self.settings.density, numel) if numel else 0 for numel in sizes]
 
     def select(self, vector: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """Positions, ascending, of each layer's largest magnitudes in the concatenated layers."""
+        """Select each layer's largest magnitudes: ascending positions in the concatenated layers, int64 (count,).
+
+        vector: (numel,), the concatenated layers.
+        sizes: numel of each layer.
+        """
         positions, start = [], 0
         for part, count in zip(vector.split(list(sizes)), self.counts(sizes), strict=True):
             positions.append(largest(part, count).sort().values + start)
@@ -188,14 +193,14 @@ class LearnedSelection(Codec):
 
     @abstractmethod
     def selected(self, vectors: torch.Tensor, sizes: Sequence[int], context: Context) -> Selection:
-        """The selections of all K ranks at once, (K, count) positions, values and scales; for the offline fit.
+        """Select for all K ranks at once, for the offline fit: (K, count) positions, values and scales.
 
         vectors: (K, numel), the compressor inputs of all ranks.
         sizes: numel of each layer.
         """
 
     def _choice(self, vector: torch.Tensor, sizes: Sequence[int], order: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """One rank's positions in their order, and the scales that each layer's values are divided by, (layers,)."""
+        """Return one rank's ordered positions, and the scales (layers,) that each layer's values are divided by."""
         positions, scales = self.select(vector, sizes), vector.new_ones(len(sizes), dtype=torch.float32)
         if self.settings.normalise == "layer":
             scales = root_mean_squares(vector[positions], self.counts(sizes))
@@ -204,7 +209,7 @@ class LearnedSelection(Codec):
     def _selected_alike(
         self, vectors: torch.Tensor, sizes: Sequence[int], leader: int, order: str = "position"
     ) -> Selection:
-        """As `selected`, where all ranks take the leader's positions and scales."""
+        """Select as `selected`, with the leader's positions and scales on all ranks."""
         positions, scales = self._choice(vectors[leader], sizes, order)
         shape = (len(vectors), len(positions))
         scale = scales[layer_of(positions, sizes)]
@@ -213,7 +218,7 @@ class LearnedSelection(Codec):
     def _leaders_selection(
         self, vector: torch.Tensor, sizes: Sequence[int], leader: int, order: str, coding: str, context: Context
     ) -> Coroutine[Selection]:
-        """This rank's values at the leader's positions; with the leader's root mean squares, if it normalises."""
+        """Select this rank's values at the leader's positions, with the leader's root mean squares if normalised."""
         positions, scales = vector.new_zeros(0, dtype=torch.int64), vector.new_ones(len(sizes), dtype=torch.float32)
         if context.rank == leader:
             positions, scales = self._choice(vector, sizes, order)
@@ -228,9 +233,9 @@ class LearnedSelection(Codec):
     def _broadcast_positions(
         self, positions: torch.Tensor, count: int, numel: int, coding: str, context: Context, root: int
     ) -> Coroutine[torch.Tensor]:
-        """Send the root's positions to all ranks; those of other ranks are not looked at."""
+        """Send the root's positions to all ranks; other ranks' `positions` are ignored."""
         device = positions.device
-        # Other ranks' bytes are not looked at. Where one rank runs alone, for a forecast, random positions will do.
+        # Other ranks' bytes are ignored. For a forecast, one rank runs alone, and random positions will do.
         encoded = encode(positions, numel, coding) if context.rank == root else random_encoded(coding, count, numel)
         encoded = encoded.to(device)
         if varies(coding):
@@ -243,7 +248,7 @@ class LearnedSelection(Codec):
     # --- the second phase ---
 
     def _trained(self, entries: Tensors, task: Task, like: torch.Tensor, context: Context) -> Coroutine[Tensors]:
-        """The state after one more iteration of training. like: a tensor on the weights' device."""
+        """Return the state after one more iteration of training. like: a tensor on the weights' device."""
         architecture, position = self.architecture(context.world_size), int(entries["clock"][1]) + 1
         if context.rank == TRAINER:
             kept = self._after_step(entries, task, position, like, context)
@@ -268,7 +273,7 @@ class LearnedSelection(Codec):
         return OPTIMIZERS[self.settings.optimizer]
 
     def _after_step(self, entries: Tensors, task: Task, position: int, like: torch.Tensor, context: Context) -> Tensors:
-        """The training rank's weights, optimizer state and error after one step; always finite."""
+        """Return the training rank's weights, optimizer state and error after one step; always finite."""
         architecture, weights = self.architecture(context.world_size), entries.get("autoencoder")
         if weights is None:
             generator = context.shared_generator("autoencoder", every_iteration=False)
@@ -305,7 +310,7 @@ class LearnedSelection(Codec):
             )
 
     def _warn_if_collapsed(self, context: Context, codes: torch.Tensor) -> None:
-        """codes: sums of `difference`."""
+        """Warn if codes of different iterations hardly differ. codes: sums of `difference`, (2,)."""
         if not float(codes[1]):
             return
         spread = float(codes[0] / codes[1]) ** 0.5
@@ -327,10 +332,10 @@ class LearnedSelection(Codec):
 
     @abstractmethod
     def _bytes(self, layers: Sequence[Layer], world_size: int, mode: int, position: int) -> float:
-        """Forecast the payload bytes of one exchange. mode: its phase; position: iterations of the phase before it."""
+        """Forecast the payload bytes of one exchange. mode: its phase; position: earlier iterations of that phase."""
 
     def _selected(self, layers: Sequence[Layer]) -> tuple[int, int]:
-        """The number of elements selected in a group, and of all its elements."""
+        """Return the number of selected elements of a group, and of all its elements."""
         sizes = [layer.numel for layer in layers]
         return sum(self.counts(sizes)), sum(sizes)
 
@@ -358,10 +363,10 @@ class LearnedSelection(Codec):
 
     @abstractmethod
     def trained_ranks(self, weights: torch.Tensor) -> int | None:
-        """The world size that weights were trained for; None for any.
+        """Return the world size that weights (numel,) were trained for; None for any.
 
         Raises:
-            GradlabError: for a number of weights that no autoencoder of these settings has.
+            GradlabError: if no autoencoder of these settings has this number of weights.
         """
 
     def check_ranks(self, weights: torch.Tensor, world_size: int) -> None:
@@ -389,29 +394,33 @@ def padded(values: torch.Tensor, architecture: Architecture) -> torch.Tensor:
 
 
 def root_mean_squares(values: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """The root mean square of each layer's values, (layers,), float32; 1 for a layer without values other than zero."""
+    """Compute each layer's root mean square, float32 (layers,); 1 for a layer of zeros or without values.
+
+    values: (count,), all layers' values concatenated.
+    counts: number of values of each layer.
+    """
     parts = values.float().split(list(counts))
     scales = torch.stack([part.square().mean().sqrt() if len(part) else part.new_ones(()) for part in parts])
     return torch.where(scales > 0, scales, torch.ones_like(scales))
 
 
 def layer_of(positions: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """The index of the layer in which each position lies. sizes: numel of the layers."""
+    """Return the index of the layer in which each position (count,) lies: (count,). sizes: numel of each layer."""
     return torch.bucketize(positions, torch.tensor(sizes, device=positions.device).cumsum(0), right=True)
 
 
 def in_order(positions: torch.Tensor, values: torch.Tensor, order: str) -> torch.Tensor:
-    """Positions in an order, one of `ORDERS`: as they are, or by magnitude or value, largest first."""
+    """Order positions (count,) as one of `ORDERS`: as they are, or by magnitude or value (count,), largest first."""
     if order == "position":
         return positions
     return positions[(values.abs() if order == "magnitude" else values).argsort(descending=True, stable=True)]
 
 
 def prefixed(prefix: str, state: Mapping[str, torch.Tensor]) -> Tensors:
-    """State entries under a layer's name."""
+    """Put a layer's name before the names of state entries."""
     return {f"{prefix}/{key}": value for key, value in state.items()}
 
 
 def difference(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The squared difference of two codes, and the sum of their squares, (2,)."""
+    """Compute the squared difference of two codes, and the sum of their squares: (2,)."""
     return torch.stack([(one - other).square().sum(), one.square().sum() + other.square().sum()])

@@ -1,8 +1,9 @@
 """PCA of gradient slices: axes, their number, projection and reconstruction. Pure functions.
 
 Yu, Lin, et al., "GradiVeQ: Vector quantization for bandwidth-efficient gradient aggregation in distributed CNN
-training", NeurIPS 2018. A layer's gradient is flattened with its F filters' collocated values adjacent (Fig. 3a) and
-cut into M slices of K. Every `reuse` consecutive slices share one basis, fitted on the first of them (the paper's s).
+training", NeurIPS 2018. A layer's gradient is flattened so that its F filters' values at one place are adjacent (Fig.
+3a), and cut into M slices of K elements. Every `reuse` (the paper's s) consecutive slices share one basis, which is
+fitted on the first of them.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from gradlab.errors import GradlabError
 from gradlab.knapsack import allocate
 from gradlab.layout import Layer, filter_axes, flatten, split_slices
 
-# A slice of at most this many elements, where the layer leaves a choice: its basis is K x d floats per layer.
+# Most elements of a slice, where the layer leaves a choice: a basis has K x d floats.
 _PREFERRED_SLICE = 2048
 _LARGEST_SLICE = 4096
 
 
 def default_slice_size(layer: Layer) -> int:
-    """K: the largest multiple of F D (GradiVeQ, section 3) that divides the layer and is at most 2048, or F D.
+    """Choose K: the largest multiple of F D (GradiVeQ, section 3) that divides the layer and is at most 2048, or F D.
 
-    Where F D is more than 4096 a basis would outgrow the layer: the largest multiple of F, or else divisor of F, that
-    divides F D and is at most 2048. A layer without spatial extent is one such slice.
+    F is the number of filters, D their depth. Where F D is more than 4096, a basis would outgrow the layer. K is then
+    the largest multiple of F that divides F D and is at most 2048, or F; where F too is more than 4096, its largest
+    divisor of at most 2048. A layer without spatial extent is one slice of F D.
     """
     if not layer.numel:
         return 1
@@ -39,15 +41,16 @@ def default_slice_size(layer: Layer) -> int:
 
 
 def _largest_divisor(number: int, unit: int) -> int:
-    """The largest divisor n of a number with n * unit at most 2048; 1 if there is none."""
+    """Return the largest divisor n of a number with n * unit at most 2048; 1 if there is none."""
     return max((n for n in range(1, _PREFERRED_SLICE // unit + 1) if number % n == 0), default=1)
 
 
 def fitted_slices(slices: int, reuse: int | None, pooled: int = 1) -> list[list[int]]:
-    """For each of B bases, which of a layer's M slices it is fitted on.
+    """List for each of B bases the slices that it is fitted on.
 
-    A basis serves `reuse` consecutive slices, the paper's s, None for infinity: all. It is fitted on the first of them
-    (the paper), or on `pooled` of them, evenly spread.
+    slices: M, the number of slices of a layer.
+    reuse: consecutive slices that a basis serves, the paper's s; None: all.
+    pooled: how many of these slices, evenly spread, the basis is fitted on; 1 (the paper) is the first of them.
     """
     step = reuse or max(1, slices)
     served = [range(first, min(first + step, slices)) for first in range(0, slices, step)]
@@ -55,10 +58,10 @@ def fitted_slices(slices: int, reuse: int | None, pooled: int = 1) -> list[list[
 
 
 def principal_axes(samples: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eigenvalues (R,), largest first, and axes (K, R) of the covariance of centred samples (T, K), in float64.
+    """Compute eigenvalues (R,), largest first, and axes (K, R) of the covariance of centred samples (T, K), in float64.
 
-    Works on the smaller of the (T, T) Gram and the (K, K) covariance matrix; R = min(T, K) less the directions that
-    hold no variance. The sign of an axis makes its largest component positive.
+    The smaller of the (T, T) Gram and the (K, K) covariance matrix is decomposed. R is min(T, K) minus the number of
+    directions without variance. The sign of an axis makes its largest component positive.
     """
     samples = samples.double()
     count, features = samples.shape
@@ -73,7 +76,11 @@ def principal_axes(samples: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dimension(eigenvalues: torch.Tensor, loss_threshold: float) -> int:
-    """d by eq. (6): the fewest leading eigenvalues whose sum exceeds 1 - lambda of the total; at least 1."""
+    """Choose d by eq. (6): the fewest leading eigenvalues whose sum exceeds 1 - lambda of the total; at least 1.
+
+    eigenvalues: (R,), largest first.
+    loss_threshold: lambda, the share of the energy that may be lost.
+    """
     total = eigenvalues.sum()
     if total <= 0:
         return 1
@@ -87,7 +94,7 @@ class Spectrum:
 
     eigenvalues: (R,), largest first.
     axes: (K, R).
-    later: (R,), the share of the held-out samples' energy that the first 1, 2, ... axes hold; None: none held out.
+    later: (R,), the share of the held-out samples' energy in the first 1, 2, ... axes; None: no samples were held out.
     """
 
     eigenvalues: torch.Tensor
@@ -95,7 +102,7 @@ class Spectrum:
     later: torch.Tensor | None = None
 
     def dimension(self, loss_threshold: float) -> int:
-        """d by eq. (6), on the held-out samples if there are any; all axes where even these lose more than lambda."""
+        """Choose d by eq. (6), on held-out samples if there are any; all axes if even these lose more than lambda."""
         if self.later is None:
             return dimension(self.eigenvalues, loss_threshold)
         enough = self.later >= 1 - loss_threshold
@@ -103,7 +110,7 @@ class Spectrum:
 
 
 def spectrum(centred: torch.Tensor, held_out: int = 0) -> Spectrum:
-    """PCA of samples (T, r, K) of r slices that share a basis; the `held_out` latest are not fitted on."""
+    """Fit a PCA on samples (T, r, K) of r slices that share a basis, without the latest `held_out` of the T samples."""
     fitted, later = centred[: max(2, len(centred) - held_out)], centred[max(2, len(centred) - held_out) :]
     values, axes = principal_axes(fitted.reshape(-1, fitted.shape[2]))
     if not len(later):
@@ -116,9 +123,11 @@ def spectrum(centred: torch.Tensor, held_out: int = 0) -> Spectrum:
 def fitted_samples(
     samples: torch.Tensor, mean: torch.Tensor | None, chosen: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
-    """The samples that each of B bases is fitted on: (T, r, K), centred if there is a mean, float64.
+    """Return the samples that each of B bases is fitted on: float64 (T, r, K), centred if there is a mean.
 
-    samples: (T, S, K), of the slices in `chosen` (see `fitted_slices`) one after another; mean: (M, K).
+    samples: (T, S, K), of the S slices in `chosen`, one after another.
+    mean: (M, K), of every slice.
+    chosen: slices of each basis, see `fitted_slices`.
     """
     centred = samples.double()
     if mean is not None:
@@ -127,9 +136,9 @@ def fitted_samples(
 
 
 def stacked_axes(spectra: Sequence[Spectrum], width: int) -> torch.Tensor:
-    """Bases (B, K, width), float32: the leading axes of each; where variance runs out, completed to orthonormal sets.
+    """Stack the leading axes of B spectra to bases, float32 (B, K, width), completed to orthonormal sets.
 
-    Slices that never change get the first unit vectors: their mean already says everything.
+    Slices that never change have no axes and get the first unit vectors: their mean describes them completely.
     """
     return torch.stack([_first_columns(pca.axes, width) for pca in spectra]).float().contiguous()
 
@@ -139,23 +148,23 @@ def shared_dimensions(energies: Sequence[torch.Tensor], prices: Sequence[float],
 
     The choice is optimal, see `gradlab.knapsack`.
 
-    energies: per layer (R,), not negative: the energy that each further axis holds of held-out samples.
+    energies: per layer (R,), not negative: the energy of held-out samples along each axis.
     prices: per layer, bytes of one axis.
-    budget: bytes.
+    budget: bytes of all layers together.
 
     Raises:
         GradlabError: if the budget does not pay for one axis of every layer.
     """
     if budget < sum(prices):
         raise GradlabError(f"a budget of {budget:.0f} bytes, but one axis for every layer takes {sum(prices):.0f}")
-    # In the planner's terms the missed energy is the size, to be small, and bytes are the error that has a budget.
+    # `allocate` minimises sizes under a budget of errors: here sizes are missed energies, and errors are bytes.
     missed = [[*energy.double().flip(0).cumsum(0).flip(0)[1:].tolist(), 0.0] for energy in energies]
     spent = [[price * d for d in range(1, len(energy) + 1)] for energy, price in zip(energies, prices, strict=True)]
     return [int(index) + 1 for index in allocate(spent, missed, budget).choice]
 
 
 def _first_columns(axes: torch.Tensor, width: int) -> torch.Tensor:
-    """The first `width` axes (K, width)."""
+    """Return the first `width` axes (K, width), completed to an orthonormal set."""
     if axes.shape[1] >= width:
         return axes[:, :width]
     complete = torch.linalg.qr(torch.cat([axes, torch.eye(axes.shape[0], dtype=axes.dtype)], dim=1)).Q
@@ -163,12 +172,12 @@ def _first_columns(axes: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def complement(basis: torch.Tensor, width: int, generator: torch.Generator) -> torch.Tensor:
-    """Random orthonormal columns (B, K, width), orthogonal to each basis (B, K, d): uniform among all such.
+    """Draw orthonormal columns (B, K, width), orthogonal to each basis (B, K, d), uniformly among all such columns.
 
     generator: on the CPU, in the same state on every rank.
     """
     drawn = torch.randn(basis.shape[0], basis.shape[1], width, generator=generator).to(basis)
-    for _ in range(2):  # twice is enough: what is left of the basis after one pass is rounding
+    for _ in range(2):  # twice is enough: one pass leaves only rounding errors along the basis
         drawn = drawn - basis @ (basis.mT @ drawn)
     return torch.linalg.qr(drawn).Q
 
@@ -176,8 +185,9 @@ def complement(basis: torch.Tensor, width: int, generator: torch.Generator) -> t
 def project(slices: torch.Tensor, basis: torch.Tensor, reuse: int | None, first: int = 0) -> torch.Tensor:
     """Project slices (m, K) to codes (m, d), eq. (3).
 
-    basis: (B, K, d), each of which serves `reuse` consecutive slices; None: one serves all.
-    first: index in its layer of the first of these slices.
+    basis: (B, K, d).
+    reuse: consecutive slices that one basis serves; None: one basis serves all.
+    first: index of the first of these slices in its layer.
     """
     codes = slices.new_empty(len(slices), basis.shape[2])
     served = zip(_served(slices, basis, reuse, first), _served(codes, basis, reuse, first), strict=True)
@@ -189,7 +199,7 @@ def project(slices: torch.Tensor, basis: torch.Tensor, reuse: int | None, first:
 def expand(
     codes: torch.Tensor, basis: torch.Tensor, reuse: int | None, first: int = 0, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Reconstruct slices (m, K) from codes (m, d), eq. (5), in `out` if it is given; see `project`."""
+    """Reconstruct slices (m, K) from codes (m, d), eq. (5), in `out` (m, K) if given; arguments as in `project`."""
     slices = codes.new_empty(len(codes), basis.shape[1]) if out is None else out
     served = zip(_served(codes, basis, reuse, first), _served(slices, basis, reuse, first), strict=True)
     for (part, one), (target, _) in served:
@@ -200,7 +210,7 @@ def expand(
 def _served(
     rows: torch.Tensor, basis: torch.Tensor, reuse: int | None, first: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Runs of rows that share a basis, each with the basis."""
+    """Return runs of rows that share a basis, each with its basis."""
     if reuse is None or not len(rows):
         return [(rows, basis[0])]
     last = first + len(rows)
@@ -209,10 +219,10 @@ def _served(
 
 
 def sample_slices(samples: Mapping[str, torch.Tensor], layer: Layer, slice_size: int) -> torch.Tensor:
-    """A layer's samples (T, *layer.shape) as slices (T, M, K).
+    """Cut a layer's samples (T, *layer.shape) into slices (T, M, K) of K = `slice_size` elements.
 
     Raises:
-        GradlabError: for no samples, fewer than two of them, another shape, or values that are not finite.
+        GradlabError: for fewer than two samples, another shape, or values that are not finite.
     """
     if layer.name not in samples:
         raise GradlabError(f"{layer.name}: no samples to fit PCA on; there are some of: {', '.join(samples)}")
