@@ -6,7 +6,7 @@ model = workload.model(seed=0)
 for indices in gradlab.datasets.batches(len(data.train_x), 32, rank=0, world_size=2, seed=0, steps=300):
     loss = workload.loss(model(data.train_x[indices]), data.train_y[indices])
 
-Other settings than the registered ones: `gradlab.datasets.TextWords(context=128, vocabulary=20_000)`.
+A workload's class takes other settings: `gradlab.datasets.TextWords(context=128, vocabulary=20_000)`.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _WORKLOADS: dict[str, Workload] = {workload.name: workload for workload in _ALL}
 
 
 def names() -> list[str]:
-    """The names of all workloads; the first needs no download."""
+    """List the names of all workloads; the first needs no download."""
     return list(_WORKLOADS)
 
 
 def get(name: str) -> Workload:
-    """The workload of that name.
+    """Return the workload of that name.
 
     Raises:
-        GradlabError: for an unknown name; the message lists the known ones.
+        GradlabError: for an unknown name; the message lists the known names.
     """
     if name not in _WORKLOADS:
         raise GradlabError(f"unknown workload {name!r}: expected one of {', '.join(_WORKLOADS)}")

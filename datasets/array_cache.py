@@ -1,9 +1,9 @@
-"""Unpacked arrays kept as .npy files, so that only the first of many processes pays for unpacking.
+"""Keep unpacked arrays as .npy files, so that only the first of many processes unpacks them.
 
-They lie in $XDG_CACHE_HOME/gradlab, or else ~/.cache/gradlab, in a folder named after the source's path, size and time
-of change, so that a changed file is read anew. Each array is put in place by one rename: processes may write at once,
-and whoever comes last changes nothing. The cache only saves time: it may be removed whenever nobody is looking, and
-where none can be written, the arrays are used as read.
+The files lie in $XDG_CACHE_HOME/gradlab, or else ~/.cache/gradlab. Their folder is named after the source's path, size
+and time of change, so that a changed source is read anew. Each array is put in place by one rename, so that several
+processes may write the same array at once. The cache only saves time. It may be removed while no process runs; if it
+cannot be written, the arrays are used as read.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ from gradlab.layout import canonical_json
 
 
 def cached(source: Path, image: tuple[int, ...], read: Callable[[], Splits]) -> Splits:
-    """The arrays of `source`, mapped from a cache if it holds them sound and whole, else by `read` and then cached.
+    """Return the arrays of `source`: memory-mapped from the cache if they are sound there, else read and then cached.
 
-    image: the shape that one image must have.
-
+    Args:
+        source: the file that holds the arrays.
+        image: the shape that one image must have.
+        read: reads the arrays from `source`.
     Raises:
-        GradlabError: what `read` raises.
+        GradlabError: if `read` raises it.
         OSError: if `source` cannot be read.
     """
     root, key = _root(), _key(source)
     splits = _load(root / key, image) if root else None
     if splits is None:
         splits = read()
-        if root and _key(source) == key:  # else it changed while it was read
+        if root and _key(source) == key:  # else `source` changed while it was read
             with contextlib.suppress(OSError):
                 _store(splits, root / key)
     return splits
@@ -61,7 +63,7 @@ def _load(place: Path, image: tuple[int, ...]) -> Splits | None:
     try:
         arrays = [np.load(place / f"{key}.npy", mmap_mode="r", allow_pickle=False) for key in Splits._fields]
         return checked(Splits(*arrays), image, str(place))
-    except (OSError, EOFError, ValueError):  # GradlabError among them: whatever is amiss, the file itself is read
+    except (OSError, EOFError, ValueError):  # GradlabError is a ValueError: in every such case the source is read
         return None
 
 

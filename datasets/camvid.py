@@ -1,4 +1,4 @@
-"""CamVid road scenes, every pixel with its class, and a small pyramid scene parsing network; from a file the user has.
+"""CamVid road scenes with a class for every pixel, from the user's file, and a small pyramid scene parsing network.
 
 Data: Brostow, Fauqueur and Cipolla, "Semantic object classes in video: A high-definition ground truth database" (2009),
 in the 11 classes of Badrinarayanan, Kendall and Cipolla, "SegNet" (2017). Model: Zhao et al. (2017), see `pspnet`.
@@ -24,8 +24,8 @@ from gradlab.datasets.workload import Data, Workload, limited_data
 from gradlab.errors import GradlabError
 
 CLASSES = 11
-UNLABELLED = 11  # what the files call pixels of no class
-MIN_SIDE = 16  # of a picture: an eighth of it is left before the pyramid
+UNLABELLED = 11  # the files' class of pixels without a class
+MIN_SIDE = 16  # pixels of an image's side: an eighth of them is left before the pyramid
 WIDTHS = (16, 32, 64, 64)
 _EXPECTED = (
     "an .npz with x_train, x_test (samples, height, width, 3), bytes, and y_train, y_test (samples, height, width), "
@@ -35,10 +35,9 @@ _EXPECTED = (
 
 @final
 class CamVid(Workload):
-    """Pictures (3, height, width) of streets, pixels in 11 classes; a network of 227,355 parameters.
+    """Images (3, height, width) of streets, whose pixels have 11 classes; a network of 227,355 parameters.
 
-    Pixels of no class count neither in the loss nor in the accuracy. Pictures are not altered: their labels would have
-    to be altered with them.
+    Pixels without a class count neither in the loss nor in the accuracy.
     """
 
     name = "camvid"
@@ -50,7 +49,7 @@ class CamVid(Workload):
     interim_samples = 10
 
     def load(self, path: str | None = None, *, train_limit: int | None = None, test_limit: int | None = None) -> Data:
-        """Pictures of any one size, from an .npz, normalised by colour; float32, 12 bytes for each pixel."""
+        """Load images of one size, whichever it is, from an .npz, normalised by colour; float32, 12 bytes per pixel."""
         if path is None:
             raise GradlabError(f"workload camvid needs a path: {_EXPECTED}")
         data = limited_data(read_splits(path), normalized, train_limit, test_limit)
@@ -60,15 +59,15 @@ class CamVid(Workload):
         return initialized(WIDTHS, CLASSES, seed)
 
     def augment(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """As they are."""
+        """Return `x` unchanged: altered images would need altered labels."""
         return x
 
 
 def read_splits(path: str) -> Splits:
-    """Pictures and classes of pixels, as they lie in the file.
+    """Read the images and their pixels' classes, as they lie in the file.
 
     Raises:
-        GradlabError: if the path is missing, cannot be read, or does not hold pictures with a class for every pixel.
+        GradlabError: if the path is missing, cannot be read, or does not hold images with a class for every pixel.
     """
     place = Path(path)
     if not place.is_file():

@@ -1,4 +1,4 @@
-"""CIFAR-10 with ResNet-20, from a file that the user has.
+"""CIFAR-10, from the user's file, with ResNet-20.
 
 Data: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images" (2009). Model, augmentation and recipe:
 He et al., "Deep Residual Learning for Image Recognition" (2016), section 4.2.
@@ -30,7 +30,7 @@ _CHUNK = 4096  # images converted at a time, to keep the peak of memory near the
 class Cifar10(Workload):
     """50,000 training and 10,000 test images (3, 32, 32) in 10 classes; ResNet-20 of 269,722 parameters.
 
-    The paper's batch of 128 is two ranks of 64; its rate falls tenfold at 32k and at 48k of 64k steps.
+    Two ranks of 64 make the paper's batch of 128. The learning rate falls tenfold at 32k and at 48k of 64k steps.
     """
 
     name = "cifar10"
@@ -41,9 +41,9 @@ class Cifar10(Workload):
     needs_path = True
 
     def load(self, path: str | None = None, *, train_limit: int | None = None, test_limit: int | None = None) -> Data:
-        """Images from an .npz, a published archive or its extracted folder, normalised by colour.
+        """Load images from an .npz, a published archive or its extracted folder, normalised by colour.
 
-        Float32 images take 12,288 bytes each, the whole set 737 MB: a short run can do with a limit.
+        A float32 image takes 12,288 bytes, the whole set 737 MB; a limit saves memory in a short run.
         """
         if path is None:
             raise GradlabError(
@@ -53,16 +53,16 @@ class Cifar10(Workload):
         return limited_data(read_splits(path), normalized, train_limit, test_limit)
 
     def model(self, seed: int) -> nn.Module:
-        """ResNet-20: three stages of three blocks, 16, 32 and 64 channels wide."""
+        """Build ResNet-20: three stages of three blocks, with 16, 32 and 64 channels."""
         return initialized(channels=3, widths=(16, 32, 64), blocks=(3, 3, 3), classes=10, seed=seed)
 
     def augment(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Pad by 4 zeros, crop at random, mirror one half at random: (batch, channels, H, W) of the same shape."""
+        """Pad images (batch, channels, H, W) by 4 zeros, crop them at random, and mirror each with probability 1/2."""
         return random_flip(random_crop(x, _PADDING, generator), generator)
 
 
 def normalized(images: np.ndarray) -> torch.Tensor:
-    """Bytes (samples, H, W, 3) as float32 (samples, 3, H, W): (value / 255 - mean) / deviation of each colour."""
+    """Normalise uint8 (samples, H, W, 3) to float32 (samples, 3, H, W): (value / 255 - mean) / deviation by colour."""
     mean = torch.tensor(CHANNEL_MEAN).reshape(3, 1, 1)
     deviation = torch.tensor(CHANNEL_DEVIATION).reshape(3, 1, 1)
     samples, height, width, channels = images.shape
@@ -74,7 +74,7 @@ def normalized(images: np.ndarray) -> torch.Tensor:
 
 
 def random_crop(x: torch.Tensor, padding: int, generator: torch.Generator) -> torch.Tensor:
-    """Each image (batch, C, H, W) padded with zeros and cut at its own offset, uniform in 0 to 2 x padding."""
+    """Pad images (batch, C, H, W) with zeros, and cut each at its own offset, uniform in 0 to 2 x padding pixels."""
     batch, _, height, width = x.shape
     offsets = torch.randint(2 * padding + 1, (2, batch), generator=generator).to(x.device)
     rows = offsets[0][:, None] + torch.arange(height, device=x.device)
@@ -86,6 +86,6 @@ def random_crop(x: torch.Tensor, padding: int, generator: torch.Generator) -> to
 
 
 def random_flip(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Each image (batch, C, H, W) mirrored left to right with probability 1/2."""
+    """Mirror each image (batch, C, H, W) left to right with probability 1/2."""
     mirrored = torch.rand(x.shape[0], generator=generator).to(x.device) < 0.5
     return torch.where(mirrored[:, None, None, None], x.flip(3), x)

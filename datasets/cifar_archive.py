@@ -1,7 +1,7 @@
 """CIFAR-10 as published: five training batches and a test batch, in a tar archive or an extracted folder.
 
 https://www.cs.toronto.edu/~kriz/cifar.html describes both forms. Binary: records of one label byte and 3072 pixel
-bytes. Python: a pickle, of which `cifar_pickle` reads the opcodes. Archives are read in memory, never extracted.
+bytes. Python: a pickle, whose opcodes `cifar_pickle` reads. Archives are read in memory, never extracted.
 """
 
 from __future__ import annotations
@@ -119,15 +119,15 @@ def _splits(contents: dict[str, bytes], source: str) -> Splits:
 
 
 def _images(pixels: np.ndarray) -> np.ndarray:
-    """Colour planes (samples, 3072) as images (samples, 32, 32, 3)."""
+    """Turn colour planes (samples, 3072) into images (samples, 32, 32, 3)."""
     return np.ascontiguousarray(pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
 
 
 def binary_batch(content: bytes, source: str) -> Batch:
-    """Records of 1 + 3072 bytes as pixels (samples, 3072) and int64 labels (samples,).
+    """Read records of 1 + 3072 bytes: uint8 pixels (samples, 3072) and int64 labels (samples,).
 
     Raises:
-        GradlabError: if the size is no positive multiple of 3073 bytes or a label exceeds 9.
+        GradlabError: if the size is not a positive multiple of 3073 bytes, or a label exceeds 9.
     """
     if not content or len(content) % (1 + PIXELS):
         raise GradlabError(f"{source}: {len(content)} bytes, expected records of {1 + PIXELS}: truncated?")

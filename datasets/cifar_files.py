@@ -1,4 +1,4 @@
-"""Find out what a CIFAR-10 path is - by its content, not its name - and read it without running anything in it."""
+"""Recognise a CIFAR-10 file or folder by its content, not its name, and read it without running anything in it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _TAR_MAGIC_AT = 257
 
 
 def read_splits(path: str) -> Splits:
-    """The images and labels of an .npz, a published archive (gzip or plain tar), or an extracted folder.
+    """Read the images and labels of an .npz, a published archive (gzip or plain tar), or an extracted folder.
 
-    What took long to unpack is kept as plain arrays in the user's cache (see `array_cache`).
+    Arrays of an .npz or an archive are kept unpacked in the user's cache (see `array_cache`).
 
     Raises:
         GradlabError: if the path is missing, cannot be read, or does not hold CIFAR-10.

@@ -1,8 +1,8 @@
-"""A published Python batch of CIFAR-10, read opcode by opcode: nothing in the file is called, imported or built.
+"""Read a published Python batch of CIFAR-10 opcode by opcode: nothing in the file is called, imported or built.
 
 The batches are pickles that Python 2 wrote (protocol 2): a dictionary with a list of labels and a NumPy array.
 `pickletools.genops` only splits a stream into opcodes. The stack machine below follows the few opcodes that such a
-file needs; what a pickle would call becomes an inert record (`_Call`), from which the array's bytes are taken.
+file needs. A call in the pickle becomes an inert record (`_Call`), from which the array's bytes are taken.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MARK = object()
 
 @dataclass(eq=False)
 class _Call:
-    """What a pickle would have called: the name, the arguments, and the state it would have set."""
+    """A call that unpickling would have made: its name, its arguments, and the state it would have set."""
 
     name: str
     arguments: tuple[Any, ...] = ()
@@ -49,15 +49,18 @@ class _Call:
 
 
 def read_batch(content: bytes, source: str) -> tuple[np.ndarray, np.ndarray]:
-    """Pixels (samples, 3072) as bytes and int64 labels (samples,) of one batch.
+    """Read one batch: uint8 pixels (samples, 3072) and int64 labels (samples,).
 
+    Args:
+        content: the file's bytes.
+        source: the file's name, for messages.
     Raises:
-        GradlabError: if the stream is damaged, needs an opcode or a name that such a batch has not, or its array and
-            labels do not fit.
+        GradlabError: if the stream is damaged, has an opcode or a name that no such batch has, or its array and labels
+            do not fit each other.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of escapes in a text that damage made
+            warnings.simplefilter("ignore", DeprecationWarning)  # about escapes in damaged text
             batch = _follow(content, source)
         pixels, labels = _entry(batch, "data"), _entry(batch, "labels")
         array = _array(pixels)
@@ -99,7 +102,7 @@ def _inert_name(name: str, source: str) -> _Call:
 
 
 def _apply(name: str, stack: list[Any], source: str) -> None:
-    """One opcode that changes only the stack."""
+    """Apply one opcode that changes only the stack."""
     if name == "MARK":
         stack.append(_MARK)
     elif name in _FRESH:
@@ -153,14 +156,14 @@ def _entry(batch: Any, key: str) -> Any:
 
 
 def _array(value: Any) -> np.ndarray:
-    """The bytes of `numpy.ndarray.__setstate__`: (version, shape, dtype, in Fortran order, raw bytes)."""
+    """Return the array (samples, 3072) of an `ndarray` state: (version, shape, dtype, Fortran order, raw bytes)."""
     call = _expect(value, _Call)
     _, shape, dtype, fortran, raw = _expect(call.state, tuple)
     kind = _expect(dtype, _Call)
     is_bytes = kind.name == "numpy dtype" and kind.arguments[:1] in (("u1",), ("|u1",))
     if call.name not in _RECONSTRUCT or not is_bytes or fortran is not False:
         raise ValueError("its data is no row-major uint8 array")
-    # Sizes are known to be numbers before they are shown: a nest of tuples can print without end.
+    # Check that sizes are numbers before a message shows them: nested tuples can print without end.
     sizes = [_expect(size, int) for size in _expect(shape, tuple)]
     if len(sizes) != 2 or not 1 <= sizes[0] <= MAX_IMAGES or sizes[1] != _PIXELS:
         raise ValueError(f"its data has the shape {sizes[:4]}, expected (samples, {_PIXELS})")

@@ -1,8 +1,8 @@
-"""The convolutional network that distributed optimisation is often tried on, for grey images of 28x28 pixels.
+"""A convolutional network that is often used in distributed optimisation, for grey images of 28x28 pixels.
 
 McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data" (AISTATS 2017), section 3:
 two 5x5 convolutions of 32 and 64 channels, each with 2x2 max pooling, a hidden layer of 512 units, 1,663,370
-parameters. Of these 97 % are in one matrix: what a compressor does there is what it does.
+parameters. Of these 97 % are in one matrix, so that this matrix decides what a compressor achieves.
 Initialisation: He et al., "Delving Deep into Rectifiers" (ICCV 2015), eq. 10 (fan in).
 """
 
@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional
 
 _CHANNELS = (32, 64)
-_SIDE = 7  # pixels, once 28 are halved twice
+_SIDE = 7  # pixels: 28, halved twice
 _UNITS = 512
-_HEAD_DEVIATION = 0.01  # small: a new network finds all classes about equally likely
+_HEAD_DEVIATION = 0.01  # small, so that a new network gives all classes about equal probabilities
 
 
 class ConvolutionalNetwork(nn.Module):
@@ -35,7 +35,7 @@ class ConvolutionalNetwork(nn.Module):
 
 
 def initialized(classes: int, seed: int) -> ConvolutionalNetwork:
-    """A network whose values follow from the seed alone; the global generator is left as it was."""
+    """Build a network whose values follow from the seed alone; the global generator is left as it was."""
     # Torch's layers draw their default values from the global generator: those draws are undone, then overwritten.
     with torch.random.fork_rng(devices=[]):
         network = ConvolutionalNetwork(classes)

@@ -23,7 +23,7 @@ from gradlab.errors import GradlabError
 
 TRAIN_SAMPLES = 1437  # 80 % of 1797; the other 360 are the test split
 _SPLIT_SEED = 0
-_NOISE = 0.5  # standard deviations of a pixel
+_NOISE = 0.5  # in standard deviations of a pixel
 _WHITE = 16.0  # pixels are counts from 0 to 16
 
 
@@ -39,7 +39,7 @@ class Digits(Workload):
     needs_path = False
 
     def load(self, path: str | None = None, *, train_limit: int | None = None, test_limit: int | None = None) -> Data:
-        """The bundled images in a fixed split, minus the mean and over the standard deviation of training pixels."""
+        """Load the bundled images in a fixed split, normalised by mean and deviation of the training pixels."""
         if path is not None:
             raise GradlabError(f"workload digits is bundled with scikit-learn: give no path (got {path!r})")
         pixels, classes = _bundled()
@@ -57,9 +57,9 @@ class Digits(Workload):
         return initialized(channels=1, widths=(16, 32, 64), blocks=(1, 2, 1), classes=10, seed=seed)
 
     def augment(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Moved by up to one pixel each way, with Gaussian noise of half a standard deviation.
+        """Move images (batch, 1, 8, 8) by up to one pixel each way, and add Gaussian noise of half a deviation.
 
-        Without it the loss falls to nothing within 200 steps, and so do the gradients there are to compress.
+        Without augmentation, loss and gradients fall to nothing within 200 steps, and nothing is left to compress.
         """
         move = torch.randint(0, 3, (len(x), 2), generator=generator)
         padded = functional.pad(x, (1, 1, 1, 1), value=float(x.min()))
@@ -69,13 +69,13 @@ class Digits(Workload):
 
 
 def _bundled() -> tuple[np.ndarray, np.ndarray]:
-    """Pixels (1797, 64) and classes (1797,), from scikit-learn's file: importing it takes as long as 100 iterations."""
+    """Read pixels (1797, 64) and classes (1797,) without importing scikit-learn, which takes as long as 100 steps."""
     spec = find_spec("sklearn")
     file = Path((spec and spec.origin) or "").parent / "datasets" / "data" / "digits.csv.gz"
     if file.is_file():
         table = np.loadtxt(file, delimiter=",")
         return table[:, :-1], table[:, -1].astype(int)
-    from sklearn.datasets import load_digits  # a release that keeps it elsewhere
+    from sklearn.datasets import load_digits  # for a release that keeps the file elsewhere
 
     pixels, classes = load_digits(return_X_y=True)
     return pixels, classes

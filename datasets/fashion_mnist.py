@@ -25,7 +25,7 @@ from gradlab.errors import GradlabError
 IMAGE = (28, 28)  # height, width
 # Mean and standard deviation of a pixel over the published training images, on the scale 0 to 1.
 PIXEL_MEAN, PIXEL_DEVIATION = 0.2860, 0.3530
-# As published; some distributions write a dot for the hyphen before idx. Any may be compressed.
+# Names as published; some distributions write a dot for the hyphen before idx. Any file may be compressed.
 FILES = {
     "x_train": "train-images-idx3-ubyte",
     "y_train": "train-labels-idx1-ubyte",
@@ -40,9 +40,9 @@ _EXPECTED = (
 
 @final
 class FashionMnist(Workload):
-    """60,000 training and 10,000 test images (1, 28, 28) of clothes in 10 classes; 1,663,370 parameters.
+    """60,000 training and 10,000 test images (1, 28, 28) of clothes in 10 classes; a network of 1,663,370 parameters.
 
-    The recipe is ten epochs at two ranks of 64.
+    The recipe trains ten epochs on two ranks with batches of 64.
     """
 
     name = "fashion_mnist"
@@ -53,9 +53,9 @@ class FashionMnist(Workload):
     needs_path = True
 
     def load(self, path: str | None = None, *, train_limit: int | None = None, test_limit: int | None = None) -> Data:
-        """Images from an .npz or a folder of IDX files, minus the mean pixel and over its deviation.
+        """Load images from an .npz or a folder of IDX files, normalised by the pixels' mean and deviation.
 
-        Float32 images take 3,136 bytes each, the whole set 220 MB.
+        A float32 image takes 3,136 bytes, the whole set 220 MB.
         """
         if path is None:
             raise GradlabError(f"workload fashion_mnist needs a path: {_EXPECTED}")
@@ -65,18 +65,18 @@ class FashionMnist(Workload):
         return initialized(CLASSES, seed)
 
     def augment(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """As they are: the pictures are centred and face one way, in training as in testing."""
+        """Return `x` unchanged: all images are centred and face one way, in training as in testing."""
         return x
 
 
 def normalized(images: np.ndarray) -> torch.Tensor:
-    """Bytes (samples, H, W) as float32 (samples, 1, H, W): (value / 255 - mean) / deviation."""
+    """Normalise uint8 (samples, H, W) to float32 (samples, 1, H, W): (value / 255 - mean) / deviation."""
     x = torch.from_numpy(images.astype(np.float32))[:, None]
     return x.div_(255).sub_(PIXEL_MEAN).div_(PIXEL_DEVIATION)
 
 
 def read_splits(path: str) -> Splits:
-    """The images and labels of an .npz or of a folder of IDX files.
+    """Read the images and labels of an .npz or of a folder of IDX files.
 
     Raises:
         GradlabError: if the path is missing, cannot be read, or does not hold Fashion-MNIST.

@@ -1,4 +1,4 @@
-"""Arrays of unsigned bytes in IDX files, plain or gzip-compressed: the format of MNIST and its successors.
+"""Read arrays of unsigned bytes from IDX files, plain or gzip-compressed: the format of MNIST and its successors.
 
 LeCun, Cortes and Burges, "The MNIST database" (1998), file format: two zero bytes, the type (8: unsigned byte), the
 number of axes, each axis' length as a big-endian 32-bit integer, then the values row by row.
@@ -22,13 +22,13 @@ _UNSIGNED_BYTE = 8
 
 
 def read_idx(path: Path, item: tuple[int, ...]) -> np.ndarray:
-    """The values of a file as bytes (items, *item), for items of the shape `item`.
+    """Read a file's values, uint8 (items, *item), for items of the shape `item`.
 
-    Nothing is taken from the header before it is checked, and no more is unpacked than it says.
+    The header is checked before it is used. At most one value more than it announces is unpacked.
 
     Raises:
-        GradlabError: if the file is damaged, truncated, too long, or holds anything else.
-        OSError: if it cannot be read.
+        GradlabError: if the file is damaged, truncated, too long, or does not hold such items.
+        OSError: if the file cannot be read.
     """
     with path.open("rb") as file:
         packed = file.read(2) == b"\x1f\x8b"

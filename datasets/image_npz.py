@@ -1,4 +1,4 @@
-"""Images and classes from a NumPy archive with the keys x_train, y_train, x_test, y_test."""
+"""Read images and classes from a NumPy archive with the keys x_train, y_train, x_test, y_test."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _DAMAGE = (zipfile.BadZipFile, lzma.LZMAError, zlib.error, EOFError, ValueError,
 
 
 def read_npz(path: Path, image: tuple[int, ...] | None, target: tuple[int, ...] = ()) -> Splits:
-    """Read the four arrays, of images of the shape `image` whose classes have the shape `target`; None: colour images
-    of whatever size, every pixel with its class.
+    """Read the four arrays. No object is built (allow_pickle=False), and every header is checked before its data.
 
-    No object is ever built (allow_pickle=False), no header is believed before its check.
-
+    Args:
+        path: the archive.
+        image: shape of one image; None: (height, width, 3) of any size, with one class for every pixel.
+        target: shape of one image's classes, () for one class; with `image` None it is ignored.
     Raises:
         GradlabError: for a missing key, a wrong type or shape, or a damaged file.
     """
@@ -38,7 +39,7 @@ def read_npz(path: Path, image: tuple[int, ...] | None, target: tuple[int, ...] 
 
 
 def _image(archive: zipfile.ZipFile, source: str) -> tuple[int, ...]:
-    """Height, width and colours of the training images."""
+    """Read height, width and colours of the training images from their header."""
     shape, dtype = _member_header(archive, "x_train", source)
     if len(shape) != 4 or shape[3] != 3 or not all(1 <= side <= MAX_SIDE for side in shape[1:3]):
         raise GradlabError(

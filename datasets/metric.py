@@ -1,4 +1,4 @@
-"""What a trained model is judged by: a figure with a name, a direction and a form, from its logits on the test split.
+"""Metrics of a trained model: a figure with a name, a direction and a form, from the logits on the test split.
 
 Perplexity and bits per byte are one quantity, the mean negative log likelihood H in nats of a token: exp(H), and
 H / ln 2 where a token is a byte (Jelinek et al., "Perplexity - a measure of the difficulty of speech recognition
@@ -21,9 +21,10 @@ _LARGEST_EXPONENT = 700.0  # beyond it exp leaves the range of a float
 
 @dataclass(frozen=True)
 class LogitMetric(Metric):
-    """A metric made of a sum over predictions: of_mean(total(logits, classes) / predictions).
+    """A metric that is a function of a mean over predictions: of_mean(total(logits, classes) / predictions).
 
-    total: logits (predictions, classes) and true classes (predictions,) -> a scalar.
+    total: logits (predictions, classes) and true classes (predictions,) -> the sum, a scalar.
+    of_mean: the mean -> the metric.
     """
 
     total: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -42,7 +43,7 @@ def _exponential(nats: float) -> float:
     return math.inf if nats > _LARGEST_EXPONENT else math.exp(nats)
 
 
-IGNORED = -100  # torch's: a prediction whose class this is counts for nothing
+IGNORED = -100  # torch's value: a prediction of this class is left out
 ACCURACY = LogitMetric("accuracy", "higher", "percent", _right, float)
 PIXEL_ACCURACY = LogitMetric("pixel accuracy", "higher", "percent", _right, float)
 PERPLEXITY = LogitMetric("perplexity", "lower", "number", _nats, _exponential)

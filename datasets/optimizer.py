@@ -11,7 +11,7 @@ from gradlab.datasets.recipe import Recipe, learning_rate_at
 
 
 def build_optimizer(recipe: Recipe, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """SGD or AdamW with the recipe's settings, at the learning rate of step 0."""
+    """Build SGD or AdamW with the recipe's settings, at the learning rate of step 0."""
     rate = learning_rate_at(recipe, 0)
     if recipe.optimizer == "adamw":
         betas = (recipe.momentum, recipe.second_momentum)

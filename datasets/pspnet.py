@@ -2,9 +2,9 @@
 
 Zhao, Shi, Qi, Wang and Jia, "Pyramid Scene Parsing Network" (CVPR 2017), section 3.2: features of a residual network
 with dilated last stages, their means over grids of 1, 2, 3 and 6 regions a side, a convolution of each, all enlarged
-and concatenated, and a last convolution. Smaller than the paper's: four stages of one basic block (see `resnet`), an
-eighth of the picture's sides at their end; the convolutions of means have a bias in place of batch normalisation, whose
-statistics of one region would be those of a few pictures.
+and concatenated, and a last convolution. The network is smaller than the paper's: four stages of one basic block (see
+`resnet`), which end at an eighth of the image's sides. The convolutions of means have a bias in place of batch
+normalisation, because its statistics of one region would come from only a few images.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _REGIONS = (1, 2, 3, 6)  # of each side
 
 
 class PyramidPooling(nn.Module):
-    """Features beside their means over ever smaller regions: (batch, channels, H, W) -> (batch, 2 x channels, H, W)."""
+    """Features and their means over ever smaller regions: (batch, channels, H, W) -> (batch, 2 x channels, H, W)."""
 
     def __init__(self, channels: int, regions: Sequence[int] = _REGIONS) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class PyramidPooling(nn.Module):
 
 
 class PyramidSceneParsing(nn.Module):
-    """Pictures (batch, 3, H, W) -> logits (batch, H, W, classes). widths: channels of the four stages."""
+    """Images (batch, 3, H, W) -> logits (batch, H, W, classes). widths: channels of the four stages."""
 
     def __init__(self, widths: Sequence[int], classes: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class PyramidSceneParsing(nn.Module):
 
 
 def initialized(widths: Sequence[int], classes: int, seed: int) -> PyramidSceneParsing:
-    """A network whose values follow from the seed alone; the global generator is left as it was."""
+    """Build a network whose values follow from the seed alone; the global generator is left as it was."""
     with torch.random.fork_rng(devices=[]):
         network = PyramidSceneParsing(widths, classes)
     draw_weights(network, seed)

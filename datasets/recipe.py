@@ -33,7 +33,7 @@ class Recipe:
     steps: int  # optimizer steps
     warmup_steps: int = 0  # steps of linear warm-up, at most `steps`
     schedule: Schedule = "cosine"
-    nesterov: bool = False  # with SGD
+    nesterov: bool = False  # Nesterov's momentum, with SGD only
     optimizer: Optimizer = "sgd"
     second_momentum: float = 0.999  # in [0, 1); AdamW's beta_2
 
@@ -69,11 +69,11 @@ class Recipe:
 
 
 def learning_rate_at(recipe: Recipe, step: int) -> float:
-    """The learning rate of one step, counted from 0.
+    """Compute the learning rate of one step, counted from 0.
 
-    Warm-up of W steps: peak ((step + 1) / W). Afterwards, with the progress p = (step - W) / (steps - W) in [0, 1]:
-    cosine peak (1 + cos(pi p)) / 2; constant peak; step: peak / 10 from steps / 2 on, peak / 100 from 3 steps / 4 on.
-    Steps past the end keep the last rate.
+    In a warm-up of W steps it is peak ((step + 1) / W). Afterwards p = (step - W) / (steps - W) in [0, 1] is the
+    progress. "cosine": peak (1 + cos(pi p)) / 2. "constant": peak. "step": peak, peak / 10 from steps / 2 on, and
+    peak / 100 from 3 steps / 4 on. Steps past the end keep the last rate.
     """
     peak, warmup, steps = recipe.learning_rate, recipe.warmup_steps, recipe.steps
     if step < warmup:

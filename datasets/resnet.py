@@ -31,7 +31,7 @@ class BasicBlock(nn.Module):
         self.new_channels = outputs - inputs
 
     def shortcut(self, x: torch.Tensor) -> torch.Tensor:
-        """Option A: every stride-th pixel, and zeros for the channels that the block adds."""
+        """Take every stride-th pixel, and zeros for the channels that the block adds (option A)."""
         if self.stride == 1 and self.new_channels == 0:
             return x
         return functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.new_channels))
@@ -44,8 +44,11 @@ class BasicBlock(nn.Module):
 class ResidualNetwork(nn.Module):
     """A residual network: images (batch, channels, H, W) -> logits (batch, classes).
 
-    channels: of the image; widths: channels of each stage; blocks: basic blocks in each stage. The stem has the first
-    stage's width; every stage but the first halves height and width.
+    The stem has the first stage's width. Every stage but the first halves height and width.
+
+    channels: colours of an image.
+    widths: channels of each stage.
+    blocks: basic blocks in each stage.
     """
 
     def __init__(self, channels: int, widths: Sequence[int], blocks: Sequence[int], classes: int) -> None:
@@ -70,7 +73,7 @@ class ResidualNetwork(nn.Module):
 def initialized(
     channels: int, widths: Sequence[int], blocks: Sequence[int], classes: int, seed: int
 ) -> ResidualNetwork:
-    """A residual network whose values follow from the seed alone; the global generator is left as it was."""
+    """Build a residual network whose values follow from the seed alone; the global generator is left as it was."""
     # Torch's layers draw their default values from the global generator: those draws are undone, then overwritten.
     with torch.random.fork_rng(devices=[]):
         network = ResidualNetwork(channels, widths, blocks, classes)
@@ -79,8 +82,7 @@ def initialized(
 
 
 def draw_weights(network: nn.Module, seed: int) -> None:
-    """Every convolution's and linear layer's weights, drawn in their order from the seed; of linear layers and of
-    convolutions the biases are 0."""
+    """Draw the weights of convolutions and linear layers from the seed, in the network's order; zero their biases."""
     generator = torch.Generator().manual_seed(seed)
     for module in network.modules():
         if isinstance(module, nn.Conv2d):

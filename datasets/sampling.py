@@ -1,4 +1,4 @@
-"""The order of training samples: the same for every run with the same seed, whatever is done to the gradients."""
+"""The order of training samples: it depends on the seed alone, whatever is done to the gradients."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from gradlab.errors import GradlabError
 def batches(
     num_samples: int, batch_size: int, rank: int, world_size: int, seed: int, steps: int
 ) -> Iterator[torch.Tensor]:
-    """The sample indices of one rank, step by step: `steps` int64 tensors of shape (batch_size,).
+    """Yield the sample indices of one rank, step by step: `steps` int64 tensors (batch_size,).
 
-    Each epoch is one permutation drawn from (seed, epoch), cut into global batches of world_size x batch_size; a
-    rank takes its own part of each, and the last incomplete global batch is left out. So the ranks of a step are
-    disjoint, no sample comes twice in an epoch, and the set of samples in a step depends on the product
+    Each epoch is one permutation drawn from (seed, epoch) and cut into global batches of world_size x batch_size. A
+    rank takes its own part of each global batch. The last incomplete global batch is left out. So the batches of the
+    ranks are disjoint in a step, no sample comes twice in an epoch, and the samples of a step depend on the product
     world_size x batch_size alone.
 
     Raises:
-        GradlabError: at the call, if the rank is not in the world or a global batch exceeds the data set.
+        GradlabError: at the call, if an argument is out of range or a global batch exceeds the data set.
     """
     if not 0 <= rank < world_size:
         raise GradlabError(f"rank {rank} of {world_size}: expected 0 to world size - 1")

@@ -1,4 +1,4 @@
-"""The arrays of an image data set as they lie in a file, before normalisation, and what makes them sound."""
+"""The arrays of an image data set as they lie in a file, before normalisation, and checks of them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from gradlab.errors import GradlabError
 
 CLASSES = 10
 MAX_IMAGES = 200_000  # in one split: a header that claims more is refused before memory is taken
-MAX_SIDE = 2048  # pixels of a picture whose size is the file's own
-MAX_BYTES = 2**30  # of one split's; as numbers to compute with they take four to eight times that
+MAX_SIDE = 2048  # pixels, where the file determines the size of an image
+MAX_BYTES = 2**30  # of an array of one split; as float32 or int64 it takes four or eight times that
 
 
 class Splits(NamedTuple):
-    """Images as bytes (samples, height, width[, colours]) and classes, one of an image (samples,) or one of a pixel
-    (samples, height, width), to train and to test on."""
+    """Images and classes to train and to test on.
+
+    x_train, x_test: uint8 (samples, height, width[, colours]).
+    y_train, y_test: integers, one class of every image (samples,), or of every pixel (samples, height, width).
+    """
 
     x_train: np.ndarray
     y_train: np.ndarray
@@ -35,11 +38,14 @@ def check_header(
 ) -> None:
     """Refuse an array by its shape and type alone.
 
-    key: one of the fields of `Splits`; image: shape of one image, (height, width) or (height, width, colours); target:
-    of its classes.
-
+    Args:
+        key: the array's field in `Splits`.
+        shape, dtype: of the array.
+        image: shape of one image, (height, width) or (height, width, colours).
+        source: the file's name, for messages.
+        target: shape of one image's classes, () for one class.
     Raises:
-        GradlabError: for objects, a wrong type or shape, no images, or more than MAX_IMAGES or MAX_BYTES.
+        GradlabError: for objects, a wrong type or shape, no samples, or more than MAX_IMAGES or MAX_BYTES.
     """
     images = key.startswith("x")
     kind = dtype == np.uint8 if images else dtype.kind in "iu"
@@ -60,10 +66,14 @@ def checked(
     """Check that images and labels fit each other.
 
     Args:
-        image, target: the shape of one image, and of its labels.
+        splits: the arrays.
+        image: shape of one image.
+        source: the file's name, for messages.
+        target: shape of one image's labels, () for one label.
+        classes: number of classes.
 
     Returns:
-        The same arrays, labels as int64.
+        The same arrays, with labels as int64.
 
     Raises:
         GradlabError: for a wrong type or shape, a label outside 0 to classes - 1, or labels that do not match the
@@ -84,6 +94,6 @@ def checked(
 
 
 def reason(error: Exception) -> str:
-    """The start of an error's first line: libraries' messages can run over many lines, and quote the file."""
+    """Return the start of an error's first line: libraries' messages can have many lines and quote the file."""
     lines = str(error).splitlines()
     return lines[0][:120] if lines else type(error).__name__

@@ -1,10 +1,11 @@
 """Synthetic gradients whose covariance, correlation and drift are known: the ground truth for tests.
 
-Node n draws at step t, with orthonormal directions U_t (numel, rank) and eigenvalues L = diag(l_1 >= ... >= l_r):
+Node n (a rank of a run; "rank" here is r) draws at step t, with orthonormal directions U_t (numel, rank) and
+eigenvalues L = diag(l_1 >= ... >= l_r):
 
     g_{t,n} = U_t L^{1/2} (sqrt(rho) z_t + sqrt(1 - rho) w_{t,n}) + s_n e_{t,n},    U_t = cos(w t) A + sin(w t) B
 
-z (shared by the nodes), w and e (each node's own) are independent standard normal vectors, drawn anew at every step;
+z (shared by the nodes), w and e (one per node) are independent standard normal vectors, drawn anew at every step.
 [A B] is orthonormal, so that all principal angles between U_s and U_t are w |t - s|. Hence, with S = l_1 + ... + l_r:
 
     covariance of node n at step t          U_t L U_t' + s_n^2 I
@@ -23,15 +24,15 @@ from gradlab.errors import GradlabError
 
 @dataclass(frozen=True)
 class GradientModel:
-    """Settings of the model above. All nodes have the same signal; their noise may differ.
+    """Settings of this module's model. All nodes have the same signal; their noise may differ.
 
     Raises:
-        GradlabError: for settings that describe no such model.
+        GradlabError: for a setting out of its range.
     """
 
     numel: int  # elements of a gradient
-    eigenvalues: tuple[float, ...]  # l_1 >= ... >= l_r > 0, variance along each direction
-    noise_std: tuple[float, ...]  # s_n, one per node, per element
+    eigenvalues: tuple[float, ...]  # l_1 >= ... >= l_r > 0: variance along each direction
+    noise_std: tuple[float, ...]  # s_n: one per node, the noise of every element
     shared: float = 1.0  # rho in [0, 1]: the share of the signal's variance that all nodes have in common
     drift: float = 0.0  # w, radians per step
 
@@ -59,7 +60,7 @@ class GradientModel:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What was drawn: `values` float32 (steps, nodes, numel), and the directions A, B (numel, rank) in float64."""
+    """Drawn gradients: `values` float32 (steps, nodes, numel); `start` and `turn`, A and B, float64 (numel, rank)."""
 
     values: np.ndarray
     start: np.ndarray
@@ -67,23 +68,23 @@ class Gradients:
     model: GradientModel
 
     def basis(self, step: int) -> np.ndarray:
-        """U_t (numel, rank): the true principal directions at a step, largest eigenvalue first."""
+        """Return U_t (numel, rank): the true principal directions at a step, largest eigenvalue first."""
         angle = self.model.drift * step
         return math.cos(angle) * self.start + math.sin(angle) * self.turn
 
 
 def geometric_spectrum(rank: int, ratio: float, largest: float = 1.0) -> tuple[float, ...]:
-    """Eigenvalues largest x ratio^i for i = 0 to rank - 1."""
+    """Return the eigenvalues largest x ratio^i for i = 0 to rank - 1."""
     return tuple(largest * ratio**i for i in range(rank))
 
 
 def power_spectrum(rank: int, exponent: float, largest: float = 1.0) -> tuple[float, ...]:
-    """Eigenvalues largest x i^-exponent for i = 1 to rank."""
+    """Return the eigenvalues largest x i^-exponent for i = 1 to rank."""
     return tuple(largest * i**-exponent for i in range(1, rank + 1))
 
 
 def draw(model: GradientModel, steps: int, rng: np.random.Generator) -> Gradients:
-    """Draw gradients of all nodes for `steps` steps, and the directions they were drawn along.
+    """Draw directions, and gradients of all nodes along them for `steps` steps.
 
     Raises:
         GradlabError: if steps is below 1.
@@ -102,21 +103,21 @@ def draw(model: GradientModel, steps: int, rng: np.random.Generator) -> Gradient
 
 
 def expected_energy(model: GradientModel) -> np.ndarray:
-    """E |g_n|^2 = S + numel s_n^2 for each node, (nodes,)."""
+    """Compute E |g_n|^2 = S + numel s_n^2 of each node, (nodes,)."""
     return sum(model.eigenvalues) + model.numel * np.square(model.noise_std)
 
 
 def expected_spectrum(model: GradientModel, node: int = 0) -> np.ndarray:
-    """Eigenvalues of one node's covariance at a step, (numel,): l_i + s^2, then s^2."""
+    """Compute the eigenvalues of one node's covariance at a step, (numel,): l_i + s^2, then s^2."""
     spectrum = np.full(model.numel, model.noise_std[node] ** 2)
     spectrum[: model.rank] += model.eigenvalues
     return spectrum
 
 
 def expected_mean_spectrum(model: GradientModel) -> np.ndarray:
-    """Eigenvalues of the covariance of the mean over N nodes, (numel,).
+    """Compute the eigenvalues of the covariance of the mean over N nodes, (numel,).
 
-    l_i (rho + (1 - rho) / N) + (sum of s_n^2) / N^2, then (sum of s_n^2) / N^2.
+    They are l_i (rho + (1 - rho) / N) + (sum of s_n^2) / N^2, then (sum of s_n^2) / N^2.
     """
     nodes = model.nodes
     spectrum = np.full(model.numel, float(np.sum(np.square(model.noise_std))) / nodes**2)
@@ -125,9 +126,9 @@ def expected_mean_spectrum(model: GradientModel) -> np.ndarray:
 
 
 def expected_tail_energy(model: GradientModel, kept: int, age: int = 0, node: int = 0) -> float:
-    """The share of one node's energy outside the first `kept` <= rank true directions of `age` steps ago.
+    """Compute the share of one node's energy outside the first `kept` <= rank true directions of `age` steps ago.
 
-    1 - (cos^2(w age) (l_1 + ... + l_d) + d s^2) / (S + numel s^2), because U_s' U_t = cos(w (t - s)) I.
+    It is 1 - (cos^2(w age) (l_1 + ... + l_d) + d s^2) / (S + numel s^2), because U_s' U_t = cos(w (t - s)) I.
 
     Raises:
         GradlabError: if `kept` is not between 0 and the rank.
@@ -140,9 +141,9 @@ def expected_tail_energy(model: GradientModel, kept: int, age: int = 0, node: in
 
 
 def expected_cosine(model: GradientModel) -> np.ndarray:
-    """E <g_m, g_n> / sqrt(E |g_m|^2 E |g_n|^2) for two nodes at one step, (nodes, nodes).
+    """Compute E <g_m, g_n> / sqrt(E |g_m|^2 E |g_n|^2) of two nodes at one step, (nodes, nodes).
 
-    rho S / sqrt((S + numel s_m^2) (S + numel s_n^2)) off the diagonal, 1 on it. Nodes at different steps: 0.
+    It is rho S / sqrt((S + numel s_m^2) (S + numel s_n^2)) off the diagonal and 1 on it. At different steps it is 0.
     """
     lengths = np.sqrt(expected_energy(model))
     cosine = model.shared * sum(model.eigenvalues) / np.outer(lengths, lengths)

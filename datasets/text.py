@@ -1,9 +1,8 @@
-"""Language modelling on a text that the user has, by bytes or by words, with a small transformer.
+"""Language modelling of the user's text, by bytes or by words, with a small transformer.
 
-Every token is predicted from those before it in its row of `context` tokens; see `transformer` for the model,
-`vocabulary` for words, `text_files` for the files and the split. By bytes as in Al-Rfou et al., "Character-Level
-Language Modeling with Deeper Self-Attention" (2019); by words as in Merity et al. (2016), whose WikiText files are read
-as they are.
+Every token is predicted from the tokens before it in its row of `context` tokens. See `transformer` for the model,
+`vocabulary` for words, `text_files` for the files and the split. By bytes: Al-Rfou et al., "Character-Level Language
+Modeling with Deeper Self-Attention" (2019). By words: Merity et al. (2016), whose WikiText files are read as they are.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ _PAIRING = "no paper: a transformer small enough to learn text on two processors
 
 @final
 class TextBytes(Workload):
-    """Any file, byte by byte: 256 tokens, four layers of 128, 842,496 parameters at a context of 128 bytes.
+    """Any file, byte by byte: 256 tokens; four layers of width 128, 842,496 parameters at a context of 128 bytes.
 
-    context: tokens that a row has, and positions that the model has.
+    context: tokens in a row, and positions of the model.
     """
 
     name = "text_bytes"
@@ -55,7 +54,7 @@ class TextBytes(Workload):
         self.size = TransformerSize(vocabulary=_BYTES, context=context)
 
     def load(self, path: str | None = None, *, train_limit: int | None = None, test_limit: int | None = None) -> Data:
-        """Rows of bytes, and the bytes that follow them; a limit keeps the first so many rows."""
+        """Load rows of bytes, and each byte's successor; a limit keeps the first so many rows."""
         train, test = read_texts(_required(path, self.name))
         tokens = [np.frombuffer(text.content, np.uint8) for text in (train, test)]
         return _data(tokens, (train, test), self.size.context, train_limit, test_limit)
@@ -64,17 +63,18 @@ class TextBytes(Workload):
         return initialized(self.size, seed)
 
     def augment(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """As it is: a changed byte is another text."""
+        """Return `x` unchanged: a changed byte is another text."""
         return x
 
 
 @final
 class TextWords(Workload):
-    """A UTF-8 text, word by word: four layers of 128, 1,850,112 parameters with 8,192 words at a context of 64.
+    """A UTF-8 text, word by word: four layers of width 128, 1,850,112 parameters at 8,192 tokens and a context of 64.
 
-    context: tokens that a row has, and positions that the model has; vocabulary: tokens, <unk> and <eos> included. The
-    model has room for all of them, however few the text has. Perplexities are comparable at one vocabulary only, as
-    <unk> counts as a word that is easy to predict.
+    Perplexities are comparable only between equal vocabularies, as <unk> counts as a word and is easy to predict.
+
+    context: tokens in a row, and positions of the model.
+    vocabulary: tokens of the model, <unk> and <eos> included; a short text may use fewer.
     """
 
     name = "text_words"
@@ -89,7 +89,7 @@ class TextWords(Workload):
         self.size = TransformerSize(vocabulary=vocabulary, context=context)
 
     def load(self, path: str | None = None, *, train_limit: int | None = None, test_limit: int | None = None) -> Data:
-        """Rows of words, and the words that follow them; a limit keeps the first so many rows.
+        """Load rows of words, and each word's successor; a limit keeps the first so many rows.
 
         The vocabulary is that of the whole training text, so that a limit changes no token.
         """
@@ -103,7 +103,7 @@ class TextWords(Workload):
         return initialized(self.size, seed)
 
     def augment(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """As it is: a changed word is another text."""
+        """Return `x` unchanged: a changed word is another text."""
         return x
 
 

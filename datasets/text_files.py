@@ -1,4 +1,4 @@
-"""Text for language models: one file, or a folder with train.txt and test.txt, as bytes; and how it becomes samples."""
+"""Read text for language models from one file, or a folder with train.txt and test.txt, and cut it into samples."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ import torch
 
 from gradlab.errors import GradlabError
 
-MAX_TEXT_BYTES = 1 << 27  # in one file; tokens take eight bytes each in memory
+MAX_TEXT_BYTES = 1 << 27  # in one file; a token takes eight bytes in memory
 EXPECTED = "a text file, or a folder with train.txt and test.txt"
 _WHITE_SPACE = re.compile(rb"[ \t\r\n]")
 
 
 class Text(NamedTuple):
-    """The bytes of one split, and where they come from, for messages."""
+    """The bytes of one split, and their source, for messages."""
 
     content: bytes
     source: str
 
 
 def read_texts(path: str, *, between_words: bool = False) -> tuple[Text, Text]:
-    """The training and the test text. Of a single file these are the first 90 % of its bytes and the rest.
+    """Read the training and the test text; in a single file these are the first 90 % of its bytes and the rest.
 
-    between_words: move the cut of a single file to the next white space. A valid.txt beside the other two is not read:
-    nothing here is tuned on it.
+    A folder's valid.txt is not read, because nothing is tuned on it here.
 
+    Args:
+        path: a file, or a folder with train.txt and test.txt.
+        between_words: move the cut of a single file to the next white space.
     Raises:
         GradlabError: if the path is missing, cannot be read, or holds an empty or an oversized file.
     """
@@ -65,10 +67,10 @@ def _cut(content: bytes, between_words: bool) -> int:
 
 
 def decoded(text: Text) -> str:
-    """The text of UTF-8 bytes.
+    """Decode a text's UTF-8 bytes.
 
     Raises:
-        GradlabError: if they are not UTF-8.
+        GradlabError: if the bytes are not UTF-8.
     """
     try:
         return text.content.decode("utf-8")
@@ -79,11 +81,14 @@ def decoded(text: Text) -> str:
 
 
 def windows(tokens: np.ndarray, context: int, source: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of `context` tokens that follow one another, and each token's successor: two int64 (samples, context).
+    """Cut tokens into rows, which do not overlap; the last incomplete row is left out.
 
-    tokens: integers (tokens,). The rows do not overlap; the last incomplete one is left out. Both are views of one
-    copy.
-
+    Args:
+        tokens: integers (tokens,).
+        context: tokens in a row.
+        source: the text's name, for messages.
+    Returns:
+        The rows, and each token's successor: two int64 tensors (samples, context), views of one copy.
     Raises:
         GradlabError: if there is no whole row.
     """

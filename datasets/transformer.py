@@ -3,8 +3,9 @@
 Vaswani et al., "Attention Is All You Need" (2017), eq. 1, with the causal mask of section 3.2.3; Radford et al.,
 "Language Models are Unsupervised Multitask Learners" (GPT-2, 2019), section 2.3: normalisation at the input of each
 branch and once at the end, learned positions, initialisation. The output layer is the token embedding itself (Press
-and Wolf, "Using the Output Embedding to Improve Language Models", 2017), as in GPT-2: it halves what vocabularies
-cost, and makes that layer's gradient dense in every row. No dropout: gradients follow from data and parameters alone.
+and Wolf, "Using the Output Embedding to Improve Language Models", 2017), as in GPT-2. That halves the parameters of the
+vocabulary, and makes every row of their gradient dense. There is no dropout: gradients follow from data and parameters
+alone.
 """
 
 from __future__ import annotations
@@ -96,9 +97,9 @@ class Transformer(nn.Module):
 
 
 def initialized(size: TransformerSize, seed: int) -> Transformer:
-    """A transformer whose values follow from the seed alone; the global generator is left as it was.
+    """Build a transformer whose values follow from the seed alone; the global generator is left as it was.
 
-    Weights are normal with deviation 0.02, over sqrt(2 layers) where a branch returns to the sum (GPT-2, section 2.3).
+    Weights are normal with deviation 0.02, divided by sqrt(2 layers) where a branch ends (GPT-2, section 2.3).
     """
     # Torch's layers draw their default values from the global generator: those draws are undone, then overwritten.
     with torch.random.fork_rng(devices=[]):

@@ -1,8 +1,8 @@
-"""Words as numbers: what a line of text is made of, and which words a model knows.
+"""Turn words into token numbers, by a vocabulary of the most frequent words.
 
-Words are what white space separates; every end of line is the token <eos>. A vocabulary holds the most frequent words
-of the training text and <unk> for all others (Mikolov et al., "Recurrent neural network based language model", 2010;
-Merity et al., "Pointer Sentinel Mixture Models", 2016, section 4, for WikiText's form of it).
+White space separates words, and every end of line is the token <eos>. A vocabulary holds the most frequent words of the
+training text and <unk> for all others (Mikolov et al., "Recurrent neural network based language model", 2010; in
+WikiText's form: Merity et al., "Pointer Sentinel Mixture Models", 2016, section 4).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ RESERVED = (UNKNOWN, END_OF_LINE)  # the tokens 0 and 1 of every vocabulary
 
 
 def build_vocabulary(text: str, limit: int) -> dict[str, int]:
-    """Token number by word: <unk> 0, <eos> 1, then words of `text` by falling count, equal ones by code point.
+    """Number the words of `text`: <unk> 0, <eos> 1, then words by falling count, at equal counts by code point.
 
-    limit: tokens at most, the reserved two included.
+    limit: tokens at most, <unk> and <eos> included.
 
     Raises:
         GradlabError: if the limit leaves room for no word.
@@ -41,11 +41,11 @@ def build_vocabulary(text: str, limit: int) -> dict[str, int]:
 
 
 def encode(text: str, vocabulary: Mapping[str, int]) -> np.ndarray:
-    """The text as token numbers, int64 (tokens,): one for each word and one for each end of line."""
+    """Encode a text as token numbers, int64 (tokens,): one for each word and one for each end of line."""
     unknown, end = vocabulary[UNKNOWN], vocabulary[END_OF_LINE]
     tokens = array("q")
     for line in text.split("\n"):
         tokens.extend(vocabulary.get(word, unknown) for word in line.split())
         tokens.append(end)
-    # What follows the last end of line has none of its own.
+    # The text after the last end of line has no end of line of its own.
     return np.frombuffer(tokens, np.int64)[:-1]

@@ -1,4 +1,4 @@
-"""What a workload is: data, a model, a loss, a recipe, and the metric that a trained model is judged by."""
+"""The interface of a workload: data, a model, a loss, a recipe, and the metric of a trained model."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from gradlab.errors import GradlabError
 
 @dataclass(frozen=True)
 class Data:
-    """A data set in memory, split. Samples are drawn by their first axis.
+    """A data set in memory, split into training and test. The first axis counts samples.
 
     Attributes:
-        train_x, test_x: float32 images (samples, channels, height, width), about zero mean and unit variance; or int64
-            tokens (samples, context).
+        train_x, test_x: float32 images (samples, channels, height, width) of about zero mean and unit variance; or
+            int64 tokens (samples, context).
         train_y, test_y: int64 classes (samples,); each token's successor (samples, context); or classes of pixels
-            (samples, height, width). -100 is no class, and counts neither in loss nor metric.
+            (samples, height, width). -100 stands for no class, and counts neither in the loss nor in the metric.
     """
 
     train_x: torch.Tensor
@@ -36,15 +36,15 @@ class Data:
 
 
 class Workload(ABC):
-    """A data set with the model and the recipe it is trained by. Holds settings at most: methods are functions."""
+    """A data set with its model and training recipe. It holds settings at most; methods keep no state."""
 
     name: str
     description: str
-    pairing: str  # where this data set, model and recipe were put together
+    pairing: str  # who paired this data set, model and recipe
     recipe: Recipe
     metric: LogitMetric
     needs_path: bool  # whether `load` needs a file that the user has
-    interim_samples: int = 1000  # of the test split, for a look at the metric while training
+    interim_samples: int = 1000  # samples of the test split that measure the metric during training
 
     @abstractmethod
     def load(self, path: str | None = None, *, train_limit: int | None = None, test_limit: int | None = None) -> Data:
@@ -56,26 +56,27 @@ class Workload(ABC):
 
     @abstractmethod
     def model(self, seed: int) -> nn.Module:
-        """A new model on the CPU; its values follow from the seed alone, and no global generator is advanced."""
+        """Build a new model on the CPU; its values follow from the seed alone, and no global generator is advanced."""
 
     @abstractmethod
     def augment(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Training inputs (batch, ...), randomly altered or as they are; of the same shape."""
+        """Return training inputs (batch, ...), randomly altered or unchanged, in the same shape."""
 
     @final
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Mean cross entropy in nats of logits (batch, ..., classes) against classes (batch, ...); -100 is left out."""
+        """Compute the mean cross entropy, nats, of logits (batch, ..., classes) for classes (batch, ...), without -100."""
         return functional.cross_entropy(output.flatten(0, -2), target.flatten())
 
     @final
     @torch.no_grad()
     def score(self, model: nn.Module, x: torch.Tensor, y: torch.Tensor, *, batch_size: int | None = None) -> float:
-        """Compute the workload's metric of a model, which is put in evaluation mode and back.
+        """Compute the workload's metric of a model in evaluation mode; the model's mode is restored.
 
         Args:
-            x: samples (samples, ...).
-            y: their classes (samples, ...).
-            batch_size: samples at a time, the recipe's by default.
+            model: the model.
+            x: inputs (samples, ...).
+            y: classes (samples, ...).
+            batch_size: samples at a time; None takes the recipe's batch size.
 
         Raises:
             GradlabError: if there are no samples.
@@ -94,7 +95,7 @@ class Workload(ABC):
 
 
 def limited(length: int, limit: int | None, split: str) -> int:
-    """How many of `length` samples a limit keeps; GradlabError for a limit below 1."""
+    """Return how many of `length` samples a limit keeps; raise GradlabError for a limit below 1."""
     if limit is not None and limit < 1:
         raise GradlabError(f"{split}_limit is {limit}: expected at least 1 sample, or None for all")
     return length if limit is None else min(length, limit)
@@ -106,7 +107,7 @@ def limited_data(
     train_limit: int | None,
     test_limit: int | None,
 ) -> Data:
-    """The first so many samples of both splits, as a workload has them; GradlabError for a limit below 1."""
+    """Normalise the first so many samples of both splits; raise GradlabError for a limit below 1."""
     train = limited(len(splits.x_train), train_limit, "train")
     test = limited(len(splits.x_test), test_limit, "test")
     return Data(
