@@ -64,7 +64,7 @@ class Workload(ABC):
 
     @final
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Compute the mean cross entropy, nats, of logits (batch, ..., classes) for classes (batch, ...), without -100."""
+        """Compute mean cross entropy (nats) of logits (batch, ..., classes) for classes (batch, ...) except -100."""
         return functional.cross_entropy(output.flatten(0, -2), target.flatten())
 
     @final
