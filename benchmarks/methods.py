@@ -141,6 +141,7 @@ METHODS: dict[str, Compared] = {
 
 
 def recipe_of(method: Compared, steps: int) -> Recipe:
+    """Make the workload's recipe for a method: its learning rate, so many steps, a cosine schedule."""
     return replace(
         WORKLOAD.recipe,
         learning_rate=RATE * method.rate,
@@ -210,6 +211,7 @@ def floor(trace: Trace, bits: Sequence[float]) -> list[float]:
 
 
 def train_all(data: Any, out: Path, names: Sequence[str], seeds: Sequence[int], steps: int) -> None:
+    """Train every method with every seed that `out` has no row of yet, and append its row there."""
     rows = read(out)
     for seed in seeds:
         for name in names:
@@ -243,6 +245,7 @@ def joined(replayed: Sequence[Row], trained: Sequence[Row]) -> dict[str, tuple[R
 
 
 def table(replayed: Sequence[Row], trained: Sequence[Row]) -> str:
+    """Lay out replayed and trained rows side by side, a line per method; wire bytes per rank and step, in kB."""
     lines = ["method                 bits/value  wire kB  error rank  error mean  cosine   loss           accuracy"]
     found = joined(replayed, trained)
     for name, (row, runs) in sorted(found.items(), key=lambda item: mean_loss(item[1][1])):

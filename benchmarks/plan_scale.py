@@ -47,6 +47,7 @@ def times(groups: int) -> list[float]:
 
 
 def main() -> None:
+    """Print the table for the numbers of groups on the command line."""
     warnings.filterwarnings("ignore", message="gradlab: world size 1")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     times(2)  # imports what is imported at first use
