@@ -113,13 +113,13 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         here = [row for row in rows if row["batch"] == batch]
         dense = {row["seed"]: row["accuracy"] for row in here if row["method"] == "dense"}
         for method in dict.fromkeys(row["method"] for row in here):
-            mine = [row for row in here if row["method"] == method]
-            mean = {key: statistics.fmean(row[key] for row in mine) for key in ("accuracy", "loss", "ratio", "wire")}
-            pairs = [100 * (row["accuracy"] - dense[row["seed"]]) for row in mine if row["seed"] in dense]
+            runs = [row for row in here if row["method"] == method]
+            mean = {key: statistics.fmean(row[key] for row in runs) for key in ("accuracy", "loss", "ratio", "wire")}
+            pairs = [100 * (row["accuracy"] - dense[row["seed"]]) for row in runs if row["seed"] in dense]
             figures = (
                 f"{100 * mean['accuracy']:6.2f} %  {mean['loss']:.3f}  {mean['ratio']:5.1f}  {mean['wire'] / 1e3:7.1f}"
             )
-            lines.append(f"{batch:5d}  {method:27s} {len(mine):2d}  {figures}  {_paired(pairs)}")
+            lines.append(f"{batch:5d}  {method:27s} {len(runs):2d}  {figures}  {_paired(pairs)}")
     return "\n".join(lines)
 
 
@@ -159,9 +159,9 @@ def main() -> None:
     fixed = {k: getattr(options, k) for k in ("batch", "ranks", "steps", "warmup", "learning_rate")}
     for seed in options.seeds:
         for method in options.methods or list(known):
-            about = {"method": method, "seed": seed, **fixed}
-            if not any(about.items() <= row.items() for row in rows):
-                row = about | run(known[method], data, recipe, options.ranks, seed)
+            key = {"method": method, "seed": seed, **fixed}
+            if not any(key.items() <= row.items() for row in rows):
+                row = key | run(known[method], data, recipe, options.ranks, seed)
                 with options.out.open("a") as out:
                     out.write(json.dumps(row) + "\n")
                 print(json.dumps(row), flush=True)

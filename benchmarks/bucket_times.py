@@ -72,13 +72,13 @@ def main() -> None:
     sizes, seconds = measure(chosen.samples, chosen.steps, chosen.batch, chosen.bucket_cap_mb)
     if dist.get_rank() == 0:
         half = len(sizes) // 2
-        found = fit_bucket_times(sizes[:half], seconds[:half], positive=False)
-        predicted = found.intercept + sizes[half:] @ found.coefficients
+        fit = fit_bucket_times(sizes[:half], seconds[:half], positive=False)
+        predicted = fit.intercept + sizes[half:] @ fit.coefficients
         left = float(((seconds[half:] - predicted) ** 2).sum() / ((seconds[half:] - seconds[half:].mean()) ** 2).sum())
         print(f"{len(sizes)} samples, {sizes.shape[1]} buckets; seconds {seconds.min():.3f} to {seconds.max():.3f}")
         print("bytes per bucket, mean:", " ".join(f"{value:.0f}" for value in sizes.mean(0)))
-        print("seconds per byte:", " ".join(f"{value:.2e}" for value in found.coefficients))
-        print(f"intercept {found.intercept:.3f} s; R^2 where fitted {found.score:.3f}, on other samples {1 - left:.3f}")
+        print("seconds per byte:", " ".join(f"{value:.2e}" for value in fit.coefficients))
+        print(f"intercept {fit.intercept:.3f} s; R^2 where fitted {fit.score:.3f}, on other samples {1 - left:.3f}")
         if chosen.out:
             chosen.out.write_text(json.dumps({"sizes": sizes.tolist(), "seconds": seconds.tolist()}))
     dist.destroy_process_group()

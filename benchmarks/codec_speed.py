@@ -161,10 +161,10 @@ def main() -> None:
         print(form.format(*["---"] * len(header)))
     for name in options.codecs:
         for settings in CASES[name]:
-            found = compare(name, settings, options.numel, options.repeats)
-            slowest, aim = max(found["encode"], found["decode"]), 100 if name in SORTS else 30
-            numbers = [f"{found[key]:.1f}" for key in ("encode", "decode", "own")]
-            row = (found["case"], f"{found['copy'] * 1e3:.1f}", *numbers, f"1/{slowest:.1f}", f"1/{aim}")
+            times = compare(name, settings, options.numel, options.repeats)
+            slowest, aim = max(times["encode"], times["decode"]), 100 if name in SORTS else 30
+            numbers = [f"{times[key]:.1f}" for key in ("encode", "decode", "own")]
+            row = (times["case"], f"{times['copy'] * 1e3:.1f}", *numbers, f"1/{slowest:.1f}", f"1/{aim}")
             print(form.format(*row, "" if slowest <= aim else "missed"), flush=True)
 
 

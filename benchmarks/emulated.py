@@ -71,8 +71,8 @@ class Task:
         augment = [torch.Generator().manual_seed(1000 * seed + rank) for rank in range(self.ranks)]
         for indices in zip(*orders, strict=True):
             yield [
-                (self.workload.augment(data.train_x[mine], generator), data.train_y[mine])
-                for mine, generator in zip(indices, augment, strict=True)
+                (self.workload.augment(data.train_x[batch], generator), data.train_y[batch])
+                for batch, generator in zip(indices, augment, strict=True)
             ]
 
 
@@ -83,7 +83,7 @@ def halved(images: torch.Tensor) -> torch.Tensor:
 
 def node_gradients(task: Task, model: nn.Module, micro: Micro) -> tuple[list[Tensors], float]:
     """Each node's gradients by layer name, and the mean loss."""
-    found, losses, kept = [], [], {}
+    gradients, losses, kept = [], [], {}
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     for x, y in micro:
         _set_buffers(model, before)
@@ -91,10 +91,10 @@ def node_gradients(task: Task, model: nn.Module, micro: Micro) -> tuple[list[Ten
         loss = task.loss(model, x, y)
         loss.backward()
         losses.append(float(loss.detach()))
-        found.append({name: p.grad.contiguous() for name, p in model.named_parameters() if p.grad is not None})
+        gradients.append({name: p.grad.contiguous() for name, p in model.named_parameters() if p.grad is not None})
         kept = kept or {name: buffer.clone() for name, buffer in model.named_buffers()}
     _set_buffers(model, kept)
-    return found, statistics.fmean(losses)
+    return gradients, statistics.fmean(losses)
 
 
 def _set_buffers(model: nn.Module, values: Tensors) -> None:

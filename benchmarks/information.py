@@ -49,16 +49,16 @@ def main() -> None:
         for pair, true in known.items():
             for method in arguments.methods.split(","):
                 generator = np.random.default_rng([arguments.seed, int(samples)])
-                began, found = time.perf_counter(), []
+                began, estimates = time.perf_counter(), []
                 for _ in range(int(repetitions)):
-                    found.append(estimate_information(*draw(pair, int(samples), generator), method))
-                bits = np.array([one.bits for one in found])
-                held = sum(one.low <= true <= one.high for one in found)
-                width = np.mean([one.high - one.low for one in found])
-                seconds = (time.perf_counter() - began) / len(found)
+                    estimates.append(estimate_information(*draw(pair, int(samples), generator), method))
+                bits = np.array([one.bits for one in estimates])
+                held = sum(one.low <= true <= one.high for one in estimates)
+                width = np.mean([one.high - one.low for one in estimates])
+                seconds = (time.perf_counter() - began) / len(estimates)
                 print(
                     f"{samples:>8} {pair:>8} {true:7.4f} {method:>11} {bits.mean():8.4f} {bits.mean() - true:+8.4f} "
-                    f"{bits.std():7.4f} {width:10.4f} {held}/{len(found)}  {seconds:.3f} s",
+                    f"{bits.std():7.4f} {width:10.4f} {held}/{len(estimates)}  {seconds:.3f} s",
                     flush=True,
                 )
 

@@ -55,11 +55,11 @@ def fit(name: str, trace: Trace, folder: Path) -> None:
     """An artifact per codec, uniform and by layer."""
     folder.mkdir(exist_ok=True)
     for codec, reference in REFERENCES[name].items():
-        found = fit_lgreco(trace, codec, reference, warmup_steps=WARMUP)
-        found.artifact().save(folder / f"{codec}-lgreco.safetensors", overwrite=True)
+        fitted = fit_lgreco(trace, codec, reference, warmup_steps=WARMUP)
+        fitted.artifact().save(folder / f"{codec}-lgreco.safetensors", overwrite=True)
         uniform = Plan.uniform(trace.layers, codec, warmup_steps=WARMUP, **reference)
         Artifact(uniform).save(folder / f"{codec}-uniform.safetensors", overwrite=True)
-        provenance = found.provenance
+        provenance = fitted.provenance
         dense = provenance["dense_payload_bytes"]
         print(
             f"{codec:9s} uniform {dense / provenance['uniform_payload_bytes']:6.1f}x  L-GreCo "
@@ -70,8 +70,8 @@ def fit(name: str, trace: Trace, folder: Path) -> None:
 
 
 def _errors(provenance: dict[str, Any], which: str) -> str:
-    found = provenance["relative_error"][which]
-    return f"{found['chosen_on']:.3f}, {found['held_out']:.3f}"
+    error = provenance["relative_error"][which]
+    return f"{error['chosen_on']:.3f}, {error['held_out']:.3f}"
 
 
 def families(name: str, trace: Trace, samples: int = 20) -> None:
@@ -79,14 +79,16 @@ def families(name: str, trace: Trace, samples: int = 20) -> None:
     reference = REFERENCES[name]["powersgd"]
     candidates, start = candidates_of_grid(trace, "powersgd", reference, families=["all"], samples=samples)
     for cost in ("payload", "wire"):
-        found = fit_lgreco(trace, "powersgd", reference, candidates=candidates, start=start, cost=Cost(cost)).provenance
-        alone = sorted(found["alone"].items(), key=lambda item: item[1])
-        chosen = Counter(layer["codec"] for layer in found["layers"])
+        provenance = fit_lgreco(
+            trace, "powersgd", reference, candidates=candidates, start=start, cost=Cost(cost)
+        ).provenance
+        alone = sorted(provenance["alone"].items(), key=lambda item: item[1])
+        chosen = Counter(layer["codec"] for layer in provenance["layers"])
         print(
-            f"{cost:8s} uniform {found['uniform_size']:.0f}, several codecs {found['size']:.0f}; alone: "
+            f"{cost:8s} uniform {provenance['uniform_size']:.0f}, several codecs {provenance['size']:.0f}; alone: "
             + ", ".join(f"{codec} {size:.0f}" for codec, size in alone)
-            + f"; gain on the best {alone[0][1] / found['size']:.3f}; error where chosen, later: uniform "
-            + f"{_errors(found, 'uniform')}, several {_errors(found, 'plan')}; layers: "
+            + f"; gain on the best {alone[0][1] / provenance['size']:.3f}; error where chosen, later: uniform "
+            + f"{_errors(provenance, 'uniform')}, several {_errors(provenance, 'plan')}; layers: "
             + ", ".join(f"{count} {codec}" for codec, count in chosen.most_common()),
             flush=True,
         )
@@ -101,9 +103,9 @@ def train_all(name: str, data: Any, plans: Path, out: Path, seeds: Sequence[int]
             chosen.append((f"{codec}-{which}", Artifact.load(plans / f"{codec}-{which}.safetensors").plan))
     for seed in seeds:
         for method, plan in chosen:
-            about = {"task": name, "method": method, "seed": seed}
-            if not any(about.items() <= row.items() for row in rows):
-                row = about | train(task, plan, data, seed)
+            key = {"task": name, "method": method, "seed": seed}
+            if not any(key.items() <= row.items() for row in rows):
+                row = key | train(task, plan, data, seed)
                 with out.open("a") as file:
                     file.write(json.dumps(row) + "\n")
                 print(json.dumps(row), flush=True)
@@ -119,13 +121,13 @@ def table(rows: Sequence[Row]) -> str:
     for task in dict.fromkeys(row["task"] for row in rows):
         here = [row for row in rows if row["task"] == task]
         mean = {m: _mean([row for row in here if row["method"] == m]) for m in dict.fromkeys(r["method"] for r in here)}
-        for method, found in mean.items():
-            uniform = mean.get(method.replace("lgreco", "uniform"), found)
+        for method, averages in mean.items():
+            uniform = mean.get(method.replace("lgreco", "uniform"), averages)
             losses = ", ".join(f"{row['loss']:.3f}" for row in here if row["method"] == method)
             lines.append(
-                f"{task:7s} {method:17s} {found['n']:.0f} {found['compressing_ratio']:7.1f}   {losses:14s}"
-                f" {100 * (found['loss'] / mean['dense']['loss'] - 1):+6.2f} %"
-                f"   {100 * (found['loss'] / uniform['loss'] - 1):+6.2f} %  {found['score']:8.3f}"
+                f"{task:7s} {method:17s} {averages['n']:.0f} {averages['compressing_ratio']:7.1f}   {losses:14s}"
+                f" {100 * (averages['loss'] / mean['dense']['loss'] - 1):+6.2f} %"
+                f"   {100 * (averages['loss'] / uniform['loss'] - 1):+6.2f} %  {averages['score']:8.3f}"
             )
     return "\n".join(lines)
 

@@ -186,19 +186,19 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         "residual's norm: iteration 600, last"
     ]
     for method in METHODS:
-        mine = [row for row in rows if row["method"] == method]
-        if mine:
-            accuracy = ", ".join(f"{100 * row['score']:.1f}" for row in mine)
-            loss = ", ".join(f"{row['loss']:.3f}" for row in mine)
+        runs = [row for row in rows if row["method"] == method]
+        if runs:
+            accuracy = ", ".join(f"{100 * row['score']:.1f}" for row in runs)
+            loss = ", ".join(f"{row['loss']:.3f}" for row in runs)
             last, whole, total, seconds = (
-                statistics.fmean(row[key] for row in mine)
+                statistics.fmean(row[key] for row in runs)
                 for key in ("last_ratio", "ratio", "payload", "codec_seconds")
             )
             sent = " / ".join(
-                f"{statistics.fmean(row[key] for row in mine) / 1e3:.2f}" for key in ("most_payload", "least_payload")
+                f"{statistics.fmean(row[key] for row in runs) / 1e3:.2f}" for key in ("most_payload", "least_payload")
             )
-            total *= RANKS * tasks()[mine[0]["task"]].task.recipe.steps / 1e6
-            kept = [row["residuals"] for row in mine if row.get("residuals")]
+            total *= RANKS * tasks()[runs[0]["task"]].task.recipe.steps / 1e6
+            kept = [row["residuals"] for row in runs if row.get("residuals")]
             grown = "; ".join(f"{norms[5]:.3g}, {norms[-1]:.3g}" for norms in kept if len(norms) > 5 and norms[-1])
             lines.append(
                 f"{method:34s}  {accuracy:13s}  {loss:13s}  {sent:11s}  {last:5.1f}  {total:13.1f}  {whole:5.1f}  "
@@ -227,13 +227,13 @@ def times(repeats: int = 30) -> str:
             partial(quantizer.compress, values, generator),
             partial(quantizer.add_all, total, [payload] * RANKS, 1 / RANKS),
         ]
-        found: list[list[float]] = [[] for _ in cases]
+        seconds: list[list[float]] = [[] for _ in cases]
         for _ in range(repeats):
-            for spent, case in zip(found, cases, strict=True):
+            for spent, case in zip(seconds, cases, strict=True):
                 began = time.perf_counter()
                 case()
                 spent.append(1e3 * (time.perf_counter() - began))
-        ms = [statistics.median(spent) for spent in found]
+        ms = [statistics.median(spent) for spent in seconds]
         lines.append(
             f"{count:6d}  {ms[0]:13.2f}  {ms[1]:6.2f}  {ms[2]:15.2f}  {ms[3]:8.2f}  {ms[4]:13.3f}  {ms[5]:8.3f}"
         )
@@ -259,9 +259,9 @@ def main() -> None:
         data = load(chosen.task, setting, chosen.data)
         for seed in chosen.seeds:
             for method in chosen.methods:
-                about = {"task": chosen.task, "method": method, "seed": seed}
-                if not any(about.items() <= row.items() for row in read(chosen.train)):
-                    row = about | run(method, setting, data, seed)
+                key = {"task": chosen.task, "method": method, "seed": seed}
+                if not any(key.items() <= row.items() for row in read(chosen.train)):
+                    row = key | run(method, setting, data, seed)
                     with chosen.train.open("a") as file:
                         file.write(json.dumps(row) + "\n")
                     print(json.dumps(row), flush=True)

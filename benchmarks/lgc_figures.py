@@ -65,7 +65,7 @@ def reconstructed(nodes: int, setting: Setting, data: Data, folder: Path) -> dic
         recipe = replace(setting.task.recipe, batch_size=BATCH, steps=1000)
         task = replace(setting.task, recipe=recipe, ranks=nodes)
         emulated.record(task, data, place, 0, start=START, every=1, count=RECORDED)
-    found = {}
+    errors = {}
     for name, (pattern, settings) in CODES.items():
         values = {"density": DENSITY, "normalise": "layer", **settings}
         with Trace(place) as trace:
@@ -73,9 +73,9 @@ def reconstructed(nodes: int, setting: Setting, data: Data, folder: Path) -> dic
             selections = collect_selections(trace, plan)
         [group] = [group for group in plan.groups if group.name == GROUP]
         learner = learner_of(pattern, values, [layer.numel for layer in plan.members(group)], nodes)
-        found[name] = reconstruction_errors(learner, selections)
+        errors[name] = reconstruction_errors(learner, selections)
     shutil.rmtree(place)
-    return found
+    return errors
 
 
 def main() -> None:
@@ -94,16 +94,16 @@ def main() -> None:
         data = load("cifar10", setting, chosen.data)
         wanted = [{"figure": 13, "of": strategy} for strategy in STRATEGIES]
         wanted += [{"figure": 14, "of": nodes} for nodes in chosen.nodes if chosen.traces]
-        for about in wanted:
-            if not any(about.items() <= row.items() for row in read(chosen.rows)):
-                of = about["of"]
-                found = (
+        for key in wanted:
+            if not any(key.items() <= row.items() for row in read(chosen.rows)):
+                of = key["of"]
+                result = (
                     sparsified(str(of), setting, data)
-                    if about["figure"] == 13
+                    if key["figure"] == 13
                     else reconstructed(int(of), setting, data, chosen.traces)
                 )
                 with chosen.rows.open("a") as file:
-                    file.write(json.dumps(about | {"found": found}) + "\n")
+                    file.write(json.dumps(key | {"found": result}) + "\n")
     rows = read(chosen.rows)
     losses = {row["of"]: row["found"] for row in rows if row["figure"] == 13}
     errors = {f"{row['of']} nodes": row["found"] for row in rows if row["figure"] == 14}

@@ -70,7 +70,7 @@ class Frozen(Codec):
 
 @dataclass(frozen=True)
 class Compared:
-    """A method: its codec with settings, wrappers (None: the codec's habit), one group or one per layer; rate: times
+    """A method: its codec with settings, wrappers (None: the codec's default), one group or one per layer; rate: times
     the common learning rate; momentum: whether the optimizer has it, or the plan."""
 
     codec: str
@@ -162,8 +162,8 @@ def replay_row(trace: Trace, name: str, method: Compared, settings: dict[str, An
     """What a replay says. feedback: with the method's own wrappers; without, each iteration is judged for itself."""
     chosen = method if feedback else replace(method, wrappers=())
     plan = chosen.plan(trace.layers, 0, **settings)
-    found = replay(trace, plan)
-    steps = found.compressed[-40:]  # what is fitted or fed back has settled
+    replayed = replay(trace, plan)
+    steps = replayed.compressed[-40:]  # what is fitted or fed back has settled
     compressed = {name for group in plan.compressed_groups for name in group.layers} or {x.name for x in trace.layers}
     numel = sum(layer.numel for layer in trace.layers if layer.name in compressed)
     rest = 4 * sum(layer.numel for layer in trace.layers) - 4 * numel
@@ -189,14 +189,14 @@ def replay_all(trace: Trace, out: Path) -> None:
     wanted = [(name, method, {}, True) for name, method in METHODS.items()]
     for name in (name for name in codecs.names() if name not in ("identity", "frozen", "gradiveq")):
         for settings in codecs.get(name).candidates:
-            wanted.append((f"{name} alone", Compared(name, group_habit(name)), dict(settings), False))
+            wanted.append((f"{name} alone", Compared(name, required_settings(name)), dict(settings), False))
     for name, method, settings, feedback in wanted:
-        about = {"method": name, "settings": {**method.settings, **settings}, "feedback": feedback}
-        if not any(about.items() <= row.items() for row in rows):
+        key = {"method": name, "settings": {**method.settings, **settings}, "feedback": feedback}
+        if not any(key.items() <= row.items() for row in rows):
             add(out, replay_row(trace, name, method, settings, feedback))
 
 
-def group_habit(name: str) -> dict[str, Any]:
+def required_settings(name: str) -> dict[str, Any]:
     """Settings without which a codec alone is not what it is for."""
     return {"chunk": 8} if name == "dct_topk" else {}
 
@@ -215,12 +215,12 @@ def train_all(data: Any, out: Path, names: Sequence[str], seeds: Sequence[int], 
     rows = read(out)
     for seed in seeds:
         for name in names:
-            about = {"method": name, "seed": seed, "steps": steps}
-            if any(about.items() <= row.items() for row in rows):
+            key = {"method": name, "seed": seed, "steps": steps}
+            if any(key.items() <= row.items() for row in rows):
                 continue
             method = METHODS[name]
             plan = method.plan(layers_of(resnet8(recipe_of(method, steps), RANKS).model(seed)))
-            row = about | train(plan, data, recipe_of(method, steps), RANKS, seed)
+            row = key | train(plan, data, recipe_of(method, steps), RANKS, seed)
             row["loss"] = row["loss"] if math.isfinite(row["loss"]) else None  # JSON knows no NaN
             add(out, row)
 
@@ -237,18 +237,18 @@ def add(path: Path, row: Row) -> None:
 
 def joined(replayed: Sequence[Row], trained: Sequence[Row]) -> dict[str, tuple[Row, list[Row]]]:
     """By method: its replay with wrappers, and its runs."""
-    found = {}
+    pairs = {}
     for row in replayed:
         if row["feedback"] and (runs := [run for run in trained if run["method"] == row["method"]]):
-            found[row["method"]] = (row, runs)
-    return found
+            pairs[row["method"]] = (row, runs)
+    return pairs
 
 
 def table(replayed: Sequence[Row], trained: Sequence[Row]) -> str:
     """Lay out replayed and trained rows side by side, a line per method; wire bytes per rank and step, in kB."""
     lines = ["method                 bits/value  wire kB  error rank  error mean  cosine   loss           accuracy"]
-    found = joined(replayed, trained)
-    for name, (row, runs) in sorted(found.items(), key=lambda item: mean_loss(item[1][1])):
+    pairs = joined(replayed, trained)
+    for name, (row, runs) in sorted(pairs.items(), key=lambda item: mean_loss(item[1][1])):
         losses = ", ".join("-" if run["loss"] is None else f"{run['loss']:.3f}" for run in runs)
         accuracy = statistics.fmean(100 * run["accuracy"] for run in runs)
         lines.append(
@@ -257,14 +257,14 @@ def table(replayed: Sequence[Row], trained: Sequence[Row]) -> str:
         )
     for key in ("contribution_error", "aggregate_error", "cosine"):
         for what, names in (
-            ("all", list(found)),
-            ("at 1 to 2 bits", [n for n, (r, _) in found.items() if r["bits"] < 2]),
+            ("all", list(pairs)),
+            ("at 1 to 2 bits", [n for n, (r, _) in pairs.items() if r["bits"] < 2]),
         ):
             names = [name for name in names if name not in ("dense", "frozen")]
             if len(names) < 3:
                 continue
             sign = -1 if key == "cosine" else 1
-            rho = stats.spearmanr([sign * found[n][0][key] for n in names], [mean_loss(found[n][1]) for n in names])
+            rho = stats.spearmanr([sign * pairs[n][0][key] for n in names], [mean_loss(pairs[n][1]) for n in names])
             lines.append(
                 f"Spearman of {key} with final loss, {what} ({len(names)}): {rho.statistic:+.2f} (p {rho.pvalue:.3f})"
             )
@@ -285,8 +285,8 @@ def figure(replayed: Sequence[Row], trace: Trace | None) -> Figure:
     drawn, (panel,) = panels(1, 1, height=4.2)
     colors = method_colors(names)
     for place, name in enumerate(names):
-        mine = sorted((row for row in alone if row["codec"] == name), key=lambda row: row["bits"])
-        bits, errors = ([row[key] for row in mine] for key in ("bits", "contribution_error"))
+        replays = sorted((row for row in alone if row["codec"] == name), key=lambda row: row["bits"])
+        bits, errors = ([row[key] for row in replays] for key in ("bits", "contribution_error"))
         line = "" if name in ("block_scaled", "cast") else "-"  # their settings are formats, not a scale
         marker = MARKERS[place % len(MARKERS)]
         panel.plot(bits, errors, marker + line, label=name, color=colors[name], markersize=4)

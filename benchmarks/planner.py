@@ -73,17 +73,17 @@ def solver(errors: Rows, sizes: Rows, budget: float, seconds: float) -> tuple[fl
     one_each = block_diag([np.ones((1, length)) for length in lengths], format="csr")
     # Its tolerance is absolute, 1e-6: in small units it would let plans exceed the budget.
     error = np.concatenate(errors) / budget * _UNITS
-    found = milp(
+    solution = milp(
         np.concatenate(sizes),
         constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(csr_matrix(error[None]), -np.inf, _UNITS)],
         integrality=np.ones(sum(lengths)),
         bounds=Bounds(0, 1),
         options={"mip_rel_gap": 0.0, "time_limit": seconds},
     )
-    if found.status != 0:
+    if solution.status != 0:
         return None
     ends = np.cumsum(lengths)
-    choice = np.array([part.argmax() for part in np.split(found.x, ends[:-1])])
+    choice = np.array([part.argmax() for part in np.split(solution.x, ends[:-1])])
     return sum(float(row[c]) for row, c in zip(sizes, choice, strict=True)), choice
 
 
@@ -109,24 +109,24 @@ def measure(errors: Rows, sizes: Rows, budget: float, limit: float) -> dict[str,
     return {**spent, "proved": exact.gap == 0, "to_milp": gap, "rounded_gap": rounded, "solved": optimum is not None}
 
 
-def report(title: str, found: Sequence[dict[str, Any]]) -> None:
+def report(title: str, rows: Sequence[dict[str, Any]]) -> None:
     """One line for tables of a kind."""
-    gaps = [row["to_milp"] for row in found if row["to_milp"] is not None]
-    rounded = [row["rounded_gap"] for row in found if np.isfinite(row["rounded_gap"])]
-    seconds = {key: statistics.median(row[key] for row in found) for key in ("exact", "rounded", "milp")}
+    gaps = [row["to_milp"] for row in rows if row["to_milp"] is not None]
+    rounded = [row["rounded_gap"] for row in rows if np.isfinite(row["rounded_gap"])]
+    seconds = {key: statistics.median(row[key] for row in rows) for key in ("exact", "rounded", "milp")}
     counts = (
-        sum(row["proved"] for row in found),
+        sum(row["proved"] for row in rows),
         sum(abs(gap) < 1e-12 for gap in gaps),
         sum(gap < -1e-12 for gap in gaps),
         sum(gap > 1e-12 for gap in gaps),
-        len(found) - len(gaps),
+        len(rows) - len(gaps),
     )
     beside = "proved {:3d}  milp: equal {:3d}, we smaller {:2d}, larger {:2d}, over budget or time {:2d}".format(
         *counts
     )
-    worst = f"rounded +{100 * max(rounded, default=0):.3f} % at most, none {len(found) - len(rounded)} times"
+    worst = f"rounded +{100 * max(rounded, default=0):.3f} % at most, none {len(rows) - len(rounded)} times"
     times = ", ".join(f"{key} {value:.3f}" for key, value in seconds.items())
-    print(f"{title:36s} {len(found):3d}  {beside}  {worst}  s: {times}", flush=True)
+    print(f"{title:36s} {len(rows):3d}  {beside}  {worst}  s: {times}", flush=True)
 
 
 def main() -> None:

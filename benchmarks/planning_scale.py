@@ -75,18 +75,18 @@ def gradient(layer: Layer, rng: np.random.Generator) -> np.ndarray:
 @contextmanager
 def peaks() -> Iterator[dict[int, float]]:
     """Peak resident set size in MB of every process that this one starts, and of itself, by process id."""
-    found: dict[int, float] = {}
+    memory: dict[int, float] = {}
     over = threading.Event()
 
     def look() -> None:
         while not over.wait(0.2):
             for pid in (os.getpid(), *descendants(os.getpid())):
-                found[pid] = max(found.get(pid, 0.0), peak(pid))
+                memory[pid] = max(memory.get(pid, 0.0), peak(pid))
 
     watcher = threading.Thread(target=look, daemon=True)
     watcher.start()
     try:
-        yield found
+        yield memory
     finally:
         over.set()
         watcher.join()

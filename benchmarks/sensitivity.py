@@ -86,12 +86,12 @@ class Checkpoint:
         model = copy.deepcopy(self.model)
         total: list[Tensors] = []
         for micro in self.batches:
-            found, _ = node_gradients(self.task, model, micro)
+            gradients, _ = node_gradients(self.task, model, micro)
             if not total:
-                total = [{name: value.clone() for name, value in mine.items()} for mine in found]
+                total = [{name: value.clone() for name, value in of_rank.items()} for of_rank in gradients]
                 continue
-            for kept, mine in zip(total, found, strict=True):
-                for name, value in mine.items():
+            for kept, of_rank in zip(total, gradients, strict=True):
+                for name, value in of_rank.items():
                     kept[name] += value
         return total
 
@@ -100,21 +100,21 @@ def measure(task: Task, data: Any, codec: str, first: int, steps: int, feedback:
     """Sensitivities and errors at one checkpoint."""
     name, values = SETTINGS[codec]
     around = None if feedback else ()
-    some = [Candidate(codec, {name: value}, {}, around) for value in values]
+    candidates = [Candidate(codec, {name: value}, {}, around) for value in values]
     checkpoint = Checkpoint(task, data, first, steps)
     layers = checkpoint.dense.layers
     uniform = Plan.uniform(layers, codec, group_bytes=0, **{name: values[0]})
     planned = [layer for group in uniform.compressed_groups for layer in uniform.members(group)]
-    found = loss_sensitivity(
+    sensitivity = loss_sensitivity(
         checkpoint.run,
         layers,
-        {layer.name: [*some, NOISE] for layer in planned},
+        {layer.name: [*candidates, NOISE] for layer in planned},
         progress=lambda what, done, total: print(f"{what} {done}/{total}", flush=True),
     )
     ranks = checkpoint.accumulated()
-    errors = [np.sum([squared_errors(x, mine[x.name], some) for mine in ranks], axis=0) for x in planned]
-    differences = [found.differences[layer.name][:-1] for layer in planned]
-    noise = [float(found.differences[layer.name][-1]) for layer in planned]
+    errors = [np.sum([squared_errors(x, of_rank[x.name], candidates) for of_rank in ranks], axis=0) for x in planned]
+    differences = [sensitivity.differences[layer.name][:-1] for layer in planned]
+    noise = [float(sensitivity.differences[layer.name][-1]) for layer in planned]
     return {
         "codec": codec,
         "varied": name,
@@ -124,7 +124,7 @@ def measure(task: Task, data: Any, codec: str, first: int, steps: int, feedback:
         "feedback": feedback,
         "noise": float(np.std(noise)),
         "spread": np.std(differences, axis=0).tolist(),
-        "loss": found.loss,
+        "loss": sensitivity.loss,
         "layers": [layer.name for layer in planned],
         "errors": np.array(errors).tolist(),
         "differences": np.array(differences).tolist(),
@@ -162,8 +162,8 @@ def main() -> None:
             )
     if chosen.figure:
         rows = [json.loads(line) for line in chosen.out.read_text().splitlines()]
-        mine = [row for row in rows if row["codec"] == chosen.codec and row["feedback"] == chosen.feedback]
-        write_figure(lambda: plot_sensitivity(mine), chosen.figure)
+        chosen_rows = [row for row in rows if row["codec"] == chosen.codec and row["feedback"] == chosen.feedback]
+        write_figure(lambda: plot_sensitivity(chosen_rows), chosen.figure)
 
 
 if __name__ == "__main__":

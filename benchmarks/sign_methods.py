@@ -49,9 +49,9 @@ class Campaign:
 
     def run(self, method: str, batch: int, steps: int, rate: float, seed: int, points: int = POINTS) -> Row:
         """One training run, or what is known of it. points: of its curve, 0 for none."""
-        about = {"method": method, "batch": batch, "steps": steps, "rate": rate, "seed": seed, "ranks": self.ranks}
-        about["schedule"] = self.schedule
-        if known := next((row for row in self.rows if about.items() <= row.items()), None):
+        identity = {"method": method, "batch": batch, "steps": steps, "rate": rate, "seed": seed, "ranks": self.ranks}
+        identity["schedule"] = self.schedule
+        if known := next((row for row in self.rows if identity.items() <= row.items()), None):
             return known
         recipe = replace(
             WORKLOAD.recipe,
@@ -65,7 +65,9 @@ class Campaign:
         )
         layers = layers_of(initialized(3, (16, 32, 64), (1, 1, 1), 10, seed))
         plan = method_plan(layers, method, momentum=MOMENTUM, seed=seed)
-        row = about | train(plan, self.data, recipe, self.ranks, seed, score_every=steps // points if points else None)
+        row = identity | train(
+            plan, self.data, recipe, self.ranks, seed, score_every=steps // points if points else None
+        )
         row["loss"] = row["loss"] if math.isfinite(row["loss"]) else None  # JSON knows no NaN
         self.rows.append(row)
         with self.out.open("a") as file:
@@ -90,41 +92,41 @@ def training_loss(row: Row) -> float:
 def final_rows(rows: Sequence[Row]) -> dict[tuple[int, str], list[Row]]:
     """By batch size and method: the full runs at the rate that was chosen."""
     steps = max(row["steps"] for row in rows)
-    found = {}
+    final = {}
     for key in dict.fromkeys((row["batch"], row["method"]) for row in rows):
         full = [row for row in rows if (row["batch"], row["method"]) == key and row["steps"] == steps]
         if full:
             first = min(row["seed"] for row in full)
             best = min((row for row in full if row["seed"] == first), key=training_loss)["rate"]
-            found[key] = [row for row in full if row["rate"] == best]
-    return found
+            final[key] = [row for row in full if row["rate"] == best]
+    return final
 
 
 def table(rows: Sequence[Row]) -> str:
     """Per batch size and method: chosen rate, mean and deviation of accuracy, training loss, payload."""
     lines = ["batch  method             rate    n  accuracy            loss  payload kB"]
-    for (batch, method), mine in sorted(final_rows(rows).items(), key=lambda item: item[0][0]):
-        scores = [100 * row["accuracy"] for row in mine]
+    for (batch, method), runs in sorted(final_rows(rows).items(), key=lambda item: item[0][0]):
+        scores = [100 * row["accuracy"] for row in runs]
         spread = f"+- {statistics.stdev(scores):.2f}" if len(scores) > 1 else ""
-        losses = statistics.fmean(training_loss(row) for row in mine)
+        losses = statistics.fmean(training_loss(row) for row in runs)
         lines.append(
-            f"{batch:5d}  {method:17s}  {mine[0]['rate']:<6g} {len(mine):2d}  {statistics.fmean(scores):6.2f} % "
-            f"{spread:9s}  {losses:6.3f}  {mine[0]['payload'] / 1e3:7.1f}"
+            f"{batch:5d}  {method:17s}  {runs[0]['rate']:<6g} {len(runs):2d}  {statistics.fmean(scores):6.2f} % "
+            f"{spread:9s}  {losses:6.3f}  {runs[0]['payload'] / 1e3:7.1f}"
         )
     return "\n".join(lines)
 
 
 def figure(rows: Sequence[Row]) -> Figure:
     """Accuracy by iteration, without and with momentum (rows) by batch size (columns): mean, and a deviation shaded."""
-    found = final_rows(rows)
-    batches = sorted({batch for batch, _ in found})
+    final = final_rows(rows)
+    batches = sorted({batch for batch, _ in final})
     drawn, axes = panels(2 * len(batches), len(batches), height=2.6, sharex=True, sharey=True)
     colors = [method_colors(k for k, m in SIGN_METHODS.items() if bool(m.momentum) is has) for has in (False, True)]
-    for (batch, method), mine in found.items():
+    for (batch, method), runs in final.items():
         row = int(SIGN_METHODS[method].momentum is not None)
         panel = axes[row * len(batches) + batches.index(batch)]
-        steps = [step for step, _ in mine[0]["curve"]]
-        curves = np.array([[100 * score for _, score in row["curve"]] for row in mine if row["loss"] is not None])
+        steps = [step for step, _ in runs[0]["curve"]]
+        curves = np.array([[100 * score for _, score in row["curve"]] for row in runs if row["loss"] is not None])
         mean, deviation = curves.mean(0), curves.std(0, ddof=1) if len(curves) > 1 else np.zeros(len(steps))
         color = colors[row][method]
         panel.plot(steps, mean, label=method, color=color)

@@ -50,7 +50,7 @@ def main() -> None:
     learned, held_out = selections.part(0, ends[0]), selections.part(ends[1], len(selections))
     print(f"{selections.count} values of {trace.world_size} ranks, {len(learned)} and {len(held_out)} iterations")
     drawn: dict[str, list[RatePoint]] = {}
-    found = {}
+    results = {}
     for quantizer, contexts in CODES:
         curves = [
             rate_curve(quantizer, contexts, learned, held_out, steps=STEPS[quantizer], price=share * PRICES[quantizer])
@@ -58,14 +58,14 @@ def main() -> None:
         ]
         name = f"{quantizer}, {'one table' if contexts == 'none' else f'tables by {contexts}'}"
         errors = [min(error for curve in curves if (error := error_at(curve, bits)) == error) for bits in BITS]
-        drawn[name], found[name] = curves[1], {"errors": errors, "curves": [list(map(asdict, one)) for one in curves]}
+        drawn[name], results[name] = curves[1], {"errors": errors, "curves": [list(map(asdict, one)) for one in curves]}
         print(
             f"{name:36s}" + "".join(f"  {bits:g} bit {error:.5f}" for bits, error in zip(BITS, errors, strict=True)),
             flush=True,
         )
     print(f"{'Gaussian of one variance, at least':36s}" + "".join(f"  {bits:g} bit {4.0**-bits:.5f}" for bits in BITS))
     if chosen.out:
-        chosen.out.write_text(json.dumps(found))
+        chosen.out.write_text(json.dumps(results))
     if chosen.figure:
         with drawing():
             plot_rates(drawn).savefig(chosen.figure)
