@@ -130,7 +130,7 @@ def test_a_shared_budget_is_spent_as_well_as_can_be(
     prices = prices[: len(energies)]
     falling = [torch.tensor(sorted(energy, reverse=True)) for energy in energies]
     budget = sum(prices) + spare
-    found = shared_dimensions(falling, prices, budget)
+    dimensions = shared_dimensions(falling, prices, budget)
 
     def value(choice: tuple[int, ...]) -> float:
         return sum(float(energy[:d].sum()) for energy, d in zip(falling, choice, strict=True))
@@ -140,8 +140,8 @@ def test_a_shared_budget_is_spent_as_well_as_can_be(
 
     choices = itertools.product(*(range(1, len(energy) + 1) for energy in energies))
     best = max(value(choice) for choice in choices if cost(choice) <= budget)
-    assert cost(tuple(found)) <= budget
-    assert value(tuple(found)) == pytest.approx(best, rel=1e-6)
+    assert cost(tuple(dimensions)) <= budget
+    assert value(tuple(dimensions)) == pytest.approx(best, rel=1e-6)
 
 
 def test_a_budget_buys_a_later_axis_through_an_earlier_one() -> None:
@@ -166,15 +166,15 @@ def test_a_total_ratio_goes_where_the_structure_is(tmp_path: Path) -> None:
         for _ in range(60)
     ]
     with record(tmp_path / "t", [[step] for step in steps], layers) as trace:
-        found = fit_gradiveq(trace, samples=40, total_ratio=16)
+        fit = fit_gradiveq(trace, samples=40, total_ratio=16)
         with pytest.raises(GradlabError, match="total ratio 1000 is out of reach"):
             fit_gradiveq(trace, samples=40, total_ratio=1000)
-    dimensions = {name: fact["dimension"] for name, fact in found.provenance["layers"].items()}
+    dimensions = {name: fact["dimension"] for name, fact in fit.provenance["layers"].items()}
     assert dimensions["good"] == 6
     dense = sum(4 * layer.numel for layer in layers)
-    assert found.provenance["payload_bytes"] <= dense / 16 + 4 < found.provenance["payload_bytes"] + 4 + 4
-    assert found.provenance["promised_loss"] is None
-    assert not any("lambda" in line for line in found.warnings)
+    assert fit.provenance["payload_bytes"] <= dense / 16 + 4 < fit.provenance["payload_bytes"] + 4 + 4
+    assert fit.provenance["promised_loss"] is None
+    assert not any("lambda" in line for line in fit.warnings)
 
 
 @pytest.mark.parametrize(("complement", "total_ratio"), [(0.5, 4), (0.25, 2), (0.5, 20)])
@@ -183,9 +183,9 @@ def test_random_axes_fill_a_budget_that_samples_cannot(tmp_path: Path, complemen
     layers = (CONVOLUTION, Layer("second.weight", (16, 8, 3, 3), "convolution"))
     settings = GradiVeQ.Settings(complement=complement, compressed_steps=0, whitening=False)
     with record(tmp_path / "t", random_gradients(0, 30, 2, layers), layers) as trace:
-        found = fit_gradiveq(trace, samples=12, settings=settings, total_ratio=total_ratio)
+        fit = fit_gradiveq(trace, samples=12, settings=settings, total_ratio=total_ratio)
     dense = 4 * sum(layer.numel for layer in layers)
-    assert dense / total_ratio - 8 < found.provenance["payload_bytes"] - 4 <= dense / total_ratio
+    assert dense / total_ratio - 8 < fit.provenance["payload_bytes"] - 4 <= dense / total_ratio
 
 
 @pytest.mark.parametrize("complement", [0.0, 0.25, 0.5, 1.0])
@@ -343,17 +343,15 @@ def test_the_artifact_carries_schedule_monitor_and_answers_layer_by_layer(tmp_pa
         slice_size=8, compressed_steps=40, sample_steps=10, monitor="normalised", complement=0.5, ratio=2.0
     )
     with record(tmp_path / "t", random_gradients(1, 30, 2, layers), layers) as trace:
-        found = fit_gradiveq(
-            trace, samples=10, settings=settings, layer_settings={"second.weight": {"on_loss": "dense"}}
-        )
-    plan = Artifact.load(found.artifact().save(tmp_path / "plan")).plan
+        fit = fit_gradiveq(trace, samples=10, settings=settings, layer_settings={"second.weight": {"on_loss": "dense"}})
+    plan = Artifact.load(fit.artifact().save(tmp_path / "plan")).plan
     answers = {group.name: group.settings["on_loss"] for group in plan.groups}
     assert answers == {CONVOLUTION.name: "refresh", "second.weight": "dense"}
     assert all(group.settings["compressed_steps"] == 40 for group in plan.groups)
     assert all(group.wrappers[0].name == "error_feedback" for group in plan.groups)
     assert {key.rpartition("/")[2] for key in plan.learned[CONVOLUTION.name]} == {"basis", "mean", "width"}
-    assert len(found.provenance["holdout"]["loss_by_age"]) == len(found.provenance["holdout"]["ages"])
-    assert json.dumps(found.provenance)
+    assert len(fit.provenance["holdout"]["loss_by_age"]) == len(fit.provenance["holdout"]["ages"])
+    assert json.dumps(fit.provenance)
 
 
 def test_a_codecs_default_layers_and_warm_up() -> None:

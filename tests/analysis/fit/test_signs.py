@@ -38,16 +38,16 @@ def planted(steps: int, ranks: int = 2) -> list[list[dict[str, np.ndarray]]]:
 
 def cut(plan: Plan) -> dict[str, list[int]]:
     """Sizes of the blocks that a plan's codec cuts each layer into."""
-    found = {}
+    blocks = {}
     for group in (group for group in plan.groups if group.codec == "sign"):
         for layer in plan.members(group):
             size = group.settings.get("block_size")
-            found[layer.name] = (
+            blocks[layer.name] = (
                 [len(part) for part in np.split(np.zeros(layer.numel), range(size, layer.numel, size))]
                 if (size and size < layer.numel)
                 else [layer.numel]
             )
-    return found
+    return blocks
 
 
 numel_lists = st.lists(st.sampled_from([0, 1, 5, 16, 40, 64, 100, 300]), min_size=1, max_size=8)
@@ -76,27 +76,27 @@ def test_layers_are_cut_as_they_were_to_be(numels: list[int], choice: np.random.
 def test_scales_go_to_the_rows_that_differ_and_hold_later(tmp_path: Path) -> None:
     gradients = planted(12)
     with record(tmp_path / "trace", gradients, LAYERS) as trace:
-        found = fit_block_sizes(trace, 2.0, 6)
-    assert dict(found.block_sizes) == {"mixed": 64, "bias": 4, "even": 256}
-    assert found.scales == 6
-    assert found.iterations == (0, 6, 11)
+        fit = fit_block_sizes(trace, 2.0, 6)
+    assert dict(fit.block_sizes) == {"mixed": 64, "bias": 4, "even": 256}
+    assert fit.scales == 6
+    assert fit.iterations == (0, 6, 11)
 
     def share(steps: range, sizes: Mapping[str, int]) -> float:
         seen = [(rank[name].reshape(-1), size) for t in steps for rank in gradients[t] for name, size in sizes.items()]
         return sum(kept_energy(v, s) for v, s in seen) / sum(float(np.square(v, dtype=float).sum()) for v, _ in seen)
 
     whole = {layer.name: layer.numel for layer in LAYERS}
-    for shares, steps in ((found.fitted, range(6)), (found.held_out, range(6, 12))):
-        assert shares.kept == pytest.approx(share(steps, found.block_sizes))
+    for shares, steps in ((fit.fitted, range(6)), (fit.held_out, range(6, 12))):
+        assert shares.kept == pytest.approx(share(steps, fit.block_sizes))
         assert shares.by_tensor == pytest.approx(share(steps, whole))
         assert shares.kept > 1.5 * shares.by_tensor
 
 
 @pytest.mark.parametrize(
-    ("scales", "samples", "said"), [(0.5, 3, "2 scales for 3"), (2, 0, "samples = 0"), (2, 9, "= 9")]
+    ("scales", "samples", "message"), [(0.5, 3, "2 scales for 3"), (2, 0, "samples = 0"), (2, 9, "= 9")]
 )
-def test_what_cannot_be_fitted_is_refused(tmp_path: Path, scales: float, samples: int, said: str) -> None:
-    with record(tmp_path / "trace", planted(8), LAYERS) as trace, pytest.raises(GradlabError, match=said):
+def test_what_cannot_be_fitted_is_refused(tmp_path: Path, scales: float, samples: int, message: str) -> None:
+    with record(tmp_path / "trace", planted(8), LAYERS) as trace, pytest.raises(GradlabError, match=message):
         fit_block_sizes(trace, scales, samples)
 
 
@@ -114,7 +114,7 @@ def test_the_command_writes_an_artifact(tmp_path: Path, gradlab: Command) -> Non
     )
     assert code == 0
     assert json.loads(out)["method"] == "signum"
-    for words, said in (
+    for words, message in (
         (("--method", "signum", "--scales", 2), "signum has none: use dist-EF-blockSGD(M)"),
         (("--method", "dist-EF"), "did you mean dist-EF-SGD"),
         (("--set", "block=3"), "sign has no setting block"),
@@ -126,7 +126,7 @@ def test_the_command_writes_an_artifact(tmp_path: Path, gradlab: Command) -> Non
     ):
         code, _, err = gradlab("fit", "signs", tmp_path / "trace", *words, "--out", tmp_path / "c.safetensors")
         assert code == 2
-        assert said in err
+        assert message in err
         assert "Traceback" not in err
 
 

@@ -58,23 +58,23 @@ def test_scikit_learns_checks_all_pass(estimator: GradientPCA) -> None:
 def recorded_slices(path: Path, size: int) -> np.ndarray:
     """The first slice of a recorded convolution's mean gradients, in GradiVeQ's order: (steps, size), float32."""
     with record(path, random_gradients(0, steps=30, ranks=2)) as trace:
-        means = [np.mean([mine[CONVOLUTION.name] for mine in step.gradients], axis=0) for step in trace.iterate()]
+        means = [np.mean([of_rank[CONVOLUTION.name] for of_rank in step.gradients], axis=0) for step in trace.iterate()]
     first = [split_slices(flatten(torch.from_numpy(mean), "gradiveq"), size)[0][0] for mean in means]
     return torch.stack(first).numpy()
 
 
 @pytest.mark.parametrize("whitening", [True, False])
 @pytest.mark.parametrize(
-    ("mine", "its"), [({"loss_threshold": 0.2}, {"loss_threshold": 0.2}), ({"n_components": 5}, {"ratio": 24 / 5})]
+    ("ours", "codecs"), [({"loss_threshold": 0.2}, {"loss_threshold": 0.2}), ({"n_components": 5}, {"ratio": 24 / 5})]
 )
 def test_it_is_the_codec_bit_for_bit(
-    tmp_path: Path, whitening: bool, mine: dict[str, Any], its: dict[str, Any]
+    tmp_path: Path, whitening: bool, ours: dict[str, Any], codecs: dict[str, Any]
 ) -> None:
     """On a recorded layer: the same basis and mean, and slices that come out as a rank's own exchange leaves them."""
     samples = recorded_slices(tmp_path / "trace", 24)
     fitted, later = samples[:20], samples[20:]
-    estimator = GradientPCA(**mine, whitening=whitening).fit(fitted)
-    codec = GradiVeQ(GradiVeQ.Settings(**its, slice_size=24, whitening=whitening)).fit(
+    estimator = GradientPCA(**ours, whitening=whitening).fit(fitted)
+    codec = GradiVeQ(GradiVeQ.Settings(**codecs, slice_size=24, whitening=whitening)).fit(
         [Layer("w", (24,))], {"w": torch.from_numpy(fitted)}
     )
     basis = codec.learned["w/basis"]
@@ -84,8 +84,8 @@ def test_it_is_the_codec_bit_for_bit(
     assert np.array_equal(estimator.mean_, codec.learned["w/mean"][0].numpy() if whitening else np.zeros(24))
     for grad in later:
         (result,) = run_lockstep([codec.exchange({"w": torch.from_numpy(grad)}, {}, Context(0, 1, 0))])
-        found = estimator.inverse_transform(estimator.transform(grad[None]))[0]
-        np.testing.assert_allclose(found, result.value.own["w"].numpy(), rtol=1e-6, atol=1e-6)
+        restored = estimator.inverse_transform(estimator.transform(grad[None]))[0]
+        np.testing.assert_allclose(restored, result.value.own["w"].numpy(), rtol=1e-6, atol=1e-6)
 
 
 @law(st.integers(2, 30), st.integers(1, 20), st.floats(0, 0.99), st.integers(0, 99), examples=50)
@@ -112,12 +112,12 @@ def test_there_and_back_is_the_orthogonal_projection(
     """On what the components span, about the mean: the nearest point there, found by least squares."""
     fitted = GradientPCA(kept, whitening=whitening).fit(2.0 + normal(seed, count, size))
     x = 5 * normal(seed + 100, 7, size)
-    found = fitted.inverse_transform(fitted.transform(x))
+    projected = fitted.inverse_transform(fitted.transform(x))
     codes = np.linalg.lstsq(fitted.components_.T, (x - fitted.mean_).T, rcond=None)[0]
-    np.testing.assert_allclose(found, codes.T @ fitted.components_ + fitted.mean_, atol=1e-6)
-    np.testing.assert_allclose((x - found) @ fitted.components_.T, 0, atol=1e-6)
-    np.testing.assert_allclose(fitted.inverse_transform(fitted.transform(found)), found, atol=1e-6)
-    assert fitted.loss(x) == pytest.approx(np.square(found - x).sum() / np.square(x).sum(), rel=1e-12)
+    np.testing.assert_allclose(projected, codes.T @ fitted.components_ + fitted.mean_, atol=1e-6)
+    np.testing.assert_allclose((x - projected) @ fitted.components_.T, 0, atol=1e-6)
+    np.testing.assert_allclose(fitted.inverse_transform(fitted.transform(projected)), projected, atol=1e-6)
+    assert fitted.loss(x) == pytest.approx(np.square(projected - x).sum() / np.square(x).sum(), rel=1e-12)
     assert fitted.score(x) == 1 - fitted.loss(x)
 
 
@@ -170,11 +170,11 @@ def test_a_grid_search_takes_what_loses_least_later() -> None:
     search = GridSearchCV(GradientPCA(), {"n_components": [1, 2, 4], "whitening": [False, True]}, cv=TimeSeriesSplit(3))
     search.fit(samples)
     assert search.best_params_["n_components"] == 4
-    found = search.cv_results_
-    assert np.isfinite(found["mean_test_score"]).all()
+    results = search.cv_results_
+    assert np.isfinite(results["mean_test_score"]).all()
     ((fit, later), *_) = TimeSeriesSplit(3).split(samples)
-    expected = [1 - GradientPCA(**setting).fit(samples[fit]).loss(samples[later]) for setting in found["params"]]
-    np.testing.assert_array_equal(found["split0_test_score"], expected)
+    expected = [1 - GradientPCA(**setting).fit(samples[fit]).loss(samples[later]) for setting in results["params"]]
+    np.testing.assert_array_equal(results["split0_test_score"], expected)
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------

@@ -119,9 +119,9 @@ def test_everything_of_a_small_trace(tmp_path: Path) -> None:
     assert data["noise_scale"]["batch_size"] == 16
     assert {row["plan"] for row in data["limits"]["plans"]} >= {"int8", "PowerSGD rank 4"}
     anchors = ["payoff", "replays", "between", "noise", "limits", "within", "layers", "layer-0", "layer-1", "layer-2"]
-    places = [text.index(f'<section id="{name}"') for name in anchors]
-    assert places == sorted(places)
-    assert text.index(data["verdict"].split(",")[0]) < places[0]
+    positions = [text.index(f'<section id="{name}"') for name in anchors]
+    assert positions == sorted(positions)
+    assert text.index(data["verdict"].split(",")[0]) < positions[0]
     assert len(text) < 2_500_000
     shown = json.loads((page.parent / "figures" / "lgc_claim.json").read_text())
     assert shown["panels"][0]["rows"][0] == "stem (first)"

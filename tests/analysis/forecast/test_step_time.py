@@ -145,8 +145,8 @@ def test_transfers_send_what_the_byte_rules_say(nbytes: int, world_size: int) ->
 
 def test_a_server_that_all_send_to_is_the_busiest_link() -> None:
     """Seven ranks send 1000 bytes to rank 0: each sends 1000, but rank 0's link carries 7000."""
-    found = all_to_all([1000, 0, 0, 0, 0, 0, 0, 0], rank=3)
-    assert (found.wire_bytes, found.path_bytes, found.rounds) == (1000, 7000, 1)
+    transfer = all_to_all([1000, 0, 0, 0, 0, 0, 0, 0], rank=3)
+    assert (transfer.wire_bytes, transfer.path_bytes, transfer.rounds) == (1000, 7000, 1)
     assert all_to_all([10], rank=0) == Transfer(0, 0, 0)
 
 
@@ -154,10 +154,10 @@ def test_requests_of_a_kind_travel_as_one() -> None:
     half = torch.empty(6, dtype=torch.float16)
     requests: list[Request] = [Mean(torch.empty(5)), Gather(half), Mean(torch.empty(7)), Mean(half), Gather(half)]
     requests += [Broadcast(half, 1), AllToAll((half, half, half)), Gather(half, varying=True)]
-    found = transfers(requests, rank=0, world_size=3)
-    assert found[:3] == [all_reduce(48, 3), all_gather(24, 3), all_reduce(12, 3)]
-    assert found[3:5] == [broadcast(12, 0, 1, 3), all_to_all([12, 12, 12], 0)]
-    assert found[5].wire_bytes == wire_bytes(requests[-1], 0, 3, longest=12)
+    joined = transfers(requests, rank=0, world_size=3)
+    assert joined[:3] == [all_reduce(48, 3), all_gather(24, 3), all_reduce(12, 3)]
+    assert joined[3:5] == [broadcast(12, 0, 1, 3), all_to_all([12, 12, 12], 0)]
+    assert joined[5].wire_bytes == wire_bytes(requests[-1], 0, 3, longest=12)
     assert transfers([Mean(torch.empty(0))], 0, 3) == []
 
 
@@ -191,9 +191,9 @@ def test_a_double_tree_is_nccls(world_size: int, half: int) -> None:
         for rank, parent in parents.items():
             neighbours[rank] += 1
             neighbours[parent] += 1
-    found = tree_all_reduce(2 * half, world_size)
-    assert found.wire_bytes == found.path_bytes == max(neighbours) * half
-    assert found.rounds == 2 * max(depth(parents, rank) for parents in trees for rank in range(world_size))
+    transfer = tree_all_reduce(2 * half, world_size)
+    assert transfer.wire_bytes == transfer.path_bytes == max(neighbours) * half
+    assert transfer.rounds == 2 * max(depth(parents, rank) for parents in trees for rank in range(world_size))
 
 
 @law(st.integers(0, 10**9), st.integers(1, 4096))
@@ -215,8 +215,8 @@ def test_only_means_follow_the_choice() -> None:
     half = torch.empty(6, dtype=torch.float16)
     requests: list[Request] = [Mean(torch.empty(5)), Gather(half), Broadcast(half, 1), AllToAll((half,) * 9)]
     for name in ALL_REDUCES:
-        found = transfers(requests, 0, 9, name)
-        assert found == [all_reduce(20, 9, name), *transfers(requests, 0, 9)[1:]]
+        chosen = transfers(requests, 0, 9, name)
+        assert chosen == [all_reduce(20, 9, name), *transfers(requests, 0, 9)[1:]]
 
 
 def test_the_slower_of_link_and_processors_sets_the_pace() -> None:
@@ -284,10 +284,10 @@ def test_simulated_bytes_are_those_of_the_engine(
     for rank in range(ranks):
         job = make_job(plan, DryRuns(plan, ranks, rank, repeats=1), 1.0, bucket_cap_mb=bucket_cap_mb)
         simulated.append(simulate(job.buckets, 1.0, Link(1e9), ranks, rank=rank).wire_bytes)
-    found = [rank[-1] for rank in counted]
+    sent = [rank[-1] for rank in counted]
     if codec == "clt_k":  # another rank leads in another iteration
-        simulated, found = sorted(simulated), sorted(found)
-    assert simulated == found
+        simulated, sent = sorted(simulated), sorted(sent)
+    assert simulated == sent
 
 
 def test_dry_run_at_many_nodes_takes_one_coroutine() -> None:
@@ -322,10 +322,10 @@ def test_alike_groups_are_run_once() -> None:
 def test_dry_run_times_every_turn() -> None:
     plan = Plan.uniform(LAYERS, "powersgd", rank=2)
     group = plan.compressed_groups[0]
-    found = dry_run(plan.build(group), plan.members(group), DryRuns(plan, 4).context(group.name), repeats=2)
-    assert len(found.turns) == 3
-    assert all(turn.seconds > 0 for turn in found.turns)
-    assert found.apply_seconds > 0
+    timed = dry_run(plan.build(group), plan.members(group), DryRuns(plan, 4).context(group.name), repeats=2)
+    assert len(timed.turns) == 3
+    assert all(turn.seconds > 0 for turn in timed.turns)
+    assert timed.apply_seconds > 0
     assert scan_seconds_per_byte() > 0
 
 
@@ -343,9 +343,9 @@ def test_buckets_are_those_of_ddp(sizes: list[int], cap: float | None) -> None:
     tensors = [torch.empty(size) for size in reversed(sizes)]
     limits = [2**20, 25 * 2**20] if cap is None else [int(cap * 2**20)]
     expected, _ = dist._compute_bucket_assignment_by_size(tensors, limits)
-    found = assign_buckets(layers, cap)
+    buckets = assign_buckets(layers, cap)
     assert [[len(sizes) - 1 - i for i in bucket] for bucket in expected] == [
-        [int(layer.name[1:]) for layer in bucket] for bucket in found
+        [int(layer.name[1:]) for layer in bucket] for bucket in buckets
     ]
 
 
@@ -461,10 +461,10 @@ def exchanges(draw: st.DrawFn) -> Exchange:
 def steps(draw: st.DrawFn) -> tuple[list[Bucket], float]:
     """Buckets, some compressed, and the computing time at which the last is ready."""
     moments = sorted(draw(st.lists(times, min_size=1, max_size=4)))
-    found = [
+    buckets = [
         Bucket(moment, draw(sizes), draw(times), tuple(draw(st.lists(exchanges(), max_size=3)))) for moment in moments
     ]
-    return found, moments[-1]
+    return buckets, moments[-1]
 
 
 links = st.builds(Link, st.floats(1e4, 1e9), st.floats(0, 0.1), st.floats(0, 0.2))
@@ -474,13 +474,13 @@ worlds = st.integers(1, 9)
 @law(steps(), links, worlds, st.floats(0.5, 1.0))
 def test_a_step_is_the_sum_of_its_parts(step: tuple[list[Bucket], float], link: Link, world: int, speed: float) -> None:
     buckets, compute = step
-    found = simulate(buckets, compute, link, world, speed=speed)
-    assert found.seconds == pytest.approx(found.compute + found.encode + found.communicate)
-    assert found.encode >= -1e-9
-    assert found.communicate >= 0
+    simulated = simulate(buckets, compute, link, world, speed=speed)
+    assert simulated.seconds == pytest.approx(simulated.compute + simulated.encode + simulated.communicate)
+    assert simulated.encode >= -1e-9
+    assert simulated.communicate >= 0
     work = sum(b.scan_seconds + sum(e.codec_seconds + e.apply_seconds for e in b.exchanges) for b in buckets)
-    network = 9.6 * found.wire_bytes / link.bits_per_second + 200 * link.latency_seconds
-    assert found.seconds <= compute + work + network + 1e-9
+    network = 9.6 * simulated.wire_bytes / link.bits_per_second + 200 * link.latency_seconds
+    assert simulated.seconds <= compute + work + network + 1e-9
 
 
 @law(steps(), links, worlds, st.floats(1.0, 100.0))
@@ -544,11 +544,11 @@ def test_latencies_decide_for_trees_and_bytes_for_rings() -> None:
 
 def measured(link: Link, cases: list[tuple[int, int, float]]) -> list[Observation]:
     """What would be measured on such a link: the simulation's own step, that has nothing to compute."""
-    found = []
+    observations = []
     for nodes, nbytes, rate in cases:
         step = simulate([Bucket(0.0, nbytes)], 0.0, replace(link, bits_per_second=rate), nodes)
-        found.append(Observation(nodes, nbytes, rate, step.seconds))
-    return found
+        observations.append(Observation(nodes, nbytes, rate, step.seconds))
+    return observations
 
 
 cases = st.lists(
@@ -569,13 +569,13 @@ planted = st.builds(
 @law(planted, cases)
 def test_calibration_finds_what_was_planted(link: Link, drawn: list[tuple[int, int, float]]) -> None:
     observations = measured(link, drawn)
-    found = calibrate_link(Link(2e8, link.latency_seconds, link.header_share, 3.0, 4.0, link.all_reduce), observations)
-    assert found.host_seconds_per_byte == pytest.approx(link.host_seconds_per_byte, rel=1e-6, abs=1e-14)
-    assert found.collective_seconds == pytest.approx(link.collective_seconds, rel=1e-6)
-    assert max(map(abs, found.relative_errors)) < 1e-6
-    assert (found.collective_fitted, found.too_fast) == (True, None)
-    assert found.host_seen == (found.host_seconds_per_byte > 0)
-    again = [seen.seconds for seen in measured(found.applied(link), drawn)]
+    fitted = calibrate_link(Link(2e8, link.latency_seconds, link.header_share, 3.0, 4.0, link.all_reduce), observations)
+    assert fitted.host_seconds_per_byte == pytest.approx(link.host_seconds_per_byte, rel=1e-6, abs=1e-14)
+    assert fitted.collective_seconds == pytest.approx(link.collective_seconds, rel=1e-6)
+    assert max(map(abs, fitted.relative_errors)) < 1e-6
+    assert (fitted.collective_fitted, fitted.too_fast) == (True, None)
+    assert fitted.host_seen == (fitted.host_seconds_per_byte > 0)
+    again = [seen.seconds for seen in measured(fitted.applied(link), drawn)]
     assert again == pytest.approx([seen.seconds for seen in observations])
 
 
@@ -587,37 +587,37 @@ def test_calibration_fits_better_than_any_other_costs(
     observations = [
         replace(seen, seconds=factor * seen.seconds) for seen, factor in zip(measured(link, drawn), noise, strict=False)
     ]
-    found = calibrate_link(link, observations)
+    fitted = calibrate_link(link, observations)
 
     def loss(host: float, fixed: float) -> float:
         here = replace(link, host_seconds_per_byte=host, collective_seconds=fixed)
         return sum(seen.relative_error(here) ** 2 for seen in observations)
 
-    best = loss(found.host_seconds_per_byte, found.collective_seconds)
-    assert best == pytest.approx(sum(error**2 for error in found.relative_errors))
-    nearby = [factor * found.host_seconds_per_byte for factor in (0.0, 0.5, 0.99, 1.01, 2.0)]
+    best = loss(fitted.host_seconds_per_byte, fitted.collective_seconds)
+    assert best == pytest.approx(sum(error**2 for error in fitted.relative_errors))
+    nearby = [factor * fitted.host_seconds_per_byte for factor in (0.0, 0.5, 0.99, 1.01, 2.0)]
     for host in (*nearby, 1e-10, 8e-10, 1e-9, 8e-9, 1e-8, 4e-8, 2e-7):
         for factor in (0.0, 0.5, 0.99, 1.0, 1.01, 2.0):
-            assert best <= loss(host, factor * found.collective_seconds) + 1e-9
+            assert best <= loss(host, factor * fitted.collective_seconds) + 1e-9
 
 
 def test_calibration_of_one_size_leaves_the_fixed_cost() -> None:
     link = Link(1e9, 1e-4, collective_seconds=0.002)
     truth = replace(link, host_seconds_per_byte=2e-8)
-    found = calibrate_link(link, measured(truth, [(4, 10**7, 2e8), (4, 10**7, 1e9)]))
-    assert (found.host_seconds_per_byte, found.collective_seconds) == (pytest.approx(2e-8), 0.002)
-    assert not found.collective_fitted
-    assert "the cost per collective was not fitted" in found.remark
+    fitted = calibrate_link(link, measured(truth, [(4, 10**7, 2e8), (4, 10**7, 1e9)]))
+    assert (fitted.host_seconds_per_byte, fitted.collective_seconds) == (pytest.approx(2e-8), 0.002)
+    assert not fitted.collective_fitted
+    assert "the cost per collective was not fitted" in fitted.remark
 
 
 def test_calibration_of_slow_links_says_nothing_of_processors() -> None:
     """At 200 Mbit/s a byte takes 42 ns: nobody sees what processors do in less."""
     link = Link(2e8, 1e-4)
     truth = replace(link, host_seconds_per_byte=2e-8, collective_seconds=1e-3)
-    found = calibrate_link(link, measured(truth, [(4, 10**4, 2e8), (4, 10**7, 2e8), (8, 10**7, 1e8)]))
-    assert (found.host_seconds_per_byte, found.collective_seconds) == (0.0, pytest.approx(1e-3))
-    assert not found.host_seen
-    assert "None was held up by processors" in found.remark
+    fitted = calibrate_link(link, measured(truth, [(4, 10**4, 2e8), (4, 10**7, 2e8), (8, 10**7, 1e8)]))
+    assert (fitted.host_seconds_per_byte, fitted.collective_seconds) == (0.0, pytest.approx(1e-3))
+    assert not fitted.host_seen
+    assert "None was held up by processors" in fitted.remark
 
 
 # All-reduces of 4 and 16 MB on Gloo, medians in seconds: four ranks, two cores, each behind a token bucket of 400 kB.
@@ -638,21 +638,21 @@ def test_calibration_against_a_rate_limited_network() -> None:
         for rate, both in LIMITED.items()
         for nbytes, seconds in zip((4_000_000, 16_000_000), both, strict=True)
     ]
-    found = calibrate_link(Link(1e9, 1e-4), observations)
-    assert found.host_seconds_per_byte == pytest.approx(2.9e-9, rel=0.05)
-    assert found.collective_seconds == pytest.approx(2.1e-3, rel=0.05)
-    assert max(map(abs, found.relative_errors)) < 0.13
-    assert max(map(abs, found.relative_errors[:10])) < 0.09
-    assert found.too_fast is None
+    fitted = calibrate_link(Link(1e9, 1e-4), observations)
+    assert fitted.host_seconds_per_byte == pytest.approx(2.9e-9, rel=0.05)
+    assert fitted.collective_seconds == pytest.approx(2.1e-3, rel=0.05)
+    assert max(map(abs, fitted.relative_errors)) < 0.13
+    assert max(map(abs, fitted.relative_errors[:10])) < 0.09
+    assert fitted.too_fast is None
 
 
 def test_calibration_says_where_a_link_was_beaten() -> None:
     """8 bits take a second on a link of 8 bit/s: nobody sends a thousand bytes in one."""
-    found = calibrate_link(Link(8.0, header_share=0.0), [Observation(2, 1000, 8.0, 1.0), Observation(2, 10, 8.0, 10.0)])
-    assert (found.host_seconds_per_byte, found.collective_seconds) == (0.0, 0.0)
-    assert found.relative_errors == pytest.approx((999.0, 0.0))
-    assert found.too_fast == Observation(2, 1000, 8.0, 1.0)
-    assert "1.00 kB at 2 nodes over 8.00bit took less than its bandwidth" in found.remark
+    fit = calibrate_link(Link(8.0, header_share=0.0), [Observation(2, 1000, 8.0, 1.0), Observation(2, 10, 8.0, 10.0)])
+    assert (fit.host_seconds_per_byte, fit.collective_seconds) == (0.0, 0.0)
+    assert fit.relative_errors == pytest.approx((999.0, 0.0))
+    assert fit.too_fast == Observation(2, 1000, 8.0, 1.0)
+    assert "1.00 kB at 2 nodes over 8.00bit took less than its bandwidth" in fit.remark
 
 
 def test_nothing_is_not_calibrated_by() -> None:
@@ -681,8 +681,8 @@ def test_break_even_at_the_ends() -> None:
 def job() -> Job:
     """Top-k on a model of 0.45 MB at 4 nodes, whose codecs' times are set: 2 ms of code."""
     plan = Plan.uniform(LAYERS, "topk", density=0.01)
-    found = make_job(plan, DryRuns(plan, 4, repeats=1), 0.01)
-    return found.scaled(codec=0.002 / found.codec_seconds, engine=0.0)
+    timed = make_job(plan, DryRuns(plan, 4, repeats=1), 0.01)
+    return timed.scaled(codec=0.002 / timed.codec_seconds, engine=0.0)
 
 
 @law(st.floats(0, 1e-3), examples=20)
@@ -713,8 +713,8 @@ def written(folder: Path, value: object) -> Path:
 
 def test_times_come_from_the_run_of_the_same_plan(tmp_path: Path) -> None:
     artifact = Artifact(Plan.uniform(LAYERS, "topk", density=0.01))
-    mine = profile_of(artifact, written(tmp_path, report(plan=artifact.plan.digest)))
-    assert (mine.compute_seconds, mine.codec) == (0.25, CodecTime(0.05, 2, True, f"the run {tmp_path / 'run.json'}"))
+    same = profile_of(artifact, written(tmp_path, report(plan=artifact.plan.digest)))
+    assert (same.compute_seconds, same.codec) == (0.25, CodecTime(0.05, 2, True, f"the run {tmp_path / 'run.json'}"))
     other = profile_of(artifact, written(tmp_path, report(plan="another")))
     assert (other.compute_seconds, other.codec) == (0.25, None)
     assert profile_of(artifact, written(tmp_path, report()), compute_seconds=3.0).compute_seconds == 3.0
@@ -748,18 +748,18 @@ def test_a_first_line_that_says_no() -> None:
         "Compression does not pay: at best"
     )
     quick = Profile(0.01, "as given", CodecTime(1e-5, 2, False, "a test"))
-    found = forecast(plan, Network([Link(1e6)], [2, 4], quick))
-    assert found.verdict.startswith("Compression pays in time: at least")
+    result = forecast(plan, Network([Link(1e6)], [2, 4], quick))
+    assert result.verdict.startswith("Compression pays in time: at least")
     mixed = forecast(plan, Network([Link(1e6), Link(1e14)], [2], quick)).verdict
     assert mixed.startswith("Compression does not pay everywhere: not at 2 nodes over 100tbit.")
 
 
 @pytest.mark.parametrize(
-    ("nodes", "cores", "said"),
+    ("nodes", "cores", "message"),
     [([0], 2.0, "nodes = 0"), ([10**6], 2.0, "nodes"), ([2], 0.0, "cores"), ([], 2.0, "nothing")],
 )
-def test_impossible_forecasts_are_refused(nodes: list[int], cores: float, said: str) -> None:
-    with pytest.raises(GradlabError, match=said):
+def test_impossible_forecasts_are_refused(nodes: list[int], cores: float, message: str) -> None:
+    with pytest.raises(GradlabError, match=message):
         Network([Link(1e9)], nodes, cores=cores)
 
 
@@ -791,11 +791,11 @@ def test_predict_command(gradlab: Command, artifact: Path, tmp_path: Path) -> No
     ]
     code, out, err = gradlab(*words, "--out", figure, "--json")
     assert (code, err) == (0, "")
-    found = json.loads(out)
-    assert found["verdict"].startswith("Compression")
-    assert any("first 7 steps are dense" in line for line in found["warnings"])
-    assert [node["nodes"] for node in found["nodes"]] == [2, 32]
-    for node in found["nodes"]:
+    result = json.loads(out)
+    assert result["verdict"].startswith("Compression")
+    assert any("first 7 steps are dense" in line for line in result["warnings"])
+    assert [node["nodes"] for node in result["nodes"]] == [2, 32]
+    for node in result["nodes"]:
         assert [link["bits_per_second"] for link in node["links"]] == [1e7, 1e9, "unlimited"]
         assert node["links"][-1]["dense"]["seconds"] == pytest.approx(0.02 + 2 * (node["nodes"] - 1) * 1e-4)
         for link in node["links"]:
@@ -810,11 +810,11 @@ def test_predict_command(gradlab: Command, artifact: Path, tmp_path: Path) -> No
     assert "exists already" in err
     code, out, _ = gradlab(*words)
     assert code == 0
-    assert out.splitlines()[0] == found["verdict"] or out.startswith("Compression")  # times differ from run to run
+    assert out.splitlines()[0] == result["verdict"] or out.startswith("Compression")  # times differ from run to run
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--bandwidth", "1 furlong"], "bandwidth '1 furlong': expected bits per second"),
         (["--bandwidth", ""], "bandwidth ''"),
@@ -831,11 +831,11 @@ def test_predict_command(gradlab: Command, artifact: Path, tmp_path: Path) -> No
         (["--out", "steps.gif"], "a figure is written as .svg or .pdf"),
     ],
 )
-def test_bad_input_is_one_line(gradlab: Command, artifact: Path, words: list[str], said: str) -> None:
+def test_bad_input_is_one_line(gradlab: Command, artifact: Path, words: list[str], message: str) -> None:
     given = [] if "--compute-seconds" in words else ["--compute-seconds", "1s"]
     code, out, err = gradlab("predict", artifact, *given, *words)
     assert (code, out) == (2, "")
-    assert said in err
+    assert message in err
     assert err.count("\n") == 1
 
 
@@ -843,7 +843,7 @@ ENTRY = {"nodes": 4, "bytes": 44_700_000, "bandwidth": "200mbit", "seconds": 2.9
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{", "is not JSON: expected a JSON list of measured all-reduces"),
         ("[" * 100_000, "is not JSON"),
@@ -865,13 +865,13 @@ ENTRY = {"nodes": 4, "bytes": 44_700_000, "bandwidth": "200mbit", "seconds": 2.9
     ],
 )
 def test_bad_measured_times_are_one_line(
-    gradlab: Command, artifact: Path, tmp_path: Path, text: str, said: str
+    gradlab: Command, artifact: Path, tmp_path: Path, text: str, message: str
 ) -> None:
     path = tmp_path / "times.json"
     path.write_text(text)
     code, out, err = gradlab("predict", artifact, "--compute-seconds", "1s", "--measured", path)
     assert (code, out) == (2, "")
-    assert said in err
+    assert message in err
     assert err.count("\n") == 1
 
 
@@ -891,17 +891,17 @@ def test_measured_times_and_the_algorithm_stand_in_the_forecast(
     words += ["--compute-seconds", "20ms", "--all-reduce", "tree", "--measured", path]
     code, out, err = gradlab(*words, "--json")
     assert (code, err) == (0, "")
-    found = json.loads(out)
-    assert found["link"]["all_reduce"] == "tree"
-    for where in (found["link"], found["calibration"]):
+    result = json.loads(out)
+    assert result["link"]["all_reduce"] == "tree"
+    for where in (result["link"], result["calibration"]):
         assert where["host_seconds_per_byte"] == pytest.approx(2e-9)
         assert where["collective_seconds"] == pytest.approx(3e-4)
-    assert [o["seconds"] for o in found["calibration"]["observations"]] == [o.seconds for o in observations]
-    assert found["calibration"]["observations"][2]["bits_per_second"] == "unlimited"
-    assert all(abs(o["relative_error"]) < 1e-9 for o in found["calibration"]["observations"])
+    assert [o["seconds"] for o in result["calibration"]["observations"]] == [o.seconds for o in observations]
+    assert result["calibration"]["observations"][2]["bits_per_second"] == "unlimited"
+    assert all(abs(o["relative_error"]) < 1e-9 for o in result["calibration"]["observations"])
     # Plain DDP of this model: one bucket, which is ready when computing is over.
     size = 4 * sum(layer.numel for layer in LAYERS)
-    dense = found["nodes"][0]["links"][0]["dense"]
+    dense = result["nodes"][0]["links"][0]["dense"]
     assert dense["wire_bytes"] == 2 * size
     spent = 3e-4 + 2 * size * 8 * 1.06 / 2e8 + 12 * 5e-5
     assert dense["seconds"] == pytest.approx(0.02 + spent)
@@ -914,10 +914,10 @@ def test_measured_times_and_the_algorithm_stand_in_the_forecast(
 
 def test_without_a_choice_or_measurements_a_forecast_is_of_rings() -> None:
     plan = Plan.uniform(LAYERS, "topk", density=0.01)
-    found = forecast(plan, Network([Link(1e9)], [32], Profile(1.0, "as given")))
-    assert found.to_json()["link"]["all_reduce"] == "ring"
-    assert found.to_json()["calibration"] is None
-    assert any(line.startswith("Collectives are those of Gloo, rings") for line in found.remarks)
+    result = forecast(plan, Network([Link(1e9)], [32], Profile(1.0, "as given")))
+    assert result.to_json()["link"]["all_reduce"] == "ring"
+    assert result.to_json()["calibration"] is None
+    assert any(line.startswith("Collectives are those of Gloo, rings") for line in result.remarks)
     server = forecast(plan, Network([Link(1e9, all_reduce="server")], [4], Profile(1.0, "as given")))
     assert any("by way of a server on every rank" in line for line in server.remarks)
 
@@ -933,10 +933,10 @@ def test_a_run_of_the_trainer_gives_the_times(gradlab: Command, tmp_path: Path) 
     times = json.loads((tmp_path / "run.json").read_text())["time"]
     code, out, err = gradlab("predict", made, "--run", tmp_path / "run.json", "--nodes", "2", "--cores", "1", "--json")
     assert code == 0, err
-    found = json.loads(out)
-    assert found["profile"]["compute_seconds"] == times["compute"]
-    assert found["profile"]["codec"]["seconds"] == times["compress"]
-    assert found["nodes"][0]["links"][0]["compressed"]["seconds"] >= times["compute"]
+    result = json.loads(out)
+    assert result["profile"]["compute_seconds"] == times["compute"]
+    assert result["profile"]["codec"]["seconds"] == times["compress"]
+    assert result["nodes"][0]["links"][0]["compressed"]["seconds"] >= times["compute"]
 
 
 def test_no_computing_time_says_how_to_get_it(gradlab: Command, artifact: Path, tmp_path: Path) -> None:
@@ -945,7 +945,7 @@ def test_no_computing_time_says_how_to_get_it(gradlab: Command, artifact: Path, 
     assert "--compute-seconds" in err
     assert "gradlab train" in err
     assert err.count("\n") == 1
-    for value, said in (
+    for value, message in (
         ([1], "a JSON object"),
         ({"step_seconds": 1.0}, "holds no time.compute"),
         (report(time={"compute": -1}), "holds no time.compute"),
@@ -953,7 +953,7 @@ def test_no_computing_time_says_how_to_get_it(gradlab: Command, artifact: Path, 
     ):
         code, _, err = gradlab("predict", artifact, "--run", written(tmp_path, value))
         assert code == 2
-        assert said in err
+        assert message in err
         assert err.count("\n") == 1
     (tmp_path / "run.json").write_text("{")
     code, _, err = gradlab("predict", artifact, "--run", tmp_path / "run.json")

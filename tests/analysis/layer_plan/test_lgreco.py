@@ -98,13 +98,13 @@ def test_ranges_are_the_papers() -> None:
     assert max(s["density"] for s in paper_settings("topk", {"density": 0.3})) == 0.99
     assert main_setting("clt_k") == "density"
     assert [s["bits"] for s in paper_settings("qsgd", {"bits": 3, "norm": "l2"})] == [2, 3, 4, 5, 6]
-    for codec, reference, said in (
+    for codec, reference, message in (
         ("natural", {}, "codec natural has no one setting"),
         ("cast", {}, "is no number to vary; use its own grid"),
         ("powersgd", {"rank": "abc"}, "setting rank = 'abc', expected int"),
         ("powersgd", {"seed": 1}, "no setting seed"),
     ):
-        with pytest.raises(GradlabError, match=said):
+        with pytest.raises(GradlabError, match=message):
             paper_settings(codec, reference)
 
 
@@ -134,8 +134,8 @@ def test_the_plan_is_smaller_at_the_same_error(trace: Trace, fitted: LgrecoFit) 
 
 
 def test_payload_is_what_a_replay_counts(trace: Trace, fitted: LgrecoFit) -> None:
-    found = replay(trace, fitted.plan)
-    counted = {step.payload_bytes_mean for step in found.compressed}
+    replayed = replay(trace, fitted.plan)
+    counted = {step.payload_bytes_mean for step in replayed.compressed}
     assert counted == {fitted.provenance["payload_bytes"]}
 
 
@@ -155,31 +155,31 @@ def test_half_of_the_windows_are_held_out(trace: Trace, fitted: LgrecoFit) -> No
 @pytest.mark.parametrize(("codec", "reference"), [("topk", {"density": 0.05}), ("qsgd", {"bits": 4})])
 @pytest.mark.parametrize("metric", ["squared", "plain"])
 def test_other_families_and_metrics(trace: Trace, codec: str, reference: dict, metric: str) -> None:
-    found = fit_lgreco(trace, codec, reference, metric=metric)
-    errors = found.problem.errors(metric, slice(0, 2))
-    assert total(errors, found.allocation.choice) <= total(errors, found.problem.reference) * (1 + 1e-12)
-    assert found.provenance["size"] <= found.provenance["uniform_size"]
+    fit = fit_lgreco(trace, codec, reference, metric=metric)
+    errors = fit.problem.errors(metric, slice(0, 2))
+    assert total(errors, fit.allocation.choice) <= total(errors, fit.problem.reference) * (1 + 1e-12)
+    assert fit.provenance["size"] <= fit.provenance["uniform_size"]
     tighter = fit_lgreco(trace, codec, reference, metric=metric, alpha=0.7)
-    assert tighter.provenance["size"] >= found.provenance["size"]
+    assert tighter.provenance["size"] >= fit.provenance["size"]
 
 
 def test_a_budget_may_be_given_and_is_refused_where_no_plan_meets_it(trace: Trace) -> None:
     table = fit_lgreco(trace, "powersgd", {"rank": 4}).problem.table
     least = sum(row.min() for row in table.errors("squared", slice(0, 2)))
-    found = fit_lgreco(trace, "powersgd", {"rank": 4}, budget=2 * least)
-    assert found.provenance["alpha"] is None
-    assert total(table.errors("squared", slice(0, 2)), found.allocation.choice) <= 2 * least
+    fit = fit_lgreco(trace, "powersgd", {"rank": 4}, budget=2 * least)
+    assert fit.provenance["alpha"] is None
+    assert total(table.errors("squared", slice(0, 2)), fit.allocation.choice) <= 2 * least
     with pytest.raises(GradlabError, match="the smallest reachable is"):
         fit_lgreco(trace, "powersgd", {"rank": 4}, budget=least / 2)
     with pytest.raises(GradlabError, match="there is nothing to choose"):
         fit_lgreco(record_vectors(trace.path.parent / "vectors"), "powersgd", {"rank": 4})
-    for options, said in (
+    for options, message in (
         ({"world_size": 0}, "nodes = 0"),
         ({"world_size": 1, "cost": Cost("wire")}, "nodes = 1, expected at least 2 for wire"),
         ({"workers": 0}, "workers = 0"),
         ({"budget": 1.0, "refresh_every": 5}, "without weights or a budget"),
     ):
-        with pytest.raises(GradlabError, match=said):
+        with pytest.raises(GradlabError, match=message):
             fit_lgreco(trace, "powersgd", {"rank": 4}, **options)
     with pytest.raises(GradlabError, match="no setting seed"):
         fit_lgreco(trace, "powersgd", {"seed": 4})
@@ -194,12 +194,12 @@ def record_vectors(path: Path) -> Trace:
 
 def test_a_plan_may_be_chosen_anew_while_training(trace: Trace) -> None:
     """The artifact's refresh has the table's settings; a replay follows it and says so."""
-    found = fit_lgreco(trace, "topk", {"density": 0.05}, refresh_every=8)
-    refresh = found.plan.refresh
+    fit = fit_lgreco(trace, "topk", {"density": 0.05}, refresh_every=8)
+    refresh = fit.plan.refresh
     assert refresh is not None
     assert (refresh.every, refresh.delay, refresh.alpha, refresh.metric) == (8, 1, 1.0, "squared")
     assert refresh.settings["deep.weight"][refresh.reference["deep.weight"]] == {"density": 0.05}
-    replayed = replay(trace, found.plan)
+    replayed = replay(trace, fit.plan)
     assert "chosen anew every 8 iterations" in replayed.remarks[0]
     payload = [step.payload_bytes_mean for step in replayed.compressed]
     assert len(set(payload[:9])) == 1
@@ -218,31 +218,31 @@ def test_a_hybrid_plan_is_no_larger_than_any_family_alone(trace: Trace, tmp_path
     """At the same budget, in payload and on the wire; it is saved, loaded and replayed like any other."""
     reference = {"rank": 4}
     candidates = family_candidates(trace, samples=6, extra={"powersgd": paper_settings("powersgd", reference)})
-    assert {c.codec for some in candidates.values() for c in some} == {codec for codec, _ in FAMILIES.values()} | {
+    assert {c.codec for each in candidates.values() for c in each} == {codec for codec, _ in FAMILIES.values()} | {
         "identity"
     }
     for cost in (Cost("payload"), Cost("wire")):
-        hybrid = fit_lgreco(trace, "powersgd", reference, candidates=candidates, start=6, cost=cost)
-        unit = hybrid.problem.table.by_window(hybrid.problem.reference)
+        mixed = fit_lgreco(trace, "powersgd", reference, candidates=candidates, start=6, cost=cost)
+        unit = mixed.problem.table.by_window(mixed.problem.reference)
         for family in FAMILIES:
             rows = of_family(candidates, family)
             kept = [
                 [place for place, c in enumerate(t.candidates) if c in rows[t.layer.name] and c.codec != "powersgd"]
                 if family != "PowerSGD"
                 else [place for place, c in enumerate(t.candidates) if c in rows[t.layer.name]]
-                for t in hybrid.problem.table.layers
+                for t in mixed.problem.table.layers
             ]
-            errors = [row[k] for row, k in zip(hybrid.problem.errors("squared", slice(0, 2)), kept, strict=True)]
-            costs = [row[k] for row, k in zip(hybrid.problem.costs, kept, strict=True)]
-            alone = allocate(errors, costs, hybrid.provenance["budget"])  # dense is among them: every budget is met
-            assert hybrid.allocation.size <= alone.size
+            errors = [row[k] for row, k in zip(mixed.problem.errors("squared", slice(0, 2)), kept, strict=True)]
+            costs = [row[k] for row, k in zip(mixed.problem.costs, kept, strict=True)]
+            alone = allocate(errors, costs, mixed.provenance["budget"])  # dense is among them: every budget is met
+            assert mixed.allocation.size <= alone.size
             if FAMILIES[family][0] != "powersgd":  # which has its uniform plan besides
-                assert hybrid.provenance["alone"][FAMILIES[family][0]] == pytest.approx(alone.size)
-        assert set(hybrid.provenance["alone"]) == {codec for codec, _ in FAMILIES.values()}
+                assert mixed.provenance["alone"][FAMILIES[family][0]] == pytest.approx(alone.size)
+        assert set(mixed.provenance["alone"]) == {codec for codec, _ in FAMILIES.values()}
         assert unit.shape == (4,)
-    path = hybrid.artifact().save(tmp_path / "hybrid.safetensors")
+    path = mixed.artifact().save(tmp_path / "hybrid.safetensors")
     again = Artifact.load(path)
-    assert again.plan.digest == hybrid.plan.digest
+    assert again.plan.digest == mixed.plan.digest
     assert replay(trace, again.plan).compressed
 
 
@@ -295,13 +295,13 @@ def test_weights_move_bytes_between_buckets(trace: Trace) -> None:
 
     steep = dict.fromkeys(names, 1.0) | {"stem.weight": 50.0}
     for weights in (linear_priority(LAYERS, 0.003), steep):
-        found = fit_lgreco(trace, "powersgd", {"rank": 4}, weights=weights)
-        assert spent(found, weights) <= spent(plain, weights)
-        assert total(found.problem.errors("squared", slice(0, 2)), found.allocation.choice) <= 1 + 1e-9
-        assert found.provenance["size"] >= plain.provenance["size"]
+        moved = fit_lgreco(trace, "powersgd", {"rank": 4}, weights=weights)
+        assert spent(moved, weights) <= spent(plain, weights)
+        assert total(moved.problem.errors("squared", slice(0, 2)), moved.allocation.choice) <= 1 + 1e-9
+        assert moved.provenance["size"] >= plain.provenance["size"]
     by_bucket = [
         bytes_by_bucket(names, [row[c] for row, c in zip(f.problem.costs, f.allocation.choice, strict=True)], numbers)
-        for f in (plain, found)
+        for f in (plain, moved)
     ]
     assert by_bucket[1][-1] < by_bucket[0][-1]
     assert by_bucket[1].sum() > by_bucket[0].sum()
@@ -321,37 +321,37 @@ def test_bucket_times_are_found_again() -> None:
     rng = np.random.default_rng(0)
     sizes = rng.uniform(1e4, 1e6, (200, 4))
     planted = np.array([1e-9, 5e-9, 0.0, 2e-8])
-    found = fit_bucket_times(sizes, 0.03 + sizes @ planted + 1e-5 * rng.standard_normal(200))
-    np.testing.assert_allclose(found.coefficients, planted, atol=1e-10)
-    assert found.intercept == pytest.approx(0.03, abs=1e-4)
-    assert found.score > 0.999
+    fit = fit_bucket_times(sizes, 0.03 + sizes @ planted + 1e-5 * rng.standard_normal(200))
+    np.testing.assert_allclose(fit.coefficients, planted, atol=1e-10)
+    assert fit.intercept == pytest.approx(0.03, abs=1e-4)
+    assert fit.score > 0.999
     falling = 0.05 - 1e-9 * sizes[:, 0]
     assert fit_bucket_times(sizes, falling).coefficients.min() >= 0
     assert fit_bucket_times(sizes, falling, positive=False).coefficients[0] == pytest.approx(-1e-9)
-    for bad, said in (
+    for bad, message in (
         ((sizes[:4], np.ones(4)), "4 samples of 4 buckets"),
         ((sizes, np.ones(3)), "expected"),
         ((sizes, np.full(200, np.nan)), "not finite"),
         ((np.zeros((3, 0)), np.ones(3)), "expected"),
     ):
-        with pytest.raises(GradlabError, match=said):
+        with pytest.raises(GradlabError, match=message):
             fit_bucket_times(*bad)
 
 
 def test_the_fastest_plan_and_its_bound(trace: Trace) -> None:
     """Whatever codecs take here: no plan within the budget is faster than the bound, and none that an objective found
     is faster than the plan taken; a budget at one end, and a link that hides nothing or everything."""
-    some = [Candidate("identity"), Candidate("powersgd", {"rank": 1}), Candidate("topk", {"density": 0.1})]
-    candidates = dict.fromkeys(("stem.weight", "deep.weight", "head.weight"), some)
+    settings = [Candidate("identity"), Candidate("powersgd", {"rank": 1}), Candidate("topk", {"density": 0.1})]
+    candidates = dict.fromkeys(("stem.weight", "deep.weight", "head.weight"), settings)
     for rate, computing, cores in ((1e5, 1e-3, 2.0), (1e9, 1e-3, 1.0), (1e12, 1.0, 2.0)):
         model, link = StepModel(computing, cores, bucket_cap_mb=0.003), Link(rate)
-        found = fit_lgreco(
+        fit = fit_lgreco(
             trace, "powersgd", {"rank": 4}, candidates=candidates, cost=Cost("seconds", link), step=model, world_size=4
         )
-        step, problem = found.provenance["step"], found.problem
-        assert step["seconds"] == found.provenance["size"] == min(step["by_objective"].values()) <= step["uniform"]
-        errors, budget = problem.errors("squared", slice(0, 2)), found.provenance["budget"]
-        assert total(errors, found.allocation.choice) <= budget * (1 + 1e-9)
+        step, problem = fit.provenance["step"], fit.problem
+        assert step["seconds"] == fit.provenance["size"] == min(step["by_objective"].values()) <= step["uniform"]
+        errors, budget = problem.errors("squared", slice(0, 2)), fit.provenance["budget"]
+        assert total(errors, fit.allocation.choice) <= budget * (1 + 1e-9)
         base = Plan.uniform(trace.layers, "powersgd", group_bytes=0, rank=4)
         times = StepTimes(partial(plan_of, base, problem.table), DryRuns(base, 4), link, model)
         sent = StepTimes(times.plan_of, times.runs.of(base), link, model)
@@ -361,7 +361,7 @@ def test_the_fastest_plan_and_its_bound(trace: Trace) -> None:
         fastest = min(sent.seconds(choice) for choice in within)
         assert again.bound <= fastest + 1e-12 <= again.seconds + 2e-12
         assert again.bound >= computing
-        assert found.provenance["cost"] == "step"
+        assert fit.provenance["cost"] == "step"
     assert again.seconds < 2 * computing
     with pytest.raises(GradlabError, match="weighs buckets itself"):
         fit_lgreco(trace, "powersgd", {"rank": 4}, step=model)
@@ -379,8 +379,8 @@ def test_planners_over_time(trace: Trace, fitted: LgrecoFit) -> None:
     problem = fitted.problem
     rates = learning_rates_of(trace, problem.table.windows)
     assert rates.tolist() == [0.1] * 4
-    found = plan_over_time(problem, np.array([0.1, 0.1, 0.01, 0.01]))
-    shown = found.to_json(trace, 0.003)
+    result = plan_over_time(problem, np.array([0.1, 0.1, 0.01, 0.01]))
+    shown = result.to_json(trace, 0.003)
     planners = shown["planners"]
     assert set(planners) == {"uniform", "L-GreCo", "Accordion", "L-GreCo + Accordion", "CGX, k-means"}
     assert planners["uniform"]["error"] == pytest.approx([1.0] * 4)
@@ -388,10 +388,10 @@ def test_planners_over_time(trace: Trace, fitted: LgrecoFit) -> None:
     assert max(planners["CGX, k-means"]["error"]) <= 1 + 1e-9
     for rival, ours in (("uniform", "L-GreCo"), ("CGX, k-means", "L-GreCo"), ("Accordion", "L-GreCo + Accordion")):
         assert all(a <= b for a, b in zip(planners[rival]["ratio"], planners[ours]["ratio"], strict=True))
-    assert found.critical.tolist() == [[True] * 4, [False] * 4, [True] * 4, [False] * 4]
+    assert result.critical.tolist() == [[True] * 4, [False] * 4, [True] * 4, [False] * 4]
     first, second = planners["Accordion"]["ratio"][:2]
     assert first < second
-    sizes = np.array([[row[c] for row, c in zip(problem.costs, ch, strict=True)] for ch in found.choices["L-GreCo"]])
+    sizes = np.array([[row[c] for row, c in zip(problem.costs, ch, strict=True)] for ch in result.choices["L-GreCo"]])
     assert sum(planners["L-GreCo"]["bytes_by_bucket"]) == pytest.approx(sizes.sum(1).mean())
 
 
@@ -424,8 +424,8 @@ def test_clusters_get_one_setting_each() -> None:
     """Large layers with little error apart from small ones with much: two clusters, the first compressed more."""
     errors = [np.array([2.0, 1.0, 0.5])] * 3 + [np.array([80.0, 40.0, 10.0])] * 3
     sizes = [np.array([100.0, 200.0, 400.0])] * 3 + [np.array([1.0, 2.0, 4.0])] * 3
-    found = cgx_kmeans(errors, sizes, 36.0, clusters=2)
-    assert found.choice.tolist() == [0, 0, 0, 2, 2, 2]
+    clustered = cgx_kmeans(errors, sizes, 36.0, clusters=2)
+    assert clustered.choice.tolist() == [0, 0, 0, 2, 2, 2]
     with pytest.raises(GradlabError, match="no pair of ends keeps an error of 1"):
         cgx_kmeans(errors, sizes, 1.0)
     with pytest.raises(GradlabError, match="in different layers"):
@@ -440,27 +440,27 @@ def test_one_threshold_sends_the_largest_of_all_layers() -> None:
     errors = [layer.sum() - np.cumsum(layer) for layer in layers]
     everything = np.sort(np.concatenate(layers))[::-1]
     for budget in (5.0, 40.0, 200.0):
-        found = global_threshold(counts, errors, counts, budget)
+        result = global_threshold(counts, errors, counts, budget)
         forced = sum(layer[0] for layer in layers)  # a layer sends one value at least
         rest = np.sort(np.concatenate([layer[1:] for layer in layers]))[::-1]
         needed = int(np.argmax(everything.sum() - forced - np.concatenate([[0], np.cumsum(rest)]) <= budget))
-        assert found.size == len(layers) + needed
+        assert result.size == len(layers) + needed
 
 
 def test_densities_that_send_as_many_values_cost_no_gain() -> None:
     counts = [np.array([1, 1, 2]), np.array([1, 2, 3])]
     errors = [np.array([10.0, 10.0, 1.0]), np.array([5.0, 4.0, 3.5])]
-    found = global_threshold(counts, errors, [8.0 * row for row in counts], 6.0)
-    assert (found.choice.tolist(), found.size) == ([2, 0], 24.0)
+    result = global_threshold(counts, errors, [8.0 * row for row in counts], 6.0)
+    assert (result.choice.tolist(), result.size) == ([2, 0], 24.0)
 
 
 def test_accordion_sees_critical_regimes() -> None:
     """Fast change of norm, or a fallen learning rate; eta = 0.5 is met by a halved norm and not by 0.51 of it."""
     norms = np.array([[1.0, 1.0], [0.5, 0.51], [0.5, 0.5], [0.5, 0.5], [0.0, 0.5], [0.0, 0.9]])
     rates = np.array([0.1, 0.1, 0.1, 0.05, 0.05, 0.05])
-    found = accordion(norms, rates)
+    critical = accordion(norms, rates)
     expected = [[True, True], [True, False], [False, False], [True, True], [True, False], [False, True]]
-    assert found.tolist() == expected
+    assert critical.tolist() == expected
     assert not accordion(norms[1:3], np.array([math.nan, math.nan]))[1:].any()
     steady, falling = np.ones((3, 2)), np.array([0.1, 0.08, 0.04])
     assert accordion(steady, falling).all()
@@ -488,25 +488,25 @@ def test_losses_differ_where_a_layer_is_compressed() -> None:
                 here[name] = here[name] - 0.2 * means.get(name, grads[name])
         return sum(float((here[name] - goals[name]).square().sum()) for name in goals)
 
-    some = [Candidate("topk", {"density": density}) for density in (0.05, 0.3)]
-    candidates = {layer.name: some for layer in LAYERS if len(layer.shape) > 1}
-    found = loss_sensitivity(run, LAYERS, candidates)
+    settings = [Candidate("topk", {"density": density}) for density in (0.05, 0.3)]
+    candidates = {layer.name: settings for layer in LAYERS if len(layer.shape) > 1}
+    sensitivity = loss_sensitivity(run, LAYERS, candidates)
     assert len(seen) == 1 + 2 * len(candidates)
     assert [len(plan.compressed_groups) for plan in seen] == [0] + [1] * 2 * len(candidates)
-    assert all((row > 0).all() and row[0] > row[1] for row in found.differences.values())
-    errors = [np.array(squared_errors(x, goals[x.name], some)) for x in LAYERS if x.name in candidates]
-    measured = correlations(errors, list(found.differences.values()))
+    assert all((row > 0).all() and row[0] > row[1] for row in sensitivity.differences.values())
+    errors = [np.array(squared_errors(x, goals[x.name], settings)) for x in LAYERS if x.name in candidates]
+    measured = correlations(errors, list(sensitivity.differences.values()))
     assert measured["spearman"] == pytest.approx([1.0, 1.0])
     assert min(measured["pearson"]) > 0.9
     with pytest.raises(GradlabError, match="no layer 'nosuch'"):
-        loss_sensitivity(run, LAYERS, {"nosuch": some})
+        loss_sensitivity(run, LAYERS, {"nosuch": settings})
     with pytest.raises(GradlabError, match="loss without compression is nan"):
         loss_sensitivity(lambda _: math.nan, LAYERS, candidates)
     with pytest.raises(GradlabError, match="at least three layers"):
-        correlations(errors[:2], list(found.differences.values())[:2])
+        correlations(errors[:2], list(sensitivity.differences.values())[:2])
     assert np.isnan(correlations([np.ones(1)] * 3, [np.zeros(1)] * 3)["pearson"]).all()
     row = {"checkpoint": 50, "varied": "rank", "settings": [1, 4], "correlations": measured}
-    figure = plot_sensitivity([row | {"errors": errors, "differences": list(found.differences.values())}])
+    figure = plot_sensitivity([row | {"errors": errors, "differences": list(sensitivity.differences.values())}])
     assert figure.axes[0].lines[0].get_ydata() == pytest.approx(measured["pearson"])
     assert len(figure.axes[1].lines[0].get_xdata()) == len(candidates)
 
@@ -518,29 +518,29 @@ def test_the_command_fits_draws_and_prints(gradlab: Command, trace: Trace, tmp_p
     out, *figures = (tmp_path / name for name in ("plan.safetensors", "layers.svg", "frontier.svg", "time.svg"))
     layers, frontier, over_time = figures
     words = ["fit", "lgreco", trace.path, "--codec", "topk", "--set", "density=0.05", "--out", out]
-    code, said, err = gradlab(*words, "--figure", layers, "--frontier", frontier, "--over-time", over_time)
+    code, text, err = gradlab(*words, "--figure", layers, "--frontier", frontier, "--over-time", over_time)
     assert code == 0, err
-    assert said.startswith("By layer ")
-    assert "fewer bytes than topk(density=0.05) everywhere" in said
-    assert "On later iterations its error is" in said
-    assert "deep.weight" in said
+    assert text.startswith("By layer ")
+    assert "fewer bytes than topk(density=0.05) everywhere" in text
+    assert "On later iterations its error is" in text
+    assert "deep.weight" in text
     assert all(path.read_text().startswith("<?xml") for path in figures)
     plan = Artifact.load(out)
     assert plan.provenance["method"] == "lgreco"
-    code, said, err = gradlab(
+    code, text, err = gradlab(
         "fit", "lgreco", trace.path, "--out", tmp_path / "o.safetensors", "--figure", tmp_path / "o.svg"
     )
     assert code == 0, err
-    assert "powersgd(rank=4) everywhere" in said
-    code, said, err = gradlab("fit", "lgreco", trace.path, "--family", "top-k", "--family", "qsgd", "--cost", "seconds",
+    assert "powersgd(rank=4) everywhere" in text
+    code, text, err = gradlab("fit", "lgreco", trace.path, "--family", "top-k", "--family", "qsgd", "--cost", "seconds",
                               "--set", "rank=4", "--out", tmp_path / "hybrid.safetensors", "--json")  # fmt: skip
     assert code == 0, err
-    assert json.loads(said)["cost"] == "seconds"
-    code, said, err = gradlab(
+    assert json.loads(text)["cost"] == "seconds"
+    code, text, err = gradlab(
         *words[:-1], tmp_path / "fast.safetensors", "--cost", "step", "--compute-seconds", "1s", "--bandwidth", "inf"
     )
     assert code == 0, err
-    assert said.startswith("Do not compress for speed: ")
+    assert text.startswith("Do not compress for speed: ")
     bad_times, bucket_times = tmp_path / "bad.json", tmp_path / "times.json"
     bad_times.write_text('{"sizes": [[1%s]], "seconds": [1]}' % ("0" * 400))
     bucket_times.write_text(json.dumps({"sizes": [[1, 2], [2, 1], [3, 3]], "seconds": [1, 2, 3]}))
@@ -558,7 +558,7 @@ def test_the_command_fits_draws_and_prints(gradlab: Command, trace: Trace, tmp_p
         (["--cost", "step"], "needs --compute-seconds"),
     ):
         target = [] if "--out" in wrong else ["--out", tmp_path / "other.safetensors"]
-        code, said, err = gradlab("fit", "lgreco", trace.path, *target, *wrong)
-        assert (code, said) == (2, ""), wrong
+        code, text, err = gradlab("fit", "lgreco", trace.path, *target, *wrong)
+        assert (code, text) == (2, ""), wrong
         assert expected in err, (wrong, err)
         assert err.count("\n") == 1, err

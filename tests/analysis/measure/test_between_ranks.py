@@ -71,38 +71,38 @@ def measured(tmp_path: Path, values: np.ndarray, settings: BetweenRanks = QUICK)
 
 
 def test_common_signal_is_found_by_all_and_exceeds_the_shifted_null(tmp_path: Path) -> None:
-    found = measured(tmp_path, planted(0.6))
+    result = measured(tmp_path, planted(0.6))
     true = float(gaussian_information(0.6))
     for method in CORRECTED:
-        excess = found.estimators[method].excess
+        excess = result.estimators[method].excess
         assert excess.bits == pytest.approx(true, abs=0.05)
         assert excess.low > 0
-        assert abs(found.estimators[method].shuffled) < 0.05
-    assert found.mean_cosine.mean == pytest.approx(0.6, abs=0.02)
-    assert found.mean_cosine.low < 0.6 < found.mean_cosine.high + 0.01
-    assert found.signal_to_noise == pytest.approx(0.6 / 0.4, rel=0.05)
-    assert found.lags.lags[0] == 0
-    assert found.lags.information[0] == pytest.approx(true, abs=0.05)
-    assert max(map(abs, found.lags.information[1:])) < 0.01
+        assert abs(result.estimators[method].shuffled) < 0.05
+    assert result.mean_cosine.mean == pytest.approx(0.6, abs=0.02)
+    assert result.mean_cosine.low < 0.6 < result.mean_cosine.high + 0.01
+    assert result.signal_to_noise == pytest.approx(0.6 / 0.4, rel=0.05)
+    assert result.lags.lags[0] == 0
+    assert result.lags.information[0] == pytest.approx(true, abs=0.05)
+    assert max(map(abs, result.lags.information[1:])) < 0.01
 
 
 def test_common_scales_alone_are_no_excess(tmp_path: Path) -> None:
     """Estimators see dependence that ranks have by having the same parameters; the shifted null has it too."""
-    found = measured(tmp_path, planted(0.0, scales=True))
+    result = measured(tmp_path, planted(0.0, scales=True))
     for method in ("equal_mass", "ksg"):
-        estimate = found.estimators[method]
+        estimate = result.estimators[method]
         assert np.mean(estimate.paired) > 0.1
         assert estimate.excess.bits == pytest.approx(0.0, abs=0.03)
         assert estimate.excess.low <= 0.0 <= estimate.excess.high
-    assert abs(found.mean_cosine.mean) < 0.05
+    assert abs(result.mean_cosine.mean) < 0.05
 
 
 def test_the_papers_histogram_cannot_tell_them_apart(tmp_path: Path) -> None:
     """LGC's 2^32 levels: most of the entropy is common, shuffled pairs or not, signal or not."""
     for signal, name in ((0.6, "a"), (0.0, "b")):
-        found = measured(tmp_path / name, planted(signal)).histograms[PAPER_BINS]
-        parts = (found.information, found.shuffled, found.shifted)
-        shares = [np.mean(part) / np.mean(found.entropy) for part in parts]
+        histogram = measured(tmp_path / name, planted(signal)).histograms[PAPER_BINS]
+        parts = (histogram.information, histogram.shuffled, histogram.shifted)
+        shares = [np.mean(part) / np.mean(histogram.entropy) for part in parts]
         assert min(shares) > 0.99
 
 
@@ -119,13 +119,13 @@ def test_processes_find_what_one_finds_and_json_is_plain(tmp_path: Path) -> None
 def test_iterations_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     values = planted(0.3)
     values[0, 1, 7] = np.nan
-    found = measured(tmp_path, values)
-    assert 0 not in found.iterations
-    assert len(found.iterations) == 5
+    result = measured(tmp_path, values)
+    assert 0 not in result.iterations
+    assert len(result.iterations) == 5
 
 
 @pytest.mark.parametrize(
-    ("steps", "nodes", "settings", "said"),
+    ("steps", "nodes", "settings", "message"),
     [
         (12, 1, QUICK, "one rank"),
         (5, 2, QUICK, "5 iterations, expected at least 8"),
@@ -134,10 +134,10 @@ def test_iterations_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
         (12, 2, BetweenRanks(values=10), "values = 10"),
     ],
 )
-def test_what_cannot_be_compared_is_said(tmp_path: Path, steps, nodes, settings, said) -> None:
+def test_what_cannot_be_compared_is_refused(tmp_path: Path, steps, nodes, settings, message) -> None:
     with (
         record_layer(tmp_path / "t", planted(0.1, nodes=nodes, steps=steps), LAYER) as trace,
-        pytest.raises(GradlabError, match=said),
+        pytest.raises(GradlabError, match=message),
     ):
         measure_between_ranks(trace, settings)
 
@@ -196,16 +196,16 @@ def products(values: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("signal", [0.5, 0.1])
 def test_the_planted_noise_scale_is_found_within_its_interval(signal: float) -> None:
     """tr(Sigma) / ||G||^2 = (1 - signal) / signal, in batches of one node."""
-    found = noise_scale(products(planted(signal, nodes=4, steps=60)), np.random.default_rng(0))
-    assert found.batches == pytest.approx((1 - signal) / signal, rel=0.05)
-    assert found.low <= found.batches <= found.high
-    assert found.signal == pytest.approx(signal * LAYER.numel, rel=0.05)
+    scale = noise_scale(products(planted(signal, nodes=4, steps=60)), np.random.default_rng(0))
+    assert scale.batches == pytest.approx((1 - signal) / signal, rel=0.05)
+    assert scale.low <= scale.batches <= scale.high
+    assert scale.signal == pytest.approx(signal * LAYER.numel, rel=0.05)
 
 
 def test_noise_alone_has_no_scale_that_is_finite_for_sure() -> None:
-    found = noise_scale(products(planted(0.0, nodes=4, steps=60)), np.random.default_rng(0))
-    assert found.high == math.inf
-    assert found.low > 100
+    scale = noise_scale(products(planted(0.0, nodes=4, steps=60)), np.random.default_rng(0))
+    assert scale.high == math.inf
+    assert scale.low > 100
 
 
 def test_groups_of_nodes_are_larger_batches() -> None:
@@ -229,10 +229,10 @@ def test_noise_scale_of_a_trace_as_json(tmp_path: Path) -> None:
     with record_layer(tmp_path / "t", planted(0.5, nodes=4), LAYER) as trace:
         spectrum = measure_spectrum(trace)
     inner = np.stack([layer.inner for layer in spectrum.layers])
-    found = measure_noise_scale(inner, [LAYER.name], 16, np.random.default_rng(0))
-    assert found.layers[0].batches == found.model.batches == pytest.approx(1.0, rel=0.1)
-    assert [row["batches"] for row in found.measured_cosine] == [1, 2]
-    assert found.by_nodes[0]["redundancy_bits"] == 0.0
+    scales = measure_noise_scale(inner, [LAYER.name], 16, np.random.default_rng(0))
+    assert scales.layers[0].batches == scales.model.batches == pytest.approx(1.0, rel=0.1)
+    assert [row["batches"] for row in scales.measured_cosine] == [1, 2]
+    assert scales.by_nodes[0]["redundancy_bits"] == 0.0
     with pytest.raises(GradlabError, match="1 ranks"):
         noise_scale(inner[0][:, :1, :1], np.random.default_rng(0))
 
@@ -311,9 +311,9 @@ def test_plans_stand_where_their_replay_puts_them(tmp_path: Path) -> None:
     with record_layer(tmp_path / "t", planted(0.3, nodes=2, steps=12), LAYER) as trace:
         limits = measure_limits(trace, candidates=[Candidate("sign")])
         plan = Plan.uniform((LAYER,), "sign", wrappers=[])
-        found = place_plans(limits, {"sign": replay(trace, plan, start=6)}, {"sign": plan})
-    assert found[0].relative_error == pytest.approx(limits.layers[0].codecs[0].relative_error, rel=0.05)
-    assert found[0].bits == pytest.approx(1.0, abs=0.02)
+        points = place_plans(limits, {"sign": replay(trace, plan, start=6)}, {"sign": plan})
+    assert points[0].relative_error == pytest.approx(limits.layers[0].codecs[0].relative_error, rel=0.05)
+    assert points[0].bits == pytest.approx(1.0, abs=0.02)
 
 
 def test_every_codec_that_needs_no_fit_is_placed() -> None:

@@ -39,34 +39,34 @@ def normal_pairs(rho: float, count: int, seed: int) -> tuple[np.ndarray, np.ndar
 @pytest.mark.parametrize("method", CORRECTED)
 @pytest.mark.parametrize("rho", [0.0, 0.3, 0.6, 0.9])
 def test_bivariate_normal_pairs_have_the_information_they_have(method: str, rho: float) -> None:
-    found = np.mean([mutual_information(*normal_pairs(rho, 10_000, seed), method) for seed in range(4)])
+    estimate = np.mean([mutual_information(*normal_pairs(rho, 10_000, seed), method) for seed in range(4)])
     # Bins blur what lies within them: that of the equal masses is too low for strong dependence.
-    assert found == pytest.approx(float(gaussian_information(rho)), abs=0.04 if method == "equal_mass" else 0.02)
+    assert estimate == pytest.approx(float(gaussian_information(rho)), abs=0.04 if method == "equal_mass" else 0.02)
 
 
 def test_dependence_that_is_not_monotone_is_seen_by_all_but_the_copula() -> None:
     """I(x; x^2 + e) = 0.620 bits, by quadrature (benchmarks/information.py)."""
     x, e = np.random.default_rng(3).standard_normal((2, 20_000))
-    found = {method: mutual_information(x, x**2 + e, method) for method in CORRECTED}
-    assert found["ksg"] == pytest.approx(0.620, abs=0.03)
-    assert found["equal_mass"] == pytest.approx(0.620, abs=0.08)
-    assert abs(found["copula"]) < 0.01
+    estimates = {method: mutual_information(x, x**2 + e, method) for method in CORRECTED}
+    assert estimates["ksg"] == pytest.approx(0.620, abs=0.03)
+    assert estimates["equal_mass"] == pytest.approx(0.620, abs=0.08)
+    assert abs(estimates["copula"]) < 0.01
 
 
 @pytest.mark.parametrize("method", ["equal_mass", "ksg", "copula"])
 def test_an_interval_holds_the_known_value_at_its_rate(method: str) -> None:
     """95 % of 60: at least 51 with probability 0.998."""
     true = float(gaussian_information(0.6))
-    found = [estimate_information(*normal_pairs(0.6, 2000, seed), method) for seed in range(60)]
-    assert sum(one.low <= true <= one.high for one in found) >= 51
+    estimates = [estimate_information(*normal_pairs(0.6, 2000, seed), method) for seed in range(60)]
+    assert sum(one.low <= true <= one.high for one in estimates) >= 51
     narrow = estimate_information(*normal_pairs(0.6, 2000, 0), method, level=0.5)
-    assert narrow.high - narrow.low < found[0].high - found[0].low
+    assert narrow.high - narrow.low < estimates[0].high - estimates[0].low
 
 
 def test_the_copula_of_independent_pairs_holds_nothing_as_often_as_it_says() -> None:
-    found = [estimate_information(*normal_pairs(0.0, 2000, seed), "copula") for seed in range(60)]
-    assert 51 <= sum(one.low == 0.0 for one in found) <= 60
-    assert np.mean([one.bits for one in found]) == pytest.approx(0.0, abs=3e-4)
+    estimates = [estimate_information(*normal_pairs(0.0, 2000, seed), "copula") for seed in range(60)]
+    assert 51 <= sum(one.low == 0.0 for one in estimates) <= 60
+    assert np.mean([one.bits for one in estimates]) == pytest.approx(0.0, abs=3e-4)
 
 
 @law(seeds, st.sampled_from([0.0, 0.5, 0.95]), st.integers(200, 600), examples=30)
@@ -81,34 +81,34 @@ def test_nearest_neighbours_are_those_of_scikit_learn(seed: int, rho: float, cou
 @law(seeds, st.integers(40, 400), st.sampled_from(METHODS), examples=60)
 def test_symmetric_and_blind_to_scale(seed: int, count: int, method: str) -> None:
     x, y = normal_pairs(0.4, count, seed)
-    found = mutual_information(x, y, method)
+    estimate = mutual_information(x, y, method)
     # Scores stand on one grid: which of two equal distances counts is drawn.
     exact = 0.15 if method == "ksg" else 1e-9
-    assert mutual_information(y, x, method) == pytest.approx(found, abs=exact)
-    assert mutual_information(1e-30 * x, 1e20 * y, method) == pytest.approx(found, abs=1e-6)
+    assert mutual_information(y, x, method) == pytest.approx(estimate, abs=exact)
+    assert mutual_information(1e-30 * x, 1e20 * y, method) == pytest.approx(estimate, abs=1e-6)
 
 
 @law(seeds, st.integers(30, 300), st.integers(1, 40), examples=60)
 def test_plug_in_quantities_add_up(seed: int, count: int, bins: int) -> None:
     """I = H(y) - H(y | x), 0 <= I <= min(H), as with numpy's own histogram."""
     x, y = normal_pairs(0.5, count, seed)
-    found = plug_in(x, y, bins)
-    assert found.information == pytest.approx(found.entropy_y - found.conditional, abs=1e-9)
-    assert -1e-9 <= found.information <= min(found.entropy_x, found.entropy_y) + 1e-9
+    estimate = plug_in(x, y, bins)
+    assert estimate.information == pytest.approx(estimate.entropy_y - estimate.conditional, abs=1e-9)
+    assert -1e-9 <= estimate.information <= min(estimate.entropy_x, estimate.entropy_y) + 1e-9
     counts, _, _ = np.histogram2d(x, y, bins=bins)
     joint = counts[counts > 0] / count
     both = float(-(joint * np.log2(joint)).sum())
-    assert found.entropy_x + found.entropy_y - found.information == pytest.approx(both, abs=1e-6)
-    assert entropy(x, bins) == pytest.approx(found.entropy_x)
-    assert conditional_entropy(y, x, bins) == pytest.approx(found.conditional)
+    assert estimate.entropy_x + estimate.entropy_y - estimate.information == pytest.approx(both, abs=1e-6)
+    assert entropy(x, bins) == pytest.approx(estimate.entropy_x)
+    assert conditional_entropy(y, x, bins) == pytest.approx(estimate.conditional)
 
 
 @pytest.mark.parametrize("rho", [0.0, 0.9])
 def test_the_papers_bins_find_log_n_bits_in_any_pair(rho: float) -> None:
     x, y = normal_pairs(rho, 1000, 1)
-    found = plug_in(x, y, PAPER_BINS)
-    assert found.information == pytest.approx(math.log2(1000), abs=0.01)
-    assert found.conditional == pytest.approx(0.0, abs=0.01)
+    estimate = plug_in(x, y, PAPER_BINS)
+    assert estimate.information == pytest.approx(math.log2(1000), abs=0.01)
+    assert estimate.conditional == pytest.approx(0.0, abs=0.01)
 
 
 def test_few_samples_have_the_entropy_of_their_cells() -> None:
@@ -118,8 +118,8 @@ def test_few_samples_have_the_entropy_of_their_cells() -> None:
 
 
 def test_millers_term_is_the_bias_of_independent_pairs() -> None:
-    found = [plug_in(*normal_pairs(0.0, 2000, seed), 8) for seed in range(40)]
-    information, bias = (np.mean([getattr(one, name) for one in found]) for name in ("information", "bias"))
+    estimates = [plug_in(*normal_pairs(0.0, 2000, seed), 8) for seed in range(40)]
+    information, bias = (np.mean([getattr(one, name) for one in estimates]) for name in ("information", "bias"))
     assert bias == pytest.approx(information, rel=0.3)
     assert bias > 0.003
 
@@ -145,15 +145,15 @@ def test_ties_and_constants_do_not_make_information(method: str) -> None:
     """Half of the values are zero, as behind a dead unit; or all are."""
     x, y = np.random.default_rng(0).standard_normal((2, 4000))
     off = np.random.default_rng(1).random((2, 4000)) < 0.5
-    found = mutual_information(np.where(off[0], 0, x), np.where(off[1], 0, y), method)
-    assert abs(found) < 0.06
+    estimate = mutual_information(np.where(off[0], 0, x), np.where(off[1], 0, y), method)
+    assert abs(estimate) < 0.06
     assert mutual_information(np.zeros(4000), y, method) == pytest.approx(0.0, abs=1e-3)
     both = mutual_information(np.where(off[0], 0, x), np.where(off[0], 0, y), method)
     assert both > 0.3 or method == "copula"  # where the zeros lie is one bit; the copula takes it for no correlation
 
 
 @pytest.mark.parametrize(
-    ("x", "y", "options", "said"),
+    ("x", "y", "options", "message"),
     [
         (np.zeros(20), np.zeros(21), {}, "20 values of one and 21 of the other"),
         (np.zeros(3), np.zeros(3), {}, "3 pairs, expected at least 16"),
@@ -163,15 +163,15 @@ def test_ties_and_constants_do_not_make_information(method: str) -> None:
         (np.arange(20), np.arange(20), {"method": "ksg", "neighbors": 20}, "neighbors = 20, expected 1 to 19"),
     ],
 )
-def test_what_cannot_be_estimated_is_said(x, y, options, said) -> None:
-    with pytest.raises(GradlabError, match=said):
+def test_what_cannot_be_estimated_is_refused(x, y, options, message) -> None:
+    with pytest.raises(GradlabError, match=message):
         mutual_information(x, y, **options)
 
 
 def test_intervals_say_what_they_need() -> None:
     x, y = normal_pairs(0.0, 200, 0)
-    for options, said in (({"level": 1.0}, "level = 1"), ({"blocks": 1}, "from 1 blocks"), ({"blocks": 9}, "at least")):
-        with pytest.raises(GradlabError, match=said):
+    for options, text in (({"level": 1.0}, "level = 1"), ({"blocks": 1}, "from 1 blocks"), ({"blocks": 9}, "at least")):
+        with pytest.raises(GradlabError, match=text):
             estimate_information(x, y, **options)
     with pytest.raises(GradlabError, match="expected as many"):
         excess_information(np.zeros(5), np.zeros(4), np.random.default_rng(0))
@@ -186,10 +186,10 @@ def test_the_interval_of_an_excess_holds_it_at_its_rate() -> None:
         generator = np.random.default_rng(seed)
         noise = generator.standard_normal(121)
         series = 0.3 + np.array([noise[t] + 0.5 * noise[t - 1] for t in range(1, 121)])
-        found = excess_information(series, np.zeros(120), generator)
-        held += found.low <= 0.3 <= found.high
+        excess = excess_information(series, np.zeros(120), generator)
+        held += excess.low <= 0.3 <= excess.high
     assert held >= 66
-    assert found.bits == pytest.approx(found.paired - found.shifted)
+    assert excess.bits == pytest.approx(excess.paired - excess.shifted)
 
 
 def test_neighbours_that_are_alike_widen_the_interval_of_an_excess() -> None:
@@ -198,8 +198,8 @@ def test_neighbours_that_are_alike_widen_the_interval_of_an_excess() -> None:
     for seed in range(100):
         noise = np.random.default_rng(seed).standard_normal(123)
         series = 0.3 + np.convolve(noise, np.full(4, 0.5), "valid")
-        found = excess_information(series, np.zeros(120), np.random.default_rng(seed + 1000))
-        held += found.low <= 0.3 <= found.high
+        excess = excess_information(series, np.zeros(120), np.random.default_rng(seed + 1000))
+        held += excess.low <= 0.3 <= excess.high
     assert held >= 84
 
 
@@ -207,9 +207,9 @@ def test_neighbours_that_are_alike_widen_the_interval_of_an_excess() -> None:
 def test_blocks_of_one_give_students_interval(count: int) -> None:
     """Of a mean of independent normal values: t with count - 1 degrees of freedom, however few they are."""
     values = np.random.default_rng(count).standard_normal(count)
-    found = excess_information(values, np.zeros(count), np.random.default_rng(0), block=1, resamples=20_000)
+    excess = excess_information(values, np.zeros(count), np.random.default_rng(0), block=1, resamples=20_000)
     low, high = stats.t.interval(0.95, count - 1, loc=values.mean(), scale=stats.sem(values))
-    assert found.high - found.low == pytest.approx(high - low, rel=0.08)
+    assert excess.high - excess.low == pytest.approx(high - low, rel=0.08)
 
 
 def test_a_skewed_bootstrap_is_turned_over() -> None:

@@ -60,5 +60,5 @@ def test_drift() -> None:
     """Bases fitted 40 iterations apart are turned by 40 * 0.004 rad = 9.2 degrees."""
     means = torch.from_numpy(drawn(TURNING).mean(1)).double()
     windows = [means[first : first + 40] for first in range(0, STEPS, 40)]
-    found = principal_angles([principal_axes(window)[1][:, :RANK].numpy() for window in windows])
-    assert found.mean.mean() == pytest.approx(np.degrees(40 * DRIFT), rel=0.1)
+    angles = principal_angles([principal_axes(window)[1][:, :RANK].numpy() for window in windows])
+    assert angles.mean.mean() == pytest.approx(np.degrees(40 * DRIFT), rel=0.1)

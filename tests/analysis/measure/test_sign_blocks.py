@@ -111,8 +111,8 @@ def planted(steps: int, ranks: int) -> list[list[dict[str, np.ndarray]]]:
 def test_a_trace_gives_figure_1_and_blocks(tmp_path: Path) -> None:
     gradients = planted(12, 2)
     with record(tmp_path / "trace", gradients, (MIXED, EVEN), loss_scale=8.0) as trace:
-        found = measure_sign_blocks(trace, window=4)
-    drawn = found.figure_1
+        measured = measure_sign_blocks(trace, window=4)
+    drawn = measured.figure_1
     assert drawn.iterations == [0, 4, 8]
     for window in range(3):
         seen = [rank for step in gradients[4 * window : 4 * window + 4] for rank in step]
@@ -121,8 +121,8 @@ def test_a_trace_gives_figure_1_and_blocks(tmp_path: Path) -> None:
         assert drawn.delta_by_tensor[window] == pytest.approx(min(delta(t) for pair in tensors for t in pair))
         assert drawn.delta_of_model[window] == pytest.approx(min(delta(np.concatenate(pair)) for pair in tensors))
     assert (drawn.bound_by_tensor, drawn.bound_of_model) == (1 / 128, 1 / 256)
-    assert found.bits_per_iteration == bits_per_iteration(256, 2, 2)
-    rows = found.suggestion.rows
+    assert measured.bits_per_iteration == bits_per_iteration(256, 2, 2)
+    rows = measured.suggestion.rows
     assert rows[0].block_sizes == {"mixed": 128, "even": 128}
     # The first scale goes where the gain is; all the energy is in the larger half.
     assert rows[1].block_sizes == {"mixed": 64, "even": 64}
@@ -133,7 +133,7 @@ def test_a_trace_gives_figure_1_and_blocks(tmp_path: Path) -> None:
         assert measure_sign_blocks(trace).window == 1
     with drawing():
         for plot in (plot_sign_statistics, plot_sign_blocks):
-            assert b"<svg" in render(plot(found.to_json()), "figure")["svg"]
+            assert b"<svg" in render(plot(measured.to_json()), "figure")["svg"]
 
 
 def test_what_is_zero_or_not_finite_is_left_out(tmp_path: Path) -> None:
@@ -142,9 +142,9 @@ def test_what_is_zero_or_not_finite_is_left_out(tmp_path: Path) -> None:
     gradients[2][0] = {name: np.zeros_like(value) for name, value in gradients[2][0].items()}
     gradients[1][0]["even"][:] = 0
     with record(tmp_path / "some", gradients, (MIXED, EVEN)) as trace:
-        found = measure_sign_blocks(trace, window=1)
-    assert np.isfinite(found.figure_1.variation).all()
-    assert found.figure_1.variation[0] == pytest.approx(
+        measured = measure_sign_blocks(trace, window=1)
+    assert np.isfinite(measured.figure_1.variation).all()
+    assert measured.figure_1.variation[0] == pytest.approx(
         np.mean([variation(gradients[0][0][name]) for name in ("mixed", "even")])
     )
     nothing = [[{name: np.zeros_like(value) for name, value in rank.items()} for rank in step] for step in gradients]

@@ -55,14 +55,14 @@ PLANTED = Layer("conv.weight", (8, 4, 3, 3), "convolution")  # one slice of 288
 @given(seed=st.integers(0, 2**16), count=st.integers(2, 12), features=st.integers(1, 30), offset=st.floats(-5, 5))
 def test_eigenvalues_from_the_gram_matrix_are_those_of_svd_and_scikit_learn(seed, count, features, offset):
     samples = np.random.default_rng(seed).standard_normal((count, features)) + offset
-    found = centred_eigenvalues(samples @ samples.T)
+    eigenvalues = centred_eigenvalues(samples @ samples.T)
     singular = np.linalg.svd(samples - samples.mean(0), compute_uv=False) ** 2 / count
     keep = min(count, features)
     scale = 1e-10 * max(1.0, float(np.square(samples).sum()))
-    np.testing.assert_allclose(found[:keep], singular[:keep], atol=scale)
-    np.testing.assert_allclose(found[keep:], 0, atol=scale)
+    np.testing.assert_allclose(eigenvalues[:keep], singular[:keep], atol=scale)
+    np.testing.assert_allclose(eigenvalues[keep:], 0, atol=scale)
     scikit = ScikitPCA().fit(samples).explained_variance_ * (count - 1) / count
-    np.testing.assert_allclose(found[:keep], scikit, atol=scale)
+    np.testing.assert_allclose(eigenvalues[:keep], scikit, atol=scale)
 
 
 def test_cumulative_variance_ends_at_one_and_survives_no_variance():
@@ -79,33 +79,33 @@ def test_measured_spectra_are_those_of_the_slices_in_gradiveq_order(tmp_path, mo
     layer = Layer("conv.weight", (8, 6, 3, 3), "convolution")  # 432 elements: two blocks at the least block width
     monkeypatch.setattr(spectrum_module, "_BLOCK_VALUES", block)
     with record(tmp_path / "t", random_gradients(0, 9, 2, [layer]), [layer]) as trace:
-        found = measure_spectrum(trace, SpectrumOptions(slice_size=144)).layers[0]
+        spectrum = measure_spectrum(trace, SpectrumOptions(slice_size=144)).layers[0]
         samples = averaged(trace, layer)
     slices = torch.stack([split_slices(flatten(sample, "gradiveq"), 144)[0] for sample in samples]).double()
     expected, _ = principal_axes(slices[:, 0] - slices[:, 0].mean(0))
-    np.testing.assert_allclose(found.slice_eigenvalues[: len(expected)], expected, rtol=1e-6)
+    np.testing.assert_allclose(spectrum.slice_eigenvalues[: len(expected)], expected, rtol=1e-6)
     whole = ScikitPCA().fit(samples.reshape(9, -1).double().numpy()).explained_variance_ * 8 / 9
-    np.testing.assert_allclose(found.layer_eigenvalues, whole, rtol=1e-5, atol=1e-9)
-    np.testing.assert_allclose(found.norm, samples.reshape(9, -1).norm(dim=1), rtol=1e-5)
-    assert (found.slice_size, found.slices, set(found.slice_dimensions)) == (144, 3, {0, 1, 2})
+    np.testing.assert_allclose(spectrum.layer_eigenvalues, whole, rtol=1e-5, atol=1e-9)
+    np.testing.assert_allclose(spectrum.norm, samples.reshape(9, -1).norm(dim=1), rtol=1e-5)
+    assert (spectrum.slice_size, spectrum.slices, set(spectrum.slice_dimensions)) == (144, 3, {0, 1, 2})
 
 
 def test_every_column_belongs_to_the_slice_that_the_codec_cuts(tmp_path):
-    places = slice_of_column(CONVOLUTION, 24)
+    slices = slice_of_column(CONVOLUTION, 24)
     vector = flatten(torch.arange(72).reshape(CONVOLUTION.shape), "gradiveq")
     for number, members in enumerate(split_slices(vector, 24)[0]):
-        assert set(np.flatnonzero(places == number)) == set(members.tolist())
+        assert set(np.flatnonzero(slices == number)) == set(members.tolist())
     assert (slice_of_column(CONVOLUTION, 50) == -1).sum() == 22  # the tail fills no slice
 
 
 def test_long_traces_are_sampled_evenly_and_say_so(tmp_path):
     gradients = random_gradients(1, 30, 1)
     with record(tmp_path / "t", gradients, indices=range(0, 60, 2)) as trace:
-        found = measure_spectrum(trace, SpectrumOptions(max_samples=7))
+        spectra = measure_spectrum(trace, SpectrumOptions(max_samples=7))
         wanted = spread(30, 7)
-    assert found.steps.tolist() == [2 * p for p in wanted]
+    assert spectra.steps.tolist() == [2 * p for p in wanted]
     expected = [np.linalg.norm(gradients[p][0][LINEAR.name]) for p in wanted]
-    np.testing.assert_allclose(found.layers[1].norm, expected, rtol=1e-6)
+    np.testing.assert_allclose(spectra.layers[1].norm, expected, rtol=1e-6)
 
 
 def test_layers_are_matrices_unless_named(tmp_path):
@@ -123,9 +123,9 @@ def test_steps_that_are_not_finite_are_left_out_and_listed(tmp_path):
         expected = measure_spectrum(trace)
     gradients[2][1][CONVOLUTION.name][0] = np.nan
     with record(tmp_path / "b", gradients) as trace:
-        found = measure_spectrum(trace)
-    assert (found.steps.tolist(), found.nonfinite_steps) == ([0, 1, 3, 4, 5], (2,))
-    np.testing.assert_allclose(found.layers[0].layer_eigenvalues, expected.layers[0].layer_eigenvalues, atol=1e-9)
+        spectra = measure_spectrum(trace)
+    assert (spectra.steps.tolist(), spectra.nonfinite_steps) == ([0, 1, 3, 4, 5], (2,))
+    np.testing.assert_allclose(spectra.layers[0].layer_eigenvalues, expected.layers[0].layer_eigenvalues, atol=1e-9)
 
 
 def test_one_step_is_too_few_for_a_spectrum(tmp_path):
@@ -150,19 +150,19 @@ def test_agreement_of_planted_gradients(tmp_path):
     model = GradientModel(PLANTED.numel, (4.0, 2.0, 1.0), (0.1, 0.1, 0.1), shared=0.7)
     values = draw(model, 1500, np.random.default_rng(1)).values
     with record_layer(tmp_path / "t", values, PLANTED) as trace:
-        found = measure_spectrum(trace, SpectrumOptions(max_samples=1500)).layers[0]
+        spectrum = measure_spectrum(trace, SpectrumOptions(max_samples=1500)).layers[0]
     common, own = 0.7 * 7.0, 0.3 * 7.0 + PLANTED.numel * 0.01
-    assert found.signal_to_noise == pytest.approx(common / own, rel=0.1)
+    assert spectrum.signal_to_noise == pytest.approx(common / own, rel=0.1)
     units = values / np.linalg.norm(values, axis=2, keepdims=True)
     pairs = [(units[:, i] * units[:, j]).sum(1) for i, j in ((0, 1), (0, 2), (1, 2))]
-    np.testing.assert_allclose(found.cosine, np.mean(pairs, axis=0), atol=1e-5)
-    assert 0.5 * expected_cosine(model)[0, 1] < found.mean_cosine < expected_cosine(model)[0, 1]
+    np.testing.assert_allclose(spectrum.cosine, np.mean(pairs, axis=0), atol=1e-5)
+    assert 0.5 * expected_cosine(model)[0, 1] < spectrum.mean_cosine < expected_cosine(model)[0, 1]
 
 
 def test_one_rank_has_no_agreement_and_equal_ranks_have_no_noise(tmp_path):
     with record(tmp_path / "t", random_gradients(5, 4, 1)) as trace:
-        found = measure_spectrum(trace).layers[0].to_json()
-    assert (found["cosine"], found["mean_cosine"], found["signal_to_noise"]) == ([None] * 4, None, None)
+        spectrum = measure_spectrum(trace).layers[0].to_json()
+    assert (spectrum["cosine"], spectrum["mean_cosine"], spectrum["signal_to_noise"]) == ([None] * 4, None, None)
     assert signal_to_noise(np.ones((2, 3, 3))) is None
     assert np.isnan(rank_cosine(np.zeros((1, 2, 2)))).all()
 
@@ -181,22 +181,22 @@ def exact_rank(seed, steps, rank, ranks=2):
 @pytest.mark.parametrize("rank", [1, 4, 9])
 def test_the_planted_rank_is_found_and_loses_nothing_later(tmp_path, rank):
     with record_layer(tmp_path / "t", exact_rank(rank, 60, rank), PLANTED) as trace:
-        found = fit_gradiveq(trace, samples=40, settings=GradiVeQ.Settings(loss_threshold=1e-6))
-    assert found.provenance["layers"][PLANTED.name]["dimension"] == rank
-    assert found.provenance["in_sample_loss"] < 1e-6
-    assert found.provenance["holdout"]["loss"] < 1e-6
-    assert found.provenance["random_basis"]["loss"] == pytest.approx(1 - rank / PLANTED.numel, abs=0.05)
-    assert found.warnings == []
+        fit = fit_gradiveq(trace, samples=40, settings=GradiVeQ.Settings(loss_threshold=1e-6))
+    assert fit.provenance["layers"][PLANTED.name]["dimension"] == rank
+    assert fit.provenance["in_sample_loss"] < 1e-6
+    assert fit.provenance["holdout"]["loss"] < 1e-6
+    assert fit.provenance["random_basis"]["loss"] == pytest.approx(1 - rank / PLANTED.numel, abs=0.05)
+    assert fit.warnings == []
 
 
 def test_held_out_loss_is_the_planted_tail(tmp_path):
     model = GradientModel(PLANTED.numel, (8.0, 4.0, 2.0, 1.0), (0.05,))
     values = draw(model, 1200, np.random.default_rng(2)).values
     with record_layer(tmp_path / "t", values, PLANTED) as trace:
-        found = fit_gradiveq(trace, samples=800, settings=GradiVeQ.Settings(loss_threshold=0.0, max_dimension=4))
+        fit = fit_gradiveq(trace, samples=800, settings=GradiVeQ.Settings(loss_threshold=0.0, max_dimension=4))
     expected = expected_tail_energy(model, kept=4)
-    assert found.provenance["holdout"]["loss"] == pytest.approx(expected, rel=0.08)
-    assert found.provenance["in_sample_loss"] == pytest.approx(expected, rel=0.08)
+    assert fit.provenance["holdout"]["loss"] == pytest.approx(expected, rel=0.08)
+    assert fit.provenance["in_sample_loss"] == pytest.approx(expected, rel=0.08)
 
 
 def test_held_out_loss_rises_with_age_as_the_planted_subspace_turns(tmp_path):
@@ -204,25 +204,25 @@ def test_held_out_loss_rises_with_age_as_the_planted_subspace_turns(tmp_path):
     model = GradientModel(PLANTED.numel, (1.0,) * 4, (1e-4,), drift=turn)
     values = draw(model, 20 + 75, np.random.default_rng(3)).values
     with record_layer(tmp_path / "t", values, PLANTED) as trace:
-        found = fit_gradiveq(trace, samples=20, settings=GradiVeQ.Settings(loss_threshold=0.0, max_dimension=4))
-        held = holdout_by_age(trace, found.plan, start=20)
-    assert held.to_json() == found.provenance["holdout"]
+        fit = fit_gradiveq(trace, samples=20, settings=GradiVeQ.Settings(loss_threshold=0.0, max_dimension=4))
+        held = holdout_by_age(trace, fit.plan, start=20)
+    assert held.to_json() == fit.provenance["holdout"]
     losses = held.loss_by_age
     assert sorted(losses) == losses
     # The fit sees the middle of its window: ages count from its end, 10 steps later.
     middle = [math.sin(turn * ((first + last) / 2 + 10)) ** 2 for first, last in held.ages]
     np.testing.assert_allclose(losses, middle, atol=0.06)
-    assert "Expect the loss of later iterations" in found.warnings[0]
+    assert "Expect the loss of later iterations" in fit.warnings[0]
 
 
 def test_pure_noise_is_called_what_it_is(tmp_path):
     values = np.random.default_rng(4).standard_normal((70, 1, PLANTED.numel)).astype(np.float32)
     with record_layer(tmp_path / "t", values, PLANTED) as trace:
-        found = fit_gradiveq(trace, samples=30)
-    assert found.provenance["fitted_slices_loss"] <= 0.011
-    assert found.provenance["holdout"]["loss"] > 0.9
-    assert any("no better than random" in line for line in found.warnings)
-    assert fit_verdict(found.provenance).startswith("The GradiVeQ fit holds nothing that lasts")
+        fit = fit_gradiveq(trace, samples=30)
+    assert fit.provenance["fitted_slices_loss"] <= 0.011
+    assert fit.provenance["holdout"]["loss"] > 0.9
+    assert any("no better than random" in line for line in fit.warnings)
+    assert fit_verdict(fit.provenance).startswith("The GradiVeQ fit holds nothing that lasts")
 
 
 def test_single_layers_without_structure_are_named(tmp_path):
@@ -230,17 +230,17 @@ def test_single_layers_without_structure_are_named(tmp_path):
     structured, noise = exact_rank(5, 60, 3, ranks=1), np.random.default_rng(5)
     gradients = [
         [
-            {"conv.weight": mine.reshape(PLANTED.shape), "noisy.weight": 0.01 * noise.standard_normal(PLANTED.shape)}
-            for mine in step
+            {"conv.weight": of_rank.reshape(PLANTED.shape), "noisy.weight": 0.01 * noise.standard_normal(PLANTED.shape)}
+            for of_rank in step
         ]
         for step in structured
     ]
     with record(tmp_path / "t", gradients, [PLANTED, noisy]) as trace:
-        found = fit_gradiveq(trace, samples=40, settings=GradiVeQ.Settings(max_dimension=3))
-    later, control = found.provenance["holdout"]["groups"], found.provenance["random_basis"]["groups"]
+        fit = fit_gradiveq(trace, samples=40, settings=GradiVeQ.Settings(max_dimension=3))
+    later, control = fit.provenance["holdout"]["groups"], fit.provenance["random_basis"]["groups"]
     assert later["conv.weight"]["loss"] < 0.01 < 0.9 < control["conv.weight"]["loss"]
     assert later["noisy.weight"]["loss"] > control["noisy.weight"]["loss"]
-    assert found.warnings[-1] == "No better than a random basis of the same size on later iterations: noisy.weight."
+    assert fit.warnings[-1] == "No better than a random basis of the same size on later iterations: noisy.weight."
 
 
 def test_loss_on_fitted_slices_meets_lambda_and_other_slices_are_told_apart(tmp_path):
@@ -255,7 +255,7 @@ def test_loss_on_fitted_slices_meets_lambda_and_other_slices_are_told_apart(tmp_
 def test_plan_has_one_group_per_layer_of_the_role_and_survives_saving(tmp_path):
     layers = (CONVOLUTION, Layer("wide.weight", (2, 2, 1, 1), "convolution"), LINEAR, BIAS)
     with record(tmp_path / "t", random_gradients(6, 40, 2, layers), layers) as trace:
-        found = fit_gradiveq(
+        fit = fit_gradiveq(
             trace,
             samples=10,
             settings=GradiVeQ.Settings(slice_size=24),
@@ -264,24 +264,24 @@ def test_plan_has_one_group_per_layer_of_the_role_and_survives_saving(tmp_path):
             seed=3,
         )
         digest = trace.digest
-    assert [group.name for group in found.plan.groups] == [CONVOLUTION.name, LINEAR.name]
-    assert found.provenance["skipped"] == {"wide.weight": "4 elements, fewer than a slice of 24"}
-    assert found.provenance["fitted_on"] == list(range(5, 15))
-    assert found.provenance["held_out_on"] == [15, 39]
-    assert found.provenance["trace"] == digest
-    assert (found.plan.schedule.warmup_steps, found.plan.seed, found.plan.layers) == (15, 3, layers)
-    path = found.artifact().save(tmp_path / "a.safetensors")
+    assert [group.name for group in fit.plan.groups] == [CONVOLUTION.name, LINEAR.name]
+    assert fit.provenance["skipped"] == {"wide.weight": "4 elements, fewer than a slice of 24"}
+    assert fit.provenance["fitted_on"] == list(range(5, 15))
+    assert fit.provenance["held_out_on"] == [15, 39]
+    assert fit.provenance["trace"] == digest
+    assert (fit.plan.schedule.warmup_steps, fit.plan.seed, fit.plan.layers) == (15, 3, layers)
+    path = fit.artifact().save(tmp_path / "a.safetensors")
     loaded = Artifact.load(path)
-    assert loaded.plan.digest == found.plan.digest
-    assert loaded.provenance == found.provenance == json.loads(canonical_json(found.provenance))
+    assert loaded.plan.digest == fit.plan.digest
+    assert loaded.provenance == fit.provenance == json.loads(canonical_json(fit.provenance))
 
 
 def test_a_layer_that_would_save_nothing_stays_dense(tmp_path):
     tiny = Layer("tiny.weight", (2, 1, 1, 1), "convolution")
     layers = (CONVOLUTION, tiny)
     with record(tmp_path / "t", random_gradients(7, 40, 1, layers), layers) as trace:
-        found = fit_gradiveq(trace, samples=20, settings=GradiVeQ.Settings(loss_threshold=0.0))
-    assert "nothing would be saved" in found.provenance["skipped"]["tiny.weight"]
+        fit = fit_gradiveq(trace, samples=20, settings=GradiVeQ.Settings(loss_threshold=0.0))
+    assert "nothing would be saved" in fit.provenance["skipped"]["tiny.weight"]
 
 
 def test_steps_that_are_not_finite_take_no_part(tmp_path):
@@ -289,9 +289,9 @@ def test_steps_that_are_not_finite_take_no_part(tmp_path):
     gradients[3][0][CONVOLUTION.name][:] = np.inf
     gradients[20][1][CONVOLUTION.name][:] = np.nan
     with record(tmp_path / "t", gradients) as trace:
-        found = fit_gradiveq(trace, samples=12)
-    assert found.provenance["layers"][CONVOLUTION.name]["samples"] == 11
-    assert 0 < found.provenance["holdout"]["loss"] < 2
+        fit = fit_gradiveq(trace, samples=12)
+    assert fit.provenance["layers"][CONVOLUTION.name]["samples"] == 11
+    assert 0 < fit.provenance["holdout"]["loss"] < 2
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -352,23 +352,23 @@ def test_the_plan_never_compresses_what_it_was_fitted_on(tmp_path_factory, every
             with pytest.raises(NotFittable):
                 fit_gradiveq(trace, samples=samples, warmup_steps=warmup)
             return
-        found = fit_gradiveq(trace, samples=samples, warmup_steps=warmup)
+        fit = fit_gradiveq(trace, samples=samples, warmup_steps=warmup)
     expected = before[-samples:] if warmup else indices[:samples]
-    assert found.provenance["fitted_on"] == expected
-    assert found.plan.schedule.warmup_steps == found.provenance["warmup_steps"] == (warmup or expected[-1] + 1)
-    assert not any(found.plan.schedule.compresses(step) for step in expected)
-    assert not any("Compression begins" in line for line in found.warnings)
+    assert fit.provenance["fitted_on"] == expected
+    assert fit.plan.schedule.warmup_steps == fit.provenance["warmup_steps"] == (warmup or expected[-1] + 1)
+    assert not any(fit.plan.schedule.compresses(step) for step in expected)
+    assert not any("Compression begins" in line for line in fit.warnings)
 
 
 @pytest.mark.parametrize(("start", "last"), [(4, 9), (0, 5)])
 def test_a_fit_after_compression_begins_is_possible_and_warned_of(tmp_path, start, last):
     with record(tmp_path / "t", random_gradients(14, 12, 2)) as trace:
-        found = fit_gradiveq(trace, samples=6, start=start, warmup_steps=3)
-    assert found.plan.schedule.warmup_steps == 3
-    assert found.provenance["fitted_on"][-1] == last
+        fit = fit_gradiveq(trace, samples=6, start=start, warmup_steps=3)
+    assert fit.plan.schedule.warmup_steps == 3
+    assert fit.provenance["fitted_on"][-1] == last
     assert (
         f"Compression begins at iteration 3, before the fit, which needs gradients up to iteration {last}"
-        in (found.provenance["warnings"][0])
+        in (fit.provenance["warnings"][0])
     )
 
 

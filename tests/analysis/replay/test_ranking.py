@@ -31,13 +31,13 @@ def steps(values: list[float | None]) -> dict:
 
 def test_plans_that_change_places_halfway_are_seen() -> None:
     falling, rising = [0.9] * 8 + [0.1] * 3, [0.5] * 11
-    found = ranking_stability({"a": steps(falling), "b": steps(rising), "c": steps([0.0] * 11)})
-    assert found is not None
-    assert found.windows[0][0] == 0
-    assert found.windows[-1][1] == 10
-    assert found.ranks["a"] == [1, 1, 2]
-    assert found.whole == {"a": 1, "b": 2, "c": 3}
-    assert found.agreement == pytest.approx([1.0, 1.0, 0.5])
+    stability = ranking_stability({"a": steps(falling), "b": steps(rising), "c": steps([0.0] * 11)})
+    assert stability is not None
+    assert stability.windows[0][0] == 0
+    assert stability.windows[-1][1] == 10
+    assert stability.ranks["a"] == [1, 1, 2]
+    assert stability.whole == {"a": 1, "b": 2, "c": 3}
+    assert stability.agreement == pytest.approx([1.0, 1.0, 0.5])
 
 
 def test_nothing_to_rank() -> None:

@@ -49,13 +49,13 @@ def fitted_gradiveq(gradients):
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_identity_changes_nothing_and_costs_what_dense_costs(tmp_path, ranks):
     with record(tmp_path / "t", random_gradients(0, 5, ranks)) as trace:
-        found = replay(trace, uniform("identity"))
-    assert [step.contribution_error for step in found.steps] == [0.0] * 5
-    assert [step.aggregate_error for step in found.steps] == [0.0] * 5
-    assert [step.cosine for step in found.steps] == pytest.approx([1.0] * 5, abs=1e-6)
-    assert {step.payload_bytes_mean for step in found.steps} == {DENSE_BYTES}
-    assert found.summary().compression_ratio == 1.0
-    assert found.warnings == []
+        result = replay(trace, uniform("identity"))
+    assert [step.contribution_error for step in result.steps] == [0.0] * 5
+    assert [step.aggregate_error for step in result.steps] == [0.0] * 5
+    assert [step.cosine for step in result.steps] == pytest.approx([1.0] * 5, abs=1e-6)
+    assert {step.payload_bytes_mean for step in result.steps} == {DENSE_BYTES}
+    assert result.summary().compression_ratio == 1.0
+    assert result.warnings == []
 
 
 def simulated_topk(gradients, density, names):
@@ -88,10 +88,10 @@ def simulated_topk(gradients, density, names):
 def test_topk_with_feedback_is_the_simulation_in_numpy(tmp_path_factory, seed, ranks, density):
     gradients = random_gradients(seed, 6, ranks)
     with record(tmp_path_factory.mktemp("t") / "t", gradients) as trace:
-        found = replay(trace, uniform("topk", density=density))
+        result = replay(trace, uniform("topk", density=density))
     expected = simulated_topk(gradients, density, [CONVOLUTION.name, LINEAR.name])
-    assert [step.contribution_error for step in found.steps] == pytest.approx(expected[:, 0], rel=1e-4, abs=1e-6)
-    assert [step.aggregate_error for step in found.steps] == pytest.approx(expected[:, 1], rel=1e-4, abs=1e-6)
+    assert [step.contribution_error for step in result.steps] == pytest.approx(expected[:, 0], rel=1e-4, abs=1e-6)
+    assert [step.aggregate_error for step in result.steps] == pytest.approx(expected[:, 1], rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize(("codec", "kwargs"), [("topk", {"density": 0.1}), ("powersgd", {"rank": 1})])
@@ -115,20 +115,20 @@ def test_counted_payload_is_the_plans_forecast(tmp_path, name, ranks):
     gradients = random_gradients(2, 4, ranks)
     plan = fitted_gradiveq(gradients) if name == "gradiveq" else uniform(name)
     with record(tmp_path / "t", gradients) as trace:
-        found = replay(trace, plan)
-    assert {step.payload_bytes_mean for step in found.steps} == {plan.payload_bytes(ranks)}
-    assert {step.payload_bytes_max for step in found.steps} == {plan.payload_bytes(ranks)}
-    assert found.forecast_payload_bytes == plan.payload_bytes(ranks)
+        result = replay(trace, plan)
+    assert {step.payload_bytes_mean for step in result.steps} == {plan.payload_bytes(ranks)}
+    assert {step.payload_bytes_max for step in result.steps} == {plan.payload_bytes(ranks)}
+    assert result.forecast_payload_bytes == plan.payload_bytes(ranks)
 
 
 def test_wire_bytes_of_dense_layers_and_flag_follow_the_ring(tmp_path):
     plan = fitted_gradiveq(random_gradients(3, 4, 4))
     with record(tmp_path / "t", random_gradients(3, 4, 4)) as trace:
-        found = replay(trace, plan)
+        result = replay(trace, plan)
     dense = 4 * (LINEAR.numel + BIAS.numel)
     codes = all_reduce_wire_bytes(4 * 3 * 3, 4)  # three slices of 24 as three numbers each; no tail
     expected = all_reduce_wire_bytes(dense, 4) + all_reduce_wire_bytes(FINITE_FLAG_BYTES, 4) + codes
-    assert {step.wire_bytes_mean for step in found.steps} == {expected}
+    assert {step.wire_bytes_mean for step in result.steps} == {expected}
 
 
 def test_warm_up_is_dense_and_states_start_after_it(tmp_path):
@@ -151,7 +151,7 @@ def test_a_step_that_is_not_finite_leaves_the_states_as_they_were(tmp_path, valu
     broken[3][1][BIAS.name][0] = value  # a dense layer: the flag speaks for all layers
     plan = uniform("topk", density=0.2)
     with record(tmp_path / "a", broken) as trace:
-        found = replay(trace, plan)
+        result = replay(trace, plan)
         lockstep = LockstepPlan(plan, 2)
         steps = replay_steps(trace, lockstep, 0, 6)
         for _ in range(3):
@@ -164,10 +164,10 @@ def test_a_step_that_is_not_finite_leaves_the_states_as_they_were(tmp_path, valu
     without = gradients[:3] + gradients[4:]
     with record(tmp_path / "b", without, indices=[0, 1, 2, 4, 5]) as trace:
         expected = replay(trace, plan)
-    assert [step.finite for step in found.steps] == [True, True, True, False, True, True]
-    assert found.summary().nonfinite_steps == [3]
-    assert found.steps[3].contribution_error is None
-    assert [s.contribution_error for s in found.steps if s.finite] == [s.contribution_error for s in expected.steps]
+    assert [step.finite for step in result.steps] == [True, True, True, False, True, True]
+    assert result.summary().nonfinite_steps == [3]
+    assert result.steps[3].contribution_error is None
+    assert [s.contribution_error for s in result.steps if s.finite] == [s.contribution_error for s in expected.steps]
 
 
 def test_random_streams_follow_the_iteration_number_of_the_run(tmp_path):
@@ -202,8 +202,8 @@ def test_context_carries_learning_rates_iteration_and_seed(tmp_path):
     rates = [0.1, 0.2, math.nan]
     with record(tmp_path / "t", random_gradients(7, 3, 2), indices=[4, 5, 6], learning_rates=rates) as trace:
         list(replay_steps(trace, lockstep, 0, 3))
-    found = [(c.iteration, c.rank, c.seed, c.learning_rate.get("head.bias")) for c in listener.contexts]
-    assert found[:4] == [(4, 0, 7, 0.1), (4, 1, 7, 0.1), (5, 0, 7, 0.2), (5, 1, 7, 0.2)]
+    carried = [(c.iteration, c.rank, c.seed, c.learning_rate.get("head.bias")) for c in listener.contexts]
+    assert carried[:4] == [(4, 0, 7, 0.1), (4, 1, 7, 0.1), (5, 0, 7, 0.2), (5, 1, 7, 0.2)]
     assert [c.previous_learning_rate.get("conv.weight") for c in listener.contexts[::2]] == [0.1, 0.1, 0.2]
     assert listener.contexts[-1].learning_rate == {}
 
@@ -220,21 +220,21 @@ def test_loss_scale_is_divided_out(tmp_path):
 def test_layer_errors_are_energies_over_all_ranks_and_steps(tmp_path):
     gradients = random_gradients(9, 3, 2)
     with record(tmp_path / "t", gradients) as trace:
-        found = replay(trace, uniform("topk", density=0.1, error_feedback=False))
+        result = replay(trace, uniform("topk", density=0.1, error_feedback=False))
     values = np.stack([step[rank][LINEAR.name].ravel() for step in gradients for rank in range(2)])
     kept = -np.sort(-np.abs(values), axis=1)[:, : math.ceil(0.1 * LINEAR.numel)]
     expected = math.sqrt(1 - np.square(kept).sum() / np.square(values).sum())
-    assert found.layer_errors[LINEAR.name] == pytest.approx(expected, rel=1e-5)
-    assert set(found.layer_errors) == {CONVOLUTION.name, LINEAR.name}
+    assert result.layer_errors[LINEAR.name] == pytest.approx(expected, rel=1e-5)
+    assert set(result.layer_errors) == {CONVOLUTION.name, LINEAR.name}
 
 
 def test_json_is_plain_and_complete(tmp_path):
     zeros = [[{layer.name: np.zeros(layer.shape, np.float32) for layer in LAYERS}] * 2] * 2
     with record(tmp_path / "t", random_gradients(10, 2, 2) + zeros) as trace:
-        found = replay(trace, uniform("topk")).to_json()
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
-    assert len(found["steps"]) == 4
-    assert found["summary"]["codec_seconds"] > 0
+        result = replay(trace, uniform("topk")).to_json()
+    assert json.loads(json.dumps(result, allow_nan=False)) == result
+    assert len(result["steps"]) == 4
+    assert result["summary"]["codec_seconds"] > 0
 
 
 def test_layers_sent_dense_may_be_missing_from_the_trace(tmp_path):
@@ -244,8 +244,8 @@ def test_layers_sent_dense_may_be_missing_from_the_trace(tmp_path):
         whole = replay(trace, plan)
     part = [[{CONVOLUTION.name: rank[CONVOLUTION.name]} for rank in step] for step in gradients]
     with record(tmp_path / "b", part, [CONVOLUTION]) as trace:
-        found = replay(trace, plan)
-    timeless = [{**step.__dict__, "codec_seconds": 0, "costs": {}} for step in found.steps]
+        result = replay(trace, plan)
+    timeless = [{**step.__dict__, "codec_seconds": 0, "costs": {}} for step in result.steps]
     assert timeless == [{**step.__dict__, "codec_seconds": 0, "costs": {}} for step in whole.steps]
 
 
@@ -324,10 +324,10 @@ def test_errors_of_a_fit_to_noise_are_those_of_later_iterations(noise):
 
 def test_in_sample_figures_stand_beside_with_a_warning(noise):
     _, fit, unjudged = noise
-    found = unjudged.held_out(fit.provenance)
-    assert "fitted on 24 of the compressed iterations" in found.warnings[0]
-    assert "Only the 10 later iterations are a prediction" in found.warnings[0]
-    both = {"gradiveq": found.to_json()}
+    judged = unjudged.held_out(fit.provenance)
+    assert "fitted on 24 of the compressed iterations" in judged.warnings[0]
+    assert "Only the 10 later iterations are a prediction" in judged.warnings[0]
+    both = {"gradiveq": judged.to_json()}
     table = replay_table(both)
     assert dict(zip(table.columns, table.rows[0], strict=True))["error of the mean"].startswith("9")
     assert table.columns[-1] == "in-sample: rank, mean, cosine"
@@ -340,12 +340,12 @@ def test_in_sample_figures_stand_beside_with_a_warning(noise):
 
 def test_nothing_is_claimed_where_no_later_iteration_was_replayed(noise):
     trace, fit, _ = noise
-    found = replay(trace, fit.plan, stop=30).held_out(fit.provenance)
-    assert found.summary().contribution_error is None
-    assert found.summary().in_sample.steps == 24
-    assert found.layer_errors == {}
-    assert "nothing is known" in found.warnings[0]
-    assert replay_verdict({"gradiveq": found.to_json()}).startswith("Nothing is known about gradiveq")
+    judged = replay(trace, fit.plan, stop=30).held_out(fit.provenance)
+    assert judged.summary().contribution_error is None
+    assert judged.summary().in_sample.steps == 24
+    assert judged.layer_errors == {}
+    assert "nothing is known" in judged.warnings[0]
+    assert replay_verdict({"gradiveq": judged.to_json()}).startswith("Nothing is known about gradiveq")
 
 
 def test_only_a_provenance_of_this_trace_holds_anything_out(noise):
@@ -361,9 +361,9 @@ def test_only_a_provenance_of_this_trace_holds_anything_out(noise):
 def test_an_artifact_without_a_fit_says_where_it_comes_from(tmp_path):
     plan = uniform("topk", density=0.1)
     with record(tmp_path / "t", random_gradients(16, 4, 2)) as trace:
-        found = replay(trace, plan)
+        result = replay(trace, plan)
         digest = trace.digest
-    artifact = uniform_artifact(plan, found)
+    artifact = uniform_artifact(plan, result)
     assert artifact.plan is plan
     assert artifact.provenance == {
         "method": "uniform",
@@ -371,11 +371,11 @@ def test_an_artifact_without_a_fit_says_where_it_comes_from(tmp_path):
         "world_size": 2,
         "payload_bytes": plan.payload_bytes(2),
         "dense_payload_bytes": DENSE_BYTES,
-        "replay": found.to_json()["summary"],
+        "replay": result.to_json()["summary"],
     }
     assert Artifact.load(artifact.save(tmp_path / "a.safetensors")).provenance == artifact.provenance
     with pytest.raises(GradlabError, match="replay the plan itself"):
-        uniform_artifact(uniform("topk", density=0.2), found)
+        uniform_artifact(uniform("topk", density=0.2), result)
 
 
 @pytest.mark.parametrize("codec", ["topk", "powersgd", "qsgd", "sign", "identity"])

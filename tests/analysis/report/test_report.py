@@ -175,7 +175,7 @@ def test_json_holds_what_the_figures_show(made):
     data = json.loads((made["comparison"].parent / "report.json").read_text(encoding="utf-8"))
     assert data["kind"] == "comparison"
     assert data["runs"] == made["runs"]
-    assert data["replays"] == {name: found.to_json() for name, found in judged(made).items()}
+    assert data["replays"] == {name: result.to_json() for name, result in judged(made).items()}
     assert data["fits"]["gradiveq"] == made["fit"].provenance
     assert len(data["spectrum"]["layers"]) == 3
     data = json.loads((made["analysis"].parent / "report.json").read_text(encoding="utf-8"))
@@ -196,7 +196,7 @@ def test_first_line_is_the_verdict_and_warnings_follow(made):
 
 def test_table_sets_predicted_beside_observed(made):
     words = body_words(made["comparison"])
-    table = comparison_table(made["runs"], {name: found.to_json() for name, found in judged(made).items()})
+    table = comparison_table(made["runs"], {name: result.to_json() for name, result in judged(made).items()})
     assert " ".join(table.columns) in words
     for row in table.rows:
         assert " ".join(row) in words
@@ -255,9 +255,9 @@ def test_many_layers_and_bare_runs_draw(tmp_path):
 @pytest.mark.parametrize("which", ["analysis", "comparison"])
 def test_a_fitted_plan_is_judged_by_what_came_after_its_fit(made, which):
     data = json.loads((made[which].parent / "report.json").read_text(encoding="utf-8"))
-    alone, found = made["replays"]["gradiveq"].summary().to_json(), data["replays"]["gradiveq"]["summary"]
-    assert (found["judged_steps"], found["in_sample"]["steps"], alone["judged_steps"]) == (6, 3, 9)
-    assert alone["aggregate_error"] < found["aggregate_error"]
+    alone, summary = made["replays"]["gradiveq"].summary().to_json(), data["replays"]["gradiveq"]["summary"]
+    assert (summary["judged_steps"], summary["in_sample"]["steps"], alone["judged_steps"]) == (6, 3, 9)
+    assert alone["aggregate_error"] < summary["aggregate_error"]
     (warning,) = [line for line in data["warnings"] if "Only the 6 later iterations are a prediction" in line]
     assert warning.startswith("gradiveq: The plan was fitted on 3 of the compressed iterations")
     assert warning in body_words(made[which])

@@ -57,16 +57,16 @@ SERVERS: dict[str, dict[str, Any]] = {
 def planted(steps: int = STEPS, ranks: int = RANKS, noise: float = 0.1) -> list[list[dict[str, np.ndarray]]]:
     """A heavy-tailed part that all ranks share in a step, and noise of their own."""
     rng = np.random.default_rng(0)
-    found = []
+    gradients = []
     for _ in range(steps):
         common = {x.name: rng.standard_normal(x.shape) ** 3 for x in LAYERS}
-        found.append(
+        gradients.append(
             [
                 {n: (c + noise * rng.standard_normal(c.shape)).astype(np.float32) for n, c in common.items()}
                 for _ in range(ranks)
             ]
         )
-    return found
+    return gradients
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +90,8 @@ def test_selections_are_what_the_codec_codes(trace: Trace, selections: Selection
         inputs = padded(here.values[0] / here.scales[0], Architecture())
         expected = Architecture().decode(weights, Architecture().encode(weights, inputs).mean(0))
         expected = expected[: here.count] * here.scales[0, 0]
-        found = torch.cat([value.reshape(-1) for value in done.mean.values()])
-        assert sorted(found[found != 0].tolist()) == pytest.approx(sorted(expected.tolist()), rel=1e-4, abs=1e-6)
+        selected = torch.cat([value.reshape(-1) for value in done.mean.values()])
+        assert sorted(selected[selected != 0].tolist()) == pytest.approx(sorted(expected.tolist()), rel=1e-4, abs=1e-6)
     assert selections.values.shape == (STEPS, RANKS, 40 + 45)
     assert selections.leaders.tolist() == [step % RANKS for step in range(STEPS)]
     normalised = selections.led / selections.scales[:, 0]
@@ -108,14 +108,14 @@ def test_a_servers_selections_and_decoders_are_the_codecs(positions: str, tmp_pa
     [step] = trace.iterate(0, 1, [x.name for x in LAYERS])
     grads = [{n: torch.from_numpy(v) for n, v in rank.items()} for rank in step.gradients]
     done = LockstepPlan(plan, RANKS).step(step.index, grads).exchanged[GROUP][0]
-    found = torch.cat([value.reshape(-1) for value in done.mean.values()])
+    averaged = torch.cat([value.reshape(-1) for value in done.mean.values()])
     one = collect_selections(trace, lgc_plan(LAYERS, "server", **settings)).part(0, 1)
     decoded = learner.averages(weights, one)
     expected, true = torch.zeros(1700), torch.zeros(1700)
     for rank in range(RANKS):
         expected[one.positions[0, rank]] += decoded[0, rank] / RANKS
         true[one.positions[0, rank]] += one.values[0, rank] / RANKS
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(averaged, expected, rtol=1e-4, atol=1e-5)
     error, energy = one.errors(decoded)
     assert float(error) == pytest.approx(float((expected - true).square().sum()), rel=1e-4)
     assert float(energy) == pytest.approx(float(true.square().sum()), rel=1e-4)
@@ -208,14 +208,14 @@ def test_codes_without_learning_are_what_they_say(selections: Selections) -> Non
 
 def test_codes_at_own_positions_are_each_ranks(trace: Trace) -> None:
     """Largest and sorted by a rank's own values, which it tells; all of it gathered."""
-    some = collect_selections(trace, lgc_plan(LAYERS, "server", **SERVERS["own"]))
-    held = some.part(16, STEPS)
-    codes = {code.name: code for code in codes_without_learning(some.part(0, 16), some, RANKS, 24)}
+    selections = collect_selections(trace, lgc_plan(LAYERS, "server", **SERVERS["own"]))
+    held = selections.part(16, STEPS)
+    codes = {code.name: code for code in codes_without_learning(selections.part(0, 16), selections, RANKS, 24)}
     quarter = codes["largest quarter"]
-    for found, true in zip(quarter.decoded(held).flatten(0, 1), held.values.flatten(0, 1), strict=True):
+    for decoded, true in zip(quarter.decoded(held).flatten(0, 1), held.values.flatten(0, 1), strict=True):
         kept = true.abs().topk(22).indices
-        assert torch.equal(found[kept], true[kept])
-        assert int((found != 0).sum()) == 22
+        assert torch.equal(decoded[kept], true[kept])
+        assert int((decoded != 0).sum()) == 22
     assert quarter.payload_bytes == 4 * 22 + packed_bytes(85, 1)
     assert quarter.wire_bytes == (RANKS - 1) * quarter.payload_bytes
     errors = {name: float(torch.stack(held.errors(code.decoded(held))).sum(1)[0]) for name, code in codes.items()}
@@ -223,26 +223,26 @@ def test_codes_at_own_positions_are_each_ranks(trace: Trace) -> None:
 
 
 def test_a_server_is_fitted_too(trace: Trace) -> None:
-    found = fit_lgc(trace, "server", settings=SERVERS["own"], fitting=QUICK)
-    assert found.provenance["pattern"] == "server"
-    assert [group.codec for group in found.plan.groups] == ["lgc_server", "topk"]
-    assert 0 < found.provenance["codes"][0]["error"] < 1.5
-    assert len(found.plan.learned[GROUP]["autoencoder"]) == Architecture(decoders=RANKS, innovation=True).numel
+    fit = fit_lgc(trace, "server", settings=SERVERS["own"], fitting=QUICK)
+    assert fit.provenance["pattern"] == "server"
+    assert [group.codec for group in fit.plan.groups] == ["lgc_server", "topk"]
+    assert 0 < fit.provenance["codes"][0]["error"] < 1.5
+    assert len(fit.plan.learned[GROUP]["autoencoder"]) == Architecture(decoders=RANKS, innovation=True).numel
 
 
 def test_the_fit_says_what_it_is_worth(trace: Trace, tmp_path: Path) -> None:
-    found = fit_lgc(trace, settings=SETTINGS, fitting=QUICK, seed=1)
-    provenance = found.provenance
+    fit = fit_lgc(trace, settings=SETTINGS, fitting=QUICK, seed=1)
+    provenance = fit.provenance
     assert provenance["iterations"] == {"learned": 14, "stopped_by": 4, "held_out": 6}
     assert provenance["codes"][0]["name"] == "autoencoder"
     assert provenance["codes"][1]["error"] == 1.0
     assert provenance["better"] is not None  # three epochs do not beat four bits
-    assert [group.codec for group in found.plan.groups] == ["lgc_ring", "clt_k"]
-    assert found.plan.groups[0].layers == ("mid.weight", "deep.weight")
-    assert [layer.name for layer in found.plan.dense_layers] == ["stem.weight", "deep.bias"]
-    path = found.artifact().save(tmp_path / "lgc.safetensors")
+    assert [group.codec for group in fit.plan.groups] == ["lgc_ring", "clt_k"]
+    assert fit.plan.groups[0].layers == ("mid.weight", "deep.weight")
+    assert [layer.name for layer in fit.plan.dense_layers] == ["stem.weight", "deep.bias"]
+    path = fit.artifact().save(tmp_path / "lgc.safetensors")
     again = Artifact.load(path)
-    assert again.plan.digest == found.plan.digest
+    assert again.plan.digest == fit.plan.digest
     grads = [{n: torch.from_numpy(v) for n, v in r.items()} for r in planted(1)[0]]
     error = float(again.plan.learned[GROUP]["error"])
     assert error == pytest.approx(provenance["codes"][0]["error"])
@@ -322,7 +322,7 @@ def test_a_fit_that_diverges_keeps_what_it_had_or_says_so(selections: Selections
     weights, curve = learn(Lost(LgcRing(), [800, 900]), first, last, Fitting(epochs=5), seed=1)
     assert len(curve) == 2
     assert torch.equal(weights, learn(RING, first, last, Fitting(epochs=2), seed=1)[0])
-    tiny = [replace(some, values=1e-30 * some.values, scales=torch.ones_like(some.scales)) for some in (first, last)]
+    tiny = [replace(part, values=1e-30 * part.values, scales=torch.ones_like(part.scales)) for part in (first, last)]
     assert len(learn(RING, *tiny, Fitting(epochs=1), seed=1)[1]) == 1  # squares are below what float32 holds
     with pytest.raises(GradlabError, match="all selected values of the iterations to learn from are zero"):
         learn(RING, replace(first, values=torch.zeros_like(first.values)), last, QUICK)
@@ -351,14 +351,14 @@ def test_an_order_and_scales_are_paid_for(selections: Selections) -> None:
 def test_the_command(gradlab: Command, trace: Trace, tmp_path: Path) -> None:
     out, figure = tmp_path / "lgc.safetensors", tmp_path / "lgc.svg"
     words = ["fit", "lgc", trace.path, "--density", 0.05, "--epochs", 2, "--out", out]
-    code, said, err = gradlab(*words, "--figure", figure)
+    code, output, err = gradlab(*words, "--figure", figure)
     assert code == 0, err
-    assert said.startswith("Do not use the autoencoder")
-    assert "int4, scale per 256" in said
+    assert output.startswith("Do not use the autoencoder")
+    assert "int4, scale per 256" in output
     assert figure.read_text().startswith("<?xml")
-    code, said, err = gradlab(*words, "--overwrite", "--json", "--feedback", "--momentum", 0.9)
+    code, output, err = gradlab(*words, "--overwrite", "--json", "--feedback", "--momentum", 0.9)
     assert code == 0, err
-    assert json.loads(said)["selected"] == 85
+    assert json.loads(output)["selected"] == 85
     for wrong, expected in (
         (["--order", "sideways"], "order = 'sideways'"),
         (["--pattern", "star"], "pattern 'star'"),
@@ -372,18 +372,18 @@ def test_the_command(gradlab: Command, trace: Trace, tmp_path: Path) -> None:
         (["--last", "nosuch"], "no layer 'nosuch'"),
         (["--epochs", 0], "epochs = 0"),
     ):
-        code, said, err = gradlab("fit", "lgc", trace.path, "--out", tmp_path / "other.safetensors", *wrong)
-        assert (code, said) == (2, ""), wrong
+        code, output, err = gradlab("fit", "lgc", trace.path, "--out", tmp_path / "other.safetensors", *wrong)
+        assert (code, output) == (2, ""), wrong
         assert expected in err, (wrong, err)
         assert err.count("\n") == 1, err
 
 
 def test_errors_while_it_learns_are_of_weights_that_have_not_seen_the_iteration(selections: Selections) -> None:
     """The paper's Fig. 14: as an untrained autoencoder's at first, and what a plain loop gives."""
-    some, generator = selections.part(0, 4), seeded_generator("lgc", 3)
-    found = reconstruction_errors(RING, some, optimizer="sgd", learning_rate=0.01, seed=3)
-    weights, inputs = Architecture().initial(generator), RING.inputs(some).vectors
-    for place, error in enumerate(found):
+    part, generator = selections.part(0, 4), seeded_generator("lgc", 3)
+    errors = reconstruction_errors(RING, part, optimizer="sgd", learning_rate=0.01, seed=3)
+    weights, inputs = Architecture().initial(generator), RING.inputs(part).vectors
+    for place, error in enumerate(errors):
         leaf = weights.clone().requires_grad_()
         decoded = Architecture().decode(leaf, Architecture().encode(leaf, inputs[place]).mean(0))
         true = inputs[place].mean(0)
@@ -411,7 +411,7 @@ def test_a_servers_artifact_is_refused_before_other_ranks_start(gradlab: Command
     layers = layers_of(get("digits").model(0))
     weights = Architecture(decoders=4, innovation=True).initial(torch.Generator().manual_seed(0))
     path = Artifact(lgc_plan(layers, "server", density=0.05, autoencoder=weights)).save(tmp_path / "s.safetensors")
-    code, said, err = gradlab("train", "digits", "--steps", 2, "--compress", path)
-    assert (code, said) == (2, "")
+    code, output, err = gradlab("train", "digits", "--steps", 2, "--compress", path)
+    assert (code, output) == (2, "")
     assert "decoders were trained for 4 ranks, one each, and this run has 2" in err
     assert err.count("\n") == 1

@@ -31,14 +31,14 @@ def selections(iterations: int = 24, count: int = 200, layers: int = 2) -> Selec
     leaders = torch.arange(iterations) % 3
     values = values * torch.where(layer == 1, 0.1, 1.0)
     values[torch.arange(iterations), leaders] *= 3
-    places = torch.arange(count).expand(values.shape)
-    return Selections(list(range(iterations)), places, layer, values, torch.ones_like(values), leaders, True)
+    positions = torch.arange(count).expand(values.shape)
+    return Selections(list(range(iterations)), positions, layer, values, torch.ones_like(values), leaders, True)
 
 
-def plain(some: Selections) -> Selections:
+def plain(drawn: Selections) -> Selections:
     """The same, all normal and of one size."""
     generator = torch.Generator().manual_seed(1)
-    return replace(some, values=torch.randn(some.values.shape, generator=generator))
+    return replace(drawn, values=torch.randn(drawn.values.shape, generator=generator))
 
 
 def code(quantizer: str, step: float = 0.5) -> tuple[ValueCode, torch.Tensor]:
@@ -48,15 +48,15 @@ def code(quantizer: str, step: float = 0.5) -> tuple[ValueCode, torch.Tensor]:
 
 @pytest.mark.parametrize("quantizer", PRICES)
 def test_bits_are_those_of_probabilities_that_sum_to_one(quantizer: str) -> None:
-    found, _ = code(quantizer)
-    torch.testing.assert_close((2.0**-found.bits).sum(-1), torch.ones(found.bits.shape[:2]), rtol=1e-4, atol=1e-4)
+    fitted, _ = code(quantizer)
+    torch.testing.assert_close((2.0**-fitted.bits).sum(-1), torch.ones(fitted.bits.shape[:2]), rtol=1e-4, atol=1e-4)
 
 
 def test_the_trellis_takes_the_cheapest_path_that_a_decoder_can_follow() -> None:
     """Of all paths: each index's parity leads on to the quantizer of the next."""
-    found, _ = code("trellis")
+    fitted, _ = code("trellis")
     values = 2 * torch.randn(3, 4, generator=torch.Generator().manual_seed(3))
-    decoded, bits = found.coded(values, torch.zeros_like(values).long())
+    decoded, bits = fitted.coded(values, torch.zeros_like(values).long())
     indices = range(-6, 7)
     for row, points, costs in zip(values, decoded, bits, strict=True):
         least = math.inf
@@ -64,27 +64,27 @@ def test_the_trellis_takes_the_cheapest_path_that_a_decoder_can_follow() -> None
             state, cost = 0, 0.0
             for value, index in zip(row.tolist(), path, strict=True):
                 quantizer, cell = state // 2, index + 160
-                cost += ((value - float(found.points[0, quantizer, cell])) / found.step) ** 2
-                cost += found.price * float(found.bits[0, quantizer, cell])
+                cost += ((value - float(fitted.points[0, quantizer, cell])) / fitted.step) ** 2
+                cost += fitted.price * float(fitted.bits[0, quantizer, cell])
                 state = FOLLOWS[state, index % 2]
                 if cost >= least:
                     break
             least = min(least, cost)
-        taken = float((((row - points) / found.step).square() + found.price * costs).sum())
+        taken = float((((row - points) / fitted.step).square() + fitted.price * costs).sum())
         assert taken == pytest.approx(least, rel=1e-4)
 
 
 def test_a_scalar_goes_where_error_and_bits_are_least() -> None:
-    found, values = code("scalar")
-    decoded, bits = found.coded(values, torch.zeros_like(values).long())
-    every = ((values[..., None] - found.points[0, 0]) / found.step).square() + found.price * found.bits[0, 0]
-    taken = ((values - decoded) / found.step).square() + found.price * bits
+    fitted, values = code("scalar")
+    decoded, bits = fitted.coded(values, torch.zeros_like(values).long())
+    every = ((values[..., None] - fitted.points[0, 0]) / fitted.step).square() + fitted.price * fitted.bits[0, 0]
+    taken = ((values - decoded) / fitted.step).square() + fitted.price * bits
     torch.testing.assert_close(taken, every.min(-1).values)
 
 
 def test_normal_values_stay_above_shannons_bound_and_a_trellis_comes_nearer() -> None:
-    some = plain(selections(36, 300))
-    learned, held = some.part(0, 24), some.part(24, 36)
+    drawn = plain(selections(36, 300))
+    learned, held = drawn.part(0, 24), drawn.part(24, 36)
     scalar = rate_curve("scalar", "none", learned, held, steps=(0.4, 0.8, 1.2, 2.2))
     trellis = rate_curve("trellis", "none", learned, held, steps=(0.25, 0.5, 0.8, 1.2))
     for bits in (1.0, 2.0, 3.0):
@@ -93,14 +93,14 @@ def test_normal_values_stay_above_shannons_bound_and_a_trellis_comes_nearer() ->
 
 
 def test_tables_by_what_is_known_beat_one_for_all() -> None:
-    some = selections()
-    learned, held = some.part(0, 18), some.part(18, 24)
+    drawn = selections()
+    learned, held = drawn.part(0, 18), drawn.part(18, 24)
     errors = [
         error_at(rate_curve("scalar", contexts, learned, held, steps=(0.2, 0.4, 0.7, 1.0, 1.5)), 1.5)
         for contexts in ("none", "layer", "layer and leader")
     ]
     assert errors[0] > 1.2 * errors[1] > 1.3 * errors[2]
-    assert contexts_of(some, "layer and leader")[1, :, 150].tolist() == [2, 3, 2]
+    assert contexts_of(drawn, "layer and leader")[1, :, 150].tolist() == [2, 3, 2]
 
 
 def test_between_two_points_the_logarithm_is_straight() -> None:

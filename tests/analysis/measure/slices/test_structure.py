@@ -65,24 +65,24 @@ def with_spectrum(rng: np.random.Generator, samples: int, size: int, eigenvalues
 @law(SEEDS, st.integers(2, 20), st.integers(1, 6), st.floats(-100, 100), examples=30)
 def test_correlation_is_that_of_numpy(seed: int, samples: int, count: int, offset: float) -> None:
     values = np.random.default_rng(seed).standard_normal((samples, count)) + offset
-    found = adjacent_correlation(values)
-    np.testing.assert_allclose(found.matrix, np.atleast_2d(np.corrcoef(values.T)), atol=1e-9)
+    correlation = adjacent_correlation(values)
+    np.testing.assert_allclose(correlation.matrix, np.atleast_2d(np.corrcoef(values.T)), atol=1e-9)
 
 
 def test_correlation_of_independent_and_of_equal_values() -> None:
     values = np.random.default_rng(0).standard_normal((100, 60))
-    found = adjacent_correlation(values)
-    assert found.mean_absolute == pytest.approx(found.by_chance, rel=0.05)
+    correlation = adjacent_correlation(values)
+    assert correlation.mean_absolute == pytest.approx(correlation.by_chance, rel=0.05)
     assert adjacent_correlation(values[:, :1] * [1.0, -2.0, 3.0]).mean_absolute == pytest.approx(1)
 
 
 def test_a_value_that_never_changes_has_no_correlation() -> None:
     values = np.random.default_rng(0).standard_normal((9, 3))
     values[:, 1] = 0.1
-    found = adjacent_correlation(values)
-    assert np.isnan(found.matrix[1]).all()
-    assert found.mean_absolute == pytest.approx(abs(np.corrcoef(values[:, 0], values[:, 2])[0, 1]))
-    assert found.to_json()["matrix"][1] == [None] * 3
+    correlation = adjacent_correlation(values)
+    assert np.isnan(correlation.matrix[1]).all()
+    assert correlation.mean_absolute == pytest.approx(abs(np.corrcoef(values[:, 0], values[:, 2])[0, 1]))
+    assert correlation.to_json()["matrix"][1] == [None] * 3
     assert adjacent_correlation(np.ones((5, 2))).to_json()["mean_absolute"] is None
 
 
@@ -90,11 +90,11 @@ def test_a_value_that_never_changes_has_no_correlation() -> None:
 def test_rotation_keeps_distances_and_orders_the_planted_variances(seed: int) -> None:
     rng = np.random.default_rng(seed)
     values = with_spectrum(rng, 40, 3, [6.0, 3.0, 1.0])
-    found = rotated_scatter(values + 5.0, values + 5.0)
-    np.testing.assert_allclose(found.share, [0.6, 0.3, 0.1], atol=1e-9)
-    np.testing.assert_allclose(found.later_share, found.share, atol=1e-9)
-    np.testing.assert_allclose(found.after.T @ found.after / 40, np.diag([6.0, 3.0, 1.0]), atol=1e-9)
-    np.testing.assert_allclose(np.linalg.norm(found.after, axis=1), np.linalg.norm(values, axis=1))
+    scatter = rotated_scatter(values + 5.0, values + 5.0)
+    np.testing.assert_allclose(scatter.share, [0.6, 0.3, 0.1], atol=1e-9)
+    np.testing.assert_allclose(scatter.later_share, scatter.share, atol=1e-9)
+    np.testing.assert_allclose(scatter.after.T @ scatter.after / 40, np.diag([6.0, 3.0, 1.0]), atol=1e-9)
+    np.testing.assert_allclose(np.linalg.norm(scatter.after, axis=1), np.linalg.norm(values, axis=1))
 
 
 def test_three_values_in_a_plane_need_two_axes_and_constant_ones_none() -> None:
@@ -118,32 +118,32 @@ def periodic(rng: np.random.Generator, steps: int, blocks: int, period: int, ran
 def test_loss_drops_to_nothing_exactly_at_multiples_of_the_period(seed: int, period: int, rank: int) -> None:
     values = periodic(np.random.default_rng(seed), 80, 9, period, rank)
     sizes = list(range(3, 4 * period + 1))
-    found = loss_by_slice_size(values[:40], values[40:], sizes, period=period, rule=ALL)
-    assert found.multiples.tolist() == [size % period == 0 for size in sizes]
-    assert found.later_loss[found.multiples].max() < 1e-9
-    assert found.in_sample_loss[found.multiples].max() < 1e-9
-    assert found.dimensions[found.multiples].tolist() == [rank, 2 * rank, 3 * rank, 4 * rank]
+    curve = loss_by_slice_size(values[:40], values[40:], sizes, period=period, rule=ALL)
+    assert curve.multiples.tolist() == [size % period == 0 for size in sizes]
+    assert curve.later_loss[curve.multiples].max() < 1e-9
+    assert curve.in_sample_loss[curve.multiples].max() < 1e-9
+    assert curve.dimensions[curve.multiples].tolist() == [rank, 2 * rank, 3 * rank, 4 * rank]
     # Small slices may have as many axes as elements.
-    short = found.dimensions < found.sizes
-    assert found.later_loss[short & ~found.multiples].min() > 1e-6
-    np.testing.assert_allclose(found.ratios, found.sizes / found.dimensions)
-    assert found.fitted_loss.max() < 1e-9
+    short = curve.dimensions < curve.sizes
+    assert curve.later_loss[short & ~curve.multiples].min() > 1e-6
+    np.testing.assert_allclose(curve.ratios, curve.sizes / curve.dimensions)
+    assert curve.fitted_loss.max() < 1e-9
 
 
 def test_a_random_basis_loses_what_is_said_of_it() -> None:
     """Slices of independent subspaces: to the others, the first slice's basis is a random one."""
     rng = np.random.default_rng(2)
     values = np.concatenate([periodic(rng, 60, 1, 30, 5) for _ in range(200)], axis=1)
-    found = loss_by_slice_size(values[:30], values[30:], [30], period=30, rule=ALL)
-    assert found.random_loss[0] == pytest.approx(1 - 5 / 30, rel=0.1)
-    assert found.later_loss[0] == pytest.approx(found.random_loss[0], rel=0.05)
+    curve = loss_by_slice_size(values[:30], values[30:], [30], period=30, rule=ALL)
+    assert curve.random_loss[0] == pytest.approx(1 - 5 / 30, rel=0.1)
+    assert curve.later_loss[0] == pytest.approx(curve.random_loss[0], rel=0.05)
 
 
 def test_dimension_may_be_a_share_of_the_slice() -> None:
     values = np.random.default_rng(3).standard_normal((40, 120))
-    found = loss_by_slice_size(values[:30], values[30:], [8, 12, 60], period=12, rule=DimensionRule(ratio=4))
-    assert found.dimensions.tolist() == [2, 3, 15]
-    assert found.ratios.tolist() == [4, 4, 4]
+    curve = loss_by_slice_size(values[:30], values[30:], [8, 12, 60], period=12, rule=DimensionRule(ratio=4))
+    assert curve.dimensions.tolist() == [2, 3, 15]
+    assert curve.ratios.tolist() == [4, 4, 4]
     few = loss_by_slice_size(values[:5], values[30:], [60], period=12, rule=DimensionRule(ratio=4))
     assert few.dimensions.tolist() == [4]  # five samples show no more
 
@@ -151,12 +151,12 @@ def test_dimension_may_be_a_share_of_the_slice() -> None:
 def test_a_selection_of_a_layer_gives_what_its_whole_slices_give() -> None:
     values = np.random.default_rng(4).standard_normal((20, 100))
     columns = np.concatenate([np.arange(25), np.arange(38, 61)])
-    numbers, places = whole_slices(columns, 10)
+    numbers, positions = whole_slices(columns, 10)
     assert numbers.tolist() == [0, 1, 4, 5]
-    np.testing.assert_array_equal(columns[places], 10 * numbers[:, None] + np.arange(10))
-    found = loss_by_slice_size(values[:12, columns], values[12:, columns], [10], period=10, columns=columns)
+    np.testing.assert_array_equal(columns[positions], 10 * numbers[:, None] + np.arange(10))
+    curve = loss_by_slice_size(values[:12, columns], values[12:, columns], [10], period=10, columns=columns)
     packed = np.concatenate([values[:, :20], values[:, 40:60]], axis=1)
-    assert found.to_json() == loss_by_slice_size(packed[:12], packed[12:], [10], period=10).to_json()
+    assert curve.to_json() == loss_by_slice_size(packed[:12], packed[12:], [10], period=10).to_json()
 
 
 # --- 3: spatial consistency -------------------------------------------------------------------------------------------
@@ -165,27 +165,27 @@ def test_a_selection_of_a_layer_gives_what_its_whole_slices_give() -> None:
 @law(SEEDS, st.integers(1, 4), examples=15)
 def test_shared_subspaces_serve_each_other(seed: int, rank: int) -> None:
     slices = periodic(np.random.default_rng(seed), 50, 6, 20, rank).reshape(50, 6, 20)
-    found = spatial_consistency(slices[:30], slices[30:], ALL)
-    assert max(found.later.max(), found.in_sample.max()) < 1e-9
-    assert found.dimensions.tolist() == [rank] * 6
+    losses = spatial_consistency(slices[:30], slices[30:], ALL)
+    assert max(losses.later.max(), losses.in_sample.max()) < 1e-9
+    assert losses.dimensions.tolist() == [rank] * 6
 
 
 def test_independent_subspaces_serve_nobody_else() -> None:
     rng = np.random.default_rng(5)
     slices = np.stack([periodic(rng, 50, 1, 24, 3) for _ in range(16)], axis=1)
-    found = spatial_consistency(slices[:30], slices[30:], ALL)
-    assert found.own < 1e-9
-    assert found.later[~np.eye(16, dtype=bool)].min() > 0.3
+    losses = spatial_consistency(slices[:30], slices[30:], ALL)
+    assert losses.own < 1e-9
+    assert losses.later[~np.eye(16, dtype=bool)].min() > 0.3
     # The mean of 30 samples, which is subtracted, adds a thirtieth of the energy.
-    assert found.random == pytest.approx((1 - 3 / 24) * 31 / 30, rel=0.02)
-    assert found.others == pytest.approx(found.random, rel=0.02)
+    assert losses.random == pytest.approx((1 - 3 / 24) * 31 / 30, rel=0.02)
+    assert losses.others == pytest.approx(losses.random, rel=0.02)
 
 
 def test_each_entry_is_the_loss_of_that_slice_under_that_basis() -> None:
     rng = np.random.default_rng(6)
     fit, later = rng.standard_normal((12, 40, 9)) + 1, rng.standard_normal((7, 40, 9)) + 1
     rule = DimensionRule(0.3)
-    found = spatial_consistency(fit, later, rule, most=3)
+    losses = spatial_consistency(fit, later, rule, most=3)
     chosen = [0, 20, 39]
     for i, basis_of in enumerate(chosen):
         basis = fit_basis(fit[:, basis_of])
@@ -194,7 +194,7 @@ def test_each_entry_is_the_loss_of_that_slice_under_that_basis() -> None:
             mean = fit[:, slice_of].mean(0)
             decoded = (later[:, slice_of] - mean) @ axes @ axes.T + mean
             expected = np.square(decoded - later[:, slice_of]).sum() / np.square(later[:, slice_of]).sum()
-            assert found.later[i, j] == pytest.approx(expected)
+            assert losses.later[i, j] == pytest.approx(expected)
 
 
 # --- 4: how many axes -------------------------------------------------------------------------------------------------
@@ -211,24 +211,24 @@ def test_dimension_and_loss_follow_the_planted_spectrum(
 ) -> None:
     eigenvalues = sorted(eigenvalues, reverse=True)
     samples = with_spectrum(np.random.default_rng(seed), 20, 30, eigenvalues)
-    found = dimension_by_threshold(samples, 2 * samples, thresholds)
+    curve = dimension_by_threshold(samples, 2 * samples, thresholds)
     tails = 1 - np.concatenate([[0], np.cumsum(eigenvalues)]) / sum(eigenvalues)
     for threshold, d, seen, unseen in zip(
-        thresholds, found.dimensions, found.in_sample_loss, found.later_loss, strict=True
+        thresholds, curve.dimensions, curve.in_sample_loss, curve.later_loss, strict=True
     ):
         assert tails[d] < threshold + 1e-9  # eq. (6) holds with d axes, and not with fewer
         assert tails[d - 1] >= threshold - 1e-9
         assert seen == pytest.approx(tails[d], abs=1e-9)
         assert unseen == pytest.approx(tails[d], abs=1e-9)
-    np.testing.assert_allclose(found.random_loss, 1 - found.dimensions / 30)
+    np.testing.assert_allclose(curve.random_loss, 1 - curve.dimensions / 30)
 
 
 def test_later_loss_is_the_planted_tail() -> None:
     model = GradientModel(40, (8.0, 4.0, 2.0, 1.0), (0.05,))
     values = draw(model, 3000, np.random.default_rng(7)).values[:, 0]
-    found = dimension_by_threshold(values[:2000], values[2000:], [0.02])
-    assert found.dimensions.tolist() == [4]
-    assert found.later_loss[0] == pytest.approx(expected_tail_energy(model, kept=4), rel=0.1)
+    curve = dimension_by_threshold(values[:2000], values[2000:], [0.02])
+    assert curve.dimensions.tolist() == [4]
+    assert curve.later_loss[0] == pytest.approx(expected_tail_energy(model, kept=4), rel=0.1)
     shares = np.cumsum(expected_spectrum(model)) / expected_spectrum(model).sum()
     assert shares[2] < 1 - 0.02 < shares[3]
 
@@ -237,18 +237,18 @@ def test_later_loss_is_the_planted_tail() -> None:
 def test_a_planted_rank_is_stable_once_it_is_seen(seed: int, rank: int) -> None:
     """t centred samples show t - 1 axes: d is t - 1 until that is the rank."""
     values = periodic(np.random.default_rng(seed), 50, 1, 20, rank)
-    found = dimension_by_samples(values[:40], values[40:], list(range(2, 41)), [0.0], tolerance=0.1)
-    np.testing.assert_array_equal(found.dimensions[0], np.minimum(found.counts - 1, rank))
-    assert found.stable_at == (rank + 1,)
-    assert found.later_loss[0, rank:].max() < 1e-9
-    assert found.later_loss[0, 0] > 0.01 or rank == 1
+    curve = dimension_by_samples(values[:40], values[40:], list(range(2, 41)), [0.0], tolerance=0.1)
+    np.testing.assert_array_equal(curve.dimensions[0], np.minimum(curve.counts - 1, rank))
+    assert curve.stable_at == (rank + 1,)
+    assert curve.later_loss[0, rank:].max() < 1e-9
+    assert curve.later_loss[0, 0] > 0.01 or rank == 1
 
 
 def test_noise_never_settles() -> None:
     values = np.random.default_rng(8).standard_normal((80, 300))
-    found = dimension_by_samples(values[:60], values[60:], [10, 20, 30, 40, 50, 60])
-    assert found.stable_at == (None, None, None)
-    assert found.to_json()["stable_at"] == [None] * 3
+    curve = dimension_by_samples(values[:60], values[60:], [10, 20, 30, 40, 50, 60])
+    assert curve.stable_at == (None, None, None)
+    assert curve.to_json()["stable_at"] == [None] * 3
 
 
 def test_the_end_of_a_series_proves_nothing() -> None:
@@ -272,10 +272,10 @@ def test_cost_is_that_of_the_codec(size: int, reuse: int | None) -> None:
     settings = GradiVeQ.Settings(loss_threshold=0.2, slice_size=size, reuse=reuse, compressed_steps=0)
     codec = GradiVeQ(settings).fit([CUBE], {CUBE.name: stacked[:20]})
     curve = cost_by_slice_size(ordered[:20], ordered[20:], [size], numel=CUBE.numel, rule=DimensionRule(0.2))
-    found = curve.shared if reuse is None else curve.own
-    assert found.dimensions.tolist() == [codec.learned["conv.weight/basis"].shape[2]]
-    assert found.payload_bytes.tolist() == [codec.payload_bytes([CUBE], 1)]
-    for loss, part in ((found.in_sample_loss, stacked[:20]), (found.later_loss, stacked[20:])):
+    cost = curve.shared if reuse is None else curve.own
+    assert cost.dimensions.tolist() == [codec.learned["conv.weight/basis"].shape[2]]
+    assert cost.payload_bytes.tolist() == [codec.payload_bytes([CUBE], 1)]
+    for loss, part in ((cost.in_sample_loss, stacked[:20]), (cost.later_loss, stacked[20:])):
         error, energy = losses_by_slice(codec, CUBE, part, size).sum(0)
         assert loss[0] == pytest.approx(error / energy, rel=1e-5)
 
@@ -296,14 +296,14 @@ def turning(rng: np.random.Generator, before: int, after: int, size: int, rank: 
 @law(SEEDS, st.integers(1, 4), st.floats(0.001, 0.1), examples=20)
 def test_loss_of_a_turning_subspace_is_the_squared_sine_of_its_age(seed: int, rank: int, turn: float) -> None:
     values = turning(np.random.default_rng(seed), 20, 15, 12, rank, turn)
-    found = staleness(values, np.arange(35), [(0, 20)], rule=ALL, bins=40)
-    each = [age for age, (first, last) in zip(found.ages[:, 0], found.ages, strict=True) if first == last]
+    result = staleness(values, np.arange(35), [(0, 20)], rule=ALL, bins=40)
+    each = [age for age, (first, last) in zip(result.ages[:, 0], result.ages, strict=True) if first == last]
     assert each[:3] == [1, 2, 3]
-    losses = dict(zip(found.ages[:, 0].tolist(), found.loss.tolist(), strict=True))
+    losses = dict(zip(result.ages[:, 0].tolist(), result.loss.tolist(), strict=True))
     for age in each:
         assert losses[age] == pytest.approx(math.sin(turn * age) ** 2, rel=1e-6, abs=1e-10)
-    assert found.suggested == 1  # from nothing, any growth is more than a quarter
-    assert found.last_age == 15
+    assert result.suggested == 1  # from nothing, any growth is more than a quarter
+    assert result.last_age == 15
 
 
 def expected_lifetime(model: GradientModel, lag: int, youngest: int, tolerance: float) -> int:
@@ -320,21 +320,21 @@ def test_planted_drift_sets_the_suggested_lifetime(drift: float, every: int) -> 
     values = draw(model, 700, np.random.default_rng(9)).values[:, 0].astype(float)
     steps = every * np.arange(700)
     rule = DimensionRule(ratio=15)  # d = 4
-    found = staleness(values, steps, [(first, first + 30) for first in (0, 100, 200, 300)], rule=rule, bins=30)
-    assert found.dimensions.tolist() == [4] * 4
-    youngest = round(found.ages[0].mean() / every)
+    result = staleness(values, steps, [(first, first + 30) for first in (0, 100, 200, 300)], rule=rule, bins=30)
+    assert result.dimensions.tolist() == [4] * 4
+    youngest = round(result.ages[0].mean() / every)
     truth = every * expected_lifetime(model, lag=15, youngest=youngest, tolerance=0.25)
-    assert found.suggested == pytest.approx(truth, rel=0.35)
+    assert result.suggested == pytest.approx(truth, rel=0.35)
     lenient = staleness(values, steps, [(0, 30)], rule=rule, bins=30, tolerance=1e3)
     assert (lenient.suggested, lenient.last_age) == (None, every * 670)
 
 
 def test_what_does_not_turn_lasts_to_the_end() -> None:
     values = periodic(np.random.default_rng(10), 120, 1, 12, 3)
-    found = staleness(values, np.arange(120), [(0, 20), (30, 50)], rule=ALL)
-    assert found.loss.max() < 1e-9
-    assert (found.suggested, found.last_age) == (None, 100)
-    assert found.relative.tolist() == [1.0] * len(found.ages)
+    result = staleness(values, np.arange(120), [(0, 20), (30, 50)], rule=ALL)
+    assert result.loss.max() < 1e-9
+    assert (result.suggested, result.last_age) == (None, 100)
+    assert result.relative.tolist() == [1.0] * len(result.ages)
 
 
 def test_old_bins_are_compared_with_the_windows_that_reach_them() -> None:
@@ -343,11 +343,11 @@ def test_old_bins_are_compared_with_the_windows_that_reach_them() -> None:
     quiet = periodic(rng, 300, 1, 30, 2)
     values = quiet + 0.05 * rng.standard_normal((300, 30))
     values[200:230] += 3 * rng.standard_normal((30, 30))  # spoils the basis of the late window alone
-    found = staleness(values, np.arange(300), [(0, 30), (200, 230)], rule=DimensionRule(ratio=15), tolerance=1.0)
-    assert found.by_window[1, 0] > 5 * found.by_window[0, 0]
-    assert found.loss[0] > 1.5 * found.loss[-1]
-    assert np.isnan(found.by_window[1, -1])  # the late window sees no old age
-    assert found.relative[-1] == pytest.approx(found.by_window[0, -1] / found.by_window[0, 0])
+    result = staleness(values, np.arange(300), [(0, 30), (200, 230)], rule=DimensionRule(ratio=15), tolerance=1.0)
+    assert result.by_window[1, 0] > 5 * result.by_window[0, 0]
+    assert result.loss[0] > 1.5 * result.loss[-1]
+    assert np.isnan(result.by_window[1, -1])  # the late window sees no old age
+    assert result.relative[-1] == pytest.approx(result.by_window[0, -1] / result.by_window[0, 0])
 
 
 # --- 7: principal angles ----------------------------------------------------------------------------------------------
@@ -357,25 +357,25 @@ def test_old_bins_are_compared_with_the_windows_that_reach_them() -> None:
 def test_angles_between_successive_bases_are_the_planted_turn(seed: int, rank: int, turn: float) -> None:
     both = directions(np.random.default_rng(seed), 14, 2 * rank)
     bases = [math.cos(turn * n) * both[:, :rank] + math.sin(turn * n) * both[:, rank:] for n in range(5)]
-    found = principal_angles(bases)
-    assert found.degrees.shape == (4, rank)
-    np.testing.assert_allclose(found.degrees, math.degrees(turn), rtol=1e-6)
-    np.testing.assert_allclose(found.largest, math.degrees(turn), rtol=1e-6)
-    np.testing.assert_allclose(found.mean, math.degrees(turn), rtol=1e-6)
+    angles = principal_angles(bases)
+    assert angles.degrees.shape == (4, rank)
+    np.testing.assert_allclose(angles.degrees, math.degrees(turn), rtol=1e-6)
+    np.testing.assert_allclose(angles.largest, math.degrees(turn), rtol=1e-6)
+    np.testing.assert_allclose(angles.mean, math.degrees(turn), rtol=1e-6)
 
 
 def test_angles_rise_and_random_subspaces_have_the_angle_of_chance() -> None:
     rng = np.random.default_rng(12)
-    found = principal_angles([directions(rng, 200, 40) for _ in range(6)], dimensions=20)
-    assert found.degrees.shape == (5, 20)
-    assert (np.diff(found.degrees, axis=1) >= 0).all()
-    assert np.square(np.cos(np.radians(found.degrees))).mean() == pytest.approx(20 / 200, rel=0.1)
-    assert math.cos(math.radians(found.by_chance)) ** 2 == pytest.approx(20 / 200)
+    angles = principal_angles([directions(rng, 200, 40) for _ in range(6)], dimensions=20)
+    assert angles.degrees.shape == (5, 20)
+    assert (np.diff(angles.degrees, axis=1) >= 0).all()
+    assert np.square(np.cos(np.radians(angles.degrees))).mean() == pytest.approx(20 / 200, rel=0.1)
+    assert math.cos(math.radians(angles.by_chance)) ** 2 == pytest.approx(20 / 200)
 
 
 def test_bases_without_axes_have_no_angle() -> None:
-    found = principal_angles([np.zeros((5, 0)), np.zeros((5, 0))]).to_json()
-    assert (found["degrees"], found["largest"], found["mean"]) == ([[]], [None], [None])
+    angles = principal_angles([np.zeros((5, 0)), np.zeros((5, 0))]).to_json()
+    assert (angles["degrees"], angles["largest"], angles["mean"]) == ([[]], [None], [None])
 
 
 # --- what is refused, and what is nothing -----------------------------------------------------------------------------
@@ -387,8 +387,8 @@ def test_gradients_that_never_change_lose_nothing() -> None:
         fit, later = still[:10], still[10:]
         assert loss_by_slice_size(fit, later, [6, 8], period=6).later_loss.max() < 1e-30
         assert spatial_consistency(fit.reshape(10, 4, 6), later.reshape(10, 4, 6)).later.max() < 1e-30
-        found = dimension_by_threshold(fit, later, [0.1])
-        assert (found.dimensions.tolist(), found.later_loss.max() < 1e-30) == ([1], True)
+        curve = dimension_by_threshold(fit, later, [0.1])
+        assert (curve.dimensions.tolist(), curve.later_loss.max() < 1e-30) == ([1], True)
         assert cost_by_slice_size(fit, later, [6], numel=24).own.later_loss.max() < 1e-30
         assert staleness(still, np.arange(20), [(0, 10)]).suggested is None
 
@@ -442,21 +442,21 @@ WIDE = Layer("wide.weight", (8, 4, 3, 3), "convolution")
 def test_a_trace_is_read_in_gradiveqs_order(tmp_path) -> None:
     values = np.random.default_rng(13).standard_normal((60, 2, CUBE.numel)).astype(np.float32)
     with record_layer(tmp_path / "t", values, CUBE) as trace:
-        found = measure_slice_structure(trace, samples=20, rule=DimensionRule(0.1))
-    assert found.fitted_on == tuple(range(20))
-    assert (found.held_out_on[0], found.held_out_on[-1]) == (20, 59)
-    assert canonical_json(found.to_json())
-    (layer,) = found.layers
+        structure = measure_slice_structure(trace, samples=20, rule=DimensionRule(0.1))
+    assert structure.fitted_on == tuple(range(20))
+    assert (structure.held_out_on[0], structure.held_out_on[-1]) == (20, 59)
+    assert canonical_json(structure.to_json())
+    (layer,) = structure.layers
     assert (layer.slice_size, layer.period, layer.period_is) == (72, 8, "F D")
-    assert layer.remarks == found.remarks == ()
+    assert layer.remarks == structure.remarks == ()
     mean = torch.from_numpy(values.mean(1, dtype=np.float64)).reshape(-1, *CUBE.shape)
     ordered = np.stack([flatten(sample, "gradiveq").numpy() for sample in mean]).astype(np.float32)
-    later = ordered[list(found.held_out_on)]
+    later = ordered[list(structure.held_out_on)]
     expected = loss_by_slice_size(ordered[:20], later, layer.slice_sizes.sizes, period=8, rule=DimensionRule(0.1))
     assert layer.slice_sizes.to_json() == expected.to_json()
     np.testing.assert_array_equal(layer.scatter.before, ordered[:20, :3])
     assert layer.consistency.slices.tolist() == list(range(9))
-    assert found.windows == ((0, 14), (15, 29), (30, 44), (45, 59))
+    assert structure.windows == ((0, 14), (15, 29), (30, 44), (45, 59))
     aged = staleness(ordered, np.arange(60), [(0, 15), (15, 30), (30, 45), (45, 60)], rule=DimensionRule(0.1))
     assert layer.staleness.to_json() == aged.to_json()
 
@@ -481,13 +481,13 @@ def test_planted_structure_is_found_in_a_trace(tmp_path) -> None:
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 7, 8, 9, 30])
 def test_short_traces_say_what_they_cannot_show(tmp_path, steps: int) -> None:
     with record(tmp_path / "t", random_gradients(15, steps, 1, [CUBE]), [CUBE]) as trace:
-        found = measure_slice_structure(trace)
-    assert canonical_json(found.to_json())
-    assert found.remarks
+        structure = measure_slice_structure(trace)
+    assert canonical_json(structure.to_json())
+    assert structure.remarks
     if steps < 3:
-        assert found.layers == ()
+        assert structure.layers == ()
         return
-    (layer,) = found.layers
+    (layer,) = structure.layers
     missing = [part for part in PARTS if getattr(layer, part) is None]
     assert len(layer.remarks) == len(missing)
     assert missing == (["staleness", "angles"] if steps < 8 else [])
@@ -498,14 +498,14 @@ def test_steps_that_are_not_finite_are_left_out_and_counted(tmp_path) -> None:
     for step in (2, 20, 40):
         gradients[step][1][CUBE.name][0, 0, 0, 0] = np.inf
     with record(tmp_path / "a", gradients, [CUBE]) as trace:
-        found = measure_slice_structure(trace, samples=10).layers[0]
+        measured = measure_slice_structure(trace, samples=10).layers[0]
     kept = [gradients[step] for step in range(41) if step != 2][:9]
     with record(tmp_path / "b", kept, [CUBE]) as trace:
         mean = trace.mean(CUBE.name)
-    assert found.remarks == ("3 iterations with gradients that are not finite are left out",)
+    assert measured.remarks == ("3 iterations with gradients that are not finite are left out",)
     first = flatten(torch.from_numpy(mean[0]).reshape(CUBE.shape), "gradiveq")[:3]
-    np.testing.assert_array_equal(found.scatter.before[0], first)
-    assert len(found.scatter.before) == 9
+    np.testing.assert_array_equal(measured.scatter.before[0], first)
+    assert len(measured.scatter.before) == 9
 
 
 def test_a_layer_that_never_was_finite_is_a_remark(tmp_path) -> None:
@@ -513,9 +513,9 @@ def test_a_layer_that_never_was_finite_is_a_remark(tmp_path) -> None:
     for step in gradients:
         step[0][CUBE.name][:] = np.nan
     with record(tmp_path / "t", gradients, [CUBE]) as trace:
-        found = measure_slice_structure(trace)
-    assert [getattr(found.layers[0], part) for part in PARTS] == [None] * len(PARTS)
-    assert len(found.layers[0].remarks) == len(PARTS) + 1
+        structure = measure_slice_structure(trace)
+    assert [getattr(structure.layers[0], part) for part in PARTS] == [None] * len(PARTS)
+    assert len(structure.layers[0].remarks) == len(PARTS) + 1
 
 
 def test_layers_are_few_convolutions_else_other_matrices_or_those_named(tmp_path) -> None:
@@ -543,10 +543,10 @@ def test_vectors_alone_are_measured_when_named_and_remarked_when_not(tmp_path) -
     vectors = [Layer("bias", (5,), "bias"), Layer("one", (1,), "other"), Layer("none", (0, 3), "other")]
     with record(tmp_path / "t", random_gradients(20, 30, 1, vectors), vectors) as trace:
         assert measure_slice_structure(trace).remarks[0] == "No convolution and no other matrix to look at."
-        found = measure_slice_structure(trace, ["bias", "one", "none"])
-    assert canonical_json(found.to_json())
-    assert found.layers[0].staleness is not None
-    assert [getattr(found.layers[2], part) for part in PARTS] == [None] * len(PARTS)
+        structure = measure_slice_structure(trace, ["bias", "one", "none"])
+    assert canonical_json(structure.to_json())
+    assert structure.layers[0].staleness is not None
+    assert [getattr(structure.layers[2], part) for part in PARTS] == [None] * len(PARTS)
 
 
 def test_of_large_layers_stretches_with_whole_slices_are_read(tmp_path, monkeypatch) -> None:
@@ -595,8 +595,8 @@ def test_the_figures_mark_the_suggested_lifetime(reported) -> None:
     structure, page = reported[0]["slice_structure"], reported[1]
     svg = (page.parent / "figures" / "gradiveq_staleness.svg").read_text(encoding="utf-8")
     for layer in structure["layers"]:
-        found = layer["staleness"]
-        lasts = f"at least {found['last_age']}" if found["suggested"] is None else f"= {found['suggested']}"
+        staleness = layer["staleness"]
+        lasts = f"at least {staleness['last_age']}" if staleness["suggested"] is None else f"= {staleness['suggested']}"
         assert f"L_c {lasts}" in svg
 
 
