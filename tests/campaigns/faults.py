@@ -62,36 +62,38 @@ class Fault:
 
 @dataclass(frozen=True)
 class Outcome:
-    """ended: per surviving rank, seconds from the fault to the process's end, infinite if it had to be killed; said:
+    """ended: per surviving rank, seconds from the fault to the process's end, infinite if it had to be killed; answers:
     per rank, its JSON: error, step, threads, seconds to the error."""
 
     fault: Fault
     ended: dict[int, float]
-    said: dict[int, dict[str, Any]]
+    answers: dict[int, dict[str, Any]]
 
     def problems(self) -> list[str]:
         """What is wrong with it; empty if every survivor ended in time, with a clear error, and without a thread."""
-        found = []
+        problems = []
         for rank, seconds in self.ended.items():
-            said = self.said.get(rank)
-            if said is None:
-                found.append(f"rank {rank} said nothing ({seconds:.1f} s)")
+            answer = self.answers.get(rank)
+            if answer is None:
+                problems.append(f"rank {rank} said nothing ({seconds:.1f} s)")
                 continue
-            if seconds == math.inf or said["failed"] > (TIMEOUT if self.fault.kind == "raise" else TIMEOUT + SLACK):
-                found.append(f"rank {rank} knew after {said['failed']:.1f} s and ended after {seconds:.1f} s")
-            if any(word not in said["error"] for word in (NAMED if self.fault.kind == "raise" else ["gradlab: step "])):
-                found.append(f"rank {rank}: unclear: {said['error']!r}")
-            if said["threads"]:
-                found.append(f"rank {rank}: {said['threads']} is still there")
-        return found
+            if seconds == math.inf or answer["failed"] > (TIMEOUT if self.fault.kind == "raise" else TIMEOUT + SLACK):
+                problems.append(f"rank {rank} knew after {answer['failed']:.1f} s and ended after {seconds:.1f} s")
+            if any(
+                word not in answer["error"] for word in (NAMED if self.fault.kind == "raise" else ["gradlab: step "])
+            ):
+                problems.append(f"rank {rank}: unclear: {answer['error']!r}")
+            if answer["threads"]:
+                problems.append(f"rank {rank}: {answer['threads']} is still there")
+        return problems
 
     def __str__(self) -> str:
-        fault, errors = self.fault, [said["error"] for said in self.said.values()]
+        fault, errors = self.fault, [answer["error"] for answer in self.answers.values()]
         last = max(self.ended.values())
         state = "; ".join(self.problems()) or "ok"
-        steps = sorted({said["step"] for said in self.said.values()})
+        steps = sorted({answer["step"] for answer in self.answers.values()})
         head = f"{fault.kind} rank {fault.victim} after {fault.delay:.3f} s (survivors in step {steps})"
-        knew = max((said["failed"] for rank, said in self.said.items() if rank in self.ended), default=math.inf)
+        knew = max((answer["failed"] for rank, answer in self.answers.items() if rank in self.ended), default=math.inf)
         reason = errors[0].replace("\n", " ")[:200] if errors else ""
         return f"{head}: all knew {knew:.1f} s later and ended {last:.1f} s later: {state}\n    {reason}"
 
@@ -129,8 +131,8 @@ def rank_main(rank: int, port: int, folder: Path, fault: Fault) -> None:
         failed, text = time.time(), str(error)
     state.close()
     threads = [thread.name for thread in threading.enumerate() if thread.name == "gradlab-engine"]
-    said = {"error": text, "step": step, "threads": threads, "failed": failed}
-    (folder / "writing").with_suffix(f".{rank}").write_text(json.dumps(said))
+    answer = {"error": text, "step": step, "threads": threads, "failed": failed}
+    (folder / "writing").with_suffix(f".{rank}").write_text(json.dumps(answer))
     (folder / "writing").with_suffix(f".{rank}").rename(folder / f"said-{rank}")
 
 
@@ -162,14 +164,14 @@ def trial(fault: Fault) -> Outcome:
         if os.getpid() == parent:
             for process in processes.values():
                 _end(process)
-    said = {rank: json.loads((folder / f"said-{rank}").read_text()) for rank in ended if _said(folder, rank)}
+    answers = {rank: json.loads((folder / f"said-{rank}").read_text()) for rank in ended if _answered(folder, rank)}
     shutil.rmtree(folder)
     if late == math.inf:
         ended[fault.victim] = late
-    return Outcome(fault, ended, {rank: line | {"failed": line["failed"] - began} for rank, line in said.items()})
+    return Outcome(fault, ended, {rank: line | {"failed": line["failed"] - began} for rank, line in answers.items()})
 
 
-def _said(folder: Path, rank: int) -> bool:
+def _answered(folder: Path, rank: int) -> bool:
     return (folder / f"said-{rank}").exists()
 
 
@@ -191,7 +193,7 @@ class _Leave(BaseException):
 def _strike(process: int, fault: Fault, folder: Path) -> float:
     """Make it happen; the time at which it did."""
     if fault.kind == "raise":
-        _await(lambda: _said(folder, fault.victim), 60)
+        _await(lambda: _answered(folder, fault.victim), 60)
         return float(json.loads((folder / f"said-{fault.victim}").read_text())["failed"])
     began = time.time()
     os.kill(process, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)

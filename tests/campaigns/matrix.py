@@ -27,22 +27,24 @@ from support.warm_python import python
 
 
 def job(out: Path, size: int, chosen: list[list[str]]) -> None:
-    """One rank: run cells on the first `size` ranks of the world, and write what each said."""
+    """One rank: run cells on the first `size` ranks of the world, and write what came out of each."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
     whole = size == dist.get_world_size()
     # The last rank of a larger world sits out, so that ranks differ between the world and the group.
     group = dist.group.WORLD if whole else dist.new_group(list(range(1, size + 1)))
-    said = {}
+    results = {}
     if whole or dist.get_rank():
         for row, option in chosen:
             began = time.monotonic()
-            said[f"{row} / {option}"] = together(group, row, option)
+            results[f"{row} / {option}"] = together(group, row, option)
             if dist.get_rank(group) == 0:
-                print(f"{size} ranks, {row} / {option}: {said[f'{row} / {option}']} ({time.monotonic() - began:.1f} s)")
+                print(
+                    f"{size} ranks, {row} / {option}: {results[f'{row} / {option}']} ({time.monotonic() - began:.1f} s)"
+                )
                 sys.stdout.flush()
-                out.write_text(json.dumps(said))
+                out.write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -50,17 +52,17 @@ def job(out: Path, size: int, chosen: list[list[str]]) -> None:
 def together(group: dist.ProcessGroup, row: str, option: str) -> str:
     """What all ranks say of a cell, or the first that says otherwise."""
     try:
-        mine = run_cell(group, row, option)
+        verdict = run_cell(group, row, option)
     except Exception as error:
-        mine = f"FAILED: {type(error).__name__}: {error}"
+        verdict = f"FAILED: {type(error).__name__}: {error}"
         if os.environ.get("MATRIX_TRACEBACK"):
             traceback.print_exc()
-    everyone = Ranks(group, torch.device("cpu")).gather(mine)
-    return next((said for said in everyone if said.startswith("FAILED")), everyone[0])
+    everyone = Ranks(group, torch.device("cpu")).gather(verdict)
+    return next((text for text in everyone if text.startswith("FAILED")), everyone[0])
 
 
 def launch(size: int, world_size: int, chosen: list[list[str]]) -> dict[str, str]:
-    """Run cells under torchrun; what each said."""
+    """Run cells under torchrun; what came out of each."""
     if not chosen:
         return {}
     with tempfile.TemporaryDirectory() as folder:
@@ -69,12 +71,12 @@ def launch(size: int, world_size: int, chosen: list[list[str]]) -> dict[str, str
         words = [__file__, "--job", str(out), str(size), json.dumps(chosen)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         done = subprocess.run([*command, *words], env=environment, check=False)
-        said = json.loads(out.read_text()) if out.exists() else {}
+        verdicts = json.loads(out.read_text()) if out.exists() else {}
         ended = f"FAILED: the job ended with {done.returncode}"
-        return {f"{row} / {option}": said.get(f"{row} / {option}", ended) for row, option in chosen}
+        return {f"{row} / {option}": verdicts.get(f"{row} / {option}", ended) for row, option in chosen}
 
 
-def show(sizes: list[int], names: list[str], options: list[str], said: dict[int, dict[str, str]]) -> None:
+def show(sizes: list[int], names: list[str], options: list[str], verdicts: dict[int, dict[str, str]]) -> None:
     """The table, and below it each refusal and failure once."""
     notes: dict[str, int] = {}
     width, first = max(map(len, names)), max(map(len, options)) + 2
@@ -83,7 +85,7 @@ def show(sizes: list[int], names: list[str], options: list[str], said: dict[int,
         for size in sizes:
             cells = []
             for name in names:
-                text = said[size][f"{name} / {option}"]
+                text = verdicts[size][f"{name} / {option}"]
                 known = text.startswith("passed")
                 cells.append(text if known else f"{text.split(':')[0]} [{notes.setdefault(text, len(notes) + 1)}]")
             print(f"{option:<{first}}{size:<3}" + "  ".join(f"{cell:<{width}}" for cell in cells).rstrip())
@@ -102,14 +104,14 @@ def main() -> int:
     wanted = parser.parse_args()
     names = [name for name in rows() if wanted.rows in name]
     options = [option for option in OPTIONS if wanted.options in option]
-    said = {}
+    verdicts = {}
     for size in map(int, wanted.ranks.split(",")):
         cells = [[name, option] for option in options for name in names]
         whole = [cell for cell in cells if not OPTIONS[cell[1]].part]
         part = [cell for cell in cells if OPTIONS[cell[1]].part]
-        said[size] = launch(size, size, whole) | launch(size, size + 1, part)
-    show([*said], names, options, said)
-    return int(any(text.startswith("FAILED") for cells in said.values() for text in cells.values()))
+        verdicts[size] = launch(size, size, whole) | launch(size, size + 1, part)
+    show([*verdicts], names, options, verdicts)
+    return int(any(text.startswith("FAILED") for cells in verdicts.values() for text in cells.values()))
 
 
 if __name__ == "__main__":

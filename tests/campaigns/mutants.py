@@ -60,9 +60,9 @@ def problem_of(mutant: Mutant) -> str:
     path = ROOT / mutant.file
     if not path.is_file():
         return f"{mutant.file}: no such file"
-    found = path.read_text(encoding="utf-8").count(mutant.old)
-    if found != 1:
-        return f"{mutant.file}: the text of this fault occurs {found} times, expected once: {mutant.old!r}"
+    count = path.read_text(encoding="utf-8").count(mutant.old)
+    if count != 1:
+        return f"{mutant.file}: the text of this fault occurs {count} times, expected once: {mutant.old!r}"
     if mutant.old == mutant.new:
         return f"{mutant.file}: this fault changes nothing: {mutant.old!r}"
     missing = [name for name in mutant.tests if not (ROOT / name).is_file()]
@@ -162,15 +162,15 @@ class _Copy:
             os.killpg(self._pid, signal.SIGKILL)
 
 
-def _read_outcome(code: int, said: str, seconds: float) -> Outcome:
-    found = _FAILED.search(said)
+def _read_outcome(code: int, output: str, seconds: float) -> Outcome:
+    match = _FAILED.search(output)
     if code == _PASSED:
         return Outcome(False, "", seconds)
     if code == _EMPTY:
         return Outcome(False, "", seconds, _NONE_SELECTED)
-    if code in (_TESTS_FAILED, _COLLECTION_FAILED) and found:
-        return Outcome(True, found[1], seconds)
-    return Outcome(False, "", seconds, f"pytest ended with {code}: {' '.join(said.split())[-200:]}")
+    if code in (_TESTS_FAILED, _COLLECTION_FAILED) and match:
+        return Outcome(True, match[1], seconds)
+    return Outcome(False, "", seconds, f"pytest ended with {code}: {' '.join(output.split())[-200:]}")
 
 
 class Campaign:
@@ -192,8 +192,8 @@ class Campaign:
                         busy[-1].start(*waiting.pop(0))
                     time.sleep(0.05)
                     for copy in list(busy):
-                        if (found := copy.outcome(timeout)) is not None:
-                            done[copy.number] = found
+                        if (outcome := copy.outcome(timeout)) is not None:
+                            done[copy.number] = outcome
                             busy.remove(copy)
                             free.append(copy)
                 yield done.pop(number)
@@ -209,13 +209,13 @@ def baseline(campaign: Campaign, mutants: Sequence[Mutant], timeout: float) -> l
         for name in mutant.tests:
             selected.setdefault(name, {})[mutant.select] = None
     files: dict[str, list[str]] = {}
-    for name, some in selected.items():
-        files.setdefault("" if "" in some else " or ".join(f"({one})" for one in some), []).append(name)
+    for name, selections in selected.items():
+        files.setdefault("" if "" in selections else " or ".join(f"({one})" for one in selections), []).append(name)
     runs: list[Run] = [(None, tests, select) for select, tests in files.items()]
-    found = zip(runs, campaign.outcomes(runs, timeout), strict=True)
+    outcomes = zip(runs, campaign.outcomes(runs, timeout), strict=True)
     return [
         f"{' '.join(tests)}: {one.problem or f'without any fault, {one.by}'}"
-        for (_, tests, _), one in found
+        for (_, tests, _), one in outcomes
         if one.killed or one.problem not in ("", _NONE_SELECTED)
     ]
 
@@ -262,13 +262,13 @@ def _campaign(campaign: Campaign, mutants: Sequence[Mutant], timeout: float) -> 
     """Print a line per fault; how many survived, and of how many nothing is known."""
     survived = unknown = 0
     runs: list[Run] = [(one, one.tests, one.select) for one in mutants]
-    for mutant, found in zip(mutants, campaign.outcomes(runs, timeout), strict=True):
-        survived += not found.killed and not found.problem
-        unknown += bool(found.problem)
-        verdict = "NO ANSWER" if found.problem else "killed" if found.killed else "SURVIVED"
-        print(f"{verdict:<9} {found.seconds:5.0f} s  {mutant.file:<40} {mutant.what}", flush=True)
-        if found.problem or found.by:
-            print(f"{'':21}by {found.by}" if found.by else f"{'':21}{found.problem}", flush=True)
+    for mutant, outcome in zip(mutants, campaign.outcomes(runs, timeout), strict=True):
+        survived += not outcome.killed and not outcome.problem
+        unknown += bool(outcome.problem)
+        verdict = "NO ANSWER" if outcome.problem else "killed" if outcome.killed else "SURVIVED"
+        print(f"{verdict:<9} {outcome.seconds:5.0f} s  {mutant.file:<40} {mutant.what}", flush=True)
+        if outcome.problem or outcome.by:
+            print(f"{'':21}by {outcome.by}" if outcome.by else f"{'':21}{outcome.problem}", flush=True)
     return survived, unknown
 
 

@@ -47,31 +47,31 @@ def results(folder: Path, *words: str) -> list[list[dict[str, Any]]]:
     return rows
 
 
-def problems(found: dict[str, Any]) -> list[str]:
+def problems(result: dict[str, Any]) -> list[str]:
     """What is wrong with one rank's result for one stack."""
-    said = [] if found["equal"] or not found["deterministic"] else [f"differs by {found['largest']:.1e}"]
-    for policy, after in found.get("rescaled", {}).items():
-        said += [f"{policy}: not {what}" for what in ("shared", "finite", "agree") if not after[what]]
+    lines = [] if result["equal"] or not result["deterministic"] else [f"differs by {result['largest']:.1e}"]
+    for policy, after in result.get("rescaled", {}).items():
+        lines += [f"{policy}: not {what}" for what in ("shared", "finite", "agree") if not after[what]]
         for gap, scale, now in after["owed"]:
             if policy == "drop" and now:
-                said.append(f"drop: {now} is left")
-            if policy != "drop" and gap > (INT8 if "int8" in found["stack"] else 1e-6) * scale:
-                said.append(f"{policy}: {gap:.1e} of {scale:.1e} is lost")
-    return said
+                lines.append(f"drop: {now} is left")
+            if policy != "drop" and gap > (INT8 if "int8" in result["stack"] else 1e-6) * scale:
+                lines.append(f"{policy}: {gap:.1e} of {scale:.1e} is lost")
+    return lines
 
 
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         rows = results(Path(folder), "all")
     wrong = 0
-    for position, found in enumerate(rows[0]):
-        ranks = [row[position] for row in rows[: found["ranks"]]]
-        said = sorted({text for rank in ranks for text in problems(rank)})
-        wrong += bool(said)
-        how = "deterministic" if found["deterministic"] else "all-reduce"
+    for position, result in enumerate(rows[0]):
+        ranks = [row[position] for row in rows[: result["ranks"]]]
+        lines = sorted({text for rank in ranks for text in problems(rank)})
+        wrong += bool(lines)
+        how = "deterministic" if result["deterministic"] else "all-reduce"
         largest = max(rank["largest"] for rank in ranks)
         off = "bit for bit" if all(rank["equal"] for rank in ranks) else f"largest difference {largest:.1e}"
-        print(f"{found['ranks']} ranks  {found['stack']:<46} {how:<14} {off}  {'; '.join(said)}".rstrip())
+        print(f"{result['ranks']} ranks  {result['stack']:<46} {how:<14} {off}  {'; '.join(lines)}".rstrip())
     print(f"{len(rows[0])} cases, {wrong} wrong")
     return int(wrong > 0)
 

@@ -13,25 +13,25 @@ CLOSE = [name for name, option in OPTIONS.items() if option.tolerance and not op
 
 @pytest.mark.parametrize("option", CLOSE)
 def test_cell(pool: ProcessPool, option: str) -> None:
-    for said in pool.run("jobs.matrix_cells:run_cell", 2, row="topk + feedback", option=option):
-        assert said.startswith("passed")
+    for verdict in pool.run("jobs.matrix_cells:run_cell", 2, row="topk + feedback", option=option):
+        assert verdict.startswith("passed")
 
 
 def test_mixed_precision_is_refused(pool: ProcessPool) -> None:
-    for said in pool.run("jobs.matrix_cells:run_cell", 2, row="topk + feedback", option="mixed_precision"):
-        assert "mixed_precision" in said
+    for message in pool.run("jobs.matrix_cells:run_cell", 2, row="topk + feedback", option="mixed_precision"):
+        assert "mixed_precision" in message
 
 
 def test_unused_on_all_of_four_ranks(pool: ProcessPool) -> None:
-    for said in pool.run("jobs.matrix_cells:run_cell", 4, row="powersgd + feedback", option="find_unused_parameters"):
-        assert said == "passed"
+    for text in pool.run("jobs.matrix_cells:run_cell", 4, row="powersgd + feedback", option="find_unused_parameters"):
+        assert text == "passed"
 
 
 def test_two_models_in_one_process(pool: ProcessPool) -> None:
-    for said in pool.run("jobs.matrix_cells:run_cell", 4, row="topk + feedback", option="two models"):
-        assert said == "passed"
+    for verdict in pool.run("jobs.matrix_cells:run_cell", 4, row="topk + feedback", option="two models"):
+        assert verdict == "passed"
 
 
 def test_compiled(pool: ProcessPool) -> None:
-    for said in pool.run("jobs.matrix_cells:run_cell", 2, row="topk + feedback", option="compiled inside"):
-        assert said == "passed"
+    for verdict in pool.run("jobs.matrix_cells:run_cell", 2, row="topk + feedback", option="compiled inside"):
+        assert verdict == "passed"

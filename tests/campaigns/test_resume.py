@@ -15,22 +15,22 @@ def test_resumed_is_never_stopped(tmp_path: Path) -> None:
     through DDP's bucket rebuild, with optimizer and schedule; and what is owed to the model survives a change of
     ranks."""
     rows = results(tmp_path)
-    at = [[found["ranks"] for found in row] for row in rows]
+    at = [[result["ranks"] for result in row] for row in rows]
     assert at[0] == at[1]
     assert at[2] == at[3] == [4] * at[0].count(4)
     assert at[0].count(2) > 6
-    assert sum("rescaled" in found for found in rows[0]) >= 8
-    assert [(found["stack"], said) for row in rows for found in row for said in problems(found)] == []
+    assert sum("rescaled" in result for result in rows[0]) >= 8
+    assert [(result["stack"], problem) for row in rows for result in row for problem in problems(result)] == []
 
 
 def test_restart_by_torchrun(tmp_path: Path) -> None:
     """One rank is killed; started again, the ranks continue from their own files, and end where an undisturbed run
     does, bit for bit."""
     launch("restart_job.py", str(tmp_path), torchrun=("--max-restarts=1",))
-    for said in json.loads((tmp_path / "results.json").read_text()):
-        assert said["equal"]
-        assert said["restarts"] == 1
-        assert said["resumed from"] in (3, 6)
+    for result in json.loads((tmp_path / "results.json").read_text()):
+        assert result["equal"]
+        assert result["restarts"] == 1
+        assert result["resumed from"] in (3, 6)
 
 
 def test_every_stack_is_valid_or_refused_with_a_reason() -> None:
