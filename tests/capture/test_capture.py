@@ -37,42 +37,42 @@ def results(run: tuple[Path, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 def test_recording_changes_no_bit_of_training_and_records_the_local_gradients(results: list[dict[str, Any]]) -> None:
     for rank in results:
-        found = rank["plain_training_is_unchanged"]
-        assert found["buckets"] >= 3
+        result = rank["plain_training_is_unchanged"]
+        assert result["buckets"] >= 3
         for case in ("plain", "bucket_view", "static_graph"):
-            unchanged, recorded_as_computed_apart = found[case]
+            unchanged, recorded_as_computed_apart = result[case]
             assert unchanged, case
             assert recorded_as_computed_apart, case
 
 
 def test_each_step_carries_its_values(results: list[dict[str, Any]]) -> None:
     for rank in results:
-        found = rank["step_values"]
-        assert found["index"] == [0, 1, 2, 3]
-        assert found["loss"] == [0.5, 1.5, 2.5, 3.5]
-        assert found["learning_rate"] == [0.25] * 4
-        assert found["loss_scale"] == [128.0] * 4
-        assert found["accumulation"] == [2] * 4
-        assert [count > 0 for count in found["non_finite"]] == [False, False, True, False]
-        assert found["finite"] == [True, True, False, True]
-        assert found["metadata"]["note"] == "x"
-        assert found["metadata"]["model"] == "TwoPaths"
+        result = rank["step_values"]
+        assert result["index"] == [0, 1, 2, 3]
+        assert result["loss"] == [0.5, 1.5, 2.5, 3.5]
+        assert result["learning_rate"] == [0.25] * 4
+        assert result["loss_scale"] == [128.0] * 4
+        assert result["accumulation"] == [2] * 4
+        assert [count > 0 for count in result["non_finite"]] == [False, False, True, False]
+        assert result["finite"] == [True, True, False, True]
+        assert result["metadata"]["note"] == "x"
+        assert result["metadata"]["model"] == "TwoPaths"
 
 
 def test_steps_and_layers_can_be_chosen(results: list[dict[str, Any]]) -> None:
     for rank in results:
-        found = rank["choice_of_steps_and_layers"]
-        assert found["layers"] == ["first.weight", "first.bias", "last.weight"]
-        assert found["steps"] == [1, 4]
-        assert found["equal"]
+        result = rank["choice_of_steps_and_layers"]
+        assert result["layers"] == ["first.weight", "first.bias", "last.weight"]
+        assert result["steps"] == [1, 4]
+        assert result["equal"]
 
 
 def test_layers_without_a_gradient_are_marked_per_rank(results: list[dict[str, Any]]) -> None:
     for number, rank in enumerate(results):
-        found = rank["unused_layers"]
-        assert found["unused"] == (["extra.weight", "extra.bias"] if number == 1 else [])
-        assert found["same_every_step"]
-        assert found["equal"]
+        result = rank["unused_layers"]
+        assert result["unused"] == (["extra.weight", "extra.bias"] if number == 1 else [])
+        assert result["same_every_step"]
+        assert result["equal"]
 
 
 def test_a_wrapped_hook_does_the_averaging(results: list[dict[str, Any]]) -> None:
@@ -83,51 +83,51 @@ def test_recording_around_the_compression_hook_changes_nothing_and_records_what_
     results: list[dict[str, Any]],
 ) -> None:
     for rank in results:
-        found = rank["wrapped_compression"]
-        assert found["hook"] == "compression_hook"
-        assert found["compressed_differs_from_plain"]
-        assert found["same"]
-        assert found["equal"]
+        result = rank["wrapped_compression"]
+        assert result["hook"] == "compression_hook"
+        assert result["compressed_differs_from_plain"]
+        assert result["same"]
+        assert result["equal"]
 
 
 def test_the_one_exception_differs_in_the_last_bits_only_and_records_the_local_gradients(
     results: list[dict[str, Any]],
 ) -> None:
     for rank in results:
-        found = rank["zeroed_bucket_views"]
-        assert found["largest_difference"] < 1e-6
-        assert found["equal"]
+        result = rank["zeroed_bucket_views"]
+        assert result["largest_difference"] < 1e-6
+        assert result["equal"]
 
 
 def test_a_full_disk_stops_recording_and_not_training(run: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
     folder, results = run
-    found = [rank["full_disk"] for rank in results]
-    assert all(rank["same"] and rank["again"] for rank in found)
-    assert [rank["lost"] for rank in (found[0], found[2])] == [0, 0]
-    assert 16 <= found[1]["written"] < 100
-    assert found[1]["written"] + found[1]["lost"] == 100
-    assert found[1]["reason"] == os.strerror(27)
-    assert f"{found[1]['lost']} steps lost" in found[1]["text"]
-    assert len(found[1]["log"]) == 1
-    assert "training goes on" in found[1]["log"][0]
+    ranks = [rank["full_disk"] for rank in results]
+    assert all(rank["same"] and rank["again"] for rank in ranks)
+    assert [rank["lost"] for rank in (ranks[0], ranks[2])] == [0, 0]
+    assert 16 <= ranks[1]["written"] < 100
+    assert ranks[1]["written"] + ranks[1]["lost"] == 100
+    assert ranks[1]["reason"] == os.strerror(27)
+    assert f"{ranks[1]['lost']} steps lost" in ranks[1]["text"]
+    assert len(ranks[1]["log"]) == 1
+    assert "training goes on" in ranks[1]["log"][0]
     trace = tmp_path / "t"
     shutil.copytree(folder / "full_disk" / "t", trace)
     assert [rank.closed for rank in check(trace).ranks] == [True, False, True]
-    assert [rank.steps for rank in check(trace).ranks] == [100, found[1]["written"], 100]
-    assert [rank.steps for rank in repair(trace)] == [100, found[1]["written"], 100]
+    assert [rank.steps for rank in check(trace).ranks] == [100, ranks[1]["written"], 100]
+    assert [rank.steps for rank in repair(trace)] == [100, ranks[1]["written"], 100]
     assert check(trace).ok
-    assert [rank.steps_lost for rank in check(trace).ranks] == [0, found[1]["lost"], 0]
+    assert [rank.steps_lost for rank in check(trace).ranks] == [0, ranks[1]["lost"], 0]
     with Trace(trace) as opened:
-        assert len(opened.steps) == found[1]["written"]
+        assert len(opened.steps) == ranks[1]["written"]
 
 
 def test_a_slow_disk_drops_steps_and_says_how_many(results: list[dict[str, Any]]) -> None:
     for number, rank in enumerate(results):
-        found = rank["slow_disk"]
-        assert found["lost"] > 0
-        assert found["written"] + found["lost"] == 40
-        assert found["held"][number] == found["written"]
-        assert found["index"] == found["lost"]
+        result = rank["slow_disk"]
+        assert result["lost"] > 0
+        assert result["written"] + result["lost"] == 40
+        assert result["held"][number] == result["written"]
+        assert result["index"] == result["lost"]
 
 
 def test_a_backward_pass_that_fails_half_way_loses_its_own_step_only(results: list[dict[str, Any]]) -> None:
@@ -170,10 +170,10 @@ def test_overwrite_replaces_a_trace(results: list[dict[str, Any]]) -> None:
 
 def test_one_rank_alone_is_recorded_with_one_warning(results: list[dict[str, Any]]) -> None:
     for rank in results:
-        found = rank["one_rank_alone"]
-        assert found["warnings"] == ["recording one rank alone: its trace says nothing about other ranks"]
-        assert found["steps"] == list(range(9))
-        assert found["same"]
+        result = rank["one_rank_alone"]
+        assert result["warnings"] == ["recording one rank alone: its trace says nothing about other ranks"]
+        assert result["steps"] == list(range(9))
+        assert result["same"]
 
 
 def test_ranks_need_not_share_a_folder(results: list[dict[str, Any]]) -> None:
@@ -186,8 +186,8 @@ def test_a_recorder_that_is_collected_closes_its_trace_and_its_thread(results: l
 
 def test_whatever_fails_in_recording_training_goes_on(results: list[dict[str, Any]]) -> None:
     for rank in results:
-        found = rank["broken_optimizer"]
-        assert found == {"same": True, "lost": 9, "reason": "IndexError: list index out of range"}
+        result = rank["broken_optimizer"]
+        assert result == {"same": True, "lost": 9, "reason": "IndexError: list index out of range"}
 
 
 def test_a_recorder_that_nobody_closes_is_closed_at_exit(run: tuple[Path, list[dict[str, Any]]]) -> None:

@@ -28,17 +28,17 @@ from support.process_pool import ProcessPool
 
 def difference(one: Trace, other: Trace) -> list[float]:
     """Per step, ||a - b|| / ||a|| over all ranks and layers; exactly 0 only where all bits agree."""
-    found = []
+    differences = []
     for a, b in zip(one.iterate(), other.iterate(), strict=True):
         assert a.index == b.index
         rows = [
-            (mine[name], theirs[name]) for mine, theirs in zip(a.gradients, b.gradients, strict=True) for name in mine
+            (ours[name], theirs[name]) for ours, theirs in zip(a.gradients, b.gradients, strict=True) for name in ours
         ]
         square = sum(float(np.square(x - y, dtype=np.float64).sum()) for x, y in rows)
         total = sum(float(np.square(x, dtype=np.float64).sum()) for x, _ in rows)
         assert total > 0
-        found.append((square / total) ** 0.5)
-    return found
+        differences.append((square / total) ** 0.5)
+    return differences
 
 
 def require_same_records(one: Trace, other: Trace) -> None:
@@ -71,9 +71,9 @@ def test_with_the_backends_own_order_a_recording_is_that_of_real_ranks_to_roundi
     pool.run("jobs.emulated_tasks:by_ranks", 4, trace=str(tmp_path / "real"), in_rank_order=False)
     tasks.by_emulation(tmp_path / "emulated", 4)
     with Trace(tmp_path / "real") as real, Trace(tmp_path / "emulated") as emulated:
-        found = difference(real, emulated)
-    assert found[0] == 0.0
-    assert max(found[:4]) < 1e-3  # rounding, which training then multiplies; another batch or draw differs by 1
+        differences = difference(real, emulated)
+    assert differences[0] == 0.0
+    assert max(differences[:4]) < 1e-3  # rounding, which training then multiplies; another batch or draw differs by 1
 
 
 def test_the_command_records_what_real_ranks_record(gradlab: Command, tmp_path: Path) -> None:
@@ -291,8 +291,8 @@ def test_a_node_that_failed_can_be_repeated_as_if_nothing_had_happened(tmp_path:
 
     expected, sound = run(tmp_path / "sound", None)
     for failing in range(3):
-        found, folder = run(tmp_path / str(failing), failing)
-        assert found == expected
+        result, folder = run(tmp_path / str(failing), failing)
+        assert result == expected
         with Trace(sound) as one, Trace(folder) as other:
             assert difference(one, other) == [0.0] * 3
             require_same_records(one, other)
@@ -322,13 +322,13 @@ def test_each_step_carries_its_values(tmp_path: Path) -> None:
     assert (report.steps_written, report.steps_lost, report.bytes_written) == (3, 0, 3 * 2 * elements * 2)
     with Trace(tmp_path / "t") as trace:
         for rank in range(2):
-            found = trace.scalars(rank)
-            assert found["index"].tolist() == [0, 1, 2]
-            assert found["loss"].tolist() == [rank, 10 + rank, 20 + rank]
-            assert found["learning_rate"].tolist() == [0.25, 0.25, 0.5]
-            assert found["loss_scale"].tolist() == [128.0] * 3
-            assert found["accumulation"].tolist() == [2] * 3
-            assert found["non_finite"].tolist() == [0, elements * rank, 0]
+            scalars = trace.scalars(rank)
+            assert scalars["index"].tolist() == [0, 1, 2]
+            assert scalars["loss"].tolist() == [rank, 10 + rank, 20 + rank]
+            assert scalars["learning_rate"].tolist() == [0.25, 0.25, 0.5]
+            assert scalars["loss_scale"].tolist() == [128.0] * 3
+            assert scalars["accumulation"].tolist() == [2] * 3
+            assert scalars["non_finite"].tolist() == [0, elements * rank, 0]
         assert np.isnan(trace.read("left.weight", 1)).all(axis=1).tolist() == [False, True, False]
         assert (trace.dtype, trace.metadata["note"], trace.metadata["model"]) == ("bfloat16", "x", "Two")
 
@@ -360,7 +360,7 @@ def test_sparse_gradients_are_recorded_dense(tmp_path: Path) -> None:
             with nodes.node(rank):
                 model(rows[rank]).sum().backward()
         nodes.average()
-    counts = torch.stack([torch.bincount(mine, minlength=6) for mine in rows]).float()
+    counts = torch.stack([torch.bincount(row, minlength=6) for row in rows]).float()
     assert model.weight.grad.is_sparse
     assert torch.equal(model.weight.grad.to_dense(), counts.mean(0)[:, None].expand(6, 2))
     with Trace(tmp_path / "t") as trace:
@@ -502,9 +502,9 @@ def test_refusals_come_before_anything_is_written(pool: ProcessPool, tmp_path: P
         assert "\n" not in str(error.value)
     with open_files(150), pytest.raises(GradlabError, match="ulimit -n 164"):
         EmulatedNodes(model, path, 50)
-    said = pool.run("jobs.emulated_tasks:refused_in_ddp", 1, trace=str(path))[0]
-    assert len(said) == 2
-    assert all("in DistributedDataParallel" in line for line in said)
+    messages = pool.run("jobs.emulated_tasks:refused_in_ddp", 1, trace=str(path))[0]
+    assert len(messages) == 2
+    assert all("in DistributedDataParallel" in line for line in messages)
     assert not path.exists()
     (path / "precious").mkdir(parents=True)
     with pytest.raises(GradlabError, match="nothing is overwritten"):

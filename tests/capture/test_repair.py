@@ -58,11 +58,11 @@ def killed_trace(killed: tuple[Path, list[int]], tmp_path: Path) -> tuple[Path, 
 
 def test_check_reads_what_a_killed_run_acknowledged(killed_trace: tuple[Path, list[int]]) -> None:
     path, acknowledged = killed_trace
-    found = check(path)
-    assert found.problems == ()
-    assert [rank.closed for rank in found.ranks] == [False, False]
-    assert all(rank.steps >= steps for rank, steps in zip(found.ranks, acknowledged, strict=True))
-    assert found.common_steps == min(rank.steps for rank in found.ranks)
+    report = check(path)
+    assert report.problems == ()
+    assert [rank.closed for rank in report.ranks] == [False, False]
+    assert all(rank.steps >= steps for rank, steps in zip(report.ranks, acknowledged, strict=True))
+    assert report.common_steps == min(rank.steps for rank in report.ranks)
 
 
 def test_a_killed_trace_names_the_command_that_repairs_it(killed_trace: tuple[Path, list[int]]) -> None:
@@ -223,10 +223,10 @@ def test_the_commands_take_a_killed_trace_to_a_sound_one(
         f"gradlab: {path}: left open by a run that was killed; close it with: gradlab trace repair {path}\n"
     )
     code, out, error = command("check", path, "--json")
-    found = json.loads(out)
+    report = json.loads(out)
     assert code == 2
-    assert (found["ok"], found["closed"], found["problems"]) == (False, False, [])
-    assert [rank["steps"] for rank in found["ranks"]] == held
+    assert (report["ok"], report["closed"], report["problems"]) == (False, False, [])
+    assert [rank["steps"] for rank in report["ranks"]] == held
     code, _, error = command("info", path)
     assert code == 2
     assert "gradlab trace repair" in error

@@ -57,9 +57,9 @@ def test_in_torchs_own_transformer_layers(norm_first: bool, batch_first: bool) -
 
 def test_in_a_pyramid_all_that_reads_the_last_block_pooled_or_concatenated() -> None:
     model = pspnet.initialized((4, 4, 4, 4), classes=3, seed=0)
-    found = layers_after_addition(model(normal(2, 3, 16, 16)), model)
+    layers = layers_after_addition(model(normal(2, 3, 16, 16)), model)
     stages = [f"stages.{n}.conv1.weight" for n in (1, 2, 3)]
-    assert found == (*stages, *(f"pyramid.reduced.{n}.weight" for n in range(4)), "joined.weight")
+    assert layers == (*stages, *(f"pyramid.reduced.{n}.weight" for n in range(4)), "joined.weight")
 
 
 def test_in_a_plain_network_none() -> None:
@@ -319,6 +319,6 @@ def test_a_recording_of_the_reference_trainer_says_so(gradlab: Command, tmp_path
 def test_asking_advances_no_generator() -> None:
     workload, settings = get("digits"), TrainSettings("digits", capture="trace")
     data, state = workload.load(train_limit=8), torch.get_rng_state()
-    about = trace_metadata(settings, workload, workload.recipe, data)
-    assert about["after_addition"] == DIGITS
+    metadata = trace_metadata(settings, workload, workload.recipe, data)
+    assert metadata["after_addition"] == DIGITS
     assert torch.equal(torch.get_rng_state(), state)
