@@ -145,9 +145,9 @@ def test_wrappers_that_are_none(gradlab: Command, recording: Path, tmp_path: Pat
 
 def test_trace_commands(gradlab: Command, recording: Path) -> None:
     code, out, _ = gradlab("trace", "info", recording / "trace", "--json")
-    found = json.loads(out)
-    assert (code, found["steps"], found["world_size"], found["steps_by_rank"]) == (0, STEPS, 2, [STEPS, STEPS])
-    assert found["metadata"]["workload"] == "digits"
+    info = json.loads(out)
+    assert (code, info["steps"], info["world_size"], info["steps_by_rank"]) == (0, STEPS, 2, [STEPS, STEPS])
+    assert info["metadata"]["workload"] == "digits"
     for words in (["trace", "info"], ["trace", "check"], ["trace", "repair"]):
         assert gradlab(*words, recording / "trace")[0] == 0
 
@@ -227,9 +227,9 @@ def test_an_artifact_without_a_fit_bears_its_provenance(gradlab: Command, record
     code, out, err = gradlab("fit", "uniform", recording / "trace", "--codec", "topk", "--out", artifact)
     assert code == 0, err
     assert out.startswith("Of the lossy plans replayed, topk keeps")
-    found = Artifact.load(artifact)
-    assert found.provenance["payload_bytes"] == found.plan.payload_bytes(2) < found.provenance["dense_payload_bytes"]
-    assert found.provenance["world_size"] == 2
+    loaded = Artifact.load(artifact)
+    assert loaded.provenance["payload_bytes"] == loaded.plan.payload_bytes(2) < loaded.provenance["dense_payload_bytes"]
+    assert loaded.provenance["world_size"] == 2
 
 
 def damaged(recording: Path, folder: Path, hurt: Callable[[Path], None]) -> Path:
