@@ -23,7 +23,7 @@ ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 def exchange(dtype: str, grads: list[Tensors], scale: float = 1.0) -> list[LockstepResult[Exchanged]]:
     codec, context = Cast(Cast.Settings(dtype)), Context(0, len(grads), 0, loss_scale=scale)
-    return run_lockstep([codec.exchange(mine, {}, replace(context, rank=rank)) for rank, mine in enumerate(grads)])
+    return run_lockstep([codec.exchange(each, {}, replace(context, rank=rank)) for rank, each in enumerate(grads)])
 
 
 def own(dtype: str, values: list[float], scale: float = 1.0) -> torch.Tensor:
@@ -52,7 +52,7 @@ def test_the_mean_travels_in_16_bits(dtype: str, kind: torch.dtype) -> None:
     for rank, result in enumerate(exchange(dtype, grads)):
         assert result.payload_bytes == Cast().payload_bytes([Layer(n, s) for n, s in shapes.items()], 3) == 2 * 36
         for name in shapes:
-            narrow = [mine[name].to(DTYPES[dtype]) for mine in grads]
+            narrow = [each[name].to(DTYPES[dtype]) for each in grads]
             assert torch.equal(result.value.mean[name], sum_in_rank_order(narrow).to(kind))
             assert torch.equal(result.value.own[name], narrow[rank].to(kind))
             assert result.value.mean[name].dtype == kind

@@ -85,17 +85,17 @@ def test_the_cycle_is_the_papers() -> None:
         samples = []
         for _ in range(6):
             assert run.mode == SAMPLING if run.states[0] else run.iteration == 0
-            mine = [gradient(rank, run.iteration) for rank in range(2)]
-            result = run.step(*mine)[0]
-            torch.testing.assert_close(result.value.mean["w"], (mine[0] + mine[1]) / 2)
-            samples.append(slices_of(mine[0] + mine[1]))
+            grads = [gradient(rank, run.iteration) for rank in range(2)]
+            result = run.step(*grads)[0]
+            torch.testing.assert_close(result.value.mean["w"], (grads[0] + grads[1]) / 2)
+            samples.append(slices_of(grads[0] + grads[1]))
         mu, axes = explicit_fit(samples, 0.05)
         for _ in range(3):
             assert run.mode == COMPRESSING
             assert int(run.states[0]["w/width"]) == axes.shape[1]
-            mine = [gradient(rank, run.iteration) for rank in range(2)]
-            code = sum((slices_of(g) - mu / 2) @ axes for g in mine)
-            for result in run.step(*mine):
+            grads = [gradient(rank, run.iteration) for rank in range(2)]
+            code = sum((slices_of(g) - mu / 2) @ axes for g in grads)
+            for result in run.step(*grads):
                 np.testing.assert_allclose(slices_of(result.value.mean["w"]) * 2, code @ axes.T + mu, atol=1e-5)
                 assert result.payload_bytes == 8 * 9 * axes.shape[1]
         assert run.mode == SAMPLING
@@ -120,11 +120,11 @@ def test_samples_travel_as_qsgd() -> None:
     """Section 4: what is aggregated, and what PCA sees, are the quantized gradients; payload is QSGD's."""
     run = Run(codec(sample_bits=4))
     quantizer = QSGD(QSGD.Settings(4))
-    mine = [gradient(rank, 0).float() for rank in range(2)]
-    results = run.step(*mine)
+    grads = [gradient(rank, 0).float() for rank in range(2)]
+    results = run.step(*grads)
     context = Context(0, 2, 0, "w", seed=5)
     expected = torch.zeros(108)
-    for rank, given in enumerate(mine):
+    for rank, given in enumerate(grads):
         vector = flatten(given, "gradiveq")
         payload = quantizer.compress(vector, replace(context, group="w/w", rank=rank).rank_generator())
         quantizer.add_decompressed(expected, payload, 0.5)

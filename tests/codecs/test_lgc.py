@@ -156,8 +156,8 @@ def test_losses_of_the_server_are_eqs_5_to_7() -> None:
     decoded = [architecture.decode(weights, code[2], k, apart[k]) for k in range(3)]
     rec = sum(float((vectors[k] - decoded[k]).square().sum()) for k in range(3))
     sim = sum(float((code[k] - code[m]).square().sum()) for k in range(3) for m in range(3) if k != m)
-    found = server_loss(architecture, weights, vectors, apart, 2, Loss("sum", 0.5))
-    assert float(found) == pytest.approx(rec + 0.5 * sim, rel=1e-5)
+    loss = server_loss(architecture, weights, vectors, apart, 2, Loss("sum", 0.5))
+    assert float(loss) == pytest.approx(rec + 0.5 * sim, rel=1e-5)
 
 
 # --- both algorithms against a plain reading --------------------------------------------------------------------------
@@ -191,18 +191,18 @@ class Reading:
         chosen = self.positions(g[leader])
         codes = [self.architecture.encode(self.weights, self.padded(one[chosen])) for one in g]
         mean = sum(codes) / len(codes)
-        found = np.zeros(g.shape[1])
-        found[chosen] = self.architecture.decode(self.weights, mean)[: len(chosen)].numpy()
+        averaged = np.zeros(g.shape[1])
+        averaged[chosen] = self.architecture.decode(self.weights, mean)[: len(chosen)].numpy()
         self.kept = g.copy()
         self.kept[:, chosen] = 0
-        return found
+        return averaged
 
     def server(self, grads: np.ndarray, sender: int) -> np.ndarray:
         """Algorithm 1: own positions, the sender's code, every node's innovation and decoder."""
         g = grads + self.kept
         chosen = [self.positions(one) for one in g]
         code = self.architecture.encode(self.weights, self.padded(g[sender][chosen[sender]]))
-        found = np.zeros(g.shape[1])
+        averaged = np.zeros(g.shape[1])
         self.kept = g.copy()
         for k in range(self.ranks):
             values, start, apart = g[k][chosen[k]], 0, np.zeros(sum(self.counts))
@@ -211,9 +211,9 @@ class Reading:
                 apart[part] = values[part]
                 start += count
             decoded = self.architecture.decode(self.weights, code, k, self.padded(apart))
-            found[chosen[k]] += decoded[: len(values)].numpy() / self.ranks
+            averaged[chosen[k]] += decoded[: len(values)].numpy() / self.ranks
             self.kept[k, chosen[k]] = 0
-        return found
+        return averaged
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 24])
@@ -231,8 +231,8 @@ def test_both_algorithms_are_a_plain_reading(pattern: str, ranks: int) -> None:
         flat = np.stack([np.concatenate([g[x.name].double().reshape(-1).numpy() for x in LAYERS]) for g in grads])
         expected = reading.ring(flat, step % ranks) if pattern == "ring" else reading.server(flat, 0)
         done = lockstep.step(step, grads).exchanged["lgc"]
-        found = np.concatenate([done[0].mean[x.name].reshape(-1).numpy() for x in LAYERS])
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+        averaged = np.concatenate([done[0].mean[x.name].reshape(-1).numpy() for x in LAYERS])
+        np.testing.assert_allclose(averaged, expected, rtol=1e-4, atol=1e-5)
         for rank, one in enumerate(done):
             assert all(torch.equal(one.mean[x.name], done[0].mean[x.name]) for x in LAYERS)
             kept = np.concatenate(
@@ -250,10 +250,10 @@ def test_bytes_are_what_travels() -> None:
     code = 4 * Architecture().code_numel(count)
     assert payload == [code + 4, code + 4, code + 4, code + packed + 4]  # 4: are all gradients finite
     server = Architecture(decoders=4, innovation=True)
-    found = LockstepPlan(plan("lgc_server", weights=server.initial(generator(0)), index_coding="packed"), 4)
+    lockstep = LockstepPlan(plan("lgc_server", weights=server.initial(generator(0)), index_coding="packed"), 4)
     apart = sum(int(np.ceil(round(0.1 * int(np.ceil(0.06 * size)), 9))) for size in SIZES)
     each = packed + 4 * apart + packed_bytes(apart, 6) + 4
-    assert sorted(found.step(0, drawn(4, 0)).payload) == [each, each, each, each + code]
+    assert sorted(lockstep.step(0, drawn(4, 0)).payload) == [each, each, each, each + code]
 
 
 @pytest.mark.parametrize("order", ["position", "magnitude", "value"])
@@ -358,11 +358,11 @@ def test_what_was_fitted_and_is_no_good_is_not_used() -> None:
         chosen = plan("lgc_ring", weights=weights)
         learned = {"lgc": {**chosen.learned["lgc"], "error": torch.tensor([error])}}
         lockstep = LockstepPlan(replace(chosen, learned=learned), 2)
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for step in range(2):
                 done = lockstep.step(step, drawn(2, step))
-        assert [("most_error" in str(one.message)) for one in said] == ([] if used else [True])
+        assert [("most_error" in str(one.message)) for one in caught] == ([] if used else [True])
         asked = sum_in_rank_order([one.asked["a.weight"] for one in done.exchanged["lgc"]])
         mean = done.exchanged["lgc"][0].mean["a.weight"]
         assert torch.allclose(mean[mean != 0], asked[mean != 0]) != used
@@ -372,16 +372,16 @@ def test_what_was_fitted_and_is_no_good_is_not_used() -> None:
             LockstepPlan(replace(chosen, learned={"lgc": {**chosen.learned["lgc"], "error": wrong}}), 2)
 
 
-def test_a_code_that_says_nothing_is_told() -> None:
+def test_a_code_that_says_nothing_is_warned_of() -> None:
     """A similarity loss that outweighs all else makes all codes one; without it they differ."""
     steady = {"optimizer": "adam", "loss": "mean", "learning_rate": 0.003, "positions": "shared", "most_error": 1e9}
     for similarity, steps, collapses in ((1e6, 150, True), (1e-6, 20, False)):
         lockstep = LockstepPlan(plan("lgc_server", training_steps=steps, similarity=similarity, **steady), 2)
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for step in range(steps):
                 lockstep.step(step, drawn(2, step))
-        assert any("they say next to nothing" in str(one.message) for one in said) == collapses
+        assert any("they say next to nothing" in str(one.message) for one in caught) == collapses
         assert set(lockstep.states[0]["lgc"]) == set(lockstep.states[1]["lgc"])
 
 
@@ -393,8 +393,8 @@ def test_learned_before_the_second_phase_is_skipped_or_short() -> None:
         at_once.step(step, drawn(2, step))
         tuned.step(step, drawn(2, step))
     assert torch.equal(at_once.states[1]["lgc"]["a.weight/autoencoder"], weights)
-    found = tuned.states[1]["lgc"]["a.weight/autoencoder"]
-    assert 0 < float((found - weights).abs().max()) < 0.1
+    learned = tuned.states[1]["lgc"]["a.weight/autoencoder"]
+    assert 0 < float((learned - weights).abs().max()) < 0.1
 
 
 def test_feedback_against_the_decoded_average_sends_all_in_the_end() -> None:
@@ -493,13 +493,13 @@ def test_short_selections_and_ranks_of_zeros(codec: str) -> None:
 def test_innovations_are_the_largest_of_each_layer(seed: int, counts: list[int]) -> None:
     values = torch.randn(sum(counts), generator=generator(seed))
     kept = [min(count, 1 + count // 10) if count else 0 for count in counts]
-    found, start = innovation_positions(values, counts, kept), 0
-    assert found.tolist() == sorted(found.tolist())
-    for count, some in zip(counts, kept, strict=True):
-        mine = [int(p) for p in found if start <= p < start + count]
-        assert len(mine) == some
-        rest = [abs(float(values[p])) for p in range(start, start + count) if p not in mine]
-        assert not mine or min(abs(float(values[p])) for p in mine) >= max(rest, default=0.0)
+    positions, start = innovation_positions(values, counts, kept), 0
+    assert positions.tolist() == sorted(positions.tolist())
+    for count, wanted in zip(counts, kept, strict=True):
+        of_layer = [int(p) for p in positions if start <= p < start + count]
+        assert len(of_layer) == wanted
+        rest = [abs(float(values[p])) for p in range(start, start + count) if p not in of_layer]
+        assert not of_layer or min(abs(float(values[p])) for p in of_layer) >= max(rest, default=0.0)
         start += count
 
 

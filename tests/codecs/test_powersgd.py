@@ -49,7 +49,7 @@ def algorithm_1(matrices: list[np.ndarray], q: np.ndarray) -> tuple[np.ndarray, 
     p_hat = gram_schmidt(p)
     own_q = [m.T @ p_hat for m in matrices]
     q = sum(own_q) / workers
-    return p_hat @ q.T, [p_hat @ mine.T for mine in own_q], q
+    return p_hat @ q.T, [p_hat @ of_rank.T for of_rank in own_q], q
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -280,6 +280,6 @@ def test_orthogonalize_is_safe_at_few_columns(rank: int, zeros: int, seed: int) 
     columns[0, :, : min(zeros, rank)] = 0.0
     if rank > 1:
         columns[1, :, 1] = columns[1, :, 0]
-    found = orthogonalize(columns)
-    torch.testing.assert_close(found.mT @ found, torch.eye(rank, dtype=torch.float64).expand(2, rank, rank))
-    torch.testing.assert_close(found @ (found.mT @ columns), columns)
+    basis = orthogonalize(columns)
+    torch.testing.assert_close(basis.mT @ basis, torch.eye(rank, dtype=torch.float64).expand(2, rank, rank))
+    torch.testing.assert_close(basis @ (basis.mT @ columns), columns)

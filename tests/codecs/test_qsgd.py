@@ -346,7 +346,7 @@ def test_two_way(server: str, ranks: int) -> None:
     forecast = codec.payload_bytes([Layer("a", (700,)), Layer("b", (300,))], ranks)
     assert sum(result.payload_bytes for result in results) / ranks == forecast
     for name in grads[0]:
-        mean = torch.stack([mine[name] for mine in grads]).mean(0)
+        mean = torch.stack([of_rank[name] for of_rank in grads]).mean(0)
         assert all(torch.equal(result.value.mean[name], results[0].value.mean[name]) for result in results)
         assert float((results[0].value.mean[name] - mean).norm() / mean.norm()) < 0.05
 
@@ -412,14 +412,14 @@ def residual_norms(contraction: str, steps: int) -> list[float]:
     """The larger of both ends' residuals, by step: two bits, l2, 512 elements, two ranks."""
     codec = ErrorFeedback(TwoWay(quantizer(bits=2, norm="l2", bucket_size=512, contraction=contraction)))
     states: list[Tensors] = [{}, {}]
-    found = []
+    norms = []
     for step in range(steps):
         context, grads = Context(0, 2, step, "g"), [{"w": normal(512, 2 * step + r)} for r in (0, 1)]
         runs = [codec.exchange(grads[r], states[r], replace(context, rank=r)) for r in (0, 1)]
         states = [result.value.state for result in run_lockstep(runs)]
         kept = (state[f"w/{what}"] for state in states for what in ("residual", "server_residual"))
-        found.append(max(float(tensor.norm()) for tensor in kept))
-    return found
+        norms.append(max(float(tensor.norm()) for tensor in kept))
+    return norms
 
 
 @pytest.mark.parametrize("contraction", ["bound", "measured"])
@@ -446,6 +446,6 @@ def test_contractions_that_make_no_sense_are_refused(settings: dict[str, Any]) -
 
 def test_a_contraction_of_zeros_and_of_the_smallest_numbers() -> None:
     for values in (torch.zeros(40), torch.full((40,), 1e-40), torch.tensor([3e38, -3e38, 0.0])):
-        found = decoded(quantizer(contraction="measured"), values)
-        assert bool(found.isfinite().all())
-        assert bool((found.abs() <= 1.0001 * values.abs().max() + 1e-44).all())
+        received = decoded(quantizer(contraction="measured"), values)
+        assert bool(received.isfinite().all())
+        assert bool((received.abs() <= 1.0001 * values.abs().max() + 1e-44).all())

@@ -76,8 +76,8 @@ def test_terngrad_is_its_equations(numel: int, clip: float, values_per_byte: int
     vector = torch.randn(numel, generator=generator(seed), dtype=torch.float64)
     codec = TernGrad(TernGrad.Settings(clip=clip, values_per_byte=values_per_byte))
     expected = ternary(vector.numpy(), uniform(vector, seed + 1), clip)
-    found = returned(codec, vector, seed + 1).numpy()
-    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-12)
+    received = returned(codec, vector, seed + 1).numpy()
+    np.testing.assert_allclose(received, expected, rtol=1e-6, atol=1e-12)
     sizes = [part.nbytes for part in codec.compress(vector, generator(0))]
     assert sum(sizes) == codec.payload_bytes([Layer("v", (numel,))], 1)
 
@@ -138,12 +138,12 @@ def test_five_ternary_values_share_a_byte(numel: int, seed: int) -> None:
 
 def one_bit(matrix: np.ndarray) -> np.ndarray:
     """Section 3.2.1, row by row (the paper's columns): the means of what is >= 0 and of what is < 0."""
-    found = np.zeros_like(matrix)
-    for row, out in zip(matrix, found, strict=True):
+    coded = np.zeros_like(matrix)
+    for row, out in zip(matrix, coded, strict=True):
         for chosen in (row >= 0, row < 0):
             if chosen.any():
                 out[chosen] = row[chosen].mean(dtype=np.float64)
-    return found
+    return coded
 
 
 @law(st.integers(1, 9), st.integers(1, 60), st.booleans(), seeds)
@@ -190,8 +190,8 @@ def test_natural_compression_is_definition_1(numel: int, exponent: int, seed: in
     low = 2.0 ** np.floor(np.log2(np.abs(t)))
     up = uniform(vector, seed + 1) + np.abs(t) / low - 1 >= 1
     expected = np.sign(t) * np.where(up, 2 * low, low)
-    found = returned(Natural(), vector, seed + 1).double().numpy()
-    np.testing.assert_array_equal(found, expected)
+    received = returned(Natural(), vector, seed + 1).double().numpy()
+    np.testing.assert_array_equal(received, expected)
 
 
 def test_natural_compression_at_the_ends_of_float32() -> None:
@@ -202,13 +202,13 @@ def test_natural_compression_at_the_ends_of_float32() -> None:
     largest = torch.full((1000,), torch.finfo(torch.float32).max)
     assert bool((returned(Natural(), largest) == 2.0**127).all())
     tiny = torch.full((4000,), 2.0**-128)  # subnormal: 0 or 2^-126, a quarter of them
-    found = returned(Natural(), tiny)
-    assert set(found.tolist()) == {0.0, 2.0**-126}
-    assert 0.2 < float((found > 0).double().mean()) < 0.3
+    received = returned(Natural(), tiny)
+    assert set(received.tolist()) == {0.0, 2.0**-126}
+    assert 0.2 < float((received > 0).double().mean()) < 0.3
     for bad in (torch.nan, torch.inf, -torch.inf):
-        found = returned(Natural(), torch.tensor([1.0, bad, 4.0]))
-        assert not found[1].isfinite()
-        assert found[[0, 2]].tolist() == [1.0, 4.0]
+        received = returned(Natural(), torch.tensor([1.0, bad, 4.0]))
+        assert not received[1].isfinite()
+        assert received[[0, 2]].tolist() == [1.0, 4.0]
 
 
 # --- blocks with a scale --------------------------------------------------------------------------------------------
@@ -216,9 +216,9 @@ def test_natural_compression_at_the_ends_of_float32() -> None:
 
 def float8_values(mantissa: int, bias: int, largest: float) -> np.ndarray:
     """All values of a format from 0 on, by the definition of a floating-point number."""
-    found = [m * 2.0 ** (1 - bias - mantissa) for m in range(2**mantissa)]
-    found += [(1 + m / 2**mantissa) * 2.0 ** (e - bias) for e in range(1, 2 * bias + 2) for m in range(2**mantissa)]
-    return np.array(sorted(value for value in found if value <= largest))
+    values = [m * 2.0 ** (1 - bias - mantissa) for m in range(2**mantissa)]
+    values += [(1 + m / 2**mantissa) * 2.0 ** (e - bias) for e in range(1, 2 * bias + 2) for m in range(2**mantissa)]
+    return np.array(sorted(value for value in values if value <= largest))
 
 
 FORMATS = {
@@ -232,32 +232,32 @@ FORMATS = {
 @law(st.sampled_from(sorted(FORMATS)), st.integers(1, 400), st.integers(1, 90), seeds)
 def test_the_nearest_value_of_the_format_is_sent(dtype: str, numel: int, size: int, seed: int) -> None:
     vector = torch.randn(numel, generator=generator(seed)) ** 5
-    found = returned(BlockScaled(BlockScaled.Settings(dtype, size)), vector).double().numpy()
+    received = returned(BlockScaled(BlockScaled.Settings(dtype, size)), vector).double().numpy()
     values = np.concatenate([-FORMATS[dtype][::-1], FORMATS[dtype]])
     for start in range(0, numel, size):
         block = vector[start : start + size].double().numpy()
         s = np.float64(np.float32(np.abs(block).max()) / np.float32(FORMATS[dtype][-1])) or 1.0
         gaps = np.abs(block[:, None] / s - values)
-        sent = found[start : start + size] / s
-        mine = np.abs(block / s - sent)
+        sent = received[start : start + size] / s
+        errors = np.abs(block / s - sent)
         # The scale is a float32: a tie may fall either way.
-        assert (mine <= gaps.min(1) + 1e-6 * np.abs(block / s)).all()
+        assert (errors <= gaps.min(1) + 1e-6 * np.abs(block / s)).all()
         assert (np.abs(values - sent[:, None]).min(1) <= 1e-6 * np.abs(sent) + 1e-12).all()
 
 
 @law(st.sampled_from(sorted(FORMATS)), st.integers(1, 300), seeds)
 def test_at_random_it_is_one_of_the_two_beside_it(dtype: str, numel: int, seed: int) -> None:
     vector = torch.randn(numel, generator=generator(seed)) ** 3
-    found = returned(BlockScaled(BlockScaled.Settings(dtype, 50, stochastic=True)), vector, seed).double().numpy()
+    received = returned(BlockScaled(BlockScaled.Settings(dtype, 50, stochastic=True)), vector, seed).double().numpy()
     values = np.concatenate([-FORMATS[dtype][:0:-1], FORMATS[dtype]])
     for start in range(0, numel, 50):
         block = vector[start : start + 50].double().numpy()
         s = np.float64(np.float32(np.abs(block).max()) / np.float32(FORMATS[dtype][-1])) or 1.0
-        places = block / s
-        above = np.searchsorted(values, places).clip(1, len(values) - 1)
-        sent = found[start : start + 50] / s
+        scaled = block / s
+        above = np.searchsorted(values, scaled).clip(1, len(values) - 1)
+        sent = received[start : start + 50] / s
         near = np.minimum(np.abs(sent - values[above]), np.abs(sent - values[above - 1]))
-        assert (near <= 1e-5 * np.maximum(1, np.abs(places))).all()
+        assert (near <= 1e-5 * np.maximum(1, np.abs(scaled))).all()
 
 
 def test_a_fixed_scale_cuts_off_at_the_ends() -> None:
@@ -284,13 +284,13 @@ def test_what_is_not_finite_comes_back_not_finite(codec: Compressor, bad: float)
 def test_extreme_magnitudes_stay_finite(codec: Compressor) -> None:
     for scale in (1e-45, 1e-38, 1e-20, 1e20, 1e37):
         vector = torch.randn(100, generator=generator()) * scale
-        found = returned(codec, vector)
-        assert bool(found.isfinite().all())
-        assert float(found.abs().max()) <= 2.01 * float(vector.abs().max())
+        received = returned(codec, vector)
+        assert bool(received.isfinite().all())
+        assert float(received.abs().max()) <= 2.01 * float(vector.abs().max())
 
 
 @pytest.mark.parametrize(
-    ("build", "said"),
+    ("build", "message"),
     [
         (lambda: TernGrad.Settings(clip=-1.0), "terngrad: setting clip = -1.0, expected at least 0"),
         (lambda: TernGrad.Settings(values_per_byte=6), "values_per_byte = 6, expected 4 or 5"),
@@ -302,10 +302,10 @@ def test_extreme_magnitudes_stay_finite(codec: Compressor) -> None:
         (lambda: BlockScaled.Settings(scale=0.0), "block_scaled: setting scale = 0.0"),
     ],
 )
-def test_bad_settings_are_refused(build: Any, said: str) -> None:
+def test_bad_settings_are_refused(build: Any, message: str) -> None:
     with pytest.raises(GradlabError) as refused:
         build()
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 # --- LoCo -----------------------------------------------------------------------------------------------------------

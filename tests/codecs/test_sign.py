@@ -62,19 +62,19 @@ def sign(size: int | None = None, **settings: Any) -> Sign:
 @law(st.integers(0, 400), st.none() | st.integers(1, 90), st.sampled_from(["mean", "one"]), seeds)
 def test_it_is_equation_1_block_by_block(numel: int, size: int | None, scale: str, seed: int) -> None:
     vector = random(numel, seed)
-    found = compressed(sign(size, scale=scale), torch.from_numpy(vector)).numpy()
-    np.testing.assert_allclose(found, explicit(vector, size, scale), rtol=2e-7, atol=0)
+    result = compressed(sign(size, scale=scale), torch.from_numpy(vector)).numpy()
+    np.testing.assert_allclose(result, explicit(vector, size, scale), rtol=2e-7, atol=0)
 
 
 @pytest.mark.parametrize("numel", [2**16 - 3, 2**16, 2**18 + 5, 300_001])
 @pytest.mark.parametrize("size", [None, 100, 70_000, 2**16])
 def test_long_vectors_are_treated_piece_by_piece_alike(numel: int, size: int | None) -> None:
     vector = random(numel, 3, np.float32)
-    found = compressed(sign(size), torch.from_numpy(vector)).numpy()
+    result = compressed(sign(size), torch.from_numpy(vector)).numpy()
     scales = [np.abs(vector[a : a + (size or numel)].astype(np.float64)).mean() for a in range(0, numel, size or numel)]
     each = np.repeat(scales, size or numel)[:numel]
-    np.testing.assert_allclose(np.abs(found), each, rtol=1e-6)
-    assert ((found < 0) == (vector < 0)).all()
+    np.testing.assert_allclose(np.abs(result), each, rtol=1e-6)
+    assert ((result < 0) == (vector < 0)).all()
 
 
 @law(st.integers(1, 300), st.none() | st.integers(1, 50), seeds)
@@ -114,10 +114,10 @@ def test_a_block_of_zeros_comes_back_zero_and_what_is_not_finite_is_seen() -> No
 
 def test_a_coin_decides_the_sign_of_zero() -> None:
     vector = torch.cat([torch.zeros(4000), torch.ones(10), -torch.ones(10)])
-    found = compressed(sign(scale="one", zeros="random"), vector)
-    assert torch.equal(found[4000:], vector[4000:])
-    assert set(found[:4000].tolist()) == {-1.0, 1.0}
-    assert abs(float(found[:4000].sum())) < 5 * 4000**0.5  # five standard deviations: once in 1.7 million runs
+    result = compressed(sign(scale="one", zeros="random"), vector)
+    assert torch.equal(result[4000:], vector[4000:])
+    assert set(result[:4000].tolist()) == {-1.0, 1.0}
+    assert abs(float(result[:4000].sum())) < 5 * 4000**0.5  # five standard deviations: once in 1.7 million runs
     assert bool((compressed(sign(scale="one"), vector)[:4000] == 1).all())
 
 
@@ -419,7 +419,7 @@ def test_methods_are_what_the_paper_compares() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "said"),
+    ("name", "settings", "message"),
     [
         ("DIST-EF-blockSGDN", {}, "did you mean dist-EF-blockSGD"),
         ("x", {}, "there are SGD, SGDM, signSGD"),
@@ -433,8 +433,8 @@ def test_methods_are_what_the_paper_compares() -> None:
         ("dist-EF-SGD", {"block_size": 0}, "block_size = 0"),
     ],
 )
-def test_bad_methods_are_refused(name: Any, settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(GradlabError, match=re.escape(said)):
+def test_bad_methods_are_refused(name: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(GradlabError, match=re.escape(message)):
         method_plan(LAYERS, name, **settings)
 
 
@@ -444,15 +444,15 @@ def test_bad_methods_are_refused(name: Any, settings: dict[str, Any], said: str)
 @pytest.mark.parametrize("method", ["dist-EF-blockSGD", "dist-EF-blockSGDM", "dist-EF-SGDM", "signum"])
 def test_the_engine_is_lockstep_and_the_sharded_server_one_server_bit_for_bit(pool: ProcessPool, method: str) -> None:
     arguments = {"method": method}
-    found = [
+    results = [
         result
         for server in ("sharded", "rank")
         for result in pool.run("jobs.sign_tasks:engine_equals_lockstep", 4, server=server, **arguments)
     ]
-    assert all(result["bitwise"] and result["states"] for result in found)
-    assert found[0]["groups"] == (1 if method == "dist-EF-SGDM" else 3)
+    assert all(result["bitwise"] and result["states"] for result in results)
+    assert results[0]["groups"] == (1 if method == "dist-EF-SGDM" else 3)
     # Ties of a vote are ended by a coin of the server's own.
-    assert len({result["means"] for result in found}) == (2 if method == "signum" else 1)
+    assert len({result["means"] for result in results}) == (2 if method == "signum" else 1)
 
 
 @pytest.mark.parametrize("method", ["dist-EF-blockSGD", "dist-EF-blockSGDM"], ids=["Lemma 1", "Lemma 3"])
@@ -472,18 +472,20 @@ def test_weight_decay_is_torchs(pool: ProcessPool) -> None:
 
 
 def test_a_state_says_what_an_optimizer_must_not_do_and_what_holds(pool: ProcessPool) -> None:
-    for said in pool.run("jobs.sign_tasks:refusals", 2):
-        assert "the plan applies momentum (local_momentum) and the optimizer has momentum = 0.9" in said["own momentum"]
-        assert "betas = (0.9, 0.999)" in said["adam"]
-        assert "the plan applies weight decay and the optimizer has weight_decay = 0.0001" in said["own weight decay"]
-        assert said["no optimizer"].startswith("the plan's error_feedback follows the learning rate")
+    for texts in pool.run("jobs.sign_tasks:refusals", 2):
+        assert (
+            "the plan applies momentum (local_momentum) and the optimizer has momentum = 0.9" in texts["own momentum"]
+        )
+        assert "betas = (0.9, 0.999)" in texts["adam"]
+        assert "the plan applies weight decay and the optimizer has weight_decay = 0.0001" in texts["own weight decay"]
+        assert texts["no optimizer"].startswith("the plan's error_feedback follows the learning rate")
         for name in ("momentum", "weight decay"):
-            assert "pass optimizer=, so that its own is known to be off" in said[f"no optimizer, {name}"]
-        assert said["adam, feedback by default"].startswith("residuals are kept as they are under AdamW with betas")
-        assert said["plain"].endswith("the recurrence of SGD (Lemma 1 of dist-EF-SGD) (0 warnings)")
-        assert said["nothing kept"] == "None (0 warnings)"
-        assert "under SGD with momentum = 0.9: the error-corrected" in said["ratio asked of momentum"]
-        assert "(1 warnings)" in said["ratio asked of momentum"]
+            assert "pass optimizer=, so that its own is known to be off" in texts[f"no optimizer, {name}"]
+        assert texts["adam, feedback by default"].startswith("residuals are kept as they are under AdamW with betas")
+        assert texts["plain"].endswith("the recurrence of SGD (Lemma 1 of dist-EF-SGD) (0 warnings)")
+        assert texts["nothing kept"] == "None (0 warnings)"
+        assert "under SGD with momentum = 0.9: the error-corrected" in texts["ratio asked of momentum"]
+        assert "(1 warnings)" in texts["ratio asked of momentum"]
 
 
 # --- votes ----------------------------------------------------------------------------------------------------------
@@ -498,12 +500,12 @@ def test_a_majority_decides_and_ties_are_as_the_setting_says(zeros: str, workers
     results = one_step(vote, gradients, [{}] * workers, 0, 0.1, 0.1)
     for i in range(60):
         ayes = sum(g[i] > 0 for g in gradients)
-        said = {float(result.value.mean["w"][i]) for result in results}
+        votes = {float(result.value.mean["w"][i]) for result in results}
         if 2 * ayes != workers:
-            assert said == {1.0 if 2 * ayes > workers else -1.0}
+            assert votes == {1.0 if 2 * ayes > workers else -1.0}
         else:
-            assert len(said) == 1
-            assert said <= ({1.0} if zeros == "positive" else {1.0, -1.0})
+            assert len(votes) == 1
+            assert votes <= ({1.0} if zeros == "positive" else {1.0, -1.0})
 
 
 def test_signum_votes_on_dampened_momentum() -> None:
@@ -538,7 +540,7 @@ def test_a_sharded_server_computes_what_one_does_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    ("wrappers", "said"),
+    ("wrappers", "expected"),
     [
         ([Wrap("two_way", {"error_feedback": False})], None),
         ([Wrap("two_way")], "residuals follow the learning rate"),
@@ -551,12 +553,12 @@ def test_a_sharded_server_computes_what_one_does_bit_for_bit(
         ([Wrap("momentum_correction")], "residuals are kept as they are as the plan says"),
     ],
 )
-def test_what_is_said_of_residuals_under_plain_sgd(wrappers: list[Wrap], said: str | None) -> None:
+def test_what_is_said_of_residuals_under_plain_sgd(wrappers: list[Wrap], expected: str | None) -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    found = residual_statement(Plan.uniform(LAYERS, "sign", wrappers=wrappers), optimizer)
-    assert (found is None) == (said is None)
-    assert said is None or (said or "") in (found or "")
-    assert found is None or ("Lemma" in found) == ("Lemma" in (said or ""))
+    statement = residual_statement(Plan.uniform(LAYERS, "sign", wrappers=wrappers), optimizer)
+    assert (statement is None) == (expected is None)
+    assert expected is None or (expected or "") in (statement or "")
+    assert statement is None or ("Lemma" in statement) == ("Lemma" in (expected or ""))
 
 
 def test_a_mean_is_finite_where_its_sum_is_not() -> None:

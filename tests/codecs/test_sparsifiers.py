@@ -50,9 +50,9 @@ def exchange(codec: Codec, grads: Sequence[Tensors], states: Sequence[Tensors] |
 
 
 def kept(vector: np.ndarray, positions: Any) -> np.ndarray:
-    found = np.zeros_like(vector)
-    found[positions] = vector[positions]
-    return found
+    result = np.zeros_like(vector)
+    result[positions] = vector[positions]
+    return result
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -84,10 +84,10 @@ def test_global_top_k_is_one_argsort_over_the_model(coding: str) -> None:
 @law(st.integers(0, 300).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))), seeds)
 def test_positions_are_distinct(sizes: tuple[int, int], seed: int) -> None:
     numel, count = sizes
-    found = distinct(numel, count, generator(seed))
-    assert len(found) == count
-    assert torch.equal(found, found.unique())
-    assert not count or 0 <= int(found[0]) <= int(found[-1]) < numel
+    positions = distinct(numel, count, generator(seed))
+    assert len(positions) == count
+    assert torch.equal(positions, positions.unique())
+    assert not count or 0 <= int(positions[0]) <= int(positions[-1]) < numel
 
 
 @pytest.mark.parametrize(("numel", "count"), [(5, 2), (6, 3), (6, 5)])
@@ -218,10 +218,10 @@ def exchange_named(codec: Codec, grads: Sequence[Tensors], step: int = 0) -> Any
 def test_the_largest_are_found_exactly(numel: int, density: float, seed: int) -> None:
     vector = torch.randn(numel, generator=generator(seed)) ** 3
     count = count_of(density, numel)
-    found = largest(vector, count)
-    assert len(found.unique()) == count
+    positions = largest(vector, count)
+    assert len(positions.unique()) == count
     expected = np.sort(np.abs(vector.numpy()))[numel - count :]
-    np.testing.assert_array_equal(np.sort(vector[found].abs().numpy()), expected)
+    np.testing.assert_array_equal(np.sort(vector[positions].abs().numpy()), expected)
 
 
 # --- CLT-k ----------------------------------------------------------------------------------------------------------
@@ -308,12 +308,12 @@ def test_the_transform_is_scipys(rows: int, columns: int, chunk: int, seed: int)
     y, h, x, w = tile = tiles((rows, columns), chunk)
     assert (y * h, x * w) == (rows, columns)
     assert max(h, w) <= chunk
-    found = transform(matrix.view(-1), tile)
+    coefficients = transform(matrix.view(-1), tile)
     blocks = matrix.numpy().reshape(y, h, x, w).transpose(0, 2, 1, 3).reshape(-1, h, w)
     np.testing.assert_allclose(
-        found.numpy(), fft.dctn(blocks, axes=(1, 2), norm="ortho").reshape(-1, h * w), atol=1e-12
+        coefficients.numpy(), fft.dctn(blocks, axes=(1, 2), norm="ortho").reshape(-1, h * w), atol=1e-12
     )
-    torch.testing.assert_close(restore(found, tile), matrix.view(-1))
+    torch.testing.assert_close(restore(coefficients, tile), matrix.view(-1))
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 64])
@@ -328,10 +328,10 @@ def dct_topk(grads: Sequence[np.ndarray], shape: tuple[int, ...], chunk: int, co
     coefficients = []
     for grad in grads:
         blocks = grad.reshape(y, h, x, w).transpose(0, 2, 1, 3).reshape(y * x, h, w)
-        found = fft.dctn(blocks, axes=(1, 2), norm="ortho").reshape(y * x, -1)
-        order = np.argsort(-np.abs(found), 1, kind="stable")[:, :count]
-        sent = np.zeros_like(found)
-        np.put_along_axis(sent, order, np.take_along_axis(found, order, 1), 1)
+        transformed = fft.dctn(blocks, axes=(1, 2), norm="ortho").reshape(y * x, -1)
+        order = np.argsort(-np.abs(transformed), 1, kind="stable")[:, :count]
+        sent = np.zeros_like(transformed)
+        np.put_along_axis(sent, order, np.take_along_axis(transformed, order, 1), 1)
         coefficients.append(sent)
     return np.stack(coefficients)
 
@@ -381,7 +381,7 @@ def test_all_coefficients_are_the_gradient_and_need_no_places() -> None:
 
 
 @pytest.mark.parametrize(
-    ("build", "said"),
+    ("build", "message"),
     [
         (lambda: RandomK.Settings(0.0), "random_k: setting density = 0.0, expected a share of elements in (0, 1]"),
         (lambda: Threshold.Settings(0.0), "threshold: setting threshold = 0.0, expected above 0, or None"),
@@ -401,7 +401,7 @@ def test_all_coefficients_are_the_gradient_and_need_no_places() -> None:
         (lambda: DCTTopK.Settings(average="all"), "average = 'all'"),
     ],
 )
-def test_bad_settings_are_refused(build: Any, said: str) -> None:
+def test_bad_settings_are_refused(build: Any, message: str) -> None:
     with pytest.raises(GradlabError) as refused:
         build()
-    assert said in str(refused.value)
+    assert message in str(refused.value)
