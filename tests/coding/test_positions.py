@@ -15,7 +15,7 @@ from gradlab.errors import GradlabError
 from support.laws import law
 
 
-def some(numel: int, count: int, seed: int) -> torch.Tensor:
+def drawn(numel: int, count: int, seed: int) -> torch.Tensor:
     return torch.from_numpy(np.sort(np.random.default_rng(seed).choice(numel, count, replace=False)).astype(np.int64))
 
 
@@ -25,7 +25,7 @@ few = st.integers(0, 3000).flatmap(lambda numel: st.tuples(st.just(numel), st.in
 @law(few, st.sampled_from(CODINGS), st.integers(0, 1000), examples=300)
 def test_positions_come_back(sizes: tuple[int, int], coding: str, seed: int) -> None:
     numel, count = sizes
-    positions = some(numel, count, seed)
+    positions = drawn(numel, count, seed)
     if not in_order(coding, count, numel):
         positions = positions[torch.randperm(count, generator=torch.Generator().manual_seed(seed))]
     encoded = encode(positions, numel, coding)
@@ -38,7 +38,7 @@ def test_positions_come_back(sizes: tuple[int, int], coding: str, seed: int) -> 
 @law(few, st.integers(0, 1000))
 def test_the_smallest_is_the_smallest(sizes: tuple[int, int], seed: int) -> None:
     numel, count = sizes
-    positions = some(numel, count, seed)
+    positions = drawn(numel, count, seed)
     lengths = {coding: len(encode(positions, numel, coding)) for coding in CODINGS}
     assert lengths["fixed"] == min(lengths[coding] for coding in ("raw", "packed", "bitmap"))
     assert lengths["smallest"] == min(lengths[coding] for coding in ("raw", "packed", "bitmap", "deflate")) + 1
@@ -63,8 +63,8 @@ def test_deflate_comes_near_the_entropy_of_random_positions(density: float) -> N
     entropy = -numel * (density * math.log2(density) + (1 - density) * math.log2(1 - density)) / 8
     forecast = index_bytes("deflate", count, numel)
     assert entropy < forecast < 1.15 * entropy
-    assert len(encode(some(numel, count, 5), numel, "deflate")) == pytest.approx(forecast, rel=0.02)
-    clustered = torch.cat([some(numel // 10, count // 2, 1), some(numel // 10, count // 2, 2) + numel // 2])
+    assert len(encode(drawn(numel, count, 5), numel, "deflate")) == pytest.approx(forecast, rel=0.02)
+    clustered = torch.cat([drawn(numel // 10, count // 2, 1), drawn(numel // 10, count // 2, 2) + numel // 2])
     assert len(encode(clustered, numel, "deflate")) < 0.85 * forecast
 
 
@@ -78,7 +78,7 @@ def test_codes_of_any_width_are_packed(bits: int, numel: int, seed: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("encoded", "coding", "said"),
+    ("encoded", "coding", "message"),
     [
         ([], "smallest", "coding [], expected one of 0 to 3"),
         ([9, 1], "smallest", "coding [9]"),
@@ -90,15 +90,15 @@ def test_codes_of_any_width_are_packed(bits: int, numel: int, seed: int) -> None
         ([1, 0, 7, 3, 1, 1], "deflate", "1 bytes more"),
     ],
 )
-def test_other_bytes_are_refused(encoded: list[int], coding: str, said: str) -> None:
+def test_other_bytes_are_refused(encoded: list[int], coding: str, message: str) -> None:
     with pytest.raises(GradlabError) as refused:
         decode(torch.tensor(encoded, dtype=torch.uint8), 3, 100, coding)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_deflated_bytes_of_another_number_of_positions_are_refused() -> None:
     """Nor does a small message unfold into a large one."""
-    encoded = encode(some(10_000, 100, 0), 10_000, "deflate")
+    encoded = encode(drawn(10_000, 100, 0), 10_000, "deflate")
     for count in (99, 101):
         with pytest.raises(GradlabError, match=r"expected (99|101)|more than"):
             decode(encoded, count, 10_000, "deflate")
