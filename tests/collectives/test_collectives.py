@@ -188,12 +188,12 @@ def test_every_kind_gives_each_rank_its_answer() -> None:
     )
     for rank, result in enumerate(results):
         gathered, root, received, varying = result.value
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(gathered, tensors, strict=True))
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(gathered, tensors, strict=True))
         assert torch.equal(root, tensors[2])
         for source, tensor in enumerate(received):
             assert torch.equal(tensor, torch.full((2 + rank,), 10.0 * source + rank))
         assert [len(tensor) for tensor in varying] == [1, 2, 3, 4]
-        assert all(torch.equal(mine, t[: r + 1]) for r, (mine, t) in enumerate(zip(varying, tensors, strict=True)))
+        assert all(torch.equal(ours, t[: r + 1]) for r, (ours, t) in enumerate(zip(varying, tensors, strict=True)))
 
 
 def test_the_form_of_the_answer_follows_the_form_of_the_step() -> None:
@@ -278,7 +278,7 @@ A, B = torch.zeros(4), torch.zeros(2, 2)
 
 
 @pytest.mark.parametrize(
-    ("mine", "theirs"),
+    ("ours", "theirs"),
     [
         (Mean(A), Gather(A)),
         (Mean(A), Mean(B)),
@@ -295,9 +295,9 @@ A, B = torch.zeros(4), torch.zeros(2, 2)
         ((), (Mean(A),)),
     ],
 )
-def test_ranks_that_ask_for_different_things_are_refused(mine: Step, theirs: Step) -> None:
+def test_ranks_that_ask_for_different_things_are_refused(ours: Step, theirs: Step) -> None:
     with pytest.raises(GradlabError, match=r"ranks ask for different collectives: rank 0 .*, rank 1 "):
-        run_lockstep([asking(mine), asking(theirs)])
+        run_lockstep([asking(ours), asking(theirs)])
 
 
 def test_a_rank_that_finishes_early_is_refused() -> None:

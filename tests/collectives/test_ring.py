@@ -102,14 +102,14 @@ def test_gradiveq_by_ring_is_gradiveq(settings: dict[str, object], ranks: int) -
     draw = torch.Generator().manual_seed(3)
     samples = {"w": torch.randn(20, *layer.shape, generator=draw)}
     grads = [{"w": torch.randn(*layer.shape, generator=draw)} for _ in range(ranks)]
-    found = []
+    results = []
     for ring in (False, True):
         codec = GradiVeQ(build_settings(GradiVeQ, {**shared, "ring": ring})).fit([layer], samples)
         context = Context(0, ranks, 0, "w")
         parts = [exchange_group(codec, g, {}, replace(context, rank=r)) for r, g in enumerate(grads)]
-        found.append(run_lockstep(parts))
+        results.append(run_lockstep(parts))
     close = {"rtol": 2e-2, "atol": 2e-2} if "bfloat16" in settings else {"rtol": 1e-5, "atol": 1e-6}
-    for plain, ring in zip(*found, strict=True):
+    for plain, ring in zip(*results, strict=True):
         torch.testing.assert_close(ring.value.mean["w"], plain.value.mean["w"], **close)
         torch.testing.assert_close(ring.value.own["w"], plain.value.own["w"], **close)
         assert ring.value.state.keys() == plain.value.state.keys()
@@ -162,6 +162,6 @@ def test_a_prediction_counts_what_a_ring_sends(case: str, ranks: int) -> None:
     for group in plan.groups:
         for rank in range(ranks):
             turns = DryRuns(plan, ranks, rank, repeats=1).group(group).turns
-            found = [transfer for turn in turns for transfer in transfers(turn.requests, rank, ranks)]
-            assert sum(transfer.wire_bytes for transfer in found) == sent[group.name][rank].wire_bytes
-            assert {transfer.rounds for transfer in found} <= {0, 2 * (ranks - 1)}
+            predicted = [transfer for turn in turns for transfer in transfers(turn.requests, rank, ranks)]
+            assert sum(transfer.wire_bytes for transfer in predicted) == sent[group.name][rank].wire_bytes
+            assert {transfer.rounds for transfer in predicted} <= {0, 2 * (ranks - 1)}
