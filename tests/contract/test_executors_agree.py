@@ -35,12 +35,12 @@ def test_the_engine_does_what_lockstep_does(pool: ProcessPool, row: str, option:
 def test_the_inline_driver_does_what_lockstep_does(
     pool: ProcessPool, codec: str, wrapping: str, at_once: bool, ranks: int
 ) -> None:
-    for found in pool.run("jobs.executor_tasks:inline", ranks, codec=codec, wrapping=wrapping, at_once=at_once):
-        assert found["same"]
-        assert found["same_states"]
-        assert found["iteration"] == 6
+    for result in pool.run("jobs.executor_tasks:inline", ranks, codec=codec, wrapping=wrapping, at_once=at_once):
+        assert result["same"]
+        assert result["same_states"]
+        assert result["iteration"] == 6
         # The engine fuses dense layers into one mean; the forecast counts them so.
-        assert found["payload"][0] == found["payload"][1]
+        assert result["payload"][0] == result["payload"][1]
 
 
 @pytest.mark.parametrize("case", ["lgc_ring, by value", "lgc_server"])
@@ -51,21 +51,21 @@ def test_what_was_learned_is_used_alike(pool: ProcessPool, case: str) -> None:
 
 
 def test_wrong_use_of_the_inline_driver_is_named(pool: ProcessPool) -> None:
-    for said in pool.run("jobs.executor_tasks:refused", 2):
-        assert "tall [200, 18]: expected, not in the model" in said["other parameters"]
-        assert "ranks disagree about segment_bytes" in said["options differ"]
-        assert "'deep'" in said["unknown layer"]
-        assert "gradient of conv: shape [1, 8, 3, 3], expected a dense [16, 8, 3, 3]" in said["shape"]
-        assert "no gradient of wide came in this step (2 missing)" in said["only some"]
-        assert "before the step had begun" in said["finish first"]
-        assert "closed" in said["closed"]
-        assert "stopped earlier" in said["after an error"]
-        assert "a new step began before the last one's" in said["begin twice"]
-        assert "a second gradient of conv in one step" in said["add twice"]
-        assert "step 0 is in progress; load a checkpoint between steps" in said["load in a step"]
-        assert "step 0 is in progress" in said["load many in a step"]
-        assert "fed by DDP's hook" in said["fed by DDP"]
-        assert said["steps"] == "1"
+    for messages in pool.run("jobs.executor_tasks:refused", 2):
+        assert "tall [200, 18]: expected, not in the model" in messages["other parameters"]
+        assert "ranks disagree about segment_bytes" in messages["options differ"]
+        assert "'deep'" in messages["unknown layer"]
+        assert "gradient of conv: shape [1, 8, 3, 3], expected a dense [16, 8, 3, 3]" in messages["shape"]
+        assert "no gradient of wide came in this step (2 missing)" in messages["only some"]
+        assert "before the step had begun" in messages["finish first"]
+        assert "closed" in messages["closed"]
+        assert "stopped earlier" in messages["after an error"]
+        assert "a new step began before the last one's" in messages["begin twice"]
+        assert "a second gradient of conv in one step" in messages["add twice"]
+        assert "step 0 is in progress; load a checkpoint between steps" in messages["load in a step"]
+        assert "step 0 is in progress" in messages["load many in a step"]
+        assert "fed by DDP's hook" in messages["fed by DDP"]
+        assert messages["steps"] == "1"
 
 
 @pytest.mark.parametrize(
@@ -97,10 +97,10 @@ def test_a_replay_holds_what_the_run_holds(
 ) -> None:
     """A recording with a layer that no rank uses in some steps, replayed, is the compressed run."""
     folder = tmp_path / "trace"
-    for found in pool.run("jobs.executor_tasks:recorded", ranks, folder=str(folder), codec=codec, wrapping=wrapping):
-        assert found["same"]
-        assert found["same_states"]
-        held = [name for name in found["held"] if name]
+    for recorded in pool.run("jobs.executor_tasks:recorded", ranks, folder=str(folder), codec=codec, wrapping=wrapping):
+        assert recorded["same"]
+        assert recorded["same_states"]
+        held = [name for name in recorded["held"] if name]
         assert held == [["branch.weight"], ["branch.weight"]]
     with Trace(folder) as trace:
         layers = trace.layers

@@ -43,13 +43,13 @@ def explained() -> set[str]:
 
 def heads() -> dict[str, str]:
     """Column heads of all tables, each with a module that prints it."""
-    found = {}
+    result = {}
     for package in PACKAGES:
         (folder,) = importlib.import_module(package).__path__
         for path in sorted(Path(folder).glob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
-                found |= {head: f"{package}.{path.stem}" for columns in _columns(node) for head in _texts(columns)}
-    return found
+                result |= {head: f"{package}.{path.stem}" for columns in _columns(node) for head in _texts(columns)}
+    return result
 
 
 def _columns(node: ast.AST) -> Iterator[ast.expr]:

@@ -63,15 +63,15 @@ def nodes(path: Path) -> tuple[ast.AST, ...]:
 def imported(module: str, path: Path) -> set[str]:
     """Full names of all modules that a file imports, anywhere in it."""
     package = module if path.stem == "__init__" else module.rpartition(".")[0]
-    found: set[str] = set()
+    names: set[str] = set()
     for node in nodes(path):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = importlib.util.resolve_name("." * node.level + (node.module or ""), package) if node.level else ""
             source = base or str(node.module)
-            found |= {source} | {f"{source}.{alias.name}" for alias in node.names}
-    return found
+            names |= {source} | {f"{source}.{alias.name}" for alias in node.names}
+    return names
 
 
 def within(name: str, package: str) -> bool:

@@ -80,7 +80,7 @@ def test_types_of_a_users_settings_are_read_from_json(typed: type[Codec]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"union": 1.5}, r"typed: setting union = 1.5, expected int \| None"),
         ({"optional": "x"}, r"setting optional = 'x', expected float \| None"),
@@ -93,8 +93,8 @@ def test_types_of_a_users_settings_are_read_from_json(typed: type[Codec]) -> Non
         ({"either": 5}, r"setting either = 5, expected 4 or 'all'"),
     ],
 )
-def test_values_of_another_type_are_refused(typed: type[Codec], values: dict[str, Any], said: str) -> None:
-    with pytest.raises(GradlabError, match=said):
+def test_values_of_another_type_are_refused(typed: type[Codec], values: dict[str, Any], message: str) -> None:
+    with pytest.raises(GradlabError, match=message):
         build_settings(typed, values)
 
 

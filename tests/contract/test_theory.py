@@ -63,11 +63,11 @@ def build(name: str, settings: dict[str, Any]) -> Codec:
 
 def distinct() -> dict[str, tuple[str, dict[str, Any]]]:
     """No two alike; learned ones with the contract's settings alone, as what was learned must fit."""
-    found = {}
+    methods = {}
     for name, settings in settings_of():
         if not codecs.get(name).learns or settings == SETTINGS.get(name):
-            found[", ".join([name, *(f"{key} {value}" for key, value in settings.items())])] = (name, settings)
-    return found
+            methods[", ".join([name, *(f"{key} {value}" for key, value in settings.items())])] = (name, settings)
+    return methods
 
 
 def of_those(claim: Callable[[Codec], bool]) -> pytest.MarkDecorator:
