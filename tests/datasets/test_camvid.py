@@ -24,13 +24,13 @@ SHAPE = (24, 32)
 def _arrays(train: int = 4, test: int = 2) -> dict[str, np.ndarray]:
     """Bands of brightness, each of one class; the last row of every picture of none."""
     rng = np.random.default_rng(0)
-    found: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     for split, count in (("train", train), ("test", test)):
         classes = rng.integers(0, 11, (count, 3, 4)).repeat(8, 1).repeat(8, 2).astype(np.uint8)
-        found[f"x_{split}"] = (20 * classes[..., None] + rng.integers(0, 10, (count, *SHAPE, 3))).astype(np.uint8)
+        arrays[f"x_{split}"] = (20 * classes[..., None] + rng.integers(0, 10, (count, *SHAPE, 3))).astype(np.uint8)
         classes[:, -1] = 11
-        found[f"y_{split}"] = classes
-    return found
+        arrays[f"y_{split}"] = classes
+    return arrays
 
 
 def _npz(path: Path, **changes: object) -> str:
@@ -71,13 +71,13 @@ def test_the_pyramid_holds_means_of_ever_smaller_regions() -> None:
             convolution.weight.fill_(1.0)  # type: ignore[operator, union-attr]
             convolution.bias.zero_()  # type: ignore[operator, union-attr]
     x = torch.rand(1, 4, 6, 6, generator=torch.Generator().manual_seed(0))
-    found = pooling(x)
-    assert torch.equal(found[:, :4], x)
+    pooled = pooling(x)
+    assert torch.equal(pooled[:, :4], x)
     whole = x.mean((2, 3)).sum()
-    torch.testing.assert_close(found[:, 4:6], whole.expand(1, 2, 6, 6))
+    torch.testing.assert_close(pooled[:, 4:6], whole.expand(1, 2, 6, 6))
     quarters = functional.avg_pool2d(x, 3).sum(1, keepdim=True)
     oracle = functional.interpolate(quarters, (6, 6), mode="bilinear").expand(1, 2, 6, 6)
-    torch.testing.assert_close(found[:, 6:], oracle)
+    torch.testing.assert_close(pooled[:, 6:], oracle)
 
 
 def test_the_network_labels_every_pixel_and_learns(tmp_path: Path) -> None:

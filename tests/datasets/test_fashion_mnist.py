@@ -76,8 +76,8 @@ def _refused(path: Path | None) -> str:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_gives_the_same_images(form: str, tmp_path: Path) -> None:
-    found = read_splits(str(FORMS[form](tmp_path, _splits())))
-    assert all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in zip(found, _splits(), strict=True))
+    splits = read_splits(str(FORMS[form](tmp_path, _splits())))
+    assert all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in zip(splits, _splits(), strict=True))
 
 
 @pytest.mark.parametrize("form", ["gzip", "npz"])
@@ -128,9 +128,9 @@ def test_a_bad_idx_file_is_refused(case: str, packed: bool, tmp_path: Path) -> N
     content, message = BAD_IMAGES[case]
     folder = _folder(tmp_path / "a", _splits())
     (folder / FILES["x_train"]).write_bytes(gzip.compress(content) if packed else content)
-    said = _refused(folder)
-    assert message in said
-    assert FILES["x_train"] in said
+    text = _refused(folder)
+    assert message in text
+    assert FILES["x_train"] in text
 
 
 @pytest.mark.parametrize("kept", [3, 12, 40, 0.5, -9, -1])

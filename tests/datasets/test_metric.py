@@ -72,7 +72,7 @@ def _verdict(metric: LogitMetric, dense: float, topk: float) -> str:
 
 
 @pytest.mark.parametrize(
-    ("metric", "dense", "topk", "said"),
+    ("metric", "dense", "topk", "verdict"),
     [
         (ACCURACY, 0.9, 0.89, "All methods end within 2 points of dense (90.0 %) or above, one seed each."),
         (ACCURACY, 0.9, 0.7, "Accuracy is lost by topk (70.0 %); dense reaches 90.0 %, one seed each."),
@@ -84,8 +84,8 @@ def _verdict(metric: LogitMetric, dense: float, topk: float) -> str:
         (BITS_PER_BYTE, math.nan, 3.2, "Bits per byte: dense itself diverged."),
     ],
 )
-def test_the_verdict_goes_by_the_metric(metric: LogitMetric, dense: float, topk: float, said: str) -> None:
-    assert _verdict(metric, dense, topk).endswith(said)
+def test_the_verdict_goes_by_the_metric(metric: LogitMetric, dense: float, topk: float, verdict: str) -> None:
+    assert _verdict(metric, dense, topk).endswith(verdict)
 
 
 def test_the_verdict_says_when_nothing_was_measured() -> None:
