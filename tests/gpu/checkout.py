@@ -26,8 +26,8 @@ def package_folders(text: str) -> dict[str, str]:
 def links(folders: dict[str, str]) -> dict[Path, Path]:
     """Where each link goes, relative to the site: the top package's own files, and the folders inside it."""
     top = min(folders, key=len)
-    found = {Path(top) / entry.name: entry for entry in (ROOT / folders[top]).iterdir() if entry.name != "__pycache__"}
-    return found | {Path(*name.split(".")): ROOT / folder for name, folder in folders.items() if name != top}
+    files = {Path(top) / entry.name: entry for entry in (ROOT / folders[top]).iterdir() if entry.name != "__pycache__"}
+    return files | {Path(*name.split(".")): ROOT / folder for name, folder in folders.items() if name != top}
 
 
 def make_importable() -> None:

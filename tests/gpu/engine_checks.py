@@ -351,10 +351,10 @@ def recorded(place: Place) -> Outcome:
             model(gradients(place.rank, step, place.device)).backward()
     dist.barrier(group=place.group)
     with Trace(path) as trace:
-        for found in trace.iterate():
-            got = {name: torch.tensor(value) for name, value in found.gradients[place.rank].items()}
-            expected = gradients(place.rank, found.index, cpu)
-            difference.add_all(f"step {found.index}", got, expected)
+        for recording in trace.iterate():
+            got = {name: torch.tensor(value) for name, value in recording.gradients[place.rank].items()}
+            expected = gradients(place.rank, recording.index, cpu)
+            difference.add_all(f"step {recording.index}", got, expected)
     return difference.outcome(0.0)
 
 

@@ -64,12 +64,12 @@ def draws(plan: Plan, device: torch.device) -> Tensors:
     """By layer, the averaged gradient of DRAWS exchanges of the same gradients: (DRAWS, numel), on the CPU, float64."""
     codecs = {group.name: plan.build(group).to(device) for group in plan.groups}
     grads = [gradients(rank, 0, device) for rank in range(RANKS)]
-    found: dict[str, list[torch.Tensor]] = {}
+    drawn: dict[str, list[torch.Tensor]] = {}
     for draw in range(DRAWS):
         means, _ = exchange(plan, codecs, grads, {name: [{}] * RANKS for name in codecs}, draw)
         for layer, mean in means.items():
-            found.setdefault(layer, []).append(mean.detach().cpu().double().reshape(-1))
-    return {layer: torch.stack(means) for layer, means in found.items() if means[0].numel()}
+            drawn.setdefault(layer, []).append(mean.detach().cpu().double().reshape(-1))
+    return {layer: torch.stack(means) for layer, means in drawn.items() if means[0].numel()}
 
 
 CHECKS: dict[str, Check] = {

@@ -50,7 +50,7 @@ class Job:
 Row = tuple[str, str, Outcome]  # the job's title, the check, and what it found
 
 
-def run(job: Job, deadline: float, numel: int, said: Callable[[str], None]) -> Iterator[Row]:
+def run(job: Job, deadline: float, numel: int, announce: Callable[[str], None]) -> Iterator[Row]:
     """Every check of a job, in order. deadline: by time.time(), when no check may begin any more."""
     if job.unavailable:
         yield from ((job.title, check, Outcome(NOT_RUN, job.unavailable)) for check in job.checks)
@@ -60,7 +60,7 @@ def run(job: Job, deadline: float, numel: int, said: Callable[[str], None]) -> I
         if time.time() >= deadline:
             yield from ((job.title, check, Outcome(NOT_RUN, "the time was up")) for check in left)
             return
-        said(f"{job.title}: {len(left)} checks")
+        announce(f"{job.title}: {len(left)} checks")
         outcomes = _attempt(replace(job, checks=left), deadline, numel)
         yield from ((job.title, check, outcome) for check, outcome in outcomes.items())
         left = left[len(outcomes) :]
@@ -108,8 +108,8 @@ def _joint(check: str, ranks: Sequence[_Rank], deadline: float) -> Outcome:
         if check not in rank.ended and rank.code is not None:
             last = rank.log[-1] if rank.log else "it said nothing"
             return Outcome(FAILED, f"rank {rank.number} ended with exit code {rank.code}: {last}")
-    found = sorted((rank.ended[check] for rank in ranks if check in rank.ended), key=lambda pair: pair[0])
-    outcomes = [outcome for _, outcome in found]
+    ended = sorted((rank.ended[check] for rank in ranks if check in rank.ended), key=lambda pair: pair[0])
+    outcomes = [outcome for _, outcome in ended]
     if len(outcomes) < len(ranks) and not any(outcome.status == FAILED for outcome in outcomes):
         if time.time() >= deadline:
             return Outcome(NOT_RUN, "the time was up before it ended")

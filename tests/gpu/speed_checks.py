@@ -18,9 +18,9 @@ SUBJECTS: list[tuple[str, Mapping[str, Any]]] = [
 
 def measure(place: Place, codec: str, settings: Mapping[str, Any]) -> Outcome:
     """Medians over nine turns; no timing passes or fails."""
-    found = compare(codec, settings, place.numel, 9, place.device)
-    ratios = ", ".join(f"{key} {found[key]:.1f}" for key in ("encode", "decode", "own"))
-    return Outcome(MEASURED, f"{ratios} copies of {found['copy'] * 1e3:.3f} ms")
+    times = compare(codec, settings, place.numel, 9, place.device)
+    ratios = ", ".join(f"{key} {times[key]:.1f}" for key in ("encode", "decode", "own"))
+    return Outcome(MEASURED, f"{ratios} copies of {times['copy'] * 1e3:.3f} ms")
 
 
 def _title(codec: str, settings: Mapping[str, Any]) -> str:
