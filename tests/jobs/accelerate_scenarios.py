@@ -62,11 +62,11 @@ def checkpoints(folder: Path) -> dict[str, str | int]:
         for name in ("before", "damaged", "missing", "mixed"):
             accelerator.save_state(str(folder / name))
             step(accelerator, model)
-        mine = f"gradlab_0_rank_{accelerator.process_index}.pt"
+        file = f"gradlab_0_rank_{accelerator.process_index}.pt"
         if accelerator.process_index == 1:
-            (folder / "damaged" / mine).write_bytes((folder / "before" / mine).read_bytes()[:100])
-            (folder / "missing" / mine).unlink()
-            (folder / "mixed" / mine).write_bytes((folder / "before" / mine).read_bytes())
+            (folder / "damaged" / file).write_bytes((folder / "before" / file).read_bytes()[:100])
+            (folder / "missing" / file).unlink()
+            (folder / "mixed" / file).write_bytes((folder / "before" / file).read_bytes())
         accelerator.wait_for_everyone()
         refusals = {
             name: refusal(accelerator.load_state, str(folder / name)) for name in ("damaged", "missing", "mixed")

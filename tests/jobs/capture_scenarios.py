@@ -73,19 +73,19 @@ def train(
 ) -> list[dict[str, np.ndarray]]:
     """SGD; returns this rank's gradients at each step, computed apart from DDP on a copy of the model."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    found = []
+    history = []
     for batch in batches(steps):
         alone = copy.deepcopy(model.module)
         alone.zero_grad(set_to_none=True)
         loss_of(alone, batch, **keywords).backward()
-        found.append({name: _values(parameter) for name, parameter in alone.named_parameters()})
+        history.append({name: _values(parameter) for name, parameter in alone.named_parameters()})
         loss = loss_of(model, batch, **keywords)
         loss.backward()
         if recorder is not None:
             recorder.annotate(loss=loss)
         optimizer.step()
         optimizer.zero_grad(set_to_none=not zeroed)
-    return found
+    return history
 
 
 def _values(parameter: torch.Tensor) -> np.ndarray:
@@ -108,7 +108,7 @@ def rows_equal(path: Path, expected: list[dict[str, np.ndarray]]) -> bool:
 
 
 def plain_training_is_unchanged(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, settings in {
         "plain": {},
         "bucket_view": {"gradient_as_bucket_view": True},
@@ -120,10 +120,10 @@ def plain_training_is_unchanged(folder: Path) -> dict[str, Any]:
         with TraceRecorder(model, folder / name, segment_bytes=1) as recorder:
             expected = train(model, recorder)
         dist.barrier()
-        found[name] = [same_parameters(reference, model), rows_equal(folder / name, expected)]
+        result[name] = [same_parameters(reference, model), rows_equal(folder / name, expected)]
         if name == "plain":
-            found["buckets"] = len(model._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(", "))
-    return found
+            result["buckets"] = len(model._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(", "))
+    return result
 
 
 def step_values(folder: Path) -> dict[str, Any]:
@@ -261,7 +261,7 @@ def full_disk(folder: Path) -> dict[str, Any]:
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     logging.getLogger("gradlab.capture").removeHandler(log)
     dist.barrier()
-    found = {
+    result = {
         "same": same_parameters(reference, model),
         "written": report.steps_written,
         "lost": report.steps_lost,
@@ -271,7 +271,7 @@ def full_disk(folder: Path) -> dict[str, Any]:
         "again": recorder.close() == report,
     }
     dist.barrier()
-    return found
+    return result
 
 
 def slow_disk(folder: Path) -> dict[str, Any]:
@@ -336,17 +336,17 @@ def refusals(folder: Path) -> dict[str, Any]:
         "every": lambda: TraceRecorder(parallel_model(), folder / "second", every=0),
         "metadata": lambda: TraceRecorder(parallel_model(), folder / "second", metadata={"x": object()}),
     }
-    found = {}
+    messages = {}
     for name, attempt in attempts.items():
         try:
             attempt()
-            found[name] = "accepted"
+            messages[name] = "accepted"
         except GradlabError as error:
-            found[name] = str(error)
+            messages[name] = str(error)
         dist.barrier()
-    found["kept"] = (folder / "other" / "precious").read_text() + (folder / "file").read_text()
-    found["second_exists"] = str((folder / "second").exists())
-    return found
+    messages["kept"] = (folder / "other" / "precious").read_text() + (folder / "file").read_text()
+    messages["second_exists"] = str((folder / "second").exists())
+    return messages
 
 
 def overwritten(folder: Path) -> dict[str, Any]:

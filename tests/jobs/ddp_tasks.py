@@ -206,33 +206,33 @@ def every_request(group: dist.ProcessGroup, deterministic: bool) -> dict[str, An
 def _asks_everything(rank: int, world_size: int) -> Coroutine[list[torch.Tensor]]:
     draw = torch.Generator().manual_seed(rank)
     root = world_size - 1
-    found: list[torch.Tensor] = []
+    answers: list[torch.Tensor] = []
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        found.append((yield Mean(torch.randn(7, 3, generator=draw).to(dtype))))
+        answers.append((yield Mean(torch.randn(7, 3, generator=draw).to(dtype))))
     whole, bits, mean = yield (
         Gather(torch.arange(5, dtype=torch.int32) + rank),
         Gather(torch.tensor([rank], dtype=torch.uint8)),
         Mean(torch.randn((), generator=draw)),
     )
-    found += [*whole, *bits, mean]
+    answers += [*whole, *bits, mean]
     ragged, none, halves = yield (
         Gather(torch.arange(3 * rank, dtype=torch.float64), varying=True),
         Gather(torch.empty(0, dtype=torch.int16), varying=True),
         Gather(torch.full((rank + 1,), 0.5, dtype=torch.bfloat16), varying=True),
     )
-    found += [*ragged, *none, *halves]
+    answers += [*ragged, *none, *halves]
     lengths = tuple(2 * to for to in range(world_size))
     known, pairs = yield (
         Gather(torch.full((lengths[rank],), float(rank), dtype=torch.float64), lengths=lengths),
         Gather(torch.arange(world_size - rank, dtype=torch.uint8), lengths=tuple(range(world_size, 0, -1))),
     )
-    found += [*known, *pairs]
+    answers += [*known, *pairs]
     first, second = yield Broadcast(torch.full((4,), float(rank)), 0), Broadcast(torch.tensor(rank), root)
-    found += [first, second]
+    answers += [first, second]
     parts = yield AllToAll(tuple(torch.full((to + 1,), 10 * rank + to, dtype=torch.int64) for to in range(world_size)))
-    found += parts
-    found.append((yield Mean(torch.empty(0))))
-    return found
+    answers += parts
+    answers.append((yield Mean(torch.empty(0))))
+    return answers
 
 
 class Failing(Identity):
@@ -269,13 +269,13 @@ def refusals(group: dist.ProcessGroup, folder: str) -> dict[str, str]:
     bare = Prescribed(shapes)
     model = DistributedDataParallel(bare, process_group=group)
     other = Plan.uniform(Prescribed({"conv": (16, 8, 3, 3), "wide": (12, 30), "more": (5, 5)}), "topk")
-    mine = Plan.uniform(model, "topk", density=0.01 if rank == 0 else 0.02)
-    said = {}
+    differing = Plan.uniform(model, "topk", density=0.01 if rank == 0 else 0.02)
+    messages = {}
     here = Artifact(Plan.uniform(model, "topk")).save(Path(folder) / "plan.safetensors") if rank == 0 else None
     attempts: dict[str, Callable[[], Any]] = {
         "bare": lambda: CompressionState(Plan.uniform(bare, "topk"), bare),
         "other model": lambda: CompressionState(other, model, process_group=spare),
-        "ranks differ": lambda: CompressionState(mine, model, process_group=spare),
+        "ranks differ": lambda: CompressionState(differing, model, process_group=spare),
         "options differ": lambda: CompressionState(
             Plan.uniform(model, "topk"), model, segment_bytes=1000 + rank, process_group=spare
         ),
@@ -288,21 +288,21 @@ def refusals(group: dist.ProcessGroup, folder: str) -> dict[str, str]:
     for name, attempt in attempts.items():
         try:
             attempt()
-            said[name] = ""
+            messages[name] = ""
         except (GradlabError, RuntimeError) as error:
-            said[name] = str(error)
+            messages[name] = str(error)
     with CompressionState(Plan.uniform(model, "topk"), model, process_group=spare) as state:
         model.register_comm_hook(state, compression_hook)
         try:
             model.register_comm_hook(state, compression_hook)
-            said["twice"] = ""
+            messages["twice"] = ""
         except RuntimeError as error:
-            said["twice"] = str(error)
+            messages["twice"] = str(error)
         try:
             CompressionState(Plan.uniform(model, "topk"), model, process_group=spare)
         except GradlabError as error:
-            said["second state"] = str(error)
-    return said
+            messages["second state"] = str(error)
+    return messages
 
 
 def _train_with(state: Any, group: dist.ProcessGroup) -> None:
@@ -494,14 +494,14 @@ def bad_options(group: dist.ProcessGroup) -> dict[str, str]:
         "optimizer": {"optimizer": "sgd"},
         "scaler": {"scaler": "s"},
     }
-    said = {}
+    messages = {}
     for name, options in wrong.items():
         try:
             CompressionState(plan, model, **{"process_group": spare, **(options if rank == 1 else {})})
-            said[name] = ""
+            messages[name] = ""
         except GradlabError as error:
-            said[name] = str(error)
-    return said
+            messages[name] = str(error)
+    return messages
 
 
 def bad_checkpoints(group: dist.ProcessGroup) -> dict[str, Any]:
@@ -531,13 +531,13 @@ def bad_checkpoints(group: dist.ProcessGroup) -> dict[str, Any]:
         wrong |= {f"iteration {value}": {**sound, "iteration": value} for value in (-5, 10**30, "1", [1])}
         wrong |= {f"rate {value}": {**sound, "learning_rates": {"wide": value}} for value in (math.nan, "x")}
         wrong |= {"format": {**sound, "format": torch.ones(2)}, "nothing": None}
-        said = {}
+        messages = {}
         for name, value in wrong.items():
             try:
                 state.load_state_dict(value)
-                said[name] = ""
+                messages[name] = ""
             except GradlabError as error:
-                said[name] = str(error)
+                messages[name] = str(error)
         for name, several in {
             "none": None,
             "one of two": [sound],
@@ -545,12 +545,12 @@ def bad_checkpoints(group: dist.ProcessGroup) -> dict[str, Any]:
         }.items():
             try:
                 state.load_state_dicts(several, "split")
-                said[name] = ""
+                messages[name] = ""
             except GradlabError as error:
-                said[name] = str(error)
+                messages[name] = str(error)
         after = state.state_dict()
     same = all(torch.equal(after["states"][key], value) for key, value in sound["states"].items())
-    return {"said": said, "unchanged": same and after["iteration"] == sound["iteration"]}
+    return {"said": messages, "unchanged": same and after["iteration"] == sound["iteration"]}
 
 
 def states_that_differ(group: dist.ProcessGroup) -> str:
@@ -581,8 +581,8 @@ def learns_without_its_first_layer(group: dist.ProcessGroup) -> list[list[int]]:
     with CompressionState(plan, model) as state:
         model.register_comm_hook(state, compression_hook)
         for step in range(4):
-            found = gradients(shapes, rank, step)
-            model(found | {"first": torch.zeros(shapes["first"])}).backward()
+            grads = gradients(shapes, rank, step)
+            model(grads | {"first": torch.zeros(shapes["first"])}).backward()
             states = state.state_dict()["states"]
             clocks.append([int(value) for value in states["lgc::first/clock"]])
             assert "lgc::first/residual" not in states
@@ -594,7 +594,7 @@ def layers_without_gradients(group: dist.ProcessGroup) -> list[dict[str, bool]]:
     shapes, rank = {"first": (20, 20), "second": (30, 30)}, dist.get_rank(group)
     model = DistributedDataParallel(Prescribed(shapes), process_group=group, find_unused_parameters=True)
     plan = Plan.uniform(model, "topk", density=0.1, wrappers=(Wrap("error_feedback"),))
-    found: list[dict[str, bool]] = []
+    history: list[dict[str, bool]] = []
     with CompressionState(plan, model, process_group=SPARE.get(dist.get_world_size(group))) as state:
         model.register_comm_hook(state, compression_hook)
         for step, missing in enumerate(([], [0], [0, 1, 2, 3], [])):
@@ -604,8 +604,8 @@ def layers_without_gradients(group: dist.ProcessGroup) -> list[dict[str, bool]]:
             model(grads | ({"first": torch.zeros(shapes["first"])} if rank in missing else {})).backward()
             after = state.state_dict()["states"]
             held = {name: _equal(before, after, f"{name}::{name}/residual") for name in shapes}
-            found.append({**held, "zero": not bool(model.module.first.grad.any())})
-    return found
+            history.append({**held, "zero": not bool(model.module.first.grad.any())})
+    return history
 
 
 def _equal(before: Tensors, after: Tensors, key: str) -> bool:

@@ -67,10 +67,10 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 def digest(model: nn.Module) -> str:
     """Of all parameters and buffers, bit for bit."""
-    found = hashlib.sha256()
+    hashed = hashlib.sha256()
     for name, tensor in model.state_dict().items():
-        found.update(name.encode() + tensor.contiguous().numpy().tobytes())
-    return found.hexdigest()
+        hashed.update(name.encode() + tensor.contiguous().numpy().tobytes())
+    return hashed.hexdigest()
 
 
 def mean_in_rank_order(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -124,11 +124,11 @@ def by_emulation(trace: Path, world_size: int, **settings: Any) -> str:
 def refused_in_ddp(group: dist.ProcessGroup, trace: str) -> list[str]:
     """What is said of a model in DDP, alone and inside of another."""
     wrapped = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
-    said = []
+    messages = []
     for model in (wrapped, nn.Sequential(wrapped)):
         try:
             EmulatedNodes(model, trace, 2)
-            said.append("accepted")
+            messages.append("accepted")
         except GradlabError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages

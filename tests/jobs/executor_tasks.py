@@ -55,12 +55,12 @@ def inline(group: dist.ProcessGroup, codec: str, wrapping: str, at_once: bool) -
             exchange = resumed
         rate = 0.1 * (step + 1)
         optimizer.param_groups[0]["lr"] = rate
-        mine: dict[str, torch.Tensor | None] = dict(gradients(SHAPES, rank, step))
+        grads: dict[str, torch.Tensor | None] = dict(gradients(SHAPES, rank, step))
         if step == 4:
-            mine["wide"] = None  # on every rank
+            grads["wide"] = None  # on every rank
         before = [_whole(gradients(SHAPES, r, step), step == 4) for r in range(world_size)]
         expected = reference.step(step, before, {layer.name: rate for layer in plan.layers})
-        given = {name: torch.zeros(SHAPES[name]) if g is None else g for name, g in mine.items()}
+        given = {name: torch.zeros(SHAPES[name]) if g is None else g for name, g in grads.items()}
         if at_once:
             exchange.step(given)
         else:
@@ -110,7 +110,7 @@ def refused(group: dist.ProcessGroup) -> dict[str, str]:
     model = Prescribed(SHAPES)
     plan = Plan.uniform(layers_of(model), "topk", density=0.1)
 
-    def said(work: Any) -> str:
+    def message_of(work: Any) -> str:
         try:
             work()
         except GradlabError as error:
@@ -121,32 +121,32 @@ def refused(group: dist.ProcessGroup) -> dict[str, str]:
         return Exchange(plan, model.named_parameters(), group)
 
     grads = gradients(SHAPES, rank, 0)
-    found = {
-        "other parameters": said(lambda: Exchange(plan, [("conv", model.conv)], group)),
-        "options differ": said(lambda: Exchange(plan, model.named_parameters(), group, segment_bytes=100 + rank)),
-        "unknown layer": said(lambda: fresh().step({"deep": grads["conv"]})),
-        "shape": said(lambda: fresh().step({**grads, "conv": grads["conv"][:1]})),
-        "only some": said(lambda: fresh().step({name: grads[name] for name in ("conv", "vector")})),
-        "finish first": said(lambda: fresh().finish()),
-        "begin twice": said(lambda: _begun(fresh()).begin()),
-        "add twice": said(lambda: [exchange.add({"conv": grads["conv"]}) for exchange in [_begun(fresh())] * 2]),
-        "load in a step": said(lambda: _begun(fresh()).load_state_dict({})),
-        "load many in a step": said(lambda: _begun(fresh()).load_state_dicts([], "sum")),
+    messages = {
+        "other parameters": message_of(lambda: Exchange(plan, [("conv", model.conv)], group)),
+        "options differ": message_of(lambda: Exchange(plan, model.named_parameters(), group, segment_bytes=100 + rank)),
+        "unknown layer": message_of(lambda: fresh().step({"deep": grads["conv"]})),
+        "shape": message_of(lambda: fresh().step({**grads, "conv": grads["conv"][:1]})),
+        "only some": message_of(lambda: fresh().step({name: grads[name] for name in ("conv", "vector")})),
+        "finish first": message_of(lambda: fresh().finish()),
+        "begin twice": message_of(lambda: _begun(fresh()).begin()),
+        "add twice": message_of(lambda: [exchange.add({"conv": grads["conv"]}) for exchange in [_begun(fresh())] * 2]),
+        "load in a step": message_of(lambda: _begun(fresh()).load_state_dict({})),
+        "load many in a step": message_of(lambda: _begun(fresh()).load_state_dicts([], "sum")),
     }
     closed = fresh()
     closed.close()
-    found["closed"] = said(lambda: closed.step(grads))
+    messages["closed"] = message_of(lambda: closed.step(grads))
     broken = fresh()
-    said(broken.finish)
-    found["after an error"] = said(lambda: broken.step(grads))
+    message_of(broken.finish)
+    messages["after an error"] = message_of(lambda: broken.step(grads))
     wrapped = DistributedDataParallel(model, process_group=group)
     with CompressionState(plan, wrapped, process_group=SPARE.get(dist.get_world_size(group))) as state:
         by_hand = [lambda: state.step(grads), state.begin, lambda: state.add(grads), state.finish]
-        found["fed by DDP"] = min(said(work) for work in by_hand)
+        messages["fed by DDP"] = min(message_of(work) for work in by_hand)
         wrapped.register_comm_hook(state, compression_hook)
         wrapped(grads).backward()  # it goes on as ever
-        found["steps"] = str(state.iteration)
-    return found
+        messages["steps"] = str(state.iteration)
+    return messages
 
 
 def _begun(exchange: Exchange) -> Exchange:
@@ -184,7 +184,7 @@ def one_rank_fails(group: dist.ProcessGroup, where: str) -> dict[str, Any]:
                 exchange.add({name: grads[name]})
             exchange.finish()
 
-    found: dict[str, Any] = {}
+    outcome: dict[str, Any] = {}
     # An earlier run on the same group, whose failure is not the next one's.
     with Exchange(plan, model.named_parameters(), own) as earlier:
         earlier._driver.leave("long ago")
@@ -196,11 +196,11 @@ def one_rank_fails(group: dist.ProcessGroup, where: str) -> dict[str, Any]:
                 exchange.run.codecs["wide"] = Failing()
             train(exchange)
     except (GradlabError, ArithmeticError, KeyError) as error:
-        found = {"kind": type(error).__name__, "message": str(error)}
-    found["iteration"] = exchange.iteration
+        outcome = {"kind": type(error).__name__, "message": str(error)}
+    outcome["iteration"] = exchange.iteration
     dist.barrier(group)
     dist.destroy_process_group(own)
-    return found
+    return outcome
 
 
 def recorded(group: dist.ProcessGroup, folder: str, codec: str, wrapping: str) -> dict[str, Any]:

@@ -127,15 +127,15 @@ def residuals_of_another_world_size(folder: Path) -> list[bool]:
     """Whether what is loaded is half the first rank's residual ("split"), and nothing ("drop")."""
     path = of_two_ranks(folder)
     old = torch.load(path, weights_only=True)["gradlab"][0]["states"]
-    found = []
+    equal = []
     for policy, share in (("split", 0.5), ("drop", 0.0)):
         callback = CompressionCallback(PLAN, residuals=policy)
         trainer(folder, callback).fit(Model(), loader(), ckpt_path=path)  # has nothing left to train
         new = callback.state.state_dict()
         assert new["iteration"] == 4
         loaded = {name: new["states"].get(name, torch.zeros_like(old[name])) for name in old}  # dropped: not there
-        found.append(all(torch.equal(loaded[name], share * old[name]) for name in old))
-    return found
+        equal.append(all(torch.equal(loaded[name], share * old[name]) for name in old))
+    return equal
 
 
 @scenario
@@ -222,7 +222,7 @@ def logged(folder: Path) -> list[str]:
 @scenario
 def residual_by_loss_scale(folder: Path) -> list[float]:
     """The largest residual after training under a loss scaler of 1, and of 1024."""
-    found = []
+    largest = []
     for scale in (1.0, 1024.0):
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
         callback = CompressionCallback(PLAN)
@@ -230,8 +230,8 @@ def residual_by_loss_scale(folder: Path) -> list[float]:
         precision = MixedPrecision("16-mixed", device="cpu", scaler=scaler)
         trainer(folder, callback, plugins=[precision]).fit(Model(), loader())
         states = callback.state.state_dict()["states"].values()
-        found.append(max(float(t.abs().max()) for t in states if t.is_floating_point()))
-    return found
+        largest.append(max(float(t.abs().max()) for t in states if t.is_floating_point()))
+    return largest
 
 
 def main(names: list[str]) -> None:

@@ -107,8 +107,8 @@ OPTIONS: dict[str, Option] = {
 
 def rows() -> dict[str, Stack]:
     """The matrix's other axis: every codec with feedback, and the other kinds of wrappers once."""
-    found = {f"{codec} + feedback": Stack(codec, "feedback") for codec in codecs.names()}
-    return found | {
+    stacks = {f"{codec} + feedback": Stack(codec, "feedback") for codec in codecs.names()}
+    return stacks | {
         "topk + correction": Stack("topk", "correction"),
         "qsgd + two-way": Stack("qsgd", "two-way under feedback"),
     }
@@ -249,12 +249,12 @@ class _Training:
         self.shadow.zero_grad()
         for part in range(self.option.micro_batches):
             self._backward(self.shadow, rank, step, part)
-        found = {name: p.grad for name, p in self.shadow.named_parameters()}
+        local = {name: p.grad for name, p in self.shadow.named_parameters()}
         grads = {
-            name: torch.zeros_like(p) if found[name] is None else found[name] / scale
+            name: torch.zeros_like(p) if local[name] is None else local[name] / scale
             for name, p in self.shadow.named_parameters()
         }
-        return grads, {name for name, grad in found.items() if grad is not None}
+        return grads, {name for name, grad in local.items() if grad is not None}
 
     def _expected(self, step: int, scale: float) -> dict[str, torch.Tensor | None]:
         """What every rank should apply in this step, by layer; None where no rank has a gradient."""
@@ -295,14 +295,14 @@ class _Training:
 
     def _compare_states(self) -> float:
         """The largest relative difference of a state, or of a learning rate that residuals are kept in."""
-        theirs, mine = self.lockstep.runs[self.cell.rank], self.state.run
-        assert mine.learning_rates == theirs.learning_rates
+        theirs, ours = self.lockstep.runs[self.cell.rank], self.state.run
+        assert ours.learning_rates == theirs.learning_rates
         worst = 0.0
         for group, expected in theirs.states.items():
-            assert mine.states[group].keys() == expected.keys()
+            assert ours.states[group].keys() == expected.keys()
             for key, wanted in expected.items():
-                if not torch.equal(mine.states[group][key], wanted):
-                    gap = (mine.states[group][key].double() - wanted.double()).abs().max()
+                if not torch.equal(ours.states[group][key], wanted):
+                    gap = (ours.states[group][key].double() - wanted.double()).abs().max()
                     worst = max(worst, float(gap / wanted.double().abs().max()))
         return worst
 
@@ -330,5 +330,5 @@ class _Training:
         dist.all_gather(rows, flat, group=self.cell.group)
         assert all(torch.equal(row, flat) for row in rows), "ranks disagree"
         with torch.no_grad():
-            for mine, theirs in zip(self.shadow.parameters(), self.ddp.parameters(), strict=True):
-                mine.copy_(theirs)
+            for ours, theirs in zip(self.shadow.parameters(), self.ddp.parameters(), strict=True):
+                ours.copy_(theirs)

@@ -41,9 +41,9 @@ def plan_of(codec: str, alpha: float = 1.0, delay: int = DELAY) -> Plan:
 
 def drawn(rank: int, step: int) -> Tensors:
     """Gradients of which another layer is the largest after every choice."""
-    found = gradients(SHAPES, rank, step)
+    grads = gradients(SHAPES, rank, step)
     loud = list(SHAPES)[(step - FIRST) // EVERY % 3]
-    return {name: grad * (20.0 if name == loud else 1.0) for name, grad in found.items()}
+    return {name: grad * (20.0 if name == loud else 1.0) for name, grad in grads.items()}
 
 
 def against_lockstep(group: dist.ProcessGroup, codec: str) -> dict[str, Any]:
@@ -108,9 +108,9 @@ def resumed(group: dist.ProcessGroup, codec: str, stop: int) -> dict[str, Any]:
     state, model = fresh()
     with state:
         state.load_state_dict(torch.load(file, weights_only=True))
-        found = steps(model, range(stop, STEPS))
+        continued = steps(model, range(stop, STEPS))
         same_plan = state.run.plan.digest == last
-    return {"equal": all(map(torch.equal, straight[stop:], found)), "same_plan": same_plan}
+    return {"equal": all(map(torch.equal, straight[stop:], continued)), "same_plan": same_plan}
 
 
 def failing(group: dist.ProcessGroup) -> dict[str, Any]:

@@ -35,8 +35,8 @@ def save(run: Run, step: int, folder: Path) -> None:
 
 def last_common_step(run: Run, folder: Path) -> int:
     """The last step of which every rank has its checkpoint; 0 for none."""
-    mine = [int(path.stem.rpartition("-")[2]) for path in folder.glob(f"rank-{run.rank}-step-*.pt")]
-    everyone = Ranks(dist.group.WORLD, torch.device("cpu")).gather(sorted(mine))
+    steps = [int(path.stem.rpartition("-")[2]) for path in folder.glob(f"rank-{run.rank}-step-*.pt")]
+    everyone = Ranks(dist.group.WORLD, torch.device("cpu")).gather(sorted(steps))
     return max(set(everyone[0]).intersection(*everyone[1:]), default=0)
 
 
@@ -74,8 +74,8 @@ def main() -> None:
     undisturbed.train(range(STEPS))
     wanted, got = undisturbed.end(), run.end()
     equal = wanted.keys() == got.keys() and all(torch.equal(got[key], wanted[key]) for key in wanted)
-    said = {"equal": equal, "resumed from": start, "restarts": restarts, "tensors": len(got)}
-    rows = Ranks(dist.group.WORLD, torch.device("cpu")).gather(said)
+    result = {"equal": equal, "resumed from": start, "restarts": restarts, "tensors": len(got)}
+    rows = Ranks(dist.group.WORLD, torch.device("cpu")).gather(result)
     run.close()
     undisturbed.close()
     if dist.get_rank() == 0:

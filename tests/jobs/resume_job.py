@@ -92,9 +92,9 @@ class Run:
 
     def end(self) -> dict[str, torch.Tensor]:
         """Everything that a run ends with, by name."""
-        found = {f"model/{key}": value for key, value in self.model.module.state_dict().items()}
+        parameters = {f"model/{key}": value for key, value in self.model.module.state_dict().items()}
         states = self.state.state_dict()["states"] if self.state else {}
-        return {key: value.clone() for key, value in (found | states).items()}
+        return {key: value.clone() for key, value in (parameters | states).items()}
 
     def close(self) -> None:
         if self.state is not None:
@@ -148,9 +148,9 @@ def rescaled(case: Case, group: dist.ProcessGroup, residuals: str) -> dict[str, 
     run.load(everyone[0])
     assert run.state is not None
     run.state.load_state_dicts([saved["compression"] for saved in everyone], residuals=residuals)
-    mine = run.state.states
+    after = run.state.states
     before = [saved["compression"]["states"] for saved in everyone]
-    result = {"owed": _owed(mine, before, group), "shared": _shared_kept(mine, before[0], case.stack)}
+    result = {"owed": _owed(after, before, group), "shared": _shared_kept(after, before[0], case.stack)}
     run.train(range(SAVED, END))
     flat = torch.cat([parameter.detach().reshape(-1) for parameter in run.model.parameters()])
     result["finite"] = bool(flat.isfinite().all())
@@ -161,22 +161,22 @@ def rescaled(case: Case, group: dist.ProcessGroup, residuals: str) -> dict[str, 
     return result
 
 
-def _owed(mine: dict[str, Any], before: list[dict[str, torch.Tensor]], group: dist.ProcessGroup) -> list[list[float]]:
+def _owed(after: dict[str, Any], before: list[dict[str, torch.Tensor]], group: dist.ProcessGroup) -> list[list[float]]:
     """Per residual and velocity: the largest gap between the ranks' means before and now; the largest of a rank's own
     before; and the largest of what there is now."""
-    found = []
+    rows = []
     for key in before[0]:
         name, _, entry = key.partition("::")
         if not entry.endswith(("/residual", "/velocity")):
             continue
         everyone = torch.stack([_plain(states, key) for states in before])
         was, scale = everyone.mean(0), float(everyone.abs().max())
-        held = {f"{name}::{k}": v for k, v in mine.get(name, {}).items()}
+        held = {f"{name}::{k}": v for k, v in after.get(name, {}).items()}
         now = _plain(held, key) if key in held else torch.zeros_like(was)
         dist.all_reduce(now, group=group)
         gap = now / dist.get_world_size(group) - was
-        found.append([float(gap.abs().max()), scale, float(now.abs().max())])
-    return found
+        rows.append([float(gap.abs().max()), scale, float(now.abs().max())])
+    return rows
 
 
 def _plain(states: dict[str, torch.Tensor], key: str) -> torch.Tensor:
@@ -188,16 +188,16 @@ def _plain(states: dict[str, torch.Tensor], key: str) -> torch.Tensor:
     return (held.reshape(-1).float() * scales).reshape(held.shape)
 
 
-def _shared_kept(mine: dict[str, Any], before: dict[str, torch.Tensor], stack: Stack) -> bool:
+def _shared_kept(after: dict[str, Any], before: dict[str, torch.Tensor], stack: Stack) -> bool:
     """Whether what all ranks share (warm starts, momentum after the average) is what it was; of one decoder per rank
     nothing is."""
     own = ("residual", "velocity", "residual_scale", "velocity_scale", "server_residual", "server_residual_scale")
     shared = {key: tensor for key, tensor in before.items() if key.rpartition("/")[2] not in own}
     if stack.codec == "lgc_server":
-        if any(key.rpartition("/")[2] in LgcServer.group_state for kept in mine.values() for key in kept):
+        if any(key.rpartition("/")[2] in LgcServer.group_state for kept in after.values() for key in kept):
             return False
         shared = {key: tensor for key, tensor in shared.items() if key.rpartition("/")[2] not in LgcServer.group_state}
-    return all(torch.equal(mine[key.partition("::")[0]][key.partition("::")[2]], t) for key, t in shared.items())
+    return all(torch.equal(after[key.partition("::")[0]][key.partition("::")[2]], t) for key, t in shared.items())
 
 
 DRAWN = {"clt_k", "qsgd", "random_k", "sign", "threshold"}
@@ -239,14 +239,14 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     groups = {4: dist.group.WORLD, 2: dist.new_group([0, 1])}
-    found = []
+    results = []
     for case, group in cases(folder, everything, groups):
         if mode == "straight":
             straight(case, group)
         else:
-            about = {"stack": case.stack.name, "ranks": case.world_size, "deterministic": case.deterministic}
-            found.append(about | continued(case, group, everything))
-    rows = Ranks(dist.group.WORLD, torch.device("cpu")).gather(found)
+            identity = {"stack": case.stack.name, "ranks": case.world_size, "deterministic": case.deterministic}
+            results.append(identity | continued(case, group, everything))
+    rows = Ranks(dist.group.WORLD, torch.device("cpu")).gather(results)
     if dist.get_rank() == 0:
         (folder / "results.json").write_text(json.dumps(rows))
     dist.destroy_process_group()

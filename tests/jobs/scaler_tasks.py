@@ -104,17 +104,17 @@ def never_finite(group: dist.ProcessGroup, scaled: bool) -> dict[str, Any]:
     """NaN from step 0 on, on one rank: what is said in each step, with a limit of 4."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
     run = Scaled(group, Stack("topk", "feedback"), scaler, non_finite_limit=4)
-    said, finite = [], []
+    messages, finite = [], []
     with run.state, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(5):
             try:
                 finite.append(bool(run.step(step, torch.nan if run.rank == 1 else None).isfinite().all()))
-                said.append("")
+                messages.append("")
             except RuntimeError as error:
-                said.append(str(error))
+                messages.append(str(error))
     warned = [str(warning.message) for warning in caught if "gradlab" in str(warning.message)]
-    return {"said": said, "warned": warned, "finite": finite}
+    return {"said": messages, "warned": warned, "finite": finite}
 
 
 def resumed_out_of_step(group: dist.ProcessGroup) -> str:

@@ -122,11 +122,11 @@ def lemma(group: dist.ProcessGroup, method: str, server: str) -> dict[str, float
 
 def residuals(state: CompressionState, group: dist.ProcessGroup) -> Tensors:
     """e~ + mean e_i of every layer, on every rank."""
-    mine = {key.partition("::")[2]: value for key, value in state.state_dict()["states"].items()}
+    ours = {key.partition("::")[2]: value for key, value in state.state_dict()["states"].items()}
     everyone: list[Tensors] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(everyone, mine, group=group)
+    dist.all_gather_object(everyone, ours, group=group)
     owed = {}
-    for key, value in mine.items():
+    for key, value in ours.items():
         name, _, what = key.rpartition("/")
         if what == "residual":
             own = torch.stack([theirs[key] for theirs in everyone]).mean(0)
@@ -137,7 +137,7 @@ def residuals(state: CompressionState, group: dist.ProcessGroup) -> Tensors:
 
 def weight_decay_is_torchs(group: dist.ProcessGroup) -> float:
     """SGDM with weight decay in the plan, against torch's optimizer with both under plain DDP: largest difference."""
-    found = []
+    parameters = []
     for ours in (True, False):
         model = DistributedDataParallel(network().double(), process_group=group, bucket_cap_mb=SMALL_BUCKETS)
         own: dict[str, Any] = {} if ours else {"momentum": 0.9, "nesterov": True, "weight_decay": 0.05}
@@ -155,16 +155,16 @@ def weight_decay_is_torchs(group: dist.ProcessGroup) -> float:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(images), torch.randint(10, (8,), generator=stream)).backward()
             optimizer.step()
-        found.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+        parameters.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
         if state is not None:
             state.close()
-    return float((found[0] - found[1]).abs().max())
+    return float((parameters[0] - parameters[1]).abs().max())
 
 
 def refusals(group: dist.ProcessGroup) -> dict[str, str]:
     """What a state says of an optimizer that does what the plan does, or that it needs and is not given."""
     model = DistributedDataParallel(network(), process_group=group)
-    sgd, adam, said = torch.optim.SGD, torch.optim.AdamW, {}
+    sgd, adam, messages = torch.optim.SGD, torch.optim.AdamW, {}
     block, decayed = "dist-EF-blockSGDM", {"weight_decay": 1e-4}
     attempts: dict[str, tuple[Plan, Any]] = {
         "own momentum": (method_plan(model, block), sgd(model.parameters(), lr=0.1, momentum=0.9)),
@@ -190,8 +190,8 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
             with warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always")
                 state = CompressionState(plan, model, optimizer=optimizer, process_group=spare)
-            said[name] = f"{state.report()['residuals']} ({len(warned)} warnings)"
+            messages[name] = f"{state.report()['residuals']} ({len(warned)} warnings)"
             state.close()
         except GradlabError as error:
-            said[name] = str(error)
-    return said
+            messages[name] = str(error)
+    return messages
