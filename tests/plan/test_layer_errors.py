@@ -58,13 +58,13 @@ def test_ranks_share_one_decomposition(seed: int, shape: tuple[int, int], column
     best = [float(energies[rank:].sum()) for rank in ranks]
     scale = float(energies.sum())
     assert low_rank_errors(matrix, ranks, method="svd") == pytest.approx(best, abs=1e-9 * scale)
-    found = low_rank_errors(matrix, ranks, method="power", generator=generator(seed))
-    for one, least in zip(found, best, strict=True):
+    errors = low_rank_errors(matrix, ranks, method="power", generator=generator(seed))
+    for one, least in zip(errors, best, strict=True):
         assert least - 1e-6 * scale <= one <= least + 0.1 * scale
-    assert low_rank_errors(matrix, ranks) in (found, low_rank_errors(matrix, ranks, method="svd"))
+    assert low_rank_errors(matrix, ranks) in (errors, low_rank_errors(matrix, ranks, method="svd"))
     for factor in (1e-30, 1e34):
         other = low_rank_errors(factor * matrix, ranks, method="power", generator=generator(seed))
-        assert [one / factor**2 for one in other] == pytest.approx(found, rel=0.01, abs=1e-6 * scale)
+        assert [one / factor**2 for one in other] == pytest.approx(errors, rel=0.01, abs=1e-6 * scale)
 
 
 def test_five_power_steps_come_close_and_the_cheaper_method_is_taken() -> None:
@@ -80,9 +80,9 @@ def test_five_power_steps_come_close_and_the_cheaper_method_is_taken() -> None:
     assert many == low_rank_errors(matrix, range(32, 65), method="svd")
 
 
-@pytest.mark.parametrize(("ranks", "method", "said"), [([0], "svd", "rank = 0"), ([1], "magic", "method = 'magic'")])
-def test_what_no_decomposition_can_do_is_named(ranks: list[int], method: str, said: str) -> None:
-    with pytest.raises(GradlabError, match=said):
+@pytest.mark.parametrize(("ranks", "method", "message"), [([0], "svd", "rank = 0"), ([1], "magic", "method = 'magic'")])
+def test_what_no_decomposition_can_do_is_named(ranks: list[int], method: str, message: str) -> None:
+    with pytest.raises(GradlabError, match=message):
         low_rank_errors(torch.ones(3, 3), ranks, method=method)
 
 
@@ -90,10 +90,10 @@ def test_powersgd_comes_to_what_the_table_says() -> None:
     """The codec's own warm start on one gradient; a layer that it sends dense has no error."""
     gradient = torch.randn(24, 20, generator=generator(3)) @ torch.diag(0.6 ** torch.arange(20.0))
     candidates = [Candidate("powersgd", {"rank": rank}) for rank in (1, 3, 8, 16)]
-    found = squared_errors(MATRIX, gradient, candidates)
+    errors = squared_errors(MATRIX, gradient, candidates)
     expected = [by_exchange(candidate.build(), MATRIX, gradient, rounds=30) for candidate in candidates]
-    assert found == pytest.approx(expected, rel=0.02, abs=1e-6)
-    assert found[-1] == 0.0  # 16 columns of both factors are no smaller than the matrix
+    assert errors == pytest.approx(expected, rel=0.02, abs=1e-6)
+    assert errors[-1] == 0.0  # 16 columns of both factors are no smaller than the matrix
 
 
 @pytest.mark.parametrize("name", [n for n in codecs.names() if n not in ("gradiveq",)])
@@ -101,10 +101,10 @@ def test_every_codec_has_an_error_for_each_candidate(name: str) -> None:
     """Finite, and at most the delta that the codec states."""
     gradient = torch.randn(24, 20, generator=generator(5))
     candidates = [Candidate(name, settings) for settings in codecs.get(name).candidates]
-    found = squared_errors(MATRIX, gradient, candidates)
-    assert len(found) == len(candidates)
-    assert all(np.isfinite(error) and error >= 0 for error in found)
-    for candidate, error in zip(candidates, found, strict=True):
+    errors = squared_errors(MATRIX, gradient, candidates)
+    assert len(errors) == len(candidates)
+    assert all(np.isfinite(error) and error >= 0 for error in errors)
+    for candidate, error in zip(candidates, errors, strict=True):
         delta = candidate.build().guarantees([MATRIX]).delta
         if delta is not None and name != "random_k":  # whose delta is a mean over draws
             assert error <= (1 - delta) * float(gradient.norm()) ** 2 * (1 + 1e-5) + 1e-6
@@ -195,8 +195,8 @@ def test_a_cluster_measures_what_one_process_does(trace: Trace) -> None:
     distributed = pytest.importorskip("distributed")
     windows = windows_of(0, 11, 5)
     with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
-        found = measure_errors(trace, CANDIDATES, windows, cluster=cluster.scheduler_address)
-    assert same(found, measure_errors(trace, CANDIDATES, windows))
+        measured = measure_errors(trace, CANDIDATES, windows, cluster=cluster.scheduler_address)
+    assert same(measured, measure_errors(trace, CANDIDATES, windows))
 
 
 def test_a_cluster_that_is_not_there_is_named(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:

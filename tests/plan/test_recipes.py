@@ -88,10 +88,10 @@ def test_a_reset_drops_the_residual_after_so_many_compressed_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"), [({"carried": 0.0}, "carried = 0.0"), ({"reset_steps": -1}, "reset_steps = -1")]
+    ("settings", "message"), [({"carried": 0.0}, "carried = 0.0"), ({"reset_steps": -1}, "reset_steps = -1")]
 )
-def test_bad_settings_are_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(GradlabError, match=said):
+def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(GradlabError, match=message):
         ErrorFeedback.Settings(**settings)
 
 
@@ -147,13 +147,13 @@ def test_what_is_no_codec_is_not_registered() -> None:
         name = "abstract"
 
     codecs.register(Mine)
-    for refused, said in (
+    for refused, message in (
         (Other, "there is a codec 'mine' already"),
         (Nameless, "there is a codec 'topk' already"),
         (Abstract, "no codec with an exchange"),
         ("topk", "no codec with an exchange"),
     ):
-        with pytest.raises(GradlabError, match=said):
+        with pytest.raises(GradlabError, match=message):
             codecs.register(refused)  # type: ignore[type-var]
 
 
@@ -267,14 +267,14 @@ def test_a_shared_scale_leaves_each_ranks_own_clipping() -> None:
 @pytest.mark.usefixtures("registered")
 def test_incomplete_classes_are_not_registered() -> None:
     """Each would break a lookup or a plan later on."""
-    for change, said in (
+    for change, message in (
         ({"name": 5}, "has the name 5, expected an identifier"),
         ({"name": "a b"}, "has the name 'a b'"),
         ({"name": ""}, "has the name ''"),
         ({"Settings": int}, "Settings is no dataclass"),
         ({"candidates": ({"bogus": 1},)}, "has no setting bogus"),
     ):
-        with pytest.raises(GradlabError, match=said):
+        with pytest.raises(GradlabError, match=message):
             codecs.register(type("Mine", (Mine,), {"__module__": __name__, **change}))
     assert "mine" not in codecs.names()
 

@@ -78,8 +78,8 @@ def test_a_choice_is_what_the_planner_makes_of_the_accumulated_gradients() -> No
 def test_bytes_follow_the_settings_and_the_choice_is_counted() -> None:
     _, results, plans = run("topk")
     for step in range(1, tasks.STEPS):
-        told = 8 * 3 if step in (7, 11) else 0
-        assert results[step].payload[0] == plans[step].payload_bytes(2) + told
+        choice_bytes = 8 * 3 if step in (7, 11) else 0
+        assert results[step].payload[0] == plans[step].payload_bytes(2) + choice_bytes
         assert results[step].payload[1] == plans[step].payload_bytes(2)
 
 
@@ -104,23 +104,23 @@ def test_warm_starts_survive_a_change_of_rank(alternating: bool) -> None:
 @pytest.mark.parametrize(("codec", "ranks"), [("powersgd", 2), ("powersgd", 3), ("topk", 3), ("qsgd", 2)])
 def test_the_engine_does_what_lockstep_does(pool: ProcessPool, codec: str, ranks: int) -> None:
     """Bit for bit in deterministic mode, bytes included; the settings change twice."""
-    for found in pool.run("jobs.refresh_tasks:against_lockstep", ranks, codec=codec):
-        assert found["same"]
-        assert found["same_states"]
-        used = found["used"]
+    for result in pool.run("jobs.refresh_tasks:against_lockstep", ranks, codec=codec):
+        assert result["same"]
+        assert result["same_states"]
+        used = result["used"]
         assert [step for step in range(1, tasks.STEPS) if used[step] != used[step - 1]] == [7, 11]
-        assert found["report"]["failure"] == ""
-        assert set(found["report"]["choice"]) == {"conv", "wide", "tall"}
+        assert result["report"]["failure"] == ""
+        assert set(result["report"]["choice"]) == {"conv", "wide", "tall"}
 
 
 @pytest.mark.parametrize("stop", [3, 6, 7, 12])
 def test_resumed_is_never_stopped(pool: ProcessPool, stop: int) -> None:
     """Amid accumulating; with a choice made and not told; just after one; with one more under way."""
-    for found in pool.run("jobs.refresh_tasks:resumed", 2, codec="powersgd", stop=stop):
-        assert found == {"equal": True, "same_plan": True}
+    for result in pool.run("jobs.refresh_tasks:resumed", 2, codec="powersgd", stop=stop):
+        assert result == {"equal": True, "same_plan": True}
 
 
-def test_a_choice_that_fails_changes_nothing_and_is_told(pool: ProcessPool) -> None:
+def test_a_choice_that_fails_changes_nothing_and_is_reported(pool: ProcessPool) -> None:
     root, other = pool.run("jobs.refresh_tasks:failing", 2)
     assert root["stayed"]
     assert other["stayed"]
@@ -198,7 +198,7 @@ def test_an_artifact_keeps_its_refresh(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"every": 0}, "every = 0"),
         ({"every": 2.0}, "every = 2.0"),
@@ -212,10 +212,10 @@ def test_an_artifact_keeps_its_refresh(tmp_path: Path) -> None:
         ({"settings": {"conv": [{"speed": 1}]}, "reference": {"conv": 0}}, "no setting speed"),
     ],
 )
-def test_a_refresh_that_makes_no_sense_is_named(changes: dict[str, Any], said: str) -> None:
+def test_a_refresh_that_makes_no_sense_is_named(changes: dict[str, Any], message: str) -> None:
     plan = tasks.plan_of("powersgd")
     assert plan.refresh is not None
-    with pytest.raises(GradlabError, match=said):
+    with pytest.raises(GradlabError, match=message):
         replace(plan, refresh=replace(plan.refresh, **changes))
 
 
