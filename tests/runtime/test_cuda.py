@@ -50,7 +50,7 @@ def gpu(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[st
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
-def test_with_a_gpu_all_checks_pass_and_without_one_it_is_said() -> None:
+def test_with_a_gpu_all_checks_pass_and_without_one_it_is_reported() -> None:
     done = gpu(timeout=520)
     if torch.cuda.is_available():
         assert done.returncode == 0, done.stdout + done.stderr
@@ -77,7 +77,7 @@ def test_the_checks_themselves_on_the_cpu() -> None:
     assert left_out.startswith("not run, needs a GPU: nccl x 1: identity is plain DDP")
 
 
-def test_no_time_is_said_by_name() -> None:
+def test_no_time_is_reported_by_name() -> None:
     done = gpu("--device", "cpu", "--seconds", "0", "--only", "exchange: topk", "gloo x 2: identity*")
     assert "not run, the time was up: exchange: topk; gloo x 2: identity is plain DDP" in done.stdout
 
@@ -86,10 +86,10 @@ def test_no_time_is_said_by_name() -> None:
 def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """The runner's module `launch`, whose processes find the checks above."""
     (tmp_path / "checks_of_a_test.py").write_text(CHECKS)
-    places = [str(tmp_path), str(RUNNER), str(RUNNER.parent), str(RUNNER.parents[1] / "benchmarks")]
-    for place in reversed(places):
+    folders = [str(tmp_path), str(RUNNER), str(RUNNER.parent), str(RUNNER.parents[1] / "benchmarks")]
+    for place in reversed(folders):
         monkeypatch.syspath_prepend(place)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*places, os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")]))
     import launch
 
     return launch

@@ -37,13 +37,13 @@ def executable() -> str:
 
 def results(output: str) -> list[dict[str, Any]]:
     """What the ranks printed, in rank order. Two ranks may share a line: text and line end are written one by one."""
-    decoder, found, start = json.JSONDecoder(), [], output.find('{"')
+    decoder, values, start = json.JSONDecoder(), [], output.find('{"')
     while start >= 0:
         value, end = decoder.raw_decode(output, start)
-        found.append(value)
+        values.append(value)
         start = output.find('{"', end)
-    assert found, output
-    return sorted(found, key=lambda value: value.get("rank", 0))
+    assert values, output
+    return sorted(values, key=lambda value: value.get("rank", 0))
 
 
 def run_alone(script: Path, *arguments: object) -> list[dict[str, Any]]:
@@ -101,8 +101,8 @@ def accelerate_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     ]
 )
 def runs(request: pytest.FixtureRequest) -> Runs:
-    found: Runs = request.getfixturevalue(request.param)
-    return found
+    result: Runs = request.getfixturevalue(request.param)
+    return result
 
 
 def differences(one: Any, other: Any, where: str = "") -> list[str]:
@@ -182,8 +182,8 @@ def residuals_differ(first: dict[str, Any], second: dict[str, Any]) -> bool:
 
 @pytest.fixture(scope="module")
 def lightning_scenarios() -> dict[str, Any]:
-    (found,) = run_alone(HERE / "jobs" / "lightning_scenarios.py")
-    return found
+    (result,) = run_alone(HERE / "jobs" / "lightning_scenarios.py")
+    return result
 
 
 @needs_lightning

@@ -97,22 +97,22 @@ def test_codec_error_reaches_the_training_loop(pool: ProcessPool) -> None:
 
 
 def test_wrong_use_is_refused(pool: ProcessPool, tmp_path: Path) -> None:
-    for said in pool.run("jobs.ddp_tasks:refusals", 2, folder=str(tmp_path)):
-        assert "DistributedDataParallel" in said["bare"]
-        assert "wide: expected shape [12, 30], the model has [12, 300]" in said["other model"]
-        assert "more [5, 5]: expected, not in the model" in said["other model"]
-        assert "ranks disagree about the plan" in said["ranks differ"]
-        assert "ranks disagree about segment_bytes" in said["options differ"]
-        assert "rank 1: no artifact at" in said["one file missing"]
-        assert "CompressionState" in said["wrong state"]
-        assert "does not have" in said["foreign parameter"]
-        assert "once" in said["twice"]
-        assert "has the communication hook compression_hook already" in said["second state"]
+    for messages in pool.run("jobs.ddp_tasks:refusals", 2, folder=str(tmp_path)):
+        assert "DistributedDataParallel" in messages["bare"]
+        assert "wide: expected shape [12, 30], the model has [12, 300]" in messages["other model"]
+        assert "more [5, 5]: expected, not in the model" in messages["other model"]
+        assert "ranks disagree about the plan" in messages["ranks differ"]
+        assert "ranks disagree about segment_bytes" in messages["options differ"]
+        assert "rank 1: no artifact at" in messages["one file missing"]
+        assert "CompressionState" in messages["wrong state"]
+        assert "does not have" in messages["foreign parameter"]
+        assert "once" in messages["twice"]
+        assert "has the communication hook compression_hook already" in messages["second state"]
 
 
-def test_one_ranks_bad_option_is_said_by_all(pool: ProcessPool) -> None:
-    for said in pool.run("jobs.ddp_tasks:bad_options", 2):
-        for option, message in said.items():
+def test_one_ranks_bad_option_is_named_by_all(pool: ProcessPool) -> None:
+    for messages in pool.run("jobs.ddp_tasks:bad_options", 2):
+        for option, message in messages.items():
             assert message.startswith("rank 1: ")
             assert option.split()[-1] in message
             assert "\n" not in message
@@ -126,9 +126,9 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(pool: ProcessPool) 
             assert "\n" not in message
 
 
-def test_ranks_that_continue_from_other_states_are_told(pool: ProcessPool) -> None:
-    for said in pool.run("jobs.ddp_tasks:states_that_differ", 2):
-        assert "ranks disagree about which states there are" in said
+def test_ranks_that_continue_from_other_states_are_refused(pool: ProcessPool) -> None:
+    for message in pool.run("jobs.ddp_tasks:states_that_differ", 2):
+        assert "ranks disagree about which states there are" in message
 
 
 def test_channels_last(pool: ProcessPool) -> None:
@@ -137,8 +137,8 @@ def test_channels_last(pool: ProcessPool) -> None:
 
 
 def test_use_after_close_is_refused(pool: ProcessPool) -> None:
-    for said in pool.run("jobs.ddp_tasks:use_after_close", 2):
-        assert "this CompressionState is closed" in said
+    for message in pool.run("jobs.ddp_tasks:use_after_close", 2):
+        assert "this CompressionState is closed" in message
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 107, 1000])

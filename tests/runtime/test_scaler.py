@@ -57,5 +57,5 @@ def test_nan_from_the_first_step(pool: ProcessPool) -> None:
 
 
 def test_ranks_that_resume_from_different_iterations(pool: ProcessPool) -> None:
-    for said in pool.run("jobs.scaler_tasks:resumed_out_of_step", 4):
-        assert "ranks disagree about the iteration: rank 1 has 0, rank 0 has 2" in said
+    for message in pool.run("jobs.scaler_tasks:resumed_out_of_step", 4):
+        assert "ranks disagree about the iteration: rank 1 has 0, rank 0 has 2" in message

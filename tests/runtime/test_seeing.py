@@ -77,12 +77,12 @@ def test_a_trace_is_read_again_and_drawn(pool: ProcessPool, tmp_path: Path) -> N
                     busy[round(e["ts"] - first) : round(e["ts"] - first + e["dur"])] = True
             return busy
 
-        found, slack = step.times, 2e-6 * len(events)
+        times, slack = step.times, 2e-6 * len(events)
         network = during(range(3, 99))
-        assert found.network_seconds == pytest.approx(network.sum() / 1e6, abs=slack)
-        assert found.hidden_seconds == pytest.approx((network & during((0, 1))).sum() / 1e6, abs=slack)
-        assert found.hidden_seconds + found.exposed_seconds == pytest.approx(found.network_seconds)
-        assert found.seconds == pytest.approx((max(e["ts"] + e["dur"] for e in events) - first) / 1e6, abs=slack)
+        assert times.network_seconds == pytest.approx(network.sum() / 1e6, abs=slack)
+        assert times.hidden_seconds == pytest.approx((network & during((0, 1))).sum() / 1e6, abs=slack)
+        assert times.hidden_seconds + times.exposed_seconds == pytest.approx(times.network_seconds)
+        assert times.seconds == pytest.approx((max(e["ts"] + e["dur"] for e in events) - first) / 1e6, abs=slack)
     with drawing():
         figure = plot_timelines({"one": read_step(file, 0), "two": read_step(file, 1)})
         assert [panel.get_title("left").split(":")[0] for panel in figure.axes] == ["one", "two"]
@@ -120,13 +120,13 @@ def test_files_that_hold_no_such_iteration(
 
 def test_report_table_and_scalars_agree(pool: ProcessPool) -> None:
     for seen in pool.run("jobs.ddp_tasks:chrome_trace", 2):
-        report, found = seen["report"], seen["scalars"]
+        report, scalars = seen["report"], seen["scalars"]
         assert seen["errors"] == [True, False] * 3
         assert [row["group"] for row in report["groups"]] == ["0.weight", "3.weight", "6.weight", "8.weight"][
             -len(report["groups"]) :
         ]
         compressed = sum(row["payload_bytes_per_step"] for row in report["groups"])
-        assert 0 < compressed < report["payload_bytes_per_step"] == found["gradlab/payload_bytes"]
+        assert 0 < compressed < report["payload_bytes_per_step"] == scalars["gradlab/payload_bytes"]
         assert [row["codec"] for row in report["codecs"]] == ["powersgd+error_feedback"]
         assert report["codecs"][0]["payload_bytes_per_step"] == pytest.approx(compressed)
         for row in report["groups"]:
@@ -134,12 +134,12 @@ def test_report_table_and_scalars_agree(pool: ProcessPool) -> None:
             assert 0 < row["relative_error"] < 1
             assert row["residual_norm"] > 0
             assert row["group"] in seen["table"]
-            assert f"gradlab/relative_error/{row['group']}" in found
+            assert f"gradlab/relative_error/{row['group']}" in scalars
         assert report["encode_seconds"] + report["decode_seconds"] <= report["compress_seconds"]
-        assert all(type(value) is float for value in found.values())
+        assert all(type(value) is float for value in scalars.values())
 
 
-def test_a_residual_that_keeps_growing_is_told() -> None:
+def test_a_residual_that_keeps_growing_is_reported() -> None:
     settled = [1 - 0.5**step for step in range(1, 41)]
     assert residual_growth([float(step) for step in range(40)]) == pytest.approx(34.5 / 14.5)
     assert residual_growth(settled) is None or residual_growth(settled) < 1.01  # type: ignore[operator]
