@@ -196,14 +196,14 @@ def lockstep_part(
         history = lockstep(plan, ranks, steps, make)
         parts = [
             [
-                {name: Part(found[rank].value.mean, found[rank].value.state) for name, found in step.items()}
+                {name: Part(by_rank[rank].value.mean, by_rank[rank].value.state) for name, by_rank in step.items()}
                 for step in history
             ]
             for rank in range(ranks)
         ]
-    mine: list[Any] = [None]
-    dist.scatter_object_list(mine, parts, src=0, group=group)
-    return mine[0]
+    received: list[Any] = [None]
+    dist.scatter_object_list(received, parts, src=0, group=group)
+    return received[0]
 
 
 def asks_for_means(plan: Plan, group: Group) -> bool:

@@ -42,11 +42,11 @@ def record(
     scales = [loss_scale] * len(gradients) if isinstance(loss_scale, (int, float)) else loss_scale
     with TraceWriter(path, layers, ranks, metadata=metadata) as writer:
         for position, by_rank in enumerate(gradients):
-            for rank, mine in enumerate(by_rank):
+            for rank, grads in enumerate(by_rank):
                 writer.append(
                     rank,
                     position if indices is None else indices[position],
-                    {name: value * np.float32(scales[position]) for name, value in mine.items()},
+                    {name: value * np.float32(scales[position]) for name, value in grads.items()},
                     loss=1.0 / (1 + position),
                     learning_rate=0.1 if learning_rates is None else learning_rates[position],
                     loss_scale=scales[position],
@@ -56,4 +56,4 @@ def record(
 
 def record_layer(path: Path, values: np.ndarray, layer: Layer) -> Trace:
     """A trace of one layer from values (steps, ranks, numel)."""
-    return record(path, [[{layer.name: mine.reshape(layer.shape)} for mine in step] for step in values], [layer])
+    return record(path, [[{layer.name: of_rank.reshape(layer.shape)} for of_rank in step] for step in values], [layer])

@@ -98,12 +98,12 @@ def _number(connection: socket.socket) -> int:
 
 
 def _bytes(connection: socket.socket, count: int) -> bytes:
-    found = b""
-    while len(found) < count:
-        if not (more := connection.recv(count - len(found))):
+    data = b""
+    while len(data) < count:
+        if not (more := connection.recv(count - len(data))):
             raise ConnectionError("the warm process has ended")
-        found += more
-    return found
+        data += more
+    return data
 
 
 # --- the warm process -------------------------------------------------------------------------------------------------
