@@ -112,8 +112,8 @@ def test_positions_count_in_the_steps_that_all_ranks_hold(
         for rank in range(len(held)):
             for layer in LAYERS:
                 expected = [gradient(layer, rank, index).reshape(-1) for index in common[start:stop]]
-                found = trace.read(layer.name, rank, start, stop)
-                np.testing.assert_array_equal(found, np.reshape(expected, (stop - start, layer.numel)))
+                values = trace.read(layer.name, rank, start, stop)
+                np.testing.assert_array_equal(values, np.reshape(expected, (stop - start, layer.numel)))
             assert trace.scalars(rank)["index"].tolist() == common
 
 
@@ -133,11 +133,11 @@ def test_each_rank_is_read_where_it_holds_a_step(tmp_path: Path) -> None:
 )
 def test_runs_read_every_row_once_and_in_order(rows: list[int], sizes: list[int]) -> None:
     starts = np.cumsum([0, *sizes, 201])
-    found = []
+    numbers = []
     for segment, first, last in runs(np.array(rows, dtype=np.int64), starts):
         assert last <= starts[segment + 1] - starts[segment]
-        found += [starts[segment] + row for row in range(first, last)]
-    assert found == rows
+        numbers += [starts[segment] + row for row in range(first, last)]
+    assert numbers == rows
 
 
 def test_rows_without_gaps_in_one_segment_are_one_read() -> None:
@@ -170,9 +170,9 @@ def test_narrow_types_round_as_torch_does(tmp_path: Path, dtype: str, reference:
     write_trace(tmp_path / "t", [[0, 1]], dtype)
     with Trace(tmp_path / "t") as trace:
         assert trace.dtype == dtype
-        found = trace.read("wide", 0, 1, 2)
+        values = trace.read("wide", 0, 1, 2)
     expected = torch.from_numpy(gradient(LAYERS[3], 0, 1)).to(reference).float().reshape(1, -1)
-    np.testing.assert_array_equal(found, expected.numpy())
+    np.testing.assert_array_equal(values, expected.numpy())
     segment = h5py.File(tmp_path / "t" / "rank-00000" / "000000.h5")
     assert segment["gradients/wide"].attrs.get("logical_dtype") == (b"bfloat16" if dtype == "bfloat16" else None)
     segment.close()
@@ -225,10 +225,10 @@ def test_every_layer_name_is_one_link_of_its_own(names: list[str]) -> None:
 
 
 def test_check_finds_nothing_wrong_with_a_sound_trace(template: Path) -> None:
-    found = check(template)
-    assert found.ok
-    assert [(rank.steps, rank.segments, rank.closed) for rank in found.ranks] == [(20, 2, True)] * 2
-    assert found.common_steps == 20
+    report = check(template)
+    assert report.ok
+    assert [(rank.steps, rank.segments, rank.closed) for rank in report.ranks] == [(20, 2, True)] * 2
+    assert report.common_steps == 20
 
 
 # --- asked wrongly ---------------------------------------------------------------------------------------------
@@ -291,10 +291,10 @@ def refused(path: Path, match: str) -> None:
         Trace(path)
     assert "\n" not in str(caught.value)
     with contextlib.suppress(GradlabError):  # for a manifest that cannot be read, in the same words
-        found = check(path)
-        assert not found.ok
-        assert not any("\n" in problem for problem in found.problems)
-        assert not found.closed or any(re.search(match, problem) for problem in found.problems)
+        report = check(path)
+        assert not report.ok
+        assert not any("\n" in problem for problem in report.problems)
+        assert not report.closed or any(re.search(match, problem) for problem in report.problems)
 
 
 def rewrite(path: Path, **changes: object) -> None:
@@ -437,9 +437,9 @@ def test_only_folders_of_ranks_count_as_ranks(trace_path: Path) -> None:
 def test_ranks_with_different_numbers_of_steps_are_remarked_upon(tmp_path: Path) -> None:
     write_trace(tmp_path / "t", [list(range(5)), list(range(3))])
     line = "ranks hold 3 to 5 steps each; the 3 that all ranks hold are read, the others are not"
-    found = check(tmp_path / "t")
-    assert found.ok
-    assert found.remarks == (line,)
+    report = check(tmp_path / "t")
+    assert report.ok
+    assert report.remarks == (line,)
     with Trace(tmp_path / "t") as trace:
         assert trace.remarks == (line,)
 
@@ -476,9 +476,9 @@ def test_a_flipped_bit_in_the_data_is_found(trace_path: Path) -> None:
     content = bytearray(segment.read_bytes())
     content[content.index(gradient(LAYERS[3], 1, 5).tobytes()[:1000]) + 40] ^= 4
     segment.write_bytes(content)
-    found = check(trace_path)
-    assert [len(rank.problems) for rank in found.ranks] == [0, 1]
-    assert "layer 'wide' at iteration 5 is damaged (checksum)" in found.problems[0]
+    report = check(trace_path)
+    assert [len(rank.problems) for rank in report.ranks] == [0, 1]
+    assert "layer 'wide' at iteration 5 is damaged (checksum)" in report.problems[0]
     with Trace(trace_path) as trace:
         trace.read("scale", 1)
         with pytest.raises(GradlabError, match="iteration 5 is damaged"):
