@@ -148,12 +148,12 @@ def mean_of(vectors: Sequence[np.ndarray]) -> np.ndarray:
 
 def buffers(states: Sequence[Tensors], what: str, shapes: Shapes) -> list[np.ndarray]:
     """Per rank the group's buffers as one vector of the length of all layers; zeros for a layer that has none."""
-    found = []
+    vectors = []
     for state in states:
         held = {name: load_buffer(state, name, what) for name in shapes}
         zeros = {name: torch.zeros(tuple(shape), dtype=torch.float64) for name, shape in shapes.items()}
-        found.append(flat({name: zeros[name] if held[name] is None else held[name].double() for name in shapes}))
-    return found
+        vectors.append(flat({name: zeros[name] if held[name] is None else held[name].double() for name in shapes}))
+    return vectors
 
 
 def server_residual(states: Sequence[Tensors], shapes: Shapes) -> np.ndarray:
@@ -384,13 +384,13 @@ def test_an_8_bit_buffer_errs_by_half_a_step_of_its_block(
     if numel:
         vector[scattered] = torch.tensor(values, dtype=dtype)
     state = store_buffer("w", "residual", vector, "int8")
-    found = load_buffer(state, "w", "residual")
-    assert found is not None
-    assert (found.dtype, found.shape) == (dtype, vector.shape)
+    loaded = load_buffer(state, "w", "residual")
+    assert loaded is not None
+    assert (loaded.dtype, loaded.shape) == (dtype, vector.shape)
     for first in range(0, numel, 256):
         block = vector[first : first + 256].double()
         bound = max(float(block.abs().max()) / 254 * (1 + 1e-5), torch.finfo(dtype).tiny)
-        assert float((found[first : first + 256].double() - block).abs().max()) <= bound
+        assert float((loaded[first : first + 256].double() - block).abs().max()) <= bound
     assert {key: tensor.dtype for key, tensor in state.items()} == {"w/residual": torch.int8, "w/residual_scale": dtype}
     assert sum(t.nbytes for t in state.values()) == numel + -(-numel // 256) * vector.element_size()
 
@@ -496,7 +496,7 @@ def test_momentum_correction_is_deep_gradient_compression(
         np.testing.assert_allclose(np.stack(buffers(states, "residual", shapes)), oracle.velocity, rtol=0, atol=1e-12)
 
 
-def test_masking_is_for_sparsifications_unless_it_is_said() -> None:
+def test_masking_is_for_sparsifications_unless_it_is_set() -> None:
     """Around a codec that sends every element a little, masking would erase all momentum."""
     for inner, kept in ((topk(0.1), False), (two_way(topk(0.1)), False), (QSGD(), True), (PowerSGD(), True)):
         (result,) = run(correction(inner), drawn(1, 0, {"w": (9, 9)}), [{}])
@@ -662,9 +662,9 @@ def test_layers_of_one_element_or_none_pass(codec: Codec, shapes: Shapes) -> Non
 
 def test_the_warm_ups_densities_are_the_papers() -> None:
     codec = SparsityWarmup(topk(0.001), SparsityWarmup.Settings(steps=400))
-    found = [codec.at(step).settings.density for step in (0, 99, 100, 200, 300, 399, 400, 10**6)]
-    assert found == pytest.approx([0.25, 0.25, 0.0625, 0.015625, 0.004, 0.004, 0.001, 0.001], rel=0.02)
-    assert (found[0], found[-1]) == (0.25, 0.001)
+    densities = [codec.at(step).settings.density for step in (0, 99, 100, 200, 300, 399, 400, 10**6)]
+    assert densities == pytest.approx([0.25, 0.25, 0.0625, 0.015625, 0.004, 0.004, 0.001, 0.001], rel=0.02)
+    assert (densities[0], densities[-1]) == (0.25, 0.001)
 
 
 @law(st.integers(1, 6), st.integers(0, 30), st.floats(0.001, 0.2), st.floats(0.2, 1.0), st.integers(0, 50), examples=40)
