@@ -40,11 +40,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """How many codec x case pairs of the contract ran, and which did not."""
     outcomes = ("passed", "failed", "error", "skipped", "xfailed")
     reports = {what: [r for r in terminalreporter.stats.get(what, []) if _of_contract(r)] for what in outcomes}
-    ran = {report.nodeid for some in reports.values() for report in some}
+    ran = {report.nodeid for of_outcome in reports.values() for report in of_outcome}
     if not ran:
         return
     codecs = {case for case in cases() if any(case in node.partition("[")[2] for node in ran)}
-    counts = ", ".join(f"{len(some)} {what}" for what, some in reports.items())
+    counts = ", ".join(f"{len(of_outcome)} {what}" for what, of_outcome in reports.items())
     terminalreporter.write_line(
         f"contract: {len(ran)} codec x case pairs of {len(codecs)} codecs and settings: {counts}"
     )
@@ -94,7 +94,7 @@ def gradlab(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         capsys.readouterr()
         with pytest.raises(SystemExit) as end:
             main()
-        said = capsys.readouterr()
-        return int(end.value.code or 0), said.out, said.err
+        captured = capsys.readouterr()
+        return int(end.value.code or 0), captured.out, captured.err
 
     return run

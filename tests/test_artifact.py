@@ -57,12 +57,12 @@ def reason(path: Path, data: bytes) -> str | None:
 
 def refused(path: Path, data: bytes, message: str = "") -> None:
     """Loading is refused with one short line that names the file and matches the message."""
-    told = reason(path, data)
-    assert told is not None
-    assert str(path) in told
-    assert "\n" not in told
-    assert len(told) < 1000
-    assert re.search(message, told)
+    error = reason(path, data)
+    assert error is not None
+    assert str(path) in error
+    assert "\n" not in error
+    assert len(error) < 1000
+    assert re.search(message, error)
 
 
 # --- what is saved comes back ---------------------------------------------------------------------------------------
@@ -211,8 +211,8 @@ def test_a_longer_file_is_refused(tmp_path: Path, whole: bytes) -> None:
 
 def same_or_refused(path: Path, data: bytes) -> str:
     """What a damaged file does: "refused", or "same" where the damage means nothing. Anything else is a failure."""
-    if (told := reason(path, data)) is not None:
-        assert str(path) in told
+    if (error := reason(path, data)) is not None:
+        assert str(path) in error
         return "refused"
     loaded, expected = Artifact.load(path), golden_artifact()
     assert loaded.plan.digest == expected.plan.digest
@@ -440,10 +440,10 @@ def test_deep_nesting_is_no_crash_wherever_it_stands(tmp_path: Path, depth: int,
     with contextlib.suppress(RecursionError):
         texts.append(sealed(json.loads(texts[0])))
     for each in texts:
-        told = reason(tmp_path / "deep", raw({"__metadata__": {"gradlab": each}}))
+        error = reason(tmp_path / "deep", raw({"__metadata__": {"gradlab": each}}))
         # Within the limit a deep provenance, rightly sealed, is as good as any other.
-        assert told is not None or (where == "origin" and each is not texts[0])
-        assert told is None or (str(tmp_path / "deep") in told and len(told) < 1000)
+        assert error is not None or (where == "origin" and each is not texts[0])
+        assert error is None or (str(tmp_path / "deep") in error and len(error) < 1000)
 
 
 def test_non_finite_learned_tensors_are_refused(tmp_path: Path, whole: bytes) -> None:

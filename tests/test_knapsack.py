@@ -36,23 +36,23 @@ def solver_optimum(errors: np.ndarray, sizes: np.ndarray, budget: float) -> tupl
     there = np.isfinite(errors) & np.isfinite(sizes)
     cost, error = np.where(there, sizes, 0.0).ravel(), np.where(there, errors, 0.0).ravel()
     one_each = block_diag([np.ones((1, settings))] * layers, format="csr")
-    found = milp(
+    solution = milp(
         cost,
         constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(csr_matrix(error[None]), -np.inf, budget)],
         integrality=np.ones(errors.size),
         bounds=Bounds(0, there.ravel().astype(float)),
         options={"mip_rel_gap": 0.0},
     )
-    assert found.status == 0, found.message
-    choice = found.x.reshape(errors.shape).argmax(1)
+    assert solution.status == 0, solution.message
+    choice = solution.x.reshape(errors.shape).argmax(1)
     return float(sizes[np.arange(layers), choice].sum()), choice
 
 
 def totals(
-    errors: Sequence[Sequence[float]], sizes: Sequence[Sequence[float]], found: Allocation
+    errors: Sequence[Sequence[float]], sizes: Sequence[Sequence[float]], best: Allocation
 ) -> tuple[float, float]:
     return tuple(  # type: ignore[return-value]
-        float(np.array([row[c] for row, c in zip(table, found.choice, strict=True)]).sum()) for table in (errors, sizes)
+        float(np.array([row[c] for row, c in zip(table, best.choice, strict=True)]).sum()) for table in (errors, sizes)
     )
 
 
@@ -92,10 +92,10 @@ def test_the_size_is_the_solvers(kind: str) -> None:
     for _ in range(60):
         errors, sizes = random_tables(rng, int(rng.integers(1, 30)), int(rng.integers(1, 13)), kind)
         budget = budgets(rng, errors)
-        found = allocate(errors, sizes, budget)
-        error, size = totals(errors, sizes, found)
+        allocation = allocate(errors, sizes, budget)
+        error, size = totals(errors, sizes, allocation)
         optimum, _ = solver_optimum(errors, sizes, budget)
-        assert size == found.size == found.bound == optimum
+        assert size == allocation.size == allocation.bound == optimum
         assert error <= budget
 
 
@@ -119,12 +119,12 @@ def test_the_size_is_that_of_the_best_of_all_plans(tables: Tables, share: float)
         with pytest.raises(GradlabError, match="no setting with a finite error"):
             allocate(errors, sizes, budget)
         return
-    found = allocate(errors, sizes, budget)
-    error, size = totals(errors, sizes, found)
+    allocation = allocate(errors, sizes, budget)
+    error, size = totals(errors, sizes, allocation)
     assert error <= budget
-    assert size == found.size == pytest.approx(optimum, rel=1e-9, abs=1e-12)
-    assert found.bound == found.size
-    assert found.gap == 0
+    assert size == allocation.size == pytest.approx(optimum, rel=1e-9, abs=1e-12)
+    assert allocation.bound == allocation.size
+    assert allocation.gap == 0
 
 
 @law(small_tables(), seeds, examples=100)
@@ -137,9 +137,9 @@ def test_a_plan_is_reachable_at_its_own_error(tables: Tables, seed: int) -> None
         return
     plan = [int(rng.choice(row)) for row in finite]
     budget = float(np.array([row[c] for row, c in zip(errors, plan, strict=True)]).sum())
-    found = allocate(errors, sizes, budget)
-    assert totals(errors, sizes, found)[0] <= budget
-    assert found.size <= np.array([row[c] for row, c in zip(sizes, plan, strict=True)]).sum() * (1 + 1e-11)
+    allocation = allocate(errors, sizes, budget)
+    assert totals(errors, sizes, allocation)[0] <= budget
+    assert allocation.size <= np.array([row[c] for row, c in zip(sizes, plan, strict=True)]).sum() * (1 + 1e-11)
 
 
 @law(seeds, st.integers(1, 64), st.sampled_from(["noise", "one rate", "layers"]), examples=40)
@@ -147,10 +147,10 @@ def test_a_search_cut_short_says_how_far_off_it_may_be(seed: int, states: int, k
     rng = np.random.default_rng(seed)
     errors, sizes = random_tables(rng, 25, 10, kind)
     budget = budgets(rng, errors)
-    optimum, found = allocate(errors, sizes, budget), allocate(errors, sizes, budget, most_states=states)
+    optimum, allocation = allocate(errors, sizes, budget), allocate(errors, sizes, budget, most_states=states)
     assert optimum.gap == 0
-    assert found.bound <= optimum.size <= found.size
-    assert totals(errors, sizes, found)[0] <= budget
+    assert allocation.bound <= optimum.size <= allocation.size
+    assert totals(errors, sizes, allocation)[0] <= budget
 
 
 def test_large_tables_are_solved() -> None:
@@ -159,22 +159,22 @@ def test_large_tables_are_solved() -> None:
     for kind in ("layers", "one rate", "noise"):
         errors, sizes = random_tables(rng, 500, 30, kind)
         budget = float(np.where(np.isfinite(errors), errors, 0).mean(1).sum())
-        found = allocate(errors, sizes, budget)
-        assert found.gap == 0
-        assert totals(errors, sizes, found)[0] <= budget
+        allocation = allocate(errors, sizes, budget)
+        assert allocation.gap == 0
+        assert totals(errors, sizes, allocation)[0] <= budget
 
 
 def test_errors_may_be_negative_and_budgets_infinite() -> None:
     """A loss may fall where a gradient is compressed."""
-    found = allocate([[-3.0, 1.0], [2.0, -1.0]], [[4.0, 1.0], [1.0, 9.0]], 0.0)
-    assert (found.choice.tolist(), found.size) == ([0, 0], 5.0)
-    found = allocate([[3.0, 1.0], [2.0, 0.0]], [[4.0, 1.0], [7.0, 9.0]], math.inf)
-    assert (found.choice.tolist(), found.size, found.bound) == ([1, 0], 8.0, 8.0)
+    allocation = allocate([[-3.0, 1.0], [2.0, -1.0]], [[4.0, 1.0], [1.0, 9.0]], 0.0)
+    assert (allocation.choice.tolist(), allocation.size) == ([0, 0], 5.0)
+    allocation = allocate([[3.0, 1.0], [2.0, 0.0]], [[4.0, 1.0], [7.0, 9.0]], math.inf)
+    assert (allocation.choice.tolist(), allocation.size, allocation.bound) == ([1, 0], 8.0, 8.0)
 
 
 def test_huge_errors_that_no_plan_can_afford_cost_no_digits() -> None:
-    found = allocate([[1e30, 0.25, 0.0], [1e300, 0.5, 0.125]], [[1, 2, 3], [1, 2, 3]], 0.625)
-    assert (found.choice.tolist(), found.size) == ([2, 1], 5.0) or (found.choice.tolist(), found.size) == ([1, 2], 5.0)
+    best = allocate([[1e30, 0.25, 0.0], [1e300, 0.5, 0.125]], [[1, 2, 3], [1, 2, 3]], 0.625)
+    assert (best.choice.tolist(), best.size) == ([2, 1], 5.0) or (best.choice.tolist(), best.size) == ([1, 2], 5.0)
 
 
 # --- Algorithm 1 ------------------------------------------------------------------------------------------------------
@@ -206,11 +206,11 @@ def test_algorithm_1_is_the_papers(seed: int, kind: str, steps: int) -> None:
         with pytest.raises(GradlabError, match="use more steps"):
             allocate_discretised(errors, sizes, budget, steps=steps)
         return
-    found = allocate_discretised(errors, sizes, budget, steps=steps)
-    assert found.size == expected
-    assert totals(errors, sizes, found) == (pytest.approx(min(budget, totals(errors, sizes, found)[0])), found.size)
-    assert allocate(errors, sizes, budget).size <= found.size
-    assert found.bound <= allocate(errors, sizes, budget).size
+    best = allocate_discretised(errors, sizes, budget, steps=steps)
+    assert best.size == expected
+    assert totals(errors, sizes, best) == (pytest.approx(min(budget, totals(errors, sizes, best)[0])), best.size)
+    assert allocate(errors, sizes, budget).size <= best.size
+    assert best.bound <= allocate(errors, sizes, budget).size
 
 
 def test_algorithm_1_comes_close_and_may_miss_the_uniform_plan() -> None:
@@ -230,7 +230,7 @@ def test_algorithm_1_comes_close_and_may_miss_the_uniform_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("errors", "sizes", "budget", "said"),
+    ("errors", "sizes", "budget", "message"),
     [
         ([[2.0, 1.0], [5.0, 4.0]], [[1, 2], [1, 2]], 4.5, "smallest reachable is 5"),
         ([[1.0]], [[1.0]], math.nan, "budget is NaN"),
@@ -247,8 +247,8 @@ def test_algorithm_1_comes_close_and_may_miss_the_uniform_plan() -> None:
         ([["much"]], [[1.0]], 3.0, "expected numbers of shape"),
     ],
 )
-def test_bad_tables_are_named(errors: object, sizes: object, budget: float, said: str) -> None:
-    with pytest.raises(GradlabError, match=said):
+def test_bad_tables_are_named(errors: object, sizes: object, budget: float, message: str) -> None:
+    with pytest.raises(GradlabError, match=message):
         allocate(errors, sizes, budget)  # type: ignore[arg-type]
 
 

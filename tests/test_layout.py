@@ -85,8 +85,8 @@ def test_gradiveq_order_of_other_ranks() -> None:
     assert torch.equal(flatten(matrix, "gradiveq"), torch.stack([matrix[f, d] for d in range(4) for f in range(3)]))
     expected = torch.stack([sequence[f, d, x] for x in range(5) for d in range(4) for f in range(3)])
     assert torch.equal(flatten(sequence, "gradiveq"), expected)
-    places = [(z, y, x) for z in range(2) for y in range(2) for x in range(3)]
-    expected = torch.stack([volume[f, d, z, y, x] for z, y, x in places for d in range(3) for f in range(2)])
+    coordinates = [(z, y, x) for z in range(2) for y in range(2) for x in range(3)]
+    expected = torch.stack([volume[f, d, z, y, x] for z, y, x in coordinates for d in range(3) for f in range(2)])
     assert torch.equal(flatten(volume, "gradiveq"), expected)
 
 
@@ -176,7 +176,7 @@ def test_layers_are_the_models_parameters_in_order() -> None:
     expected = list(model.named_parameters())
     pairs = named_layers(model)
     assert [layer.name for layer, _ in pairs] == [name for name, _ in expected]
-    assert all(mine is theirs for (_, mine), (_, theirs) in zip(pairs, expected, strict=True))
+    assert all(ours is theirs for (_, ours), (_, theirs) in zip(pairs, expected, strict=True))
     assert [layer.shape for layer, _ in pairs] == [tuple(parameter.shape) for _, parameter in expected]
 
 
@@ -285,17 +285,17 @@ def test_no_difference_to_itself(layers: tuple[Layer, ...]) -> None:
 
 @law(layer_lists, layer_lists)
 def test_a_difference_shows_exactly_when_names_shapes_or_order_differ(
-    expected: tuple[Layer, ...], found: tuple[Layer, ...]
+    expected: tuple[Layer, ...], actual: tuple[Layer, ...]
 ) -> None:
-    same = [(layer.name, layer.shape) for layer in expected] == [(layer.name, layer.shape) for layer in found]
-    assert (describe_difference(expected, found) == []) == same
-    assert (fingerprint(expected) == fingerprint(found)) == same
+    same = [(layer.name, layer.shape) for layer in expected] == [(layer.name, layer.shape) for layer in actual]
+    assert (describe_difference(expected, actual) == []) == same
+    assert (fingerprint(expected) == fingerprint(actual)) == same
 
 
 def test_the_difference_names_what_differs() -> None:
     expected = (Layer("a", (2,)), Layer("b", (3, 3)), Layer("c", ()))
-    found = (Layer("b", (3, 4)), Layer("c", ()), Layer("d", (5,)))
-    assert describe_difference(expected, found) == [
+    actual = (Layer("b", (3, 4)), Layer("c", ()), Layer("d", (5,)))
+    assert describe_difference(expected, actual) == [
         "- a [2]: expected, not in the model",
         "~ b: expected shape [3, 3], the model has [3, 4]",
         "+ d [5]: in the model, not expected",
