@@ -120,7 +120,7 @@ class Branches(nn.Module):
         return self.last(self.combine(self.first(x), self.second(x)))
 
 
-def found_in(model: nn.Module, *shape: int) -> tuple[str, ...]:
+def layers_in(model: nn.Module, *shape: int) -> tuple[str, ...]:
     return layers_after_addition(model(normal(*(shape or (3, 4)))), model)
 
 
@@ -188,7 +188,7 @@ class Applied(nn.Module):
     ],
 )
 def test_sums_of_two_branches(combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-    assert found_in(Branches(combine, nn.Linear(4, 2))) == ("last.weight",)
+    assert layers_in(Branches(combine, nn.Linear(4, 2))) == ("last.weight",)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_sums_of_two_branches(combine: Callable[[torch.Tensor, torch.Tensor], to
     ],
 )
 def test_what_is_no_sum_of_two_branches(combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-    assert found_in(Branches(combine, nn.Linear(4, 2))) == ()
+    assert layers_in(Branches(combine, nn.Linear(4, 2))) == ()
 
 
 @pytest.mark.parametrize(
@@ -223,14 +223,14 @@ def test_what_is_no_sum_of_two_branches(combine: Callable[[torch.Tensor, torch.T
     ],
 )
 def test_what_reads_the_sum(last: nn.Module, expected: tuple[str, ...]) -> None:
-    assert found_in(Branches(torch.add, last)) == expected
+    assert layers_in(Branches(torch.add, last)) == expected
 
 
 def test_an_operation_on_several_matrices_names_none() -> None:
     """As one compiled into a single node, or cuDNN's LSTM: which of them reads the sum cannot be told."""
     two = Applied(TwoProducts.apply, (4, 4), (4, 4))
-    assert found_in(Branches(torch.add, two)) == ()
-    assert found_in(Branches(torch.add, nn.Sequential(two, nn.Linear(4, 4)))) == ()
+    assert layers_in(Branches(torch.add, two)) == ()
+    assert layers_in(Branches(torch.add, nn.Sequential(two, nn.Linear(4, 4)))) == ()
 
 
 def test_inputs_that_are_normalised_are_data_and_not_weights() -> None:
@@ -238,36 +238,36 @@ def test_inputs_that_are_normalised_are_data_and_not_weights() -> None:
     model = Branches(torch.add, nn.Linear(4, 2))
     for name in ("first", "second"):
         setattr(model, name, nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4, bias=False)))
-    assert found_in(model) == ("last.weight",)
+    assert layers_in(model) == ("last.weight",)
 
 
 def test_a_bias_of_the_inputs_shape_is_no_branch() -> None:
     """As learned positions are; a sum of two embeddings is one of two activations."""
     model = nn.Sequential(nn.Linear(4, 4), Applied(torch.add, (3, 4)), nn.Linear(4, 2))
-    assert found_in(model) == ()
+    assert layers_in(model) == ()
 
 
 def test_a_matrix_that_is_not_trained_stands_between_all_the_same() -> None:
     for last in (nn.Linear(4, 4), nn.Linear(4, 4, bias=False)):
         model = Branches(torch.add, nn.Sequential(last.requires_grad_(False), nn.Linear(4, 2)))
-        assert found_in(model) == ()
+        assert layers_in(model) == ()
 
 
 def test_a_layer_used_twice_is_named_if_it_reads_a_sum_once() -> None:
     shared = nn.Linear(4, 4)
     model = nn.Sequential(shared, Branches(torch.add, shared), nn.Linear(4, 4))
-    assert found_in(model) == ("0.weight",)
+    assert layers_in(model) == ("0.weight",)
 
 
 def test_parameters_outside_the_graph_and_outputs_without_one() -> None:
     model = Branches(torch.add, nn.Linear(4, 2))
     model.unused = nn.Linear(4, 4)
-    assert found_in(model) == ("last.weight",)
+    assert layers_in(model) == ("last.weight",)
     assert layers_after_addition(model(normal(3, 4)), nn.Linear(4, 4)) == ()
     assert layers_after_addition(model(normal(3, 4)).detach(), model) == ()
     assert layers_after_addition(model.last.weight, model) == ()
     with torch.no_grad():
-        assert found_in(model) == ()
+        assert layers_in(model) == ()
 
 
 def test_an_input_that_wants_a_gradient_is_no_branch() -> None:

@@ -238,8 +238,8 @@ def test_bases_that_differ_between_ranks_become_rank_0s() -> None:
 
     class Elsewhere(GradiVeQ):
         def bases(self, samples: torch.Tensor, mean: torch.Tensor | None, slices: int) -> Tensors:
-            found = super().bases(samples, mean, slices)
-            return found | {"basis": -found["basis"][:, :, :-1], "width": found["width"] - 1}
+            fitted = super().bases(samples, mean, slices)
+            return fitted | {"basis": -fitted["basis"][:, :, :-1], "width": fitted["width"] - 1}
 
     run = Run(codec(loss_threshold=0.001))
     run.codecs[1] = Elsewhere(run.codecs[0].settings)
