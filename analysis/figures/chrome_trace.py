@@ -1,4 +1,4 @@
-"""The picture of iterations as the engine ran them: what travelled while gradients were computed and compressed."""
+"""Draw iterations as the engine ran them: what travelled while gradients were computed and compressed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,14 @@ _KINDS = {
 
 
 def plot_timelines(steps: Mapping[str, StepSpans]) -> Figure:
-    """Draw iterations below each other on one axis of time; each begins with its first bucket, its key is its title."""
+    """Draw iterations below each other on one axis of time. Each begins with its first bucket.
+
+    Args:
+        steps: the iterations' spans, by the titles of their panels.
+
+    Returns:
+        The figure.
+    """
     heights = [len(_rows(step)) + 1 for step in steps.values()]
     figure = Figure(figsize=(WIDTH, 0.18 * sum(heights) + 0.4 * len(steps) + 0.5), layout="constrained")
     axes = figure.subplots(len(steps), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
@@ -45,7 +52,7 @@ def _rows(step: StepSpans) -> list[int]:
 
 
 def _draw(panel: Axes, step: StepSpans) -> set[str]:
-    """Draw one iteration; the kinds that were drawn."""
+    """Draw one iteration, and return the kinds of spans that were drawn."""
     rows = _rows(step)
     bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
     for span in step.spans:
@@ -69,7 +76,7 @@ def _kind(span: Span) -> str:
 
 
 def _labels(step: StepSpans, rows: list[int]) -> list[str]:
-    """A lane's name beside its first row."""
+    """Label the first row of each lane with the lane's name, and the lane's other rows with an empty text."""
     lanes = {span.row: span.lane for span in step.spans}
     named = [lanes[row] for row in rows]
     return [lane if lane not in named[:i] else "" for i, lane in enumerate(named)]

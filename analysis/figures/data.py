@@ -21,6 +21,12 @@ def figure_data(figure: Figure) -> dict[str, Any]:
 
     A panel has title, labels, scales, series of x and y, bars, points and images. Gaps (NaN) are null. References are
     lines across the whole axes: one of their coordinates is a share of the axes.
+
+    Args:
+        figure: the figure, as it was drawn.
+
+    Returns:
+        Plain JSON.
     """
     return dict(plain({"panels": [_panel(axes) for axes in figure.axes if axes.get_label() != "<colorbar>"]}))
 
@@ -86,7 +92,7 @@ def _segments(collection: LineCollection) -> dict[str, Any]:
 
 
 def _bar(patch: Rectangle) -> list[float]:
-    """Left, bottom, width, height."""
+    """Return left, bottom, width and height."""
     return list(_rounded(np.array([patch.get_x(), patch.get_y(), patch.get_width(), patch.get_height()])))
 
 

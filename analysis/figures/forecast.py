@@ -16,7 +16,14 @@ _COLUMNS = 3
 
 
 def plot_step_time(forecast: Forecast) -> Figure:
-    """Draw step time over link speed, one panel per number of nodes."""
+    """Draw step time over link speed, one panel per number of nodes.
+
+    Args:
+        forecast: of one plan.
+
+    Returns:
+        The figure.
+    """
     figure, axes = panels(len(forecast.nodes), _COLUMNS, height=2.6, sharey=True)
     for letter, (panel, node) in enumerate(zip(axes, forecast.nodes, strict=True)):
         _draw(panel, node, forecast.network.profile.compute_seconds)
@@ -51,7 +58,14 @@ def _draw(panel: Axes, node: NodeForecast, compute: float) -> None:
 
 
 def plot_speed(speed: SpeedForecast) -> Figure:
-    """Draw step time over link speed of several plans and of plain DDP, one panel per number of nodes."""
+    """Draw step time over link speed of several plans and of plain DDP, one panel per number of nodes.
+
+    Args:
+        speed: forecasts of the plans on one network.
+
+    Returns:
+        The figure.
+    """
     network = speed.network
     figure, axes = panels(len(network.nodes), _COLUMNS, height=2.9, sharey=True)
     colors = method_colors(speed.forecasts)

@@ -19,7 +19,11 @@ PLAN, UNIFORM = VERMILION, BLUE
 def plot_layers(provenance: Mapping[str, Any]) -> Figure:
     """Draw L-GreCo's Fig. 1: every layer's setting and size, in the order of communication, and its relative error.
 
-    provenance: of a fit.
+    Args:
+        provenance: of an L-GreCo fit.
+
+    Returns:
+        The figure.
     """
     layers = list(reversed(provenance["layers"]))  # backward hands over the last layers first
     figure, (top, bottom) = panels(2, 1, height=2.3, sharex=True)
@@ -57,7 +61,14 @@ def _draw_families(panel: Axes, positions: np.ndarray, layers: list[Any], shares
 
 
 def plot_frontier(frontier: Mapping[str, Any]) -> Figure:
-    """Draw the least cost over the error allowed, a line for each way to plan. frontier: `LgrecoFit.frontier()`."""
+    """Draw the least cost over the error allowed, a line for each way to plan.
+
+    Args:
+        frontier: `LgrecoFit.frontier()`.
+
+    Returns:
+        The figure.
+    """
     figure, (panel,) = panels(1, 1, height=3.4)
     names = list(frontier["planners"])
     colors, markers = method_colors(names), method_markers(names)
@@ -82,7 +93,11 @@ def _unit(plan: Mapping[str, Any]) -> str:
 def plot_over_time(plans: Mapping[str, Any]) -> Figure:
     """Draw L-GreCo's Figs. 9 and 13: compression ratio by window, and bytes in each bucket, mean over windows.
 
-    plans: `PlansOverTime.to_json()`.
+    Args:
+        plans: `PlansOverTime.to_json()`.
+
+    Returns:
+        The figure.
     """
     figure, (left, right) = panels(2, 2, height=2.8)
     names = list(plans["planners"])
@@ -108,8 +123,12 @@ def plot_sensitivity(rows: Sequence[Mapping[str, Any]]) -> Figure:
 
     (left) The correlation over layers, by setting, a line per checkpoint. (right) The layers at the last checkpoint.
 
-    rows: one per checkpoint, with "checkpoint", "varied", "settings", "errors" and "differences" (layers, settings),
-    and "correlations" as `gradlab.analysis.layer_plan.sensitivity.correlations` gives them.
+    Args:
+        rows: one per checkpoint, with "checkpoint", "varied", "settings", "errors" and "differences" (layers,
+            settings), and "correlations" as `gradlab.analysis.layer_plan.sensitivity.correlations` gives them.
+
+    Returns:
+        The figure.
     """
     figure, (left, right) = panels(2, 2, height=2.6)
     labels = [str(row["checkpoint"]) for row in rows]

@@ -1,4 +1,4 @@
-"""Figures about LGC: autoencoders' errors while they learn and later; what other codes of the same values reach."""
+"""Figures about LGC: autoencoders' errors while they learn and later, and what other codes of the same values reach."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from gradlab.analysis.fit.lgc.value_codes import RatePoint
 def plot_fit(provenance: Mapping[str, Any]) -> Figure:
     """Draw an autoencoder's error over epochs, and on held-out iterations over age.
 
-    provenance: of a fit. One curve is of the iterations learned from, one of those that decide when to stop.
+    Over epochs there are two curves: the iterations learned from, and those that decide when to stop.
+
+    Args:
+        provenance: of an LGC fit.
+
+    Returns:
+        The figure.
     """
     figure, (left, right) = panels(2, 2, height=2.4)
     epochs = range(1, len(provenance["curve"]) + 1)
@@ -32,9 +38,14 @@ def plot_fit(provenance: Mapping[str, Any]) -> Figure:
 
 
 def plot_sparsification(losses: Mapping[str, Sequence[float]], every: int = 1) -> Figure:
-    """Draw the paper's Fig. 13: training loss over iterations for each way to become sparse.
+    """Draw LGC's Fig. 13: training loss over iterations for each way to become sparse.
 
-    losses: means of `every` iterations at a time, by name.
+    Args:
+        losses: means of `every` iterations at a time, by name.
+        every: iterations per mean.
+
+    Returns:
+        The figure.
     """
     figure, (axes,) = panels(1, 1, height=2.8)
     for color, (name, values) in zip(layer_colors(len(losses)), losses.items(), strict=True):
@@ -45,10 +56,14 @@ def plot_sparsification(losses: Mapping[str, Sequence[float]], every: int = 1) -
 
 
 def plot_reconstruction(errors: Mapping[str, Mapping[str, Sequence[float]]], mean_of: int = 10) -> Figure:
-    """Draw the paper's Fig. 14: an autoencoder's error over the iterations in which it learns.
+    """Draw LGC's Fig. 14: an autoencoder's error over the iterations in which it learns.
 
-    errors: by panel (a number of nodes) and line (a setting).
-    mean_of: iterations that a point averages.
+    Args:
+        errors: by panel (a number of nodes) and line (a setting).
+        mean_of: iterations that a point averages.
+
+    Returns:
+        The figure.
     """
     figure, axes = panels(len(errors), 2, height=2.4, sharey=True)
     for axis, (title, curves) in zip(axes, errors.items(), strict=True):
@@ -68,6 +83,12 @@ def plot_rates(curves: Mapping[str, Sequence[RatePoint]]) -> Figure:
     """Draw the error of the averaged selected vector over bits per value, a line per code.
 
     The dotted line is the least error for Gaussian values of one variance, 4 to the power of minus bits.
+
+    Args:
+        curves: points by the code's name.
+
+    Returns:
+        The figure.
     """
     figure, (axes,) = panels(1, 1, height=3.0)
     for color, (name, curve) in zip(layer_colors(len(curves)), curves.items(), strict=True):

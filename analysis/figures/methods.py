@@ -1,4 +1,4 @@
-"""Figures of methods: replays of a trace, training runs, and the one beside the other. Inputs as in report.json."""
+"""Figures of methods: replays of a trace, training runs, and both side by side. Inputs are as in report.json."""
 
 from __future__ import annotations
 
@@ -36,7 +36,14 @@ _EDGE: dict[str, Any] = {"edgecolor": "white", "linewidth": 0}
 
 
 def plot_training(runs: Runs) -> Figure:
-    """Draw the training loss and the test metric of every run over iterations."""
+    """Draw the training loss and the test metric of every run over iterations.
+
+    Args:
+        runs: the trainer's reports by name.
+
+    Returns:
+        The figure.
+    """
     metric, tested = metric_of(runs.values()), any(scores(run) for run in runs.values())
     figure, axes = panels(1 + tested, 2, height=2.6)
     colors, markers = method_colors(runs), method_markers(runs)
@@ -62,7 +69,15 @@ def plot_training(runs: Runs) -> Figure:
 
 
 def plot_errors(replays: Replays, runs: Runs) -> Figure:
-    """Draw the contribution error per step, predicted by replay and observed in training, one panel per method."""
+    """Draw the contribution error per step, predicted by replay and observed in training, one panel per method.
+
+    Args:
+        replays: `Replay.to_json()` by name.
+        runs: the trainer's reports by name.
+
+    Returns:
+        The figure.
+    """
     names = [name for name in {**replays, **runs} if _has_errors(name, replays, runs)]
     figure, axes = panels(len(names), 3, height=2.1, sharey=True, sharex=True)
     colors = method_colors({**runs, **replays})
@@ -93,7 +108,15 @@ def _has_errors(name: str, replays: Replays, runs: Runs) -> bool:
 
 
 def plot_error_ratio(replays: Replays, runs: Runs) -> Figure:
-    """Draw predicted over observed error per step; the band is 0.8 to 1.25."""
+    """Draw the predicted error divided by the observed one, per step, with a band from 0.8 to 1.25.
+
+    Args:
+        replays: `Replay.to_json()` by name.
+        runs: the trainer's reports by name.
+
+    Returns:
+        The figure.
+    """
     figure, (axes,) = panels(1, 1, height=2.5)
     colors = method_colors({**runs, **replays})
     axes.axhspan(0.8, 1.25, color="#efefef", zorder=0)
@@ -119,14 +142,28 @@ def plot_error_ratio(replays: Replays, runs: Runs) -> Figure:
 
 
 def plot_tradeoff(runs: Runs) -> Figure:
-    """Draw payload bytes per step against the test metric at the end."""
+    """Draw payload bytes per step against the test metric at the end.
+
+    Args:
+        runs: the trainer's reports by name.
+
+    Returns:
+        The figure.
+    """
     metric = metric_of(runs.values())
     points = {n: (r["payload_bytes_per_step"]["mean"], float(metric.drawn(final_score(r)))) for n, r in runs.items()}
     return _scatter(points, "payload per step and rank", f"final {metric.label}", list(runs))
 
 
 def plot_replay_tradeoff(replays: Replays) -> Figure:
-    """Draw payload bytes per step against the median contribution error, by replay."""
+    """Draw payload bytes per step against the median contribution error, by replay.
+
+    Args:
+        replays: `Replay.to_json()` by name.
+
+    Returns:
+        The figure.
+    """
     points = {}
     for name, replay in replays.items():
         summary = replay["summary"]
@@ -162,7 +199,14 @@ def _bytes_ticks(axes: Axes) -> None:
 
 
 def plot_times(runs: Runs) -> Figure:
-    """Draw two bars per method: a step (compute, then wait), and the exchange that runs beside computing; seconds."""
+    """Draw two bars per method, in seconds: a step (compute, then wait), and the exchange that runs beside computing.
+
+    Args:
+        runs: the trainer's reports by name.
+
+    Returns:
+        The figure.
+    """
     figure, (axes,) = panels(1, 1, height=0.5 * len(runs) + 0.9)
     names, longest = list(runs), 0.0
     for offset, parts in ((-0.2, ("compute", "wait")), (0.2, ("compress", "communicate"))):
@@ -187,7 +231,15 @@ def plot_times(runs: Runs) -> Figure:
 
 
 def plot_layer_errors(replays: Replays, runs: Runs) -> Figure:
-    """Draw the contribution error by layer, predicted (hollow) and observed (filled), one colour per method."""
+    """Draw the contribution error by layer, predicted (hollow) and observed (filled), one colour per method.
+
+    Args:
+        replays: `Replay.to_json()` by name.
+        runs: the trainer's reports by name.
+
+    Returns:
+        The figure.
+    """
     rows: dict[str, int] = {}
     for replay in replays.values():
         for layer in replay["layer_errors"]:

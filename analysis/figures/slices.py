@@ -1,7 +1,7 @@
-"""Figures of what GradiVeQ builds on, one panel or row per layer. Each takes `measure_slice_structure`'s JSON.
+"""Figures of what GradiVeQ builds on, one panel or row per layer. Each takes the JSON of `measure_slice_structure`.
 
-After Yu et al., "GradiVeQ", NeurIPS 2018: Fig. 4 (adjacent gradients) and Fig. 5 (slice size), with the loss on later
-iterations and that of random bases beside.
+After Yu et al., "GradiVeQ", NeurIPS 2018: Fig. 4 (adjacent gradients) and Fig. 5 (slice size). Beside them stand the
+loss on later iterations and that of random bases.
 """
 
 from __future__ import annotations
@@ -28,13 +28,28 @@ _RANDOM: Style = {"color": GREY, "linestyle": "--", "linewidth": 1.0}
 
 
 def measured(structure: Structure, part: str) -> list[Layer]:
-    """Choose the layers that have this part; for angles, those with at least one."""
+    """Choose the layers that have a part. Of angles a layer needs at least one.
+
+    Args:
+        structure: the JSON of `measure_slice_structure`'s result.
+        part: the name of a part, such as "angles".
+
+    Returns:
+        The layers, in order.
+    """
     layers = [layer for layer in structure["layers"] if layer[part] is not None]
     return [layer for layer in layers if layer["angles"]["degrees"][0]] if part == "angles" else layers
 
 
 def plot_adjacent(structure: Structure) -> Figure:
-    """Draw Fig. 4: correlation of adjacent gradients, and two of them as recorded and on their principal axes."""
+    """Draw Fig. 4: correlation of adjacent gradients, and two of them as recorded and on their principal axes.
+
+    Args:
+        structure: the JSON of `measure_slice_structure`'s result.
+
+    Returns:
+        The figure.
+    """
     layers = measured(structure, "scatter")
     figure, axes = panels(3 * len(layers), 3, height=2.15)
     for row, layer in enumerate(layers):
@@ -61,7 +76,14 @@ def _scatter(axes: Axes, points: Sequence[Sequence[float]], names: tuple[str, st
 
 
 def plot_slice_sizes(structure: Structure) -> Figure:
-    """Draw Fig. 5: slice size against the loss of the first slice's compressor on the others, and compression ratio."""
+    """Draw Fig. 5: slice size against the loss of the first slice's compressor on the others, and compression ratio.
+
+    Args:
+        structure: the JSON of `measure_slice_structure`'s result.
+
+    Returns:
+        The figure.
+    """
     layers = measured(structure, "slice_sizes")
     figure, axes = panels(2 * len(layers), 2, height=1.9)
     for row, layer in enumerate(layers):
@@ -87,7 +109,14 @@ def plot_slice_sizes(structure: Structure) -> Figure:
 
 
 def plot_consistency(structure: Structure) -> Figure:
-    """Draw the loss of every slice under every other slice's basis, on later iterations."""
+    """Draw the loss of every slice under every other slice's basis, on later iterations.
+
+    Args:
+        structure: the JSON of `measure_slice_structure`'s result.
+
+    Returns:
+        The figure.
+    """
     layers = measured(structure, "consistency")
     figure, axes = panels(len(layers), 2, height=2.7)
     # One scale for all: layers are to be compared, and 1 is what losing everything means.
@@ -106,7 +135,14 @@ def plot_consistency(structure: Structure) -> Figure:
 
 
 def plot_dimension_curves(structure: Structure) -> Figure:
-    """Draw d against lambda, the loss on later iterations against lambda, and d against the number of samples."""
+    """Draw d against lambda, the loss on later iterations against lambda, and d against the number of samples.
+
+    Args:
+        structure: the JSON of `measure_slice_structure`'s result.
+
+    Returns:
+        The figure.
+    """
     layers = measured(structure, "thresholds")
     figure, (by_threshold, promised, by_samples) = panels(3, 3, height=2.6)
     for layer, color in zip(layers, layer_colors(len(layers)), strict=True):
@@ -130,7 +166,14 @@ def plot_dimension_curves(structure: Structure) -> Figure:
 
 
 def plot_cost(structure: Structure) -> Figure:
-    """Draw slice size against later loss and bytes per exchange, with one basis for all slices or one for each."""
+    """Draw slice size against later loss and bytes per exchange, with one basis for all slices or one for each.
+
+    Args:
+        structure: the JSON of `measure_slice_structure`'s result.
+
+    Returns:
+        The figure.
+    """
     layers = measured(structure, "cost")
     figure, axes = panels(2 * len(layers), 2, height=1.9)
     styles = {"shared": (VERMILION, "o", "one basis (s = ∞)"), "own": (BLUE, "s", "each its own (s = 1)")}
@@ -153,7 +196,14 @@ def plot_cost(structure: Structure) -> Figure:
 
 
 def plot_staleness(structure: Structure) -> Figure:
-    """Draw the loss by age of the basis, in iterations, with the suggested L_c."""
+    """Draw the loss by age of the basis, in iterations, with the suggested L_c.
+
+    Args:
+        structure: the JSON of `measure_slice_structure`'s result.
+
+    Returns:
+        The figure.
+    """
     layers, limit = measured(structure, "staleness"), 1 + structure["tolerance"]
     figure, axes = panels(len(layers), 2, height=2.4)
     for panel, layer in zip(axes, layers, strict=True):
@@ -176,14 +226,21 @@ def plot_staleness(structure: Structure) -> Figure:
 
 
 def _through(panel: Axes, ages: np.ndarray, losses: Sequence[float | None], **style: Any) -> None:
-    """A line through the bins that hold anything."""
+    """Draw a line through the bins that hold a value."""
     values = _numbers(losses)
     there = np.isfinite(values)
     panel.plot(ages[there], values[there], **style)
 
 
 def plot_angles(structure: Structure) -> Figure:
-    """Draw principal angles, in degrees, between bases fitted on successive windows."""
+    """Draw principal angles, in degrees, between bases fitted on successive windows.
+
+    Args:
+        structure: the JSON of `measure_slice_structure`'s result.
+
+    Returns:
+        The figure.
+    """
     layers = measured(structure, "angles")
     figure, axes = panels(len(layers), 2, height=2.2, sharey=True)
     edges = [f"{first}" for first, _ in structure["windows"]]
@@ -220,7 +277,7 @@ def _numbers(values: Any) -> np.ndarray:
 
 
 def _ticks(panel: Axes, values: Any) -> None:
-    """Ticks 1, 2, 5, 10, ... written out, as many as the range holds; at least its ends."""
+    """Set ticks 1, 2, 5, 10, ... written out, as many as the range holds, and at least the range's ends."""
     values = np.asarray(values, dtype=float)
     candidates = [base * 10**power for power in range(6) for base in (1, 2, 5)]
     ticks = [tick for tick in candidates if values.min() * 0.95 <= tick <= values.max() * 1.05]

@@ -1,4 +1,4 @@
-"""Figures of a trace: spectra, held-out loss, agreement between ranks, norms. Each takes what report.json holds."""
+"""Figures of a trace: spectra, held-out loss, agreement between ranks, norms. Inputs are as in report.json."""
 
 from __future__ import annotations
 
@@ -27,7 +27,15 @@ Values = Callable[[Mapping[str, Any]], Any]
 
 
 def plot_spectra(spectrum: Spectrum, part: str) -> Figure:
-    """Draw eigenvalues and cumulative variance by layer. part: "slice" (GradiVeQ's first slice) or "layer" (whole)."""
+    """Draw eigenvalues and cumulative variance by layer.
+
+    Args:
+        spectrum: `TraceSpectrum.to_json()`.
+        part: "slice" for GradiVeQ's first slice, "layer" for the whole layer.
+
+    Returns:
+        The figure.
+    """
     figure, (left, right) = panels(2, 2, height=2.8)
     layers = spectrum["layers"]
     for layer, color in zip(layers, layer_colors(len(layers)), strict=True):
@@ -46,7 +54,14 @@ def plot_spectra(spectrum: Spectrum, part: str) -> Figure:
 
 
 def plot_dimensions(spectrum: Spectrum) -> Figure:
-    """Draw the dimension d that one slice needs by eq. (6), for three lambdas, beside the slice's size K, by layer."""
+    """Draw the dimension d that one slice needs by eq. (6), for three lambdas, beside the slice's size K, by layer.
+
+    Args:
+        spectrum: `TraceSpectrum.to_json()`.
+
+    Returns:
+        The figure.
+    """
     layers = spectrum["layers"]
     figure, (axes,) = panels(1, 1, height=max(1.4, 0.24 * len(layers) + 0.7))
     rows = np.arange(len(layers))
@@ -64,7 +79,14 @@ def plot_dimensions(spectrum: Spectrum) -> Figure:
 
 
 def plot_holdout(provenance: Mapping[str, Any]) -> Figure:
-    """Draw the loss on later iterations by age of the fit: pooled with its references, and layer by layer."""
+    """Draw the loss on later iterations by age of the fit: pooled with its references, and layer by layer.
+
+    Args:
+        provenance: of a GradiVeQ fit.
+
+    Returns:
+        The figure.
+    """
     figure, (left, right) = panels(2, 2, height=2.9, sharey=True)
     held, control = provenance["holdout"], provenance["random_basis"]
     ages = np.array([np.sqrt(first * last) for first, last in held["ages"]])
@@ -100,12 +122,26 @@ def plot_holdout(provenance: Mapping[str, Any]) -> Figure:
 
 
 def plot_agreement(spectrum: Spectrum) -> Figure:
-    """Draw the cosine between the gradients of two ranks over time, by layer."""
+    """Draw the cosine between the gradients of two ranks over time, by layer.
+
+    Args:
+        spectrum: `TraceSpectrum.to_json()`.
+
+    Returns:
+        The figure.
+    """
     return _over_time(spectrum, lambda layer: layer["cosine"], "cosine between two ranks", zero=True)
 
 
 def plot_norms(spectrum: Spectrum) -> Figure:
-    """Draw the norm of the averaged gradient over time, by layer."""
+    """Draw the norm of the averaged gradient over time, by layer.
+
+    Args:
+        spectrum: `TraceSpectrum.to_json()`.
+
+    Returns:
+        The figure.
+    """
     figure = _over_time(spectrum, lambda layer: layer["norm"], "‖averaged gradient‖", zero=False)
     axes = figure.axes[0]
     if not any((np.asarray(line.get_ydata(), float) > 0).any() for line in axes.lines):
@@ -132,7 +168,14 @@ def _over_time(spectrum: Spectrum, values: Values, label: str, zero: bool) -> Fi
 
 
 def short(name: str) -> str:
-    """Shorten a layer's name by ".weight", but not where only a number would be left."""
+    """Shorten a layer's name by ".weight", unless only a number would be left.
+
+    Args:
+        name: the layer's.
+
+    Returns:
+        The text to show.
+    """
     stem = name.removesuffix(".weight")
     return name if stem.isdigit() else stem
 
@@ -142,7 +185,7 @@ def _numbers(values: Any) -> np.ndarray:
 
 
 def _plain_log_ticks(axes: Any, values: np.ndarray) -> None:
-    """Ticks 1, 2, 5, 10, ... written out, as many as the range holds."""
+    """Set ticks 1, 2, 5, 10, ... written out, as many as the range holds."""
     candidates = [base * 10**power for power in range(7) for base in (1, 2, 5)]
     ticks = [tick for tick in candidates if values.min() * 0.8 <= tick <= values.max() * 1.25]
     axes.set_xticks(ticks, [str(tick) for tick in ticks])

@@ -55,7 +55,14 @@ RC: Any = {
 
 
 def method_colors(names: Iterable[str]) -> dict[str, str]:
-    """Give each method a colour, the same in every figure."""
+    """Give each method a colour, the same in every figure.
+
+    Args:
+        names: the methods'.
+
+    Returns:
+        Colours in hexadecimal notation, by name.
+    """
     spare = iter(_SPARE_COLORS * 4)
     colors: dict[str, str] = {}
     for name in names:
@@ -65,13 +72,30 @@ def method_colors(names: Iterable[str]) -> dict[str, str]:
 
 
 def method_markers(names: Iterable[str]) -> dict[str, str]:
-    """Give each method a marker, the same in every figure, so that colour is never the only sign."""
+    """Give each method a marker, the same in every figure, so that colour is never the only sign.
+
+    Args:
+        names: the methods'.
+
+    Returns:
+        matplotlib's markers, by name.
+    """
     spare = iter(_SPARE_MARKERS * 4)
     return {name: _METHOD_MARKERS.get(name.lower()) or next(spare) for name in names}
 
 
 def panels(count: int, columns: int, height: float = 2.0, **kwargs: Any) -> tuple[Figure, list[Axes]]:
-    """Make a figure of `count` panels in rows of `columns`; height in inches per row."""
+    """Make a figure of equal panels.
+
+    Args:
+        count: number of panels.
+        columns: panels per row at most.
+        height: inches per row.
+        kwargs: for `Figure.subplots`.
+
+    Returns:
+        The figure, and its panels row by row.
+    """
     columns = min(columns, count)
     rows = -(-count // columns)
     figure = Figure(figsize=(WIDTH, height * rows + 0.35), layout="constrained")
@@ -82,14 +106,29 @@ def panels(count: int, columns: int, height: float = 2.0, **kwargs: Any) -> tupl
 
 
 def layer_colors(count: int) -> list[Any]:
-    """Choose a colour per layer, first to last: named hues for few layers, a perceptually even ramp for many."""
+    """Choose a colour per layer: named hues for few layers, a perceptually even ramp from first to last for many.
+
+    Args:
+        count: number of layers.
+
+    Returns:
+        One colour per layer, in order.
+    """
     if count <= _MOST_NAMED_LAYERS:
         return [BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, BLACK][:count]
     return list(_ramp()(np.linspace(0, 1, count)))
 
 
 def name_layers(figure: Figure, axes: Sequence[Axes], names: Sequence[str]) -> None:
-    """Add a legend of layers below the axes when they are few, else a colour bar from the first to the last."""
+    """Name the layers that a figure's lines belong to.
+
+    Few layers get a legend below the axes. Many get a colour bar from the first to the last.
+
+    Args:
+        figure: with one line per layer in each panel.
+        axes: its panels.
+        names: the layers', in order.
+    """
     if len(names) <= _MOST_NAMED_LAYERS:
         handles, _ = axes[0].get_legend_handles_labels()
         columns = 3 if max(map(len, names), default=0) < 24 else 2
@@ -116,7 +155,15 @@ def _wrapped(name: str) -> str:
 
 
 def running_mean(values: Any, window: int) -> np.ndarray:
-    """Average over at most `window` neighbours, centred, without NaN; the ends average fewer."""
+    """Average each value with its neighbours, centred, without NaN. The ends average fewer values.
+
+    Args:
+        values: (samples,).
+        window: number of values averaged at most.
+
+    Returns:
+        float64 (samples,), NaN where the window holds no value.
+    """
     series = np.array([np.nan if v is None else v for v in values], dtype=float)
     finite = np.isfinite(series)
     kernel = np.ones(min(window, len(series)))
@@ -126,12 +173,27 @@ def running_mean(values: Any, window: int) -> np.ndarray:
 
 
 def smoothing_window(count: int) -> int:
-    """Choose a window, in samples, that leaves some 30 independent values; 1 for short series."""
+    """Choose a window that leaves about 30 independent values.
+
+    Args:
+        count: number of samples.
+
+    Returns:
+        Samples per window; 1 for short series.
+    """
     return max(1, count // 30)
 
 
 def render(figure: Figure, name: str) -> dict[str, bytes]:
-    """Write a figure as {"svg": ..., "pdf": ...}; equal figures give equal bytes. Call inside `drawing`."""
+    """Write a figure in both formats. Equal figures give equal bytes. Call it inside `drawing`.
+
+    Args:
+        figure: what to write.
+        name: the figure's, from which the ids in the SVG follow.
+
+    Returns:
+        The files' contents by format, "svg" and "pdf".
+    """
     files = {}
     _drop_empty_log_scales(figure)
     with rc_context({**RC, "svg.hashsalt": name}):
@@ -164,5 +226,9 @@ def _drop_empty_log_scales(figure: Figure) -> None:
 
 
 def drawing() -> Any:
-    """Set matplotlib up for our figures while the context lasts."""
+    """Set matplotlib up for gradlab's figures while the context lasts.
+
+    Returns:
+        A context manager.
+    """
     return rc_context(RC)

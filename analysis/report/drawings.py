@@ -1,4 +1,4 @@
-"""The figures of a report, with their titles and captions; a figure without data is left out."""
+"""The figures of a report, with their titles and captions. A figure that has no data is left out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ Json = Mapping[str, Any]
 
 
 def spectrum_drawings(spectrum: Json) -> list[Drawing]:
-    """List the figures of `TraceSpectrum.to_json()`."""
+    """List the figures of a trace's spectrum.
+
+    Args:
+        spectrum: `TraceSpectrum.to_json()`.
+
+    Returns:
+        The figures, in the order of the page.
+    """
     count = len(spectrum["steps"])
     drawings = [
         Drawing(
@@ -56,7 +63,15 @@ def spectrum_drawings(spectrum: Json) -> list[Drawing]:
 
 
 def fit_drawings(provenance: Json, name: str = "") -> list[Drawing]:
-    """List the held-out curve of a GradiVeQ fit. name: of the fit, for the file's name and title."""
+    """List the held-out curve of a GradiVeQ fit.
+
+    Args:
+        provenance: the fit's.
+        name: the fit's, for the names of files and the title; empty where there is one fit alone.
+
+    Returns:
+        One figure.
+    """
     promised = provenance["promised_loss"]
     rule = "" if promised is None else f" (d by eq. (6), threshold {format_percent(promised)})"
     caption = (
@@ -68,7 +83,14 @@ def fit_drawings(provenance: Json, name: str = "") -> list[Drawing]:
 
 
 def slice_structure_drawings(structure: Json) -> list[Drawing]:
-    """List the figures of `measure_slice_structure`, without those that no layer has data for."""
+    """List the figures of slice structure, without those that no layer has data for.
+
+    Args:
+        structure: the JSON of `measure_slice_structure`'s result.
+
+    Returns:
+        The figures, in the order of the page.
+    """
     windows = structure.get("windows") or [[0, 0]]
     held = "Later iterations: not fitted on, spread over the rest of the trace."
     captions = {
@@ -122,7 +144,14 @@ def _length(window: Sequence[int]) -> int:
 
 
 def sign_drawings(blocks: Json) -> list[Drawing]:
-    """List the figures of `measure_sign_blocks`."""
+    """List the figures of signs with one scale per block.
+
+    Args:
+        blocks: the JSON of `measure_sign_blocks`'s result.
+
+    Returns:
+        The figures, in the order of the page.
+    """
     window = blocks["window"]
     return [
         Drawing(
@@ -144,7 +173,14 @@ def sign_drawings(blocks: Json) -> list[Drawing]:
 
 
 def replay_drawings(replays: Mapping[str, Json]) -> list[Drawing]:
-    """List the figures of replays alone (`Replay.to_json()` by name)."""
+    """List the figures of replays alone.
+
+    Args:
+        replays: `Replay.to_json()` by name.
+
+    Returns:
+        The figures; none for no replays.
+    """
     lossy = _lossy(replays)
     if not lossy:
         return []
@@ -168,7 +204,15 @@ def replay_drawings(replays: Mapping[str, Json]) -> list[Drawing]:
 
 
 def run_drawings(runs: Mapping[str, Json], replays: Mapping[str, Json]) -> list[Drawing]:
-    """List the figures of training runs, with what replays predicted of them."""
+    """List the figures of training runs, with what replays predicted of them.
+
+    Args:
+        runs: the trainer's reports by name.
+        replays: `Replay.to_json()` by the runs' names.
+
+    Returns:
+        The figures, in the order of the page.
+    """
     lossy = _lossy(replays)
     caption = "All runs start from the same parameters and see the same data in the same order."
     draw = partial(method_plots.plot_training, runs)
@@ -215,7 +259,7 @@ def _is_placed(run: Json) -> bool:
 
 
 def _lossy(replays: Mapping[str, Json]) -> dict[str, Json]:
-    """Replays in which anything was lost."""
+    """Select the replays with a contribution error above 0."""
     return {name: replay for name, replay in replays.items() if any(replay["layer_errors"].values())}
 
 

@@ -1,4 +1,7 @@
-"""Measure a recording in every way, for its report; a measurement that a trace does not allow becomes a remark."""
+"""Measure a recording in every way, for its report.
+
+A measurement that the trace does not allow becomes a remark.
+"""
 
 from __future__ import annotations
 
@@ -53,17 +56,21 @@ def examine(
     workers: int = 1,
     progress: Progress | None = None,
 ) -> Examination:
-    """Measure a trace in every way, or in some.
+    """Measure a trace in every way, or in the ways that `parts` names.
 
     Args:
         trace: the recording.
-        plans: replayed and forecast, by name; None: `usual_plans`.
-        provenances: of the plans' artifacts, by name, so that fitted plans are judged on iterations after their fit.
-        network: what the plans' steps are forecast for; None: `Network()`.
+        plans: the plans to replay and to forecast, by name. None: `usual_plans`.
+        provenances: provenances of the plans' artifacts, by name, so that fitted plans are judged on iterations after
+            their fit.
+        network: what the plans' steps are forecast for. None: `Network()`.
         after_addition: patterns of layers that read a residual sum, as `layer_places` takes them.
-        parts: of `PARTS`.
-        workers: processes that share layers out.
-        progress: told what is under way.
+        parts: names out of `PARTS`.
+        workers: number of processes that share the layers.
+        progress: called as the work goes on.
+
+    Returns:
+        What was measured, with remarks on what could not be.
 
     Raises:
         GradlabError: for a trace too short to measure at all, a plan of another model, an unknown part, or a layer
@@ -110,7 +117,7 @@ def examine(
 
 
 def _attempt(examination: Examination, what: str, measure: Callable[[], Result]) -> Result | None:
-    """The measurement, or a remark on why this trace does not allow it."""
+    """Return the measurement. If this trace does not allow it, add a remark that says why, and return None."""
     try:
         return measure()
     except GradlabError as reason:
@@ -172,11 +179,20 @@ def _plans(trace: Trace, plans: Mapping[str, Plan] | None) -> Mapping[str, Plan]
 
 
 def replay_start(trace: Trace) -> int:
-    """Find the position from which plans are replayed for a first look: the last steps, as many as are quickly done."""
+    """Find the position from which plans are replayed for a first look.
+
+    The last steps are replayed, as many as take little time.
+
+    Args:
+        trace: the recording.
+
+    Returns:
+        A position among the trace's common steps.
+    """
     steps = int(np.clip(_REPLAYED_VALUES // max(1, _values_per_step(trace)), _FEWEST_STEPS, _MOST_STEPS))
     return max(0, len(trace.steps) - steps)
 
 
 def _values_per_step(trace: Trace) -> int:
-    """Gradient values in a step, of all ranks."""
+    """Return the number of gradient values in a step, over all ranks."""
     return trace.world_size * sum(layer.numel for layer in trace.layers)

@@ -1,7 +1,7 @@
-"""One report as a folder: report.html that needs no network, report.json with all data, the figures by themselves.
+"""Write one report as a folder: report.html that needs no network, report.json with all data, and the figures.
 
-A section answers one question; sections about single layers come last. Each figure is also an SVG and a PDF, and what
-it shows is a JSON file.
+A section answers one question; sections about single layers come last. Each figure is also an SVG and a PDF, with a
+JSON file of what it shows.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from gradlab.version import VERSION
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure to be.
+    """A figure that is not drawn yet.
 
-    name: of its files.
+    name: the name of its files.
     title, caption: shown with it.
-    draw: makes the figure; called inside `gradlab.analysis.figures.style.drawing`.
+    draw: makes the figure. It is called inside `gradlab.analysis.figures.style.drawing`.
     """
 
     name: str
@@ -45,7 +45,13 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text cells; the first column names the row. text_columns: the first columns that hold words."""
+    """A table of text cells. The first column names the row.
+
+    title, note: shown above and below it.
+    columns: the heads.
+    rows: the cells, one per column.
+    text_columns: number of leading columns that hold words instead of numbers.
+    """
 
     title: str
     columns: Sequence[str]
@@ -58,8 +64,10 @@ class Table:
 class Section:
     """One question with its answer, on a page of its own when printed.
 
-    name: of its anchor in the page.
-    answer: in a sentence or two.
+    name: the name of its anchor in the page.
+    title: the question.
+    answer: a sentence or two.
+    tables, drawings: shown after the answer.
     of_layer: whether it shows one layer alone.
     """
 
@@ -73,7 +81,14 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """Everything a report shows. data: plain JSON, written beside it."""
+    """Everything a report shows.
+
+    title, verdict: its first two lines.
+    data: plain JSON, written to report.json.
+    warnings: one line each.
+    facts: names with values, about the recording or the runs.
+    sections: in order.
+    """
 
     title: str
     verdict: str
@@ -84,12 +99,18 @@ class Page:
 
     @property
     def drawings(self) -> list[Drawing]:
-        """All figures, in their order."""
+        """All figures, in the order of the sections."""
         return [item for section in self.sections for item in section.drawings]
 
 
 def write_page(page: Page, out: Path, *, overwrite: bool = False, progress: Progress | None = None) -> Path:
-    """Write report.html, report.json and figures/ into the folder `out`.
+    """Write report.html, report.json and figures/ into a folder.
+
+    Args:
+        page: what to write.
+        out: the folder, made if it is missing.
+        overwrite: whether to replace a report that is there.
+        progress: called after each figure.
 
     Returns:
         The path of report.html.
@@ -123,7 +144,15 @@ def write_page(page: Page, out: Path, *, overwrite: bool = False, progress: Prog
 
 
 def render_html(page: Page, svgs: dict[str, bytes]) -> str:
-    """Render the page as one HTML document, its figures inside. svgs: by the drawing's name."""
+    """Render the page as one HTML document, with its figures inside.
+
+    Args:
+        page: what to render.
+        svgs: SVG files by the drawing's name.
+
+    Returns:
+        The document.
+    """
     source = resources.files("gradlab.analysis.report").joinpath("report.html.jinja").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     inline = {item.name: Markup(inline_svg(svgs[item.name], item.name, item.title)) for item in page.drawings}
@@ -134,6 +163,14 @@ def inline_svg(svg: bytes, name: str, title: str) -> str:
     """Turn an SVG file into an element for HTML, with ids that no other figure has.
 
     Prolog, metadata, style and namespaces are left out.
+
+    Args:
+        svg: the file's contents.
+        name: the figure's, which goes before its ids.
+        title: the figure's, read aloud in its place.
+
+    Returns:
+        The <svg> element.
     """
     text = svg.decode()
     text = text[text.index("<svg") :]

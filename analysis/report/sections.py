@@ -1,4 +1,4 @@
-"""A report's pages: one per question, with the answer in words before its tables and figures; then one per layer."""
+"""A report's pages: one per question, then one per layer. An answer in words comes before its tables and figures."""
 
 from __future__ import annotations
 
@@ -60,7 +60,17 @@ _USEFUL = (0.05, 0.9)
 
 
 def comparison_sections(runs: Json, replays: Json, fits: Json, spectrum: Json | None) -> list[Section]:
-    """Make the pages of training runs, with what was predicted of them."""
+    """Make the pages of training runs, with what was predicted of them.
+
+    Args:
+        runs: the trainer's reports by name.
+        replays: `Replay.to_json()` by the runs' names.
+        fits: provenances of GradiVeQ fits by the runs' names.
+        spectrum: `TraceSpectrum.to_json()` of the replayed trace, or None.
+
+    Returns:
+        The sections, in order.
+    """
     sections = [
         Section(
             "runs",
@@ -82,7 +92,14 @@ def comparison_sections(runs: Json, replays: Json, fits: Json, spectrum: Json | 
 
 
 def trace_sections(data: Json) -> list[Section]:
-    """Make the pages of a recording. data: what report.json holds, "payoff" as a `SpeedForecast`."""
+    """Make the pages of a recording.
+
+    Args:
+        data: what report.json holds, with "payoff" as a `SpeedForecast`.
+
+    Returns:
+        The sections, in order.
+    """
     makers = (_speed, _replays, _between_nodes, _noise_scale, _limits, _within_node, _signs)
     sections = [section for make in makers if (section := make(data)) is not None]
     return [*sections, _all_layers(data), *_layers(data)]
@@ -400,7 +417,7 @@ def _all_layers(data: Json) -> Section:
 
 
 def _layers(data: Json) -> list[Section]:
-    """A page per layer; figures for the largest, the rest in words."""
+    """Make a page per layer. The largest layers have figures, the others words alone."""
     layers = data["spectrum"]["layers"]
     largest = sorted(layers, key=lambda layer: -prod(layer["shape"]))[:_MOST_LAYER_FIGURES]
     drawn = {layer["name"] for layer in largest}

@@ -1,4 +1,4 @@
-"""The tables of a report, as text cells; the commands print the same rows."""
+"""The tables of a report, as text cells. The commands print the same rows."""
 
 from __future__ import annotations
 
@@ -79,7 +79,14 @@ _LAYER_COLUMNS = (
 
 
 def layer_plan_table(provenance: Mapping[str, Any]) -> Table:
-    """List every layer's setting, with its cost and error beside the uniform plan's."""
+    """List every layer's setting, with its cost and error beside the uniform plan's.
+
+    Args:
+        provenance: of an L-GreCo fit.
+
+    Returns:
+        A row per layer.
+    """
     cost = "seconds" if provenance["cost"] == "step" else provenance["cost"]
     text = format_seconds if cost == "seconds" else format_bytes
     rows = [
@@ -99,7 +106,14 @@ def layer_plan_table(provenance: Mapping[str, Any]) -> Table:
 
 
 def selection_table(provenance: Mapping[str, Any]) -> Table:
-    """Compare ways to send the same selected values by their bytes and their error on held-out iterations."""
+    """Compare ways to send the same selected values by their bytes and their error on held-out iterations.
+
+    Args:
+        provenance: of an LGC fit.
+
+    Returns:
+        A row per way to send them.
+    """
     rows = [
         [row["name"], format_percent(row["error"]), format_bytes(row["payload_bytes"]), format_bytes(row["wire_bytes"])]
         for row in provenance["codes"]
@@ -110,7 +124,15 @@ def selection_table(provenance: Mapping[str, Any]) -> Table:
 
 
 def comparison_table(runs: Mapping[str, Any], replays: Mapping[str, Any]) -> Table:
-    """Put runs side by side, with predicted errors where there is a replay."""
+    """Put runs side by side, with predicted errors where there is a replay.
+
+    Args:
+        runs: the trainer's reports by name.
+        replays: `Replay.to_json()` by the runs' names.
+
+    Returns:
+        A row per run.
+    """
     note = (
         "Bytes per compressed step and rank: payload is what a rank contributes, wire what its network interface "
         "sends. Errors: median of ‖input - decoded‖ / ‖input‖ of the compressor over the iterations that replay and "
@@ -143,9 +165,14 @@ def _comparison_rows(runs: Mapping[str, Any], replays: Mapping[str, Any]) -> lis
 
 
 def median_errors(replay: Mapping[str, Any] | None, run: Mapping[str, Any]) -> tuple[float | None, float | None]:
-    """Give the median contribution error, predicted and observed, over the iterations that both have.
+    """Compute the median contribution error, predicted and observed, over the iterations that both have.
 
-    None stands for an error that is not known.
+    Args:
+        replay: `Replay.to_json()`, or None.
+        run: the trainer's report.
+
+    Returns:
+        The predicted and the observed error, as shares of the compressor input's norm. None: not known.
     """
     observed = observed_series(run)
     if replay is None:
@@ -158,7 +185,14 @@ def median_errors(replay: Mapping[str, Any] | None, run: Mapping[str, Any]) -> t
 
 
 def replay_table(replays: Mapping[str, Any]) -> Table:
-    """Put replays side by side; a last column holds errors on iterations that a plan was fitted on."""
+    """Put replays side by side. A last column holds errors on the iterations that a plan was fitted on.
+
+    Args:
+        replays: `Replay.to_json()` by name.
+
+    Returns:
+        A row per plan.
+    """
     note = (
         "Medians over the compressed iterations; of a plan fitted on this trace, over those after its fit. Error of a "
         "rank: ‖input - decoded‖ / ‖input‖ of its compressor; the input includes the residual of error feedback. Error "
@@ -193,7 +227,14 @@ def _error_cells(summary: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def fit_table(provenance: Mapping[str, Any]) -> Table:
-    """List a GradiVeQ fit's sizes and losses, layer by layer."""
+    """List a GradiVeQ fit's sizes and losses.
+
+    Args:
+        provenance: the fit's.
+
+    Returns:
+        A row per layer.
+    """
     rows = []
     for name, fact in provenance["layers"].items():
         later, control = (
@@ -211,7 +252,14 @@ def fit_table(provenance: Mapping[str, Any]) -> Table:
 
 
 def slice_structure_table(structure: Mapping[str, Any]) -> Table:
-    """List the results of `measure_slice_structure`, a row per layer; its remarks are in the note."""
+    """List the slice structure of each layer.
+
+    Args:
+        structure: the JSON of `measure_slice_structure`'s result.
+
+    Returns:
+        A row per layer. The measurement's remarks are in the table's note.
+    """
     threshold = next((layer["samples"]["thresholds"][0] for layer in structure["layers"] if layer["samples"]), None)
     remarks = [
         *structure["remarks"],
@@ -229,7 +277,14 @@ def slice_structure_table(structure: Mapping[str, Any]) -> Table:
 
 
 def sign_table(blocks: Mapping[str, Any]) -> Table:
-    """Compute Table 1 of dist-EF-blockSGD for the recorded model and ranks."""
+    """Compute Table 1 of dist-EF-blockSGD for the recorded model and ranks.
+
+    Args:
+        blocks: the JSON of `measure_sign_blocks`'s result.
+
+    Returns:
+        A row per method, with bits per iteration.
+    """
     bits = blocks["bits_per_iteration"]
     dense = bits["full-precision SGD"]
     counted = blocks["counted_bits_per_iteration"]
@@ -266,7 +321,10 @@ def _structure_row(layer: Mapping[str, Any]) -> list[str]:
 
 
 def _at_and_beside(slice_sizes: Mapping[str, Any] | None) -> tuple[float | None, float | None]:
-    """Median losses of Fig. 5 on later iterations at multiples of the period, and at the sizes next to each."""
+    """Compute the median losses of Fig. 5 on later iterations.
+
+    The first is at multiples of the period, the second at the sizes next to each.
+    """
     at, beside = [], []
     multiples, losses = (slice_sizes["multiples"], slice_sizes["later_loss"]) if slice_sizes else ([], [])
     for position, multiple in enumerate(multiples):
@@ -278,7 +336,14 @@ def _at_and_beside(slice_sizes: Mapping[str, Any] | None) -> tuple[float | None,
 
 
 def layer_table(spectrum: Mapping[str, Any]) -> Table:
-    """List the spectrum's results, a row per layer."""
+    """List the spectrum's results.
+
+    Args:
+        spectrum: `TraceSpectrum.to_json()`.
+
+    Returns:
+        A row per layer.
+    """
     rows = []
     for layer in spectrum["layers"]:
         axes = layer["layer_dimensions"]

@@ -1,4 +1,4 @@
-"""The two reports: what a trace says, and what was predicted beside what happened in training."""
+"""Write the two reports: one of a trace, one of training runs beside what was predicted of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,14 @@ Out = str | os.PathLike[str]
 
 
 def summarize_trace(trace: Trace) -> dict[str, Any]:
-    """Describe what was recorded, as plain JSON."""
+    """Describe what was recorded.
+
+    Args:
+        trace: the recording.
+
+    Returns:
+        Plain JSON.
+    """
     return {
         "path": str(trace.path),
         "digest": trace.digest,
@@ -45,14 +52,14 @@ def summarize_trace(trace: Trace) -> dict[str, Any]:
 
 @dataclass
 class Examination:
-    """What was measured of a trace; each page of a report shows a part of it.
+    """What was measured of a trace. Each page of a report shows a part of it.
 
-    spectrum: of every layer; None: not measured yet.
+    spectrum: of every layer. None: not measured yet.
     fit: a GradiVeQ fit on the trace.
     replays: plans replayed on the trace, by name.
     speed: forecasts of those plans on a network.
     measured: further parts by their names in report.json: between_nodes, noise_scale, limits, slice_structure,
-        sign_blocks; a part that is missing or None has no page.
+        sign_blocks. A part that is missing or None has no page.
     remarks: warnings, one line each.
     """
 
@@ -72,17 +79,17 @@ def write_trace_report(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """Write what was measured of a trace to the folder `out`: report.html, report.json, figures/.
+    """Write what was measured of a trace into a folder: report.html, report.json, figures/.
 
-    Replays of the fit's plan are judged on iterations later than its samples. Replays of other fitted plans come judged
-    already, by `Replay.held_out`.
+    Replays of the fit's plan are judged on iterations later than its samples. Replays of other fitted plans must have
+    been judged before, by `Replay.held_out`.
 
     Args:
         trace: the recording.
-        out: a folder, made if it is missing.
-        examination: what was measured; None, or one without a spectrum: the spectrum is measured now.
-        overwrite: replace a report that is there.
-        progress: told after each figure.
+        out: the folder, made if it is missing.
+        examination: what was measured. If it is None or has no spectrum, the spectrum is measured now.
+        overwrite: whether to replace a report that is there.
+        progress: called after each figure.
 
     Returns:
         The path of report.html.
@@ -132,14 +139,14 @@ def write_comparison(
     Replays of the fits' plans are judged on iterations later than their samples.
 
     Args:
-        out: a folder, made if it is missing.
-        runs: the trainer's reports by name; the run named "dense" is the reference.
+        out: the folder, made if it is missing.
+        runs: the trainer's reports by name. The run named "dense" is the reference.
         replays: of the runs' plans, by the runs' names.
         fits: of the runs' plans, by the runs' names.
         trace_summary: of the trace that was replayed, by `summarize_trace`.
         spectrum: of the same trace.
-        overwrite: replace a report that is there.
-        progress: told after each figure.
+        overwrite: whether to replace a report that is there.
+        progress: called after each figure.
 
     Returns:
         The path of report.html.
@@ -193,7 +200,7 @@ def _run_facts(runs: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _judged(replays: Mapping[str, Replay], fits: Iterable[GradiveqFit]) -> dict[str, dict[str, Any]]:
-    """Replays as JSON; a replay of a fit's plan is judged on iterations later than the fit's."""
+    """Convert replays to JSON. A replay of a fit's plan is judged on iterations later than the fit's."""
     provenances = {fit.plan.digest: fit.provenance for fit in fits}
     return {
         name: replay.held_out(provenances.get(replay.plan_digest, {})).to_json() for name, replay in replays.items()
@@ -201,7 +208,7 @@ def _judged(replays: Mapping[str, Replay], fits: Iterable[GradiveqFit]) -> dict[
 
 
 def _replay_warnings(replays: Mapping[str, Any]) -> list[str]:
-    """Each warning once, after the names of the plans that it concerns."""
+    """List each warning once, after the names of the plans that it concerns."""
     plans: dict[str, list[str]] = {}
     for name, replay in replays.items():
         for line in replay["summary"]["warnings"]:

@@ -21,7 +21,14 @@ _COLLAPSED = 0.05  # of codes' size
 
 
 def step_seconds(run: Mapping[str, Any]) -> float | None:
-    """Give a run's seconds per step: as reported, else computing plus waiting for the exchange."""
+    """Return a run's seconds per step: as reported, else computing plus waiting for the exchange.
+
+    Args:
+        run: the trainer's report.
+
+    Returns:
+        Seconds. None: the report holds no times.
+    """
     if run.get("step_seconds"):
         return float(run["step_seconds"])
     times = run.get("time") or {}
@@ -29,7 +36,14 @@ def step_seconds(run: Mapping[str, Any]) -> float | None:
 
 
 def comparison_verdict(runs: Mapping[str, Any]) -> str:
-    """Say whether compression paid, by the runs' times and final metric. The run named "dense" is the reference."""
+    """Say whether compression paid, by the runs' times and final metric.
+
+    Args:
+        runs: the trainer's reports by name. The run named "dense" is the reference.
+
+    Returns:
+        A sentence or two.
+    """
     dense = runs.get("dense")
     timed = {name: seconds for name, run in runs.items() if name != "dense" and (seconds := step_seconds(run))}
     reference = step_seconds(dense) if dense else None
@@ -84,7 +98,14 @@ def _reached(text: str, value: float | None) -> str:
 
 
 def trace_verdict(data: Mapping[str, Any]) -> str:
-    """Say what a trace report's data tell of compressing this training; where compression pays comes first."""
+    """Say what a recording tells about compressing this training. Where compression pays comes first.
+
+    Args:
+        data: a trace report's.
+
+    Returns:
+        Sentences, in one line.
+    """
     fit, replays, speed = data["fit"], data["replays"], data.get("payoff")
     lines = []
     if speed is not None:
@@ -100,7 +121,14 @@ def trace_verdict(data: Mapping[str, Any]) -> str:
 
 
 def fit_verdict(provenance: Mapping[str, Any]) -> str:
-    """Say whether a GradiVeQ fit holds on later iterations."""
+    """Say whether a GradiVeQ fit holds on later iterations.
+
+    Args:
+        provenance: the fit's.
+
+    Returns:
+        One sentence.
+    """
     later, control = provenance["holdout"]["loss"], provenance["random_basis"]["loss"]
     if later is None:
         return "The GradiVeQ fit could not be tried on any later iteration."
@@ -121,7 +149,14 @@ def fit_verdict(provenance: Mapping[str, Any]) -> str:
 
 
 def layer_plan_verdict(provenance: Mapping[str, Any]) -> str:
-    """Say what a plan by layer saves against the uniform one, and whether its error holds on later iterations."""
+    """Say what a plan by layer saves against the uniform one, and whether its error holds on later iterations.
+
+    Args:
+        provenance: of an L-GreCo fit.
+
+    Returns:
+        Sentences, in one line.
+    """
     gain = provenance["gain"]
     dense = format_ratio(provenance["dense_payload_bytes"] / provenance["payload_bytes"])
     if "step" in provenance:
@@ -159,7 +194,7 @@ def _later_error_line(provenance: Mapping[str, Any]) -> str:
 
 
 def _step_line(provenance: Mapping[str, Any]) -> str:
-    """The plan's predicted step beside the uniform and the dense one, and a lower bound for any plan."""
+    """Compare the plan's predicted step with the uniform and the dense one, and with a lower bound for any plan."""
     step = provenance["step"]
     own, uniform, dense = (format_seconds(step[name]) for name in ("seconds", "uniform", "dense"))
     where = f"{provenance['world_size']} ranks at {step['link']['bits_per_second']}"
@@ -177,7 +212,14 @@ def _step_line(provenance: Mapping[str, Any]) -> str:
 
 
 def lgc_verdict(provenance: Mapping[str, Any]) -> str:
-    """Say whether the autoencoder beats codes of the same bytes that need no learning."""
+    """Say whether the autoencoder beats codes of the same bytes that need no learning.
+
+    Args:
+        provenance: of an LGC fit.
+
+    Returns:
+        One or two sentences.
+    """
     own, *others = provenance["codes"]
     by_name = {row["name"]: row for row in others}
     error = f"{format_percent(own['error'])} of the averaged selected values is lost on later iterations"
@@ -198,7 +240,14 @@ def lgc_verdict(provenance: Mapping[str, Any]) -> str:
 
 
 def lgc_warnings(provenance: Mapping[str, Any]) -> list[str]:
-    """List what a user must know before training with the autoencoder, one line each."""
+    """List what a user must know before training with the autoencoder.
+
+    Args:
+        provenance: of an LGC fit.
+
+    Returns:
+        Warnings, one line each.
+    """
     warnings = []
     if provenance["selected"] < _SHORT:
         warnings.append(
@@ -223,7 +272,11 @@ def lgc_warnings(provenance: Mapping[str, Any]) -> list[str]:
 def replay_verdict(replays: Mapping[str, Any]) -> str:
     """Say which replayed plan keeps most of a gradient, on iterations after its fit.
 
-    replays: `Replay.to_json()` by name.
+    Args:
+        replays: `Replay.to_json()` by name.
+
+    Returns:
+        Sentences, in one line.
     """
     summaries = {name: replay["summary"] for name, replay in replays.items()}
     unknown = [name for name, summary in summaries.items() if summary["contribution_error"] is None]
@@ -246,7 +299,14 @@ def replay_verdict(replays: Mapping[str, Any]) -> str:
 
 
 def ranking_line(ranking: Mapping[str, Any]) -> str:
-    """Say whether plans keep their order, from `gradlab.analysis.replay.ranking.ranking_stability`."""
+    """Say whether plans keep their order over the run.
+
+    Args:
+        ranking: from `gradlab.analysis.replay.ranking.ranking_stability`.
+
+    Returns:
+        One sentence.
+    """
     least = min(ranking["agreement"])
     order = "the same" if least > _SAME_ORDER else "not the same"
     return (
@@ -256,7 +316,14 @@ def ranking_line(ranking: Mapping[str, Any]) -> str:
 
 
 def agreement_line(spectrum: Mapping[str, Any]) -> str:
-    """Say how far two ranks' gradients agree, in a sentence; empty for one rank."""
+    """Say how far two ranks' gradients agree.
+
+    Args:
+        spectrum: `TraceSpectrum.to_json()`.
+
+    Returns:
+        One sentence; empty for one rank.
+    """
     cosines = [layer["mean_cosine"] for layer in spectrum["layers"] if layer["mean_cosine"] is not None]
     if not cosines:
         return ""
