@@ -11,20 +11,55 @@ if TYPE_CHECKING:
 
 
 def loss_scales(trace: Trace) -> np.ndarray:
-    """Return the loss scales of N ranks at the trace's T common steps, (N, T)."""
+    """Read the loss scales of N ranks at the trace's T common steps.
+
+    Args:
+        trace: the recording.
+
+    Returns:
+        float64 (N, T).
+    """
     return np.stack([trace.scalars(rank)["loss_scale"] for rank in range(trace.world_size)])
 
 
 def read_unscaled(
     trace: Trace, layer: str, rank: int, start: int, stop: int, columns: slice | None = None
 ) -> np.ndarray:
-    """Read one rank's gradients of a layer, float32 (stop - start, columns). Arguments as in `Trace.read`."""
+    """Read one rank's gradients of a layer, divided by the loss scale.
+
+    Args:
+        trace: the recording.
+        layer: name of the layer.
+        rank: from 0.
+        start: first position, as in `Trace.read`.
+        stop: position after the last one.
+        columns: elements of the row-major flattening. None: all.
+
+    Returns:
+        float32 (stop - start, columns).
+
+    Raises:
+        GradlabError: as in `Trace.read`.
+    """
     gradients = trace.read(layer, rank, start, stop, columns)
     return _divided(gradients, trace.scalars(rank)["loss_scale"][start:stop])
 
 
 def mean_unscaled(trace: Trace, layer: str, start: int, stop: int) -> np.ndarray:
-    """Average a layer's gradients over all ranks, float32 (stop - start, numel). Arguments as in `Trace.mean`."""
+    """Average a layer's gradients over all ranks, divided by each rank's loss scale.
+
+    Args:
+        trace: the recording.
+        layer: name of the layer.
+        start: first position, as in `Trace.mean`.
+        stop: position after the last one.
+
+    Returns:
+        float32 (stop - start, numel).
+
+    Raises:
+        GradlabError: as in `Trace.mean`.
+    """
     scales = loss_scales(trace)[:, start:stop]
     if (scales == scales[0]).all():
         return _divided(trace.mean(layer, start, stop), scales[0])
@@ -35,7 +70,14 @@ def mean_unscaled(trace: Trace, layer: str, start: int, stop: int) -> np.ndarray
 
 
 def step_gradients(step: TraceStep) -> list[dict[str, np.ndarray]]:
-    """Return one step's unscaled gradients: per rank, layer name -> array of the layer's shape."""
+    """Divide one step's gradients by the loss scales.
+
+    Args:
+        step: of a trace.
+
+    Returns:
+        Per rank, layer name -> float32 array of the layer's shape.
+    """
     return [
         gradients if scale == 1 else {name: value / np.float32(scale) for name, value in gradients.items()}
         for gradients, scale in zip(step.gradients, step.loss_scale, strict=True)

@@ -15,7 +15,15 @@ REPORT_FILES = ("report.html", "report.json", "figures")
 def require_free(
     target: str | os.PathLike[str], overwrite: bool = False, *, contents: Sequence[str] | None = None
 ) -> Path:
-    """The path of a file to be written, or, with `contents`, of a folder that is to hold files of these names.
+    """Check that a result can be written before the work begins.
+
+    Args:
+        target: a file to write; with `contents`, a folder.
+        overwrite: whether files that are there may be replaced.
+        contents: names of the files that the folder is to hold. None: the target is a file.
+
+    Returns:
+        The target's path.
 
     Raises:
         GradlabError: if something of another kind is at the path, or if a file exists already and overwrite is false.

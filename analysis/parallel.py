@@ -22,7 +22,11 @@ _MOST_WORKERS = 4  # by default: each holds PyTorch and a layer
 
 
 def default_workers() -> int:
-    """Return the number of cores that this process may use, at most 4."""
+    """Count the cores that this process may use.
+
+    Returns:
+        Number of cores, at most 4.
+    """
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(count, _MOST_WORKERS))
 

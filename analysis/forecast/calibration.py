@@ -1,10 +1,11 @@
 """Fit a link's costs beside bandwidth and latency to measured all-reduces on a network whose speed is known.
 
-No data sheet has the bytes that the ranks' processors can send per second, or the cost of starting a collective; times
-on a rate-limited network show both. A byte takes as long as the slower of link and processors. Between two neighbouring
-measured speeds it is known which of them is slower, and the time of an all-reduce is linear in both costs. Linear least
-squares within bounds (Stark, Parker 1995, "Bounded-variable least squares") gives the costs for each such stretch; the
-stretch with the smallest error is kept.
+No data sheet has the bytes that the ranks' processors can send per second, or the cost of starting a collective. Times
+on a rate-limited network show both. A byte takes as long as the slower of link and processors.
+
+Between two neighbouring measured speeds it is known which of them is slower, and the time of an all-reduce is linear
+in both costs. Linear least squares within bounds (Stark, Parker 1995, "Bounded-variable least squares") gives the
+costs for each such stretch. The stretch with the smallest error is kept.
 """
 
 from __future__ import annotations
@@ -64,15 +65,36 @@ class Observation:
             raise GradlabError(f"seconds = {self.seconds:g}, expected a number above 0")
 
     def on(self, link: Link) -> Link:
-        """Such a link at this observation's speed."""
+        """Return a copy of the link at this observation's speed.
+
+        Args:
+            link: any link.
+
+        Returns:
+            The link at `bits_per_second`.
+        """
         return replace(link, bits_per_second=self.bits_per_second)
 
     def transfer(self, link: Link) -> Transfer:
-        """The all-reduce by the link's algorithm."""
+        """Describe the measured all-reduce, by the link's algorithm.
+
+        Args:
+            link: whose `all_reduce` names the algorithm.
+
+        Returns:
+            What the link carries.
+        """
         return all_reduce(self.nbytes, self.nodes, link.all_reduce)
 
     def relative_error(self, link: Link) -> float:
-        """Predicted seconds on such a link over the measured ones, less 1."""
+        """Compute the relative error of the time that a link's costs predict.
+
+        Args:
+            link: its costs count, its speed does not.
+
+        Returns:
+            Predicted seconds over the measured ones, less 1.
+        """
         tried, transfer = self.on(link), self.transfer(link)
         return (tried.busy_seconds(transfer) + tried.delay_seconds(transfer)) / self.seconds - 1
 
@@ -88,8 +110,8 @@ class Calibration:
     observations: what the costs were fitted to.
     relative_errors: predicted over measured seconds, less 1, of each observation.
     collective_fitted: whether the observations' sizes differ, so that the cost per collective could be fitted.
-    host_seen: whether processors held up any observation; if not, their cost is 0.
-    too_fast: the first observation that took less than its link alone takes.
+    host_seen: whether processors slowed any observation. If not, their cost is 0.
+    too_fast: the first observation that took less time than its link alone needs.
     """
 
     host_seconds_per_byte: float
@@ -101,7 +123,14 @@ class Calibration:
     too_fast: Observation | None = None
 
     def applied(self, link: Link) -> Link:
-        """Give a link the fitted costs."""
+        """Return a copy of a link with the fitted costs.
+
+        Args:
+            link: any link.
+
+        Returns:
+            The link with this calibration's `host_seconds_per_byte` and `collective_seconds`.
+        """
         return replace(
             link, host_seconds_per_byte=self.host_seconds_per_byte, collective_seconds=self.collective_seconds
         )
@@ -129,7 +158,11 @@ class Calibration:
         return text
 
     def to_json(self) -> dict[str, Any]:
-        """Write seconds, bytes and bits per second; an infinite speed is the text "unlimited"."""
+        """Write seconds, bytes and bits per second. An infinite speed is the text "unlimited".
+
+        Returns:
+            Plain JSON.
+        """
         return {
             "host_seconds_per_byte": self.host_seconds_per_byte,
             "collective_seconds": self.collective_seconds,
@@ -151,12 +184,15 @@ class Calibration:
 def calibrate_link(link: Link, observations: Sequence[Observation]) -> Calibration:
     """Fit `host_seconds_per_byte` and `collective_seconds` to measured all-reduces.
 
-    The squares of relative errors are minimised, as times may span orders of magnitude. Where all observations move the
-    same bytes per rank the two costs cannot be told apart; the link's `collective_seconds` stay then.
+    The squares of relative errors are minimised, as times may span orders of magnitude. Where all observations move
+    the same bytes per rank, the two costs cannot be told apart. The link's `collective_seconds` then stay.
 
     Args:
-        link: its latency, headers and algorithm are believed; its bandwidth is replaced by each observation's.
+        link: its latency, headers and algorithm are used as they are. Its bandwidth is replaced by each observation's.
         observations: at least one.
+
+    Returns:
+        The costs, with the error at each observation.
 
     Raises:
         GradlabError: for no observations, or times out of all proportion to the link.
@@ -184,9 +220,9 @@ def calibrate_link(link: Link, observations: Sequence[Observation]) -> Calibrati
 
 
 def _fit(bare: Link, observations: Sequence[Observation], low: float, high: float, collective: bool) -> Link:
-    """Fit the costs with `host_seconds_per_byte` from low to high; no observation's link lies between the two.
+    """Fit the costs with `host_seconds_per_byte` from low to high. No observation's link lies between the two.
 
-    Processors hold up the observations on links faster than `low`; links hold up the others.
+    Processors slow the observations on links faster than `low`. Links slow the others.
     """
     start = replace(bare, host_seconds_per_byte=low)
     held_up = [seen.on(bare).seconds_per_byte <= low for seen in observations]
@@ -199,9 +235,9 @@ def _fit(bare: Link, observations: Sequence[Observation], low: float, high: floa
 
 
 def _least_squares(columns: Sequence[Sequence[float]], wanted: Sequence[float], most: float) -> tuple[float, float]:
-    """Find two factors whose weighted sum of columns is nearest to `wanted`: the first from 0 to `most`, both from 0.
+    """Find two factors whose weighted sum of columns is nearest to `wanted`.
 
-    The factor of a column of zeros is 0.
+    The first factor is from 0 to `most`, the second at least 0. The factor of a column of zeros is 0.
     """
     matrix, right = np.array(columns, dtype=float).T, np.array(wanted, dtype=float)
     if not (np.isfinite(matrix).all() and np.isfinite(right).all()):
@@ -216,6 +252,12 @@ def read_observations(path: str | os.PathLike[str]) -> list[Observation]:
     """Read measured all-reduces from a file: a JSON list of objects with nodes, bytes, bandwidth and seconds.
 
     Other keys are ignored. bandwidth is a text as `gradlab.analysis.forecast.link.parse_bandwidth` reads it.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The observations, in the file's order.
 
     Raises:
         GradlabError: for a file of any other form, with the entry's number.

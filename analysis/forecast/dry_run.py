@@ -36,7 +36,10 @@ _COPIED_BYTES = 2**28
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Set PyTorch to one thread, as the engine's worker has it where every rank has one core for its codecs."""
+    """Set PyTorch to one thread while the context lasts.
+
+    The engine's worker has one thread too, where every rank has one core for its codecs.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -50,9 +53,13 @@ def fabricate(request: Request, rank: int, world_size: int) -> tuple[Any, float]
 
     The engine packs the tensors of several groups into one buffer. It uses received tensors where they lie.
 
+    Args:
+        request: one rank's.
+        rank: that rank.
+        world_size: number of ranks N.
+
     Returns:
-        The answer, of the right form and shapes.
-        Seconds of the engine's copies.
+        The answer, of the right form and shapes, and the seconds of the engine's copies.
     """
     began = time.thread_time()
     if isinstance(request, AllToAll):
@@ -70,7 +77,7 @@ def fabricate(request: Request, rank: int, world_size: int) -> tuple[Any, float]
 
 
 def _around(code: RingCode, rank: int) -> list[torch.Tensor]:
-    """This rank's work in a ring in which every received message equals its own."""
+    """Do this rank's work in a ring in which every received message equals its own."""
     messages = [code.add(segment, None, code.prepare(segment)) for segment in range(code.segments)]
     for segment, message in enumerate(messages):
         if segment != rank:
@@ -79,7 +86,7 @@ def _around(code: RingCode, rank: int) -> list[torch.Tensor]:
 
 
 def _of_length(vector: torch.Tensor, length: int) -> torch.Tensor:
-    """A vector's values repeated up to a length; zeros if it has none."""
+    """Repeat a vector's values up to a length. An empty vector becomes zeros."""
     if not vector.numel():
         return vector.new_zeros(length)
     return vector.repeat(-(-length // vector.numel()))[:length]
@@ -90,7 +97,10 @@ def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _copies(tensor: torch.Tensor, count: int, began: float) -> tuple[list[torch.Tensor], float]:
-    """`count` copies, which are the network's work and not timed; beyond a limit of memory copies are used again."""
+    """Make `count` copies, untimed, as they stand for the network's work.
+
+    Beyond a limit of memory copies are used again.
+    """
     spent = time.thread_time() - began
     made = max(1, min(count, _COPIED_BYTES // max(1, tensor.nbytes)))
     copies = [tensor.clone() for _ in range(made)]
@@ -100,8 +110,8 @@ def _copies(tensor: torch.Tensor, count: int, began: float) -> tuple[list[torch.
 def dry_run(codec: Codec, layers: Sequence[Layer], context: Context, *, repeats: int = _REPEATS) -> Exchange:
     """Run an exchange on gradients of random numbers, and take each turn's median time here, in seconds.
 
-    The time is processor time of this thread, which other work on this machine does not change: call this on one thread
-    (`one_thread`). States are carried from run to run, and the last run is returned. Where messages vary in size every
+    The time is processor time of this thread, which other work on this machine does not change. Call this inside
+    `one_thread`. States are carried from run to run, and the last run is returned. Where messages vary in size, every
     run starts from fresh states, as residuals of one repeated gradient would grow without end.
 
     Args:
@@ -109,6 +119,9 @@ def dry_run(codec: Codec, layers: Sequence[Layer], context: Context, *, repeats:
         layers: the group's.
         context: of a late iteration, at N ranks.
         repeats: timed runs; fewer if they are long.
+
+    Returns:
+        The exchange, with its requests and times.
     """
     grads = _gradients(layers, context.seed)
     workspace = RecyclingWorkspace()  # as in the engine: fresh memory would cost more than the arithmetic
@@ -135,7 +148,7 @@ def _gradients(layers: Sequence[Layer], seed: int) -> Tensors:
 
 @torch.no_grad()
 def _once(codec: Codec, grads: Tensors, state: Tensors, context: Context) -> tuple[Exchange, Tensors]:
-    """One run, and the new state."""
+    """Run the exchange once, and return it with the new state."""
     fresh = {name: grad.clone() for name, grad in grads.items()}
     coroutine, turns, copying = exchange_group(codec, fresh, state, context), list[Turn](), 0.0
     answers: Any = None
@@ -164,7 +177,13 @@ class DryRuns:
     """Exchanges of a plan's groups at N ranks, each kind run once.
 
     Groups that differ in their layers' names alone are of one kind. The iteration is late enough that every warm-up is
-    over, and such that rank 0 leads where leaders rotate.
+    over. Where leaders rotate, rank 0 leads in it.
+
+    Args:
+        plan: whose groups are run.
+        world_size: number of ranks N.
+        rank: the rank whose requests are collected.
+        repeats: timed runs per kind, see `dry_run`.
     """
 
     def __init__(self, plan: Plan, world_size: int, rank: int = 0, repeats: int = _REPEATS) -> None:
@@ -175,19 +194,40 @@ class DryRuns:
         self._exchanges: dict[str, Exchange] = {}
 
     def of(self, plan: Plan) -> DryRuns:
-        """Make another plan's exchanges at as many ranks; the two share their runs."""
+        """Prepare another plan's exchanges at the same number of ranks. Both share their runs.
+
+        Args:
+            plan: the other plan.
+
+        Returns:
+            The other plan's exchanges.
+        """
         runs = DryRuns(plan, self.world_size, self.rank, self.repeats)
         runs._exchanges = self._exchanges
         return runs
 
     def group(self, group: Group) -> Exchange:
-        """Give one group's exchange."""
+        """Return one group's exchange.
+
+        Args:
+            group: of the plan.
+
+        Returns:
+            The exchange, under the group's name.
+        """
         return self.exchange(group.name, self.plan.build(group), self.plan.members(group), self._kind(group))
 
     def exchange(self, name: str, codec: Codec, layers: Sequence[Layer], kind: str) -> Exchange:
-        """Give the exchange of `layers` by `codec`; it is run once for equal kinds and equal shapes.
+        """Return the exchange of `layers` by `codec`. It is run once for equal kinds and equal shapes.
 
-        kind: codec and settings, as a text.
+        Args:
+            name: the exchange's.
+            codec: of the layers.
+            layers: one group's.
+            kind: codec and settings, as a text.
+
+        Returns:
+            The exchange, under this name.
         """
         key = json.dumps([kind, [layer.shape for layer in layers]])
         if key not in self._exchanges:
@@ -195,9 +235,16 @@ class DryRuns:
         return replace(self._exchanges[key], name=name)
 
     def dense(self, name: str, layers: Sequence[Layer]) -> Exchange:
-        """Give the exchange of dense layers that travel together: the sum of one exchange per layer.
+        """Return the exchange of dense layers that travel together: the sum of one exchange per layer.
 
-        So each layer is run once, whichever layers stand beside it.
+        So each layer is run once, whichever layers travel with it.
+
+        Args:
+            name: the exchange's.
+            layers: the dense layers, in order.
+
+        Returns:
+            The exchange, under this name.
         """
         every = [self.exchange(name, Identity(), [layer], "dense") for layer in layers]
         turns = [
@@ -218,7 +265,14 @@ class DryRuns:
         return json.dumps([settings, learned], sort_keys=True)
 
     def context(self, name: str) -> Context:
-        """Make the context of a group's codec: rank, world size, a late iteration, seed and learning rates."""
+        """Make the context of a group's codec: rank, world size, a late iteration, seed and learning rates.
+
+        Args:
+            name: the group's.
+
+        Returns:
+            The context.
+        """
         rates = {layer.name: 1.0 for layer in self.plan.layers}
         late = -(-(self.plan.schedule.warmup_steps + 10**6) // self.world_size) * self.world_size
         return Context(
@@ -234,7 +288,11 @@ class DryRuns:
 
 
 def scan_seconds_per_byte() -> float:
-    """Measure the time of looking for values that are not finite, in seconds per byte, here."""
+    """Measure on this machine how long a search for values that are not finite takes.
+
+    Returns:
+        Seconds per byte.
+    """
     buffer, times = torch.ones(_SCANNED), []
     for _ in range(5):
         began = time.thread_time()

@@ -1,9 +1,9 @@
-"""A network link between ranks, and the time of a collective on it: bytes over speed, and messages in a row.
+"""A network link between ranks, and the time of a collective on it: bytes over speed, plus latencies.
 
 The cost of a collective is alpha-beta (Hockney 1994; Thakur, Rabenseifner, Gropp 2005, "Optimization of collective
 communication operations in MPICH", table 1): the bytes on its critical path over the link's speed, plus one latency
 for each message that has to follow another. Bytes follow the rules in gradlab.collectives. All-reduces by other
-algorithms than a ring exist in forecasts alone; the engine counts a ring's bytes.
+algorithms than a ring exist in forecasts alone. The engine counts a ring's bytes.
 """
 
 from __future__ import annotations
@@ -70,15 +70,29 @@ class Link:
 
     @property
     def seconds_per_byte(self) -> float:
-        """Seconds per byte of a stream: of the link or of the processors, whichever are slower; both work at once."""
+        """Seconds per byte of a stream: the link's or the processors', whichever is larger, as both work at once."""
         return max(8 * (1 + self.header_share) / self.bits_per_second, self.host_seconds_per_byte)
 
     def busy_seconds(self, transfer: Transfer) -> float:
-        """Seconds in which a collective keeps the link from others."""
+        """Compute the time in which a collective keeps the link from others.
+
+        Args:
+            transfer: the collective.
+
+        Returns:
+            Seconds.
+        """
         return self.collective_seconds + transfer.path_bytes * self.seconds_per_byte
 
     def delay_seconds(self, transfer: Transfer) -> float:
-        """Seconds that a collective takes beyond `busy_seconds`: its messages wait for one another."""
+        """Compute the time that a collective takes beyond `busy_seconds`, because its messages wait for one another.
+
+        Args:
+            transfer: the collective.
+
+        Returns:
+            Seconds.
+        """
         return transfer.rounds * self.latency_seconds
 
 
@@ -97,7 +111,15 @@ class Transfer:
 
 
 def all_reduce(nbytes: int, world_size: int, algorithm: str = "ring") -> Transfer:
-    """Describe an all-reduce of `nbytes` per rank, by one of `ALL_REDUCES`.
+    """Describe an all-reduce.
+
+    Args:
+        nbytes: bytes per rank.
+        world_size: number of ranks N.
+        algorithm: one of `ALL_REDUCES`.
+
+    Returns:
+        What the link carries.
 
     Raises:
         GradlabError: for another algorithm.
@@ -109,6 +131,13 @@ def ring_all_reduce(nbytes: int, world_size: int) -> Transfer:
     """Describe a reduce-scatter and an all-gather around a ring, N - 1 messages each.
 
     Patarasuk, Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
+
+    Args:
+        nbytes: bytes per rank.
+        world_size: number of ranks N.
+
+    Returns:
+        What the link carries.
     """
     wire = all_reduce_wire_bytes(nbytes, world_size)
     return Transfer(wire, wire, 2 * (world_size - 1))
@@ -121,6 +150,13 @@ def tree_all_reduce(nbytes: int, world_size: int) -> Transfer:
     half to each of its neighbours in both trees. It has four at most, as a rank with a parent and two children in one
     tree is a leaf of the other: 2x the bytes, 1.5x at 3 ranks, 1x at 2. The average is a ring's, 2 (N - 1) / N. Halves
     travel in small pieces, so that filling the trees costs latencies alone: ceil(log2 N) to the root, as many back.
+
+    Args:
+        nbytes: bytes per rank.
+        world_size: number of ranks N.
+
+    Returns:
+        What the link carries.
     """
     neighbours = min(4, world_size) if world_size > 1 else 0
     wire = neighbours * math.ceil(nbytes / 2)
@@ -131,8 +167,15 @@ def server_all_reduce(nbytes: int, world_size: int) -> Transfer:
     """Describe an all-reduce in which each rank is the server of 1/N of the bytes.
 
     A sharded parameter server (Li et al. 2014, "Scaling distributed machine learning with the parameter server") on
-    the ranks themselves: a ring's bytes, but two messages in a row, to the server and back. N - 1 messages that meet at
-    one link are taken to cost no more than their bytes.
+    the ranks themselves: a ring's bytes, but two messages in a row, to the server and back. N - 1 messages that meet
+    at one link are taken to cost no more than their bytes.
+
+    Args:
+        nbytes: bytes per rank.
+        world_size: number of ranks N.
+
+    Returns:
+        What the link carries.
     """
     wire = all_reduce_wire_bytes(nbytes, world_size)
     return Transfer(wire, wire, 2 if world_size > 1 else 0)
@@ -153,13 +196,31 @@ def _rule(algorithm: str) -> Callable[[int, int], Transfer]:
 
 
 def all_gather(nbytes: int, world_size: int) -> Transfer:
-    """Describe a ring all-gather of `nbytes` per rank."""
+    """Describe a ring all-gather.
+
+    Args:
+        nbytes: bytes per rank.
+        world_size: number of ranks N.
+
+    Returns:
+        What the link carries.
+    """
     wire = all_gather_wire_bytes(nbytes, world_size)
     return Transfer(wire, wire, world_size - 1)
 
 
 def broadcast(nbytes: int, rank: int, root: int, world_size: int) -> Transfer:
-    """Describe a broadcast over a binomial tree: the root's link carries all of its messages, one after another."""
+    """Describe a broadcast over a binomial tree. The root's link carries all of its messages, one after another.
+
+    Args:
+        nbytes: bytes of the root's tensor.
+        rank: the rank whose wire bytes are counted.
+        root: the rank that sends.
+        world_size: number of ranks N.
+
+    Returns:
+        What the link carries.
+    """
     wire = broadcast_wire_bytes(nbytes, rank, root, world_size)
     depth = (world_size - 1).bit_length()
     return Transfer(wire, depth * nbytes, depth)
@@ -169,6 +230,13 @@ def all_to_all(sizes: Sequence[int], rank: int) -> Transfer:
     """Describe an all-to-all: every rank sends sizes[j] bytes to rank j, all messages at once.
 
     A large part slows its receiver's link.
+
+    Args:
+        sizes: bytes for each of the N ranks.
+        rank: the rank whose wire bytes are counted.
+
+    Returns:
+        What the link carries.
     """
     received = max(sizes, default=0) * (len(sizes) - 1)
     sent = sum(sizes) - min(sizes, default=0)
@@ -179,6 +247,13 @@ def gather_of_lengths(sizes: Sequence[int], rank: int) -> Transfer:
     """Describe a gather in which every rank sends its sizes[rank] bytes to all others at once.
 
     The largest part slows its sender's link.
+
+    Args:
+        sizes: bytes of each of the N ranks.
+        rank: the rank whose wire bytes are counted.
+
+    Returns:
+        What the link carries.
     """
     others = len(sizes) - 1
     path = max(others * max(sizes, default=0), sum(sizes) - min(sizes, default=0))
@@ -186,9 +261,14 @@ def gather_of_lengths(sizes: Sequence[int], rank: int) -> Transfer:
 
 
 def ring(sizes: Sequence[int], rank: int) -> Transfer:
-    """Describe 2 (N - 1) messages hop by hop around a ring; in each round the largest holds up the others.
+    """Describe 2 (N - 1) messages hop by hop around a ring. In each round the others wait for the largest.
 
-    sizes: bytes of each of the N segments.
+    Args:
+        sizes: bytes of each of the N segments.
+        rank: the rank whose wire bytes are counted.
+
+    Returns:
+        What the link carries.
     """
     rounds = 2 * (len(sizes) - 1)
     return Transfer(ring_wire_bytes(sizes, rank), rounds * max(sizes, default=0), rounds)
@@ -197,8 +277,19 @@ def ring(sizes: Sequence[int], rank: int) -> Transfer:
 def transfers(requests: Sequence[Request], rank: int, world_size: int, algorithm: str = "ring") -> list[Transfer]:
     """List the collectives that serve simultaneous requests: those of a kind, a root and a dtype travel as one.
 
-    In a varying gather all ranks are taken to send as much as this one. Empty collectives are left out. algorithm: of
-    the all-reduces that serve a `Mean`, see `Link`.
+    In a varying gather all ranks are taken to send as much as this one. Empty collectives are left out.
+
+    Args:
+        requests: one rank's.
+        rank: that rank.
+        world_size: number of ranks N.
+        algorithm: of the all-reduces that serve a `Mean`, see `Link`.
+
+    Returns:
+        What the link carries, collective by collective.
+
+    Raises:
+        GradlabError: for an unknown algorithm.
     """
     alike = ([requests[position] for position in positions] for positions in by_fusion_key(requests))
     fused = [_fused(together, rank, world_size, algorithm) for together in alike]
@@ -231,7 +322,14 @@ def _fused(together: Sequence[Any], rank: int, world_size: int, algorithm: str) 
 
 
 def weightless(request: Request) -> Request:
-    """Copy a request without its values: counting needs shapes alone."""
+    """Copy a request without its values. Counting bytes needs shapes alone.
+
+    Args:
+        request: any request.
+
+    Returns:
+        A request of the same kind, shapes and dtypes, on the device "meta".
+    """
     if isinstance(request, AllToAll):
         return AllToAll(tuple(_empty(tensor) for tensor in request.tensors))
     if isinstance(request, Mean):
@@ -263,7 +361,13 @@ def _empty(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def parse_bandwidth(text: str) -> float:
-    """Read bits per second from a text such as "200mbit", "1gbit", "25 Gbit/s" or "inf"; prefixes are decimal.
+    """Read a link speed from a text such as "200mbit", "1gbit", "25 Gbit/s" or "inf". Prefixes are decimal.
+
+    Args:
+        text: a number with its unit.
+
+    Returns:
+        Bits per second.
 
     Raises:
         GradlabError: for anything else, and for 0.
@@ -279,7 +383,13 @@ def parse_bandwidth(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """Read seconds from a text such as "50us", "1.5ms" or "0.36s"; a bare number is seconds.
+    """Read a duration from a text such as "50us", "1.5ms" or "0.36s". A bare number is seconds.
+
+    Args:
+        text: a number, as a rule with its unit.
+
+    Returns:
+        Seconds.
 
     Raises:
         GradlabError: for anything else, and below 0.
@@ -294,7 +404,14 @@ def parse_seconds(text: str) -> float:
 
 
 def format_rate(bits_per_second: float) -> str:
-    """Write a rate as `parse_bandwidth` reads it: 2e8 -> "200mbit"; three significant digits."""
+    """Write a link speed as `parse_bandwidth` reads it: 2e8 -> "200mbit".
+
+    Args:
+        bits_per_second: the speed.
+
+    Returns:
+        Three significant digits with a unit, or "unlimited".
+    """
     from gradlab.formatting import significant
 
     if math.isinf(bits_per_second):
@@ -307,12 +424,26 @@ def format_rate(bits_per_second: float) -> str:
 
 
 def json_rate(bits_per_second: float) -> float | str:
-    """Write a rate for JSON, which has no number for infinity: that is the text "unlimited"."""
+    """Write a link speed for JSON, which has no number for infinity.
+
+    Args:
+        bits_per_second: the speed.
+
+    Returns:
+        The speed; an infinite one is the text "unlimited".
+    """
     return "unlimited" if math.isinf(bits_per_second) else bits_per_second
 
 
 def spell_rate(bits_per_second: float) -> str:
-    """Write a rate for prose: 1e9 -> "1 Gbit/s"."""
+    """Write a link speed for prose: 1e9 -> "1 Gbit/s".
+
+    Args:
+        bits_per_second: the speed.
+
+    Returns:
+        A number with its unit, or "an unlimited speed".
+    """
     if math.isinf(bits_per_second):
         return "an unlimited speed"
     for unit, scale in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):

@@ -1,4 +1,4 @@
-"""What a forecast is made for: links, numbers of nodes, and what each rank computes with."""
+"""What a forecast is made for: links, numbers of nodes, and the processors of each rank."""
 
 from __future__ import annotations
 

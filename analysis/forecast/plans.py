@@ -37,7 +37,7 @@ class NodeForecast:
 
     job: the step, ready for any link.
     links: the plan beside plain DDP, on each link of the network.
-    break_even: bits per second from which on plain DDP is as fast; None: at every speed; infinity: at none.
+    break_even: bits per second from which on plain DDP is as fast. None: at every speed. Infinity: at none.
     curve: the plan beside plain DDP over link speed, for a figure.
     """
 
@@ -47,7 +47,11 @@ class NodeForecast:
     curve: tuple[Comparison, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Write seconds, bytes and bits per second; an infinite speed is the text "unlimited"."""
+        """Write seconds, bytes and bits per second. An infinite speed is the text "unlimited".
+
+        Returns:
+            Plain JSON.
+        """
         return {
             "nodes": self.job.world_size,
             "codec_seconds": self.job.codec_seconds,
@@ -70,7 +74,7 @@ class Forecast:
     network: what the forecast is made for, its links with calibrated costs.
     nodes: one forecast per number of nodes.
     remarks: warnings, one line each.
-    calibration: what the links' costs were fitted to, if they were.
+    calibration: what the links' costs were fitted to. None: they were not fitted.
     """
 
     method: str
@@ -86,7 +90,7 @@ class Forecast:
 
     @property
     def verdict(self) -> str:
-        """Say whether compression pays on the network; configurations where it does not come first."""
+        """Whether compression pays on the network. Configurations where it does not come first."""
         pays = [pair for pair in self.comparisons if pair[1].speedup > 1 / (1 - SPEED_NOISE)]
         losing = [pair for pair in self.comparisons if pair not in pays]
         if not losing:
@@ -102,7 +106,11 @@ class Forecast:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Write everything as plain JSON: times in seconds, sizes in bytes."""
+        """Write everything as plain JSON: times in seconds, sizes in bytes.
+
+        Returns:
+            Plain JSON.
+        """
         link = plain(self.network.links[0])
         del link["bits_per_second"]
         return {
@@ -144,7 +152,10 @@ def forecast(
         plan: at least one of its groups compresses.
         network: the links and numbers of nodes to forecast for, and the measured times of a step.
         calibration: measured costs that take the place of the links' own.
-        progress: told after each number of nodes.
+        progress: called after each number of nodes.
+
+    Returns:
+        One forecast per number of nodes, on every link.
 
     Raises:
         GradlabError: for a plan that compresses nothing.
@@ -171,7 +182,7 @@ def forecast(
 
 
 def _scales(plan: Plan, profile: Profile, scan: float) -> tuple[float, float]:
-    """Factors from the times that codecs and engine take here to those that were measured."""
+    """Compute the factors from the times that codecs and engine take here to those that were measured."""
     if profile.codec is None:
         return 1.0, 1.0
     here = make_job(plan, DryRuns(plan, profile.codec.world_size), profile.compute_seconds, scan_seconds=scan)
@@ -201,7 +212,7 @@ def _at(job: Job, network: Network) -> NodeForecast:
 
 
 def _curve_rates(marks: Sequence[float]) -> list[float]:
-    """Link speeds around the marks, in bits per second, evenly on a logarithmic axis."""
+    """List link speeds around the marks, in bits per second, evenly on a logarithmic axis."""
     finite = [mark for mark in marks if 0 < mark < math.inf] or [1e9]
     low, high = math.log(min(finite) / _CURVE_SPAN), math.log(max(finite) * _CURVE_SPAN)
     return [math.exp(low + (high - low) * i / (_CURVE_POINTS - 1)) for i in range(_CURVE_POINTS)]

@@ -38,9 +38,9 @@ class CodecTime:
 class Profile:
     """The measured times of a training step.
 
-    compute_seconds: a step without gradient exchange.
+    compute_seconds: seconds of a step without gradient exchange.
     compute_source: where that time comes from, in words.
-    codec: the codecs' time; None: they are timed here and now.
+    codec: the codecs' time. None: they are timed on this machine.
 
     Raises:
         GradlabError: for a computing time that is not above 0 and finite.
@@ -67,7 +67,10 @@ def profile_of(
     Args:
         artifact: its plan, and in its provenance perhaps the codecs' time in a replay.
         run: the JSON that `gradlab train --out` writes. Its codec time counts if the run used this plan.
-        compute_seconds: a step without gradient exchange; it goes before the run's.
+        compute_seconds: seconds of a step without gradient exchange. They take the place of the run's.
+
+    Returns:
+        The times, with their sources in words.
 
     Raises:
         GradlabError: if no computing time is known, or the report is not one of a compressed run.
@@ -84,7 +87,13 @@ def profile_of(
 
 
 def compute_seconds_of(run: str | os.PathLike[str]) -> float:
-    """Read the seconds of a step without gradient exchange from the JSON that `gradlab train --out` writes.
+    """Read the computing time of a step from the JSON that `gradlab train --out` writes.
+
+    Args:
+        run: the file.
+
+    Returns:
+        Seconds of a step without gradient exchange.
 
     Raises:
         GradlabError: for a file that is not the report of a compressed run.
@@ -93,7 +102,7 @@ def compute_seconds_of(run: str | os.PathLike[str]) -> float:
 
 
 def _codec_of_replay(provenance: Mapping[str, Any]) -> CodecTime | None:
-    """The codecs' time in the replay that an artifact's provenance may hold."""
+    """Read the codecs' time in the replay that an artifact's provenance may hold."""
     replay, world_size = provenance.get("replay"), provenance.get("world_size")
     seconds = _time(replay.get("codec_seconds")) if isinstance(replay, Mapping) else None
     if seconds is None or type(world_size) is not int or world_size < 1:

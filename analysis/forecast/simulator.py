@@ -26,7 +26,7 @@ class Turn:
     """A stretch of a codec's code.
 
     seconds: its time.
-    requests: what it ends with; none at the end of the exchange.
+    requests: what it ends with. The last turn of an exchange has none.
     copy_seconds: the engine's time to pack the requests before it and to unpack their answers.
     """
 
@@ -61,7 +61,15 @@ class Exchange:
         return self.apply_seconds + sum(turn.copy_seconds for turn in self.turns)
 
     def scaled(self, codec: float, engine: float) -> Exchange:
-        """Multiply the codec's times and the engine's."""
+        """Multiply the codec's times and the engine's.
+
+        Args:
+            codec: factor on the codec's.
+            engine: factor on the engine's.
+
+        Returns:
+            The exchange with other times.
+        """
         turns = tuple(
             replace(turn, seconds=codec * turn.seconds, copy_seconds=engine * turn.copy_seconds) for turn in self.turns
         )
@@ -74,7 +82,7 @@ class Bucket:
 
     ready_seconds: seconds of computing that are done when it is handed over.
     in_place_bytes: its size, if it is averaged in its own buffer; else 0.
-    scan_seconds: time of looking for values that are not finite.
+    scan_seconds: seconds of looking for values that are not finite.
     exchanges: those that it starts.
     """
 
@@ -109,7 +117,7 @@ class Clock:
     speed: of computing and of codecs while both run: 1 with a core for each, 0.5 where they share one.
     now: the worker's time.
     computed: how much of `compute` is done.
-    waited: for the network, after computing was over.
+    waited: time of waiting for the network after computing was over.
     """
 
     compute: float
@@ -119,23 +127,39 @@ class Clock:
     waited: float = 0.0
 
     def work(self, seconds: float) -> None:
-        """Run codec code that takes `seconds` alone."""
+        """Run codec code.
+
+        Args:
+            seconds: its time if it runs alone.
+        """
         together = min(seconds, self.compute - self.computed)
         self.computed += together
         self.now += together / self.speed + (seconds - together)
 
     def serve(self, seconds: float) -> None:
-        """Let the processors work for the network: computing is held up as far as no core is left for it."""
+        """Let the processors work for the network. Computing is slowed as far as no core is left for it.
+
+        Args:
+            seconds: their time.
+        """
         self.computed -= 2 * (1 - self.speed) * min(seconds, self.compute - self.computed)
 
     def wait_for_backward(self, computed: float) -> None:
-        """Wait until `computed` seconds of computing are done."""
+        """Wait until so much of computing is done.
+
+        Args:
+            computed: seconds of computing.
+        """
         left = max(0.0, computed - self.computed)
         self.computed += left
         self.now += left
 
     def wait_for_network(self, moment: float) -> None:
-        """Wait until the moment at which a collective is through."""
+        """Wait until a collective has ended.
+
+        Args:
+            moment: its end, in the worker's seconds.
+        """
         left = max(0.0, moment - self.now)
         hidden = min(left, self.compute - self.computed)
         self.computed += hidden
@@ -158,7 +182,15 @@ class Wire:
     wire_bytes: int = 0
 
     def send(self, transfer: Transfer, issued: float) -> float:
-        """Issue a collective at a moment; returns the moment at which it is through."""
+        """Issue a collective.
+
+        Args:
+            transfer: the collective.
+            issued: when it is issued, in the worker's seconds.
+
+        Returns:
+            When it ends, in the worker's seconds.
+        """
         self.free = max(self.free, issued) + self.link.busy_seconds(transfer)
         self.wire_bytes += transfer.wire_bytes
         self.clock.serve(transfer.path_bytes * self.link.host_seconds_per_byte)
@@ -166,7 +198,7 @@ class Wire:
 
 
 class Simulated:
-    """An exchange under way; its code only takes time."""
+    """An exchange under way. Its code only takes time."""
 
     def __init__(self, exchange: Exchange, clock: Clock) -> None:
         self.requests: tuple[Request, ...] = ()
@@ -175,7 +207,11 @@ class Simulated:
         self._clock = clock
 
     def advance(self, answers: Sequence[None] | None) -> None:
-        """Work to the next requests, or to the end."""
+        """Work to the next requests, or to the end.
+
+        Args:
+            answers: None to start; else their values are ignored.
+        """
         turn = self._turns.pop()
         self._clock.work(turn.copy_seconds + turn.seconds)
         self.requests, self.done = turn.requests, not self._turns
@@ -183,14 +219,18 @@ class Simulated:
 
 @dataclass(frozen=True)
 class Arriving:
-    """Collectives under way; the last of them is through at `arrives`."""
+    """Collectives under way. The last of them ends at `arrives`, in the worker's seconds."""
 
     arrives: float
     count: int
     clock: Clock
 
     def answers(self) -> list[None]:
-        """Wait for all of them."""
+        """Wait for all of them.
+
+        Returns:
+            None for each request.
+        """
         self.clock.wait_for_network(self.arrives)
         return [None] * self.count
 
@@ -215,6 +255,9 @@ def simulate(
         rank: whose step.
         speed: of computing and codecs while both run, see `Clock`.
         segment_bytes: gradient bytes per tick.
+
+    Returns:
+        The step's time and its parts.
 
     Raises:
         GradlabError: for a time below 0, a world size below 1, a speed outside [0.5, 1].

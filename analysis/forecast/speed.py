@@ -1,8 +1,8 @@
-"""Forecast the speed of several plans on one's own network, beside what their replays say of the direction they keep.
+"""Forecast the speed of several plans on one's own network, beside the direction that their replays keep.
 
-Speed alone decides nothing: a plan is proposed only if its replayed update keeps a cosine of at least 0.5 with the true
-mean. The cosine orders methods much as training does (docs/comparison.md); where to draw the line is a convention, and
-a plan that is faster but below it is named with its cosine.
+Speed alone decides nothing: a plan is proposed only if its replayed update keeps a cosine of at least 0.5 with the
+true mean. The cosine orders methods much as training does (docs/comparison.md). Where to draw the line is a
+convention. A plan that is faster but below the line is named with its cosine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,14 @@ USUAL: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 
 def usual_plans(layers: Sequence[Layer]) -> dict[str, Plan]:
-    """Make one plan of each kind for a model, as a first look; kinds that find no layer to compress are left out."""
+    """Make one plan of each kind for a model, as a first look. Kinds that find no layer to compress are left out.
+
+    Args:
+        layers: the model's.
+
+    Returns:
+        Plans by name.
+    """
     plans = {}
     for name, (codec, settings) in USUAL.items():
         try:
@@ -60,7 +67,7 @@ class Configuration(Jsonable):
     bits_per_second: the link's speed.
     dense_seconds: plain DDP's step.
     seconds: each plan's step, by name.
-    best, best_seconds: the fastest of the plans that keep the direction, and its step; None: no plan keeps it.
+    best, best_seconds: the fastest of the plans that keep the direction, and its step. None: no plan keeps it.
     saved: the share of plain DDP's step that the best plan saves; 0 without one.
     pays: whether that share is above `SPEED_NOISE`.
     fastest, fastest_saves: the fastest of all plans, and the share that it saves.
@@ -83,7 +90,11 @@ class Configuration(Jsonable):
         return f"at {spell_rate(self.bits_per_second)} between {self.nodes} nodes"
 
     def to_json(self) -> dict[str, Any]:
-        """Write every field; an infinite speed is the text "unlimited"."""
+        """Write every field. An infinite speed is the text "unlimited".
+
+        Returns:
+            Plain JSON.
+        """
         return {**super().to_json(), "bits_per_second": json_rate(self.bits_per_second)}
 
 
@@ -92,7 +103,7 @@ class SpeedForecast:
     """Forecasts of several plans on one network.
 
     network: what the forecasts are made for.
-    cosines: of each replayed plan's update with the true mean, by name; None: not known.
+    cosines: of each replayed plan's update with the true mean, by name. None: not known.
     forecasts: by the plan's name.
     configurations: every number of nodes with every link, the links of the first number of nodes first.
     """
@@ -104,12 +115,16 @@ class SpeedForecast:
 
     @property
     def compute_seconds(self) -> float | None:
-        """Seconds of a step without gradient exchange; None: not measured, so that steps are the exchange alone."""
+        """Seconds of a step without gradient exchange. None: not measured, so that steps are the exchange alone."""
         profile = self.network.profile
         return None if profile == NOT_MEASURED else profile.compute_seconds
 
     def to_json(self) -> dict[str, Any]:
-        """Write everything as plain JSON: times in seconds, sizes in bytes."""
+        """Write everything as plain JSON: times in seconds, sizes in bytes.
+
+        Returns:
+            Plain JSON.
+        """
         return {
             "compute_seconds": self.compute_seconds,
             "compute_source": self.network.profile.compute_source,
@@ -149,10 +164,13 @@ def forecast_speed(
     """Forecast each plan on a network, and find the best plan of each configuration.
 
     Args:
-        plans: by name; those that compress nothing are left out.
-        replays: of some or all of the plans, by name; a plan without one is never the best.
+        plans: by name. Those that compress nothing are left out.
+        replays: of some or all of the plans, by name. A plan without one is never the best.
         network: the links and numbers of nodes to forecast for, and the computing time.
-        progress: told after each plan.
+        progress: called after each plan.
+
+    Returns:
+        The forecasts, and the best plan of each configuration.
 
     Raises:
         GradlabError: if no plan compresses anything.
@@ -177,7 +195,7 @@ def forecast_speed(
 def _configuration(
     nodes: int, comparisons: Mapping[str, Comparison], cosines: Mapping[str, float | None]
 ) -> Configuration:
-    """All plans beside plain DDP, and the fastest of those that keep the direction."""
+    """Compare all plans with plain DDP, and find the fastest of those that keep the direction."""
     seconds = {name: pair.compressed.seconds for name, pair in comparisons.items()}
     keeping = [name for name in seconds if (cosines.get(name) or 0.0) >= LEAST_COSINE]
     first = next(iter(comparisons.values()))
@@ -200,7 +218,7 @@ def _configuration(
 
 
 def _where(configurations: Sequence[Configuration]) -> str:
-    """Speeds by number of nodes: "at 1 Gbit/s and 25 Gbit/s between 8 nodes"."""
+    """List speeds by number of nodes: "at 1 Gbit/s and 25 Gbit/s between 8 nodes"."""
     speeds: dict[int, list[str]] = {}
     for item in configurations:
         speeds.setdefault(item.nodes, []).append(spell_rate(item.bits_per_second))
@@ -210,7 +228,7 @@ def _where(configurations: Sequence[Configuration]) -> str:
 
 
 def _refused(configurations: Sequence[Configuration], cosines: Mapping[str, float | None]) -> str:
-    """The plan that would save most, if that is one which loses the direction."""
+    """Name the plan that would save most, if its update loses the direction."""
     most = max(configurations, key=lambda item: item.fastest_saves)
     if most.fastest_saves <= SPEED_NOISE:
         return ""

@@ -33,7 +33,12 @@ _NOTHING = 1e-9
 def assign_buckets(layers: Sequence[Layer], bucket_cap_mb: float | None = None) -> list[list[Layer]]:
     """Put layers into buckets as DDP does: the last first, a bucket closed by the layer that reaches its limit.
 
-    bucket_cap_mb: as given to DDP; None: DDP's default of 25 MiB, with 1 MiB for the first bucket.
+    Args:
+        layers: in registration order.
+        bucket_cap_mb: DDP's bucket size in MiB. None: DDP's default of 25 MiB, with 1 MiB for the first bucket.
+
+    Returns:
+        The buckets, in the order in which backward completes them.
 
     Raises:
         GradlabError: for a limit that is not positive.
@@ -60,6 +65,13 @@ def ready_seconds(buckets: Sequence[Sequence[Layer]], compute_seconds: float) ->
 
     Backward is taken to last as long for every layer that has a weight matrix. Numbers of parameters would be a worse
     guide: a convolutional network has most of them in its last, cheapest layers.
+
+    Args:
+        buckets: as `assign_buckets` gives them.
+        compute_seconds: forward and backward, alone.
+
+    Returns:
+        Seconds by bucket.
     """
     weights = [sum(len(layer.shape) > 1 for layer in bucket) for bucket in buckets]
     total, done, ready = sum(weights), 0, []
@@ -92,12 +104,20 @@ class Job:
 
     @property
     def engine_seconds(self) -> float:
-        """Seconds per step in which the engine scans for values that are not finite, packs, measures errors, copies."""
+        """Seconds per step in the engine's own code, which scans for non-finite values, packs, measures errors and copies."""
         exchanges = sum(exchange.engine_seconds for bucket in self.buckets for exchange in bucket.exchanges)
         return exchanges + sum(bucket.scan_seconds for bucket in self.buckets)
 
     def scaled(self, codec: float = 1.0, engine: float = 1.0) -> Job:
-        """Multiply the codecs' times and the engine's."""
+        """Multiply the codecs' times and the engine's.
+
+        Args:
+            codec: factor on the codecs'.
+            engine: factor on the engine's.
+
+        Returns:
+            The job with other times.
+        """
         buckets = tuple(
             replace(
                 bucket,
@@ -121,10 +141,16 @@ def make_job(
 
     Args:
         plan: of the layers.
-        runs: exchanges at N ranks; they are added to.
+        runs: exchanges at N ranks. Those that it lacks are run and added to it.
         compute_seconds: forward and backward, alone.
         scan_seconds: of looking for values that are not finite, per byte.
         bucket_cap_mb: as in `assign_buckets`.
+
+    Returns:
+        The plan's step and plain DDP's, ready for any link.
+
+    Raises:
+        GradlabError: for a bucket size that is not positive.
     """
     assigned = assign_buckets(plan.layers, bucket_cap_mb)
     ready = ready_seconds(assigned, compute_seconds)
@@ -148,7 +174,7 @@ def make_job(
 
 
 def _exchanges(plan: Plan, runs: DryRuns, assigned: Sequence[Sequence[Layer]]) -> Iterator[list[Exchange]]:
-    """The exchanges that each bucket starts: its dense layers together, then every group that it completes."""
+    """Yield the exchanges that each bucket starts: its dense layers together, then every group that it completes."""
     group_of = {name: group.name for group in plan.compressed_groups for name in group.layers}
     missing = {group.name: set(group.layers) for group in plan.compressed_groups}
     for index, bucket in enumerate(assigned):
@@ -175,11 +201,15 @@ class Comparison:
 
     @property
     def speedup(self) -> float:
-        """Plain DDP's time over the plan's."""
+        """Plain DDP's time divided by the plan's."""
         return self.dense.seconds / self.compressed.seconds if self.compressed.seconds else 1.0
 
     def to_json(self) -> dict[str, Any]:
-        """Write seconds, bytes and bits per second; an infinite speed is the text "unlimited"."""
+        """Write seconds, bytes and bits per second. An infinite speed is the text "unlimited".
+
+        Returns:
+            Plain JSON.
+        """
         steps = {"compressed": plain(self.compressed), "dense": plain(self.dense)}
         return {"bits_per_second": json_rate(self.link.bits_per_second), "speedup": self.speedup, **steps}
 
@@ -187,7 +217,13 @@ class Comparison:
 def compare(job: Job, link: Link, *, speed: float = 1.0) -> Comparison:
     """Simulate a plan's step and plain DDP's on one link.
 
-    speed: of computing and codecs while both run, see `gradlab.analysis.forecast.simulator.Clock`.
+    Args:
+        job: both steps.
+        link: of every rank.
+        speed: of computing and codecs while both run, see `gradlab.analysis.forecast.simulator.Clock`.
+
+    Returns:
+        Both steps' times.
     """
     compressed, dense = (
         simulate(buckets, job.compute_seconds, link, job.world_size, speed=speed)
@@ -204,7 +240,7 @@ def break_even(saves: Callable[[float], float]) -> float | None:
 
     Returns:
         Bits per second. None: it saves nothing at any speed between 10 kbit/s and 10 Tbit/s. Infinity: it still saves
-        time at the fastest.
+            time at the fastest.
     """
     slowest, fastest = (round(_PER_DECADE * math.log10(speed)) for speed in (_SLOWEST, _FASTEST))
     grid = [10 ** (position / _PER_DECADE) for position in range(slowest, fastest + 1)]

@@ -36,9 +36,10 @@ Result = TypeVar("Result")
 
 # Parts by the names of a report's pages; layers, their spectra and agreement are always measured.
 PARTS = ("payoff", "between", "noise", "limits", "within", "signs")
-# GradiVeQ's L_t; of a shorter trace the first half, so that the other can be held out.
+# GradiVeQ's L_t. Of a shorter trace the first half is fitted, so that the other half can be held out.
 SAMPLES = 100
-# Parameters up to which a GradiVeQ fit of the whole model is quickly made, and values whose signs are.
+# Parameters up to which a GradiVeQ fit of the whole model is made, gradient values whose signs are measured, and
+# the fewest steps of signs.
 _MOST_FITTED, _SIGN_VALUES, _FEWEST_SIGN_STEPS = 4 * 10**6, 2**27, 4
 _MOST_SIGN_STEPS = 400
 # Steps replayed for a first look: values over all ranks that bound them, the fewest, and the most.

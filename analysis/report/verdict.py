@@ -12,12 +12,12 @@ from gradlab.metric import RELATIVE_NOISE, final_score, metric_of, scores
 
 # A plan by layer is not worth a smaller gain than this.
 _LITTLE_GAIN = 0.02
-# In the error of zeros: an autoencoder with more has learned next to nothing.
+# An autoencoder with more than this share of the error of zeros has learned next to nothing.
 _NOTHING_LEARNED = 0.9
 _DIVERGED = 1.5
 _SHORT = 16
 _SAME_ORDER = 0.8  # the least rank correlation that counts as one order
-_COLLAPSED = 0.05  # of codes' size
+_COLLAPSED = 0.05  # spread of codes over their size
 
 
 def step_seconds(run: Mapping[str, Any]) -> float | None:
