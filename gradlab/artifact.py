@@ -44,7 +44,14 @@ class Artifact:
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> Path:
-        """Write the file whole or not at all: under a temporary name, synchronised, then renamed. Returns its path.
+        """Write the file whole or not at all: under a temporary name, synchronised, then renamed.
+
+        Args:
+            path: the file.
+            overwrite: whether to replace a file that is there.
+
+        Returns:
+            The path.
 
         Raises:
             GradlabError: if the file exists and overwrite is false, cannot be written, or the provenance is not JSON.
@@ -71,8 +78,14 @@ class Artifact:
     def load(cls, path: str | os.PathLike[str]) -> Artifact:
         """Read and verify a file.
 
+        Args:
+            path: the file.
+
+        Returns:
+            The plan with its provenance.
+
         Raises:
-            GradlabError: missing, truncated, foreign, written by a newer version, or with a flipped bit.
+            GradlabError: if the file is missing, truncated, foreign, written by a newer version, or has a flipped bit.
         """
         path = Path(path)
         header, tensors = _read(path)
@@ -92,7 +105,7 @@ class Artifact:
 
 
 def _seal(header: dict[str, Any]) -> str:
-    """The header's canonical JSON with its own sha256 in it."""
+    """Write the header as canonical JSON with its own sha256 in it."""
     try:
         plain = json.loads(canonical_json(header))
     except (TypeError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""What there is to choose from: properties from the codecs' classes, collectives and bytes from a run.
+"""The properties of codecs, wrappers and methods: facts from the classes, collectives and bytes from a run.
 
 Tables and the page of methods are made of it, so that they cannot be out of date.
 """
@@ -27,12 +27,20 @@ LARGE = Layer("weight", (1024, 1024), "linear")  # whose guarantees are shown
 
 
 def codec_facts(name: str) -> dict[str, Any]:
-    """Describe one codec with its default settings, as plain JSON.
+    """Describe one codec with its default settings.
 
-    delta: see `Guarantees`, of a layer of 1024 x 1024; None where nothing is guaranteed.
-    bits: of payload per value, of a layer of 64 x 64 (of a convolution of 64 x 64 x 3 x 3 for codecs of convolutions
-    alone), in two_way where that is the default; of a codec that works in phases, in the first one.
+    Among the facts are
+    delta: see `Guarantees`, of a layer of 1024 x 1024. None: nothing is guaranteed.
+    bits: payload bits per value, of a layer of 64 x 64 (of a convolution of 64 x 64 x 3 x 3 for codecs of convolutions
+        alone). Where two_way is the default, they are counted in it. Of a codec that works in phases they are the
+        first phase's.
     wire_bits: by number of ranks, bits that a rank sends per value, mean over ranks.
+
+    Args:
+        name: the codec's id.
+
+    Returns:
+        Plain JSON.
     """
     method = codecs.get(name)
     codec, layer = method(), LAYER if "linear" in method.defaults.roles else CONVOLUTION
@@ -63,7 +71,14 @@ def codec_facts(name: str) -> dict[str, Any]:
 
 
 def wrapper_facts(name: str) -> dict[str, Any]:
-    """Describe one wrapper, as plain JSON."""
+    """Describe one wrapper.
+
+    Args:
+        name: the wrapper's id.
+
+    Returns:
+        Plain JSON.
+    """
     method = wrappers.get(name)
     return {
         "name": name,
@@ -75,18 +90,39 @@ def wrapper_facts(name: str) -> dict[str, Any]:
 
 
 def first_sentence(method: type[Codec]) -> str:
-    """The first sentence of the method's file, which says the idea."""
+    """Return the first sentence of the method's file, which gives the idea.
+
+    Args:
+        method: a codec or wrapper class.
+
+    Returns:
+        The sentence, in one line.
+    """
     text = inspect.cleandoc(sys.modules[method.__module__].__doc__ or method.__doc__ or "")
     return " ".join(text.split("\n\n")[0].split())
 
 
 def settings_of(method: type[Codec]) -> dict[str, Any]:
-    """The method's settings by name with their defaults; None for one that is required."""
+    """List the method's settings with their defaults.
+
+    Args:
+        method: a codec or wrapper class.
+
+    Returns:
+        Defaults by name; None for a setting that is required.
+    """
     return {row["name"]: row["default"] for row in setting_rows(method)}
 
 
 def setting_rows(method: type[Codec]) -> list[dict[str, Any]]:
-    """One row per setting: name, default, values in words, unit, the paper's symbol, and what it does."""
+    """Describe each setting: name, default, values in words, unit, the paper's symbol, and what it does.
+
+    Args:
+        method: a codec or wrapper class.
+
+    Returns:
+        One row per setting.
+    """
     return [
         {
             "name": field.name,

@@ -38,7 +38,8 @@ class Span:
 class StepTimes(Jsonable):
     """Where the time of one rank's iteration went.
 
-    step, rank: the iteration, and whose it is.
+    step: the iteration.
+    rank: the rank.
     seconds: from the first span's start to the last one's end.
     backward_seconds, codec_seconds, network_seconds: computing gradients, in codecs, and collectives travelling.
     hidden_seconds: of the network's, those in which this rank was computing or coding.
@@ -65,7 +66,7 @@ class StepSpans:
 
     @property
     def begin(self) -> float:
-        """When the first span began, in seconds: as a rule the first bucket's arrival."""
+        """When the first span began, in seconds. As a rule it is the first bucket's arrival."""
         return self.spans[0].start
 
     @property
@@ -85,7 +86,7 @@ class StepSpans:
         )
 
     def _busy(self, *lanes: str) -> list[tuple[float, float]]:
-        """Disjoint intervals in which something was in at least one of these lanes."""
+        """Find the disjoint intervals in which something was in at least one of these lanes."""
         busy: list[tuple[float, float]] = []
         for span in self.spans:
             if span.lane not in lanes:
@@ -106,8 +107,11 @@ def read_step(path: Path, rank: int = 0, step: int | None = None) -> StepSpans:
 
     Args:
         path: a file of `gradlab train --chrome-trace`, or a list of events saved as JSON.
-        rank: whose spans.
-        step: the iteration; None: the rank's first in the file.
+        rank: the rank.
+        step: the iteration. None: the rank's first in the file.
+
+    Returns:
+        The spans, in the order in which they began.
 
     Raises:
         GradlabError: if the file is no chrome trace, or does not hold that rank or iteration.

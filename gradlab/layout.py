@@ -73,18 +73,39 @@ def _sound_sizes(shape: list[Any]) -> bool:
 
 
 def canonical_json(value: Any) -> str:
-    """JSON text that is the same for equal values: sorted keys, no spaces, no NaN."""
+    """Write JSON text that is the same for equal values: sorted keys, no spaces, no NaN.
+
+    Args:
+        value: plain JSON.
+
+    Returns:
+        The text.
+    """
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def fingerprint(layers: Iterable[Layer]) -> str:
-    """Sha256 (hex) of names and shapes, in order: two models with one fingerprint can share a plan."""
+    """Hash names and shapes, in order. Two models with one fingerprint can share a plan.
+
+    Args:
+        layers: of a model, in order.
+
+    Returns:
+        Sha256 (hex).
+    """
     rows = [[layer.name, list(layer.shape)] for layer in layers]
     return hashlib.sha256(canonical_json(rows).encode()).hexdigest()
 
 
 def bare_name(name: str) -> str:
-    """A parameter's name without what DDP and torch.compile (of the model or of modules in it) add."""
+    """Remove from a parameter's name what DDP and torch.compile (of the model or of modules in it) add.
+
+    Args:
+        name: as the wrapped model has it.
+
+    Returns:
+        As the bare model has it.
+    """
     parts = [part for part in name.split(".") if part != _COMPILED_NAME]
     while len(parts) > 1 and parts[0] == _DDP_NAME:
         parts.pop(0)
@@ -106,9 +127,15 @@ def _role(module: nn.Module, parameter_name: str, parameter: torch.Tensor) -> st
 
 
 def named_layers(model: nn.Module) -> list[tuple[Layer, nn.Parameter]]:
-    """Every trainable parameter of a model (bare, in DDP, or compiled) with its layer, in registration order.
+    """List every trainable parameter of a model with its layer.
 
     A parameter that several modules share appears once, under its first name.
+
+    Args:
+        model: bare, in DDP, or compiled.
+
+    Returns:
+        Layers with their parameters, in registration order.
     """
     pairs, seen = [], set()
     for module_name, module in model.named_modules():
@@ -123,12 +150,27 @@ def named_layers(model: nn.Module) -> list[tuple[Layer, nn.Parameter]]:
 
 
 def layers_of(model: nn.Module) -> tuple[Layer, ...]:
-    """The layers of a model, in registration order."""
+    """List the layers of a model.
+
+    Args:
+        model: bare, in DDP, or compiled.
+
+    Returns:
+        The layers, in registration order.
+    """
     return tuple(layer for layer, _ in named_layers(model))
 
 
 def describe_difference(expected: Sequence[Layer], found: Sequence[Layer]) -> list[str]:
-    """Differences between a model's layers and the expected ones, one line each; empty if there are none."""
+    """Describe how a model's layers differ from the expected ones.
+
+    Args:
+        expected: the layers that a plan or a trace has.
+        found: the model's.
+
+    Returns:
+        One line per difference; empty if there are none.
+    """
     there = {layer.name: layer for layer in found}
     here = {layer.name: layer for layer in expected}
     lines = []
@@ -146,9 +188,15 @@ def describe_difference(expected: Sequence[Layer], found: Sequence[Layer]) -> li
 
 
 def filter_axes(layer: Layer) -> tuple[int, int]:
-    """(F, D) of a layer: filters and depth for a convolution, outputs and inputs for any other matrix.
+    """Return (F, D) of a layer: filters and depth for a convolution, outputs and inputs for any other matrix.
 
     A convolution in groups has D = input channels of one group. One-dimensional layers have D = 1.
+
+    Args:
+        layer: any layer.
+
+    Returns:
+        F and D.
     """
     filters = layer.shape[0] if layer.shape else 1
     depth = layer.shape[1] if len(layer.shape) > 1 else 1
@@ -156,11 +204,21 @@ def filter_axes(layer: Layer) -> tuple[int, int]:
 
 
 def flatten(tensor: torch.Tensor, order: Order = "native", workspace: Workspace | None = None) -> torch.Tensor:
-    """Flatten a gradient to a vector (numel,); a view where the tensor lies in that order.
+    """Flatten a gradient to a vector. It is a view where the tensor lies in that order.
 
-    "native" reads row by row; "gradiveq" puts the F filters' collocated values next to each other, then depth,
-    then width, then height (GradiVeQ, Fig. 3a): the shape (F, D, *spatial) is read as (*spatial, D, F).
-    workspace: where other memory comes from.
+    "native" reads row by row. "gradiveq" puts the F filters' collocated values next to each other, then depth, then
+    width, then height (GradiVeQ, Fig. 3a): the shape (F, D, *spatial) is read as (*spatial, D, F).
+
+    Args:
+        tensor: the gradient, in the layer's shape.
+        order: "native" or "gradiveq".
+        workspace: where memory for copies comes from. None: new memory.
+
+    Returns:
+        (numel,).
+
+    Raises:
+        GradlabError: for another order.
     """
     _check_order(order)
     if order == "native" or tensor.ndim < 2:
@@ -176,7 +234,20 @@ def flatten(tensor: torch.Tensor, order: Order = "native", workspace: Workspace 
 def unflatten(
     vector: torch.Tensor, shape: Sequence[int], order: Order = "native", workspace: Workspace | None = None
 ) -> torch.Tensor:
-    """The inverse of `flatten`: a vector (numel,) as a tensor of `shape`."""
+    """Turn a vector back into a tensor, the inverse of `flatten`.
+
+    Args:
+        vector: (numel,).
+        shape: the layer's.
+        order: "native" or "gradiveq".
+        workspace: where memory for copies comes from. None: new memory.
+
+    Returns:
+        The gradient, in the layer's shape.
+
+    Raises:
+        GradlabError: for another order.
+    """
     _check_order(order)
     if order == "native" or len(shape) < 2:
         return vector.reshape(tuple(shape))
@@ -213,7 +284,14 @@ def _check_order(order: str) -> None:
 
 
 def split_slices(vector: torch.Tensor, slice_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut a vector (numel,) into whole slices (M, K) and the tail (numel - M K,) that fills no slice.
+    """Cut a vector into whole slices and the tail that fills no slice.
+
+    Args:
+        vector: (numel,).
+        slice_size: K, elements per slice.
+
+    Returns:
+        The slices (M, K) and the tail (numel - M K,).
 
     Raises:
         GradlabError: if slice_size is not positive.

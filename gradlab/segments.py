@@ -12,9 +12,15 @@ SEGMENT_BYTES = 8 * 2**20
 
 
 def segments(items: Sequence[Item], nbytes: Callable[[Item], int], segment_bytes: float) -> Iterator[list[Item]]:
-    """Cut items into runs of consecutive ones of at most `segment_bytes` together; a larger item is a run of its own.
+    """Cut items into runs of consecutive ones. A larger item is a run of its own.
 
-    nbytes: gives the size of an item, in bytes.
+    Args:
+        items: in order.
+        nbytes: gives the size of an item, in bytes.
+        segment_bytes: most bytes of a run.
+
+    Yields:
+        The runs, in order.
     """
     segment: list[Item] = []
     size = 0

@@ -17,15 +17,37 @@ class Workspace:
     """Allocates new memory for every tensor."""
 
     def empty(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """A contiguous tensor of this shape, with the dtype and device of `like`; its values are undefined."""
+        """Allocate a contiguous tensor. Its values are undefined.
+
+        Args:
+            shape: in elements.
+            like: a tensor of the dtype and device.
+
+        Returns:
+            The tensor.
+        """
         return like.new_empty(tuple(shape))
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous tensor of the shape, dtype and device of another; its values are undefined."""
+        """Allocate a contiguous tensor of the shape, dtype and device of another. Its values are undefined.
+
+        Args:
+            tensor: the other.
+
+        Returns:
+            The new tensor.
+        """
         return self.empty(tensor.shape, tensor)
 
     def zeros_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous tensor of zeros."""
+        """Allocate a contiguous tensor of zeros, of the shape, dtype and device of another.
+
+        Args:
+            tensor: the other.
+
+        Returns:
+            The new tensor.
+        """
         return self.empty_like(tensor).zero_()
 
 

@@ -45,9 +45,15 @@ class LockstepResult(Generic[Result]):
 
 
 def sum_in_rank_order(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The mean of N tensors of one shape: each times 1/N, added in rank order.
+    """Average N tensors of one shape: each times 1/N, added in rank order.
 
     Plain DDP also scales before it sums. The fixed order gives the same bits wherever the mean is computed.
+
+    Args:
+        tensors: one per rank.
+
+    Returns:
+        The mean, in the tensors' shape and dtype.
     """
     scale = 1.0 / len(tensors)
     total = tensors[0] * scale
@@ -57,7 +63,7 @@ def sum_in_rank_order(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _answers(requests: Sequence[Request]) -> Iterator[Any]:
-    """The answer to one request, for each rank in turn; every rank gets tensors of its own."""
+    """Yield the answer to one request, for each rank in turn. Every rank gets tensors of its own."""
     first = requests[0]
     # Summed once, or N ranks would cost N^2 additions.
     mean = sum_in_rank_order([r.tensor for r in requests if isinstance(r, Mean)]) if isinstance(first, Mean) else None
@@ -96,7 +102,15 @@ def _serve(requests_by_rank: Sequence[tuple[Request, ...]], payload: list[int], 
 
 
 def observed(coroutine: Coroutine[Result], seen: list[Request]) -> Coroutine[Result]:
-    """Run a coroutine, and append its requests to `seen`."""
+    """Run a coroutine, and note its requests.
+
+    Args:
+        coroutine: to run.
+        seen: the list that its requests are appended to.
+
+    Returns:
+        A coroutine with the same requests and the same result.
+    """
     answer: Any = None
     while True:
         try:
@@ -110,7 +124,11 @@ def observed(coroutine: Coroutine[Result], seen: list[Request]) -> Coroutine[Res
 def together(coroutines: Sequence[Coroutine[Result]]) -> Coroutine[list[Result]]:
     """Run several coroutines of one rank as one: requests of the same step travel together.
 
-    Returns what they returned, in their order.
+    Args:
+        coroutines: of one rank.
+
+    Returns:
+        What they returned, in their order.
     """
     results: dict[int, Result] = {}
     steps: dict[int, Step] = {}
@@ -133,9 +151,13 @@ def together(coroutines: Sequence[Coroutine[Result]]) -> Coroutine[list[Result]]
 
 
 def run_lockstep(coroutines: Sequence[Coroutine[Result]]) -> list[LockstepResult[Result]]:
-    """Run one coroutine per rank in this process, stepped together; means are summed in rank order.
+    """Run one coroutine per rank in this process, stepped together. Means are summed in rank order.
 
-    Returns one result per rank, with its byte counts.
+    Args:
+        coroutines: one per rank, in rank order.
+
+    Returns:
+        One result per rank, with its byte counts.
 
     Raises:
         GradlabError: if ranks ask for different collectives, or one finishes while another still asks.

@@ -85,7 +85,13 @@ Coroutine = Generator[Step, Any, Result]
 
 
 def as_requests(step: Step) -> tuple[Request, ...]:
-    """The requests of a step, as a tuple.
+    """Turn the requests of a step into a tuple.
+
+    Args:
+        step: what a coroutine yielded.
+
+    Returns:
+        One request or several.
 
     Raises:
         GradlabError: if it is neither a request nor a tuple of requests.
@@ -98,12 +104,27 @@ def as_requests(step: Step) -> tuple[Request, ...]:
 
 
 def answer_for(step: Step, answers: Sequence[Any]) -> Any:
-    """Answers in the form that the coroutine expects: one for a single request, a tuple for a tuple."""
+    """Put answers into the form that the coroutine expects: one for a single request, a tuple for a tuple.
+
+    Args:
+        step: what the coroutine yielded.
+        answers: one per request.
+
+    Returns:
+        What to send to the coroutine.
+    """
     return tuple(answers) if isinstance(step, tuple) else answers[0]
 
 
 def signature(request: Request) -> tuple[Any, ...]:
-    """What all ranks' requests must agree on: kind, root, dtype and shapes (not the length of a varying gather)."""
+    """List what all ranks' requests must agree on: kind, root, dtype and shapes (not the length of a varying gather).
+
+    Args:
+        request: one rank's.
+
+    Returns:
+        A tuple to compare.
+    """
     if isinstance(request, AllToAll):
         return ("AllToAll", *((str(t.dtype), tuple(t.shape)) for t in request.tensors))
     if isinstance(request, Ring):
@@ -118,7 +139,14 @@ def signature(request: Request) -> tuple[Any, ...]:
 
 
 def fusion_key(request: Request) -> tuple[Any, ...]:
-    """The key of requests that travel together: those of one key and one step are one collective."""
+    """Return the key of requests that travel together: those of one key and one step are one collective.
+
+    Args:
+        request: any request.
+
+    Returns:
+        A tuple to compare.
+    """
     if isinstance(request, Mean):
         return (Mean, request.tensor.dtype)
     if isinstance(request, Gather):
@@ -127,7 +155,14 @@ def fusion_key(request: Request) -> tuple[Any, ...]:
 
 
 def by_fusion_key(requests: Sequence[Request]) -> list[list[int]]:
-    """Positions of the requests that travel together, in the order in which their collectives are issued."""
+    """Sort requests into those that travel together, in the order in which their collectives are issued.
+
+    Args:
+        requests: of one step.
+
+    Returns:
+        Positions of the requests, collective by collective.
+    """
     alike: dict[tuple[Any, ...], list[int]] = {}
     for position, request in enumerate(requests):
         alike.setdefault(fusion_key(request), []).append(position)
@@ -138,7 +173,15 @@ def by_fusion_key(requests: Sequence[Request]) -> list[list[int]]:
 
 
 def payload_bytes(request: Request, rank: int) -> int:
-    """Bytes that `rank` contributes to a request."""
+    """Count the bytes that a rank contributes to a request.
+
+    Args:
+        request: the rank's.
+        rank: from 0.
+
+    Returns:
+        Bytes.
+    """
     if isinstance(request, AllToAll):
         return sum(tensor.nbytes for tensor in request.tensors)
     if isinstance(request, Ring):
@@ -149,19 +192,44 @@ def payload_bytes(request: Request, rank: int) -> int:
 
 
 def all_reduce_wire_bytes(nbytes: int, world_size: int) -> int:
-    """Bytes a rank sends in a ring all-reduce: 2 (N - 1) segments of ceil(nbytes / N)."""
+    """Count the bytes that a rank sends in a ring all-reduce: 2 (N - 1) segments of ceil(nbytes / N).
+
+    Args:
+        nbytes: bytes of the tensor.
+        world_size: number of ranks N.
+
+    Returns:
+        Bytes.
+    """
     return 2 * (world_size - 1) * math.ceil(nbytes / world_size)
 
 
 def all_gather_wire_bytes(nbytes: int, world_size: int) -> int:
-    """Bytes a rank sends in an all-gather of `nbytes` (padded) bytes per rank: every block travels N - 1 hops."""
+    """Count the bytes that a rank sends in an all-gather: every block travels N - 1 hops.
+
+    Args:
+        nbytes: bytes per rank, padding included.
+        world_size: number of ranks N.
+
+    Returns:
+        Bytes.
+    """
     return (world_size - 1) * nbytes
 
 
 def broadcast_wire_bytes(nbytes: int, rank: int, root: int, world_size: int) -> int:
-    """Bytes a rank sends in Gloo's binomial-tree broadcast.
+    """Count the bytes that a rank sends in Gloo's binomial-tree broadcast.
 
     In round i = 0, 1, ... each of the first 2^i ranks, counted from the root, sends all of it to the rank 2^i further.
+
+    Args:
+        nbytes: bytes of the tensor.
+        rank: whose bytes are counted.
+        root: the rank that the tensor comes from.
+        world_size: number of ranks N.
+
+    Returns:
+        Bytes.
     """
     relative = (rank - root) % world_size
     rounds = range(relative.bit_length(), (world_size - 1).bit_length())
@@ -169,15 +237,30 @@ def broadcast_wire_bytes(nbytes: int, rank: int, root: int, world_size: int) -> 
 
 
 def all_to_all_wire_bytes(sizes: Sequence[int], rank: int) -> int:
-    """Bytes a rank sends in an all-to-all: sizes[j] to each other rank j, nothing to itself."""
+    """Count the bytes that a rank sends in an all-to-all: sizes[j] to each other rank j, nothing to itself.
+
+    Args:
+        sizes: bytes for each rank.
+        rank: whose bytes are counted.
+
+    Returns:
+        Bytes.
+    """
     return sum(nbytes for destination, nbytes in enumerate(sizes) if destination != rank)
 
 
 def wire_bytes(request: Request, rank: int, world_size: int, longest: int | None = None) -> int:
-    """Bytes `rank` sends for one request on its own, not fused with others.
+    """Count the bytes that a rank sends for one request on its own, not fused with others.
 
-    longest: of a varying gather, the largest rank's size in bytes, to which all are padded; 8 bytes of size each travel
-    too. None: this rank's size.
+    Args:
+        request: the rank's.
+        rank: from 0.
+        world_size: number of ranks N.
+        longest: of a varying gather, the largest rank's size in bytes, to which all are padded. Each size travels too,
+            in 8 bytes. None: this rank's size.
+
+    Returns:
+        Bytes.
     """
     if isinstance(request, Mean):
         return all_reduce_wire_bytes(request.tensor.nbytes, world_size)

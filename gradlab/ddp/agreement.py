@@ -1,4 +1,4 @@
-"""All ranks agree, or all raise the same error: nobody is left waiting in a collective."""
+"""Let all ranks agree, or raise the same error on all of them, so that none is left waiting in a collective."""
 
 from __future__ import annotations
 
@@ -26,7 +26,14 @@ class Ranks:
         self._device = device if "nccl" in dist.get_backend(group) else torch.device("cpu")
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of every rank, in rank order."""
+        """Gather a value from every rank.
+
+        Args:
+            value: this rank's, plain JSON.
+
+        Returns:
+            The values in rank order.
+        """
         own = torch.tensor(list(canonical_json(value).encode()), dtype=torch.uint8, device=self._device)
         size = torch.tensor([own.numel()], device=self._device)
         sizes = [torch.zeros_like(size) for _ in range(self.size)]

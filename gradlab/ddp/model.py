@@ -12,7 +12,14 @@ from gradlab.layout import Layer, bare_name, named_layers
 
 
 def synchronised_layers(model: DistributedDataParallel) -> list[tuple[Layer, nn.Parameter]]:
-    """Trainable layers that DDP averages, with their parameters, in registration order; DDP may be set to skip some."""
+    """List the trainable layers that DDP averages. DDP may be set to skip some.
+
+    Args:
+        model: in DDP.
+
+    Returns:
+        Layers with their parameters, in registration order.
+    """
     ignored = {bare_name(name) for name in model.parameters_to_ignore}
     return [pair for pair in named_layers(model.module) if _as_ddp_names_it(pair[0].name) not in ignored]
 
@@ -23,7 +30,13 @@ def _as_ddp_names_it(name: str) -> str:
 
 
 def bucket_gradients(bucket: dist.GradBucket) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The parameters of a bucket, each with its gradient: a view of the bucket's buffer in the parameter's shape.
+    """List the parameters of a bucket with their gradients.
+
+    Args:
+        bucket: as DDP hands it to a hook.
+
+    Returns:
+        Parameters, each with its gradient: a view of the bucket's buffer in the parameter's shape.
 
     Raises:
         GradlabError: for a sparse gradient.
@@ -42,7 +55,14 @@ def _as_parameter_lies(parameter: torch.Tensor, gradient: torch.Tensor) -> torch
 
 
 def attached_hook(model: DistributedDataParallel) -> str | None:
-    """The name of the communication hook that a model has, or None. DDP takes one, and never gives it back."""
+    """Find the communication hook that a model has. DDP takes one, and never gives it back.
+
+    Args:
+        model: in DDP.
+
+    Returns:
+        The hook's name; None: the model has no hook.
+    """
     # DDP keeps its hooks private; its logger is the only place that knows of a built-in one.
     attached = [hook.__qualname__ for hook, _ in getattr(model, "_comm_hooks", [])]
     return attached[0] if attached else (model._get_ddp_logging_data().get("comm_hook") or None)

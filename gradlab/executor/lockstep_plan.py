@@ -28,7 +28,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class GroupCost:
-    """What one group took in one step, means over ranks: payload and wire bytes, and seconds in its codec's code."""
+    """What one group took in one step, means over ranks.
+
+    payload_bytes, wire_bytes: bytes contributed and bytes sent.
+    codec_seconds: seconds in its codec's code.
+    """
 
     payload_bytes: float
     wire_bytes: float
@@ -41,7 +45,7 @@ class StepResult:
 
     compressing: whether the schedule compresses in this iteration.
     finite: whether all gradients on all ranks were finite, and the results.
-    exchanged: by group name, one per rank; empty in a dense step; a held layer's mean is zero.
+    exchanged: by group name, one per rank. It is empty in a dense step. The mean of a held layer is zero.
     payload, wire: bytes by rank, dense layers and the ranks' agreement included.
     codec_seconds: seconds in the codecs' own code, mean over ranks.
     costs: seconds and bytes by group name.
@@ -117,7 +121,7 @@ class LockstepPlan:
 
     @property
     def states(self) -> list[dict[str, Tensors]]:
-        """By rank and group name the codec's state; replaced after a step that was finite on every rank."""
+        """The codecs' states by rank and group name. They are replaced after a step that was finite on every rank."""
         return [run.states for run in self.runs]
 
     @states.setter
@@ -132,7 +136,7 @@ class LockstepPlan:
 
     @property
     def stateful(self) -> bool:
-        """Whether earlier steps change what the next one does; known after the first step."""
+        """Whether earlier steps change what the next one does. It is known after the first step."""
         return self.plan.refresh is not None or any(state for rank in self.states for state in rank.values())
 
     def step(
@@ -146,12 +150,17 @@ class LockstepPlan:
     ) -> StepResult:
         """Run one iteration.
 
-        iteration: its number, from 0.
-        gradients: one dict per rank, by layer name, without the run's loss scale; layers of no group may be missing.
-        learning_rate: by layer name, as far as it is known.
-        loss_scale: the run's factor on its loss.
-        parameters: by layer name, for weight decay, which is left out where they are not known.
-        finite: whether the gradients that are not given were finite.
+        Args:
+            iteration: its number, from 0.
+            gradients: one dict per rank, by layer name, without the run's loss scale. Layers of no group may be
+                missing.
+            learning_rate: by layer name, as far as it is known.
+            loss_scale: the run's factor on its loss.
+            parameters: by layer name, for weight decay, which is left out where they are not known.
+            finite: whether the gradients that are not given were finite.
+
+        Returns:
+            What every rank got, with bytes and seconds.
         """
         bill = _Bill(self.world_size)
         for run in self.runs:
@@ -199,13 +208,16 @@ class LockstepPlan:
         return [result.value for result in results], _cost(results, seconds)
 
     def _agree(self, steps: Sequence[Step], bill: _Bill) -> None:
-        """Let the ranks agree; where a part of a plan is run, only the flags of its own layers are counted."""
+        """Let the ranks agree. Where a part of a plan is run, only the flags of its own layers are counted."""
         [result, *_] = run_lockstep([step.agree() for step in steps])
         if self._agrees:
             bill.add_mean(result.payload_bytes - (0 if self._counts_rest else FINITE_FLAG_BYTES))
 
     def _end(self, steps: Sequence[Step], results: Sequence[torch.Tensor]) -> None:
-        """End the step on all ranks. results: the root's; they are the same on every rank, and looked at once."""
+        """End the step on all ranks.
+
+        results: the root's means. They are the same on every rank, so that they are checked once.
+        """
         self.runs[ROOT].end(steps[ROOT], results)
         for run, step in zip(self.runs, steps, strict=True):
             if run is not self.runs[ROOT]:
@@ -240,12 +252,27 @@ class _Bill:
 
 
 def all_finite(gradients: Sequence[Tensors]) -> bool:
-    """Whether every element on every rank is finite."""
+    """Say whether every element on every rank is finite.
+
+    Args:
+        gradients: one dict per rank, by layer name.
+
+    Returns:
+        True if there is no NaN and no infinity.
+    """
     return all(bool(gradient.isfinite().all()) for rank in gradients for gradient in rank.values())
 
 
 def timed(coroutine: Coroutine[Result], spent: Callable[[float], None]) -> Coroutine[Result]:
-    """Run a coroutine, and pass the seconds that its own code takes, without the executor's, to `spent`."""
+    """Run a coroutine, and measure the seconds that its own code takes, without the executor's.
+
+    Args:
+        coroutine: to run.
+        spent: called with the seconds of each stretch.
+
+    Returns:
+        A coroutine with the same requests and the same result.
+    """
     answer = None
     while True:
         began = time.perf_counter()
@@ -259,7 +286,7 @@ def timed(coroutine: Coroutine[Result], spent: Callable[[float], None]) -> Corou
 
 
 def _without(held: frozenset[str], ranks: Sequence[Exchanged]) -> list[Exchanged]:
-    """The results by rank, with zero as the mean of held layers."""
+    """Return the results by rank, with zero as the mean of held layers."""
     if not held & ranks[0].mean.keys():
         return list(ranks)
     zero = {name: torch.zeros_like(mean) for name, mean in ranks[0].mean.items() if name in held}
@@ -280,5 +307,13 @@ def _adder(totals: list[float], position: int) -> Callable[[float], None]:
 
 
 def learning_rates(plan: Plan, rate: float) -> dict[str, float]:
-    """One rate for every layer, as a context has it; nothing where the rate is not known."""
+    """Give every layer one learning rate, in the form that a context has it.
+
+    Args:
+        plan: whose layers are named.
+        rate: the learning rate; NaN: not known.
+
+    Returns:
+        Rates by layer name; empty where the rate is not known.
+    """
     return {} if math.isnan(rate) else {layer.name: rate for layer in plan.layers}

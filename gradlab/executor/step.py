@@ -98,7 +98,8 @@ class PlanRun:
     def refresh(self) -> Coroutine[str]:
         """Adopt settings that were chosen anew, if any are due.
 
-        Returns, on the root, why none could be chosen, so that the plan stays as it is; else an empty text.
+        Returns:
+            On the root, why none could be chosen, so that the plan stays as it is; else an empty text.
         """
         request = self.replanner.message(self.iteration) if self.replanner is not None else None
         if self.replanner is None or request is None:
@@ -108,7 +109,11 @@ class PlanRun:
         return self.replanner.failure
 
     def adopt(self, plan: Plan) -> None:
-        """Continue with other settings of the same groups; codecs' states are carried over."""
+        """Continue with other settings of the same groups. The codecs' states are carried over.
+
+        Args:
+            plan: with the same groups.
+        """
         for group in plan.groups:
             if group.name in self.groups and group != self.groups[group.name]:
                 old, new = self.codecs[group.name], plan.build(group).to(self._device)
@@ -127,10 +132,14 @@ class PlanRun:
     ) -> Step:
         """Begin the step of `iteration`.
 
-        learning_rates: by layer name, as far as they are known.
-        loss_scale: the run's factor on its loss.
-        parameters: by layer name, for weight decay.
-        scaled: whether the loss scale is on the gradients.
+        Args:
+            learning_rates: by layer name, as far as they are known.
+            loss_scale: the run's factor on its loss.
+            parameters: by layer name, for weight decay.
+            scaled: whether the loss scale is on the gradients.
+
+        Returns:
+            The step.
         """
         rates = dict(learning_rates or {})
         context = Context(
@@ -151,7 +160,9 @@ class PlanRun:
     def end(self, step: Step, results: Iterable[torch.Tensor] = ()) -> None:
         """End a step that all ranks have agreed on: commit its states, if everything was finite.
 
-        results: the step's means, which have to be finite too: finite gradients may overflow in their mean.
+        Args:
+            step: as `begin` gave it.
+            results: the step's means. They have to be finite too, as finite gradients may overflow in their mean.
         """
         if step.active:
             step.finite = step.finite and all(is_finite(result) for result in results)
@@ -202,10 +213,14 @@ class Step:
         self._waiting = {name: len(run.groups[name].layers) for name in self.active}
 
     def add(self, gradients: Tensors, buffer: torch.Tensor | None = None) -> list[str]:
-        """Take in gradients of some layers; returns the active groups that are complete now, in the layers' order.
+        """Take in gradients of some layers.
 
-        gradients: by layer name.
-        buffer: a tensor of all these gradients and nothing else, whose finiteness one pass tells.
+        Args:
+            gradients: by layer name.
+            buffer: a tensor of all these gradients and nothing else, so that one pass checks whether they are finite.
+
+        Returns:
+            The active groups that are complete now, in the layers' order.
         """
         self.gradients |= gradients
         if not self.active:
@@ -219,15 +234,36 @@ class Step:
         return [group for group in dict.fromkeys(arrived) if not self._waiting[group]]
 
     def is_active(self, layer: str) -> bool:
-        """Whether the codec of a layer's group runs in this step."""
+        """Say whether the codec of a layer's group runs in this step.
+
+        Args:
+            layer: the layer's name.
+
+        Returns:
+            False also for a layer of no group.
+        """
         return self._run.group_of.get(layer) in self.active
 
     def layers_of(self, group: str) -> Tensors:
-        """The gradients of a complete group."""
+        """Return the gradients of a complete group.
+
+        Args:
+            group: the group's name.
+
+        Returns:
+            Gradients by layer name.
+        """
         return {layer: self.gradients[layer] for layer in self._run.groups[group].layers}
 
     def exchange(self, group: str) -> Coroutine[Exchanged]:
-        """Run a complete group's codec, and stage its new state."""
+        """Run a complete group's codec, and stage its new state.
+
+        Args:
+            group: the group's name.
+
+        Returns:
+            The codec's result.
+        """
         done = yield from exchange_group(
             self._run.codecs[group],
             self.layers_of(group),
@@ -240,7 +276,14 @@ class Step:
         return done
 
     def average(self, gradients: Tensors) -> Coroutine[Exchanged]:
-        """Average gradients of layers of no active group, uncompressed."""
+        """Average gradients of layers of no active group, uncompressed.
+
+        Args:
+            gradients: by layer name.
+
+        Returns:
+            The means.
+        """
         done = yield from exchange_group(Identity(), gradients, {}, self.context, scaled_by=self._scaled_by)
         return done
 
@@ -254,7 +297,11 @@ class Step:
             raise GradlabError(f"group {missing[0]}: only some of its layers had gradients in this step")
 
     def agree(self, device: torch.device | str = "cpu") -> Coroutine[None]:
-        """Learn whether gradients were finite on every rank, and which layers have none on any."""
+        """Learn whether gradients were finite on every rank, and which layers have none on any.
+
+        Args:
+            device: of the flags that the ranks exchange.
+        """
         flags = [float(self.finite), *(float(not empty) for empty in self._empty.values())]
         mean = yield Mean(torch.tensor(flags, device=device))
         shares = mean.tolist()
@@ -275,7 +322,7 @@ class Step:
 
 
 def _held_back(layer: str, new: Tensors, before: Tensors, of_group: Collection[str]) -> Tensors:
-    """A group's new state with one layer's entries as they were before.
+    """Return a group's new state with one layer's entries as they were before.
 
     of_group: names of entries that belong to the group, not to a layer.
     """

@@ -14,20 +14,32 @@ from gradlab.collectives import Request
 
 
 class Advancing(Protocol):
-    """An exchange in progress. requests: those it waits for; done: whether it has ended."""
+    """An exchange in progress.
+
+    requests: those it waits for.
+    done: whether it has ended.
+    """
 
     requests: tuple[Request, ...]
     done: bool
 
     def advance(self, answers: Sequence[Any] | None) -> None:
-        """Go on to the next requests, or to the end. answers: one per open request; None to start."""
+        """Go on to the next requests, or to the end.
+
+        Args:
+            answers: one per open request; None to start.
+        """
 
 
 class InFlight(Protocol):
     """Collectives under way."""
 
     def answers(self) -> list[Any]:
-        """Await them: one answer per request, in order."""
+        """Wait for the collectives.
+
+        Returns:
+            One answer per request, in order.
+        """
 
 
 OneExchange = TypeVar("OneExchange", bound=Advancing)
@@ -45,7 +57,11 @@ class Ticks(Generic[OneExchange]):
         self._in_flight: InFlight | None = None
 
     def tick(self, new: Sequence[OneExchange] = ()) -> None:
-        """Start new exchanges, and advance all that are under way by one round of collectives."""
+        """Start new exchanges, and advance all that are under way by one round of collectives.
+
+        Args:
+            new: the exchanges to start, in an order that is the same on all ranks.
+        """
         for exchange in new:
             exchange.advance(None)
         self._receive()
@@ -58,7 +74,7 @@ class Ticks(Generic[OneExchange]):
             self.tick()
 
     def abandon(self) -> None:
-        """Let go of everything under way, after an error: what is in flight refers to collectives."""
+        """Let go of everything under way, after an error, because what is in flight refers to collectives."""
         self._in_flight = None
         self._running.clear()
 

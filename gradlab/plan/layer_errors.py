@@ -45,7 +45,14 @@ class Candidate:
         return method(build_settings(method, self.settings), self.learned)
 
     def group(self, layer: str) -> Group:
-        """A plan's group of this layer alone."""
+        """Make a plan's group of one layer alone.
+
+        Args:
+            layer: the layer's name.
+
+        Returns:
+            The group, named after the layer.
+        """
         around = default_wrappers(self.build()) if self.wrappers is None else self.wrappers
         return Group(layer, (layer,), self.codec, dict(self.settings), around)
 

@@ -23,10 +23,16 @@ _DENSE_STEPS = 200
 
 
 def graph_order(model: nn.Module) -> list[str]:
-    """Names of a model's parameters in the order in which torch.fx sees their modules called first.
+    """List a model's parameters in the order in which torch.fx sees their modules called first.
 
-    Parameters of modules that are never called are left out. For a model that torch.fx cannot trace the order is that
+    Parameters of modules that are never called are left out. For a model that torch.fx cannot trace, the order is that
     of registration, and no parameter is left out.
+
+    Args:
+        model: any model.
+
+    Returns:
+        Names of parameters.
     """
     registered = [name for name, _ in model.named_parameters()]
     try:

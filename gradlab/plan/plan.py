@@ -100,7 +100,7 @@ class Group:
 
 
 def _codec_of_today(codec: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Formats 1 and 2 knew a codec pca: fitted bases to the end of the run, gradiveq with no end of compression."""
+    """Translate the codec pca of formats 1 and 2: bases to the end of the run, gradiveq with no end of compression."""
     return ("gradiveq", {**settings, "compressed_steps": 0}) if codec == "pca" else (codec, settings)
 
 
@@ -128,7 +128,14 @@ class Schedule:
             raise GradlabError(f"schedule: warmup_steps = {self.warmup_steps!r}, expected a whole number from 0")
 
     def compresses(self, iteration: int) -> bool:
-        """Whether iteration (from 0) runs the codecs."""
+        """Say whether an iteration runs the codecs.
+
+        Args:
+            iteration: its number, from 0.
+
+        Returns:
+            True from the end of the warm-up on.
+        """
         return iteration >= self.warmup_steps
 
     def to_json(self) -> dict[str, Any]:
@@ -186,7 +193,7 @@ class Plan:
             self.refresh.check(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The fields alone: what is remembered of them is made anew where a copy needs it."""
+        """Return the fields alone. What is derived from them is computed again where a copy needs it."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
     @classmethod
@@ -255,7 +262,14 @@ class Plan:
         return cls(layers, (*groups, *groups_of_the_rest(layers, chosen, around)), schedule, seed)
 
     def members(self, group: Group) -> tuple[Layer, ...]:
-        """The layers of a group, in its order."""
+        """Return the layers of a group.
+
+        Args:
+            group: of the plan.
+
+        Returns:
+            The layers, in the group's order.
+        """
         return tuple(self._by_name[name] for name in group.layers)
 
     @functools.cached_property
@@ -267,13 +281,23 @@ class Plan:
         return {}
 
     def _forecasting(self, group: Group) -> Codec:
-        """The codec of one of the plan's groups, built once. For forecasts only: running or moving it changes it."""
+        """Return a group's codec, built once. It is for forecasts only, as running or moving it changes it."""
         if group.name not in self._codecs:
             self._codecs[group.name] = self.build(group)
         return self._codecs[group.name]
 
     def build(self, group: Group) -> Codec:
-        """Build a new codec for a group, inside the group's wrappers; the group's layers are checked against it."""
+        """Build a new codec for a group, inside the group's wrappers.
+
+        Args:
+            group: of the plan. Its layers are checked against the codec.
+
+        Returns:
+            The codec, on the CPU.
+
+        Raises:
+            GradlabError: for a setting out of range, or layers that the codec does not take.
+        """
         method = codecs.get(group.codec)
         codec = method(build_settings(method, group.settings), self.learned.get(group.name))
         codec.check(self.members(group))
@@ -323,9 +347,13 @@ class Plan:
     ) -> float:
         """Forecast the bytes that a rank contributes per step, mean over ranks, for float32 gradients.
 
-        world_size: number of ranks.
-        compressing: whether the schedule compresses in the step.
-        states: by group name, the states that the step starts from; None: the mean over a run.
+        Args:
+            world_size: number of ranks.
+            compressing: whether the schedule compresses in the step.
+            states: by group name, the states that the step starts from. None: the mean over a run.
+
+        Returns:
+            Bytes.
         """
         if not compressing or not self.compressed_groups:
             return 4 * sum(layer.numel for layer in self.layers)
@@ -344,11 +372,19 @@ class Plan:
         return hashlib.sha256(canonical_json([self.to_json(), self.tensor_hashes()]).encode()).hexdigest()
 
     def tensor_hashes(self) -> dict[str, str]:
-        """Sha256 (hex) per learned tensor, by "<group>::<key>"."""
+        """Hash each learned tensor.
+
+        Returns:
+            Sha256 (hex) by "<group>::<key>".
+        """
         return {key: hash_tensor(tensor) for key, tensor in self.tensors().items()}
 
     def tensors(self) -> Tensors:
-        """All learned tensors by "<group>::<key>"."""
+        """Collect all learned tensors.
+
+        Returns:
+            Tensors by "<group>::<key>".
+        """
         return {f"{group}::{key}": t for group, kept in self.learned.items() for key, t in kept.items()}
 
     def check_model(self, layers: Sequence[Layer]) -> None:
@@ -364,7 +400,11 @@ class Plan:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but the learned tensors, as plain JSON."""
+        """Write everything but the learned tensors as plain JSON.
+
+        Returns:
+            An object that `from_json` reads.
+        """
         return {
             "layers": [layer.to_json() for layer in self.layers],
             "fingerprint": fingerprint(self.layers),
@@ -399,9 +439,14 @@ class Plan:
 
 
 def default_wrappers(codec: Codec, error_feedback: bool | None = None) -> tuple[Wrap, ...]:
-    """The wrappers that a plan puts around a codec by default: error feedback and two-way compression, if any.
+    """List the wrappers that a plan puts around a codec by default: error feedback and two-way compression, if any.
 
-    error_feedback: whether error feedback is among them; None: the codec's default.
+    Args:
+        codec: the codec, without wrappers.
+        error_feedback: whether error feedback is among them. None: the codec's default.
+
+    Returns:
+        The wrappers, outermost first.
     """
     feedback = codec.defaults.error_feedback if error_feedback is None else error_feedback
     return (*(FEEDBACK if feedback else ()), *((Wrap("two_way"),) if codec.defaults.two_way else ()))
@@ -412,7 +457,16 @@ def _group_name(layers: Sequence[str]) -> str:
 
 
 def groups_of_the_rest(layers: Sequence[Layer], compressed: Sequence[Layer], around: Sequence[Wrap]) -> Iterator[Group]:
-    """Groups that give the layers in no other their momentum and weight decay, if the others' wrappers apply them."""
+    """Yield groups that give the other layers their momentum and weight decay, if the wrappers apply them.
+
+    Args:
+        layers: all layers of the model.
+        compressed: the layers that are in groups already.
+        around: those groups' wrappers, outermost first.
+
+    Yields:
+        One group per layer, averaged without compression.
+    """
     if same := tuple(_without_compression(around)):
         grouped = {layer.name for layer in compressed}
         for layer in (layer for layer in layers if layer.name not in grouped):

@@ -1,4 +1,4 @@
-"""When and from what a plan is chosen anew while training; `gradlab.plan.replanning` does it."""
+"""When a plan is chosen anew while training, and from which settings. `gradlab.plan.replanning` makes the choice."""
 
 from __future__ import annotations
 
@@ -68,11 +68,27 @@ class Refresh:
                 plan.build(replace(group, settings=settings))
 
     def chosen_after(self, iteration: int, first: int) -> bool:
-        """Whether a choice is made after this iteration. first: the first compressed iteration."""
+        """Say whether a choice is made after an iteration.
+
+        Args:
+            iteration: its number, from 0.
+            first: the first compressed iteration.
+
+        Returns:
+            True at the end of each window.
+        """
         return iteration >= first and (iteration - first + 1) % self.every == 0
 
     def adopted_before(self, iteration: int, first: int) -> bool:
-        """Whether a choice is adopted before this iteration begins. first: the first compressed iteration."""
+        """Say whether a choice is adopted before an iteration begins.
+
+        Args:
+            iteration: its number, from 0.
+            first: the first compressed iteration.
+
+        Returns:
+            True `delay` iterations after a choice.
+        """
         return self.chosen_after(iteration - 1 - self.delay, first)
 
     def to_json(self) -> dict[str, Any]:

@@ -63,7 +63,15 @@ def choose(plan: Plan, accumulated: Tensors, world_size: int, iteration: int) ->
 
 
 def with_choice(plan: Plan, choice: Mapping[str, int]) -> Plan:
-    """The plan with the chosen settings. choice: see `choose`."""
+    """Make the plan with the chosen settings.
+
+    Args:
+        plan: with a refresh.
+        choice: see `choose`.
+
+    Returns:
+        A new plan with the same groups.
+    """
     assert plan.refresh is not None
     settings = plan.refresh.settings
     groups = tuple(
@@ -74,9 +82,16 @@ def with_choice(plan: Plan, choice: Mapping[str, int]) -> Plan:
 
 
 def message_of(plan: Plan, choice: Mapping[str, int] | None) -> Broadcast:
-    """The request by which the root sends a choice to all ranks; what the other ranks pass is not looked at.
+    """Make the request by which the root sends a choice to all ranks. The other ranks' values do not count.
 
     The message is (groups,), int64: indices in the order of the groups' names, all of them -1 for no choice.
+
+    Args:
+        plan: with a refresh.
+        choice: see `choose`; None: no choice.
+
+    Returns:
+        The request.
     """
     assert plan.refresh is not None
     indices = [-1 if choice is None else choice[name] for name in sorted(plan.refresh.settings)]
@@ -84,14 +99,31 @@ def message_of(plan: Plan, choice: Mapping[str, int] | None) -> Broadcast:
 
 
 def choice_in(plan: Plan, message: torch.Tensor) -> dict[str, int] | None:
-    """The inverse of `message_of`: the choice in a message that arrived."""
+    """Read the choice in a message that arrived, the inverse of `message_of`.
+
+    Args:
+        plan: with a refresh.
+        message: (groups,), int64.
+
+    Returns:
+        The choice; None: none was made.
+    """
     assert plan.refresh is not None
     indices = message.tolist()
     return None if -1 in indices else dict(zip(sorted(plan.refresh.settings), indices, strict=True))
 
 
 def adopted_state(new: Codec, old: Codec, state: Tensors) -> Tensors:
-    """The state with which a codec, in its wrappers, goes on under other settings: wrappers keep all of theirs."""
+    """Convert a codec's state to other settings. Wrappers keep all of theirs.
+
+    Args:
+        new: the codec with the new settings, in its wrappers.
+        old: the codec with the old settings, in its wrappers.
+        state: of the old one.
+
+    Returns:
+        The state of the new one.
+    """
     if isinstance(new, Wrapper):
         assert isinstance(old, Wrapper)
         return {**new.own_state(state), **adopted_state(new.codec, old.codec, new.inner_state(state))}
@@ -127,9 +159,10 @@ class Replanner:
     def add(self, gradients: Tensors, iteration: int, scaled_by: float = 1.0) -> None:
         """Accumulate this rank's finite gradients.
 
-        gradients: by layer name, of some layers.
-        iteration: in which they were computed; those before the schedule's first compressed one are left out.
-        scaled_by: the loss scale that is on them.
+        Args:
+            gradients: by layer name, of some layers.
+            iteration: in which they were computed. Those before the schedule's first compressed one are left out.
+            scaled_by: the loss scale that is on them.
         """
         if not self._is_root or iteration < self._first:
             return
@@ -146,7 +179,11 @@ class Replanner:
             self.counts[name] += 1
 
     def end(self, iteration: int) -> None:
-        """End an iteration: begin to choose, if the refresh is due after it."""
+        """End an iteration: begin to choose, if the refresh is due after it.
+
+        Args:
+            iteration: its number, from 0.
+        """
         if self._refresh.chosen_after(iteration, self._first):
             means = {name: (total / self.counts[name]).cpu() for name, total in self.sums.items()}
             self.sums, self.counts = {}, {}
@@ -154,29 +191,48 @@ class Replanner:
                 self._pending = _Pending(lambda: choose(self.plan, means, self._world_size, iteration), self._beside)
 
     def message(self, iteration: int) -> Broadcast | None:
-        """The choice as the root sends it before an iteration; None if no choice is due then.
+        """Make the request by which the root sends its choice before an iteration. Wait until the choice is made.
 
-        Waits until the choice is made.
+        Args:
+            iteration: its number, from 0.
+
+        Returns:
+            The request; None: no choice is due.
         """
         if not self._refresh.adopted_before(iteration, self._first):
             return None
         return message_of(self.plan, self.settled())
 
     def settled(self) -> dict[str, int] | None:
-        """The choice that is made but not yet sent; None if there is none, or it failed. Waits until it is made."""
+        """Wait for the choice that is made but not yet sent.
+
+        Returns:
+            The choice; None: there is none, or it failed.
+        """
         if self._pending is None:
             return None
         choice, self.failure = self._pending.result()
         return choice
 
     def adopt(self, message: torch.Tensor) -> Plan:
-        """The plan to go on with, once `message` has arrived."""
+        """Adopt the choice in a message that arrived.
+
+        Args:
+            message: (groups,), int64.
+
+        Returns:
+            The plan to go on with.
+        """
         self._pending = None
         self.choice = choice_in(self.plan, message) or self.choice
         return self.plan if self.choice is None else with_choice(self.plan, self.choice)
 
     def state(self) -> dict[str, Any]:
-        """Plain values and tensors for a checkpoint; `load` continues from them."""
+        """Return plain values and tensors for a checkpoint. `load` continues from them.
+
+        Returns:
+            The state.
+        """
         return {
             "choice": self.choice,
             "pending": self.settled(),
@@ -185,7 +241,13 @@ class Replanner:
         }
 
     def load(self, state: Any) -> Plan:
-        """Continue from what `state` gave; returns the plan that was in use.
+        """Continue from a state that `state` gave.
+
+        Args:
+            state: of the same plan.
+
+        Returns:
+            The plan that was in use.
 
         Raises:
             GradlabError: for anything else than what `state` gives for this plan.
