@@ -13,7 +13,15 @@ import torch.distributed as dist
 
 
 def average_as_ddp(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket over the group, bit for bit as DDP without a hook does: a future of bucket.buffer()."""
+    """Average a bucket over the group, bit for bit as DDP without a hook does.
+
+    Args:
+        group: the process group.
+        bucket: DDP's.
+
+    Returns:
+        A future of `bucket.buffer()`.
+    """
     buffer = bucket.buffer()
     if buffer.is_sparse:
         buffer.div_(group.size())

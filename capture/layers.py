@@ -17,10 +17,15 @@ LayerChoice = str | Sequence[str] | Callable[[Layer], bool] | None
 
 
 def choose_layers(model: DistributedDataParallel, choice: LayerChoice) -> list[tuple[Layer, nn.Parameter]]:
-    """Trainable layers that DDP synchronises and `choice` admits, in registration order.
+    """Choose the trainable layers that DDP synchronises and `choice` admits.
 
     Args:
+        model: in DDP.
         choice: None for all, names or fnmatch patterns ("layer1.*.weight"), or a function of a Layer.
+
+    Returns:
+        The layers with their parameters, in registration order.
+
     Raises:
         GradlabError: for a pattern that matches nothing, or a choice without any layer.
     """

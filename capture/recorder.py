@@ -30,7 +30,15 @@ from gradlab.errors import GradlabError
 
 
 def capture_hook(state: "TraceRecorder", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The communication hook that a `TraceRecorder` registers, with itself as the state."""
+    """Record a bucket and average it: the communication hook that a `TraceRecorder` registers.
+
+    Args:
+        state: the recorder.
+        bucket: DDP's.
+
+    Returns:
+        A future of the bucket's buffer, averaged.
+    """
     state._observe(bucket)
     return state._reduce(bucket)
 
@@ -129,10 +137,11 @@ class TraceRecorder:
         return self._writer.steps_lost
 
     def annotate(self, *, loss: float | torch.Tensor | None = None, learning_rate: float | None = None) -> None:
-        """Add values to the step whose backward pass came last; no effect if that step is not recorded.
+        """Add values to the step whose backward pass came last. They are dropped if that step is not recorded.
 
         Args:
-            loss: of this rank, a number or a tensor of one element; learning_rate: instead of the optimizer's.
+            loss: of this rank, a number or a tensor of one element.
+            learning_rate: instead of the optimizer's.
         """
         pending = self._writer.pending
         if pending is None:
@@ -143,9 +152,12 @@ class TraceRecorder:
             pending.record["learning_rate"] = learning_rate
 
     def close(self) -> RecorderReport:
-        """Write what is left, close this rank's part of the trace, and say what was written and lost.
+        """Write what is left, close this rank's part of the trace, and report what was written and lost.
 
         Not a collective. Calling it again returns the same report.
+
+        Returns:
+            Numbers of steps written and lost.
         """
         self._discard_step()
         self._finalizer.detach()

@@ -47,10 +47,14 @@ class RepairedRank:
 
 
 def repair(path: str | os.PathLike[str]) -> list[RepairedRank]:
-    """Close all ranks of a trace; a rank that is closed already is left alone.
+    """Close all ranks of a trace. A rank that is closed already is left alone.
+
+    Args:
+        path: the trace's folder.
 
     Returns:
-        one row per rank; a rank that cannot be repaired says why, and the others are repaired all the same.
+        One row per rank. A rank that cannot be repaired says why, and the others are repaired all the same.
+
     Raises:
         GradlabError: if there is no manifest that can be read.
     """

@@ -26,7 +26,11 @@ class StepSettings:
     segment_bytes: int = SEGMENT_BYTES  # size after which a new file begins
 
     def check(self) -> None:
-        """Raises GradlabError for the first setting that is out of range."""
+        """Check every setting.
+
+        Raises:
+            GradlabError: for the first one that is out of range.
+        """
         for name, least in (("every", 1), ("start", 0), ("max_steps", 1), ("segment_bytes", 1)):
             if name != "max_steps" or self.max_steps is not None:
                 _require_whole(name, getattr(self, name), least)
@@ -34,11 +38,26 @@ class StepSettings:
             raise GradlabError(f"dtype is {self.dtype!r}, expected one of {', '.join(STORED_DTYPE)}")
 
     def finished(self, taken: int) -> bool:
-        """Whether nothing is left to record after `taken` recorded iterations."""
+        """Say whether nothing is left to record.
+
+        Args:
+            taken: number of iterations recorded so far.
+
+        Returns:
+            True from `max_steps` on.
+        """
         return self.max_steps is not None and taken >= self.max_steps
 
     def wants(self, iteration: int, taken: int) -> bool:
-        """Whether this iteration is to be recorded, `taken` having been recorded before it."""
+        """Say whether an iteration is to be recorded.
+
+        Args:
+            iteration: its number, from 0.
+            taken: number of iterations recorded before it.
+
+        Returns:
+            True if it is due.
+        """
         due = iteration >= self.start and (iteration - self.start) % self.every == 0
         return due and not self.finished(taken)
 
@@ -66,7 +85,15 @@ def _require_whole(name: str, value: object, least: int) -> None:
 
 
 def run_metadata(model: nn.Module, settings: StepSettings) -> dict[str, Any]:
-    """What a manifest says of any run, unless the user says it. model: the bare module."""
+    """Collect what a manifest says of any run, unless the user's metadata say it.
+
+    Args:
+        model: the bare module.
+        settings: of the recording.
+
+    Returns:
+        Plain JSON.
+    """
     return {
         "torch": str(torch.__version__),
         "model": type(model).__name__,
@@ -77,7 +104,14 @@ def run_metadata(model: nn.Module, settings: StepSettings) -> dict[str, Any]:
 
 
 def check_metadata(metadata: Any) -> None:
-    """Raises GradlabError for anything but a dict of JSON values."""
+    """Refuse metadata that JSON cannot hold.
+
+    Args:
+        metadata: what the user gave.
+
+    Raises:
+        GradlabError: for anything but a dict of JSON values.
+    """
     try:
         canonical_json(metadata)
     except (TypeError, ValueError, RecursionError) as error:

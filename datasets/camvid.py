@@ -66,6 +66,12 @@ class CamVid(Workload):
 def read_splits(path: str) -> Splits:
     """Read the images and their pixels' classes, as they lie in the file.
 
+    Args:
+        path: an .npz.
+
+    Returns:
+        The arrays, with classes from 0 to 11; 11 is no class.
+
     Raises:
         GradlabError: if the path is missing, cannot be read, or does not hold images with a class for every pixel.
     """
@@ -79,11 +85,11 @@ def read_splits(path: str) -> Splits:
     image = splits.x_train.shape[1:]
     if min(image[:2]) < MIN_SIDE:
         raise GradlabError(f"{path}: pictures of {image[0]} x {image[1]}, expected sides of at least {MIN_SIDE} pixels")
-    found = checked(splits, image, path, np.shape(splits.y_train)[1:], classes=CLASSES + 1)
+    labelled = checked(splits, image, path, np.shape(splits.y_train)[1:], classes=CLASSES + 1)
     for key in ("y_train", "y_test"):
-        if bool((getattr(found, key) == UNLABELLED).all()):
+        if bool((getattr(labelled, key) == UNLABELLED).all()):
             raise GradlabError(f"{path}: {key}: no pixel has a class, all are {UNLABELLED}")
-    return found
+    return labelled
 
 
 def _ignoring(classes: torch.Tensor) -> torch.Tensor:

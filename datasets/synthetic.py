@@ -60,7 +60,12 @@ class GradientModel:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Drawn gradients: `values` float32 (steps, nodes, numel); `start` and `turn`, A and B, float64 (numel, rank)."""
+    """Drawn gradients.
+
+    values: float32 (steps, nodes, numel).
+    start, turn: A and B, float64 (numel, rank).
+    model: what they were drawn from.
+    """
 
     values: np.ndarray
     start: np.ndarray
@@ -84,7 +89,15 @@ def power_spectrum(rank: int, exponent: float, largest: float = 1.0) -> tuple[fl
 
 
 def draw(model: GradientModel, steps: int, rng: np.random.Generator) -> Gradients:
-    """Draw directions, and gradients of all nodes along them for `steps` steps.
+    """Draw directions, and gradients of all nodes along them.
+
+    Args:
+        model: the settings.
+        steps: number of steps.
+        rng: of all random numbers.
+
+    Returns:
+        The gradients, with their directions.
 
     Raises:
         GradlabError: if steps is below 1.
@@ -103,12 +116,27 @@ def draw(model: GradientModel, steps: int, rng: np.random.Generator) -> Gradient
 
 
 def expected_energy(model: GradientModel) -> np.ndarray:
-    """Compute E |g_n|^2 = S + numel s_n^2 of each node, (nodes,)."""
+    """Compute E |g_n|^2 = S + numel s_n^2 of each node.
+
+    Args:
+        model: the settings.
+
+    Returns:
+        (nodes,).
+    """
     return sum(model.eigenvalues) + model.numel * np.square(model.noise_std)
 
 
 def expected_spectrum(model: GradientModel, node: int = 0) -> np.ndarray:
-    """Compute the eigenvalues of one node's covariance at a step, (numel,): l_i + s^2, then s^2."""
+    """Compute the eigenvalues of one node's covariance at a step: l_i + s^2, then s^2.
+
+    Args:
+        model: the settings.
+        node: from 0.
+
+    Returns:
+        (numel,).
+    """
     spectrum = np.full(model.numel, model.noise_std[node] ** 2)
     spectrum[: model.rank] += model.eigenvalues
     return spectrum
@@ -141,9 +169,15 @@ def expected_tail_energy(model: GradientModel, kept: int, age: int = 0, node: in
 
 
 def expected_cosine(model: GradientModel) -> np.ndarray:
-    """Compute E <g_m, g_n> / sqrt(E |g_m|^2 E |g_n|^2) of two nodes at one step, (nodes, nodes).
+    """Compute E <g_m, g_n> / sqrt(E |g_m|^2 E |g_n|^2) of two nodes at one step.
 
     It is rho S / sqrt((S + numel s_m^2) (S + numel s_n^2)) off the diagonal and 1 on it. At different steps it is 0.
+
+    Args:
+        model: the settings.
+
+    Returns:
+        (nodes, nodes).
     """
     lengths = np.sqrt(expected_energy(model))
     cosine = model.shared * sum(model.eigenvalues) / np.outer(lengths, lengths)

@@ -24,13 +24,17 @@ class Text(NamedTuple):
 
 
 def read_texts(path: str, *, between_words: bool = False) -> tuple[Text, Text]:
-    """Read the training and the test text; in a single file these are the first 90 % of its bytes and the rest.
+    """Read the training and the test text. In a single file these are the first 90 % of its bytes and the rest.
 
     A folder's valid.txt is not read, because nothing is tuned on it here.
 
     Args:
         path: a file, or a folder with train.txt and test.txt.
         between_words: move the cut of a single file to the next white space.
+
+    Returns:
+        The training text and the test text.
+
     Raises:
         GradlabError: if the path is missing, cannot be read, or holds an empty or an oversized file.
     """

@@ -44,7 +44,7 @@ class TransformerSize:
 
 
 class SelfAttention(nn.Module):
-    """Causal attention over heads: (batch, length, width) -> the same; position t sees positions up to t."""
+    """Causal attention over heads: (batch, length, width) -> the same. Position t sees positions up to t."""
 
     def __init__(self, size: TransformerSize) -> None:
         super().__init__()
@@ -97,9 +97,16 @@ class Transformer(nn.Module):
 
 
 def initialized(size: TransformerSize, seed: int) -> Transformer:
-    """Build a transformer whose values follow from the seed alone; the global generator is left as it was.
+    """Build a transformer whose values follow from the seed alone. The global generator is left as it was.
 
     Weights are normal with deviation 0.02, divided by sqrt(2 layers) where a branch ends (GPT-2, section 2.3).
+
+    Args:
+        size: of the model.
+        seed: of all values.
+
+    Returns:
+        The transformer, on the CPU.
     """
     # Torch's layers draw their default values from the global generator: those draws are undone, then overwritten.
     with torch.random.fork_rng(devices=[]):

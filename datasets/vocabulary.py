@@ -41,7 +41,15 @@ def build_vocabulary(text: str, limit: int) -> dict[str, int]:
 
 
 def encode(text: str, vocabulary: Mapping[str, int]) -> np.ndarray:
-    """Encode a text as token numbers, int64 (tokens,): one for each word and one for each end of line."""
+    """Encode a text as token numbers: one for each word and one for each end of line.
+
+    Args:
+        text: the text.
+        vocabulary: token numbers by word.
+
+    Returns:
+        int64 (tokens,).
+    """
     unknown, end = vocabulary[UNKNOWN], vocabulary[END_OF_LINE]
     tokens = array("q")
     for line in text.split("\n"):

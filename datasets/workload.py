@@ -36,7 +36,7 @@ class Data:
 
 
 class Workload(ABC):
-    """A data set with its model and training recipe. It holds settings at most; methods keep no state."""
+    """A data set with its model and training recipe. It holds nothing but settings."""
 
     name: str
     description: str
@@ -48,7 +48,15 @@ class Workload(ABC):
 
     @abstractmethod
     def load(self, path: str | None = None, *, train_limit: int | None = None, test_limit: int | None = None) -> Data:
-        """Read the data; the limits keep the first so many samples of a split.
+        """Read the data.
+
+        Args:
+            path: the file or folder, for data sets that need one.
+            train_limit: number of leading training samples to keep. None: all.
+            test_limit: number of leading test samples to keep. None: all.
+
+        Returns:
+            The data, normalised.
 
         Raises:
             GradlabError: if the path is missing, unneeded, or does not hold this data set.
@@ -56,27 +64,53 @@ class Workload(ABC):
 
     @abstractmethod
     def model(self, seed: int) -> nn.Module:
-        """Build a new model on the CPU; its values follow from the seed alone, and no global generator is advanced."""
+        """Build a new model on the CPU. No global generator is advanced.
+
+        Args:
+            seed: all values of the model follow from it.
+
+        Returns:
+            The model.
+        """
 
     @abstractmethod
     def augment(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Return training inputs (batch, ...), randomly altered or unchanged, in the same shape."""
+        """Alter training inputs at random, or return them unchanged.
+
+        Args:
+            x: (batch, ...).
+            generator: of the random numbers.
+
+        Returns:
+            (batch, ...), in the same shape.
+        """
 
     @final
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Compute mean cross entropy (nats) of logits (batch, ..., classes) for classes (batch, ...) except -100."""
+        """Compute the mean cross entropy. Targets of class -100 do not count.
+
+        Args:
+            output: logits (batch, ..., classes).
+            target: classes (batch, ...).
+
+        Returns:
+            Nats, a scalar.
+        """
         return functional.cross_entropy(output.flatten(0, -2), target.flatten())
 
     @final
     @torch.no_grad()
     def score(self, model: nn.Module, x: torch.Tensor, y: torch.Tensor, *, batch_size: int | None = None) -> float:
-        """Compute the workload's metric of a model in evaluation mode; the model's mode is restored.
+        """Compute the workload's metric of a model in evaluation mode. The model's mode is restored afterwards.
 
         Args:
             model: the model.
             x: inputs (samples, ...).
             y: classes (samples, ...).
-            batch_size: samples at a time; None takes the recipe's batch size.
+            batch_size: samples at a time. None: the recipe's batch size.
+
+        Returns:
+            The metric.
 
         Raises:
             GradlabError: if there are no samples.
@@ -95,7 +129,19 @@ class Workload(ABC):
 
 
 def limited(length: int, limit: int | None, split: str) -> int:
-    """Return how many of `length` samples a limit keeps; raise GradlabError for a limit below 1."""
+    """Compute how many samples a limit keeps.
+
+    Args:
+        length: number of samples there are.
+        limit: number of samples at most. None: all.
+        split: "train" or "test", for messages.
+
+    Returns:
+        Number of samples.
+
+    Raises:
+        GradlabError: for a limit below 1.
+    """
     if limit is not None and limit < 1:
         raise GradlabError(f"{split}_limit is {limit}: expected at least 1 sample, or None for all")
     return length if limit is None else min(length, limit)
@@ -107,7 +153,20 @@ def limited_data(
     train_limit: int | None,
     test_limit: int | None,
 ) -> Data:
-    """Normalise the first so many samples of both splits; raise GradlabError for a limit below 1."""
+    """Normalise both splits, each up to its limit.
+
+    Args:
+        splits: the arrays as they lie in the file.
+        normalized: turns images into float32 tensors.
+        train_limit: number of leading training samples to keep. None: all.
+        test_limit: number of leading test samples to keep. None: all.
+
+    Returns:
+        The data.
+
+    Raises:
+        GradlabError: for a limit below 1.
+    """
     train = limited(len(splits.x_train), train_limit, "train")
     test = limited(len(splits.x_test), test_limit, "test")
     return Data(

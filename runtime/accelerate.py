@@ -55,14 +55,20 @@ def compress(
     of a run without compression, load it before this call.
 
     Args:
+        accelerator: the one that prepared the model.
         plan: for the model's trainable parameters, or the path of an artifact.
-        model, optimizer: as `accelerator.prepare` returned them.
+        model: as `accelerator.prepare` returned it.
+        optimizer: as `accelerator.prepare` returned it.
         residuals: what becomes of the residuals in a checkpoint of another world size: "split", "sum" or "drop", see
-            `CompressionState.load_state_dicts`; every rank then reads the files of all. None refuses such a checkpoint.
+            `CompressionState.load_state_dicts`. Every rank then reads the files of all. None refuses such a
+            checkpoint.
         options: those of CompressionState. The loss scaler is the accelerator's.
 
+    Returns:
+        The state, registered with the model. Close it when training ends.
+
     Raises:
-        GradlabError: if the model was not wrapped in DistributedDataParallel, or has a communication hook already; see
+        GradlabError: if the model was not wrapped in DistributedDataParallel, or has a communication hook already. See
             also CompressionState.
     """
     if not isinstance(model, DistributedDataParallel):

@@ -22,7 +22,15 @@ _WHOLE = ("residual", "velocity", "momentum")  # kept in the layer's own shape
 
 
 def save(run: PlanRun, identity: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's state; tensors are copies, keyed "<group>::<layer>/<what>". identity: plan, rank, world size."""
+    """Collect a run's state for a checkpoint. Tensors are copies, keyed "<group>::<layer>/<what>".
+
+    Args:
+        run: between two steps.
+        identity: plan, rank and world size.
+
+    Returns:
+        Plain values and tensors.
+    """
     states = {f"{group}::{key}": t.clone() for group, kept in run.states.items() for key, t in kept.items()}
     return {
         "format": _FORMAT,
@@ -37,8 +45,14 @@ def save(run: PlanRun, identity: Mapping[str, Any]) -> dict[str, Any]:
 def restore(run: PlanRun, saved: Mapping[str, Any], identity: Mapping[str, Any], device: HostDevice) -> None:
     """Continue from `save` of the same plan, rank and world size.
 
+    Args:
+        run: the run that continues.
+        saved: what `save` gave.
+        identity: plan, rank and world size of this run.
+        device: where the states are needed.
+
     Raises:
-        GradlabError: naming what differs; the run is then as it was.
+        GradlabError: naming what differs. The run is then as it was.
     """
     for key, expected in {"format": _FORMAT, **identity}.items():
         if not isinstance(saved, Mapping) or type(saved.get(key)) is not type(expected) or saved[key] != expected:
@@ -56,7 +70,14 @@ def redistribute(
     residuals: str,
     device: HostDevice,
 ) -> None:
-    """Continue from the `save` of every rank of a run at any world size; see `CompressionState.load_state_dicts`.
+    """Continue from the `save` of every rank of a run at any world size.
+
+    Args:
+        run: the run that continues.
+        saved: what `save` gave on each of the old ranks, in rank order.
+        identity: plan, rank and world size of this run.
+        residuals: what becomes of the residuals, see `CompressionState.load_state_dicts`.
+        device: where the states are needed.
 
     Raises:
         GradlabError: for another policy, another plan, or checkpoints that are not those of one run, whole.

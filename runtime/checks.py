@@ -22,13 +22,30 @@ Pairs = Sequence[tuple[Layer, torch.Tensor]]
 
 
 def require_ddp(model: object) -> None:
-    """Raises GradlabError for anything but a DistributedDataParallel model."""
+    """Refuse anything but a DistributedDataParallel model.
+
+    Args:
+        model: any object.
+
+    Raises:
+        GradlabError: naming the object's type.
+    """
     if not isinstance(model, DistributedDataParallel):
         raise GradlabError(f"expected a DistributedDataParallel model, not {type(model).__name__}")
 
 
 def check(plan: object, pairs: Pairs, world_size: int, options: RunOptions) -> None:
-    """Raises GradlabError if plan, layers with their parameters, and options do not go together."""
+    """Check that plan, layers with their parameters, and options go together.
+
+    Args:
+        plan: what the user gave as a plan.
+        pairs: the model's layers with their parameters.
+        world_size: number of ranks.
+        options: the run's.
+
+    Raises:
+        GradlabError: if they do not.
+    """
     if not isinstance(plan, Plan):
         raise GradlabError(f"expected a Plan, not {type(plan).__name__} (CompressionState.load takes a path)")
     options.check()
@@ -39,7 +56,17 @@ def check(plan: object, pairs: Pairs, world_size: int, options: RunOptions) -> N
 
 
 def check_ddp(model: DistributedDataParallel, process_group: dist.ProcessGroup | None, timeout: object) -> None:
-    """Raises GradlabError for a DDP model that takes no hook, another group's ranks, or a timeout that is none."""
+    """Check that a DDP model takes a hook, and that group and timeout fit it.
+
+    Args:
+        model: in DDP.
+        process_group: for the codecs' collectives, or None.
+        timeout: of those collectives, or None.
+
+    Raises:
+        GradlabError: for a model that takes no hook, a group of other ranks, or a timeout that is not a positive
+            timedelta.
+    """
     if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
         raise GradlabError(f"timeout = {timeout!r}, expected a timedelta above 0")
     if process_group is not None:
@@ -80,7 +107,17 @@ def _require_off(
 
 
 def device_of_model(pairs: Pairs) -> torch.device:
-    """The one device that a model's gradients are on."""
+    """Find the one device that a model's gradients are on.
+
+    Args:
+        pairs: the model's layers with their parameters.
+
+    Returns:
+        The device.
+
+    Raises:
+        GradlabError: for a model on several devices.
+    """
     devices = sorted({str(parameter.device) for _, parameter in pairs})
     if len(devices) != 1 or torch.device(devices[0]).type not in ("cpu", "cuda"):
         raise GradlabError(
@@ -95,9 +132,16 @@ def agree_on(
     attempt: Callable[[], object],
     settings: Callable[[], dict[str, Any]] = dict,
 ) -> None:
-    """Go on only if `attempt` succeeds on all ranks, with the same settings; else raise the same line everywhere.
+    """Go on only if an attempt succeeds on all ranks, with the same settings. Else raise the same line everywhere.
 
-    device: where a tensor of this rank has to be if the group's backend is NCCL.
+    Args:
+        group: the process group.
+        device: where a tensor of this rank has to be if the group's backend is NCCL.
+        attempt: called once on this rank.
+        settings: gives what all ranks must have in common, as plain JSON.
+
+    Raises:
+        GradlabError: the problem of the lowest rank, or the first difference.
     """
     problem, same = None, {}
     try:

@@ -42,7 +42,8 @@ class Exchange:
     handed a few gradients at a time calls `begin`, then `add` for each of them, then `finish`. All ranks construct it
     together, and hand over the same layers in the same order.
 
-    If a step fails on one rank, that rank leaves the reason for the others and takes part in no further collective. The
+    If a step fails on one rank, that rank leaves the reason for the others and takes part in no further collective.
+    The
     others raise an error with that reason when their next collective fails, at the latest after the group's timeout.
 
     Attributes:
@@ -52,18 +53,18 @@ class Exchange:
 
     Args:
         plan: made for these parameters.
-        named_parameters: names as in the plan's layers, with the parameters; those that need no gradient are left out.
+        named_parameters: names as in the plan's layers, with the parameters. Those that need no gradient are left out.
         group: the process group; None is the default one. Its collectives are issued in the calling thread, so other
             use of the group has to stand in the same order on all ranks.
-        optimizer: its parameter groups give the learning rates that residuals follow, anew in every iteration, so that
-            schedules and groups added later are heeded; needed where the plan follows them or applies momentum or
-            weight decay, which the optimizer must then not do.
-        scaler: the torch.amp.GradScaler, if one is in use: residuals are then kept without its factor.
+        optimizer: its parameter groups give the learning rates that residuals follow. They are read in every
+            iteration, so schedules and groups added later count. It is needed where the plan follows them or applies
+            momentum or weight decay, which the optimizer must then not do.
+        scaler: the torch.amp.GradScaler, if one is in use. Residuals are then kept without its factor.
         deterministic: take means by all-to-all, a sum in rank order and all-gather, bit-identical to the offline
             replay, instead of by the backend's all-reduce.
         segment_bytes: gradients encoded before the next collective is issued, in bytes.
         measure_every: steps from one whose errors, norms and bytes by layer are measured (two passes over the
-            gradients) to the next; 0 for none.
+            gradients) to the next. 0: none is measured.
         trace_steps: iterations whose spans are kept for `chrome_trace`.
         non_finite_limit: non-finite steps in a row after which every rank raises an error.
         check_requests: compare all ranks' requests before each collective (debugging).
@@ -139,7 +140,7 @@ class Exchange:
         """Exchange the gradients of one step, in place.
 
         Args:
-            gradients: by layer name, all layers of the plan; None counts as zeros.
+            gradients: by layer name, all layers of the plan. None counts as zeros.
 
         Returns:
             Bytes and times of the step.
@@ -165,7 +166,10 @@ class Exchange:
         """Exchange the gradients of some layers, in place.
 
         When it returns, all groups that are complete have their results. A group of several layers is complete with
-        the last of them. Whether the results count, `finish` says: gradients of any rank may not be finite.
+        the last of them. Gradients of any rank may not be finite: `finish` decides whether the results count.
+
+        Args:
+            gradients: by layer name. None counts as zeros.
         """
 
         def exchange() -> None:
@@ -176,7 +180,13 @@ class Exchange:
         self._guarded(exchange)
 
     def finish(self) -> StepRecord:
-        """End the step: commit its states, or, if a gradient on some rank was not finite, fill all of them with NaN."""
+        """End the step and commit its states.
+
+        If a gradient on some rank was not finite, all gradients are filled with NaN instead.
+
+        Returns:
+            Bytes and times of the step.
+        """
 
         def finish() -> StepRecord:
             current = self._driver.current
@@ -229,45 +239,54 @@ class Exchange:
 
     @property
     def iteration(self) -> int:
-        """Number of the next step, from 0: how many were synchronised so far."""
+        """Number of the next step, from 0, which is the number of steps synchronised so far."""
         return self.run.iteration
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: plain values and tensors, for `torch.save` and `torch.load` with weights_only.
+        """Collect this rank's state: plain values and tensors, for `torch.save` and `torch.load` with weights_only.
 
-        States are keyed "<group>::<layer>/<what>". Every rank must save its own: residuals differ between ranks.
+        States are keyed "<group>::<layer>/<what>". Every rank must save its own, as residuals differ between ranks.
+
+        Returns:
+            The state.
         """
         return checkpoint.save(self.run, self._identity())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict` of the same plan, rank and world size; every rank loads its own.
+        """Continue from a `state_dict` of the same plan, rank and world size. Every rank loads its own.
+
+        Args:
+            state: what `state_dict` gave.
 
         Raises:
-            GradlabError: naming what differs, or if a step is in progress. If ranks continue from different iterations,
-                the next step says so.
+            GradlabError: naming what differs, or if a step is in progress. If ranks continue from different
+                iterations, the next step raises it.
         """
         self._require_between_steps()
         checkpoint.restore(self.run, state, self._identity(), self._device)
         self._driver.ranks_compared = False
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]], residuals: str) -> None:
-        """Continue the run of N ranks on this run's M: every rank loads the `state_dict` of all N, in rank order.
+        """Continue the run of N ranks on this run's M. Every rank loads the `state_dict` of all N, in rank order.
 
         What all ranks share (warm starts, momentum after the average) is taken over. The residual of a sharded server
-        is cut anew.
+        is cut anew. `residuals` decides what becomes of the residuals and velocities e_i, of which each rank has its
+        own:
+
+        "split": every new rank gets their mean.
+        "sum": new rank j gets the sum of e_i over the old ranks i with i mod M == j, times M / N. A rank that gets
+            none starts from zero.
+        "drop": all start from zero, the residual of a sharded server too.
+
+        The first two keep (1/M) sum e'_j == (1/N) sum e_i, the mean of what was not sent yet.
 
         Args:
             states: the N ranks' state dicts.
-            residuals: what becomes of the residuals and velocities e_i, of which each rank has its own.
-                "split": every new rank gets their mean.
-                "sum": new rank j gets the sum of e_i over the old ranks i with i mod M == j, times M / N; a rank that
-                gets none starts from zero.
-                Both keep (1/M) sum e'_j == (1/N) sum e_i, what is owed to the model.
-                "drop": all start from zero, the residual of a sharded server too.
+            residuals: "split", "sum" or "drop".
 
         Raises:
-            GradlabError: for another policy, another plan, or checkpoints that are not those of one run, whole; or if a
-                step is in progress.
+            GradlabError: for another policy, another plan, or checkpoints that are not those of one run, whole. Also
+                if a step is in progress.
         """
         self._require_between_steps()
         checkpoint.redistribute(self.run, states, self._identity(), residuals, self._device)
@@ -282,11 +301,14 @@ class Exchange:
         return {"plan": self.plan.digest, "rank": communicator.rank, "world_size": communicator.world_size}
 
     def report(self) -> dict[str, Any]:
-        """Summarise the run as plain JSON.
+        """Summarise the run.
+
+        It has the bytes and seconds per step on this rank, in all, by group and by codec, and the bytes that the plan
+        forecasts. It also says what holds for the residuals under this optimizer. `StepRecord` says what each number
+        covers.
 
         Returns:
-            Bytes and seconds per step on this rank, in all, by group and by codec; the bytes that the plan forecasts;
-            and what holds for the residuals under this optimizer. `StepRecord` says what each number covers.
+            Plain JSON.
         """
         dense = sum(parameter.nbytes for parameter in self._parameters.values())
         summary = self.statistics.summary()
@@ -328,7 +350,7 @@ class Exchange:
         return self._communicator.timeline.events(self._communicator.rank)
 
     def close(self) -> None:
-        """End the run: later steps are refused. Idempotent; also done at exit.
+        """End the run. Later steps are refused. Closing twice does no harm, and exit closes too.
 
         A worker thread is stopped, and a process group that was made here is destroyed. If a step is in progress, the
         other ranks find in their error that this rank was closed.

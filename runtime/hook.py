@@ -8,7 +8,14 @@ from gradlab.runtime.state import CompressionState
 
 
 def compression_hook(state: CompressionState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The communication hook for `DistributedDataParallel.register_comm_hook`.
+    """Average a bucket by a plan: the hook for `DistributedDataParallel.register_comm_hook`.
+
+    Args:
+        state: what the hook was registered with.
+        bucket: DDP's.
+
+    Returns:
+        A future of the bucket's buffer, averaged.
 
     Raises:
         GradlabError: if it was registered with anything but a CompressionState.

@@ -72,7 +72,7 @@ class CompressionCallback(Callback):
         self._restored: list[dict[str, Any]] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget the last fit; Lightning restores checkpoints after this and before it wraps the model."""
+        """Forget the last fit. Lightning restores checkpoints after this and before it wraps the model."""
         if stage == "fit":
             self.state = self._restored = None
 
@@ -94,7 +94,7 @@ class CompressionCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the state's numbers, where `log` says so."""
+        """Log the state's numbers, if `log` is set."""
         interval: int = getattr(trainer, "log_every_n_steps", 0)  # 0 too where nothing is to be logged
         if self._log and self.state is not None and interval and trainer.global_step % interval == 0:
             for logger in trainer.loggers:
@@ -139,7 +139,7 @@ class CompressionCallback(Callback):
             raise GradlabError(f"{came}; CompressionCallback(residuals=...) says what becomes of the residuals")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop the engine; the other ranks hear of the exception."""
+        """Stop the engine. The other ranks learn of the exception."""
         if self.state is not None:
             self.state.__exit__(type(exception), exception, None)
 

@@ -78,7 +78,15 @@ class CompressionState(Exchange):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], ddp_model: DistributedDataParallel, **options: Any) -> CompressionState:
-        """Make the state for a saved artifact; options as for the constructor.
+        """Make the state for a saved artifact.
+
+        Args:
+            path: the artifact.
+            ddp_model: the DistributedDataParallel model.
+            options: as for the constructor.
+
+        Returns:
+            The state, to register with the model.
 
         Raises:
             GradlabError: for an artifact that is missing, damaged, of a newer version, or for another model.
@@ -90,7 +98,13 @@ class CompressionState(Exchange):
         return cls(loaded[0].plan, ddp_model, **options)
 
     def submit(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Hand one of DDP's buckets to the engine; the hook calls this.
+        """Hand one of DDP's buckets to the engine. The hook calls this.
+
+        Args:
+            bucket: DDP's.
+
+        Returns:
+            A future of the bucket's buffer, averaged.
 
         Raises:
             GradlabError: for a parameter that is not in the plan's model, or a sparse gradient.
