@@ -25,28 +25,12 @@ from gradlab.errors import GradlabError
 from gradlab.plan import FEEDBACK, Group, Plan, Schedule, Wrap
 from gradlab.runtime import Communicator, CompressionState, compression_hook, drive
 from support.contract import agree, lockstep, plan_for
+from support.image_network import image_network
 from support.pool_groups import SPARE
 from support.prescribed import Prescribed, gradients
 from support.prescribed import layers as prescribed_layers
 
 SMALL_BUCKETS = 0.005  # MiB
-
-
-def network() -> nn.Module:
-    """A small convolutional network; the same values wherever it is made."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return nn.Sequential(
-            nn.Conv2d(1, 16, 3, padding=1),
-            nn.BatchNorm2d(16),
-            nn.ReLU(),
-            nn.Conv2d(16, 32, 3, stride=2, padding=1),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(512, 48),
-            nn.ReLU(),
-            nn.Linear(48, 10),
-        )
 
 
 def train(
@@ -58,7 +42,7 @@ def train(
 ) -> dict[str, Any]:
     """Train the network on random images; with a plan, compressed. Parameters as one vector, and what was seen."""
     rank = dist.get_rank(group)
-    model = DistributedDataParallel(network(), process_group=group, bucket_cap_mb=bucket_cap_mb)
+    model = DistributedDataParallel(image_network(), process_group=group, bucket_cap_mb=bucket_cap_mb)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     buckets: list[int] = []
     state = None

@@ -27,6 +27,7 @@ from gradlab.codecs.lgc_server import LgcServer
 from gradlab.ddp.agreement import Ranks
 from gradlab.layout import layers_of
 from gradlab.runtime import CompressionState, compression_hook
+from support.image_network import image_network
 from support.stacks import WRAPPINGS, Stack, valid_stacks
 
 SAVED, END = 4, 8
@@ -35,29 +36,13 @@ PLAIN = Stack("plain DDP", "none")
 RESCALED = ("feedback, decay, int8", "correction", "one server under feedback", "two-way under feedback")
 
 
-def network() -> nn.Module:
-    """A small network with buffers of its own; the same values wherever it is made."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return nn.Sequential(
-            nn.Conv2d(1, 8, 3, padding=1),
-            nn.BatchNorm2d(8),
-            nn.ReLU(),
-            nn.Conv2d(8, 12, 3, stride=2, padding=1),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(192, 20),
-            nn.ReLU(),
-            nn.Linear(20, 13),
-        )
-
-
 class Run:
     """One training run on the ranks of a group: a model, its optimizer, a schedule, and the compression's state."""
 
     def __init__(self, stack: Stack, group: dist.ProcessGroup, deterministic: bool) -> None:
         self.group, self.rank = group, dist.get_rank(group)
-        self.model = DistributedDataParallel(network(), process_group=group, bucket_cap_mb=0.004)
+        network = image_network((8, 12), hidden=20, classes=13)
+        self.model = DistributedDataParallel(network, process_group=group, bucket_cap_mb=0.004)
         momentum = 0.0 if stack.applies_momentum else 0.9
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=momentum)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))

@@ -18,7 +18,8 @@ from gradlab.layout import layers_of
 from gradlab.plan import Plan, Wrap, method_plan
 from gradlab.plan.recipes import METHODS
 from gradlab.runtime import CompressionState, compression_hook
-from jobs.ddp_tasks import SMALL_BUCKETS, network
+from jobs.ddp_tasks import SMALL_BUCKETS
+from support.image_network import image_network
 from support.pool_groups import SPARE
 from support.prescribed import Prescribed, gradients
 
@@ -69,7 +70,7 @@ def lemma(group: dist.ProcessGroup, method: str, server: str) -> dict[str, float
     in the fifth iteration.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    bare = network().double()
+    bare = image_network().double()
     model = DistributedDataParallel(bare, process_group=group, bucket_cap_mb=SMALL_BUCKETS)
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD([{"params": parameters[:3]}, {"params": parameters[3:-4]}], lr=0.1)
@@ -139,7 +140,7 @@ def weight_decay_is_torchs(group: dist.ProcessGroup) -> float:
     """SGDM with weight decay in the plan, against torch's optimizer with both under plain DDP: largest difference."""
     parameters = []
     for ours in (True, False):
-        model = DistributedDataParallel(network().double(), process_group=group, bucket_cap_mb=SMALL_BUCKETS)
+        model = DistributedDataParallel(image_network().double(), process_group=group, bucket_cap_mb=SMALL_BUCKETS)
         own: dict[str, Any] = {} if ours else {"momentum": 0.9, "nesterov": True, "weight_decay": 0.05}
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, **own)
         state = None
@@ -163,7 +164,7 @@ def weight_decay_is_torchs(group: dist.ProcessGroup) -> float:
 
 def refusals(group: dist.ProcessGroup) -> dict[str, str]:
     """What a state says of an optimizer that does what the plan does, or that it needs and is not given."""
-    model = DistributedDataParallel(network(), process_group=group)
+    model = DistributedDataParallel(image_network(), process_group=group)
     sgd, adam, messages = torch.optim.SGD, torch.optim.AdamW, {}
     block, decayed = "dist-EF-blockSGDM", {"weight_decay": 1e-4}
     attempts: dict[str, tuple[Plan, Any]] = {

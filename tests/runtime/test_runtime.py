@@ -187,11 +187,11 @@ def test_script_that_forgets_to_close_still_ends(tmp_path: Path) -> None:
     script.write_text(
         "import sys, torch, torch.distributed as dist\n"
         f"sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
-        "from jobs.ddp_tasks import network\n"
+        "from support.image_network import image_network\n"
         "from gradlab.plan import Plan\n"
         "from gradlab.runtime import CompressionState, compression_hook\n"
         "dist.init_process_group('gloo')\n"
-        "model = torch.nn.parallel.DistributedDataParallel(network(), bucket_cap_mb=0.02)\n"
+        "model = torch.nn.parallel.DistributedDataParallel(image_network(), bucket_cap_mb=0.02)\n"
         "state = CompressionState(Plan.uniform(model, 'powersgd', rank=1), model)\n"
         "model.register_comm_hook(state, compression_hook)\n"
         "for _ in range(3):\n"
