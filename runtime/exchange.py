@@ -13,7 +13,7 @@ import torch.distributed as dist
 from gradlab.codec import Tensors
 from gradlab.ddp.optimizers import learning_rates
 from gradlab.errors import GradlabError
-from gradlab.executor import PlanRun
+from gradlab.executor import PlanRun, RunSettings
 from gradlab.layout import Layer, bare_name
 from gradlab.plan import Plan
 from gradlab.runtime import checkpoint
@@ -121,16 +121,8 @@ class Exchange:
             device=device.device,
         )
         rank, world_size = self._communicator.rank, self._communicator.world_size
-        self.run = PlanRun(
-            plan,
-            rank,
-            world_size,
-            plain_sgd=options.plain_sgd,
-            hold_unused=options.hold_unused,
-            replan_beside=True,
-            device=device.device,
-            workspace=workspace,
-        )
+        settings = RunSettings(options.plain_sgd, options.hold_unused, replan_beside=True, device=device.device)
+        self.run = PlanRun(plan, rank, world_size, settings, workspace=workspace)
         self._driver = StepDriver(self.run, self._communicator, _surroundings(pairs, options), workspace, options)
         self.statistics = self._driver.statistics
 

@@ -19,7 +19,7 @@ from gradlab.collectives import (
     run_lockstep,
     wire_bytes,
 )
-from gradlab.executor.step import PlanRun, Step
+from gradlab.executor.step import PlanRun, RunSettings, Step
 from gradlab.plan import FINITE_FLAG_BYTES, Group, Plan
 from gradlab.plan.replanning import ROOT
 
@@ -93,10 +93,8 @@ class LockstepPlan:
         self._elsewhere = frozenset(name for group in groups if group.name not in chosen for name in group.layers)
         self._counts_rest = only is None or groups[0].name in chosen
         codecs = {group.name: plan.build(group) for group in groups if group.name in chosen}
-        self.runs = [
-            PlanRun(plan, rank, world_size, plain_sgd=plain_sgd, hold_unused=hold_unused, only=chosen, codecs=codecs)
-            for rank in range(world_size)
-        ]
+        settings = RunSettings(plain_sgd, hold_unused)
+        self.runs = [PlanRun(plan, rank, world_size, settings, codecs=codecs) for rank in range(world_size)]
         self.remarks: list[str] = []
 
     @property

@@ -19,7 +19,7 @@ DDP throws away what a hook returns for a parameter that no rank used.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -34,6 +34,23 @@ from gradlab.plan.replanning import Replanner, adopted_state
 from gradlab.workspace import Workspace
 
 
+@dataclass(frozen=True)
+class RunSettings:
+    """The training that a plan runs in, as far as a step depends on it.
+
+    Attributes:
+        plain_sgd: whether the optimizer is SGD without momentum of its own (see `Context`).
+        hold_unused: whether a layer without a gradient on any rank is held.
+        replan_beside: whether a refresh measures in a thread while training goes on, or when its choice is due.
+        device: of the codecs' tensors.
+    """
+
+    plain_sgd: bool = False
+    hold_unused: bool = False
+    replan_beside: bool = False
+    device: torch.device | str = "cpu"
+
+
 class PlanRun:
     """One rank's run of a plan.
 
@@ -46,11 +63,13 @@ class PlanRun:
         learning_rates: by layer name, the last one of a committed step that was not zero: the unit of residuals.
 
     Args:
-        plain_sgd: whether the optimizer is SGD without momentum of its own (see `Context`).
-        hold_unused: whether a layer without a gradient on any rank is held.
-        replan_beside: whether a refresh measures in a thread while training goes on, or when its choice is due.
-        only: names of the groups to run; None for all that are not plainly dense.
-        codecs: built for this plan already, by group name.
+        plan: to be run.
+        rank: of this process, from 0.
+        world_size: number of ranks.
+        settings: None for `RunSettings()`.
+        codecs: by group name, built for this plan already, of the groups to run; None: built here, of all groups that
+            are not plainly dense.
+        workspace: where codecs take their memory from; None: their own.
     """
 
     def __init__(
@@ -58,25 +77,21 @@ class PlanRun:
         plan: Plan,
         rank: int,
         world_size: int,
+        settings: RunSettings | None = None,
         *,
-        plain_sgd: bool = False,
-        hold_unused: bool = False,
-        replan_beside: bool = False,
-        only: Collection[str] | None = None,
         codecs: Mapping[str, Codec] | None = None,
-        device: torch.device | str = "cpu",
         workspace: Workspace | None = None,
     ) -> None:
         self.plan = plan
         self.rank, self.world_size = rank, world_size
-        self.plain_sgd, self.hold_unused = plain_sgd, hold_unused
+        self.settings = settings or RunSettings()
         self.workspace = Workspace() if workspace is None else workspace
-        self.replanner = None if plan.refresh is None else Replanner(plan, rank, world_size, beside=replan_beside)
-        chosen = plan.compressed_groups if only is None else [group for group in plan.groups if group.name in only]
+        beside = self.settings.replan_beside
+        self.replanner = None if plan.refresh is None else Replanner(plan, rank, world_size, beside=beside)
+        chosen = plan.compressed_groups if codecs is None else [group for group in plan.groups if group.name in codecs]
         self.groups: dict[str, Group] = {group.name: group for group in chosen}
         self.group_of = {layer: group.name for group in chosen for layer in group.layers}
-        self._device = device
-        self.codecs: dict[str, Codec] = dict(codecs) if codecs is not None else {g.name: self._built(g) for g in chosen}
+        self.codecs: dict[str, Codec] = {g.name: self._built(g) for g in chosen} if codecs is None else dict(codecs)
         self.states: dict[str, Tensors] = {}
         self.iteration = 0
         self.learning_rates: dict[str, float] = {}
@@ -104,7 +119,7 @@ class PlanRun:
         request = self.replanner.message(self.iteration) if self.replanner is not None else None
         if self.replanner is None or request is None:
             return ""
-        message = yield replace(request, tensor=request.tensor.to(self._device))
+        message = yield replace(request, tensor=request.tensor.to(self.settings.device))
         self.adopt(self.replanner.adopt(message))
         return self.replanner.failure
 
@@ -116,7 +131,7 @@ class PlanRun:
         """
         for group in plan.groups:
             if group.name in self.groups and group != self.groups[group.name]:
-                old, new = self.codecs[group.name], plan.build(group).to(self._device)
+                old, new = self.codecs[group.name], plan.build(group).to(self.settings.device)
                 self.codecs[group.name], self.groups[group.name] = new, group
                 if group.name in self.states:
                     self.states[group.name] = adopted_state(new, old, self.states[group.name])
@@ -151,7 +166,7 @@ class PlanRun:
             previous_learning_rate={**rates, **self.learning_rates},
             loss_scale=loss_scale,
             start=self.plan.schedule.warmup_steps,
-            plain_sgd=self.plain_sgd,
+            plain_sgd=self.settings.plain_sgd,
             parameters=parameters or {},
             workspace=self.workspace,
         )
@@ -182,7 +197,7 @@ class PlanRun:
         self.learning_rates |= {layer: rate for layer, rate in rates.items() if rate and layer not in step.held}
 
     def _built(self, group: Group) -> Codec:
-        return self.plan.build(group).to(self._device)
+        return self.plan.build(group).to(self.settings.device)
 
 
 class Step:
@@ -317,7 +332,7 @@ class Step:
             bad = tuple(name for name, gradient in gradients.items() if not is_finite(gradient))
             self.finite = self.finite and not bad and buffer is None
             self.non_finite += bad
-        if self._run.hold_unused:
+        if self._run.settings.hold_unused:
             self._empty |= {name: not bool(grad.any()) for name, grad in gradients.items() if self.is_active(name)}
 
 
