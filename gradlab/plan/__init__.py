@@ -1,6 +1,6 @@
 """Which group of layers gets which codec, and from which step on; how plans are made and made anew."""
 
-from gradlab.plan.lgc_recipe import lgc_plan
+from gradlab.plan.lgc_recipe import LgcRecipe, lgc_plan
 from gradlab.plan.plan import (
     FEEDBACK,
     FINITE_FLAG_BYTES,
@@ -17,6 +17,7 @@ __all__ = [
     "FEEDBACK",
     "FINITE_FLAG_BYTES",
     "Group",
+    "LgcRecipe",
     "Plan",
     "Schedule",
     "Wrap",

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from gradlab.codec import Tensors
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, layers_of
 from gradlab.plan.plan import Group, Plan, Schedule, Wrap, groups_of_the_rest
 
 PATTERNS = ("ring", "server")
 GROUP = "autoencoder"
-_DENSE_STEPS = 200
 
 
 def graph_order(model: nn.Module) -> list[str]:
@@ -48,28 +49,11 @@ def graph_order(model: nn.Module) -> list[str]:
     return list(ordered)
 
 
-def lgc_plan(
-    model: nn.Module | Sequence[Layer],
-    pattern: str = "ring",
-    *,
-    first: str | None = None,
-    last: str | None = None,
-    momentum: float | None = None,
-    keep: str = "unselected",
-    warmup_steps: int = _DENSE_STEPS,
-    autoencoder: torch.Tensor | None = None,
-    error: float | None = None,
-    seed: int = 0,
-    **settings: Any,
-) -> Plan:
-    """Build LGC's plan, with the codec `lgc_ring` or `lgc_server`.
-
-    The first layer, vectors and layers below 256 elements stay dense. The last layer's largest values travel without
-    the autoencoder: in a ring at a random leader's positions, to a server at each rank's own.
+@dataclass(frozen=True, kw_only=True)
+class LgcRecipe:
+    """What LGC's plan is beside its codec's settings.
 
     Args:
-        model: the model, or its layers.
-        pattern: "ring" or "server".
         first, last: names of the first and the last layer; None: the first and the last matrix or convolution in the
             order of the model's graph (of recorded layers: in the order of registration).
         momentum: m of momentum correction, as in the paper's text; the optimizer's own must be 0. None: accumulation
@@ -77,11 +61,40 @@ def lgc_plan(
         keep: what a residual is, see `error_feedback`: "unselected", the paper's, or "difference", the compression
             error.
         warmup_steps: dense iterations before the first compressed one.
+        seed: of the random streams that ranks share.
+    """
+
+    first: str | None = None
+    last: str | None = None
+    momentum: float | None = None
+    keep: str = "unselected"
+    warmup_steps: int = 200
+    seed: int = 0
+
+
+def lgc_plan(
+    model: nn.Module | Sequence[Layer],
+    pattern: str = "ring",
+    recipe: LgcRecipe | None = None,
+    *,
+    autoencoder: torch.Tensor | None = None,
+    error: float | None = None,
+    **settings: Any,
+) -> Plan:
+    """Build LGC's plan, with the codec `lgc_ring` or `lgc_server`: lgc_plan(model, "ring", momentum=0.9, density=0.01).
+
+    The first layer, vectors and layers below 256 elements stay dense. The last layer's largest values travel without
+    the autoencoder: in a ring at a random leader's positions, to a server at each rank's own.
+
+    Args:
+        model: the model, or its layers.
+        pattern: "ring" or "server".
+        recipe: None for `LgcRecipe()`.
         autoencoder: weights that were learned before, one vector (weights,).
         error: of these weights on gradients that they were not learned from, relative to sending zeros. Above the
             codec's `most_error` the weights are not used.
-        seed: of the random streams that ranks share.
-        settings: of the codec.
+        settings: of the codec, by name. A name that is a field of `LgcRecipe` (first, last, momentum, keep,
+            warmup_steps, seed) replaces that field of `recipe`.
 
     Raises:
         GradlabError: for another pattern, an unknown layer, a model without a layer between the first and the last, or
@@ -89,39 +102,58 @@ def lgc_plan(
     """
     if pattern not in PATTERNS:
         raise GradlabError(f"LGC: pattern {pattern!r}, expected 'ring' or 'server'")
+    changes = {item.name: settings.pop(item.name) for item in fields(LgcRecipe) if item.name in settings}
+    recipe = replace(recipe or LgcRecipe(), **changes)
     layers = layers_of(model) if isinstance(model, nn.Module) else tuple(model)
+    order = graph_order(model) if isinstance(model, nn.Module) else [layer.name for layer in layers]
+    first, last = _ends(layers, order, recipe)
+    around = _residuals(recipe.momentum, keep=recipe.keep)
+    groups = [Group(GROUP, _between(layers, first, last), f"lgc_{pattern}", settings, around)]
+    if last not in ("", first):
+        sparse = ("clt_k", {"leader": "random"}) if pattern == "ring" else ("topk", {})
+        density = {"density": settings.get("density", 0.001)}
+        groups.append(Group(last, (last,), sparse[0], density | sparse[1], _residuals(recipe.momentum)))
+    compressed = {name for group in groups for name in group.layers}
+    groups += groups_of_the_rest(layers, [layer for layer in layers if layer.name in compressed], around)
+    schedule = Schedule(recipe.warmup_steps)
+    return Plan(layers, tuple(groups), schedule, recipe.seed, _learned(autoencoder, error))
+
+
+def _is_large(layer: Layer) -> bool:
+    return len(layer.shape) >= 2 and layer.numel >= 256
+
+
+def _ends(layers: Sequence[Layer], order: Sequence[str], recipe: LgcRecipe) -> tuple[str, str]:
+    """Names of the first and the last layer: the recipe's, or those of the large layers in `order`; "" without any."""
     by_name = {layer.name: layer for layer in layers}
-    order = graph_order(model) if isinstance(model, nn.Module) else list(by_name)
-    large = [name for name in order if name in by_name and _is_large(by_name[name])]
-    for name in (first, last):
+    for name in (recipe.first, recipe.last):
         if name is not None and name not in by_name:
             raise GradlabError(f"LGC: no layer {name!r} in the model")
-    ends = {first or (large[0] if large else ""), last or (large[-1] if large else "")}
-    middle = tuple(layer.name for layer in layers if _is_large(layer) and layer.name not in ends)
+    large = [name for name in order if name in by_name and _is_large(by_name[name])] or [""]
+    return recipe.first or large[0], recipe.last or large[-1]
+
+
+def _between(layers: Sequence[Layer], first: str, last: str) -> tuple[str, ...]:
+    """Names of the large layers that are neither the first nor the last."""
+    large = [layer.name for layer in layers if _is_large(layer)]
+    middle = tuple(name for name in large if name not in (first, last))
     if not middle:
         raise GradlabError(
             f"LGC: {len(large)} layers of two dimensions and 256 elements: the first stays dense and the last is sent "
             "without the autoencoder, so that no layer is left to learn from"
         )
+    return middle
+
+
+def _residuals(momentum: float | None, **keep: str) -> tuple[Wrap, ...]:
+    """The wrapper that keeps residuals: error feedback, or momentum correction where there is momentum."""
     if momentum is None:
-        around: tuple[Wrap, ...] = (Wrap("error_feedback", {"keep": keep, "step_size_ratio": False}),)
-        exact: tuple[Wrap, ...] = (Wrap("error_feedback", {"step_size_ratio": False}),)
-    else:
-        around = (Wrap("momentum_correction", {"momentum": momentum, "keep": keep}),)
-        exact = (Wrap("momentum_correction", {"momentum": momentum}),)
-    groups = [Group(GROUP, middle, f"lgc_{pattern}", settings, around)]
-    end = last or large[-1]
-    density = settings.get("density", 0.001)
-    if end != (first or large[0]):
-        sparse = ("clt_k", {"leader": "random"}) if pattern == "ring" else ("topk", {})
-        groups.append(Group(end, (end,), sparse[0], {"density": density, **sparse[1]}, exact))
-    compressed = [by_name[name] for group in groups for name in group.layers]
-    groups += groups_of_the_rest(layers, compressed, around)
-    learned = {} if autoencoder is None else {GROUP: {"autoencoder": autoencoder}}
-    if autoencoder is not None and error is not None:
-        learned[GROUP]["error"] = torch.tensor([error])
-    return Plan(layers, tuple(groups), Schedule(warmup_steps), seed, learned)
+        return (Wrap("error_feedback", {**keep, "step_size_ratio": False}),)
+    return (Wrap("momentum_correction", {"momentum": momentum, **keep}),)
 
 
-def _is_large(layer: Layer) -> bool:
-    return len(layer.shape) >= 2 and layer.numel >= 256
+def _learned(autoencoder: torch.Tensor | None, error: float | None) -> dict[str, Tensors]:
+    """What the plan knows of the autoencoder, by group: its weights (weights,), and their error (1,)."""
+    if autoencoder is None:
+        return {}
+    return {GROUP: {"autoencoder": autoencoder, **({} if error is None else {"error": torch.tensor([error])})}}

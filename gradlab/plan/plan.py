@@ -8,14 +8,14 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from torch import nn
 
 from gradlab import codecs
 from gradlab import wrappers as wrapper_registry
-from gradlab.codec import Codec, Tensors, hash_tensor
+from gradlab.codec import Codec, PlanDefaults, Tensors, hash_tensor
 from gradlab.codec.settings import build_settings, plain
 from gradlab.codec.wrapper import innermost
 from gradlab.errors import GradlabError
@@ -237,29 +237,22 @@ class Plan:
             GradlabError: for an unknown codec, a setting out of range, or `wrappers` with `error_feedback`.
         """
         layers = layers_of(model) if isinstance(model, nn.Module) else tuple(model)
-        if wrappers is not None and not (
-            isinstance(wrappers, Sequence) and all(isinstance(wrap, Wrap) for wrap in wrappers)
-        ):
-            raise GradlabError(f"plan: wrappers = {str(wrappers)[:80]!r}, expected a list of Wrap(name, settings)")
-        if wrappers is not None and error_feedback is not None:
-            raise GradlabError(
-                "plan: wrappers and error_feedback are both given: name error_feedback among the wrappers"
-            )
+        _check_wrappers(wrappers, error_feedback)
         built = codecs.make(codec, **settings)
-        defaults = built.defaults
         around = default_wrappers(built, error_feedback) if wrappers is None else tuple(wrappers)
-        dimensions = defaults.minimum_dimensions if minimum_dimensions is None else minimum_dimensions
-        least = defaults.minimum_numel if minimum_numel is None else minimum_numel
-        chosen = [layer for layer in layers if len(layer.shape) >= dimensions and layer.numel >= least]
-        chosen = [layer for layer in chosen if layer.role in (defaults.roles if roles is None else roles)]
-        most = defaults.group_bytes if group_bytes is None else group_bytes
-        if not isinstance(most, (int, float)) or not most >= 0:
-            raise GradlabError(f"plan: group_bytes = {most!r}, expected a number from 0")
-        runs = segments(chosen, lambda layer: 4 * layer.numel, most)
-        names = [tuple(layer.name for layer in run) for run in runs]
-        groups = [Group(_group_name(members), members, codec, settings, around) for members in names]
-        schedule = Schedule(defaults.warmup_steps if warmup_steps is None else warmup_steps)
-        return cls(layers, (*groups, *groups_of_the_rest(layers, chosen, around)), schedule, seed)
+        given: dict[str, Any] = {
+            "warmup_steps": warmup_steps,
+            "minimum_dimensions": minimum_dimensions,
+            "minimum_numel": minimum_numel,
+            "roles": roles,
+            "group_bytes": group_bytes,
+        }
+        choice = replace(built.defaults, **{name: value for name, value in given.items() if value is not None})
+        compressed = _compressed(layers, choice)
+        members = _consecutive(compressed, choice.group_bytes)
+        groups = [Group(_group_name(names), names, codec, settings, around) for names in members]
+        rest = groups_of_the_rest(layers, compressed, around)
+        return cls(layers, (*groups, *rest), Schedule(choice.warmup_steps), seed)
 
     def members(self, group: Group) -> tuple[Layer, ...]:
         """Return the layers of a group.
@@ -450,6 +443,35 @@ def default_wrappers(codec: Codec, error_feedback: bool | None = None) -> tuple[
     """
     feedback = codec.defaults.error_feedback if error_feedback is None else error_feedback
     return (*(FEEDBACK if feedback else ()), *((Wrap("two_way"),) if codec.defaults.two_way else ()))
+
+
+def _check_wrappers(wrappers: Any, error_feedback: bool | None) -> None:
+    """Refuse wrappers that are no list of `Wrap`, or that come together with error_feedback."""
+    if wrappers is None:
+        return
+    if not isinstance(wrappers, Sequence) or not all(isinstance(wrap, Wrap) for wrap in wrappers):
+        raise GradlabError(f"plan: wrappers = {str(wrappers)[:80]!r}, expected a list of Wrap(name, settings)")
+    if error_feedback is not None:
+        raise GradlabError("plan: wrappers and error_feedback are both given: name error_feedback among the wrappers")
+
+
+def _compressed(layers: Sequence[Layer], choice: PlanDefaults) -> list[Layer]:
+    """The layers that are large enough, and of the roles that are compressed."""
+    return [
+        layer
+        for layer in layers
+        if len(layer.shape) >= choice.minimum_dimensions
+        and layer.numel >= choice.minimum_numel
+        and layer.role in choice.roles
+    ]
+
+
+def _consecutive(layers: Sequence[Layer], group_bytes: float) -> list[tuple[str, ...]]:
+    """Names of consecutive layers that share a group of at most group_bytes bytes of float32 gradients."""
+    if not isinstance(group_bytes, (int, float)) or not group_bytes >= 0:
+        raise GradlabError(f"plan: group_bytes = {group_bytes!r}, expected a number from 0")
+    runs = segments(layers, lambda layer: 4 * layer.numel, group_bytes)
+    return [tuple(layer.name for layer in run) for run in runs]
 
 
 def _group_name(layers: Sequence[str]) -> str:

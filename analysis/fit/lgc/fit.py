@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from gradlab.codecs.lgc_server import LgcServer
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable, plain
 from gradlab.learning.autoencoder import gradient_of, optimized
-from gradlab.plan import lgc_plan
+from gradlab.plan import LgcRecipe, lgc_plan
 from gradlab.plan.lgc_recipe import GROUP
 from gradlab.progress import Progress
 
@@ -67,24 +67,20 @@ class Fitting:
 
 
 @dataclass(frozen=True)
-class LgcOptions:
+class LgcOptions(LgcRecipe):
     """The plan that `fit_lgc` makes, and how its autoencoder is learned.
 
     Args:
         settings: of codec `lgc_ring` or `lgc_server`. Its loss, optimizer, learning_rate and the like are for tuning
             while training.
         fitting: how the autoencoder is learned on the trace; None is `Fitting()`.
-        first, last, momentum, keep, warmup_steps, seed: as for `gradlab.plan.lgc_plan`.
+        first, last, momentum, keep, warmup_steps, seed: as for `gradlab.plan.LgcRecipe`, but that warmup_steps is
+            0 by default.
     """
 
     settings: Mapping[str, Any] | None = None
     fitting: Fitting | None = None
-    first: str | None = None
-    last: str | None = None
-    momentum: float | None = None
-    keep: str = "unselected"
-    warmup_steps: int = 0
-    seed: int = 0
+    warmup_steps: int = field(default=0, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -152,11 +148,9 @@ def fit_lgc(
     """
     options = replace(options or LgcOptions(), **changes)
     fitting, settings = options.fitting or Fitting(), dict(options.settings or {})
-    # Refuses what is no setting of the codec, before it is taken for an argument of lgc_plan.
+    # Refuses what is no setting of the codec, before it is taken for a field of the recipe.
     build_settings(LgcServer if pattern == "server" else LgcRing, settings)
-    names = ("first", "last", "momentum", "keep", "warmup_steps", "seed")
-    shape = {name: getattr(options, name) for name in names} | settings
-    plan = lgc_plan(trace.layers, pattern, **shape)
+    plan = lgc_plan(trace.layers, pattern, options, **settings)
     selections = collect_selections(trace, plan, progress=progress)
     if len(selections) < _LEAST_ITERATIONS:
         raise GradlabError(
@@ -170,11 +164,11 @@ def fit_lgc(
     learner = learner_of(pattern, settings, numels, trace.world_size)
     weights, curve = learn(learner, learned, stopper, fitting, options.seed, progress)
     code_numel = learner.architecture.code_numel(selections.count)
-    in_order = shape.get("order") == "value" and shape.get("normalise", "none") == "none"
+    in_order = settings.get("order") == "value" and settings.get("normalise", "none") == "none"
     codes = [Code("autoencoder", partial(learner.averages, weights), *learner.sizes(selections))]
     codes += codes_without_learning(learned, selections, trace.world_size, code_numel, in_order)
     scores = [_score(code, held_out) for code in codes]
-    plan = lgc_plan(trace.layers, pattern, autoencoder=weights, error=scores[0].error, **shape)
+    plan = lgc_plan(trace.layers, pattern, options, autoencoder=weights, error=scores[0].error, **settings)
     provenance = {
         "method": "lgc",
         "pattern": pattern,
