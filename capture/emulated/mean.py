@@ -61,7 +61,11 @@ class NodeMean:
         self._clear()
 
     def end_step(self) -> None:
-        """Put the mean into .grad; an unused parameter gets its earlier .grad back. Raises as `begin_node`."""
+        """Put the mean into .grad. An unused parameter gets its earlier .grad back.
+
+        Raises:
+            GradlabError: if a parameter has changed within the step.
+        """
         self._require_unchanged()
         for parameter, total, before in zip(self._parameters, self._totals, self._before, strict=True):
             parameter.grad = before if total is None else total

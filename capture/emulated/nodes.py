@@ -137,13 +137,16 @@ class EmulatedNodes:
 
     @contextlib.contextmanager
     def node(self, rank: int) -> Iterator[None]:
-        """Run one node's forward and backward pass; nodes come in order, 0 to N - 1. Afterwards every .grad is None.
+        """Run one node's forward and backward pass, in order from 0 to N - 1. Afterwards every .grad is None.
 
         If the body raises, the node does not count and can be repeated.
 
+        Args:
+            rank: the node, from 0.
+
         Raises:
-            GradlabError: if it is not this node's turn; at node 0, if gradients other than zero are left over; at later
-                nodes, if a parameter has changed since node 0.
+            GradlabError: if it is not this node's turn. At node 0, if gradients other than zero are left over. At
+                later nodes, if a parameter has changed since node 0.
         """
         self._require_turn(rank)
         if rank == 0:

@@ -41,7 +41,15 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_numbers(world_size: int, seed: int) -> None:
-    """Raise GradlabError for a number of nodes or a seed out of range."""
+    """Check the number of nodes and the seed.
+
+    Args:
+        world_size: number of nodes.
+        seed: node r draws from seed + r.
+
+    Raises:
+        GradlabError: if one of them is out of range.
+    """
     if type(world_size) is not int or world_size < 1:
         raise GradlabError(f"world_size is {world_size!r}, expected a whole number of at least 1")
     if type(seed) is not int or not 0 <= seed < 2**63 - world_size:
@@ -49,7 +57,15 @@ def check_numbers(world_size: int, seed: int) -> None:
 
 
 def row_bytes(layers: list[Layer], dtype: str) -> int:
-    """Return the bytes of one step's gradients of one node, as stored."""
+    """Count the bytes of one step's gradients of one node, as stored.
+
+    Args:
+        layers: the recorded layers.
+        dtype: the stored type.
+
+    Returns:
+        Bytes.
+    """
     return sum(layer.numel for layer in layers) * STORED_DTYPE[dtype].itemsize
 
 
@@ -78,7 +94,15 @@ def require_room(world_size: int, row_bytes: int) -> None:
 
 
 def emulated_metadata(model: nn.Module, settings: StepSettings, metadata: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the manifest's metadata of the run; the user's `metadata` overrides other entries.
+    """Collect the manifest's metadata of the run.
+
+    Args:
+        model: the bare module.
+        settings: of the recording.
+        metadata: the user's, which override the others.
+
+    Returns:
+        Plain JSON.
 
     Raises:
         GradlabError: for metadata that is not a dict of JSON values.

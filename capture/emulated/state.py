@@ -48,7 +48,7 @@ class NodeBuffers:
 
 
 class NodeStreams:
-    """Torch's global generators, with one state for each node; dropout draws from no others.
+    """Torch's global generators, with one state for each node. Dropout draws from no others.
 
     Node r begins as a process after `torch.manual_seed(seed + r)`. Outside of nodes the generators are as if no node
     had drawn from them.
@@ -64,7 +64,11 @@ class NodeStreams:
 
     @contextlib.contextmanager
     def of(self, rank: int) -> Iterator[None]:
-        """Draw from the generators of node `rank`; if the body fails, its draws are undone."""
+        """Draw from the generators of one node while the context lasts. If the body fails, its draws are undone.
+
+        Args:
+            rank: the node, from 0.
+        """
         generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in self._devices)]
         with torch.random.fork_rng(devices=self._devices):
             states = self._states.get(rank)

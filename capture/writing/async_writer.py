@@ -80,7 +80,7 @@ class AsyncWriter:
 
     @property
     def steps_lost(self) -> int:
-        """Steps that were due and are not recorded; after a failure, also those that never will be."""
+        """Steps that were due and are not recorded. After a failure, also those that never will be."""
         return self._dropped + (self._taken - self._writer.steps_committed if self.failed else 0)
 
     @property
@@ -100,17 +100,25 @@ class AsyncWriter:
         return buffer
 
     def hold(self, buffer: StepBuffer) -> None:
-        """Keep a complete step as pending, for annotations."""
+        """Keep a complete step as pending, for annotations.
+
+        Args:
+            buffer: the step.
+        """
         self.pending = buffer
 
     def send_pending(self) -> None:
-        """Send the pending step to the thread; it takes no more annotations."""
+        """Send the pending step to the thread. It takes no more annotations."""
         if self.pending is not None:
             self._queue.put(self.pending)
             self.pending = None
 
     def discard(self, buffer: StepBuffer) -> None:
-        """Drop a step in which not all layers reached the hook; it counts as lost."""
+        """Drop a step in which not all layers reached the hook, and count it as lost.
+
+        Args:
+            buffer: the step.
+        """
         self._dropped += 1
         if self._dropped == 1 and not self.failed:
             logger.warning("recording %s: a step in which not all layers reached the hook is lost", self._where)
@@ -133,7 +141,11 @@ class AsyncWriter:
         return RecorderReport(self._where, written, self.steps_lost, self._writer.bytes_committed, self.reason)
 
     def fail(self, error: BaseException) -> None:
-        """Give up recording, and log the reason once."""
+        """Give up recording, and log the reason once.
+
+        Args:
+            error: the reason.
+        """
         with self._failing:
             if self.failed:
                 return
@@ -196,7 +208,14 @@ class AsyncWriter:
 
 
 def describe(error: BaseException) -> str:
-    """Return an error's reason in one line; HDF5 hides the system's reason in a message of several lines."""
+    """Describe an error in one line. HDF5 hides the system's reason in a message of several lines.
+
+    Args:
+        error: any error.
+
+    Returns:
+        One line.
+    """
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno)
     if match := re.search(r"error message = '([^']+)'", str(error)):

@@ -50,7 +50,11 @@ class StepBuffer:
 
 
 class BufferPool:
-    """At most `count` step buffers, made when first needed; in pinned memory if `pinned`, for copies from a GPU."""
+    """A limited number of step buffers, made when first needed.
+
+    count: step buffers at most.
+    pinned: whether they are in pinned memory, for copies from a GPU.
+    """
 
     def __init__(self, layers: Sequence[Layer], dtype: str, count: int, pinned: bool) -> None:
         self._layers, self._dtype, self._pinned = layers, dtype, pinned
@@ -58,7 +62,14 @@ class BufferPool:
         self._free: queue.SimpleQueue[StepBuffer] = queue.SimpleQueue()
 
     def acquire(self, keep_waiting: Callable[[], bool]) -> StepBuffer | None:
-        """Return an empty buffer; wait for one while `keep_waiting()` is true, then return None."""
+        """Return an empty buffer, and wait for one if all are in use.
+
+        Args:
+            keep_waiting: asked again and again. False ends the wait.
+
+        Returns:
+            The buffer; None: the wait ended without one.
+        """
         buffer = self._take() or self._make()
         while buffer is None and keep_waiting():
             buffer = self._take(timeout=0.05)

@@ -48,7 +48,12 @@ def require_free(path: Path, overwrite: bool) -> None:
 
 
 def start_folder(path: Path, manifest: Manifest, overwrite: bool) -> None:
-    """Make the folder and write the manifest; `overwrite` first removes a trace that is there.
+    """Make the folder and write the manifest.
+
+    Args:
+        path: the trace's folder.
+        manifest: to write.
+        overwrite: whether a trace that is there is removed first.
 
     Raises:
         GradlabError: if the folder cannot be written.
@@ -63,10 +68,19 @@ def start_folder(path: Path, manifest: Manifest, overwrite: bool) -> None:
 
 
 def start_together(path: Path, manifest: Manifest, overwrite: bool, ranks: Ranks) -> Manifest:
-    """Start the folder on rank 0, and return rank 0's manifest on every rank; a collective.
+    """Start the folder on rank 0, and return rank 0's manifest on every rank. A collective.
 
     A rank on a machine that does not share the folder writes a copy of the manifest, so that the ranks' folders can be
     put together later.
+
+    Args:
+        path: the trace's folder.
+        manifest: this rank's.
+        overwrite: whether a trace that is there is removed first.
+        ranks: all ranks of the recording.
+
+    Returns:
+        Rank 0's manifest.
 
     Raises:
         GradlabError: the same on all ranks, if one of them cannot write.
@@ -112,7 +126,14 @@ def _clear_rank(folder: Path) -> None:
 
 
 def lock_rank(path: Path, rank: int) -> int:
-    """Lock a rank's folder and return the lock's file descriptor; the kernel unlocks it when the process dies.
+    """Lock a rank's folder. The kernel unlocks it when the process dies.
+
+    Args:
+        path: the trace's folder.
+        rank: from 0.
+
+    Returns:
+        The lock's file descriptor.
 
     Raises:
         GradlabError: if a live process holds the lock.
@@ -130,6 +151,12 @@ def lock_rank(path: Path, rank: int) -> int:
 
 
 def unlock_rank(path: Path, rank: int, descriptor: int) -> None:
-    """Release the lock and remove its file."""
+    """Release the lock and remove its file.
+
+    Args:
+        path: the trace's folder.
+        rank: from 0.
+        descriptor: from `lock_rank`.
+    """
     (path / rank_folder(rank) / LOCK).unlink(missing_ok=True)
     os.close(descriptor)

@@ -44,8 +44,8 @@ def analyze(
 ) -> None:
     """Measure a trace in every way and write a report whose first line says whether compression pays.
 
-    Its pages: step times and replays of plans; what ranks share, beside null hypotheses; the noise scale; codecs beside
-    the rate-distortion limit; a GradiVeQ fit tried on later iterations; signs; every layer.
+    Its pages show step times and replays of plans, what ranks share beside null hypotheses, and the noise scale. They
+    also show codecs beside the rate-distortion limit, a GradiVeQ fit tried on later iterations, signs, and every layer.
 
     Examples:
 

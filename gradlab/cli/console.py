@@ -20,7 +20,7 @@ ERR = Console(stderr=True, highlight=False, soft_wrap=True)
 
 @contextmanager
 def progress_bars() -> Iterator[Progress]:
-    """A function (what, done, total) that draws one bar per kind of work; silent where nobody watches."""
+    """Yield a function (what, done, total) that draws a bar per kind of work, or nothing without a terminal."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -40,14 +40,25 @@ def progress_bars() -> Iterator[Progress]:
 
 
 def print_json(value: Any) -> None:
-    """The result for scripts: one JSON document, nothing else on standard output; no NaN."""
+    """Print the result for scripts: one JSON document without NaN, nothing else on standard output.
+
+    Args:
+        value: plain JSON.
+    """
     from gradlab.jsonable import plain
 
     print(json.dumps(plain(value), indent=1, allow_nan=False))
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
-    """A table; the first `left` columns are text, the others numbers."""
+    """Print a table.
+
+    Args:
+        title: above the table.
+        header: the heads of the columns.
+        rows: text cells.
+        left: number of leading columns that hold text. The others hold numbers.
+    """
     table = Table(title=title or None, title_justify="left", header_style="bold")
     for column, name in enumerate(header):
         table.add_column(name, justify="left" if column < left else "right")
@@ -59,11 +70,19 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def print_warnings(lines: Iterable[str]) -> None:
-    """What a reader must know before the figures that follow: part of the result."""
+    """Print what a reader must know before the numbers that follow. It is part of the result.
+
+    Args:
+        lines: one warning each.
+    """
     for line in lines:
         OUT.print(f"warning: {line}", markup=False)
 
 
 def say(text: str) -> None:
-    """A remark, for people."""
+    """Print a remark for people, on standard error.
+
+    Args:
+        text: the remark.
+    """
     ERR.print(text, markup=False)

@@ -65,7 +65,11 @@ def evaluate(
 
 
 def print_replays(replays: Mapping[str, Replay]) -> None:
-    """Print what replays say, with their warnings, then one row per replayed plan."""
+    """Print what replays say, with their warnings, then one row per replayed plan.
+
+    Args:
+        replays: by the plan's name.
+    """
     from gradlab.analysis.replay.ranking import ranking_stability
     from gradlab.analysis.report.tables import replay_table
     from gradlab.analysis.report.verdict import ranking_line, replay_verdict

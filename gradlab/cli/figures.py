@@ -1,4 +1,4 @@
-"""One figure as a command's result: checked before the work, drawn after it."""
+"""Write one figure as a command's result: checked before the work, drawn after it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ FIGURES = (".svg", ".pdf")
 def require_figure(out: Path, overwrite: bool) -> None:
     """Refuse a name that no figure can have, or that is taken.
 
+    Args:
+        out: the figure's file.
+        overwrite: whether a file that is there may be replaced.
+
     Raises:
         GradlabError: for another ending than those in `FIGURES`, or a file that is there if overwrite is false.
     """
@@ -28,7 +32,12 @@ def require_figure(out: Path, overwrite: bool) -> None:
 
 
 def write_figure(draw: Callable[[], Figure], out: Path) -> None:
-    """Draw a figure and write it, whole or not at all."""
+    """Draw a figure and write it, whole or not at all.
+
+    Args:
+        draw: makes the figure.
+        out: the file, whose ending is the format.
+    """
     from gradlab.analysis.figures.style import drawing, render
     from gradlab.files import write_whole
 

@@ -15,7 +15,7 @@ def inspect(
     ranks: Annotated[int, typer.Option(min=1, help="World size for the forecast of bytes.")] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """What an artifact does to which layer, where it came from, and the bytes it will send.
+    """Show what an artifact does to which layer, where it came from, and the bytes it will send.
 
     Example:
 

@@ -23,7 +23,7 @@ def methods(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print all as a page (docs/methods.md).")] = False,
 ) -> None:
-    """What there is to choose from: codecs with their guarantees, collectives and bytes; wrappers; methods by name.
+    """List codecs with their guarantees, collectives and bytes, wrappers, and methods by name.
 
     Examples:
 
@@ -118,7 +118,11 @@ def _one(facts: Facts) -> str:
 
 
 def by_name() -> dict[str, str]:
-    """What each method of `gradlab.plan.recipes` is made of."""
+    """Describe what each method of `gradlab.plan.recipes` is made of.
+
+    Returns:
+        One line by the method's name.
+    """
     from gradlab.plan.recipes import METHODS
 
     return {name: _made_of(method) for name, method in METHODS.items()}

@@ -10,9 +10,9 @@ import torch
 
 
 class HostDevice:
-    """The CPU: what a hook is handed is there, and what the worker returns is too.
+    """The CPU: a bucket's gradients are there when the hook gets it, and so are the worker's results.
 
-    shares_stream: whether the hook's thread and the worker see each other's work without more ado.
+    shares_stream: whether the hook's thread and the worker see each other's work without synchronisation.
     """
 
     shares_stream = True
@@ -21,33 +21,46 @@ class HostDevice:
         self.device = device
 
     def ready(self) -> Any:
-        """In the hook: a mark behind everything that produces the bucket."""
+        """Mark, in the hook, everything that produces the bucket.
+
+        Returns:
+            The mark.
+        """
         return None
 
     def future(self) -> torch.futures.Future[torch.Tensor]:
-        """A future whose consumers see the values whole."""
+        """Make a future whose consumers see all of the values.
+
+        Returns:
+            The future.
+        """
         return torch.futures.Future()
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """In the worker: compute on this device."""
+        """Compute on this device, in the worker, while the context lasts."""
         yield
 
     def receive(self, ready: Any, buffer: torch.Tensor) -> None:
-        """In the worker: take over a bucket that is marked `ready`."""
+        """Take over a bucket in the worker.
+
+        Args:
+            ready: the bucket's mark.
+            buffer: the bucket's.
+        """
 
     def wait(self, ready: Any) -> None:
         """Under `working`: go on after what is marked `ready`."""
 
     def synchronize(self) -> None:
-        """Wait until what was computed under `working` is there."""
+        """Wait until everything computed under `working` has ended."""
 
 
 class CudaDevice(HostDevice):
     """A GPU: the worker has a stream of its own, ordered by events against the training stream.
 
-    The future is given its device and its value under the worker's stream, so that DDP's stream waits for that one;
-    the caching allocator is told that a bucket is used on a second stream.
+    The future is given its device and its value under the worker's stream, so that DDP's stream waits for that one.
+    The caching allocator learns that a bucket is used on a second stream.
     """
 
     shares_stream = False
@@ -87,5 +100,12 @@ class CudaDevice(HostDevice):
 
 
 def device_of(device: torch.device) -> HostDevice:
-    """The device's own form of it."""
+    """Return the class's object for a device.
+
+    Args:
+        device: a CPU or a GPU.
+
+    Returns:
+        A `HostDevice`, on a GPU a `CudaDevice`.
+    """
     return CudaDevice(device) if device.type == "cuda" else HostDevice(device)

@@ -46,8 +46,15 @@ def drive(coroutine: Coroutine[Result], communicator: Communicator) -> Result:
 
     All ranks of the group have to call it with coroutines that ask for the same collectives.
 
+    Args:
+        coroutine: a codec's.
+        communicator: of the group.
+
     Returns:
         What the coroutine returns.
+
+    Raises:
+        CommunicationError: if a collective failed.
     """
     answer: Any = None
     while True:
@@ -82,7 +89,7 @@ class Part:
         return list(self.gradients.values()) if self.buffer is None else [self.buffer]
 
     def settle(self) -> None:
-        """Hand the results on: they are written."""
+        """Pass the results on after they are written."""
 
 
 class Running:
@@ -118,7 +125,11 @@ class Running:
         self._requested: Requested = ()
 
     def advance(self, answers: Sequence[Any] | None = None) -> None:
-        """Run to the next request, or to the end. answers: those to the open requests; None to start."""
+        """Run to the next request, or to the end.
+
+        Args:
+            answers: those to the open requests; None to start.
+        """
         began = time.perf_counter()
         try:
             try:
@@ -135,7 +146,10 @@ class Running:
 
 @dataclass
 class Iteration:
-    """What belongs to the step in progress and is gone after it. measured: whether its errors are measured."""
+    """The data of the step in progress, which are dropped after it.
+
+    measured: whether its errors are measured.
+    """
 
     step: Step
     record: StepRecord
@@ -145,7 +159,7 @@ class Iteration:
     dense: list[Fused] = field(default_factory=list)
 
     def abandon(self) -> None:
-        """Let go of what holds collectives: exchanges refer back to here, and would wait for the collector."""
+        """Let go of what holds collectives, because exchanges refer back to this object."""
         self.ticks.abandon()
         self.dense.clear()
 
@@ -200,7 +214,11 @@ class StepDriver:
         self.current = Iteration(step, record, Ticks(self.communicator.issue), self._is_measured(step.compressing))
 
     def add(self, part: Part) -> None:
-        """Take in a part: start the exchanges that it completes."""
+        """Take in a part: start the exchanges that it completes.
+
+        Args:
+            part: the next one of the step.
+        """
         current = self._in_progress(part)
         current.parts.append(part)
         self._timeline.add("backward", f"bucket {part.index} ready", part.arrived, part.arrived)
@@ -223,6 +241,9 @@ class StepDriver:
 
     def finish(self) -> StepRecord:
         """End the step after its last part: commit it, or, if a gradient was not finite, fill all of it with NaN.
+
+        Returns:
+            The step's bytes and times.
 
         Raises:
             GradlabError: after too many steps in a row that were not finite.
@@ -270,12 +291,23 @@ class StepDriver:
         return record
 
     def fail(self, error: BaseException) -> str:
-        """Note why a step failed, also for the other ranks; returns the reason, which becomes `broken`."""
+        """Note why a step failed, also for the other ranks.
+
+        Args:
+            error: what the step raised.
+
+        Returns:
+            The reason, which becomes `broken`.
+        """
         self.broken = self._reasons.of(error, self.run.iteration)
         return self.broken
 
     def leave(self, reason: str) -> None:
-        """Tell the other ranks why this one ends, unless it has failed or ended before."""
+        """Tell the other ranks why this one ends, unless it has failed or ended before.
+
+        Args:
+            reason: one line.
+        """
         if self.broken is None and self.communicator.group is not None:
             self.broken = f"step {self.run.iteration}: {reason}"
             self._reasons.leave(self.broken)
@@ -286,7 +318,11 @@ class StepDriver:
         self.communicator.close()
 
     def abandon(self) -> list[Part]:
-        """Let go of the step in progress, after an error; returns its parts."""
+        """Let go of the step in progress, after an error.
+
+        Returns:
+            The step's parts.
+        """
         current, self.current = self.current, None
         if current is None:
             return []
@@ -308,7 +344,7 @@ class StepDriver:
         current.record.compress_seconds += time.perf_counter() - began - waited
 
     def _compare_ranks(self) -> None:
-        """Once after a start or a resume: ranks that stand at different steps would send each other nonsense."""
+        """Compare the steps at which ranks stand, once after a start or a resume, as different ones cannot exchange."""
         if not self.ranks_compared:
             group = self.communicator.group
             if group is None:
@@ -327,7 +363,7 @@ class StepDriver:
         return compressing and every > 0 and (self.run.iteration - self.run.plan.schedule.warmup_steps) % every == 0
 
     def _average(self, current: Iteration, part: Part, buffer: torch.Tensor) -> None:
-        """The mean of a whole buffer, in place."""
+        """Average a whole buffer, in place."""
         current.dense.append(part.started or self.communicator.mean_in_place(buffer))
         part.started = None
         if current.measured:

@@ -1,4 +1,4 @@
-"""Steps whose gradients were not finite: when a run is beyond help."""
+"""Count steps whose gradients were not finite, and end a run that has too many of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from gradlab.runtime.engine.statistics import StepRecord
 class NonFiniteSteps:
     """Counts steps in a row whose gradients were not finite on some rank.
 
-    limit: how many end the run; scaled: whether a loss scaler is in use, which makes a few of them normal.
+    limit: number of such steps that ends the run.
+    scaled: whether a loss scaler is in use, which makes a few of them normal.
     """
 
     def __init__(self, limit: int, scaled: bool) -> None:
@@ -20,7 +21,10 @@ class NonFiniteSteps:
         self.in_a_row = 0
 
     def add(self, record: StepRecord) -> None:
-        """Count a step; warn of the first without a scaler.
+        """Count a step. Without a scaler, warn of the first one.
+
+        Args:
+            record: the step's.
 
         Raises:
             GradlabError: after too many in a row.

@@ -43,11 +43,19 @@ class Statistics:
         self.steps: deque[StepRecord] = deque(maxlen=history)
 
     def add(self, record: StepRecord) -> None:
-        """Keep a step; the oldest goes when there are too many."""
+        """Keep a step. The oldest one is dropped when there are too many.
+
+        Args:
+            record: the step's.
+        """
         self.steps.append(record)
 
     def summary(self) -> dict[str, Any]:
-        """Return, as plain JSON, means per step over the compressed steps kept (over all, if none was compressed)."""
+        """Compute means per step over the compressed steps kept (over all, if none was compressed).
+
+        Returns:
+            Plain JSON.
+        """
         steps = list(self.steps)  # at once: the worker may add one meanwhile
         chosen = [record for record in steps if record.compressing] or steps
         if not chosen:

@@ -27,7 +27,7 @@ class Bucket(Part):
 
     Attributes:
         is_last: whether it is the last of its step.
-        future: DDP waits for it; it resolves to the buffer.
+        future: DDP waits for it. It resolves to the buffer.
         ready: what a device's worker has to wait for before it reads the gradients.
         failure: why the hook could not start the buffer's mean.
     """
@@ -38,7 +38,11 @@ class Bucket(Part):
     failure: Exception | None = None
 
     def start(self, mean_in_place: Callable[[torch.Tensor], Fused]) -> None:
-        """Begin averaging the buffer; the worker raises what fails."""
+        """Begin averaging the buffer. If that fails, keep the error for the worker to raise.
+
+        Args:
+            mean_in_place: starts the collective.
+        """
         assert self.buffer is not None
         try:
             self.started = mean_in_place(self.buffer)
@@ -51,7 +55,11 @@ class Bucket(Part):
             self.future.set_result(self.buffer)
 
     def reject(self, reason: str) -> None:
-        """Let the training loop see an error instead of the gradients; let go of what holds a collective."""
+        """Give the training loop an error instead of the gradients, and let go of what holds a collective.
+
+        Args:
+            reason: one line.
+        """
         self.started = self.failure = None
         if not self.future.done():
             # torch annotates the argument with the future's own type, though it takes an exception.
@@ -59,7 +67,7 @@ class Bucket(Part):
 
 
 class Engine:
-    """One worker thread that drives the steps of DDP's buckets; the hook hands them over by `submit`."""
+    """One worker thread that drives the steps of DDP's buckets. The hook hands them over by `submit`."""
 
     def __init__(self, driver: StepDriver, device: HostDevice) -> None:
         self._closed = False
@@ -74,7 +82,20 @@ class Engine:
     def submit(
         self, index: int, is_last: bool, buffer: torch.Tensor, gradients: Tensors
     ) -> torch.futures.Future[torch.Tensor]:
-        """Take a bucket; the future resolves to its buffer, averaged."""
+        """Take a bucket.
+
+        Args:
+            index: number of the bucket within its step, from 0.
+            is_last: whether it is the last of its step.
+            buffer: the bucket's memory.
+            gradients: views of the buffer, by layer name.
+
+        Returns:
+            A future of the buffer, averaged.
+
+        Raises:
+            RuntimeError: if the engine stopped earlier or is closed.
+        """
         if self._driver.broken is not None:
             raise RuntimeError(f"gradlab: the engine stopped earlier: {self._driver.broken}")
         if self._closed:
@@ -102,7 +123,7 @@ class Engine:
         return self._starting_here
 
     def close(self) -> None:
-        """Stop the worker, if it runs, wait for its end, and let go of the process group; later buckets are refused."""
+        """Stop the worker, if it runs, wait for its end, and let go of the process group. Later buckets are refused."""
         self._closed = True
         if self._thread is not None:
             self._queue.put(None)

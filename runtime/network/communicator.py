@@ -38,9 +38,12 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass(frozen=True)
 class Transfer:
-    """A message on its way to the next rank of the ring and one from the one before, since `began` (perf_counter).
+    """A message on its way to the next rank of the ring, and one from the rank before.
 
-    Both are where the backend can send from: on a GPU, for Gloo, in the host's memory. device: where they are wanted.
+    Both are where the backend can send from: on a GPU, for Gloo, in the host's memory.
+
+    began: when both were started, by time.perf_counter.
+    device: where the messages are wanted.
     """
 
     incoming: torch.Tensor
@@ -51,7 +54,7 @@ class Transfer:
 
 
 class Communicator:
-    """Issues fused collectives on one process group and counts what passes.
+    """Issues fused collectives on one process group and counts their bytes.
 
     Attributes:
         group: the process group; None after `close`.
@@ -62,11 +65,12 @@ class Communicator:
         group: the process group.
         deterministic: take means by all-to-all, a sum in rank order and all-gather, so that they equal those of
             `run_lockstep` bit for bit, instead of by the backend's all-reduce.
-        check_requests: before each round compare all ranks' requests (a debugging aid; one small collective more).
+        check_requests: before each round compare all ranks' requests. It is a debugging aid and costs one small
+            collective.
         owned: whether `close` destroys the group.
-        timeline: where spans of time are noted; None for nowhere.
-        workspace: where messages take their memory from; None for new memory each time.
-        device: where messages of its own have to be; None for the CPU.
+        timeline: where spans of time are noted. None: nowhere.
+        workspace: where messages take their memory from. None: new memory each time.
+        device: where messages of its own have to be. None: the CPU.
     """
 
     def __init__(
@@ -102,7 +106,14 @@ class Communicator:
                 dist.destroy_process_group(group)
 
     def issue(self, requests: Sequence[Request]) -> Round:
-        """Start the collectives that serve `requests`, without waiting for them."""
+        """Start the collectives that serve requests, without waiting for them.
+
+        Args:
+            requests: of one step of this rank.
+
+        Returns:
+            The collectives in flight.
+        """
         for request in requests:
             check_request(request, self.world_size)
             self.payload_bytes += payload_bytes(request, self.rank)
@@ -111,18 +122,32 @@ class Communicator:
         return Round(self, requests)
 
     def take_counts(self) -> tuple[int, int]:
-        """Payload and wire bytes since the last call."""
+        """Return the payload and the wire bytes since the last call.
+
+        Returns:
+            Payload bytes, wire bytes.
+        """
         counts = self.payload_bytes, self.wire_bytes
         self.payload_bytes = self.wire_bytes = 0
         return counts
 
     def mean_in_place(self, buffer: torch.Tensor) -> Fused:
-        """Start replacing a buffer by its mean over ranks; exactly plain DDP's arithmetic unless deterministic."""
+        """Start replacing a buffer by its mean over ranks. Unless deterministic, the arithmetic is exactly plain DDP's.
+
+        Args:
+            buffer: flat, floating-point.
+
+        Returns:
+            The collective in flight.
+        """
         self.payload_bytes += buffer.nbytes
         return InPlaceMean(self, buffer)
 
     def wait(self, work: dist.Work | None) -> None:
         """Wait for a collective, and note how long that took.
+
+        Args:
+            work: the collective; None: nothing to wait for.
 
         Raises:
             CommunicationError: if it failed.
@@ -138,18 +163,40 @@ class Communicator:
             self.timeline.add("wait", "wait", start, stop)
 
     def all_reduce(self, buffer: torch.Tensor) -> dist.Work | None:
-        """Start summing a buffer over ranks, in place."""
+        """Start summing a buffer over ranks, in place.
+
+        Args:
+            buffer: of one shape on all ranks.
+
+        Returns:
+            What to wait for.
+        """
         self.wire_bytes += all_reduce_wire_bytes(buffer.nbytes, self.world_size)
         return self._start("all-reduce", buffer.nbytes, dist.all_reduce, buffer)
 
     def all_gather(self, message: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
-        """Start gathering vectors of one length: the tensor (N, length) that will hold them, and what to wait for."""
+        """Start gathering vectors of one length.
+
+        Args:
+            message: this rank's vector (length,).
+
+        Returns:
+            The tensor (N, length) that will hold all vectors, and what to wait for.
+        """
         out = self.workspace.empty((self.world_size, message.numel()), message)
         self.wire_bytes += all_gather_wire_bytes(message.nbytes, self.world_size)
         return out, self._start("all-gather", message.nbytes, _all_gather, out.view(-1), message)
 
     def broadcast(self, buffer: torch.Tensor, root: int) -> dist.Work | None:
-        """Start overwriting a buffer with the root's."""
+        """Start overwriting a buffer with the root's.
+
+        Args:
+            buffer: of one shape on all ranks.
+            root: the rank whose values count.
+
+        Returns:
+            What to wait for.
+        """
         self.wire_bytes += broadcast_wire_bytes(buffer.nbytes, self.rank, root, self.world_size)
         assert self.group is not None
         return self._start("broadcast", buffer.nbytes, dist.broadcast, buffer, dist.get_global_rank(self.group, root))
@@ -157,9 +204,15 @@ class Communicator:
     def all_to_all(
         self, parts: torch.Tensor, sizes: Sequence[int], incoming: Sequence[int] | None = None
     ) -> tuple[torch.Tensor, dist.Work | None]:
-        """Start sending `sizes[j]` elements of a vector to each rank j: the vector of what comes in, and its work.
+        """Start sending a part of a vector to each rank.
 
-        incoming: elements that each rank sends this one; None if all send it as many as it sends itself.
+        Args:
+            parts: the parts, one after another.
+            sizes: number of elements for each rank.
+            incoming: number of elements that each rank sends this one. None: as many as `sizes` has for this rank.
+
+        Returns:
+            The vector that will hold what comes in, and what to wait for.
         """
         incoming = [sizes[self.rank]] * self.world_size if incoming is None else list(incoming)
         out = self.workspace.empty((sum(incoming),), parts)
@@ -170,7 +223,18 @@ class Communicator:
         return out, work
 
     def pass_on(self, message: torch.Tensor, expected: int) -> Transfer:
-        """Start sending bytes to the next rank, and receiving `expected` ones from the rank before."""
+        """Start sending a message to the next rank, and receiving one from the rank before.
+
+        Args:
+            message: (bytes,) uint8.
+            expected: bytes of the message that comes in.
+
+        Returns:
+            Both messages in flight.
+
+        Raises:
+            CommunicationError: if that fails.
+        """
         group = self.group
         if group is None:
             raise CommunicationError("a ring could not go on: the process group is closed")
@@ -192,7 +256,17 @@ class Communicator:
         return Transfer(incoming, tuple(works), message, time.perf_counter(), device)
 
     def arrived(self, transfer: Transfer) -> torch.Tensor:
-        """Wait for both directions of a transfer: what came in."""
+        """Wait for both directions of a transfer.
+
+        Args:
+            transfer: from `pass_on`.
+
+        Returns:
+            The message that came in.
+
+        Raises:
+            CommunicationError: if one of them failed.
+        """
         for work in transfer.works:
             self.wait(work)
         # Point-to-point work has no future to tell when it was over, so that the span ends with the wait for it.
@@ -201,7 +275,11 @@ class Communicator:
 
     @contextmanager
     def working(self, name: str) -> Iterator[None]:
-        """Note the codec's work between two messages of a ring."""
+        """Note the codec's work between two messages of a ring, while the context lasts.
+
+        Args:
+            name: of the work.
+        """
         began = time.perf_counter()
         yield
         self.timeline.add("encode and decode", name, began, time.perf_counter())
@@ -219,7 +297,14 @@ class Communicator:
         return work
 
     def gather_bytes(self, message: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's message, a vector of one length on all ranks."""
+        """Gather a message from every rank.
+
+        Args:
+            message: a vector of one length on all ranks.
+
+        Returns:
+            The messages in rank order.
+        """
         out, work = self.all_gather(message)
         self.wait(work)
         return list(out)
@@ -243,7 +328,11 @@ class Round:
         ]
 
     def answers(self) -> list[Any]:
-        """Wait, and return one answer per request, in order; no two tensors overlap."""
+        """Wait for the collectives.
+
+        Returns:
+            One answer per request, in order. No two tensors overlap.
+        """
         answers: list[Any] = [None] * self._count
         for positions, fused in self._fused:
             for position, answer in zip(positions, fused.answers(), strict=True):

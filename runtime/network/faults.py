@@ -1,8 +1,8 @@
-"""When a rank fails, the others shall know at once, and why.
+"""Let all ranks know at once when one of them fails, and why.
 
-A rank leaves its reason in the process group's store and then destroys the group that its codecs use: its peers'
-collectives end with an error at once instead of at the timeout, and they find the reason in the store. A rank that
-was killed leaves none; then the error names what the backend saw.
+A rank leaves its reason in the process group's store and then destroys the group that its codecs use. Its peers'
+collectives then end with an error at once instead of at the timeout, and the peers find the reason in the store. A
+rank that was killed leaves none. The error then names what the backend saw.
 """
 
 from __future__ import annotations
@@ -47,11 +47,23 @@ class Reasons:
             self._store = dist.distributed_c10d._get_default_store()
 
     def leave(self, reason: str) -> None:
-        """Tell the others why this rank fails."""
+        """Tell the others why this rank fails.
+
+        Args:
+            reason: one line.
+        """
         _patiently(lambda: self._store.set(f"{self._prefix}/{self._rank}", json.dumps(reason)))
 
     def of(self, error: BaseException, iteration: int) -> str:
-        """Say why a step failed; if the cause is on this rank, leave it for the others."""
+        """Find why a step failed. If the cause is on this rank, leave it for the others.
+
+        Args:
+            error: what the step raised.
+            iteration: the step's.
+
+        Returns:
+            The reason, in one line.
+        """
         text = str(error) if isinstance(error, GradlabError) else f"{type(error).__name__}: {error}"
         reason = f"step {iteration}: {text}"
         if isinstance(error, CommunicationError):
@@ -61,7 +73,11 @@ class Reasons:
         return reason
 
     def find(self) -> str | None:
-        """Return the reason that another rank left, as "rank 2: ...", or None."""
+        """Look for the reason that another rank left.
+
+        Returns:
+            The reason, as "rank 2: ...", or None.
+        """
         return None if self._store is None else _patiently(self._look)
 
     def _look(self) -> str | None:

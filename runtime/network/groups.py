@@ -16,7 +16,16 @@ _last_number = 0  # of the groups made here of a part of the world
 
 
 def group_like(group: dist.ProcessGroup, timeout: timedelta | None, device: torch.device) -> dist.ProcessGroup:
-    """A new process group of the same ranks. A collective on `group`. timeout: None takes that of `group`."""
+    """Make a new process group of the same ranks. A collective on `group`.
+
+    Args:
+        group: the group whose ranks are taken.
+        timeout: of the new group's collectives. None: that of `group`.
+        device: of this rank's tensors, if the backend is NCCL.
+
+    Returns:
+        The new group.
+    """
     ranks = dist.get_process_group_ranks(group)
     if timeout is None:
         backend = group._get_backend(device)
@@ -32,11 +41,11 @@ def group_like(group: dist.ProcessGroup, timeout: timedelta | None, device: torc
 
 @contextmanager
 def _name_of_its_own(group: dist.ProcessGroup, device: torch.device) -> Iterator[None]:
-    """Within: a group of a part of the world gets a name that its ranks agree on and that no group had before.
+    """Give a new group of a part of the world a name that its ranks agree on and that no group had before.
 
-    torch names such a group after its ranks and how many groups the process has. Where ranks have different numbers
-    they would wait for one another under different names; and a group made after one was destroyed would get that
-    one's name, and find its old addresses in the store.
+    torch names such a group after its ranks and how many groups the process has. Ranks with different numbers would
+    wait for one another under different names. A group made after one was destroyed would get that one's name, and
+    find its old addresses in the store.
     """
     global _last_number
     world = getattr(dist.distributed_c10d, "_world", None)

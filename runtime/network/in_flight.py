@@ -20,7 +20,15 @@ _NEW_TENSORS_BEGIN = 64  # bytes: at multiples of it, on the CPU
 
 
 def fuse(communicator: Communicator, requests: Sequence[Any]) -> Fused:
-    """Start one collective for requests of one fusion key."""
+    """Start one collective for requests of one fusion key.
+
+    Args:
+        communicator: that issues it.
+        requests: at least one.
+
+    Returns:
+        The collective in flight.
+    """
     return _FUSED[fusion_key(requests[0])[0]](communicator, requests)
 
 
@@ -29,11 +37,18 @@ class Fused(ABC):
 
     @abstractmethod
     def answers(self) -> list[Any]:
-        """Wait and return the requests' answers."""
+        """Wait for the collective.
+
+        Returns:
+            One answer per request, in order.
+        """
 
 
 class InPlaceMean(Fused):
-    """Mean of one flat floating-point buffer, in place. scaled: whether it is multiplied by 1/N already."""
+    """Mean of one flat floating-point buffer, in place.
+
+    scaled: whether the buffer is multiplied by 1/N already.
+    """
 
     def __init__(self, communicator: Communicator, buffer: torch.Tensor, scaled: bool = False) -> None:
         self._communicator, self._buffer = communicator, buffer
