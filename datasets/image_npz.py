@@ -21,7 +21,7 @@ def read_npz(path: Path, image: tuple[int, ...] | None, target: tuple[int, ...] 
 
     Args:
         path: the archive.
-        image: shape of one image; None: (height, width, 3) of any size, with one class for every pixel.
+        image: shape of one image. None: (height, width, 3) of any size, with one class for every pixel.
         target: shape of one image's classes, () for one class; with `image` None it is ignored.
     Raises:
         GradlabError: for a missing key, a wrong type or shape, or a damaged file.

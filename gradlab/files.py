@@ -10,7 +10,7 @@ from pathlib import Path
 def write_whole(path: Path, data: bytes | memoryview) -> None:
     """Write `data` to `path`, and replace a file that is there: readers see the old file or the new one.
 
-    The folder must exist. Several processes may write one path at once; the last one's file stays.
+    The folder must exist. Several processes may write one path at once. The last one's file stays.
 
     Raises:
         OSError: if the file cannot be written; what was there before is still there, and nothing else is left.

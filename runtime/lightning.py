@@ -59,7 +59,7 @@ class CompressionCallback(Callback):
 
     Raises:
         GradlabError: when fit starts, if the strategy does not train one DistributedDataParallel model with one
-            optimizer, or has a communication hook already; see also CompressionState.
+            optimizer, or has a communication hook already. See also CompressionState.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ class CompressionState(Exchange):
         process_group: of the DDP group's ranks, for the codecs' collectives alone: DDP's own must not mix with them in
             another order. None makes one. If DDP runs on a part of the world only, torch names that group after the
             number of groups a process has made; where ranks have made different numbers, pass one instead.
-        timeout: of the collectives of a group made here; None takes that of the model's group.
+        timeout: of the collectives of a group made here. None takes that of the model's group.
         options: optimizer, scaler, deterministic, segment_bytes, measure_every, trace_steps, non_finite_limit,
             check_requests and history of `Exchange`; hold_unused follows from the model's find_unused_parameters and
             static_graph.

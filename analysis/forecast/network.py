@@ -18,12 +18,12 @@ MOST_NODES = 16384
 class Network:
     """Links and numbers of nodes: a forecast is made for every pair of them.
 
-    links: at least one; they may differ in speed alone.
+    links: at least one. They may differ in speed alone.
     nodes: numbers of nodes with one rank each, from 1 to `MOST_NODES`; at least one.
     profile: the measured times of a step; `NOT_MEASURED` makes a forecast of the exchange alone.
     cores: processor cores per rank, for its two threads, computing and codecs. With one core or less the threads take
         turns. Below one core codecs take as many times longer as ranks share a core.
-    bucket_cap_mb: DDP's bucket size in MiB; None: DDP's default.
+    bucket_cap_mb: DDP's bucket size in MiB. None: DDP's default.
 
     Raises:
         GradlabError: for an impossible number of nodes or cores, or no links or nodes at all.

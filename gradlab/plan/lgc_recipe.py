@@ -56,7 +56,7 @@ class LgcRecipe:
     Args:
         first, last: names of the first and the last layer; None: the first and the last matrix or convolution in the
             order of the model's graph (of recorded layers: in the order of registration).
-        momentum: m of momentum correction, as in the paper's text; the optimizer's own must be 0. None: accumulation
+        momentum: m of momentum correction, as in the paper's text. The optimizer's own must be 0. None: accumulation
             without momentum, as in the printed algorithms.
         keep: what a residual is, see `error_feedback`: "unselected", the paper's, or "difference", the compression
             error.

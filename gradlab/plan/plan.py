@@ -153,12 +153,12 @@ class Schedule:
 class Plan:
     """Groups over the layers of one model, a schedule, a seed for shared random streams, and learned tensors.
 
-    layers: all layers of the model, in order; those of no group are sent dense.
+    layers: all layers of the model, in order. Those of no group are sent dense.
     groups: what is compressed; no layer is in two groups.
     schedule: the iteration in which compression begins.
     seed: of the random streams that ranks share, 64 bits.
     learned: by group name, tensors that the group's codec learned from data.
-    refresh: when settings are chosen anew while training, and from which; None: never.
+    refresh: when settings are chosen anew while training, and from which. None: never.
 
     Raises:
         GradlabError: for a group that names an unknown layer, a layer in two groups, two groups of one name, a group
@@ -212,7 +212,7 @@ class Plan:
         seed: int = 0,
         **settings: Any,
     ) -> Plan:
-        """Build a plan that gives every layer the same codec with the same settings; the other layers stay dense.
+        """Build a plan that gives every layer the same codec with the same settings. The other layers stay dense.
 
         An argument that is None takes the codec's own default (`Codec.defaults`): for most codecs layers of at least
         two dimensions and 256 elements, of all roles, each in a group of its own, from the first iteration on. Signs
@@ -228,7 +228,7 @@ class Plan:
             minimum_dimensions: dimensions that a layer needs to be compressed.
             minimum_numel: elements that a layer needs to be compressed.
             roles: roles of the layers that are compressed, such as ("convolution",).
-            group_bytes: bytes of gradients up to which consecutive layers share a group; 0: one group per layer,
+            group_bytes: bytes of gradients up to which consecutive layers share a group. 0: one group per layer,
                 math.inf: one group of all layers.
             seed: of the random streams that ranks share.
             settings: of the codec, by name.

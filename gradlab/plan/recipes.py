@@ -106,14 +106,14 @@ def method_plan(
 ) -> Plan:
     """Build the plan of a published method, one of `METHODS`.
 
-    Signs, 1-bit SGD, TernGrad, natural compression and DeMo compress every tensor; the others compress the layers that
+    Signs, 1-bit SGD, TernGrad, natural compression and DeMo compress every tensor. The others compress the layers that
     their codec takes by default. A method with momentum needs SGD without momentum as the optimizer. So does DeMo,
     whose residual is its momentum. LoCo has a scale per 256 values; with scale=s it has the paper's single s, which has
     to suit the gradients.
 
     Args:
         model: the model, or its layers.
-        name: of the method; see `METHODS`.
+        name: of the method. See `METHODS`.
         momentum: mu, of methods that have momentum (names that end in M, signum, DGC).
         weight_decay: lambda; lambda times the parameters is added to each rank's gradient, before momentum and
             compression. 0 leaves weight decay to the optimizer, as the published code of signSGD and signum does.

@@ -134,8 +134,8 @@ class Replanner:
     """Chooses a plan's settings anew while training, as its `refresh` says. The root accumulates and measures.
 
     Attributes:
-        choice: in use, see `choose`; None before the first one.
-        failure: on the root, why the last choice could not be made; the plan then stays as it is.
+        choice: in use, see `choose`. None before the first one.
+        failure: on the root, why the last choice could not be made. The plan then stays as it is.
         sums: on the root, by layer name, the gradients accumulated since the last choice, float32.
         counts: on the root, by layer name, how many gradients were accumulated.
 
