@@ -104,7 +104,7 @@ class Job:
 
     @property
     def engine_seconds(self) -> float:
-        """Seconds per step in the engine's own code, which scans for non-finite values, packs, measures errors and copies."""
+        """Seconds per step in the engine's own code: finiteness scans, packing, measuring errors and copying."""
         exchanges = sum(exchange.engine_seconds for bucket in self.buckets for exchange in bucket.exchanges)
         return exchanges + sum(bucket.scan_seconds for bucket in self.buckets)
 
