@@ -29,6 +29,7 @@ from scipy.special import digamma, ndtri, stdtrit
 from scipy.stats import rankdata
 
 from gradlab.errors import GradlabError
+from gradlab.jsonable import Jsonable
 
 METHODS = ("histogram", "equal_mass", "ksg", "copula")
 # LGC's "uniform quantizer with 2^32-level (32 bit) accuracy".
@@ -45,7 +46,7 @@ _MOST_CORRELATED = 1 - 1e-12  # equal gradients share no more than some 20 bits,
 
 
 @dataclass(frozen=True)
-class PlugIn:
+class PlugIn(Jsonable):
     """A pair's plug-in quantities on a grid of bins, in bits.
 
     entropy_x, entropy_y: marginal; conditional: H(y | x); information: I(x; y); bias: the excess of `information` by
@@ -60,7 +61,7 @@ class PlugIn:
 
 
 @dataclass(frozen=True)
-class InformationEstimate:
+class InformationEstimate(Jsonable):
     """Mutual information in bits, not clipped at 0, with an interval of confidence `level` for a value from 0 on."""
 
     bits: float
@@ -190,7 +191,7 @@ def shuffled_information(
 
 
 @dataclass(frozen=True)
-class Excess:
+class Excess(Jsonable):
     """Information of pairs of one iteration beyond that of pairs that are iterations apart, in bits.
 
     paired, shifted: means over iterations; bits: paired - shifted; low, high: its interval of confidence `level`.

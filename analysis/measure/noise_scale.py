@@ -21,6 +21,7 @@ from gradlab.jsonable import Jsonable
 
 _SPLITS = 32  # of the ranks into two groups, drawn
 _BATCH_FACTORS = tuple(2.0**k for k in range(-4, 11))
+_RANK_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -47,20 +48,63 @@ class LayerNoise(NoiseScale):
 
 
 @dataclass(frozen=True)
-class TraceNoise(Jsonable):
-    """The noise scale of a model and its layers, with curves over batch and N. Each row and curve names its values.
+class GroupCosine(Jsonable):
+    """Agreement of larger batches, as recorded.
 
-    batch_size: examples of one rank; measured_cosine: between means of groups of ranks; expected: cosine and
-    information, in bits per value, over batches of one rank; by_nodes: redundancy in bits per value over N.
+    batches: ranks in a group, whose mean is the gradient of so many recorded batches.
+    cosine: between the means of two such groups; NaN where every gradient is zero.
+    """
+
+    batches: int
+    cosine: float
+
+
+@dataclass(frozen=True)
+class ExpectedAgreement(Jsonable):
+    """Agreement of two ranks over the batch, as the model's noise scale has it.
+
+    batches: (n,), a rank's batch in recorded batches.
+    cosine: (n,), between two ranks.
+    information: (n,), bits per value that two ranks share.
+    """
+
+    batches: tuple[float, ...]
+    cosine: tuple[float, ...]
+    information: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class RankCount(Jsonable):
+    """What N ranks have in common, each with the recorded batch.
+
+    nodes: N.
+    redundancy_bits: bits per value and rank, see `redundancy`.
+    signal_share_of_mean: share of the energy of the mean over ranks that is the true gradient's.
+    """
+
+    nodes: int
+    redundancy_bits: float
+    signal_share_of_mean: float
+
+
+@dataclass(frozen=True)
+class TraceNoise(Jsonable):
+    """The noise scale of a model and its layers, and what follows from it over batch and N.
+
+    world_size: N of the recording.
+    batch_size: examples of one rank; None: not known.
+    measured_cosine: by size of a group of ranks.
+    expected: over the batch of one rank.
+    by_nodes: by N.
     """
 
     world_size: int
     batch_size: int | None
     model: NoiseScale
     layers: tuple[LayerNoise, ...]
-    measured_cosine: list[dict[str, float]]
-    expected: dict[str, list[float]]
-    by_nodes: list[dict[str, float]]
+    measured_cosine: tuple[GroupCosine, ...]
+    expected: ExpectedAgreement
+    by_nodes: tuple[RankCount, ...]
 
 
 def noise_scale(
@@ -154,20 +198,19 @@ def measure_noise_scale(
         layers=tuple(
             LayerNoise(**vars(noise_scale(rows, generator)), name=name) for name, rows in zip(names, inner, strict=True)
         ),
-        measured_cosine=[{"batches": size, "cosine": group_cosine(total, size)} for size in _sizes(ranks // 2)],
-        expected={
-            "batches": list(_BATCH_FACTORS),
-            "cosine": [expected_cosine(factor, scale) for factor in _BATCH_FACTORS],
-            "information": [float(gaussian_information(expected_cosine(f, scale))) for f in _BATCH_FACTORS],
-        },
-        by_nodes=[
-            {
-                "nodes": count,
-                "redundancy_bits": redundancy(expected_cosine(1, scale), count),
-                "signal_share_of_mean": expected_cosine(count, scale),
-            }
-            for count in (1, 2, 4, 8, 16, 32, 64, 128, 256)
-        ],
+        measured_cosine=tuple(GroupCosine(size, group_cosine(total, size)) for size in _sizes(ranks // 2)),
+        expected=_expected_agreement(scale),
+        by_nodes=tuple(
+            RankCount(count, redundancy(expected_cosine(1, scale), count), expected_cosine(count, scale))
+            for count in _RANK_COUNTS
+        ),
+    )
+
+
+def _expected_agreement(scale: float) -> ExpectedAgreement:
+    cosines = tuple(expected_cosine(factor, scale) for factor in _BATCH_FACTORS)
+    return ExpectedAgreement(
+        _BATCH_FACTORS, cosines, information=tuple(float(gaussian_information(cosine)) for cosine in cosines)
     )
 
 

@@ -8,7 +8,7 @@ are those of the trace.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -288,43 +288,55 @@ def methods_of(groups: Sequence[Group]) -> tuple[str, ...]:
     return tuple(sorted({f"{_describe_codec(codec, chosen)}{suffix}" for (codec, suffix), chosen in alike.items()}))
 
 
+@dataclass(frozen=True)
+class _Shown:
+    """A setting that the description of a method shows."""
+
+    name: str
+    value: Any
+
+
 def _describe_codec(codec: str, settings: Sequence[Mapping[str, Any]]) -> str:
-    built = [_shown(build_settings(codecs.get(codec), values), main=1) for values in settings]
-    names = dict.fromkeys(name for shown in built for name in shown)
-    values = {name: list({shown[name] for shown in built if name in shown}) for name in names}
-    return _with_settings(codec, {name: _range(different) for name, different in values.items()})
+    built = [build_settings(codecs.get(codec), values) for values in settings]
+    values: dict[str, set[Any]] = {}
+    for setting in (setting for chosen in built for setting in _shown(chosen, main=1)):
+        values.setdefault(setting.name, set()).add(setting.value)
+    return _with_settings(codec, [f"{name}={_range(list(different))}" for name, different in values.items()])
 
 
 def _describe_wrap(wrap: Wrap) -> str:
     name = "feedback" if wrap.name == "error_feedback" else wrap.name.replace("_", " ")
     shown = _shown(build_settings(wrappers.get(wrap.name), wrap.settings))
-    return _with_settings(name, {key: _setting(value) for key, value in shown.items()})
+    return _with_settings(name, [f"{setting.name}={_spelled(setting.value)}" for setting in shown])
 
 
-def _with_settings(name: str, texts: Mapping[str, str]) -> str:
-    return f"{name}({', '.join(f'{key}={text}' for key, text in texts.items())})" if texts else name
+def _with_settings(name: str, texts: Sequence[str]) -> str:
+    return f"{name}({', '.join(texts)})" if texts else name
 
 
-def _shown(chosen: Any, main: int | None = None) -> dict[str, Any]:
-    """The settings that are shown, by name.
+def _shown(chosen: Any, main: int | None = None) -> list[_Shown]:
+    """The settings that are shown, in the order of the fields.
 
-    main: number of leading settings that are shown even if they are defaults; None: all of at most `_FEW_SETTINGS`.
+    Args:
+        chosen: an instance of a settings class.
+        main: number of leading settings that are shown even if they are defaults; None: all of at most `_FEW_SETTINGS`.
     """
-    values, defaults = asdict(chosen), {field.name: field.default for field in fields(chosen)}
-    main = (len(values) if len(values) <= _FEW_SETTINGS else 0) if main is None else main
-    always = [key for key, value in list(values.items())[:main] if value is not False]
-    return {
-        key: value for key, value in values.items() if value is not None and (key in always or value != defaults[key])
-    }
+    rows = [(_Shown(field.name, getattr(chosen, field.name)), field.default) for field in fields(chosen)]
+    main = (len(rows) if len(rows) <= _FEW_SETTINGS else 0) if main is None else main
+    return [
+        setting
+        for place, (setting, default) in enumerate(rows)
+        if setting.value is not None and (setting.value != default or (place < main and setting.value is not False))
+    ]
 
 
 def _range(values: Sequence[Any]) -> str:
     if len(values) > 1 and all(type(value) in (int, float) for value in values):
-        return f"{_setting(min(values))} to {_setting(max(values))}"
-    return " or ".join(sorted(map(_setting, values)))
+        return f"{_spelled(min(values))} to {_spelled(max(values))}"
+    return " or ".join(sorted(map(_spelled, values)))
 
 
-def _setting(value: Any) -> str:
+def _spelled(value: Any) -> str:
     """A setting's value; numbers with four significant digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -45,6 +45,8 @@ from gradlab.progress import Progress
 
 if TYPE_CHECKING:
     from gradlab.trace import Trace
+
+Result = TypeVar("Result")
 
 THRESHOLDS = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)
 
@@ -268,51 +270,59 @@ def _measure_layer(
     later = sampled.values[np.isin(sampled.positions, places.later)]
     first, columns = sampled.values[:, :size], sampled.columns
     windows = [rows for window in places.windows if np.diff(rows := sampled.rows(*window))[0] >= 2]
-    parts: dict[str, Callable[[], Jsonable]] = {
-        "correlation": lambda: adjacent_correlation(fit[:, : min(_MOST_ADJACENT, filter_axes(layer)[0])]),
-        "scatter": lambda: rotated_scatter(fit[:, :3], later[:, :3]),
-        "slice_sizes": lambda: loss_by_slice_size(
-            fit, later, _sizes_between(layer, period), period=period, rule=rule, columns=columns
-        ),
-        "consistency": lambda: _consistency(sampled, fit, later, _consistent_size(layer, period), rule),
-        "thresholds": lambda: dimension_by_threshold(fit[:, :size], later[:, :size], thresholds),
-        "samples": lambda: dimension_by_samples(fit[:, :size], later[:, :size], _sample_counts(len(fit))),
-        "cost": lambda: cost_by_slice_size(
-            fit, later, _sizes_offered(layer, period, size), numel=layer.numel, rule=rule, columns=columns
-        ),
-        "staleness": lambda: staleness(first, sampled.steps, windows, rule=rule, tolerance=tolerance),
-        "angles": lambda: _angles(first, windows, rule),
-    }
-    measured, remarks = _attempt(parts)
+    sizes, offered = _sizes_between(layer, period), _sizes_offered(layer, period, size)
+    parts = _Attempts()
     if sampled.left_out:
-        remarks.insert(0, f"{sampled.left_out} iterations with gradients that are not finite are left out")
-    return LayerStructure(layer, size, period, period_is, **measured, remarks=tuple(remarks))
+        parts.remarks.append(f"{sampled.left_out} iterations with gradients that are not finite are left out")
+    return LayerStructure(
+        layer,
+        size,
+        period,
+        period_is,
+        correlation=parts.measure(
+            "correlation of adjacent gradients",
+            lambda: adjacent_correlation(fit[:, : min(_MOST_ADJACENT, filter_axes(layer)[0])]),
+        ),
+        scatter=parts.measure("scatter of three adjacent gradients", lambda: rotated_scatter(fit[:, :3], later[:, :3])),
+        slice_sizes=parts.measure(
+            "loss by slice size (Fig. 5)",
+            lambda: loss_by_slice_size(fit, later, sizes, period=period, rule=rule, columns=columns),
+        ),
+        consistency=parts.measure(
+            "consistency between slices",
+            lambda: _consistency(sampled, fit, later, _consistent_size(layer, period), rule),
+        ),
+        thresholds=parts.measure(
+            "d against lambda", lambda: dimension_by_threshold(fit[:, :size], later[:, :size], thresholds)
+        ),
+        samples=parts.measure(
+            "d against L_t", lambda: dimension_by_samples(fit[:, :size], later[:, :size], _sample_counts(len(fit)))
+        ),
+        cost=parts.measure(
+            "loss and bytes by slice size",
+            lambda: cost_by_slice_size(fit, later, offered, numel=layer.numel, rule=rule, columns=columns),
+        ),
+        staleness=parts.measure(
+            "loss by age", lambda: staleness(first, sampled.steps, windows, rule=rule, tolerance=tolerance)
+        ),
+        angles=parts.measure("principal angles", lambda: _angles(first, windows, rule)),
+        remarks=tuple(parts.remarks),  # last: by now every part was tried
+    )
 
 
-_TITLES = {
-    "correlation": "correlation of adjacent gradients",
-    "scatter": "scatter of three adjacent gradients",
-    "slice_sizes": "loss by slice size (Fig. 5)",
-    "consistency": "consistency between slices",
-    "thresholds": "d against lambda",
-    "samples": "d against L_t",
-    "cost": "loss and bytes by slice size",
-    "staleness": "loss by age",
-    "angles": "principal angles",
-}
+class _Attempts:
+    """Measurements tried one after another. remarks: why those that failed did, a line each."""
 
+    def __init__(self) -> None:
+        self.remarks: list[str] = []
 
-def _attempt(parts: Mapping[str, Callable[[], Jsonable]]) -> tuple[dict[str, Any], list[str]]:
-    """Each part's result, None where it raises; and a remark with the reason for each that does."""
-    measured: dict[str, Any] = {}
-    remarks = []
-    for name, part in parts.items():
+    def measure(self, title: str, part: Callable[[], Result]) -> Result | None:
+        """Give the part's result; where it cannot be measured, remark why and give None."""
         try:
-            measured[name] = part()
+            return part()
         except GradlabError as reason:
-            measured[name] = None
-            remarks.append(f"no {_TITLES[name]}: {reason}")
-    return measured, remarks
+            self.remarks.append(f"no {title}: {reason}")
+            return None
 
 
 def _consistency(

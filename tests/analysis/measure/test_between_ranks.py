@@ -231,8 +231,16 @@ def test_noise_scale_of_a_trace_as_json(tmp_path: Path) -> None:
     inner = np.stack([layer.inner for layer in spectrum.layers])
     scales = measure_noise_scale(inner, [LAYER.name], 16, np.random.default_rng(0))
     assert scales.layers[0].batches == scales.model.batches == pytest.approx(1.0, rel=0.1)
-    assert [row["batches"] for row in scales.measured_cosine] == [1, 2]
-    assert scales.by_nodes[0]["redundancy_bits"] == 0.0
+    assert [row.batches for row in scales.measured_cosine] == [1, 2]
+    assert scales.by_nodes[0].redundancy_bits == 0.0
+    written = scales.to_json()
+    json.dumps(written, allow_nan=False)
+    for rows, columns in (
+        (written["measured_cosine"], ["batches", "cosine"]),
+        (written["by_nodes"], ["nodes", "redundancy_bits", "signal_share_of_mean"]),
+        ([written["expected"]], ["batches", "cosine", "information"]),
+    ):
+        assert all(list(row) == columns for row in rows)
     with pytest.raises(GradlabError, match="1 ranks"):
         noise_scale(inner[0][:, :1, :1], np.random.default_rng(0))
 

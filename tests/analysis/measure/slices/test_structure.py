@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import json
 import math
@@ -15,7 +16,7 @@ from gradlab.analysis.figures.slices import PLOTS
 from gradlab.analysis.figures.style import drawing
 from gradlab.analysis.measure.holdout import losses_by_slice
 from gradlab.analysis.measure.slices import of_trace as module
-from gradlab.analysis.measure.slices.of_trace import looked_at, measure_slice_structure
+from gradlab.analysis.measure.slices.of_trace import LayerStructure, looked_at, measure_slice_structure
 from gradlab.analysis.measure.slices.structure import (
     DimensionRule,
     adjacent_correlation,
@@ -435,7 +436,11 @@ def test_what_cannot_be_measured_is_refused(call, words) -> None:
 
 # --- over a trace -----------------------------------------------------------------------------------------------------
 
-PARTS = tuple(module._TITLES)
+PARTS = tuple(
+    field.name
+    for field in dataclasses.fields(LayerStructure)
+    if field.name not in {"layer", "slice_size", "period", "period_is", "remarks"}
+)
 WIDE = Layer("wide.weight", (8, 4, 3, 3), "convolution")
 
 
