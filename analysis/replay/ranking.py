@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from scipy.stats import rankdata
 
+from gradlab.analysis.replay.result import Replay
 from gradlab.jsonable import Jsonable
 
 _MOST_WINDOWS = 12
@@ -42,14 +43,20 @@ def rank_correlation(first: np.ndarray, second: np.ndarray) -> float:
     return float(not a.any() and not b.any())
 
 
-def ranking_stability(replays: Mapping[str, Mapping[str, Any]], measure: str = "cosine") -> Ranking | None:
-    """Rank plans that were replayed side by side, in windows of the run; None for fewer than 2 plans or windows.
+def ranking_stability(replays: Mapping[str, Replay], measure: str = "cosine") -> Ranking | None:
+    """Rank plans that were replayed side by side, in windows of the run.
 
-    replays: `Replay.to_json()` by name. measure: "cosine" of the update with the true mean (larger is better), or
-    "contribution_error" or "aggregate_error" (smaller is better). Only iterations that all plans have, later than any
-    that a plan was fitted on, count.
+    Only iterations that all plans have, later than any that a plan was fitted on, count.
+
+    Args:
+        replays: by the plans' names, judged by `Replay.held_out`.
+        measure: "cosine" of the update with the true mean (larger is better), or "contribution_error" or
+            "aggregate_error" (smaller is better).
+
+    Returns:
+        The ranking; None for fewer than 2 plans or windows.
     """
-    series = {name: _series(data, measure) for name, data in replays.items()}
+    series = {name: _series(replay, measure) for name, replay in replays.items()}
     common = sorted(set.intersection(*(set(values) for values in series.values()))) if series else []
     count = min(_MOST_WINDOWS, len(common) // _FEWEST_STEPS)
     if len(series) < 2 or count < 2:
@@ -69,10 +76,7 @@ def ranking_stability(replays: Mapping[str, Mapping[str, Any]], measure: str = "
     )
 
 
-def _series(replay: Mapping[str, Any], measure: str) -> dict[int, float]:
-    last = max(replay["fitted_on"], default=-1)
-    return {
-        step["iteration"]: step[measure]
-        for step in replay["steps"]
-        if step[measure] is not None and step["iteration"] > last
-    }
+def _series(replay: Replay, measure: str) -> dict[int, float]:
+    """Finite values of a field of `ReplayStep` by iteration, over the judged steps."""
+    values = {step.iteration: getattr(step, measure) for step in replay.judged}
+    return {iteration: value for iteration, value in values.items() if value is not None and math.isfinite(value)}

@@ -100,7 +100,8 @@ def write_trace_report(
     folder = require_free(out, overwrite, contents=REPORT_FILES)
     known = examination or Examination()
     fit = known.fit
-    replays = _judged(known.replays, [fit] if fit else [])
+    judged = _judged(known.replays, [fit] if fit else [])
+    replays = {name: replay.to_json() for name, replay in judged.items()}
     recorded = summarize_trace(trace)
     data: dict[str, Any] = {
         "kind": "trace",
@@ -108,7 +109,7 @@ def write_trace_report(
         "spectrum": dict(plain(known.spectrum or measure_spectrum(trace, progress=progress))),
         "fit": dict(plain(fit.provenance)) if fit else None,
         "replays": replays,
-        "ranking": plain(ranking_stability(replays)),
+        "ranking": plain(ranking_stability(judged)),
         "payoff": known.speed,
         **{name: dict(plain(part)) if part else None for name, part in known.measured.items()},
     }
@@ -116,7 +117,7 @@ def write_trace_report(
         title=f"Gradients of {recorded['metadata'].get('workload') or trace.path.name}",
         verdict=trace_verdict(data),
         data=data,
-        warnings=[*known.remarks, *(fit.warnings if fit else []), *_replay_warnings(replays)],
+        warnings=[*known.remarks, *(fit.warnings if fit else []), *_replay_warnings(judged)],
         facts=_trace_facts(recorded),
         sections=trace_sections(data),
     )
@@ -159,6 +160,7 @@ def write_comparison(
         raise GradlabError("a comparison needs at least one run, and got none")
     ran = dict(plain(runs))
     judged = _judged(replays, (fits or {}).values())
+    written = {name: replay.to_json() for name, replay in judged.items()}
     provenances = {name: dict(plain(fit.provenance)) for name, fit in (fits or {}).items()}
     measured = dict(plain(spectrum)) if spectrum else None
     recorded = dict(plain(trace_summary)) if trace_summary else None
@@ -170,7 +172,7 @@ def write_comparison(
             "trace": recorded,
             "spectrum": measured,
             "fits": provenances,
-            "replays": judged,
+            "replays": written,
             "runs": ran,
         },
         warnings=[
@@ -178,7 +180,7 @@ def write_comparison(
             *_replay_warnings(judged),
         ],
         facts=[*_run_facts(ran), *(_trace_facts(recorded) if recorded else [])],
-        sections=comparison_sections(ran, judged, provenances, measured),
+        sections=comparison_sections(ran, written, provenances, measured),
     )
     return write_page(page, folder, overwrite=overwrite, progress=progress)
 
@@ -199,18 +201,16 @@ def _run_facts(runs: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [("runs", f"{len(runs)}, each {steps} steps on {ranks} ranks, dense for the first {warmup}")]
 
 
-def _judged(replays: Mapping[str, Replay], fits: Iterable[GradiveqFit]) -> dict[str, dict[str, Any]]:
-    """Convert replays to JSON. A replay of a fit's plan is judged on iterations later than the fit's."""
+def _judged(replays: Mapping[str, Replay], fits: Iterable[GradiveqFit]) -> dict[str, Replay]:
+    """Judge each replay of a fit's plan on iterations later than the fit's."""
     provenances = {fit.plan.digest: fit.provenance for fit in fits}
-    return {
-        name: replay.held_out(provenances.get(replay.plan_digest, {})).to_json() for name, replay in replays.items()
-    }
+    return {name: replay.held_out(provenances.get(replay.plan_digest, {})) for name, replay in replays.items()}
 
 
-def _replay_warnings(replays: Mapping[str, Any]) -> list[str]:
+def _replay_warnings(replays: Mapping[str, Replay]) -> list[str]:
     """List each warning once, after the names of the plans that it concerns."""
     plans: dict[str, list[str]] = {}
     for name, replay in replays.items():
-        for line in replay["summary"]["warnings"]:
+        for line in replay.warnings:
             plans.setdefault(line, []).append(name)
     return [f"{', '.join(names)}: {line}" for line, names in plans.items()]

@@ -76,7 +76,7 @@ def print_replays(replays: Mapping[str, Replay]) -> None:
 
     written = {name: result.to_json() for name, result in replays.items()}
     OUT.print(replay_verdict(written), markup=False)
-    ranking = ranking_stability(written)
+    ranking = ranking_stability(replays)
     if ranking is not None:
         OUT.print(ranking_line(ranking.to_json()), markup=False)
     print_warnings(f"{name}: {line}" for name, result in replays.items() for line in result.warnings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +26,11 @@ def test_rank_correlation_is_scipys(pairs: list[tuple[int, int]]) -> None:
     assert rank_correlation(a, a) == pytest.approx(1.0)
 
 
-def steps(values: list[float | None]) -> dict:
-    return {"fitted_on": [], "steps": [{"iteration": t, "cosine": value} for t, value in enumerate(values)]}
+def steps(values: list[float | None], fitted_on: tuple[int, ...] = ()) -> Replay:
+    """A replay whose updates have these cosines with the true mean."""
+    cost = (1.0, 1, 1.0, 1, 0.0)
+    made = tuple(ReplayStep(t, True, True, None, None, value, *cost) for t, value in enumerate(values))
+    return Replay(made, 2, "", "", (), 1.0, 1.0, fitted_on=fitted_on)
 
 
 def test_plans_that_change_places_halfway_are_seen() -> None:
@@ -38,6 +42,16 @@ def test_plans_that_change_places_halfway_are_seen() -> None:
     assert stability.ranks["a"] == [1, 1, 2]
     assert stability.whole == {"a": 1, "b": 2, "c": 3}
     assert stability.agreement == pytest.approx([1.0, 1.0, 0.5])
+
+
+def test_iterations_that_a_plan_was_fitted_on_and_values_that_are_not_finite_do_not_rank() -> None:
+    rising = [0.1 * t for t in range(20)]
+    found = ranking_stability({"a": steps(rising, fitted_on=(0, 4)), "b": steps([math.inf] * 8 + rising[8:])})
+    assert found is not None
+    assert found.windows[0][0] == 8
+    judged = ranking_stability({"a": steps(rising, fitted_on=(0, 4)), "b": steps(rising)})
+    assert judged is not None
+    assert judged.windows[0][0] == 5
 
 
 def test_nothing_to_rank() -> None:
