@@ -292,7 +292,7 @@ class Exchange:
         communicator = self._communicator
         return {"plan": self.plan.digest, "rank": communicator.rank, "world_size": communicator.world_size}
 
-    def report(self) -> dict[str, Any]:
+    def run_report(self) -> reporting.RunReport:
         """Summarise the run.
 
         It has the bytes and seconds per step on this rank, in all, by group and by codec, and the bytes that the plan
@@ -300,34 +300,18 @@ class Exchange:
         covers.
 
         Returns:
-            Plain JSON.
+            The report, typed; `report` gives it as plain JSON.
         """
         dense = sum(parameter.nbytes for parameter in self._parameters.values())
-        summary = self.statistics.summary()
-        payload = summary.get("payload_bytes_per_step")
-        groups = reporting.layer_rows(self.run.plan, list(self.statistics.steps))
-        return {
-            "rank": self._communicator.rank,
-            "world_size": self._communicator.world_size,
-            "iteration": self.iteration,
-            "dense_payload_bytes": dense,
-            "forecast_payload_bytes": self.run.plan.payload_bytes(self._communicator.world_size),
-            "compression_ratio": dense / payload if payload else None,
-            "residuals": self._residuals,
-            "refresh": self._refresh_report(),
-            **summary,
-            "groups": groups,
-            "codecs": reporting.codec_rows(groups),
-        }
+        return reporting.summarize_run(self.run, list(self.statistics.steps), dense, self._residuals)
 
-    def _refresh_report(self) -> dict[str, Any] | None:
-        """The settings last chosen, by group, and why the choice after that failed; None if the plan has no refresh."""
-        replanner = self.run.replanner
-        return None if replanner is None else {"choice": replanner.choice, "failure": replanner.failure}
+    def report(self) -> dict[str, Any]:
+        """Return `run_report` as plain JSON; a number that is not finite is None."""
+        return self.run_report().to_json()
 
     def table(self) -> str:
-        """Return `report` as text, one line per group."""
-        return reporting.table(self.report())
+        """Return `run_report` as text, one line per group."""
+        return reporting.table(self.run_report())
 
     def scalars(self) -> dict[str, float]:
         """Return the last step's numbers by name, each for TensorBoard's `writer.add_scalar(name, value, step)`."""

@@ -1,10 +1,10 @@
-"""A run's statistics as plain JSON, as a table to print, and as numbers for a logger."""
+"""The report of a run on one rank: typed, as JSON, as a table to print, and as numbers for a logger."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -14,41 +14,174 @@ from gradlab import wrappers
 from gradlab.codec.measures import relative
 from gradlab.codec.settings import build_settings
 from gradlab.ddp.optimizers import is_plain_sgd, own_momentum
-from gradlab.plan import Plan, Wrap
-from gradlab.runtime.engine.statistics import TIMES, Statistics, StepRecord
+from gradlab.executor import PlanRun
+from gradlab.jsonable import Jsonable, plain
+from gradlab.plan import Group, Plan, Wrap
+from gradlab.runtime.engine.statistics import TIMES, Statistics, StepRecord, Summary, summarize_steps
 
 _GROWN = 1.3  # times: a residual that has not settled
 
 
-def layer_rows(plan: Plan, steps: Sequence[StepRecord]) -> list[dict[str, Any]]:
-    """Return one row per group, as plain JSON.
+@dataclass(frozen=True)
+class GroupMeans(Jsonable):
+    """What was measured of one group. Bytes and seconds are means per measured step on this rank.
 
-    A row has the group's name, codec and layers. Over the measured steps, if there are any, it has the payload bytes
-    and the seconds per step; the relative error and the L2 norm of the residuals, both over all of its layers; and
-    `residual_growth` of that norm.
+    Attributes:
+        payload_bytes_per_step: what this rank contributes.
+        encode_seconds: up to the group's first request.
+        decode_seconds: after answers came.
+        relative_error: sqrt(sum ||x - c||^2 / sum ||x||^2) over the group's layers; None if it was not measured.
+        residual_norm: L2 norm of the residuals of all the group's layers; None if no group keeps a residual.
+        residual_growth: of that norm, see `residual_growth`.
     """
+
+    payload_bytes_per_step: float
+    encode_seconds: float
+    decode_seconds: float
+    relative_error: float | None
+    residual_norm: float | None
+    residual_growth: float | None
+
+
+@dataclass(frozen=True)
+class GroupRow:
+    """One group of a plan: its name, its codec with the wrappers, its layers, and its means if a step was measured."""
+
+    group: str
+    codec: str
+    layers: tuple[str, ...]
+    means: GroupMeans | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Write the group and, beside it, its means."""
+        named = {"group": self.group, "codec": self.codec, "layers": list(self.layers)}
+        return {**named, **(self.means.to_json() if self.means else {})}
+
+
+@dataclass(frozen=True)
+class CodecRow(Jsonable):
+    """The groups of one codec: how many there are, and their bytes and seconds per step in all."""
+
+    codec: str
+    groups: int
+    payload_bytes_per_step: float
+    encode_seconds: float
+    decode_seconds: float
+
+
+@dataclass(frozen=True)
+class RefreshReport(Jsonable):
+    """What a plan's refresh chose last: a setting's index by group, and why the choice after that failed."""
+
+    choice: dict[str, int] | None
+    failure: str
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """What was measured of a run on one rank.
+
+    Attributes:
+        rank: this one.
+        world_size: number of ranks.
+        iteration: of the next step, from 0.
+        dense_payload_bytes: of all gradients, uncompressed.
+        forecast_payload_bytes: per compressed step, by the plan.
+        residuals: what holds for the residuals under the optimizer; None if the plan keeps none.
+        refresh: the plan's; None if it has none.
+        summary: of the steps.
+        groups: one row per compressed group.
+        codecs: their sums by codec.
+    """
+
+    rank: int
+    world_size: int
+    iteration: int
+    dense_payload_bytes: int
+    forecast_payload_bytes: float
+    residuals: str | None
+    refresh: RefreshReport | None
+    summary: Summary
+    groups: tuple[GroupRow, ...]
+
+    @property
+    def codecs(self) -> tuple[CodecRow, ...]:
+        return codec_rows(self.groups)
+
+    @property
+    def compression_ratio(self) -> float | None:
+        """Dense payload over payload; None before the first step, or if nothing was sent."""
+        payload = self.summary.means.payload_bytes_per_step if self.summary.means else 0.0
+        return self.dense_payload_bytes / payload if payload else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Write the report as `state.report()` returns it; numbers that are not finite become None."""
+        written = {
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "iteration": self.iteration,
+            "dense_payload_bytes": self.dense_payload_bytes,
+            "forecast_payload_bytes": self.forecast_payload_bytes,
+            "compression_ratio": self.compression_ratio,
+            "residuals": self.residuals,
+            "refresh": self.refresh,
+            **self.summary.to_json(),
+            "groups": self.groups,
+            "codecs": self.codecs,
+        }
+        return {name: plain(value) for name, value in written.items()}
+
+
+def summarize_run(
+    run: PlanRun, steps: Sequence[StepRecord], dense_payload_bytes: int, residuals: str | None
+) -> RunReport:
+    """Make the report of a run.
+
+    Args:
+        run: this rank's run of a plan.
+        steps: what was measured of its steps.
+        dense_payload_bytes: of all gradients, uncompressed.
+        residuals: what `residual_statement` says.
+    """
+    replanner = run.replanner
+    return RunReport(
+        rank=run.rank,
+        world_size=run.world_size,
+        iteration=run.iteration,
+        dense_payload_bytes=dense_payload_bytes,
+        forecast_payload_bytes=run.plan.payload_bytes(run.world_size),
+        residuals=residuals,
+        refresh=None if replanner is None else RefreshReport(replanner.choice, replanner.failure),
+        summary=summarize_steps(steps),
+        groups=group_rows(run.plan, steps),
+    )
+
+
+def group_rows(plan: Plan, steps: Sequence[StepRecord]) -> tuple[GroupRow, ...]:
+    """Make one row per compressed group, with means over the measured steps, if there are any."""
     measured = [step for step in steps if step.group_seconds and step.finite]
-    return [_group_row(group.name, _title(group), group.layers, measured) for group in plan.compressed_groups]
+    return tuple(
+        GroupRow(group.name, _title(group), tuple(group.layers), _means(group, measured) if measured else None)
+        for group in plan.compressed_groups
+    )
 
 
-def _title(group: Any) -> str:
+def _title(group: Group) -> str:
     return "+".join([group.codec, *(wrap.name for wrap in reversed(group.wrappers))])
 
 
-def _group_row(name: str, codec: str, layers: Sequence[str], measured: Sequence[StepRecord]) -> dict[str, Any]:
-    row: dict[str, Any] = {"group": name, "codec": codec, "layers": list(layers)}
-    if not measured:
-        return row
-    errors = [step.errors[layer] for step in measured for layer in layers if layer in step.errors]
-    norms = [sum(step.residual_norms.get(layer, 0.0) ** 2 for layer in layers) ** 0.5 for step in measured]
-    return row | {
-        "payload_bytes_per_step": fmean(step.group_payload_bytes.get(name, 0) for step in measured),
-        "encode_seconds": fmean(step.group_seconds.get(name, (0.0, 0.0))[0] for step in measured),
-        "decode_seconds": fmean(step.group_seconds.get(name, (0.0, 0.0))[1] for step in measured),
-        "relative_error": relative(*map(sum, zip(*errors, strict=True))) if errors else None,
-        "residual_norm": fmean(norms) if any(step.residual_norms for step in measured) else None,
-        "residual_growth": residual_growth(norms),
-    }
+def _means(group: Group, measured: Sequence[StepRecord]) -> GroupMeans:
+    errors = [step.errors[layer] for step in measured for layer in group.layers if layer in step.errors]
+    norms = [sum(step.residual_norms.get(layer, 0.0) ** 2 for layer in group.layers) ** 0.5 for step in measured]
+    seconds = [step.group_seconds.get(group.name, (0.0, 0.0)) for step in measured]
+    return GroupMeans(
+        payload_bytes_per_step=fmean(step.group_payload_bytes.get(group.name, 0) for step in measured),
+        encode_seconds=fmean(encode for encode, _ in seconds),
+        decode_seconds=fmean(decode for _, decode in seconds),
+        relative_error=relative(*map(sum, zip(*errors, strict=True))) if errors else None,
+        residual_norm=fmean(norms) if any(step.residual_norms for step in measured) else None,
+        residual_growth=residual_growth(norms),
+    )
 
 
 def residual_growth(norms: Sequence[float]) -> float | None:
@@ -67,22 +200,30 @@ def residual_growth(norms: Sequence[float]) -> float | None:
     return last / second if 0 < second < third < last else None
 
 
-def codec_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sum the rows of `layer_rows` by codec."""
-    totals: dict[str, dict[str, Any]] = {}
+def codec_rows(rows: Iterable[GroupRow]) -> tuple[CodecRow, ...]:
+    """Sum groups by codec; a group that was not measured adds nothing but itself."""
+    by_codec: dict[str, list[GroupRow]] = {}
     for row in rows:
-        total = totals.setdefault(row["codec"], {"codec": row["codec"], "groups": 0})
-        total["groups"] += 1
-        for key in ("payload_bytes_per_step", "encode_seconds", "decode_seconds"):
-            total[key] = total.get(key, 0.0) + row.get(key, 0.0)
-    return list(totals.values())
+        by_codec.setdefault(row.codec, []).append(row)
+    return tuple(_codec_row(codec, groups) for codec, groups in by_codec.items())
+
+
+def _codec_row(codec: str, groups: Sequence[GroupRow]) -> CodecRow:
+    means = [row.means for row in groups if row.means is not None]
+    return CodecRow(
+        codec,
+        len(groups),
+        payload_bytes_per_step=sum((mean.payload_bytes_per_step for mean in means), 0.0),
+        encode_seconds=sum((mean.encode_seconds for mean in means), 0.0),
+        decode_seconds=sum((mean.decode_seconds for mean in means), 0.0),
+    )
 
 
 def residual_statement(plan: Plan, optimizer: torch.optim.Optimizer | None) -> str | None:
     """Say what holds for a plan's residuals under the optimizer that it trains with; None if it keeps none."""
     stacks = {repr(group.wrappers): group.wrappers for group in plan.groups}.values()  # mostly one for all groups
-    kept = [row for wraps in stacks if (row := _residuals(wraps))]
-    ratios = [values["step_size_ratio"] for row in kept for values in row.values()]
+    kept = [residuals for wraps in stacks if (residuals := _residuals(wraps))]
+    ratios = [residual.step_size_ratio for residuals in kept for residual in residuals]
     if not ratios:
         return None
     plain = is_plain_sgd(optimizer)
@@ -96,28 +237,39 @@ def residual_statement(plan: Plan, optimizer: torch.optim.Optimizer | None) -> s
             f"residuals follow the learning rate as the plan says, but under {_named(optimizer)}: the error-corrected "
             "iterate is known to follow a recurrence (the lemmas of dist-EF-SGD) for SGD without momentum alone"
         )
-    if not all(_lossless(row) for row in kept):
+    if not all(map(_lossless, kept)):
         return "residuals follow the learning rate"
     momentum = any(wrap.name == "local_momentum" for wraps in stacks for wrap in wraps)
     law = "Nesterov's SGD (Lemma 3 of dist-EF-SGD)" if momentum else "SGD (Lemma 1 of dist-EF-SGD)"
     return f"residuals follow the learning rate: the error-corrected iterate follows the recurrence of {law}"
 
 
-def _residuals(wraps: Sequence[Wrap]) -> dict[str, dict[str, Any]]:
-    """Settings of the wrappers that keep a residual, by name."""
-    by_name = {}
+@dataclass(frozen=True)
+class _Residual:
+    """How one wrapper keeps a residual: the wrapper's name, and those of its settings that matter here."""
+
+    wrapper: str
+    step_size_ratio: bool | None  # whether it follows the learning rate; None: under SGD without momentum alone
+    buffer: str  # the type that it is stored in
+    decay: float  # share of the old residual in the new one; 0 where the wrapper has no such setting
+
+
+def _residuals(wraps: Sequence[Wrap]) -> tuple[_Residual, ...]:
+    """The residuals that the wrappers of one group keep."""
+    kept = []
     for wrap in wraps:
         wrapper = wrappers.get(wrap.name)
-        values = asdict(build_settings(wrapper, wrap.settings))
-        if wrapper.keeps_residual or (wrap.name == "two_way" and values["error_feedback"]):
-            by_name[wrap.name] = values
-    return by_name
+        settings = build_settings(wrapper, wrap.settings)
+        if wrapper.keeps_residual or (wrap.name == "two_way" and settings.error_feedback):
+            decay = getattr(settings, "decay", 0.0)
+            kept.append(_Residual(wrap.name, settings.step_size_ratio, settings.buffer, decay))
+    return tuple(kept)
 
 
-def _lossless(row: dict[str, dict[str, Any]]) -> bool:
+def _lossless(residuals: Sequence[_Residual]) -> bool:
     """Whether compression errors are kept to rounding, at the ranks too."""
-    exact = all(values["buffer"] == "float32" and not values.get("decay") for values in row.values())
-    return exact and "error_feedback" in row
+    exact = all(residual.buffer == "float32" and not residual.decay for residual in residuals)
+    return exact and any(residual.wrapper == "error_feedback" for residual in residuals)
 
 
 def _named(optimizer: torch.optim.Optimizer | None) -> str:
@@ -127,18 +279,10 @@ def _named(optimizer: torch.optim.Optimizer | None) -> str:
     return type(optimizer).__name__ + (f" with {momentum}" if momentum else "")
 
 
-def table(report: dict[str, Any]) -> str:
+def table(report: RunReport) -> str:
     """Return a report as text: one line per group, then the step."""
     head = ("group", "codec", "payload/step", "encode", "decode", "error", "unsent norm")
-    lines = [head]
-    for row in report["groups"]:
-        if "payload_bytes_per_step" not in row:
-            lines.append((row["group"], row["codec"], "-", "-", "-", "-", "-"))
-            continue
-        error, norm = row["relative_error"], row["residual_norm"]
-        times = (f"{row[key] * 1e3:.3f} ms" for key in ("encode_seconds", "decode_seconds"))
-        known = ("-" if error is None else f"{error:.1%}", "-" if norm is None else f"{norm:.3g}")
-        lines.append((row["group"], row["codec"], f"{row['payload_bytes_per_step']:,.0f} B", *times, *known))
+    lines = [head, *map(_cells, report.groups)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     text = [
         "  ".join(
@@ -148,21 +292,48 @@ def table(report: dict[str, Any]) -> str:
         for line in lines
     ]
     text.insert(1, "-" * max(map(len, text)))
-    if report["steps"]:
-        spent = ", ".join(f"{name.removesuffix('_seconds')} {report[name] * 1e3:.2f} ms" for name in TIMES)
-        ratio = f", {report['compression_ratio']:.1f}x" if report["compression_ratio"] else ""
-        text += [
-            f"payload {report['payload_bytes_per_step']:,.0f} B, wire {report['wire_bytes_per_step']:,.0f} B{ratio}",
-            f"{spent} per step",
-        ]
-    for row in report["groups"]:
-        if (row.get("residual_growth") or 0.0) > _GROWN:
-            text.append(
-                f"{row['group']}: the residual norm grew {row['residual_growth']:.1f} times in the second half of the "
-                "measured steps; if that goes on, the codec never sends a part of the gradient"
-            )
-    text += [report["residuals"]] if report["residuals"] else []
+    text += [*_step_lines(report), *_growth_lines(report.groups)]
+    text += [report.residuals] if report.residuals else []
     return "\n".join(text)
+
+
+def _cells(row: GroupRow) -> tuple[str, ...]:
+    """A group's line of the table."""
+    means = row.means
+    if means is None:
+        return (row.group, row.codec, "-", "-", "-", "-", "-")
+    return (
+        row.group,
+        row.codec,
+        f"{means.payload_bytes_per_step:,.0f} B",
+        f"{means.encode_seconds * 1e3:.3f} ms",
+        f"{means.decode_seconds * 1e3:.3f} ms",
+        "-" if means.relative_error is None else f"{means.relative_error:.1%}",
+        "-" if means.residual_norm is None else f"{means.residual_norm:.3g}",
+    )
+
+
+def _step_lines(report: RunReport) -> list[str]:
+    """Bytes and times of the step; empty before the first one."""
+    means = report.summary.means
+    if means is None:
+        return []
+    spent = ", ".join(f"{name.removesuffix('_seconds')} {getattr(means, name) * 1e3:.2f} ms" for name in TIMES)
+    ratio = f", {report.compression_ratio:.1f}x" if report.compression_ratio else ""
+    return [
+        f"payload {means.payload_bytes_per_step:,.0f} B, wire {means.wire_bytes_per_step:,.0f} B{ratio}",
+        f"{spent} per step",
+    ]
+
+
+def _growth_lines(rows: Iterable[GroupRow]) -> list[str]:
+    """Name the groups whose residuals do not settle."""
+    return [
+        f"{row.group}: the residual norm grew {row.means.residual_growth:.1f} times in the second half of the "
+        "measured steps; if that goes on, the codec never sends a part of the gradient"
+        for row in rows
+        if row.means is not None and row.means.residual_growth is not None and row.means.residual_growth > _GROWN
+    ]
 
 
 def scalars(statistics: Statistics) -> dict[str, float]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
 from gradlab.codec.measures import LayerErrors, add_errors, relative
+from gradlab.jsonable import Jsonable
 
 TIMES = ("compress_seconds", "encode_seconds", "decode_seconds", "communicate_seconds", "wait_seconds")
 
@@ -36,6 +38,34 @@ class StepRecord:
     bucket_payload_bytes: dict[int, int] = field(default_factory=dict)  # by number of the bucket that completed a group
 
 
+@dataclass(frozen=True)
+class StepMeans(Jsonable):
+    """What was measured of several steps. Bytes and seconds are means per step on this rank; see `StepRecord`."""
+
+    compressing: bool  # whether these are compressed steps
+    payload_bytes_per_step: float
+    wire_bytes_per_step: float
+    compress_seconds: float
+    encode_seconds: float
+    decode_seconds: float
+    communicate_seconds: float
+    wait_seconds: float
+    non_finite_steps: int  # how many of the steps
+    relative_error_by_layer: dict[str, float]  # sqrt(sum ||x - c||^2 / sum ||x||^2) over the finite measured steps
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How many steps were summarised, and their means; None if there was no step."""
+
+    steps: int
+    means: StepMeans | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Write the number of steps and, beside it, their means."""
+        return {"steps": self.steps, **(self.means.to_json() if self.means else {})}
+
+
 class Statistics:
     """The last `history` steps of this rank."""
 
@@ -50,25 +80,32 @@ class Statistics:
         """
         self.steps.append(record)
 
-    def summary(self) -> dict[str, Any]:
-        """Compute means per step over the compressed steps kept (over all, if none was compressed).
+    def summary(self) -> Summary:
+        """Summarise the steps kept; see `summarize_steps`."""
+        return summarize_steps(list(self.steps))  # a copy, made at once: the worker may add a step meanwhile
 
-        Returns:
-            Plain JSON.
-        """
-        steps = list(self.steps)  # at once: the worker may add one meanwhile
-        chosen = [record for record in steps if record.compressing] or steps
-        if not chosen:
-            return {"steps": 0}
-        errors: LayerErrors = {}
-        for record in chosen:
-            add_errors(errors, record.errors if record.finite else {})
-        return {
-            "steps": len(chosen),
-            "compressing": chosen[0].compressing,
-            "payload_bytes_per_step": fmean(r.payload_bytes for r in chosen),
-            "wire_bytes_per_step": fmean(r.wire_bytes for r in chosen),
-            **{name: fmean(getattr(record, name) for record in chosen) for name in TIMES},
-            "non_finite_steps": sum(not r.finite for r in chosen),
-            "relative_error_by_layer": {name: relative(*pair) for name, pair in errors.items()},
-        }
+
+def summarize_steps(steps: Sequence[StepRecord]) -> Summary:
+    """Average the compressed steps.
+
+    Args:
+        steps: of one rank.
+
+    Returns:
+        Means over the compressed steps; over all steps, if none was compressed.
+    """
+    chosen = [record for record in steps if record.compressing] or list(steps)
+    if not chosen:
+        return Summary(0)
+    errors: LayerErrors = {}
+    for record in chosen:
+        add_errors(errors, record.errors if record.finite else {})
+    means = StepMeans(
+        compressing=chosen[0].compressing,
+        payload_bytes_per_step=fmean(record.payload_bytes for record in chosen),
+        wire_bytes_per_step=fmean(record.wire_bytes for record in chosen),
+        non_finite_steps=sum(not record.finite for record in chosen),
+        relative_error_by_layer={name: relative(*pair) for name, pair in errors.items()},
+        **{name: fmean(getattr(record, name) for record in chosen) for name in TIMES},
+    )
+    return Summary(len(chosen), means)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from gradlab.analysis.figures.chrome_trace import plot_timelines
 from gradlab.analysis.figures.style import drawing, render
 from gradlab.chrome_trace import LANES, read_step
 from gradlab.errors import GradlabError
+from gradlab.executor import PlanRun
 from gradlab.layout import Layer
 from gradlab.plan import Group, Plan, Wrap
 from gradlab.runtime.engine.statistics import Statistics, StepRecord
-from gradlab.runtime.run_report import layer_rows, residual_growth, scalars, table
+from gradlab.runtime.run_report import residual_growth, scalars, summarize_run, table
 from gradlab.runtime.timeline import Timeline
 from support.process_pool import ProcessPool
 
@@ -151,11 +153,40 @@ def test_a_residual_that_keeps_growing_is_reported() -> None:
     steps = [
         StepRecord(step, True, group_seconds={"a": (0.1, 0.1)}, residual_norms={"a": 1.0 + step}) for step in range(40)
     ]
-    rows = layer_rows(plan, steps)
-    report = {"groups": rows, "steps": 0, "residuals": None}
-    assert "a: the residual norm grew 2.3 times in" in table(report)
-    rows[0]["residual_growth"] = 1.2
-    assert "residual norm grew" not in table(report)
+    run = PlanRun(plan, 0, 2)
+    growing = summarize_run(run, steps, 16, None)
+    assert "a: the residual norm grew 2.3 times in" in table(growing)
+    slower = [replace(step, residual_norms={"a": 100.0 + step.step}) for step in steps]
+    found = summarize_run(run, slower, 16, None)
+    assert found.groups[0].means is not None
+    assert found.groups[0].means.residual_growth == pytest.approx(134.5 / 114.5)
+    assert "residual norm grew" not in table(found)
+
+
+def test_a_report_says_the_same_typed_and_as_json() -> None:
+    layer = Layer("a", (4,), "vector")
+    plan = Plan((layer,), (Group("a", ("a",), "topk", {"density": 0.5}),))
+    step = StepRecord(
+        0,
+        True,
+        payload_bytes=8,
+        errors={"a": (math.inf, 1.0)},
+        group_payload_bytes={"a": 8},
+        group_seconds={"a": (1, 2)},
+    )
+    report = summarize_run(PlanRun(plan, 1, 2), [step], 16, None)
+    written = report.to_json()
+    json.dumps(written, allow_nan=False)
+    assert report.compression_ratio == written["compression_ratio"] == 2.0
+    assert report.summary.means is not None
+    assert report.summary.means.relative_error_by_layer == {"a": math.inf}
+    assert written["relative_error_by_layer"] == {"a": None}
+    assert written["groups"] == [row.to_json() for row in report.groups]
+    assert written["codecs"] == [row.to_json() for row in report.codecs]
+    bare = summarize_run(PlanRun(plan, 1, 2), [], 16, None).to_json()
+    assert (bare["steps"], bare["compression_ratio"]) == (0, None)
+    assert bare["groups"] == [{"group": "a", "codec": "topk", "layers": ["a"]}]
+    assert not {"wait_seconds", "payload_bytes_per_step"} & set(bare)
 
 
 def test_nothing_is_kept_of_other_steps() -> None:
