@@ -30,6 +30,7 @@ from emulated import Task, record, train
 from gradlab.analysis.layer_plan.costs import Cost
 from gradlab.analysis.layer_plan.grids import candidates_of_grid
 from gradlab.analysis.layer_plan.lgreco import fit_lgreco
+from gradlab.analysis.layer_plan.provenance import WindowErrors
 from gradlab.artifact import Artifact
 from gradlab.datasets import get
 from gradlab.layout import layers_of
@@ -60,18 +61,17 @@ def fit(name: str, trace: Trace, folder: Path) -> None:
         uniform = Plan.uniform(trace.layers, codec, warmup_steps=WARMUP, **reference)
         Artifact(uniform).save(folder / f"{codec}-uniform.safetensors", overwrite=True)
         provenance = fitted.provenance
-        dense = provenance["dense_payload_bytes"]
+        dense = provenance.dense_payload_bytes
         print(
-            f"{codec:9s} uniform {dense / provenance['uniform_payload_bytes']:6.1f}x  L-GreCo "
-            f"{dense / provenance['payload_bytes']:6.1f}x  gain {provenance['gain']:.2f}  "
-            f"error where chosen, later: uniform {_errors(provenance, 'uniform')}, "
-            f"L-GreCo {_errors(provenance, 'plan')}"
+            f"{codec:9s} uniform {dense / provenance.uniform_payload_bytes:6.1f}x  L-GreCo "
+            f"{dense / provenance.payload_bytes:6.1f}x  gain {provenance.gain:.2f}  "
+            f"error where chosen, later: uniform {_errors(provenance.relative_error.uniform)}, "
+            f"L-GreCo {_errors(provenance.relative_error.plan)}"
         )
 
 
-def _errors(provenance: dict[str, Any], which: str) -> str:
-    error = provenance["relative_error"][which]
-    return f"{error['chosen_on']:.3f}, {error['held_out']:.3f}"
+def _errors(errors: WindowErrors) -> str:
+    return f"{errors.chosen_on:.3f}, {errors.held_out:.3f}"
 
 
 def families(name: str, trace: Trace, samples: int = 20) -> None:
@@ -82,13 +82,13 @@ def families(name: str, trace: Trace, samples: int = 20) -> None:
         provenance = fit_lgreco(
             trace, "powersgd", reference, candidates=candidates, start=start, cost=Cost(cost)
         ).provenance
-        alone = sorted(provenance["alone"].items(), key=lambda item: item[1])
-        chosen = Counter(layer["codec"] for layer in provenance["layers"])
+        alone = sorted(provenance.alone.items(), key=lambda item: item[1])
+        chosen = Counter(layer.codec for layer in provenance.layers)
         print(
-            f"{cost:8s} uniform {provenance['uniform_size']:.0f}, several codecs {provenance['size']:.0f}; alone: "
+            f"{cost:8s} uniform {provenance.uniform_size:.0f}, several codecs {provenance.size:.0f}; alone: "
             + ", ".join(f"{codec} {size:.0f}" for codec, size in alone)
-            + f"; gain on the best {alone[0][1] / provenance['size']:.3f}; error where chosen, later: uniform "
-            + f"{_errors(provenance, 'uniform')}, several {_errors(provenance, 'plan')}; layers: "
+            + f"; gain on the best {alone[0][1] / provenance.size:.3f}; error where chosen, later: uniform "
+            + f"{_errors(provenance.relative_error.uniform)}, several {_errors(provenance.relative_error.plan)}; layers: "
             + ", ".join(f"{count} {codec}" for codec, count in chosen.most_common()),
             flush=True,
         )

@@ -119,7 +119,7 @@ def report(title: str, seconds: float, memory: dict[int, float], fit: LgrecoFit)
     others = ", ".join(f"{value:.0f}" for value in sorted(workers, reverse=True)[:4])
     print(
         f"{title:22s} {seconds:6.1f} s   this process {memory.get(os.getpid(), 0):5.0f} MB   others [{others}] MB   "
-        f"size {fit.provenance['size']:.0f}, gain {fit.provenance['gain']:.3f}, gap {fit.provenance['gap']:g}",
+        f"size {fit.provenance.size:.0f}, gain {fit.provenance.gain:.3f}, gap {fit.provenance.gap:g}",
         flush=True,
     )
 

@@ -11,12 +11,16 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from gradlab.analysis.figures.style import BLACK, BLUE, GREY, SKY, VERMILION, method_colors, method_markers, panels
+from gradlab.analysis.layer_plan.lgreco import Frontier
+from gradlab.analysis.layer_plan.over_time import CompressionOverTime
+from gradlab.analysis.layer_plan.provenance import LayerSetting, LgrecoProvenance
 from gradlab.formatting import format_bytes, format_ratio, format_seconds
 
 PLAN, UNIFORM = VERMILION, BLUE
+_UNITS = {"payload": "payload, bytes", "wire": "bytes on the wire", "seconds": "seconds"}
 
 
-def plot_layers(provenance: Mapping[str, Any]) -> Figure:
+def plot_layers(provenance: LgrecoProvenance) -> Figure:
     """Draw L-GreCo's Fig. 1: every layer's setting and size, in the order of communication, and its relative error.
 
     Args:
@@ -25,42 +29,42 @@ def plot_layers(provenance: Mapping[str, Any]) -> Figure:
     Returns:
         The figure.
     """
-    layers = list(reversed(provenance["layers"]))  # backward hands over the last layers first
+    layers = list(reversed(provenance.layers))  # backward hands over the last layers first
     figure, (top, bottom) = panels(2, 1, height=2.3, sharex=True)
     positions = np.arange(1, len(layers) + 1)
     sizes = top.twinx()
-    sizes.bar(positions, [layer["numel"] for layer in layers], color=SKY, alpha=0.35, width=0.9)
+    sizes.bar(positions, [layer.numel for layer in layers], color=SKY, alpha=0.35, width=0.9)
     sizes.set(yscale="log", ylabel="elements of the layer")
     sizes.set_zorder(top.get_zorder() - 1)
     top.patch.set_visible(False)
-    varied = provenance["varied"]
-    if all(layer["codec"] == provenance["codec"] and varied in layer["settings"] for layer in layers):
-        top.step(positions, [layer["settings"][varied] for layer in layers], where="mid", color=PLAN, label="by layer")
-        top.axhline(provenance["reference"].get(varied), color=UNIFORM, linestyle="--", label="uniform")
+    varied = provenance.varied
+    if all(layer.codec == provenance.codec and varied in layer.settings for layer in layers):
+        top.step(positions, [layer.settings[varied] for layer in layers], where="mid", color=PLAN, label="by layer")
+        top.axhline(provenance.reference[varied], color=UNIFORM, linestyle="--", label="uniform")
         top.set_ylabel(varied)
     else:
-        shares = [layer["cost"] / layer["uniform_cost"] if layer["uniform_cost"] else np.nan for layer in layers]
+        shares = [layer.cost / layer.uniform_cost if layer.uniform_cost else np.nan for layer in layers]
         _draw_families(top, positions, layers, shares)
         top.axhline(1.0, color=UNIFORM, linestyle="--", label="uniform")
-        top.set(yscale="log", ylabel=f"{_unit(provenance)} / uniform's")
+        top.set(yscale="log", ylabel=f"{_UNITS[provenance.layer_cost]} / uniform's")
     top.legend(loc="best", fontsize=7, ncols=2)
-    for key, color, mark in (("uniform_relative_error", UNIFORM, "_"), ("relative_error", PLAN, ".")):
-        bottom.plot(positions, [layer[key] for layer in layers], mark, color=color)
+    bottom.plot(positions, [layer.uniform_relative_error for layer in layers], "_", color=UNIFORM)
+    bottom.plot(positions, [layer.relative_error for layer in layers], ".", color=PLAN)
     bottom.set(ylabel="relative error", xlabel="layer, in the order of communication", ylim=(0, None))
     bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure
 
 
-def _draw_families(panel: Axes, positions: np.ndarray, layers: list[Any], shares: list[float]) -> None:
-    codecs = list(dict.fromkeys(layer["codec"] for layer in layers))
+def _draw_families(panel: Axes, positions: np.ndarray, layers: Sequence[LayerSetting], shares: list[float]) -> None:
+    codecs = list(dict.fromkeys(layer.codec for layer in layers))
     colors, markers = method_colors(codecs), method_markers(codecs)
     for codec in codecs:
-        rows = [row for row, layer in enumerate(layers) if layer["codec"] == codec]
+        rows = [row for row, layer in enumerate(layers) if layer.codec == codec]
         values = [shares[row] for row in rows]
         panel.plot(positions[rows], values, linestyle="", marker=markers[codec], color=colors[codec], label=codec)
 
 
-def plot_frontier(frontier: Mapping[str, Any]) -> Figure:
+def plot_frontier(frontier: Frontier) -> Figure:
     """Draw the least cost over the error allowed, a line for each way to plan.
 
     Args:
@@ -70,45 +74,40 @@ def plot_frontier(frontier: Mapping[str, Any]) -> Figure:
         The figure.
     """
     figure, (panel,) = panels(1, 1, height=3.4)
-    names = list(frontier["planners"])
+    names = list(frontier.planners)
     colors, markers = method_colors(names), method_markers(names)
     for name in names:
-        points = sorted(frontier["planners"][name])
+        points = sorted(frontier.planners[name])
         style = {"color": BLACK, "linewidth": 1.6, "zorder": 3} if name == "L-GreCo, exact" else {"color": colors[name]}
         panel.plot(*zip(*points, strict=True), marker=markers[name], markersize=3, label=name, **style)
     panel.axvline(1.0, color=GREY, linewidth=0.8, linestyle=":")
-    panel.set(yscale="log", xlabel="error, in the uniform plan's", ylabel=_unit(frontier))
-    text = format_seconds if frontier["cost"] == "seconds" else format_bytes
+    panel.set(yscale="log", xlabel="error, in the uniform plan's", ylabel=_UNITS[frontier.cost])
+    text = format_seconds if frontier.cost == "seconds" else format_bytes
     panel.yaxis.set_major_formatter(lambda value, _: text(value))
     panel.yaxis.set_minor_formatter(lambda value, _: "")
     panel.legend(fontsize=7)
     return figure
 
 
-def _unit(plan: Mapping[str, Any]) -> str:
-    texts = {"payload": "payload, bytes", "wire": "bytes on the wire", "seconds": "seconds", "step": "seconds"}
-    return texts[plan["cost"]]
-
-
-def plot_over_time(plans: Mapping[str, Any]) -> Figure:
+def plot_over_time(plans: CompressionOverTime) -> Figure:
     """Draw L-GreCo's Figs. 9 and 13: compression ratio by window, and bytes in each bucket, mean over windows.
 
     Args:
-        plans: `PlansOverTime.to_json()`.
+        plans: `PlansOverTime.compression(...)`.
 
     Returns:
         The figure.
     """
     figure, (left, right) = panels(2, 2, height=2.8)
-    names = list(plans["planners"])
+    names = list(plans.planners)
     colors, markers = method_colors(names), method_markers(names)
-    ends = [last for _, last in plans["windows"]]
+    ends = [last for _, last in plans.windows]
     for name in names:
-        rows = plans["planners"][name]
-        label = f"{name} ({format_ratio(rows['mean_ratio'])})"
-        left.plot(ends, rows["ratio"], marker=markers[name], markersize=3, color=colors[name], label=label)
-        buckets = np.arange(1, len(rows["bytes_by_bucket"]) + 1)
-        right.plot(buckets, rows["bytes_by_bucket"], marker=markers[name], markersize=3, color=colors[name])
+        planner = plans.planners[name]
+        label = f"{name} ({format_ratio(planner.mean_ratio)})"
+        left.plot(ends, planner.ratio, marker=markers[name], markersize=3, color=colors[name], label=label)
+        buckets = np.arange(1, len(planner.bytes_by_bucket) + 1)
+        right.plot(buckets, planner.bytes_by_bucket, marker=markers[name], markersize=3, color=colors[name])
     left.set(xlabel="iteration", ylabel="compression ratio", ylim=(0, None))
     right.set(xlabel="bucket, in the order of communication", ylabel="bytes", yscale="log")
     right.yaxis.set_major_formatter(lambda value, _: format_bytes(value))

@@ -74,10 +74,10 @@ def family_candidates(
         if codec == "gradiveq":
             continue
         method = codecs.get(codec)
-        grid = [dict(settings) for settings in (*method.candidates, *(extra or {}).get(codec, ()))]
+        grid = _unequal((*method.candidates, *(extra or {}).get(codec, ())))
         for layer in layers:
             if layer.role in method.defaults.roles:
-                candidates[layer.name] += [Candidate(codec, settings, {}, around) for settings in _unequal(grid)]
+                candidates[layer.name] += [Candidate(codec, settings, {}, around) for settings in grid]
     if "PCA" in names and samples:
         _add_bases(trace, layers, candidates, start, samples, progress)
     return candidates
@@ -89,8 +89,9 @@ def of_family(candidates: Mapping[str, Sequence[Candidate]], family: str) -> dic
     return {name: [c for c in row if c.codec in (codec, "identity")] for name, row in candidates.items()}
 
 
-def _unequal(grid: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [settings for place, settings in enumerate(grid) if settings not in grid[:place]]
+def _unequal(grid: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Settings of a grid, those that are equal once."""
+    return [dict(settings) for place, settings in enumerate(grid) if settings not in grid[:place]]
 
 
 def _add_bases(

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -25,11 +25,13 @@ from gradlab.analysis.layer_plan.costs import PAYLOAD, Cost, candidate_costs
 from gradlab.analysis.layer_plan.grids import main_setting, paper_settings
 from gradlab.analysis.layer_plan.planners import Choice, total
 from gradlab.analysis.layer_plan.problem import Problem
+from gradlab.analysis.layer_plan.provenance import LayerSetting, LgrecoProvenance, PlanErrors, WindowErrors
 from gradlab.analysis.layer_plan.step_time_search import FastestPlan, StepModel, StepTimes, fastest_plan
 from gradlab.analysis.replay.error_tables import ErrorTable, LayerTable, measure_errors, windows_of
 from gradlab.artifact import Artifact
 from gradlab.codec.settings import build_settings
 from gradlab.errors import GradlabError
+from gradlab.jsonable import Jsonable
 from gradlab.knapsack import Allocation, allocate
 from gradlab.plan import Plan
 from gradlab.plan.layer_errors import Candidate
@@ -109,6 +111,28 @@ class LgrecoOptions:
             raise GradlabError("a step is predicted from seconds on a link, and weighs buckets itself")
 
 
+class FrontierPoint(NamedTuple):
+    """One plan: its error, in the uniform plan's, and its cost."""
+
+    error: float
+    cost: float
+
+
+@dataclass(frozen=True)
+class Frontier(Jsonable):
+    """Cost over error for every way to plan.
+
+    Args:
+        planners: points by planner, one per budget that it meets.
+        cost: "payload", "wire" or "seconds".
+        metric: of errors, "squared" or "plain".
+    """
+
+    planners: Mapping[str, tuple[FrontierPoint, ...]]
+    cost: str
+    metric: str
+
+
 @dataclass(frozen=True)
 class LgrecoFit:
     """A plan by layer.
@@ -117,20 +141,20 @@ class LgrecoFit:
         plan: the base plan with a codec per layer.
         problem: the tables that the plan was chosen from.
         allocation: the choice, its cost and a lower bound on any choice's cost.
-        provenance: plain JSON, how the plan was made and its errors on later windows; the artifact's metadata.
+        provenance: how the plan was made, and its errors on later windows; as JSON the artifact's metadata.
     """
 
     plan: Plan
     problem: Problem
     allocation: Allocation
-    provenance: dict[str, Any]
+    provenance: LgrecoProvenance
 
     def artifact(self) -> Artifact:
         """Join the plan and its metadata, to be saved."""
-        return Artifact(self.plan, self.provenance)
+        return Artifact(self.plan, self.provenance.to_json())
 
-    def frontier(self, points: int = _POINTS) -> dict[str, Any]:
-        """Trace cost over error for every way to plan on the same tables, as plain JSON.
+    def frontier(self, points: int = _POINTS) -> Frontier:
+        """Trace cost over error for every way to plan on the same tables.
 
         Errors are in the uniform plan's. Where layers differ in their settings, planners that need the same settings
         in all layers are left out.
@@ -138,24 +162,22 @@ class LgrecoFit:
         Args:
             points: budgets, evenly from the least error possible to the most.
         """
-        problem, metric = self.problem, self.provenance["metric"]
+        problem, metric = self.problem, self.provenance.metric
         chosen_on, _ = _halves(len(problem.table.windows))
         errors = problem.errors(metric, chosen_on)
         unit = total(errors, problem.reference) or 1.0
         most = sum(float(row[np.isfinite(row)].max()) for row in errors)
         budgets = np.linspace(sum(float(row.min()) for row in errors), most, points)
-        curves: dict[str, list[list[float]]] = {}
+        curves: dict[str, tuple[FrontierPoint, ...]] = {}
         for name, planner in problem.planners().items():
             reached = []
             for budget in budgets:
                 with suppress(GradlabError):  # a budget that this planner cannot meet
                     plan = planner(errors, problem.objective, float(budget))
-                    reached.append([total(errors, plan.choice) / unit, total(problem.costs, plan.choice)])
+                    reached.append(FrontierPoint(total(errors, plan.choice) / unit, total(problem.costs, plan.choice)))
             if reached:
-                curves[name] = reached
-        # A step is no sum over layers: seconds are what the tables hold.
-        cost = self.provenance["cost"] if "step" not in self.provenance else "seconds"
-        return {"planners": curves, "cost": cost, "metric": metric}
+                curves[name] = tuple(reached)
+        return Frontier(curves, self.provenance.layer_cost, metric)
 
 
 def fit_lgreco(
@@ -206,22 +228,30 @@ def fit_lgreco(
     plan = plan_of(base, problem.table, allocation.choice)
     if options.refresh_every:
         plan = replace(plan, refresh=_refresh(problem, options))
-    provenance = _provenance(trace, base, plan, problem, allocation, ranks) | {
-        "codec": codec,
-        "reference": dict(uniform.settings),
-        "alpha": None if options.budget is not None else options.alpha,
-        "budget": budget,
-        "metric": options.metric,
-        "cost": options.cost_name,
-        "world_size": ranks,
-        "varied": varied,
-        "uniform": str(uniform),
-    }
-    if fastest is not None:
-        step = {"size": fastest.seconds, "uniform_size": fastest.uniform, "step": fastest.to_json()}
-        provenance |= step | {"gain": fastest.uniform / fastest.seconds}
-    elif alone := problem.alone(errors, budget):
-        provenance["alone"] = alone
+    provenance = LgrecoProvenance(
+        method="lgreco",
+        trace=trace.digest,
+        gap=allocation.gap,
+        **_sizes(problem, allocation, fastest),
+        payload_bytes=plan.payload_bytes(ranks),
+        uniform_payload_bytes=base.payload_bytes(ranks),
+        dense_payload_bytes=plan.payload_bytes(ranks, compressing=False),
+        relative_error=_plan_errors(problem, allocation.choice),
+        windows=problem.table.windows,
+        windows_chosen_on=len(problem.table.windows[_halves(len(problem.table.windows))[0]]),
+        layers=_layer_settings(problem, allocation.choice),
+        codec=codec,
+        reference=dict(uniform.settings),
+        alpha=None if options.budget is not None else options.alpha,
+        budget=budget,
+        metric=options.metric,
+        cost=options.cost_name,
+        world_size=ranks,
+        varied=varied,
+        uniform=str(uniform),
+        step=fastest,
+        alone=problem.alone(errors, budget) if fastest is None else {},
+    )
     return LgrecoFit(plan, problem, allocation, provenance)
 
 
@@ -318,51 +348,44 @@ def plan_of(base: Plan, table: ErrorTable, choice: Choice) -> Plan:
     return Plan(base.layers, groups, base.schedule, base.seed, learned)
 
 
-def _provenance(
-    trace: Trace, base: Plan, plan: Plan, problem: Problem, allocation: Allocation, ranks: int
-) -> dict[str, Any]:
-    """Plain JSON: sizes, errors on the windows chosen on and on later ones, and what every layer got."""
+def _sizes(problem: Problem, allocation: Allocation, fastest: FastestPlan | None) -> dict[str, float]:
+    """Cost of the plan and of the uniform plan, and how many times larger the latter is."""
+    if fastest is not None:
+        size, uniform = fastest.seconds, fastest.uniform
+    else:
+        size, uniform = (total(problem.costs, choice) for choice in (allocation.choice, problem.reference))
+    return {"size": size, "uniform_size": uniform, "gain": uniform / size if size else math.inf}
+
+
+def _plan_errors(problem: Problem, choice: Choice) -> PlanErrors:
     table = problem.table
     chosen_on, checked_on = _halves(len(table.windows))
-    cost_of_uniform, size = total(problem.costs, problem.reference), total(problem.costs, allocation.choice)
-    errors = {
-        name: {
-            "chosen_on": table.relative_error(choice, chosen_on),
-            "held_out": table.relative_error(choice, checked_on) if checked_on != chosen_on else None,
-        }
-        for name, choice in (("plan", allocation.choice), ("uniform", problem.reference))
-    }
-    layers = [
-        {
-            "name": t.layer.name,
-            "numel": t.layer.numel,
-            "chosen": str(t.candidates[index]),
-            "codec": t.candidates[index].codec,
-            "settings": dict(t.candidates[index].settings),
-            "cost": float(costs[index]),
-            "uniform_cost": float(costs[reference]),
-            "relative_error": _relative(t, index, chosen_on),
-            "uniform_relative_error": _relative(t, reference, chosen_on),
-        }
-        for t, costs, index, reference in zip(
-            table.layers, problem.costs, allocation.choice, problem.reference, strict=True
+
+    def errors(tried: Choice) -> WindowErrors:
+        held_out = table.relative_error(tried, checked_on) if checked_on != chosen_on else None
+        return WindowErrors(table.relative_error(tried, chosen_on), held_out)
+
+    return PlanErrors(errors(choice), errors(problem.reference))
+
+
+def _layer_settings(problem: Problem, choice: Choice) -> tuple[LayerSetting, ...]:
+    """What every layer got, beside the uniform plan's setting."""
+    table = problem.table
+    chosen_on, _ = _halves(len(table.windows))
+    return tuple(
+        LayerSetting(
+            name=t.layer.name,
+            numel=t.layer.numel,
+            chosen=str(t.candidates[index]),
+            codec=t.candidates[index].codec,
+            settings=dict(t.candidates[index].settings),
+            cost=float(costs[index]),
+            uniform_cost=float(costs[reference]),
+            relative_error=_relative(t, index, chosen_on),
+            uniform_relative_error=_relative(t, reference, chosen_on),
         )
-    ]
-    return {
-        "method": "lgreco",
-        "trace": trace.digest,
-        "size": size,
-        "gap": allocation.gap,
-        "uniform_size": cost_of_uniform,
-        "gain": cost_of_uniform / size if size else math.inf,
-        "payload_bytes": plan.payload_bytes(ranks),
-        "uniform_payload_bytes": base.payload_bytes(ranks),
-        "dense_payload_bytes": plan.payload_bytes(ranks, compressing=False),
-        "relative_error": errors,
-        "windows": [list(span) for span in table.windows],
-        "windows_chosen_on": len(table.windows[chosen_on]),
-        "layers": layers,
-    }
+        for t, costs, index, reference in zip(table.layers, problem.costs, choice, problem.reference, strict=True)
+    )
 
 
 def _relative(table: LayerTable, index: int, windows: slice) -> float:

@@ -6,22 +6,55 @@ Accordion, and L-GreCo with Accordion's choice as its reference.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gradlab.analysis.layer_plan.bucket_time import bucket_of_layers, bytes_by_bucket
 from gradlab.analysis.layer_plan.planners import ETA, accordion, cgx_kmeans, total
 from gradlab.errors import GradlabError
+from gradlab.jsonable import Jsonable
 from gradlab.knapsack import allocate
+from gradlab.layout import Layer
 
 if TYPE_CHECKING:
     from gradlab.analysis.layer_plan.problem import Problem
     from gradlab.trace import Trace
 
 DECAY = 0.3  # share that the learning rate falls by between windows for Accordion: steps of a schedule, not slopes
+
+
+@dataclass(frozen=True)
+class PlannerOverTime(Jsonable):
+    """What one planner reaches window by window.
+
+    Args:
+        ratio: (windows,), compression ratio of the layers planned.
+        mean_ratio: over all windows.
+        bytes_by_bucket: (buckets,), mean over windows.
+        error: (windows,), in the uniform plan's.
+    """
+
+    ratio: np.ndarray
+    mean_ratio: float
+    bytes_by_bucket: np.ndarray
+    error: np.ndarray
+
+
+@dataclass(frozen=True)
+class CompressionOverTime(Jsonable):
+    """What every planner reaches.
+
+    Args:
+        windows: first and last iteration of each.
+        planners: by name.
+    """
+
+    windows: tuple[tuple[int, int], ...]
+    planners: Mapping[str, PlannerOverTime]
 
 
 @dataclass(frozen=True)
@@ -40,26 +73,27 @@ class PlansOverTime:
     critical: np.ndarray
     metric: str
 
-    def to_json(self, trace: Trace, bucket_cap_mb: float | None = None) -> dict[str, Any]:
-        """Write plain JSON by planner.
+    def compression(self, layers: Sequence[Layer], bucket_cap_mb: float | None = None) -> CompressionOverTime:
+        """Measure what each planner reaches.
 
-        It holds the compression ratio of the layers planned, per window and over all; bytes by bucket, mean over
-        windows; and the error in the uniform plan's.
+        Args:
+            layers: all of the model, which DDP makes buckets of.
+            bucket_cap_mb: DDP's bucket size in MiB; None: DDP's default.
         """
+        numbers = bucket_of_layers(layers, bucket_cap_mb)
+        planners = {name: self._planner(choices, numbers) for name, choices in self.choices.items()}
+        return CompressionOverTime(self.problem.table.windows, planners)
+
+    def _planner(self, choices: np.ndarray, numbers: Mapping[str, int]) -> PlannerOverTime:
         tables, costs = self.problem.table.layers, self.problem.costs
-        names = [table.layer.name for table in tables]
         dense = 4.0 * sum(table.layer.numel for table in tables)
-        numbers = bucket_of_layers(trace.layers, bucket_cap_mb)
-        planners = {}
-        for name, choices in self.choices.items():
-            sizes = np.array([[row[c] for row, c in zip(costs, choice, strict=True)] for choice in choices])
-            planners[name] = {
-                "ratio": (dense / sizes.sum(1)).tolist(),
-                "mean_ratio": dense / float(sizes.sum(1).mean()),
-                "bytes_by_bucket": bytes_by_bucket(names, sizes.mean(0).tolist(), numbers).tolist(),
-                "error": self._errors(choices).tolist(),
-            }
-        return {"windows": [list(span) for span in self.problem.table.windows], "planners": planners}
+        sizes = np.array([[row[c] for row, c in zip(costs, choice, strict=True)] for choice in choices])
+        return PlannerOverTime(
+            ratio=dense / sizes.sum(1),
+            mean_ratio=dense / float(sizes.sum(1).mean()),
+            bytes_by_bucket=bytes_by_bucket([t.layer.name for t in tables], sizes.mean(0).tolist(), numbers),
+            error=self._errors(choices),
+        )
 
     def _errors(self, choices: np.ndarray) -> np.ndarray:
         """Errors (windows,) in units of the uniform plan's in the same window."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradlab.analysis.replay.error_series import common, median_or_none, observed_series, predicted_series
 from gradlab.analysis.report.page import Table
@@ -17,6 +17,9 @@ from gradlab.formatting import (
     format_seconds,
 )
 from gradlab.metric import final_score, metric_of
+
+if TYPE_CHECKING:
+    from gradlab.analysis.layer_plan.provenance import LgrecoProvenance
 
 _COMPARISON_COLUMNS = (
     "method",
@@ -78,7 +81,7 @@ _LAYER_COLUMNS = (
 )
 
 
-def layer_plan_table(provenance: Mapping[str, Any]) -> Table:
+def layer_plan_table(provenance: LgrecoProvenance) -> Table:
     """List every layer's setting, with its cost and error beside the uniform plan's.
 
     Args:
@@ -87,19 +90,19 @@ def layer_plan_table(provenance: Mapping[str, Any]) -> Table:
     Returns:
         A row per layer.
     """
-    cost = "seconds" if provenance["cost"] == "step" else provenance["cost"]
+    cost = provenance.layer_cost
     text = format_seconds if cost == "seconds" else format_bytes
     rows = [
         [
-            layer["name"],
-            layer["chosen"],
-            format_count(layer["numel"]),
-            text(layer["cost"]),
-            text(layer["uniform_cost"]),
-            format_percent(layer["relative_error"]),
-            format_percent(layer["uniform_relative_error"]),
+            layer.name,
+            layer.chosen,
+            format_count(layer.numel),
+            text(layer.cost),
+            text(layer.uniform_cost),
+            format_percent(layer.relative_error),
+            format_percent(layer.uniform_relative_error),
         ]
-        for layer in provenance["layers"]
+        for layer in provenance.layers
     ]
     columns = ("layer", "setting", "elements", cost, "uniform", "error", "uniform")
     return Table("plan by layer", columns, rows, text_columns=2)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradlab.analysis.forecast import SPEED_NOISE
+from gradlab.analysis.forecast.link import format_rate
 from gradlab.formatting import format_number, format_percent, format_ratio, format_seconds
 from gradlab.learning.selection import LearnedSettings
 from gradlab.metric import RELATIVE_NOISE, final_score, metric_of, scores
+
+if TYPE_CHECKING:
+    from gradlab.analysis.layer_plan.provenance import LgrecoProvenance
+    from gradlab.analysis.layer_plan.step_time_search import FastestPlan
 
 # A plan by layer is not worth a smaller gain than this.
 _LITTLE_GAIN = 0.02
@@ -148,7 +153,7 @@ def fit_verdict(provenance: Mapping[str, Any]) -> str:
     )
 
 
-def layer_plan_verdict(provenance: Mapping[str, Any]) -> str:
+def layer_plan_verdict(provenance: LgrecoProvenance) -> str:
     """Say what a plan by layer saves against the uniform one, and whether its error holds on later iterations.
 
     Args:
@@ -157,30 +162,30 @@ def layer_plan_verdict(provenance: Mapping[str, Any]) -> str:
     Returns:
         Sentences, in one line.
     """
-    gain = provenance["gain"]
-    dense = format_ratio(provenance["dense_payload_bytes"] / provenance["payload_bytes"])
-    if "step" in provenance:
-        return " ".join([_step_line(provenance), _later_error_line(provenance)])
-    what = {"payload": "bytes", "wire": "bytes on the wire", "seconds": "seconds"}[provenance["cost"]]
+    gain = provenance.gain
+    dense = format_ratio(provenance.dense_payload_bytes / provenance.payload_bytes)
+    if provenance.step is not None:
+        return " ".join([_step_line(provenance, provenance.step), _later_error_line(provenance)])
+    what = {"payload": "bytes", "wire": "bytes on the wire", "seconds": "seconds"}[provenance.cost]
     if gain < 1 - _LITTLE_GAIN:  # weighted costs, or a budget of its own
-        first = f"By layer {format_ratio(1 / gain)} more {what} than {provenance['uniform']} everywhere"
+        first = f"By layer {format_ratio(1 / gain)} more {what} than {provenance.uniform} everywhere"
     elif gain < 1 + _LITTLE_GAIN:
-        first = f"A plan by layer gains next to nothing over {provenance['uniform']} everywhere ({format_ratio(gain)})"
+        first = f"A plan by layer gains next to nothing over {provenance.uniform} everywhere ({format_ratio(gain)})"
     else:
-        first = f"By layer {format_ratio(gain)} fewer {what} than {provenance['uniform']} everywhere"
+        first = f"By layer {format_ratio(gain)} fewer {what} than {provenance.uniform} everywhere"
     lines = [f"{first}; {dense} fewer bytes than dense over the whole model."]
-    if alone := provenance.get("alone"):
+    if alone := provenance.alone:
         best = min(alone, key=lambda name: alone[name])
-        lines.append(f"Of one codec alone, {best} needs {format_ratio(alone[best] / provenance['size'])} as much.")
+        lines.append(f"Of one codec alone, {best} needs {format_ratio(alone[best] / provenance.size)} as much.")
     lines.append(_later_error_line(provenance))
-    if provenance["gap"]:
-        lines.append(f"The search was cut short: a plan may be {format_percent(provenance['gap'])} smaller.")
+    if provenance.gap:
+        lines.append(f"The search was cut short: a plan may be {format_percent(provenance.gap)} smaller.")
     return " ".join(lines)
 
 
-def _later_error_line(provenance: Mapping[str, Any]) -> str:
-    errors = provenance["relative_error"]
-    later, uniform = errors["plan"]["held_out"], errors["uniform"]["held_out"]
+def _later_error_line(provenance: LgrecoProvenance) -> str:
+    errors = provenance.relative_error
+    later, uniform = errors.plan.held_out, errors.uniform.held_out
     if later is None:
         return "Nothing was held out: the error later on is not known."
     if not uniform:
@@ -193,21 +198,20 @@ def _later_error_line(provenance: Mapping[str, Any]) -> str:
     )
 
 
-def _step_line(provenance: Mapping[str, Any]) -> str:
+def _step_line(provenance: LgrecoProvenance, step: FastestPlan) -> str:
     """Compare the plan's predicted step with the uniform and the dense one, and with a lower bound for any plan."""
-    step = provenance["step"]
-    own, uniform, dense = (format_seconds(step[name]) for name in ("seconds", "uniform", "dense"))
-    where = f"{provenance['world_size']} ranks at {step['link']['bits_per_second']}"
-    least = format_seconds(step["bound"])
+    own, uniform, dense = (format_seconds(time) for time in (step.seconds, step.uniform, step.dense))
+    where = f"{provenance.world_size} ranks at {format_rate(step.link.bits_per_second)}"
+    least = format_seconds(step.bound)
     bound = f"no choice among these settings, at this error, is predicted to take less than {least}"
-    if step["dense"] <= (1 + SPEED_NOISE) * step["seconds"]:
+    if step.dense <= (1 + SPEED_NOISE) * step.seconds:
         return (
             f"Do not compress for speed: with {where} a dense step is predicted to take {dense}, the fastest plan "
-            f"found {own}, {provenance['uniform']} everywhere {uniform}; {bound}."
+            f"found {own}, {provenance.uniform} everywhere {uniform}; {bound}."
         )
-    first = f"By layer a step is predicted to take {own}, with {provenance['uniform']} everywhere {uniform}"
-    if step["uniform"] <= (1 + SPEED_NOISE) * step["seconds"]:
-        first = f"By layer a step gains next to nothing: {own}, with {provenance['uniform']} everywhere {uniform}"
+    first = f"By layer a step is predicted to take {own}, with {provenance.uniform} everywhere {uniform}"
+    if step.uniform <= (1 + SPEED_NOISE) * step.seconds:
+        first = f"By layer a step gains next to nothing: {own}, with {provenance.uniform} everywhere {uniform}"
     return f"{first}, dense {dense} ({where}); {bound}."
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,7 +17,9 @@ from gradlab.errors import GradlabError
 if TYPE_CHECKING:
     from gradlab.analysis.layer_plan.costs import Cost
     from gradlab.analysis.layer_plan.lgreco import LgrecoFit, LgrecoOptions
+    from gradlab.analysis.layer_plan.over_time import CompressionOverTime
     from gradlab.analysis.layer_plan.problem import Problem
+    from gradlab.analysis.layer_plan.provenance import LgrecoProvenance
     from gradlab.analysis.layer_plan.step_time_search import StepModel
     from gradlab.layout import Layer
     from gradlab.trace import Trace
@@ -145,7 +147,9 @@ def lgreco(
         windows = None if over_time is None else _plans_by_window(opened, fit.problem, options, bucket_cap_mb)
     fit.artifact().save(out, overwrite)
     _draw(fit, windows, figure, frontier, over_time)
-    print_fit(fit.provenance, as_json, partial(print_layer_plan, fit.provenance), out, figure, frontier, over_time)
+    print_fit(
+        fit.provenance.to_json(), as_json, partial(print_layer_plan, fit.provenance), out, figure, frontier, over_time
+    )
 
 
 def _require_free(out: Path, figures: Sequence[Path | None], overwrite: bool) -> None:
@@ -190,17 +194,17 @@ def _weights(name: str, layers: Sequence[Layer], bucket_cap_mb: float | None) ->
 
 def _plans_by_window(
     trace: Trace, problem: Problem, options: LgrecoOptions, bucket_cap_mb: float | None
-) -> dict[str, Any]:
+) -> CompressionOverTime:
     from gradlab.analysis.layer_plan.over_time import learning_rates_of, plan_over_time
 
     rates = learning_rates_of(trace, problem.table.windows)
     plans = plan_over_time(problem, rates, metric=options.metric, alpha=options.alpha)
-    return plans.to_json(trace, bucket_cap_mb)
+    return plans.compression(trace.layers, bucket_cap_mb)
 
 
 def _draw(
     fit: LgrecoFit,
-    windows: dict[str, Any] | None,
+    windows: CompressionOverTime | None,
     figure: Path | None,
     frontier: Path | None,
     over_time: Path | None,
@@ -218,7 +222,7 @@ def _draw(
         write_figure(partial(layer_plans.plot_over_time, windows), over_time)
 
 
-def print_layer_plan(provenance: dict[str, Any]) -> None:
+def print_layer_plan(provenance: LgrecoProvenance) -> None:
     """Print whether the plan pays, and what every layer got beside the uniform plan's setting."""
     from gradlab.analysis.report.tables import layer_plan_table
     from gradlab.analysis.report.verdict import layer_plan_verdict

@@ -111,45 +111,42 @@ def test_ranges_are_the_papers() -> None:
 def test_the_plan_is_smaller_at_the_same_error(trace: Trace, fitted: LgrecoFit) -> None:
     """Ranks follow what was planted; what is not planned stays as the uniform plan has it; the figures add up."""
     provenance = fitted.provenance
-    rank = {layer["name"]: layer["settings"]["rank"] for layer in provenance["layers"]}
+    rank = {layer.name: layer.settings["rank"] for layer in provenance.layers}
     assert rank["deep.weight"] == 2
     assert rank["wide.weight"] == 2
     assert rank["stem.weight"] >= 5
-    assert provenance["gain"] > 1.1
-    assert provenance["gap"] == 0
-    assert provenance["size"] == fitted.allocation.size == fitted.allocation.bound
+    assert provenance.gain > 1.1
+    assert provenance.gap == 0
+    assert provenance.size == fitted.allocation.size == fitted.allocation.bound
     errors = fitted.problem.errors("squared", slice(0, 2))
-    assert total(errors, fitted.allocation.choice) <= provenance["budget"] == pytest.approx(1.0)
+    assert total(errors, fitted.allocation.choice) <= provenance.budget == pytest.approx(1.0)
     uniform_plan = Plan.uniform(LAYERS, "powersgd", warmup_steps=5, seed=3, rank=4)
     assert [g.name for g in fitted.plan.groups] == [g.name for g in uniform_plan.groups]
     assert (fitted.plan.schedule, fitted.plan.seed) == (uniform_plan.schedule, uniform_plan.seed)
     assert all(group.wrappers == FEEDBACK for group in fitted.plan.groups)
-    assert provenance["uniform_payload_bytes"] == uniform_plan.payload_bytes(RANKS)
-    assert provenance["payload_bytes"] == fitted.plan.payload_bytes(RANKS)
-    assert (
-        provenance["uniform_payload_bytes"] - provenance["payload_bytes"]
-        == provenance["uniform_size"] - provenance["size"]
-    )
-    assert sum(layer["cost"] for layer in provenance["layers"]) == provenance["size"]
+    assert provenance.uniform_payload_bytes == uniform_plan.payload_bytes(RANKS)
+    assert provenance.payload_bytes == fitted.plan.payload_bytes(RANKS)
+    assert provenance.uniform_payload_bytes - provenance.payload_bytes == provenance.uniform_size - provenance.size
+    assert sum(layer.cost for layer in provenance.layers) == provenance.size
 
 
 def test_payload_is_what_a_replay_counts(trace: Trace, fitted: LgrecoFit) -> None:
     replayed = replay(trace, fitted.plan)
     counted = {step.payload_bytes_mean for step in replayed.compressed}
-    assert counted == {fitted.provenance["payload_bytes"]}
+    assert counted == {fitted.provenance.payload_bytes}
 
 
 def test_half_of_the_windows_are_held_out(trace: Trace, fitted: LgrecoFit) -> None:
     provenance = fitted.provenance
-    assert provenance["windows"] == [[0, 5], [6, 11], [12, 17], [18, 23]]
-    assert provenance["windows_chosen_on"] == 2
+    assert provenance.to_json()["windows"] == [[0, 5], [6, 11], [12, 17], [18, 23]]
+    assert provenance.windows_chosen_on == 2
     table = fitted.problem.table
     for which, choice in (("plan", fitted.allocation.choice), ("uniform", fitted.problem.reference)):
-        assert provenance["relative_error"][which]["chosen_on"] == table.relative_error(choice, slice(0, 2))
-        assert provenance["relative_error"][which]["held_out"] == table.relative_error(choice, slice(2, 4))
+        assert getattr(provenance.relative_error, which).chosen_on == table.relative_error(choice, slice(0, 2))
+        assert getattr(provenance.relative_error, which).held_out == table.relative_error(choice, slice(2, 4))
     alone = fit_lgreco(trace, "powersgd", {"rank": 4}, window=20).provenance
-    assert len(alone["windows"]) == 1
-    assert alone["relative_error"]["plan"]["held_out"] is None
+    assert len(alone.windows) == 1
+    assert alone.relative_error.plan.held_out is None
 
 
 @pytest.mark.parametrize(("codec", "reference"), [("topk", {"density": 0.05}), ("qsgd", {"bits": 4})])
@@ -158,16 +155,16 @@ def test_other_families_and_metrics(trace: Trace, codec: str, reference: dict, m
     fit = fit_lgreco(trace, codec, reference, metric=metric)
     errors = fit.problem.errors(metric, slice(0, 2))
     assert total(errors, fit.allocation.choice) <= total(errors, fit.problem.reference) * (1 + 1e-12)
-    assert fit.provenance["size"] <= fit.provenance["uniform_size"]
+    assert fit.provenance.size <= fit.provenance.uniform_size
     tighter = fit_lgreco(trace, codec, reference, metric=metric, alpha=0.7)
-    assert tighter.provenance["size"] >= fit.provenance["size"]
+    assert tighter.provenance.size >= fit.provenance.size
 
 
 def test_a_budget_may_be_given_and_is_refused_where_no_plan_meets_it(trace: Trace) -> None:
     table = fit_lgreco(trace, "powersgd", {"rank": 4}).problem.table
     least = sum(row.min() for row in table.errors("squared", slice(0, 2)))
     fit = fit_lgreco(trace, "powersgd", {"rank": 4}, budget=2 * least)
-    assert fit.provenance["alpha"] is None
+    assert fit.provenance.alpha is None
     assert total(table.errors("squared", slice(0, 2)), fit.allocation.choice) <= 2 * least
     with pytest.raises(GradlabError, match="the smallest reachable is"):
         fit_lgreco(trace, "powersgd", {"rank": 4}, budget=least / 2)
@@ -234,11 +231,11 @@ def test_a_hybrid_plan_is_no_larger_than_any_family_alone(trace: Trace, tmp_path
             ]
             errors = [row[k] for row, k in zip(mixed.problem.errors("squared", slice(0, 2)), kept, strict=True)]
             costs = [row[k] for row, k in zip(mixed.problem.costs, kept, strict=True)]
-            alone = allocate(errors, costs, mixed.provenance["budget"])  # dense is among them: every budget is met
+            alone = allocate(errors, costs, mixed.provenance.budget)  # dense is among them: every budget is met
             assert mixed.allocation.size <= alone.size
             if FAMILIES[family][0] != "powersgd":  # which has its uniform plan besides
-                assert mixed.provenance["alone"][FAMILIES[family][0]] == pytest.approx(alone.size)
-        assert set(mixed.provenance["alone"]) == {codec for codec, _ in FAMILIES.values()}
+                assert mixed.provenance.alone[FAMILIES[family][0]] == pytest.approx(alone.size)
+        assert set(mixed.provenance.alone) == {codec for codec, _ in FAMILIES.values()}
         assert unit.shape == (4,)
     path = mixed.artifact().save(tmp_path / "hybrid.safetensors")
     again = Artifact.load(path)
@@ -298,7 +295,7 @@ def test_weights_move_bytes_between_buckets(trace: Trace) -> None:
         moved = fit_lgreco(trace, "powersgd", {"rank": 4}, weights=weights)
         assert spent(moved, weights) <= spent(plain, weights)
         assert total(moved.problem.errors("squared", slice(0, 2)), moved.allocation.choice) <= 1 + 1e-9
-        assert moved.provenance["size"] >= plain.provenance["size"]
+        assert moved.provenance.size >= plain.provenance.size
     by_bucket = [
         bytes_by_bucket(names, [row[c] for row, c in zip(f.problem.costs, f.allocation.choice, strict=True)], numbers)
         for f in (plain, moved)
@@ -348,9 +345,10 @@ def test_the_fastest_plan_and_its_bound(trace: Trace) -> None:
         fit = fit_lgreco(
             trace, "powersgd", {"rank": 4}, candidates=candidates, cost=Cost("seconds", link), step=model, world_size=4
         )
-        step, problem = fit.provenance["step"], fit.problem
-        assert step["seconds"] == fit.provenance["size"] == min(step["by_objective"].values()) <= step["uniform"]
-        errors, budget = problem.errors("squared", slice(0, 2)), fit.provenance["budget"]
+        step, problem = fit.provenance.step, fit.problem
+        assert step is not None
+        assert step.seconds == fit.provenance.size == min(step.by_objective.values()) <= step.uniform
+        errors, budget = problem.errors("squared", slice(0, 2)), fit.provenance.budget
         assert total(errors, fit.allocation.choice) <= budget * (1 + 1e-9)
         base = Plan.uniform(trace.layers, "powersgd", group_bytes=0, rank=4)
         times = StepTimes(partial(plan_of, base, problem.table), DryRuns(base, 4), link, model)
@@ -361,7 +359,7 @@ def test_the_fastest_plan_and_its_bound(trace: Trace) -> None:
         fastest = min(sent.seconds(choice) for choice in within)
         assert again.bound <= fastest + 1e-12 <= again.seconds + 2e-12
         assert again.bound >= computing
-        assert fit.provenance["cost"] == "step"
+        assert fit.provenance.cost == "step"
     assert again.seconds < 2 * computing
     with pytest.raises(GradlabError, match="weighs buckets itself"):
         fit_lgreco(trace, "powersgd", {"rank": 4}, step=model)
@@ -380,19 +378,18 @@ def test_planners_over_time(trace: Trace, fitted: LgrecoFit) -> None:
     rates = learning_rates_of(trace, problem.table.windows)
     assert rates.tolist() == [0.1] * 4
     result = plan_over_time(problem, np.array([0.1, 0.1, 0.01, 0.01]))
-    shown = result.to_json(trace, 0.003)
-    planners = shown["planners"]
+    planners = result.compression(trace.layers, 0.003).planners
     assert set(planners) == {"uniform", "L-GreCo", "Accordion", "L-GreCo + Accordion", "CGX, k-means"}
-    assert planners["uniform"]["error"] == pytest.approx([1.0] * 4)
-    assert max(planners["L-GreCo"]["error"]) <= 1 + 1e-9
-    assert max(planners["CGX, k-means"]["error"]) <= 1 + 1e-9
+    assert planners["uniform"].error == pytest.approx([1.0] * 4)
+    assert max(planners["L-GreCo"].error) <= 1 + 1e-9
+    assert max(planners["CGX, k-means"].error) <= 1 + 1e-9
     for rival, ours in (("uniform", "L-GreCo"), ("CGX, k-means", "L-GreCo"), ("Accordion", "L-GreCo + Accordion")):
-        assert all(a <= b for a, b in zip(planners[rival]["ratio"], planners[ours]["ratio"], strict=True))
+        assert all(a <= b for a, b in zip(planners[rival].ratio, planners[ours].ratio, strict=True))
     assert result.critical.tolist() == [[True] * 4, [False] * 4, [True] * 4, [False] * 4]
-    first, second = planners["Accordion"]["ratio"][:2]
+    first, second = planners["Accordion"].ratio[:2]
     assert first < second
     sizes = np.array([[row[c] for row, c in zip(problem.costs, ch, strict=True)] for ch in result.choices["L-GreCo"]])
-    assert sum(planners["L-GreCo"]["bytes_by_bucket"]) == pytest.approx(sizes.sum(1).mean())
+    assert sum(planners["L-GreCo"].bytes_by_bucket) == pytest.approx(sizes.sum(1).mean())
 
 
 # --- others to beat ---------------------------------------------------------------------------------------------------
@@ -526,7 +523,7 @@ def test_the_command_fits_draws_and_prints(gradlab: Command, trace: Trace, tmp_p
     assert "deep.weight" in text
     assert all(path.read_text().startswith("<?xml") for path in figures)
     plan = Artifact.load(out)
-    assert plan.provenance["method"] == "lgreco"
+    assert plan.provenance.method == "lgreco"
     code, text, err = gradlab(
         "fit", "lgreco", trace.path, "--out", tmp_path / "o.safetensors", "--figure", tmp_path / "o.svg"
     )

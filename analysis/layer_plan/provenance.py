@@ -1,0 +1,119 @@
+"""How a plan by layer was made: sizes, errors on the windows chosen on and on later ones, and what every layer got."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradlab.analysis.layer_plan.step_time_search import FastestPlan
+from gradlab.jsonable import Jsonable
+
+
+@dataclass(frozen=True)
+class WindowErrors(Jsonable):
+    """A plan's relative errors: l2 norms, as shares of the gradients'.
+
+    Args:
+        chosen_on: on the windows that the plan was chosen on.
+        held_out: on later windows; None: there are none.
+    """
+
+    chosen_on: float
+    held_out: float | None
+
+
+@dataclass(frozen=True)
+class PlanErrors(Jsonable):
+    """Relative errors of the plan by layer and of the uniform plan."""
+
+    plan: WindowErrors
+    uniform: WindowErrors
+
+
+@dataclass(frozen=True)
+class LayerSetting(Jsonable):
+    """What one layer got, beside the uniform plan's setting.
+
+    Args:
+        name: of the layer.
+        numel: the layer's elements.
+        chosen: codec and settings, as a text.
+        codec: the codec's id.
+        settings: of the codec.
+        cost, uniform_cost: in the unit of the fit's cost.
+        relative_error, uniform_relative_error: on the windows chosen on, shares of the gradient's l2 norm.
+    """
+
+    name: str
+    numel: int
+    chosen: str
+    codec: str
+    settings: Mapping[str, Any]
+    cost: float
+    uniform_cost: float
+    relative_error: float
+    uniform_relative_error: float
+
+
+@dataclass(frozen=True)
+class LgrecoProvenance(Jsonable):
+    """How a plan by layer was made; its JSON is the artifact's metadata.
+
+    Args:
+        method: "lgreco".
+        trace: digest of the trace.
+        size, uniform_size: cost of the plan and of the uniform plan; with a step, predicted seconds.
+        gap: share of its size that the plan may be too large by; 0: no plan is smaller.
+        gain: uniform_size / size.
+        payload_bytes, uniform_payload_bytes, dense_payload_bytes: of the whole model, per rank and step.
+        relative_error: of both plans.
+        windows: first and last iteration of each window.
+        windows_chosen_on: how many of them, from the first, the plan was chosen on.
+        layers: what every layer got.
+        codec, reference: the uniform plan's codec and settings.
+        alpha: the error allowed, in the uniform plan's; None: a budget was given.
+        budget: the error allowed, summed over layers.
+        metric: "squared" or "plain".
+        cost: "payload", "wire", "seconds" or "step".
+        world_size: ranks that the plan is for.
+        varied: the setting that the codec's grid varies.
+        uniform: the uniform plan's codec and settings, as a text.
+        step: how the fastest plan was found; None: a sum was made small.
+        alone: cost of the best plan of one codec and dense layers, by codec; empty: one codec, or a step.
+    """
+
+    method: str
+    trace: str
+    size: float
+    gap: float
+    uniform_size: float
+    gain: float
+    payload_bytes: float
+    uniform_payload_bytes: float
+    dense_payload_bytes: float
+    relative_error: PlanErrors
+    windows: tuple[tuple[int, int], ...]
+    windows_chosen_on: int
+    layers: tuple[LayerSetting, ...]
+    codec: str
+    reference: Mapping[str, Any]
+    alpha: float | None
+    budget: float
+    metric: str
+    cost: str
+    world_size: int
+    varied: str
+    uniform: str
+    step: FastestPlan | None = None
+    alone: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def layer_cost(self) -> str:
+        """What layers' costs are: a step is no sum over layers, so there they are seconds."""
+        return "seconds" if self.cost == "step" else self.cost
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON, by field; `step` and `alone` only where there are any."""
+        missing = {name for name in ("step", "alone") if not getattr(self, name)}
+        return {name: value for name, value in super().to_json().items() if name not in missing}
