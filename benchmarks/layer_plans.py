@@ -88,7 +88,8 @@ def families(name: str, trace: Trace, samples: int = 20) -> None:
             f"{cost:8s} uniform {provenance.uniform_size:.0f}, several codecs {provenance.size:.0f}; alone: "
             + ", ".join(f"{codec} {size:.0f}" for codec, size in alone)
             + f"; gain on the best {alone[0][1] / provenance.size:.3f}; error where chosen, later: uniform "
-            + f"{_errors(provenance.relative_error.uniform)}, several {_errors(provenance.relative_error.plan)}; layers: "
+            + f"{_errors(provenance.relative_error.uniform)}, several {_errors(provenance.relative_error.plan)}; "
+            + "layers: "
             + ", ".join(f"{count} {codec}" for codec, count in chosen.most_common()),
             flush=True,
         )

@@ -4,34 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
 from gradlab.analysis.figures.style import BLUE, GREY, VERMILION, layer_colors, panels
 from gradlab.analysis.fit.lgc.value_codes import RatePoint
 
+if TYPE_CHECKING:
+    from gradlab.analysis.fit.lgc.fit import LgcMeasurement
 
-def plot_fit(provenance: Mapping[str, Any]) -> Figure:
+
+def plot_fit(measured: LgcMeasurement) -> Figure:
     """Draw an autoencoder's error over epochs, and on held-out iterations over age.
 
-    Over epochs there are two curves: the iterations learned from, and those that decide when to stop.
-
-    Args:
-        provenance: of an LGC fit.
-
-    Returns:
-        The figure.
+    One curve is of the iterations learned from, one of those that decide when to stop.
     """
     figure, (left, right) = panels(2, 2, height=2.4)
-    epochs = range(1, len(provenance["curve"]) + 1)
-    for key, label, color in (("learned", "learned from", BLUE), ("stop", "stopped by", VERMILION)):
-        left.plot(epochs, [errors[key] for errors in provenance["curve"]], color=color, label=label)
+    epochs = range(1, len(measured.curve) + 1)
+    left.plot(epochs, [errors.learned for errors in measured.curve], color=BLUE, label="learned from")
+    left.plot(epochs, [errors.stop for errors in measured.curve], color=VERMILION, label="stopped by")
     left.set(xlabel="epoch", ylabel="error, in that of zeros", ylim=(0, None))
     left.legend(fontsize=7)
-    held = provenance["holdout"]
-    ages = [sum(span) / 2 for span in held["ages"]]
-    right.plot(ages, held["error_by_age"], marker="o", markersize=3, color=VERMILION)
+    ages = [sum(span) / 2 for span in measured.holdout.ages]
+    right.plot(ages, measured.holdout.error_by_age, marker="o", markersize=3, color=VERMILION)
     right.axhline(1.0, color=GREY, linewidth=0.8, linestyle=":")
     right.set(xlabel="iterations since it learned", ylabel="held-out error", ylim=(0, None))
     return figure

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -21,6 +21,9 @@ from gradlab.analysis.figures.style import (
     smoothing_window,
 )
 from gradlab.formatting import format_percent
+
+if TYPE_CHECKING:
+    from gradlab.analysis.fit.gradiveq import GradiveqMeasurement
 
 Spectrum = Mapping[str, Any]
 Values = Callable[[Mapping[str, Any]], Any]
@@ -78,7 +81,7 @@ def plot_dimensions(spectrum: Spectrum) -> Figure:
     return figure
 
 
-def plot_holdout(provenance: Mapping[str, Any]) -> Figure:
+def plot_holdout(measured: GradiveqMeasurement) -> Figure:
     """Draw the loss on later iterations by age of the fit: pooled with its references, and layer by layer.
 
     Args:
@@ -88,14 +91,13 @@ def plot_holdout(provenance: Mapping[str, Any]) -> Figure:
         The figure.
     """
     figure, (left, right) = panels(2, 2, height=2.9, sharey=True)
-    held, control = provenance["holdout"], provenance["random_basis"]
-    ages = np.array([np.sqrt(first * last) for first, last in held["ages"]])
-    threshold = provenance["promised_loss"]
-    left.plot(ages, _numbers(control["loss_by_age"]), "--", color=GREY, marker="x", label="random basis, same d")
-    left.plot(ages, _numbers(held["loss_by_age"]), color=VERMILION, marker="o", label="fitted basis, later iterations")
-    left.axhline(provenance["in_sample_loss"], color=BLACK, linestyle="-.", label="iterations fitted on, all slices")
+    held, control, threshold = measured.holdout, measured.random_basis, measured.promised_loss
+    ages = np.array([np.sqrt(first * last) for first, last in held.ages])
+    left.plot(ages, _numbers(control.loss_by_age), "--", color=GREY, marker="x", label="random basis, same d")
+    left.plot(ages, _numbers(held.loss_by_age), color=VERMILION, marker="o", label="fitted basis, later iterations")
+    left.axhline(measured.in_sample_loss, color=BLACK, linestyle="-.", label="iterations fitted on, all slices")
     left.axhline(
-        provenance["fitted_slices_loss"],
+        measured.fitted_slices_loss,
         color=BLUE,
         linestyle=(0, (4, 2)),
         label="iterations fitted on, fitted slices",
@@ -103,11 +105,11 @@ def plot_holdout(provenance: Mapping[str, Any]) -> Figure:
     if threshold is not None:
         left.axhline(threshold, color=BLACK, linestyle=":", label=f"threshold λ = {format_percent(threshold, 0)}")
         right.axhline(threshold, color=BLACK, linestyle=":")
-    groups = held["groups"]
+    groups = held.groups
     for (name, curve), color in zip(groups.items(), layer_colors(len(groups)), strict=True):
-        right.plot(ages, _numbers(curve["loss_by_age"]), color=color, marker="o", label=short(name))
+        right.plot(ages, _numbers(curve.loss_by_age), color=color, marker="o", label=short(name))
     curves = [control, *groups.values()]
-    top = max(1.0, *(value for curve in curves for value in curve["loss_by_age"] if value is not None))
+    top = max(1.0, *(value for curve in curves for value in curve.loss_by_age if value is not None))
     left.set(xscale="log", ylim=(0, 1.05 * top), ylabel="loss ‖ĝ - g‖² / ‖g‖²", title="(a) all fitted layers")
     right.set(xscale="log", title="(b) layer by layer")
     for axes in (left, right):

@@ -16,12 +16,13 @@ import numpy as np
 import torch
 
 from gradlab.analysis.gradients import mean_unscaled
-from gradlab.analysis.measure.holdout import holdout_by_age, losses_by_slice, random_basis_plan
+from gradlab.analysis.measure.holdout import HoldOut, holdout_by_age, losses_by_slice, random_basis_plan
 from gradlab.artifact import Artifact
 from gradlab.codec.settings import build_settings
 from gradlab.codecs.gradiveq import GradiVeQ
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_percent
+from gradlab.jsonable import Jsonable
 from gradlab.layout import Layer, flatten, split_slices
 from gradlab.learning.slice_pca import shared_dimensions, spectrum
 from gradlab.plan import FEEDBACK, Group, Plan, Schedule
@@ -76,22 +77,105 @@ class GradiveqOptions:
 
 
 @dataclass(frozen=True)
+class FittedLayer(Jsonable):
+    """A layer's bases, and what they lose on the iterations they were fitted on.
+
+    Args:
+        slice_size: elements of a slice (K).
+        dimension: axes per slice (d), fitted and random ones.
+        fitted_axes: those of them that were fitted.
+        slices: of the layer (M).
+        samples: iterations with finite gradients among those fitted on.
+        fitted_slices_energy: squared error and squared norm, summed over the iterations and the fitted slices.
+        fitted_slices_loss: the error over the norm there.
+        in_sample_energy: the same two sums over all slices.
+        in_sample_loss: the error over the norm there.
+    """
+
+    slice_size: int
+    dimension: int
+    fitted_axes: int
+    slices: int
+    samples: int
+    fitted_slices_energy: tuple[float, float]
+    fitted_slices_loss: float
+    in_sample_energy: tuple[float, float]
+    in_sample_loss: float
+
+
+@dataclass(frozen=True)
+class GradiveqMeasurement(Jsonable):
+    """How bases were fitted, and what they lose where they were fitted and on later iterations.
+
+    Args:
+        trace: digest of the recording.
+        world_size: ranks recorded.
+        settings: of every group, but for `GradiveqOptions.layer_settings`.
+        total_ratio: as asked for; None where each layer's d comes from its settings.
+        promised_loss: the largest lambda of any layer; None where something else than eq. (6) decides on d.
+        fitted_on: iterations.
+        warmup_steps: dense steps before the first compressed one.
+        held_out_on: the first and the last iteration held out.
+        layers: the fitted layers, by name.
+        skipped: why a layer was left dense, by name.
+        fitted_slices_loss: of all layers, on the fitted slices of the iterations fitted on.
+        in_sample_loss: of all layers, on all slices of these iterations.
+        holdout: loss on later iterations.
+        random_basis: loss of random bases of the same size on these iterations.
+        payload_bytes: of a compressed iteration and rank, with the fitted bases in use.
+        mean_payload_bytes: of a compressed iteration and rank, on average over refreshes of the bases.
+        dense_payload_bytes: of a dense iteration and rank.
+    """
+
+    trace: str
+    world_size: int
+    settings: GradiVeQ.Settings
+    total_ratio: float | None
+    promised_loss: float | None
+    fitted_on: list[int]
+    warmup_steps: int
+    held_out_on: tuple[int, int]
+    layers: dict[str, FittedLayer]
+    skipped: dict[str, str]
+    fitted_slices_loss: float
+    in_sample_loss: float
+    holdout: HoldOut
+    random_basis: HoldOut
+    payload_bytes: float
+    mean_payload_bytes: float
+    dense_payload_bytes: float
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a user must know before training with the plan, one line each."""
+        return [*_early_compression(self), *_poor_fit(self)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON, as an artifact's metadata and report.json hold it: the method, every field, the warnings."""
+        return {"method": "gradiveq", **super().to_json(), "warnings": self.warnings}
+
+
+@dataclass(frozen=True)
 class GradiveqFit:
     """A plan with fitted bases.
 
     Args:
         plan: one group per fitted layer.
-        provenance: plain JSON, how the bases were fitted and what they lose on later iterations; the artifact's
-            metadata.
+        measured: how the bases were fitted, and what they lose on later iterations.
     """
 
     plan: Plan
-    provenance: dict[str, Any]
+    measured: GradiveqMeasurement
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """The measurement as plain JSON: the artifact's metadata."""
+        return self.measured.to_json()
 
     @property
     def warnings(self) -> list[str]:
         """What a user must know before training with the plan, one line each."""
-        return list(self.provenance["warnings"])
+        return self.measured.warnings
 
     def artifact(self) -> Artifact:
         """Join the plan and its metadata, to be saved."""
@@ -103,8 +187,8 @@ def fit_gradiveq(
 ) -> GradiveqFit:
     """Fit bases of slices for each layer of the given roles, and measure their loss on later steps.
 
-    Layers with fewer elements than a slice, or whose codes would be no smaller, stay dense and are listed in
-    provenance["skipped"].
+    Layers with fewer elements than a slice, or whose codes would be no smaller, stay dense. `measured.skipped` lists
+    them.
 
     Args:
         trace: gradients of all ranks, or their averages.
@@ -138,28 +222,26 @@ def fit_gradiveq(
     plan = Plan(tuple(trace.layers), groups, schedule, seed, learned)
     held = holdout_by_age(trace, plan, start=window.stop, progress=progress)
     control = holdout_by_age(trace, random_basis_plan(plan, seed), start=window.stop, progress=None)
-    fitted = [int(step) for step in trace.steps[window.start : window.stop]]
-    provenance = {
-        "method": "gradiveq",
-        "trace": trace.digest,
-        "world_size": trace.world_size,
-        "settings": dataclasses.asdict(settings),
-        "total_ratio": total_ratio,
-        "promised_loss": None if total_ratio else _promised_loss(chosen),
-        "fitted_on": fitted,
-        "warmup_steps": schedule.warmup_steps,
-        "held_out_on": [int(trace.steps[window.stop]), int(trace.steps[-1])],
-        "layers": layers,
-        "skipped": skipped,
-        "fitted_slices_loss": _loss([fact["fitted_slices_energy"] for fact in layers.values()]),
-        "in_sample_loss": _loss([fact["in_sample_energy"] for fact in layers.values()]),
-        "holdout": held.to_json(),
-        "random_basis": control.to_json(),
-        "payload_bytes": plan.payload_bytes(trace.world_size, states={}),
-        "mean_payload_bytes": plan.payload_bytes(trace.world_size),
-        "dense_payload_bytes": plan.payload_bytes(trace.world_size, compressing=False),
-    }
-    return GradiveqFit(plan, {**provenance, "warnings": _warnings(provenance)})
+    measured = GradiveqMeasurement(
+        trace=trace.digest,
+        world_size=trace.world_size,
+        settings=settings,
+        total_ratio=total_ratio,
+        promised_loss=None if total_ratio else _promised_loss(chosen),
+        fitted_on=[int(step) for step in trace.steps[window.start : window.stop]],
+        warmup_steps=schedule.warmup_steps,
+        held_out_on=(int(trace.steps[window.stop]), int(trace.steps[-1])),
+        layers=layers,
+        skipped=skipped,
+        fitted_slices_loss=_loss([layer.fitted_slices_energy for layer in layers.values()]),
+        in_sample_loss=_loss([layer.in_sample_energy for layer in layers.values()]),
+        holdout=held,
+        random_basis=control,
+        payload_bytes=plan.payload_bytes(trace.world_size, states={}),
+        mean_payload_bytes=plan.payload_bytes(trace.world_size),
+        dense_payload_bytes=plan.payload_bytes(trace.world_size, compressing=False),
+    )
+    return GradiveqFit(plan, measured)
 
 
 def _fit_window(trace: Trace, start: int | None, samples: int, warmup_steps: int) -> range:
@@ -258,10 +340,10 @@ def _energy_per_axis(slices: torch.Tensor, judges: int, complement: float) -> to
 
 def _fit_layers(
     trace: Trace, window: range, chosen: Mapping[str, GradiVeQ.Settings], progress: Progress | None
-) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any], dict[str, str]]:
+) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, FittedLayer], dict[str, str]]:
     """Learned tensors, losses where they were fitted, and reasons for leaving a layer dense; each by layer name."""
     learned: dict[str, dict[str, torch.Tensor]] = {}
-    facts: dict[str, Any] = {}
+    fitted: dict[str, FittedLayer] = {}
     skipped: dict[str, str] = {}
     layers = [layer for layer in trace.layers if layer.name in chosen]
     for done, layer in enumerate(layers):
@@ -270,14 +352,14 @@ def _fit_layers(
         if layer.numel < slice_size:
             skipped[layer.name] = f"{layer.numel} elements, fewer than a slice of {slice_size}"
         else:
-            codec, fact = _fit_layer(trace, window, layer, settings)
+            codec, measured = _fit_layer(trace, window, layer, settings)
             if codec.next_payload_bytes([layer], 1, {}) < 4 * layer.numel:
-                learned[layer.name], facts[layer.name] = codec.learned, fact
+                learned[layer.name], fitted[layer.name] = codec.learned, measured
             else:
                 skipped[layer.name] = f"d = K = {slice_size}: nothing would be saved"
         if progress:
             progress("fit", done + 1, len(layers))
-    return learned, facts, skipped
+    return learned, fitted, skipped
 
 
 def _blocks(trace: Trace, window: range, layer: Layer, slice_size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -306,9 +388,7 @@ def _samples(
     return torch.cat(parts), (total / count).float() if whitening else None
 
 
-def _fit_layer(
-    trace: Trace, window: range, layer: Layer, settings: GradiVeQ.Settings
-) -> tuple[GradiVeQ, dict[str, Any]]:
+def _fit_layer(trace: Trace, window: range, layer: Layer, settings: GradiVeQ.Settings) -> tuple[GradiVeQ, FittedLayer]:
     codec = GradiVeQ(settings)
     slice_size = codec.slice_size(layer)
     count = layer.numel // slice_size
@@ -319,18 +399,23 @@ def _fit_layer(
     by_slice = np.zeros((count, 2))
     for stacked, _ in _blocks(trace, window, layer, slice_size):
         by_slice += losses_by_slice(codec, layer, stacked, slice_size)
-    fact = {
-        "slice_size": slice_size,
-        "dimension": int(bases["width"]),
-        "fitted_axes": bases["basis"].shape[2],
-        "slices": count,
-        "samples": len(samples),
-        "fitted_slices_energy": by_slice[chosen].sum(0).tolist(),
-        "fitted_slices_loss": _loss(by_slice[chosen]),
-        "in_sample_energy": by_slice.sum(0).tolist(),
-        "in_sample_loss": _loss(by_slice),
-    }
-    return codec, fact
+    return codec, FittedLayer(
+        slice_size=slice_size,
+        dimension=int(bases["width"]),
+        fitted_axes=bases["basis"].shape[2],
+        slices=count,
+        samples=len(samples),
+        fitted_slices_energy=_summed(by_slice[chosen]),
+        fitted_slices_loss=_loss(by_slice[chosen]),
+        in_sample_energy=_summed(by_slice),
+        in_sample_loss=_loss(by_slice),
+    )
+
+
+def _summed(rows: np.ndarray) -> tuple[float, float]:
+    """Squared error and squared norm, each summed over rows (n, 2)."""
+    error, norm = rows.sum(0)
+    return float(error), float(norm)
 
 
 def _loss(rows: Any) -> float:
@@ -346,12 +431,8 @@ def _promised_loss(chosen: Mapping[str, GradiVeQ.Settings]) -> float | None:
     return max((settings.loss_threshold for settings in chosen.values()), default=None)
 
 
-def _warnings(provenance: dict[str, Any]) -> list[str]:
-    return [*_early_compression(provenance), *_poor_fit(provenance)]
-
-
-def _early_compression(provenance: dict[str, Any]) -> list[str]:
-    begins, last = provenance["warmup_steps"], provenance["fitted_on"][-1]
+def _early_compression(measured: GradiveqMeasurement) -> list[str]:
+    begins, last = measured.warmup_steps, measured.fitted_on[-1]
     if begins > last:
         return []
     return [
@@ -360,30 +441,34 @@ def _early_compression(provenance: dict[str, Any]) -> list[str]:
     ]
 
 
-def _poor_fit(provenance: dict[str, Any]) -> list[str]:
-    threshold = provenance["promised_loss"]
-    later, control = provenance["holdout"]["loss"], provenance["random_basis"]["loss"]
+def _poor_fit(measured: GradiveqMeasurement) -> list[str]:
+    threshold, later, control = measured.promised_loss, measured.holdout.loss, measured.random_basis.loss
     if later is None:
         return ["No later iteration had finite gradients: nothing is known about the loss in training."]
     lines = []
     if threshold is not None and later > _TOLERATED * threshold:
         lines.append(
             f"lambda = {format_percent(threshold)} holds only where the bases were fitted: they lose "
-            f"{format_percent(provenance['fitted_slices_loss'])} of the energy on the fitted slices of "
-            f"{len(provenance['fitted_on'])} iterations, {format_percent(provenance['in_sample_loss'])} on all slices "
-            "there, "
+            f"{format_percent(measured.fitted_slices_loss)} of the energy on the fitted slices of "
+            f"{len(measured.fitted_on)} iterations, {format_percent(measured.in_sample_loss)} on all slices there, "
             f"and {format_percent(later)} on later iterations (random bases of the same size: "
             f"{format_percent(control)}). Expect the loss of later iterations in training."
         )
-    if later >= control:
+    if control is not None and later >= control:
         lines.append("On later iterations these bases are no better than random ones of their size: do not use them.")
-    elif useless := _no_better_than_random(provenance):
+    elif useless := _no_better_than_random(measured):
         shown = ", ".join(useless[:3]) + (f" and {len(useless) - 3} more" if len(useless) > 3 else "")
         lines.append(f"No better than a random basis of the same size on later iterations: {shown}.")
     return lines
 
 
-def _no_better_than_random(provenance: dict[str, Any]) -> list[str]:
-    control = provenance["random_basis"]["groups"]
-    later = {name: curve["loss"] for name, curve in provenance["holdout"]["groups"].items()}
-    return [name for name, loss in later.items() if loss is not None and loss >= control[name]["loss"]]
+def _no_better_than_random(measured: GradiveqMeasurement) -> list[str]:
+    """Names of the layers whose bases lose as much on later iterations as random ones."""
+    losses = {
+        name: (curve.loss, measured.random_basis.groups[name].loss) for name, curve in measured.holdout.groups.items()
+    }
+    return [
+        name
+        for name, (fitted, random) in losses.items()
+        if fitted is not None and random is not None and fitted >= random
+    ]

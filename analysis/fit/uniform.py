@@ -17,7 +17,7 @@ def uniform_artifact(plan: Plan, replay: Replay, **metadata: Any) -> Artifact:
     Args:
         plan: any plan that needed no fit.
         replay: of that plan.
-        metadata: further plain JSON; None is left out.
+        metadata: further values, written as plain JSON; None is left out.
 
     Raises:
         GradlabError: for a replay of another plan.
@@ -33,5 +33,5 @@ def uniform_artifact(plan: Plan, replay: Replay, **metadata: Any) -> Artifact:
         "payload_bytes": replay.forecast_payload_bytes,
         "dense_payload_bytes": replay.dense_payload_bytes,
         "replay": plain(replay.summary()),
-    } | {key: value for key, value in metadata.items() if value is not None}
+    } | {key: plain(value) for key, value in metadata.items() if value is not None}
     return Artifact(plan, provenance)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradlab.analysis.figures import methods as method_plots
 from gradlab.analysis.figures import sign_blocks as sign_blocks_plots
@@ -14,6 +14,9 @@ from gradlab.analysis.replay.error_series import common, observed_series, predic
 from gradlab.analysis.report.page import Drawing
 from gradlab.formatting import format_percent
 from gradlab.metric import final_score, metric_of
+
+if TYPE_CHECKING:
+    from gradlab.analysis.fit.gradiveq import GradiveqMeasurement
 
 Json = Mapping[str, Any]
 
@@ -62,7 +65,7 @@ def spectrum_drawings(spectrum: Json) -> list[Drawing]:
     return [*drawings, Drawing("norms", "Norm of the gradient", caption, partial(plots.plot_norms, spectrum))]
 
 
-def fit_drawings(provenance: Json, name: str = "") -> list[Drawing]:
+def fit_drawings(measured: GradiveqMeasurement, name: str = "") -> list[Drawing]:
     """List the held-out curve of a GradiVeQ fit.
 
     Args:
@@ -72,14 +75,14 @@ def fit_drawings(provenance: Json, name: str = "") -> list[Drawing]:
     Returns:
         One figure.
     """
-    promised = provenance["promised_loss"]
+    promised = measured.promised_loss
     rule = "" if promised is None else f" (d by eq. (6), threshold {format_percent(promised)})"
     caption = (
-        f"Fitted on {len(provenance['fitted_on'])} iterations{rule}, tried on all later ones. (a) all fitted layers "
+        f"Fitted on {len(measured.fitted_on)} iterations{rule}, tried on all later ones. (a) all fitted layers "
         "together, with the loss on the fit's own iterations and that of random bases of the same size; (b) by layer."
     )
     title = "Loss on later iterations, by age of the fit" + (f": {name}" if name else "")
-    return [Drawing(f"holdout_{name}" if name else "holdout", title, caption, partial(plots.plot_holdout, provenance))]
+    return [Drawing(f"holdout_{name}" if name else "holdout", title, caption, partial(plots.plot_holdout, measured))]
 
 
 def slice_structure_drawings(structure: Json) -> list[Drawing]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from math import isinf, prod
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradlab.analysis.figures import forecast as forecast_plot
 from gradlab.analysis.figures import information as information_plots
@@ -45,6 +45,9 @@ from gradlab.formatting import (
     format_seconds,
 )
 
+if TYPE_CHECKING:
+    from gradlab.analysis.fit.gradiveq import GradiveqMeasurement
+
 Json = Mapping[str, Any]
 
 # More layer figures than this would make the page tens of megabytes.
@@ -59,7 +62,9 @@ _BY_CHANCE = 0.9
 _USEFUL = (0.05, 0.9)
 
 
-def comparison_sections(runs: Json, replays: Json, fits: Json, spectrum: Json | None) -> list[Section]:
+def comparison_sections(
+    runs: Json, replays: Json, fits: Mapping[str, GradiveqMeasurement], spectrum: Json | None
+) -> list[Section]:
     """Make the pages of training runs, with what was predicted of them.
 
     Args:
@@ -81,9 +86,9 @@ def comparison_sections(runs: Json, replays: Json, fits: Json, spectrum: Json | 
         )
     ]
     if fits:
-        tables = [fit_table(provenance) for provenance in fits.values()]
-        drawings = [item for name, provenance in fits.items() for item in fit_drawings(provenance, name)]
-        answer = " ".join(fit_verdict(provenance) for provenance in fits.values())
+        tables = [fit_table(fit) for fit in fits.values()]
+        drawings = [item for name, fit in fits.items() for item in fit_drawings(fit, name)]
+        answer = " ".join(fit_verdict(fit) for fit in fits.values())
         sections.append(Section("fits", "Do fits hold on later iterations?", answer, tables, drawings))
     if spectrum:
         answer = agreement_line(spectrum)
@@ -94,11 +99,7 @@ def comparison_sections(runs: Json, replays: Json, fits: Json, spectrum: Json | 
 def trace_sections(data: Json) -> list[Section]:
     """Make the pages of a recording.
 
-    Args:
-        data: what report.json holds, with "payoff" as a `SpeedForecast`.
-
-    Returns:
-        The sections, in order.
+    data: what report.json holds, "fit" as a `GradiveqMeasurement`, "payoff" as a `SpeedForecast`.
     """
     makers = (_speed, _replays, _between_nodes, _noise_scale, _limits, _within_node, _signs)
     sections = [section for make in makers if (section := make(data)) is not None]
@@ -393,7 +394,8 @@ def _limits(data: Json) -> Section | None:
 
 
 def _within_node(data: Json) -> Section | None:
-    fit, structure = data["fit"], data.get("slice_structure")
+    fit: GradiveqMeasurement | None = data["fit"]
+    structure = data.get("slice_structure")
     shown = structure if structure and structure["layers"] else None
     tables = [*([fit_table(fit)] if fit else []), *([slice_structure_table(shown)] if shown else [])]
     drawings = [

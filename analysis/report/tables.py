@@ -19,6 +19,8 @@ from gradlab.formatting import (
 from gradlab.metric import final_score, metric_of
 
 if TYPE_CHECKING:
+    from gradlab.analysis.fit.gradiveq import GradiveqMeasurement
+    from gradlab.analysis.fit.lgc.fit import LgcMeasurement
     from gradlab.analysis.layer_plan.provenance import LgrecoProvenance
 
 _COMPARISON_COLUMNS = (
@@ -108,7 +110,7 @@ def layer_plan_table(provenance: LgrecoProvenance) -> Table:
     return Table("plan by layer", columns, rows, text_columns=2)
 
 
-def selection_table(provenance: Mapping[str, Any]) -> Table:
+def selection_table(measured: LgcMeasurement) -> Table:
     """Compare ways to send the same selected values by their bytes and their error on held-out iterations.
 
     Args:
@@ -118,11 +120,10 @@ def selection_table(provenance: Mapping[str, Any]) -> Table:
         A row per way to send them.
     """
     rows = [
-        [row["name"], format_percent(row["error"]), format_bytes(row["payload_bytes"]), format_bytes(row["wire_bytes"])]
-        for row in provenance["codes"]
+        [code.name, format_percent(code.error), format_bytes(code.payload_bytes), format_bytes(code.wire_bytes)]
+        for code in measured.codes
     ]
-    values, ranks = provenance["selected"], provenance["world_size"]
-    title = f"{values} selected values, averaged over {ranks} ranks; positions come on top"
+    title = f"{measured.selected} selected values, averaged over {measured.world_size} ranks; positions come on top"
     return Table(title, ("sent as", "error, held out", "payload", "wire"), rows, text_columns=1)
 
 
@@ -229,7 +230,7 @@ def _error_cells(summary: Mapping[str, Any]) -> tuple[str, str, str]:
     return format_percent(summary["contribution_error"]), format_percent(summary["aggregate_error"]), cosine
 
 
-def fit_table(provenance: Mapping[str, Any]) -> Table:
+def fit_table(measured: GradiveqMeasurement) -> Table:
     """List a GradiVeQ fit's sizes and losses.
 
     Args:
@@ -239,16 +240,13 @@ def fit_table(provenance: Mapping[str, Any]) -> Table:
         A row per layer.
     """
     rows = []
-    for name, fact in provenance["layers"].items():
-        later, control = (
-            provenance["holdout"]["groups"][name]["loss"],
-            provenance["random_basis"]["groups"][name]["loss"],
-        )
-        losses = (fact["fitted_slices_loss"], fact["in_sample_loss"], later, control)
-        sizes = (fact["slice_size"], fact["dimension"], fact["slices"])
-        ratio = format_ratio(fact["slice_size"] / fact["dimension"])
+    for name, layer in measured.layers.items():
+        later, control = (curve.groups[name].loss for curve in (measured.holdout, measured.random_basis))
+        losses = (layer.fitted_slices_loss, layer.in_sample_loss, later, control)
+        sizes = (layer.slice_size, layer.dimension, layer.slices)
+        ratio = format_ratio(layer.slice_size / layer.dimension)
         rows.append([name, *map(format_count, sizes), ratio, *map(format_percent, losses)])
-    left_out = "; ".join(f"{name}: {why}" for name, why in provenance["skipped"].items())
+    left_out = "; ".join(f"{name}: {why}" for name, why in measured.skipped.items())
     note = "Loss is ‖ĝ - g‖² / ‖g‖² of the averaged gradient (GradiVeQ, Fig. 5)."
     note += f" Left dense: {left_out}." if left_out else ""
     return Table("GradiVeQ fit, layer by layer", _FIT_COLUMNS, rows, note)

@@ -107,7 +107,7 @@ def write_trace_report(
         "kind": "trace",
         "trace": recorded,
         "spectrum": dict(plain(known.spectrum or measure_spectrum(trace, progress=progress))),
-        "fit": dict(plain(fit.provenance)) if fit else None,
+        "fit": fit.measured if fit else None,
         "replays": replays,
         "ranking": plain(ranking_stability(judged)),
         "payoff": known.speed,
@@ -160,8 +160,7 @@ def write_comparison(
         raise GradlabError("a comparison needs at least one run, and got none")
     ran = dict(plain(runs))
     judged = _judged(replays, (fits or {}).values())
-    written = {name: replay.to_json() for name, replay in judged.items()}
-    provenances = {name: dict(plain(fit.provenance)) for name, fit in (fits or {}).items()}
+    fitted = {name: fit.measured for name, fit in (fits or {}).items()}
     measured = dict(plain(spectrum)) if spectrum else None
     recorded = dict(plain(trace_summary)) if trace_summary else None
     page = Page(
@@ -171,8 +170,8 @@ def write_comparison(
             "kind": "comparison",
             "trace": recorded,
             "spectrum": measured,
-            "fits": provenances,
-            "replays": written,
+            "fits": fitted,
+            "replays": judged,
             "runs": ran,
         },
         warnings=[
@@ -180,7 +179,7 @@ def write_comparison(
             *_replay_warnings(judged),
         ],
         facts=[*_run_facts(ran), *(_trace_facts(recorded) if recorded else [])],
-        sections=comparison_sections(ran, written, provenances, measured),
+        sections=comparison_sections(ran, judged, fitted, measured),
     )
     return write_page(page, folder, overwrite=overwrite, progress=progress)
 

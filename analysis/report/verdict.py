@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from gradlab.analysis.forecast import SPEED_NOISE
 from gradlab.analysis.forecast.link import format_rate
 from gradlab.formatting import format_number, format_percent, format_ratio, format_seconds
-from gradlab.learning.selection import LearnedSettings
 from gradlab.metric import RELATIVE_NOISE, final_score, metric_of, scores
 
 if TYPE_CHECKING:
+    from gradlab.analysis.fit.gradiveq import GradiveqMeasurement
+    from gradlab.analysis.fit.lgc.fit import LgcMeasurement
     from gradlab.analysis.layer_plan.provenance import LgrecoProvenance
     from gradlab.analysis.layer_plan.step_time_search import FastestPlan
 
@@ -125,7 +126,7 @@ def trace_verdict(data: Mapping[str, Any]) -> str:
     return " ".join(line for line in lines if line)
 
 
-def fit_verdict(provenance: Mapping[str, Any]) -> str:
+def fit_verdict(measured: GradiveqMeasurement) -> str:
     """Say whether a GradiVeQ fit holds on later iterations.
 
     Args:
@@ -134,11 +135,11 @@ def fit_verdict(provenance: Mapping[str, Any]) -> str:
     Returns:
         One sentence.
     """
-    later, control = provenance["holdout"]["loss"], provenance["random_basis"]["loss"]
+    later, control = measured.holdout.loss, measured.random_basis.loss
     if later is None:
         return "The GradiVeQ fit could not be tried on any later iteration."
-    threshold = provenance["promised_loss"]
-    ratio = format_ratio(provenance["dense_payload_bytes"] / provenance["payload_bytes"])
+    threshold = measured.promised_loss
+    ratio = format_ratio(measured.dense_payload_bytes / measured.payload_bytes)
     lost = f"{format_percent(later)} of the gradient's energy is lost on later iterations"
     if control is not None and later >= control:
         return f"The GradiVeQ fit holds nothing that lasts: {lost}, {format_percent(control)} with random bases."
@@ -215,7 +216,7 @@ def _step_line(provenance: LgrecoProvenance, step: FastestPlan) -> str:
     return f"{first}, dense {dense} ({where}); {bound}."
 
 
-def lgc_verdict(provenance: Mapping[str, Any]) -> str:
+def lgc_verdict(measured: LgcMeasurement) -> str:
     """Say whether the autoencoder beats codes of the same bytes that need no learning.
 
     Args:
@@ -224,26 +225,24 @@ def lgc_verdict(provenance: Mapping[str, Any]) -> str:
     Returns:
         One or two sentences.
     """
-    own, *others = provenance["codes"]
-    by_name = {row["name"]: row for row in others}
-    error = f"{format_percent(own['error'])} of the averaged selected values is lost on later iterations"
-    rival = by_name[provenance["better"]] if provenance["better"] is not None else None
+    own, rival = measured.autoencoder.error, measured.better
+    error = f"{format_percent(own)} of the averaged selected values is lost on later iterations"
     instead = ""
     if rival is not None:
         instead = (
-            f", and {format_percent(rival['error'])} by {rival['name']}, which sends as many bytes or fewer and needs "
+            f", and {format_percent(rival.error)} by {rival.name}, which sends as many bytes or fewer and needs "
             "no learning"
         )
-    if own["error"] > _DIVERGED:
+    if own > _DIVERGED:
         return f"Do not use the autoencoder, which is worse than sending zeros: {error}{instead}. Try a smaller rate."
-    if own["error"] > _NOTHING_LEARNED:
+    if own > _NOTHING_LEARNED:
         return f"Do not use the autoencoder, which has learned next to nothing: {error}{instead}."
     if rival is not None:
         return f"Do not use the autoencoder: {error}{instead}."
     return f"The autoencoder beats what needs no learning at its bytes: {error}."
 
 
-def lgc_warnings(provenance: Mapping[str, Any]) -> list[str]:
+def lgc_warnings(measured: LgcMeasurement) -> list[str]:
     """List what a user must know before training with the autoencoder.
 
     Args:
@@ -253,22 +252,21 @@ def lgc_warnings(provenance: Mapping[str, Any]) -> list[str]:
         Warnings, one line each.
     """
     warnings = []
-    if provenance["selected"] < _SHORT:
+    if measured.selected < _SHORT:
         warnings.append(
-            f"{provenance['selected']} values are selected: padded to a multiple of 16 their code is hardly shorter; "
+            f"{measured.selected} values are selected: padded to a multiple of 16 their code is hardly shorter; "
             "raise the density."
         )
-    if provenance["code_spread"] < _COLLAPSED:
+    if measured.code_spread < _COLLAPSED:
         warnings.append(
-            f"Codes of successive iterations differ by {format_percent(provenance['code_spread'])} of "
+            f"Codes of successive iterations differ by {format_percent(measured.code_spread)} of "
             "their size: they say next to nothing. With a server a smaller similarity loss may help (--set "
             "similarity=0)."
         )
-    limit = provenance["settings"].get("most_error", LearnedSettings.most_error)
-    if not provenance["codes"][0]["error"] <= limit:
+    if not measured.autoencoder.error <= measured.most_error:
         warnings.append(
-            f"Its error is above most_error = {limit:g}: training with it sends selected values as they are, to the "
-            "end."
+            f"Its error is above most_error = {measured.most_error:g}: training with it sends selected values as they "
+            "are, to the end."
         )
     return warnings
 

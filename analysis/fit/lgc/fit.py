@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +25,9 @@ from gradlab.codec.settings import build_settings
 from gradlab.codecs.lgc_ring import LgcRing
 from gradlab.codecs.lgc_server import LgcServer
 from gradlab.errors import GradlabError
-from gradlab.jsonable import Jsonable, plain
+from gradlab.jsonable import Jsonable
 from gradlab.learning.autoencoder import gradient_of, optimized
+from gradlab.learning.selection import LearnedSettings
 from gradlab.plan import LgcRecipe, lgc_plan
 from gradlab.plan.lgc_recipe import GROUP
 from gradlab.progress import Progress
@@ -84,23 +85,6 @@ class LgcOptions(LgcRecipe):
 
 
 @dataclass(frozen=True)
-class LgcFit:
-    """A plan with its autoencoder.
-
-    Args:
-        plan: of `gradlab.plan.lgc_plan`, with the weights learned.
-        provenance: plain JSON, how they were learned and their error on later iterations; the artifact's metadata.
-    """
-
-    plan: Plan
-    provenance: dict[str, Any]
-
-    def artifact(self) -> Artifact:
-        """Join the plan and its metadata, to be saved."""
-        return Artifact(self.plan, self.provenance)
-
-
-@dataclass(frozen=True)
 class EpochErrors(Jsonable):
     """Squared errors after an epoch, as shares of the error of sending zeros, on two parts of the trace.
 
@@ -115,12 +99,126 @@ class EpochErrors(Jsonable):
 
 @dataclass(frozen=True)
 class CodeScore(Jsonable):
-    """A code's squared error on the iterations held out, as a share of the error of sending zeros, and its bytes."""
+    """A way to send the selected values, tried on the iterations held out.
+
+    Args:
+        name: of the code.
+        error: squared error, as a share of the error of sending zeros.
+        payload_bytes: of an iteration, mean over ranks.
+        wire_bytes: of an iteration, that rank 0 sends.
+    """
 
     name: str
     error: float
     payload_bytes: float
     wire_bytes: float
+
+
+@dataclass(frozen=True)
+class Parts(Jsonable):
+    """Iterations in each part of the trace.
+
+    Args:
+        learned: that were learned from.
+        stopped_by: that say when to stop.
+        held_out: the later ones.
+    """
+
+    learned: int
+    stopped_by: int
+    held_out: int
+
+
+@dataclass(frozen=True)
+class AgeErrors(Jsonable):
+    """The autoencoder's squared error on later iterations by age, as a share of the error of sending zeros.
+
+    Args:
+        ages: iterations since the last one learned from: first and last age of each bin, (b,).
+        error_by_age: (b,).
+    """
+
+    ages: list[tuple[int, int]]
+    error_by_age: list[float]
+
+
+@dataclass(frozen=True)
+class LgcMeasurement(Jsonable):
+    """How an autoencoder was learned, and its error on later iterations beside that of codes without learning.
+
+    Args:
+        pattern: "ring" or "server".
+        trace: digest of the recording.
+        world_size: ranks recorded.
+        selected: values that a rank selects in an iteration.
+        settings: of the codec, those that were given.
+        most_error: the codec's; with a larger error training does without the autoencoder. It is not written.
+        fitting: how the autoencoder was learned.
+        iterations: in each part of the trace.
+        curve: errors of each epoch.
+        code_spread: how much codes of consecutive iterations differ, relative to their norm.
+        codes: the autoencoder, then those without learning.
+        holdout: the autoencoder's error by age.
+        payload_bytes: of a compressed iteration and rank.
+        dense_payload_bytes: of a dense iteration and rank.
+    """
+
+    pattern: str
+    trace: str
+    world_size: int
+    selected: int
+    settings: Mapping[str, Any]
+    most_error: float = field(metadata={"json": False})
+    fitting: Fitting
+    iterations: Parts
+    curve: list[EpochErrors]
+    code_spread: float
+    codes: list[CodeScore]
+    holdout: AgeErrors
+    payload_bytes: float
+    dense_payload_bytes: float
+
+    @property
+    def autoencoder(self) -> CodeScore:
+        """The autoencoder's own score."""
+        return self.codes[0]
+
+    @property
+    def better(self) -> CodeScore | None:
+        """The best code with no more bytes than the autoencoder's, on the wire too; None if the autoencoder is better.
+
+        Up to 5 % more bytes are called no more.
+        """
+        payload, wire = _EQUAL * self.autoencoder.payload_bytes, _EQUAL * self.autoencoder.wire_bytes
+        rivals = [code for code in self.codes[1:] if code.payload_bytes <= payload and code.wire_bytes <= wire]
+        best = min(rivals, key=lambda code: code.error)
+        return best if best.error <= self.autoencoder.error else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON, as an artifact's metadata holds it: the method, every field, the name of the better code."""
+        return {"method": "lgc", **super().to_json(), "better": self.better.name if self.better else None}
+
+
+@dataclass(frozen=True)
+class LgcFit:
+    """A plan with its autoencoder.
+
+    Args:
+        plan: of `gradlab.plan.lgc_plan`, with the weights learned.
+        measured: how they were learned, and their error on later iterations.
+    """
+
+    plan: Plan
+    measured: LgcMeasurement
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """The measurement as plain JSON: the artifact's metadata."""
+        return self.measured.to_json()
+
+    def artifact(self) -> Artifact:
+        """Join the plan and its metadata, to be saved."""
+        return Artifact(self.plan, self.provenance)
 
 
 def fit_lgc(
@@ -149,7 +247,7 @@ def fit_lgc(
     options = replace(options or LgcOptions(), **changes)
     fitting, settings = options.fitting or Fitting(), dict(options.settings or {})
     # Refuses what is no setting of the codec, before it is taken for a field of the recipe.
-    build_settings(LgcServer if pattern == "server" else LgcRing, settings)
+    of_codec: LearnedSettings = build_settings(LgcServer if pattern == "server" else LgcRing, settings)
     plan = lgc_plan(trace.layers, pattern, options, **settings)
     selections = collect_selections(trace, plan, progress=progress)
     if len(selections) < _LEAST_ITERATIONS:
@@ -169,23 +267,23 @@ def fit_lgc(
     codes += codes_without_learning(learned, selections, trace.world_size, code_numel, in_order)
     scores = [_score(code, held_out) for code in codes]
     plan = lgc_plan(trace.layers, pattern, options, autoencoder=weights, error=scores[0].error, **settings)
-    provenance = {
-        "method": "lgc",
-        "pattern": pattern,
-        "trace": trace.digest,
-        "world_size": trace.world_size,
-        "selected": selections.count,
-        "settings": settings,
-        "fitting": asdict(fitting),
-        "iterations": {"learned": ends[0], "stopped_by": ends[1] - ends[0], "held_out": len(held_out)},
-        "curve": plain(curve),
-        "code_spread": code_spread(learner, weights, held_out),
-        "codes": plain(scores),
-        "holdout": _by_age(codes[0], held_out, learned.iterations[-1]),
-        "payload_bytes": plan.payload_bytes(trace.world_size),
-        "dense_payload_bytes": plan.payload_bytes(trace.world_size, compressing=False),
-    }
-    return LgcFit(plan, provenance | {"better": _better(scores)})
+    measured = LgcMeasurement(
+        pattern=pattern,
+        trace=trace.digest,
+        world_size=trace.world_size,
+        selected=selections.count,
+        settings=settings,
+        most_error=of_codec.most_error,
+        fitting=fitting,
+        iterations=Parts(ends[0], ends[1] - ends[0], len(held_out)),
+        curve=curve,
+        code_spread=code_spread(learner, weights, held_out),
+        codes=scores,
+        holdout=_by_age(codes[0], held_out, learned.iterations[-1]),
+        payload_bytes=plan.payload_bytes(trace.world_size),
+        dense_payload_bytes=plan.payload_bytes(trace.world_size, compressing=False),
+    )
+    return LgcFit(plan, measured)
 
 
 # --- learning ---------------------------------------------------------------------------------------------------------
@@ -258,7 +356,7 @@ def _score(code: Code, held_out: Selections) -> CodeScore:
     return CodeScore(code.name, share, code.payload_bytes, code.wire_bytes)
 
 
-def _by_age(code: Code, held_out: Selections, last: int) -> dict[str, Any]:
+def _by_age(code: Code, held_out: Selections, last: int) -> AgeErrors:
     """Error by iterations since the last one that was learned from."""
     error, energy = held_out.errors(code.decoded(held_out))
     ages = torch.tensor(held_out.iterations) - last
@@ -267,14 +365,4 @@ def _by_age(code: Code, held_out: Selections, last: int) -> dict[str, Any]:
     for low, high in bins:
         here = (ages >= low) & (ages <= high)
         errors.append(float(error[here].sum() / energy[here].sum().clamp_min(1e-300)))
-    return {"ages": [list(one) for one in bins], "error_by_age": errors}
-
-
-def _better(scores: list[CodeScore]) -> str | None:
-    """The best code with no more bytes than the autoencoder's, on the wire too; None if the autoencoder is better."""
-    learned, *others = scores
-    payload, wire = _EQUAL * learned.payload_bytes, _EQUAL * learned.wire_bytes
-    best = min(
-        (one for one in others if one.payload_bytes <= payload and one.wire_bytes <= wire), key=lambda one: one.error
-    )
-    return best.name if best.error <= learned.error else None
+    return AgeErrors(bins, errors)

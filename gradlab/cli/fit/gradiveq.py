@@ -24,6 +24,7 @@ from gradlab.cli.fit.options import (
 )
 
 if TYPE_CHECKING:
+    from gradlab.analysis.fit.gradiveq import GradiveqMeasurement
     from gradlab.codecs.gradiveq import GradiVeQ
 
 Samples = Annotated[int, typer.Option(help="Iterations to fit on (the paper's L_t).")]
@@ -127,7 +128,7 @@ def gradiveq(
     with Trace(trace) as opened, progress_bars() as progress:
         fit = fit_gradiveq(opened, options, progress=progress)
     fit.artifact().save(out, overwrite)
-    print_fit(fit.provenance, as_json, partial(print_gradiveq, fit.provenance), out)
+    print_fit(fit.provenance, as_json, partial(print_gradiveq, fit.measured), out)
 
 
 def _settings(
@@ -151,25 +152,25 @@ def _settings(
     return build_settings(GradiVeQ, values | settings)
 
 
-def print_gradiveq(provenance: dict[str, Any]) -> None:
+def print_gradiveq(measured: GradiveqMeasurement) -> None:
     """Print whether the fit holds; per layer K, d and the loss where it was fitted and later; and the loss by age."""
     from gradlab.analysis.report.tables import fit_table
     from gradlab.analysis.report.verdict import fit_verdict
     from gradlab.formatting import format_percent, format_ratio
 
-    OUT.print(fit_verdict(provenance), markup=False)
-    print_warnings(provenance["warnings"])
-    table = fit_table(provenance)
+    OUT.print(fit_verdict(measured), markup=False)
+    print_warnings(measured.warnings)
+    table = fit_table(measured)
     print_table(table.title, table.columns, table.rows)
-    held, control = provenance["holdout"], provenance["random_basis"]
+    held, control = measured.holdout, measured.random_basis
     rows = [
         (f"{first} to {last}", format_percent(loss), format_percent(random))
-        for (first, last), loss, random in zip(held["ages"], held["loss_by_age"], control["loss_by_age"], strict=True)
+        for (first, last), loss, random in zip(held.ages, held.loss_by_age, control.loss_by_age, strict=True)
     ]
     print_table("loss by age of the bases, in steps", ("age", "these bases", "random, same size"), rows)
-    ratio = provenance["dense_payload_bytes"] / provenance["payload_bytes"]
+    ratio = measured.dense_payload_bytes / measured.payload_bytes
     OUT.print(
         f"payload {format_ratio(ratio)} smaller than dense over the whole model, from iteration "
-        f"{provenance['warmup_steps']} on",
+        f"{measured.warmup_steps} on",
         markup=False,
     )

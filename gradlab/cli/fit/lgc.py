@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,6 +22,9 @@ from gradlab.cli.fit.options import (
     setting_help,
 )
 from gradlab.errors import GradlabError
+
+if TYPE_CHECKING:
+    from gradlab.analysis.fit.lgc.fit import LgcMeasurement
 
 Density = Annotated[float, typer.Option(help=setting_help("lgc_ring", "density"))]
 Pattern = Annotated[
@@ -106,23 +109,23 @@ def lgc(
     if figure is not None:
         from gradlab.analysis.figures.lgc import plot_fit
 
-        write_figure(partial(plot_fit, fit.provenance), figure)
-    print_fit(fit.provenance, as_json, partial(print_lgc, fit.provenance), out, figure)
+        write_figure(partial(plot_fit, fit.measured), figure)
+    print_fit(fit.provenance, as_json, partial(print_lgc, fit.measured), out, figure)
 
 
-def print_lgc(provenance: dict[str, Any]) -> None:
+def print_lgc(measured: LgcMeasurement) -> None:
     """Print whether the autoencoder beats codes without learning; each code at its bytes; and the error by age."""
     from gradlab.analysis.report.tables import selection_table
     from gradlab.analysis.report.verdict import lgc_verdict, lgc_warnings
     from gradlab.formatting import format_percent
 
-    OUT.print(lgc_verdict(provenance), markup=False)
-    print_warnings(lgc_warnings(provenance))
-    table = selection_table(provenance)
+    OUT.print(lgc_verdict(measured), markup=False)
+    print_warnings(lgc_warnings(measured))
+    table = selection_table(measured)
     print_table(table.title, table.columns, table.rows, left=table.text_columns)
-    held = provenance["holdout"]
+    held = measured.holdout
     rows = [
         (f"{first} to {last}", format_percent(error))
-        for (first, last), error in zip(held["ages"], held["error_by_age"], strict=True)
+        for (first, last), error in zip(held.ages, held.error_by_age, strict=True)
     ]
     print_table("error by age of the autoencoder, in steps", ("age", "error"), rows)

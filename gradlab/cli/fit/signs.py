@@ -87,7 +87,7 @@ def signs(
             blocks = fit_block_sizes(opened, scales, half, progress=progress)
             plan = with_block_sizes(plan, blocks.block_sizes)
         replayed = replay(opened, plan, progress=progress)
-    artifact = uniform_artifact(plan, replayed, method=method, blocks=blocks.to_json() if blocks else None)
+    artifact = uniform_artifact(plan, replayed, method=method, blocks=blocks)
     artifact.save(out, overwrite)
 
     def show() -> None:
@@ -114,13 +114,11 @@ def print_blocks(blocks: BlockFit) -> None:
     """Print the share of energy that signs keep, with these blocks and without, where they were fitted and later."""
     from gradlab.formatting import format_percent
 
+    fitted, held_out = blocks.fitted, blocks.held_out
     rows = [
-        (name, *(format_percent(getattr(shares, field)) for shares in (blocks.fitted, blocks.held_out)))
-        for name, field in (
-            (f"{blocks.scales} scales, shared out", "kept"),
-            ("a scale per tensor", "by_tensor"),
-            ("one scale", "by_model"),
-        )
+        (f"{blocks.scales} scales, shared out", format_percent(fitted.kept), format_percent(held_out.kept)),
+        ("a scale per tensor", format_percent(fitted.by_tensor), format_percent(held_out.by_tensor)),
+        ("one scale", format_percent(fitted.by_model), format_percent(held_out.by_model)),
     ]
     first, held, last = blocks.iterations
     columns = ("signs with", f"fitted, {first} to {held - 1}", f"held out, {held} to {last}")

@@ -351,7 +351,9 @@ def test_the_artifact_carries_schedule_monitor_and_answers_layer_by_layer(tmp_pa
     assert all(group.wrappers[0].name == "error_feedback" for group in plan.groups)
     assert {key.rpartition("/")[2] for key in plan.learned[CONVOLUTION.name]} == {"basis", "mean", "width"}
     assert len(fit.provenance["holdout"]["loss_by_age"]) == len(fit.provenance["holdout"]["ages"])
-    assert json.dumps(fit.provenance)
+    assert json.loads(json.dumps(fit.provenance)) == fit.provenance == Artifact.load(tmp_path / "plan").provenance
+    assert list(fit.provenance)[:4] == ["method", "trace", "world_size", "settings"]
+    assert fit.provenance["warnings"] == fit.measured.warnings == fit.warnings
 
 
 def test_a_codecs_default_layers_and_warm_up() -> None:

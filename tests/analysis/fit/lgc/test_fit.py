@@ -243,6 +243,10 @@ def test_the_fit_says_what_it_is_worth(trace: Trace, tmp_path: Path) -> None:
     path = fit.artifact().save(tmp_path / "lgc.safetensors")
     again = Artifact.load(path)
     assert again.plan.digest == fit.plan.digest
+    assert again.provenance == provenance
+    assert "most_error" not in provenance
+    assert fit.measured.better is not None
+    assert fit.measured.better.name == provenance["better"]
     grads = [{n: torch.from_numpy(v) for n, v in r.items()} for r in planted(1)[0]]
     error = float(again.plan.learned[GROUP]["error"])
     assert error == pytest.approx(provenance["codes"][0]["error"])
