@@ -100,8 +100,8 @@ def _answer(request: Any) -> Any:
 def own_seconds(done: Exchanged, watch: Stopwatch) -> float:
     """Time what error feedback asks of an exchange: compression error or decoded contribution; seconds."""
     began = watch.now()
-    if isinstance(done.own, Deferred) and done.own.unsent is not None:
-        done.own.unsent()
+    if isinstance(done.own, Deferred) and done.own.compression_error is not None:
+        done.own.compression_error()
     else:
         dict(done.own)
         _ = [done.own[name] for name in done.own]

@@ -41,7 +41,7 @@ class Allocation(NamedTuple):
     Args:
         choice: (layers,), the index of every layer's setting.
         size: of all layers together.
-        bound: no plan within the budget is smaller. A plan with size == bound is proved to be the smallest.
+        bound: a lower bound on the size of all plans within the budget. A plan of this size is the smallest.
     """
 
     choice: Indices
@@ -89,11 +89,13 @@ def allocate_discretised(errors: Table, sizes: Table, budget: float, *, steps: i
     than one step per layer may be missed. `bound` is that of the linear relaxation.
 
     Args:
-        errors, sizes, budget: as for `allocate`; errors must not be negative.
+        errors: as for `allocate`, but not negative.
+        sizes: as for `allocate`.
+        budget: as for `allocate`.
         steps: the paper's D.
 
     Raises:
-        GradlabError: as `allocate` does; also if no plan's rounded errors fit.
+        GradlabError: in the cases of `allocate`, and if no plan's rounded errors fit.
     """
     if type(steps) is not int or steps < 1:
         raise GradlabError(f"planner: steps = {steps!r}, expected a whole number from 1")

@@ -161,17 +161,17 @@ def layers_of(model: nn.Module) -> tuple[Layer, ...]:
     return tuple(layer for layer, _ in named_layers(model))
 
 
-def describe_difference(expected: Sequence[Layer], found: Sequence[Layer]) -> list[str]:
+def describe_difference(expected: Sequence[Layer], actual: Sequence[Layer]) -> list[str]:
     """Describe how a model's layers differ from the expected ones.
 
     Args:
         expected: the layers that a plan or a trace has.
-        found: the model's.
+        actual: the model's.
 
     Returns:
         One line per difference; empty if there are none.
     """
-    there = {layer.name: layer for layer in found}
+    there = {layer.name: layer for layer in actual}
     here = {layer.name: layer for layer in expected}
     lines = []
     for name, layer in here.items():
@@ -182,7 +182,7 @@ def describe_difference(expected: Sequence[Layer], found: Sequence[Layer]) -> li
     lines += [
         f"+ {name} {list(layer.shape)}: in the model, not expected" for name, layer in there.items() if name not in here
     ]
-    if not lines and [layer.name for layer in expected] != [layer.name for layer in found]:
+    if not lines and [layer.name for layer in expected] != [layer.name for layer in actual]:
         lines.append("the same layers in another order")
     return lines
 

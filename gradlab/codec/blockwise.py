@@ -1,6 +1,6 @@
-"""Compressors of blocks: elements that share a number, such as a scale. Each block lies in one layer.
+"""Compressors of blocks: runs of elements that share a number, such as a scale. Each block lies in one layer.
 
-A compressor of such a vector must know where its layers end, and where it may be cut into shards.
+A compressor of blocks must know where layers end, and where a vector may be cut into shards.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Self = TypeVar("Self", bound="BlockCompressor")
 
 
 class BlockCompressor(Compressor):
-    """A compressor of blocks that share a number.
+    """A compressor of blocks whose elements share a number.
 
-    A block has `block` elements, the last one may have fewer. Once `for_layers` has named the layers, blocks end where
-    layers end.
+    A block has `block` elements. The last one may have fewer. The compressor that `for_layers` returns also ends its
+    blocks where layers end.
     """
 
     block: int = WHOLE
@@ -40,7 +40,10 @@ class BlockCompressor(Compressor):
 
     @abstractmethod
     def block_of(self, shape: Sequence[int]) -> int:
-        """Elements of a block in a layer of this shape; more than the layer has: one block for the whole layer."""
+        """Return the elements of a block in a layer of this shape.
+
+        More elements than the layer has mean one block for the whole layer.
+        """
 
     def for_layers(self: Self, shapes: Sequence[Sequence[int]]) -> Self:
         key = tuple(map(tuple, shapes))
@@ -84,7 +87,7 @@ class BlockCompressor(Compressor):
         return [int(edge) for edge in np.where(wanted - below < above - wanted, below, above)]
 
     def rows(self, vector: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The blocks in order, as matrices (m, n) of m blocks of one size: views of the vector."""
+        """Yield the blocks of a vector (numel,) in order, as views (m, n): m blocks of n elements each."""
         if not vector.numel():
             return
         if self._sizes is None:
@@ -96,30 +99,46 @@ class BlockCompressor(Compressor):
                 yield from pieces(vector[self._starts[first] : self._starts[last]], size)
 
     def span(self, like: torch.Tensor) -> int:
-        """Elements worked on at a time: as many as fit the cache, a multiple of 8, and of whole blocks if possible."""
+        """Return the number of elements worked on at a time.
+
+        It is what fits the cache, a multiple of 8, and a number of whole blocks if possible. On a GPU it is the whole
+        vector.
+        """
         if like.device.type != "cpu":
             return max(8, like.numel() + -like.numel() % 8)
         together = math.lcm(self.block, 8)
         return CACHED - CACHED % together if together <= CACHED else CACHED
 
     def spans(self, like: torch.Tensor) -> Iterator[Span]:
-        """(start, stop) of the elements worked on at a time, in order."""
+        """Return (start, stop) of each run of elements that is worked on at a time, in order."""
         numel, most = like.numel(), self.span(like)
         return ((start, min(numel, start + most)) for start in range(0, numel, most))
 
     def blocks_of(self, start: int, stop: int) -> Span:
-        """Indices of the first and the last block of the elements from start to stop."""
+        """Return the indices of the first and the last block of the elements from start to stop."""
         if self._sizes is None:
             return start // self.block, (stop - 1) // self.block
         first, last = np.searchsorted(self._starts, [start, stop - 1], "right") - 1
         return int(first), int(last)
 
     def scale(self, values: torch.Tensor, factors: torch.Tensor, start: int) -> torch.Tensor:
-        """Multiply values, which begin at element `start` of a vector, by its blocks' factors (blocks,), in place."""
+        """Multiply a part of a vector by its blocks' factors, in place, and return it.
+
+        Args:
+            values: the part, (n,).
+            factors: of all the vector's blocks, (blocks,).
+            start: the part's first element in the vector.
+        """
         return self._with_blocks(torch.Tensor.mul_, values, factors, start)
 
     def shift(self, values: torch.Tensor, terms: torch.Tensor, start: int) -> torch.Tensor:
-        """Add the blocks' terms (blocks,) to values, which begin at element `start` of a vector, in place."""
+        """Add to a part of a vector its blocks' terms, in place, and return it.
+
+        Args:
+            values: the part, (n,).
+            terms: of all the vector's blocks, (blocks,).
+            start: the part's first element in the vector.
+        """
         return self._with_blocks(torch.Tensor.add_, values, terms, start)
 
     def _with_blocks(self, change: Any, values: torch.Tensor, numbers: torch.Tensor, start: int) -> torch.Tensor:
@@ -132,20 +151,20 @@ class BlockCompressor(Compressor):
         return values
 
     def _spread(self, numbers: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """The blocks' numbers by element, (stop - start,): each repeated for the elements of its block."""
+        """Repeat each block's number for its elements from start to stop: (stop - start,)."""
         first, last = int(np.searchsorted(self._starts, start, "right")) - 1, int(np.searchsorted(self._starts, stop))
         counts = np.diff(self._starts[first : last + 1].clip(start, stop))
         return numbers[first:last].repeat_interleave(torch.from_numpy(counts).to(numbers.device))
 
 
 def block_sizes(numel: int, block: int) -> list[int]:
-    """Sizes of a layer's blocks: all alike but the last, which may be smaller."""
+    """List the sizes of a layer's blocks, in elements. The last one may be smaller than the others."""
     size = min(block, max(1, numel))
     return [size] * (numel // size) + ([numel % size] if numel % size else [])
 
 
 def pieces(vector: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """Cut a vector into matrices of whole blocks (m, size) and one of the remaining elements, (1, rest): views.
+    """Cut a vector (numel,) into views: matrices (m, size) of whole blocks, and (1, rest) of the remaining elements.
 
     On a CPU each matrix fits the cache.
     """

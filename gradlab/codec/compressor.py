@@ -1,4 +1,4 @@
-"""The contract of codecs whose compression one rank computes alone."""
+"""The contract of codecs whose compression each rank computes alone."""
 
 from __future__ import annotations
 
@@ -15,45 +15,55 @@ from gradlab.layout import Layer
 
 
 class Compressor(Codec):
-    """A codec C(x) that one rank computes from its own gradient alone; all payloads are gathered, decoded and averaged.
+    """A codec whose C(x) each rank computes from its own gradient alone.
 
-    The sizes of a payload depend on the length of the vector alone, unless the codec says that they are `varying`.
+    All ranks' payloads are gathered, decoded and averaged. The sizes of a payload depend on the length of the vector
+    alone, unless the codec is `varying`.
     """
 
-    block: int = 1  # elements that must not be parted when a vector is cut into shards
+    block: int = 1  # elements that must stay together when a vector is cut into shards
 
     @property
     def gathered(self) -> bool:
-        """Whether `exchange` is the one of this class. `two_way` cannot replace an exchange of the codec's own."""
+        """Whether `exchange` gathers payloads as this class does. If not, `two_way` cannot take its place."""
         return True
 
     def for_layers(self, shapes: Sequence[Sequence[int]]) -> Compressor:
-        """The compressor of a vector in which layers of these shapes follow each other."""
+        """Return the compressor of a vector that concatenates layers of these shapes."""
         return self
 
     def part(self, start: int, stop: int) -> Compressor:
-        """The compressor of vector[start:stop]; start and stop are among what `bounds` may give."""
+        """Return the compressor of the shard vector[start:stop], whose ends `bounds` has chosen."""
         return self
 
     def blocks(self, numel: int) -> int:
-        """How many pieces a vector (numel,) can be cut into."""
+        """Return how many pieces a vector (numel,) can be cut into."""
         return -(-numel // self.block)
 
     def bounds(self, numel: int, parts: int) -> list[int]:
-        """Where to cut a vector into shards of whole blocks, as equal as they can be: 0, ..., numel."""
+        """Choose where to cut a vector (numel,) into shards of whole blocks, as equal as possible.
+
+        Returns:
+            Ascending positions 0, ..., numel, one more than there are parts.
+        """
         blocks = self.blocks(numel)
         return [min(numel, self.block * (blocks * n // parts)) for n in range(parts + 1)]
 
     @abstractmethod
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """Compress a vector (numel,), numel from 0 on, to the payload that travels: some vectors.
+        """Compress a vector to the payload that travels.
 
-        generator: of this rank's own random numbers.
+        Args:
+            vector: (numel,), which may be empty.
+            generator: of this rank's own random numbers.
+
+        Returns:
+            The payload: one or more vectors.
         """
 
     @abstractmethod
     def compressed_bytes(self, numel: int) -> int:
-        """Bytes of the payload of a float32 vector (numel,); an estimate for a codec that is `varying`."""
+        """Return the payload bytes of a float32 vector (numel,); an estimate if the codec is `varying`."""
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         return self.for_layers([layer.shape for layer in layers]).compressed_bytes(sum(layer.numel for layer in layers))
@@ -63,26 +73,27 @@ class Compressor(Codec):
         """Add scale * C(x) to `total`, in place.
 
         total: (numel,), floating point.
-        payload: what `compress` returned.
+        payload: as `compress` returned it.
+        scale: the factor.
         """
 
     def decompress_into(self, out: torch.Tensor, payload: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Overwrite a vector (numel,) with C(x); returns it."""
+        """Overwrite a vector (numel,) with C(x), and return it."""
         self.add_decompressed(out.zero_(), payload, 1.0)
         return out
 
     def add_all(self, total: torch.Tensor, payloads: Iterable[Sequence[torch.Tensor]], scale: float) -> None:
-        """Add scale * C(x) of several ranks to `total`, in their order, in place."""
+        """Add scale * C(x) of several ranks to `total` (numel,), in the order of the payloads, in place."""
         for payload in payloads:
             self.add_decompressed(total, payload, scale)
 
     def residual_into(self, out: torch.Tensor, vector: torch.Tensor, payload: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Overwrite `out` with vector - C(vector), (numel,) each; returns it."""
+        """Overwrite `out` (numel,) with vector - C(vector), and return it."""
         self.add_decompressed(out.copy_(vector), payload, -1.0)
         return out
 
     def decompress(self, payload: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-        """C(x), a vector of the length and dtype of `like`."""
+        """Decode a payload to C(x), a vector of the length and dtype of `like`."""
         return self.decompress_into(torch.empty_like(like), payload)
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
@@ -102,10 +113,10 @@ class Compressor(Codec):
 
 
 class Sparsifier(Compressor):
-    """A codec by which every rank selects some of its elements; their values and positions are gathered.
+    """A codec by which every rank sends the values and positions of the elements that it selects.
 
-    Its settings have `density` and `index_coding`, see `gradlab.coding.positions`; without a density it overrides
-    `compressed_bytes`.
+    Its settings have `index_coding`, see `gradlab.coding.positions`, and `density`. A subclass without a density
+    overrides `compressed_bytes`.
     """
 
     selects = True
@@ -116,10 +127,10 @@ class Sparsifier(Compressor):
 
     @abstractmethod
     def select(self, vector: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Positions (count,), int64, of the elements of a vector (numel,) that are sent."""
+        """Return the positions (count,), int64, of the elements of a vector (numel,) that are sent."""
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """Values (count,) and their encoded positions, (bytes,) uint8."""
+        """Return the selected values (count,) and their encoded positions (bytes,), uint8."""
         positions, coding = self.select(vector, generator), self.settings.index_coding
         if in_order(coding, len(positions), vector.numel()):
             positions = positions.sort().values
@@ -131,6 +142,9 @@ class Sparsifier(Compressor):
         total.index_add_(0, positions, values if scale == 1.0 else values * scale)
 
     def compressed_bytes(self, numel: int) -> int:
-        """Bytes of ceil(density * numel) values with their positions; random ones, where the coding's size varies."""
+        """Return the bytes of ceil(density * numel) values and their positions.
+
+        If the size of the coding depends on the positions, random positions stand for them.
+        """
         count = count_of(self.settings.density, numel)
         return 4 * count + index_bytes(self.settings.index_coding, count, numel)

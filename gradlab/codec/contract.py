@@ -1,8 +1,9 @@
-"""The contract of a codec, and the entry point that both executors share.
+"""The contract of a codec, and the entry point that all executors share.
 
-A codec turns one group of layers on one rank into requests and back (DESIGN: a coroutine that yields the collectives
-it needs). It is pure: it changes none of its arguments; its memory between iterations is a dict of tensors that goes
-in and comes back; its settings are a frozen dataclass; what was learned from data is kept apart in `learned`.
+A codec exchanges the gradients of one group of layers between ranks. On each rank it is a coroutine that yields the
+collectives it needs and receives their results. It is pure: it changes none of its arguments. Its memory between
+iterations is a dict of tensors, which it receives and returns. Its settings are a frozen dataclass. Tensors that were
+learned from data are kept apart, in `learned`.
 """
 
 from __future__ import annotations
@@ -29,14 +30,24 @@ Own = TypeVar("Own", bound="type[Codec]")
 
 
 def seeded_generator(*key: object, device: torch.device | str = "cpu") -> torch.Generator:
-    """Make a generator whose stream follows from `key` alone, the same in every process."""
+    """Make a generator whose stream follows from `key` and the kind of device alone, in every process.
+
+    Args:
+        key: the parts of the key, such as a seed and a layer's name.
+        device: where the random numbers are drawn.
+
+    Returns:
+        A new generator, at the start of its stream.
+    """
     digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 @dataclass(frozen=True)
 class Context:
-    """Where and when an exchange happens. Random streams follow from (seed, iteration, group): resume needs no state.
+    """Where and when an exchange happens.
+
+    Random streams follow from the seed, the iteration and the group, so a run resumes without saved generator states.
 
     rank: of this process, from 0.
     world_size: number of ranks, N.
@@ -45,11 +56,11 @@ class Context:
     seed: of the plan's random streams.
     learning_rate: by layer name.
     previous_learning_rate: by layer name, the last one that was not zero.
-    loss_scale: the run's factor on its loss; gradients that reach a codec are free of it.
+    loss_scale: the run's factor on its loss. Gradients that reach a codec are already divided by it.
     start: the first iteration that the schedule compresses.
     plain_sgd: whether the optimizer is SGD without momentum of its own.
-    parameters: by layer name, the model's at this iteration; empty where they are not known, as in a trace's replay.
-    workspace: where results as large as gradients take their memory from.
+    parameters: the model's parameters at this iteration, by layer name. Empty if unknown, as in a trace's replay.
+    workspace: gives the memory for results as large as gradients.
     """
 
     rank: int
@@ -68,20 +79,26 @@ class Context:
     def shared_generator(self, *key: object, every_iteration: bool = True) -> torch.Generator:
         """Make a CPU generator that is in the same state on every rank.
 
-        key: tells apart several streams of one group, such as its layers.
-        every_iteration: whether the stream is another in every iteration, or the same in all (for starts).
+        key: tells apart the streams of one group, such as one per layer.
+        every_iteration: True: each iteration has its own stream. False: all iterations share one, as for a first value.
         """
         when = self.iteration if every_iteration else "start"
         return seeded_generator("shared", self.seed, when, self.group, *key)
 
     def rank_generator(self, *key: object) -> torch.Generator:
-        """Make a CPU generator of this rank's own, another stream in every iteration."""
+        """Make a CPU generator whose stream is another one on every rank and in every iteration.
+
+        key: tells apart the streams of one group, such as one per layer.
+        """
         return seeded_generator("rank", self.seed, self.iteration, self.group, self.rank, *key)
 
     def residual_ratio(self, layer: str, wanted: bool | None) -> float:
-        """The factor on a layer's residual, eta_(t-1) / eta_t; 1 where one of the rates is unknown or zero.
+        """Return the factor on a layer's residual, the ratio of step sizes eta_(t-1) / eta_t.
 
-        wanted: the wrapper's setting, whether there is to be a ratio; None: if the optimizer is SGD without momentum.
+        It is 1 if one of the two learning rates is unknown or zero.
+
+        layer: the layer's name.
+        wanted: the wrapper's setting, whether to use the ratio. None: only if the optimizer is SGD without momentum.
         """
         if not self._follows_rates(wanted):
             return 1.0
@@ -89,10 +106,13 @@ class Context:
         return before / now if now > 0 and before > 0 else 1.0
 
     def stands_still(self, layer: str, wanted: bool | None) -> bool:
-        """Whether a layer's learning rate is zero: what this iteration sends is not applied, so its residual is held.
+        """Return whether a layer's learning rate is zero while residuals follow it, so that its residual is held.
 
-        x~_t = x_t - eta e then stays as it is, with eta the last rate that was not zero.
-        wanted: see `residual_ratio`.
+        What this iteration sends is then not applied. x_t - eta e stays unchanged, where x_t are the parameters, e is
+        the residual and eta is the last learning rate that was not zero.
+
+        layer: the layer's name.
+        wanted: as in `residual_ratio`.
         """
         return self._follows_rates(wanted) and self.learning_rate.get(layer) == 0
 
@@ -101,24 +121,24 @@ class Context:
 
 
 class Deferred(Mapping[str, torch.Tensor]):
-    """Tensors by layer name, computed when the first of them is read: most exchanges need no `own`.
+    """Tensors by layer name that are computed when the first of them is read, since most exchanges need no `own`.
 
     Args:
         names: of the layers.
-        compute: gives the tensors: the decoded contribution of this rank.
-        unsent: gives the compression error, the gradients less these tensors, in fewer passes than a subtraction; None:
-            subtract.
+        compute: returns the tensors, the decoded contribution of this rank.
+        compression_error: returns the compressor input less these tensors, in fewer passes than a subtraction. None:
+            whoever needs the difference subtracts.
     """
 
     def __init__(
         self,
         names: Iterable[str],
         compute: Callable[[], Mapping[str, torch.Tensor]],
-        unsent: Callable[[], Tensors] | None = None,
+        compression_error: Callable[[], Tensors] | None = None,
     ) -> None:
         self._names = tuple(names)
         self._compute = compute
-        self.unsent = unsent
+        self.compression_error = compression_error
         self._tensors: Mapping[str, torch.Tensor] | None = None
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -135,22 +155,22 @@ class Deferred(Mapping[str, torch.Tensor]):
 
 @dataclass(frozen=True)
 class Exchanged:
-    """What an exchange returns. Tensors are by layer name and of the layers' shapes.
+    """The result of an exchange on one rank. Tensors are by layer name and have the layers' shapes.
 
     A codec sets `mean`, `own` and, if it has one, `state`. Wrappers and executors set the other two.
 
     mean: the aggregated gradient, which every rank applies.
-    own: this rank's decoded contribution, C(x): what the other ranks decode from what it sent.
-    state: the new state, keys "<layer name>/<what>".
-    asked: the compressor's input, x: the gradient, or under error feedback the gradient plus the residual.
-    unsent: the compression error, asked - own, where a wrapper has computed it; else empty.
+    own: the decoded contribution C(x) of this rank, which is what the other ranks decode from its message.
+    state: the new state, under keys "<layer name>/<what>".
+    compressor_input: x, the gradient, or under error feedback the gradient plus the residual.
+    compression_error: x - C(x), if a wrapper has computed it. Else it is empty.
     """
 
     mean: Tensors
     own: Mapping[str, torch.Tensor]
     state: Tensors = field(default_factory=dict)
-    asked: Tensors = field(default_factory=dict)
-    unsent: Tensors = field(default_factory=dict)
+    compressor_input: Tensors = field(default_factory=dict)
+    compression_error: Tensors = field(default_factory=dict)
 
 
 Gradients = torch.Tensor | Tensors | Sequence[torch.Tensor] | Sequence[Tensors]
@@ -158,9 +178,9 @@ Gradients = torch.Tensor | Tensors | Sequence[torch.Tensor] | Sequence[Tensors]
 
 @dataclass(frozen=True)
 class Applied:
-    """What `Codec.apply` gives.
+    """The result of `Codec.apply`.
 
-    decoded: the aggregated gradient that every rank would apply: a tensor, or tensors by layer name, as was given.
+    decoded: the aggregated gradient that every rank would apply: a tensor, or tensors by layer name, like the input.
     payload_bytes: bytes that a rank contributed, mean over ranks.
     dense_bytes: bytes of a rank's uncompressed gradient, 4 per element.
     relative_error: ||decoded - m|| / ||m||, m the mean of the gradients.
@@ -185,11 +205,11 @@ class Applied:
 
 @dataclass(frozen=True)
 class About:
-    """What a codec is, for tables.
+    """A short description of a codec, for tables.
 
     family: such as "sparsification".
     formula: of payload bytes, from n elements, N ranks and settings by their names.
-    paper: authors, venue, year; the module's docstring names the paper in full.
+    paper: authors, venue and year. The module's docstring names the paper in full.
     """
 
     family: str
@@ -199,11 +219,12 @@ class About:
 
 @dataclass(frozen=True)
 class PlanDefaults:
-    """What `Plan.uniform` does with a codec by default.
+    """How `Plan.uniform` applies a codec by default.
 
     roles: of the layers that are compressed.
-    minimum_dimensions, minimum_numel: dimensions and elements that a layer needs to be compressed.
-    group_bytes: bytes of gradients up to which consecutive layers share a group; 0: one group per layer.
+    minimum_dimensions: the fewest dimensions of a layer that is compressed.
+    minimum_numel: the fewest elements of a layer that is compressed.
+    group_bytes: most bytes of gradients in a group of consecutive layers; 0: one group per layer.
     warmup_steps: dense iterations before the first compressed one.
     error_feedback, two_way: whether these wrappers are put around the codec.
     """
@@ -219,12 +240,14 @@ class PlanDefaults:
 
 @dataclass(frozen=True)
 class Guarantees:
-    """What holds for every gradient x of a group. C(x) is one rank's decoded contribution, E is over the codec's draws.
+    """Properties that hold for every gradient x of a group.
+
+    C(x) is one rank's decoded contribution. E is the expectation over the codec's random numbers.
 
     linear: whether C commutes with the sum over ranks.
     unbiased: whether E C(x) = x, to the resolution of the random numbers.
-    delta: in (0, 1], E||C(x) - x||^2 <= (1 - delta) ||x||^2; None: no such bound.
-    omega: of an unbiased codec, E||C(x) - x||^2 <= omega ||x||^2; None: no such bound.
+    delta: in (0, 1], E||C(x) - x||^2 <= (1 - delta) ||x||^2. None: no such bound is known.
+    omega: of an unbiased codec, E||C(x) - x||^2 <= omega ||x||^2. None: no such bound is known.
     """
 
     linear: bool = False
@@ -236,20 +259,23 @@ class Guarantees:
 class Codec(ABC):
     """One compression method with its settings.
 
-    A subclass sets `name` (the file's name), `about` and `Settings`, a frozen dataclass, and defines `exchange` and
-    `payload_bytes`. A codec's state is the same on every rank; only wrappers keep state that differs between ranks
+    A subclass sets `name` (the file's name), `about` and `Settings`, a frozen dataclass. It defines `exchange` and
+    `payload_bytes`. A codec's state is the same on every rank. Only wrappers keep state that differs between ranks
     (see `gradlab.codec.wrapper`).
 
     Args:
-        settings: of the class's `Settings`; None: the defaults.
+        settings: an instance of the class's `Settings`. None: the defaults.
         learned: tensors that were learned from data, by name.
+
+    Raises:
+        GradlabError: for settings of another class.
     """
 
     name: ClassVar[str]
     about: ClassVar[About]
     defaults: PlanDefaults = PlanDefaults()  # an instance may set its own, where they follow from its settings
     learns: ClassVar[bool] = False
-    selects: ClassVar[bool] = False  # whether it sends some elements, and of others nothing
+    selects: ClassVar[bool] = False  # whether it sends some of the elements and nothing of the others
     keeps_dtype: ClassVar[bool] = False  # whether gradients travel in their own dtype, with the loss scale on them
     group_state: ClassVar[frozenset[str]] = frozenset()  # names of state entries that are the group's, not a layer's
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)  # settings worth comparing, for a planner
@@ -267,12 +293,12 @@ class Codec(ABC):
             raise GradlabError(f"{self.name} takes {self.Settings.__qualname__}, not {type(self.settings).__name__}")
 
     def __repr__(self) -> str:
-        """The class with its first setting, and with those that are not at their defaults."""
+        """Name the class, its first setting, and all settings that are not at their defaults."""
         parts = [f"learned={len(self.learned)} tensors"] if self.learned else []
         return f"{type(self).__name__}({', '.join([*shown_settings(self.settings, first=True), *parts])})"
 
     def __eq__(self, other: object) -> bool:
-        """Whether both have the same name, settings and learned tensors."""
+        """Return whether both have the same name, settings and learned tensors."""
         return isinstance(other, Codec) and self._identity() == other._identity()
 
     def __hash__(self) -> int:
@@ -283,32 +309,50 @@ class Codec(ABC):
 
     @abstractmethod
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        """Compress, exchange and decompress one group on one rank: a coroutine that yields the collectives it needs.
+        """Compress, exchange and decompress one group on one rank.
 
-        grads: this rank's gradients by layer name, contiguous, float32 or float64.
-        state: what the last exchange returned, empty at first.
-        context: where and when.
+        Args:
+            grads: this rank's gradients by layer name, of the layers' shapes, contiguous, float32 or float64.
+            state: the state that the last exchange returned, empty at first.
+            context: where and when the exchange happens.
+
+        Returns:
+            A coroutine that yields the collectives it needs and returns an `Exchanged`.
         """
 
     def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        """Run in place of `exchange` in iterations that the schedule leaves uncompressed; the state is kept."""
+        """Average the gradients uncompressed, in iterations that the schedule does not compress; keep the state.
+
+        Arguments and result are those of `exchange`.
+        """
         done = yield from mean_only(grads)
         return replace(done, state=state)
 
     def acts_when_dense(self, state: Tensors) -> bool:
-        """Whether `dense_exchange` does more than average, so that the executor has to run it."""
+        """Return whether `dense_exchange` does more than average, so that the executor has to run it."""
         return False
 
     @abstractmethod
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        """Forecast the bytes that a rank contributes per exchange, mean over ranks and a run, for float32 gradients."""
+        """Forecast the payload bytes of one exchange, for float32 gradients.
+
+        Args:
+            layers: of the group.
+            world_size: number of ranks.
+
+        Returns:
+            Bytes that a rank contributes, mean over the ranks and over a run.
+        """
 
     def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
-        """Forecast the bytes of the exchange that starts from `state`; it differs for codecs that work in phases."""
+        """Forecast the payload bytes of the exchange that starts from `state`.
+
+        Only codecs that work in phases return another number than `payload_bytes`.
+        """
         return self.payload_bytes(layers, world_size)
 
     def running_state(self, layers: Sequence[Layer], world_size: int) -> Tensors:
-        """The state from which most exchanges of a run start, for forecasts; empty if all exchanges are alike."""
+        """Return the state from which most exchanges of a run start, for forecasts; empty if all are alike."""
         return {}
 
     @property
@@ -322,7 +366,7 @@ class Codec(ABC):
         return False
 
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
-        """What holds for a group of these layers, whatever their gradients."""
+        """Return what holds for a group of these layers, whatever their gradients are."""
         return Guarantees()
 
     @classmethod
@@ -331,20 +375,31 @@ class Codec(ABC):
     ) -> list[float]:
         """Measure ||C(x) - x||^2 for several settings of this method, on one rank alone and from an empty state.
 
-        Methods whose settings can share the work override this, and those that need several iterations until they send
-        what they usually send.
+        A method overrides this if its settings can share the work, or if its first exchange is not a typical one.
 
-        codecs: one per setting.
-        gradient: x, of the layer's shape.
-        Returns one squared error per codec.
+        Args:
+            codecs: one per setting.
+            layer: that the gradient belongs to.
+            gradient: x, of the layer's shape.
+            context: where and when the exchange happens.
+
+        Returns:
+            One squared error per codec.
         """
         return [_squared_error(codec, layer, gradient, context) for codec in codecs]
 
     def apply(self, gradients: Gradients, *, seed: int = 0) -> Applied:
-        """Try the codec out: run one exchange, the first of a run, on given gradients.
+        """Run one exchange, the first of a run, on given gradients.
 
-        gradients: one rank's, a tensor or tensors by layer name; or a list of such, one per rank.
-        seed: of the codec's random numbers.
+        Args:
+            gradients: one rank's, as a tensor or as tensors by layer name; or a list of these, one per rank.
+            seed: of the codec's random numbers.
+
+        Returns:
+            The decoded mean, its relative error and the payload in bytes.
+
+        Raises:
+            GradlabError: for anything but gradients, or if ranks differ in layers or shapes.
         """
         grads = _by_rank(gradients)
         contexts = [Context(rank, len(grads), 0, next(iter(grads[0]), ""), seed) for rank in range(len(grads))]
@@ -370,41 +425,52 @@ class Codec(ABC):
             raise GradlabError(f"codec {self.name} learns nothing, but came with {sorted(self.learned)}")
 
     def fit(self, layers: Sequence[Layer], samples: Mapping[str, torch.Tensor]) -> Codec:
-        """A codec of this kind fitted on samples; methods that learn override this.
+        """Return a codec of this kind that is fitted on samples. A method that does not learn returns itself.
 
-        samples: averaged gradients by layer name, (T, *layer.shape).
+        layers: of the group.
+        samples: averaged gradients of T iterations by layer name, (T, *layer.shape).
         """
         return self
 
     def to(self, device: torch.device | str) -> Codec:
-        """Move the learned tensors to a device, in place; returns self."""
+        """Move the learned tensors to a device, in place, and return the codec itself."""
         self.learned = {key: value.to(device) for key, value in self.learned.items()}
         return self
 
     def with_settings(self, **changes: Any) -> Codec:
-        """A codec with some settings changed; it shares the learned tensors."""
+        """Return a codec with some settings changed, which shares the learned tensors."""
         return type(self)(replace(self.settings, **changes), self.learned)
 
     def adopted_state(self, state: Tensors) -> Tensors:
-        """The part of another setting's state with which this codec goes on; nothing by default."""
+        """Return the part of a state, left by other settings of this method, that this codec continues from.
+
+        By default it is empty.
+        """
         return {}
 
     def redistribute(self, states: Sequence[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:
-        """The state of rank `rank` of `world_size` ranks that continue a run of len(states) ranks.
+        """Return the state of one rank in a run that continues with another number of ranks.
 
-        residuals: what becomes of state that differs between ranks, see `Wrapper.redistribute`.
+        Args:
+            states: of the old ranks, in order.
+            rank: the new rank.
+            world_size: the new number of ranks.
+            residuals: how state that differs between ranks is passed on, see `Wrapper.redistribute`.
         """
         return states[0]
 
 
 def register(codec: Own) -> Own:
-    """Make a codec of your own known by its `name` in this process, for plans and artifacts: a decorator.
+    """Register a codec class under its `name` in this process, for plans and artifacts. Use it as a decorator.
 
-    Every process that builds or loads a plan with the codec has to register it: an artifact holds names and settings,
-    never code. A class of the same module and name replaces the registered one, as after a reload.
+    Every process that builds or loads a plan with the codec has to register it, as an artifact holds names and
+    settings, never code. A class of the same module and name replaces the registered one, as after a reload.
+
+    Returns:
+        The class itself.
 
     Raises:
-        GradlabError: for a class that is no complete codec, or a name that another one has.
+        GradlabError: for a class that is no complete codec, or a name that another codec has.
     """
     if not (isinstance(codec, type) and issubclass(codec, Codec)) or inspect.isabstract(codec):
         raise GradlabError(f"codecs.register: {codec!r} is no codec with an exchange of its own")
@@ -425,7 +491,7 @@ def register(codec: Own) -> Own:
 
 
 def _named(gradients: Any) -> bool:
-    """Whether gradients came by layer name."""
+    """Return whether gradients came by layer name."""
     return isinstance(gradients[0] if isinstance(gradients, (list, tuple)) and gradients else gradients, Mapping)
 
 
@@ -443,7 +509,11 @@ def _by_rank(gradients: Any) -> list[Tensors]:
 
 
 def shown_settings(settings: Any, *, first: bool) -> list[str]:
-    """Settings that are not at their defaults, as "name=value". first: whether the first one is among them anyway."""
+    """List the settings that are not at their defaults, as "name=value".
+
+    settings: an instance of a codec's `Settings`.
+    first: whether the first setting is listed even at its default.
+    """
     known = [(field, getattr(settings, field.name)) for field in fields_of(type(settings))]
     return [
         f"{field.name}={value!r}"
@@ -453,7 +523,7 @@ def shown_settings(settings: Any, *, first: bool) -> list[str]:
 
 
 def hash_tensor(tensor: torch.Tensor) -> str:
-    """Sha256 (hex) of a tensor's dtype, shape and bytes."""
+    """Compute the SHA-256, in hexadecimal, of a tensor's dtype, shape and bytes."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     head = f"{tensor.dtype}{list(tensor.shape)}".encode()
     return hashlib.sha256(head + flat.view(torch.uint8).numpy().tobytes()).hexdigest()
@@ -464,10 +534,14 @@ def exchange_group(
 ) -> Coroutine[Exchanged]:
     """Run a codec on one group as an executor does: in float32, and without the loss scale.
 
-    The mean comes back in the gradients' own dtype and scale. `own`, `asked` and the state stay in float32 without the
-    loss scale, so that another loss scale leaves states sound.
+    The mean comes back in the gradients' own dtype and scale. `own`, `compressor_input` and the state stay in
+    float32 without the loss scale, so that a state remains valid when the loss scale changes.
 
-    scaled_by: the loss scale that is on the gradients.
+    codec: with its wrappers.
+    grads: this rank's gradients by layer name, of any floating-point dtype.
+    state: the state that the last exchange returned, empty at first.
+    context: where and when the exchange happens.
+    scaled_by: the loss scale that the gradients are multiplied by.
     dense: whether the schedule leaves this iteration uncompressed.
     """
     if codec.keeps_dtype:
@@ -477,13 +551,13 @@ def exchange_group(
     run = codec.dense_exchange if dense else codec.exchange
     done = yield from run(working, state, context)
     mean = {name: _rescaled(value, scaled_by).to(grads[name].dtype) for name, value in done.mean.items()}
-    return replace(done, mean=mean, asked=done.asked or working)
+    return replace(done, mean=mean, compressor_input=done.compressor_input or working)
 
 
 def _squared_error(codec: Codec, layer: Layer, gradient: torch.Tensor, context: Context) -> float:
     [result] = run_lockstep([exchange_group(codec, {layer.name: gradient}, {}, context)])
     done = result.value
-    return float((done.asked[layer.name] - done.own[layer.name]).norm()) ** 2
+    return float((done.compressor_input[layer.name] - done.own[layer.name]).norm()) ** 2
 
 
 def _working(grad: torch.Tensor, scaled_by: float) -> torch.Tensor:
@@ -503,12 +577,12 @@ def mean_only(grads: Tensors) -> Coroutine[Exchanged]:
 
 
 def concatenate(grads: Tensors) -> torch.Tensor:
-    """Lay all layers of a group end to end, as one vector (sum of numel,); of a single layer the vector is a view."""
+    """Concatenate a group's gradients to one vector (sum of numel,). The vector of a single layer is a view."""
     pieces = [grad.reshape(-1) for grad in grads.values()]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def separate(vector: torch.Tensor, like: Tensors) -> Tensors:
-    """The inverse of `concatenate`: cut a vector into tensors shaped like those of `like` (views of the vector)."""
+    """Cut a vector (sum of numel,) into views with the names and shapes of `like`: the inverse of `concatenate`."""
     pieces = vector.split([grad.numel() for grad in like.values()])
     return {name: piece.reshape(grad.shape) for (name, grad), piece in zip(like.items(), pieces, strict=True)}

@@ -1,4 +1,4 @@
-"""What is measured of an exchange, offline and online alike: norms, errors of a rank's contribution, finiteness."""
+"""Measure an exchange, in a replay as in training: norms, errors of a rank's contribution, finiteness."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ LayerErrors = dict[str, tuple[float, float]]
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds no infinity and no NaN: its extremes show both, 25 times faster than its elements."""
+    """Return whether a tensor holds no infinity and no NaN.
+
+    Its minimum and maximum show both, 25 times faster than a look at every element.
+    """
     if not tensor.numel():
         return True
     least, largest = torch.aminmax(tensor)
@@ -21,25 +24,29 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def squared_norm(tensor: torch.Tensor) -> float:
-    """||tensor||^2 by way of the norm in at least float32; accumulating in float64 would take 30 times longer.
+    """Compute ||tensor||^2 from the L2 norm in at least float32. In float64 it would take 30 times longer.
 
-    NaN and infinity show; norms beyond the range of float32 (3e38) become infinite.
+    NaN and infinity show in the result. A norm beyond the range of float32 (3e38) becomes infinite.
     """
     norm = float(torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)))
     return norm * norm
 
 
 def contribution_error(done: Exchanged) -> LayerErrors:
-    """By layer the squared norms of one rank's compression error and of its compressor input: GradiVeQ's eq. (7)."""
+    """Compute GradiVeQ's loss, eq. (7), by layer.
+
+    Returns:
+        By layer name, the squared L2 norms of one rank's compression error and of its compressor input.
+    """
     errors = {}
-    for name, value in done.asked.items():
-        error = done.unsent[name] if name in done.unsent else value - done.own[name]
+    for name, value in done.compressor_input.items():
+        error = done.compression_error[name] if name in done.compression_error else value - done.own[name]
         errors[name] = (squared_norm(error), squared_norm(value))
     return errors
 
 
 def add_errors(total: LayerErrors, more: Mapping[str, Sequence[float]]) -> LayerErrors:
-    """Add squared errors and norms to `total`, layer by layer, in place; returns it."""
+    """Add squared errors and norms to `total`, layer by layer, in place, and return it."""
     for name, (error, norm) in more.items():
         before = total.get(name, (0.0, 0.0))
         total[name] = (before[0] + error, before[1] + norm)
@@ -47,7 +54,7 @@ def add_errors(total: LayerErrors, more: Mapping[str, Sequence[float]]) -> Layer
 
 
 def relative(error: float, norm: float) -> float:
-    """sqrt(error / norm) of squared quantities; 0 when both are 0."""
+    """Compute sqrt(error / norm) of a squared error and norm: 0 if both are 0, infinity if only the norm is 0."""
     if norm > 0.0:
         return math.sqrt(error / norm)
     return 0.0 if error == 0.0 else math.inf

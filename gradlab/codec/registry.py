@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 
 class Registry:
-    """The methods of one kind: one per file of a package, and classes registered in this process.
+    """The methods of one kind: one per file of a package, and the classes registered in this process.
 
-    kind: "codec" or "wrapper", for messages.
-    package: name of the package that holds the files.
+    Args:
+        kind: "codec" or "wrapper", for messages.
+        package: name of the package that holds the files.
     """
 
     def __init__(self, kind: str, package: str) -> None:
@@ -32,14 +33,14 @@ class Registry:
         return listed(tuple(importlib.import_module(self.package).__path__))
 
     def names(self) -> list[str]:
-        """Names of all methods, sorted."""
+        """List the names of all methods, sorted."""
         return sorted({*self.files, *self.registered})
 
     def get(self, name: str) -> type[Codec]:
-        """The class of this name.
+        """Return the class of this name.
 
         Raises:
-            GradlabError: if there is none; close matches are named.
+            GradlabError: if there is none. The message suggests a close match.
         """
         if name in self.registered:
             return self.registered[name]
@@ -55,14 +56,14 @@ class Registry:
 
 @functools.cache
 def defined(module: ModuleType, name: str) -> type[Codec] | None:
-    """The class with an `exchange` and this `name` that a module defines; None: there is none."""
+    """Return the class with an `exchange` and this `name` that a module defines, or None."""
     classes = (value for value in vars(module).values() if isinstance(value, type) and hasattr(value, "exchange"))
     return next((value for value in classes if value.__dict__.get("name") == name), None)
 
 
 @functools.cache
 def listed(path: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of the modules in a package's `__path__`, sorted. A folder is read once in a process."""
+    """List the names of the modules in a package's `__path__`, sorted. A folder is read once in a process."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(path)))
 
 

@@ -1,7 +1,8 @@
 """Settings of codecs and wrappers: fields with a range, a unit and a help text, and how to read them from plain JSON.
 
-One line, `density: float = setting(0.01, above=0, most=1, unit="share of elements", help="what is sent")`, gives the
-check with its message, the row in `gradlab methods`, and the strategy that the contract suite draws values from.
+A setting is declared in one line: `density: float = setting(0.01, above=0, most=1, unit="share of elements",
+help="sent")`. The check of a value and its message, the row in `gradlab methods`, and the values that the contract
+suite tries follow from it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Setting:
     help: str = ""
 
     def allows(self, value: Any) -> bool:
-        """Whether a value, not None, is in the range."""
+        """Return whether a value other than None is allowed."""
         if value in self.also:
             return True
         if self.choices:
@@ -67,7 +68,7 @@ class Setting:
         return any(bound is not None for bound in (self.above, self.least, self.below, self.most))
 
     def expected(self, hint: Any) -> str:
-        """The range in words, for messages and tables. hint: the field's type."""
+        """Describe the allowed values in words, for messages and tables. hint: the field's type."""
         parts = [self._range(hint), *(f"or {value!r}" for value in self.also)]
         if _is_optional(hint) and (parts[0] or self.also):
             parts.append("or None")
@@ -102,9 +103,11 @@ def setting(
     symbol: str = "",
     help: str = "",
 ) -> Any:
-    """Make a field of a settings class, with its range, unit and help; see `Setting` for the other arguments.
+    """Make a field of a settings class, with its range, unit and help.
 
-    default: the value where none is given; without it the setting is required. None is allowed where the type says so.
+    None is allowed if the field's type allows it. The arguments after `default` are described in `Setting`.
+
+    default: the value if none is given. Without a default the setting is required.
     """
     range_of = Setting(above, least, below, most, tuple(choices), tuple(also), unit, symbol, help)
     return dataclasses.field(default=default, metadata={_KEY: range_of})
@@ -112,7 +115,13 @@ def setting(
 
 @dataclass(frozen=True)
 class Field:
-    """One setting of a codec. default: `dataclasses.MISSING` if it is required; hint: its type, resolved."""
+    """One setting of a codec.
+
+    name: of the field.
+    default: `dataclasses.MISSING` if the setting is required.
+    hint: the field's type, resolved.
+    about: its range, unit and help.
+    """
 
     name: str
     default: Any
@@ -138,7 +147,7 @@ _known: WeakKeyDictionary[type, tuple[Field, ...]] = WeakKeyDictionary()
 
 
 def fields_of(settings: type) -> tuple[Field, ...]:
-    """The fields of a settings class, in order, with their types resolved in the class's own module.
+    """Return the fields of a settings class, in order, with their types resolved in the class's own module.
 
     Raises:
         GradlabError: for a type whose name is not known in the class's module.
@@ -165,10 +174,17 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def build_settings(codec: type[Codec], values: Mapping[str, Any]) -> Any:
-    """Build a codec's settings from plain JSON values; a list becomes a tuple where the setting's type is one.
+    """Build a codec's settings from plain JSON values. A list becomes a tuple if the setting's type is one.
+
+    Args:
+        codec: the class.
+        values: by setting. The other settings have their defaults.
+
+    Returns:
+        An instance of the codec's `Settings`.
 
     Raises:
-        GradlabError: for an unknown setting, a wrong type, or a value out of range (checked by the settings class).
+        GradlabError: for an unknown or missing setting, a wrong type, or a value out of range.
     """
     if not isinstance(values, Mapping):
         raise GradlabError(f"{kind(codec)} {codec.name}: settings are {str(values)[:80]!r}, expected names with values")
@@ -187,7 +203,8 @@ def build_settings(codec: type[Codec], values: Mapping[str, Any]) -> Any:
 def check_ranges(settings: type, codec: str) -> None:
     """Make a settings class check the ranges of its `setting` fields whenever an instance is made.
 
-    codec: name for the messages; a class that two codecs share keeps the first one's.
+    settings: the class, changed in place.
+    codec: the codec's name, for messages. A class that two codecs share keeps the first codec's name.
     """
     declared = dataclasses.is_dataclass(settings) and any(_KEY in f.metadata for f in dataclasses.fields(settings))
     if not declared or "_checked_for" in vars(settings):
@@ -211,12 +228,12 @@ def _check_range(codec: str, field: Field, value: Any) -> None:
 
 
 def kind(codec: type[Codec] | Codec) -> str:
-    """ "wrapper" or "codec", for messages."""
+    """Return the word for a codec in messages, "wrapper" or "codec"."""
     return "wrapper" if codec.about.family == "wrapper" else "codec"
 
 
 def plain(value: Any) -> Any:
-    """A setting's value, or settings by name, as plain JSON: tuples become lists."""
+    """Convert a setting's value, or settings by name, to plain JSON: tuples become lists."""
     if isinstance(value, Mapping):
         return {key: _listed(item) for key, item in value.items()}
     return _listed(value)
@@ -299,12 +316,12 @@ def _as_items(container: Any, args: Sequence[Any], value: Any) -> Any:
     if container is tuple and args[-1] is not ...:
         _fits(len(value) == len(args), value)
         return tuple(_as(hint, item) for hint, item in zip(args, value, strict=True))
-    found = [_as(args[0], item) for item in value]
-    return found if container is list else tuple(found)
+    items = [_as(args[0], item) for item in value]
+    return items if container is list else tuple(items)
 
 
 def type_text(hint: Any) -> str:
-    """A type in words: "int | None", "'max' or 'l2'", "a list of int"."""
+    """Describe a type in words: "int | None", "'max' or 'l2'", "a list of int"."""
     if hint is types.NoneType:
         return "None"
     origin, args = get_origin(hint), get_args(hint)
@@ -338,7 +355,7 @@ def _is_whole(hint: Any) -> bool:
 
 
 def require(condition: bool, codec: str, setting: str, value: object, expected: str) -> None:
-    """Check a condition between settings; the range of a single setting belongs to its field, see `setting`.
+    """Check a condition between settings. The range of a single setting belongs to its field, see `setting`.
 
     Raises:
         GradlabError: "<codec>: setting <setting> = <value>, expected <expected>".

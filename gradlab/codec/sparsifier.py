@@ -21,7 +21,7 @@ def density_setting(default: float = 0.01, help: str = "sent") -> Any:
 
 
 def coding_setting(default: str = "fixed", choices: Sequence[str] = CODINGS) -> Any:
-    """Make the settings field of the coding of positions, see `gradlab.coding.positions`."""
+    """Make the settings field of the coding of positions, one of `choices`, see `gradlab.coding.positions`."""
     return setting(
         default,
         choices=choices,
@@ -30,15 +30,15 @@ def coding_setting(default: str = "fixed", choices: Sequence[str] = CODINGS) -> 
 
 
 def count_of(density: float, numel: int) -> int:
-    """k = ceil(density * numel), at least 1 and at most numel."""
+    """Return k = ceil(density * numel), at least 1 and at most numel."""
     return min(numel, max(1, math.ceil(round(density * numel, 9))))
 
 
 def largest(vector: torch.Tensor, count: int) -> torch.Tensor:
-    """Positions (count,), int64, of the exactly `count` largest magnitudes of a vector (numel,), in no order.
+    """Find the positions (count,), int64, in no order, of the `count` largest magnitudes of a vector (numel,).
 
-    Among equal magnitudes any are taken. A low threshold from a sample leaves a few candidates to select from, which is
-    7 times faster on a million values.
+    Among equal magnitudes any are taken. A low threshold from a sample leaves only a few candidates to select from.
+    That is 7 times faster on a million values.
     """
     stride = vector.numel() // _SAMPLE
     expected = count // max(1, stride)
@@ -53,9 +53,12 @@ def largest(vector: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def at_least(vector: torch.Tensor, threshold: torch.Tensor | float) -> torch.Tensor:
-    """Positions (count,), ascending, of values whose magnitude reaches a threshold, and of NaN.
+    """Find the positions (count,), int64, ascending, of values whose magnitude reaches a threshold, and of NaN.
 
-    Works piece by piece, so that intermediate results stay in the cache.
+    It works piece by piece, so that intermediate results stay in the cache.
+
+    vector: (numel,).
+    threshold: in the unit of the vector.
     """
     piece = _PIECE if vector.device.type == "cpu" else max(1, vector.numel())
     pieces = vector.split(piece)

@@ -1,8 +1,8 @@
-"""Wrappers change a codec's input or its result; the codec knows nothing of them.
+"""Wrappers change a codec's input or its result, without the codec's knowledge.
 
 A wrapper is itself a codec around another one and delegates with `yield from`. Only wrappers may keep state that
-differs between ranks: residuals, velocities. A wrapper's state has keys "<layer>/<what>" with <what> in `keys`; all
-other keys are the wrapped codec's.
+differs between ranks, such as residuals and velocities. A wrapper's state has keys "<layer>/<what>" with <what> in
+`keys`. All other keys belong to the wrapped codec.
 """
 
 from __future__ import annotations
@@ -24,9 +24,13 @@ _BLOCK = 256  # elements that share one scale in an int8 buffer
 class Wrapper(Codec):
     """A codec around a codec.
 
+    Args:
+        codec: the wrapped codec, which may be a wrapper itself.
+        settings: an instance of the class's `Settings`. None: the defaults.
+
     Raises:
         GradlabError: for a stack that makes no sense: the same wrapper twice, two that keep residuals, two that apply
-            momentum, momentum before compression inside feedback, weight decay inside another.
+            momentum, momentum before compression inside error feedback, or weight decay inside another wrapper.
     """
 
     about = About("wrapper", "")
@@ -65,11 +69,11 @@ class Wrapper(Codec):
             raise GradlabError(f"wrapper {inner.name} inside {self.name}: it is part of the gradient, name it first")
 
     def inner_state(self, state: Tensors) -> Tensors:
-        """The wrapped codec's part of a state."""
+        """Return the wrapped codec's part of a state."""
         return {key: value for key, value in state.items() if not self._owns(key)}
 
     def own_state(self, state: Tensors) -> Tensors:
-        """This wrapper's part of a state."""
+        """Return this wrapper's part of a state."""
         return {key: value for key, value in state.items() if self._owns(key)}
 
     def _owns(self, key: str) -> bool:
@@ -95,17 +99,21 @@ class Wrapper(Codec):
         return self
 
     def with_settings(self, **changes: Any) -> Codec:
-        """The same stack around a codec with some settings changed."""
+        """Return the same stack of wrappers around a codec with some settings changed."""
         return type(self)(self.codec.with_settings(**changes), self.settings)
 
     def redistribute(self, states: Sequence[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:
-        """The state of rank `rank` of M = `world_size` ranks that continue a run of N = len(states) ranks.
+        """Return the state of one of M = `world_size` ranks that continue a run of N = len(states) ranks.
 
-        residuals: what becomes of the tensors e_i that differ between ranks.
-            "split": every new rank gets their mean.
-            "sum": new rank j gets M / N times the sum of the old ranks' i with i mod M == j.
-            "drop": every new rank starts without.
-            The first two keep the mean over ranks, (1/M) sum e'_j == (1/N) sum e_i, which the model is still owed.
+        Args:
+            states: of the old ranks, in order.
+            rank: the new rank.
+            world_size: M.
+            residuals: how the tensors e_i that differ between ranks become the new ranks' e'_j.
+                "split": every new rank gets the mean of all e_i.
+                "sum": new rank j gets M / N times the sum of those e_i with i mod M == j.
+                "drop": every new rank starts without them.
+                "split" and "sum" keep the mean, (1/M) sum e'_j == (1/N) sum e_i, which is still to be applied.
         """
         inner = self.codec.redistribute([self.inner_state(s) for s in states], rank, world_size, residuals)
         return {**inner, **self._redistribute_own([self.own_state(s) for s in states], rank, world_size, residuals)}
@@ -140,34 +148,46 @@ def step_size_setting(default: bool | None, what: str) -> Any:
 
 
 def wrappers_of(codec: Codec) -> Iterator[Wrapper]:
-    """The wrappers around a codec, outermost first."""
+    """Yield the wrappers around a codec, outermost first."""
     while isinstance(codec, Wrapper):
         yield codec
         codec = codec.codec
 
 
 def innermost(codec: Codec) -> Codec:
-    """The codec itself, without its wrappers."""
+    """Return the codec without its wrappers."""
     while isinstance(codec, Wrapper):
         codec = codec.codec
     return codec
 
 
 def entries(state: Tensors, name: str, what: str) -> Tensors:
-    """The state entries of one buffer, as `store_buffer` wrote them."""
+    """Return the state entries of one buffer, as `store_buffer` made them.
+
+    state: to search.
+    name: of the layer.
+    what: the buffer, such as "residual".
+    """
     return {key: state[key] for key in (f"{name}/{what}", f"{name}/{what}_scale") if key in state}
 
 
 def state_names(state: Tensors) -> Iterable[tuple[str, str]]:
-    """(layer, what) of each tensor of a state that is no scale of an int8 buffer, in order."""
+    """List (layer, what) of each buffer of a state, in order. The scales of int8 buffers are not listed."""
     names = (key.rpartition("/") for key in state if not key.endswith("_scale"))
     return [(name, what) for name, _, what in names]
 
 
 def deal(tensors: Sequence[torch.Tensor], rank: int, world_size: int, residuals: str) -> torch.Tensor | None:
-    """The tensor with which rank `rank` of `world_size` continues, from those of len(tensors) ranks; None: with none.
+    """Compute the tensor of one rank in a run that continues with another number of ranks.
 
-    residuals: see `Wrapper.redistribute`.
+    Args:
+        tensors: of the old ranks, of one shape.
+        rank: the new rank.
+        world_size: the new number of ranks.
+        residuals: "split", "sum" or "drop", see `Wrapper.redistribute`.
+
+    Returns:
+        A tensor of the same shape, or None for "drop".
     """
     if residuals == "drop":
         return None
@@ -183,7 +203,15 @@ def deal(tensors: Sequence[torch.Tensor], rank: int, world_size: int, residuals:
 
 
 def store_buffer(name: str, what: str, tensor: torch.Tensor, kind: str) -> Tensors:
-    """State entries that keep a tensor: as it is, or for kind "int8" in 8 bits, to 1/254 of its block's largest."""
+    """Make the state entries that keep a tensor.
+
+    Args:
+        name: of the layer.
+        what: the buffer, such as "residual".
+        tensor: of any shape.
+        kind: "float32": the tensor is kept as it is. "int8": in 8 bits and a scale per block of 256 elements, with an
+            error of at most 1/254 of the block's largest magnitude.
+    """
     if kind != "int8":
         return {f"{name}/{what}": tensor}
     blocks = torch.nn.functional.pad(tensor.reshape(-1), (0, -tensor.numel() % _BLOCK)).view(-1, _BLOCK)
@@ -196,7 +224,7 @@ def store_buffer(name: str, what: str, tensor: torch.Tensor, kind: str) -> Tenso
 
 
 def load_buffer(state: Tensors, name: str, what: str) -> torch.Tensor | None:
-    """The tensor that `store_buffer` kept, or None."""
+    """Return the tensor that `store_buffer` kept, of its shape, or None if the state has none."""
     held = state.get(f"{name}/{what}")
     if held is None or held.dtype != torch.int8:
         return held

@@ -1,4 +1,4 @@
-"""One file per method; the file's name is the codec's id. A new file here is found by itself; others are registered."""
+"""One file per codec, named after it. A new file here needs no registration. Codecs elsewhere need `register`."""
 
 from __future__ import annotations
 
@@ -12,24 +12,28 @@ __all__ = ["get", "make", "names", "register"]
 
 
 def names() -> list[str]:
-    """Ids of all codecs, sorted."""
+    """List the names of all codecs, sorted."""
     return CODECS.names()
 
 
 def get(name: str) -> type[Codec]:
-    """The codec class with this id.
+    """Return the codec class with this name.
 
     Raises:
-        GradlabError: if there is none; close matches are named.
+        GradlabError: if there is none. The message suggests a close match.
     """
     return CODECS.get(name)
 
 
 def make(name: str, **settings: Any) -> Codec:
-    """The codec with this id and these settings, plain JSON values; others have their defaults.
+    """Make the codec with this name.
 
     >>> make("topk", density=0.01)
     TopK(density=0.01)
+
+    Args:
+        name: such as "topk".
+        settings: plain JSON values. The other settings have their defaults.
 
     Raises:
         GradlabError: for an unknown codec or setting, a wrong type, or a value out of range.

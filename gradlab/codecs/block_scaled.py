@@ -110,10 +110,10 @@ class BlockScaled(Compressor):
             scale = self._scales(rows)
             out.copy_(self._codes(rows / scale.masked_fill(scale == 0, 1.0).to(rows.dtype)[:, None], generator))
             scales.append(scale)
-        found = torch.cat(scales)
+        divisors = torch.cat(scales)
         if self.settings.scale is not None:  # one says it all, and whether something was not finite
-            found = found.sum(0, keepdim=True) if not found.isfinite().all() else found[:1]
-        return found, codes if self.bits == 8 else pack(codes, self.bits)
+            divisors = divisors.sum(0, keepdim=True) if not divisors.isfinite().all() else divisors[:1]
+        return divisors, codes if self.bits == 8 else pack(codes, self.bits)
 
     def _scales(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the divisors of rows (m, n), (m,), float32; not finite for a row with a value that is not finite."""

@@ -114,13 +114,13 @@ class DCTTopK(Compressor):
             byte += packed_bytes(chunks * kept, width)
             summed, senders = total.new_zeros(chunks, size), total.new_zeros(chunks, size)
             for values, places in ranks:
-                mine = values[first:stop].to(total.dtype).view(chunks, kept)
+                coefficients = values[first:stop].to(total.dtype).view(chunks, kept)
                 if kept < size:
                     chosen = unpack(places[first_byte:byte], width)[: chunks * kept].to(torch.int64).view(chunks, kept)
-                    summed.scatter_add_(1, chosen, mine)
-                    senders.scatter_add_(1, chosen, torch.ones_like(mine))
+                    summed.scatter_add_(1, chosen, coefficients)
+                    senders.scatter_add_(1, chosen, torch.ones_like(coefficients))
                 else:
-                    summed += mine
+                    summed += coefficients
                     senders += 1
             over = senders.clamp_(min=1).reciprocal_().mul_(scale * len(ranks))
             summed.mul_(over if self.settings.average == "senders" else scale)
@@ -162,8 +162,8 @@ def transform(vector: torch.Tensor, tile: Tiles) -> torch.Tensor:
     """Compute the DCT-II of a layer's chunks: (numel,) -> (chunks, h w)."""
     y, h, x, w = tile
     chunks = vector.view(y, h, x, w).transpose(1, 2)  # (y, x, h, w)
-    found = cosines(h, vector) @ chunks @ cosines(w, vector).T
-    return found.reshape(y * x, h * w)
+    transformed = cosines(h, vector) @ chunks @ cosines(w, vector).T
+    return transformed.reshape(y * x, h * w)
 
 
 def restore(coefficients: torch.Tensor, tile: Tiles) -> torch.Tensor:

@@ -271,8 +271,8 @@ class GradiVeQ(Codec):
         number = position + 1
         stable = False
         if self._looks_for_stability(number):
-            found = self._dimension(self._spectra(*_samples(layer_state, number), shape[0]))
-            agreed = yield Gather(torch.tensor([float(found)], device=mean.device))
+            width = self._dimension(self._spectra(*_samples(layer_state, number), shape[0]))
+            agreed = yield Gather(torch.tensor([float(width)], device=mean.device))
             stable = torch.equal(layer_state.get("dimension", agreed[0] * 0), agreed[0])
             layer_state |= {"dimension": agreed[0]}
         if stable or number >= self.settings.sample_steps:
@@ -326,7 +326,7 @@ class GradiVeQ(Codec):
         if settings.ratio is not None:
             return self._width(size)
         most = min(settings.max_dimension or size, size)
-        return min(most, max(found.dimension(settings.loss_threshold) for found in spectra))
+        return min(most, max(pca.dimension(settings.loss_threshold) for pca in spectra))
 
     def _width(self, slice_size: int) -> int:
         """Return d = K / ratio, at least 1 and at most `max_dimension`."""
@@ -346,13 +346,13 @@ class GradiVeQ(Codec):
         """
         spectra = self._spectra(samples, mean, slices)
         width = self._dimension(spectra)
-        axes = max(1, *(len(found.eigenvalues) for found in spectra), 0)
+        axes = max(1, *(len(pca.eigenvalues) for pca in spectra), 0)
         if self.settings.complement == 0:
             width = kept = min(width, axes)
         else:
             kept = min(axes, max(1, round(width * (1 - self.settings.complement))))
-        found = {"basis": stacked_axes(spectra, kept), "width": torch.tensor(float(width))}
-        return found if mean is None else found | {"mean": mean.float()}
+        learned = {"basis": stacked_axes(spectra, kept), "width": torch.tensor(float(width))}
+        return learned if mean is None else learned | {"mean": mean.float()}
 
     # --- compression ---
 
@@ -364,10 +364,10 @@ class GradiVeQ(Codec):
         basis, mean = self._axes(name, layer_state, context).to(slices.dtype), layer_state.get("mean")
         mean = None if mean is None else mean.to(slices.dtype)
         coder = _Coder(slices, basis, mean, self.settings, context.workspace)
-        asked: list[Request] = [self._codes(coder, context.world_size), Mean(tail)]
+        requests: list[Request] = [self._codes(coder, context.world_size), Mean(tail)]
         if self.settings.monitor != "off":
-            asked.append(Mean(self._vote(slices, coder.own())))
-        summed, rest, *votes = yield tuple(asked)
+            requests.append(Mean(self._vote(slices, coder.own())))
+        summed, rest, *votes = yield tuple(requests)
         average = torch.cat(summed).view_as(slices) if self.settings.ring else coder.decode(0, len(slices), summed)
         outvoted = bool(votes) and float(votes[0]) > 0.5
         new = yield from self._after(name, layer_state, position, average, outvoted, context)
@@ -448,8 +448,8 @@ class GradiVeQ(Codec):
             if slices.shape[1] and self.settings.complement < 1:
                 chosen = [m for run in self.fitted_slices(slices.shape[1]) for m in run]
                 mean = slices.double().mean(0).to(slices.dtype) if self.settings.whitening else None
-                found = self.bases(slices[:, chosen], mean, slices.shape[1])
-                learned |= {f"{layer.name}/{key}": value for key, value in found.items()}
+                bases = self.bases(slices[:, chosen], mean, slices.shape[1])
+                learned |= {f"{layer.name}/{key}": value for key, value in bases.items()}
         return GradiVeQ(self.settings, learned)
 
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:

@@ -34,13 +34,15 @@ from gradlab.learning.selection import (
 
 
 class LgcRing(LearnedSelection):
-    """All ranks take the leader's positions, the largest of each layer, and average the codes of their values there.
+    """Average the codes of all ranks' values at the leader's positions, its largest magnitudes of each layer.
 
-    The decoded contribution (`own`) of every rank is the decoded average. So with keep = "difference" error feedback
-    keeps the gradient less the decoded average; with keep = "unselected" it keeps what was not selected and forgets
-    the autoencoder's error, as the published algorithms do. As printed they also add the accumulated gradient twice, to
-    the gradient and to itself, and never clear what was sent, so that the rest doubles in every step. The text's
-    momentum correction does neither; the wrappers follow the text.
+    The decoded contribution (`own`) of every rank is the decoded average. With keep = "difference", error feedback
+    keeps the compressor input less that average. With keep = "unselected" it keeps the elements that were not selected
+    and forgets the autoencoder's error, as the published algorithms do.
+
+    The printed algorithms also add the accumulated gradient twice and never clear what was sent, so that the residual
+    doubles in every step. The paper's text describes momentum correction without these errors. The wrappers follow the
+    text.
 
     >>> codecs.make("lgc_ring", density=0.25).apply([torch.arange(8.0), torch.arange(8.0)]).decoded.tolist()
     [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 6.0, 7.0]

@@ -35,15 +35,20 @@ from gradlab.learning.selection import (
 
 
 class LgcServer(LearnedSelection):
-    """Every rank selects its largest of each layer; one of them sends a code of its values, all send their innovation.
+    """Select each rank's largest magnitudes of each layer. One rank sends a code of its values, all send an innovation.
 
-    The innovation is the largest of the selected values, uncompressed. Each rank has a decoder, which reconstructs the
-    rank's selected values from the common code and the rank's innovation; the reconstructions are averaged. There is no
-    server: every rank receives everything and does what the paper's master does, so that nothing travels back (the
-    paper leaves the downlink out). The paper does not count the ranks' positions; here they travel, and are counted.
-    With positions = "shared" all ranks take the leader's, as in the ring. Two ranks share about 2 % of their own
-    positions, so that one rank's code says little of another's values.
-    This rank's decoded contribution (`own`) is its reconstruction; see `LgcRing` about error feedback.
+    The innovation is the largest of a rank's selected values, uncompressed. Each rank has a decoder of its own. It
+    reconstructs the rank's selected values from the common code and the rank's innovation. The reconstructions are
+    averaged.
+
+    There is no server. Every rank receives all messages and does what the paper's master does, so nothing travels back.
+    The paper does not count that way back. It does not count the ranks' positions either. Here they are sent and
+    counted.
+
+    With positions = "shared" all ranks take the leader's positions, as in `LgcRing`. Otherwise two ranks have about 2 %
+    of their positions in common, so that one rank's code says little about another rank's values.
+
+    This rank's decoded contribution (`own`) is its reconstruction. `LgcRing` describes error feedback.
 
     >>> codecs.make("lgc_server", density=0.25).apply([torch.arange(8.0), torch.arange(8.0)]).decoded.tolist()
     [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 6.0, 7.0]
@@ -90,7 +95,7 @@ class LgcServer(LearnedSelection):
         return trained
 
     def redistribute(self, states: Sequence[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:
-        """As for any codec; but decoders belong to ranks, and are learned anew for another world size."""
+        """Return the first rank's state, or an empty one if decoders must be learned for another world size."""
         kept = super().redistribute(states, rank, world_size, residuals)
         return kept if world_size == len(states) or "autoencoder" in self.learned else {}
 
@@ -145,7 +150,7 @@ class LgcServer(LearnedSelection):
         return Selection(positions, vectors.gather(1, positions), scales)
 
     def _selections(self, vector: torch.Tensor, sizes: Sequence[int], context: Context) -> Coroutine[list[Selection]]:
-        """Every rank's positions and scale, with this rank's values at each of them."""
+        """Exchange every rank's positions and scales. The selections hold this rank's values at each of them."""
         settings, coding = self.settings, self.settings.index_coding
         if self.shared:
             one = yield from self._leaders_selection(vector, sizes, self.leader(context), "position", coding, context)
@@ -170,7 +175,7 @@ class LgcServer(LearnedSelection):
         sizes: Sequence[int],
         context: Context,
     ) -> Coroutine[list[torch.Tensor]]:
-        """Eqs. (3) and (12): every rank's values as its decoder gives them, (count,) each."""
+        """Decode every rank's values with its decoder, eqs. (3) and (12): (count,) each."""
         architecture, own = self.architecture(context.world_size), every[context.rank]
         total, coding, common = sum(counts), self.settings.index_coding, self.sender(context)
         code = architecture.encode(weights, padded(own.values / own.scale, architecture))
@@ -201,8 +206,11 @@ class LgcServer(LearnedSelection):
     ) -> Task:
         """Learn from all ranks' selected values (K, count), by eqs. (5) to (7).
 
-        scales: per rank, what its values are divided by.
-        counts, innovations: of each layer.
+        values: (K, count), in the order of each rank's positions.
+        scales: per rank, the divisors of its values, (count,) or one number.
+        counts: selected values of each layer.
+        innovations: uncompressed values of each layer.
+        context: where and when the exchange happens.
         """
         architecture, count = self.architecture(len(values)), values.shape[-1]
         scale = torch.stack([torch.as_tensor(one, device=values.device).expand(count) for one in scales])
@@ -225,7 +233,11 @@ class LgcServer(LearnedSelection):
         )
 
     def innovation_counts(self, counts: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        """How many of each layer's selected values travel uncompressed."""
+        """Return how many of each layer's selected values travel uncompressed.
+
+        counts: selected values of each layer.
+        sizes: elements of each layer.
+        """
         of = counts if self.settings.innovation_of == "selected" else sizes
         return [
             min(count, count_of(self.settings.innovation, numel)) if count else 0
@@ -252,10 +264,10 @@ class LgcServer(LearnedSelection):
 
 
 def innovation_positions(values: torch.Tensor, counts: Sequence[int], innovations: Sequence[int]) -> torch.Tensor:
-    """Indices, ascending, of each layer's largest among selected values (count,).
+    """Find the ascending indices of each layer's largest magnitudes among selected values (count,).
 
     counts: selected values of each layer.
-    innovations: how many of them are largest.
+    innovations: how many of these to find.
     """
     indices, start = [], 0
     for part, kept in zip(values.split(list(counts)), innovations, strict=True):
@@ -265,7 +277,7 @@ def innovation_positions(values: torch.Tensor, counts: Sequence[int], innovation
 
 
 def innovations_of(values: torch.Tensor, counts: Sequence[int], innovations: Sequence[int]) -> torch.Tensor:
-    """Selected values (..., count) with zero in place of those that do not travel as they are."""
+    """Return selected values (..., count) with zeros in place of those that are not part of the innovation."""
     apart = torch.zeros_like(values)
     for one, vector in zip(apart.view(-1, values.shape[-1]), values.reshape(-1, values.shape[-1]), strict=True):
         kept = innovation_positions(vector, counts, innovations)

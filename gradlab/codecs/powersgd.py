@@ -85,11 +85,11 @@ class PowerSGD(Codec):
         means, own, kept, sent_dense = yield from run(matrices, dense, state, context)
 
         def products(left: Tensors, right: Tensors, others: Tensors) -> Tensors:
-            found = dict(others)
+            decoded = dict(others)
             for name, matrix in matrices.items():
                 out = context.workspace.empty_like(matrix)
-                found[name] = torch.mm(left[name].T, right[name], out=out).view(grads[name].shape)
-            return found
+                decoded[name] = torch.mm(left[name].T, right[name], out=out).view(grads[name].shape)
+            return decoded
 
         return Exchanged(products(*means, sent_dense), Deferred(grads, lambda: products(*own, dense)), kept)
 
@@ -124,10 +124,10 @@ class PowerSGD(Codec):
             spare = self._spare(name, factor, context)
             kept[_key(name, "q" if name in flipped else "p")] = torch.where(factor.any(1, keepdim=True), factor, spare)
 
-        def ordered(found: Tensors) -> tuple[Tensors, Tensors]:
-            """Left and right factors of each product."""
-            left = {name: basis[name] if name in flipped else factor for name, factor in found.items()}
-            return left, {name: factor if name in flipped else basis[name] for name, factor in found.items()}
+        def ordered(computed: Tensors) -> tuple[Tensors, Tensors]:
+            """Return the left and right factors of each product."""
+            left = {name: basis[name] if name in flipped else factor for name, factor in computed.items()}
+            return left, {name: factor if name in flipped else basis[name] for name, factor in computed.items()}
 
         return ordered(mean), ordered(factors), kept, dict(zip(dense, answers[len(mean) :], strict=True))
 
@@ -175,8 +175,8 @@ class PowerSGD(Codec):
             return [0.0] * len(codecs)
         generator = context.shared_generator(layer.name)
         matrix = gradient.reshape(len(gradient), -1)
-        found = dict(zip(ranks, low_rank_errors(matrix, ranks, generator=generator), strict=True))
-        return [found[shape[2]] if shape else 0.0 for shape in shapes]
+        errors = dict(zip(ranks, low_rank_errors(matrix, ranks, generator=generator), strict=True))
+        return [errors[shape[2]] if shape else 0.0 for shape in shapes]
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         return self._bytes(layers, lambda n, m: (n + m) / (2 if self.settings.alternating else 1))
@@ -220,7 +220,7 @@ def low_rank_errors(
         ranks: the values of r.
         method: "svd": the sum of sigma_i^2 over i > r (B.1), from the eigenvalues of M M^T or M^T M, the smaller one,
             once for all ranks. "power": subspace iteration (B.2), once with the largest rank for all ranks. The paper
-            iterates for each rank; an error here is at most what that would leave. "cheaper": the one with fewer
+            iterates for each rank. An error here is at most what that would leave. "cheaper": the one with fewer
             operations (B.3).
         power_steps: number of steps of subspace iteration.
         generator: draws the first subspace; None: torch's default.
@@ -292,23 +292,23 @@ def normalized(rows: torch.Tensor) -> torch.Tensor:
 
 def orthogonalized(factors: Tensors) -> Tensors:
     """Orthonormalize factors, each given as rows (r, n); those of one shape in one call."""
-    found: Tensors = {}
+    orthonormal: Tensors = {}
     for names in _of_one_shape(factors):
         together = orthogonalize(torch.stack([factors[name].T for name in names]))
-        found |= {name: basis.T.contiguous() for name, basis in zip(names, together, strict=True)}
-    return {name: found[name] for name in factors}
+        orthonormal |= {name: basis.T.contiguous() for name, basis in zip(names, together, strict=True)}
+    return {name: orthonormal[name] for name in factors}
 
 
 def multiplied(factors: Tensors, matrices: Tensors) -> Tensors:
     """Compute factors[name] @ matrices[name]; on a GPU in one call per shape, which is worth its copy."""
-    found: Tensors = {}
+    products: Tensors = {}
     for names in _of_one_shape(matrices):
         if len(names) > 1 and matrices[names[0]].device.type != "cpu":
-            left, right = (torch.stack([some[name] for name in names]) for some in (factors, matrices))
-            found |= dict(zip(names, torch.bmm(left, right), strict=True))
+            left, right = (torch.stack([tensors[name] for name in names]) for tensors in (factors, matrices))
+            products |= dict(zip(names, torch.bmm(left, right), strict=True))
         else:
-            found |= {name: factors[name] @ matrices[name] for name in names}
-    return {name: found[name] for name in factors}
+            products |= {name: factors[name] @ matrices[name] for name in names}
+    return {name: products[name] for name in factors}
 
 
 def _of_one_shape(tensors: Tensors) -> list[list[str]]:

@@ -41,14 +41,14 @@ class QSGD(Compressor):
     """C(x)_i = norm * sign(x_i) * level_i / s: level_i is |x_i| s / norm rounded up or down at random, E[C(x)] = x.
 
     s = 2^(bits - 1) - 1 levels beside zero: 1, 3, 7, 15, 31, 63, 127 for 2 to 8 bits. At 1 bit there is no zero: an
-    element becomes norm or -norm, with probabilities that make it unbiased; its variance, norm^2 - x_i^2, is bearable
+    element becomes norm or -norm, with probabilities that make it unbiased. Its variance, norm^2 - x_i^2, is bearable
     for the largest magnitude alone. Per bucket of n elements (Lemma 3.1)
         E||C(x) - x||^2 <= min(n / s^2, sqrt(n) / s) ||x||_2^2     l2; for max at most n / (4 s^2) max|x_i|^2.
 
     No error feedback by default: without bias, averaging over ranks and iterations removes the error, and where the
     expected error exceeds ||x||^2 (C is no contraction) feedback makes the residual grow without end. With 512
     Gaussian elements that is so up to 2 bits with max, up to 4 with l2. Where the error is smaller feedback helps:
-    what was rounded away is sent later, instead of averaging out. Rounding to nearest is biased and does need it; with
+    what was rounded away is sent later, instead of averaging out. Rounding to nearest is biased and does need it. With
     max it is a contraction at any width, ||C(x) - x||^2 <= (1 - 1/n) ||x||^2, as the largest element is exact.
 
     A norm beyond float32 is infinite, so that the bucket comes back non-finite, as it does for NaN and infinity.

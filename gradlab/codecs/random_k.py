@@ -107,13 +107,13 @@ def distinct(numel: int, count: int, generator: torch.Generator) -> torch.Tensor
         kept = torch.ones(numel, dtype=torch.bool)
         kept[left_out] = False
         return kept.nonzero().view(-1)
-    found = torch.empty(0, dtype=torch.int64)
-    while len(found) < count:
-        more = torch.randint(numel, (count - len(found) + count // 4 + 8,), generator=generator)
-        found = torch.cat([found, more]).unique()
-    if len(found) == count:
-        return found
-    dropped = torch.randperm(len(found), generator=generator)[: len(found) - count]
-    kept = torch.ones(len(found), dtype=torch.bool)
+    drawn = torch.empty(0, dtype=torch.int64)
+    while len(drawn) < count:
+        more = torch.randint(numel, (count - len(drawn) + count // 4 + 8,), generator=generator)
+        drawn = torch.cat([drawn, more]).unique()
+    if len(drawn) == count:
+        return drawn
+    dropped = torch.randperm(len(drawn), generator=generator)[: len(drawn) - count]
+    kept = torch.ones(len(drawn), dtype=torch.bool)
     kept[dropped] = False
-    return found[kept]
+    return drawn[kept]

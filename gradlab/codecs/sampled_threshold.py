@@ -68,10 +68,10 @@ class SampledThreshold(Sparsifier):
         # At random: an even stride may follow the columns of a matrix.
         sample = vector[torch.randint(numel, (wanted,), generator=generator).to(vector.device)].abs()
         threshold = sample.topk(max(1, math.ceil(density * len(sample))), sorted=False).values.min()
-        found = at_least(vector, threshold)
+        candidates = at_least(vector, threshold)
         for _ in range(_ADJUSTMENTS):
-            if len(found) >= self.settings.enough * count:
+            if len(candidates) >= self.settings.enough * count:
                 break
             threshold = threshold * _LOWERED
-            found = at_least(vector, threshold)
-        return found if len(found) <= count else found[largest(vector[found], count)]
+            candidates = at_least(vector, threshold)
+        return candidates if len(candidates) <= count else candidates[largest(vector[candidates], count)]

@@ -93,7 +93,7 @@ class TernGrad(BlockCompressor):
 
     def scales(self, vector: torch.Tensor) -> torch.Tensor:
         """Compute the blocks' largest magnitudes after clipping, (blocks,), float32."""
-        found = [torch.empty(0, dtype=torch.float32, device=vector.device)]
+        scales = [torch.empty(0, dtype=torch.float32, device=vector.device)]
         for rows in self.rows(vector):
             largest = torch.maximum(rows.amax(1), -rows.amin(1))
             if self.settings.clip:
@@ -101,8 +101,8 @@ class TernGrad(BlockCompressor):
                 # NaN stays; where squares over- or underflow there is no limit.
                 usable = limits.isfinite() & (limits > 0)
                 largest = torch.where(usable & (limits < largest), limits, largest)
-            found.append(largest.float())
-        return torch.cat(found)
+            scales.append(largest.float())
+        return torch.cat(scales)
 
     def ternary(
         self,
@@ -153,10 +153,10 @@ class TernGrad(BlockCompressor):
         codes = codec.ternary(vector, scales, context.rank_generator(), everyone[context.rank])
         sizes = shard_sizes(vector.numel(), ranks)
         received = yield AllToAll(tuple(pack(part, 2) for part in codes.split(sizes)))
-        mine, bits = sizes[context.rank], (2 * ranks).bit_length()
-        sums = torch.zeros(mine, dtype=torch.uint8 if bits <= 8 else torch.int64, device=vector.device)
+        shard, bits = sizes[context.rank], (2 * ranks).bit_length()
+        sums = torch.zeros(shard, dtype=torch.uint8 if bits <= 8 else torch.int64, device=vector.device)
         for part in received:
-            sums += unpack(part, 2)[:mine]
+            sums += unpack(part, 2)[:shard]
         answer = pack(sums, bits)
         parts = yield Gather(answer, lengths=tuple(packed_bytes(size, bits) for size in sizes))
         total = torch.cat([unpack(part, bits)[:size] for part, size in zip(parts, sizes, strict=True)])
@@ -184,8 +184,8 @@ class TernGrad(BlockCompressor):
         numel = sum(layer.numel for layer in layers)
         scales = 4 * self.for_layers([layer.shape for layer in layers]).blocks(numel)
         sizes, bits = shard_sizes(numel, world_size), (2 * world_size).bit_length()
-        asked = sum(packed_bytes(size, 2) for size in sizes)
-        return scales + asked + sum(packed_bytes(size, bits) for size in sizes) / world_size
+        codes = sum(packed_bytes(size, 2) for size in sizes)
+        return scales + codes + sum(packed_bytes(size, bits) for size in sizes) / world_size
 
 
 def shard_sizes(numel: int, world_size: int) -> list[int]:

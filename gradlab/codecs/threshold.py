@@ -68,8 +68,8 @@ class Threshold(Sparsifier):
         if known is None or float(known[1]) != torch.tensor(wanted, dtype=known.dtype):  # a warm-up lowers the density
             vector = concatenate(grads)
             known = torch.cat([(yield Mean(self._measured(vector))), vector.new_tensor([wanted])])
-        found = float(known[0])
-        fixed = Threshold(replace(self.settings, threshold=found if 0 < found < torch.inf else None))
+        measured = float(known[0])
+        fixed = Threshold(replace(self.settings, threshold=measured if 0 < measured < torch.inf else None))
         done = yield from super(Threshold, fixed).exchange(grads, state, context)
         return replace(done, state={key: known} if fixed.settings.threshold is not None else {})
 

@@ -6,22 +6,28 @@ import torch
 
 
 def fields(bits: int) -> list[int]:
-    """Whole bytes, then the powers of two in what is left of a number of bits: 22 -> 8, 8, 4, 2."""
+    """Split a number of bits into whole bytes and then smaller powers of two: 22 -> 8, 8, 4, 2."""
     return [8] * (bits // 8) + [width for width in (4, 2, 1) if bits & width]
 
 
 def packed_bytes(numel: int, bits: int) -> int:
-    """Bytes of `numel` packed codes of `bits` bits."""
+    """Return the bytes of `numel` packed codes of `bits` bits each."""
     return -(-numel // 8) * bits
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack codes below 2^bits, (numel,), into a vector of ceil(numel / 8) * bits bytes, uint8.
+    """Pack codes of a few bits each into bytes.
 
-    Bits go field by field, low ones first. The vector of a field is folded in halves until bytes are full, so that
-    every operation runs over contiguous memory.
+    The bits of a code are cut into the fields of `fields`, low bits first. All codes' parts of one field are packed
+    together: their vector is folded in halves until its bytes are full. Every operation thus runs over contiguous
+    memory.
 
-    codes: uint8, or int64 beyond 8 bits.
+    Args:
+        codes: (numel,), below 2^bits, uint8, or int64 for more than 8 bits.
+        bits: of each code.
+
+    Returns:
+        (ceil(numel / 8) * bits,), uint8.
     """
     codes = torch.nn.functional.pad(codes, (0, -codes.numel() % 8))
     packed = [codes.new_empty(0, dtype=torch.uint8)]
@@ -39,7 +45,11 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """The inverse of `pack`: codes, uint8 or (beyond 8 bits) int64, up to seven more of them than were packed."""
+    """Unpack what `pack` returned.
+
+    Returns:
+        Codes, up to seven more than were packed, uint8, or int64 for more than 8 bits.
+    """
     groups = packed.numel() // max(1, bits)
     codes = packed.new_zeros(8 * groups, dtype=torch.uint8 if bits <= 8 else torch.int64)
     shift = 0

@@ -27,22 +27,34 @@ _ALL = (*_OF_KNOWN_SIZE, "deflate")
 
 
 def varies(coding: str) -> bool:
-    """Whether a coding's size depends on the positions."""
+    """Return whether a coding's size depends on the positions."""
     return coding in ("deflate", "smallest")
 
 
 def in_order(coding: str, count: int, numel: int) -> bool:
-    """Whether positions have to be in ascending order, as they come back."""
+    """Return whether a coding needs positions in ascending order."""
     return _chosen(coding, count, numel) not in ("raw", "packed")
 
 
 def index_bytes(coding: str, count: int, numel: int) -> int:
-    """Bytes of `count` encoded positions out of `numel`; of random positions, where the size depends on them."""
+    """Return the bytes of `count` encoded positions below `numel`.
+
+    If the size depends on the positions, it is that of random ones.
+    """
     return _random_positions_bytes(coding, count, numel) if varies(coding) else _known_bytes(coding, count, numel)
 
 
 def encode(positions: torch.Tensor, numel: int, coding: str) -> torch.Tensor:
-    """Encode positions (count,), int64, below numel, as (bytes,) uint8. Ascending, where `in_order` says so."""
+    """Encode positions as bytes.
+
+    Args:
+        positions: (count,), int64, below numel, in ascending order if `in_order` requires it.
+        numel: number of elements that positions point into.
+        coding: one of `CODINGS`.
+
+    Returns:
+        (bytes,), uint8.
+    """
     coding = _chosen(coding, len(positions), numel)
     if coding != "smallest":
         return _ENCODE[coding](positions, numel)
@@ -56,7 +68,16 @@ def encode(positions: torch.Tensor, numel: int, coding: str) -> torch.Tensor:
 
 
 def decode(encoded: torch.Tensor, count: int, numel: int, coding: str) -> torch.Tensor:
-    """The inverse of `encode`: positions (count,), int64.
+    """Decode what `encode` returned.
+
+    Args:
+        encoded: (bytes,), uint8.
+        count: number of positions.
+        numel: number of elements that positions point into.
+        coding: one of `CODINGS`.
+
+    Returns:
+        Positions (count,), int64.
 
     Raises:
         GradlabError: for bytes that do not stand for `count` positions below numel.
@@ -103,7 +124,7 @@ def _random_positions_bytes(coding: str, count: int, numel: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def random_encoded(coding: str, count: int, numel: int) -> torch.Tensor:
-    """Encode random positions, the same ones in every process."""
+    """Encode `count` random positions below `numel`, the same ones in every process: (bytes,), uint8."""
     draws = np.random.default_rng(0)
     positions = np.sort(draws.choice(numel, count, replace=False, shuffle=False)) if count else np.zeros(0, np.int64)
     return encode(torch.from_numpy(positions), numel, coding)

@@ -44,7 +44,7 @@ class Architecture:
 
     @property
     def multiple(self) -> int:
-        """Elements; a vector is padded with zeros to a multiple of this length."""
+        """The length, in elements, to a multiple of which vectors are padded with zeros."""
         return 32 if self.resolution == "conv5" else 16
 
     def padded(self, numel: int) -> int:
@@ -188,8 +188,9 @@ def server_loss(
     """Eqs. (5) to (7): compute the squared distance of decoded vectors from the vectors, and the similarity of codes.
 
     weights: (numel,).
-    vectors, innovations: (K, length) of K ranks; or (B, K, length) of B iterations, whose losses are averaged.
-    common: the rank whose code all decoders get; (B,) for B iterations.
+    vectors: (K, length) of K ranks, or (B, K, length) of B iterations, whose losses are averaged.
+    innovations: of the shape of `vectors`.
+    common: the rank whose code all decoders receive, or (B,) such ranks for B iterations.
     """
     batch, chosen = vectors.reshape(-1, *vectors.shape[-2:]), torch.as_tensor(common).reshape(-1)
     apart = innovations.reshape(batch.shape)
@@ -216,11 +217,17 @@ _BETAS, _EPSILON = (0.9, 0.999), 1e-8
 def optimized(
     name: str, learning_rate: float, weights: torch.Tensor, gradient: torch.Tensor, state: Tensors
 ) -> tuple[torch.Tensor, Tensors]:
-    """Take one step of an optimizer; return new weights (numel,) and the optimizer's new state.
+    """Take one step of an optimizer.
 
-    name: "sgd", plain, as in the paper; or "adam".
-    weights, gradient: (numel,).
-    state: the state that the last step returned, empty at first.
+    Args:
+        name: "sgd", plain as in the paper, or "adam".
+        learning_rate: the step size.
+        weights: (numel,).
+        gradient: (numel,).
+        state: the state that the last step returned, empty at first.
+
+    Returns:
+        The new weights (numel,) and the optimizer's new state.
     """
     if name == "sgd":
         return weights - learning_rate * gradient, {}

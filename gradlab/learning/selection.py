@@ -1,4 +1,4 @@
-"""The parts that LGC's two codecs share: selected values of every layer, their autoencoder, and the phases of a run.
+"""The parts that LGC's two codecs share: the selection of values, the autoencoder's training, and a run's phases.
 
 Abrahamyan, Chen, Bekoulis, Deligiannis, "Learned gradient compression for distributed deep learning", IEEE TNNLS 2021,
 sections V and VI-A. First, gradients travel dense (the plan's schedule). Second, selected values travel as they are,
@@ -36,7 +36,7 @@ _LOST = 1e30  # stands for NaN and infinity, so that a checkpoint can be read ag
 
 @dataclass(frozen=True)
 class LearnedSettings:
-    """Settings that both codecs share."""
+    """Settings that LGC's two codecs share."""
 
     density: float = density_setting(0.001, "selected in each layer, the paper's alpha / 100")
     resolution: str = setting(
@@ -83,8 +83,8 @@ class Selection:
 class Task:
     """One iteration that the autoencoder learns from.
 
-    loss: weights (numel,) -> the loss.
-    missed: weights (numel,) -> the squared error, and the squared error of sending zeros.
+    loss: returns the loss of weights (numel,).
+    missed: returns the squared error of weights (numel,), and the squared error of sending zeros.
     coded: one of the vectors to be coded, (padded,).
     """
 
@@ -94,11 +94,11 @@ class Task:
 
 
 class LearnedSelection(Codec):
-    """Phases, training and state of LGC's codecs; subclasses define what travels.
+    """The phases, the training and the state of LGC's codecs. Subclasses define what travels.
 
-    The state is kept under the first layer's name. "clock" (2,): the mode and the iterations in it. "autoencoder": all
-    weights as one vector. While training also the optimizer's state and the error so far; both, and the weights, are
-    empty on ranks that do not train.
+    The state is kept under the first layer's name. "clock" (2,) holds the mode and the iterations spent in it.
+    "autoencoder" (numel,) holds all weights. During training, the state also holds the optimizer's tensors and the
+    error so far. On ranks that do not train, these and the weights are empty.
     """
 
     learns = True

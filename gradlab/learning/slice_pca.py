@@ -49,8 +49,8 @@ def fitted_slices(slices: int, reuse: int | None, pooled: int = 1) -> list[list[
     """List for each of B bases the slices that it is fitted on.
 
     slices: M, the number of slices of a layer.
-    reuse: consecutive slices that a basis serves, the paper's s; None: all.
-    pooled: how many of these slices, evenly spread, the basis is fitted on; 1 (the paper) is the first of them.
+    reuse: consecutive slices that a basis serves, the paper's s. None: all.
+    pooled: how many of these slices, evenly spread, the basis is fitted on. 1, as in the paper, is the first of them.
     """
     step = reuse or max(1, slices)
     served = [range(first, min(first + step, slices)) for first in range(0, slices, step)]

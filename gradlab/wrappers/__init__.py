@@ -1,4 +1,4 @@
-"""One file per wrapper; the file's name is the wrapper's id. A new file here is found by itself."""
+"""One file per wrapper, named after it. A new file here needs no registration."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from gradlab.codec.wrapper import Wrapper
 
 
 def names() -> list[str]:
-    """List the ids of all wrappers, sorted."""
+    """List the names of all wrappers, sorted."""
     return WRAPPERS.names()
 
 
 def get(name: str) -> type[Wrapper]:
-    """Return the wrapper class with this id.
+    """Return the wrapper class with this name.
 
     Raises:
-        GradlabError: if there is none; the message names close matches.
+        GradlabError: if there is none. The message suggests a close match.
     """
-    found = WRAPPERS.get(name)
-    assert issubclass(found, Wrapper)
-    return found
+    wrapper = WRAPPERS.get(name)
+    assert issubclass(wrapper, Wrapper)
+    return wrapper

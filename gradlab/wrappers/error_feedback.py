@@ -48,7 +48,7 @@ class ErrorFeedback(Wrapper):
 
     With step size eta_t, the parameters less eta_t * residual follow SGD's recurrence, with gradients taken at the
     parameters. Under a changing step size the residual is therefore multiplied by eta_(t-1) / eta_t (Zheng et al.,
-    Lemma 1). That holds for plain SGD; an optimizer with momentum or a preconditioner of its own has no such law.
+    Lemma 1). That holds for plain SGD. An optimizer with momentum or a preconditioner of its own has no such law.
 
     With that ratio, a layer's residual is held while its step size is zero, in the unit of the last step size that was
     not zero. Dense iterations send the whole residual along, so that none is left.
@@ -146,8 +146,8 @@ def add(grads: Tensors, residual: Tensors, context: Context) -> Tensors:
 
 def compression_errors(inputs: Tensors, own: Mapping[str, torch.Tensor], context: Context) -> Tensors:
     """Subtract this rank's decoded contributions from the compressor inputs, by layer."""
-    if isinstance(own, Deferred) and own.unsent is not None:
-        return own.unsent()
+    if isinstance(own, Deferred) and own.compression_error is not None:
+        return own.compression_error()
     return {
         name: torch.sub(value, own[name], out=context.workspace.empty_like(value)) for name, value in inputs.items()
     }

@@ -8,7 +8,7 @@ communication efficient and fault tolerant", ICLR 2019, Algorithm 1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -67,4 +67,4 @@ class LocalMomentum(Wrapper):
         kept: Tensors = {}
         for name, tensor in velocity.items():
             kept |= store_buffer(name, "velocity", tensor, self.settings.buffer)
-        return Exchanged(done.mean, done.own, {**done.state, **kept}, done.asked or sent, done.unsent)
+        return replace(done, state={**done.state, **kept}, compressor_input=done.compressor_input or sent)

@@ -391,7 +391,9 @@ class StepDriver:
         def finish(done: Exchanged) -> None:
             if current.measured:  # before the gradients, which `done` may still refer to, are overwritten
                 current.record.errors |= contribution_error(done)
-                current.record.residual_norms |= {layer: squared_norm(t) ** 0.5 for layer, t in done.unsent.items()}
+                current.record.residual_norms |= {
+                    layer: squared_norm(t) ** 0.5 for layer, t in done.compression_error.items()
+                }
             _write(gradients, done)
 
         described = "+".join([innermost(codec).name, *(wrapper.name for wrapper in wrappers_of(codec))])

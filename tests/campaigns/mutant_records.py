@@ -68,8 +68,8 @@ MUTANTS = (
     ),
     Mutant(
         file="gradlab/codecs/sampled_threshold.py",
-        old="found[largest(vector[found], count)]",
-        new="found[:count]",
+        old="candidates[largest(vector[candidates], count)]",
+        new="candidates[:count]",
         tests=("tests/codecs/test_sparsifiers.py",),
         what="Of too many values the first are sent, not the largest.",
     ),

@@ -154,7 +154,7 @@ def test_the_residual_is_added_once_and_the_codecs_state_kept_apart() -> None:
     (with_feedback,) = run_lockstep([ErrorFeedback(codec).exchange(grads, state, Context(0, 1, 0))])
     (plain,) = run_lockstep([codec.exchange({**grads, "matrix": grads["matrix"] + 1}, {}, Context(0, 1, 0))])
     assert torch.equal(with_feedback.value.mean["matrix"], plain.value.mean["matrix"])
-    assert torch.equal(with_feedback.value.asked["matrix"], grads["matrix"] + 1)
+    assert torch.equal(with_feedback.value.compressor_input["matrix"], grads["matrix"] + 1)
     assert torch.equal(with_feedback.value.state["matrix/q"], plain.value.state["matrix/q"])
     assert set(plain.value.state) == {"conv/q", "matrix/q"}
     assert set(with_feedback.value.state) == {"conv/q", "matrix/q"} | {f"{name}/residual" for name in SHAPES}
@@ -193,7 +193,7 @@ def test_half_gradients_are_computed_with_in_float32(codec: Codec, dtype: torch.
         assert narrow.value.mean[name].dtype == dtype
         assert torch.equal(narrow.value.mean[name], reference.value.mean[name].to(dtype))
         assert torch.equal(narrow.value.own[name], reference.value.own[name])
-        assert torch.equal(narrow.value.asked[name], wide[name])
+        assert torch.equal(narrow.value.compressor_input[name], wide[name])
     assert {value.dtype for value in narrow.value.state.values()} == {torch.float32}
     assert narrow.payload_bytes == reference.payload_bytes
 
@@ -201,13 +201,13 @@ def test_half_gradients_are_computed_with_in_float32(codec: Codec, dtype: torch.
 @pytest.mark.parametrize("codec", every_codec(), ids=lambda codec: codec.name)
 def test_double_gradients_stay_double(codec: Codec) -> None:
     (result,) = run_lockstep([exchange_group(codec, draw(0, 0), {}, Context(0, 1, 0))])
-    for kept in (result.value.mean, result.value.own, result.value.state, result.value.asked):
+    for kept in (result.value.mean, result.value.own, result.value.state, result.value.compressor_input):
         assert all(value.dtype == torch.float64 for key, value in kept.items() if not key.endswith("/clock"))
 
 
 def test_what_was_asked_is_the_gradient_without_feedback() -> None:
     (result,) = run_lockstep([exchange_group(TopK(), draw(0, 0), {}, Context(0, 1, 0))])
-    assert all(torch.equal(result.value.asked[name], grad) for name, grad in draw(0, 0).items())
+    assert all(torch.equal(result.value.compressor_input[name], grad) for name, grad in draw(0, 0).items())
 
 
 def test_mean_only_is_the_mean() -> None:
@@ -268,7 +268,7 @@ def test_separate_inverts_concatenate(shapes: list[tuple[int, ...]]) -> None:
 
 def test_contribution_error_is_the_squared_distance() -> None:
     asked, own = torch.tensor([3.0, 4.0, 0.0]), torch.tensor([3.0, 0.0, 1.0])
-    done = Exchanged({}, {"a": own}, asked={"a": asked})
+    done = Exchanged({}, {"a": own}, compressor_input={"a": asked})
     assert contribution_error(done)["a"] == pytest.approx((17.0, 25.0))
     assert relative(17.0, 25.0) == pytest.approx(math.sqrt(17 / 25))
     assert relative(0.0, 0.0) == 0.0

@@ -307,7 +307,7 @@ def test_three_phases(pattern: str) -> None:
         payloads.append(sum(result.payload))
         if 2 <= step < 5:
             done = result.exchanged["lgc"]
-            asked = sum_in_rank_order([one.asked["a.weight"] for one in done])
+            asked = sum_in_rank_order([one.compressor_input["a.weight"] for one in done])
             at = done[0].mean["a.weight"] != 0
             if pattern == "ring":
                 torch.testing.assert_close(done[0].mean["a.weight"][at], asked[at])
@@ -330,7 +330,7 @@ def test_an_autoencoder_that_learned_nothing_is_not_used() -> None:
             lockstep.step(2, drawn(2, 2))
         done = lockstep.step(3, drawn(2, 3)).exchanged["lgc"]
         at = done[0].mean["a.weight"] != 0
-        asked = sum_in_rank_order([one.asked["a.weight"] for one in done])
+        asked = sum_in_rank_order([one.compressor_input["a.weight"] for one in done])
         torch.testing.assert_close(done[0].mean["a.weight"][at], asked[at])
         assert "a.weight/autoencoder" not in lockstep.states[0]["lgc"]
 
@@ -363,9 +363,9 @@ def test_what_was_fitted_and_is_no_good_is_not_used() -> None:
             for step in range(2):
                 done = lockstep.step(step, drawn(2, step))
         assert [("most_error" in str(one.message)) for one in caught] == ([] if used else [True])
-        asked = sum_in_rank_order([one.asked["a.weight"] for one in done.exchanged["lgc"]])
+        inputs = sum_in_rank_order([one.compressor_input["a.weight"] for one in done.exchanged["lgc"]])
         mean = done.exchanged["lgc"][0].mean["a.weight"]
-        assert torch.allclose(mean[mean != 0], asked[mean != 0]) != used
+        assert torch.allclose(mean[mean != 0], inputs[mean != 0]) != used
         assert chosen.payload_bytes(2) <= replace(chosen, learned=learned).payload_bytes(2)
     for wrong in (torch.tensor([float("nan")]), torch.zeros(2)):
         with pytest.raises(GradlabError, match="error: expected one finite number"):
@@ -409,10 +409,10 @@ def test_feedback_against_the_decoded_average_sends_all_in_the_end() -> None:
                     kept = lockstep.states[rank]["lgc"][f"{x.name}/residual"]
                     at = one.mean[x.name] != 0
                     if keep == "difference":
-                        torch.testing.assert_close(kept + one.own[x.name], one.asked[x.name])
+                        torch.testing.assert_close(kept + one.own[x.name], one.compressor_input[x.name])
                     else:
                         assert not kept[at].any()
-                        torch.testing.assert_close(kept[~at], one.asked[x.name][~at])
+                        torch.testing.assert_close(kept[~at], one.compressor_input[x.name][~at])
 
 
 def test_nothing_is_kept_as_unselected_around_what_sends_all() -> None:

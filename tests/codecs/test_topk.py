@@ -55,7 +55,7 @@ def test_topk_with_feedback_is_the_dense_simulation(ranks: int, density: float) 
             sent[largest] = asked[largest]
             residual[rank] = asked - sent
             mean = mean + sent * np.float32(1.0 / ranks)
-            np.testing.assert_array_equal(flat(result.value.asked), asked)
+            np.testing.assert_array_equal(flat(result.value.compressor_input), asked)
             np.testing.assert_array_equal(flat(result.value.own), sent)
             assert result.payload_bytes == 4 * k + min(-(-k // 8) * 6, 4 * k, -(-NUMEL // 8))
         for result in results:

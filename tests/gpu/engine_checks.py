@@ -7,6 +7,7 @@ import importlib
 import io
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ class LateTopK(codecs.get("topk")):  # type: ignore[misc]
         sleep(device)
         done = yield from super().exchange(grads, state, context)
         sleep(device)
-        return Exchanged({n: t.clone() for n, t in done.mean.items()}, done.own, done.state, done.asked, done.unsent)
+        return replace(done, mean={name: tensor.clone() for name, tensor in done.mean.items()})
 
 
 def wrapped(place: Place, model: torch.nn.Module | None = None, **options: Any) -> DistributedDataParallel:

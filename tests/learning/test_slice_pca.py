@@ -100,7 +100,7 @@ def test_the_error_of_a_contribution_is_equation_7() -> None:
     codec = fitted((4, 3, 3, 3), 12, None, 0)
     grad = normal(5, 4, 3, 3, 3)
     (result,) = exchange(codec, [{"w": grad}])
-    done = type(result.value)(result.value.mean, result.value.own, asked={"w": grad})
+    done = type(result.value)(result.value.mean, result.value.own, compressor_input={"w": grad})
     vector = flatten(grad, "gradiveq").numpy()
     left = explicit(vector, codec.learned["w/basis"].double().numpy(), codec.learned["w/mean"].double().numpy(), None)
     error, norm = contribution_error(done)["w"]

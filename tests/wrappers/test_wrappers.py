@@ -192,8 +192,8 @@ def test_own_and_residual_are_gradient_and_old_residual_bit_for_bit(
                 asked = grad[name] + state.get(f"{name}/residual", torch.zeros(()))
                 left = result.value.state[f"{name}/residual"]
                 assert torch.equal(result.value.own[name] + left, asked)
-                assert torch.equal(result.value.asked[name], asked)
-                assert torch.equal(result.value.unsent[name], left)
+                assert torch.equal(result.value.compressor_input[name], asked)
+                assert torch.equal(result.value.compression_error[name], left)
         states = states_of(results)
 
 
@@ -259,7 +259,7 @@ def test_the_step_size_ratio_is_each_layers_own(
     ratio = np.where(still, 0.0, oracles.by_element(factor, sizes))
     for rank, (result, old) in enumerate(zip(results, buffers(states, "residual", shapes), strict=True)):
         asked = flat(draw(rank, 1, shapes)) + ratio * old
-        np.testing.assert_allclose(flat(result.value.asked), asked, rtol=1e-13, atol=1e-13)
+        np.testing.assert_allclose(flat(result.value.compressor_input), asked, rtol=1e-13, atol=1e-13)
     merged = mean_of([flat(r.value.own) for r in results]) + ratio * server_residual(states, shapes)
     kept = states_of(results)
     after = flat(results[0].value.mean) + server_residual(kept, shapes)
@@ -462,7 +462,7 @@ def test_correction_without_momentum_is_feedback_bit_for_bit(
         states, expected = states_of(results), states_of(reference)
         for result, other in zip(results, reference, strict=True):
             for name in shapes:
-                for what in ("mean", "own", "asked"):
+                for what in ("mean", "own", "compressor_input"):
                     assert torch.equal(getattr(result.value, what)[name], getattr(other.value, what)[name])
         for state, other in zip(states, expected, strict=True):
             assert all(torch.equal(state[key], value) for key, value in other.items())

@@ -125,7 +125,7 @@ def collect_selections(trace: Trace, plan: Plan, *, progress: Progress | None = 
             progress("selections", done + 1, len(trace.steps))
         if not result.finite:
             continue
-        inputs = torch.stack([concatenate(one.asked) for one in result.exchanged[GROUP]]).float()
+        inputs = torch.stack([concatenate(one.compressor_input) for one in result.exchanged[GROUP]]).float()
         context = Context(0, trace.world_size, result.iteration, GROUP, plan.seed)
         iterations.append(result.iteration)
         chosen.append(codec.selected(inputs, sizes, context))
