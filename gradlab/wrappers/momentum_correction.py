@@ -32,7 +32,9 @@ from gradlab.wrappers.error_feedback import keep_setting, refuse_keep, unselecte
 class MomentumCorrection(Wrapper):
     """Add momentum before compression: u = m u + g, v = v + u. Send C(v) and keep v - C(v) as the next v.
 
-    With masking, u is set to 0 where something was sent. Nesterov's form is u = m (u + g), v = v + u + g. The state keeps u as "velocity" and v - C(v) as "residual".
+    With masking, u is set to 0 where something was sent. Nesterov's form is u = m (u + g), v = v + u + g. The state
+    keeps u as "velocity" and v - C(v) as "residual".
+
     The optimizer's own momentum must be 0. While the schedule is dense, all of v is sent, which is momentum SGD up to
     rounding.
     """
