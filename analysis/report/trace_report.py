@@ -160,6 +160,7 @@ def write_comparison(
         raise GradlabError("a comparison needs at least one run, and got none")
     ran = dict(plain(runs))
     judged = _judged(replays, (fits or {}).values())
+    shown = {name: replay.to_json() for name, replay in judged.items()}
     fitted = {name: fit.measured for name, fit in (fits or {}).items()}
     measured = dict(plain(spectrum)) if spectrum else None
     recorded = dict(plain(trace_summary)) if trace_summary else None
@@ -171,7 +172,7 @@ def write_comparison(
             "trace": recorded,
             "spectrum": measured,
             "fits": fitted,
-            "replays": judged,
+            "replays": shown,
             "runs": ran,
         },
         warnings=[
@@ -179,7 +180,7 @@ def write_comparison(
             *_replay_warnings(judged),
         ],
         facts=[*_run_facts(ran), *(_trace_facts(recorded) if recorded else [])],
-        sections=comparison_sections(ran, judged, fitted, measured),
+        sections=comparison_sections(ran, shown, fitted, measured),
     )
     return write_page(page, folder, overwrite=overwrite, progress=progress)
 
