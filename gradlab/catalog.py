@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING
+from dataclasses import MISSING, dataclass
 from statistics import fmean
 from typing import Any
 
@@ -18,6 +18,7 @@ from gradlab import codecs, wrappers
 from gradlab.codec import Codec, Context, Tensors
 from gradlab.codec.settings import fields_of, plain
 from gradlab.collectives import Request, observed, run_lockstep
+from gradlab.jsonable import Jsonable
 from gradlab.layout import Layer
 
 RANKS = (2, 8, 32)  # at which bytes on the wire are counted
@@ -26,67 +27,149 @@ CONVOLUTION = Layer("weight", (64, 64, 3, 3), "convolution")
 LARGE = Layer("weight", (1024, 1024), "linear")  # whose guarantees are shown
 
 
-def codec_facts(name: str) -> dict[str, Any]:
-    """Describe one codec with its default settings.
+@dataclass(frozen=True)
+class SettingRow(Jsonable):
+    """One setting of a codec or wrapper.
 
-    Among the facts are
-    delta: see `Guarantees`, of a layer of 1024 x 1024. None: nothing is guaranteed.
-    bits: payload bits per value, of a layer of 64 x 64 (of a convolution of 64 x 64 x 3 x 3 for codecs of convolutions
-        alone). Where two_way is the default, they are counted in it. Of a codec that works in phases they are the
-        first phase's.
-    wire_bits: by number of ranks, bits that a rank sends per value, mean over ranks.
+    Attributes:
+        name: of the setting.
+        default: as plain JSON; None for a setting that is required.
+        values: the allowed ones, in words.
+        unit: of a number; empty if it has none.
+        symbol: the paper's; empty if it has none.
+        help: what the setting does.
+    """
+
+    name: str
+    default: Any
+    values: str
+    unit: str
+    symbol: str
+    help: str
+
+
+@dataclass(frozen=True)
+class WrapperFacts(Jsonable):
+    """One wrapper.
+
+    Attributes:
+        name: the wrapper's id.
+        title: the first sentence of its file.
+        text: the docstring of its class.
+        settings: defaults by name.
+        settings_table: one row per setting.
+    """
+
+    name: str
+    title: str
+    text: str
+    settings: dict[str, Any]
+    settings_table: tuple[SettingRow, ...]
+
+
+@dataclass(frozen=True)
+class CodecFacts(Jsonable):
+    """One codec with its default settings.
+
+    Attributes:
+        name: the codec's id.
+        family: of methods that the codec belongs to.
+        paper: in short form.
+        title: the first sentence of the codec's file.
+        text: the docstring of its class.
+        linear: whether the codec is linear.
+        unbiased: whether its expected error is 0.
+        delta: see `Guarantees`, of a layer of 1024 x 1024. None: nothing is guaranteed.
+        variance_bound: omega of `Guarantees`, of that layer. None: nothing is guaranteed.
+        learns: whether the codec is fitted on gradients.
+        error_feedback: whether it has error feedback by default.
+        two_way: whether it compresses both ways by default.
+        collectives: kinds of the requests of an exchange, in the order of their first use.
+        formula: payload in bytes, of n elements and N ranks.
+        bits: payload bits per value, of a layer of 64 x 64, or of a convolution of 64 x 64 x 3 x 3 for codecs of
+            convolutions alone. Where `two_way` is the default, they are counted in it. Of a codec that works in phases
+            they are the first phase's.
+        wire_bits: bits that a rank sends per value, mean over ranks, by number of ranks.
+        settings: defaults by name.
+        settings_table: one row per setting.
+        candidates: settings worth comparing.
+    """
+
+    name: str
+    family: str
+    paper: str
+    title: str
+    text: str
+    linear: bool
+    unbiased: bool
+    delta: float | None
+    variance_bound: float | None
+    learns: bool
+    error_feedback: bool
+    two_way: bool
+    collectives: tuple[str, ...]
+    formula: str
+    bits: float
+    wire_bits: dict[int, float]
+    settings: dict[str, Any]
+    settings_table: tuple[SettingRow, ...]
+    candidates: tuple[dict[str, Any], ...]
+
+
+def codec_facts(name: str) -> CodecFacts:
+    """Describe one codec with its default settings.
 
     Args:
         name: the codec's id.
 
     Returns:
-        Plain JSON.
+        What its class says, and the bytes of exchanges run in lockstep.
     """
     method = codecs.get(name)
     codec, layer = method(), LAYER if "linear" in method.defaults.roles else CONVOLUTION
     runs = {ranks: _exchange(codec, layer, ranks) for ranks in RANKS}
     holds = codec.guarantees([LARGE])
     kinds, payload, _ = runs[RANKS[0]]
-    return {
-        "name": name,
-        "family": method.about.family,
-        "paper": method.about.paper,
-        "title": first_sentence(method),
-        "text": inspect.cleandoc(method.__doc__ or ""),
-        "linear": holds.linear,
-        "unbiased": holds.unbiased,
-        "delta": holds.delta,
-        "variance_bound": holds.omega,
-        "learns": method.learns,
-        "error_feedback": codec.defaults.error_feedback,
-        "two_way": codec.defaults.two_way,
-        "collectives": kinds,
-        "formula": method.about.formula,
-        "bits": 8 * payload / layer.numel,
-        "wire_bits": {str(ranks): 8 * wire / layer.numel for ranks, (_, _, wire) in runs.items()},
-        "settings": settings_of(method),
-        "settings_table": setting_rows(method),
-        "candidates": [dict(settings) for settings in method.candidates],
-    }
+    return CodecFacts(
+        name=name,
+        family=method.about.family,
+        paper=method.about.paper,
+        title=first_sentence(method),
+        text=inspect.cleandoc(method.__doc__ or ""),
+        linear=holds.linear,
+        unbiased=holds.unbiased,
+        delta=holds.delta,
+        variance_bound=holds.omega,
+        learns=method.learns,
+        error_feedback=codec.defaults.error_feedback,
+        two_way=codec.defaults.two_way,
+        collectives=tuple(kinds),
+        formula=method.about.formula,
+        bits=8 * payload / layer.numel,
+        wire_bits={ranks: 8 * wire / layer.numel for ranks, (_, _, wire) in runs.items()},
+        settings=settings_of(method),
+        settings_table=setting_rows(method),
+        candidates=tuple(dict(settings) for settings in method.candidates),
+    )
 
 
-def wrapper_facts(name: str) -> dict[str, Any]:
+def wrapper_facts(name: str) -> WrapperFacts:
     """Describe one wrapper.
 
     Args:
         name: the wrapper's id.
 
     Returns:
-        Plain JSON.
+        What its class says.
     """
     method = wrappers.get(name)
-    return {
-        "name": name,
-        "title": first_sentence(method),
-        "text": inspect.cleandoc(method.__doc__ or ""),
-        "settings": settings_of(method),
-        "settings_table": setting_rows(method),
-    }
+    return WrapperFacts(
+        name=name,
+        title=first_sentence(method),
+        text=inspect.cleandoc(method.__doc__ or ""),
+        settings=settings_of(method),
+        settings_table=setting_rows(method),
+    )
 
 
 def first_sentence(method: type[Codec]) -> str:
@@ -111,29 +194,29 @@ def settings_of(method: type[Codec]) -> dict[str, Any]:
     Returns:
         Defaults by name; None for a setting that is required.
     """
-    return {row["name"]: row["default"] for row in setting_rows(method)}
+    return {row.name: row.default for row in setting_rows(method)}
 
 
-def setting_rows(method: type[Codec]) -> list[dict[str, Any]]:
-    """Describe each setting: name, default, values in words, unit, the paper's symbol, and what it does.
+def setting_rows(method: type[Codec]) -> tuple[SettingRow, ...]:
+    """Describe each setting.
 
     Args:
         method: a codec or wrapper class.
 
     Returns:
-        One row per setting.
+        One row per setting, in the order of the settings class.
     """
-    return [
-        {
-            "name": field.name,
-            "default": None if field.default is MISSING else plain(field.default),
-            "values": field.values,
-            "unit": field.about.unit,
-            "symbol": field.about.symbol,
-            "help": field.about.help,
-        }
+    return tuple(
+        SettingRow(
+            name=field.name,
+            default=None if field.default is MISSING else plain(field.default),
+            values=field.values,
+            unit=field.about.unit,
+            symbol=field.about.symbol,
+            help=field.about.help,
+        )
         for field in fields_of(method.Settings)
-    ]
+    )
 
 
 def _exchange(codec: Codec, layer: Layer, ranks: int) -> tuple[list[str], float, float]:

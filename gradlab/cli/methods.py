@@ -11,9 +11,8 @@ from gradlab.cli.console import OUT, print_json, print_table
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
+    from gradlab.catalog import CodecFacts, SettingRow, WrapperFacts
     from gradlab.plan.recipes import Method
-
-Facts = Mapping[str, Any]
 
 
 def methods(
@@ -53,7 +52,7 @@ def methods(
         print(page(codec_rows, around), end="")
     else:
         print_table("codecs, with default settings", HEADER, [_row(facts) for facts in codec_rows], left=len(HEADER))
-        print_table("wrappers", ("wrapper", "what it does"), [(w["name"], w["title"]) for w in around], left=2)
+        print_table("wrappers", ("wrapper", "what it does"), [(w.name, w.title) for w in around], left=2)
         rows = [(title, text) for title, text in by_name().items()]
         print_table("methods by name (gradlab.plan.method_plan)", ("method", "what it is"), rows, left=2)
 
@@ -86,20 +85,20 @@ def _method(name: str) -> str | None:
     return next((known for known in by_name() if known.lower() == name.lower()), None)
 
 
-def _row(facts: Facts) -> tuple[str, ...]:
-    wire = list(facts["wire_bits"].values())
+def _row(facts: CodecFacts) -> tuple[str, ...]:
+    wire = list(facts.wire_bits.values())
     return (
-        facts["name"],
-        facts["family"],
-        _yes(facts["linear"]),
-        _yes(facts["unbiased"]),
-        "-" if facts["delta"] is None else f"{facts['delta']:.3g}",
-        "both ways" if facts["two_way"] else _yes(facts["error_feedback"]),
-        ", ".join(facts["collectives"]) or "none",
-        f"{facts['bits']:.3g}",
+        facts.name,
+        facts.family,
+        _yes(facts.linear),
+        _yes(facts.unbiased),
+        "-" if facts.delta is None else f"{facts.delta:.3g}",
+        "both ways" if facts.two_way else _yes(facts.error_feedback),
+        ", ".join(facts.collectives) or "none",
+        f"{facts.bits:.3g}",
         ", ".join(f"{bits:.3g}" for bits in wire),
         _yes(wire[-1] > 2 * wire[1]),
-        facts["paper"],
+        facts.paper,
     )
 
 
@@ -107,13 +106,15 @@ def _yes(fact: bool) -> str:
     return "yes" if fact else "-"
 
 
-def _one(facts: Facts) -> str:
-    lines = [f"{facts['name']}: {facts['title']}", "", facts["text"], "", "Settings:"]
-    for row in facts["settings_table"]:
-        lines += [f"  {row['name']} = {row['default']!r}: {row['values']}", f"      {_meaning(row)}".rstrip()]
-    lines += [] if facts["settings_table"] else ["  none"]
-    if "formula" in facts:
-        lines += ["", f"Payload in bytes, n elements, N ranks: {facts['formula']}", f"Paper: {facts['paper']}"]
+def _one(facts: CodecFacts | WrapperFacts) -> str:
+    from gradlab.catalog import CodecFacts
+
+    lines = [f"{facts.name}: {facts.title}", "", facts.text, "", "Settings:"]
+    for row in facts.settings_table:
+        lines += [f"  {row.name} = {row.default!r}: {row.values}", f"      {_meaning(row)}".rstrip()]
+    lines += [] if facts.settings_table else ["  none"]
+    if isinstance(facts, CodecFacts):
+        lines += ["", f"Payload in bytes, n elements, N ranks: {facts.formula}", f"Paper: {facts.paper}"]
     return "\n".join(lines)
 
 
@@ -144,8 +145,8 @@ def _called(name: str, settings: Mapping[str, Any]) -> str:
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in settings.items())})" if settings else name
 
 
-def page(codec_rows: Sequence[Facts], around: Sequence[Facts]) -> str:
-    """The page of methods, in Markdown."""
+def page(codec_rows: Sequence[CodecFacts], around: Sequence[WrapperFacts]) -> str:
+    """Write the page of methods, in Markdown."""
     lines = [
         *INTRODUCTION.splitlines(),
         "",
@@ -160,37 +161,37 @@ def page(codec_rows: Sequence[Facts], around: Sequence[Facts]) -> str:
         "## Codecs",
     ]
     for facts in codec_rows:
-        candidates = "; ".join(_called("", settings).strip("()") for settings in facts["candidates"] if settings)
+        candidates = "; ".join(_called("", settings).strip("()") for settings in facts.candidates if settings)
         lines += [
             *_section(facts),
-            f"Payload in bytes: `{facts['formula']}`. Learns from data: {'yes' if facts['learns'] else 'no'}.",
+            f"Payload in bytes: `{facts.formula}`. Learns from data: {'yes' if facts.learns else 'no'}.",
             *([f"Settings worth comparing: {candidates}."] if candidates else []),
         ]
     lines += ["", "## Wrappers"]
-    for facts in around:
-        lines += _section(facts)[:-1]
+    for wrapper in around:
+        lines += _section(wrapper)[:-1]
     return "\n".join(lines) + "\n"
 
 
-def _section(facts: Facts) -> list[str]:
+def _section(facts: CodecFacts | WrapperFacts) -> list[str]:
     rows = [
         (
-            f"`{row['name']}`",
-            f"`{row['default']!r}`",
-            row["values"].replace("|", "or"),
+            f"`{row.name}`",
+            f"`{row.default!r}`",
+            row.values.replace("|", "or"),
             _meaning(row).replace("|", "\\|"),
         )
-        for row in facts["settings_table"]
+        for row in facts.settings_table
     ]
     settings = _table(("setting", "default", "values", "meaning"), rows) if rows else ["No settings."]
-    texts = ["```text", facts["text"], "```"]
-    return ["", f"### {facts['name']}", "", facts["title"], "", *settings, "", *texts, ""]
+    texts = ["```text", facts.text, "```"]
+    return ["", f"### {facts.name}", "", facts.title, "", *settings, "", *texts, ""]
 
 
-def _meaning(row: Mapping[str, Any]) -> str:
+def _meaning(row: SettingRow) -> str:
     """What a setting is: its unit, what it does, and the paper's symbol for it."""
-    symbol = f"({row['symbol']})" if row["symbol"] else ""
-    return " ".join(part for part in (row["unit"], row["help"], symbol) if part)
+    symbol = f"({row.symbol})" if row.symbol else ""
+    return " ".join(part for part in (row.unit, row.help, symbol) if part)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -73,10 +73,10 @@ def test_each_codec_names_its_paper_in_full(name: str) -> None:
     """Venue and year of the short form stand in the file's own text."""
     facts = codec_facts(name)
     text = " ".join((sys.modules[codecs.get(name).__module__].__doc__ or "").split())
-    for year in re.findall(r"\d{4}", facts["paper"]):
+    for year in re.findall(r"\d{4}", facts.paper):
         assert year in text
-    assert facts["formula"]
-    assert facts["collectives"]
+    assert facts.formula
+    assert facts.collectives
 
 
 def test_commands_show_one_method_and_all(gradlab: Command) -> None:

@@ -144,9 +144,9 @@ METHODS = [*(codecs.get(name) for name in codecs.names()), *(wrappers.get(name) 
 @pytest.mark.parametrize("method", METHODS, ids=[method.name for method in METHODS])
 def test_each_setting_says_what_it_does_and_refuses_what_is_out_of_range(method: type[Codec]) -> None:
     for row in setting_rows(method):
-        assert row["help"], (method.name, row["name"])
-        assert row["values"]
-    for name in {row["name"] for row in setting_rows(method)}:
+        assert row.help, (method.name, row.name)
+        assert row.values
+    for name in {row.name for row in setting_rows(method)}:
         with pytest.raises(GradlabError, match=f"^{method.name}: setting {name} = .*, expected "):
             build_settings(method, {name: {"no": "value"}})
 
