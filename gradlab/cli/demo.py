@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gradlab.analysis.fit.gradiveq import GradiveqFit
     from gradlab.analysis.measure.spectrum import TraceSpectrum
     from gradlab.analysis.replay.result import Replay
+    from gradlab.cli.train.outcome import TrainReport
     from gradlab.trace import Trace
 
 WORKLOAD = "digits"
@@ -64,9 +65,7 @@ def demo(
         _print(runs, offline, page)
 
 
-def _loop(
-    out: Path, ranks: int, steps: int, seed: int, progress: Progress
-) -> tuple[dict[str, dict[str, Any]], Offline]:
+def _loop(out: Path, ranks: int, steps: int, seed: int, progress: Progress) -> tuple[dict[str, TrainReport], Offline]:
     """Record, analyse and fit, then train each method. The first quarter is dense, and all the fit sees."""
     from gradlab.cli.train.launch import launch, save_report
     from gradlab.cli.train.settings import TrainSettings
@@ -112,12 +111,12 @@ def _offline(trace: Trace, out: Path, warmup: int, seed: int, progress: Progress
     return Offline(paths, replays, fit, spectrum, summarize_trace(trace))
 
 
-def _report(out: Path, runs: Mapping[str, dict[str, Any]], offline: Offline, progress: Progress) -> Path:
+def _report(out: Path, runs: Mapping[str, TrainReport], offline: Offline, progress: Progress) -> Path:
     from gradlab.analysis.report.trace_report import write_comparison
 
     return write_comparison(
         out / "report",
-        runs=runs,
+        runs={name: run.to_json() for name, run in runs.items()},
         replays=offline.replays,
         fits={"gradiveq": offline.fit},
         trace_summary=offline.summary,
@@ -126,7 +125,7 @@ def _report(out: Path, runs: Mapping[str, dict[str, Any]], offline: Offline, pro
     )
 
 
-def _print(runs: Mapping[str, dict[str, Any]], offline: Offline, page: Path) -> None:
+def _print(runs: Mapping[str, TrainReport], offline: Offline, page: Path) -> None:
     import json
 
     from gradlab.analysis.report.tables import comparison_table
@@ -134,7 +133,8 @@ def _print(runs: Mapping[str, dict[str, Any]], offline: Offline, page: Path) -> 
     OUT.print(json.loads((page.parent / "report.json").read_text())["verdict"], markup=False)
     for line in offline.fit.warnings:
         OUT.print(f"gradiveq: {line}", markup=False)
-    table = comparison_table(runs, {name: replayed.to_json() for name, replayed in offline.replays.items()})
+    ran = {name: run.to_json() for name, run in runs.items()}
+    table = comparison_table(ran, {name: replayed.to_json() for name, replayed in offline.replays.items()})
     print_table(table.title, table.columns, table.rows)
     OUT.print(table.note, markup=False)
     OUT.print(f"Report: {page}", markup=False)

@@ -38,7 +38,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gradlab.cli.train.launch.interpreter", lambda: sys.executable)  # as for a user, nothing imported
         report = launch(TrainSettings("digits", steps=STEPS, capture=str(folder / "trace"), bucket_cap_mb=0.1))
-    (folder / "recorded.json").write_text(json.dumps(report))
+    (folder / "recorded.json").write_text(json.dumps(report.to_json()))
     return folder
 
 

@@ -26,7 +26,7 @@ EVERY = (ACCURACY, PERPLEXITY, BITS_PER_BYTE)
 def _run(metric: LogitMetric, values: list[float], seconds: float = 0.01) -> dict[str, Any]:
     """The report of a run of as many steps as values, as the trainer makes and a file keeps it."""
     outcome = RankOutcome([seconds] * len(values), [1.0] * len(values), list(enumerate(values, 1)))
-    report = json.loads(json.dumps(run_report([outcome], 100, metric)))
+    report = json.loads(json.dumps(run_report([outcome], 100, metric).to_json()))
     bytes_ = {"mean": 100.0, "max": 100.0}
     return {**report, "payload_bytes_per_step": bytes_, "compression_ratio": 2.0}
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +12,7 @@ from gradlab.cli.console import print_json, print_table, progress_bars, say
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
+    from gradlab.cli.train.outcome import TrainReport
     from gradlab.cli.train.settings import TrainSettings
     from gradlab.progress import Progress
 
@@ -97,18 +99,19 @@ def train(
     with progress_bars() as progress:
         report = _run(settings, progress)
     if chrome_trace is not None:
-        save_report({"traceEvents": report.pop("chrome_trace")}, chrome_trace)
+        save_report({"traceEvents": report.chrome_trace}, chrome_trace)
+        report = replace(report, chrome_trace=None)
     if out is not None:
         save_report(report, out)
     if as_json:
         print_json(report)
     else:
         _print(report)
-    if report.get("residuals"):
-        say(report["residuals"])
-    for row in report["recorded"]:
-        if row["steps_lost"]:
-            say(f"warning: {row['path']}: {row['steps_lost']} steps were not recorded ({row['reason']})")
+    if report.residuals:
+        say(report.residuals)
+    for row in report.measured.recorded:
+        if row.steps_lost:
+            say(f"warning: {row.path}: {row.steps_lost} steps were not recorded ({row.reason})")
 
 
 def _refuse_early(
@@ -140,7 +143,7 @@ def _refuse_early(
 train.__doc__ = f"{train.__doc__}\n{EXAMPLE}"
 
 
-def _run(settings: TrainSettings, progress: Progress) -> dict[str, Any]:
+def _run(settings: TrainSettings, progress: Progress) -> TrainReport:
     if settings.emulate:
         from gradlab.cli.train.emulate import emulate
 
@@ -150,34 +153,34 @@ def _run(settings: TrainSettings, progress: Progress) -> dict[str, Any]:
     return launch(settings, progress)
 
 
-def _print(report: dict[str, Any]) -> None:
+def _print(report: TrainReport) -> None:
     from gradlab.formatting import format_bytes, format_ratio, format_seconds
-    from gradlab.metric import final_score, metric_of
+    from gradlab.metric import is_finite
 
-    metric = metric_of([report])
+    header, measured = report.header, report.measured
+    score = measured.final_score
     rows = [
-        ("steps", str(report["steps"])),
-        (f"final {metric.name}", metric.text(final_score(report))),
-        ("final loss (last 10 steps)", f"{report['final_loss']:.4f}"),
+        ("steps", str(header.steps)),
+        (f"final {measured.metric.name}", measured.metric.text(score if is_finite(score) else None)),
+        ("final loss (last 10 steps)", f"{measured.final_loss:.4f}"),
         (
-            "step time (median)" + (", all nodes in turn" if report.get("emulated") else ""),
-            format_seconds(report["step_seconds"]),
+            "step time (median)" + (", all nodes in turn" if header.emulated else ""),
+            format_seconds(measured.step_seconds),
         ),
     ]
-    if "payload_bytes_per_step" in report:
+    if (done := measured.compression) is not None:
         rows += [
-            ("payload per step", format_bytes(report["payload_bytes_per_step"]["mean"])),
-            ("wire per step", format_bytes(report["wire_bytes_per_step"]["mean"])),
-            ("compression ratio", format_ratio(report["compression_ratio"])),
-            *((f"{part} per step", format_seconds(value)) for part, value in report["time"].items()),
+            ("payload per step", format_bytes(done.payload_bytes_per_step.mean)),
+            ("wire per step", format_bytes(done.wire_bytes_per_step.mean)),
+            ("compression ratio", format_ratio(done.compression_ratio)),
+            *((f"{part} per step", format_seconds(value)) for part, value in asdict(done.time).items()),
         ]
-    emulated = report.get("emulated", False)
     rows += [
         (
-            "recorded of all nodes" if emulated else f"recorded by rank {rank}",
-            f"{row['steps_written']} steps, {format_bytes(row['bytes_written'])}",
+            "recorded of all nodes" if header.emulated else f"recorded by rank {rank}",
+            f"{row.steps_written} steps, {format_bytes(row.bytes_written)}",
         )
-        for rank, row in enumerate(report["recorded"])
+        for rank, row in enumerate(measured.recorded)
     ]
-    kind = "emulated nodes" if emulated else "ranks"
-    print_table(f"{report['workload']}, {report['world_size']} {kind}: {report['name']}", ("", ""), rows)
+    kind = "emulated nodes" if header.emulated else "ranks"
+    print_table(f"{header.workload}, {header.world_size} {kind}: {header.name}", ("", ""), rows)

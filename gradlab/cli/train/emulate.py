@@ -16,7 +16,7 @@ from torch import nn
 
 from gradlab.capture import EmulatedNodes, RecorderReport
 from gradlab.cli.train.metadata import trace_metadata
-from gradlab.cli.train.outcome import RankOutcome, run_header, run_report
+from gradlab.cli.train.outcome import RankOutcome, TrainReport, run_header, run_report
 from gradlab.cli.train.settings import EVALUATIONS, TrainSettings
 from gradlab.codec import seeded_generator
 from gradlab.datasets import Data, Recipe, Workload, batches, build_optimizer, get, learning_rate_at
@@ -65,7 +65,7 @@ class EmulatedRun:
         self.outcomes[0].scores.append((step, score))
 
 
-def emulate(settings: TrainSettings, progress: Progress | None = None) -> dict[str, Any]:
+def emulate(settings: TrainSettings, progress: Progress | None = None) -> TrainReport:
     """Train and record in this process.
 
     Returns:
@@ -119,8 +119,8 @@ def _train(run: EmulatedRun, order: Iterable[Sequence[torch.Tensor]], name: str,
             progress(name, step, steps)
 
 
-def _report(settings: TrainSettings, run: EmulatedRun, recorded: RecorderReport) -> dict[str, Any]:
+def _report(settings: TrainSettings, run: EmulatedRun, recorded: RecorderReport) -> TrainReport:
     dense = 4 * sum(parameter.numel() for parameter in run.model.parameters())
     run.outcomes[0].recorder = recorded
     header = run_header(settings, run.recipe, dense, plan=None)
-    return {**header, **run_report(run.outcomes, dense, run.workload.metric)}
+    return TrainReport(header, run_report(run.outcomes, dense, run.workload.metric))

@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gradlab.cli.train.outcome import TrainReport
 from gradlab.cli.train.settings import TrainSettings
 from gradlab.errors import GradlabError
 from gradlab.files import write_whole
@@ -17,7 +19,7 @@ from gradlab.jsonable import plain
 from gradlab.progress import Progress
 
 
-def launch(settings: TrainSettings, progress: Progress | None = None) -> dict[str, Any]:
+def launch(settings: TrainSettings, progress: Progress | None = None) -> TrainReport:
     """Run `settings.ranks` processes and return the run's report.
 
     Raises:
@@ -43,7 +45,7 @@ def launch(settings: TrainSettings, progress: Progress | None = None) -> dict[st
             )
     if result is None:
         raise GradlabError(str(error))
-    return result
+    return TrainReport.from_json(result)
 
 
 def interpreter() -> str:
@@ -78,7 +80,7 @@ def _follow(
     return result, error
 
 
-def save_report(report: dict[str, Any], path: Path) -> Path:
+def save_report(report: TrainReport | Mapping[str, Any], path: Path) -> Path:
     """Write a run's report as JSON, whole or not at all.
 
     Raises:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from statistics import fmean, median
 from typing import Any
 
@@ -11,7 +11,8 @@ from gradlab.capture import RecorderReport
 from gradlab.cli.train.settings import TrainSettings
 from gradlab.codec.measures import LayerErrors, add_errors, relative
 from gradlab.datasets import Recipe
-from gradlab.datasets.metric import ACCURACY, LogitMetric
+from gradlab.datasets.metric import ACCURACY
+from gradlab.metric import Metric
 from gradlab.plan import Plan
 from gradlab.runtime.engine.statistics import StepRecord
 
@@ -47,78 +48,293 @@ class RankOutcome:
         )
 
 
-def run_header(settings: TrainSettings, recipe: Recipe, dense_payload_bytes: int, plan: Plan | None) -> dict[str, Any]:
-    """What a run's report says before anything was measured. Sizes are bytes per rank and step."""
-    return {
-        "name": settings.name,
-        "workload": settings.workload,
-        **({"emulated": True} if settings.emulate else {}),
-        "world_size": settings.ranks,
-        "steps": recipe.steps,
-        "batch_size": recipe.batch_size,
-        "seed": settings.seed,
-        "dense_payload_bytes": dense_payload_bytes,
-        "plan": plan.digest if plan else None,
-        "forecast_payload_bytes": plan.payload_bytes(settings.ranks) if plan else dense_payload_bytes,
-    }
+@dataclass(frozen=True)
+class RunHeader:
+    """What a run's report says before anything was measured. Sizes are bytes per rank and step.
+
+    Attributes:
+        name: of the run.
+        workload: its id.
+        emulated: whether one process played all ranks.
+        world_size: number of ranks.
+        steps: optimizer steps.
+        batch_size: samples per rank and step.
+        seed: of model, data order and augmentation.
+        dense_payload_bytes: of all gradients, uncompressed.
+        plan: its digest; None for a run without compression.
+        forecast_payload_bytes: of a compressed step, by the plan.
+    """
+
+    name: str
+    workload: str
+    emulated: bool
+    world_size: int
+    steps: int
+    batch_size: int
+    seed: int
+    dense_payload_bytes: int
+    plan: str | None
+    forecast_payload_bytes: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Write every field; `emulated` only where it holds."""
+        return {name: value for name, value in asdict(self).items() if name != "emulated" or value}
 
 
-def run_report(ranks: Sequence[RankOutcome], dense_payload_bytes: int, metric: LogitMetric) -> dict[str, Any]:
-    """The measured part of a run's report, from every rank's outcome.
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step. The worker compresses and communicates, which overlaps with computing and waiting."""
 
-    Times are medians over the compressed steps (all steps, if none was compressed), mean over ranks, in seconds:
-    compute is the median step less the median wait for gradients; compress and communicate are the worker's and
+    compute: float
+    compress: float
+    communicate: float
+    wait: float
+
+
+@dataclass(frozen=True)
+class BytesPerStep:
+    """The mean and the largest of the ranks' means over the compressed steps, in bytes."""
+
+    mean: float
+    max: float
+
+
+@dataclass(frozen=True)
+class StepErrors:
+    """Relative contribution errors of all ranks and layers, by compressed step (iteration)."""
+
+    steps: list[int]
+    relative: list[float]
+
+
+@dataclass(frozen=True)
+class CompressionMeasures:
+    """What was measured of a run with a plan.
+
+    Attributes:
+        warmup_steps: before the first compressed one.
+        time: of a compressed step.
+        payload_bytes_per_step: what a rank contributes.
+        wire_bytes_per_step: what its network interface sends.
+        compression_ratio: dense payload over mean payload, of the compressed steps.
+        compression_ratio_whole_run: the same, of all steps.
+        non_finite_steps: in which a rank's gradients were not finite.
+        errors: by compressed step.
+        layer_errors: relative contribution error by layer.
+    """
+
+    warmup_steps: int
+    time: StepTime
+    payload_bytes_per_step: BytesPerStep
+    wire_bytes_per_step: BytesPerStep
+    compression_ratio: float
+    compression_ratio_whole_run: float
+    non_finite_steps: int
+    errors: StepErrors
+    layer_errors: dict[str, float]
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> CompressionMeasures:
+        """Read what a report keeps of a run with a plan."""
+        kept = {item.name: value[item.name] for item in fields(cls)}
+        kept["time"] = StepTime(**kept["time"])
+        kept["errors"] = StepErrors(**kept["errors"])
+        for name in ("payload_bytes_per_step", "wire_bytes_per_step"):
+            kept[name] = BytesPerStep(**kept[name])
+        return cls(**kept)
+
+
+@dataclass(frozen=True)
+class RunMeasures:
+    """The measured part of a run's report.
+
+    Attributes:
+        losses: of each step, mean over ranks.
+        final_loss: mean of the last 10 steps; None if there was no step.
+        metric: that the run is judged by.
+        scores: (step, metric) while training.
+        recorded: what recorders wrote, one per rank or one for all emulated nodes.
+        step_seconds: median over the compressed steps (all steps, if none was compressed), mean over ranks.
+        compression: None for a run without a plan.
+    """
+
+    losses: list[float]
+    final_loss: float | None
+    metric: Metric
+    scores: list[tuple[int, float]]
+    recorded: tuple[RecorderReport, ...]
+    step_seconds: float
+    compression: CompressionMeasures | None = None
+
+    @property
+    def final_score(self) -> float | None:
+        """The metric after the last step; None if it was not measured."""
+        return self.scores[-1][1] if self.scores else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Write the measurements. Numbers that are not finite stay: they also travel from a rank to the launcher."""
+        report = {
+            "losses": self.losses,
+            "final_loss": self.final_loss,
+            "metric": self.metric.to_json(),
+            "scores": self.scores,
+            "final_score": self.final_score,
+            "recorded": [asdict(recorder) for recorder in self.recorded],
+        }
+        if self.metric.name == ACCURACY.name:  # as the first version called them
+            report |= {"accuracies": self.scores, "final_accuracy": self.final_score}
+        if self.compression is None:
+            return {**report, "step_seconds": self.step_seconds}
+        measured = asdict(self.compression)
+        return {
+            **report,
+            "warmup_steps": measured.pop("warmup_steps"),
+            "step_seconds": self.step_seconds,
+            **measured,
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> RunMeasures:
+        """Read the measurements of a report."""
+        return cls(
+            losses=value["losses"],
+            final_loss=value["final_loss"],
+            metric=Metric(**value["metric"]),
+            scores=value["scores"],
+            recorded=tuple(RecorderReport(**recorder) for recorder in value["recorded"]),
+            step_seconds=value["step_seconds"],
+            compression=CompressionMeasures.from_json(value) if "time" in value else None,
+        )
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """The report of a run of the reference trainer.
+
+    Attributes:
+        header: what was set.
+        measured: what was measured.
+        residuals: what holds for the residuals under the optimizer; None if no plan keeps any.
+        chrome_trace: the spans of all ranks, as a chrome trace has them; None if none were asked for.
+    """
+
+    header: RunHeader
+    measured: RunMeasures
+    residuals: str | None = None
+    chrome_trace: list[dict[str, Any]] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Write the report: one level, as files and `gradlab train --json` have it."""
+        return {
+            **self.header.to_json(),
+            **({"residuals": self.residuals} if self.header.plan else {}),
+            **({"chrome_trace": self.chrome_trace} if self.chrome_trace is not None else {}),
+            **self.measured.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> TrainReport:
+        """Read the report that rank 0 sent."""
+        known = {item.name: value[item.name] for item in fields(RunHeader) if item.name != "emulated"}
+        header = RunHeader(**known, emulated=value.get("emulated", False))
+        return cls(header, RunMeasures.from_json(value), value.get("residuals"), value.get("chrome_trace"))
+
+
+def run_header(settings: TrainSettings, recipe: Recipe, dense_payload_bytes: int, plan: Plan | None) -> RunHeader:
+    """Describe a run before anything is measured.
+
+    Args:
+        settings: of the run.
+        recipe: the workload's, with the settings applied.
+        dense_payload_bytes: of all gradients, uncompressed.
+        plan: of the compression, if there is any.
+
+    Returns:
+        What was set. Sizes are bytes per rank and step.
+    """
+    return RunHeader(
+        name=settings.name,
+        workload=settings.workload,
+        emulated=settings.emulate,
+        world_size=settings.ranks,
+        steps=recipe.steps,
+        batch_size=recipe.batch_size,
+        seed=settings.seed,
+        dense_payload_bytes=dense_payload_bytes,
+        plan=plan.digest if plan else None,
+        forecast_payload_bytes=plan.payload_bytes(settings.ranks) if plan else dense_payload_bytes,
+    )
+
+
+def run_report(ranks: Sequence[RankOutcome], dense_payload_bytes: int, metric: Metric) -> RunMeasures:
+    """Summarise every rank's outcome.
+
+    Times are medians over the compressed steps (all steps, if none was compressed), mean over ranks, in seconds.
+    Compute is the median step less the median wait for gradients. Compress and communicate are the worker's and
     overlap with it.
     Errors are sqrt(sum ||x - c||^2 / sum ||x||^2) over ranks and compressed layers, of compressor inputs x and decoded
     contributions c.
+
+    Args:
+        ranks: outcomes in rank order.
+        dense_payload_bytes: of all gradients, uncompressed.
+        metric: that the run is judged by.
+
+    Returns:
+        The measured part of the run's report.
     """
     losses = [fmean(step) for step in zip(*(rank.losses for rank in ranks), strict=True)]
-    scores = ranks[0].scores
     tail = losses[-10:]
-    report: dict[str, Any] = {
-        "losses": losses,
-        "final_loss": fmean(tail) if tail else None,
-        "metric": metric.to_json(),
-        "scores": scores,
-        "final_score": scores[-1][1] if scores else None,
-        "recorded": [asdict(rank.recorder) for rank in ranks if rank.recorder],
-    }
-    if metric is ACCURACY:  # as the first version called them
-        report |= {"accuracies": scores, "final_accuracy": report["final_score"]}
-    if not ranks[0].records:
-        return {**report, "step_seconds": fmean(median(rank.step_seconds) for rank in ranks)}
-    return {**report, **_measured(ranks, dense_payload_bytes)}
+    chosen = _chosen_steps(ranks)
+    return RunMeasures(
+        losses=losses,
+        final_loss=fmean(tail) if tail else None,
+        metric=metric,
+        scores=ranks[0].scores,
+        recorded=tuple(rank.recorder for rank in ranks if rank.recorder),
+        step_seconds=_median_step(ranks, chosen),
+        compression=_measured(ranks, chosen, dense_payload_bytes) if ranks[0].records else None,
+    )
 
 
-def _measured(ranks: Sequence[RankOutcome], dense_payload_bytes: int) -> dict[str, Any]:
+def _chosen_steps(ranks: Sequence[RankOutcome]) -> list[int]:
+    """The compressed steps; all of them, if none was compressed."""
     compressed = [i for i, record in enumerate(ranks[0].records) if record.compressing]
-    chosen = compressed or list(range(len(ranks[0].records)))
+    return compressed or list(range(len(ranks[0].records or ranks[0].step_seconds)))
+
+
+def _median_step(ranks: Sequence[RankOutcome], chosen: Sequence[int]) -> float:
+    return fmean(median(rank.step_seconds[i] for i in chosen) for rank in ranks)
+
+
+def _measured(ranks: Sequence[RankOutcome], chosen: Sequence[int], dense_payload_bytes: int) -> CompressionMeasures:
     records = [[rank.records[i] for i in chosen] for rank in ranks]
+    compressed = records[0][0].compressing
     payload = [fmean(record.payload_bytes for record in row) for row in records]
     wire = [fmean(record.wire_bytes for record in row) for row in records]
-    step = fmean(median(rank.step_seconds[i] for i in chosen) for rank in ranks)
     wait = fmean(median(record.wait_seconds for record in row) for row in records)
-    return {
-        "warmup_steps": chosen[0] if compressed else 0,
-        "step_seconds": step,
-        "time": {
-            "compute": step - wait,
-            "compress": fmean(median(record.compress_seconds for record in row) for row in records),
-            "communicate": fmean(median(record.communicate_seconds for record in row) for row in records),
-            "wait": wait,
-        },
-        "payload_bytes_per_step": {"mean": fmean(payload), "max": max(payload)},
-        "wire_bytes_per_step": {"mean": fmean(wire), "max": max(wire)},
-        "compression_ratio": dense_payload_bytes / fmean(payload),
-        "compression_ratio_whole_run": dense_payload_bytes
+    errors, layer_errors = _errors(records if compressed else [])
+    return CompressionMeasures(
+        warmup_steps=chosen[0] if compressed else 0,
+        time=StepTime(
+            compute=_median_step(ranks, chosen) - wait,
+            compress=fmean(median(record.compress_seconds for record in row) for row in records),
+            communicate=fmean(median(record.communicate_seconds for record in row) for row in records),
+            wait=wait,
+        ),
+        payload_bytes_per_step=BytesPerStep(fmean(payload), max(payload)),
+        wire_bytes_per_step=BytesPerStep(fmean(wire), max(wire)),
+        compression_ratio=dense_payload_bytes / fmean(payload),
+        compression_ratio_whole_run=dense_payload_bytes
         / fmean(fmean(record.payload_bytes for record in rank.records) for rank in ranks),
-        "non_finite_steps": sum(not record.finite for record in ranks[0].records),
-        **_errors(records if compressed else []),
-    }
+        non_finite_steps=sum(not record.finite for record in ranks[0].records),
+        errors=errors,
+        layer_errors=layer_errors,
+    )
 
 
-def _errors(records: Sequence[Sequence[StepRecord]]) -> dict[str, Any]:
-    """Errors by compressed step and by layer. records: per rank, of the compressed steps."""
+def _errors(records: Sequence[Sequence[StepRecord]]) -> tuple[StepErrors, dict[str, float]]:
+    """Errors by compressed step, and by layer. records: per rank, of the compressed steps."""
     layers: LayerErrors = {}
     steps, values = [], []
     for ranks in zip(*records, strict=True):
@@ -128,7 +344,4 @@ def _errors(records: Sequence[Sequence[StepRecord]]) -> dict[str, Any]:
         add_errors(layers, here)
         steps.append(ranks[0].step)
         values.append(relative(*(sum(column) for column in zip(*here.values(), strict=True))))
-    return {
-        "errors": {"steps": steps, "relative": values},
-        "layer_errors": {name: relative(*pair) for name, pair in layers.items()},
-    }
+    return StepErrors(steps, values), {name: relative(*pair) for name, pair in layers.items()}

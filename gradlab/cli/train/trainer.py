@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradlab.artifact import Artifact
 from gradlab.capture import TraceRecorder
 from gradlab.cli.train.metadata import trace_metadata
-from gradlab.cli.train.outcome import RankOutcome, run_header, run_report
+from gradlab.cli.train.outcome import RankOutcome, TrainReport, run_header, run_report
 from gradlab.cli.train.settings import EVALUATIONS, TrainSettings
 from gradlab.codec import seeded_generator
 from gradlab.datasets import Data, Recipe, Workload, batches, build_optimizer, get, learning_rate_at
@@ -145,7 +145,7 @@ def _write(line: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def run_rank(settings: TrainSettings) -> dict[str, Any]:
+def run_rank(settings: TrainSettings) -> TrainReport:
     """Train on this rank, in a process group that is up; returns the run's report, on every rank."""
     torch.set_num_threads(settings.threads)
     with ExitStack() as exits:
@@ -157,12 +157,16 @@ def run_rank(settings: TrainSettings) -> dict[str, Any]:
         rank.outcome.recorder = rank.recorder.close()
     dense = 4 * sum(parameter.numel() for parameter in rank.model.module.parameters())
     outcomes = [RankOutcome.from_json(outcome) for outcome in gather_json(asdict(rank.outcome))]
-    report = run_header(settings, rank.recipe, dense, rank.state.plan if rank.state else None)
-    if rank.state is not None:
-        report["residuals"] = rank.state.report()["residuals"]
-    if rank.state is not None and settings.trace_steps:
-        report["chrome_trace"] = [event for events in gather_json(rank.state.chrome_trace()) for event in events]
-    return report | run_report(outcomes, dense, rank.workload.metric)
+    measured = run_report(outcomes, dense, rank.workload.metric)
+    if rank.state is None:
+        return TrainReport(run_header(settings, rank.recipe, dense, plan=None), measured)
+    spans = gather_json(rank.state.chrome_trace()) if settings.trace_steps else None
+    return TrainReport(
+        header=run_header(settings, rank.recipe, dense, rank.state.plan),
+        measured=measured,
+        residuals=rank.state.run_report().residuals,
+        chrome_trace=None if spans is None else [event for events in spans for event in events],
+    )
 
 
 def main() -> NoReturn:
@@ -170,7 +174,7 @@ def main() -> NoReturn:
     settings = TrainSettings.from_json(sys.argv[1])
     dist.init_process_group("gloo")
     try:
-        say(result=run_rank(settings))
+        say(result=run_rank(settings).to_json())
         code = 0
     except GradlabError as error:
         # Any rank may be the one that noticed; the launcher shows the first line it gets.
