@@ -20,13 +20,14 @@ import numpy as np
 
 from gradlab import codecs
 from gradlab.analysis.forecast.dry_run import DryRuns
+from gradlab.analysis.forecast.network import Network
 from gradlab.analysis.layer_plan.bucket_time import bucket_of_layers
 from gradlab.analysis.layer_plan.costs import PAYLOAD, Cost, candidate_costs
 from gradlab.analysis.layer_plan.grids import main_setting, paper_settings
 from gradlab.analysis.layer_plan.planners import Choice, total
 from gradlab.analysis.layer_plan.problem import Problem
 from gradlab.analysis.layer_plan.provenance import LayerSetting, LgrecoProvenance, PlanErrors, WindowErrors
-from gradlab.analysis.layer_plan.step_time_search import FastestPlan, StepModel, StepTimes, fastest_plan
+from gradlab.analysis.layer_plan.step_time_search import FastestPlan, StepTimes, fastest_plan, require_one_step
 from gradlab.analysis.replay.error_tables import ErrorTable, LayerTable, measure_errors, windows_of
 from gradlab.artifact import Artifact
 from gradlab.codec.settings import build_settings
@@ -61,9 +62,10 @@ class LgrecoOptions:
         start: position of the first recorded step to look at.
         cost: what is kept small.
         weights: by layer name, factors of the layer's cost; see `gradlab.analysis.layer_plan.bucket_time`.
-        step: with a cost in seconds, the plan of the shortest predicted step is looked for in place of the least sum;
-            see `gradlab.analysis.layer_plan.step_time_search`.
-        world_size: ranks that the plan is for; None takes the trace's.
+        step: one link, which is the cost's, and one number of nodes. With a cost in seconds, the plan of the shortest
+            step predicted for it is looked for in place of the least sum; see
+            `gradlab.analysis.layer_plan.step_time_search`.
+        world_size: ranks that the plan is for; None takes the step's nodes, or else the trace's ranks.
         warmup_steps: dense steps before the first compressed one.
         refresh_every: steps of training after which the plan is chosen anew from these settings; 0 is never.
         seed: of the plan, and of random codecs while errors are measured.
@@ -79,7 +81,7 @@ class LgrecoOptions:
     start: int = 0
     cost: Cost = PAYLOAD
     weights: Mapping[str, float] | None = None
-    step: StepModel | None = None
+    step: Network | None = None
     world_size: int | None = None
     warmup_steps: int = 0
     refresh_every: int = 0
@@ -91,6 +93,16 @@ class LgrecoOptions:
     def cost_name(self) -> str:
         """The cost's name, or "step"."""
         return self.cost.name if self.step is None else "step"
+
+    def ranks(self, recorded: int) -> int:
+        """Tell how many ranks the plan is for.
+
+        Args:
+            recorded: ranks of the trace.
+        """
+        if self.world_size is not None:
+            return self.world_size
+        return recorded if self.step is None else self.step.nodes[0]
 
     def check(self, ranks: int) -> None:
         """Refuse options that contradict each other.
@@ -109,6 +121,10 @@ class LgrecoOptions:
             raise GradlabError(f"refresh: while training plans are chosen by payload, not by {self.cost_name}")
         if self.step is not None and (self.cost.link is None or self.weights is not None):
             raise GradlabError("a step is predicted from seconds on a link, and weighs buckets itself")
+        if self.step is not None:
+            require_one_step(self.step, ranks)
+            if self.cost.link != self.step.links[0]:
+                raise GradlabError(f"step: its link is {self.step.links[0]}, expected the cost's, {self.cost.link}")
 
 
 class FrontierPoint(NamedTuple):
@@ -209,7 +225,7 @@ def fit_lgreco(
     # Refuses what is no setting of the codec, before it is taken for an argument of Plan.uniform.
     settings = build_settings(codecs.get(codec), dict(reference or {}))
     uniform = Candidate(codec, {varied: getattr(settings, varied), **(reference or {})})
-    ranks = trace.world_size if options.world_size is None else options.world_size
+    ranks = options.ranks(trace.world_size)
     options.check(ranks)
     if options.step is not None:
         bucket_of_layers(trace.layers, options.step.bucket_cap_mb)  # refuses a cap that cannot be
@@ -219,10 +235,10 @@ def fit_lgreco(
     problem = _measure(trace, base, uniform, options, runs, progress)
     errors, budget = _errors_and_budget(problem, options)
     fastest: FastestPlan | None = None
-    if options.step is None or options.cost.link is None:
+    if options.step is None:
         allocation = allocate(errors, problem.objective, budget)
     else:
-        times = StepTimes(partial(plan_of, base, problem.table), runs, options.cost.link, options.step)
+        times = StepTimes(partial(plan_of, base, problem.table), runs, options.step)
         fastest = fastest_plan(problem, errors, budget, times, seed=seed, progress=progress)
         allocation = Allocation(fastest.choice, fastest.seconds, fastest.bound)
     plan = plan_of(base, problem.table, allocation.choice)

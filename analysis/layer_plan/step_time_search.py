@@ -19,6 +19,7 @@ import numpy as np
 
 from gradlab.analysis.forecast.dry_run import DryRuns, one_thread, scan_seconds_per_byte
 from gradlab.analysis.forecast.link import Link, Transfer, all_reduce, format_rate, transfers
+from gradlab.analysis.forecast.network import Network
 from gradlab.analysis.forecast.simulator import Exchange
 from gradlab.analysis.forecast.step_time import Comparison, Job, compare, make_job
 from gradlab.analysis.layer_plan.bucket_time import (
@@ -43,29 +44,26 @@ _MOVED = 0.3  # of the layers, from a plan to one around it
 _ROUNDING = 8  # bytes per rank and message
 
 
-@dataclass(frozen=True)
-class StepModel:
-    """What a step is predicted from besides plan and link.
+def require_one_step(network: Network, ranks: int) -> None:
+    """Refuse a network that describes more than one step.
 
     Args:
-        compute_seconds: of forward and backward, without exchange.
-        cores: per rank; see `gradlab.analysis.forecast.forecast`.
-        bucket_cap_mb: DDP's bucket size in MiB.
+        network: what a step is predicted for.
+        ranks: that the plan is for.
+
+    Raises:
+        GradlabError: for several links or numbers of nodes, another number of ranks, or a codec time of one plan.
     """
-
-    compute_seconds: float
-    cores: float = 2.0
-    bucket_cap_mb: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("compute_seconds", "cores"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise GradlabError(f"step: {name} = {getattr(self, name):g}, expected above 0")
-
-    @property
-    def speed(self) -> float:
-        """Speed of computing and of codecs while both run; see `gradlab.analysis.forecast.simulator.Clock`."""
-        return min(1.0, max(1.0, self.cores) / 2)
+    for name, values in (("links", network.links), ("numbers of nodes", network.nodes)):
+        if len(values) != 1:
+            raise GradlabError(f"step: the network has {len(values)} {name}, expected one, as one step is minimised")
+    if ranks != network.nodes[0]:
+        raise GradlabError(f"step: nodes = {network.nodes[0]} in the network, expected the plan's {ranks}")
+    if network.profile.codec is not None:
+        raise GradlabError(
+            f"step: the profile has a codec time ({network.profile.codec.source}), expected none: it is one plan's, "
+            "and every candidate is timed here"
+        )
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ class FastestPlan(Jsonable):
         uniform: the step of the uniform plan.
         dense: the step of plain DDP.
         by_objective: the step of the choice that each objective leads to.
-        link, model: what steps are predicted from.
+        network: what steps are predicted for: one link, one number of nodes.
     """
 
     choice: np.ndarray = field(metadata={"json": False})
@@ -88,13 +86,22 @@ class FastestPlan(Jsonable):
     uniform: float
     dense: float
     by_objective: dict[str, float]
-    link: Link
-    model: StepModel
+    network: Network = field(metadata={"json": False})
+
+    @property
+    def link(self) -> Link:
+        """The network's only link."""
+        return self.network.links[0]
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON, in seconds; the link's speed as a text, such as "200mbit"."""
         link = asdict(self.link) | {"bits_per_second": format_rate(self.link.bits_per_second)}
-        return super().to_json() | {"link": link}
+        model = {
+            "compute_seconds": self.network.profile.compute_seconds,
+            "cores": self.network.cores,
+            "bucket_cap_mb": self.network.bucket_cap_mb,
+        }
+        return super().to_json() | {"link": link, "model": model}
 
 
 class StepTimes:
@@ -103,26 +110,38 @@ class StepTimes:
     Args:
         plan_of: makes a choice's plan.
         runs: exchanges at N ranks that are known already; new ones are added.
-        link: between the ranks.
-        model: everything else that a step is predicted from.
+        network: what steps are predicted for: one link, and N as its only number of nodes.
+
+    Raises:
+        GradlabError: for a network that describes another step, or more than one.
     """
 
-    def __init__(self, plan_of: Callable[[np.ndarray], Plan], runs: DryRuns, link: Link, model: StepModel) -> None:
-        self.runs, self.link, self.model = runs, link, model
+    def __init__(self, plan_of: Callable[[np.ndarray], Plan], runs: DryRuns, network: Network) -> None:
+        require_one_step(network, runs.world_size)
+        self.runs, self.network, self.link = runs, network, network.links[0]
         self.plan_of = plan_of
         with one_thread():
             self._scan = scan_seconds_per_byte()
         self._known: dict[bytes, float] = {}
 
     def job(self, choice: np.ndarray) -> Job:
-        """What a choice's step consists of, before the link is known."""
-        plan, model = self.plan_of(choice), self.model
-        runs = self.runs.of(plan)
-        return make_job(plan, runs, model.compute_seconds, scan_seconds=self._scan, bucket_cap_mb=model.bucket_cap_mb)
+        """What a choice's step consists of, before the link is known.
+
+        Where ranks share a core, codecs take longer, as in `gradlab.analysis.forecast.forecast`.
+        """
+        plan, network = self.plan_of(choice), self.network
+        job = make_job(
+            plan,
+            self.runs.of(plan),
+            network.profile.compute_seconds,
+            scan_seconds=self._scan,
+            bucket_cap_mb=network.bucket_cap_mb,
+        )
+        return job.scaled(network.crowding, network.crowding)
 
     def compare(self, choice: np.ndarray) -> Comparison:
         """Predict a choice's step and plain DDP's."""
-        return compare(self.job(choice), self.link, speed=self.model.speed)
+        return compare(self.job(choice), self.link, speed=self.network.speed)
 
     def seconds(self, choice: np.ndarray) -> float:
         """Predict the seconds of a choice's step."""
@@ -154,7 +173,7 @@ def fastest_plan(
         seed: of the plans that regressions are taken on.
     """
     table = problem.table.layers
-    layers, cap = times.plan_of(problem.reference).layers, times.model.bucket_cap_mb
+    layers, cap = times.plan_of(problem.reference).layers, times.network.bucket_cap_mb
     numbers, priority = bucket_of_layers(layers, cap), linear_priority(layers, cap)
     of_bucket = np.array([numbers[t.layer.name] for t in table])
     with one_thread():
@@ -183,7 +202,7 @@ def fastest_plan(
         name = min(choices, key=lambda name: seconds[name])
         rest = _rest_seconds(problem, times, numbers)
         bound = step_bound(
-            errors, (sent, worked), (rest, 0 * rest), budget, of_bucket, times.job(choices[name]), times.model.speed
+            errors, (sent, worked), (rest, 0 * rest), budget, of_bucket, times.job(choices[name]), times.network.speed
         )
         return FastestPlan(
             choices[name],
@@ -192,8 +211,7 @@ def fastest_plan(
             seconds["uniform"],
             times.compare(choices[name]).dense.seconds,
             seconds,
-            times.link,
-            times.model,
+            times.network,
         )
 
 
@@ -275,14 +293,18 @@ def _rest_seconds(problem: Problem, times: StepTimes, numbers: Mapping[str, int]
 
 
 def _floors(problem: Problem, times: StepTimes) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Per layer (candidates,): seconds of the bytes that a rank sends alone, and seconds of the codec."""
+    """Per layer (candidates,): seconds of the bytes that a rank sends alone, and seconds of the codec.
+
+    Where ranks share a core, the codec's are as many times longer.
+    """
+    crowding = times.network.crowding
     sent, worked = [], []
     for t in problem.table.layers:
         exchanges = [candidate_exchange(t.layer, candidate, times.runs) for candidate in t.candidates]
         sent.append(np.array([_sent_seconds(exchange, times) for exchange in exchanges]))
         # A bucket that is all dense is averaged where it lies.
         coded = [c.codec != "identity" for c in t.candidates]
-        worked.append(np.array([e.codec_seconds * works for e, works in zip(exchanges, coded, strict=True)]))
+        worked.append(np.array([crowding * e.codec_seconds * works for e, works in zip(exchanges, coded, strict=True)]))
     return sent, worked
 
 

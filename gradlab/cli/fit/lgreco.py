@@ -15,12 +15,12 @@ from gradlab.cli.fit.options import AsJson, Folder, Overwrite, Seed, Target, War
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
+    from gradlab.analysis.forecast.network import Network
     from gradlab.analysis.layer_plan.costs import Cost
     from gradlab.analysis.layer_plan.lgreco import LgrecoFit, LgrecoOptions
     from gradlab.analysis.layer_plan.over_time import CompressionOverTime
     from gradlab.analysis.layer_plan.problem import Problem
     from gradlab.analysis.layer_plan.provenance import LgrecoProvenance
-    from gradlab.analysis.layer_plan.step_time_search import StepModel
     from gradlab.layout import Layer
     from gradlab.trace import Trace
 
@@ -133,15 +133,16 @@ def lgreco(
     from gradlab.trace import Trace
 
     _require_free(out, (figure, frontier, over_time), overwrite)
-    small, step = _objective(cost, bandwidth, latency, compute_seconds, cores, bucket_cap_mb)
     reference = parse_settings(setting or [])
     with Trace(trace) as opened, progress_bars() as progress:
+        ranks = opened.world_size if nodes is None else nodes
+        small, step = _objective(cost, bandwidth, latency, ranks, compute_seconds, cores, bucket_cap_mb)
         candidates, first = candidates_of_grid(
             opened, codec, reference, grid=grid, families=family or (), start=start, samples=samples, progress=progress
         )
         options = LgrecoOptions(candidates, alpha=alpha, metric=metric, window=window, start=first)
         options = replace(options, cost=small, step=step, weights=_weights(weights, opened.layers, bucket_cap_mb))
-        options = replace(options, world_size=nodes, warmup_steps=warmup_steps, refresh_every=refresh, seed=seed)
+        options = replace(options, world_size=ranks, warmup_steps=warmup_steps, refresh_every=refresh, seed=seed)
         options = replace(options, workers=workers, cluster=dask)
         fit = fit_lgreco(opened, codec, reference, options, progress=progress)
         windows = None if over_time is None else _plans_by_window(opened, fit.problem, options, bucket_cap_mb)
@@ -163,21 +164,29 @@ def _require_free(out: Path, figures: Sequence[Path | None], overwrite: bool) ->
 
 
 def _objective(
-    cost: str, bandwidth: str, latency: str, compute_seconds: str | None, cores: float, bucket_cap_mb: float | None
-) -> tuple[Cost, StepModel | None]:
-    """What is to be small; for --cost step also what steps are predicted from."""
+    cost: str,
+    bandwidth: str,
+    latency: str,
+    ranks: int,
+    compute_seconds: str | None,
+    cores: float,
+    bucket_cap_mb: float | None,
+) -> tuple[Cost, Network | None]:
+    """What is to be small; for --cost step also what steps are predicted for."""
     from gradlab.analysis.forecast.link import Link, parse_bandwidth, parse_seconds
+    from gradlab.analysis.forecast.network import Network
+    from gradlab.analysis.forecast.profile import Profile
     from gradlab.analysis.layer_plan.costs import Cost
-    from gradlab.analysis.layer_plan.step_time_search import StepModel
 
     if cost not in ("seconds", "step"):
         return Cost(cost), None
-    seconds = Cost("seconds", Link(parse_bandwidth(bandwidth), parse_seconds(latency)))
+    link = Link(parse_bandwidth(bandwidth), parse_seconds(latency))
     if cost == "seconds":
-        return seconds, None
+        return Cost("seconds", link), None
     if compute_seconds is None:
         raise GradlabError("--cost step needs --compute-seconds, the time of a step without gradient exchange")
-    return seconds, StepModel(parse_seconds(compute_seconds), cores, bucket_cap_mb)
+    profile = Profile(parse_seconds(compute_seconds), "as given")
+    return Cost("seconds", link), Network([link], [ranks], profile, cores, bucket_cap_mb)
 
 
 def _weights(name: str, layers: Sequence[Layer], bucket_cap_mb: float | None) -> dict[str, float] | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,10 @@ import pytest
 import torch
 
 from gradlab.analysis.figures.layer_plans import plot_sensitivity
+from gradlab.analysis.forecast import Network, forecast
 from gradlab.analysis.forecast.dry_run import DryRuns
 from gradlab.analysis.forecast.link import Link
+from gradlab.analysis.forecast.profile import CodecTime, Profile
 from gradlab.analysis.layer_plan.bucket_time import (
     BucketTimes,
     bucket_of_layers,
@@ -31,7 +34,7 @@ from gradlab.analysis.layer_plan.lgreco import LgrecoFit, LgrecoOptions, fit_lgr
 from gradlab.analysis.layer_plan.over_time import learning_rates_of, plan_over_time
 from gradlab.analysis.layer_plan.planners import accordion, cgx_kmeans, global_threshold, total, uniform
 from gradlab.analysis.layer_plan.sensitivity import correlations, loss_sensitivity
-from gradlab.analysis.layer_plan.step_time_search import StepModel, StepTimes, fastest_plan
+from gradlab.analysis.layer_plan.step_time_search import StepTimes, fastest_plan
 from gradlab.analysis.replay import replay
 from gradlab.artifact import Artifact
 from gradlab.collectives import all_gather_wire_bytes, all_reduce_wire_bytes
@@ -340,19 +343,21 @@ def test_the_fastest_plan_and_its_bound(trace: Trace) -> None:
     is faster than the plan taken; a budget at one end, and a link that hides nothing or everything."""
     settings = [Candidate("identity"), Candidate("powersgd", {"rank": 1}), Candidate("topk", {"density": 0.1})]
     candidates = dict.fromkeys(("stem.weight", "deep.weight", "head.weight"), settings)
-    for rate, computing, cores in ((1e5, 1e-3, 2.0), (1e9, 1e-3, 1.0), (1e12, 1.0, 2.0)):
-        model, link = StepModel(computing, cores, bucket_cap_mb=0.003), Link(rate)
+    for rate, computing, cores in ((1e5, 1e-3, 2.0), (1e9, 1e-3, 1.0), (1e9, 1e-3, 0.25), (1e12, 1.0, 2.0)):
+        link = Link(rate)
+        network = Network([link], [4], Profile(computing, "as given"), cores, bucket_cap_mb=0.003)
         fit = fit_lgreco(
-            trace, "powersgd", {"rank": 4}, candidates=candidates, cost=Cost("seconds", link), step=model, world_size=4
+            trace, "powersgd", {"rank": 4}, candidates=candidates, cost=Cost("seconds", link), step=network
         )
+        assert fit.provenance.world_size == 4
         step, problem = fit.provenance.step, fit.problem
         assert step is not None
         assert step.seconds == fit.provenance.size == min(step.by_objective.values()) <= step.uniform
         errors, budget = problem.errors("squared", slice(0, 2)), fit.provenance.budget
         assert total(errors, fit.allocation.choice) <= budget * (1 + 1e-9)
         base = Plan.uniform(trace.layers, "powersgd", group_bytes=0, rank=4)
-        times = StepTimes(partial(plan_of, base, problem.table), DryRuns(base, 4), link, model)
-        sent = StepTimes(times.plan_of, times.runs.of(base), link, model)
+        times = StepTimes(partial(plan_of, base, problem.table), DryRuns(base, 4), network)
+        sent = StepTimes(times.plan_of, times.runs.of(base), network)
         again = fastest_plan(problem, errors, budget, sent)
         every = product(*(range(len(t.candidates)) for t in problem.table.layers))
         within = [np.array(choice) for choice in every if total(errors, choice) <= budget]
@@ -361,12 +366,49 @@ def test_the_fastest_plan_and_its_bound(trace: Trace) -> None:
         assert again.bound >= computing
         assert fit.provenance.cost == "step"
     assert again.seconds < 2 * computing
-    with pytest.raises(GradlabError, match="weighs buckets itself"):
-        fit_lgreco(trace, "powersgd", {"rank": 4}, step=model)
-    with pytest.raises(GradlabError, match="not by step"):
-        fit_lgreco(trace, "powersgd", {"rank": 4}, cost=Cost("seconds", link), step=model, refresh_every=9)
-    with pytest.raises(GradlabError, match="compute_seconds = 0"):
-        StepModel(0.0)
+
+
+def test_the_predicted_step_is_the_forecasts(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step time that --cost step states for its plan is what `forecast` predicts for that plan on the same network,
+    with more and with fewer cores than ranks. The clock is counted, as two measurements of one codec would differ."""
+    ticks = count()
+    monkeypatch.setattr("time.thread_time", lambda: next(ticks) / 1024)
+    bounds = {}
+    for link, cores in product((Link(1e5), Link(math.inf)), (0.25, 0.5, 1.0, 2.0)):
+        network = Network([link], [RANKS], Profile(1e-3, "as given"), cores, bucket_cap_mb=0.003)
+        fit = fit_lgreco(trace, "powersgd", {"rank": 4}, cost=Cost("seconds", link), step=network)
+        step, [node] = fit.provenance.step, forecast(fit.plan, network).nodes
+        assert step is not None
+        assert step.seconds == pytest.approx(node.links[0].compressed.seconds, rel=1e-12)
+        assert step.dense == pytest.approx(node.links[0].dense.seconds, rel=1e-12)
+        assert step.bound <= step.seconds
+        bounds[link, cores] = step.bound
+        assert step.to_json()["model"] == {"compute_seconds": 1e-3, "cores": cores, "bucket_cap_mb": 0.003}
+        assert list(step.to_json())[-2:] == ["link", "model"]
+    assert bounds[link, 0.25] - 1e-3 == pytest.approx(4 * (bounds[link, 1.0] - 1e-3))  # codecs alone, four times slower
+
+
+def test_a_step_is_predicted_for_one_link_and_one_number_of_ranks(trace: Trace) -> None:
+    link, profile = Link(1e9), Profile(1e-3, "as given")
+    network = Network([link], [4], profile)
+    seconds = Cost("seconds", link)
+    for changes, message in (
+        ({"step": network}, "weighs buckets itself"),
+        ({"step": network, "cost": seconds, "refresh_every": 9}, "not by step"),
+        ({"step": network, "cost": Cost("seconds", Link(1e8))}, "step: its link is"),
+        ({"step": network, "cost": seconds, "world_size": 3}, "step: nodes = 4 in the network, expected the plan's 3"),
+        ({"step": Network([link, link], [4], profile), "cost": seconds}, "the network has 2 links, expected one"),
+        ({"step": Network([link], [4, 8], profile), "cost": seconds}, "the network has 2 numbers of nodes"),
+        (
+            {"step": replace(network, profile=replace(profile, codec=CodecTime(1, 2, True, "a run"))), "cost": seconds},
+            "codec time",
+        ),
+    ):
+        with pytest.raises(GradlabError, match=message):
+            fit_lgreco(trace, "powersgd", {"rank": 4}, **changes)
+    base = Plan.uniform(trace.layers, "powersgd", group_bytes=0, rank=4)
+    with pytest.raises(GradlabError, match="nodes = 4"):
+        StepTimes(lambda choice: base, DryRuns(base, 5), network)
 
 
 # --- over time --------------------------------------------------------------------------------------------------------
@@ -523,7 +565,7 @@ def test_the_command_fits_draws_and_prints(gradlab: Command, trace: Trace, tmp_p
     assert "deep.weight" in text
     assert all(path.read_text().startswith("<?xml") for path in figures)
     plan = Artifact.load(out)
-    assert plan.provenance.method == "lgreco"
+    assert plan.provenance["method"] == "lgreco"
     code, text, err = gradlab(
         "fit", "lgreco", trace.path, "--out", tmp_path / "o.safetensors", "--figure", tmp_path / "o.svg"
     )
