@@ -26,7 +26,7 @@ from gradlab.capture.writing.async_writer import EXIT_SECONDS, AsyncWriter, Reco
 from gradlab.capture.writing.buffers import StepBuffer
 from gradlab.ddp.model import bucket_gradients
 from gradlab.ddp.optimizers import is_plain_sgd
-from gradlab.errors import GradlabError
+from gradlab.ddp.wrapping import require_ddp
 
 
 def capture_hook(state: "TraceRecorder", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -64,7 +64,7 @@ class TraceRecorder:
     plain DDP does: DDP cannot give a hook back.
 
     Args:
-        model: a DistributedDataParallel without a communication hook.
+        model: a DistributedDataParallel model without a communication hook. torch.compile may have wrapped it.
         path: folder of the trace, new or empty.
         optimizer, scaler: where each step's learning rate (of the first group) and GradScaler scale are read.
         layers: None for all; names or fnmatch patterns; or a function of a Layer.
@@ -78,7 +78,7 @@ class TraceRecorder:
         flush_seconds: longest time until a step is safe from a kill; 5 by default.
         segment_bytes: size of a file of the trace; 1 GiB by default.
     Raises:
-        GradlabError: the same line on all ranks, before anything is written: not a DDP model, a hook attached
+        GradlabError: the same line on all ranks, before anything is written: a model not in DDP, a hook attached
             already, folder not empty, no such layer, settings out of range or different between ranks.
     """
 
@@ -95,8 +95,7 @@ class TraceRecorder:
         overwrite: bool = False,
         **settings: Any,
     ) -> None:
-        if not isinstance(model, DistributedDataParallel):
-            raise GradlabError(f"recording needs a DistributedDataParallel model, got a {type(model).__name__}")
+        model = require_ddp(model, "TraceRecorder")
         self.path = Path(path)
         self._settings = RecorderSettings(**settings)
         metadata = {} if metadata is None else metadata

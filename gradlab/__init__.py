@@ -1,8 +1,8 @@
 """gradlab: record gradients, fit compressors on them, train PyTorch DDP compressed.
 
-`from gradlab import Plan, Wrap, Artifact, Trace, Layer, codecs, wrappers` is the front door. `import gradlab` loads no
-torch: each name is imported when it is first asked for. The rooms behind it: `gradlab.capture`, `gradlab.analysis`,
-`gradlab.runtime`, `gradlab.datasets`, `gradlab.codec`, `gradlab.plan`, `gradlab.collectives`.
+`from gradlab import Plan, Wrap, Artifact, Trace, Layer, codecs, wrappers, compress` is the front door. `import gradlab`
+loads no torch: each name is imported when it is first asked for. The rooms behind it: `gradlab.capture`,
+`gradlab.analysis`, `gradlab.runtime`, `gradlab.datasets`, `gradlab.codec`, `gradlab.plan`, `gradlab.collectives`.
 """
 
 import importlib
@@ -19,9 +19,21 @@ if TYPE_CHECKING:
     from gradlab.artifact import Artifact
     from gradlab.layout import Layer
     from gradlab.plan import Plan, Wrap
+    from gradlab.runtime.attach import compress
     from gradlab.trace import Trace
 
-__all__ = ["Artifact", "GradlabError", "Layer", "Plan", "Trace", "Wrap", "__version__", "codecs", "wrappers"]
+__all__ = [
+    "Artifact",
+    "GradlabError",
+    "Layer",
+    "Plan",
+    "Trace",
+    "Wrap",
+    "__version__",
+    "codecs",
+    "compress",
+    "wrappers",
+]
 
 # Where the names are that are not loaded yet; a module is its own home.
 _HOMES = {
@@ -31,6 +43,7 @@ _HOMES = {
     "Trace": "gradlab.trace",
     "Wrap": "gradlab.plan",
     "codecs": "gradlab.codecs",
+    "compress": "gradlab.runtime.attach",
     "wrappers": "gradlab.wrappers",
 }
 

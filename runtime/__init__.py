@@ -2,17 +2,20 @@
 
 Under DDP:
 
-    state = CompressionState.load("plan.safetensors", ddp_model, optimizer=optimizer)
-    ddp_model.register_comm_hook(state, compression_hook)
+    state = compress(ddp_model, "plan.safetensors", optimizer=optimizer)
+
+In two steps, `CompressionState.load("plan.safetensors", ddp_model, optimizer=optimizer)` and then
+`ddp_model.register_comm_hook(state, compression_hook)`.
 
 On gradients that you hand over yourself: `Exchange(plan, model.named_parameters(), group).step(gradients)`. One codec's
 coroutine on a process group: `drive(coroutine, Communicator(group))`.
 """
 
+from gradlab.runtime.attach import compress
 from gradlab.runtime.engine.driver import drive
 from gradlab.runtime.exchange import Exchange
 from gradlab.runtime.hook import compression_hook
 from gradlab.runtime.network.communicator import Communicator
 from gradlab.runtime.state import CompressionState
 
-__all__ = ["Communicator", "CompressionState", "Exchange", "compression_hook", "drive"]
+__all__ = ["Communicator", "CompressionState", "Exchange", "compress", "compression_hook", "drive"]

@@ -20,10 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.codec.wrapper import POLICIES
 from gradlab.ddp.agreement import Ranks
+from gradlab.ddp.wrapping import bare_module, require_ddp
 from gradlab.errors import GradlabError
 from gradlab.files import write_whole
 from gradlab.plan import Plan
-from gradlab.runtime.hook import compression_hook
+from gradlab.runtime import attach
 from gradlab.runtime.state import CompressionState
 
 try:
@@ -71,9 +72,11 @@ def compress(
         GradlabError: if the model was not wrapped in DistributedDataParallel, or has a communication hook already. See
             also CompressionState.
     """
-    if not isinstance(model, DistributedDataParallel):
-        came = f"the model is a {type(model).__name__} on {accelerator.num_processes} process(es)"
-        raise GradlabError(f"compress: {came}, not in DDP; prepare it first, and launch two or more processes")
+    ddp_model = require_ddp(
+        model,
+        f"compress, {accelerator.num_processes} process(es)",
+        "prepare it first, and launch two or more processes",
+    )
     if residuals not in (None, *POLICIES):
         raise GradlabError(f"residuals = {residuals!r}, expected None or one of {', '.join(POLICIES)}")
     if isinstance(optimizer, AcceleratedOptimizer):
@@ -81,12 +84,8 @@ def compress(
     options = {"optimizer": optimizer, **options}
     if accelerator.scaler is not None:
         options["scaler"] = accelerator.scaler
-    if isinstance(plan, Plan):
-        state = CompressionState(plan, model, **options)
-    else:
-        state = CompressionState.load(plan, model, **options)
-    model.register_comm_hook(state, compression_hook)
-    checkpoint = _Checkpoint(state, model, residuals)
+    state = attach.compress(ddp_model, plan, **options)
+    checkpoint = _Checkpoint(state, ddp_model, residuals)
     accelerator.register_save_state_pre_hook(checkpoint.save)
     accelerator.register_load_state_pre_hook(checkpoint.load)
     return state
@@ -136,7 +135,7 @@ class _Checkpoint:
             self._state.load_state_dicts([read(rank) for rank in range(old_size)], self._residuals)
 
     def _path(self, models: Sequence[nn.Module], folder: str, rank: int) -> Path:
-        # On a CPU Accelerate lists the model as it was before it was wrapped.
-        forms = (self._model, self._model.module)
-        index = next(i for i, model in enumerate(models) if model in forms)
+        # On a CPU Accelerate lists the model as it was before it was wrapped; a compiled one may be in another wrapper.
+        own = bare_module(self._model)
+        index = next(i for i, model in enumerate(models) if bare_module(model) is own)
         return Path(folder) / f"gradlab_{index}_rank_{rank}.pt"

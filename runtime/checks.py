@@ -21,19 +21,6 @@ from gradlab.runtime.engine.options import RunOptions
 Pairs = Sequence[tuple[Layer, torch.Tensor]]
 
 
-def require_ddp(model: object) -> None:
-    """Refuse anything but a DistributedDataParallel model.
-
-    Args:
-        model: any object.
-
-    Raises:
-        GradlabError: naming the object's type.
-    """
-    if not isinstance(model, DistributedDataParallel):
-        raise GradlabError(f"expected a DistributedDataParallel model, not {type(model).__name__}")
-
-
 def check(plan: object, pairs: Pairs, world_size: int, options: RunOptions) -> None:
     """Check that plan, layers with their parameters, and options go together.
 
@@ -78,6 +65,11 @@ def check_ddp(model: DistributedDataParallel, process_group: dist.ProcessGroup |
     if getattr(model, "mixed_precision", None) is not None:
         raise GradlabError(
             "DDP's mixed_precision brings a communication hook of its own; use torch.autocast, or model.to(dtype)"
+        )
+    if getattr(model, "_use_python_reducer", False):
+        raise GradlabError(
+            "the DDP model has compiled autograd's Python reducer, which gives hooks no buckets; make the model with "
+            "torch._dynamo.config.optimize_ddp = True"
         )
     if hook := attached_hook(model):
         raise GradlabError(f"the DDP model has the communication hook {hook} already, and DDP takes one only")

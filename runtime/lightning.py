@@ -20,9 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.codec.wrapper import POLICIES
 from gradlab.ddp.agreement import Ranks
+from gradlab.ddp.wrapping import require_ddp
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
-from gradlab.runtime.hook import compression_hook
+from gradlab.runtime.attach import compress
 from gradlab.runtime.state import CompressionState
 
 try:
@@ -82,14 +83,10 @@ class CompressionCallback(Callback):
         options = {"optimizer": trainer.optimizers[0], **self._options}
         if (scaler := getattr(trainer.precision_plugin, "scaler", None)) is not None:
             options["scaler"] = scaler
-        if isinstance(self._plan, Plan):
-            self.state = CompressionState(self._plan, model, **options)
-        else:
-            self.state = CompressionState.load(self._plan, model, **options)
+        self.state = compress(model, self._plan, **options)
         if self._restored is not None:
             self._load(self.state, self._restored, trainer)
             self._restored = None
-        model.register_comm_hook(self.state, compression_hook)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -150,10 +147,9 @@ class CompressionCallback(Callback):
 
 
 def _ddp_model(trainer: Trainer) -> DistributedDataParallel:
-    strategy, model = trainer.strategy, trainer.strategy.model
-    if not isinstance(model, DistributedDataParallel):
-        name = f"{type(strategy).__name__} (model: {type(model).__name__})"
-        raise GradlabError(f"CompressionCallback: the strategy is {name}, not DDP; use Trainer(strategy='ddp')")
+    strategy = trainer.strategy
+    caller = f"CompressionCallback, strategy {type(strategy).__name__}"
+    model = require_ddp(strategy.model, caller, "use Trainer(strategy='ddp')")
     if getattr(strategy, "_ddp_comm_hook", None) is not None:  # on a CPU Lightning does not register it
         raise GradlabError("CompressionCallback: DDPStrategy has a ddp_comm_hook, and DDP takes one only; leave it out")
     if len(trainer.optimizers) != 1:

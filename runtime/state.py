@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,14 +16,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.artifact import Artifact
 from gradlab.ddp.model import bucket_gradients, synchronised_layers
+from gradlab.ddp.wrapping import require_ddp
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
-from gradlab.runtime.checks import agree_on, check, check_ddp, device_of_model, require_ddp
+from gradlab.runtime.checks import agree_on, check, check_ddp, device_of_model
 from gradlab.runtime.engine.device import device_of
+from gradlab.runtime.engine.driver import StepDriver
 from gradlab.runtime.engine.options import RunOptions
 from gradlab.runtime.engine.worker import Engine
 from gradlab.runtime.exchange import Exchange, Result
 from gradlab.runtime.network.groups import group_like
+from gradlab.runtime.unreached import UnreachedHook
 
 
 class CompressionState(Exchange):
@@ -31,11 +36,12 @@ class CompressionState(Exchange):
 
         ddp_model.register_comm_hook(state, compression_hook)
 
-    and close it, or use it as a context manager, when training ends.
+    and close it, or use it as a context manager, when training ends. `gradlab.compress` does both. If backward passes
+    came and none reached the hook, closing gives a warning that says what to call.
 
     Args:
         plan: made for this model's trainable parameters.
-        ddp_model: the DistributedDataParallel model.
+        ddp_model: the DistributedDataParallel model, or what torch.compile made of it.
         process_group: of the DDP group's ranks, for the codecs' collectives alone: DDP's own must not mix with them in
             another order. None makes one. If DDP runs on a part of the world only, torch names that group after the
             number of groups a process has made; where ranks have made different numbers, pass one instead.
@@ -58,7 +64,7 @@ class CompressionState(Exchange):
         timeout: timedelta | None = None,
         **options: Any,
     ) -> None:
-        require_ddp(ddp_model)
+        ddp_model = require_ddp(ddp_model, "CompressionState")
         chosen = RunOptions(hold_unused=ddp_model.find_unused_parameters or ddp_model.static_graph, **options)
         pairs, ranks = synchronised_layers(ddp_model), ddp_model.process_group
 
@@ -73,8 +79,9 @@ class CompressionState(Exchange):
         del group  # of one made here the communicator alone holds on: destroying it is how peers learn of a failure
         self._names: dict[torch.Tensor, str] = {parameter: layer.name for layer, parameter in pairs}
         self.engine = Engine(self._driver, self._device)
+        self._unreached = UnreachedHook(ddp_model, list(self._names))
         # Also when the state is dropped, and at exit: a script that forgets close() still ends, without a stray thread.
-        self._finalizer = weakref.finalize(self, self.engine.close)
+        self._finalizer = weakref.finalize(self, partial(_end, self.engine, self._driver, self._unreached))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], ddp_model: DistributedDataParallel, **options: Any) -> CompressionState:
@@ -91,7 +98,7 @@ class CompressionState(Exchange):
         Raises:
             GradlabError: for an artifact that is missing, damaged, of a newer version, or for another model.
         """
-        require_ddp(ddp_model)
+        ddp_model = require_ddp(ddp_model, "CompressionState")
         loaded: list[Artifact] = []
         # A file may be missing on one machine only: all ranks then say so, and none waits for it.
         _agree_on(ddp_model, lambda: loaded.append(Artifact.load(path)))
@@ -109,6 +116,7 @@ class CompressionState(Exchange):
         Raises:
             GradlabError: for a parameter that is not in the plan's model, or a sparse gradient.
         """
+        self._unreached.reached()
         # Buckets are rebuilt after the first iteration, so look up each time which layers one holds.
         try:
             gradients = {self._names[parameter]: gradient for parameter, gradient in bucket_gradients(bucket)}
@@ -123,3 +131,12 @@ class CompressionState(Exchange):
 
 def _agree_on(model: DistributedDataParallel, attempt: Any, settings: Any = dict) -> None:
     agree_on(model.process_group, next(model.parameters()).device, attempt, settings)
+
+
+def _end(engine: Engine, driver: StepDriver, unreached: UnreachedHook) -> None:
+    """Stop the worker; warn if backward passes came and none reached the hook. An error on its way says more."""
+    unreached.end()
+    failed = driver.broken is not None
+    engine.close()
+    if not failed and (problem := unreached.problem()):
+        warnings.warn(f"gradlab: {problem}", stacklevel=2)

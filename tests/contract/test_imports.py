@@ -96,7 +96,9 @@ def floor(module: str) -> str:
 
 @pytest.mark.parametrize("side", SIDES)
 def test_a_side_package_is_imported_by_itself_and_the_commands_alone(side: str) -> None:
-    assert {module for module in importers(f"gradlab.{side}") if floor(module) not in (side, "cli")} == set()
+    """The front door names what lies in the rooms; it imports a name when it is asked for."""
+    others = {module for module in importers(f"gradlab.{side}") if floor(module) not in (side, "cli")}
+    assert others <= {"gradlab"}
 
 
 def test_the_ground_floor_stands_by_itself() -> None:

@@ -190,7 +190,7 @@ def lightning_scenarios() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("scenario", "expected"),
     [
-        ("no_ddp", "the strategy is SingleDeviceStrategy (model: Model), not DDP; use Trainer(strategy='ddp')"),
+        ("no_ddp", "strategy SingleDeviceStrategy: got a Model, not in DDP; use Trainer(strategy='ddp')"),
         ("hook_in_the_strategy", "DDPStrategy has a ddp_comm_hook, and DDP takes one only"),
         ("hook_on_the_model", "has the communication hook allreduce_hook already"),
         ("two_optimizers", "2 optimizers, expected one"),
@@ -239,7 +239,7 @@ def test_the_trainers_loss_scaler_leaves_residuals_alone(lightning_scenarios: di
 def test_accelerate_says_the_same_on_all_ranks(tmp_path: Path) -> None:
     first, second = run_on_two_ranks(HERE / "jobs" / "accelerate_scenarios.py", tmp_path)
     assert first == second
-    assert "Linear on 2 process(es), not in DDP; prepare it first" in first["not_prepared"]
+    assert "2 process(es): got a Linear, not in DDP; prepare it first" in first["not_prepared"]
     assert "has the communication hook fp16_compress_hook already" in first["hook_of_accelerate"]
     assert "absent.safetensors" in first["no_artifact"]
     assert first["damaged"].startswith("rank 1: ")

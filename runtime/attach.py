@@ -1,0 +1,72 @@
+"""Attach a plan to a DDP model, in one call."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradlab import codecs
+from gradlab.ddp.wrapping import require_ddp
+from gradlab.errors import GradlabError
+from gradlab.plan import Plan
+from gradlab.runtime.hook import compression_hook
+from gradlab.runtime.state import CompressionState
+
+
+def compress(
+    ddp_model: nn.Module,
+    plan: Plan | str | os.PathLike[str],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: Any = None,
+    **options: Any,
+) -> CompressionState:
+    """Compress a DDP model's gradients from now on: make a `CompressionState` and register the hook.
+
+        with gradlab.compress(ddp_model, "plan.safetensors", optimizer=optimizer) as state:
+            for inputs, targets in batches:
+                optimizer.zero_grad()
+                criterion(ddp_model(inputs), targets).backward()
+                optimizer.step()
+
+    All ranks call it together. After the state is closed the DDP model refuses further synchronised backward passes:
+    DDP cannot give a hook back, so training on without compression takes a new DDP model.
+
+    Args:
+        ddp_model: the DistributedDataParallel model, or what torch.compile made of it.
+        plan: for the model's trainable parameters, or the path of an artifact.
+        optimizer: what the model is trained with; see `Exchange`.
+        scaler: the torch.amp.GradScaler, if one is in use.
+        options: the others of `CompressionState`.
+
+    Returns:
+        The state, registered. Close it, or use it as a context manager, when training ends.
+
+    Raises:
+        GradlabError: for a model that is not in DDP (by the name of what it is in, with what to do instead), or has a
+            communication hook already; for a plan that is none, or for another model. See `CompressionState`.
+    """
+    model = require_ddp(ddp_model, "compress")
+    options = {"optimizer": optimizer, "scaler": scaler, **options}
+    if isinstance(plan, Plan):
+        state = CompressionState(plan, model, **options)
+    elif isinstance(plan, (str, os.PathLike)):
+        _refuse_codec_name(plan)
+        state = CompressionState.load(plan, model, **options)
+    else:
+        raise GradlabError(f"compress: the plan is a {type(plan).__name__}, expected a Plan or the path of an artifact")
+    model.register_comm_hook(state, compression_hook)
+    return state
+
+
+def _refuse_codec_name(path: str | os.PathLike[str]) -> None:
+    """Tell a codec's name from a path, where no such file is there."""
+    name = os.fspath(path)
+    if name in codecs.names() and not os.path.exists(name):
+        raise GradlabError(
+            f"compress: {name!r} is a codec, expected a Plan or the path of an artifact; Plan.uniform(ddp_model, "
+            f"{name!r}) makes a plan of it"
+        )

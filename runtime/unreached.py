@@ -1,0 +1,84 @@
+"""Notice backward passes that never reach DDP's hook, so that a run without compression does not pass for one with it.
+
+Until the hook gets its first bucket, every parameter counts how often its gradient was accumulated, and the DDP model
+how often it was called. The first bucket ends the counting: from then on a step costs nothing more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from gradlab.ddp.model import attached_hook
+
+
+class UnreachedHook:
+    """Counts backward and forward passes until the hook is reached for the first time.
+
+    It holds no reference to a state: what keeps it alive are the model and its parameters.
+
+    Args:
+        model: in DDP.
+        parameters: whose gradients the hook should get.
+    """
+
+    def __init__(self, model: DistributedDataParallel, parameters: Sequence[torch.Tensor]) -> None:
+        self._model = model
+        self._accumulated: Counter[int] = Counter()
+        self._calls = self._synchronised_calls = 0
+        self._handles: list[Any] = [model.register_forward_pre_hook(self._forward)]
+        for number, parameter in enumerate(parameters):
+            self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._backward, number)))
+
+    def _forward(self, model: torch.nn.Module, inputs: Any) -> None:
+        if torch.is_grad_enabled():
+            self._calls += 1
+            self._synchronised_calls += bool(self._model.require_backward_grad_sync)
+
+    def _backward(self, number: int, parameter: torch.Tensor) -> None:
+        self._accumulated[number] += 1
+
+    def end(self) -> None:
+        """Stop counting: the hook was reached, or the run is over."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
+
+    def reached(self) -> None:
+        """Note that the hook got a bucket. The first time ends the counting."""
+        if self._handles:
+            self.end()
+            self._accumulated.clear()
+
+    def problem(self) -> str | None:
+        """Say which passes never reached the hook, and what to call; None if there were none."""
+        passes = max(self._accumulated.values(), default=0)
+        if not passes:
+            return None
+        count = f"{passes} backward passes" if passes > 1 else "a backward pass"
+        return f"{count} of this model, none of which reached the CompressionState: {'; '.join(self._reasons())}"
+
+    def _reasons(self) -> list[str]:
+        hook = attached_hook(self._model)
+        reasons = []
+        if hook is None:
+            reasons.append(
+                "it was not registered, so nothing was compressed; call ddp_model.register_comm_hook(state, "
+                "compression_hook), or make the state with gradlab.compress(ddp_model, plan), which does it"
+            )
+        if not self._calls:
+            reasons.append(
+                "the DDP model itself was never called, so gradients were not even averaged; call ddp_model(...), "
+                "not the module inside it"
+            )
+        elif not self._synchronised_calls:
+            reasons.append(
+                "all were under no_sync, which exchanges nothing; leave the last forward and backward pass before "
+                "optimizer.step() outside of it"
+            )
+        return reasons or [f"the model's communication hook is {hook}"]

@@ -1,0 +1,220 @@
+"""Tasks for real ranks: attaching a plan in one call, compiled models, and passes that do not reach the hook."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import gradlab
+from gradlab.artifact import Artifact
+from gradlab.capture import TraceRecorder
+from gradlab.errors import GradlabError
+from gradlab.plan import Plan
+from gradlab.runtime import CompressionState, compression_hook
+from gradlab.trace import Trace
+from support.pool_groups import SPARE
+
+STEPS = 6
+
+
+def network() -> nn.Sequential:
+    """Matrices of more than 1 MiB: torch.compile wants buckets as large as the first one at least."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(16, 560), nn.ReLU(), nn.Linear(560, 560), nn.ReLU(), nn.Linear(560, 4))
+
+
+def in_ddp(group: dist.ProcessGroup, form: str) -> tuple[nn.Module, DistributedDataParallel]:
+    """What is called in training, and the DDP model in it."""
+    bare: Any = network()
+    if form == "compiled inside":
+        bare = torch.compile(bare, backend="eager")
+    elif form == "a compiled module inside":
+        bare[2] = torch.compile(bare[2], backend="eager")
+    model = DistributedDataParallel(bare, process_group=group, bucket_cap_mb=1)
+    called: Any = torch.compile(model, backend="eager") if form == "compiled outside" else model
+    return called, model
+
+
+def batches(group: dist.ProcessGroup) -> Iterator[torch.Tensor]:
+    stream = torch.Generator().manual_seed(dist.get_rank(group))
+    for _ in range(STEPS):
+        yield torch.randn(8, 16, generator=stream)
+
+
+def train(group: dist.ProcessGroup, form: str, attach: Callable[..., CompressionState]) -> tuple[torch.Tensor, Any]:
+    """Train; the parameters as one vector, and the run's report."""
+    torch._dynamo.reset()
+    called, model = in_ddp(group, form)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"optimizer": optimizer, "deterministic": True, "process_group": SPARE.get(dist.get_world_size(group))}
+    with attach(called, **options) as state:
+        for inputs in batches(group):
+            optimizer.zero_grad()
+            called(inputs).square().mean().backward()
+            optimizer.step()
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]), state.report()
+
+
+def in_two_steps(called: Any, **options: Any) -> CompressionState:
+    state = CompressionState(Plan.uniform(called, "powersgd", rank=2), called, **options)
+    called.register_comm_hook(state, compression_hook)  # a compiled model hands it on
+    return state
+
+
+def one_call_is_two_steps(group: dist.ProcessGroup, folder: str) -> dict[str, Any]:
+    path = Path(folder) / f"plan-{dist.get_rank(group)}.safetensors"
+    plan = Plan.uniform(network(), "powersgd", rank=2)
+    Artifact(plan).save(path)
+    before, _ = train(group, "plain", in_two_steps)
+    by_plan, report = train(group, "plain", lambda model, **options: gradlab.compress(model, plan, **options))
+    by_path, _ = train(group, "plain", lambda model, **options: gradlab.compress(model, str(path), **options))
+    return {
+        "equal": [torch.equal(before, by_plan), torch.equal(before, by_path)],
+        "steps": report["iteration"],
+        "ratio": report["compression_ratio"],
+    }
+
+
+def compiled_models_train_compressed(group: dist.ProcessGroup) -> dict[str, Any]:
+    plan = Plan.uniform(network(), "powersgd", rank=2)
+
+    def attach(called: nn.Module, **options: Any) -> CompressionState:
+        return gradlab.compress(called, plan, **options)
+
+    plain, _ = train(group, "plain", attach)
+    results = {}
+    for form in ("compiled inside", "a compiled module inside", "compiled outside"):
+        compiled, report = train(group, form, attach)
+        results[form] = {"equal": torch.equal(plain, compiled), "ratio": report["compression_ratio"]}
+    return results
+
+
+def a_compiled_model_is_recorded(group: dist.ProcessGroup, folder: str) -> bool:
+    """Whether the recordings of a model and of what torch.compile makes of it are the same."""
+    recorded = []
+    for form in ("plain", "compiled outside"):
+        torch._dynamo.reset()
+        called, _ = in_ddp(group, form)
+        path = Path(folder) / form
+        with TraceRecorder(called, path) as recorder:
+            for inputs in batches(group):
+                called.zero_grad()
+                called(inputs).square().mean().backward()
+                recorder.annotate(loss=0.0)
+        dist.barrier(group)
+        with Trace(path) as trace:
+            scalars = trace.scalars(dist.get_rank(group))
+            recorded.append((trace.read("2.weight", dist.get_rank(group)), scalars["accumulation"]))
+    return all(bool((one == other).all()) for one, other in zip(*recorded, strict=True))
+
+
+# --- backward passes that do not reach the hook -----------------------------------------------------------------------
+
+
+def unreached(group: dist.ProcessGroup) -> dict[str, list[str]]:
+    """What is said when a state is closed after each way to train past it."""
+    inputs = torch.ones(2, 16)
+    said: dict[str, list[str]] = {}
+
+    @contextmanager
+    def case(name: str, register: bool = True) -> Iterator[DistributedDataParallel]:
+        model = in_ddp(group, "plain")[1]
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            state = CompressionState(
+                Plan.uniform(model, "topk"), model, process_group=SPARE.get(dist.get_world_size(group))
+            )
+            if register:
+                model.register_comm_hook(state, compression_hook)
+            yield model
+            if name != "dropped":
+                state.close()
+                state.close()
+            del state
+            gc.collect()
+        said[name] = [str(warning.message) for warning in warned]
+        hooks = [parameter._post_accumulate_grad_hooks for parameter in model.parameters()]
+        assert not model._forward_pre_hooks
+        assert not any(hooks)
+
+    with case("reached") as model:
+        model(inputs).sum().backward()
+    with case("no backward pass", register=False) as model, torch.no_grad():
+        model(inputs)
+    with case("not registered", register=False) as model:
+        for _ in range(3):
+            model(inputs).sum().backward()
+    with case("under no_sync") as model, model.no_sync():
+        model(inputs).sum().backward()
+    with case("then reached") as model:
+        with model.no_sync():
+            model(inputs).sum().backward()
+        model(inputs).sum().backward()
+    with case("the bare module") as model:
+        model.module(inputs).sum().backward()
+    with case("dropped", register=False) as model:
+        model(inputs).sum().backward()
+    return said
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+class Holder(nn.Module):
+    """A module around the DDP model, as training loops of some frameworks have it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+class DeepSpeedEngine(nn.Module):
+    """By the name that DeepSpeed's has: it is told by its name, and need not be installed."""
+
+
+DeepSpeedEngine.__module__ = "deepspeed.runtime.engine"
+
+
+def refusals(group: dist.ProcessGroup, folder: str) -> dict[str, dict[str, str]]:
+    """What each way in says of each model that is not DDP's."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = in_ddp(group, "plain")[1]
+    models = {
+        "FSDP": FullyShardedDataParallel(network(), process_group=group, device_id=torch.device("cpu")),
+        "FSDP2": fully_shard(network(), mesh=mesh),
+        "a part in FSDP2": Holder(fully_shard(network(), mesh=mesh)),
+        "DeepSpeed": DeepSpeedEngine(),
+        "DataParallel": nn.DataParallel(network()),
+        "bare": network(),
+        "compiled and bare": torch.compile(network(), backend="eager"),
+        "around it": Holder(model),
+        "no module": [model],
+    }
+    plan = Plan.uniform(network(), "topk")
+    ways: dict[str, Callable[[Any], Any]] = {
+        "compress": lambda given: gradlab.compress(given, plan),
+        "CompressionState": lambda given: CompressionState(plan, given),
+        "TraceRecorder": lambda given: TraceRecorder(given, Path(folder) / "trace"),
+    }
+    return {name: {way: refusal(attempt, given) for way, attempt in ways.items()} for name, given in models.items()} | {
+        "plan": {what: refusal(lambda given: gradlab.compress(model, given), what) for what in ("topk", "nowhere")}
+    }
+
+
+def refusal(attempt: Callable[[Any], Any], given: Any) -> str:
+    try:
+        attempt(given)
+    except GradlabError as error:
+        return str(error)
+    return ""
