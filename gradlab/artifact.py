@@ -21,12 +21,15 @@ from gradlab.files import write_whole
 from gradlab.layout import canonical_json
 from gradlab.plan import Plan
 from gradlab.plan.plan import hash_tensor
+from gradlab.roles import FIRST_ROLES
 from gradlab.version import VERSION
 
-# 2: groups have wrappers, where format 1 had error_feedback alone. 3: a plan may be chosen anew while training.
-FORMAT = 3
-# The oldest reader that understands what this version writes: of a plan that stays, and of one that is chosen anew.
-MINIMUM_READER, MINIMUM_READER_OF_REFRESH = 2, 3
+# 2: groups have wrappers, where format 1 had error_feedback alone. 3: a plan may be chosen anew while training. 4:
+# layers may have roles that transformers brought, such as experts, whose codecs see other matrices.
+FORMAT = 4
+# The oldest reader that understands what this version writes: of a plan that stays, of one that is chosen anew, and of
+# one with new roles.
+MINIMUM_READER, MINIMUM_READER_OF_REFRESH, MINIMUM_READER_OF_ROLES = 2, 3, 4
 _LARGEST_HEADER = 64 * 2**20
 _ROWS = torch.contiguous_format
 
@@ -63,7 +66,7 @@ class Artifact:
             raise GradlabError(f"{path} exists already: choose another name or ask to overwrite it")
         header = {
             "format": FORMAT,
-            "minimum_reader": MINIMUM_READER if self.plan.refresh is None else MINIMUM_READER_OF_REFRESH,
+            "minimum_reader": _minimum_reader(self.plan),
             "written_by": f"gradlab {VERSION}",
             "plan": self.plan.to_json(),
             "origin": self.provenance,
@@ -102,6 +105,12 @@ class Artifact:
             return cls(Plan.from_json(header.get("plan"), tensors), provenance if isinstance(provenance, dict) else {})
         except GradlabError as error:
             raise GradlabError(f"{path}: {error}") from None
+
+
+def _minimum_reader(plan: Plan) -> int:
+    if any(layer.role not in FIRST_ROLES for layer in plan.layers):
+        return MINIMUM_READER_OF_ROLES
+    return MINIMUM_READER if plan.refresh is None else MINIMUM_READER_OF_REFRESH
 
 
 def _seal(header: dict[str, Any]) -> str:

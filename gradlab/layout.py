@@ -1,8 +1,9 @@
-"""Layers and how their gradients lie in memory: names, shapes, roles, flattening orders, slices.
+"""Layers and how their gradients lie in memory: names, shapes, flattening orders, slices.
 
 GradiVeQ (Yu et al., NeurIPS 2018), section 1 and Fig. 3a: a convolution's gradient is flattened so that the
 values of all F filters at one place are adjacent; places are then traversed along depth, width and height. PyTorch
-keeps a convolution's weight as (F, D, H, W), so that order is the permutation (H, W, D, F) read row by row.
+keeps a convolution's weight as (F, D, H, W), so that order is the permutation (H, W, D, F) read row by row. A layer's
+role (`gradlab.roles`) says which of its axes are filters and depth where that is not the first and the second one.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,10 +19,10 @@ import torch
 from torch import nn
 
 from gradlab.errors import GradlabError
+from gradlab.roles import ROLES, STACKS, TRANSPOSED, module_role
 from gradlab.workspace import Workspace
 
 Order = Literal["native", "gradiveq"]
-ROLES = ("convolution", "linear", "embedding", "normalization", "bias", "other")
 # Names that wrappers put into a parameter's own: DDP at the front, torch.compile wherever a module is compiled.
 _DDP_NAME, _COMPILED_NAME = "module", "_orig_mod"
 # More elements than any layer has; beyond it sizes no longer fit the integers and floats they are counted in.
@@ -112,20 +113,6 @@ def bare_name(name: str) -> str:
     return ".".join(parts)
 
 
-def _role(module: nn.Module, parameter_name: str, parameter: torch.Tensor) -> str:
-    if parameter_name == "bias":
-        return "bias"
-    # A transposed convolution keeps (D, F, ...): what reads F and D off the first two axes must not take it for one.
-    if isinstance(module, nn.modules.conv._ConvNd) and not module.transposed:
-        return "convolution"
-    if isinstance(module, nn.Linear):
-        return "linear"
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        return "embedding"
-    norms = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-    return "normalization" if isinstance(module, norms) else "other"
-
-
 def named_layers(model: nn.Module) -> list[tuple[Layer, nn.Parameter]]:
     """List every trainable parameter of a model with its layer.
 
@@ -137,16 +124,24 @@ def named_layers(model: nn.Module) -> list[tuple[Layer, nn.Parameter]]:
     Returns:
         Layers with their parameters, in registration order.
     """
-    pairs, seen = [], set()
-    for module_name, module in model.named_modules():
+    pairs, seen, modules = [], set(), dict(model.named_modules())
+    for module_name, module in modules.items():
         for parameter_name, parameter in module.named_parameters(recurse=False):
             if id(parameter) in seen or not parameter.requires_grad:
                 continue
             seen.add(id(parameter))
             name = bare_name(f"{module_name}.{parameter_name}" if module_name else parameter_name)
-            layer = Layer(name, tuple(parameter.shape), _role(module, parameter_name, parameter))
-            pairs.append((layer, parameter))
+            role = module_role(*_owner(modules, module_name, parameter_name), parameter)
+            pairs.append((Layer(name, tuple(parameter.shape), role), parameter))
     return pairs
+
+
+def _owner(modules: Mapping[str, nn.Module], module_name: str, parameter_name: str) -> tuple[nn.Module, str]:
+    """The module that a parameter serves and the parameter's name there, past `torch.nn.utils.parametrizations`."""
+    outer, parametrized, original = module_name.rpartition("parametrizations.")
+    if parametrized and original and outer.rstrip(".") in modules:
+        return modules[outer.rstrip(".")], original
+    return modules[module_name], parameter_name
 
 
 def layers_of(model: nn.Module) -> tuple[Layer, ...]:
@@ -190,7 +185,8 @@ def describe_difference(expected: Sequence[Layer], actual: Sequence[Layer]) -> l
 def filter_axes(layer: Layer) -> tuple[int, int]:
     """Return (F, D) of a layer: filters and depth for a convolution, outputs and inputs for any other matrix.
 
-    A convolution in groups has D = input channels of one group. One-dimensional layers have D = 1.
+    A convolution in groups has D = input channels of one group. One-dimensional layers have D = 1. An expert stack has
+    the F and D of one expert.
 
     Args:
         layer: any layer.
@@ -198,21 +194,59 @@ def filter_axes(layer: Layer) -> tuple[int, int]:
     Returns:
         F and D.
     """
-    filters = layer.shape[0] if layer.shape else 1
-    depth = layer.shape[1] if len(layer.shape) > 1 else 1
+    if len(layer.shape) < 2:
+        return (*layer.shape, 1, 1)[0], 1
+    *_, depth, filters = (layer.shape[axis] for axis in _filters_last(len(layer.shape), layer.role))
     return filters, depth
 
 
-def flatten(tensor: torch.Tensor, order: Order = "native", workspace: Workspace | None = None) -> torch.Tensor:
+def matrices(layer: Layer) -> tuple[int, int, int]:
+    """Return (B, n, m) of a layer of at least two dimensions, seen as a batch of B matrices (n, m).
+
+    Args:
+        layer: (n, ...), where m is the product of the other dimensions and B is 1. An expert stack (B, n, m) has a
+            matrix per expert. An embedding (..., m), such as the position embeddings (1, n, m), has a row per entry.
+
+    Returns:
+        B, n and m.
+    """
+    if layer.role in STACKS and len(layer.shape) > 2:
+        return layer.shape[0], layer.shape[1], math.prod(layer.shape[2:])
+    if layer.role == "embedding":
+        return 1, math.prod(layer.shape[:-1]), layer.shape[-1]
+    return 1, layer.shape[0], math.prod(layer.shape[1:])
+
+
+def matrix_shapes(layers: Iterable[Layer]) -> list[tuple[int, ...]]:
+    """List the shapes of the tensors that layers hold: an expert stack (B, n, m) holds B matrices (n, m).
+
+    Args:
+        layers: of a group, in order.
+
+    Returns:
+        Shapes of tensors that lie one after another, as the layers do.
+    """
+    shapes: list[tuple[int, ...]] = []
+    for layer in layers:
+        stacked = layer.role in STACKS and len(layer.shape) > 2
+        shapes += [layer.shape[1:]] * layer.shape[0] if stacked else [layer.shape]
+    return shapes
+
+
+def flatten(
+    tensor: torch.Tensor, order: Order = "native", workspace: Workspace | None = None, role: str = "other"
+) -> torch.Tensor:
     """Flatten a gradient to a vector. It is a view where the tensor lies in that order.
 
     "native" reads row by row. "gradiveq" puts the F filters' collocated values next to each other, then depth, then
-    width, then height (GradiVeQ, Fig. 3a): the shape (F, D, *spatial) is read as (*spatial, D, F).
+    width, then height (GradiVeQ, Fig. 3a): the shape (F, D, *spatial) is read as (*spatial, D, F). A transposed layer
+    has the shape (D, F, *spatial). An expert stack (E, F, D) is read expert by expert, as (E, D, F).
 
     Args:
         tensor: the gradient, in the layer's shape.
         order: "native" or "gradiveq".
         workspace: where memory for copies comes from. None: new memory.
+        role: the layer's.
 
     Returns:
         (numel,).
@@ -223,7 +257,7 @@ def flatten(tensor: torch.Tensor, order: Order = "native", workspace: Workspace 
     _check_order(order)
     if order == "native" or tensor.ndim < 2:
         return tensor.reshape(-1)
-    source = _filters_last(tensor)
+    source = tensor.permute(_filters_last(tensor.ndim, role))
     if not source.is_contiguous():
         target = (workspace or Workspace()).empty(source.shape, tensor)
         _copy_in_tiles(target, source)
@@ -232,7 +266,11 @@ def flatten(tensor: torch.Tensor, order: Order = "native", workspace: Workspace 
 
 
 def unflatten(
-    vector: torch.Tensor, shape: Sequence[int], order: Order = "native", workspace: Workspace | None = None
+    vector: torch.Tensor,
+    shape: Sequence[int],
+    order: Order = "native",
+    workspace: Workspace | None = None,
+    role: str = "other",
 ) -> torch.Tensor:
     """Turn a vector back into a tensor, the inverse of `flatten`.
 
@@ -241,6 +279,7 @@ def unflatten(
         shape: the layer's.
         order: "native" or "gradiveq".
         workspace: where memory for copies comes from. None: new memory.
+        role: the layer's.
 
     Returns:
         The gradient, in the layer's shape.
@@ -249,16 +288,21 @@ def unflatten(
         GradlabError: for another order.
     """
     _check_order(order)
-    if order == "native" or len(shape) < 2:
+    axes = _filters_last(len(shape), role)
+    if order == "native" or axes == sorted(axes):
         return vector.reshape(tuple(shape))
     result = (workspace or Workspace()).empty(shape, vector)
-    _copy_in_tiles(_filters_last(result), vector.reshape(*shape[2:], shape[1], shape[0]))
+    _copy_in_tiles(result.permute(axes), vector.reshape([shape[axis] for axis in axes]))
     return result
 
 
-def _filters_last(tensor: torch.Tensor) -> torch.Tensor:
-    """(F, D, *spatial) seen as (*spatial, D, F)."""
-    return tensor.permute(*range(2, tensor.ndim), 1, 0)
+def _filters_last(dimensions: int, role: str) -> list[int]:
+    """The axes of a layer in GradiVeQ's order: (F, D, *spatial), or (D, F, *spatial), to (*spatial, D, F)."""
+    if dimensions < 2:
+        return list(range(dimensions))
+    first = 1 if role in STACKS and dimensions > 2 else 0
+    filters, depth = (first + 1, first) if role in TRANSPOSED else (first, first + 1)
+    return [axis for axis in range(dimensions) if axis not in (filters, depth)] + [depth, filters]
 
 
 def _copy_in_tiles(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -361,7 +361,7 @@ def test_a_newer_file_says_upgrade(tmp_path: Path, whole: bytes, needed: int) ->
     """Even one whose header this version could not check."""
     for seal in (True, False):
         data = rewritten(whole, put("minimum_reader", needed), seal)
-        refused(tmp_path / "newer", data, r"written by a newer gradlab .* this one reads up to format 3: upgrade")
+        refused(tmp_path / "newer", data, r"written by a newer gradlab .* this one reads up to format 4: upgrade")
 
 
 def test_a_header_that_does_not_match_its_sha256_is_refused(tmp_path: Path, whole: bytes) -> None:

@@ -370,7 +370,8 @@ def _blocks(trace: Trace, window: range, layer: Layer, slice_size: int) -> Itera
         finite = np.ascontiguousarray(gradients[np.isfinite(gradients).all(1)])
         stacked = torch.from_numpy(finite).reshape(-1, *layer.shape)
         if len(stacked):
-            yield stacked, torch.stack([split_slices(flatten(one, "gradiveq"), slice_size)[0] for one in stacked])
+            flat = [flatten(one, "gradiveq", role=layer.role) for one in stacked]
+            yield stacked, torch.stack([split_slices(vector, slice_size)[0] for vector in flat])
 
 
 def _samples(
@@ -396,6 +397,7 @@ def _fit_layer(trace: Trace, window: range, layer: Layer, settings: GradiVeQ.Set
     samples, mean = _samples(trace, window, layer, slice_size, chosen, settings.whitening)
     bases = codec.bases(samples, mean, count)
     codec = GradiVeQ(settings, {f"{layer.name}/{key}": tensor for key, tensor in bases.items()})
+    codec.bind([layer])
     by_slice = np.zeros((count, 2))
     for stacked, _ in _blocks(trace, window, layer, slice_size):
         by_slice += losses_by_slice(codec, layer, stacked, slice_size)

@@ -60,7 +60,7 @@ def losses_by_slice(codec: Codec, layer: Layer, averaged: torch.Tensor, slice_si
     for gradient in averaged:
         approximate = _exchange_alone(codec, {layer.name: gradient})[layer.name]
         pair = (approximate - gradient, gradient)
-        slices = [split_slices(flatten(tensor, "gradiveq"), slice_size)[0].double() for tensor in pair]
+        slices = [split_slices(flatten(tensor, "gradiveq", role=layer.role), slice_size)[0].double() for tensor in pair]
         rows += torch.stack([part.square().sum(1) for part in slices], dim=1).numpy()
     return rows
 

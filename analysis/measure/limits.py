@@ -253,7 +253,7 @@ def _floor(path: str, layer: Layer) -> LayerLimits | None:
 
 def _some_slices(row: np.ndarray, layer: Layer, size: int) -> np.ndarray:
     """At most 64 slices (m, K) of a gradient in GradiVeQ's order, in float64."""
-    order = flatten(torch.from_numpy(row).reshape(layer.shape), "gradiveq").numpy()
+    order = flatten(torch.from_numpy(row).reshape(layer.shape), "gradiveq", role=layer.role).numpy()
     whole = order[: len(order) // size * size].reshape(-1, size)
     return whole[spread(len(whole), _SLICES_PER_ROW)].astype(np.float64)
 

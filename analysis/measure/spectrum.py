@@ -60,7 +60,7 @@ def dimensions(eigenvalues: np.ndarray) -> dict[str, int]:
 
 def slice_of_column(layer: Layer, slice_size: int) -> np.ndarray:
     """The number of the GradiVeQ slice that each column of a row-major gradient belongs to, (numel,); -1: the tail."""
-    order = flatten(torch.arange(layer.numel).reshape(layer.shape), "gradiveq").numpy()
+    order = flatten(torch.arange(layer.numel).reshape(layer.shape), "gradiveq", role=layer.role).numpy()
     places = np.empty(layer.numel, dtype=np.int64)
     places[order] = np.arange(layer.numel) // slice_size
     places[places >= layer.numel // slice_size] = -1

@@ -32,6 +32,10 @@ class Compressor(Codec):
         """Return the compressor of a vector that concatenates layers of these shapes."""
         return self
 
+    def shapes_of(self, layers: Sequence[Layer]) -> list[tuple[int, ...]]:
+        """Return the shapes that `for_layers` takes for layers: each layer's own."""
+        return [layer.shape for layer in layers]
+
     def part(self, start: int, stop: int) -> Compressor:
         """Return the compressor of the shard vector[start:stop], whose ends `bounds` has chosen."""
         return self
@@ -66,7 +70,7 @@ class Compressor(Codec):
         """Return the payload bytes of a float32 vector (numel,); an estimate if the codec is `varying`."""
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        return self.for_layers([layer.shape for layer in layers]).compressed_bytes(sum(layer.numel for layer in layers))
+        return self.for_layers(self.shapes_of(layers)).compressed_bytes(sum(layer.numel for layer in layers))
 
     @abstractmethod
     def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
@@ -97,7 +101,7 @@ class Compressor(Codec):
         return self.decompress_into(torch.empty_like(like), payload)
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        vector, codec = concatenate(grads), self.for_layers([grad.shape for grad in grads.values()])
+        vector, codec = concatenate(grads), self.for_layers(self.shapes_of(self.layers_of(grads)))
         payload = codec.compress(vector, context.rank_generator())
         answers = yield tuple(Gather(part, varying=self.varying) for part in payload)
         mean = context.workspace.zeros_like(vector)

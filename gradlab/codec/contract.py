@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -280,6 +281,7 @@ class Codec(ABC):
     group_state: ClassVar[frozenset[str]] = frozenset()  # names of state entries that are the group's, not a layer's
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)  # settings worth comparing, for a planner
     Settings: ClassVar[type]
+    roles: Mapping[str, str] = MappingProxyType({})  # of an instance, by layer name: see `bind`
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -415,6 +417,18 @@ class Codec(ABC):
             relative_error=error / norm if norm else 0.0 if error == 0.0 else float("inf"),
         )
 
+    def bind(self, layers: Sequence[Layer]) -> None:
+        """Tell the codec the roles of the layers it is for.
+
+        A codec that sees matrices needs them, because an expert stack and a convolution of one dimension have shapes
+        alike. A layer without a role is what its shape says.
+        """
+        self.roles = {layer.name: layer.role for layer in layers}
+
+    def layers_of(self, grads: Mapping[str, torch.Tensor]) -> list[Layer]:
+        """List the layers that gradients belong to, with the roles that `bind` was told."""
+        return [Layer(name, tuple(grad.shape), self.roles.get(name, "other")) for name, grad in grads.items()]
+
     def check(self, layers: Sequence[Layer]) -> None:
         """Refuse layers that the learned tensors do not fit.
 
@@ -439,7 +453,9 @@ class Codec(ABC):
 
     def with_settings(self, **changes: Any) -> Codec:
         """Return a codec with some settings changed, which shares the learned tensors."""
-        return type(self)(replace(self.settings, **changes), self.learned)
+        changed = type(self)(replace(self.settings, **changes), self.learned)
+        changed.roles = self.roles
+        return changed
 
     def adopted_state(self, state: Tensors) -> Tensors:
         """Return the part of a state, left by other settings of this method, that this codec continues from.
@@ -555,6 +571,7 @@ def exchange_group(
 
 
 def _squared_error(codec: Codec, layer: Layer, gradient: torch.Tensor, context: Context) -> float:
+    codec.bind([layer])
     [result] = run_lockstep([exchange_group(codec, {layer.name: gradient}, {}, context)])
     done = result.value
     return float((done.compressor_input[layer.name] - done.own[layer.name]).norm()) ** 2

@@ -88,6 +88,9 @@ class Wrapper(Codec):
     def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
         return self.codec.next_payload_bytes(layers, world_size, self.inner_state(state))
 
+    def bind(self, layers: Sequence[Layer]) -> None:
+        self.codec.bind(layers)
+
     def check(self, layers: Sequence[Layer]) -> None:
         self.codec.check(layers)
 

@@ -19,7 +19,7 @@ from gradlab.codec import About, Compressor, Context, Exchanged, Guarantees, Ten
 from gradlab.codec.settings import setting
 from gradlab.coding.bits import pack, packed_bytes, unpack
 from gradlab.collectives import Coroutine
-from gradlab.layout import Layer
+from gradlab.layout import Layer, matrix_shapes
 
 AVERAGES = ("ranks", "senders")
 Tiles = tuple[int, int, int, int]
@@ -28,8 +28,9 @@ Tiles = tuple[int, int, int, int]
 class DCTTopK(Compressor):
     """Send the k largest magnitudes among each chunk's coefficients of the orthonormal DCT-II, and their indices.
 
-    A layer (n, ...) is a matrix (n, m), cut into chunks of h x w: the largest divisors of n and m up to `chunk`. A
-    vector is cut into chunks of w. Every rank chooses its own coefficients, so values and indices are gathered.
+    A layer (n, ...) is a matrix (n, m), cut into chunks of h x w: the largest divisors of n and m up to `chunk`. An
+    expert stack has a matrix per expert. A vector is cut into chunks of w. Every rank chooses its own coefficients, so
+    values and indices are gathered.
 
     The transform keeps norms, so C is delta-approximate: ||C(x) - x||^2 <= (1 - delta) ||x||^2, where delta is the
     smallest min(1, k / (h w)) of all layers.
@@ -63,13 +64,16 @@ class DCTTopK(Compressor):
         self._tiles: list[Tiles] | None = None
         self.block = 2**62  # a chunk is no run of elements: it cannot be shared out
 
+    def shapes_of(self, layers: Sequence[Layer]) -> list[tuple[int, ...]]:
+        return matrix_shapes(layers)
+
     def for_layers(self, shapes: Sequence[Sequence[int]]) -> DCTTopK:
         codec = DCTTopK(self.settings)
         codec._tiles = [tiles(shape, self.settings.chunk) for shape in shapes]
         return codec
 
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
-        sizes = [h * w for _, h, _, w in (tiles(layer.shape, self.settings.chunk) for layer in layers)]
+        sizes = [h * w for _, h, _, w in (tiles(shape, self.settings.chunk) for shape in self.shapes_of(layers))]
         return Guarantees(delta=min([1.0, *(self._kept(size) / size for size in sizes if size)]))
 
     @property

@@ -225,7 +225,8 @@ class GradiVeQ(Codec):
         done = dict(zip(grads, (yield from together(parts)), strict=True))
 
         def shaped(name: str, vector: torch.Tensor) -> torch.Tensor:
-            return unflatten(vector, grads[name].shape, "gradiveq", context.workspace)
+            role = self.roles.get(name, "other")
+            return unflatten(vector, grads[name].shape, "gradiveq", context.workspace, role)
 
         return Exchanged(
             {name: shaped(name, layer.mean) for name, layer in done.items()},
@@ -247,11 +248,10 @@ class GradiVeQ(Codec):
                 yield f"{name}/{key}", value
 
     def _layer(self, name: str, grad: torch.Tensor, layer_state: Tensors, context: Context) -> Coroutine[_Done]:
-        vector = flatten(grad, "gradiveq", context.workspace)
+        [layer] = self.layers_of({name: grad})
+        vector = flatten(grad, "gradiveq", context.workspace, layer.role)
         mode, position = map(int, layer_state["clock"].tolist())
-        size = (
-            layer_state["basis"].shape[1] if "basis" in layer_state else self.slice_size(Layer(name, tuple(grad.shape)))
-        )
+        size = layer_state["basis"].shape[1] if "basis" in layer_state else self.slice_size(layer)
         slices, tail = split_slices(vector, size)
         if mode == DENSE or not slices.numel():
             mean = yield Mean(vector)
@@ -450,7 +450,9 @@ class GradiVeQ(Codec):
                 mean = slices.double().mean(0).to(slices.dtype) if self.settings.whitening else None
                 bases = self.bases(slices[:, chosen], mean, slices.shape[1])
                 learned |= {f"{layer.name}/{key}": value for key, value in bases.items()}
-        return GradiVeQ(self.settings, learned)
+        fitted = GradiVeQ(self.settings, learned)
+        fitted.bind(layers)
+        return fitted
 
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
         return Guarantees(linear=True)  # while it compresses

@@ -20,7 +20,7 @@ from gradlab.codec.blockwise import CACHED, WHOLE, BlockCompressor
 from gradlab.codec.settings import setting
 from gradlab.codecs.sign import pack_signs, write_signs
 from gradlab.coding.bits import packed_bytes
-from gradlab.layout import Layer
+from gradlab.layout import Layer, matrix_shapes
 
 BLOCKS = ("unit", "tensor")
 _LEAST = 16  # weights into a unit that are worth two values of their own
@@ -30,7 +30,9 @@ class OneBit(BlockCompressor):
     """C(v)_i = mean of the block's elements >= 0 where v_i >= 0, mean of those < 0 elsewhere (threshold 0).
 
     The two means minimise the block's squared error for these bits. A block is a row of PyTorch's weight, the weights
-    into one unit: the paper's column of W. Error feedback is assumed. The paper compresses both ways, stripe by stripe.
+    into one unit: the paper's column of W; of a transposed weight (inputs, outputs) a row holds the weights out of one
+    input. An expert stack has such rows for each expert. Error feedback is assumed. The paper compresses both ways,
+    stripe by stripe.
 
     delta-approximate with delta = min_b 1 / d_b for blocks b of d_b elements:
     ||C(v) - v||^2 = ||v||^2 - ||C(v)||^2, and ||C(v_b)||^2 >= ||v_b||_1^2 / d_b >= ||v_b||_2^2 / d_b.
@@ -56,12 +58,16 @@ class OneBit(BlockCompressor):
             f'a vector or of a layer with fewer than {_LEAST} such weights; "tensor", all of a layer',
         )
 
+    def shapes_of(self, layers: Sequence[Layer]) -> list[tuple[int, ...]]:
+        return matrix_shapes(layers) if self.settings.block == "unit" else super().shapes_of(layers)
+
     def block_of(self, shape: Sequence[int]) -> int:
         inputs = math.prod(shape[1:]) if len(shape) > 1 else 0
         return inputs if self.settings.block == "unit" and inputs >= _LEAST else WHOLE
 
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
-        return Guarantees(delta=1 / max([1, *(min(layer.numel, self.block_of(layer.shape)) for layer in layers)]))
+        lengths = [min(math.prod(shape), self.block_of(shape)) for shape in self.shapes_of(layers)]
+        return Guarantees(delta=1 / max([1, *lengths]))
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Return means (2 * blocks,), float32, and signs (ceil(numel / 8),), uint8.

@@ -17,6 +17,8 @@ from gradlab.codec import About, Codec, Context, Deferred, Exchanged, Tensors
 from gradlab.codec.settings import require, setting
 from gradlab.collectives import Coroutine, Mean
 from gradlab.layout import Layer
+from gradlab.layout import matrices as matrices_of
+from gradlab.roles import STACKS
 
 # Left and right factors of the mean, of the own contribution; the new state; what was sent dense.
 Factors = tuple[tuple[Tensors, Tensors], tuple[Tensors, Tensors], Tensors, Tensors]
@@ -25,9 +27,10 @@ Factors = tuple[tuple[Tensors, Tensors], tuple[Tensors, Tensors], Tensors, Tenso
 class PowerSGD(Codec):
     """P = orth(mean(M Q)); Q = mean(M^T P); mean = P Q^T (Algorithm 1, lines 3 to 7).
 
-    A layer of shape (n, ...) is a matrix M (n, m), where m is the product of the other dimensions. A layer is sent
-    dense, together with the first factors, if it has fewer than two dimensions or if n m <= minimum_ratio * r (n + m).
-    Layers of one shape in a group are orthogonalized together, and on a GPU multiplied together.
+    A layer of shape (n, ...) is a matrix M (n, m), where m is the product of the other dimensions. An expert stack
+    (B, n, m) is a batch of B matrices, each with factors of its own. A layer is sent dense, together with the first
+    factors, if it has fewer than two dimensions or if n m <= minimum_ratio * r (n + m). Layers of one shape in a group
+    are orthogonalized together, and on a GPU multiplied together.
 
     Alternating: one iteration computes P = mean(M orth(Q)) and mean = P orth(Q)^T, the next one Q = mean(M^T orth(P))
     and mean = orth(P) Q^T. That takes half the bytes, half the arithmetic and one message, and is made for error
@@ -43,7 +46,7 @@ class PowerSGD(Codec):
     name = "powersgd"
     about = About(
         "low rank",
-        "4 * sum of r * (n + m) over layers, r = min(rank, n, m); alternating: of r * n and r * m in turn",
+        "4 * sum of r * (n + m) over matrices, r = min(rank, n, m); alternating: of r * n and r * m in turn",
         "Vogels et al., NeurIPS 2019 and 2020",
     )
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple({"rank": rank} for rank in (1, 2, 4, 8, 16, 32, 64))
@@ -67,19 +70,20 @@ class PowerSGD(Codec):
         super().__init__(settings, learned)
         self._spares: dict[tuple[Any, ...], torch.Tensor] = {}
 
-    def matrix_shape(self, shape: Sequence[int]) -> tuple[int, int, int] | None:
-        """Return (n, m, r) of a layer that is compressed, or None for one that is sent dense."""
+    def matrix_shape(self, shape: Sequence[int], role: str = "other") -> tuple[int, int, int] | None:
+        """Return (n, m, r) of the matrices of a layer that is compressed, or None for one that is sent dense."""
         if len(shape) < 2 or 0 in shape:
             return None
-        n, m = shape[0], Layer("", tuple(shape[1:])).numel
+        _, n, m = matrices_of(Layer("", tuple(shape), role))
         rank = min(n, m, self.settings.rank)
         return (n, m, rank) if n * m > self.settings.minimum_ratio * rank * (n + m) else None
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         matrices = {}
-        for name, grad in grads.items():
-            if (shape := self.matrix_shape(grad.shape)) is not None:
-                matrices[name] = grad.reshape(shape[:2])
+        for layer in self.layers_of(grads):
+            if (shape := self.matrix_shape(layer.shape, layer.role)) is not None:
+                batch = (layer.shape[0],) if layer.role in STACKS and len(layer.shape) > 2 else ()
+                matrices[layer.name] = grads[layer.name].reshape(*batch, *shape[:2])
         dense = {name: grad for name, grad in grads.items() if name not in matrices}
         run = self._alternate if self.settings.alternating else self._iterate
         means, own, kept, sent_dense = yield from run(matrices, dense, state, context)
@@ -88,19 +92,20 @@ class PowerSGD(Codec):
             decoded = dict(others)
             for name, matrix in matrices.items():
                 out = context.workspace.empty_like(matrix)
-                decoded[name] = torch.mm(left[name].T, right[name], out=out).view(grads[name].shape)
+                decoded[name] = torch.matmul(left[name].mT, right[name], out=out).view(grads[name].shape)
             return decoded
 
         return Exchanged(products(*means, sent_dense), Deferred(grads, lambda: products(*own, dense)), kept)
 
     # Factors are kept as rows, P^T (r, n) and Q^T (r, m): products with a wide matrix are then 5 to 9 times faster.
+    # Those of an expert stack are (B, r, n) and (B, r, m).
 
     def _iterate(self, matrices: Tensors, dense: Tensors, state: Tensors, context: Context) -> Coroutine[Factors]:
         """Compute both factors in one iteration (Algorithm 1)."""
         start = {name: self._start(name, matrix, state, context) for name, matrix in matrices.items()}
         # Q is as large as the gradient: a product with the next one might over- or underflow.
         unit = {name: normalized(q) for name, q in start.items()}
-        left = multiplied(unit, {name: matrix.T for name, matrix in matrices.items()})
+        left = multiplied(unit, {name: matrix.mT for name, matrix in matrices.items()})
         answers = yield tuple(Mean(tensor) for tensor in (*left.values(), *dense.values()))
         left = orthogonalized(dict(zip(left, answers, strict=False)))
         sent_dense = dict(zip(dense, answers[len(left) :], strict=True))
@@ -108,7 +113,7 @@ class PowerSGD(Codec):
         answers = (yield tuple(Mean(q) for q in right.values())) if right else ()
         mean = dict(zip(right, answers, strict=True))
         # A gradient of zeros says nothing of the next one, but a Q of zeros could hide rows of it for ever.
-        kept = {_key(name, "q"): torch.where(q.any(1, keepdim=True), q, start[name]) for name, q in mean.items()}
+        kept = {_key(name, "q"): torch.where(q.any(-1, keepdim=True), q, start[name]) for name, q in mean.items()}
         return (left, mean), (left, right), kept, sent_dense
 
     def _alternate(self, matrices: Tensors, dense: Tensors, state: Tensors, context: Context) -> Coroutine[Factors]:
@@ -116,13 +121,13 @@ class PowerSGD(Codec):
         flipped = {name for name in matrices if _key(name, "p") in state}  # those whose turn it is to compute Q
         start = {name: self._start(name, matrix, state, context, name in flipped) for name, matrix in matrices.items()}
         basis = orthogonalized(start)
-        factors = multiplied(basis, {name: m if name in flipped else m.T for name, m in matrices.items()})
+        factors = multiplied(basis, {name: m if name in flipped else m.mT for name, m in matrices.items()})
         answers = yield tuple(Mean(tensor) for tensor in (*factors.values(), *dense.values()))
         mean = dict(zip(factors, answers, strict=False))
         kept = {}
         for name, factor in mean.items():
             spare = self._spare(name, factor, context)
-            kept[_key(name, "q" if name in flipped else "p")] = torch.where(factor.any(1, keepdim=True), factor, spare)
+            kept[_key(name, "q" if name in flipped else "p")] = torch.where(factor.any(-1, keepdim=True), factor, spare)
 
         def ordered(computed: Tensors) -> tuple[Tensors, Tensors]:
             """Return the left and right factors of each product."""
@@ -134,14 +139,14 @@ class PowerSGD(Codec):
     def _start(
         self, name: str, matrix: torch.Tensor, state: Tensors, context: Context, flipped: bool = False
     ) -> torch.Tensor:
-        """Return the last P^T or Q^T (r, m), or Gaussian values that all ranks draw alike."""
+        """Return the last P^T or Q^T (..., r, m), or Gaussian values that all ranks draw alike."""
         key = _key(name, "p" if flipped else "q")
         if not self.settings.warm_start or key not in state:
-            return self._random(name, matrix.shape[1], matrix, context)
-        kept, rank = state[key].to(matrix.dtype), min(*matrix.shape, self.settings.rank)
-        if len(kept) < rank:  # another rank's, see `adopted_state`
-            kept = torch.cat([kept, self._random(name, kept.shape[1], matrix, context)[len(kept) :]])
-        return kept[:rank]
+            return self._random(name, matrix.shape[-1], matrix, context)
+        kept, rank = state[key].to(matrix.dtype), min(*matrix.shape[-2:], self.settings.rank)
+        if (rows := kept.shape[-2]) < rank:  # another rank's, see `adopted_state`
+            kept = torch.cat([kept, self._random(name, kept.shape[-1], matrix, context)[..., rows:, :]], -2)
+        return kept[..., :rank, :]
 
     def adopted_state(self, state: Tensors) -> Tensors:
         """Continue from the factors of another rank.
@@ -153,8 +158,8 @@ class PowerSGD(Codec):
 
     def _random(self, name: str, columns: int, like: torch.Tensor, context: Context) -> torch.Tensor:
         generator = context.shared_generator(name, every_iteration=not self.settings.warm_start)
-        rank = min(*like.shape, self.settings.rank)
-        return torch.randn(rank, columns, generator=generator, dtype=like.dtype).to(like.device)
+        rank = min(*like.shape[-2:], self.settings.rank)
+        return torch.randn(*like.shape[:-2], rank, columns, generator=generator, dtype=like.dtype).to(like.device)
 
     def _spare(self, name: str, like: torch.Tensor, context: Context) -> torch.Tensor:
         """Return substitutes for rows of zeros, the same in all iterations, as new ones would be copied to a GPU."""
@@ -169,13 +174,13 @@ class PowerSGD(Codec):
         cls, codecs: Sequence[Codec], layer: Layer, gradient: torch.Tensor, context: Context
     ) -> list[float]:
         """Compute what warm-started factors leave of the gradient, once for all r: see `low_rank_errors`."""
-        shapes = [codec.matrix_shape(layer.shape) for codec in codecs]  # type: ignore[attr-defined]
+        shapes = [codec.matrix_shape(layer.shape, layer.role) for codec in codecs]  # type: ignore[attr-defined]
         ranks = sorted({shape[2] for shape in shapes if shape})
         if not ranks:
             return [0.0] * len(codecs)
         generator = context.shared_generator(layer.name)
-        matrix = gradient.reshape(len(gradient), -1)
-        errors = dict(zip(ranks, low_rank_errors(matrix, ranks, generator=generator), strict=True))
+        by_matrix = [low_rank_errors(m, ranks, generator=generator) for m in gradient.reshape(matrices_of(layer))]
+        errors = {rank: sum(row) for rank, row in zip(ranks, zip(*by_matrix, strict=True), strict=True)}
         return [errors[shape[2]] if shape else 0.0 for shape in shapes]
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
@@ -192,8 +197,8 @@ class PowerSGD(Codec):
         """Count payload bytes; `sent` gives the elements of one column of the factors from n and m."""
         total = 0.0
         for layer in layers:
-            shape = self.matrix_shape(layer.shape)
-            total += layer.numel if shape is None else shape[2] * sent(shape[0], shape[1])
+            shape = self.matrix_shape(layer.shape, layer.role)
+            total += layer.numel if shape is None else matrices_of(layer)[0] * shape[2] * sent(shape[0], shape[1])
         return 4 * total
 
 
@@ -285,17 +290,17 @@ def _leading_energies(tall: torch.Tensor, rank: int, steps: int, generator: torc
 
 
 def normalized(rows: torch.Tensor) -> torch.Tensor:
-    """Scale rows (r, n) to a largest magnitude of 1; rows of zeros stay."""
-    largest = rows.abs().amax(1, keepdim=True)
+    """Scale rows (..., r, n) to a largest magnitude of 1; rows of zeros stay."""
+    largest = rows.abs().amax(-1, keepdim=True)
     return rows / torch.where(largest > 0, largest, torch.ones_like(largest))
 
 
 def orthogonalized(factors: Tensors) -> Tensors:
-    """Orthonormalize factors, each given as rows (r, n); those of one shape in one call."""
+    """Orthonormalize factors, each given as rows (..., r, n); those of one shape in one call."""
     orthonormal: Tensors = {}
     for names in _of_one_shape(factors):
-        together = orthogonalize(torch.stack([factors[name].T for name in names]))
-        orthonormal |= {name: basis.T.contiguous() for name, basis in zip(names, together, strict=True)}
+        together = orthogonalize(torch.stack([factors[name].mT for name in names]))
+        orthonormal |= {name: basis.mT.contiguous() for name, basis in zip(names, together, strict=True)}
     return {name: orthonormal[name] for name in factors}
 
 
@@ -305,7 +310,7 @@ def multiplied(factors: Tensors, matrices: Tensors) -> Tensors:
     for names in _of_one_shape(matrices):
         if len(names) > 1 and matrices[names[0]].device.type != "cpu":
             left, right = (torch.stack([tensors[name] for name in names]) for tensors in (factors, matrices))
-            products |= dict(zip(names, torch.bmm(left, right), strict=True))
+            products |= dict(zip(names, torch.matmul(left, right), strict=True))
         else:
             products |= {name: factors[name] @ matrices[name] for name in names}
     return {name: products[name] for name in factors}

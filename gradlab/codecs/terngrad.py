@@ -147,7 +147,7 @@ class TernGrad(BlockCompressor):
         if not self.settings.shared_scale:
             return (yield from super().exchange(grads, state, context))
         vector, ranks = concatenate(grads), context.world_size
-        codec = self.for_layers([grad.shape for grad in grads.values()])
+        codec = self.for_layers(self.shapes_of(self.layers_of(grads)))
         everyone = yield Gather(codec.scales(vector))
         scales = torch.stack(everyone).amax(0)
         codes = codec.ternary(vector, scales, context.rank_generator(), everyone[context.rank])
@@ -182,7 +182,7 @@ class TernGrad(BlockCompressor):
         if not self.settings.shared_scale:
             return super().payload_bytes(layers, world_size)
         numel = sum(layer.numel for layer in layers)
-        scales = 4 * self.for_layers([layer.shape for layer in layers]).blocks(numel)
+        scales = 4 * self.for_layers(self.shapes_of(layers)).blocks(numel)
         sizes, bits = shard_sizes(numel, world_size), (2 * world_size).bit_length()
         codes = sum(packed_bytes(size, 2) for size in sizes)
         return scales + codes + sum(packed_bytes(size, bits) for size in sizes) / world_size

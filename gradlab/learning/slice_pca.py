@@ -233,7 +233,7 @@ def sample_slices(samples: Mapping[str, torch.Tensor], layer: Layer, slice_size:
         raise GradlabError(f"{layer.name}: {len(given)} samples, PCA needs at least 2")
     if not bool(given.isfinite().all()):
         raise GradlabError(f"{layer.name}: samples with NaN or infinity; leave out the steps they come from")
-    return torch.stack([split_slices(flatten(sample, "gradiveq"), slice_size)[0] for sample in given])
+    return torch.stack([split_slices(flatten(sample, "gradiveq", role=layer.role), slice_size)[0] for sample in given])
 
 
 def check_bases(

@@ -293,6 +293,7 @@ class Plan:
         """
         method = codecs.get(group.codec)
         codec = method(build_settings(method, group.settings), self.learned.get(group.name))
+        codec.bind(self.members(group))
         codec.check(self.members(group))
         for wrap in reversed(group.wrappers):
             wrapper = wrapper_registry.get(wrap.name)

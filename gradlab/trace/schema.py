@@ -30,10 +30,12 @@ import numpy as np
 from gradlab.errors import GradlabError, NewerFormat
 from gradlab.files import write_whole
 from gradlab.layout import Layer, canonical_json
+from gradlab.roles import FIRST_ROLES
 
 FORMAT = "gradlab-trace"
 INDEX_FORMAT = "gradlab-trace-rank"
-VERSION = 1
+VERSION = 2  # the newest that is read; 2: layers may have roles that transformers brought, such as experts
+FIRST_VERSION = 1  # of indices and segments, and of the manifest of a trace whose roles any version knows
 MANIFEST = "manifest.json"
 INDEX = "index.json"
 LOCK = "recording.lock"  # held with flock while a rank records
@@ -203,7 +205,8 @@ class RankIndex:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write a trace's manifest into its folder, which must exist; raise OSError if that is impossible."""
-    write_document(folder / MANIFEST, FORMAT, manifest.to_json())
+    known = all(layer.role in FIRST_ROLES for layer in manifest.layers)
+    write_document(folder / MANIFEST, FORMAT, manifest.to_json(), FIRST_VERSION if known else VERSION)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -238,14 +241,14 @@ def read_index(folder: Path, rank: int) -> RankIndex | None:
     return RankIndex.from_json(read_document(path, INDEX_FORMAT), path) if path.is_file() else None
 
 
-def write_document(path: Path, document_format: str, body: dict[str, Any]) -> None:
-    """Write a JSON document with its own sha256, whole or not at all.
+def write_document(path: Path, document_format: str, body: dict[str, Any], version: int = FIRST_VERSION) -> None:
+    """Write a JSON document with its own sha256, whole or not at all; `version`: the oldest reader that knows it.
 
     Raises:
         OSError: if the file cannot be written.
         ValueError: if `body` is not JSON.
     """
-    content = {"format": document_format, "version": VERSION, **body}
+    content = {"format": document_format, "version": version, **body}
     content["sha256"] = hashlib.sha256(canonical_json(content).encode()).hexdigest()
     write_whole(path, json.dumps(content, indent=1, sort_keys=True, allow_nan=False).encode())
 

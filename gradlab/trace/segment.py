@@ -21,6 +21,7 @@ import numpy as np
 from gradlab.errors import GradlabError, NewerFormat
 from gradlab.layout import Layer, canonical_json, fingerprint
 from gradlab.trace.schema import (
+    FIRST_VERSION,
     FORMAT,
     STEP_DTYPE,
     STORED_DTYPE,
@@ -44,7 +45,7 @@ def header(manifest: Manifest, rank: int, number: int) -> str:
     return canonical_json(
         {
             "format": FORMAT,
-            "version": VERSION,
+            "version": FIRST_VERSION,
             "run": manifest.run,
             "world_size": manifest.world_size,
             "layers": fingerprint(manifest.layers),

@@ -69,7 +69,7 @@ class TwoWay(Wrapper):
         self.compressor = codec
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        vector, shapes = concatenate(grads), [grad.shape for grad in grads.values()]
+        vector, shapes = concatenate(grads), self._shapes(grads)
         shards = self.shards(shapes, context.world_size, context.group)
         codecs = [self.compressor.for_layers(shapes).part(a, b) for a, b in shards]
         sent = [
@@ -96,7 +96,7 @@ class TwoWay(Wrapper):
     def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         """Send the servers' residuals along: each server adds N times its residual to its own gradient."""
         vector = concatenate(grads)
-        shapes = [grad.shape for grad in grads.values()]
+        shapes = self._shapes(grads)
         start, stop = self.shards(shapes, context.world_size, context.group)[context.rank]
         total = vector.clone()
         held = self._server_residual(grads, state, context, total[start:stop])
@@ -107,6 +107,9 @@ class TwoWay(Wrapper):
             if context.stands_still(name, self.settings.step_size_ratio):
                 kept |= store_buffer(name, "server_residual", piece.clone(), self.settings.buffer)
         return Exchanged(done.mean, dict(grads), kept)
+
+    def _shapes(self, grads: Tensors) -> list[tuple[int, ...]]:
+        return self.compressor.shapes_of(self.compressor.layers_of(grads))
 
     def shards(self, shapes: Sequence[Sequence[int]], world_size: int, group: str = "") -> list[Shard]:
         """Return each rank's shard (start, stop) of layers of these shapes: whole blocks, or all on one rank.
@@ -180,9 +183,7 @@ class TwoWay(Wrapper):
 
     def _cuts(self, grads: Tensors, context: Context) -> dict[str, Shard]:
         """Return the part of each layer that lies in this rank's shard: (start, stop) in the layer."""
-        start, stop = self.shards([grad.shape for grad in grads.values()], context.world_size, context.group)[
-            context.rank
-        ]
+        start, stop = self.shards(self._shapes(grads), context.world_size, context.group)[context.rank]
         cuts, first = {}, 0
         for name, grad in grads.items():
             a, b = (max(0, min(grad.numel(), edge - first)) for edge in (start, stop))
@@ -208,7 +209,7 @@ class TwoWay(Wrapper):
         return kept
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        shapes = [layer.shape for layer in layers]
+        shapes = self.compressor.shapes_of(layers)
         codec, shards = self.compressor.for_layers(shapes), self.shards(shapes, world_size)
         sizes = [codec.part(a, b).compressed_bytes(b - a) for a, b in shards]
         return sum(sizes) + sum(sizes) / world_size

@@ -617,8 +617,8 @@ MUTANTS = (
     ),
     Mutant(
         file="gradlab/artifact.py",
-        old="MINIMUM_READER if self.plan.refresh is None else MINIMUM_READER_OF_REFRESH,",
-        new="MINIMUM_READER,",
+        old="return MINIMUM_READER if plan.refresh is None else MINIMUM_READER_OF_REFRESH",
+        new="return MINIMUM_READER",
         tests=("tests/plan/test_refresh.py",),
         what="A plan that is chosen anew claims that older readers understand it.",
         select="keeps_its_refresh",

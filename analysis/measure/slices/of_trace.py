@@ -243,7 +243,8 @@ def looked_at(numel: int) -> np.ndarray:
 def _sample(trace: Trace, layer: Layer, places: _Positions) -> _Sampled:
     """Read a layer's averaged gradients at the planned positions, in blocks; leave out those that are not finite."""
     columns = looked_at(layer.numel)
-    native = flatten(torch.arange(layer.numel).reshape(layer.shape), "gradiveq").numpy()[columns]
+    order = flatten(torch.arange(layer.numel).reshape(layer.shape), "gradiveq", role=layer.role)
+    native = order.numpy()[columns]
     values = np.empty((len(places.read), len(columns)), dtype=np.float32)
     finite = np.empty(len(places.read), dtype=bool)
     most = max(1, _BLOCK_VALUES // max(1, layer.numel))
