@@ -49,6 +49,11 @@ class Layer:
         """Number of elements."""
         return math.prod(self.shape)
 
+    @property
+    def dimensions(self) -> int:
+        """Number of dimensions; 1 at most of a bias, as those of an expert stack are a batch of vectors."""
+        return min(len(self.shape), 1) if self.role == "bias" else len(self.shape)
+
     def to_json(self) -> dict[str, Any]:
         return {"name": self.name, "shape": list(self.shape), "role": self.role}
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.ddp.agreement import Ranks
-from gradlab.ddp.model import attached_hook
+from gradlab.ddp.model import attached_hook, sparse_layers
 from gradlab.ddp.optimizers import own_momentum, own_weight_decay
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
@@ -51,8 +51,8 @@ def check_ddp(model: DistributedDataParallel, process_group: dist.ProcessGroup |
         timeout: of those collectives, or None.
 
     Raises:
-        GradlabError: for a model that takes no hook, a group of other ranks, or a timeout that is not a positive
-            timedelta.
+        GradlabError: for a model that takes no hook, an embedding with sparse gradients, a group of other ranks, or a
+            timeout that is not a positive timedelta.
     """
     if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
         raise GradlabError(f"timeout = {timeout!r}, expected a timedelta above 0")
@@ -70,6 +70,11 @@ def check_ddp(model: DistributedDataParallel, process_group: dist.ProcessGroup |
         raise GradlabError(
             "the DDP model has compiled autograd's Python reducer, which gives hooks no buckets; make the model with "
             "torch._dynamo.config.optimize_ddp = True"
+        )
+    if sparse := sparse_layers(model):
+        raise GradlabError(
+            f"{', '.join(sparse)}: an embedding with sparse=True, and only dense gradients can be compressed; make it "
+            "with sparse=False, before it is put into DDP"
         )
     if hook := attached_hook(model):
         raise GradlabError(f"the DDP model has the communication hook {hook} already, and DDP takes one only")

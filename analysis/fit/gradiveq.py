@@ -26,6 +26,7 @@ from gradlab.jsonable import Jsonable
 from gradlab.layout import Layer, flatten, split_slices
 from gradlab.learning.slice_pca import shared_dimensions, spectrum
 from gradlab.plan import FEEDBACK, Group, Plan, Schedule
+from gradlab.plan.coverage import known_roles, left_dense, list_roles
 from gradlab.progress import Progress
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class GradiveqOptions:
         total_ratio: dense bytes of the whole model over those of a compressed iteration, at least 1. In place of
             eq. (6) it gives d to all layers at once: each further axis goes where it holds most energy per byte. That
             energy is measured on the last quarter of the samples, which the axes are not fitted on meanwhile.
-        roles: of the layers to fit.
+        roles: of the layers to fit. Where they leave more than half of the model's bytes dense, the fit warns.
         warmup_steps: dense steps before the first compressed one; 0 compresses from the iteration after the samples.
         seed: of the plan and of the random bases it is compared with.
     """
@@ -71,7 +72,7 @@ class GradiveqOptions:
     settings: GradiVeQ.Settings | None = None
     layer_settings: Mapping[str, Mapping[str, Any]] | None = None
     total_ratio: float | None = None
-    roles: Sequence[str] = ("convolution",)
+    roles: Sequence[str] = GradiVeQ.defaults.roles
     warmup_steps: int = 0
     seed: int = 0
 
@@ -118,6 +119,7 @@ class GradiveqMeasurement(Jsonable):
         held_out_on: the first and the last iteration held out.
         layers: the fitted layers, by name.
         skipped: why a layer was left dense, by name.
+        left_dense: which roles are left dense, where that is more than half of the model's bytes; else empty.
         fitted_slices_loss: of all layers, on the fitted slices of the iterations fitted on.
         in_sample_loss: of all layers, on all slices of these iterations.
         holdout: loss on later iterations.
@@ -137,6 +139,7 @@ class GradiveqMeasurement(Jsonable):
     held_out_on: tuple[int, int]
     layers: dict[str, FittedLayer]
     skipped: dict[str, str]
+    left_dense: str
     fitted_slices_loss: float
     in_sample_loss: float
     holdout: HoldOut
@@ -148,7 +151,7 @@ class GradiveqMeasurement(Jsonable):
     @property
     def warnings(self) -> list[str]:
         """What a user must know before training with the plan, one line each."""
-        return [*_early_compression(self), *_poor_fit(self)]
+        return [*([self.left_dense] if self.left_dense else []), *_early_compression(self), *_poor_fit(self)]
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON, as an artifact's metadata and report.json hold it: the method, every field, the warnings."""
@@ -202,12 +205,13 @@ def fit_gradiveq(
             not fitted, or a total ratio out of reach.
     """
     options = dataclasses.replace(options or GradiveqOptions(), **changes)
+    roles = known_roles(options.roles)
     settings, total_ratio, seed = options.settings or PAPER, options.total_ratio, options.seed
     if settings.complement == 1:
         raise NotFittable("complement = 1: all axes are random, there is nothing to fit; make a uniform plan")
     if total_ratio is not None and not total_ratio >= 1:
         raise GradlabError(f"total ratio = {total_ratio:g}, expected at least 1")
-    chosen = _chosen_settings(trace, settings, options.layer_settings or {}, options.roles)
+    chosen = _chosen_settings(trace, settings, options.layer_settings or {}, roles)
     schedule = Schedule(options.warmup_steps)
     window = _fit_window(trace, options.start, options.samples, options.warmup_steps)
     if options.warmup_steps == 0:
@@ -217,7 +221,10 @@ def fit_gradiveq(
     learned, layers, skipped = _fit_layers(trace, window, chosen, progress)
     if not learned:
         reasons = "; ".join(f"{name}: {why}" for name, why in skipped.items()) or "the trace holds none"
-        raise NotFittable(f"{trace.path}: no layer of role {', '.join(options.roles)} can be fitted ({reasons})")
+        raise NotFittable(
+            f"{trace.path}: no layer of role {', '.join(roles)} can be fitted ({reasons}); there are "
+            f"{list_roles(trace.layers)}"
+        )
     groups = tuple(_group(name, chosen[name]) for name in learned)
     plan = Plan(tuple(trace.layers), groups, schedule, seed, learned)
     held = holdout_by_age(trace, plan, start=window.stop, progress=progress)
@@ -233,6 +240,7 @@ def fit_gradiveq(
         held_out_on=(int(trace.steps[window.stop]), int(trace.steps[-1])),
         layers=layers,
         skipped=skipped,
+        left_dense=_left_dense(trace.layers, [*chosen], roles),
         fitted_slices_loss=_loss([layer.fitted_slices_energy for layer in layers.values()]),
         in_sample_loss=_loss([layer.in_sample_energy for layer in layers.values()]),
         holdout=held,
@@ -278,9 +286,22 @@ def _chosen_settings(
     """The settings of every layer of the roles, by name."""
     names = [layer.name for layer in trace.layers if layer.role in roles]
     if unknown := sorted(set(special) - set(names)):
-        raise GradlabError(f"settings for {', '.join(unknown)}: no layer of role {', '.join(roles)} has that name")
+        raise GradlabError(
+            f"settings for {', '.join(unknown)}: no layer of role {', '.join(roles)} has that name; there are "
+            f"{list_roles(trace.layers)}"
+        )
     values = dataclasses.asdict(common)
     return {name: build_settings(GradiVeQ, {**values, **special.get(name, {})}) for name in names}
+
+
+def _left_dense(layers: Sequence[Layer], names: Sequence[str], roles: Sequence[str]) -> str:
+    """Say what roles leave dense of the matrices, if that is more than half of the model's bytes."""
+    chosen = [layer for layer in layers if layer.name in names]
+    return left_dense("gradiveq", layers, chosen, [*chosen, *_other_matrices(layers, roles)], roles)
+
+
+def _other_matrices(layers: Sequence[Layer], roles: Sequence[str]) -> list[Layer]:
+    return [layer for layer in layers if layer.dimensions >= 2 and layer.role not in roles]
 
 
 def _group(name: str, settings: GradiVeQ.Settings) -> Group:

@@ -67,7 +67,7 @@ def family_candidates(
         GradlabError: for an unknown family, or a trace that bases cannot be fitted on.
     """
     names = known_families(families)
-    layers = [layer for layer in trace.layers if len(layer.shape) >= 2 and layer.numel >= _LEAST]
+    layers = [layer for layer in trace.layers if layer.dimensions >= 2 and layer.numel >= _LEAST]
     candidates: dict[str, list[Candidate]] = {layer.name: [DENSE] for layer in layers}
     for family in names:
         codec, around = FAMILIES[family]

@@ -29,6 +29,20 @@ def _as_ddp_names_it(name: str) -> str:
     return name if "." in name else f".{name}"
 
 
+def sparse_layers(model: DistributedDataParallel) -> list[str]:
+    """List the trainable layers whose gradients DDP expects to be sparse: embeddings with sparse=True.
+
+    Args:
+        model: in DDP.
+
+    Returns:
+        The layers' names.
+    """
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    weights = {id(m.weight) for m in model.module.modules() if isinstance(m, kinds) and m.sparse}
+    return [layer.name for layer, parameter in synchronised_layers(model) if id(parameter) in weights]
+
+
 def bucket_gradients(bucket: dist.GradBucket) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """List the parameters of a bucket with their gradients.
 
@@ -42,7 +56,10 @@ def bucket_gradients(bucket: dist.GradBucket) -> list[tuple[torch.Tensor, torch.
         GradlabError: for a sparse gradient.
     """
     if bucket.buffer().is_sparse:
-        raise GradlabError("a sparse gradient (an embedding with sparse=True): only dense gradients can be compressed")
+        raise GradlabError(
+            "a sparse gradient (an embedding with sparse=True): only dense gradients can be compressed; make the "
+            "embedding with sparse=False"
+        )
     return [(p, _as_parameter_lies(p, g)) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)]
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from gradlab.codec import Tensors
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, layers_of
+from gradlab.plan.coverage import list_roles
 from gradlab.plan.plan import Group, Plan, Schedule, Wrap, groups_of_the_rest
 
 PATTERNS = ("ring", "server")
@@ -120,7 +121,7 @@ def lgc_plan(
 
 
 def _is_large(layer: Layer) -> bool:
-    return len(layer.shape) >= 2 and layer.numel >= 256
+    return layer.dimensions >= 2 and layer.numel >= 256
 
 
 def _ends(layers: Sequence[Layer], order: Sequence[str], recipe: LgcRecipe) -> tuple[str, str]:
@@ -140,7 +141,7 @@ def _between(layers: Sequence[Layer], first: str, last: str) -> tuple[str, ...]:
     if not middle:
         raise GradlabError(
             f"LGC: {len(large)} layers of two dimensions and 256 elements: the first stays dense and the last is sent "
-            "without the autoencoder, so that no layer is left to learn from"
+            f"without the autoencoder, so that no layer is left to learn from; there are {list_roles(layers)}"
         )
     return middle
 

@@ -20,6 +20,7 @@ from gradlab.codec.settings import build_settings, plain
 from gradlab.codec.wrapper import innermost
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, canonical_json, describe_difference, fingerprint, layers_of
+from gradlab.plan.coverage import known_roles, left_dense, require_compressed, warn_left_dense
 from gradlab.plan.refresh import Refresh
 from gradlab.segments import segments
 
@@ -227,14 +228,16 @@ class Plan:
             warmup_steps: dense iterations before the first compressed one.
             minimum_dimensions: dimensions that a layer needs to be compressed.
             minimum_numel: elements that a layer needs to be compressed.
-            roles: roles of the layers that are compressed, such as ("convolution",).
+            roles: roles of the layers that are compressed, such as ("convolution",); () compresses none. Where roles
+                leave more than half of the model's bytes dense, a warning names them.
             group_bytes: bytes of gradients up to which consecutive layers share a group. 0: one group per layer,
                 math.inf: one group of all layers.
             seed: of the random streams that ranks share.
             settings: of the codec, by name.
 
         Raises:
-            GradlabError: for an unknown codec, a setting out of range, or `wrappers` with `error_feedback`.
+            GradlabError: for an unknown codec or role, a setting out of range, `wrappers` with `error_feedback`, or
+                arguments by which no layer of the model would be compressed.
         """
         layers = layers_of(model) if isinstance(model, nn.Module) else tuple(model)
         _check_wrappers(wrappers, error_feedback)
@@ -244,11 +247,13 @@ class Plan:
             "warmup_steps": warmup_steps,
             "minimum_dimensions": minimum_dimensions,
             "minimum_numel": minimum_numel,
-            "roles": roles,
+            "roles": None if roles is None else known_roles(roles),
             "group_bytes": group_bytes,
         }
         choice = replace(built.defaults, **{name: value for name, value in given.items() if value is not None})
         compressed = _compressed(layers, choice)
+        if roles is None or roles:
+            _check_coverage(codec, layers, compressed, choice)
         members = _consecutive(compressed, choice.group_bytes)
         groups = [Group(_group_name(names), names, codec, settings, around) for names in members]
         rest = groups_of_the_rest(layers, compressed, around)
@@ -458,13 +463,23 @@ def _check_wrappers(wrappers: Any, error_feedback: bool | None) -> None:
 
 def _compressed(layers: Sequence[Layer], choice: PlanDefaults) -> list[Layer]:
     """The layers that are large enough, and of the roles that are compressed."""
+    return [layer for layer in _large_enough(layers, choice) if layer.role in choice.roles]
+
+
+def _large_enough(layers: Sequence[Layer], choice: PlanDefaults) -> list[Layer]:
     return [
         layer
         for layer in layers
-        if len(layer.shape) >= choice.minimum_dimensions
-        and layer.numel >= choice.minimum_numel
-        and layer.role in choice.roles
+        if layer.dimensions >= choice.minimum_dimensions and layer.numel >= choice.minimum_numel
     ]
+
+
+def _check_coverage(codec: str, layers: Sequence[Layer], compressed: Sequence[Layer], choice: PlanDefaults) -> None:
+    """Refuse a plan that compresses nothing; warn where roles are why less than half of the bytes is compressed."""
+    sizes = f"from {choice.minimum_dimensions} dimensions and {choice.minimum_numel} elements on"
+    require_compressed(codec, layers, compressed, f"layers of role {', '.join(choice.roles)} {sizes}")
+    line = left_dense(codec, layers, compressed, _large_enough(layers, choice), choice.roles)
+    warn_left_dense(line, stacklevel=4)
 
 
 def _consecutive(layers: Sequence[Layer], group_bytes: float) -> list[tuple[str, ...]]:

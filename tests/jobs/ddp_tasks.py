@@ -264,6 +264,7 @@ def refusals(group: dist.ProcessGroup, folder: str) -> dict[str, str]:
             Plan.uniform(model, "topk"), model, segment_bytes=1000 + rank, process_group=spare
         ),
         "one file missing": lambda: CompressionState.load(here if rank == 0 else "nowhere", model),
+        "sparse": lambda: _with_sparse_embedding(group),
         "wrong state": lambda: _train_with("no state", group),
         "foreign parameter": lambda: _train_with(
             CompressionState(Plan.uniform(model, "topk"), model, process_group=spare), group
@@ -287,6 +288,12 @@ def refusals(group: dist.ProcessGroup, folder: str) -> dict[str, str]:
         except GradlabError as error:
             messages["second state"] = str(error)
     return messages
+
+
+def _with_sparse_embedding(group: dist.ProcessGroup) -> None:
+    bare = nn.Sequential(nn.Embedding(40, 8, sparse=True), nn.Linear(8, 40))
+    model = DistributedDataParallel(bare, process_group=group)
+    CompressionState(Plan.uniform(model, "topk"), model, process_group=SPARE.get(dist.get_world_size(group)))
 
 
 def _train_with(state: Any, group: dist.ProcessGroup) -> None:

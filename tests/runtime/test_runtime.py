@@ -104,6 +104,8 @@ def test_wrong_use_is_refused(pool: ProcessPool, tmp_path: Path) -> None:
         assert "ranks disagree about the plan" in messages["ranks differ"]
         assert "ranks disagree about segment_bytes" in messages["options differ"]
         assert "rank 1: no artifact at" in messages["one file missing"]
+        assert "0.weight: an embedding with sparse=True" in messages["sparse"]
+        assert "sparse=False" in messages["sparse"]
         assert "CompressionState" in messages["wrong state"]
         assert "does not have" in messages["foreign parameter"]
         assert "once" in messages["twice"]

@@ -9,16 +9,22 @@ from torch import nn
 
 from gradlab.layout import Layer
 
-# Shapes that codecs meet: a convolution, matrices, vectors, a scalar, an empty layer, a single element.
+# Shapes that codecs meet: a convolution, matrices, a stack of them, vectors, a scalar, an empty layer, one element.
 SHAPES: dict[str, tuple[int, ...]] = {
     "conv": (16, 8, 3, 3),
     "wide": (12, 300),
     "tall": (300, 7),
+    "experts": (3, 14, 22),
+    "transposed": (15, 20),
     "vector": (65,),
     "scalar": (),
     "empty": (0, 4),
     "one": (1, 1),
 }
+
+
+# Roles by name; all others are matrices and vectors of no known role.
+ROLES = {"conv": "convolution", "experts": "experts", "transposed": "transposed_linear"}
 
 
 class Prescribed(nn.Module):
@@ -36,7 +42,8 @@ class Prescribed(nn.Module):
 def layers(shapes: Mapping[str, Sequence[int]] = SHAPES) -> tuple[Layer, ...]:
     """The layers of `Prescribed(shapes)`; four-dimensional ones count as convolutions."""
     return tuple(
-        Layer(name, tuple(shape), "convolution" if len(shape) == 4 else "other") for name, shape in shapes.items()
+        Layer(name, tuple(shape), ROLES.get(name, "convolution" if len(shape) == 4 else "other"))
+        for name, shape in shapes.items()
     )
 
 

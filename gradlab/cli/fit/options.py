@@ -23,7 +23,8 @@ Roles = Annotated[
     typer.Option(
         "--role",
         metavar="ROLE",
-        help="Layers of this role only, such as convolution or linear; repeatable; by default the codec's own roles.",
+        help="Layers of this role only, such as linear or embedding; repeatable; by default the codec's own roles. "
+        "`gradlab trace info` lists the layers with their roles.",
     ),
 ]
 Setting = Annotated[
@@ -94,11 +95,12 @@ def known_roles(roles: list[str] | None) -> tuple[str, ...] | None:
     Raises:
         GradlabError: for an unknown role.
     """
-    from gradlab.layout import ROLES
+    from gradlab.plan.coverage import known_roles as checked
 
-    if unknown := [role for role in roles or [] if role not in ROLES]:
-        raise GradlabError(f"--role {unknown[0]}: expected one of {', '.join(ROLES)}")
-    return tuple(roles) if roles else None
+    try:
+        return checked(roles) if roles else None
+    except GradlabError as error:
+        raise GradlabError(f"--{error}") from None
 
 
 def parse_wrapper(text: str) -> Wrap:
