@@ -10,6 +10,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -59,9 +60,10 @@ class TraceRecorder:
     power of two, averages differ in their last bits. What is recorded are the local gradients then as well.
 
     A step is one synchronised backward pass; what `no_sync` accumulated is in it. Gradients are recorded as the hook
-    sees them: with the loss scale, and infinite or NaN where they are. Memory on the host: about (queue_steps + 18)
-    times the recorded layers. Failing to write never stops training. After `close` the model goes on averaging as
-    plain DDP does: DDP cannot give a hook back.
+    sees them: with the loss scale, and infinite or NaN where they are. Memory on the host: at most (queue_steps + 2)
+    times the recorded layers, and a block of up to 16 steps or 64 MiB. A trace takes ranks x steps x recorded elements
+    x 4 bytes, half of it in 16 bits. Failing to write never stops training. After `close` the model goes on averaging
+    as plain DDP does: DDP cannot give a hook back.
 
     Args:
         model: a DistributedDataParallel model without a communication hook. torch.compile may have wrapped it.
@@ -77,6 +79,11 @@ class TraceRecorder:
         on_full: what to do with the next one then: "wait" (the default), or "drop" it.
         flush_seconds: longest time until a step is safe from a kill; 5 by default.
         segment_bytes: size of a file of the trace; 1 GiB by default.
+        budget: bytes of the whole trace at most, all ranks, as "20GB": fewer steps are recorded, and of large layers
+            the same sampled blocks in each of them (see `gradlab.capture.budget`). None: no limit.
+        expected_steps: iterations that the run will have, so that a budget's steps are spread over all of it. Without
+            it, and without max_steps, they are the run's first ones (every n-th, if `every` is given).
+        sample_seed: of the sampled blocks.
     Raises:
         GradlabError: the same line on all ranks, before anything is written: a model not in DDP, a hook attached
             already, folder not empty, no such layer, settings out of range or different between ranks.
@@ -101,10 +108,14 @@ class TraceRecorder:
         metadata = {} if metadata is None else metadata
         if isinstance(metadata, dict):  # a replay has to know what the run's residuals would be multiplied by
             metadata = {"plain_sgd": is_plain_sgd(optimizer)} | metadata
-        chosen, self._writer = start_recording(model, self.path, self._settings, layers, wrap, metadata, overwrite)
+        chosen, self.size, self._writer = start_recording(
+            model, self.path, self._settings, layers, wrap, metadata, overwrite
+        )
+        self._settings = replace(self._settings, every=self.size.settings.every, max_steps=self.size.settings.max_steps)
         # Parameters are kept alive with their ids: an id alone could pass to another object.
         self._positions = {id(parameter): (n, parameter) for n, (_, parameter) in enumerate(chosen)}
-        self._shapes = [layer.shape for layer, _ in chosen]
+        self._shapes = [layer.shape for layer in self.size.layers]
+        self._samples = [self.size.sample(layer.name) for layer, _ in chosen]
         self._optimizer, self._scaler, self._wrap, self._group = optimizer, scaler, wrap, model.process_group
         self._iteration, self._taken = -1, 0
         self._buffer: StepBuffer | None = None  # the step that the hook is filling
@@ -215,7 +226,11 @@ class TraceRecorder:
                 continue
             position = self._positions[id(parameter)][0]
             target = buffer.gradients[position].view(self._shapes[position])
-            target.copy_(gradient, non_blocking=True)
+            sample = self._samples[position]
+            if sample is None:
+                target.copy_(gradient, non_blocking=True)
+            else:
+                sample.copy(target, gradient)
             # DDP fills the place of a parameter that the loss does not depend on with zeros.
             buffer.unused[position] = parameter.grad is None
             buffer.seen[position] = True

@@ -21,10 +21,10 @@ from gradlab.errors import GradlabError, NewerFormat
 from gradlab.trace.checking import committed_segments
 from gradlab.trace.rules import index_problems
 from gradlab.trace.schema import (
-    CHUNK_STEPS,
     PART,
     Manifest,
     RankIndex,
+    block_steps,
     rank_folder,
     read_index,
     read_manifest,
@@ -161,11 +161,12 @@ def _close_segment(folder: Path, manifest: Manifest, rank: int, number: int) -> 
 
 def _copy(reader: SegmentReader, folder: Path, manifest: Manifest, rank: int, number: int) -> list[str]:
     """Copy all steps that can be read and match their checksums; a line for each one that cannot."""
-    writer = SegmentWriter(folder, manifest, rank, number, suffix=REPAIR)
+    rows = block_steps(manifest.row_bytes, reader.committed)
+    writer = SegmentWriter(folder, manifest, rank, number, suffix=REPAIR, rows=rows)
     problems: list[str] = []
     try:
-        for start in range(0, reader.committed, CHUNK_STEPS):
-            stop = min(start + CHUNK_STEPS, reader.committed)
+        for start in range(0, reader.committed, rows):
+            stop = min(start + rows, reader.committed)
             try:
                 _copy_rows(reader, writer, manifest, start, stop)
             except GradlabError:

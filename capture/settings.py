@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from gradlab.errors import GradlabError
+from gradlab.formatting import parse_bytes
 from gradlab.layout import canonical_json
 from gradlab.trace.schema import STORED_DTYPE
 
@@ -24,6 +28,17 @@ class StepSettings:
     max_steps: int | None = None  # recorded iterations at most; None: no limit
     dtype: str = "float32"  # stored type
     segment_bytes: int = SEGMENT_BYTES  # size after which a new file begins
+    budget: int | str | None = None  # bytes of the whole trace at most, as "20GB"; None: no limit
+    expected_steps: int | None = None  # iterations of the run, if known: a budget spreads steps over them
+    sample_seed: int = 0  # of the samples of layers that a budget leads to
+
+    @property
+    def wanted_steps(self) -> int | None:
+        """Iterations that are recorded without a budget; None: not known."""
+        if self.expected_steps is None:
+            return self.max_steps
+        due = max(1, -(-(self.expected_steps - self.start) // self.every))
+        return due if self.max_steps is None else min(due, self.max_steps)
 
     def check(self) -> None:
         """Check every setting.
@@ -31,9 +46,12 @@ class StepSettings:
         Raises:
             GradlabError: for the first one that is out of range.
         """
-        for name, least in (("every", 1), ("start", 0), ("max_steps", 1), ("segment_bytes", 1)):
-            if name != "max_steps" or self.max_steps is not None:
-                _require_whole(name, getattr(self, name), least)
+        least = {"every": 1, "start": 0, "max_steps": 1, "segment_bytes": 1, "expected_steps": 1, "sample_seed": 0}
+        for name, smallest in least.items():
+            if name not in ("max_steps", "expected_steps") or getattr(self, name) is not None:
+                _require_whole(name, getattr(self, name), smallest)
+        if self.budget is not None:
+            parse_bytes(self.budget, "budget")
         if self.dtype not in STORED_DTYPE:
             raise GradlabError(f"dtype is {self.dtype!r}, expected one of {', '.join(STORED_DTYPE)}")
 
@@ -84,6 +102,21 @@ def _require_whole(name: str, value: object, least: int) -> None:
         raise GradlabError(f"{name} is {value!r}, expected a whole number of at least {least}")
 
 
+def announce(path: Path, size: object, settings: StepSettings) -> None:
+    """Say on standard error how large a recording within a budget will be; without a budget to the log alone.
+
+    Args:
+        path: of the trace.
+        size: of the recording, whose text says it.
+        settings: of the recording.
+    """
+    line = f"recording {path}: {size}"
+    if settings.budget is None:
+        logging.getLogger("gradlab.capture").info(line)
+    else:
+        print(line, file=sys.stderr, flush=True)
+
+
 def run_metadata(model: nn.Module, settings: StepSettings) -> dict[str, Any]:
     """Collect what a manifest says of any run, unless the user's metadata say it.
 
@@ -100,7 +133,7 @@ def run_metadata(model: nn.Module, settings: StepSettings) -> dict[str, Any]:
         "every": settings.every,
         "start": settings.start,
         "max_steps": settings.max_steps,
-    }
+    } | ({} if settings.budget is None else {"budget": parse_bytes(settings.budget)})
 
 
 def check_metadata(metadata: Any) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradlab.capture.budget import Recording, plan_recording
 from gradlab.capture.layers import LayerChoice, choose_layers
-from gradlab.capture.settings import RecorderSettings, check_metadata, run_metadata
+from gradlab.capture.settings import RecorderSettings, announce, check_metadata, run_metadata
 from gradlab.capture.writing.async_writer import AsyncWriter
 from gradlab.capture.writing.buffers import BufferPool
 from gradlab.capture.writing.folder import require_free, start_together
@@ -33,11 +35,11 @@ def start_recording(
     wrap: Any,
     metadata: dict[str, Any],
     overwrite: bool,
-) -> tuple[Chosen, AsyncWriter]:
+) -> tuple[Chosen, Recording, AsyncWriter]:
     """Check everything, start the trace and its writer; a collective over the model's group.
 
     Returns:
-        The layers that are recorded, with their parameters; and the writer.
+        The layers that are recorded, with their parameters; what of them, and which steps; and the writer.
 
     Raises:
         GradlabError: the same line on all ranks. Nothing has been written then, unless a disk failed on the way.
@@ -45,29 +47,36 @@ def start_recording(
     ranks = Ranks(model.process_group, next(model.parameters()).device)
     problem: str | None = None
     chosen: Chosen = ()
+    size: Recording | None = None
     try:
         settings.check()
         check_metadata(metadata)
         _check_hooks(model, wrap)
         chosen = choose_layers(model, layers)
+        size = plan_recording([layer for layer, _ in chosen], ranks.size, settings, metadata)
         require_free(path, overwrite)
     except GradlabError as error:
         problem = str(error)
     ranks.raise_together(problem)
-    recorded = tuple(layer for layer, _ in chosen)
-    ranks.require_same(vars(settings) | {"layers": [layer.to_json() for layer in recorded]})
+    assert size is not None
+    ranks.require_same(vars(settings) | {"layers": [layer.to_json() for layer, _ in chosen]})
+    settings = replace(settings, every=size.settings.every, max_steps=size.settings.max_steps)
     metadata = _ddp_metadata(model, settings, wrap) | metadata
-    manifest = start_together(path, Manifest(ranks.size, recorded, settings.dtype, metadata), overwrite, ranks)
+    samples = {sample.layer.name: sample for sample in size.samples}
+    manifest = Manifest(ranks.size, size.layers, settings.dtype, metadata, samples=samples)
+    manifest = start_together(path, manifest, overwrite, ranks)
+    if ranks.rank == 0:
+        announce(path, size, settings)
     pinned = any(parameter.is_cuda for _, parameter in chosen)
-    return chosen, _start_writer(path, manifest, settings, ranks, pinned)
+    return chosen, size, _start_writer(path, manifest, settings, ranks, pinned, size.steps)
 
 
 def _start_writer(
-    path: Path, manifest: Manifest, settings: RecorderSettings, ranks: Ranks, pinned: bool
+    path: Path, manifest: Manifest, settings: RecorderSettings, ranks: Ranks, pinned: bool, most_steps: int | None
 ) -> AsyncWriter:
     rank_writer, problem = None, None
     try:
-        rank_writer = RankWriter(path, manifest, ranks.rank, settings.segment_bytes)
+        rank_writer = RankWriter(path, manifest, ranks.rank, settings.segment_bytes, most_steps)
     except (OSError, GradlabError) as error:
         problem = str(error)
     try:

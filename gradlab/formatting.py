@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
+
+from gradlab.errors import GradlabError
 
 # Shown for a number that does not exist (a world of one rank has no cosine between ranks).
 ABSENT = "-"
@@ -36,6 +39,28 @@ def format_bytes(count: float | None, digits: int = 3) -> str:
         value, unit = value / 1000, unit + 1
     number = f"{value:.0f}" if unit == 0 else significant(value, digits)
     return f"{number} {_BYTE_UNITS[unit]}"
+
+
+def parse_bytes(text: str | int, name: str = "bytes") -> int:
+    """Read a number of bytes.
+
+    Args:
+        text: a whole number of bytes, or a number with a unit: kB, MB, GB, TB, PB, or KiB, MiB, GiB, TiB, PiB.
+        name: of the value, for the error.
+
+    Returns:
+        Bytes, at least 1.
+
+    Raises:
+        GradlabError: for anything else.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([kKMGTP]?)(i?)[bB]?\s*", str(text))
+    sound = type(text) in (int, str) and match is not None and not (match[3] and not match[2])
+    factor = (1024 if match[3] else 1000) ** " kmgtp".index(match[2].lower() or " ") if match and sound else 0
+    count = int(float(match[1]) * factor) if match and sound else 0
+    if not 1 <= count < 2**60:
+        raise GradlabError(f"{name} is {text!r}, expected bytes from 1 on, such as 20GB, 512MiB or 2000000")
+    return count
 
 
 def format_seconds(duration: float | None, digits: int = 3) -> str:

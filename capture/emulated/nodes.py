@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradlab.capture.budget import plan_recording
 from gradlab.capture.emulated.mean import NodeMean
 from gradlab.capture.emulated.start import (
     check_model,
@@ -25,11 +26,10 @@ from gradlab.capture.emulated.start import (
     choose_in_bare_model,
     emulated_metadata,
     require_room,
-    row_bytes,
 )
 from gradlab.capture.emulated.state import ForwardPasses, NodeBuffers, NodeStreams
 from gradlab.capture.layers import LayerChoice
-from gradlab.capture.settings import StepSettings
+from gradlab.capture.settings import StepSettings, announce
 from gradlab.capture.writing.async_writer import RecorderReport, describe
 from gradlab.capture.writing.trace_writer import TraceWriter
 from gradlab.errors import GradlabError
@@ -58,9 +58,9 @@ class EmulatedNodes:
     torch.manual_seed(seed + r) before its first step. Other generators are left to the caller.
 
     Gradients are recorded as they are when the node ends: times the loss scale, with infinite and NaN values. A
-    parameter without a gradient is recorded as zeros and marked unused. Memory: 16 recorded steps of every node, that
-    is 64 N bytes per recorded element in float32 and half of that in the other types; and one mean gradient. A step
-    that cannot be written stops the run with a GradlabError, because the run exists for its trace.
+    parameter without a gradient is recorded as zeros and marked unused. Memory: up to 16 recorded steps of every node,
+    or 64 MiB of them and at least one; and one mean gradient. A step that cannot be written stops the run with a
+    GradlabError, because the run exists for its trace.
 
     Args:
         model: a bare module, not in DDP.
@@ -74,6 +74,7 @@ class EmulatedNodes:
         overwrite: replace a gradlab trace that is in `path`; never anything else.
         every, start, max_steps: record iterations start, start + every, ..., at most max_steps of them; by default all.
         dtype: stored type: float32 (the default), bfloat16, or float16 (in which small gradients vanish).
+        budget, expected_steps, sample_seed: as in `TraceRecorder`.
         segment_bytes: bytes after which a new file of the trace begins; 1 GiB by default.
     Raises:
         GradlabError: for a model in DDP, a folder that is not empty, no such layer, settings out of range, or more
@@ -99,11 +100,13 @@ class EmulatedNodes:
         self._settings.check()
         check_model(model)
         check_numbers(world_size, seed)
-        metadata = emulated_metadata(model, self._settings, metadata)
         self._chosen = choose_in_bare_model(model, layers)
-        recorded = [layer for layer, _ in self._chosen]
-        self._row_bytes = row_bytes(recorded, self._settings.dtype)
-        require_room(world_size, self._row_bytes)
+        self.size = plan_recording([layer for layer, _ in self._chosen], world_size, self._settings, metadata)
+        self._settings = self.size.settings
+        metadata = emulated_metadata(model, self._settings, metadata)
+        self._samples = [self.size.sample(layer.name) for layer, _ in self._chosen]
+        self._row_bytes = self.size.row_bytes
+        require_room(world_size, self._row_bytes, self.size.steps)
         self._optimizer, self._scaler = optimizer, scaler
         self._mean, self._buffers, self._passes = NodeMean(model, world_size), NodeBuffers(model), ForwardPasses()
         self._streams = NodeStreams(seed, sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda}))
@@ -113,13 +116,16 @@ class EmulatedNodes:
         self._annotations: dict[str, float] = {}
         self._writer = TraceWriter(
             path,
-            recorded,
+            self.size.layers,
             world_size,
             dtype=self._settings.dtype,
             metadata=metadata,
             overwrite=overwrite,
             segment_bytes=self._settings.segment_bytes,
+            samples=self.size.samples,
+            most_steps=self.size.steps,
         )
+        announce(self.path, self.size, self._settings)
         self._passes.inside = False
         self._watching = model.register_forward_pre_hook(self._passes)
         if world_size == 1:
@@ -240,8 +246,9 @@ class EmulatedNodes:
 
     def _record(self, rank: int) -> None:
         gradients, unused = {}, []
-        for layer, parameter in self._chosen:
-            gradients[layer.name] = _dense(parameter, layer)
+        for (layer, parameter), sample in zip(self._chosen, self._samples, strict=True):
+            whole = _dense(parameter, layer)
+            gradients[layer.name] = whole if sample is None else sample.take(whole)
             if parameter.grad is None:
                 unused.append(layer.name)
         values: dict[str, Any] = {}

@@ -14,7 +14,7 @@ from gradlab.capture.layers import LayerChoice, choose_layers
 from gradlab.capture.settings import StepSettings, check_metadata, run_metadata
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
-from gradlab.trace.schema import CHUNK_STEPS, STORED_DTYPE
+from gradlab.trace.schema import block_steps
 
 _FILES_PER_NODE, _OTHER_FILES = 2, 64  # a segment and a lock; other files that the process may have open
 
@@ -56,34 +56,24 @@ def check_numbers(world_size: int, seed: int) -> None:
         raise GradlabError(f"seed is {seed!r}, expected a whole number from 0 to 2^63 - 1 - world_size")
 
 
-def row_bytes(layers: list[Layer], dtype: str) -> int:
-    """Count the bytes of one step's gradients of one node, as stored.
-
-    Args:
-        layers: the recorded layers.
-        dtype: the stored type.
-
-    Returns:
-        Bytes.
-    """
-    return sum(layer.numel for layer in layers) * STORED_DTYPE[dtype].itemsize
-
-
-def require_room(world_size: int, row_bytes: int) -> None:
+def require_room(world_size: int, row_bytes: int, most_steps: int | None) -> None:
     """Refuse a run that would be killed before its first block is full, with nothing written.
 
     Args:
         world_size: number of nodes.
         row_bytes: bytes of one step's gradients of one node, as stored.
+        most_steps: steps that will be recorded at most; None: not known.
     Raises:
         GradlabError: if the blocks exceed this machine's memory, or the process may not open so many files.
     """
-    needed = world_size * CHUNK_STEPS * row_bytes
+    steps = block_steps(row_bytes, most_steps)
+    needed = world_size * steps * row_bytes
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > memory:
         raise GradlabError(
-            f"{world_size} nodes keep {CHUNK_STEPS} steps of {row_bytes / 1e6:.1f} MB each in memory, "
-            f"{needed / 1e9:.1f} GB; this machine has {memory / 1e9:.1f} GB: record fewer layers, or in bfloat16"
+            f"{world_size} nodes keep {steps} steps of {row_bytes / 1e6:.1f} MB each in memory, "
+            f"{needed / 1e9:.1f} GB; this machine has {memory / 1e9:.1f} GB: record fewer layers, or in bfloat16, or "
+            "within a budget"
         )
     files, limit = _FILES_PER_NODE * world_size + _OTHER_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit != resource.RLIM_INFINITY and files > limit:

@@ -1,4 +1,4 @@
-"""Write what one rank records: 16 steps make a block, blocks make a segment, and an index lists the segments."""
+"""Write what one rank records: some steps make a block, blocks make a segment, and an index lists the segments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ import numpy as np
 from gradlab.capture.settings import SEGMENT_BYTES
 from gradlab.capture.writing.folder import lock_rank, unlock_rank
 from gradlab.capture.writing.segment import SegmentWriter
-from gradlab.trace.schema import CHUNK_STEPS, STEP_DTYPE, STORED_DTYPE, Manifest, RankIndex, rank_folder, write_index
+from gradlab.trace.schema import (
+    STEP_DTYPE,
+    STORED_DTYPE,
+    Manifest,
+    RankIndex,
+    block_steps,
+    rank_folder,
+    write_index,
+)
 
 SPACE_RESERVE = 4 * 2**20  # bytes of the disk that recording leaves free, for closing the files
 
@@ -20,31 +28,40 @@ SPACE_RESERVE = 4 * 2**20  # bytes of the disk that recording leaves free, for c
 class RankWriter:
     """Writes the recording of one rank, in the thread that calls it.
 
-    Memory: one block of 16 steps. A step is safe from a kill once `flush` or a full block has committed it.
+    Memory: one block, of at most 16 steps (see `block_steps`). A step is safe from a kill once `flush` or a full block
+    has committed it.
 
     Args:
         folder: the trace's folder, which already holds its manifest.
         manifest: the trace's manifest.
         rank: the rank whose steps are written.
         segment_bytes: size in bytes after which a new segment begins (always whole blocks).
+        most_steps: steps that will be written at most; None: not known.
     Raises:
         GradlabError: if another process is recording this rank.
         OSError: if the rank's folder cannot be written; from `append`, `flush` and `close` also if the disk is full.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, rank: int, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        rank: int,
+        segment_bytes: int = SEGMENT_BYTES,
+        most_steps: int | None = None,
+    ) -> None:
         self.steps_committed = 0
         self._folder, self._manifest, self._rank = folder, manifest, rank
-        blocks = segment_bytes // max(1, manifest.row_bytes * CHUNK_STEPS)
-        self._segment_steps = CHUNK_STEPS * max(1, blocks)
+        self._rows = block_steps(manifest.row_bytes, most_steps)
+        self._segment_steps = segment_steps(self._rows, manifest.row_bytes, segment_bytes)
         self._segment: SegmentWriter | None = None
         self._segments: list[tuple[int, int]] = []
         self._filled = self._written = 0  # rows of the block: filled in memory; of these, committed
         (folder / rank_folder(rank)).mkdir(exist_ok=True)
         self._lock = lock_rank(folder, rank)
         self._blocks: list[np.ndarray] = []
-        self._records = np.zeros(CHUNK_STEPS, STEP_DTYPE)
-        self._unused = np.zeros((CHUNK_STEPS, len(manifest.layers)), bool)
+        self._records = np.zeros(self._rows, STEP_DTYPE)
+        self._unused = np.zeros((self._rows, len(manifest.layers)), bool)
 
     @property
     def bytes_committed(self) -> int:
@@ -65,28 +82,33 @@ class RankWriter:
         """
         if not self._blocks:
             stored = STORED_DTYPE[self._manifest.dtype]
-            self._blocks = [np.empty((CHUNK_STEPS, layer.numel), stored) for layer in self._manifest.layers]
+            self._blocks = [np.empty((self._rows, layer.numel), stored) for layer in self._manifest.layers]
         for block, row in zip(self._blocks, gradients, strict=True):
             block[self._filled] = row
         self._records[self._filled] = record
         self._unused[self._filled] = unused
         self._filled += 1
-        if self._filled == CHUNK_STEPS:
+        if self._filled == self._rows:
             self.flush()
 
     def flush(self) -> None:
         """Commit all steps that are in memory only."""
+        self._commit(self._rows)
+
+    def _commit(self, chunk_rows: int) -> None:
+        """Commit them; chunk_rows: of a segment that begins with them."""
         new = slice(self._written, self._filled)
         if self._filled > self._written:
-            require_space(self._folder, self._manifest.world_size * CHUNK_STEPS * self._manifest.row_bytes)
+            require_space(self._folder, self._manifest.world_size * self._rows * self._manifest.row_bytes)
             if self._segment is None:
-                self._segment = SegmentWriter(self._folder, self._manifest, self._rank, len(self._segments))
+                number = len(self._segments)
+                self._segment = SegmentWriter(self._folder, self._manifest, self._rank, number, rows=chunk_rows)
             gradients = [block[new] for block in self._blocks]
             self._records["non_finite"][new] = _non_finite(gradients, self._manifest.dtype)
             self._segment.append(gradients, self._records[new], self._unused[new])
             self.steps_committed += self._filled - self._written
         self._written = self._filled
-        if self._filled == CHUNK_STEPS:
+        if self._filled == self._rows:
             self._filled = self._written = 0
             if self._segment is not None and self._segment.committed >= self._segment_steps:
                 self._finish_segment()
@@ -99,7 +121,7 @@ class RankWriter:
 
     def close(self, steps_lost: int = 0, reason: str | None = None) -> None:
         """Commit what is left and write the rank's index, which marks its recording as closed."""
-        self.flush()
+        self._commit(max(1, self.steps_waiting))  # nothing follows: a new file needs no larger chunks
         self._finish_segment()
         index = RankIndex(self._manifest.run, self._rank, tuple(self._segments), steps_lost, reason)
         write_index(self._folder, index)
@@ -118,6 +140,11 @@ class RankWriter:
         if self._lock >= 0:
             unlock_rank(self._folder, self._rank, self._lock)
             self._lock = -1
+
+
+def segment_steps(rows: int, row_bytes: int, segment_bytes: int) -> int:
+    """Return the number of steps in a file: as many whole blocks of `rows` steps as fit, at least one."""
+    return rows * max(1, segment_bytes // max(1, row_bytes * rows))
 
 
 def require_space(folder: Path, block_bytes: int) -> None:

@@ -1,7 +1,8 @@
 """Write one segment of a trace: an HDF5 file that a reader may open while it grows and that survives a kill.
 
 HDF5's single-writer-multiple-reader (SWMR) mode with a flush per block keeps every committed row readable after
-kill -9. Rows are written 16 whole steps at a time with the chunk cache off: eight times the throughput of single rows.
+kill -9. Rows are written a block of whole steps at a time, which is a chunk's height, with the chunk cache off: of
+small layers eight times the throughput of single rows.
 """
 
 from __future__ import annotations
@@ -42,16 +43,19 @@ class SegmentWriter:
         manifest: the trace's manifest.
         rank, number: the rank, and the segment's number on that rank, from 0.
         suffix: follows the file's final name while the segment is open.
+        rows: of a chunk.
     Raises:
         OSError, RuntimeError: from h5py, if the file cannot be created or written.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, rank: int, number: int, suffix: str = PART) -> None:
+    def __init__(
+        self, folder: Path, manifest: Manifest, rank: int, number: int, suffix: str = PART, rows: int = CHUNK_STEPS
+    ) -> None:
         self.path = folder / rank_folder(rank) / segment_name(number)
         self.number = number
         self._part = self.path.with_name(self.path.name + suffix)
         self.committed = 0
-        self._manifest = manifest
+        self._manifest, self._rows = manifest, rows
         unfinished = self.path.with_name(self.path.name + NEW)
         # The oldest file format that knows SWMR, so that older HDF5 libraries can read a trace as well.
         self._file = h5py.File(unfinished, "w", libver=("v110", "v110"), rdcc_nbytes=0)
@@ -73,7 +77,9 @@ class SegmentWriter:
         stored = STORED_DTYPE[self._manifest.dtype]
         gradients = self._file.create_group("gradients")
         self._gradients = [
-            self._growing(gradients, dataset_name(layer.name), (layer.numel,), stored, chunk_shape(layer.numel))
+            self._growing(
+                gradients, dataset_name(layer.name), (layer.numel,), stored, chunk_shape(layer.numel, self._rows)
+            )
             if layer.numel
             else None
             for layer in self._manifest.layers
@@ -81,7 +87,7 @@ class SegmentWriter:
         bits = -(-count // 8)
         self._records = self._growing(self._file, "steps", (), STEP_DTYPE, (_RECORDS_PER_CHUNK,))
         self._unused = self._growing(self._file, "unused", (bits,), np.dtype("u1"), (_RECORDS_PER_CHUNK, bits))
-        self._checksums = self._growing(self._file, "checksums", (count,), np.dtype("<u4"), (CHUNK_STEPS, count))
+        self._checksums = self._growing(self._file, "checksums", (count,), np.dtype("<u4"), (self._rows, count))
         self._counter = self._file.create_dataset("committed", data=np.zeros(1, np.dtype("<i8")))
         if self._manifest.dtype == "bfloat16":
             for dataset in filter(None, self._gradients):

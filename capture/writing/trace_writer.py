@@ -17,6 +17,7 @@ from gradlab.capture.writing.folder import require_free, start_folder
 from gradlab.capture.writing.rank_writer import RankWriter
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
+from gradlab.trace.sample import LayerSample
 from gradlab.trace.schema import STORED_DTYPE, Manifest
 from gradlab.version import VERSION
 
@@ -27,7 +28,7 @@ class TraceWriter:
         with TraceWriter("trace", layers, world_size=4) as writer:
             writer.append(rank=0, index=0, gradients={"conv1.weight": gradient, ...}, loss=2.3)
 
-    Memory: a block of 16 steps per rank.
+    Memory: a block of at most 16 steps per rank, fewer of large models.
 
     Args:
         path: folder of the trace, new or empty.
@@ -35,6 +36,8 @@ class TraceWriter:
         world_size: number of ranks.
         dtype: stored type: float32, float16 or bfloat16.
         metadata, overwrite, segment_bytes: as in `TraceRecorder`.
+        samples: of which layers the trace will hold blocks only; `layers` then has their `stored` form.
+        most_steps: steps that will be written at most, so that memory and files fit them; None: not known.
     Raises:
         GradlabError: if the folder is not free, or an argument is out of range.
     """
@@ -49,6 +52,8 @@ class TraceWriter:
         metadata: dict[str, Any] | None = None,
         overwrite: bool = False,
         segment_bytes: int = SEGMENT_BYTES,
+        samples: Sequence[LayerSample] = (),
+        most_steps: int | None = None,
     ) -> None:
         self.path = Path(path)
         if dtype not in STORED_DTYPE:
@@ -56,10 +61,13 @@ class TraceWriter:
         check_metadata(metadata or {})
         require_free(self.path, overwrite)
         metadata = {"gradlab": VERSION, "emulated": True} | (metadata or {})
-        manifest = Manifest(world_size, tuple(layers), dtype, metadata)
+        by_name = {sample.layer.name: sample for sample in samples}
+        manifest = Manifest(world_size, tuple(layers), dtype, metadata, samples=by_name)
         self._manifest = Manifest.from_json(manifest.to_json(), self.path)
         start_folder(self.path, self._manifest, overwrite)
-        self._ranks = [RankWriter(self.path, self._manifest, rank, segment_bytes) for rank in range(world_size)]
+        self._ranks = [
+            RankWriter(self.path, self._manifest, rank, segment_bytes, most_steps) for rank in range(world_size)
+        ]
         self._last = [-1] * world_size
         self._closed = False
 

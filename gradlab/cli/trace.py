@@ -11,6 +11,7 @@ from gradlab.cli.console import OUT, print_json, print_table
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
+    from gradlab.layout import Layer
     from gradlab.trace.checking import TraceCheck
 
 app = typer.Typer(
@@ -32,7 +33,7 @@ def info(trace: Folder, as_json: AsJson = False) -> None:
     from gradlab.trace import Trace
 
     with Trace(trace) as opened:
-        layers, steps, ranks = opened.layers, opened.steps, opened.world_size
+        layers, steps, ranks, wholes = opened.layers, opened.steps, opened.world_size, opened.model_layers
     if as_json:
         print_json(
             {
@@ -43,6 +44,8 @@ def info(trace: Folder, as_json: AsJson = False) -> None:
                 "last_iteration": int(steps[-1]),
                 "steps_by_rank": opened.rank_steps,
                 "layers": layers,
+                "model_layers": opened.model_layers,
+                "samples": {name: sample.to_json() for name, sample in opened.samples.items()},
                 "dtype": opened.dtype,
                 "metadata": opened.metadata,
                 "digest": opened.digest,
@@ -58,8 +61,16 @@ def info(trace: Folder, as_json: AsJson = False) -> None:
     )
     for remark in opened.remarks:
         OUT.print(remark, markup=False)
-    rows = [(layer.name, layer.role, "x".join(map(str, layer.shape)) or "-") for layer in layers]
-    print_table("", ("layer", "role", "shape"), rows, left=2)
+    rows: list[tuple[str, ...]] = [(layer.name, layer.role, _sizes(layer)) for layer in layers]
+    if opened.samples:
+        rows = [(*row, _sizes(whole)) for row, whole in zip(rows, wholes, strict=True)]
+        print_table("", ("layer", "role", "sample", "shape"), rows, left=2)
+    else:
+        print_table("", ("layer", "role", "shape"), rows, left=2)
+
+
+def _sizes(layer: Layer) -> str:
+    return "x".join(map(str, layer.shape)) or "-"
 
 
 @app.command()

@@ -12,13 +12,13 @@ import numpy as np
 from gradlab.errors import GradlabError
 from gradlab.trace.rules import count_problems, empty_problems, folder_problems, index_problems, order_problems, remarks
 from gradlab.trace.schema import (
-    CHUNK_STEPS,
     PART,
     Manifest,
     RankIndex,
     rank_folder,
     read_index,
     read_manifest,
+    rows_at_once,
     segment_name,
     segment_numbers,
 )
@@ -144,9 +144,10 @@ def _check_segment(
 def _row_problems(segment: SegmentReader, manifest: Manifest) -> list[str]:
     problems = []
     for layer in manifest.layers:
-        for start in range(0, segment.committed, CHUNK_STEPS):
+        rows = rows_at_once(layer.numel)
+        for start in range(0, segment.committed, rows):
             try:
-                segment.read_stored(layer, start, min(start + CHUNK_STEPS, segment.committed))
+                segment.read_stored(layer, start, min(start + rows, segment.committed))
             except GradlabError as error:
                 problems.append(str(error))
     return problems

@@ -1,12 +1,13 @@
 """The parts of a trace: their names, types and checksums, and the two JSON files that describe them.
 
-    manifest.json            what the trace is: run, world size, layers, dtype, metadata; written once, by rank 0
+    manifest.json            what the trace is: run, world size, layers, dtype, metadata; written once, by rank 0.
+                             Version 2 also has samples: of which layers the trace holds only blocks, and which
     rank-00000/index.json    what rank 0 recorded: its segments with their steps; its presence says "closed"
     rank-00000/000000.h5     a closed segment; while it is being recorded it is called 000000.h5.part
 
 Every file has one writer only, so ranks never wait for each other. A segment holds, in rows of one step each,
 
-    gradients/<layer>   (steps, numel)   in chunks (16, <= 16384), row-major flattening
+    gradients/<layer>   (steps, numel)   in chunks of at most 16 steps and 1 MiB, row-major flattening
     steps               (steps,)         `STEP_DTYPE`: iteration index, loss, learning rate, loss scale, ...
     unused              (steps, ceil(layers / 8))  packed bits: layers that had no gradient on this rank
     checksums           (steps, layers)  CRC-32 of each layer's stored row
@@ -20,7 +21,7 @@ import json
 import re
 import uuid
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,18 +32,21 @@ from gradlab.errors import GradlabError, NewerFormat
 from gradlab.files import write_whole
 from gradlab.layout import Layer, canonical_json
 from gradlab.roles import FIRST_ROLES
+from gradlab.trace.sample import LayerSample
 
 FORMAT = "gradlab-trace"
 INDEX_FORMAT = "gradlab-trace-rank"
-VERSION = 2  # the newest that is read; 2: layers may have roles that transformers brought, such as experts
-FIRST_VERSION = 1  # of indices and segments, and of the manifest of a trace whose roles any version knows
+VERSION = 2  # the newest that is read; 2: samples of layers, or roles that transformers brought, such as experts
+FIRST_VERSION = 1  # of indices, and of a trace that any version of gradlab reads
 MANIFEST = "manifest.json"
 INDEX = "index.json"
 LOCK = "recording.lock"  # held with flock while a rank records
 PART = ".part"  # suffix of a segment that is still open, or that a killed run left open
 
-CHUNK_STEPS = 16  # rows of a chunk: a whole block of steps goes to disk in one write
-CHUNK_COLUMNS = 16384  # most columns of a chunk: 1 MiB of float32
+CHUNK_STEPS = 16  # most rows of a chunk: a whole block of steps goes to disk in one write
+CHUNK_COLUMNS = 16384  # most columns of a chunk of so many rows: 1 MiB of float32
+BLOCK_BYTES = 2**26  # bytes of a block of steps, unless one step is larger
+_READ_VALUES = 2**24  # most values of one layer that are read at a time
 STORED_DTYPE: dict[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),
     "float16": np.dtype("<f2"),
@@ -81,10 +85,31 @@ def dataset_name(layer_name: str) -> str:
     return "%2E" if escaped == "." else escaped
 
 
-def chunk_shape(numel: int) -> tuple[int, int]:
-    """Return a layer's chunk, (16 steps, columns): equal widths, so that the last chunk pads little."""
-    pieces = max(1, -(-numel // CHUNK_COLUMNS))
-    return CHUNK_STEPS, -(-numel // pieces)
+def block_steps(row_bytes: int, most_steps: int | None = None) -> int:
+    """Return the number of steps that are kept in memory and written together, which is also a chunk's rows.
+
+    Args:
+        row_bytes: bytes of one step on one rank.
+        most_steps: steps that will be written at most; None: not known.
+    Returns:
+        At most 16; fewer where 16 steps exceed `BLOCK_BYTES`, or so that the last block is nearly full.
+    """
+    rows = max(1, min(CHUNK_STEPS, BLOCK_BYTES // max(1, row_bytes)))
+    if most_steps is None:
+        return rows
+    heights = range(min(rows, most_steps), -(-rows // 2) - 1, -1) or [min(rows, most_steps)]
+    return min(heights, key=lambda height: -(-most_steps // height) * height)  # the first one, the largest, of equals
+
+
+def rows_at_once(numel: int) -> int:
+    """Return the number of a layer's rows to read at a time: at most 16, and about 64 MiB of float32."""
+    return max(1, min(CHUNK_STEPS, _READ_VALUES // max(1, numel)))
+
+
+def chunk_shape(numel: int, rows: int = CHUNK_STEPS) -> tuple[int, int]:
+    """Return a layer's chunk, (rows, columns): equal widths, so that the last chunk pads little."""
+    pieces = max(1, -(-numel // (CHUNK_COLUMNS * CHUNK_STEPS // rows)))
+    return rows, -(-numel // pieces)
 
 
 def row_checksums(rows: np.ndarray) -> np.ndarray:
@@ -112,13 +137,31 @@ def record_checksums(records: np.ndarray, unused: np.ndarray, checksums: np.ndar
 
 @dataclass(frozen=True)
 class Manifest:
-    """Describes a trace. `run` is unique to one recording; `metadata` is a JSON object from the recorder."""
+    """Describes a trace.
+
+    layers: as the trace holds them.
+    metadata: a JSON object from the recorder.
+    run: unique to one recording.
+    samples: by name, the layers of which the trace holds blocks only.
+    """
 
     world_size: int
     layers: tuple[Layer, ...]
     dtype: str = "float32"
     metadata: dict[str, Any] = field(default_factory=dict)
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
+    samples: Mapping[str, LayerSample] = field(default_factory=dict)
+
+    @property
+    def version(self) -> int:
+        """The format's version: without samples and later roles, every gradlab reads the trace."""
+        known = not self.samples and all(layer.role in FIRST_ROLES for layer in self.layers)
+        return FIRST_VERSION if known else VERSION
+
+    @property
+    def model_layers(self) -> tuple[Layer, ...]:
+        """The layers as the model has them."""
+        return tuple(self.samples[layer.name].layer if layer.name in self.samples else layer for layer in self.layers)
 
     @property
     def row_bytes(self) -> int:
@@ -127,6 +170,7 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """Return the manifest's fields as JSON values; `from_json` reads them back."""
+        samples = {name: sample.to_json() for name, sample in self.samples.items()}
         return {
             "run": self.run,
             "world_size": self.world_size,
@@ -134,7 +178,7 @@ class Manifest:
             "dtype": self.dtype,
             "segments": "rank-{rank:05d}/{segment:06d}.h5",
             "metadata": self.metadata,
-        }
+        } | ({"samples": samples} if samples else {})
 
     @classmethod
     def from_json(cls, value: dict[str, Any], where: Path) -> Manifest:
@@ -153,7 +197,8 @@ class Manifest:
         metadata = value.get("metadata")
         if not isinstance(metadata, dict):
             raise GradlabError(f"{where}: 'metadata' is {metadata!r}, expected an object")
-        return cls(size, _checked_layers(value.get("layers"), where), str(dtype), metadata, run)
+        layers = _checked_layers(value.get("layers"), where)
+        return cls(size, layers, str(dtype), metadata, run, _checked_samples(value.get("samples", {}), layers, where))
 
 
 def _checked_layers(value: Any, where: Path) -> tuple[Layer, ...]:
@@ -166,6 +211,13 @@ def _checked_layers(value: Any, where: Path) -> tuple[Layer, ...]:
     if len({layer.name for layer in layers}) < len(layers):
         raise GradlabError(f"{where}: 'layers' names a layer twice")
     return layers
+
+
+def _checked_samples(value: Any, layers: tuple[Layer, ...], where: Path) -> dict[str, LayerSample]:
+    by_name = {layer.name: layer for layer in layers}
+    if not isinstance(value, dict) or not set(value) <= set(by_name):
+        raise GradlabError(f"{where}: 'samples' must be an object by layer name, got {str(value)[:200]}")
+    return {name: LayerSample.from_json(value[name], layer, where) for name, layer in by_name.items() if name in value}
 
 
 @dataclass(frozen=True)
@@ -205,8 +257,7 @@ class RankIndex:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write a trace's manifest into its folder, which must exist; raise OSError if that is impossible."""
-    known = all(layer.role in FIRST_ROLES for layer in manifest.layers)
-    write_document(folder / MANIFEST, FORMAT, manifest.to_json(), FIRST_VERSION if known else VERSION)
+    write_document(folder / MANIFEST, FORMAT, manifest.to_json(), manifest.version)
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -21,7 +21,6 @@ import numpy as np
 from gradlab.errors import GradlabError, NewerFormat
 from gradlab.layout import Layer, canonical_json, fingerprint
 from gradlab.trace.schema import (
-    FIRST_VERSION,
     FORMAT,
     STEP_DTYPE,
     STORED_DTYPE,
@@ -45,7 +44,7 @@ def header(manifest: Manifest, rank: int, number: int) -> str:
     return canonical_json(
         {
             "format": FORMAT,
-            "version": FIRST_VERSION,
+            "version": manifest.version,
             "run": manifest.run,
             "world_size": manifest.world_size,
             "layers": fingerprint(manifest.layers),

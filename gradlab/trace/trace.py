@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -27,7 +27,8 @@ from gradlab.layout import Layer, canonical_json
 from gradlab.trace.checking import RankCheck, TraceCheck, check
 from gradlab.trace.rank import OpenSegments, RankSteps, require_none
 from gradlab.trace.rules import empty_problems, folder_problems, remarks
-from gradlab.trace.schema import CHUNK_STEPS, RankIndex, read_index, read_manifest
+from gradlab.trace.sample import LayerSample, describe_samples
+from gradlab.trace.schema import CHUNK_STEPS, RankIndex, read_index, read_manifest, rows_at_once
 
 __all__ = ["RankCheck", "Trace", "TraceCheck", "TraceStep", "check"]
 
@@ -57,7 +58,9 @@ class Trace:
         allow_empty: accept a trace that has no iteration common to all ranks.
     Attributes:
         world_size: number of ranks N.
-        layers: the layers, in order.
+        layers: the layers as the trace holds them, in order. Of a layer in `samples` that is a part.
+        model_layers: the layers as the model has them, in the same order.
+        samples: by name, the layers of which the trace holds blocks only. Empty: it holds all values.
         metadata: the JSON object that the recorder was given.
         steps: iterations that every rank committed, int64 (T,), ascending.
         rank_steps: committed steps of each rank.
@@ -72,6 +75,8 @@ class Trace:
         self._manifest = read_manifest(self.path)
         self.world_size: int = self._manifest.world_size
         self.layers: tuple[Layer, ...] = self._manifest.layers
+        self.model_layers: tuple[Layer, ...] = self._manifest.model_layers
+        self.samples: Mapping[str, LayerSample] = self._manifest.samples
         self.metadata: dict[str, Any] = self._manifest.metadata
         self._by_name = {layer.name: layer for layer in self.layers}
         self._segments = OpenSegments(self.path, self._manifest)
@@ -113,8 +118,14 @@ class Trace:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Notes that are no errors, one line each: ranks that hold different numbers of steps."""
-        return remarks(self.rank_steps, len(self.steps))
+        """Notes that are no errors, one line each: ranks hold different numbers of steps, layers are sampled."""
+        sampled = (f"a sample: {self.extent}",) if self.samples else ()
+        return (*remarks(self.rank_steps, len(self.steps)), *sampled)
+
+    @property
+    def extent(self) -> str:
+        """What the trace holds of the model's layers, in one phrase: all values, or which share of which."""
+        return describe_samples(self.samples, self.layers)
 
     @property
     def digest(self) -> str:
@@ -173,8 +184,9 @@ class Trace:
         start, stop = self._range(start, stop)
         picked = _contiguous(columns, self.layer(layer).numel)
         out = np.empty((stop - start, picked.stop - picked.start), np.float32)
-        for first in range(start, stop, CHUNK_STEPS):
-            last = min(first + CHUNK_STEPS, stop)
+        rows = rows_at_once(out.shape[1])
+        for first in range(start, stop, rows):
+            last = min(first + rows, stop)
             total = np.zeros((last - first, out.shape[1]), np.float64)
             with np.errstate(invalid="ignore", over="ignore"):  # recorded infinities may meet
                 for rank in range(self.world_size):

@@ -27,6 +27,8 @@ Examples:
 
   gradlab train digits --emulate 16 --batch-size 16 --capture trace
 
+  gradlab train text_bytes --data book.txt --capture trace --budget 2GB
+
   gradlab train text_bytes --data book.txt --steps 500
 """
 WORKLOADS = "digits (bundled), cifar10, fashion_mnist, camvid, text_bytes or text_words (these need --data)."
@@ -51,6 +53,13 @@ def train(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of model, data order and augmentation.")] = 0,
     every: Annotated[int, typer.Option(help="Record every so many steps.")] = 1,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BYTES",
+            help="The whole trace at most, as 20GB: fewer steps are recorded, and blocks of large layers.",
+        ),
+    ] = None,
     bucket_cap_mb: Annotated[float, typer.Option(help="DDP's bucket size in MiB.")] = 25.0,
     threads: Annotated[int, typer.Option(help="Threads per rank.")] = 1,
     deterministic: Annotated[bool, typer.Option(help="Take means in rank order, as the replay does.")] = False,
@@ -82,6 +91,7 @@ def train(
         bucket_cap_mb=bucket_cap_mb,
         capture=str(capture.absolute()) if capture else None,
         every=every,
+        budget=budget,
         artifact=str(compress.absolute()) if compress else None,
         deterministic=deterministic,
         name=compress.stem if compress else ("recorded" if capture else "plain"),

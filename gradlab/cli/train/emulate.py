@@ -85,7 +85,7 @@ def emulate(settings: TrainSettings, progress: Progress | None = None) -> TrainR
     model = workload.model(settings.seed)
     optimizer = build_optimizer(recipe, model.parameters())
     metadata = trace_metadata(settings, workload, recipe, data)
-    with _nodes(settings, metadata, model, optimizer) as nodes:
+    with _nodes(settings, metadata, model, optimizer, recipe.steps) as nodes:
         generators = [seeded_generator("augmentation", settings.seed, rank) for rank in ranks]
         outcomes = [RankOutcome() for _ in ranks]
         run = EmulatedRun(workload, recipe, data, model, optimizer, nodes, generators, outcomes)
@@ -94,7 +94,7 @@ def emulate(settings: TrainSettings, progress: Progress | None = None) -> TrainR
 
 
 def _nodes(
-    settings: TrainSettings, metadata: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+    settings: TrainSettings, metadata: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, steps: int
 ) -> EmulatedNodes:
     assert settings.capture is not None  # the settings were checked
     return EmulatedNodes(
@@ -103,6 +103,8 @@ def _nodes(
         settings.ranks,
         optimizer=optimizer,
         every=settings.every,
+        budget=settings.budget,
+        expected_steps=steps,
         seed=settings.seed,
         metadata=metadata,
     )

@@ -72,6 +72,8 @@ def _follow(
         except ValueError:
             print(text, end="", file=sys.stderr)
             continue
+        if "note" in line:
+            print(line["note"], file=sys.stderr)
         if "step" in line and progress:
             progress(name, line["step"], line["steps"])
         result = line.get("result", result)

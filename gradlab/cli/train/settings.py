@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gradlab.errors import GradlabError
+from gradlab.formatting import parse_bytes
 
 if TYPE_CHECKING:
     from gradlab.datasets import Recipe
@@ -31,6 +32,7 @@ class TrainSettings:
     bucket_cap_mb: float = 25.0  # DDP's bucket size in MiB
     capture: str | None = None  # folder for a trace
     every: int = 1  # record every so many steps
+    budget: str | None = None  # bytes of the whole trace at most, as 20GB
     artifact: str | None = None  # file of a plan to train with
     deterministic: bool = False  # take means in rank order
     name: str = "run"  # how reports call the run
@@ -56,6 +58,10 @@ class TrainSettings:
             raise GradlabError(f"seed = {self.seed}, expected a whole number from 0 to 2^63 - 1")
         if not 0 < self.bucket_cap_mb < 1e6:
             raise GradlabError(f"bucket size = {self.bucket_cap_mb} MiB, expected above 0 and below 1e6")
+        if self.budget is not None:
+            parse_bytes(self.budget, "--budget")
+            if not self.capture:
+                raise GradlabError("a budget is a recording's: --budget needs --capture")
         if self.emulate and (self.artifact or not self.capture):
             raise GradlabError("emulated nodes are there to be recorded: --emulate needs --capture, and no --compress")
         if self.ranks == 1 and (self.capture or self.artifact):

@@ -82,8 +82,18 @@ def _prepare(settings: TrainSettings, exits: ExitStack) -> Rank:
     if settings.capture:
         metadata = trace_metadata(settings, workload, recipe, data)
         rank.recorder = exits.enter_context(
-            TraceRecorder(model, settings.capture, optimizer=optimizer, every=settings.every, metadata=metadata)
+            TraceRecorder(
+                model,
+                settings.capture,
+                optimizer=optimizer,
+                every=settings.every,
+                metadata=metadata,
+                budget=settings.budget,
+                expected_steps=recipe.steps,
+            )
         )
+        if settings.budget is not None:
+            say(note=f"recording {settings.capture}: {rank.recorder.size}")
     if settings.artifact:
         rank.state = exits.enter_context(
             CompressionState.load(
