@@ -17,6 +17,7 @@ import torch
 
 from gradlab.analysis.gradients import mean_unscaled
 from gradlab.analysis.measure.holdout import HoldOut, holdout_by_age, losses_by_slice, random_basis_plan
+from gradlab.analysis.replay.sampled import require_whole
 from gradlab.artifact import Artifact
 from gradlab.codec.settings import build_settings
 from gradlab.codecs.gradiveq import GradiVeQ
@@ -211,6 +212,7 @@ def fit_gradiveq(
         raise NotFittable("complement = 1: all axes are random, there is nothing to fit; make a uniform plan")
     if total_ratio is not None and not total_ratio >= 1:
         raise GradlabError(f"total ratio = {total_ratio:g}, expected at least 1")
+    _require_slices(trace, roles)
     chosen = _chosen_settings(trace, settings, options.layer_settings or {}, roles)
     schedule = Schedule(options.warmup_steps)
     window = _fit_window(trace, options.start, options.samples, options.warmup_steps)
@@ -226,7 +228,7 @@ def fit_gradiveq(
             f"{list_roles(trace.layers)}"
         )
     groups = tuple(_group(name, chosen[name]) for name in learned)
-    plan = Plan(tuple(trace.layers), groups, schedule, seed, learned)
+    plan = Plan(trace.model_layers, groups, schedule, seed, learned)
     held = holdout_by_age(trace, plan, start=window.stop, progress=progress)
     control = holdout_by_age(trace, random_basis_plan(plan, seed), start=window.stop, progress=None)
     measured = GradiveqMeasurement(
@@ -250,6 +252,15 @@ def fit_gradiveq(
         dense_payload_bytes=plan.payload_bytes(trace.world_size, compressing=False),
     )
     return GradiveqFit(plan, measured)
+
+
+def _require_slices(trace: Trace, roles: Sequence[str]) -> None:
+    """Refuse samples of layers of these roles: their slices are not those of the whole layers."""
+    names = [layer.name for layer in trace.layers if layer.role in roles]
+    try:
+        require_whole(trace, names, "GradiVeQ cuts whole layers into slices, and those of a sample are others")
+    except GradlabError as error:
+        raise NotFittable(str(error)) from None
 
 
 def _fit_window(trace: Trace, start: int | None, samples: int, warmup_steps: int) -> range:
@@ -313,8 +324,8 @@ def _within_budget(
 ) -> dict[str, GradiVeQ.Settings]:
     """The settings with each layer's d, so that the whole model is total_ratio smaller in a compressed iteration."""
     energies, prices, sizes = [], [], dict[str, int]()
-    free = 4.0 * sum(layer.numel for layer in trace.layers) / total_ratio
-    for layer in trace.layers:
+    free = 4.0 * sum(layer.numel for layer in trace.model_layers) / total_ratio
+    for layer in trace.model_layers:
         settings = chosen.get(layer.name)
         slice_size = GradiVeQ(settings).slice_size(layer) if settings else layer.numel + 1
         if settings is None or layer.numel < slice_size:

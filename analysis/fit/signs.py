@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gradlab.analysis.measure.sign_blocks import gather_statistics, share_out_blocks, sizes_of
+from gradlab.analysis.replay.sampled import require_whole
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
 from gradlab.plan import Group, Plan
@@ -57,6 +58,7 @@ def fit_block_sizes(
     Raises:
         GradlabError: for fewer scales than tensors, or a trace that leaves nothing to hold out.
     """
+    require_whole(trace, trace.samples, "scales are shared out over the blocks of whole layers (--scales)")
     layers = [layer for layer in trace.layers if layer.numel]
     if not 1 <= samples < len(trace.steps):
         raise GradlabError(

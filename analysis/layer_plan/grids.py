@@ -132,5 +132,5 @@ def candidates_of_grid(
 
 
 def _compressed(trace: Trace, codec: str, reference: Mapping[str, Any]) -> list[Layer]:
-    plan = Plan.uniform(trace.layers, codec, group_bytes=0, **reference)
+    plan = Plan.uniform(trace.model_layers, codec, group_bytes=0, **reference)
     return [layer for group in plan.compressed_groups if group.codec == codec for layer in plan.members(group)]

@@ -228,9 +228,9 @@ def fit_lgreco(
     ranks = options.ranks(trace.world_size)
     options.check(ranks)
     if options.step is not None:
-        bucket_of_layers(trace.layers, options.step.bucket_cap_mb)  # refuses a cap that cannot be
+        bucket_of_layers(trace.model_layers, options.step.bucket_cap_mb)  # refuses a cap that cannot be
     warmup, seed = options.warmup_steps, options.seed
-    base = Plan.uniform(trace.layers, codec, warmup_steps=warmup, seed=seed, group_bytes=0, **uniform.settings)
+    base = Plan.uniform(trace.model_layers, codec, warmup_steps=warmup, seed=seed, group_bytes=0, **uniform.settings)
     runs = DryRuns(base, ranks, repeats=_REPEATS)
     problem = _measure(trace, base, uniform, options, runs, progress)
     errors, budget = _errors_and_budget(problem, options)
@@ -267,6 +267,7 @@ def fit_lgreco(
         uniform=str(uniform),
         step=fastest,
         alone=problem.alone(errors, budget) if fastest is None else {},
+        sample=trace.extent if trace.samples else None,
     )
     return LgrecoFit(plan, problem, allocation, provenance)
 

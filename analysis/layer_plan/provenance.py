@@ -81,6 +81,7 @@ class LgrecoProvenance(Jsonable):
         uniform: the uniform plan's codec and settings, as a text.
         step: how the fastest plan was found; None: a sum was made small.
         alone: cost of the best plan of one codec and dense layers, by codec; empty: one codec, or a step.
+        sample: what share of which layers the trace holds, where errors are of samples; None: it holds all values.
     """
 
     method: str
@@ -107,6 +108,7 @@ class LgrecoProvenance(Jsonable):
     uniform: str
     step: FastestPlan | None = None
     alone: Mapping[str, float] = field(default_factory=dict)
+    sample: str | None = None
 
     @property
     def layer_cost(self) -> str:
@@ -114,6 +116,6 @@ class LgrecoProvenance(Jsonable):
         return "seconds" if self.cost == "step" else self.cost
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON, by field; `step` and `alone` only where there are any."""
-        missing = {name for name in ("step", "alone") if not getattr(self, name)}
+        """Plain JSON, by field; `step`, `alone` and `sample` only where there are any."""
+        missing = {name for name in ("step", "alone", "sample") if not getattr(self, name)}
         return {name: value for name, value in super().to_json().items() if name not in missing}

@@ -20,6 +20,7 @@ import torch
 
 from gradlab.analysis.gradients import read_unscaled
 from gradlab.analysis.parallel import share_out
+from gradlab.analysis.replay.sampled import require_whole
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan.layer_errors import Candidate, squared_errors
@@ -39,7 +40,8 @@ class LayerTable:
     """One layer's errors; x is the mean of a rank's gradients over a window.
 
     squared: (windows, candidates), means over ranks of ||C(x) - x||^2; plain: the same of the l2 norm ||C(x) - x||;
-    squared_norm: (windows,), means of ||x||^2.
+    squared_norm: (windows,), means of ||x||^2. Of a layer that the trace holds a sample of, errors and norms are those
+    of the sample, scaled to the layer's number of elements.
     """
 
     layer: Layer
@@ -134,6 +136,9 @@ def measure_errors(
     """
     if not windows:
         raise GradlabError("error tables: no window to measure on")
+    for name, tried in candidates.items():
+        if any(candidate.learned for candidate in tried):
+            require_whole(trace, [name], "a fitted basis is of slices of the whole layer")
     tasks = [(trace.layer(name), tuple(tried)) for name, tried in candidates.items()]
     # The largest first, so that none is left to one worker at the end.
     order = sorted(range(len(tasks)), key=lambda i: -tasks[i][0].numel)
@@ -142,9 +147,23 @@ def measure_errors(
     measured = share_out(
         _measure_layer, calls, workers=workers, cluster=cluster, what="errors by layer", progress=progress
     )
-    tables = dict(zip(order, measured, strict=True))
+    tables = {place: _of_whole_layer(trace, table) for place, table in zip(order, measured, strict=True)}
     spans = tuple((int(trace.steps[first]), int(trace.steps[stop - 1])) for first, stop in windows)
     return ErrorTable(tuple(tables[i] for i in range(len(tasks))), spans, trace.world_size, trace.digest)
+
+
+def _of_whole_layer(trace: Trace, table: LayerTable) -> LayerTable:
+    sample = trace.samples.get(table.layer.name)
+    if sample is None:
+        return table
+    factor = 1 / sample.share
+    return LayerTable(
+        sample.layer,
+        table.candidates,
+        factor * table.squared,
+        factor**0.5 * table.plain,
+        factor * table.squared_norm,
+    )
 
 
 def _measure_layer(

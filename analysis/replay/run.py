@@ -18,6 +18,7 @@ from gradlab import codecs, wrappers
 from gradlab.analysis.gradients import step_gradients
 from gradlab.analysis.parallel import share_out
 from gradlab.analysis.replay.result import Replay, ReplayStep
+from gradlab.analysis.replay.sampled import for_whole_layers, layer_weights, plan_on_samples, sample_remark
 from gradlab.codec import Tensors
 from gradlab.codec.measures import LayerErrors, add_errors, contribution_error, relative, squared_norm
 from gradlab.codec.settings import build_settings
@@ -49,27 +50,33 @@ def replay(
     """Run the plan over positions start..stop of a trace.
 
     Groups of a large model are independent of one another, and are replayed in parts, which `workers` processes share.
-    Layers that the plan compresses must be in the trace; layers it sends dense may be missing from it. Errors on the
-    iterations that a plan was fitted on are no prediction: see `Replay.held_out`.
+    Layers that the plan compresses must be in the trace; layers it sends dense may be missing from it. Of a layer that
+    the trace holds a sample of, the sample is replayed: see `gradlab.analysis.replay.sampled`. Errors on the iterations
+    that a plan was fitted on are no prediction: see `Replay.held_out`.
 
     Raises:
         GradlabError: for a plan of another model, a trace without the layers the plan compresses, positions out of
-            range, or a range in which nothing would be compressed.
+            range, a range in which nothing would be compressed, or samples of layers that a method needs whole.
     """
     stop = len(trace.steps) if stop is None else stop
     check_replay(trace, plan, start, stop)
-    parts = parts_of(plan, trace.world_size)
+    held = plan_on_samples(trace, plan)
+    parts = parts_of(held, trace.world_size)
     if len(parts) == 1:
-        steps, remarks = _replay_part(trace, plan, None, start, stop, progress)
+        steps, remarks = _replay_part(trace, held, None, start, stop, progress)
         merged = [[step] for step in steps]
     else:
-        calls = [(str(trace.path.resolve()), plan, part, start, stop) for part in parts]
+        calls = [(str(trace.path.resolve()), held, part, start, stop) for part in parts]
         trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
         results = share_out(_replay_in_worker, calls, workers=workers, what="replay by parts", progress=progress)
         merged = [list(together) for together in zip(*(steps for steps, _ in results), strict=True)]
         remarks = list(dict.fromkeys(line for _, part_remarks in results for line in part_remarks))
+    done = [_step(together) for together in merged]
+    if held is not plan:
+        done = [for_whole_layers(step, plan, held, trace.world_size) for step in done]
+        remarks.append(sample_remark(trace))
     return Replay(
-        steps=tuple(_step(together) for together in merged),
+        steps=tuple(done),
         world_size=trace.world_size,
         plan_digest=plan.digest,
         trace_digest=trace.digest,
@@ -88,6 +95,7 @@ def check_replay(trace: Trace, plan: Plan, start: int, stop: int) -> None:
     """
     _check_layers(trace, plan)
     _check_range(trace, plan, start, stop)
+    plan_on_samples(trace, plan)
 
 
 def parts_of(plan: Plan, world_size: int) -> list[tuple[str, ...]]:
@@ -142,10 +150,10 @@ def _replay_in_worker(
 def _replay_part(
     trace: Trace, plan: Plan, part: tuple[str, ...] | None, start: int, stop: int, progress: Progress | None
 ) -> tuple[list[_Sums], list[str]]:
-    lockstep = lockstep_of(trace, plan, part)
+    lockstep, weights = lockstep_of(trace, plan, part), layer_weights(trace)
     steps = []
     for done, (result, gradients) in enumerate(replay_steps(trace, lockstep, start, stop)):
-        steps.append(_sums(result, gradients))
+        steps.append(_sums(result, gradients, weights))
         del result, gradients  # before the next step makes its own
         if progress:
             progress("replay", done + 1, stop - start)
@@ -196,13 +204,14 @@ def replay_steps(
         del gradients, step
 
 
-def _sums(result: StepResult, gradients: list[Tensors]) -> _Sums:
+def _sums(result: StepResult, gradients: list[Tensors], weights: Mapping[str, float]) -> _Sums:
     layers: LayerErrors = {}
     mean, energy = (0.0, 0.0, 0.0, 0.0), 0.0
     if result.compressing and result.finite:
         for done in (done for ranks in result.exchanged.values() for done in ranks):
-            add_errors(layers, contribution_error(done))
-        mean, energy = _aggregate(result, gradients), _energy(gradients, layers)
+            errors = contribution_error(done)
+            add_errors(layers, {x: (e * weights.get(x, 1.0), n * weights.get(x, 1.0)) for x, (e, n) in errors.items()})
+        mean, energy = _aggregate(result, gradients, weights), _energy(gradients, layers, weights)
     return _Sums(
         result.iteration,
         result.compressing,
@@ -257,21 +266,24 @@ def _step(parts: Sequence[_Sums]) -> ReplayStep:
     )
 
 
-def _energy(gradients: list[Tensors], layers: LayerErrors) -> float:
+def _energy(gradients: list[Tensors], layers: LayerErrors, weights: Mapping[str, float]) -> float:
     """Squared norm of all ranks' gradients of these layers."""
-    return sum(squared_norm(rank[name]) for rank in gradients for name in layers)
+    return sum(weights.get(name, 1.0) * squared_norm(rank[name]) for rank in gradients for name in layers)
 
 
-def _aggregate(result: StepResult, gradients: list[Tensors]) -> tuple[float, float, float, float]:
+def _aggregate(
+    result: StepResult, gradients: list[Tensors], weights: Mapping[str, float]
+) -> tuple[float, float, float, float]:
     """||mean - true mean||^2, ||true mean||^2, ||mean||^2 and the inner product of both, over the layers of groups."""
     error = true_norm = norm = inner = 0.0
     for ranks in result.exchanged.values():
         for name, mean in ranks[0].mean.items():
             true = sum_in_rank_order([rank[name] for rank in gradients])
-            error += squared_norm(mean - true)
-            true_norm += squared_norm(true)
-            norm += squared_norm(mean)
-            inner += float((mean.double() * true.double()).sum())
+            weight = weights.get(name, 1.0)
+            error += weight * squared_norm(mean - true)
+            true_norm += weight * squared_norm(true)
+            norm += weight * squared_norm(mean)
+            inner += weight * float((mean.double() * true.double()).sum())
     return error, true_norm, norm, inner
 
 
@@ -352,8 +364,8 @@ def _check_layers(trace: Trace, plan: Plan) -> None:
     """Refuse a trace with layers or shapes that the plan lacks, or without a layer that the plan compresses."""
     expected = {layer.name: layer.shape for layer in plan.layers}
     recorded = {layer.name for layer in trace.layers}
-    if len(recorded) == len(expected) or any(expected.get(layer.name) != layer.shape for layer in trace.layers):
-        plan.check_model(trace.layers)
+    if len(recorded) == len(expected) or any(expected.get(layer.name) != layer.shape for layer in trace.model_layers):
+        plan.check_model(trace.model_layers)
         return
     compressed = {name for group in plan.compressed_groups for name in group.layers}
     if missing := sorted(compressed - recorded):

@@ -85,6 +85,8 @@ def examine(
         check_replay(trace, plan, replay_start(trace), len(trace.steps))
     spectrum = measure_spectrum(trace, workers=workers, progress=progress)
     examination = Examination(spectrum)
+    if trace.samples:
+        examination.remarks.append(f"Measured on a sample: the trace holds {trace.extent}.")
     if spectrum.never_finite_layers:
         layers = ", ".join(spectrum.never_finite_layers)
         examination.remarks.append(f"Never finite on all ranks, and left out: {layers}.")
@@ -127,7 +129,7 @@ def _attempt(examination: Examination, what: str, measure: Callable[[], Result])
 
 
 def _of_one_rank(examination: Examination, trace: Trace, progress: Progress | None) -> None:
-    parameters = sum(layer.numel for layer in trace.layers)
+    parameters = sum(layer.numel for layer in trace.model_layers)
     if parameters > _MOST_FITTED:
         examination.remarks.append(
             f"No GradiVeQ fit: of {format_count(parameters)} parameters it takes long; `gradlab fit gradiveq` makes it."
@@ -138,7 +140,11 @@ def _of_one_rank(examination: Examination, trace: Trace, progress: Progress | No
             examination.fit = fit_gradiveq(trace, samples=samples, progress=progress)
         except NotFittable as reason:
             examination.remarks.append(f"No GradiVeQ fit: {reason}")
-    examination.measured["slice_structure"] = measure_slice_structure(trace, samples=SAMPLES, progress=progress)
+    structure = partial(measure_slice_structure, trace, samples=SAMPLES, progress=progress)
+    if trace.samples:
+        examination.measured["slice_structure"] = _attempt(examination, "Nothing to say of slices", structure)
+    else:
+        examination.measured["slice_structure"] = structure()
 
 
 def _noise_scale(spectrum: TraceSpectrum, trace: Trace) -> TraceNoise:
@@ -176,7 +182,7 @@ def _of_plans(
 
 
 def _plans(trace: Trace, plans: Mapping[str, Plan] | None) -> Mapping[str, Plan]:
-    return usual_plans(trace.layers) if plans is None else plans
+    return usual_plans(trace.model_layers) if plans is None else plans
 
 
 def replay_start(trace: Trace) -> int:

@@ -44,8 +44,10 @@ def summarize_trace(trace: Trace) -> dict[str, Any]:
         "steps": len(trace.steps),
         "first_iteration": int(trace.steps[0]),
         "last_iteration": int(trace.steps[-1]),
-        "layers": [layer.to_json() for layer in trace.layers],
-        "parameters": sum(layer.numel for layer in trace.layers),
+        "layers": [layer.to_json() for layer in trace.model_layers],
+        "parameters": sum(layer.numel for layer in trace.model_layers),
+        "extent": trace.extent,
+        "samples": {name: sample.to_json() for name, sample in trace.samples.items()},
         "metadata": plain(trace.metadata),
     }
 
@@ -191,6 +193,7 @@ def _trace_facts(recorded: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("trace", f"{recorded['path']} (sha256 {str(recorded['digest'])[:12]})"),
         ("recorded", f"{recorded['steps']} iterations, {span}, on {recorded['world_size']} ranks"),
         ("model", f"{len(recorded['layers'])} layers, {format_count(recorded['parameters'])} parameters"),
+        ("measured on", str(recorded.get("extent") or "all values")),
     ]
 
 

@@ -19,6 +19,7 @@ from gradlab.analysis.fit.lgc.learners import Learner, code_spread, in_units, le
 from gradlab.analysis.fit.lgc.selection_codes import Code, codes_without_learning
 from gradlab.analysis.fit.lgc.selections import Selections, collect_selections
 from gradlab.analysis.measure.holdout import age_bins
+from gradlab.analysis.replay.sampled import require_whole
 from gradlab.artifact import Artifact
 from gradlab.codec import Tensors, seeded_generator
 from gradlab.codec.settings import build_settings
@@ -248,6 +249,7 @@ def fit_lgc(
     fitting, settings = options.fitting or Fitting(), dict(options.settings or {})
     # Refuses what is no setting of the codec, before it is taken for a field of the recipe.
     of_codec: LearnedSettings = build_settings(LgcServer if pattern == "server" else LgcRing, settings)
+    require_whole(trace, trace.samples, "LGC learns from the largest values of all layers together")
     plan = lgc_plan(trace.layers, pattern, options, **settings)
     selections = collect_selections(trace, plan, progress=progress)
     if len(selections) < _LEAST_ITERATIONS:

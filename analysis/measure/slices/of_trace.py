@@ -37,6 +37,7 @@ from gradlab.analysis.measure.slices.structure import (
     whole_slices,
 )
 from gradlab.analysis.measure.spectrum import spread
+from gradlab.analysis.replay.sampled import require_whole
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
 from gradlab.layout import Layer, filter_axes, flatten
@@ -204,10 +205,18 @@ def measure_slice_structure(
     )
 
 
+_OF_WHOLE_LAYERS = "GradiVeQ cuts whole layers into slices, and those of a sample are others"
+
+
 def _chosen(trace: Trace, names: Sequence[str] | None) -> list[Layer]:
     if names is not None:
+        require_whole(trace, names, _OF_WHOLE_LAYERS)
         return [trace.layer(name) for name in names]
     matrices = [layer for layer in trace.layers if len(layer.shape) > 1 and layer.numel > 1]
+    whole = [layer for layer in matrices if layer.name not in trace.samples]
+    if matrices and not whole:
+        require_whole(trace, trace.samples, _OF_WHOLE_LAYERS)
+    matrices = whole
     layers = [layer for layer in matrices if layer.role == "convolution"] or matrices
     if len(layers) <= _MOST_LAYERS:
         return layers

@@ -141,7 +141,7 @@ def lgreco(
             opened, codec, reference, grid=grid, families=family or (), start=start, samples=samples, progress=progress
         )
         options = LgrecoOptions(candidates, alpha=alpha, metric=metric, window=window, start=first)
-        options = replace(options, cost=small, step=step, weights=_weights(weights, opened.layers, bucket_cap_mb))
+        options = replace(options, cost=small, step=step, weights=_weights(weights, opened.model_layers, bucket_cap_mb))
         options = replace(options, world_size=ranks, warmup_steps=warmup_steps, refresh_every=refresh, seed=seed)
         options = replace(options, workers=workers, cluster=dask)
         fit = fit_lgreco(opened, codec, reference, options, progress=progress)
@@ -208,7 +208,7 @@ def _plans_by_window(
 
     rates = learning_rates_of(trace, problem.table.windows)
     plans = plan_over_time(problem, rates, metric=options.metric, alpha=options.alpha)
-    return plans.compression(trace.layers, bucket_cap_mb)
+    return plans.compression(trace.model_layers, bucket_cap_mb)
 
 
 def _draw(
@@ -237,5 +237,10 @@ def print_layer_plan(provenance: LgrecoProvenance) -> None:
     from gradlab.analysis.report.verdict import layer_plan_verdict
 
     OUT.print(layer_plan_verdict(provenance), markup=False)
+    if provenance.sample is not None:
+        OUT.print(
+            f"The trace holds {provenance.sample}: errors are those of the samples, bytes of whole layers.",
+            markup=False,
+        )
     table = layer_plan_table(provenance)
     print_table(table.title, table.columns, table.rows, left=table.text_columns)

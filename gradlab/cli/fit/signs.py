@@ -72,7 +72,7 @@ def signs(
     method, settings, blocks = known_name(method, SIGN_METHODS), parse_settings(setting or []), None
     with Trace(trace) as opened, progress_bars() as progress:
         plan = method_plan(
-            opened.layers,
+            opened.model_layers,
             method,
             momentum=momentum,
             weight_decay=weight_decay,

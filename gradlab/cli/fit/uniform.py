@@ -74,7 +74,7 @@ def uniform(
     build_settings(codecs.get(codec), settings)  # names the codec's settings; Plan.uniform has arguments of its own
     with Trace(trace) as opened, progress_bars() as progress:
         plan = Plan.uniform(
-            opened.layers,
+            opened.model_layers,
             codec,
             error_feedback=error_feedback,
             wrappers=[parse_wrapper(text) for text in wrap] if wrap else None,
