@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORK := build/outside
 SOURCES := pyproject.toml $(shell find gradlab capture analysis runtime datasets -name '*.py' -o -name '*.jinja')
 
-.PHONY: demo test explore gpu quality typecheck benchmark speed compare lgc matrix faults resume mutants install clean
+.PHONY: demo test explore gpu quality typecheck benchmark speed compare compare-text lgc matrix faults resume mutants install clean
 
 demo: install
 	$(BIN)/gradlab demo --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -46,6 +46,12 @@ compare: install
 	$(BIN)/python benchmarks/methods.py --trace runs/compare/trace --replay runs/compare/replay.jsonl
 	$(BIN)/python benchmarks/methods.py --data $(DATA) --train runs/compare/training.jsonl
 	$(BIN)/python benchmarks/methods.py --trace runs/compare/trace --replay runs/compare/replay.jsonl --train runs/compare/training.jsonl --table --figure runs/compare/errors.svg
+
+# nanoGPT's Shakespeare under all codecs and methods, against dense (days; DATA=tinyshakespeare.txt). Rows are kept, and
+# what is there is not done again (ARGS="--seeds 2 --rows more.jsonl").
+compare-text: install
+	$(BIN)/python benchmarks/text_chars.py --data $(DATA) --work runs/compare-text $(ARGS)
+	$(BIN)/python benchmarks/text_chars.py --table $(ARGS)
 
 # LGC beside what it must beat, trained on both tasks (an hour or two; DATA=cifar10.npz, STREETS=camvid.npz).
 lgc: install

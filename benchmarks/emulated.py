@@ -22,7 +22,7 @@ from torch.nn import functional
 from gradlab.capture import EmulatedNodes
 from gradlab.codec import Tensors
 from gradlab.collectives import sum_in_rank_order
-from gradlab.datasets.optimizer import build_optimizer
+from gradlab.datasets.optimizer import build_optimizer, clip_gradients
 from gradlab.datasets.recipe import Recipe, learning_rate_at
 from gradlab.datasets.resnet import initialized
 from gradlab.datasets.sampling import batches
@@ -118,6 +118,7 @@ def record(task: Task, data: Any, folder: str | Path, seed: int, *, start: int, 
                     loss.backward()
                     nodes.annotate(loss=loss)
             nodes.average()
+            clip_gradients(task.recipe, model.parameters())
             optimizer.step()
 
 
@@ -146,6 +147,7 @@ def train(
         result, loss = compressed_gradients(task, model, optimizer, lockstep, step, micro)
         if watch:
             watch({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        clip_gradients(task.recipe, model.parameters())
         optimizer.step()
         sent.append((result.compressing, statistics.fmean(result.payload), statistics.fmean(result.wire)))
         payloads.append(result.payload)

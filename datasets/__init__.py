@@ -16,10 +16,10 @@ from gradlab.datasets.cifar10 import Cifar10
 from gradlab.datasets.digits import Digits
 from gradlab.datasets.fashion_mnist import FashionMnist
 from gradlab.datasets.metric import LogitMetric
-from gradlab.datasets.optimizer import build_optimizer
+from gradlab.datasets.optimizer import build_optimizer, clip_gradients
 from gradlab.datasets.recipe import Recipe, learning_rate_at
 from gradlab.datasets.sampling import batches
-from gradlab.datasets.text import TextBytes, TextWords
+from gradlab.datasets.text import TextBytes, TextChars, TextWords
 from gradlab.datasets.workload import Data, Workload
 from gradlab.errors import GradlabError
 
@@ -29,16 +29,18 @@ __all__ = [
     "LogitMetric",
     "Recipe",
     "TextBytes",
+    "TextChars",
     "TextWords",
     "Workload",
     "batches",
     "build_optimizer",
+    "clip_gradients",
     "get",
     "learning_rate_at",
     "names",
 ]
 
-_ALL: tuple[Workload, ...] = (Digits(), Cifar10(), FashionMnist(), CamVid(), TextBytes(), TextWords())
+_ALL: tuple[Workload, ...] = (Digits(), Cifar10(), FashionMnist(), CamVid(), TextBytes(), TextChars(), TextWords())
 _WORKLOADS: dict[str, Workload] = {workload.name: workload for workload in _ALL}
 
 

@@ -1,8 +1,9 @@
 """Metrics of a trained model: a figure with a name, a direction and a form, from the logits on the test split.
 
-Perplexity and bits per byte are one quantity, the mean negative log likelihood H in nats of a token: exp(H), and
-H / ln 2 where a token is a byte (Jelinek et al., "Perplexity - a measure of the difficulty of speech recognition
-tasks", 1977; Graves, "Generating Sequences With Recurrent Neural Networks", 2013, section 3).
+Perplexity, bits per byte and nats per character are one quantity, the mean negative log likelihood H in nats of a
+token: exp(H), H / ln 2 where a token is a byte, and H where a token is a character (Jelinek et al., "Perplexity - a
+measure of the difficulty of speech recognition tasks", 1977; Graves, "Generating Sequences With Recurrent Neural
+Networks", 2013, section 3).
 """
 
 from __future__ import annotations
@@ -47,4 +48,5 @@ IGNORED = -100  # torch's value: a prediction of this class is left out
 ACCURACY = LogitMetric("accuracy", "higher", "percent", _right, float)
 PIXEL_ACCURACY = LogitMetric("pixel accuracy", "higher", "percent", _right, float)
 PERPLEXITY = LogitMetric("perplexity", "lower", "number", _nats, _exponential)
+NATS_PER_CHARACTER = LogitMetric("nats per character", "lower", "number", _nats, float)
 BITS_PER_BYTE = LogitMetric("bits per byte", "lower", "number", _nats, lambda nats: nats / math.log(2))

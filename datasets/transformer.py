@@ -34,6 +34,7 @@ class TransformerSize:
     width: int = 128  # elements of a token's vector
     layers: int = 4  # blocks
     heads: int = 4  # of attention; each has width / heads elements
+    bias: bool = True  # of linear layers and normalisations
 
     def __post_init__(self) -> None:
         for setting in ("vocabulary", "context", "width", "layers", "heads"):
@@ -49,8 +50,8 @@ class SelfAttention(nn.Module):
     def __init__(self, size: TransformerSize) -> None:
         super().__init__()
         self.heads = size.heads
-        self.qkv = nn.Linear(size.width, 3 * size.width)
-        self.out = nn.Linear(size.width, size.width)
+        self.qkv = nn.Linear(size.width, 3 * size.width, bias=size.bias)
+        self.out = nn.Linear(size.width, size.width, bias=size.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
@@ -65,11 +66,11 @@ class Block(nn.Module):
 
     def __init__(self, size: TransformerSize) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(size.width)
+        self.norm1 = nn.LayerNorm(size.width, bias=size.bias)
         self.attention = SelfAttention(size)
-        self.norm2 = nn.LayerNorm(size.width)
-        self.hidden = nn.Linear(size.width, 4 * size.width)
-        self.out = nn.Linear(4 * size.width, size.width)
+        self.norm2 = nn.LayerNorm(size.width, bias=size.bias)
+        self.hidden = nn.Linear(size.width, 4 * size.width, bias=size.bias)
+        self.out = nn.Linear(4 * size.width, size.width, bias=size.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm1(x))
@@ -85,7 +86,7 @@ class Transformer(nn.Module):
         self.tokens = nn.Embedding(size.vocabulary, size.width)
         self.positions = nn.Embedding(size.context, size.width)
         self.blocks = nn.Sequential(*(Block(size) for _ in range(size.layers)))
-        self.norm = nn.LayerNorm(size.width)
+        self.norm = nn.LayerNorm(size.width, bias=size.bias)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         length = tokens.shape[1]

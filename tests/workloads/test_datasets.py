@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradlab import datasets
-from gradlab.datasets.metric import ACCURACY, BITS_PER_BYTE, PERPLEXITY, PIXEL_ACCURACY
+from gradlab.datasets.metric import ACCURACY, BITS_PER_BYTE, NATS_PER_CHARACTER, PERPLEXITY, PIXEL_ACCURACY
 from gradlab.errors import GradlabError
 
 RECIPE = datasets.Recipe(learning_rate=0.4, momentum=0.9, weight_decay=0.0, batch_size=8, steps=100)
@@ -21,7 +21,8 @@ RECIPE = datasets.Recipe(learning_rate=0.4, momentum=0.9, weight_decay=0.0, batc
 
 
 def test_every_workload_is_found_by_its_name() -> None:
-    assert datasets.names() == ["digits", "cifar10", "fashion_mnist", "camvid", "text_bytes", "text_words"]
+    texts = ["text_bytes", "text_chars", "text_words"]
+    assert datasets.names() == ["digits", "cifar10", "fashion_mnist", "camvid", *texts]
     for name in datasets.names():
         assert datasets.get(name).name == name
 
@@ -46,6 +47,8 @@ def test_an_unknown_workload_lists_the_known_ones() -> None:
         ("schedule", "linear"),
         ("optimizer", "adam"),
         ("second_momentum", 1.0),
+        ("end_factor", 1.5),
+        ("clip_norm", 0.0),
     ],
 )
 def test_a_recipe_refuses_a_setting_out_of_range(setting: str, value: object) -> None:
@@ -69,6 +72,49 @@ def test_an_optimizer_has_the_settings_of_its_recipe() -> None:
     assert isinstance(optimizer, torch.optim.AdamW)
     assert [optimizer.param_groups[0][key] for key in ("betas", "weight_decay")] == [(0.9, 0.95), 0.1]
     assert optimizer.param_groups[0]["lr"] == sgd["lr"]
+
+
+def test_a_recipe_may_spare_vectors_from_weight_decay() -> None:
+    matrix, vector = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
+    for optimizer in ("sgd", "adamw"):
+        recipe = dataclasses.replace(RECIPE, momentum=0.0, weight_decay=0.1, optimizer=optimizer, decays_vectors=False)  # type: ignore[arg-type]
+        with torch.no_grad():
+            for parameter in (matrix, vector):
+                parameter.fill_(1.0)
+                parameter.grad = torch.zeros_like(parameter)
+        datasets.build_optimizer(recipe, [vector, matrix]).step()
+        assert torch.equal(vector, torch.ones(2))
+        assert torch.allclose(matrix, torch.full((2, 2), 1 - 0.4 * 0.1))
+
+
+@given(
+    values=st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=6),
+    limit=st.none() | st.floats(0.01, 100),
+)
+def test_clipping_bounds_the_norm_of_all_gradients_and_keeps_their_direction(
+    values: list[float], limit: float | None
+) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in values]
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.grad = torch.tensor([value])
+    before = np.array(values)
+    datasets.clip_gradients(dataclasses.replace(RECIPE, clip_norm=limit), parameters)
+    after = np.array([float(parameter.grad) for parameter in parameters])  # type: ignore[arg-type]
+    norm = float(np.linalg.norm(before))
+    factor = 1.0 if limit is None or norm <= limit else limit / norm
+    assert after == pytest.approx(factor * before, rel=1e-4, abs=1e-5)
+    assert limit is None or np.linalg.norm(after) <= limit * (1 + 1e-5)
+
+
+def test_nanogpts_schedule_ends_at_a_tenth_of_its_peak() -> None:
+    """`get_lr` of its train.py, whose warm-up reaches the peak one step later."""
+    recipe = datasets.get("text_chars").recipe
+    for step in (100, 101, 700, 1500, 1999):
+        ratio = (step - 100) / (2000 - 100)
+        oracle = 1e-4 + 0.5 * (1.0 + np.cos(np.pi * ratio)) * (1e-3 - 1e-4)
+        assert datasets.learning_rate_at(recipe, step) == pytest.approx(oracle)
+    assert datasets.learning_rate_at(recipe, 2000) == pytest.approx(1e-4)
+    assert datasets.learning_rate_at(recipe, 0) == pytest.approx(1e-5)
 
 
 def test_the_cosine_schedule_is_the_one_of_torch() -> None:
@@ -161,6 +207,7 @@ SIZES = [
     ("fashion_mnist", 1_663_370, 4),
     ("camvid", 227_355, 15),
     ("text_bytes", 842_496, 18),
+    ("text_chars", 804_096, 18),
     ("text_words", 1_850_112, 18),
 ]
 
@@ -210,13 +257,13 @@ class _Bigram(torch.nn.Module):
         return self.logits[tokens]
 
 
-def test_perplexity_and_bits_per_byte_are_of_the_geometric_mean_of_the_likelihoods() -> None:
+def test_the_metrics_of_texts_are_of_the_geometric_mean_of_the_likelihoods() -> None:
     generator = torch.Generator().manual_seed(0)
     model = _Bigram(torch.randn(4, 4, generator=generator))
     x, y = (torch.randint(4, (7, 5), generator=generator) for _ in range(2))
     likelihoods = model.logits.double().softmax(1).numpy()[x.numpy().ravel(), y.numpy().ravel()]
     mean = float(np.prod(likelihoods) ** (1 / 35))
-    for name, oracle in (("text_words", 1 / mean), ("text_bytes", -np.log2(mean))):
+    for name, oracle in (("text_words", 1 / mean), ("text_bytes", -np.log2(mean)), ("text_chars", -np.log(mean))):
         for size in (1, 3, None):
             assert datasets.get(name).score(model, x, y, batch_size=size) == pytest.approx(oracle, rel=1e-6)
 
@@ -233,6 +280,7 @@ def test_a_metric_is_plain_json_with_a_direction(name: str) -> None:
     metric = datasets.get(name).metric
     assert metric.to_json() == {"name": metric.name, "better": metric.better, "form": metric.form}
     others = {"text_bytes": BITS_PER_BYTE, "text_words": PERPLEXITY, "camvid": PIXEL_ACCURACY}
+    others |= {"text_chars": NATS_PER_CHARACTER}
     assert metric is others.get(name, ACCURACY)
 
 

@@ -1,4 +1,4 @@
-"""The text workloads: files and splits, words and vocabularies, samples, the transformer, learning, the whole loop."""
+"""The text workloads: files and splits, words and characters, samples, the transformer, learning, the whole loop."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradlab import datasets
-from gradlab.datasets.text_files import read_texts, windows
+from gradlab.datasets.characters import build_alphabet, encode_characters
+from gradlab.datasets.text_files import every_window, read_texts, windows
 from gradlab.datasets.transformer import Transformer, TransformerSize, initialized
 from gradlab.datasets.vocabulary import build_vocabulary, encode
 from gradlab.errors import GradlabError
 from gradlab.layout import layers_of
 from support.command_line import Command
 
-LEVELS = ("text_bytes", "text_words")
+LEVELS = ("text_bytes", "text_chars", "text_words")
 SMALL = TransformerSize(vocabulary=50, context=12, width=16, layers=2, heads=2)
 # Words with spaces and ends of line between them, as a file may have them.
 words = st.text(st.characters(exclude_categories=["Cs", "Z", "C"]), min_size=1, max_size=4)
@@ -32,6 +33,8 @@ lines = st.lists(st.lists(words, max_size=5).map(" ".join), max_size=12).map("\n
 def _workload(level: str, context: int) -> datasets.Workload:
     if level == "text_bytes":
         return datasets.TextBytes(context=context)
+    if level == "text_chars":
+        return datasets.TextChars(context=context)
     return datasets.TextWords(context=context, vocabulary=20)
 
 
@@ -74,6 +77,19 @@ def test_encoding_follows_its_definition(text: str, limit: int) -> None:
     assert build_vocabulary(text, limit) == vocabulary
 
 
+@given(text=st.text(min_size=1, max_size=60), other=st.text(max_size=20), limit=st.integers(2, 12))
+def test_characters_are_numbered_by_code_point_and_the_rarest_are_one_token(text: str, other: str, limit: int) -> None:
+    """Against an oracle that looks up one character at a time."""
+    alphabet, counts = build_alphabet(text, limit), Counter(text)
+    assert list(alphabet) == sorted(set(alphabet))
+    assert len(alphabet) == (len(counts) if len(counts) <= limit else limit - 1)
+    rarest = min(counts[character] for character in alphabet)
+    assert all(counts[character] <= rarest for character in counts if character not in alphabet)
+    oracle = [alphabet.index(c) if c in alphabet else len(alphabet) for c in text + other]
+    assert encode_characters(text + other, alphabet).tolist() == oracle
+    assert max(encode_characters(text, alphabet)) < limit
+
+
 # --- files, splits and samples ------------------------------------------------------------------------------------
 
 
@@ -86,6 +102,11 @@ def test_a_file_is_split_at_nine_tenths_and_nothing_is_lost(
     train, test = read_texts(str(file))
     assert train.content + test.content == content
     assert len(train.content) == 9 * len(content) // 10
+    train, test = read_texts(str(file), between_characters=True)
+    assert train.content + test.content == content
+    assert len(train.content) >= 9 * len(content) // 10
+    assert all(0x80 <= byte < 0xC0 for byte in content[9 * len(content) // 10 : len(train.content)])
+    assert not 0x80 <= (test.content or b"a")[0] < 0xC0
     train, test = read_texts(str(file), between_words=True)
     assert train.content + test.content == content
     assert len(train.content) >= 9 * len(content) // 10
@@ -105,6 +126,32 @@ def test_samples_are_the_text_in_order_and_its_successors(length: int, context: 
     assert torch.equal(y, x + 1)
     assert x.flatten().tolist() == tokens[: x.numel()].tolist()
     assert 0 <= length - 1 - x.numel() < context
+
+
+@given(length=st.integers(0, 60), context=st.integers(1, 12))
+def test_a_window_may_begin_anywhere(length: int, context: int) -> None:
+    tokens = np.arange(100, 100 + length)
+    if length <= context:
+        with pytest.raises(GradlabError, match=f"here: {length} tokens, expected at least {context + 1}"):
+            every_window(tokens, context, "here")
+        return
+    x, y = every_window(tokens, context, "here")
+    assert x.tolist() == [list(range(100 + at, 100 + at + context)) for at in range(length - context)]
+    assert torch.equal(y, x + 1)
+    assert x.untyped_storage().nbytes() == 8 * length  # one copy, however many rows
+
+
+def test_characters_of_a_file_are_the_first_nine_tenths_at_every_place_and_the_rest_in_rows(tmp_path: Path) -> None:
+    """The split and the numbers are those of nanoGPT's data/shakespeare_char/prepare.py."""
+    text = "to be, or not to be\nthät is\n" * 7
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    data = datasets.TextChars(context=4).load(str(tmp_path / "a.txt"))
+    numbers = [sorted(set(text)).index(character) for character in text]
+    cut = len(data.train_x) + 4
+    assert abs(cut - 0.9 * len(text)) <= 7  # at nine tenths of the bytes, of which "ä" has two
+    assert data.train_x.tolist() == [numbers[at : at + 4] for at in range(cut - 4)]
+    assert data.train_y[:, -1].tolist() == numbers[4:cut]
+    assert data.test_x.flatten().tolist() == numbers[cut:][: data.test_x.numel()]
 
 
 def test_bytes_of_a_folder_are_its_two_splits(tmp_path: Path) -> None:
@@ -182,9 +229,9 @@ def test_a_file_with_no_white_space_near_its_end_leaves_nothing_to_test_words_on
 def test_words_need_utf8_and_bytes_do_not(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_bytes(b"some text in an old encoding: " + b"caf\xe9 " * 40)
-    assert "(first 90 %): not UTF-8 at byte 33: words need it; text_bytes takes any bytes" in _refused(
-        "text_words", file
-    )
+    for level in ("text_words", "text_chars"):
+        problem = "(first 90 %): not UTF-8 at byte 33: words and characters need it; text_bytes takes any bytes"
+        assert problem in _refused(level, file)
     assert 0xE9 in _workload("text_bytes", 6).load(str(file)).train_x
 
 
@@ -278,7 +325,7 @@ def test_attention_is_the_softmax_of_the_past() -> None:
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_new_model_gives_every_token_about_the_same_chance(level: str) -> None:
     workload = datasets.get(level)
-    assert isinstance(workload, (datasets.TextBytes, datasets.TextWords))
+    assert isinstance(workload, (datasets.TextBytes, datasets.TextChars, datasets.TextWords))
     vocabulary, generator = workload.size.vocabulary, torch.Generator().manual_seed(0)
     x, y = (torch.randint(vocabulary, (2, workload.size.context), generator=generator) for _ in range(2))
     with torch.no_grad():
@@ -351,6 +398,42 @@ def test_a_text_goes_round_the_loop(gradlab: Command, tmp_path: Path) -> None:
     assert compressed["losses"][4:] != dense["losses"][4:]
     assert compressed["compression_ratio"] > 10
     assert compressed["payload_bytes_per_step"]["mean"] == compressed["forecast_payload_bytes"]
+
+
+def test_clipping_and_weight_decay_of_a_recipe_are_the_same_on_ranks_and_on_emulated_nodes(
+    gradlab: Command, tmp_path: Path
+) -> None:
+    """nanoGPT's recipe, by characters: on two emulated nodes, by two ranks, and by one process with both batches."""
+    text = _periodic(tmp_path / "a.txt")
+    words = ["train", "text_chars", "--data", text, "--steps", 6, "--batch-size", 2, "--json"]
+    code, out, err = gradlab(*words, "--emulate", 2, "--capture", tmp_path / "trace")
+    assert code == 0, err
+    emulated = json.loads(out)
+    assert emulated["metric"] == {"name": "nats per character", "better": "lower", "form": "number"}
+    code, out, err = gradlab(*words, "--ranks", 2)
+    assert code == 0, err
+    assert json.loads(out)["losses"] == emulated["losses"]
+    oracle, data = datasets.get("text_chars"), datasets.get("text_chars").load(str(text))
+    assert emulated["losses"] == pytest.approx(_losses_of_nanogpt(oracle, data), rel=1e-4)
+
+
+def _losses_of_nanogpt(workload: datasets.Workload, data: datasets.Data) -> list[float]:
+    """Six steps of one process with the batch of both ranks, as nanoGPT's train.py makes them."""
+    model = workload.model(0)
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer, losses = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99)), []
+    for step, indices in enumerate(datasets.batches(len(data.train_x), 4, 0, 1, 0, 6)):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * (step + 1) / 6
+        loss = workload.loss(model(data.train_x[indices]), data.train_y[indices])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
 
 
 def test_every_workload_is_in_the_help_of_train(gradlab: Command) -> None:

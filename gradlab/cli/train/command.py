@@ -30,8 +30,10 @@ Examples:
   gradlab train text_bytes --data book.txt --capture trace --budget 2GB
 
   gradlab train text_bytes --data book.txt --steps 500
+
+  gradlab train text_chars --data tinyshakespeare.txt --emulate 4 --batch-size 3 --capture trace
 """
-WORKLOADS = "digits (bundled), cifar10, fashion_mnist, camvid, text_bytes or text_words (these need --data)."
+WORKLOADS = "digits (bundled); cifar10, fashion_mnist, camvid, text_bytes, text_chars, text_words (need --data)."
 
 
 def train(

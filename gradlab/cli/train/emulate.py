@@ -19,7 +19,7 @@ from gradlab.cli.train.metadata import trace_metadata
 from gradlab.cli.train.outcome import RankOutcome, TrainReport, run_header, run_report
 from gradlab.cli.train.settings import EVALUATIONS, TrainSettings
 from gradlab.codec import seeded_generator
-from gradlab.datasets import Data, Recipe, Workload, batches, build_optimizer, get, learning_rate_at
+from gradlab.datasets import Data, Recipe, Workload, batches, build_optimizer, clip_gradients, get, learning_rate_at
 from gradlab.progress import Progress
 
 
@@ -45,6 +45,7 @@ class EmulatedRun:
         for rank, samples in enumerate(indices):
             self._pass(rank, samples)
         self.nodes.average()
+        clip_gradients(self.recipe, self.model.parameters())
         self.optimizer.step()
         seconds = time.perf_counter() - start
         for outcome in self.outcomes:

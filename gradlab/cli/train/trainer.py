@@ -24,7 +24,7 @@ from gradlab.cli.train.metadata import trace_metadata
 from gradlab.cli.train.outcome import RankOutcome, TrainReport, run_header, run_report
 from gradlab.cli.train.settings import EVALUATIONS, TrainSettings
 from gradlab.codec import seeded_generator
-from gradlab.datasets import Data, Recipe, Workload, batches, build_optimizer, get, learning_rate_at
+from gradlab.datasets import Data, Recipe, Workload, batches, build_optimizer, clip_gradients, get, learning_rate_at
 from gradlab.ddp.agreement import Ranks
 from gradlab.errors import GradlabError
 from gradlab.runtime import CompressionState, compression_hook
@@ -56,6 +56,7 @@ class Rank:
         loss.backward()
         if self.recorder is not None:
             self.recorder.annotate(loss=loss.detach())
+        clip_gradients(self.recipe, self.model.parameters())
         self.optimizer.step()
         self.outcome.step_seconds.append(time.perf_counter() - start)
         self.outcome.losses.append(float(loss.detach()))

@@ -1,0 +1,432 @@
+"""nanoGPT's Shakespeare by characters under every codec and published method: replayed beforehand, then trained.
+
+    python benchmarks/text_chars.py --data tinyshakespeare.txt --work DIR [--rows ROWS.jsonl] [--modes shared own]
+                                    [--methods dense "top-k 1 %"] [--seeds 0 1] [--steps 2000] [--until 09:20]
+    python benchmarks/text_chars.py --table [--rows ROWS.jsonl]
+
+The workload `text_chars`: 804,096 parameters, 2,000 iterations of AdamW, published validation loss 1.88 (nats per
+character). Four emulated nodes share nanoGPT's batch ("shared": 4 x 3 rows) or have its batch each ("own": 4 x 12).
+Every method begins after 100 dense iterations, the warm-up of the learning rate, and has dense training's learning
+rate. A method that brings its own momentum trains with beta_1 = 0. For each mode a dense run of another seed is
+recorded, iterations 100 to 139 of all nodes, in DIR. A method is replayed on it before it is trained, and plans by
+layer are fitted on it.
+
+Rows, one line of JSON each, are added to ROWS as they finish; what is there is not done again. A run that diverges or
+is refused is a row too. A row names the version that made it. Its seconds are of a shared machine: no speeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import emulated
+import numpy as np
+import torch
+from scipy import stats
+
+from gradlab import __version__
+from gradlab.analysis.forecast import Network
+from gradlab.analysis.forecast.speed import LEAST_COSINE, forecast_speed, usual_plans
+from gradlab.analysis.layer_plan.lgreco import fit_lgreco
+from gradlab.analysis.replay import replay
+from gradlab.artifact import Artifact
+from gradlab.datasets import get
+from gradlab.datasets.recipe import Recipe
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer, layers_of
+from gradlab.metric import RELATIVE_NOISE
+from gradlab.plan import Plan, Wrap, method_plan
+from gradlab.trace import Trace
+
+Row = dict[str, Any]
+WORKLOAD = get("text_chars")
+ROWS = Path(__file__).parent / "results" / "text-chars.jsonl"
+RANKS, WARMUP, PUBLISHED = 4, 100, 1.88
+MODES = {"shared": 3, "own": 12}  # rows per node and step
+FIRST, RECORDED, RECORDED_SEED = 100, 40, 7
+CURVE_EVERY = 700  # iterations between validation losses on the way
+RESAMPLES, LEVEL = 10_000, 95  # of the bootstrap, and its interval in percent
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A method of training.
+
+    codec: of a uniform plan, or of the uniform plan that a plan by layer has to equal in error; "" for a published
+        method, and for dense training.
+    settings: of the codec.
+    wrappers: around the codec; None: its default ones.
+    published: a name of `gradlab.plan.recipes.METHODS`.
+    by_layer: whether L-GreCo chooses the codec's setting for each layer.
+    momentum: whether the optimizer has momentum (beta_1); False where the method has its own.
+    """
+
+    codec: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    wrappers: tuple[Wrap, ...] | None = None
+    published: str = ""
+    by_layer: bool = False
+    momentum: bool = True
+
+    def plan(self, layers: Sequence[Layer], warmup: int) -> Plan:
+        """The plan of a method that needs no recording."""
+        if self.published:
+            return method_plan(layers, self.published, warmup_steps=warmup, **self.settings)
+        if not self.codec:
+            return Plan(tuple(layers))
+        around = {} if self.wrappers is None else {"wrappers": self.wrappers}
+        return Plan.uniform(layers, self.codec, warmup_steps=warmup, **around, **self.settings)
+
+
+def _published(name: str, momentum: bool = True, **settings: Any) -> Compared:
+    return Compared(settings=settings, published=name, momentum=momentum)
+
+
+BOTH_WAYS = (Wrap("error_feedback"), Wrap("two_way"))
+# In the order of their importance, as a campaign may be ended early.
+METHODS: dict[str, Compared] = {
+    "dense": Compared(),
+    "bfloat16": Compared("cast", {"dtype": "bfloat16"}),
+    "PowerSGD rank 4": Compared("powersgd", {"rank": 4}),
+    "top-k 1 %": Compared("topk", {"density": 0.01}),
+    "QSGD 4 bits": Compared("qsgd", {"bits": 4}),
+    "int8": Compared("block_scaled", {"dtype": "int8"}),
+    "int4": Compared("block_scaled", {"dtype": "int4"}),
+    "signs": Compared("sign"),
+    "TernGrad": _published("TernGrad"),
+    "1-bit SGD": _published("1-bit SGD"),
+    "QSGD 8 bits": Compared("qsgd", {"bits": 8}),
+    "natural": Compared("natural"),
+    "random-k 1 %": Compared("random_k", {"density": 0.01}),
+    "DCT top-k": Compared("dct_topk"),
+    "CLT-k 1 %": Compared("clt_k", {"density": 0.01}),
+    "L-GreCo, PowerSGD": Compared("powersgd", {"rank": 4}, by_layer=True),
+    "L-GreCo, top-k": Compared("topk", {"density": 0.01}, by_layer=True),
+    "dist-EF-blockSGDM": _published("dist-EF-blockSGDM", momentum=False),
+    "DGC 1 %": _published("DGC", momentum=False, density=0.01),
+    "signSGD": _published("signSGD"),
+    "signum": _published("signum", momentum=False),
+    "PowerSGD rank 16": Compared("powersgd", {"rank": 16}),
+    "top-k 10 %": Compared("topk", {"density": 0.1}),
+    "LoCo": _published("LoCo"),
+    "DeMo": _published("DeMo", momentum=False),
+    "ScaleCom 1 %": _published("ScaleCom", density=0.01),
+    "global top-k 1 %": _published("global top-k", density=0.01),
+    "signs, both ways": Compared("sign", {}, BOTH_WAYS),
+    "fp8": Compared("block_scaled", {"dtype": "float8_e4m3fn"}),
+    "float16": Compared("cast", {"dtype": "float16"}),
+    "dist-EF-blockSGD": _published("dist-EF-blockSGD"),
+    "dist-EF-SGDM": _published("dist-EF-SGDM", momentum=False),
+    "MEM-SGD 1 %": _published("MEM-SGD", density=0.01),
+    "sampled threshold 1 %": Compared("sampled_threshold", {"density": 0.01}),
+    "Rethink-GS 1 %": _published("Rethink-GS", density=0.01),
+    "QSGD 4 bits, L2 norm": Compared("qsgd", {"bits": 4, "norm": "l2"}),
+    "QSGD 2 bits": Compared("qsgd", {"bits": 2}),
+    "GradiVeQ": Compared("gradiveq", {}),
+}
+
+
+class Campaign:
+    """Runs of one file of rows.
+
+    Args:
+        rows: the file.
+        work: the folder of recordings.
+        data: Tiny Shakespeare.
+        steps: iterations of a run.
+    """
+
+    def __init__(self, rows: Path, work: Path, data: Path, steps: int) -> None:
+        self.file, self.work, self.steps = rows, work, steps
+        self.data = WORKLOAD.load(str(data))
+        self.layers = layers_of(WORKLOAD.model(0))
+        self.version = version()
+
+    def run(self, mode: str, name: str, seed: int) -> None:
+        """Replay a method, if that is not done, then train with it, if that is not done."""
+        replayed = {"kind": "replay", "mode": mode, "method": name}
+        if name != "dense" and not self._has(replayed):
+            self._add(replayed | self._timed(lambda: self._replay(mode, name)))
+        trained = {"kind": "training", "mode": mode, "method": name, "seed": seed, "steps": self.steps}
+        if not self._has(trained):
+            self._add(trained | self._timed(lambda: self._train(mode, name, seed)))
+
+    def recommend(self, mode: str) -> None:
+        """Keep what `gradlab analyze` says of its usual plans on this mode's recording."""
+        key = {"kind": "report", "mode": mode}
+        if not self._has(key):
+            self._add(key | self._timed(lambda: self._recommend(mode)))
+
+    def _train(self, mode: str, name: str, seed: int) -> Row:
+        method = METHODS[name]
+        plan = self._plan(mode, name, WARMUP)
+        task = task_of(mode, self.steps, plan)
+        run = emulated.train(task, plan, self.data, seed, score_every=CURVE_EVERY)
+        dense = 4 * sum(layer.numel for layer in self.layers)
+        return {
+            "validation": finite(run["score"]),
+            "loss": finite(run["loss"]),
+            "curve": [(step, finite(score)) for step, score in run["curve"]],
+            "losses": [finite(loss) for loss in run["losses"]],
+            "residuals": [finite(norm) for norm in run["residuals"]],
+            "stopped_at": None if math.isfinite(run["loss"]) else 20 * len(run["losses"]),
+            "beta1": task.recipe.momentum,
+            "dense_payload": dense,
+            "predicted_payload": plan.payload_bytes(RANKS),
+            "payload": dense / run["compressing_ratio"],
+            "payload_all_steps": run["payload"],
+            "wire_all_steps": run["wire"],
+            "settings": {**method.settings},
+        }
+
+    def _replay(self, mode: str, name: str) -> Row:
+        plan = self._plan(mode, name, 0)
+        with Trace(self._recording(mode)) as trace:
+            summary = replay(trace, plan).summary()
+        return {
+            "cosine": finite(summary.cosine),
+            "contribution_error": finite(summary.contribution_error),
+            "aggregate_error": finite(summary.aggregate_error),
+            "residual_growth": finite(summary.residual_growth),
+            "payload": summary.payload_bytes_per_step.mean,
+            "wire": summary.wire_bytes_per_step.mean,
+            "predicted_payload": plan.payload_bytes(RANKS),
+        }
+
+    def _recommend(self, mode: str) -> Row:
+        plans = usual_plans(self.layers)
+        with Trace(self._recording(mode)) as trace:
+            replays = {name: replay(trace, plan) for name, plan in plans.items()}
+        said = forecast_speed(plans, replays, Network(nodes=(RANKS,)))
+        return {"verdict": said.verdict, "cosines": {name: finite(value) for name, value in said.cosines.items()}}
+
+    def _plan(self, mode: str, name: str, warmup: int) -> Plan:
+        method = METHODS[name]
+        if not method.by_layer:
+            return method.plan(self.layers, warmup)
+        file = self.work / f"{mode}-{method.codec}-{warmup}.safetensors"
+        if not file.exists():
+            with Trace(self._recording(mode)) as trace:
+                fitted = fit_lgreco(trace, method.codec, dict(method.settings), warmup_steps=warmup)
+            fitted.artifact().save(file)
+        return Artifact.load(file).plan
+
+    def _recording(self, mode: str) -> Path:
+        folder = self.work / f"trace-{mode}"
+        if not folder.exists():
+            task = task_of(mode, WORKLOAD.recipe.steps, Plan(tuple(self.layers)))
+            emulated.record(task, self.data, folder, RECORDED_SEED, start=FIRST, every=1, count=RECORDED)
+        return folder
+
+    def _timed(self, work: Any) -> Row:
+        """The work's row, or that of its refusal; with its times, and the version that did it."""
+        began, spent = time.perf_counter(), time.process_time()
+        try:
+            row = work()
+        except GradlabError as reason:
+            row = {"refused": str(reason)}
+        return row | {
+            "seconds": round(time.perf_counter() - began, 1),
+            "processor_seconds": round(time.process_time() - spent, 1),
+            "version": self.version,
+            "finished": datetime.now(timezone.utc).isoformat(timespec="minutes"),
+        }
+
+    def _has(self, key: Row) -> bool:
+        return any(key.items() <= row.items() for row in read(self.file))
+
+    def _add(self, row: Row) -> None:
+        with self.file.open("a") as file:
+            file.write(json.dumps(row, allow_nan=False) + "\n")
+        short = {key: value for key, value in row.items() if key not in ("curve", "losses", "residuals")}
+        print(json.dumps(short), flush=True)
+
+
+def task_of(mode: str, steps: int, plan: Plan) -> emulated.Task:
+    """The workload on four nodes, without momentum and weight decay that the plan applies itself."""
+    recipe: Recipe = replace(
+        WORKLOAD.recipe, batch_size=MODES[mode], steps=steps, warmup_steps=min(steps, WORKLOAD.recipe.warmup_steps)
+    )
+    if plan.applies_momentum:
+        recipe = replace(recipe, momentum=0.0)
+    return emulated.Task(WORKLOAD, recipe, RANKS)
+
+
+def version() -> str:
+    """The checkout's, as git describes it; the package's outside of one."""
+    command = ["git", "describe", "--always", "--dirty", "--tags"]
+    said = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return said.stdout.strip() or __version__
+
+
+def finite(value: float | None) -> float | None:
+    """The value; None if it is not finite, as JSON knows no NaN."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def read(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def runs_in_order(modes: Sequence[str], names: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[str, str, int]]:
+    """What is done, in this order: dense training in all modes, then mode by mode every method, then other seeds."""
+    for seed in seeds:
+        yield from ((mode, "dense", seed) for mode in modes if "dense" in names)
+        yield from ((mode, name, seed) for mode in modes for name in names if name != "dense")
+
+
+# --- tables -----------------------------------------------------------------------------------------------------
+
+COLUMNS = ("method", "predicted kB", "replayed kB", "sent kB", "ratio", "cosine", "error mean", "loss", "to dense")
+WIDTHS = (12, 11, 7, 6, 6, 10, 16, 8)
+
+
+def table(rows: Sequence[Row], steps: int) -> str:
+    """Lay out all modes: methods by validation loss, with the replay's prediction; then how well it predicted."""
+    lines: list[str] = []
+    for mode, batch in MODES.items():
+        trained = [row for row in rows if row["kind"] == "training" and row["mode"] == mode and row["steps"] == steps]
+        replayed = {row["method"]: row for row in rows if row["kind"] == "replay" and row["mode"] == mode}
+        if trained:
+            lines += [f"{mode}: {RANKS} nodes with {batch} rows each", *_lines_of_mode(trained, replayed), ""]
+    return "\n".join(lines)
+
+
+def _lines_of_mode(trained: Sequence[Row], replayed: Mapping[str, Row]) -> list[str]:
+    by_method = {name: [row for row in trained if row["method"] == name] for name in METHODS}
+    by_method = {name: runs for name, runs in by_method.items() if runs}
+    dense = {row["seed"]: row.get("validation") for row in by_method.get("dense", [])}
+    lines = [_line(COLUMNS)]
+    for name, runs in sorted(by_method.items(), key=lambda item: outcome(item[1])):
+        row = replayed.get(name)
+        figures = [_figure(row, "cosine"), _figure(row, "aggregate_error"), *_outcome(runs, dense)]
+        lines.append(_line([name, *_bytes(runs, row), *figures]))
+    return [*lines, *_predictions(by_method, replayed, dense)]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"{cells[0]:23s}" + "".join(f"  {cell:>{width}s}" for cell, width in zip(cells[1:], WIDTHS, strict=True))
+
+
+def outcome(runs: Sequence[Row]) -> float:
+    """The mean validation loss; infinite if a run diverged or was refused."""
+    return statistics.fmean(math.inf if run.get("validation") is None else run["validation"] for run in runs)
+
+
+def _bytes(runs: Sequence[Row], replayed: Row | None) -> list[str]:
+    """Bytes per rank and step while compressing: as the plan says beforehand, as replayed, as sent; the ratio."""
+    run = next((run for run in runs if "payload" in run), {})
+    sizes = [run.get("predicted_payload"), (replayed or {}).get("payload"), run.get("payload")]
+    ratio = f"{run['dense_payload'] / run['payload']:.1f}" if run else "-"
+    return [*("-" if size is None else f"{size / 1e3:.1f}" for size in sizes), ratio]
+
+
+def _figure(row: Row | None, key: str) -> str:
+    return "-" if row is None or row.get(key) is None else f"{row[key]:.3f}"
+
+
+def _outcome(runs: Sequence[Row], dense: Mapping[int, float | None]) -> list[str]:
+    """The validation loss of each seed, and the mean difference to dense training of the same seed."""
+    pairs = [
+        run["validation"] - dense[run["seed"]]
+        for run in runs
+        if run.get("validation") is not None and dense.get(run["seed"]) is not None
+    ]
+    return [", ".join(_reached(run) for run in runs), f"{statistics.fmean(pairs):+.3f}" if pairs else "-"]
+
+
+def _reached(run: Row) -> str:
+    if "refused" in run:
+        return "refused"
+    return "diverged" if run["validation"] is None else f"{run['validation']:.3f}"
+
+
+def _predictions(
+    by_method: Mapping[str, Sequence[Row]], replayed: Mapping[str, Row], dense: Mapping[int, float | None]
+) -> list[str]:
+    """How the replay's figures, and the report's rule, agree with the outcome."""
+    names = [name for name in by_method if replayed.get(name, {}).get("cosine") is not None]
+    lines = []
+    for key, sign in (("cosine", -1), ("aggregate_error", 1), ("contribution_error", 1)):
+        pairs = [(sign * replayed[name][key], outcome(by_method[name])) for name in names if replayed[name].get(key)]
+        if len(pairs) > 3:
+            rho, low, high = spearman(*(list(column) for column in zip(*pairs, strict=True)))
+            lines.append(
+                f"Spearman of {key} with the validation loss ({len(pairs)} methods): {rho:+.2f} "
+                f"({LEVEL} % bootstrap interval {low:+.2f} to {high:+.2f})"
+            )
+    known = [value for value in dense.values() if value is not None]
+    if names and known:
+        lines.append(_rule(names, by_method, replayed, (1 + RELATIVE_NOISE) * statistics.fmean(known)))
+    return lines
+
+
+def _rule(
+    names: Sequence[str], by_method: Mapping[str, Sequence[Row]], replayed: Mapping[str, Row], limit: float
+) -> str:
+    """Whether a cosine that the report accepts goes with a loss within noise of dense."""
+    counts = {(kept, good): 0 for kept in (True, False) for good in (True, False)}
+    for name in names:
+        counts[replayed[name]["cosine"] >= LEAST_COSINE, outcome(by_method[name]) <= limit] += 1
+    shares = [f"{counts[kept, True]} of {counts[kept, True] + counts[kept, False]}" for kept in (True, False)]
+    return (
+        f"within {100 * RELATIVE_NOISE:.0f} % of dense: {shares[0]} methods at a cosine of {LEAST_COSINE} or more, "
+        f"{shares[1]} below"
+    )
+
+
+def spearman(predicted: Sequence[float], observed: Sequence[float]) -> tuple[float, float, float]:
+    """Rank correlation, and the percentile interval of a bootstrap over the methods."""
+    pairs = np.array([predicted, np.nan_to_num(observed, posinf=1e9)], dtype=float)
+    generator = np.random.default_rng(0)
+    draws = generator.integers(pairs.shape[1], size=(RESAMPLES, pairs.shape[1]))
+    ranks = [stats.rankdata(row[draws], axis=1) for row in pairs]
+    centered = [rank - rank.mean(1, keepdims=True) for rank in ranks]
+    norms = np.sqrt((centered[0] ** 2).sum(1) * (centered[1] ** 2).sum(1))
+    values = (centered[0] * centered[1]).sum(1)[norms > 0] / norms[norms > 0]
+    edge = (100 - LEVEL) / 2
+    low, high = np.percentile(values, [edge, 100 - edge])
+    return float(stats.spearmanr(*pairs).statistic), float(low), float(high)
+
+
+def main() -> None:
+    """Do the runs that are missing, one after another; or print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--work", type=Path, default=Path("runs/compare-text"))
+    parser.add_argument("--rows", type=Path, default=ROWS)
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
+    parser.add_argument("--steps", type=int, default=WORKLOAD.recipe.steps)
+    parser.add_argument("--until", help="begin no run after this time of the day, HH:MM in UTC")
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    if options.table:
+        print(table(read(options.rows), options.steps))
+        return
+    if options.data is None:
+        parser.error("--data: the file of Tiny Shakespeare is needed")
+    torch.set_num_threads(1)
+    options.work.mkdir(parents=True, exist_ok=True)
+    campaign = Campaign(options.rows, options.work, options.data, options.steps)
+    for mode, name, seed in runs_in_order(options.modes, options.methods, options.seeds):
+        if options.until and datetime.now(timezone.utc).strftime("%H:%M") >= options.until:
+            return
+        if name != "dense":
+            campaign.recommend(mode)
+        campaign.run(mode, name, seed)
+
+
+if __name__ == "__main__":
+    main()
