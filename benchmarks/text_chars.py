@@ -54,7 +54,6 @@ ROWS = Path(__file__).parent / "results" / "text-chars.jsonl"
 RANKS, WARMUP, PUBLISHED = 4, 100, 1.88
 MODES = {"shared": 3, "own": 12}  # rows per node and step
 FIRST, RECORDED, RECORDED_SEED = 100, 40, 7
-CURVE_EVERY = 700  # iterations between validation losses on the way
 RESAMPLES, LEVEL = 10_000, 95  # of the bootstrap, and its interval in percent
 
 
@@ -171,12 +170,11 @@ class Campaign:
         method = METHODS[name]
         plan = self._plan(mode, name, WARMUP)
         task = task_of(mode, self.steps, plan)
-        run = emulated.train(task, plan, self.data, seed, score_every=CURVE_EVERY)
+        run = emulated.train(task, plan, self.data, seed)
         dense = 4 * sum(layer.numel for layer in self.layers)
         return {
             "validation": finite(run["score"]),
             "loss": finite(run["loss"]),
-            "curve": [(step, finite(score)) for step, score in run["curve"]],
             "losses": [finite(loss) for loss in run["losses"]],
             "residuals": [finite(norm) for norm in run["residuals"]],
             "stopped_at": None if math.isfinite(run["loss"]) else 20 * len(run["losses"]),
@@ -248,7 +246,7 @@ class Campaign:
     def _add(self, row: Row) -> None:
         with self.file.open("a") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
-        short = {key: value for key, value in row.items() if key not in ("curve", "losses", "residuals")}
+        short = {key: value for key, value in row.items() if key not in ("losses", "residuals")}
         print(json.dumps(short), flush=True)
 
 
@@ -423,9 +421,9 @@ def main() -> None:
     for mode, name, seed in runs_in_order(options.modes, options.methods, options.seeds):
         if options.until and datetime.now(timezone.utc).strftime("%H:%M") >= options.until:
             return
-        if name != "dense":
-            campaign.recommend(mode)
         campaign.run(mode, name, seed)
+    for mode in options.modes:
+        campaign.recommend(mode)
 
 
 if __name__ == "__main__":
