@@ -297,7 +297,7 @@ def table(rows: Sequence[Row], steps: int) -> str:
         replayed = {row["method"]: row for row in rows if row["kind"] == "replay" and row["mode"] == mode}
         if trained:
             lines += [f"{mode}: {RANKS} nodes with {batch} rows each", *_lines_of_mode(trained, replayed), ""]
-    return "\n".join(lines)
+    return "\n".join(lines[:-1])
 
 
 def _lines_of_mode(trained: Sequence[Row], replayed: Mapping[str, Row]) -> list[str]:

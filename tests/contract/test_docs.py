@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import pkgutil
 import re
@@ -66,6 +67,15 @@ def test_commands_of_a_page_have_the_options_named(page: Path) -> None:
             command = command.commands[words.pop(0)]
         known = {option for parameter in command.params for option in parameter.opts}
         assert not set(re.findall(r"(?<!\S)--[a-z-]+", line)) - known, line
+
+
+@pytest.mark.parametrize("steps", [2000, 300])
+def test_the_tables_of_text_are_those_of_the_rows_kept(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    text_chars = importlib.import_module("text_chars")
+    table = text_chars.table(text_chars.read(text_chars.ROWS), steps)
+    assert table
+    assert f"```\n{table}\n```\n" in (DOCS / "text.md").read_text(), f"text_chars.py --table --steps {steps}"
 
 
 @pytest.mark.parametrize("name", codecs.names())
