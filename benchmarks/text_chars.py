@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import subprocess
 import time
@@ -45,7 +46,7 @@ from gradlab.datasets.recipe import Recipe
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, layers_of
 from gradlab.metric import RELATIVE_NOISE
-from gradlab.plan import Plan, Wrap, method_plan
+from gradlab.plan import Plan, Wrap, lgc_plan, method_plan
 from gradlab.trace import Trace
 
 Row = dict[str, Any]
@@ -65,7 +66,7 @@ class Compared:
         method, and for dense training.
     settings: of the codec.
     wrappers: around the codec; None: its default ones.
-    published: a name of `gradlab.plan.recipes.METHODS`.
+    published: a name of `gradlab.plan.recipes.METHODS`, or "LGC", in a ring.
     by_layer: whether L-GreCo chooses the codec's setting for each layer.
     momentum: whether the optimizer has momentum (beta_1); False where the method has its own.
     """
@@ -79,6 +80,8 @@ class Compared:
 
     def plan(self, layers: Sequence[Layer], warmup: int) -> Plan:
         """The plan of a method that needs no recording."""
+        if self.published == "LGC":
+            return lgc_plan(layers, "ring", warmup_steps=warmup, **self.settings)
         if self.published:
             return method_plan(layers, self.published, warmup_steps=warmup, **self.settings)
         if not self.codec:
@@ -132,6 +135,7 @@ METHODS: dict[str, Compared] = {
     "QSGD 4 bits, L2 norm": Compared("qsgd", {"bits": 4, "norm": "l2"}),
     "QSGD 2 bits": Compared("qsgd", {"bits": 2}),
     "GradiVeQ": Compared("gradiveq", {}),
+    "LGC 1 %": _published("LGC", density=0.01),
 }
 
 
@@ -223,7 +227,9 @@ class Campaign:
         folder = self.work / f"trace-{mode}"
         if not folder.exists():
             task = task_of(mode, WORKLOAD.recipe.steps, Plan(tuple(self.layers)))
-            emulated.record(task, self.data, folder, RECORDED_SEED, start=FIRST, every=1, count=RECORDED)
+            unfinished = folder.with_name(f"{folder.name}-{os.getpid()}")  # of a run that is killed no trace is taken
+            emulated.record(task, self.data, unfinished, RECORDED_SEED, start=FIRST, every=1, count=RECORDED)
+            unfinished.rename(folder)
         return folder
 
     def _timed(self, work: Any) -> Row:
