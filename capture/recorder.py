@@ -21,12 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.capture.hook_average import average_as_ddp
 from gradlab.capture.layers import LayerChoice
-from gradlab.capture.settings import RecorderSettings
+from gradlab.capture.settings import RecorderSettings, optimizer_metadata
 from gradlab.capture.start import start_recording
 from gradlab.capture.writing.async_writer import EXIT_SECONDS, AsyncWriter, RecorderReport
 from gradlab.capture.writing.buffers import StepBuffer
 from gradlab.ddp.model import bucket_gradients
-from gradlab.ddp.optimizers import is_plain_sgd
 from gradlab.ddp.wrapping import require_ddp
 
 
@@ -68,7 +67,8 @@ class TraceRecorder:
     Args:
         model: a DistributedDataParallel model without a communication hook. torch.compile may have wrapped it.
         path: folder of the trace, new or empty.
-        optimizer, scaler: where each step's learning rate (of the first group) and GradScaler scale are read.
+        optimizer, scaler: where each step's learning rate (of the first group) and GradScaler scale are read. The
+            optimizer's class and settings go into the manifest: a fit makes plans that train under it.
         layers: None for all; names or fnmatch patterns; or a function of a Layer.
         wrap: (state, hook): let this communication hook do the averaging.
         metadata: a JSON object to keep in the trace's manifest.
@@ -106,8 +106,8 @@ class TraceRecorder:
         self.path = Path(path)
         self._settings = RecorderSettings(**settings)
         metadata = {} if metadata is None else metadata
-        if isinstance(metadata, dict):  # a replay has to know what the run's residuals would be multiplied by
-            metadata = {"plain_sgd": is_plain_sgd(optimizer)} | metadata
+        if isinstance(metadata, dict):
+            metadata = optimizer_metadata(optimizer) | metadata
         chosen, self.size, self._writer = start_recording(
             model, self.path, self._settings, layers, wrap, metadata, overwrite
         )

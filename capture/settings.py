@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradlab.ddp.optimizers import describe_optimizer, is_plain_sgd
 from gradlab.errors import GradlabError
 from gradlab.formatting import parse_bytes
 from gradlab.layout import canonical_json
@@ -134,6 +135,21 @@ def run_metadata(model: nn.Module, settings: StepSettings) -> dict[str, Any]:
         "start": settings.start,
         "max_steps": settings.max_steps,
     } | ({} if settings.budget is None else {"budget": parse_bytes(settings.budget)})
+
+
+def optimizer_metadata(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Collect what a manifest says of the optimizer, unless the user's metadata say it.
+
+    A replay has to know what the run's residuals would be multiplied by, and a fit what training would refuse.
+
+    Args:
+        optimizer: the run's, or None.
+
+    Returns:
+        Plain JSON: whether it is SGD without momentum, and its class with its settings (`OptimizerSettings`).
+    """
+    settings = describe_optimizer(optimizer)
+    return {"plain_sgd": is_plain_sgd(optimizer), "optimizer": None if settings is None else settings.to_json()}
 
 
 def check_metadata(metadata: Any) -> None:

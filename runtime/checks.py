@@ -12,10 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.ddp.agreement import Ranks
 from gradlab.ddp.model import attached_hook, sparse_layers
-from gradlab.ddp.optimizers import own_momentum, own_weight_decay
+from gradlab.ddp.optimizers import describe_optimizer
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan import Plan
+from gradlab.plan.optimizer_rules import conflict_of
 from gradlab.runtime.engine.options import RunOptions
 
 Pairs = Sequence[tuple[Layer, torch.Tensor]]
@@ -85,22 +86,14 @@ def _check_optimizer(plan: Plan, optimizer: torch.optim.Optimizer | None) -> Non
         raise GradlabError(
             f"the plan's {wrapper} follows the learning rate (step_size_ratio): pass optimizer=, which has it"
         )
-    if wrapper := plan.applies_momentum:
-        _require_off(f"momentum ({wrapper})", optimizer, own_momentum)
-    if plan.applies_weight_decay:
-        _require_off("weight decay", optimizer, own_weight_decay)
-
-
-def _require_off(
-    what: str, optimizer: torch.optim.Optimizer | None, own: Callable[[torch.optim.Optimizer], str | None]
-) -> None:
-    if optimizer is None:
-        raise GradlabError(f"the plan applies {what}: pass optimizer=, so that its own is known to be off")
-    if setting := own(optimizer):
-        raise GradlabError(
-            f"the plan applies {what} and the optimizer has {setting}: it would be applied twice; set the "
-            "optimizer's to 0"
-        )
+    for what, applied in (
+        (f"momentum ({plan.applies_momentum})", plan.applies_momentum),
+        ("weight decay", plan.applies_weight_decay),
+    ):
+        if applied and optimizer is None:
+            raise GradlabError(f"the plan applies {what}: pass optimizer=, so that its own is known to be off")
+    if (settings := describe_optimizer(optimizer)) and (conflict := conflict_of(plan, settings)):
+        raise GradlabError(str(conflict))
 
 
 def device_of_model(pairs: Pairs) -> torch.device:

@@ -231,17 +231,31 @@ def residual_statement(plan: Plan, optimizer: torch.optim.Optimizer | None) -> s
     if not all(follows):
         which = "some residuals are" if any(follows) else "residuals are"
         why = "as the plan says" if plain else f"under {_named(optimizer)}"
-        return f"{which} kept as they are {why}: right as long as the learning rate stays the same"
+        return f"{which} kept as they are {why}{_remedy_of_kept(plain, optimizer)}"
     if not plain:
         return (
             f"residuals follow the learning rate as the plan says, but under {_named(optimizer)}: the error-corrected "
-            "iterate is known to follow a recurrence (the lemmas of dist-EF-SGD) for SGD without momentum alone"
+            "iterate is known to follow a recurrence (the lemmas of dist-EF-SGD) for SGD without momentum alone, and "
+            "residuals grow without bound as the rate falls to 0; step_size_ratio=None in the plan's wrappers (an "
+            "argument of method_plan, too) keeps them as they are"
         )
     if not all(map(_lossless, kept)):
         return "residuals follow the learning rate"
     momentum = any(wrap.name == "local_momentum" for wraps in stacks for wrap in wraps)
     law = "Nesterov's SGD (Lemma 3 of dist-EF-SGD)" if momentum else "SGD (Lemma 1 of dist-EF-SGD)"
     return f"residuals follow the learning rate: the error-corrected iterate follows the recurrence of {law}"
+
+
+def _remedy_of_kept(plain: bool, optimizer: torch.optim.Optimizer | None) -> str:
+    """What to do about residuals that do not follow the learning rate; for most optimizers nothing."""
+    if optimizer is None:
+        return ": right as long as the learning rate stays the same; pass optimizer=, so that they follow SGD's rate"
+    if plain:
+        return (
+            ": right as long as the learning rate stays the same; step_size_ratio=None in the plan's wrappers lets "
+            "them follow it"
+        )
+    return "; there is nothing to do when the learning rate changes"
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ how often it was called. The first bucket ends the counting: from then on a step
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -20,7 +21,7 @@ from gradlab.ddp.model import attached_hook
 class UnreachedHook:
     """Counts backward and forward passes until the hook is reached for the first time.
 
-    It holds no reference to a state: what keeps it alive are the model and its parameters.
+    It keeps neither the model nor a state alive, so that both can be dropped without closing.
 
     Args:
         model: in DDP.
@@ -28,17 +29,17 @@ class UnreachedHook:
     """
 
     def __init__(self, model: DistributedDataParallel, parameters: Sequence[torch.Tensor]) -> None:
-        self._model = model
+        self._model = weakref.ref(model)
         self._accumulated: Counter[int] = Counter()
         self._calls = self._synchronised_calls = 0
         self._handles: list[Any] = [model.register_forward_pre_hook(self._forward)]
         for number, parameter in enumerate(parameters):
             self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._backward, number)))
 
-    def _forward(self, model: torch.nn.Module, inputs: Any) -> None:
+    def _forward(self, model: DistributedDataParallel, inputs: Any) -> None:
         if torch.is_grad_enabled():
             self._calls += 1
-            self._synchronised_calls += bool(self._model.require_backward_grad_sync)
+            self._synchronised_calls += bool(model.require_backward_grad_sync)
 
     def _backward(self, number: int, parameter: torch.Tensor) -> None:
         self._accumulated[number] += 1
@@ -64,9 +65,10 @@ class UnreachedHook:
         return f"{count} of this model, none of which reached the CompressionState: {'; '.join(self._reasons())}"
 
     def _reasons(self) -> list[str]:
-        hook = attached_hook(self._model)
+        model = self._model()
+        hook = None if model is None else attached_hook(model)
         reasons = []
-        if hook is None:
+        if model is not None and hook is None:
             reasons.append(
                 "it was not registered, so nothing was compressed; call ddp_model.register_comm_hook(state, "
                 "compression_hook), or make the state with gradlab.compress(ddp_model, plan), which does it"
@@ -81,4 +83,4 @@ class UnreachedHook:
                 "all were under no_sync, which exchanges nothing; leave the last forward and backward pass before "
                 "optimizer.step() outside of it"
             )
-        return reasons or [f"the model's communication hook is {hook}"]
+        return reasons or [f"the model's communication hook is {hook or 'unknown, as the model is gone'}"]

@@ -66,7 +66,7 @@ class EmulatedNodes:
         model: a bare module, not in DDP.
         path: folder of the trace, new or empty.
         world_size: number of nodes N.
-        optimizer: its first group's learning rate is recorded with each step.
+        optimizer: its first group's learning rate is recorded with each step, its class and settings in the manifest.
         scaler: a GradScaler, whose scale is recorded with each step.
         layers: None for all; names or fnmatch patterns; or a function of a Layer.
         seed: node r draws from seed + r.
@@ -103,7 +103,7 @@ class EmulatedNodes:
         self._chosen = choose_in_bare_model(model, layers)
         self.size = plan_recording([layer for layer, _ in self._chosen], world_size, self._settings, metadata)
         self._settings = self.size.settings
-        metadata = emulated_metadata(model, self._settings, metadata)
+        metadata = emulated_metadata(model, self._settings, metadata, optimizer)
         self._samples = [self.size.sample(layer.name) for layer, _ in self._chosen]
         self._row_bytes = self.size.row_bytes
         require_room(world_size, self._row_bytes, self.size.steps)

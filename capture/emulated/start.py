@@ -7,11 +7,12 @@ import resource
 from types import SimpleNamespace
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.capture.layers import LayerChoice, choose_layers
-from gradlab.capture.settings import StepSettings, check_metadata, run_metadata
+from gradlab.capture.settings import StepSettings, check_metadata, optimizer_metadata, run_metadata
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.trace.schema import block_steps
@@ -83,13 +84,19 @@ def require_room(world_size: int, row_bytes: int, most_steps: int | None) -> Non
         )
 
 
-def emulated_metadata(model: nn.Module, settings: StepSettings, metadata: dict[str, Any] | None) -> dict[str, Any]:
+def emulated_metadata(
+    model: nn.Module,
+    settings: StepSettings,
+    metadata: dict[str, Any] | None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> dict[str, Any]:
     """Collect the manifest's metadata of the run.
 
     Args:
         model: the bare module.
         settings: of the recording.
         metadata: the user's, which override the others.
+        optimizer: the run's, or None.
 
     Returns:
         Plain JSON.
@@ -99,4 +106,4 @@ def emulated_metadata(model: nn.Module, settings: StepSettings, metadata: dict[s
     """
     given = {} if metadata is None else metadata
     check_metadata(given)
-    return run_metadata(model, settings) | {"find_unused_parameters": True} | given
+    return run_metadata(model, settings) | {"find_unused_parameters": True} | optimizer_metadata(optimizer) | given

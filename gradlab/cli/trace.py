@@ -29,6 +29,7 @@ def info(trace: Folder, as_json: AsJson = False) -> None:
 
       gradlab trace info trace
     """
+    from gradlab.ddp.optimizers import OptimizerSettings
     from gradlab.formatting import format_bytes
     from gradlab.trace import Trace
 
@@ -59,6 +60,8 @@ def info(trace: Folder, as_json: AsJson = False) -> None:
         f"{parameters} parameters, {format_bytes(4 * parameters * len(steps) * ranks)} of gradients",
         markup=False,
     )
+    if optimizer := OptimizerSettings.from_metadata(opened.metadata):
+        OUT.print(f"trained with {optimizer}", markup=False)
     for remark in opened.remarks:
         OUT.print(remark, markup=False)
     rows: list[tuple[str, ...]] = [(layer.name, layer.role, _sizes(layer)) for layer in layers]

@@ -101,6 +101,7 @@ def method_plan(
     server: str = "sharded",
     warmup_steps: int = 0,
     group_bytes: float | None = None,
+    step_size_ratio: bool | None = True,
     seed: int = 0,
     **settings: Any,
 ) -> Plan:
@@ -108,8 +109,8 @@ def method_plan(
 
     Signs, 1-bit SGD, TernGrad, natural compression and DeMo compress every tensor. The others compress the layers that
     their codec takes by default. A method with momentum needs SGD without momentum as the optimizer. So does DeMo,
-    whose residual is its momentum. LoCo has a scale per 256 values; with scale=s it has the paper's single s, which has
-    to suit the gradients.
+    whose residual is its momentum. Under AdamW train a method without momentum, with `step_size_ratio=None`. LoCo has
+    a scale per 256 values; with scale=s it has the paper's single s, which has to suit the gradients.
 
     Args:
         model: the model, or its layers.
@@ -121,6 +122,8 @@ def method_plan(
             both give the same numbers, but for the coins that end a vote's ties.
         warmup_steps: dense iterations before the first compressed one.
         group_bytes: as for `Plan.uniform`, of methods that do not put all layers in one block.
+        step_size_ratio: of methods whose residuals follow the learning rate (dist-EF and MEM-SGD, by their papers, for
+            SGD). None: they do so only under SGD without momentum, and are kept as they are under any other optimizer.
         seed: of the random streams that ranks share.
         settings: of the codec, such as block_size, beside the method's own.
 
@@ -132,7 +135,8 @@ def method_plan(
     if method.momentum is not None:
         around.append(Wrap(method.momentum.name, {"momentum": momentum, **method.momentum.settings}))
     for wrap in method.wrappers:
-        around.append(Wrap(wrap.name, {**wrap.settings, **({"server": server} if wrap.name == "two_way" else {})}))
+        own = {key: step_size_ratio if wrap.settings == FOLLOWS else value for key, value in wrap.settings.items()}
+        around.append(Wrap(wrap.name, {**own, **({"server": server} if wrap.name == "two_way" else {})}))
     return Plan.uniform(
         model,
         method.codec,

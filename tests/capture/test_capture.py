@@ -57,6 +57,9 @@ def test_each_step_carries_its_values(results: list[dict[str, Any]]) -> None:
         assert result["finite"] == [True, True, False, True]
         assert result["metadata"]["note"] == "x"
         assert result["metadata"]["model"] == "TwoPaths"
+        assert result["metadata"]["plain_sgd"] is True
+        assert result["metadata"]["optimizer"]["name"] == "SGD"
+        assert result["metadata"]["optimizer"]["groups"][0]["momentum"] == 0
 
 
 def test_steps_and_layers_can_be_chosen(results: list[dict[str, Any]]) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 import jobs.emulated_tasks as tasks
 from gradlab.capture import EmulatedNodes
 from gradlab.collectives import sum_in_rank_order
+from gradlab.ddp.optimizers import OptimizerSettings, describe_optimizer
 from gradlab.errors import GradlabError
 from gradlab.trace import Trace, check
 from support.command_line import Command
@@ -331,6 +332,8 @@ def test_each_step_carries_its_values(tmp_path: Path) -> None:
             assert scalars["non_finite"].tolist() == [0, elements * rank, 0]
         assert np.isnan(trace.read("left.weight", 1)).all(axis=1).tolist() == [False, True, False]
         assert (trace.dtype, trace.metadata["note"], trace.metadata["model"]) == ("bfloat16", "x", "Two")
+        assert trace.metadata["plain_sgd"] is True
+        assert OptimizerSettings.from_metadata(trace.metadata) == describe_optimizer(optimizer)
 
 
 def test_steps_and_layers_can_be_chosen_and_all_are_averaged(tmp_path: Path) -> None:

@@ -482,6 +482,9 @@ def test_a_state_says_what_an_optimizer_must_not_do_and_what_holds(pool: Process
         for name in ("momentum", "weight decay"):
             assert "pass optimizer=, so that its own is known to be off" in texts[f"no optimizer, {name}"]
         assert texts["adam, feedback by default"].startswith("residuals are kept as they are under AdamW with betas")
+        assert texts["adam, feedback by default"].endswith("nothing to do when the learning rate changes (0 warnings)")
+        assert texts["adam, residuals follow"].endswith("keeps them as they are (1 warnings)")
+        assert "train with a plan without momentum: AdamW keeps its own" in texts["adam"]
         assert texts["plain"].endswith("the recurrence of SGD (Lemma 1 of dist-EF-SGD) (0 warnings)")
         assert texts["nothing kept"] == "None (0 warnings)"
         assert "under SGD with momentum = 0.9: the error-corrected" in texts["ratio asked of momentum"]

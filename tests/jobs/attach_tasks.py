@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -166,6 +167,17 @@ def unreached(group: dist.ProcessGroup) -> dict[str, list[str]]:
     with case("dropped", register=False) as model:
         model(inputs).sum().backward()
     return said
+
+
+def a_state_is_dropped_with_its_model(group: dist.ProcessGroup) -> bool:
+    """Whether nothing keeps a registered state alive, once a script has let go of it and of the model."""
+    model = in_ddp(group, "plain")[1]
+    state = gradlab.compress(model, Plan.uniform(model, "topk"), process_group=SPARE.get(dist.get_world_size(group)))
+    kept = weakref.ref(state)
+    model(torch.ones(2, 16)).sum().backward()
+    del model, state
+    gc.collect()
+    return kept() is None
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -178,6 +178,7 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
         "no optimizer, momentum": (method_plan(model, "signum"), None),
         "no optimizer, weight decay": (method_plan(model, "signSGD", weight_decay=1e-4), None),
         "adam, feedback by default": (Plan.uniform(model, "sign"), adam(model.parameters(), lr=0.1)),
+        "adam, residuals follow": (method_plan(model, "dist-EF-blockSGD"), adam(model.parameters(), lr=0.1)),
         "plain": (Plan.uniform(model, "sign"), sgd(model.parameters(), lr=0.1)),
         "nothing kept": (Plan.uniform(model, "qsgd"), sgd(model.parameters(), lr=0.1)),
         "ratio asked of momentum": (

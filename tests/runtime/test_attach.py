@@ -52,6 +52,10 @@ def test_backward_passes_that_never_reach_the_hook_are_warned_of(pool: ProcessPo
         assert "register" not in message
 
 
+def test_the_counting_keeps_neither_model_nor_state_alive(pool: ProcessPool) -> None:
+    assert pool.run("jobs.attach_tasks:a_state_is_dropped_with_its_model", 2) == [True, True]
+
+
 def test_what_is_not_ddp_is_refused_by_its_name(pool: ProcessPool, tmp_path: Path) -> None:
     names = {
         "FSDP": ("in FSDP (FullyShardedDataParallel)", "wrap it in DistributedDataParallel instead"),

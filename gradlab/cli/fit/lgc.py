@@ -16,9 +16,12 @@ from gradlab.cli.fit.options import (
     Seed,
     Setting,
     Target,
+    TrainedWith,
     Warmup,
+    optimizer_of_training,
     parse_settings,
     print_fit,
+    require_trainable,
     setting_help,
 )
 from gradlab.errors import GradlabError
@@ -62,6 +65,7 @@ def lgc(
     learning_rate: Annotated[float, typer.Option(help="Of Adam.")] = 1e-3,
     setting: Setting = None,
     figure: Figure = None,
+    optimizer: TrainedWith = None,
     warmup_steps: Warmup = 200,
     seed: Seed = 0,
     overwrite: Overwrite = False,
@@ -104,13 +108,15 @@ def lgc(
         seed=seed,
     )
     with Trace(trace) as opened, progress_bars() as progress:
+        wrapper = None if momentum is None else "momentum_correction"
+        note = require_trainable(optimizer_of_training(opened, optimizer), wrapper, remedy="leave --momentum out")
         fit = fit_lgc(opened, pattern, options, progress=progress)
     fit.artifact().save(out, overwrite)
     if figure is not None:
         from gradlab.analysis.figures.lgc import plot_fit
 
         write_figure(partial(plot_fit, fit.measured), figure)
-    print_fit(fit.provenance, as_json, partial(print_lgc, fit.measured), out, figure)
+    print_fit(fit.provenance, as_json, partial(print_lgc, fit.measured), out, figure, note=note)
 
 
 def print_lgc(measured: LgcMeasurement) -> None:

@@ -14,7 +14,9 @@ from gradlab.cli.console import OUT, print_json
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
+    from gradlab.ddp.optimizers import OptimizerSettings
     from gradlab.plan import Wrap
+    from gradlab.trace import Trace
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The trace's folder.")]
 Target = Annotated[Path, typer.Option("--out", metavar="ARTIFACT", help="The file to write (.safetensors).")]
@@ -38,6 +40,14 @@ Setting = Annotated[
 Warmup = Annotated[int, typer.Option(help="Dense steps of training before the first compressed one.")]
 Seed = Annotated[int, typer.Option(help="Of the random streams that ranks share.")]
 Overwrite = Annotated[bool, typer.Option(help="Replace a file that is there.")]
+TrainedWith = Annotated[
+    str | None,
+    typer.Option(
+        "--optimizer",
+        metavar="NAME[:KEY=VALUE,...]",
+        help="Of torch.optim, that training will use, such as AdamW or SGD:momentum=0.9; by default the recorded one.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -78,15 +88,82 @@ def _help_of(reference: str) -> str:
     return f"{words}. Allowed: {field.values.removesuffix(', or None')}. {more}".strip()
 
 
-def print_fit(provenance: dict[str, Any], as_json: bool, show: Callable[[], None], *paths: Path | None) -> None:
-    """Print an artifact's metadata as JSON; or call `show` for its tables, then print the files written."""
+def print_fit(
+    provenance: dict[str, Any], as_json: bool, show: Callable[[], None], *paths: Path | None, note: str | None = None
+) -> None:
+    """Print an artifact's metadata as JSON; or call `show` for its tables, then print the note and files written."""
     if as_json:
         print_json(provenance)
         return
     show()
+    if note:
+        OUT.print(note, markup=False)
     for path in paths:
         if path is not None:
             OUT.print(str(path), markup=False)
+
+
+def optimizer_of_training(trace: Trace, text: str | None) -> OptimizerSettings | None:
+    """Find the optimizer that a plan is to train with: the one given, or the one that the recording names.
+
+    Args:
+        trace: the recording.
+        text: NAME[:KEY=VALUE,...] of torch.optim, or None.
+
+    Returns:
+        The optimizer; None if neither says.
+
+    Raises:
+        GradlabError: for an unknown name or setting.
+    """
+    from gradlab.ddp.optimizers import OptimizerSettings, describe_optimizer
+
+    if text is None:
+        return OptimizerSettings.from_metadata(trace.metadata)
+    import torch
+
+    name, _, rest = text.partition(":")
+    made = {kind.lower(): kind for kind in torch.optim.__all__ if kind not in ("Optimizer", "lr_scheduler")}
+    if name.lower() not in made:
+        raise GradlabError(f"--optimizer {name}: no optimizer of torch.optim, expected one such as AdamW or SGD")
+    settings = parse_settings(re.split(r",(?=\w+=)", rest) if rest else [], f"--optimizer {name}:")
+    settings = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
+    try:
+        built = getattr(torch.optim, made[name.lower()])(
+            [torch.zeros(1, 1, requires_grad=True)], **{"lr": 1e-3, **settings}
+        )
+    except (TypeError, ValueError) as error:
+        raise GradlabError(f"--optimizer {text}: {str(error).splitlines()[0]}") from None
+    return describe_optimizer(built)
+
+
+def require_trainable(
+    optimizer: OptimizerSettings | None, momentum: str | None, weight_decay: bool = False, remedy: str = ""
+) -> str | None:
+    """Refuse, before the work, a plan that training would refuse after it.
+
+    Args:
+        optimizer: that the plan is to train with; None if it is not known.
+        momentum: the plan's wrapper that applies momentum, or None.
+        weight_decay: whether the plan applies weight decay.
+        remedy: the command's options that make another plan.
+
+    Returns:
+        What has to be set in the optimizer, as a sentence to print; None if nothing has.
+
+    Raises:
+        GradlabError: if the plan and the optimizer both apply momentum or weight decay, and the optimizer's cannot be
+            set to 0.
+    """
+    from gradlab.plan.optimizer_rules import conflict_between
+
+    conflict = None if optimizer is None else conflict_between(momentum, weight_decay, optimizer)
+    if optimizer is None or conflict is None:
+        return None
+    if conflict.by_setting:
+        return f"to train with it, {conflict.remedy}: {conflict.message}"
+    options = f"{remedy}, or --optimizer SGD if training will use that"
+    raise GradlabError(f"{conflict}; {options.removeprefix(', ')}")
 
 
 def known_roles(roles: list[str] | None) -> tuple[str, ...] | None:

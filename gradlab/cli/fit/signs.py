@@ -7,13 +7,34 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gradlab.cli.console import print_table, progress_bars
-from gradlab.cli.fit.options import AsJson, Folder, Overwrite, Seed, Setting, Target, Warmup, parse_settings, print_fit
+from gradlab.cli.fit.options import (
+    AsJson,
+    Folder,
+    Overwrite,
+    Seed,
+    Setting,
+    Target,
+    TrainedWith,
+    Warmup,
+    optimizer_of_training,
+    parse_settings,
+    print_fit,
+    require_trainable,
+)
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
     from gradlab.analysis.fit.signs import BlockFit
+    from gradlab.ddp.optimizers import OptimizerSettings
+    from gradlab.plan import Plan
 
-Method = Annotated[str, typer.Option(help="dist-EF-blockSGD(M), dist-EF-SGD(M), signSGD, signum, SGD or SGDM.")]
+Method = Annotated[
+    str | None,
+    typer.Option(
+        help="dist-EF-blockSGD(M), dist-EF-SGD(M), signSGD, signum, SGD or SGDM. By default dist-EF-blockSGDM; "
+        "dist-EF-blockSGD where the optimizer has momentum that no plan's can replace (AdamW)."
+    ),
+]
 Momentum = Annotated[float, typer.Option(help="Of the methods that have it; the optimizer's is to be 0.")]
 WeightDecay = Annotated[
     float, typer.Option(help="In the gradient, before momentum; the optimizer's is to be 0. 0 leaves it there.")
@@ -34,12 +55,13 @@ Samples = Annotated[
 def signs(
     trace: Folder,
     out: Target,
-    method: Method = "dist-EF-blockSGDM",
+    method: Method = None,
     momentum: Momentum = 0.9,
     weight_decay: WeightDecay = 0.0,
     server: Server = "sharded",
     scales: Scales = 1.0,
     samples: Samples = None,
+    optimizer: TrainedWith = None,
     setting: Setting = None,
     warmup_steps: Warmup = 0,
     seed: Seed = 0,
@@ -48,8 +70,9 @@ def signs(
 ) -> None:
     """A method of the dist-EF-blockSGDM paper, of every tensor, replayed on the trace.
 
-    One bit per value both ways and a scale per block: what to try first when nothing was fitted. More --scales cut
-    tensors into blocks where that pays; what the blocks keep is checked on iterations that were not looked at.
+    One bit per value both ways and a scale per block: the fewest bytes without a fit, at a loss of accuracy. More
+    --scales cut tensors into blocks where that pays; what the blocks keep is checked on iterations that were not looked
+    at. The plan is one that trains under the optimizer that the recording names.
 
     Example:
 
@@ -65,12 +88,13 @@ def signs(
     from gradlab.analysis.replay import replay
     from gradlab.cli.evaluate import print_replays
     from gradlab.plan import method_plan
-    from gradlab.plan.recipes import SIGN_METHODS, known_name
     from gradlab.trace import Trace
 
     require_free(out, overwrite)
-    method, settings, blocks = known_name(method, SIGN_METHODS), parse_settings(setting or []), None
+    settings, blocks = parse_settings(setting or []), None
     with Trace(trace) as opened, progress_bars() as progress:
+        trained_with = optimizer_of_training(opened, optimizer)
+        method, notes = _method_for(method, trained_with)
         plan = method_plan(
             opened.model_layers,
             method,
@@ -78,16 +102,21 @@ def signs(
             weight_decay=weight_decay,
             server=server,
             warmup_steps=warmup_steps,
+            # Beyond SGD no law says that residuals should follow the rate.
+            step_size_ratio=None if trained_with and trained_with.adaptive else True,
             seed=seed,
             **settings,
         )
+        remedy = "use --weight-decay 0" if plan.applies_momentum is None else "use --method dist-EF-blockSGD"
+        notes += [require_trainable(trained_with, plan.applies_momentum, plan.applies_weight_decay, remedy)]
+        notes += [_decay_after_momentum(plan, trained_with)]
         if scales != 1:
             _require_blocks(method, settings)
             half = min(100, max(1, len(opened.steps) // 2)) if samples is None else samples
             blocks = fit_block_sizes(opened, scales, half, progress=progress)
             plan = with_block_sizes(plan, blocks.block_sizes)
         replayed = replay(opened, plan, progress=progress)
-    artifact = uniform_artifact(plan, replayed, method=method, blocks=blocks)
+    artifact = uniform_artifact(plan, replayed, method=method, blocks=blocks, optimizer=trained_with)
     artifact.save(out, overwrite)
 
     def show() -> None:
@@ -95,7 +124,35 @@ def signs(
         if blocks:
             print_blocks(blocks)
 
-    print_fit(artifact.provenance, as_json, show, out)
+    print_fit(artifact.provenance, as_json, show, out, note="\n".join(filter(None, notes)))
+
+
+def _method_for(name: str | None, optimizer: OptimizerSettings | None) -> tuple[str, list[str | None]]:
+    """The method asked for, or the one that trains under the optimizer; and what to say of the choice."""
+    from gradlab.plan.recipes import SIGN_METHODS, known_name
+
+    if name is not None:
+        return known_name(name, SIGN_METHODS), []
+    if optimizer is None or not (optimizer.adaptive and optimizer.momentum):
+        return "dist-EF-blockSGDM", []
+    note = (
+        f"method dist-EF-blockSGD: {optimizer.name} keeps momentum of its own ({optimizer.momentum}), and the plan's "
+        "would be applied twice"
+    )
+    return "dist-EF-blockSGD", [note]
+
+
+def _decay_after_momentum(plan: Plan, optimizer: OptimizerSettings | None) -> str | None:
+    """What to say of weight decay that the optimizer applies after the plan's momentum."""
+    if optimizer is None or plan.applies_momentum is None or plan.applies_weight_decay or optimizer.adaptive:
+        return None
+    if optimizer.weight_decay is None:
+        return None
+    _, _, rate = optimizer.weight_decay.rpartition(" ")
+    return (
+        f"the optimizer's {optimizer.weight_decay} does not pass through the plan's momentum, and is (1 - momentum) as "
+        f"strong; --weight-decay {rate} puts it into the plan (then set the optimizer's to 0)"
+    )
 
 
 def _require_blocks(method: str, settings: dict[str, Any]) -> None:

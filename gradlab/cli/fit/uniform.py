@@ -16,10 +16,13 @@ from gradlab.cli.fit.options import (
     Seed,
     Setting,
     Target,
+    TrainedWith,
     known_roles,
+    optimizer_of_training,
     parse_settings,
     parse_wrapper,
     print_fit,
+    require_trainable,
 )
 
 Codec = Annotated[
@@ -47,6 +50,7 @@ def uniform(
     error_feedback: Annotated[bool | None, typer.Option(help="By default as the codec recommends.")] = None,
     wrap: Wrappers = None,
     warmup_steps: Warmup = None,
+    optimizer: TrainedWith = None,
     seed: Seed = 0,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -83,7 +87,10 @@ def uniform(
             seed=seed,
             **settings,
         )
+        trained_with = optimizer_of_training(opened, optimizer)
+        remedy = "leave such wrappers out of --wrap"
+        note = require_trainable(trained_with, plan.applies_momentum, plan.applies_weight_decay, remedy)
         replayed = replay(opened, plan, progress=progress)
-    artifact = uniform_artifact(plan, replayed)
+    artifact = uniform_artifact(plan, replayed, optimizer=trained_with)
     artifact.save(out, overwrite)
-    print_fit(artifact.provenance, as_json, partial(print_replays, {out.stem: replayed}), out)
+    print_fit(artifact.provenance, as_json, partial(print_replays, {out.stem: replayed}), out, note=note)

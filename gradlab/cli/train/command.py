@@ -14,6 +14,7 @@ from gradlab.errors import GradlabError
 if TYPE_CHECKING:
     from gradlab.cli.train.outcome import TrainReport
     from gradlab.cli.train.settings import TrainSettings
+    from gradlab.plan import Plan
     from gradlab.progress import Progress
 
 EXAMPLE = """
@@ -107,7 +108,7 @@ def train(
             if file.exists():
                 raise GradlabError(f"{file} exists already: choose another name")
             file.parent.mkdir(parents=True, exist_ok=True)  # better refused now than after the training
-    _refuse_early(workload, data, capture, compress, settings.ranks)
+    _refuse_early(settings, data, capture, compress)
     with progress_bars() as progress:
         report = _run(settings, progress)
     if chrome_trace is not None:
@@ -126,14 +127,12 @@ def train(
             say(f"warning: {row.path}: {row.steps_lost} steps were not recorded ({row.reason})")
 
 
-def _refuse_early(
-    workload: str, data: Path | None, capture: Path | None, compress: Path | None, world_size: int
-) -> None:
+def _refuse_early(settings: TrainSettings, data: Path | None, capture: Path | None, compress: Path | None) -> None:
     """Refuse before processes start what each of them would refuse after."""
     from gradlab.capture.writing.folder import require_free
     from gradlab.datasets import get
 
-    method = get(workload)
+    method = get(settings.workload)
     if method.needs_path and data is None:
         method.load(None)  # says what it expects
     if capture is not None:
@@ -149,7 +148,23 @@ def _refuse_early(
         for group in plan.compressed_groups:
             codec = innermost(plan.build(group))
             if isinstance(codec, LearnedSelection):
-                codec.check_world_size(world_size)
+                codec.check_world_size(settings.ranks)
+        _require_trainable(settings, plan, compress)
+
+
+def _require_trainable(settings: TrainSettings, plan: Plan, artifact: Path) -> None:
+    """Raise GradlabError if the workload's optimizer and the plan both apply momentum or weight decay."""
+    import torch
+
+    from gradlab.cli.train.trainer import without_what_the_plan_does
+    from gradlab.datasets import build_optimizer, get
+    from gradlab.ddp.optimizers import describe_optimizer
+    from gradlab.plan.optimizer_rules import conflict_of
+
+    recipe = without_what_the_plan_does(settings.applied_to(get(settings.workload).recipe), str(artifact))
+    optimizer = describe_optimizer(build_optimizer(recipe, [torch.nn.Parameter(torch.zeros(1))]))
+    if optimizer and (conflict := conflict_of(plan, optimizer)):
+        raise GradlabError(f"{artifact}: {conflict}")
 
 
 train.__doc__ = f"{train.__doc__}\n{EXAMPLE}"

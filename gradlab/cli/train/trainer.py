@@ -112,13 +112,15 @@ def _prepare(settings: TrainSettings, exits: ExitStack) -> Rank:
 
 
 def without_what_the_plan_does(recipe: Recipe, artifact: str) -> Recipe:
-    """The recipe without momentum and weight decay that a plan applies itself.
+    """SGD's recipe without momentum and weight decay that a plan applies itself.
 
     A plan that cannot be read is refused later, by all ranks alike.
     """
     try:
         plan = Artifact.load(artifact).plan
     except GradlabError:
+        return recipe
+    if recipe.optimizer != "sgd":  # its momentum is no setting that a plan's replaces: refused if both apply it
         return recipe
     if plan.applies_momentum:
         recipe = replace(recipe, momentum=0.0, nesterov=False)

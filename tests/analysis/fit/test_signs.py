@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import strategies as st
 
 from gradlab.analysis.fit.signs import fit_block_sizes, with_block_sizes
@@ -17,13 +18,16 @@ from gradlab.cli.train.settings import TrainSettings
 from gradlab.cli.train.trainer import without_what_the_plan_does
 from gradlab.codecs.sign import Sign
 from gradlab.datasets import get
+from gradlab.ddp.optimizers import OptimizerSettings, describe_optimizer
 from gradlab.errors import GradlabError
-from gradlab.layout import Layer
+from gradlab.layout import Layer, layers_of
 from gradlab.plan import Plan, method_plan
+from gradlab.plan.optimizer_rules import conflict_of
 from support.command_line import Command
 from support.laws import law
 from support.recorded import random_gradients, record
 
+SGD = OptimizerSettings("SGD", ())
 LAYERS = (Layer("mixed", (4, 64), "linear"), Layer("bias", (4,), "bias"), Layer("even", (256,)))
 
 
@@ -128,6 +132,70 @@ def test_the_command_writes_an_artifact(tmp_path: Path, gradlab: Command) -> Non
         assert code == 2
         assert message in err
         assert "Traceback" not in err
+
+
+def test_the_command_makes_a_plan_that_trains_under_the_recorded_optimizer(tmp_path: Path, gradlab: Command) -> None:
+    """AdamW keeps its momentum: the plan has none, or is refused before the replay. SGD's can be set to 0."""
+    optimizers = {
+        "adamw": torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]),
+        "sgd": torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], momentum=0.9, weight_decay=5e-4),
+    }
+    for name, optimizer in optimizers.items():
+        settings = describe_optimizer(optimizer)
+        assert settings is not None
+        record(tmp_path / name, planted(10), LAYERS, metadata={"optimizer": settings.to_json()}).close()
+
+    def fit(name: str, *words: object) -> tuple[int, str, str]:
+        return gradlab("fit", "signs", tmp_path / name, *words, "--out", tmp_path / "a.safetensors", "--overwrite")
+
+    code, out, err = fit("adamw")
+    assert (code, err) == (0, "")
+    assert "method dist-EF-blockSGD: AdamW keeps momentum of its own (betas = (0.9, 0.999))" in out
+    artifact = Artifact.load(tmp_path / "a.safetensors")
+    assert conflict_of(artifact.plan, describe_optimizer(optimizers["adamw"]) or SGD) is None
+    assert artifact.plan.follows_learning_rate is None
+    assert artifact.provenance["optimizer"]["name"] == "AdamW"
+    for words, remedy in (
+        (("--method", "dist-EF-blockSGDM"), "use --method dist-EF-blockSGD, or --optimizer SGD"),
+        (("--weight-decay", 0.1), "use --weight-decay 0, or --optimizer SGD"),
+    ):
+        code, out, err = fit("adamw", *words)
+        assert (code, out) == (2, "")
+        assert "it would be applied twice" in err
+        assert remedy in err
+    code, out, _ = fit("adamw", "--optimizer", "SGD")
+    assert code == 0
+    assert Artifact.load(tmp_path / "a.safetensors").plan.applies_momentum == "local_momentum"
+    code, out, _ = fit("sgd")
+    assert code == 0
+    said = " ".join(out.split())
+    assert "to train with it, set the optimizer's to 0: the plan applies momentum (local_momentum)" in said
+    assert "--weight-decay 0.0005 puts it into the plan" in said
+
+
+def test_a_uniform_plan_with_momentum_is_refused_under_adamw(tmp_path: Path, gradlab: Command) -> None:
+    settings = describe_optimizer(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]))
+    assert settings is not None
+    record(tmp_path / "trace", planted(3), LAYERS, metadata={"optimizer": settings.to_json()}).close()
+    words = ("--codec", "topk", "--out", tmp_path / "a.safetensors")
+    code, out, err = gradlab("fit", "uniform", tmp_path / "trace", *words, "--wrap", "momentum_correction")
+    assert (code, out) == (2, "")
+    assert "leave such wrappers out of --wrap" in err
+    code, _, err = gradlab("fit", "lgc", tmp_path / "trace", "--momentum", 0.9, "--out", tmp_path / "a.safetensors")
+    assert code == 2
+    assert "leave --momentum out" in err
+
+
+def test_a_workload_of_adamw_keeps_its_momentum(tmp_path: Path, gradlab: Command) -> None:
+    """The trainer used to set beta_1 to 0, another optimizer in all but name."""
+    recipe = get("text_bytes").recipe
+    plan = method_plan(layers_of(get("text_bytes").model(0)), "dist-EF-blockSGDM")
+    path = Artifact(plan).save(tmp_path / "a.safetensors")
+    assert without_what_the_plan_does(recipe, str(path)) == recipe
+    (tmp_path / "book.txt").write_text("not read")
+    code, out, err = gradlab("train", "text_bytes", "--data", tmp_path / "book.txt", "--compress", path)
+    assert (code, out) == (2, "")
+    assert "train with a plan without momentum: AdamW keeps its own" in err
 
 
 def test_the_trainer_leaves_to_the_plan_what_it_does(tmp_path: Path) -> None:

@@ -1,0 +1,129 @@
+"""What a recording says of its optimizer, and the one rule by which fits and training refuse a plan under it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from gradlab.cli.fit.options import optimizer_of_training, require_trainable
+from gradlab.ddp.optimizers import OptimizerSettings, bare_optimizer, describe_optimizer, is_plain_sgd
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+from gradlab.plan import Plan, Wrap, method_plan
+from gradlab.plan.optimizer_rules import conflict_of
+
+LAYERS = [Layer("w", (30, 30), "linear")]
+
+
+def parameter() -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.zeros(2, 2))
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> OptimizerSettings:
+    settings = describe_optimizer(optimizer)
+    assert settings is not None
+    return settings
+
+
+ADAMW = settings_of(torch.optim.AdamW([parameter()], weight_decay=0.01))
+SGDM = settings_of(torch.optim.SGD([parameter()], lr=0.1, momentum=0.9, weight_decay=5e-4))
+SGD = settings_of(torch.optim.SGD([parameter()], lr=0.1))
+
+
+def test_a_recording_keeps_the_class_and_the_settings_of_every_group() -> None:
+    """As the Trainer sets AdamW up: decay for matrices, none for biases and norms. The rate is recorded by step."""
+    decayed, others = {"params": [parameter()], "weight_decay": 0.1}, {"params": [parameter()], "weight_decay": 0.0}
+    again = {"params": [parameter()], "weight_decay": 0.1}
+    settings = settings_of(torch.optim.AdamW([decayed, others, again], lr=1e-3, betas=(0.9, 0.95), fused=False))
+    assert settings.name == "AdamW"
+    assert [group["weight_decay"] for group in settings.groups] == [0.1, 0.0]
+    assert all(group["betas"] == [0.9, 0.95] for group in settings.groups)
+    assert not any({"params", "lr", "fused"} & set(group) for group in settings.groups)
+    assert str(settings) == "AdamW (betas = (0.9, 0.95), weight_decay = 0.1)"
+    read = OptimizerSettings.from_metadata(json.loads(json.dumps({"optimizer": settings.to_json()})))
+    assert read == settings
+
+
+@pytest.mark.parametrize("said", [None, "adam", {"name": 3}, {"name": "AdamW"}, {"name": "AdamW", "groups": [1]}])
+def test_words_of_the_users_are_not_taken_for_a_description(said: Any) -> None:
+    assert OptimizerSettings.from_metadata({"optimizer": said}) is None
+    assert OptimizerSettings.from_metadata({}) is None
+
+
+def test_a_frameworks_wrapper_is_taken_off() -> None:
+    class Wrapped(torch.optim.Optimizer):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+    inner = torch.optim.SGD([parameter()], lr=0.1)
+    outer = Wrapped(Wrapped(inner))
+    outer.param_groups = inner.param_groups
+    assert bare_optimizer(outer) is inner
+    assert is_plain_sgd(outer)
+    assert settings_of(outer) == SGD
+
+
+@pytest.mark.parametrize(
+    ("plan", "optimizer", "by_setting", "remedy"),
+    [
+        (method_plan(LAYERS, "dist-EF-blockSGDM"), ADAMW, False, "train with a plan without momentum: AdamW keeps"),
+        (method_plan(LAYERS, "dist-EF-blockSGDM"), SGDM, True, "set the optimizer's to 0"),
+        (method_plan(LAYERS, "dist-EF-blockSGDM"), SGD, None, ""),
+        (method_plan(LAYERS, "dist-EF-blockSGD"), ADAMW, None, ""),
+        (method_plan(LAYERS, "signSGD", weight_decay=0.1), ADAMW, False, "leave it to AdamW"),
+        (method_plan(LAYERS, "signSGD", weight_decay=0.1), SGDM, True, "set the optimizer's to 0"),
+        (Plan.uniform(LAYERS, "powersgd"), ADAMW, None, ""),
+    ],
+)
+def test_conflicts(plan: Plan, optimizer: OptimizerSettings, by_setting: bool | None, remedy: str) -> None:
+    conflict = conflict_of(plan, optimizer)
+    assert (None if conflict is None else conflict.by_setting) == by_setting
+    assert conflict is None or conflict.remedy.startswith(remedy)
+
+
+def test_a_command_refuses_what_no_setting_can_change_and_says_what_to_set_otherwise() -> None:
+    with pytest.raises(GradlabError, match="use another method, or --optimizer SGD if training will use that"):
+        require_trainable(ADAMW, "local_momentum", remedy="use another method")
+    note = require_trainable(SGDM, "local_momentum")
+    assert note is not None
+    assert note.startswith("to train with it, set the optimizer's to 0: the plan applies momentum (local_momentum)")
+    assert require_trainable(ADAMW, None) is require_trainable(None, "local_momentum") is None
+
+
+class Recorded:
+    """A trace, as far as it says what the run was trained with."""
+
+    metadata = {"optimizer": ADAMW.to_json()}  # noqa: RUF012
+
+
+def test_the_optimizer_of_training_is_the_one_given_or_the_recorded_one() -> None:
+    trace: Any = Recorded()
+    assert optimizer_of_training(trace, None) == ADAMW
+    assert optimizer_of_training(trace, "sgd") == SGD
+    assert optimizer_of_training(trace, "SGD:momentum=0.9,weight_decay=0.0005") == SGDM
+    given = optimizer_of_training(trace, "Adam:betas=[0.5, 0.9]")
+    assert given is not None
+    assert given.momentum == "betas = (0.5, 0.9)"
+    for text, message in (
+        ("AdamX", "--optimizer AdamX: no optimizer of torch.optim"),
+        ("SGD:momentums=1", "--optimizer SGD:momentums=1: "),
+        ("SGD:momentum=-1", "Invalid momentum value"),
+    ):
+        with pytest.raises(GradlabError, match=message):
+            optimizer_of_training(trace, text)
+
+
+@pytest.mark.parametrize("name", ["dist-EF-blockSGD", "dist-EF-SGD", "MEM-SGD"])
+@pytest.mark.parametrize("ratio", [True, None])
+def test_residuals_of_a_method_follow_the_rate_as_asked(name: str, ratio: bool | None) -> None:
+    (group,) = method_plan(LAYERS, name, step_size_ratio=ratio).groups
+    assert {wrap.settings["step_size_ratio"] for wrap in group.wrappers} == {ratio}
+
+
+def test_methods_that_keep_their_residuals_are_not_asked() -> None:
+    for ratio in (True, None):
+        (group,) = method_plan(LAYERS, "PowerSGD", step_size_ratio=ratio).groups
+        assert group.wrappers == (Wrap("error_feedback", {"step_size_ratio": False}),)
