@@ -249,12 +249,19 @@ class Guarantees:
     unbiased: whether E C(x) = x, to the resolution of the random numbers.
     delta: in (0, 1], E||C(x) - x||^2 <= (1 - delta) ||x||^2. None: no such bound is known.
     omega: of an unbiased codec, E||C(x) - x||^2 <= omega ||x||^2. None: no such bound is known.
+    homogeneous: whether C(a x) = a C(x) for every a > 0, to rounding and with the same random numbers. False: unknown.
     """
 
     linear: bool = False
     unbiased: bool = False
     delta: float | None = None
     omega: float | None = None
+    homogeneous: bool = False
+
+    @property
+    def contracts(self) -> bool:
+        """Whether E||C(x) - x||^2 < ||x||^2 is guaranteed, so that feedback keeps the residual bounded."""
+        return self.delta is not None or (self.omega is not None and self.omega < 1)
 
 
 class Codec(ABC):
@@ -359,7 +366,10 @@ class Codec(ABC):
 
     @property
     def refuses_error_feedback(self) -> str:
-        """Why error feedback would diverge around this codec; empty if it does not."""
+        """Why error feedback would diverge around this codec, whatever its input is multiplied by, and what to do.
+
+        Empty if it does not, as by default.
+        """
         return ""
 
     @property

@@ -18,6 +18,7 @@ from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 
 POLICIES = ("sum", "split", "drop")
+MEASURED = ("zeta", "server_zeta")  # of a wrapped codec, see `gradlab.codec.contraction`
 _BLOCK = 256  # elements that share one scale in an int8 buffer
 
 
@@ -45,8 +46,9 @@ class Wrapper(Codec):
         self.codec = codec
         for inner in wrappers_of(codec):
             self._refuse(inner)
-        if self.keeps_residual and (why := innermost(codec).refuses_error_feedback):
-            raise GradlabError(f"wrapper {self.name} around {why}: without feedback, or without the factor")
+        asked = getattr(self.settings, "contraction", "measured")
+        if self.keeps_residual and asked != "none" and (why := innermost(codec).refuses_error_feedback):
+            raise GradlabError(f"wrapper {self.name} around {why}")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join([repr(self.codec), *shown_settings(self.settings, first=False)])})"
@@ -78,6 +80,10 @@ class Wrapper(Codec):
 
     def _owns(self, key: str) -> bool:
         return key.rpartition("/")[2].removesuffix("_scale") in self.keys
+
+    def carried_state(self, state: Tensors) -> Tensors:
+        """Return this wrapper's part of a state that stays valid when the wrapped codec gets other settings."""
+        return {key: value for key, value in self.own_state(state).items() if key.rpartition("/")[2] not in MEASURED}
 
     def acts_when_dense(self, state: Tensors) -> bool:
         return bool(self.own_state(state)) or self.codec.acts_when_dense(self.inner_state(state))
@@ -123,7 +129,7 @@ class Wrapper(Codec):
 
     def _redistribute_own(self, own: Sequence[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:
         state: Tensors = {}
-        for name, what in state_names(own[0]):
+        for name, what in state_names(self.carried_state(own[0])):
             kind = "int8" if own[0][f"{name}/{what}"].dtype == torch.int8 else "float32"
             held = [load_buffer(one, name, what) for one in own]
             dealt = deal([value for value in held if value is not None], rank, world_size, residuals)

@@ -135,7 +135,7 @@ class QSGD(Compressor):
         if self.settings.ring:
             return Guarantees()
         if self.settings.stochastic:
-            return Guarantees(unbiased=True, omega=bound)
+            return Guarantees(unbiased=True, omega=bound, homogeneous=True)
         return Guarantees(delta=1 / longest if self.settings.norm == "max" else None)
 
     def bucket_variance_bound(self, numel: int) -> float:

@@ -37,7 +37,8 @@ class RandomK(Codec):
     it is delta-approximate with delta = k / numel: E||C(x) - x||^2 = (1 - k / numel) ||x||^2.
 
     With `unbiased`, values are multiplied by numel / k: E C(x) = x and E||C(x) - x||^2 = (numel / k - 1) ||x||^2. Error
-    feedback is then off by default, and refused at densities below 0.5, where C is no contraction.
+    feedback is then off by default. At densities below 0.5, where C is no contraction, feedback divides the factor out
+    again.
 
     >>> done = codecs.make("random_k", density=0.25).apply([torch.ones(8), torch.ones(8)])  # two ranks
     >>> sorted(done.decoded.tolist())
@@ -63,11 +64,6 @@ class RandomK(Codec):
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
         self.defaults = PlanDefaults(error_feedback=not self.settings.unbiased)
-
-    @property
-    def refuses_error_feedback(self) -> str:
-        grows = self.settings.unbiased and self.settings.density < 0.5
-        return "random_k with unbiased = true: what is sent is multiplied, and the residual with it" if grows else ""
 
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
         share = self._share(layers)

@@ -8,7 +8,7 @@ Bernstein, Wang, Azizzadenesheli, Anandkumar, "signSGD", ICML 2018; inside `two_
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -72,8 +72,18 @@ class Sign(BlockCompressor):
 
     def __init__(self, settings: Sign.Settings | None = None, learned: dict[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
+        self.defaults = replace(type(self).defaults, error_feedback=self.settings.scale == "mean")
         # Without scales it may be cut anywhere, in whole bytes.
         self.block = self.settings.block_size or (8 if self.settings.scale == "one" else WHOLE)
+
+    @property
+    def refuses_error_feedback(self) -> str:
+        if self.settings.scale == "mean":
+            return ""
+        return (
+            'sign with scale = "one", whose message does not follow the size of its input: the residual is as large as '
+            'the signs, however small gradients are. Set scale = "mean", or leave error feedback out'
+        )
 
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
         if self.settings.scale == "one":

@@ -81,9 +81,9 @@ class TernGrad(BlockCompressor):
 
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
         if self.settings.clip:
-            return Guarantees()
+            return Guarantees(homogeneous=True)
         longest = max([1, *(min(layer.numel, self.block_of(layer.shape)) for layer in layers)])
-        return Guarantees(unbiased=True, omega=longest**0.5 - 1)
+        return Guarantees(unbiased=True, omega=longest**0.5 - 1, homogeneous=True)
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Return s of each block, (blocks,), float32, and codes 0, 1, 2 for -1, 0, 1, packed, uint8."""

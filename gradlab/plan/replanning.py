@@ -114,7 +114,7 @@ def choice_in(plan: Plan, message: torch.Tensor) -> dict[str, int] | None:
 
 
 def adopted_state(new: Codec, old: Codec, state: Tensors) -> Tensors:
-    """Convert a codec's state to other settings. Wrappers keep all of theirs.
+    """Convert a codec's state to other settings. Wrappers keep theirs, but for what they measured of the old one.
 
     Args:
         new: the codec with the new settings, in its wrappers.
@@ -126,7 +126,7 @@ def adopted_state(new: Codec, old: Codec, state: Tensors) -> Tensors:
     """
     if isinstance(new, Wrapper):
         assert isinstance(old, Wrapper)
-        return {**new.own_state(state), **adopted_state(new.codec, old.codec, new.inner_state(state))}
+        return {**new.carried_state(state), **adopted_state(new.codec, old.codec, new.inner_state(state))}
     return new.adopted_state(state) if type(new) is type(old) else {}
 
 

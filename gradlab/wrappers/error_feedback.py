@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from gradlab.codec import Codec, Context, Deferred, Exchanged, Tensors
+from gradlab.codec.contraction import contraction_setting, exchange_scaled, first_zeta, needs_scaling
 from gradlab.codec.settings import setting
 from gradlab.codec.wrapper import (
     Wrapper,
@@ -55,7 +56,7 @@ class ErrorFeedback(Wrapper):
     """
 
     name = "error_feedback"
-    keys = ("residual",)
+    keys = ("residual", "zeta")
     keeps_residual = True
 
     @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class ErrorFeedback(Wrapper):
             help="of compression between two resets of the residual to zero (LoCo); 0: no resets",
         )
         keep: str = keep_setting()
+        contraction: str = contraction_setting()
 
     def __init__(self, codec: Codec, settings: ErrorFeedback.Settings | None = None) -> None:
         super().__init__(codec, settings)
@@ -96,8 +98,7 @@ class ErrorFeedback(Wrapper):
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         residual = self._residual(grads, state, context)
         inputs = add(grads, residual, context)
-        done = yield from self.codec.exchange(inputs, self.inner_state(state), context)
-        errors = compression_errors(inputs, done.own, context)
+        done, errors, measured = yield from exchange_contracting(self, inputs, state, context)
         kept_back = unselected(inputs, done.own) if self.settings.keep == "unselected" else errors
         kept = self._held(grads, state, context)
         steps = self.settings.reset_steps
@@ -105,7 +106,7 @@ class ErrorFeedback(Wrapper):
         for name, value in kept_back.items():
             if not dropped and not context.stands_still(name, self.settings.step_size_ratio):
                 kept |= store_buffer(name, "residual", self._low_pass(value, residual.get(name)), self.settings.buffer)
-        return Exchanged(done.mean, done.own, {**done.state, **kept}, inputs, errors)
+        return Exchanged(done.mean, done.own, {**done.state, **kept, **measured}, inputs, errors)
 
     def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         inputs = add(grads, self._residual(grads, state, context), context)
@@ -142,6 +143,30 @@ def add(grads: Tensors, residual: Tensors, context: Context) -> Tensors:
         name: torch.add(grad, residual[name], out=context.workspace.empty_like(grad)) if name in residual else grad
         for name, grad in grads.items()
     }
+
+
+def exchange_contracting(
+    wrapper: Wrapper, inputs: Tensors, state: Tensors, context: Context
+) -> Coroutine[tuple[Exchanged, Tensors, Tensors]]:
+    """Run the wrapped codec on inputs, or on a multiple of them if it does not contract (`gradlab.codec.contraction`).
+
+    Args:
+        wrapper: that keeps the residual.
+        inputs: by layer.
+        state: the wrapper's.
+        context: of the exchange.
+
+    Returns:
+        The codec's result, the compression errors by layer, and state entries with what was measured.
+    """
+    codec, inside, key = wrapper.codec, wrapper.inner_state(state), f"{next(iter(inputs), '')}/zeta"
+    shapes = {name: value.shape for name, value in inputs.items()}
+    if wrapper.settings.contraction == "none" or not needs_scaling(codec, shapes):
+        done = yield from codec.exchange(inputs, inside, context)
+        return done, compression_errors(inputs, done.own, context), {}
+    zeta = state[key] if key in state else first_zeta(codec, inputs, context)
+    done, errors, zeta = yield from exchange_scaled(codec, inputs, inside, zeta, context)
+    return done, errors, {key: zeta}
 
 
 def compression_errors(inputs: Tensors, own: Mapping[str, torch.Tensor], context: Context) -> Tensors:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from gradlab.codec import Codec, Context, Exchanged, Tensors
+from gradlab.codec.contraction import contraction_setting
 from gradlab.codec.settings import setting
 from gradlab.codec.wrapper import (
     Wrapper,
@@ -26,7 +27,7 @@ from gradlab.codec.wrapper import (
 )
 from gradlab.collectives import Coroutine
 from gradlab.errors import GradlabError
-from gradlab.wrappers.error_feedback import keep_setting, refuse_keep, unselected
+from gradlab.wrappers.error_feedback import exchange_contracting, keep_setting, refuse_keep, unselected
 
 
 class MomentumCorrection(Wrapper):
@@ -40,7 +41,7 @@ class MomentumCorrection(Wrapper):
     """
 
     name = "momentum_correction"
-    keys = ("residual", "velocity")
+    keys = ("residual", "velocity", "zeta")
     keeps_residual = True
     applies_momentum = True
 
@@ -62,6 +63,7 @@ class MomentumCorrection(Wrapper):
         step_size_ratio: bool | None = step_size_setting(False, "the residual (DGC does not)")
         buffer: str = buffer_setting("u and v are")
         keep: str = keep_setting()
+        contraction: str = contraction_setting()
 
     def __init__(self, codec: Codec, settings: MomentumCorrection.Settings | None = None) -> None:
         super().__init__(codec, settings)
@@ -76,13 +78,12 @@ class MomentumCorrection(Wrapper):
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         velocity, inputs = self._accumulate(grads, state, context)
-        done = yield from self.codec.exchange(inputs, self.inner_state(state), context)
-        errors = {name: inputs[name] - done.own[name] for name in grads}
+        done, errors, measured = yield from exchange_contracting(self, inputs, state, context)
         if self._masks:
             velocity = {name: u.masked_fill(done.own[name] != 0, 0.0) for name, u in velocity.items()}
         kept_back = unselected(inputs, done.own) if self.settings.keep == "unselected" else errors
         residual = {name: value for name, value in kept_back.items() if not self._holds(name, context)}
-        kept = {**self._held(grads, state, context), **self._kept(velocity, residual)}
+        kept = {**self._held(grads, state, context), **self._kept(velocity, residual), **measured}
         return Exchanged(done.mean, done.own, {**done.state, **kept}, inputs, errors)
 
     def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:

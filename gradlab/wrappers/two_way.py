@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from gradlab.codec import Codec, Compressor, Context, Deferred, Exchanged, Tensors, concatenate, separate
+from gradlab.codec.contraction import contraction_setting, needs_scaling, next_zeta, scale_down
 from gradlab.codec.settings import setting
 from gradlab.codec.wrapper import Wrapper, buffer_setting, load_buffer, state_names, step_size_setting, store_buffer
 from gradlab.collectives import AllToAll, Broadcast, Coroutine, Gather
@@ -37,7 +38,7 @@ class TwoWay(Wrapper):
     """
 
     name = "two_way"
-    keys = ("server_residual", "server_whole")
+    keys = ("server_residual", "server_whole", "server_zeta")
 
     @dataclass(frozen=True)
     class Settings:
@@ -48,6 +49,7 @@ class TwoWay(Wrapper):
         error_feedback: bool = setting(True, help="whether a server adds the compression errors of its earlier answers")
         step_size_ratio: bool | None = step_size_setting(None, "the server's residual")
         buffer: str = buffer_setting("the server's residual is")
+        contraction: str = contraction_setting()
 
     def __init__(self, codec: Codec, settings: TwoWay.Settings | None = None) -> None:
         super().__init__(codec, settings)
@@ -82,7 +84,9 @@ class TwoWay(Wrapper):
         codec.add_all(average, zip(*received, strict=True), 1.0 / context.world_size)
         held = self._server_residual(grads, state, context, average)
         average += self._rescaled(held, context)
-        answer = codec.compress(average, context.rank_generator("server"))
+        zeta = self._zeta(codec, average, grads, state, context)
+        scaled = average if zeta is None else scale_down(average, zeta, context)
+        answer = codec.compress(scaled, context.rank_generator("server"))
         answers = yield self._answer_requests(answer, sent, context)
         mean = self._decoded(vector, shards, codecs, self._by_shard(answers, sent), context)
         own = Deferred(
@@ -90,7 +94,7 @@ class TwoWay(Wrapper):
             lambda: separate(self._decoded(vector, shards, codecs, sent, context), grads),
             lambda: separate(self._decoded(vector, shards, codecs, sent, context, residual=True), grads),
         )
-        kept = self._kept(held, average, codec, answer, context)
+        kept = self._kept(held, average, codec, answer, context) | self._measured(zeta, average, codec, answer, grads)
         return Exchanged(separate(mean, grads), own, kept)
 
     def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
@@ -208,6 +212,26 @@ class TwoWay(Wrapper):
             )
         return kept
 
+    def _zeta(
+        self, codec: Compressor, average: torch.Tensor, grads: Tensors, state: Tensors, context: Context
+    ) -> torch.Tensor | None:
+        """Return the number that the server's input is divided by, (); None if it keeps no residual, or needs none."""
+        shapes = {name: grad.shape for name, grad in grads.items()}
+        asked = self.settings.error_feedback and self.settings.contraction != "none"
+        if not asked or not needs_scaling(self.compressor, shapes):
+            return None
+        if (known := state.get(_zeta_key(grads))) is not None:
+            return known
+        sent = codec.decompress(codec.compress(average, context.rank_generator("server", "contraction")), average)
+        return next_zeta(torch.ones((), device=average.device), [average], [sent])
+
+    def _measured(
+        self, zeta: torch.Tensor | None, average: torch.Tensor, codec: Compressor, answer: Payload, grads: Tensors
+    ) -> Tensors:
+        if zeta is None:
+            return {}
+        return {_zeta_key(grads): next_zeta(zeta, [average], [codec.decompress(answer, average)])}
+
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         shapes = self.compressor.shapes_of(layers)
         codec, shards = self.compressor.for_layers(shapes), self.shards(shapes, world_size)
@@ -222,8 +246,13 @@ class TwoWay(Wrapper):
         if residuals == "drop":
             return {}
         whole: Tensors = {}
-        for name, what in state_names(own[0]):
+        for name, what in state_names(self.carried_state(own[0])):
             held = [load_buffer(one, name, what) for one in own]
             pieces = [piece for piece in held if piece is not None]
             whole[f"{name}/server_whole"] = torch.cat(pieces) if what == "server_residual" else pieces[0].clone()
         return whole
+
+
+def _zeta_key(grads: Tensors) -> str:
+    """Return the state's key of what a group's server measured, which is under the first layer's name."""
+    return f"{next(iter(grads), '')}/server_zeta"

@@ -166,8 +166,9 @@ DIVERGING = [(2, "l2", True), (3, "l2", True), (4, "max", False), (8, "l2", Fals
 
 @pytest.mark.parametrize(("bits", "norm", "grows"), DIVERGING)
 def test_feedback_around_no_contraction_diverges(bits: int, norm: str, grows: bool) -> None:
-    """A constant gradient, 100 steps: the residual stays below the gradient, or leaves it behind."""
-    codec, vector = ErrorFeedback(quantizer(bits=bits, norm=norm)), normal(1024)
+    """A constant gradient, 100 steps, not scaled: the residual stays below the gradient, or leaves it behind."""
+    unscaled = ErrorFeedback.Settings(contraction="none")
+    codec, vector = ErrorFeedback(quantizer(bits=bits, norm=norm), unscaled), normal(1024)
     state: Tensors = {}
     for step in range(100):
         (result,) = run_lockstep([codec.exchange({"a": vector}, state, Context(0, 1, step))])
@@ -410,7 +411,9 @@ def test_a_bucket_is_scaled_as_if_it_were_alone(
 
 def residual_norms(contraction: str, steps: int) -> list[float]:
     """The larger of both ends' residuals, by step: two bits, l2, 512 elements, two ranks."""
-    codec = ErrorFeedback(TwoWay(quantizer(bits=2, norm="l2", bucket_size=512, contraction=contraction)))
+    inner = quantizer(bits=2, norm="l2", bucket_size=512, contraction=contraction)
+    unscaled = ErrorFeedback.Settings(contraction="none"), TwoWay.Settings(contraction="none")
+    codec = ErrorFeedback(TwoWay(inner, unscaled[1]), unscaled[0])
     states: list[Tensors] = [{}, {}]
     norms = []
     for step in range(steps):

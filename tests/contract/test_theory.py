@@ -199,6 +199,19 @@ def test_what_is_said_to_be_linear_commutes_with_the_sum(name: str, settings: di
     assert gap < 1e-12
 
 
+# --- homogeneous ----------------------------------------------------------------------------------------------------
+
+
+@of_those(lambda codec: codec.guarantees(LAYERS).homogeneous)
+def test_what_is_said_to_be_homogeneous_is(name: str, settings: dict[str, Any]) -> None:
+    """C(a x) = a C(x), bit for bit for a power of two; to 1e-4 of the largest value where a rounds what is compared."""
+    codec, vector = build(name, settings), vector_of("normal", 5)
+    once = contribution(codec, shaped(vector))
+    assert torch.equal(contribution(codec, shaped(vector / 8)), once / 8)
+    moved = contribution(codec, shaped(vector * 0.3)) / 0.3 - once
+    assert float((moved.abs() > 1e-4 * once.abs().max()).float().mean()) < 0.01
+
+
 # --- bytes ----------------------------------------------------------------------------------------------------------
 
 _OPERATORS: dict[type, Any] = {

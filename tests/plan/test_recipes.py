@@ -160,10 +160,16 @@ def test_what_is_no_codec_is_not_registered() -> None:
 # --- stacks of which one would not do what it is for ----------------------------------------------------------------
 
 
-def test_feedback_around_a_multiplied_sample_is_refused_and_no_default() -> None:
+def test_feedback_around_bare_signs_is_refused_and_no_default() -> None:
+    assert [wrap.name for wrap in Plan.uniform(LAYERS, "sign", scale="one").groups[0].wrappers] == ["two_way"]
+    for name in ("error_feedback", "momentum_correction"):
+        with pytest.raises(GradlabError, match=f'wrapper {name} around sign with scale = "one".* Set scale = "mean"'):
+            Plan.uniform(LAYERS, "sign", scale="one", wrappers=[Wrap(name)])
+        Plan.uniform(LAYERS, "sign", scale="one", wrappers=[Wrap(name, {"contraction": "none"})])
+
+
+def test_feedback_around_what_is_unbiased_is_no_default() -> None:
     assert not Plan.uniform(LAYERS, "random_k", unbiased=True).groups[0].wrappers
-    with pytest.raises(GradlabError, match="error_feedback around random_k with unbiased = true"):
-        Plan.uniform(LAYERS, "random_k", unbiased=True, error_feedback=True)
     assert Plan.uniform(LAYERS, "random_k").groups[0].wrappers == FEEDBACK
     assert Plan.uniform(LAYERS, "block_scaled", dtype="int4").groups[0].wrappers == FEEDBACK
     assert not Plan.uniform(LAYERS, "block_scaled").groups[0].wrappers

@@ -1,0 +1,310 @@
+"""Train a small network with every codec, alone and under every kind of residual; nothing may diverge in silence.
+
+    PYTHONPATH=tests python tests/campaigns/convergence.py [--codecs TEXT] [--modes TEXT] [--steps 300] [--rows FILE]
+
+Digits (bundled with scikit-learn), a network of two layers, 4 nodes in lockstep that share the batch, SGD and AdamW.
+Every weight is compressed. A run of `--steps` iterations
+    converges   if it takes the loss at least 80 % of the way that dense training takes it,
+    is refused  when the plan is made, with a line,
+    is warned   by a rule that watches the run (`gradlab.runtime.rules`), with a line,
+    is SILENT   if it is none of these. The exit code is then 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from gradlab import codecs
+from gradlab.datasets.digits import Digits
+from gradlab.errors import GradlabError
+from gradlab.executor.lockstep_plan import LockstepPlan, StepResult
+from gradlab.layout import layers_of
+from gradlab.plan import Plan, Wrap
+
+NODES, BATCH = 4, 64
+WAY = 0.8  # share of dense training's decrease of the loss from which a run converges
+RATES = {"SGD": 0.1, "AdamW": 0.003}
+LEARNING = {"training_steps": 40, "optimizer": "adam", "loss": "mean", "most_error": 1e9}
+SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
+    "block_scaled": ({}, {"dtype": "int4"}, {"dtype": "int4", "stochastic": True}, {"dtype": "float8_e5m2"}),
+    "cast": ({}, {"dtype": "bfloat16"}),
+    "clt_k": ({}, {"density": 0.002}),
+    "dct_topk": ({}, {"chunk": 64, "count": 1}),
+    "gradiveq": ({"sample_steps": 20, "compressed_steps": 60, "slice_size": 64},),
+    "lgc_ring": ({"density": 0.02, **LEARNING},),
+    "lgc_server": ({"density": 0.02, **LEARNING},),
+    "natural": ({},),
+    "one_bit": ({}, {"block": "tensor"}),
+    "powersgd": ({}, {"rank": 1}),
+    "qsgd": (
+        {},
+        {"bits": 2},
+        {"bits": 1},
+        {"bits": 4, "norm": "l2"},
+        {"bits": 2, "norm": "l2"},
+        {"bits": 2, "norm": "l2", "bucket_size": 8192},
+        {"bits": 2, "stochastic": False},
+        {"bits": 2, "norm": "l2", "contraction": "measured"},
+        {"ring": True},
+    ),
+    "random_k": ({}, {"density": 0.002}, {"unbiased": True}, {"density": 0.002, "unbiased": True}),
+    "sampled_threshold": ({}, {"density": 0.002}),
+    "sign": ({}, {"scale": "one"}),
+    "terngrad": ({}, {"clip": 0.0}, {"shared_scale": True}, {"clip": 0.0, "shared_scale": True}),
+    "threshold": ({}, {"density": 0.002}),
+    "topk": ({}, {"density": 0.002}),
+}
+MODES: dict[str, tuple[Wrap, ...]] = {
+    "no feedback": (),
+    "feedback": (Wrap("error_feedback"),),
+    "feedback, two-way": (Wrap("error_feedback"), Wrap("two_way")),
+    "two-way": (Wrap("two_way"),),
+    "correction": (Wrap("momentum_correction"),),
+}
+
+
+@dataclass
+class Row:
+    """One run.
+
+    loss, dense: of the test set after the last step, with the codec and without, nats.
+    residual: the largest norm of the ranks' residuals over that of their gradients, at the last step.
+    verdict: "converges", "refused", "warned" or "SILENT"; why: the lines of whoever refused or warned.
+    """
+
+    codec: str
+    settings: dict[str, Any]
+    mode: str
+    optimizer: str
+    loss: float = math.nan
+    dense: float = math.nan
+    residual: float = math.nan
+    verdict: str = ""
+    why: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return ", ".join([self.codec, *(f"{key} {value}" for key, value in self.settings.items())])
+
+
+class Task:
+    """Digits on a network of two layers."""
+
+    def __init__(self, seed: int = 0) -> None:
+        data = Digits().load()
+        self.train, self.test = (data.train_x.flatten(1), data.train_y), (data.test_x.flatten(1), data.test_y)
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
+        self._draw = torch.Generator().manual_seed(seed)
+
+    def loss(self) -> float:
+        with torch.no_grad():
+            return float(functional.cross_entropy(self.model(self.test[0]), self.test[1]))
+
+    def gradients(self) -> list[dict[str, torch.Tensor]]:
+        """One batch, shared by the nodes."""
+        batch = torch.randint(len(self.train[0]), (BATCH,), generator=self._draw)
+        names = [name for name, _ in self.model.named_parameters()]
+        return [
+            dict(
+                zip(
+                    names,
+                    torch.autograd.grad(
+                        functional.cross_entropy(self.model(self.train[0][part]), self.train[1][part]),
+                        list(self.model.parameters()),
+                    ),
+                    strict=True,
+                )
+            )
+            for part in batch.chunk(NODES)
+        ]
+
+
+def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    kind = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}[name]
+    return kind(model.parameters(), lr=RATES[name])
+
+
+def run(row: Row, steps: int, starts: float) -> None:
+    """Train, and fill in the row."""
+    task = Task()
+    layers = layers_of(task.model)
+    try:
+        plan = Plan.uniform(
+            layers,
+            row.codec,
+            wrappers=MODES[row.mode],
+            roles=("linear",),
+            minimum_dimensions=2,
+            minimum_numel=256,
+            warmup_steps=0,
+            **row.settings,
+        )
+    except GradlabError as error:
+        row.verdict, row.why = "refused", [str(error)]
+        return
+    lockstep, optimizer = (
+        LockstepPlan(plan, NODES, plain_sgd=row.optimizer == "SGD"),
+        optimizer_of(row.optimizer, task.model),
+    )
+    watch = Watch()
+    for step in range(steps):
+        gradients = task.gradients()
+        done = lockstep.step(step, gradients, {layer.name: RATES[row.optimizer] for layer in layers})
+        means = {name: torch.stack([own[name] for own in gradients]).mean(0) for name in gradients[0]}
+        watch.see(done, lockstep, gradients, means)
+        applied = {
+            **means,
+            **{name: value for ranks in done.exchanged.values() for name, value in ranks[0].mean.items()},
+        }
+        for name, parameter in task.model.named_parameters():
+            parameter.grad = applied[name].clone()
+        optimizer.step()
+        if not done.finite:
+            break
+    row.loss, row.residual, row.why = task.loss(), watch.residuals[-1], watch.lines()
+    good = math.isfinite(row.loss) and starts - row.loss >= WAY * (starts - row.dense)
+    row.verdict = "converges" if good else "warned" if row.why else "SILENT"
+    if good and row.why:
+        row.verdict = "converges, warned"
+
+
+class Watch:
+    """What a run's rules look at."""
+
+    def __init__(self) -> None:
+        self.residuals: list[float] = []  # norm over the gradient's, largest over the groups, by step
+        self.errors: list[float] = []  # of the mean, relative, largest over the groups, by step
+        self.finite = True
+
+    def see(
+        self,
+        done: StepResult,
+        lockstep: LockstepPlan,
+        gradients: Sequence[Mapping[str, torch.Tensor]],
+        means: Mapping[str, torch.Tensor],
+    ) -> None:
+        self.finite = self.finite and done.finite
+        residuals, errors = [0.0], [0.0]
+        for group, ranks in done.exchanged.items():
+            norm = sum(float(own[name].norm()) ** 2 for own in gradients for name in ranks[0].mean) ** 0.5
+            kept = sum(
+                float(value.norm()) ** 2
+                for rank in lockstep.states
+                for key, value in rank.get(group, {}).items()
+                if key.rpartition("/")[2] in ("residual", "server_residual")
+            )
+            residuals.append(kept**0.5 / norm if norm else 0.0)
+            wrong = sum(float((ranks[0].mean[name] - means[name]).norm()) ** 2 for name in ranks[0].mean) ** 0.5
+            whole = sum(float(means[name].norm()) ** 2 for name in ranks[0].mean) ** 0.5
+            errors.append(wrong / whole if whole else 0.0)
+        self.residuals.append(max(residuals))
+        self.errors.append(max(errors))
+
+    def lines(self) -> list[str]:
+        said = []
+        if not self.finite:
+            said.append(f"gradients were not finite in iteration {len(self.residuals) - 1}")
+        half = len(self.residuals) // 2
+        late, early = median(self.residuals[half:]), median(self.residuals[:half])
+        if late > 10 and late > 2 * early:
+            said.append(f"the residual grows: {early:.3g} times the gradient in the first half, then {late:.3g}")
+        if (error := median(self.errors)) > 1:
+            said.append(f"the error of the mean is {error:.3g} times the mean")
+        return said
+
+
+def median(values: Sequence[float]) -> float:
+    finite = sorted(value if math.isfinite(value) else math.inf for value in values)
+    return finite[len(finite) // 2] if finite else 0.0
+
+
+def dense(steps: int) -> tuple[float, dict[str, float]]:
+    """The loss before training, and after dense training by optimizer."""
+    losses = {}
+    for name in RATES:
+        task = Task()
+        optimizer, start = optimizer_of(name, task.model), task.loss()
+        for _ in range(steps):
+            gradients = task.gradients()
+            for key, parameter in task.model.named_parameters():
+                parameter.grad = torch.stack([own[key] for own in gradients]).mean(0)
+            optimizer.step()
+        losses[name] = task.loss()
+    return start, losses
+
+
+def rows(wanted: str, modes: str) -> Iterator[Row]:
+    for codec in codecs.names():
+        for settings in SETTINGS.get(codec, ({},)):
+            for mode in MODES:
+                for optimizer in RATES:
+                    row = Row(codec, settings, mode, optimizer)
+                    if wanted in row.name and modes in mode and not (mode == "correction" and optimizer == "AdamW"):
+                        yield row
+
+
+def show(done: Sequence[Row]) -> None:
+    """The table, and below it each refusal and warning once."""
+    notes: dict[str, int] = {}
+    width = max(len(row.name) for row in done)
+    columns = list(dict.fromkeys((row.mode, row.optimizer) for row in done))
+    print(f"{'codec':<{width}}  " + "  ".join(f"{mode + ', ' + opt:<26}" for mode, opt in columns))
+    for name in dict.fromkeys(row.name for row in done):
+        cells = []
+        for column in columns:
+            for row in done:
+                if row.name == name and (row.mode, row.optimizer) == column:
+                    marks = "".join(f"[{notes.setdefault(line, len(notes) + 1)}]" for line in row.why)
+                    loss = "" if math.isnan(row.loss) and row.verdict == "refused" else f"{row.loss:.3g} "
+                    cells.append(f"{loss}{row.verdict} {marks}")
+        print(f"{name:<{width}}  " + "  ".join(f"{cell:<26}" for cell in cells))
+    for line, number in notes.items():
+        print(f"[{number}] {line}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--codecs", default="")
+    parser.add_argument("--modes", default="")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--rows", type=Path)
+    wanted = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    start, losses = dense(wanted.steps)
+    print(f"loss {start:.3g} before training; dense: {', '.join(f'{key} {loss:.3g}' for key, loss in losses.items())}")
+    done = []
+    for row in rows(wanted.codecs, wanted.modes):
+        began = time.monotonic()
+        row.dense = losses[row.optimizer]
+        run(row, wanted.steps, start)
+        row.seconds = time.monotonic() - began
+        numbers = f"loss {row.loss:.3g}, residual {row.residual:.3g}, {row.seconds:.1f} s"
+        why = "; ".join(row.why)[:150]
+        print(f"{row.name} | {row.mode} | {row.optimizer}: {row.verdict} ({numbers}) {why}", flush=True)
+        done.append(row)
+        if wanted.rows:
+            wanted.rows.write_text("".join(json.dumps(asdict(one)) + "\n" for one in done))
+    show(done)
+    silent = [row for row in done if row.verdict == "SILENT"]
+    print(f"{len(done)} runs, {len(silent)} silent")
+    return int(bool(silent))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
