@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-from gradlab.codec.wrapper import POLICIES
 from gradlab.ddp.agreement import Ranks
-from gradlab.ddp.wrapping import require_ddp
+from gradlab.ddp.frameworks import ddp_of_lightning, only_optimizer
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
 from gradlab.runtime.attach import compress
+from gradlab.runtime.rank_files import check_policy
 from gradlab.runtime.state import CompressionState
 
 try:
@@ -66,8 +65,7 @@ class CompressionCallback(Callback):
     def __init__(
         self, plan: Plan | str | os.PathLike[str], *, log: bool = False, residuals: str | None = None, **options: Any
     ) -> None:
-        if residuals not in (None, *POLICIES):
-            raise GradlabError(f"residuals = {residuals!r}, expected None or one of {', '.join(POLICIES)}")
+        check_policy(residuals)
         self.state: CompressionState | None = None
         self._plan, self._log, self._residuals, self._options = plan, log, residuals, options
         self._restored: list[dict[str, Any]] | None = None
@@ -79,8 +77,8 @@ class CompressionCallback(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Register the hook on the model that the strategy has just wrapped."""
-        model = _ddp_model(trainer)
-        options = {"optimizer": trainer.optimizers[0], **self._options}
+        model = ddp_of_lightning(trainer, "CompressionCallback")
+        options = {"optimizer": only_optimizer(trainer, "CompressionCallback"), **self._options}
         if (scaler := getattr(trainer.precision_plugin, "scaler", None)) is not None:
             options["scaler"] = scaler
         self.state = compress(model, self._plan, **options)
@@ -144,17 +142,6 @@ class CompressionCallback(Callback):
         """Stop the engine."""
         if self.state is not None:
             self.state.close()
-
-
-def _ddp_model(trainer: Trainer) -> DistributedDataParallel:
-    strategy = trainer.strategy
-    caller = f"CompressionCallback, strategy {type(strategy).__name__}"
-    model = require_ddp(strategy.model, caller, "use Trainer(strategy='ddp')")
-    if getattr(strategy, "_ddp_comm_hook", None) is not None:  # on a CPU Lightning does not register it
-        raise GradlabError("CompressionCallback: DDPStrategy has a ddp_comm_hook, and DDP takes one only; leave it out")
-    if len(trainer.optimizers) != 1:
-        raise GradlabError(f"CompressionCallback: {len(trainer.optimizers)} optimizers, expected one")
-    return model
 
 
 def _gather(state: dict[str, Any], device: torch.device) -> list[dict[str, Any]] | None:

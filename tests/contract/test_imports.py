@@ -22,8 +22,8 @@ else:
 
 ROOT = Path(__file__).parents[2]
 SIDES = ("capture", "analysis", "runtime", "datasets")
-# Each is imported by the runtime module of its name alone, which the user imports by choice.
-EXTRAS = {"lightning", "accelerate"}
+# Each is imported by the modules of its name alone, which the user imports by choice.
+EXTRAS = {"lightning", "accelerate", "transformers"}
 HEAVY = {"h5py", "scipy", "sklearn", "matplotlib", "typer", "rich", "jinja2"}
 
 
@@ -128,7 +128,7 @@ def test_the_ground_floor_and_the_runtime_need_torch_and_numpy_only() -> None:
         assert {module for module in importers(library) if floor(module) in ("ground", "runtime")} == set()
     assert {module for module in importers("h5py") if floor(module) == "runtime"} == set()
     for library in EXTRAS:
-        assert importers(library) == {f"gradlab.runtime.{library}"}
+        assert importers(library) == {f"gradlab.{side}.{library}" for side in ("runtime", "capture")}
 
 
 def test_nothing_is_evaluated_or_unpickled() -> None:

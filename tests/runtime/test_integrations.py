@@ -1,10 +1,11 @@
-"""Lightning and Accelerate: the examples that users copy, run as users run them, and what is refused."""
+"""Lightning, Accelerate and Hugging Face Trainer: the examples that users copy, run as users run them; refusals."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -27,11 +28,21 @@ WARMUP, STEPS = 8, 32
 
 needs_lightning = pytest.mark.skipif(not importlib.util.find_spec("lightning"), reason="needs gradlab[lightning]")
 needs_accelerate = pytest.mark.skipif(not importlib.util.find_spec("accelerate"), reason="needs gradlab[accelerate]")
+needs_transformers = pytest.mark.skipif(
+    not importlib.util.find_spec("transformers"), reason="needs gradlab[transformers]"
+)
+FRAMEWORKS = (
+    "lightning.pytorch",
+    "accelerate",
+    "transformers.trainer",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.bert.modeling_bert",
+)
 
 
 def executable() -> str:
     """A Python that has the frameworks already, and where warnings are errors."""
-    there = [name for name in ("lightning.pytorch", "accelerate") if importlib.util.find_spec(name.partition(".")[0])]
+    there = [name for name in FRAMEWORKS if importlib.util.find_spec(name.partition(".")[0])]
     return python(*there, warnings=f"error,{LIGHTNING_WARNINGS}")
 
 
@@ -94,10 +105,21 @@ def accelerate_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return both_runs(run_on_two_ranks, EXAMPLES / "accelerate_example.py", folder, "epoch=1")
 
 
+@pytest.fixture(scope="module")
+def transformers_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder, script = tmp_path_factory.mktemp("transformers"), EXAMPLES / "transformers_example.py"
+    whole = run_on_two_ranks(script, "--folder", folder / "whole")
+    # The Trainer looks for files beside the checkpoint: those of the second run start as a copy of the first's.
+    shutil.copytree(folder / "whole" / "checkpoint-16", folder / "resumed" / "checkpoint-16")
+    there = ("--folder", folder / "resumed", "--resume", folder / "resumed" / "checkpoint-16")
+    return Runs(folder, whole, run_on_two_ranks(script, *there))
+
+
 @pytest.fixture(
     params=[
         pytest.param("lightning_runs", marks=needs_lightning),
         pytest.param("accelerate_runs", marks=needs_accelerate),
+        pytest.param("transformers_runs", marks=needs_transformers),
     ]
 )
 def runs(request: pytest.FixtureRequest) -> Runs:
@@ -170,10 +192,26 @@ def test_an_accelerate_checkpoint_holds_every_ranks_state(accelerate_runs: Runs)
     assert residuals_differ(states[0], states[1])
 
 
-def residuals_differ(first: dict[str, Any], second: dict[str, Any]) -> bool:
+@needs_transformers
+def test_a_trainers_checkpoint_holds_every_ranks_state(transformers_runs: Runs) -> None:
+    """And the last ones of both runs are the same, through dropout: model, optimizer and residuals."""
+    whole, resumed = (transformers_runs.folder / name / "checkpoint-32" for name in ("whole", "resumed"))
+    assert differences(load_file(whole / "model.safetensors"), load_file(resumed / "model.safetensors")) == []
+    states = []
+    for name in ("gradlab_rank_0.pt", "gradlab_rank_1.pt", "optimizer.pt"):
+        one, other = (torch.load(place / name, weights_only=True) for place in (whole, resumed))
+        marks, others_marks = one.pop("marks", {}), other.pop("marks", {})
+        assert marks.get("global_step") == others_marks.get("global_step")
+        assert not marks or marks["run"] != others_marks["run"]
+        states.append(one)
+        assert differences(one, other) == []
+    assert residuals_differ(states[0], states[1], layers=6)
+
+
+def residuals_differ(first: dict[str, Any], second: dict[str, Any], layers: int = 2) -> bool:
     """All of them; and each is there."""
     names = [name for name, tensor in first["states"].items() if tensor.is_floating_point()]
-    assert len(names) == 2
+    assert len(names) == layers
     return all(not torch.equal(first["states"][name], second["states"][name]) for name in names)
 
 
@@ -252,6 +290,74 @@ def test_accelerate_says_the_same_on_all_ranks(tmp_path: Path) -> None:
     assert "residuals = 'keep', expected None or one of" in first["unknown_policy"]
 
 
+@pytest.fixture(scope="module")
+def trainer_scenarios(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_on_two_ranks(HERE / "jobs" / "transformers_scenarios.py", tmp_path_factory.mktemp("trainer"))
+
+
+@needs_transformers
+def test_the_trainer_compresses_as_a_plain_loop_does(trainer_scenarios: list[dict[str, Any]]) -> None:
+    """Under accumulation, clipping, AdamW with a schedule, and an evaluation in between; bit for bit."""
+    assert [result["plain_loop"] for result in trainer_scenarios] == [True, True]
+
+
+@needs_transformers
+def test_one_trainer_trains_twice(trainer_scenarios: list[dict[str, Any]]) -> None:
+    """From its own checkpoint to the same end, in two steps that end at the fourth."""
+    assert [result["trained_twice"] for result in trainer_scenarios] == [[True, 4, 2]] * 2
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("scenario", "expected"),
+    [
+        (
+            "missing",
+            "gradlab_rank_1.pt: missing; if the checkpoint lies elsewhere, give CompressionCallback(resume_from",
+        ),
+        ("damaged", "damaged/checkpoint-2: a file is damaged, or not this program's"),
+        ("another_run", "gradlab_rank_1.pt is of another save; if the checkpoint lies elsewhere"),
+        ("elsewhere", "elsewhere/checkpoint-2/gradlab_rank_0.pt: missing; if the checkpoint lies elsewhere"),
+        ("another_world_size", "checkpoint: world_size is 1, this run has 2; residuals= (split, sum or drop) says"),
+    ],
+)
+def test_the_trainer_says_the_same_on_all_ranks(
+    trainer_scenarios: list[dict[str, Any]], scenario: str, expected: str
+) -> None:
+    first, second = (result[scenario] for result in trainer_scenarios)
+    assert first == second
+    assert expected in first
+    assert "\n" not in first
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("scenario", "expected"),
+    [
+        ("moved_with_its_folder", 4),
+        ("named_elsewhere", 4),
+        ("another_world_size_split", 4),
+        ("missing_started_anew", 2),
+        ("dense", [2, True]),
+        ("bare", [2, True]),
+        ("model_alone", []),
+        ("logged", [[2, 4], [2, 4], True]),
+        ("recorded", [[2, 2, 2, 2], True, True, True]),
+    ],
+)
+def test_the_trainer_counts_these_steps(trainer_scenarios: list[dict[str, Any]], scenario: str, expected: Any) -> None:
+    assert [result[scenario] for result in trainer_scenarios] == [expected, expected]
+
+
+@needs_transformers
+def test_the_trainer_in_one_process_is_told_to_launch_more() -> None:
+    (result,) = run_alone(HERE / "jobs" / "transformers_scenarios.py", "alone")
+    assert result["one_process"].startswith("CompressionCallback: the Trainer runs in one process")
+    assert result["one_process_recording"].startswith("RecordingCallback: the Trainer runs in one process")
+    assert "torchrun --nproc-per-node 2" in result["one_process"]
+    assert "residuals = 'keep', expected None or one of" in result["unknown_policy"]
+
+
 ABSENT = """
 import sys
 
@@ -261,14 +367,16 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Absent())
-import gradlab.runtime
-import gradlab.runtime.{name}
+import gradlab.{side}
+import gradlab.{side}.{name}
 """
 
 
-@pytest.mark.parametrize("name", ["lightning", "accelerate"])
-def test_a_missing_extra_is_named(name: str) -> None:
-    command = [python(), "-c", ABSENT.format(name=name)]
+@pytest.mark.parametrize("side", ["runtime", "capture"])
+@pytest.mark.parametrize("name", ["lightning", "accelerate", "transformers"])
+def test_a_missing_extra_is_named(name: str, side: str) -> None:
+    command = [python(), "-c", ABSENT.format(name=name, side=side)]
     job = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(sys.executable).parent)
-    expected = f"gradlab.runtime.{name} needs {name.capitalize()}: pip install 'gradlab[{name}]'"
+    title = name if name == "transformers" else name.capitalize()
+    expected = f"gradlab.{side}.{name} needs {title}: pip install 'gradlab[{name}]'"
     assert job.stderr.strip().splitlines()[-1] == f"ModuleNotFoundError: {expected}"

@@ -1,0 +1,50 @@
+"""Accelerate: record the gradients of a prepared model."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradlab.capture.recorder import TraceRecorder
+from gradlab.ddp.frameworks import bare_optimizer, ddp_of_accelerate
+
+try:
+    from accelerate import Accelerator
+except ModuleNotFoundError as error:
+    if error.name != "accelerate":
+        raise
+    needed = "gradlab.capture.accelerate needs Accelerate: pip install 'gradlab[accelerate]'"
+    raise ModuleNotFoundError(needed, name=error.name) from None
+
+
+def record(
+    accelerator: Accelerator,
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    **options: Any,
+) -> TraceRecorder:
+    """Record the gradients of a prepared model from now on.
+
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        with record(accelerator, "trace", model, optimizer) as recorder:
+            ...
+
+    Args:
+        accelerator: the one that prepared the model.
+        path: folder of the trace, new or empty.
+        model: as `accelerator.prepare` returned it, compiled or not.
+        optimizer: as `accelerator.prepare` returned it.
+        options: those of TraceRecorder. The loss scaler is the accelerator's.
+
+    Returns:
+        The recorder. Close it when training ends.
+
+    Raises:
+        GradlabError: if the model was not wrapped in DistributedDataParallel. See also TraceRecorder.
+    """
+    options = {"optimizer": bare_optimizer(optimizer), "scaler": accelerator.scaler, **options}
+    return TraceRecorder(ddp_of_accelerate(accelerator, model, "record"), path, **options)

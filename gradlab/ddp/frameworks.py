@@ -1,0 +1,116 @@
+"""The DistributedDataParallel model and the optimizer inside what a framework prepared, or what to do instead.
+
+No framework is imported here: what Accelerate's Accelerator, the Trainer of transformers and Lightning's Trainer
+document as attributes is all that is read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from gradlab.ddp.wrapping import require_ddp, without_compile
+from gradlab.errors import GradlabError
+
+_LAUNCH = "launch two or more processes: torchrun --nproc-per-node 2 SCRIPT, or accelerate launch --num_processes 2"
+
+
+def ddp_of_accelerate(accelerator: Any, model: object, caller: str) -> DistributedDataParallel:
+    """Find the DDP model that `accelerator.prepare` made.
+
+    Args:
+        accelerator: Accelerate's Accelerator.
+        model: as `prepare` returned it.
+        caller: named at the front of the error.
+
+    Returns:
+        The DDP model, also inside of a compiled one.
+
+    Raises:
+        GradlabError: if there is none, saying what there is and what to do instead.
+    """
+    front = f"{caller}, {accelerator.num_processes} process(es)"
+    return require_ddp(model, front, "prepare it first, and launch two or more processes")
+
+
+def ddp_of_trainer(trainer: Any, caller: str) -> DistributedDataParallel:
+    """Find the DDP model of a Hugging Face Trainer that has begun to train.
+
+    Args:
+        trainer: a transformers.Trainer.
+        caller: named at the front of the error.
+
+    Returns:
+        The DDP model, also inside of a compiled one.
+
+    Raises:
+        GradlabError: if there is none, saying what there is and what to do instead.
+    """
+    front = f"{caller}, {trainer.accelerator.num_processes} process(es)"
+    return require_ddp(trainer.model_wrapped, front, _LAUNCH)
+
+
+def ddp_of_lightning(trainer: Any, caller: str) -> DistributedDataParallel:
+    """Find the DDP model of a Lightning Trainer whose strategy is set up.
+
+    Args:
+        trainer: a lightning.pytorch.Trainer.
+        caller: named at the front of the error.
+
+    Returns:
+        The DDP model.
+
+    Raises:
+        GradlabError: if the strategy does not train one DDP model, or has a communication hook of its own.
+    """
+    strategy = trainer.strategy
+    front = f"{caller}, strategy {type(strategy).__name__}"
+    model = require_ddp(strategy.model, front, "use Trainer(strategy='ddp')")
+    if getattr(strategy, "_ddp_comm_hook", None) is not None:  # on a CPU Lightning does not register it
+        raise GradlabError(f"{caller}: DDPStrategy has a ddp_comm_hook, and DDP takes one only; leave it out")
+    return model
+
+
+def only_optimizer(trainer: Any, caller: str) -> torch.optim.Optimizer:
+    """Return the one optimizer of a Lightning Trainer.
+
+    Args:
+        trainer: a lightning.pytorch.Trainer.
+        caller: named at the front of the error.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        GradlabError: if there are more, or none.
+    """
+    if len(trainer.optimizers) != 1:
+        raise GradlabError(f"{caller}: {len(trainer.optimizers)} optimizers, expected one")
+    optimizer: torch.optim.Optimizer = trainer.optimizers[0]
+    return optimizer
+
+
+def bare_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside Accelerate's wrapper; any other as it is.
+
+    Args:
+        optimizer: as `prepare` returned it, or None.
+
+    Returns:
+        torch's optimizer, or None.
+    """
+    while isinstance(inside := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inside
+    return optimizer
+
+
+def wrap_again(trainer: Any) -> None:
+    """Have a Hugging Face Trainer wrap its model anew in its next `train`: DDP never gives a communication hook back.
+
+    Args:
+        trainer: a transformers.Trainer whose training has ended.
+    """
+    if isinstance(without_compile(trainer.model_wrapped), DistributedDataParallel):
+        trainer.model_wrapped = trainer.model

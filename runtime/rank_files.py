@@ -1,0 +1,134 @@
+"""Every rank's state in the folder of a checkpoint: one file per rank.
+
+Frameworks save model and optimizer once, but every rank has residuals of its own. Each writes a file into the folder
+that the framework makes, and reads it from there. So nothing crosses the network, and a checkpoint stays one folder.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from gradlab.codec.wrapper import POLICIES
+from gradlab.ddp.agreement import Ranks
+from gradlab.errors import GradlabError
+from gradlab.files import write_whole
+from gradlab.runtime.state import CompressionState
+
+
+def check_policy(residuals: object) -> None:
+    """Check what shall become of the residuals in a checkpoint of another world size.
+
+    Args:
+        residuals: what the user gave.
+
+    Raises:
+        GradlabError: if it is neither None nor a policy's name.
+    """
+    if residuals not in (None, *POLICIES):
+        raise GradlabError(f"residuals = {residuals!r}, expected None or one of {', '.join(POLICIES)}")
+
+
+class RankFiles:
+    """The files `<stem>_rank_<rank>.pt` of a state. Every method is a collective of the model's ranks.
+
+    Args:
+        state: of this rank.
+        model: that the state compresses.
+        residuals: what becomes of the residuals in files of another world size, see
+            `CompressionState.load_state_dicts`. Every rank then reads the files of all. None refuses them.
+    """
+
+    def __init__(self, state: CompressionState, model: DistributedDataParallel, residuals: str | None) -> None:
+        self._state, self._residuals = state, residuals
+        self._ranks = Ranks(model.process_group, next(model.parameters()).device)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._ranks.rank
+
+    def agree(self, value: str) -> str:
+        """Return rank 0's value.
+
+        Args:
+            value: this rank's.
+        """
+        first: str = self._ranks.gather(value)[0]
+        return first
+
+    def save(self, folder: Path, stem: str, marks: Mapping[str, Any] | None = None) -> None:
+        """Write this rank's file. When it returns, all ranks have written theirs.
+
+        Args:
+            folder: of the checkpoint; made if it is not there.
+            stem: how the files' names begin.
+            marks: plain values to keep with the state, which `load` can ask for.
+
+        Raises:
+            GradlabError: on all ranks, if one could not write.
+        """
+        problem = None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = io.BytesIO()
+            torch.save({**self._state.state_dict(), "marks": dict(marks or {})}, file)
+            write_whole(_path(folder, stem, self.rank), file.getbuffer())
+        except OSError as error:
+            problem = f"{folder}: the compression state cannot be written: {error}"
+        self._ranks.raise_together(problem)
+
+    def load(self, folder: Path, stem: str, missing: str, marks: Mapping[str, Any] | None = None) -> None:
+        """Continue from the files of a checkpoint.
+
+        Args:
+            folder: of the checkpoint.
+            stem: how the files' names begin.
+            missing: what to do if there is no file, for the error.
+            marks: what `save` must have been given. None: anything.
+
+        Raises:
+            GradlabError: on all ranks, if one has no sound file of this plan and rank, or files differ in age.
+        """
+        self._ranks.raise_together(self._attempt(folder, stem, missing, marks))
+        iterations = self._ranks.gather(self._state.iteration)
+        if len(set(iterations)) > 1:
+            raise GradlabError(f"{folder}: written over, but not by all ranks: it holds states of steps {iterations}")
+
+    def _attempt(self, folder: Path, stem: str, missing: str, marks: Mapping[str, Any] | None) -> str | None:
+        """Load; return the problem, if there is one, for the other ranks."""
+        try:
+            self._restore(folder, stem, missing, marks)
+        except FileNotFoundError as error:
+            return f"{error.filename}: missing; {missing}"
+        except GradlabError as error:
+            return f"{folder}: {error}"
+        except Exception as error:
+            return f"{folder}: a file is damaged, or not this program's: {type(error).__name__}"
+        return None
+
+    def _restore(self, folder: Path, stem: str, missing: str, marks: Mapping[str, Any] | None) -> None:
+        def read(rank: int) -> Any:
+            saved = torch.load(_path(folder, stem, rank), map_location="cpu", weights_only=True)
+            if marks is not None and saved.get("marks") != dict(marks):
+                raise GradlabError(f"{_path(folder, stem, rank).name} is of another save; {missing}")
+            return saved
+
+        if self._residuals is not None and int(read(0)["world_size"]) != self._ranks.size:
+            everyone = [read(rank) for rank in range(int(read(0)["world_size"]))]
+            self._state.load_state_dicts(everyone, self._residuals)
+            return
+        saved = read(self.rank)
+        if saved["world_size"] != self._ranks.size:
+            came = f"checkpoint: world_size is {saved['world_size']}, this run has {self._ranks.size}"
+            raise GradlabError(f"{came}; residuals= (split, sum or drop) says what becomes of the residuals")
+        self._state.load_state_dict(saved)
+
+
+def _path(folder: Path, stem: str, rank: int) -> Path:
+    return folder / f"{stem}_rank_{rank}.pt"

@@ -1,0 +1,172 @@
+"""Hugging Face Trainer: a callback that trains compressed, on the CPU as on CUDA.
+
+The Trainer lets Accelerate wrap the model when training begins, and hands callbacks the bare model; the wrapped one is
+`trainer.model_wrapped`, so the callback is given the Trainer.
+
+The Trainer saves model and optimizer once, but every rank has residuals of its own: after each save every rank writes
+a file into the folder checkpoint-N. Callbacks are not told which folder `resume_from_checkpoint` named. A number drawn
+by the run that saved stands in the Trainer's own state, which is restored, and in the files; so they are found, and a
+file of another run is never taken for them.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import warnings
+from pathlib import Path
+from typing import Any
+
+from gradlab.ddp.frameworks import bare_optimizer, ddp_of_trainer, wrap_again
+from gradlab.errors import GradlabError
+from gradlab.plan import Plan
+from gradlab.runtime.attach import compress
+from gradlab.runtime.rank_files import RankFiles, check_policy
+from gradlab.runtime.state import CompressionState
+
+try:
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+except ModuleNotFoundError as error:
+    if error.name != "transformers":
+        raise
+    needed = "gradlab.runtime.transformers needs transformers: pip install 'gradlab[transformers]'"
+    raise ModuleNotFoundError(needed, name=error.name) from None
+
+# Where the Trainer's state keeps which run saved it. Not a callback's name: the Trainer then leaves it alone.
+_ENTRY = "gradlab"
+_STEM = "gradlab"
+_MISSING = (
+    "if the checkpoint lies elsewhere, give CompressionCallback(resume_from_checkpoint=) its folder; if the run ended "
+    "while it saved, resume from an earlier one (resume_from_checkpoint=False starts the compression states anew)"
+)
+
+
+class CompressionCallback(TrainerCallback):
+    """Compress the gradients of `trainer.train`.
+
+        trainer = Trainer(model, args, train_dataset=dataset)
+        trainer.add_callback(CompressionCallback("plan.safetensors", trainer=trainer))
+        trainer.train()
+
+    Start it with torchrun or accelerate launch. Each checkpoint-N then holds a file per rank, and
+    `trainer.train(resume_from_checkpoint=...)` continues with them, exactly. A checkpoint of a run without the callback
+    starts the states anew, with a warning. (A checkpoint without optimizer, of `save_only_model`, gets no files. Nor do
+    those of a hyperparameter search, and what is pushed to the Hub while saving is without them.)
+
+    Args:
+        plan: for the model's trainable parameters, or the path of an artifact.
+        trainer: the Trainer that the callback is added to.
+        log: send `state.scalars()` to the Trainer's log whenever it logs the loss.
+        residuals: what becomes of the residuals in a checkpoint of another world size: "split", "sum" or "drop", see
+            `CompressionState.load_state_dicts`. Every rank then reads the files of all. None refuses such a
+            checkpoint.
+        resume_from_checkpoint: the folder that `trainer.train` is given, if it is not in the Trainer's `output_dir`
+            or was renamed. False starts the states anew. None looks in `output_dir`.
+        options: those of CompressionState. Optimizer and loss scaler are the Trainer's.
+
+    Attributes:
+        state: the CompressionState of the current or the last training, None before the first. Closed when training
+            ends; its report and statistics can still be read.
+
+    Raises:
+        GradlabError: when training begins, if the model is not in DistributedDataParallel (one process, DataParallel,
+            FSDP and DeepSpeed are named, with what to do instead), or if the files of a checkpoint are missing or of
+            another run. See also CompressionState.
+    """
+
+    def __init__(
+        self,
+        plan: Plan | str | os.PathLike[str],
+        *,
+        trainer: Trainer,
+        log: bool = False,
+        residuals: str | None = None,
+        resume_from_checkpoint: str | os.PathLike[str] | bool | None = None,
+        **options: Any,
+    ) -> None:
+        check_policy(residuals)
+        self.state: CompressionState | None = None
+        self._plan, self._trainer, self._log, self._options = plan, trainer, log, options
+        self._residuals, self._resume = residuals, resume_from_checkpoint
+        self._files: RankFiles | None = None
+        self._logging = False
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Register the hook on the model that the Trainer has just wrapped, and take back what a checkpoint holds."""
+        self._close()
+        model = ddp_of_trainer(self._trainer, "CompressionCallback")
+        options = {
+            "optimizer": bare_optimizer(kwargs.get("optimizer")),
+            "scaler": self._trainer.accelerator.scaler,
+            **self._options,
+        }
+        self.state = compress(model, self._plan, **options)
+        self._files = RankFiles(self.state, model, self._residuals)
+        if state.global_step > 0:
+            self._restore(self._files, args, state)
+        saved = not args.save_only_model and not state.is_hyper_param_search
+        _entries(state)[_ENTRY] = {"run": self._files.agree(secrets.token_hex(8)), "saved": saved}
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Write this rank's file into the checkpoint that the Trainer has just written."""
+        entry = _entries(state).get(_ENTRY, {})
+        if self._files is not None and entry.get("saved"):
+            self._files.save(_folder(args, state), _STEM, _marks(entry, state))
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Log the state's numbers after the loss, if `log` is set."""
+        if self._log and self.state is not None and not self._logging and "loss" in (kwargs.get("logs") or {}):
+            self._logging = True  # the Trainer calls this again for these numbers
+            try:
+                self._trainer.log(self.state.scalars())
+            finally:
+                self._logging = False
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Stop the engine."""
+        self._close()
+        wrap_again(self._trainer)
+
+    def _close(self) -> None:
+        if self.state is not None:
+            self.state.close()
+        self._files = None
+
+    def _restore(self, files: RankFiles, args: TrainingArguments, state: TrainerState) -> None:
+        if self._resume is False:
+            return
+        entry = _entries(state).get(_ENTRY)
+        if not isinstance(entry, dict) or not entry.get("saved"):
+            if files.rank == 0:
+                warnings.warn("gradlab: the checkpoint holds no compression states, they start anew", stacklevel=2)
+            return
+        files.load(self._place(args, state), _STEM, _MISSING, _marks(entry, state))
+
+    def _place(self, args: TrainingArguments, state: TrainerState) -> Path:
+        """The folder that the user names; else the first that has files."""
+        if isinstance(self._resume, (str, os.PathLike)):
+            return Path(self._resume)
+        named = args.resume_from_checkpoint  # scripts hand it to `train` themselves
+        places = [*([Path(named)] if isinstance(named, (str, os.PathLike)) else []), _folder(args, state)]
+        return next((place for place in places if any(place.glob(f"{_STEM}_rank_*"))), places[-1])
+
+
+def _entries(state: TrainerState) -> dict[str, Any]:
+    entries: Any = state.stateful_callbacks  # declared as a list; the Trainer makes it a dict at once
+    states: dict[str, Any] = entries
+    return states
+
+
+def _marks(entry: dict[str, Any], state: TrainerState) -> dict[str, Any]:
+    return {"run": str(entry.get("run")), "global_step": state.global_step}
+
+
+def _folder(args: TrainingArguments, state: TrainerState) -> Path:
+    if args.output_dir is None:
+        raise GradlabError("CompressionCallback: TrainingArguments has no output_dir")
+    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
