@@ -231,6 +231,21 @@ def dense_checkpoint(folder: Path) -> dict[str, Any]:
     return results
 
 
+def best_and_last_kept(folder: Path) -> bool:
+    """Old checkpoints go with their files: what stays is whole, and nothing of a removed folder is left."""
+    kept = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "load_best_model_at_end": True}
+    evaluation = {"eval_strategy": "steps", "eval_steps": 1}
+    trainer = Trainer(
+        gpt2(), arguments(folder / "best", **kept, **evaluation), train_dataset=rows(), eval_dataset=rows(8)
+    )
+    trainer.add_callback(CompressionCallback(plan(trainer.model), trainer=trainer))
+    trainer.train()
+    dist.barrier()
+    left = list((folder / "best").glob("checkpoint-*"))
+    files = ("gradlab_rank_0.pt", "gradlab_rank_1.pt", "optimizer.pt")
+    return bool(left) and all((place / name).exists() for place in left for name in files)
+
+
 # --- and beside -------------------------------------------------------------------------------------------------------
 
 
@@ -263,6 +278,13 @@ def recorded(folder: Path) -> list[Any]:
     return [[int(step.accumulation[0]) for step in steps], same(*parameters), bool(unequal), losses]
 
 
+def in_data_parallel() -> Trainer:
+    """What the Trainer makes of several GPUs in one process."""
+    trainer, _ = compressed(Path("unused"), gpt2())
+    trainer.model_wrapped = torch.nn.DataParallel(trainer.model)
+    return trainer
+
+
 def alone() -> dict[str, Any]:
     trainer, _ = compressed(Path("unused"), gpt2())
     recording = Trainer(gpt2(), arguments(Path("unused")), train_dataset=rows())
@@ -270,6 +292,7 @@ def alone() -> dict[str, Any]:
     return {
         "one_process": refusal(trainer.train),
         "one_process_recording": refusal(recording.train),
+        "several_gpus": refusal(in_data_parallel().train),
         "unknown_policy": refusal(CompressionCallback, plan(gpt2()), trainer=trainer, residuals="keep"),
     }
 
@@ -282,6 +305,7 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
         "named_elsewhere": named_elsewhere(folder),
         **another_world_size(folder),
         **dense_checkpoint(folder),
+        "best_and_last_kept": best_and_last_kept(folder),
         "logged": logged(folder),
         "recorded": recorded(folder),
     }
