@@ -4,8 +4,8 @@ Usage: nice python benchmarks/large_model.py FOLDER [--budget 2GB] [--steps 8] [
 
 A GPT-2 of random weights (transformers; no download) trains with AdamW on random tokens, on 2 ranks with gloo, batch 1,
 and is recorded within the budget. Then `gradlab analyze` and `gradlab fit lgreco` read the trace. Every command runs in
-processes of its own; peak memory is the largest resident set of any one of them, as the kernel counted it. Its result is
-printed as a table and written to FOLDER/large_model.json.
+processes of its own; peak memory is the largest resident set of any one of them, as the kernel counted it. The result
+is printed as a table and written to FOLDER/large_model.json.
 """
 
 from __future__ import annotations
@@ -33,8 +33,18 @@ def main() -> None:
         "train, recorded": train,
         "trace info": [*gradlab, "trace", "info", str(trace)],
         "trace check": [*gradlab, "trace", "check", str(trace)],
-        "fit lgreco": [*gradlab, "fit", "lgreco", str(trace), "--codec", "powersgd", "--set", "rank=4"]
-        + ["--out", str(options.folder / "lgreco.safetensors")],
+        "fit lgreco": [
+            *gradlab,
+            "fit",
+            "lgreco",
+            str(trace),
+            "--codec",
+            "powersgd",
+            "--set",
+            "rank=4",
+            "--out",
+            str(options.folder / "lgreco.safetensors"),
+        ],
         "evaluate": [*gradlab, "evaluate", str(trace), str(options.folder / "lgreco.safetensors")],
         "analyze": [*gradlab, "analyze", str(trace), "--out", str(options.folder / "report")],
     }
@@ -116,7 +126,8 @@ def _train(options: argparse.Namespace) -> None:
     if dist.get_rank() == 0:
         count = sum(parameter.numel() for parameter in model.parameters())
         print(
-            f"{count} parameters, {options.steps} steps, loss {float(loss.detach()):.3f}, rank 0 at most {peak / 1e6:.2f} GB"
+            f"{count} parameters, {options.steps} steps, loss {float(loss.detach()):.3f}, "
+            f"rank 0 at most {peak / 1e6:.2f} GB"
         )
     dist.destroy_process_group()
 

@@ -109,7 +109,7 @@ def test_what_needs_whole_layers_is_refused_by_name_with_a_remedy(part: Trace) -
 
 def test_gradiveq_is_fitted_on_layers_that_are_held_whole(full: Trace, part: Trace) -> None:
     settings = {"samples": 3, "roles": ("linear",)}
-    with pytest.raises(NotFittable, match="wide.weight"):
+    with pytest.raises(NotFittable, match=r"wide\.weight"):
         fit_gradiveq(part, **settings)
     smaller = Plan.uniform(full.layers, "topk", density=0.5, roles=("linear",), wrappers=[Wrap("error_feedback")])
     assert replay(part, smaller).summary().contribution_error is not None
