@@ -356,9 +356,23 @@ def test_the_artifact_carries_schedule_monitor_and_answers_layer_by_layer(tmp_pa
     assert fit.provenance["warnings"] == fit.measured.warnings == fit.warnings
 
 
+def test_a_fit_says_what_its_roles_leave_dense(tmp_path: Path) -> None:
+    layers = (CONVOLUTION, Layer("wide", (40, 30), "linear"), Layer("stack_bias", (2, 500), "bias"))
+    with record(tmp_path / "t", random_gradients(1, 8, 2, layers), layers) as trace:
+        fit = fit_gradiveq(trace, samples=4, roles=("convolution",))
+        assert fit.warnings[0].endswith("leave dense: linear 4.80 kB (1 layer). Name further roles to compress them.")
+        assert fit.provenance["left_dense"] == fit.warnings[0]
+        assert not fit_gradiveq(trace, samples=4, roles=("convolution", "linear")).measured.left_dense
+        with pytest.raises(GradlabError, match=r"no layer of role experts .*; there are linear 4\.80 kB"):
+            fit_gradiveq(trace, samples=4, roles=("experts",))
+        with pytest.raises(GradlabError, match="role 'conv': expected one of"):
+            fit_gradiveq(trace, samples=4, roles=("conv",))
+
+
 def test_a_codecs_default_layers_and_warm_up() -> None:
-    layers = (CONVOLUTION, Layer("wide.weight", (20, 30), "linear"), Layer("big.weight", (8, 8, 3, 3), "convolution"))
-    paper = Plan.uniform(layers, "gradiveq")
+    layers = (CONVOLUTION, Layer("wide.weight", (20, 40), "linear"), Layer("big.weight", (8, 8, 3, 3), "convolution"))
+    with pytest.warns(UserWarning, match=r"gradiveq compresses 39.8 % .* leave dense: linear 3.20 kB \(1 layer\)"):
+        paper = Plan.uniform(layers, "gradiveq")
     assert [group.name for group in paper.groups] == ["big.weight"]  # the other convolution has under 256 elements
     assert paper.schedule.warmup_steps == 2500
     settings = GradiVeQ.Settings()
