@@ -27,34 +27,23 @@ def main() -> None:
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
     sizes = [f"--{name}={getattr(options, name)}" for name in ("budget", "steps", "layers", "width", "context")]
     train = [*ranks, str(options.folder), *sizes, "--rank"]
-    gradlab = ["-m", "gradlab"]
+    gradlab, plan = ["-m", "gradlab"], str(options.folder / "lgreco.safetensors")
+    fit = ["fit", "lgreco", str(trace), "--codec", "powersgd", "--set", "rank=4", "--out", plan]
     commands = {
         "train, plain": [*train, "--plain"],
         "train, recorded": train,
         "trace info": [*gradlab, "trace", "info", str(trace)],
         "trace check": [*gradlab, "trace", "check", str(trace)],
-        "fit lgreco": [
-            *gradlab,
-            "fit",
-            "lgreco",
-            str(trace),
-            "--codec",
-            "powersgd",
-            "--set",
-            "rank=4",
-            "--out",
-            str(options.folder / "lgreco.safetensors"),
-        ],
-        "evaluate": [*gradlab, "evaluate", str(trace), str(options.folder / "lgreco.safetensors")],
+        "fit lgreco": [*gradlab, *fit],
+        "evaluate": [*gradlab, "evaluate", str(trace), plan],
         "analyze": [*gradlab, "analyze", str(trace), "--out", str(options.folder / "report")],
     }
     rows = []
     for name, command in commands.items():
         row = {"command": name} | _measured([sys.executable, *command])
         rows.append(row)
-        print(
-            f"\n{name}: {row['seconds']:.1f} s, peak {row['peak_bytes'] / 1e9:.2f} GB, exit {row['exit']}", flush=True
-        )
+        size = row["peak_bytes"] / 1e9
+        print(f"\n{name}: {row['seconds']:.1f} s, peak {size:.2f} GB, exit {row['exit']}", flush=True)
         print("\n".join(f"  {line}" for line in row["output"][: options.lines]), flush=True)
     size = sum(file.stat().st_size for file in trace.rglob("*") if file.is_file())
     print(f"\n{'command':18} {'seconds':>8} {'peak GB':>8}")
@@ -122,13 +111,10 @@ def _train(options: argparse.Namespace) -> None:
             if recorder is not None:
                 recorder.annotate(loss=loss.detach())
             optimizer.step()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     if dist.get_rank() == 0:
         count = sum(parameter.numel() for parameter in model.parameters())
-        print(
-            f"{count} parameters, {options.steps} steps, loss {float(loss.detach()):.3f}, "
-            f"rank 0 at most {peak / 1e6:.2f} GB"
-        )
+        print(f"{count} parameters, {options.steps} steps, loss {float(loss.detach()):.3f}, rank 0: {peak:.2f} GB")
     dist.destroy_process_group()
 
 

@@ -1,8 +1,9 @@
 """Samples of layers: a trace may hold blocks of a large layer in place of the whole.
 
-A block is a run of whole rows of one axis: the first axis (outputs of a linear layer, filters of a convolution, rows of
-an embedding), or the last one of a linear layer that keeps its outputs there. So a filter, an output with all its
-inputs, and, as runs are aligned, an attention head stay whole. All ranks and all steps hold the same blocks.
+A block is a run of whole outputs: of rows of the first axis (outputs of a linear layer, filters of a convolution, rows
+of an embedding), or along the axis where a transposed layer or an expert stack keeps its outputs. So a filter, an
+output with all its inputs, and, as runs are aligned, an attention head stay whole. All ranks and steps hold the same
+blocks.
 """
 
 from __future__ import annotations
