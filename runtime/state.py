@@ -139,4 +139,4 @@ def _end(engine: Engine, driver: StepDriver, unreached: UnreachedHook) -> None:
     failed = driver.broken is not None
     engine.close()
     if not failed and (problem := unreached.problem()):
-        warnings.warn(f"gradlab: {problem}", stacklevel=2)
+        warnings.warn(f"gradlab: {problem}", stacklevel=4)

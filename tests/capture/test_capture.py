@@ -141,7 +141,7 @@ def test_a_backward_pass_that_fails_half_way_loses_its_own_step_only(results: li
 REFUSALS = {
     "twice": "has the communication hook capture_hook already",
     "built_in": "has the communication hook BuiltinCommHookType.ALLREDUCE already",
-    "not_ddp": "needs a DistributedDataParallel model, got a TwoPaths",
+    "not_ddp": "TraceRecorder: got a TwoPaths, not in DDP; wrap it first",
     "not_empty": "first: not empty; nothing is overwritten",
     "foreign": "other: not empty and not a gradlab trace",
     "file": "a file is in the way",

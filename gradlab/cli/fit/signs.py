@@ -102,8 +102,7 @@ def signs(
             weight_decay=weight_decay,
             server=server,
             warmup_steps=warmup_steps,
-            # Beyond SGD no law says that residuals should follow the rate.
-            step_size_ratio=None if trained_with and trained_with.adaptive else True,
+            step_size_ratio=_residuals_follow(method, trained_with),
             seed=seed,
             **settings,
         )
@@ -140,6 +139,15 @@ def _method_for(name: str | None, optimizer: OptimizerSettings | None) -> tuple[
         "would be applied twice"
     )
     return "dist-EF-blockSGD", [note]
+
+
+def _residuals_follow(method: str, optimizer: OptimizerSettings | None) -> bool | None:
+    """Whether residuals follow the rate: as in the papers, but under an optimizer that will keep momentum of its own."""
+    from gradlab.plan.recipes import METHODS
+
+    if optimizer is None or not optimizer.momentum:
+        return True
+    return None if optimizer.adaptive or METHODS[method].momentum is None else True
 
 
 def _decay_after_momentum(plan: Plan, optimizer: OptimizerSettings | None) -> str | None:
