@@ -64,7 +64,7 @@ class Compared:
 
     codec: of a uniform plan, or of the uniform plan that a plan by layer has to equal in error; "" for a published
         method, and for dense training.
-    settings: of the codec.
+    settings: of the codec, and other arguments of its uniform plan.
     wrappers: around the codec; None: its default ones.
     published: a name of `gradlab.plan.recipes.METHODS`, or "LGC", in a ring.
     by_layer: whether L-GreCo chooses the codec's setting for each layer.
@@ -134,7 +134,7 @@ METHODS: dict[str, Compared] = {
     "Rethink-GS 1 %": _published("Rethink-GS", density=0.01),
     "QSGD 4 bits, L2 norm": Compared("qsgd", {"bits": 4, "norm": "l2"}),
     "QSGD 2 bits": Compared("qsgd", {"bits": 2}),
-    "GradiVeQ": Compared("gradiveq", {}),
+    "GradiVeQ": Compared("gradiveq", {"roles": ("linear",)}),
     "LGC 1 %": _published("LGC", density=0.01),
 }
 
