@@ -142,7 +142,7 @@ def _method_for(name: str | None, optimizer: OptimizerSettings | None) -> tuple[
 
 
 def _residuals_follow(method: str, optimizer: OptimizerSettings | None) -> bool | None:
-    """Whether residuals follow the rate: as in the papers, but under an optimizer that will keep momentum of its own."""
+    """Whether residuals follow the rate: as in the papers, but not where the optimizer keeps momentum of its own."""
     from gradlab.plan.recipes import METHODS
 
     if optimizer is None or not optimizer.momentum:
