@@ -19,6 +19,7 @@ from gradlab.codec import seeded_generator
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_percent
 from gradlab.layout import Layer
+from gradlab.roles import STACKS, TRANSPOSED
 
 # Rows of a run: attention heads are 64 or 128 wide, so that aligned runs of 128 hold whole heads.
 RUN_ROWS = 128
@@ -103,8 +104,10 @@ class LayerSample:
 
 
 def sample_axis(layer: Layer) -> int:
-    """Return the axis that whole outputs lie along: the last of a transposed linear layer, else the first."""
-    return len(layer.shape) - 1 if "transposed" in layer.role else 0
+    """Return the axis that whole outputs lie along, in expert stacks those of every expert."""
+    matrix = 1 if layer.role in STACKS else 0
+    outputs = matrix + 1 if layer.role in TRANSPOSED else matrix
+    return min(outputs, max(0, len(layer.shape) - 1))
 
 
 def sample_layer(layer: Layer, numel: int, seed: int = 0) -> LayerSample | None:

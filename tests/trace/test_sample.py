@@ -43,6 +43,27 @@ def test_heads_of_64_and_128_outputs_stay_whole() -> None:
     assert all(edge % 128 == 0 for block in sample.blocks for edge in block)
 
 
+@pytest.mark.parametrize(
+    ("role", "shape", "axis"),
+    [
+        ("linear", (1024, 512), 0),
+        ("transposed_linear", (512, 1024), 1),
+        ("experts", (4, 1024, 64), 1),
+        ("transposed_experts", (4, 64, 1024), 2),
+        ("transposed_convolution", (64, 256, 3, 3), 1),
+    ],
+)
+def test_outputs_are_sampled_with_all_their_inputs(role: str, shape: tuple[int, ...], axis: int) -> None:
+    sample = sample_layer(Layer("weight", shape, role), 2**16)
+    assert sample is not None
+    assert sample.axis == axis
+    assert [n for n, (kept, size) in enumerate(zip(sample.stored.shape, shape, strict=True)) if kept < size] == [axis]
+    whole = torch.arange(sample.layer.numel).view(shape)
+    target = torch.empty(sample.stored.shape, dtype=whole.dtype)
+    sample.copy(target, whole)
+    assert torch.equal(target, whole.index_select(axis, torch.cat([torch.arange(*block) for block in sample.blocks])))
+
+
 def test_every_stretch_of_a_layer_is_sampled() -> None:
     sample = sample_layer(Layer("packed", (3 * 1024, 256), "linear"), 3 * 128 * 256)
     assert sample is not None
