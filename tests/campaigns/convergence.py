@@ -1,9 +1,10 @@
 """Train a small network with every codec, alone and under every kind of residual; nothing may diverge in silence.
 
-    PYTHONPATH=tests python tests/campaigns/convergence.py [--codecs TEXT] [--modes TEXT] [--steps 300] [--rows FILE]
+    PYTHONPATH=tests python tests/campaigns/convergence.py [--codecs TEXT,TEXT] [--modes TEXT] [--optimizers SGD,AdamW]
+        [--steps 300] [--rows FILE]       rows that FILE has are not run again
 
 Digits (bundled with scikit-learn), a network of two layers, 4 nodes in lockstep that share the batch, SGD and AdamW.
-Every weight is compressed. A run of `--steps` iterations
+Both weights are compressed, as one group. A run of `--steps` iterations
     converges   if it takes the loss at least 80 % of the way that dense training takes it,
     is refused  when the plan is made, with a line,
     is warned   by a rule that watches the run (`gradlab.runtime.rules`), with a line,
@@ -97,18 +98,23 @@ class Row:
     seconds: float = 0.0
 
     @property
+    def key(self) -> str:
+        return f"{self.name} | {self.mode} | {self.optimizer}"
+
+    @property
     def name(self) -> str:
         return ", ".join([self.codec, *(f"{key} {value}" for key, value in self.settings.items())])
 
 
 class Task:
-    """Digits on a network of two layers."""
+    """Digits on a network of two layers; `parameters` are called as a module of two linear layers calls them."""
 
     def __init__(self, seed: int = 0) -> None:
         data = Digits().load()
         self.train, self.test = (data.train_x.flatten(1), data.train_y), (data.test_x.flatten(1), data.test_y)
         torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
+        self.model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        self.parameters = dict(self.model.named_parameters())
         self._draw = torch.Generator().manual_seed(seed)
 
     def loss(self) -> float:
@@ -116,22 +122,18 @@ class Task:
             return float(functional.cross_entropy(self.model(self.test[0]), self.test[1]))
 
     def gradients(self) -> list[dict[str, torch.Tensor]]:
-        """One batch, shared by the nodes."""
-        batch = torch.randint(len(self.train[0]), (BATCH,), generator=self._draw)
-        names = [name for name, _ in self.model.named_parameters()]
-        return [
-            dict(
-                zip(
-                    names,
-                    torch.autograd.grad(
-                        functional.cross_entropy(self.model(self.train[0][part]), self.train[1][part]),
-                        list(self.model.parameters()),
-                    ),
-                    strict=True,
-                )
-            )
-            for part in batch.chunk(NODES)
-        ]
+        """Gradients of one batch that the nodes share, by node: one pass, over a copy of the parameters per node."""
+        batch = torch.randint(len(self.train[0]), (NODES, BATCH // NODES), generator=self._draw)
+        copies = {
+            name: value.detach().expand(NODES, *value.shape).clone().requires_grad_()
+            for name, value in self.parameters.items()
+        }
+        inner, inner_bias, outer, outer_bias = copies.values()
+        hidden = torch.baddbmm(inner_bias[:, None], self.train[0][batch], inner.mT).relu()
+        classes = torch.baddbmm(outer_bias[:, None], hidden, outer.mT)
+        loss = NODES * functional.cross_entropy(classes.flatten(0, 1), self.train[1][batch].flatten())
+        grads = torch.autograd.grad(loss, list(copies.values()))
+        return [{name: grad[node] for name, grad in zip(copies, grads, strict=True)} for node in range(NODES)]
 
 
 def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -151,6 +153,7 @@ def run(row: Row, steps: int, starts: float) -> None:
             roles=("linear",),
             minimum_dimensions=2,
             minimum_numel=256,
+            group_bytes=math.inf,
             warmup_steps=0,
             **row.settings,
         )
@@ -166,7 +169,8 @@ def run(row: Row, steps: int, starts: float) -> None:
         gradients = task.gradients()
         done = lockstep.step(step, gradients, {layer.name: RATES[row.optimizer] for layer in layers})
         means = {name: torch.stack([own[name] for own in gradients]).mean(0) for name in gradients[0]}
-        watch.see(done, lockstep, gradients, means)
+        if step % 10 == 0 or not done.finite or step == steps - 1:
+            watch.see(done, lockstep, gradients, means)
         applied = {
             **means,
             **{name: value for ranks in done.exchanged.values() for name, value in ranks[0].mean.items()},
@@ -218,7 +222,7 @@ class Watch:
     def lines(self) -> list[str]:
         said = []
         if not self.finite:
-            said.append(f"gradients were not finite in iteration {len(self.residuals) - 1}")
+            said.append("gradients were not finite in an iteration")
         half = len(self.residuals) // 2
         late, early = median(self.residuals[half:]), median(self.residuals[:half])
         if late > 10 and late > 2 * early:
@@ -248,14 +252,22 @@ def dense(steps: int) -> tuple[float, dict[str, float]]:
     return start, losses
 
 
-def rows(wanted: str, modes: str) -> Iterator[Row]:
-    for codec in codecs.names():
-        for settings in SETTINGS.get(codec, ({},)):
-            for mode in MODES:
-                for optimizer in RATES:
+def rows(wanted: str, modes: str, optimizers: str) -> Iterator[Row]:
+    """Yield the runs to make. Momentum correction needs SGD."""
+    for mode in (mode for mode in MODES if modes in mode):
+        for optimizer in (name for name in RATES if name in optimizers.split(",")):
+            for codec in codecs.names() if mode != "correction" or optimizer == "SGD" else ():
+                for settings in SETTINGS.get(codec, ({},)):
                     row = Row(codec, settings, mode, optimizer)
-                    if wanted in row.name and modes in mode and not (mode == "correction" and optimizer == "AdamW"):
+                    if any(text in row.name for text in wanted.split(",")):
                         yield row
+
+
+def read(path: Path | None) -> dict[str, Row]:
+    """Read the rows that a file has, by key."""
+    lines = path.read_text().splitlines() if path is not None and path.exists() else []
+    known = [Row(**json.loads(line)) for line in lines]
+    return {row.key: row for row in known}
 
 
 def show(done: Sequence[Row]) -> None:
@@ -281,6 +293,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--codecs", default="")
     parser.add_argument("--modes", default="")
+    parser.add_argument("--optimizers", default=",".join(RATES))
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rows", type=Path)
     wanted = parser.parse_args()
@@ -288,18 +301,22 @@ def main() -> int:
     warnings.simplefilter("ignore")
     start, losses = dense(wanted.steps)
     print(f"loss {start:.3g} before training; dense: {', '.join(f'{key} {loss:.3g}' for key, loss in losses.items())}")
+    known = read(wanted.rows)
     done = []
-    for row in rows(wanted.codecs, wanted.modes):
+    for row in rows(wanted.codecs, wanted.modes, wanted.optimizers):
+        done.append(known.get(row.key, row))
+        if row.key in known:
+            continue
         began = time.monotonic()
         row.dense = losses[row.optimizer]
         run(row, wanted.steps, start)
         row.seconds = time.monotonic() - began
         numbers = f"loss {row.loss:.3g}, residual {row.residual:.3g}, {row.seconds:.1f} s"
         why = "; ".join(row.why)[:150]
-        print(f"{row.name} | {row.mode} | {row.optimizer}: {row.verdict} ({numbers}) {why}", flush=True)
-        done.append(row)
+        print(f"{row.key}: {row.verdict} ({numbers}) {why}", flush=True)
         if wanted.rows:
-            wanted.rows.write_text("".join(json.dumps(asdict(one)) + "\n" for one in done))
+            with wanted.rows.open("a") as file:
+                file.write(json.dumps(asdict(row)) + "\n")
     show(done)
     silent = [row for row in done if row.verdict == "SILENT"]
     print(f"{len(done)} runs, {len(silent)} silent")
