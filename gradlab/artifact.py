@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,19 @@ import torch
 from gradlab.errors import GradlabError
 from gradlab.files import write_whole
 from gradlab.layout import canonical_json
-from gradlab.plan import Plan
+from gradlab.learning.slice_pca import slice_view
+from gradlab.plan import Group, Plan
 from gradlab.plan.plan import hash_tensor
 from gradlab.roles import FIRST_ROLES
 from gradlab.version import VERSION
 
 # 2: groups have wrappers, where format 1 had error_feedback alone. 3: a plan may be chosen anew while training. 4:
-# layers may have roles that transformers brought, such as experts, whose codecs see other matrices.
+# layers may have roles that transformers brought, such as experts, whose codecs see other matrices; slices of
+# GradiVeQ need not lie along a matrix's outputs.
 FORMAT = 4
+_FIRST_WITH_SLICE_AXES = 4
 # The oldest reader that understands what this version writes: of a plan that stays, of one that is chosen anew, and of
-# one with new roles.
+# one with new roles or such slices.
 MINIMUM_READER, MINIMUM_READER_OF_REFRESH, MINIMUM_READER_OF_ROLES = 2, 3, 4
 _LARGEST_HEADER = 64 * 2**20
 _ROWS = torch.contiguous_format
@@ -102,15 +105,40 @@ class Artifact:
                 raise GradlabError(f"{path}: tensor {key} is damaged (its sha256 differs from the header's)")
         provenance = header.get("origin")
         try:
-            return cls(Plan.from_json(header.get("plan"), tensors), provenance if isinstance(provenance, dict) else {})
+            plan = _with_slice_axes(Plan.from_json(header.get("plan"), tensors), header["format"])
+            return cls(plan, provenance if isinstance(provenance, dict) else {})
         except GradlabError as error:
             raise GradlabError(f"{path}: {error}") from None
 
 
 def _minimum_reader(plan: Plan) -> int:
-    if any(layer.role not in FIRST_ROLES for layer in plan.layers):
+    if any(layer.role not in FIRST_ROLES for layer in plan.layers) or any(
+        _has_slice_axis(plan, group) for group in plan.groups
+    ):
         return MINIMUM_READER_OF_ROLES
     return MINIMUM_READER if plan.refresh is None else MINIMUM_READER_OF_REFRESH
+
+
+def _has_slice_axis(plan: Plan, group: Group) -> bool:
+    return group.codec == "gradiveq" and ("slice_axis" in group.settings or _is_turned(plan, group))
+
+
+def _is_turned(plan: Plan, group: Group) -> bool:
+    """Whether slices of one of the group's layers lie along its inputs unless a setting says otherwise."""
+    return any(slice_view(layer) != layer for layer in plan.members(group))
+
+
+def _with_slice_axes(plan: Plan, version: int) -> Plan:
+    """The plan with the axis that GradiVeQ's slices always lay along before it was a setting."""
+    if version >= _FIRST_WITH_SLICE_AXES:
+        return plan
+    return replace(plan, groups=tuple(_along_outputs(plan, group) for group in plan.groups))
+
+
+def _along_outputs(plan: Plan, group: Group) -> Group:
+    if group.codec != "gradiveq" or "slice_axis" in group.settings or not _is_turned(plan, group):
+        return group
+    return replace(group, settings={**group.settings, "slice_axis": "outputs"})
 
 
 def _seal(header: dict[str, Any]) -> str:

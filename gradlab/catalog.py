@@ -22,7 +22,7 @@ from gradlab.jsonable import Jsonable
 from gradlab.layout import Layer
 
 RANKS = (2, 8, 32)  # at which bytes on the wire are counted
-LAYER = Layer("weight", (64, 64), "linear")  # whose bytes are counted; CONVOLUTION for codecs that take no other
+LAYER = Layer("weight", (64, 64), "linear")  # whose bytes are counted; CONVOLUTION for GradiVeQ, which is made for them
 CONVOLUTION = Layer("weight", (64, 64, 3, 3), "convolution")
 LARGE = Layer("weight", (1024, 1024), "linear")  # whose guarantees are shown
 
@@ -86,8 +86,8 @@ class CodecFacts(Jsonable):
         two_way: whether it compresses both ways by default.
         collectives: kinds of the requests of an exchange, in the order of their first use.
         formula: payload in bytes, of n elements and N ranks.
-        bits: payload bits per value, of a layer of 64 x 64, or of a convolution of 64 x 64 x 3 x 3 for codecs of
-            convolutions alone. Where `two_way` is the default, they are counted in it. Of a codec that works in phases
+        bits: payload bits per value, of a layer of 64 x 64, or of a convolution of 64 x 64 x 3 x 3 for
+            GradiVeQ. Where `two_way` is the default, they are counted in it. Of a codec that works in phases
             they are the first phase's.
         wire_bits: bits that a rank sends per value, mean over ranks, by number of ranks.
         settings: defaults by name.
@@ -126,7 +126,7 @@ def codec_facts(name: str) -> CodecFacts:
         What its class says, and the bytes of exchanges run in lockstep.
     """
     method = codecs.get(name)
-    codec, layer = method(), LAYER if "linear" in method.defaults.roles else CONVOLUTION
+    codec, layer = method(), CONVOLUTION if name == "gradiveq" else LAYER
     runs = {ranks: _exchange(codec, layer, ranks) for ranks in RANKS}
     holds = codec.guarantees([LARGE])
     kinds, payload, _ = runs[RANKS[0]]

@@ -24,8 +24,8 @@ from gradlab.codecs.gradiveq import GradiVeQ
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_percent
 from gradlab.jsonable import Jsonable
-from gradlab.layout import Layer, flatten, split_slices
-from gradlab.learning.slice_pca import shared_dimensions, spectrum
+from gradlab.layout import Layer
+from gradlab.learning.slice_pca import layer_slices, shared_dimensions, spectrum
 from gradlab.plan import FEEDBACK, Group, Plan, Schedule
 from gradlab.plan.coverage import known_roles, left_dense, list_roles
 from gradlab.progress import Progress
@@ -333,7 +333,7 @@ def _within_budget(
             continue
         codec = GradiVeQ(settings)
         chosen_slices = codec.fitted_slices(layer.numel // slice_size)[0]
-        slices, _ = _samples(trace, window, layer, slice_size, chosen_slices, whitening=False)
+        slices, _ = _samples(trace, window, layer, codec, chosen_slices)
         judges = max(1, round(_JUDGES * len(slices)))
         # The slices looked at stand for all of the layer's.
         scale = layer.numel // slice_size / len(chosen_slices)
@@ -394,24 +394,25 @@ def _fit_layers(
     return learned, fitted, skipped
 
 
-def _blocks(trace: Trace, window: range, layer: Layer, slice_size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _blocks(trace: Trace, window: range, layer: Layer, codec: GradiVeQ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Finite averaged gradients (t, *layer.shape) of the window, block by block, and their slices (t, M, K)."""
     length = max(1, _BLOCK_VALUES // max(1, layer.numel))
+    view, slice_size = codec.slice_view(layer), codec.slice_size(layer)
     for first in range(window.start, window.stop, length):
         gradients = mean_unscaled(trace, layer.name, first, min(first + length, window.stop))
         finite = np.ascontiguousarray(gradients[np.isfinite(gradients).all(1)])
         stacked = torch.from_numpy(finite).reshape(-1, *layer.shape)
         if len(stacked):
-            flat = [flatten(one, "gradiveq", role=layer.role) for one in stacked]
-            yield stacked, torch.stack([split_slices(vector, slice_size)[0] for vector in flat])
+            yield stacked, torch.stack([layer_slices(one, view, slice_size)[0] for one in stacked])
 
 
 def _samples(
-    trace: Trace, window: range, layer: Layer, slice_size: int, chosen: Sequence[int], whitening: bool
+    trace: Trace, window: range, layer: Layer, codec: GradiVeQ, chosen: Sequence[int], whitening: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Averaged gradients (T, S, K) of the chosen slices; with whitening also the mean (M, K) of all slices."""
+    slice_size = codec.slice_size(layer)
     parts, total = [], torch.zeros(layer.numel // slice_size, slice_size, dtype=torch.float64)
-    for _, slices in _blocks(trace, window, layer, slice_size):
+    for _, slices in _blocks(trace, window, layer, codec):
         parts.append(slices[:, list(chosen)])
         if whitening:
             total += slices.sum(0, dtype=torch.float64)
@@ -426,13 +427,13 @@ def _fit_layer(trace: Trace, window: range, layer: Layer, settings: GradiVeQ.Set
     slice_size = codec.slice_size(layer)
     count = layer.numel // slice_size
     chosen = [m for run in codec.fitted_slices(count) for m in run]
-    samples, mean = _samples(trace, window, layer, slice_size, chosen, settings.whitening)
+    samples, mean = _samples(trace, window, layer, codec, chosen, settings.whitening)
     bases = codec.bases(samples, mean, count)
     codec = GradiVeQ(settings, {f"{layer.name}/{key}": tensor for key, tensor in bases.items()})
     codec.bind([layer])
     by_slice = np.zeros((count, 2))
-    for stacked, _ in _blocks(trace, window, layer, slice_size):
-        by_slice += losses_by_slice(codec, layer, stacked, slice_size)
+    for stacked, _ in _blocks(trace, window, layer, codec):
+        by_slice += losses_by_slice(codec, layer, stacked, slice_size, codec.slice_view(layer))
     return codec, FittedLayer(
         slice_size=slice_size,
         dimension=int(bases["width"]),

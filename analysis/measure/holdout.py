@@ -22,7 +22,8 @@ from gradlab.codec.wrapper import innermost
 from gradlab.collectives import run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
-from gradlab.layout import Layer, flatten, split_slices
+from gradlab.layout import Layer
+from gradlab.learning.slice_pca import layer_slices
 from gradlab.plan import Plan
 from gradlab.progress import Progress
 
@@ -54,13 +55,18 @@ class HoldOut(AgeCurve):
     computed: str = "exchange of the codec in lockstep on the averaged gradient"
 
 
-def losses_by_slice(codec: Codec, layer: Layer, averaged: torch.Tensor, slice_size: int) -> np.ndarray:
-    """(M, 2): squared error and squared norm of each slice, summed over averaged gradients (T, *shape)."""
+def losses_by_slice(
+    codec: Codec, layer: Layer, averaged: torch.Tensor, slice_size: int, view: Layer | None = None
+) -> np.ndarray:
+    """(M, 2): squared error and squared norm of each slice, summed over averaged gradients (T, *shape).
+
+    view: of the layer, as `slice_view` gives it. None: slices lie along its outputs.
+    """
     rows = np.zeros((layer.numel // slice_size, 2))
     for gradient in averaged:
         approximate = _exchange_alone(codec, {layer.name: gradient})[layer.name]
         pair = (approximate - gradient, gradient)
-        slices = [split_slices(flatten(tensor, "gradiveq", role=layer.role), slice_size)[0].double() for tensor in pair]
+        slices = [layer_slices(tensor, view or layer, slice_size)[0].double() for tensor in pair]
         rows += torch.stack([part.square().sum(1) for part in slices], dim=1).numpy()
     return rows
 

@@ -31,8 +31,8 @@ from gradlab.analysis.parallel import share_out
 from gradlab.analysis.replay.error_tables import measure_errors
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
-from gradlab.layout import Layer, flatten
-from gradlab.learning.slice_pca import default_slice_size
+from gradlab.layout import Layer
+from gradlab.learning.slice_pca import default_slice_size, layer_slices, slice_view
 from gradlab.plan import Plan
 from gradlab.plan.layer_errors import Candidate
 from gradlab.progress import Progress
@@ -218,7 +218,7 @@ def floor_slice_size(layer: Layer, rows: int) -> int:
 
     rows: number of gradients.
     """
-    size = min(default_slice_size(layer), _LARGEST_SLICE, layer.numel)
+    size = min(default_slice_size(slice_view(layer)), _LARGEST_SLICE, layer.numel)
     while size > 1 and rows * min(_SLICES_PER_ROW, layer.numel // size) < _ROWS_PER_AXIS * size:
         size //= 2
     return size
@@ -253,8 +253,7 @@ def _floor(path: str, layer: Layer) -> LayerLimits | None:
 
 def _some_slices(row: np.ndarray, layer: Layer, size: int) -> np.ndarray:
     """At most 64 slices (m, K) of a gradient in GradiVeQ's order, in float64."""
-    order = flatten(torch.from_numpy(row).reshape(layer.shape), "gradiveq", role=layer.role).numpy()
-    whole = order[: len(order) // size * size].reshape(-1, size)
+    whole = layer_slices(torch.from_numpy(row).reshape(layer.shape), slice_view(layer), size)[0].numpy()
     return whole[spread(len(whole), _SLICES_PER_ROW)].astype(np.float64)
 
 

@@ -21,8 +21,8 @@ from gradlab.analysis.measure.agreement import rank_cosine, signal_to_noise
 from gradlab.analysis.parallel import share_out
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
-from gradlab.layout import Layer, flatten
-from gradlab.learning.slice_pca import default_slice_size, dimension
+from gradlab.layout import Layer
+from gradlab.learning.slice_pca import default_slice_size, dimension, slice_order, slice_view
 from gradlab.progress import Progress
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def dimensions(eigenvalues: np.ndarray) -> dict[str, int]:
 
 def slice_of_column(layer: Layer, slice_size: int) -> np.ndarray:
     """The number of the GradiVeQ slice that each column of a row-major gradient belongs to, (numel,); -1: the tail."""
-    order = flatten(torch.arange(layer.numel).reshape(layer.shape), "gradiveq", role=layer.role).numpy()
+    order = slice_order(layer).numpy()
     places = np.empty(layer.numel, dtype=np.int64)
     places[order] = np.arange(layer.numel) // slice_size
     places[places >= layer.numel // slice_size] = -1
@@ -222,7 +222,7 @@ def _layer_products(path: str, layer: Layer, positions: np.ndarray, options: Spe
 
 def _products(trace: Trace, layer: Layer, positions: np.ndarray, options: SpectrumOptions) -> _Products:
     count, ranks = len(positions), trace.world_size
-    slice_size = min(options.slice_size or default_slice_size(layer), layer.numel)
+    slice_size = min(options.slice_size or default_slice_size(slice_view(layer)), layer.numel)
     belongs = slice_of_column(layer, slice_size)
     wanted = [int(m) for m in spread(layer.numel // slice_size, options.max_slices)]
     inner, gram = np.zeros((count, ranks, ranks)), np.zeros((count, count))

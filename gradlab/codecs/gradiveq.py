@@ -6,8 +6,9 @@ fitted on them (section 4): d by eq. (6) with lambda = 0.01, one basis per layer
 iterations travel as U^T (g - mu) (eqs. 3 to 5).
 
 The paper's g is a sum over nodes; here gradients and means are averages over ranks, so that nothing depends on the
-number of ranks. The paper's warm-up (2500 iterations) is the plan's schedule. For layers other than convolutions F is
-the number of outputs (an embedding's rows) and D that of inputs (its columns).
+number of ranks. The paper's warm-up (2500 iterations) is the plan's schedule. The paper's slices lie along a
+convolution's filters; those of matrices, which it does not treat, lie along the axis where they lose least at the same
+bytes (`slice_axis`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from gradlab.collectives.ring import SummedRing, segment_bounds
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, flatten, split_slices, unflatten
 from gradlab.learning.slice_pca import (
+    SLICE_AXES,
     Spectrum,
     check_bases,
     complement,
@@ -37,12 +39,23 @@ from gradlab.learning.slice_pca import (
     fitted_slices,
     project,
     sample_slices,
+    slice_view,
     spectrum,
     stacked_axes,
 )
 from gradlab.workspace import Workspace
 
 SAMPLING, COMPRESSING, DENSE = range(3)
+# Roles whose gradients bases hold well, as measured (docs/gradiveq.md).
+WEIGHTS = (
+    "convolution",
+    "transposed_convolution",
+    "linear",
+    "transposed_linear",
+    "embedding",
+    "experts",
+    "transposed_experts",
+)
 MONITORS = ("off", "absolute", "normalised")
 ANSWERS = ("refresh", "dense", "stop")
 DIGEST_BYTES = 5 * 8
@@ -127,7 +140,7 @@ class GradiVeQ(Codec):
         "while compressing 4 * sum of slices * d + tail over layers; while sampling QSGD's or 4 * n",
         "Yu et al., NeurIPS 2018",
     )
-    defaults = PlanDefaults(roles=("convolution",), warmup_steps=2500, error_feedback=False)
+    defaults = PlanDefaults(roles=WEIGHTS, warmup_steps=2500, error_feedback=False)
     learns = True
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(
         {"ratio": ratio} for ratio in (4.0, 8.0, 16.0, 32.0, 64.0)
@@ -193,6 +206,12 @@ class GradiVeQ(Codec):
         )
         bfloat16: bool = setting(False, help="codes travel in 2 bytes each, not 4")
         ring: bool = setting(False, help="Algorithm 1 in place of one all-reduce of codes, and of QSGD's gather")
+        slice_axis: str = setting(
+            "auto",
+            choices=SLICE_AXES,
+            help='that slices lie along: "outputs" (filters, as the paper\'s), "inputs", or "auto": the longer one of '
+            "a matrix, an embedding's vectors, else outputs",
+        )
 
         def __post_init__(self) -> None:
             def check(condition: bool, setting: str, expected: str) -> None:
@@ -212,7 +231,11 @@ class GradiVeQ(Codec):
 
     def slice_size(self, layer: Layer) -> int:
         """Return K for a layer, in elements: as set, else by `default_slice_size`."""
-        return self.settings.slice_size or default_slice_size(layer)
+        return self.settings.slice_size or default_slice_size(self.slice_view(layer))
+
+    def slice_view(self, layer: Layer) -> Layer:
+        """Describe a layer as slices see it, by the setting `slice_axis`."""
+        return slice_view(layer, self.settings.slice_axis)
 
     def fitted_slices(self, slices: int) -> list[list[int]]:
         """List for each basis which of a layer's M slices it is fitted on."""
@@ -225,8 +248,9 @@ class GradiVeQ(Codec):
         done = dict(zip(grads, (yield from together(parts)), strict=True))
 
         def shaped(name: str, vector: torch.Tensor) -> torch.Tensor:
-            role = self.roles.get(name, "other")
-            return unflatten(vector, grads[name].shape, "gradiveq", context.workspace, role)
+            [layer] = self.layers_of({name: grads[name]})
+            view = self.slice_view(layer)
+            return unflatten(vector, view.shape, "gradiveq", context.workspace, view.role).reshape(layer.shape)
 
         return Exchanged(
             {name: shaped(name, layer.mean) for name, layer in done.items()},
@@ -249,7 +273,8 @@ class GradiVeQ(Codec):
 
     def _layer(self, name: str, grad: torch.Tensor, layer_state: Tensors, context: Context) -> Coroutine[_Done]:
         [layer] = self.layers_of({name: grad})
-        vector = flatten(grad, "gradiveq", context.workspace, layer.role)
+        view = self.slice_view(layer)
+        vector = flatten(grad.reshape(view.shape), "gradiveq", context.workspace, view.role)
         mode, position = map(int, layer_state["clock"].tolist())
         size = layer_state["basis"].shape[1] if "basis" in layer_state else self.slice_size(layer)
         slices, tail = split_slices(vector, size)
@@ -444,7 +469,7 @@ class GradiVeQ(Codec):
         """
         learned: Tensors = {}
         for layer in layers:
-            slices = sample_slices(samples, layer, self.slice_size(layer))
+            slices = sample_slices(samples, layer, self.slice_size(layer), self.settings.slice_axis)
             if slices.shape[1] and self.settings.complement < 1:
                 chosen = [m for run in self.fitted_slices(slices.shape[1]) for m in run]
                 mean = slices.double().mean(0).to(slices.dtype) if self.settings.whitening else None

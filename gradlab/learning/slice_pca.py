@@ -9,32 +9,117 @@ fitted on the first of them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 
 from gradlab.errors import GradlabError
 from gradlab.knapsack import allocate
-from gradlab.layout import Layer, filter_axes, flatten, split_slices
+from gradlab.layout import Layer, filter_axes, flatten, matrices, split_slices
+from gradlab.workspace import Workspace
 
 # Most elements of a slice, where the layer leaves a choice: a basis has K x d floats.
 _PREFERRED_SLICE = 2048
 _LARGEST_SLICE = 4096
+SLICE_AXES = ("auto", "outputs", "inputs")
+# The role of a layer of the same shape whose outputs are this layer's inputs.
+_TURNED = {
+    "linear": "transposed_linear",
+    "transposed_linear": "linear",
+    "experts": "transposed_experts",
+    "transposed_experts": "experts",
+    "transposed_convolution": "convolution",
+}
 
 
-def default_slice_size(layer: Layer) -> int:
+def slice_view(layer: Layer, axis: str = "auto") -> Layer:
+    """Describe a layer as slices see it: its values in GradiVeQ's order are what slices are cut from.
+
+    The paper's slices lie along the filters of a convolution. A basis of d axes of K = n L elements, for slices along
+    an axis of length L, holds gradients of rank up to d L / K whole, so the longer axis of a matrix holds more at the
+    same bytes. Vectors of an embedding have one covariance; its rows come and go with the batch.
+
+    Args:
+        layer: any layer.
+        axis: "outputs": slices lie along outputs, filters or an embedding's entries, as the paper's. "inputs": along
+            the other axis. "auto": along an embedding's vectors, and along the longer axis of a linear layer or an
+            expert, of those that fit into a slice; elsewhere "outputs".
+
+    Returns:
+        A layer of the same elements, whose outputs are the axis that slices lie along.
+    """
+    if len(layer.shape) < 2:
+        return layer
+    if axis == "auto":
+        axis = _best_axis(layer)
+    if axis == "outputs":
+        return layer
+    if layer.role == "embedding":
+        return replace(layer, shape=matrices(layer)[1:], role="transposed_linear")
+    return replace(layer, role=_TURNED.get(layer.role, "transposed_convolution"))
+
+
+def _best_axis(layer: Layer) -> str:
+    if layer.role == "embedding":
+        return "inputs"
+    if layer.role not in ("linear", "transposed_linear", "experts", "transposed_experts"):
+        return "outputs"
+    outputs, inputs = filter_axes(layer)
+    whole = [(length, -place) for place, length in enumerate((outputs, inputs)) if length <= _LARGEST_SLICE]
+    return "inputs" if whole and max(whole)[1] else "outputs"
+
+
+def layer_slices(
+    tensor: torch.Tensor, view: Layer, slice_size: int, workspace: Workspace | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cut a gradient into slices.
+
+    Args:
+        tensor: the gradient, in the layer's shape.
+        view: of the layer, see `slice_view`.
+        slice_size: K, elements per slice.
+        workspace: where memory for copies comes from. None: new memory.
+
+    Returns:
+        The slices (M, K) and the elements that fill none.
+    """
+    return split_slices(flatten(tensor.reshape(view.shape), "gradiveq", workspace, view.role), slice_size)
+
+
+def slice_order(layer: Layer) -> torch.Tensor:
+    """List the elements of a layer in the order that slices are cut from.
+
+    Args:
+        layer: any layer.
+
+    Returns:
+        Places in the row-major gradient, int64 (numel,).
+    """
+    view = slice_view(layer)
+    return flatten(torch.arange(layer.numel).reshape(view.shape), "gradiveq", role=view.role)
+
+
+def default_slice_size(view: Layer) -> int:
     """Choose K: the largest multiple of F D (GradiVeQ, section 3) that divides the layer and is at most 2048, or F D.
 
     F is the number of filters, D their depth. Where F D is more than 4096, a basis would outgrow the layer. K is then
     the largest multiple of F that divides F D and is at most 2048, or F; where F too is more than 4096, its largest
-    divisor of at most 2048. A layer without spatial extent is one slice of F D.
+    divisor of at most 2048. The same holds for a layer without spatial extent of more than 2048 elements: as one slice
+    it would have one sample per iteration. A smaller one is one slice of F D.
+
+    Args:
+        view: of the layer, see `slice_view`: F is the length of the axis that slices lie along.
+
+    Returns:
+        K, in elements.
     """
-    if not layer.numel:
+    if not view.numel:
         return 1
-    filters, depth = filter_axes(layer)
-    if filters * depth <= _LARGEST_SLICE:
-        return filters * depth * _largest_divisor(layer.numel // (filters * depth), filters * depth)
+    filters, depth = filter_axes(view)
+    most = _LARGEST_SLICE if view.numel > filters * depth else _PREFERRED_SLICE
+    if filters * depth <= most:
+        return filters * depth * _largest_divisor(view.numel // (filters * depth), filters * depth)
     if filters <= _LARGEST_SLICE:
         return filters * _largest_divisor(depth, filters)
     return _largest_divisor(filters, 1)
@@ -218,8 +303,12 @@ def _served(
     return [(rows[a - first : b - first], basis[a // reuse]) for a, b in pairwise(edges)]
 
 
-def sample_slices(samples: Mapping[str, torch.Tensor], layer: Layer, slice_size: int) -> torch.Tensor:
+def sample_slices(
+    samples: Mapping[str, torch.Tensor], layer: Layer, slice_size: int, axis: str = "auto"
+) -> torch.Tensor:
     """Cut a layer's samples (T, *layer.shape) into slices (T, M, K) of K = `slice_size` elements.
+
+    axis: that slices lie along, see `slice_view`.
 
     Raises:
         GradlabError: for fewer than two samples, another shape, or values that are not finite.
@@ -233,7 +322,8 @@ def sample_slices(samples: Mapping[str, torch.Tensor], layer: Layer, slice_size:
         raise GradlabError(f"{layer.name}: {len(given)} samples, PCA needs at least 2")
     if not bool(given.isfinite().all()):
         raise GradlabError(f"{layer.name}: samples with NaN or infinity; leave out the steps they come from")
-    return torch.stack([split_slices(flatten(sample, "gradiveq", role=layer.role), slice_size)[0] for sample in given])
+    view = slice_view(layer, axis)
+    return torch.stack([layer_slices(sample, view, slice_size)[0] for sample in given])
 
 
 def check_bases(

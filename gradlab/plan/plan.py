@@ -217,7 +217,7 @@ class Plan:
 
         An argument that is None takes the codec's own default (`Codec.defaults`): for most codecs layers of at least
         two dimensions and 256 elements, of all roles, each in a group of its own, from the first iteration on. Signs
-        take every layer, in groups of 4 MiB; GradiVeQ takes convolutions, after 2500 iterations.
+        take every layer, in groups of 4 MiB; GradiVeQ takes weight matrices, after 2500 iterations.
 
         Args:
             model: the model, or its layers.

@@ -20,10 +20,11 @@ from gradlab import codecs
 from gradlab.artifact import Artifact
 from gradlab.codec.settings import fields_of
 from gradlab.datasets import get
+from gradlab.layout import Layer
 from gradlab.plan import Plan
 from gradlab.trace import Trace
 from support.command_line import Command
-from support.recorded import CONVOLUTION, LINEAR, random_gradients, record, record_layer
+from support.recorded import CONVOLUTION, random_gradients, record, record_layer
 
 STEPS, WARMUP = 60, 30
 
@@ -213,13 +214,14 @@ def test_a_fit_to_noise_is_seen_through(gradlab: Command, tmp_path: Path) -> Non
 
 
 def test_a_trace_that_no_fit_can_use_is_analysed_without(gradlab: Command, tmp_path: Path) -> None:
-    record(tmp_path / "trace", random_gradients(0, 6, 2, [LINEAR]), [LINEAR]).close()
+    unknown = Layer("table", (5, 6), "other")
+    record(tmp_path / "trace", random_gradients(0, 6, 2, [unknown]), [unknown]).close()
     code, out, err = gradlab("analyze", tmp_path / "trace", "--out", tmp_path / "report", "--only", "within")
     assert code == 0, err
     assert "warning: No GradiVeQ fit: " in out
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     assert report["fit"] is None
-    assert "no layer of role convolution can be fitted" in report["warnings"][0]
+    assert "transposed_experts can be fitted (the trace holds none); there are other" in report["warnings"][0]
 
 
 def test_an_artifact_without_a_fit_bears_its_provenance(gradlab: Command, recording: Path, tmp_path: Path) -> None:

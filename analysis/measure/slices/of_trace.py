@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import torch
 
 from gradlab.analysis.gradients import mean_unscaled
 from gradlab.analysis.measure.slices.structure import (
@@ -40,8 +39,8 @@ from gradlab.analysis.measure.spectrum import spread
 from gradlab.analysis.replay.sampled import require_whole
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
-from gradlab.layout import Layer, filter_axes, flatten
-from gradlab.learning.slice_pca import default_slice_size
+from gradlab.layout import Layer, filter_axes
+from gradlab.learning.slice_pca import default_slice_size, slice_order, slice_view
 from gradlab.progress import Progress
 
 if TYPE_CHECKING:
@@ -252,8 +251,7 @@ def looked_at(numel: int) -> np.ndarray:
 def _sample(trace: Trace, layer: Layer, places: _Positions) -> _Sampled:
     """Read a layer's averaged gradients at the planned positions, in blocks; leave out those that are not finite."""
     columns = looked_at(layer.numel)
-    order = flatten(torch.arange(layer.numel).reshape(layer.shape), "gradiveq", role=layer.role)
-    native = order.numpy()[columns]
+    native = slice_order(layer).numpy()[columns]
     values = np.empty((len(places.read), len(columns)), dtype=np.float32)
     finite = np.empty(len(places.read), dtype=bool)
     most = max(1, _BLOCK_VALUES // max(1, layer.numel))
@@ -274,8 +272,9 @@ def _measure_layer(
     thresholds: Sequence[float],
     tolerance: float,
 ) -> LayerStructure:
-    layer, size = sampled.layer, default_slice_size(sampled.layer)
-    period, period_is = _period(layer)
+    layer, view = sampled.layer, slice_view(sampled.layer)
+    size = default_slice_size(view)
+    period, period_is = _period(view)
     fit = sampled.values[slice(*sampled.rows(*places.fit))]
     later = sampled.values[np.isin(sampled.positions, places.later)]
     first, columns = sampled.values[:, :size], sampled.columns
@@ -291,7 +290,7 @@ def _measure_layer(
         period_is,
         correlation=parts.measure(
             "correlation of adjacent gradients",
-            lambda: adjacent_correlation(fit[:, : min(_MOST_ADJACENT, filter_axes(layer)[0])]),
+            lambda: adjacent_correlation(fit[:, : min(_MOST_ADJACENT, filter_axes(view)[0])]),
         ),
         scatter=parts.measure("scatter of three adjacent gradients", lambda: rotated_scatter(fit[:, :3], later[:, :3])),
         slice_sizes=parts.measure(
@@ -352,10 +351,10 @@ def _angles(first: np.ndarray, windows: Windows, rule: DimensionRule | None) -> 
     return principal_angles([basis.axes for basis in bases], kept)
 
 
-def _period(layer: Layer) -> tuple[int, str]:
+def _period(view: Layer) -> tuple[int, str]:
     """F D, at whose multiples GradiVeQ's slices are alike; F where F D leaves no second slice of at most 4096."""
-    filters, depth = filter_axes(layer)
-    most = min(_LARGEST_SLICE, layer.numel // 2)
+    filters, depth = filter_axes(view)
+    most = min(_LARGEST_SLICE, view.numel // 2)
     if filters * depth > most >= filters:
         return filters, "F"
     return max(1, filters * depth), "F D"

@@ -86,7 +86,7 @@ def gradiveq(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """GradiVeQ's PCA bases for the convolutions; every other layer stays dense.
+    """GradiVeQ's PCA bases for convolutions, linear layers, embeddings and experts; vectors stay dense.
 
     Half of the axes are fitted, half are random and new in every iteration, with error feedback, so that nothing is
     lost for good; bases are fitted again on what was decoded, every four times --samples iterations. Of GradiVeQ's
