@@ -373,7 +373,7 @@ def test_a_fit_says_what_its_roles_leave_dense(tmp_path: Path) -> None:
 
 
 def test_a_codecs_default_layers_and_warm_up() -> None:
-    layers = (CONVOLUTION, Layer("wide.weight", (20, 30), "linear"), Layer("big.weight", (8, 8, 3, 3), "convolution"))
+    layers = (CONVOLUTION, Layer("wide.weight", (20, 40), "linear"), Layer("big.weight", (8, 8, 3, 3), "convolution"))
     paper = Plan.uniform(layers, "gradiveq")
     assert [group.name for group in paper.groups] == ["wide.weight", "big.weight"]  # conv.weight is too small
     assert paper.schedule.warmup_steps == 2500
