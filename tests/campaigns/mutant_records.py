@@ -225,8 +225,8 @@ MUTANTS = (
     ),
     Mutant(
         file="gradlab/codecs/powersgd.py",
-        old="torch.where(q.any(1, keepdim=True), q, start[name])",
-        new="torch.where(q.any(1, keepdim=True), q, q)",
+        old="torch.where(q.any(-1, keepdim=True), q, start[name])",
+        new="torch.where(q.any(-1, keepdim=True), q, q)",
         tests=("tests/codecs/test_powersgd.py",),
         what="A gradient of zeros leaves PowerSGD a factor of zeros.",
     ),
@@ -284,8 +284,8 @@ MUTANTS = (
     ),
     Mutant(
         file="gradlab/layout.py",
-        old="return tensor.permute(*range(2, tensor.ndim), 1, 0)",
-        new="return tensor.permute(*range(2, tensor.ndim), 0, 1)",
+        old="if axis not in (filters, depth)] + [depth, filters]",
+        new="if axis not in (filters, depth)] + [filters, depth]",
         tests=("tests/test_layout.py",),
         what="GradiVeQ's order has depth and filters swapped.",
     ),
