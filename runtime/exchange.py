@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 
 from gradlab.codec import Tensors
+from gradlab.ddp.agreement import Ranks
 from gradlab.ddp.optimizers import learning_rates
 from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun, RunSettings
+from gradlab.executor.rules import finding
 from gradlab.layout import Layer, bare_name
 from gradlab.plan import Plan
 from gradlab.runtime import checkpoint
@@ -22,6 +24,7 @@ from gradlab.runtime.checks import Pairs, agree_on, check, device_of_model
 from gradlab.runtime.engine.device import HostDevice
 from gradlab.runtime.engine.driver import Part, StepDriver
 from gradlab.runtime.engine.options import RunOptions, Surroundings
+from gradlab.runtime.engine.rules import compare_versions
 from gradlab.runtime.engine.statistics import StepRecord
 from gradlab.runtime.network.communicator import Communicator
 from gradlab.runtime.timeline import Timeline
@@ -70,6 +73,8 @@ class Exchange:
         check_requests: compare all ranks' requests before each collective (debugging).
         history: steps kept in `statistics`.
         hold_unused: whether a layer whose gradient is zero on all ranks keeps its state and gets no gradient.
+        rules: what the rules of `gradlab.executor.rules` do that watch the run, by name: "warn" (each once, on rank 0),
+            "error" (raised on all ranks) or "ignore"; one of these words for all rules.
 
     Raises:
         GradlabError: if the plan is for other parameters (with a difference by layer), the plan and the optimizer both
@@ -102,14 +107,15 @@ class Exchange:
         self, plan: Plan, pairs: Pairs, group: dist.ProcessGroup, options: RunOptions, device: HostDevice, owned: bool
     ) -> None:
         """Put the parts together, from arguments that were checked. owned: whether `close` destroys the group."""
+        found = compare_versions(Ranks(group, device.device))
         self._residuals = reporting.residual_statement(plan, options.optimizer)
-        if plan.follows_learning_rate and not options.plain_sgd:
-            warnings.warn(f"gradlab: {self._residuals}", stacklevel=3)
         if group.size() == 1:
             warnings.warn("gradlab: world size 1, there is no communication to compress", stacklevel=3)
         self.plan = plan
         self._parameters = {layer.name: parameter for layer, parameter in pairs}
         self._device = device
+        if plan.follows_learning_rate and not options.plain_sgd:
+            found.append(finding("rates_followed", str(self._residuals), 1, 0))
         workspace = RecyclingWorkspace()
         self._communicator = Communicator(
             group,
@@ -125,6 +131,12 @@ class Exchange:
         self.run = PlanRun(plan, rank, world_size, settings, workspace=workspace)
         self._driver = StepDriver(self.run, self._communicator, _surroundings(pairs, options), workspace, options)
         self.statistics = self._driver.statistics
+        self._rules = self._driver.rules
+        try:
+            self._rules.tell(found)
+        except GradlabError:
+            self._driver.close()
+            raise
 
     # --- steps ---
 
@@ -303,7 +315,9 @@ class Exchange:
             The report, typed; `report` gives it as plain JSON.
         """
         dense = sum(parameter.nbytes for parameter in self._parameters.values())
-        return reporting.summarize_run(self.run, list(self.statistics.steps), dense, self._residuals)
+        return reporting.summarize_run(
+            self.run, list(self.statistics.steps), dense, self._residuals, self._rules.findings
+        )
 
     def report(self) -> dict[str, Any]:
         """Return `run_report` as plain JSON; a number that is not finite is None."""

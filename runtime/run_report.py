@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -15,11 +14,10 @@ from gradlab.codec.measures import relative
 from gradlab.codec.settings import build_settings
 from gradlab.ddp.optimizers import is_plain_sgd, own_momentum
 from gradlab.executor import PlanRun
+from gradlab.executor.rules import Finding, growth_remark, residual_growth, sentence
 from gradlab.jsonable import Jsonable, plain
 from gradlab.plan import Group, Plan, Wrap
 from gradlab.runtime.engine.statistics import TIMES, Statistics, StepRecord, Summary, summarize_steps
-
-_GROWN = 1.3  # times: a residual that has not settled
 
 
 @dataclass(frozen=True)
@@ -91,6 +89,7 @@ class RunReport:
         refresh: the plan's; None if it has none.
         summary: of the steps.
         groups: one row per compressed group.
+        rules: what was found by the rules of `gradlab.executor.rules`.
         codecs: their sums by codec.
     """
 
@@ -103,6 +102,7 @@ class RunReport:
     refresh: RefreshReport | None
     summary: Summary
     groups: tuple[GroupRow, ...]
+    rules: tuple[Finding, ...] = ()
 
     @property
     def codecs(self) -> tuple[CodecRow, ...]:
@@ -124,6 +124,7 @@ class RunReport:
             "forecast_payload_bytes": self.forecast_payload_bytes,
             "compression_ratio": self.compression_ratio,
             "residuals": self.residuals,
+            "rules": self.rules,
             "refresh": self.refresh,
             **self.summary.to_json(),
             "groups": self.groups,
@@ -133,7 +134,11 @@ class RunReport:
 
 
 def summarize_run(
-    run: PlanRun, steps: Sequence[StepRecord], dense_payload_bytes: int, residuals: str | None
+    run: PlanRun,
+    steps: Sequence[StepRecord],
+    dense_payload_bytes: int,
+    residuals: str | None,
+    rules: tuple[Finding, ...] = (),
 ) -> RunReport:
     """Make the report of a run.
 
@@ -142,6 +147,7 @@ def summarize_run(
         steps: what was measured of its steps.
         dense_payload_bytes: of all gradients, uncompressed.
         residuals: what `residual_statement` says.
+        rules: what was found.
     """
     replanner = run.replanner
     return RunReport(
@@ -154,6 +160,7 @@ def summarize_run(
         refresh=None if replanner is None else RefreshReport(replanner.choice, replanner.failure),
         summary=summarize_steps(steps),
         groups=group_rows(run.plan, steps),
+        rules=rules,
     )
 
 
@@ -182,22 +189,6 @@ def _means(group: Group, measured: Sequence[StepRecord]) -> GroupMeans:
         residual_norm=fmean(norms) if any(step.residual_norms for step in measured) else None,
         residual_growth=residual_growth(norms),
     )
-
-
-def residual_growth(norms: Sequence[float]) -> float | None:
-    """Return the mean norm of the last quarter of steps over that of the second.
-
-    None for fewer than 8 steps, for a norm that is not finite, and for one that does not rise from the second to the
-    third quarter and on to the last.
-
-    A residual that is sent in time settles; one that lies where the codec's decoder never comes, as an autoencoder's
-    does, grows as long as training goes on.
-    """
-    quarter = len(norms) // 4
-    if quarter < 2 or not all(map(math.isfinite, norms)):
-        return None
-    second, third, last = (fmean(norms[at * quarter : (at + 1) * quarter]) for at in (1, 2, 3))
-    return last / second if 0 < second < third < last else None
 
 
 def codec_rows(rows: Iterable[GroupRow]) -> tuple[CodecRow, ...]:
@@ -306,7 +297,7 @@ def table(report: RunReport) -> str:
         for line in lines
     ]
     text.insert(1, "-" * max(map(len, text)))
-    text += [*_step_lines(report), *_growth_lines(report.groups)]
+    text += [*_step_lines(report), *_growth_lines(report.groups), *_rule_lines(report)]
     text += [report.residuals] if report.residuals else []
     return "\n".join(text)
 
@@ -342,12 +333,16 @@ def _step_lines(report: RunReport) -> list[str]:
 
 def _growth_lines(rows: Iterable[GroupRow]) -> list[str]:
     """Name the groups whose residuals do not settle."""
-    return [
-        f"{row.group}: the residual norm grew {row.means.residual_growth:.1f} times in the second half of the "
-        "measured steps; if that goes on, the codec never sends a part of the gradient"
-        for row in rows
-        if row.means is not None and row.means.residual_growth is not None and row.means.residual_growth > _GROWN
-    ]
+    remarks = (growth_remark(row.group, row.means.residual_growth) for row in rows if row.means is not None)
+    return [remark for remark in remarks if remark is not None]
+
+
+def _rule_lines(report: RunReport) -> list[str]:
+    """One line per rule that fired."""
+    by_rule: dict[str, list[Finding]] = {}
+    for one in report.rules:
+        by_rule.setdefault(one.rule, []).append(one)
+    return [sentence(of_rule, report.world_size) for of_rule in by_rule.values()]
 
 
 def scalars(statistics: Statistics) -> dict[str, float]:

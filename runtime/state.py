@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -46,7 +45,7 @@ class CompressionState(Exchange):
             another order. None makes one. If DDP runs on a part of the world only, torch names that group after the
             number of groups a process has made; where ranks have made different numbers, pass one instead.
         timeout: of the collectives of a group made here. None takes that of the model's group.
-        options: optimizer, scaler, deterministic, segment_bytes, measure_every, trace_steps, non_finite_limit,
+        options: optimizer, scaler, deterministic, segment_bytes, measure_every, trace_steps, non_finite_limit, rules,
             check_requests and history of `Exchange`; hold_unused follows from the model's find_unused_parameters and
             static_graph.
 
@@ -134,9 +133,9 @@ def _agree_on(model: DistributedDataParallel, attempt: Any, settings: Any = dict
 
 
 def _end(engine: Engine, driver: StepDriver, unreached: UnreachedHook) -> None:
-    """Stop the worker; warn if backward passes came and none reached the hook. An error on its way says more."""
+    """Stop the worker; tell if backward passes came and none reached the hook. An error on its way says more."""
     unreached.end()
     failed = driver.broken is not None
     engine.close()
-    if not failed and (problem := unreached.problem()):
-        warnings.warn(f"gradlab: {problem}", stacklevel=4)
+    if not failed and (found := unreached.finding()):
+        driver.rules.tell([found])

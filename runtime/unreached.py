@@ -16,6 +16,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.ddp.model import attached_hook
+from gradlab.executor.rules import Finding
 
 
 class UnreachedHook:
@@ -56,13 +57,14 @@ class UnreachedHook:
             self.end()
             self._accumulated.clear()
 
-    def problem(self) -> str | None:
+    def finding(self) -> Finding | None:
         """Say which passes never reached the hook, and what to call; None if there were none."""
         passes = max(self._accumulated.values(), default=0)
         if not passes:
             return None
         count = f"{passes} backward passes" if passes > 1 else "a backward pass"
-        return f"{count} of this model, none of which reached the CompressionState: {'; '.join(self._reasons())}"
+        seen = f"{count} of this model, none of which reached the CompressionState"
+        return Finding("hook_not_reached", None, None, passes, 0, seen, "; ".join(self._reasons()))
 
     def _reasons(self) -> list[str]:
         model = self._model()

@@ -209,6 +209,7 @@ class Step:
         finite: whether gradients were finite on this rank; after `agree`, on all ranks.
         non_finite: names of this rank's layers whose gradients were not finite.
         held: names of the layers without a gradient on any rank, known after `agree`.
+        noticed: whether some rank has something to tell the others, known after `agree` of a finite step.
         gradients: by layer name, those that `add` took in.
         staged: by group name, new states that are not yet committed.
     """
@@ -220,6 +221,7 @@ class Step:
         self.finite = True
         self.non_finite: tuple[str, ...] = ()
         self.held: frozenset[str] = frozenset()
+        self.noticed = False
         self.gradients: Tensors = {}
         self.staged: dict[str, Tensors] = {}
         self._run = run
@@ -311,17 +313,21 @@ class Step:
         if missing := sorted(name for name, left in self._waiting.items() if left):
             raise GradlabError(f"group {missing[0]}: only some of its layers had gradients in this step")
 
-    def agree(self, device: torch.device | str = "cpu") -> Coroutine[None]:
+    def agree(self, device: torch.device | str = "cpu", *, notice: bool = False) -> Coroutine[None]:
         """Learn whether gradients were finite on every rank, and which layers have none on any.
 
         Args:
             device: of the flags that the ranks exchange.
+            notice: whether this rank has something to tell the others.
         """
-        flags = [float(self.finite), *(float(not empty) for empty in self._empty.values())]
+        # One number says both: N ranks that are finite sum up to N at least, and to less with one that is not.
+        own = 1.0 + notice if self.finite else -float(self._run.world_size)
+        flags = [own, *(float(not empty) for empty in self._empty.values())]
         mean = yield Mean(torch.tensor(flags, device=device))
         shares = mean.tolist()
         world_size = self._run.world_size
         self.finite = shares[0] > 1.0 - 0.5 / world_size  # N times 1/N is not quite 1 in float32
+        self.noticed = shares[0] > 1.0 + 0.5 / world_size
         self.held = frozenset(
             layer for layer, share in zip(self._empty, shares[1:], strict=True) if share < 0.5 / world_size
         )

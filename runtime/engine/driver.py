@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from gradlab.codec import Exchanged, Tensors
+from gradlab.codec import Codec, Exchanged, Tensors
 from gradlab.codec.measures import contribution_error, squared_norm
 from gradlab.codec.wrapper import innermost, wrappers_of
 from gradlab.collectives import Coroutine, Request, answer_for, as_requests, payload_bytes
@@ -31,6 +31,7 @@ from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun, Step, Ticks
 from gradlab.runtime.engine.finiteness import NonFiniteSteps
 from gradlab.runtime.engine.options import RunOptions, Surroundings
+from gradlab.runtime.engine.rules import RuleWatch
 from gradlab.runtime.engine.statistics import Statistics, StepRecord
 from gradlab.runtime.network.communicator import Communicator
 from gradlab.runtime.network.faults import CommunicationError, Reasons
@@ -175,6 +176,7 @@ class StepDriver:
         broken: why no further step can follow, None while all is well.
         ranks_compared: whether all ranks are known to stand at the same step.
         all_dense: whether no codec will run in the next step.
+        rules: what this rank watches.
     """
 
     def __init__(
@@ -197,6 +199,7 @@ class StepDriver:
         self._options = options
         self._workspace = workspace
         self._timeline = communicator.timeline
+        self.rules = RuleWatch(run, options)
         self._non_finite = NonFiniteSteps(options.non_finite_limit, options.scaled)
         self._reasons = Reasons(communicator.group.group_name, communicator.rank, communicator.world_size)
 
@@ -209,6 +212,7 @@ class StepDriver:
             message = f"gradlab: step {self.run.iteration}: the plan stays, as none could be chosen: {why}"
             warnings.warn(message, stacklevel=2)
         rates, scale = self._surroundings.learning_rates(), self._surroundings.loss_scale()
+        self.rules.see_rates(rates)
         step = self.run.begin(rates, scale, self._surroundings.parameters)
         record = StepRecord(self.run.iteration, step.compressing, loss_scale=scale)
         self.current = Iteration(step, record, Ticks(self.communicator.issue), self._is_measured(step.compressing))
@@ -258,7 +262,7 @@ class StepDriver:
         with self._timed(current):
             if current.step.active:
                 last = current.parts[-1].index if current.parts else 0
-                agreement = current.step.agree(self.communicator.device)
+                agreement = current.step.agree(self.communicator.device, notice=bool(self.rules.pending))
                 current.ticks.tick([Running("finite flag", agreement, last, watch=self._watch)])
             current.ticks.drain()
             for position, fused in enumerate(current.dense):
@@ -283,6 +287,8 @@ class StepDriver:
         self._timeline.add("backward", "backward", first, last)
         self.statistics.add(record)
         self._non_finite.add(record)
+        self.rules.see_step(record)
+        self.rules.settle(self._ranks, record, step.noticed, self._non_finite.in_a_row)
         self.all_dense = not self.run.active
         self.current = None
         self._workspace.recycle(tensor for state in self.run.states.values() for tensor in state.values())
@@ -346,17 +352,20 @@ class StepDriver:
     def _compare_ranks(self) -> None:
         """Compare the steps at which ranks stand, once after a start or a resume, as different ones cannot exchange."""
         if not self.ranks_compared:
-            group = self.communicator.group
-            if group is None:
-                raise CommunicationError("ranks could not be compared: the process group is closed")
             keys = sorted(f"{name}::{key}" for name, state in self.run.states.items() for key in state)
             digest = hashlib.sha256(repr(keys).encode()).hexdigest()
             same = {"the iteration": self.run.iteration, "which states there are (sha256)": digest}
             try:
-                Ranks(group, self.communicator.device).require_same(same)
+                self._ranks().require_same(same)
             except RuntimeError as error:
                 raise CommunicationError(f"ranks could not be compared: {error}") from error
             self.ranks_compared = True
+
+    def _ranks(self) -> Ranks:
+        """The ranks, for plain JSON between steps."""
+        if self.communicator.group is None:
+            raise CommunicationError("ranks could not be compared: the process group is closed")
+        return Ranks(self.communicator.group, self.communicator.device)
 
     def _is_measured(self, compressing: bool) -> bool:
         every = self._options.measure_every
@@ -394,6 +403,7 @@ class StepDriver:
                 current.record.residual_norms |= {
                     layer: squared_norm(t) ** 0.5 for layer, t in done.compression_error.items()
                 }
+                current.record.gradient_norms |= self._norms(codec, gradients, done, current.record.loss_scale)
             _write(gradients, done)
 
         described = "+".join([innermost(codec).name, *(wrapper.name for wrapper in wrappers_of(codec))])
@@ -401,6 +411,15 @@ class StepDriver:
             name, current.step.exchange(name), part.index, codec=described, finish=finish, watch=self._watch
         )
         return running, sum(grad.nbytes for grad in gradients.values())
+
+    def _norms(self, codec: Codec, gradients: Tensors, done: Exchanged, scale: float) -> dict[str, float]:
+        """Norms of the gradients of layers that have a residual, with those of weight decay, without the loss scale."""
+        rate = sum(wrapper.settings.rate for wrapper in wrappers_of(codec) if wrapper.applies_weight_decay)
+        norms = {layer: squared_norm(gradients[layer]) ** 0.5 / scale for layer in done.compression_error}
+        if rate:
+            for layer in norms:
+                norms[layer] += rate * squared_norm(self._surroundings.parameters[layer]) ** 0.5
+        return norms
 
     def _watch(self, one: Running, began: float, stop: float, first: bool) -> None:
         """Note a stretch of an exchange's code, and the bytes of the requests that it ended with."""

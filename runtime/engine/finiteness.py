@@ -1,8 +1,9 @@
-"""Count steps whose gradients were not finite, and end a run that has too many of them."""
+"""Count steps whose gradients were not finite, and end a run that has too many of them.
+
+The first one is a matter of `gradlab.runtime.engine.rules`.
+"""
 
 from __future__ import annotations
-
-import warnings
 
 from gradlab.errors import GradlabError
 from gradlab.runtime.engine.statistics import StepRecord
@@ -21,7 +22,7 @@ class NonFiniteSteps:
         self.in_a_row = 0
 
     def add(self, record: StepRecord) -> None:
-        """Count a step. Without a scaler, warn of the first one.
+        """Count a step.
 
         Args:
             record: the step's.
@@ -38,10 +39,4 @@ class NonFiniteSteps:
             raise GradlabError(
                 f"gradients were not finite in {self.in_a_row} steps in a row (now in {where}; {scale}): the run does "
                 "not recover; look at the loss, the learning rate, and the first step at which this began"
-            )
-        if self.in_a_row == 1 and not self.scaled:
-            warnings.warn(
-                f"gradlab: step {record.step}: gradients are not finite in {where}; every rank's become NaN, and no "
-                "codec state moves (pass scaler= if a loss scaler is to skip such steps)",
-                stacklevel=1,
             )

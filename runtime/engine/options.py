@@ -10,6 +10,7 @@ import torch
 
 from gradlab.ddp.optimizers import is_plain_sgd
 from gradlab.errors import GradlabError
+from gradlab.executor.rules import levels
 from gradlab.segments import SEGMENT_BYTES
 
 
@@ -27,6 +28,7 @@ class RunOptions:
     check_requests: bool = False
     history: int = 1000
     hold_unused: bool = False
+    rules: Mapping[str, str] | str | None = None
 
     @property
     def plain_sgd(self) -> bool:
@@ -52,6 +54,7 @@ class RunOptions:
             raise GradlabError(f"trace_steps = {self.trace_steps!r}, expected a list of iterations")
         for name, least in (("segment_bytes", 1), ("measure_every", 0), ("non_finite_limit", 1), ("history", 1)):
             _require_whole(name, getattr(self, name), least)
+        levels(self.rules)
         for step in self.trace_steps:
             _require_whole("a step of trace_steps", step, 0)
 
@@ -63,6 +66,7 @@ class RunOptions:
             "check_requests": bool(self.check_requests),
             **{name: getattr(self, name) for name in names},
             "trace_steps": list(self.trace_steps),
+            "rules": levels(self.rules),
         }
 
 

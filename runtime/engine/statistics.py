@@ -16,7 +16,7 @@ TIMES = ("compress_seconds", "encode_seconds", "decode_seconds", "communicate_se
 
 @dataclass
 class StepRecord:
-    """One synchronised step on this rank. The last five fields are filled on measured steps alone."""
+    """One synchronised step on this rank. The last six fields are filled on measured steps alone."""
 
     step: int  # iteration
     compressing: bool  # whether the schedule compresses
@@ -33,6 +33,7 @@ class StepRecord:
     non_finite_layers: tuple[str, ...] = ()  # of this rank
     errors: LayerErrors = field(default_factory=dict)  # by layer ||x - c||^2, ||x||^2: compressor input, contribution
     residual_norms: dict[str, float] = field(default_factory=dict)  # by layer
+    gradient_norms: dict[str, float] = field(default_factory=dict)  # by layer that has a residual, without loss scale
     group_payload_bytes: dict[str, int] = field(default_factory=dict)  # by group
     group_seconds: dict[str, tuple[float, float]] = field(default_factory=dict)  # by group (encode, decode)
     bucket_payload_bytes: dict[int, int] = field(default_factory=dict)  # by number of the bucket that completed a group

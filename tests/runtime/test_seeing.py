@@ -17,10 +17,11 @@ from gradlab.analysis.figures.style import drawing, render
 from gradlab.chrome_trace import LANES, read_step
 from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun
+from gradlab.executor.rules import residual_growth
 from gradlab.layout import Layer
 from gradlab.plan import Group, Plan, Wrap
 from gradlab.runtime.engine.statistics import Statistics, StepRecord
-from gradlab.runtime.run_report import residual_growth, scalars, summarize_run, table
+from gradlab.runtime.run_report import scalars, summarize_run, table
 from gradlab.runtime.timeline import Timeline
 from support.process_pool import ProcessPool
 

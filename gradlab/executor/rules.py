@@ -1,0 +1,430 @@
+"""Named rules on what a run measures: when a number says that training goes wrong, and what to do then.
+
+The functions are pure: they take norms, rates and counts, and know no process group. DDP's engine asks them on measured
+steps, and a replay on recorded ones.
+
+How thresholds were chosen. A codec C that never enlarges the compression error, ||x - C(x)|| <= ||x||, leaves at step t
+a residual of at most sum_(s <= t) ||g_s|| <= t max ||g||, by induction over e_t = x_t - C(x_t), x_t = g_t + e_(t-1). A
+delta-contraction leaves one with E||e||^2 <= 4 (1 - delta) / delta^2 max E||g||^2 (Karimireddy et al., "Error feedback
+fixes SignSGD", ICML 2019, Lemma 3). A residual above twice the smaller of the two bounds therefore belongs to no
+healthy run. The factor 2 is for gradients that were not measured, and for bounds on expectations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from gradlab.codec import Codec
+from gradlab.codec.wrapper import innermost, wrappers_of
+from gradlab.errors import GradlabError
+from gradlab.jsonable import Jsonable
+from gradlab.layout import Layer
+
+LEVELS = ("ignore", "warn", "error")
+SLACK = 2.0
+NO_GUARANTEE = 100.0  # gradient norms: the bound taken for a codec without a known delta, that of delta = 0.02
+GROWN = 1.3  # times: a residual that has not settled
+RATE_FACTOR = 2.0  # between two steps
+RATE_SHARE = 0.01  # of the largest learning rate: below it, what a residual holds no longer matters
+SCALED_STEPS = 20  # halvings that bring a GradScaler's first factor, 2^16, below 1
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A named rule.
+
+    Attributes:
+        name: as in the option `rules`.
+        threshold: when it fires, in words.
+        remedy: what to do then.
+    """
+
+    name: str
+    threshold: str
+    remedy: str
+
+
+RULES: dict[str, Rule] = {
+    rule.name: rule
+    for rule in (
+        Rule(
+            "residual_grows",
+            "residual norm over the largest gradient norm above 2 min(compressed steps, 2 sqrt(1 - delta) / delta)",
+            "the codec enlarges the residual under error feedback: choose settings that contract (qsgd: "
+            "contraction=measured, norm=max or more bits), a higher density or rank, or no error feedback",
+        ),
+        Rule(
+            "non_finite",
+            "the first step, or with a loss scaler 20 in a row",
+            "look at the loss, the learning rate and the first step at which this began; pass scaler= if a loss scaler "
+            "is to skip such steps",
+        ),
+        Rule(
+            "hook_not_reached",
+            "a backward pass before the run was closed, and none that reached the hook",
+            "see the reason",
+        ),
+        Rule(
+            "rates_change",
+            "learning rate changed by more than 2 times in a step, while residuals are kept as they are",
+            "change the rate in smaller steps, begin compression after the warm-up (warmup_steps), or let residuals "
+            "follow the rate (step_size_ratio: true; its law is that of SGD)",
+        ),
+        Rule(
+            "rates_followed",
+            "residuals follow the learning rate under an optimizer that is not SGD without momentum",
+            "leave step_size_ratio out, so that residuals follow the rate where that has a law",
+        ),
+        Rule(
+            "versions",
+            "ranks with different versions of gradlab or torch",
+            "install the same versions on all machines: codecs' bits and random draws may differ between versions",
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Finding(Jsonable):
+    """A rule that fired.
+
+    Attributes:
+        rule: its name.
+        group: of the plan; None if it is not about one.
+        step: the iteration at which it was seen; None before the first one.
+        value: what was measured.
+        threshold: that the value passed.
+        seen: what was seen, with numbers.
+        remedy: what to do.
+        ranks: that saw it.
+    """
+
+    rule: str
+    group: str | None
+    step: int | None
+    value: float
+    threshold: float
+    seen: str
+    remedy: str
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> tuple[str, str | None]:
+        """What is told once: a rule in a group."""
+        return self.rule, self.group
+
+    @property
+    def severity(self) -> float:
+        """How many times its threshold the value is."""
+        share = self.value / self.threshold if self.threshold else math.inf
+        return share if not math.isnan(share) else math.inf
+
+    @staticmethod
+    def from_json(written: Mapping[str, Any]) -> Finding:
+        """Read what `to_json` wrote. A value that was not finite comes back as infinity."""
+        numbers = {name: math.inf if written[name] is None else written[name] for name in ("value", "threshold")}
+        return Finding(**{**written, **numbers, "ranks": tuple(written["ranks"])})
+
+
+def finding(rule: str, seen: str, value: float, threshold: float, **where: Any) -> Finding:
+    """Make a finding of a rule, with the rule's remedy.
+
+    Args:
+        rule: its name.
+        seen: what was seen, with numbers.
+        value: what was measured.
+        threshold: that it passed.
+        where: `group` and `step`, as far as there are any.
+    """
+    place = {"group": None, "step": None, **where}
+    return Finding(rule, value=value, threshold=threshold, seen=seen, remedy=RULES[rule].remedy, **place)
+
+
+def levels(chosen: Mapping[str, str] | str | None) -> dict[str, str]:
+    """Return what each rule does when it fires: "ignore", "warn" or "error".
+
+    Args:
+        chosen: by rule's name; one of the three for all rules; or None. A rule that is not named warns.
+
+    Raises:
+        GradlabError: for another rule or another word.
+    """
+    named = dict.fromkeys(RULES, chosen) if isinstance(chosen, str) else dict(chosen or {})
+    for rule, level in named.items():
+        if rule not in RULES:
+            raise GradlabError(f"rules: there is no rule {str(rule)[:80]!r}; there are {', '.join(RULES)}")
+        if level not in LEVELS:
+            raise GradlabError(f"rules: {rule} = {str(level)[:80]!r}, expected one of {', '.join(LEVELS)}")
+    return {**dict.fromkeys(RULES, "warn"), **named}
+
+
+# --- the residual ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """How a group keeps its residual, as far as its size depends on it.
+
+    Attributes:
+        delta: of the codec's contraction; 0: nothing is known, and nothing is assumed; None: nothing is known.
+        gain: most norm of the compressor input without the residual, in gradient norms: 1 / (1 - m) under momentum.
+        follows: whether the residual is multiplied by the ratio of learning rates.
+    """
+
+    delta: float | None = None
+    gain: float = 1.0
+    follows: bool = False
+
+
+def feedback_of(codec: Codec, layers: Sequence[Layer], plain_sgd: bool) -> Feedback | None:
+    """Say how a group keeps its residual; None if it keeps none.
+
+    Args:
+        codec: with its wrappers.
+        layers: of the group.
+        plain_sgd: whether the optimizer is SGD without momentum.
+    """
+    wrappers = list(wrappers_of(codec))
+    keeper = next((wrapper for wrapper in wrappers if wrapper.keeps_residual), None)
+    if keeper is None:
+        return None
+    gain = math.prod(1 / (1 - w.settings.momentum) for w in wrappers if w.applies_momentum and _amplifies(w))
+    wanted = getattr(keeper.settings, "step_size_ratio", None)
+    return Feedback(expected_delta(codec, layers), gain, plain_sgd if wanted is None else wanted)
+
+
+def _amplifies(wrapper: Any) -> bool:
+    return (wrapper.before_compression or wrapper.keeps_residual) and hasattr(wrapper.settings, "momentum")
+
+
+def expected_delta(codec: Codec, layers: Sequence[Layer]) -> float | None:
+    """Return the delta by which a codec contracts: the one it guarantees, or a sparsifier's density.
+
+    A selection whose number of elements is not set (threshold) sends a residual whenever it is large enough: 0.
+    """
+    method = innermost(codec)
+    delta = method.guarantees(layers).delta
+    if delta is None and method.selects:
+        delta = getattr(method.settings, "density", 0.0)
+    return delta
+
+
+def residual_limit(steps: int, delta: float | None, gain: float = 1.0) -> float:
+    """Return the largest residual norm of a healthy run, in norms of its largest gradient.
+
+    Args:
+        steps: compressed steps so far.
+        delta: see `Feedback`.
+        gain: see `Feedback`.
+    """
+    bound = NO_GUARANTEE if delta is None else math.inf
+    if delta:
+        bound = 2 * math.sqrt(1 - min(delta, 1.0)) / delta
+    return SLACK * gain * max(1.0, min(float(steps), bound))
+
+
+class ResidualWatch:
+    """The residual norms of one group, step by step. It keeps two numbers.
+
+    Args:
+        group: its name.
+        feedback: how it keeps its residual.
+    """
+
+    def __init__(self, group: str, feedback: Feedback) -> None:
+        self.group, self.feedback = group, feedback
+        self._largest = 0.0  # gradient norm, times the learning rate where residuals follow it
+
+    def add(self, step: int, steps: int, residual: float, gradient: float, rate: float | None = None) -> Finding | None:
+        """Judge a measured step.
+
+        Args:
+            step: the iteration.
+            steps: compressed steps so far, this one included.
+            residual: norm.
+            gradient: norm, in the residual's unit.
+            rate: the learning rate, if it is known. The residuals of a rate of zero are not judged.
+
+        Returns:
+            What was found, if anything.
+        """
+        weight = 1.0 if rate is None or not self.feedback.follows else rate
+        if not weight > 0:
+            return None
+        if math.isfinite(gradient):
+            self._largest = max(self._largest, weight * gradient)
+        if not self._largest > 0:
+            return None
+        ratio = weight * residual / self._largest
+        limit = residual_limit(steps, self.feedback.delta, self.feedback.gain)
+        if ratio <= limit:  # False for NaN, which fires
+            return None
+        seen = f"the residual's norm is {ratio:.3g} times the largest gradient's, expected at most {limit:.3g}"
+        return finding("residual_grows", seen, ratio, limit, group=self.group, step=step)
+
+
+def residual_grows(
+    residuals: Sequence[float], gradients: Sequence[float], feedback: Feedback | None = None, every: int = 1
+) -> Finding | None:
+    """Judge a series of measured steps.
+
+    Args:
+        residuals: norms, from the first compressed step on.
+        gradients: norms of the same steps.
+        feedback: how the residual is kept; None: nothing is known of it.
+        every: steps from one measurement to the next.
+
+    Returns:
+        The first finding, its step counted from the first compressed one; None if there is none.
+    """
+    watch = ResidualWatch("", feedback or Feedback())
+    found = (
+        watch.add(at * every, at * every + 1, residual, gradient)
+        for at, (residual, gradient) in enumerate(zip(residuals, gradients, strict=True))
+    )
+    return next((one for one in found if one is not None), None)
+
+
+def residual_growth(norms: Sequence[float]) -> float | None:
+    """Return the mean norm of the last quarter of steps over that of the second.
+
+    None for fewer than 8 steps, for a norm that is not finite, and for one that does not rise from the second to the
+    third quarter and on to the last.
+
+    A residual that is sent in time settles; one that lies where the codec's decoder never comes, as an autoencoder's
+    does, grows as long as training goes on.
+    """
+    quarter = len(norms) // 4
+    if quarter < 2 or not all(map(math.isfinite, norms)):
+        return None
+    second, third, last = (fmean(norms[at * quarter : (at + 1) * quarter]) for at in (1, 2, 3))
+    return last / second if 0 < second < third < last else None
+
+
+def growth_remark(group: str, growth: float | None) -> str | None:
+    """Say that a group's residual has not settled; None if it has. A young residual may still settle: no warning.
+
+    Args:
+        group: its name.
+        growth: see `residual_growth`.
+    """
+    if growth is None or growth <= GROWN:
+        return None
+    return (
+        f"{group}: the residual norm grew {growth:.1f} times in the second half of the measured steps; if that goes "
+        "on, the codec never sends a part of the gradient"
+    )
+
+
+# --- the others -----------------------------------------------------------------------------------------------------
+
+
+def non_finite(step: int, in_a_row: int, scaled: bool, layers: Collection[str]) -> Finding | None:
+    """Judge a step whose gradients were not finite on some rank.
+
+    Args:
+        step: the iteration.
+        in_a_row: such steps in a row, this one included.
+        scaled: whether a loss scaler is in use, which makes a few of them normal.
+        layers: of this rank, whose gradients were not finite; none if only the mean is not.
+    """
+    most = SCALED_STEPS if scaled else 1
+    if in_a_row < most:
+        return None
+    where = ", ".join(list(layers)[:3]) or "the mean of the ranks"
+    seen = f"gradients are not finite in {where}; every rank's become NaN, and no codec state moves"
+    if scaled:
+        seen = f"{seen}; this is the {in_a_row}th such step in a row, and the loss scale below 1 if it began at 65536"
+    return finding("non_finite", seen, in_a_row, most, step=step)
+
+
+def rate_change(before: Iterable[float], now: Iterable[float], largest: float) -> float:
+    """Return the largest factor between learning rates of two steps, 1 or more.
+
+    Rates of zero, and two that are both below 1 % of the largest, count as unchanged.
+
+    Args:
+        before: rates of the last step, one per layer.
+        now: rates of this step, in the same order.
+        largest: rate of the run so far.
+    """
+    factors = [1.0]
+    for old, new in set(zip(before, now, strict=True)):
+        if old > 0 and new > 0 and max(old, new) >= RATE_SHARE * largest:
+            factors.append(max(new / old, old / new))
+    return max(factors)
+
+
+def rates_change(step: int, factor: float, residual: float | None) -> Finding | None:
+    """Judge a change of learning rates while residuals are kept as they are.
+
+    Args:
+        step: the iteration.
+        factor: see `rate_change`.
+        residual: norm at the last measured step over the gradient's, the largest of a group; None: not known. Below 1
+            little is applied at the wrong rate.
+    """
+    if factor <= RATE_FACTOR or residual is None or residual < 1.0:
+        return None
+    seen = (
+        f"the learning rate changed {factor:.3g} times in one step; residuals of up to {residual:.3g} gradient norms "
+        "were gathered at the old rate and are applied at the new one"
+    )
+    return finding("rates_change", seen, factor, RATE_FACTOR, step=step)
+
+
+def different_versions(versions: Sequence[Mapping[str, str]]) -> Finding | None:
+    """Judge the versions of libraries.
+
+    Args:
+        versions: by library's name, in rank order.
+    """
+    differing = [name for name in versions[0] if len({of_rank[name] for of_rank in versions}) > 1]
+    if not differing:
+        return None
+    said = "; ".join(f"{name} {_by_version([of_rank[name] for of_rank in versions])}" for name in differing)
+    return finding("versions", f"ranks have different versions: {said}", len(differing), 0)
+
+
+def _by_version(versions: Sequence[str]) -> str:
+    ranks = {version: [at for at, other in enumerate(versions) if other == version] for version in versions}
+    return ", ".join(f"{version} on rank{'s' * (len(of) > 1)} {_short(of)}" for version, of in ranks.items())
+
+
+def _short(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+
+
+# --- what is told ---------------------------------------------------------------------------------------------------
+
+
+def merged(by_rank: Sequence[Iterable[Finding]]) -> list[Finding]:
+    """Join what ranks found: one finding per rule and group, the severest, with the ranks that saw it."""
+    joined: dict[tuple[str, str | None], Finding] = {}
+    for rank, findings in enumerate(by_rank):
+        for one in findings:
+            before = joined.get(one.key)
+            ranks = (*(before.ranks if before else ()), rank)
+            worst = one if before is None or one.severity > before.severity else before
+            joined[one.key] = replace(worst, ranks=ranks)
+    return list(joined.values())
+
+
+def sentence(findings: Sequence[Finding], world_size: int) -> str:
+    """Write findings of one rule as one line: the severest, how many more there are, the ranks, and what to do.
+
+    Args:
+        findings: of one rule.
+        world_size: number of ranks.
+    """
+    worst = max(findings, key=lambda one: one.severity)
+    more = f" (and in {len(findings) - 1} more groups)" if len(findings) > 1 else ""
+    when = "" if worst.step is None else f"step {worst.step}: "
+    where = "" if worst.group is None else f"{worst.group}: "
+    seen_by = f" [on rank {_short(worst.ranks)} of {world_size}]" if 0 < len(worst.ranks) < world_size else ""
+    return f"{when}{where}{worst.seen}{more}{seen_by}; {worst.remedy} (rule {worst.rule})"

@@ -1,0 +1,177 @@
+"""Watch a run by the rules of `gradlab.executor.rules`: each is told once, on rank 0, or ends the run on all ranks.
+
+A rank looks at its own measured steps. What it finds waits for the next step, whose agreement on finite gradients also
+carries whether any rank found something, in the same four bytes. If one did, the ranks gather what they found, between
+the steps. So a run without findings sends nothing more, N ranks give one warning, and an error is raised by all of them
+after the same step.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from gradlab import version
+from gradlab.ddp.agreement import Ranks
+from gradlab.errors import GradlabError
+from gradlab.executor import PlanRun, rules
+from gradlab.executor.rules import Feedback, Finding, ResidualWatch
+from gradlab.runtime.engine.options import RunOptions
+from gradlab.runtime.engine.statistics import StepRecord
+
+
+class RuleWatch:
+    """What one rank watches of its run.
+
+    Attributes:
+        told: what was found on any rank and told.
+        pending: what this rank found and has not told the others.
+
+    Args:
+        run: the rank's run of a plan.
+        options: the run's.
+    """
+
+    def __init__(self, run: PlanRun, options: RunOptions) -> None:
+        self.told: list[Finding] = []
+        self.pending: list[Finding] = []
+        self._run = run
+        self._levels = rules.levels(options.rules)
+        self._scaled = options.scaled
+        self._known: set[tuple[str, str | None]] = set()
+        self._warned: set[str] = set()
+        self._residuals = {
+            name: ResidualWatch(name, feedback)
+            for name, feedback in _feedback(run).items()
+            if self._levels["residual_grows"] != "ignore"
+        }
+        # Under momentum or a preconditioner kept residuals were measured to do no harm (`residual_statement`).
+        kept = [name for name, watch in self._residuals.items() if options.plain_sgd and not watch.feedback.follows]
+        self._kept = tuple(layer for name in kept for layer in run.groups[name].layers)
+        self._ratio: float | None = None  # largest residual norm over gradient norm, of groups that keep theirs
+        self._rates: Mapping[str, float] = {}
+        self._largest_rate = 0.0
+
+    # --- what a rank sees ---
+
+    def see_rates(self, now: Mapping[str, float]) -> None:
+        """Look at a step's learning rates, by layer name."""
+        before, self._rates = self._rates, now
+        if not self._kept or not now or now == before:
+            return
+        self._largest_rate = max(self._largest_rate, *now.values())
+        if before:
+            old, new = ([rates.get(layer, 0.0) for layer in self._kept] for rates in (before, now))
+            factor = rules.rate_change(old, new, self._largest_rate)
+            self._find(rules.rates_change(self._run.iteration, factor, self._ratio))
+
+    def see_step(self, record: StepRecord) -> None:
+        """Look at a measured step."""
+        if not record.finite or not record.residual_norms:
+            return
+        steps = record.step - self._run.plan.schedule.warmup_steps + 1
+        ratios = [0.0]
+        for name, watch in self._residuals.items():
+            layers = self._run.groups[name].layers
+            residual, gradient = (
+                math.hypot(*(norms.get(layer, 0.0) for layer in layers))
+                for norms in (record.residual_norms, record.gradient_norms)
+            )
+            rates = [self._rates[layer] for layer in layers if layer in self._rates]
+            self._find(watch.add(record.step, steps, residual, gradient, max(rates) if rates else None))
+            if not watch.feedback.follows and gradient > 0:
+                ratios.append(residual / gradient)
+        self._ratio = max(ratios)
+
+    def _find(self, one: Finding | None) -> None:
+        if one is not None and self._level(one) != "ignore" and one.key not in self._known:
+            self._known.add(one.key)
+            self.pending.append(one)
+
+    def _level(self, one: Finding) -> str:
+        return self._levels[one.rule]
+
+    # --- what ranks tell each other ---
+
+    def settle(self, ranks: Callable[[], Ranks], record: StepRecord, noticed: bool, in_a_row: int) -> None:
+        """End a step: gather what ranks found, if any did, warn once, or raise an error on all of them.
+
+        Args:
+            ranks: gives the run's, for a collective.
+            record: the step's.
+            noticed: whether the ranks have agreed that one of them found something.
+            in_a_row: steps in a row that were not finite on some rank, this one included.
+
+        Raises:
+            GradlabError: if a rule fired that is an error; the same line on all ranks.
+        """
+        now = None if record.finite else self._non_finite(record, in_a_row)
+        if not noticed and now is None:
+            return
+        if now is not None and record.non_finite_layers:
+            self.pending.append(now)
+        gathered = ranks().gather([one.to_json() for one in self.pending])
+        self.pending = []
+        found = rules.merged([[Finding.from_json(one) for one in of_rank] for of_rank in gathered])
+        if now is not None and all(one.rule != now.rule for one in found):
+            found.append(now)  # the same on all ranks: none of them had named a layer
+        self.tell(found)
+
+    def _non_finite(self, record: StepRecord, in_a_row: int) -> Finding | None:
+        """What this rank says of a step that was not finite. All ranks say it in the same step."""
+        one = rules.non_finite(record.step, in_a_row, self._scaled, record.non_finite_layers)
+        return None if one is None or self._level(one) == "ignore" or one.key in self._known else one
+
+    def tell(self, findings: Sequence[Finding]) -> None:
+        """Warn of findings, on rank 0 and once by rule, or raise an error.
+
+        Args:
+            findings: the same on all ranks.
+
+        Raises:
+            GradlabError: if one of them is an error.
+        """
+        fresh = [one for one in findings if self._level(one) != "ignore" and one.key not in {o.key for o in self.told}]
+        self.told += fresh
+        self._known |= {one.key for one in fresh}
+        by_rule: dict[str, list[Finding]] = {}
+        for one in fresh:
+            by_rule.setdefault(one.rule, []).append(one)
+        sentences = {name: rules.sentence(of_rule, self._run.world_size) for name, of_rule in by_rule.items()}
+        for name, line in sentences.items():
+            if self._levels[name] == "warn" and self._run.rank == 0 and name not in self._warned:
+                warnings.warn(f"gradlab: {line}", stacklevel=4)
+        self._warned |= set(by_rule)
+        if errors := [line for name, line in sentences.items() if self._levels[name] == "error"]:
+            raise GradlabError(errors[0])
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What was told, and what this rank found since."""
+        return (*self.told, *self.pending)
+
+
+def compare_versions(ranks: Ranks) -> list[Finding]:
+    """Compare the versions of gradlab and torch on all ranks. A collective.
+
+    Args:
+        ranks: to be compared.
+
+    Returns:
+        The same findings on all ranks.
+    """
+    own = {"gradlab": version.VERSION, "torch": str(torch.__version__)}
+    one = rules.different_versions(ranks.gather(own))
+    return [] if one is None else [one]
+
+
+def _feedback(run: PlanRun) -> dict[str, Feedback]:
+    by_name = {layer.name: layer for layer in run.plan.layers}
+    found = {
+        name: rules.feedback_of(run.codecs[name], [by_name[layer] for layer in group.layers], run.settings.plain_sgd)
+        for name, group in run.groups.items()
+    }
+    return {name: feedback for name, feedback in found.items() if feedback is not None}

@@ -1,0 +1,150 @@
+"""Nothing diverges in silence: the rules on series, and in real processes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradlab.errors import GradlabError
+from gradlab.executor import rules
+from gradlab.executor.rules import Feedback, residual_grows, residual_limit
+from support.process_pool import ProcessPool
+
+norms = st.floats(1e-6, 1e6)
+
+
+@given(st.lists(norms, min_size=1, max_size=60), st.floats(0, 1))
+def test_a_codec_that_never_enlarges_its_input_never_fires(gradients: list[float], share: float) -> None:
+    """The worst case: gradients that all point one way, of which the same share is kept back."""
+    residuals, residual = [], 0.0
+    for gradient in gradients:
+        residual = share * (residual + gradient)
+        residuals.append(residual)
+    assert residual_grows(residuals, gradients, Feedback(delta=0.0)) is None
+
+
+@given(st.lists(norms, min_size=1, max_size=60), st.floats(0.01, 1))
+def test_a_contraction_never_fires_under_its_delta(gradients: list[float], delta: float) -> None:
+    residuals, residual = [], 0.0
+    for gradient in gradients:
+        residual = math.sqrt(1 - delta) * (residual + gradient)
+        residuals.append(residual)
+    assert residual_grows(residuals, gradients, Feedback(delta=delta)) is None
+
+
+@given(norms, st.floats(1.05, 3))
+def test_a_geometric_growth_fires(gradient: float, factor: float) -> None:
+    residuals = [gradient * factor**step for step in range(200)]
+    for feedback in (Feedback(), Feedback(delta=0.0), Feedback(delta=0.5)):
+        found = residual_grows(residuals, [gradient] * 200, feedback)
+        assert found is not None
+        assert found.value > found.threshold
+
+
+def test_what_is_not_a_number_fires_and_momentum_is_allowed_for() -> None:
+    assert residual_grows([1.0, math.nan], [1.0, 1.0]) is not None
+    assert residual_grows([1.0, math.inf], [1.0, 1.0]) is not None
+    assert residual_grows([30.0], [10.0], Feedback()) is not None
+    assert residual_grows([30.0], [10.0], Feedback(gain=10.0)) is None
+    assert residual_limit(10_000, 0.001) == pytest.approx(2 * 2 * math.sqrt(0.999) / 0.001)
+    assert residual_limit(5, 0.001) == 10
+    assert residual_limit(10_000, None) == 200
+
+
+def test_a_residual_that_follows_a_falling_rate_does_not_fire() -> None:
+    """In units of the parameters it is as large as before."""
+    watch = rules.ResidualWatch("a", Feedback(delta=0.1, follows=True))
+    rates = [0.5**step for step in range(40)]
+    assert all(watch.add(step, step + 1, 1 / rate, 1.0, rate) is None for step, rate in enumerate(rates))
+    assert watch.add(41, 42, 1e30, 1.0, 0.0) is None
+
+
+def test_rates_count_where_they_matter() -> None:
+    assert rules.rate_change([0.1, 0.2], [0.1, 0.2], 0.2) == 1.0
+    assert rules.rate_change([0.1, 0.2], [0.01, 0.2], 0.2) == pytest.approx(10)
+    assert rules.rate_change([0.001], [0.0001], 1.0) == 1.0  # the end of a schedule
+    assert rules.rate_change([0.0], [0.1], 0.1) == 1.0
+    assert rules.rates_change(5, 10.0, 3.0) is not None
+    for factor, residual in ((1.9, 3.0), (10.0, 0.5), (10.0, None)):
+        assert rules.rates_change(5, factor, residual) is None
+
+
+def test_versions_are_named_with_their_ranks() -> None:
+    same = {"gradlab": "1", "torch": "2"}
+    assert rules.different_versions([same] * 3) is None
+    found = rules.different_versions([same, {**same, "torch": "3"}, same])
+    assert found is not None
+    assert found.seen == "ranks have different versions: torch 2 on ranks 0, 2, 3 on rank 1"
+
+
+def test_rules_and_words_that_do_not_exist_are_refused() -> None:
+    assert set(rules.levels("error").values()) == {"error"}
+    assert rules.levels({"versions": "ignore"})["versions"] == "ignore"
+    with pytest.raises(GradlabError, match="no rule 'residuals'; there are residual_grows, "):
+        rules.levels({"residuals": "error"})
+    with pytest.raises(GradlabError, match="versions = 'raise', expected one of ignore, warn, error"):
+        rules.levels({"versions": "raise"})
+
+
+def test_findings_of_ranks_are_joined() -> None:
+    def one(value: float) -> rules.Finding:
+        return rules.finding("residual_grows", "seen", value, 1.0, group="a", step=3)
+
+    (joined,) = rules.merged([[], [one(2.0)], [one(5.0)]])
+    assert (joined.value, joined.ranks) == (5.0, (1, 2))
+    assert rules.Finding.from_json(joined.to_json()) == joined
+    assert rules.sentence([joined], 4).startswith("step 3: a: seen [on rank 1, 2 of 4]; ")
+    assert "[on" not in rules.sentence(rules.merged([[one(2.0)]] * 4), 4)
+
+
+# --- in real processes ----------------------------------------------------------------------------------------------
+
+
+def test_feedback_that_diverges_is_told_once(pool: ProcessPool) -> None:
+    first, second = pool.run("jobs.rule_tasks:diverging", 2)
+    (message,) = first["warned"]
+    assert "the residual's norm is" in message
+    assert "(rule residual_grows)" in message
+    assert second["warned"] == []
+    assert first["rules"] == second["rules"]
+    assert {one["rule"] for one in first["rules"]} >= {"residual_grows"}
+    assert all(one["value"] > one["threshold"] and one["ranks"] for one in first["rules"])
+    assert "(rule residual_grows)" in first["table"]
+
+
+def test_an_error_is_raised_by_all_ranks_after_the_same_step(pool: ProcessPool) -> None:
+    first, second = pool.run("jobs.rule_tasks:diverging", 2, rules={"residual_grows": "error"})
+    assert first["error"] == second["error"]
+    assert "(rule residual_grows)" in first["error"]
+    assert first["steps"] == second["steps"]
+    assert first["warned"] == second["warned"] == []
+
+
+def test_what_is_ignored_is_not_told(pool: ProcessPool) -> None:
+    for result in pool.run("jobs.rule_tasks:diverging", 2, rules="ignore"):
+        assert (result["warned"], result["rules"], result["error"]) == ([], [], "")
+
+
+def test_healthy_runs_are_silent(pool: ProcessPool) -> None:
+    for results in pool.run("jobs.rule_tasks:healthy", 2):
+        assert all(ratio > 0 for ratio in results["ratios"].values())
+        assert results["ratios"]["topk"] > 5
+        assert results["warned"] == []
+        assert results["rules"] == {name: [] for name in results["ratios"]}
+
+
+def test_a_jump_of_the_rate_under_kept_residuals(pool: ProcessPool) -> None:
+    for rank, results in enumerate(pool.run("jobs.rule_tasks:rates", 2)):
+        assert [len(results[name]) for name in ("jump", "smooth", "followed")] == [rank == 0, 0, 0]
+        assert all("learning rate changed 10 times in one step" in message for message in results["jump"])
+
+
+def test_ranks_of_different_versions(pool: ProcessPool) -> None:
+    for rank, result in enumerate(pool.run("jobs.rule_tasks:versions", 2)):
+        assert len(result["warned"]) == (rank == 0)
+        assert all(", 0.0.1 on rank 1" in message for message in result["warned"])
+        assert [one["rule"] for one in result["rules"]] == ["versions"]
+        assert "0.0.1 on rank 1" in result["error"]
