@@ -50,7 +50,9 @@ class RecordingCallback(TrainerCallback):
     ) -> None:
         """Attach the recorder to the model that the Trainer has just wrapped."""
         model, scaler = ddp_of_trainer(self._trainer, "RecordingCallback"), self._trainer.accelerator.scaler
-        options = {"optimizer": bare_optimizer(kwargs.get("optimizer")), "scaler": scaler, **self._options}
+        left = max(1, int(state.max_steps) - state.global_step)  # a budget spreads the recorded steps over them
+        given = {"optimizer": bare_optimizer(kwargs.get("optimizer")), "scaler": scaler, "expected_steps": left}
+        options = {**given, **self._options}
         self.recorder = TraceRecorder(model, self._path, **options)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

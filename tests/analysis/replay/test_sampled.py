@@ -100,7 +100,7 @@ def test_what_needs_whole_layers_is_refused_by_name_with_a_remedy(part: Trace) -
     with pytest.raises(GradlabError, match=f"{held} and 1 more; scales are shared out .*{remedy}"):
         fit_block_sizes(part, 4.0, 3)
     for plan, method in (
-        (Plan.uniform(part.model_layers, "gradiveq", ratio=4.0, complement=1.0, warmup_steps=0), "gradiveq cuts"),
+        (Plan.uniform(part.model_layers, "gradiveq", roles=("convolution", "linear"), warmup_steps=0), "gradiveq cuts"),
         (lgc_plan(part.model_layers, density=0.01, warmup_steps=0), "lgc_ring learned from"),
     ):
         with pytest.raises(GradlabError, match=f"holds a sample of .*; {method} .*{remedy}"):
