@@ -208,11 +208,13 @@ def in_accelerate(task: Task) -> Outcome:
 class Module(LightningModule):
     """A model of transformers for Lightning."""
 
-    def __init__(self, network: Model) -> None:
+    def __init__(self, network: Model, micro: int) -> None:
         super().__init__()
-        self.network = network
+        self.network, self.micro = network, micro
 
-    def training_step(self, batch: Batch, index: int) -> torch.Tensor:
+    def training_step(self, batches: list[Batch], index: int) -> torch.Tensor:
+        # By step: a checkpoint within an epoch does not skip what a plain DataLoader has given already.
+        batch = batches[self.trainer.global_step * self.micro + index % self.micro]
         loss: torch.Tensor = self.network(**batch).loss
         return loss
 
@@ -221,7 +223,7 @@ class Module(LightningModule):
 
 
 def in_lightning(task: Task) -> Outcome:
-    module = Module(task.new_model())
+    module = Module(task.new_model(), task.micro)
     plan = task.plan(module)
     if task.record:
         callback: Any = gradlab.capture.lightning.RecordingCallback(task.record)
@@ -242,9 +244,9 @@ def in_lightning(task: Task) -> Outcome:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    # Lightning skips by itself what was trained on before the checkpoint.
     whole = Task(task.model, task.steps, task.micro)
-    loader = DataLoader([batch for step in whole.batches(int(os.environ["RANK"])) for batch in step], batch_size=None)
+    batches = [batch for step in whole.batches(dist.get_rank()) for batch in step]
+    loader = DataLoader([batches] * len(batches), batch_size=None)
     path = str(task.resume / f"step={SAVED}.ckpt") if task.resume else None
     trainer.fit(torch.compile(module, backend=BACKEND) if task.compiled else module, loader, ckpt_path=path)
     return Outcome(module, trainer.optimizers[0], None if task.record else callback.state)
