@@ -52,7 +52,9 @@ def diverging(group: dist.ProcessGroup, rules: Any = None) -> dict[str, Any]:
     error, rank = "", dist.get_rank(group)
     settings = {"bits": 2, "norm": "l2", "contraction": "none", "bucket_size": 4096}
     with listening() as warned:
-        run = exchange(group, plan("qsgd", settings), rules=rules, measure_every=2)
+        run = exchange(
+            group, plan("qsgd", settings, Wrap("error_feedback", {"contraction": "none"})), rules=rules, measure_every=2
+        )
         with run:
             try:
                 train(run, rank, 12)
