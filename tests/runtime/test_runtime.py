@@ -144,21 +144,24 @@ def test_use_after_close_is_refused(pool: ProcessPool) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 107, 1000])
-def test_finite_flag_survives_rounding(world_size: int) -> None:
-    """N times 1/N is not 1 in float32 at many N; one rank that is not finite still shows."""
-    for finite, bad in ((True, 0), (False, 1)):
+@pytest.mark.parametrize("noticing", ["none", "one", "all"])
+def test_finite_flag_survives_rounding(world_size: int, noticing: str) -> None:
+    """N times 1/N is not 1 in float32 at many N. One rank that is not finite still shows, whatever the others notice."""
+    others = {"none": 0, "one": 1, "all": world_size - 1}[noticing]
+    for finite in (True, False):
         step = PlanRun(PLAN, 0, world_size).begin()
         step.add({"wide": torch.full((20, 30), 0.0 if finite else torch.inf)})
         flag = step.agree()
         request = next(flag)
         assert isinstance(request, Mean)
-        assert request.tensor.tolist() == [float(finite)]
+        assert request.tensor.tolist() == [1.0 if finite else -float(world_size)]
         total = torch.zeros(1)
-        for _ in range(world_size - bad):
-            total += torch.ones(1) * (1.0 / world_size)
+        for own in (request.tensor.item(), *(2.0 if rank < others else 1.0 for rank in range(world_size - 1))):
+            total += torch.tensor([own]) * (1.0 / world_size)
         with pytest.raises(StopIteration):
             flag.send(total)
         assert step.finite is finite
+        assert not finite or step.noticed is (others > 0)
 
 
 def test_a_layer_without_a_gradient_is_held_where_no_rank_has_one(pool: ProcessPool) -> None:
