@@ -146,7 +146,7 @@ def test_use_after_close_is_refused(pool: ProcessPool) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 107, 1000])
 @pytest.mark.parametrize("noticing", ["none", "one", "all"])
 def test_finite_flag_survives_rounding(world_size: int, noticing: str) -> None:
-    """N times 1/N is not 1 in float32 at many N. One rank that is not finite still shows, whatever the others notice."""
+    """N times 1/N is not 1 in float32 at many N. One rank that is not finite shows, whatever the others notice."""
     others = {"none": 0, "one": 1, "all": world_size - 1}[noticing]
     for finite in (True, False):
         step = PlanRun(PLAN, 0, world_size).begin()
