@@ -736,7 +736,7 @@ MUTANTS = (
         select="node or shared or null or excess",
     ),
     Mutant(
-        file="runtime/run_report.py",
+        file="gradlab/executor/rules.py",
         old="for at in (1, 2, 3))",
         new="for at in (0, 2, 3))",
         tests=("tests/runtime/test_seeing.py",),

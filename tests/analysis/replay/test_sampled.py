@@ -93,7 +93,7 @@ def test_fits_make_plans_for_whole_layers(full: Trace, part: Trace) -> None:
 def test_what_needs_whole_layers_is_refused_by_name_with_a_remedy(part: Trace) -> None:
     remedy = r"record these layers whole: in fewer steps \(max_steps\), with a larger budget"
     held = "holds a sample of convolution.weight"
-    with pytest.raises(NotFittable, match=f"{held}; GradiVeQ cuts whole layers into slices.*{remedy}"):
+    with pytest.raises(NotFittable, match=f"{held} and 1 more; GradiVeQ cuts whole layers into slices.*{remedy}"):
         fit_gradiveq(part, samples=3)
     with pytest.raises(GradlabError, match=f"{held} and 1 more; LGC learns .*{remedy}"):
         fit_lgc(part)
