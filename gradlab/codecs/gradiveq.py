@@ -46,7 +46,6 @@ from gradlab.learning.slice_pca import (
 from gradlab.workspace import Workspace
 
 SAMPLING, COMPRESSING, DENSE = range(3)
-_NEW_TENSORS_BEGIN = 64  # bytes: the boundary
 # Roles whose gradients bases hold well, as measured (docs/gradiveq.md).
 WEIGHTS = (
     "convolution",
@@ -275,7 +274,7 @@ class GradiVeQ(Codec):
     def _layer(self, name: str, grad: torch.Tensor, layer_state: Tensors, context: Context) -> Coroutine[_Done]:
         [layer] = self.layers_of({name: grad})
         view = self.slice_view(layer)
-        vector = _aligned(flatten(grad.reshape(view.shape), "gradiveq", context.workspace, view.role))
+        vector = flatten(grad.reshape(view.shape), "gradiveq", context.workspace, view.role)
         mode, position = map(int, layer_state["clock"].tolist())
         size = layer_state["basis"].shape[1] if "basis" in layer_state else self.slice_size(layer)
         slices, tail = split_slices(vector, size)
@@ -573,11 +572,3 @@ def _digest(learned: Tensors) -> torch.Tensor:
 def _resized(basis: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Return a tensor of rank 0's shape to receive into; on rank 0 the basis itself."""
     return basis if list(basis.shape) == list(shape) else basis.new_zeros(tuple(shape))
-
-
-def _aligned(vector: torch.Tensor) -> torch.Tensor:
-    """Return a vector that begins where new tensors do.
-
-    Products of matrices give other last bits on memory that does not, and a bucket's views begin anywhere.
-    """
-    return vector if vector.data_ptr() % _NEW_TENSORS_BEGIN == 0 else vector.clone()

@@ -247,8 +247,9 @@ class _FusedRing(Fused):
 
 
 def _aligned_bytes(part: torch.Tensor) -> torch.Tensor:
-    # A view with a wider dtype needs an offset that its element size divides.
-    return part if part.storage_offset() % 8 == 0 else part.clone()
+    # A view with a wider dtype needs an offset that its element size divides, and what decodes it by a product of
+    # matrices gives other last bits on memory that begins elsewhere than new tensors do.
+    return part if part.storage_offset() % _NEW_TENSORS_BEGIN == 0 else part.clone()
 
 
 def _joined(vectors: Sequence[torch.Tensor], communicator: Communicator) -> torch.Tensor:
