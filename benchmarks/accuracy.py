@@ -14,7 +14,6 @@ and differences to dense paired by seed with 95 % t intervals.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from typing import Any
 
 import emulated
 import torch
+from rows import add, has, read
 from scipy import stats
 
 from gradlab.codec import Tensors
@@ -142,7 +142,7 @@ def main() -> None:
     for name, default in (("--batch", 16), ("--ranks", 4), ("--steps", 1000), ("--warmup", 50)):
         parser.add_argument(name, type=int, default=default)
     options = parser.parse_args()
-    rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
+    rows = read(options.out)
     if options.table:
         print(table(rows))
         return
@@ -160,11 +160,8 @@ def main() -> None:
     for seed in options.seeds:
         for method in options.methods or list(known):
             key = {"method": method, "seed": seed, **fixed}
-            if not any(key.items() <= row.items() for row in rows):
-                row = key | run(known[method], data, recipe, options.ranks, seed)
-                with options.out.open("a") as out:
-                    out.write(json.dumps(row) + "\n")
-                print(json.dumps(row), flush=True)
+            if not has(rows, key):
+                add(options.out, key | run(known[method], data, recipe, options.ranks, seed))
 
 
 if __name__ == "__main__":

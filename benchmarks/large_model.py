@@ -21,6 +21,7 @@ from pathlib import Path
 
 
 def main() -> None:
+    """Run the commands one after another; print and write the table."""
     options = _options()
     options.folder.mkdir(parents=True, exist_ok=True)
     trace = options.folder / "trace"

@@ -16,7 +16,6 @@ again.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 from emulated import Task, record, train
+from rows import Row, add, has, read
 
 from gradlab.analysis.layer_plan.costs import Cost
 from gradlab.analysis.layer_plan.grids import candidates_of_grid
@@ -39,7 +39,6 @@ from gradlab.trace import Trace
 
 RANKS, STEPS, WARMUP = 4, 300, 50
 FIRST, EVERY, RECORDED = 50, 4, 60  # of the recording: iterations 50, 54, ..., 286
-Row = dict[str, Any]
 IMAGES, WORDS = get("cifar10"), get("text_words")
 IMAGE_RECIPE = replace(IMAGES.recipe, batch_size=16, steps=STEPS, schedule="cosine", learning_rate=0.05)
 TASKS = {
@@ -105,15 +104,8 @@ def train_all(name: str, data: Any, plans: Path, out: Path, seeds: Sequence[int]
     for seed in seeds:
         for method, plan in chosen:
             key = {"task": name, "method": method, "seed": seed}
-            if not any(key.items() <= row.items() for row in rows):
-                row = key | train(task, plan, data, seed)
-                with out.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-                print(json.dumps(row), flush=True)
-
-
-def read(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+            if not has(rows, key):
+                add(out, key | train(task, plan, data, seed))
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -22,7 +22,6 @@ times: encoders and decoders alone, in turns, beside int8 of the same values, wi
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +33,7 @@ from typing import Any
 import emulated
 import torch
 from emulated import Task
+from rows import Row, add, has, read
 from torch import nn
 from torch.nn import functional
 
@@ -175,11 +175,7 @@ def run(method: str, setting: Setting, data: Data, seed: int) -> dict[str, Any]:
     return emulated.train(replace(setting.task, recipe=recipe), plan, data, seed)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """Accuracy and loss seed by seed, bytes, ratios, and the codecs' time per iteration and rank."""
     lines = [
         f"{'method':34s}  accuracy %     loss           sent kB      ratio  whole run: MB  ratio  codec ms  "
@@ -260,11 +256,8 @@ def main() -> None:
         for seed in chosen.seeds:
             for method in chosen.methods:
                 key = {"task": chosen.task, "method": method, "seed": seed}
-                if not any(key.items() <= row.items() for row in read(chosen.train)):
-                    row = key | run(method, setting, data, seed)
-                    with chosen.train.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
-                    print(json.dumps(row), flush=True)
+                if not has(read(chosen.train), key):
+                    add(chosen.train, key | run(method, setting, data, seed))
     if chosen.table:
         print(table([row for row in read(chosen.train) if row["task"] == chosen.task]))
 

@@ -14,7 +14,6 @@ root mean squares: the ring's, and the server's with and without similarity loss
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,8 @@ from typing import Any
 
 import emulated
 import torch
-from lgc import DENSITY, FEEDBACK, Setting, load, read, tasks
+from lgc import DENSITY, FEEDBACK, Setting, load, tasks
+from rows import add, has, read
 
 from gradlab.analysis.figures.lgc import plot_reconstruction, plot_sparsification
 from gradlab.analysis.figures.style import drawing
@@ -95,15 +95,14 @@ def main() -> None:
         wanted = [{"figure": 13, "of": strategy} for strategy in STRATEGIES]
         wanted += [{"figure": 14, "of": nodes} for nodes in chosen.nodes if chosen.traces]
         for key in wanted:
-            if not any(key.items() <= row.items() for row in read(chosen.rows)):
+            if not has(read(chosen.rows), key):
                 of = key["of"]
                 result = (
                     sparsified(str(of), setting, data)
                     if key["figure"] == 13
                     else reconstructed(int(of), setting, data, chosen.traces)
                 )
-                with chosen.rows.open("a") as file:
-                    file.write(json.dumps(key | {"found": result}) + "\n")
+                add(chosen.rows, key | {"found": result}, unshown=("found",))
     rows = read(chosen.rows)
     losses = {row["of"]: row["found"] for row in rows if row["figure"] == 13}
     errors = {f"{row['of']} nodes": row["found"] for row in rows if row["figure"] == 14}

@@ -15,7 +15,6 @@ achieve. One line of JSON per replay and per run; what is there is not done agai
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ import numpy as np
 import torch
 from accuracy import WORKLOAD, resnet8, train
 from matplotlib.figure import Figure
+from rows import Row, add, has, read
 from scipy import stats
 
 from gradlab import codecs
@@ -44,7 +44,6 @@ from gradlab.trace import Trace
 WARMUP, RATE, BATCH, RANKS = 50, 0.1, 16, 4
 FIRST, RECORDED = 100, 100  # iterations of the recording
 FITTED = 50  # iterations that GradiVeQ samples before it compresses
-Row = dict[str, Any]
 
 
 @codecs.register
@@ -192,7 +191,7 @@ def replay_all(trace: Trace, out: Path) -> None:
             wanted.append((f"{name} alone", Compared(name, required_settings(name)), dict(settings), False))
     for name, method, settings, feedback in wanted:
         key = {"method": name, "settings": {**method.settings, **settings}, "feedback": feedback}
-        if not any(key.items() <= row.items() for row in rows):
+        if not has(rows, key):
             add(out, replay_row(trace, name, method, settings, feedback))
 
 
@@ -216,23 +215,13 @@ def train_all(data: Any, out: Path, names: Sequence[str], seeds: Sequence[int], 
     for seed in seeds:
         for name in names:
             key = {"method": name, "seed": seed, "steps": steps}
-            if any(key.items() <= row.items() for row in rows):
+            if has(rows, key):
                 continue
             method = METHODS[name]
             plan = method.plan(layers_of(resnet8(recipe_of(method, steps), RANKS).model(seed)))
             row = key | train(plan, data, recipe_of(method, steps), RANKS, seed)
             row["loss"] = row["loss"] if math.isfinite(row["loss"]) else None  # JSON knows no NaN
-            add(out, row)
-
-
-def read(path: Path | None) -> list[Row]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path and path.exists() else []
-
-
-def add(path: Path, row: Row) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
-    print(json.dumps({key: value for key, value in row.items() if key != "curve"}), flush=True)
+            add(out, row, unshown=("curve",))
 
 
 def joined(replayed: Sequence[Row], trained: Sequence[Row]) -> dict[str, tuple[Row, list[Row]]]:

@@ -12,7 +12,6 @@ with step_size_ratio and once without, from the same seeds. A run's loss is the 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 from emulated import Task, train
+from rows import Row, add, has, read
 from torch import nn
 
 from gradlab.datasets import get
@@ -29,7 +29,6 @@ from gradlab.datasets.text import TextBytes
 from gradlab.datasets.transformer import TransformerSize
 from gradlab.plan import Plan, Wrap
 
-Row = dict[str, Any]
 CODECS: dict[str, tuple[str, dict[str, Any], bool]] = {  # codec, settings, whether the server compresses too
     "signs both ways": ("sign", {}, True),
     "PowerSGD rank 1": ("powersgd", {"rank": 1}, False),
@@ -84,19 +83,12 @@ def run(text: str | None, out: Path, seeds: Sequence[int], only: str = "") -> No
             for method in ("dense", *CODECS):
                 for follows in (False,) if method == "dense" else (False, True):
                     key = {"task": task_name, "method": method, "follows": follows, "seed": seed}
-                    if any(key.items() <= row.items() for row in rows):
+                    if has(rows, key):
                         continue
                     model = task.model(seed)
                     plan = Plan.uniform(model, "identity") if method == "dense" else plan_of(model, method, follows)
                     done = train(task, plan, data, seed)
-                    row = key | {name: done[name] for name in ("loss", "score", "residuals", "seconds")}
-                    with out.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
-                    print(json.dumps(row), flush=True)
-
-
-def read(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+                    add(out, key | {name: done[name] for name in ("loss", "score", "residuals", "seconds")})
 
 
 def table(rows: Sequence[Row]) -> str:

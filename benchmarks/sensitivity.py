@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
@@ -26,6 +25,7 @@ import numpy as np
 import torch
 from emulated import Micro, Task, compressed_gradients, node_gradients
 from layer_plans import TASKS
+from rows import add, read
 
 from gradlab.analysis.figures.layer_plans import plot_sensitivity
 from gradlab.analysis.layer_plan.sensitivity import correlations, loss_sensitivity
@@ -45,6 +45,7 @@ SETTINGS: dict[str, tuple[str, Sequence[Any]]] = {
     "powersgd": ("rank", (1, 2, 4, 8)),
     "topk": ("density", (0.001, 0.01, 0.1)),
 }
+SHOWN = ("checkpoint", "loss", "noise", "spread", "correlations", "correlations_of_magnitudes")
 
 
 class Checkpoint:
@@ -151,18 +152,10 @@ def main() -> None:
         data = task.workload.load(chosen.data, train_limit=20000, test_limit=2000)
         for first in chosen.checkpoints:
             row = {"task": chosen.task} | measure(task, data, chosen.codec, first, chosen.steps, chosen.feedback)
-            with chosen.out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            print(
-                {
-                    key: row[key]
-                    for key in ("checkpoint", "loss", "noise", "spread", "correlations", "correlations_of_magnitudes")
-                },
-                flush=True,
-            )
+            add(chosen.out, row, unshown=set(row) - set(SHOWN))
     if chosen.figure:
-        rows = [json.loads(line) for line in chosen.out.read_text().splitlines()]
-        chosen_rows = [row for row in rows if row["codec"] == chosen.codec and row["feedback"] == chosen.feedback]
+        shown = {"codec": chosen.codec, "feedback": chosen.feedback}
+        chosen_rows = [row for row in read(chosen.out) if shown.items() <= row.items()]
         write_figure(lambda: plot_sensitivity(chosen_rows), chosen.figure)
 
 

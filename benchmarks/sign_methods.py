@@ -15,7 +15,6 @@ of JSON per run is added to `--out`; a run that is there is not done again.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ import numpy as np
 import torch
 from accuracy import WORKLOAD, train
 from matplotlib.figure import Figure
+from rows import Row, add, read
 
 from gradlab.analysis.figures.style import drawing, method_colors, panels, render
 from gradlab.datasets.resnet import initialized
@@ -37,7 +37,6 @@ from gradlab.plan.recipes import SIGN_METHODS
 GRID = (3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003)
 MOMENTUM = 0.9
 POINTS = 16  # of a curve
-Row = dict[str, Any]
 
 
 class Campaign:
@@ -45,7 +44,7 @@ class Campaign:
 
     def __init__(self, out: Path, data: Any = None, ranks: int = 4, schedule: Any = "cosine") -> None:
         self.out, self.data, self.ranks, self.schedule = out, data, ranks, schedule
-        self.rows: list[Row] = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+        self.rows = read(out)
 
     def run(self, method: str, batch: int, steps: int, rate: float, seed: int, points: int = POINTS) -> Row:
         """One training run, or what is known of it. points: of its curve, 0 for none."""
@@ -70,9 +69,7 @@ class Campaign:
         )
         row["loss"] = row["loss"] if math.isfinite(row["loss"]) else None  # JSON knows no NaN
         self.rows.append(row)
-        with self.out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(json.dumps({key: value for key, value in row.items() if key != "curve"}), flush=True)
+        add(self.out, row, unshown=("curve",))
         return row
 
     def compare(self, method: str, batch: int, steps: int, probe: int, seeds: Sequence[int]) -> None:

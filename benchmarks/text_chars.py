@@ -18,7 +18,6 @@ is refused is a row too. A row names the version that made it. Its seconds are o
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import statistics
@@ -33,6 +32,7 @@ from typing import Any
 import emulated
 import numpy as np
 import torch
+from rows import Row, add, has, read
 from scipy import stats
 
 from gradlab import __version__
@@ -49,7 +49,6 @@ from gradlab.metric import RELATIVE_NOISE
 from gradlab.plan import Plan, Wrap, lgc_plan, method_plan
 from gradlab.trace import Trace
 
-Row = dict[str, Any]
 WORKLOAD = get("text_chars")
 ROWS = Path(__file__).parent / "results" / "text-chars.jsonl"
 RANKS, WARMUP, PUBLISHED = 4, 100, 1.88
@@ -247,13 +246,10 @@ class Campaign:
         }
 
     def _has(self, key: Row) -> bool:
-        return any(key.items() <= row.items() for row in read(self.file))
+        return has(read(self.file), key)
 
     def _add(self, row: Row) -> None:
-        with self.file.open("a") as file:
-            file.write(json.dumps(row, allow_nan=False) + "\n")
-        short = {key: value for key, value in row.items() if key not in ("losses", "residuals")}
-        print(json.dumps(short), flush=True)
+        add(self.file, row, unshown=("losses", "residuals"))
 
 
 def task_of(mode: str, steps: int, plan: Plan) -> emulated.Task:
@@ -276,10 +272,6 @@ def version() -> str:
 def finite(value: float | None) -> float | None:
     """The value; None if it is not finite, as JSON knows no NaN."""
     return value if value is not None and math.isfinite(value) else None
-
-
-def read(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def runs_in_order(modes: Sequence[str], names: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[str, str, int]]:

@@ -12,7 +12,7 @@ import re
 import torch
 from torch import nn
 
-ROLES = (
+WEIGHTS = (
     "convolution",
     "transposed_convolution",
     "linear",
@@ -20,10 +20,8 @@ ROLES = (
     "embedding",
     "experts",
     "transposed_experts",
-    "normalization",
-    "bias",
-    "other",
 )
+ROLES = (*WEIGHTS, "normalization", "bias", "other")
 # Roles of files that any version reads; the others came with format 4 of artifacts and version 2 of traces.
 FIRST_ROLES = frozenset({"convolution", "linear", "embedding", "normalization", "bias", "other"})
 # Layers of three dimensions that are a batch of matrices, one per expert.

@@ -107,7 +107,7 @@ class Exchange:
         self, plan: Plan, pairs: Pairs, group: dist.ProcessGroup, options: RunOptions, device: HostDevice, owned: bool
     ) -> None:
         """Put the parts together, from arguments that were checked. owned: whether `close` destroys the group."""
-        found = compare_versions(Ranks(group, device.device))
+        findings = compare_versions(Ranks(group, device.device))
         self._residuals = reporting.residual_statement(plan, options.optimizer)
         if group.size() == 1:
             warnings.warn("gradlab: world size 1, there is no communication to compress", stacklevel=3)
@@ -115,7 +115,7 @@ class Exchange:
         self._parameters = {layer.name: parameter for layer, parameter in pairs}
         self._device = device
         if plan.follows_learning_rate and not options.plain_sgd:
-            found.append(finding("rates_followed", str(self._residuals), 1, 0))
+            findings.append(finding("rates_followed", str(self._residuals), 1, 0))
         workspace = RecyclingWorkspace()
         self._communicator = Communicator(
             group,
@@ -133,7 +133,7 @@ class Exchange:
         self.statistics = self._driver.statistics
         self._rules = self._driver.rules
         try:
-            self._rules.tell(found)
+            self._rules.tell(findings)
         except GradlabError:
             self._driver.close()
             raise

@@ -137,5 +137,5 @@ def _end(engine: Engine, driver: StepDriver, unreached: UnreachedHook) -> None:
     unreached.end()
     failed = driver.broken is not None
     engine.close()
-    if not failed and (found := unreached.finding()):
-        driver.rules.tell([found])
+    if not failed and (seen := unreached.finding()):
+        driver.rules.tell([seen])

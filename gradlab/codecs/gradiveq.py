@@ -43,19 +43,10 @@ from gradlab.learning.slice_pca import (
     spectrum,
     stacked_axes,
 )
+from gradlab.roles import WEIGHTS
 from gradlab.workspace import Workspace
 
 SAMPLING, COMPRESSING, DENSE = range(3)
-# Roles whose gradients bases hold well, as measured (docs/gradiveq.md).
-WEIGHTS = (
-    "convolution",
-    "transposed_convolution",
-    "linear",
-    "transposed_linear",
-    "embedding",
-    "experts",
-    "transposed_experts",
-)
 MONITORS = ("off", "absolute", "normalised")
 ANSWERS = ("refresh", "dense", "stop")
 DIGEST_BYTES = 5 * 8
@@ -140,6 +131,7 @@ class GradiVeQ(Codec):
         "while compressing 4 * sum of slices * d + tail over layers; while sampling QSGD's or 4 * n",
         "Yu et al., NeurIPS 2018",
     )
+    # Bases hold the gradients of all of them well, as measured (docs/gradiveq.md).
     defaults = PlanDefaults(roles=WEIGHTS, warmup_steps=2500, error_feedback=False)
     learns = True
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(

@@ -65,9 +65,9 @@ def require_ddp(model: object, caller: str = "", instead: str = _PLAIN) -> Distr
         return inner
     if not isinstance(inner, nn.Module):
         raise GradlabError(f"{front}got a {_title(inner)}, expected a DistributedDataParallel model")
-    found = next((name for name, part in inner.named_modules() if isinstance(part, DistributedDataParallel)), None)
-    if found is not None:
-        instead = f"give the DistributedDataParallel model in it, which is {found!r}"
+    wrapped = next((name for name, part in inner.named_modules() if isinstance(part, DistributedDataParallel)), None)
+    if wrapped is not None:
+        instead = f"give the DistributedDataParallel model in it, which is {wrapped!r}"
     raise GradlabError(f"{front}got a {_title(inner)}, not in DDP; {instead}")
 
 
