@@ -381,11 +381,13 @@ def _rule(
     )
 
 
-def spearman(predicted: Sequence[float], observed: Sequence[float]) -> tuple[float, float, float]:
+def spearman(
+    predicted: Sequence[float], observed: Sequence[float], resamples: int = RESAMPLES
+) -> tuple[float, float, float]:
     """Rank correlation, and the percentile interval of a bootstrap over the methods."""
     pairs = np.array([predicted, np.nan_to_num(observed, posinf=1e9)], dtype=float)
     generator = np.random.default_rng(0)
-    draws = generator.integers(pairs.shape[1], size=(RESAMPLES, pairs.shape[1]))
+    draws = generator.integers(pairs.shape[1], size=(resamples, pairs.shape[1]))
     ranks = [stats.rankdata(row[draws], axis=1) for row in pairs]
     centered = [rank - rank.mean(1, keepdims=True) for rank in ranks]
     norms = np.sqrt((centered[0] ** 2).sum(1) * (centered[1] ** 2).sum(1))

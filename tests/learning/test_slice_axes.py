@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gradlab.analysis.fit.gradiveq import fit_gradiveq
 from gradlab.artifact import Artifact
 from gradlab.codecs.gradiveq import GradiVeQ
-from gradlab.layout import Layer, layers_of
+from gradlab.layout import Layer
 from gradlab.learning.slice_pca import SLICE_AXES, default_slice_size, layer_slices, slice_order, slice_view
 from gradlab.plan import Group, Plan
 from gradlab.roles import ROLES
@@ -129,9 +129,13 @@ def test_files_of_an_older_format_keep_slices_along_outputs(tmp_path: Path, monk
 
 
 def test_gpt2_is_fitted_and_compressed_by_default(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    config = transformers.GPT2Config(vocab_size=31, n_positions=16, n_embd=16, n_layer=1, n_head=2)
-    layers = layers_of(transformers.GPT2LMHeadModel(config))
+    layers = (
+        Layer("wte", (31, 16), "embedding"),
+        Layer("ln_1.weight", (16,), "normalization"),
+        Layer("c_attn.weight", (16, 48), "transposed_linear"),
+        Layer("c_attn.bias", (48,), "bias"),
+        Layer("c_fc.weight", (16, 64), "transposed_linear"),
+    )
     weights = {layer.name for layer in layers if layer.dimensions == 2}
     assert {layer.name for layer in Plan.uniform(layers, "gradiveq").dense_layers} == {
         layer.name for layer in layers if layer.name not in weights
