@@ -15,6 +15,7 @@ from gradlab.capture.layers import choose_layers
 from gradlab.capture.settings import RecorderSettings
 from gradlab.errors import GradlabError
 from gradlab.trace import Trace, check
+from jobs.capture_scenarios import DISK_STEPS, STEPS
 from support.torchrun_job import torchrun
 from support.warm_python import python
 
@@ -107,8 +108,8 @@ def test_a_full_disk_stops_recording_and_not_training(run: tuple[Path, list[dict
     ranks = [rank["full_disk"] for rank in results]
     assert all(rank["same"] and rank["again"] for rank in ranks)
     assert [rank["lost"] for rank in (ranks[0], ranks[2])] == [0, 0]
-    assert 16 <= ranks[1]["written"] < 100
-    assert ranks[1]["written"] + ranks[1]["lost"] == 100
+    assert 16 <= ranks[1]["written"] < DISK_STEPS
+    assert ranks[1]["written"] + ranks[1]["lost"] == DISK_STEPS
     assert ranks[1]["reason"] == os.strerror(27)
     assert f"{ranks[1]['lost']} steps lost" in ranks[1]["text"]
     assert len(ranks[1]["log"]) == 1
@@ -116,8 +117,8 @@ def test_a_full_disk_stops_recording_and_not_training(run: tuple[Path, list[dict
     trace = tmp_path / "t"
     shutil.copytree(folder / "full_disk" / "t", trace)
     assert [rank.closed for rank in check(trace).ranks] == [True, False, True]
-    assert [rank.steps for rank in check(trace).ranks] == [100, ranks[1]["written"], 100]
-    assert [rank.steps for rank in repair(trace)] == [100, ranks[1]["written"], 100]
+    assert [rank.steps for rank in check(trace).ranks] == [DISK_STEPS, ranks[1]["written"], DISK_STEPS]
+    assert [rank.steps for rank in repair(trace)] == [DISK_STEPS, ranks[1]["written"], DISK_STEPS]
     assert check(trace).ok
     assert [rank.steps_lost for rank in check(trace).ranks] == [0, ranks[1]["lost"], 0]
     with Trace(trace) as opened:
@@ -175,7 +176,7 @@ def test_one_rank_alone_is_recorded_with_one_warning(results: list[dict[str, Any
     for rank in results:
         result = rank["one_rank_alone"]
         assert result["warnings"] == ["recording one rank alone: its trace says nothing about other ranks"]
-        assert result["steps"] == list(range(9))
+        assert result["steps"] == list(range(STEPS))
         assert result["same"]
 
 
@@ -184,18 +185,18 @@ def test_ranks_need_not_share_a_folder(results: list[dict[str, Any]]) -> None:
 
 
 def test_a_recorder_that_is_collected_closes_its_trace_and_its_thread(results: list[dict[str, Any]]) -> None:
-    assert all(rank["collected"] == {"steps": 9, "threads": []} for rank in results)
+    assert all(rank["collected"] == {"steps": STEPS, "threads": []} for rank in results)
 
 
 def test_whatever_fails_in_recording_training_goes_on(results: list[dict[str, Any]]) -> None:
     for rank in results:
         result = rank["broken_optimizer"]
-        assert result == {"same": True, "lost": 9, "reason": "IndexError: list index out of range"}
+        assert result == {"same": True, "lost": STEPS, "reason": "IndexError: list index out of range"}
 
 
 def test_a_recorder_that_nobody_closes_is_closed_at_exit(run: tuple[Path, list[dict[str, Any]]]) -> None:
     with Trace(run[0] / "never_closed" / "t") as trace:
-        assert trace.rank_steps == (9,) * RANKS
+        assert trace.rank_steps == (STEPS,) * RANKS
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_with_the_backends_own_order_a_recording_is_that_of_real_ranks_to_roundi
 def test_the_command_records_what_real_ranks_record(gradlab: Command, tmp_path: Path) -> None:
     reports = []
     for option, name in (("--ranks", "real"), ("--emulate", "emulated")):
-        words = ["train", "digits", option, 2, "--steps", 8, "--batch-size", 16, "--seed", 3]
+        words = ["train", "digits", option, 2, "--steps", 4, "--batch-size", 16, "--seed", 3]
         code, out, err = gradlab(*words, "--capture", tmp_path / name, "--json")
         assert code == 0, err
         reports.append(json.loads(out))
@@ -88,14 +88,14 @@ def test_the_command_records_what_real_ranks_record(gradlab: Command, tmp_path: 
     assert set(emulated) - set(real) == {"emulated"}
     assert set(real) <= set(emulated)
     with Trace(tmp_path / "real") as one, Trace(tmp_path / "emulated") as other:
-        assert difference(one, other) == [0.0] * 8
+        assert difference(one, other) == [0.0] * 4
         require_same_records(one, other)
     assert (emulated["losses"], emulated["scores"]) == (real["losses"], real["scores"])
 
 
 def test_the_other_commands_take_the_recording(gradlab: Command, tmp_path: Path) -> None:
     trace, plan = tmp_path / "t", tmp_path / "plan.safetensors"
-    words = ["train", "digits", "--emulate", 8, "--steps", 12, "--batch-size", 8, "--capture", trace]
+    words = ["train", "digits", "--emulate", 3, "--steps", 4, "--batch-size", 4, "--capture", trace]
     assert gradlab(*words)[0] == 0
     for words in (
         ["trace", "check", trace],
@@ -168,15 +168,18 @@ def passes(nodes: EmulatedNodes, model: nn.Module, step: int = 0, dtype: torch.d
             model(inputs(step, rank, dtype)).backward()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("number", [2, 3, 7, 64])
+@pytest.mark.parametrize(
+    ("number", "dtype"),
+    [(number, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64) for number in (2, 7)]
+    + [(3, torch.float32), (33, torch.bfloat16)],
+)
 def test_the_mean_is_that_of_rank_order_and_the_trace_holds_each_gradient(
     tmp_path: Path, number: int, dtype: torch.dtype
 ) -> None:
     model = Two(dtype)
     apart = []
     with EmulatedNodes(model, tmp_path / "t", number) as nodes:
-        for step in range(3):
+        for step in range(2):
             apart.append([alone(model, inputs(step, rank, dtype)) for rank in range(number)])
             passes(nodes, model, step, dtype)
             nodes.average()

@@ -1,10 +1,5 @@
-"""What `gradlab.runtime.accelerate.compress` refuses; under torchrun, two ranks, each prints one line of JSON.
+"""What `gradlab.runtime.accelerate.compress` refuses, on two ranks that share a folder; see framework_jobs.py."""
 
-The folder given is shared by the ranks.
-"""
-
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,8 +97,8 @@ def unknown_policy() -> str:
     return str(caught.value)
 
 
-def main(folder: Path) -> None:
-    results = {
+def on_two_ranks(folder: Path) -> dict[str, Any]:
+    return {
         "not_prepared": not_prepared(),
         "hook_of_accelerate": hook_of_accelerate(),
         "no_artifact": no_artifact(folder),
@@ -111,9 +106,3 @@ def main(folder: Path) -> None:
         **another_world_size(folder),
         "unknown_policy": unknown_policy(),
     }
-    print(json.dumps(results), flush=True)
-    Accelerator().end_training()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -30,7 +30,8 @@ from gradlab.plan import Plan
 from gradlab.runtime import CompressionState, compression_hook
 from gradlab.trace import Trace
 
-STEPS = 9
+STEPS = 6
+DISK_STEPS, DISK_BYTES = 48, 3 * 2**19  # a limit that a few blocks of 16 steps exceed
 
 
 class TwoPaths(nn.Module):
@@ -71,14 +72,12 @@ def train(
     zeroed: bool = False,
     **keywords: Any,
 ) -> list[dict[str, np.ndarray]]:
-    """SGD; returns this rank's gradients at each step, computed apart from DDP on a copy of the model."""
+    """SGD; with a recorder, this rank's gradients at each step, computed apart from DDP on a copy of the model."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     history = []
     for batch in batches(steps):
-        alone = copy.deepcopy(model.module)
-        alone.zero_grad(set_to_none=True)
-        loss_of(alone, batch, **keywords).backward()
-        history.append({name: _values(parameter) for name, parameter in alone.named_parameters()})
+        if recorder is not None:
+            history.append(gradients_apart(model, batch, **keywords))
         loss = loss_of(model, batch, **keywords)
         loss.backward()
         if recorder is not None:
@@ -86,6 +85,15 @@ def train(
         optimizer.step()
         optimizer.zero_grad(set_to_none=not zeroed)
     return history
+
+
+def gradients_apart(
+    model: DistributedDataParallel, batch: tuple[torch.Tensor, torch.Tensor], **keywords: Any
+) -> dict[str, np.ndarray]:
+    alone = copy.deepcopy(model.module)
+    alone.zero_grad(set_to_none=True)
+    loss_of(alone, batch, **keywords).backward()
+    return {name: _values(parameter) for name, parameter in alone.named_parameters()}
 
 
 def _values(parameter: torch.Tensor) -> np.ndarray:
@@ -245,8 +253,8 @@ class _Log(logging.Handler):
 
 
 def full_disk(folder: Path) -> dict[str, Any]:
-    """Rank 1 may write files of 3 MB at most: its disk is full after a few blocks."""
-    steps = 100
+    """Rank 1 may write files of so many bytes at most: its disk is full after a few blocks."""
+    steps = DISK_STEPS
     reference = parallel_model()
     train(reference, steps=steps)
     model = parallel_model()
@@ -255,7 +263,7 @@ def full_disk(folder: Path) -> dict[str, Any]:
     recorder = TraceRecorder(model, folder / "t")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (3 * 2**20, limits[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (DISK_BYTES, limits[1]))
     train(model, recorder, steps=steps)
     report = recorder.close()
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)

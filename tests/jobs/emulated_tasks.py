@@ -16,7 +16,7 @@ from gradlab.capture import EmulatedNodes, TraceRecorder
 from gradlab.collectives import sum_in_rank_order
 from gradlab.errors import GradlabError
 
-STEPS, SEED = 20, 5
+STEPS, SEED = 8, 5
 LR = 0.1
 
 

@@ -1,9 +1,6 @@
-"""What Lightning's callback refuses, and what it does outside plain training; one process, one line of JSON."""
+"""What Lightning's callback refuses, and what it does outside plain training; see framework_jobs.py."""
 
 import csv
-import json
-import sys
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -234,14 +231,6 @@ def residual_by_loss_scale(folder: Path) -> list[float]:
     return largest
 
 
-def main(names: list[str]) -> None:
+def alone(folder: Path) -> dict[str, Any]:
     warnings.filterwarnings("ignore", "gradlab: world size 1")
-    results = {}
-    for name in names or SCENARIOS:
-        with tempfile.TemporaryDirectory() as folder:
-            results[name] = SCENARIOS[name](Path(folder))
-    print(json.dumps(results), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    return {name: run(folder / name) for name, run in SCENARIOS.items()}

@@ -86,7 +86,7 @@ def healthy(group: dist.ProcessGroup) -> dict[str, Any]:
         for name, (codec, settings, wraps) in HEALTHY.items():
             run = exchange(group, plan(codec, settings, *wraps), measure_every=5)
             with run:
-                train(run, dist.get_rank(group), 60)
+                train(run, dist.get_rank(group), 30)
                 measured = [step for step in run.statistics.steps if step.residual_norms]
                 ratios[name] = max(step.residual_norms["a"] / step.gradient_norms["a"] for step in measured)
                 found[name] = run.report()["rules"]

@@ -1,11 +1,6 @@
-"""Hugging Face Trainer with gradlab's callbacks; under torchrun, two ranks, each prints one line of JSON.
+"""Hugging Face Trainer with gradlab's callbacks, on two ranks that share a folder, or alone; see framework_jobs.py."""
 
-The folder given is shared by the ranks. With `alone` in its place: one process, what is refused there.
-"""
-
-import json
 import shutil
-import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -285,7 +280,7 @@ def in_data_parallel() -> Trainer:
     return trainer
 
 
-def alone() -> dict[str, Any]:
+def alone(folder: Path) -> dict[str, Any]:
     trainer, _ = compressed(Path("unused"), gpt2())
     recording = Trainer(gpt2(), arguments(Path("unused")), train_dataset=rows())
     recording.add_callback(RecordingCallback("trace", trainer=recording))
@@ -309,9 +304,3 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
         "logged": logged(folder),
         "recorded": recorded(folder),
     }
-
-
-if __name__ == "__main__":
-    print(json.dumps(alone() if sys.argv[1] == "alone" else on_two_ranks(Path(sys.argv[1]))), flush=True)
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -17,7 +17,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from support.torchrun_job import torchrun
 from support.warm_python import python
 
 HERE = Path(__file__).parents[1]
@@ -26,11 +25,10 @@ EXAMPLES = HERE.parent / "docs" / "examples"
 LIGHTNING_WARNINGS = "ignore:`isinstance(treespec:FutureWarning,ignore:The dirpath has changed:UserWarning"
 WARMUP, STEPS = 8, 32
 
-needs_lightning = pytest.mark.skipif(not importlib.util.find_spec("lightning"), reason="needs gradlab[lightning]")
-needs_accelerate = pytest.mark.skipif(not importlib.util.find_spec("accelerate"), reason="needs gradlab[accelerate]")
-needs_transformers = pytest.mark.skipif(
-    not importlib.util.find_spec("transformers"), reason="needs gradlab[transformers]"
-)
+INSTALLED = [name for name in ("lightning", "accelerate", "transformers") if importlib.util.find_spec(name)]
+needs_lightning = pytest.mark.skipif("lightning" not in INSTALLED, reason="needs gradlab[lightning]")
+needs_accelerate = pytest.mark.skipif("accelerate" not in INSTALLED, reason="needs gradlab[accelerate]")
+needs_transformers = pytest.mark.skipif("transformers" not in INSTALLED, reason="needs gradlab[transformers]")
 FRAMEWORKS = (
     "lightning.pytorch",
     "accelerate",
@@ -42,77 +40,90 @@ FRAMEWORKS = (
 
 def executable() -> str:
     """A Python that has the frameworks already, and where warnings are errors."""
-    there = [name for name in FRAMEWORKS if importlib.util.find_spec(name.partition(".")[0])]
-    return python(*there, warnings=f"error,{LIGHTNING_WARNINGS}")
+    there = [name for name in FRAMEWORKS if name.partition(".")[0] in INSTALLED]
+    return python("pytest", *there, warnings=f"error,{LIGHTNING_WARNINGS}")
 
 
-def results(output: str) -> list[dict[str, Any]]:
-    """What the ranks printed, in rank order. Two ranks may share a line: text and line end are written one by one."""
-    decoder, values, start = json.JSONDecoder(), [], output.find('{"')
-    while start >= 0:
-        value, end = decoder.raw_decode(output, start)
-        values.append(value)
-        start = output.find('{"', end)
-    assert values, output
-    return sorted(values, key=lambda value: value.get("rank", 0))
+def launched(folder: Path, what: str, ranks: int) -> list[dict[str, Any]]:
+    """What jobs/framework_jobs.py found, by rank."""
+    command = [executable(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    run([*(command if ranks > 1 else command[:1]), str(HERE / "jobs" / "framework_jobs.py"), what, str(folder)])
+    return [json.loads((folder / f"{what}-{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def run_alone(script: Path, *arguments: object) -> list[dict[str, Any]]:
-    job = subprocess.run(
-        [executable(), str(script), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        cwd=Path(sys.executable).parent,
-    )
+def run(command: list[str]) -> str:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    place = Path(sys.executable).parent
+    job = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=place)
     assert job.returncode == 0, job.stdout + job.stderr
-    return results(job.stdout)
+    return job.stdout
 
 
-def run_on_two_ranks(script: Path, *arguments: object) -> list[dict[str, Any]]:
-    with torchrun(str(script), 2, *arguments, executable=executable()) as process:
-        output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    return results(output)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all launches. <framework>/whole and <framework>/resumed hold the examples' checkpoints."""
+    return tmp_path_factory.mktemp("frameworks")
+
+
+@pytest.fixture(scope="module")
+def first(folder: Path) -> list[dict[str, Any]]:
+    return launched(folder, "first", 2)
+
+
+@pytest.fixture(scope="module")
+def lightning_whole(folder: Path) -> list[dict[str, Any]]:
+    """Lightning starts the second process itself."""
+    words = [str(EXAMPLES / "lightning_example.py"), "--folder", str(folder / "lightning" / "whole")]
+    lines = run([executable(), *words]).replace("}{", "}\n{").splitlines()  # ranks may share a line
+    return sorted((json.loads(line) for line in lines if line.startswith("{")), key=lambda result: result["rank"])
+
+
+@pytest.fixture(scope="module")
+def resumed(request: pytest.FixtureRequest, folder: Path, first: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last half of the examples' steps again, in new processes; Lightning's with torchrun, as it may be, too."""
+    if "lightning" in INSTALLED:
+        request.getfixturevalue("lightning_whole")
+    if "transformers" in INSTALLED:
+        # The Trainer looks for files beside the checkpoint: those of the second run start as a copy of the first's.
+        place = folder / "transformers"
+        shutil.copytree(place / "whole" / "checkpoint-16", place / "resumed" / "checkpoint-16")
+    return launched(folder, "resumed", 2)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, Any]:
+    (results,) = launched(folder, "alone", 1)
+    return results
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Four epochs, and the last two of them again, in new processes, from the checkpoint after the second."""
+    """An example's 32 steps, and the last 16 of them from a checkpoint; by rank."""
 
     folder: Path
     whole: list[dict[str, Any]]
     resumed: list[dict[str, Any]]
 
 
-def both_runs(run: Any, script: Path, folder: Path, checkpoint: str) -> Runs:
-    whole = run(script, "--folder", folder / "whole")
-    resumed = run(script, "--folder", folder / "resumed", "--resume", folder / "whole" / checkpoint)
-    return Runs(folder, whole, resumed)
+def runs_of(request: pytest.FixtureRequest, name: str) -> Runs:
+    first, resumed = request.getfixturevalue("first"), request.getfixturevalue("resumed")
+    own = request.getfixturevalue("lightning_whole") if name == "lightning" else [ranks[name] for ranks in first]
+    return Runs(request.getfixturevalue("folder") / name, own, [ranks[name] for ranks in resumed])
 
 
 @pytest.fixture(scope="module")
-def lightning_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    folder = tmp_path_factory.mktemp("lightning")
-    # Lightning starts the second process itself.
-    return both_runs(run_alone, EXAMPLES / "lightning_example.py", folder, "epoch=1.ckpt")
+def lightning_runs(request: pytest.FixtureRequest) -> Runs:
+    return runs_of(request, "lightning")
 
 
 @pytest.fixture(scope="module")
-def accelerate_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    folder = tmp_path_factory.mktemp("accelerate")
-    return both_runs(run_on_two_ranks, EXAMPLES / "accelerate_example.py", folder, "epoch=1")
+def accelerate_runs(request: pytest.FixtureRequest) -> Runs:
+    return runs_of(request, "accelerate")
 
 
 @pytest.fixture(scope="module")
-def transformers_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    folder, script = tmp_path_factory.mktemp("transformers"), EXAMPLES / "transformers_example.py"
-    whole = run_on_two_ranks(script, "--folder", folder / "whole")
-    # The Trainer looks for files beside the checkpoint: those of the second run start as a copy of the first's.
-    shutil.copytree(folder / "whole" / "checkpoint-16", folder / "resumed" / "checkpoint-16")
-    there = ("--folder", folder / "resumed", "--resume", folder / "resumed" / "checkpoint-16")
-    return Runs(folder, whole, run_on_two_ranks(script, *there))
+def transformers_runs(request: pytest.FixtureRequest) -> Runs:
+    return runs_of(request, "transformers")
 
 
 @pytest.fixture(
@@ -219,9 +230,9 @@ def residuals_differ(first: dict[str, Any], second: dict[str, Any], layers: int 
 
 
 @pytest.fixture(scope="module")
-def lightning_scenarios() -> dict[str, Any]:
-    (result,) = run_alone(HERE / "jobs" / "lightning_scenarios.py")
-    return result
+def lightning_scenarios(alone: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = alone["lightning_scenarios"]
+    return found
 
 
 @needs_lightning
@@ -274,25 +285,25 @@ def test_the_trainers_loss_scaler_leaves_residuals_alone(lightning_scenarios: di
 
 
 @needs_accelerate
-def test_accelerate_says_the_same_on_all_ranks(tmp_path: Path) -> None:
-    first, second = run_on_two_ranks(HERE / "jobs" / "accelerate_scenarios.py", tmp_path)
-    assert first == second
-    assert "2 process(es): got a Linear, not in DDP; prepare it first" in first["not_prepared"]
-    assert "has the communication hook fp16_compress_hook already" in first["hook_of_accelerate"]
-    assert "absent.safetensors" in first["no_artifact"]
-    assert first["damaged"].startswith("rank 1: ")
-    assert "damaged: a file is damaged, or not this program's" in first["damaged"]
-    assert "gradlab_0_rank_1.pt: missing; to start from a checkpoint without compression" in first["missing"]
-    assert first["mixed"].endswith("written over, but not by all ranks: it holds states of steps [3, 0]")
-    assert first["iteration"] == 0
-    assert "world_size is 1, this run has 2" in first["another_world_size"]
-    assert first["another_world_size_split"] == 3
-    assert "residuals = 'keep', expected None or one of" in first["unknown_policy"]
+def test_accelerate_says_the_same_on_all_ranks(first: list[dict[str, Any]]) -> None:
+    said, others = (ranks["accelerate_scenarios"] for ranks in first)
+    assert said == others
+    assert "2 process(es): got a Linear, not in DDP; prepare it first" in said["not_prepared"]
+    assert "has the communication hook fp16_compress_hook already" in said["hook_of_accelerate"]
+    assert "absent.safetensors" in said["no_artifact"]
+    assert said["damaged"].startswith("rank 1: ")
+    assert "damaged: a file is damaged, or not this program's" in said["damaged"]
+    assert "gradlab_0_rank_1.pt: missing; to start from a checkpoint without compression" in said["missing"]
+    assert said["mixed"].endswith("written over, but not by all ranks: it holds states of steps [3, 0]")
+    assert said["iteration"] == 0
+    assert "world_size is 1, this run has 2" in said["another_world_size"]
+    assert said["another_world_size_split"] == 3
+    assert "residuals = 'keep', expected None or one of" in said["unknown_policy"]
 
 
 @pytest.fixture(scope="module")
-def trainer_scenarios(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_on_two_ranks(HERE / "jobs" / "transformers_scenarios.py", tmp_path_factory.mktemp("trainer"))
+def trainer_scenarios(first: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [ranks["transformers_scenarios"] for ranks in first]
 
 
 @needs_transformers
@@ -351,8 +362,8 @@ def test_the_trainer_counts_these_steps(trainer_scenarios: list[dict[str, Any]],
 
 
 @needs_transformers
-def test_the_trainer_in_one_process_is_told_to_launch_more() -> None:
-    (result,) = run_alone(HERE / "jobs" / "transformers_scenarios.py", "alone")
+def test_the_trainer_in_one_process_is_told_to_launch_more(alone: dict[str, Any]) -> None:
+    result = alone["transformers_scenarios"]
     came = "1 process(es): got a GPT2LMHeadModel, not in DDP"
     assert result["one_process"].startswith(f"CompressionCallback, {came}")
     assert result["one_process_recording"].startswith(f"RecordingCallback, {came}")
@@ -361,25 +372,9 @@ def test_the_trainer_in_one_process_is_told_to_launch_more() -> None:
     assert result["several_gpus"].startswith("CompressionCallback, 1 process(es): the model is in DataParallel")
 
 
-ABSENT = """
-import sys
-
-class Absent:
-    def find_spec(self, name, *rest):
-        if name == {name!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-
-sys.meta_path.insert(0, Absent())
-import gradlab.{side}
-import gradlab.{side}.{name}
-"""
-
-
 @pytest.mark.parametrize("side", ["runtime", "capture"])
 @pytest.mark.parametrize("name", ["lightning", "accelerate", "transformers"])
-def test_a_missing_extra_is_named(name: str, side: str) -> None:
-    command = [python(), "-c", ABSENT.format(name=name, side=side)]
-    job = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(sys.executable).parent)
+def test_a_missing_extra_is_named(alone: dict[str, Any], name: str, side: str) -> None:
     title = name if name == "transformers" else name.capitalize()
     expected = f"gradlab.{side}.{name} needs {title}: pip install 'gradlab[{name}]'"
-    assert job.stderr.strip().splitlines()[-1] == f"ModuleNotFoundError: {expected}"
+    assert alone["missing_extras"][f"{side}.{name}"] == expected

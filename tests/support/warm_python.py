@@ -1,10 +1,11 @@
 """A Python that has torch already: an executable for jobs, whose processes are forked instead of started anew.
 
-Importing torch takes a core about two seconds, and a job of two ranks under torchrun does it three times. `python()`
-starts one process that has imported what jobs need (the warm one), and gives the path of an executable that takes
-Python's own command line: `-u`; `-m MODULE`, `-c CODE` or a script; arguments. Each call is a process of its own,
-forked from the warm one, with the caller's folder, environment and standard streams. Its signals and its exit status
-are passed on. torchrun finds the same executable as its `sys.executable`, so that its ranks are forked, too.
+Importing torch takes a core about two seconds, and what DDP then needs of it two more; of a job of two ranks under
+torchrun three processes do the first, two the second. `python()` starts one process that has imported what jobs need
+(the warm one), and gives the path of an executable that takes Python's own command line: `-u`; `-m MODULE`, `-c CODE`
+or a script; arguments. Each call is a process of its own, forked from the warm one, with the caller's folder,
+environment and standard streams. Its signals and its exit status are passed on. torchrun finds the same executable as
+its `sys.executable`, so that its ranks are forked, too.
 
 What looks at imports themselves, or at what a user's shell starts, uses `sys.executable`.
 """
@@ -31,7 +32,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-MODULES = ("torch.distributed.run", "gradlab.runtime", "gradlab.capture", "gradlab.cli.train.trainer")
+# torch._dynamo: DistributedDataParallel imports it, with sympy, when the first model is wrapped, in 2 s of every rank.
+MODULES = ("torch.distributed.run", "torch._dynamo", "gradlab.runtime", "gradlab.capture", "gradlab.cli.train.trainer")
 LENGTH = 8  # bytes of a number on the socket
 LOOK_EVERY = 0.01  # seconds, for processes that have ended
 
