@@ -67,7 +67,7 @@ class Exchange:
             replay, instead of by the backend's all-reduce.
         segment_bytes: gradients encoded before the next collective is issued, in bytes.
         measure_every: steps from one whose errors, norms and bytes by layer are measured (two passes over the
-            gradients) to the next. 0: none is measured.
+            gradients, five without feedback) to the next. 0: none is measured.
         trace_steps: iterations whose spans are kept for `chrome_trace`.
         non_finite_limit: non-finite steps in a row after which every rank raises an error.
         check_requests: compare all ranks' requests before each collective (debugging).

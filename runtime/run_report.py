@@ -14,7 +14,7 @@ from gradlab.codec.measures import relative
 from gradlab.codec.settings import build_settings
 from gradlab.ddp.optimizers import is_plain_sgd, own_momentum
 from gradlab.executor import PlanRun
-from gradlab.executor.rules import Finding, growth_remark, residual_growth, sentence
+from gradlab.executor.rules import Finding, growth_remark, residual_growth, sentences
 from gradlab.jsonable import Jsonable, plain
 from gradlab.plan import Group, Plan, Wrap
 from gradlab.runtime.engine.statistics import TIMES, Statistics, StepRecord, Summary, summarize_steps
@@ -297,7 +297,7 @@ def table(report: RunReport) -> str:
         for line in lines
     ]
     text.insert(1, "-" * max(map(len, text)))
-    text += [*_step_lines(report), *_growth_lines(report.groups), *_rule_lines(report)]
+    text += [*_step_lines(report), *_growth_lines(report.groups), *sentences(report.rules, report.world_size)]
     text += [report.residuals] if report.residuals else []
     return "\n".join(text)
 
@@ -335,14 +335,6 @@ def _growth_lines(rows: Iterable[GroupRow]) -> list[str]:
     """Name the groups whose residuals do not settle."""
     remarks = (growth_remark(row.group, row.means.residual_growth) for row in rows if row.means is not None)
     return [remark for remark in remarks if remark is not None]
-
-
-def _rule_lines(report: RunReport) -> list[str]:
-    """One line per rule that fired."""
-    by_rule: dict[str, list[Finding]] = {}
-    for one in report.rules:
-        by_rule.setdefault(one.rule, []).append(one)
-    return [sentence(of_rule, report.world_size) for of_rule in by_rule.values()]
 
 
 def scalars(statistics: Statistics) -> dict[str, float]:

@@ -10,6 +10,7 @@ from typing import Any
 from gradlab.codec.measures import LayerErrors, add_errors, relative
 from gradlab.errors import GradlabError
 from gradlab.executor.lockstep_plan import GroupCost
+from gradlab.executor.rules import Finding, sentences
 from gradlab.formatting import format_percent
 from gradlab.jsonable import Jsonable, plain
 
@@ -67,7 +68,8 @@ class ReplaySummary(MedianErrors):
     """Median errors over the judged steps; mean bytes and median seconds over all compressed steps.
 
     steps, compressed_steps, judged_steps, held_steps: numbers of steps; nonfinite_steps: iterations; in_sample: medians
-    over the steps that the plan was fitted on; compression_ratio: dense payload over payload; unsent: median.
+    over the steps that the plan was fitted on; compression_ratio: dense payload over payload; unsent: median; rules:
+    what a run's rules (`gradlab.executor.rules`) would find in these gradients.
     """
 
     methods: tuple[str, ...]
@@ -83,6 +85,7 @@ class ReplaySummary(MedianErrors):
     codec_seconds: float | None
     unsent: float | None
     residual_growth: float | None
+    rules: tuple[Finding, ...]
     warnings: list[str]
 
 
@@ -103,6 +106,7 @@ class Replay:
     forecast_payload_bytes: float
     remarks: tuple[str, ...] = ()
     fitted_on: tuple[int, ...] = ()
+    rules: tuple[Finding, ...] = ()
 
     def held_out(self, provenance: Mapping[str, Any]) -> Replay:
         """The same replay, judged on iterations later than those that the plan was fitted on.
@@ -174,7 +178,8 @@ class Replay:
     @property
     def warnings(self) -> list[str]:
         """What limits the figures' validity, one line each."""
-        return [*self._in_sample_warning(), *self._held_warning(), *self.remarks]
+        told = sentences(self.rules, self.world_size)
+        return [*self._in_sample_warning(), *self._held_warning(), *self.remarks, *told]
 
     @property
     def held_steps(self) -> int:
@@ -229,6 +234,7 @@ class Replay:
             codec_seconds=_median(step.codec_seconds for step in steps),
             unsent=_median(step.unsent for step in steps),
             residual_growth=self.residual_growth,
+            rules=self.rules,
             warnings=self.warnings,
         )
 

@@ -25,6 +25,8 @@ from gradlab.codec.settings import build_settings
 from gradlab.collectives import sum_in_rank_order
 from gradlab.errors import GradlabError
 from gradlab.executor.lockstep_plan import GroupCost, LockstepPlan, StepResult, learning_rates
+from gradlab.executor.rules import Finding
+from gradlab.executor.watch import LockstepWatch
 from gradlab.plan import Group, Plan, Wrap
 from gradlab.plan.refresh import Refresh
 from gradlab.progress import Progress
@@ -63,15 +65,13 @@ def replay(
     held = plan_on_samples(trace, plan)
     parts = parts_of(held, trace.world_size)
     if len(parts) == 1:
-        steps, remarks = _replay_part(trace, held, None, start, stop, progress)
-        merged = [[step] for step in steps]
+        results = [_replay_part(trace, held, None, start, stop, progress)]
     else:
         calls = [(str(trace.path.resolve()), held, part, start, stop) for part in parts]
         trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
         results = share_out(_replay_in_worker, calls, workers=workers, what="replay by parts", progress=progress)
-        merged = [list(together) for together in zip(*(steps for steps, _ in results), strict=True)]
-        remarks = list(dict.fromkeys(line for _, part_remarks in results for line in part_remarks))
-    done = [_step(together) for together in merged]
+    remarks = list(dict.fromkeys(line for part in results for line in part.remarks))
+    done = [_step(together) for together in zip(*(part.steps for part in results), strict=True)]
     if held is not plan:
         done = [for_whole_layers(step, plan, held, trace.world_size) for step in done]
         remarks.append(sample_remark(trace))
@@ -84,6 +84,7 @@ def replay(
         dense_payload_bytes=plan.payload_bytes(trace.world_size, compressing=False),
         forecast_payload_bytes=plan.payload_bytes(trace.world_size),
         remarks=tuple(remarks),
+        rules=tuple({one.key: one for part in results for one in part.findings}.values()),
     )
 
 
@@ -138,9 +139,16 @@ class _Sums:
     held: frozenset[str]
 
 
-def _replay_in_worker(
-    path: str, plan: Plan, part: tuple[str, ...], start: int, stop: int
-) -> tuple[list[_Sums], list[str]]:
+@dataclass(frozen=True)
+class _Part:
+    """A part of a plan: its sums by step, remarks, and what the rules found."""
+
+    steps: list[_Sums]
+    remarks: list[str]
+    findings: tuple[Finding, ...]
+
+
+def _replay_in_worker(path: str, plan: Plan, part: tuple[str, ...], start: int, stop: int) -> _Part:
     from gradlab.trace import Trace
 
     with Trace(path) as trace:
@@ -149,15 +157,17 @@ def _replay_in_worker(
 
 def _replay_part(
     trace: Trace, plan: Plan, part: tuple[str, ...] | None, start: int, stop: int, progress: Progress | None
-) -> tuple[list[_Sums], list[str]]:
+) -> _Part:
     lockstep, weights = lockstep_of(trace, plan, part), layer_weights(trace)
-    steps = []
+    watch, steps = LockstepWatch(lockstep), []
     for done, (result, gradients) in enumerate(replay_steps(trace, lockstep, start, stop)):
         steps.append(_sums(result, gradients, weights))
+        if result.finite:  # of others the recording says itself in which iterations they were
+            watch.see(result, gradients)
         del result, gradients  # before the next step makes its own
         if progress:
             progress("replay", done + 1, stop - start)
-    return steps, list(_remarks(trace, lockstep, start, stop))
+    return _Part(steps, list(_remarks(trace, lockstep, start, stop)), watch.findings)
 
 
 def lockstep_of(trace: Trace, plan: Plan, only: tuple[str, ...] | None = None) -> LockstepPlan:

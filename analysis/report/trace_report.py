@@ -18,6 +18,7 @@ from gradlab.analysis.report.page import Page, write_page
 from gradlab.analysis.report.sections import comparison_sections, trace_sections
 from gradlab.analysis.report.verdict import comparison_verdict, trace_verdict
 from gradlab.errors import GradlabError
+from gradlab.executor.rules import Finding, sentences
 from gradlab.formatting import format_count
 from gradlab.jsonable import plain
 from gradlab.progress import Progress
@@ -180,6 +181,7 @@ def write_comparison(
         warnings=[
             *(line for fit in (fits or {}).values() for line in fit.warnings),
             *_replay_warnings(judged),
+            *_run_warnings(ran),
         ],
         facts=[*_run_facts(ran), *(_trace_facts(recorded) if recorded else [])],
         sections=comparison_sections(ran, shown, fitted, measured),
@@ -217,3 +219,12 @@ def _replay_warnings(replays: Mapping[str, Replay]) -> list[str]:
         for line in replay.warnings:
             plans.setdefault(line, []).append(name)
     return [f"{', '.join(names)}: {line}" for line, names in plans.items()]
+
+
+def _run_warnings(runs: Mapping[str, Any]) -> list[str]:
+    """List what the rules found in runs, as the trainer's reports have it."""
+    return [
+        f"{name}, in training: {line}"
+        for name, run in runs.items()
+        for line in sentences(map(Finding.from_json, run.get("rules") or ()), run.get("world_size", 0))
+    ]

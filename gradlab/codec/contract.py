@@ -165,6 +165,8 @@ class Exchanged:
     state: the new state, under keys "<layer name>/<what>".
     compressor_input: x, the gradient, or under error feedback the gradient plus the residual.
     compression_error: x - C(x), if a wrapper has computed it. Else it is empty.
+    server_input: under two-way compression, the mean of the ranks' contributions that this rank's server compresses,
+        without its residual: of each layer the part in its shard, (elements,). Else it is empty.
     """
 
     mean: Tensors
@@ -172,6 +174,7 @@ class Exchanged:
     state: Tensors = field(default_factory=dict)
     compressor_input: Tensors = field(default_factory=dict)
     compression_error: Tensors = field(default_factory=dict)
+    server_input: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 Gradients = torch.Tensor | Tensors | Sequence[torch.Tensor] | Sequence[Tensors]
@@ -370,6 +373,11 @@ class Codec(ABC):
 
         Empty if it does not, as by default.
         """
+        return ""
+
+    @property
+    def needs_error_feedback(self) -> str:
+        """Why this codec makes no sense in a plan without error feedback, and what to do; empty if it does."""
         return ""
 
     @property

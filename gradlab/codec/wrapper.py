@@ -37,6 +37,7 @@ class Wrapper(Codec):
     about = About("wrapper", "")
     keys: ClassVar[tuple[str, ...]] = ()
     keeps_residual: ClassVar[bool] = False
+    server_residual: ClassVar[bool] = False  # whether it has servers that may keep one, see `Exchanged.server_input`
     applies_momentum: ClassVar[bool] = False
     before_compression: ClassVar[bool] = False  # of momentum: whether it changes the compressor's input
     applies_weight_decay: ClassVar[bool] = False

@@ -8,7 +8,7 @@ one width here; the paper shortens frequent ones (Elias). Two bits are TernGrad'
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -86,7 +86,8 @@ class QSGD(Compressor):
             symbol="c",
             help='"bound": c times the unbiased C(x), c from the bound on its error, so that E||c C(x) - x||^2 <= '
             '(1 - c) ||x||^2 and feedback keeps the residual bounded (dist-EF-SGD, section 3.1); "measured": bucket by '
-            "bucket c = ||x||^2 / E||C(x)||^2, which is larger. The factor travels in the norms",
+            "bucket c = ||x||^2 / E||C(x)||^2, which is larger. The factor travels in the norms. Both need "
+            "feedback, and come with it by default",
         )
 
         def __post_init__(self) -> None:
@@ -99,6 +100,7 @@ class QSGD(Compressor):
     def __init__(self, settings: QSGD.Settings | None = None, learned: Tensors | None = None) -> None:
         super().__init__(settings, learned)
         bits: int = self.settings.bits
+        self.defaults = replace(type(self).defaults, error_feedback=self.settings.contraction != "none")
         self.block = self.settings.bucket_size
         self.levels = max(1, (1 << bits - 1) - 1)  # s
         # From one code to the next, in steps of norm / s: at one bit two, from -norm to norm.
@@ -126,6 +128,15 @@ class QSGD(Compressor):
         variance = sum_of_rows(above * (1 - above)) * (self._stride / self.levels) ** 2
         energy = sum_of_rows(scaled.square_())
         return (energy / (energy + variance).masked_fill_(energy == 0, 1.0)).float()
+
+    @property
+    def needs_error_feedback(self) -> str:
+        if self.settings.contraction == "none":
+            return ""
+        return (
+            f"qsgd with contraction = {self.settings.contraction!r} sends a fraction of every gradient, and without "
+            "error feedback never the rest: put error feedback around it, or leave the contraction out"
+        )
 
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
         longest = max(1, min(self.settings.bucket_size, sum(layer.numel for layer in layers)))

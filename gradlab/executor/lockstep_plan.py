@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -50,6 +50,7 @@ class StepResult:
     codec_seconds: seconds in the codecs' own code, mean over ranks.
     costs: seconds and bytes by group name.
     held: names of the layers without a gradient on any rank, whose states stay as they are.
+    learning_rate: by layer name, as far as it was known.
     """
 
     iteration: int
@@ -61,6 +62,7 @@ class StepResult:
     codec_seconds: float
     costs: Mapping[str, GroupCost]
     held: frozenset[str] = frozenset()
+    learning_rate: Mapping[str, float] = field(default_factory=dict)
 
 
 class LockstepPlan:
@@ -189,6 +191,7 @@ class LockstepPlan:
             sum(cost.codec_seconds for cost in costs.values()),
             costs,
             agreed.held,
+            agreed.context.learning_rate,
         )
 
     def _refresh(self, bill: _Bill) -> None:

@@ -294,10 +294,14 @@ class Plan:
             The codec, on the CPU.
 
         Raises:
-            GradlabError: for a setting out of range, or layers that the codec does not take.
+            GradlabError: for a setting out of range, layers that the codec does not take, or a codec that needs error
+                feedback and has none.
         """
         method = codecs.get(group.codec)
         codec = method(build_settings(method, group.settings), self.learned.get(group.name))
+        why = codec.needs_error_feedback
+        if why and not any(wrapper_registry.get(wrap.name).keeps_residual for wrap in group.wrappers):
+            raise GradlabError(f"group {group.name}: {why}")
         codec.bind(self.members(group))
         codec.check(self.members(group))
         for wrap in reversed(group.wrappers):

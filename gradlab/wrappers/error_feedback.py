@@ -10,7 +10,7 @@ Resets, and the residual in 8 bits: Xie, Lin, Toh, Zhou, "LoCo", IEEE TPAMI 2025
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -106,12 +106,14 @@ class ErrorFeedback(Wrapper):
         for name, value in kept_back.items():
             if not dropped and not context.stands_still(name, self.settings.step_size_ratio):
                 kept |= store_buffer(name, "residual", self._low_pass(value, residual.get(name)), self.settings.buffer)
-        return Exchanged(done.mean, done.own, {**done.state, **kept, **measured}, inputs, errors)
+        state = {**done.state, **kept, **measured}
+        return replace(done, state=state, compressor_input=inputs, compression_error=errors)
 
     def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         inputs = add(grads, self._residual(grads, state, context), context)
         done = yield from self.codec.dense_exchange(inputs, self.inner_state(state), context)
-        return Exchanged(done.mean, done.own, {**done.state, **self._held(grads, state, context)}, inputs)
+        kept = {**done.state, **self._held(grads, state, context)}
+        return replace(done, state=kept, compressor_input=inputs)
 
     def _held(self, grads: Tensors, state: Tensors, context: Context) -> Tensors:
         """Return the unchanged residuals of layers whose parameters do not move in this iteration."""

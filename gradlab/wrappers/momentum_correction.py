@@ -9,7 +9,7 @@ distributed blockwise momentum SGD with error-feedback", NeurIPS 2019, Algorithm
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -84,13 +84,13 @@ class MomentumCorrection(Wrapper):
         kept_back = unselected(inputs, done.own) if self.settings.keep == "unselected" else errors
         residual = {name: value for name, value in kept_back.items() if not self._holds(name, context)}
         kept = {**self._held(grads, state, context), **self._kept(velocity, residual), **measured}
-        return Exchanged(done.mean, done.own, {**done.state, **kept}, inputs, errors)
+        return replace(done, state={**done.state, **kept}, compressor_input=inputs, compression_error=errors)
 
     def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         velocity, inputs = self._accumulate(grads, state, context)
         done = yield from self.codec.dense_exchange(inputs, self.inner_state(state), context)
         kept = {**self._held(grads, state, context), **self._kept(velocity, {})}
-        return Exchanged(done.mean, done.own, {**done.state, **kept}, inputs)
+        return replace(done, state={**done.state, **kept}, compressor_input=inputs)
 
     def acts_when_dense(self, state: Tensors) -> bool:
         return True

@@ -39,6 +39,7 @@ class TwoWay(Wrapper):
 
     name = "two_way"
     keys = ("server_residual", "server_whole", "server_zeta")
+    server_residual = True
 
     @dataclass(frozen=True)
     class Settings:
@@ -83,7 +84,8 @@ class TwoWay(Wrapper):
         average = context.workspace.zeros_like(vector[start:stop])
         codec.add_all(average, zip(*received, strict=True), 1.0 / context.world_size)
         held = self._server_residual(grads, state, context, average)
-        average += self._rescaled(held, context)
+        carried = self._rescaled(held, context)
+        average += carried
         zeta = self._zeta(codec, average, grads, state, context)
         scaled = average if zeta is None else scale_down(average, zeta, context)
         answer = codec.compress(scaled, context.rank_generator("server"))
@@ -95,7 +97,9 @@ class TwoWay(Wrapper):
             lambda: separate(self._decoded(vector, shards, codecs, sent, context, residual=True), grads),
         )
         kept = self._kept(held, average, codec, answer, context) | self._measured(zeta, average, codec, answer, grads)
-        return Exchanged(separate(mean, grads), own, kept)
+        cuts = [len(piece) for piece in held.values()]
+        asked = Deferred(grads, lambda: dict(zip(held, (average - carried).split(cuts), strict=True)))
+        return Exchanged(separate(mean, grads), own, kept, server_input=asked)
 
     def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         """Send the servers' residuals along: each server adds N times its residual to its own gradient."""

@@ -21,14 +21,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from gradlab.codec import Codec, Exchanged, Tensors
-from gradlab.codec.measures import contribution_error, squared_norm
+from gradlab.codec import Exchanged, Tensors
+from gradlab.codec.measures import contribution_error
 from gradlab.codec.wrapper import innermost, wrappers_of
 from gradlab.collectives import Coroutine, Request, answer_for, as_requests, payload_bytes
 from gradlab.collectives import Step as Requested
 from gradlab.ddp.agreement import Ranks
 from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun, Step, Ticks
+from gradlab.executor.watch import GroupMeasures, gradient_norms, measure, residual_norms
 from gradlab.runtime.engine.finiteness import NonFiniteSteps
 from gradlab.runtime.engine.options import RunOptions, Surroundings
 from gradlab.runtime.engine.rules import RuleWatch
@@ -150,12 +151,14 @@ class Iteration:
     """The data of the step in progress, which are dropped after it.
 
     measured: whether its errors are measured.
+    measured_groups: what the rules ask, by group name; empty in a step that is not measured.
     """
 
     step: Step
     record: StepRecord
     ticks: Ticks[Running]
     measured: bool = False
+    measured_groups: dict[str, GroupMeasures] = field(default_factory=dict)
     parts: list[Part] = field(default_factory=list)
     dense: list[Fused] = field(default_factory=list)
 
@@ -287,7 +290,7 @@ class StepDriver:
         self._timeline.add("backward", "backward", first, last)
         self.statistics.add(record)
         self._non_finite.add(record)
-        self.rules.see_step(record)
+        self.rules.see_step(record, current.measured_groups)
         self.rules.settle(self._ranks, record, step.noticed, self._non_finite.in_a_row)
         self.all_dense = not self.run.active
         self.current = None
@@ -400,10 +403,7 @@ class StepDriver:
         def finish(done: Exchanged) -> None:
             if current.measured:  # before the gradients, which `done` may still refer to, are overwritten
                 current.record.errors |= contribution_error(done)
-                current.record.residual_norms |= {
-                    layer: squared_norm(t) ** 0.5 for layer, t in done.compression_error.items()
-                }
-                current.record.gradient_norms |= self._norms(codec, gradients, done, current.record.loss_scale)
+                self._measure(current, name, gradients, done)
             _write(gradients, done)
 
         described = "+".join([innermost(codec).name, *(wrapper.name for wrapper in wrappers_of(codec))])
@@ -412,14 +412,14 @@ class StepDriver:
         )
         return running, sum(grad.nbytes for grad in gradients.values())
 
-    def _norms(self, codec: Codec, gradients: Tensors, done: Exchanged, scale: float) -> dict[str, float]:
-        """Norms of the gradients of layers that have a residual, with those of weight decay, without the loss scale."""
-        rate = sum(wrapper.settings.rate for wrapper in wrappers_of(codec) if wrapper.applies_weight_decay)
-        norms = {layer: squared_norm(gradients[layer]) ** 0.5 / scale for layer in done.compression_error}
-        if rate:
-            for layer in norms:
-                norms[layer] += rate * squared_norm(self._surroundings.parameters[layer]) ** 0.5
-        return norms
+    def _measure(self, current: Iteration, name: str, gradients: Tensors, done: Exchanged) -> None:
+        """Note norms by layer, and what the rules ask of the group."""
+        codec, record = self.run.codecs[name], current.record
+        residuals = residual_norms(done)
+        norms = gradient_norms(codec, gradients, done, self._surroundings.parameters, record.loss_scale)
+        record.residual_norms |= residuals
+        record.gradient_norms |= norms
+        current.measured_groups[name] = measure(codec, done, residuals, norms, record.loss_scale)
 
     def _watch(self, one: Running, began: float, stop: float, first: bool) -> None:
         """Note a stretch of an exchange's code, and the bytes of the requests that it ended with."""

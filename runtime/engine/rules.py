@@ -8,7 +8,6 @@ after the same step.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
@@ -18,7 +17,8 @@ from gradlab import version
 from gradlab.ddp.agreement import Ranks
 from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun, rules
-from gradlab.executor.rules import Feedback, Finding, ResidualWatch
+from gradlab.executor.rules import Finding
+from gradlab.executor.watch import GroupMeasures, RankWatch
 from gradlab.runtime.engine.options import RunOptions
 from gradlab.runtime.engine.statistics import StepRecord
 
@@ -43,13 +43,11 @@ class RuleWatch:
         self._scaled = options.scaled
         self._known: set[tuple[str, str | None]] = set()
         self._warned: set[str] = set()
-        self._residuals = {
-            name: ResidualWatch(name, feedback)
-            for name, feedback in _feedback(run).items()
-            if self._levels["residual_grows"] != "ignore"
-        }
+        watched = [rule for rule, level in self._levels.items() if level != "ignore"]
+        self._watch = RankWatch(run.plan, run.codecs, run.settings.plain_sgd, watched)
         # Under momentum or a preconditioner kept residuals were measured to do no harm (`residual_statement`).
-        kept = [name for name, watch in self._residuals.items() if options.plain_sgd and not watch.feedback.follows]
+        keeping = self._watch.residuals.items()
+        kept = [name for name, watch in keeping if options.plain_sgd and not watch.feedback.follows]
         self._kept = tuple(layer for name in kept for layer in run.groups[name].layers)
         self._ratio: float | None = None  # largest residual norm over gradient norm, of groups that keep theirs
         self._rates: Mapping[str, float] = {}
@@ -68,23 +66,15 @@ class RuleWatch:
             factor = rules.rate_change(old, new, self._largest_rate)
             self._find(rules.rates_change(self._run.iteration, factor, self._ratio))
 
-    def see_step(self, record: StepRecord) -> None:
-        """Look at a measured step."""
-        if not record.finite or not record.residual_norms:
+    def see_step(self, record: StepRecord, measured: Mapping[str, GroupMeasures]) -> None:
+        """Look at a step; measured: by group, empty in a step that was not."""
+        if not record.finite or not measured:
             return
         steps = record.step - self._run.plan.schedule.warmup_steps + 1
-        ratios = [0.0]
-        for name, watch in self._residuals.items():
-            layers = self._run.groups[name].layers
-            residual, gradient = (
-                math.hypot(*(norms.get(layer, 0.0) for layer in layers))
-                for norms in (record.residual_norms, record.gradient_norms)
-            )
-            rates = [self._rates[layer] for layer in layers if layer in self._rates]
-            self._find(watch.add(record.step, steps, residual, gradient, max(rates) if rates else None))
-            if not watch.feedback.follows and gradient > 0:
-                ratios.append(residual / gradient)
-        self._ratio = max(ratios)
+        for one in self._watch.see(record.step, steps, measured, self._rates):
+            self._find(one)
+        kept = [measured[name] for name, watch in self._watch.residuals.items() if not watch.feedback.follows]
+        self._ratio = max([0.0, *(one.residual / one.gradient for one in kept if one.gradient > 0)])
 
     def _find(self, one: Finding | None) -> None:
         if one is not None and self._level(one) != "ignore" and one.key not in self._known:
@@ -166,12 +156,3 @@ def compare_versions(ranks: Ranks) -> list[Finding]:
     own = {"gradlab": version.VERSION, "torch": str(torch.__version__)}
     one = rules.different_versions(ranks.gather(own))
     return [] if one is None else [one]
-
-
-def _feedback(run: PlanRun) -> dict[str, Feedback]:
-    by_name = {layer.name: layer for layer in run.plan.layers}
-    found = {
-        name: rules.feedback_of(run.codecs[name], [by_name[layer] for layer in group.layers], run.settings.plain_sgd)
-        for name, group in run.groups.items()
-    }
-    return {name: feedback for name, feedback in found.items() if feedback is not None}

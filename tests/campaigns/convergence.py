@@ -4,10 +4,10 @@
         [--steps 300] [--rows FILE]       rows that FILE has are not run again
 
 Digits (bundled with scikit-learn), a network of two layers, 4 nodes in lockstep that share the batch, SGD and AdamW.
-Both weights are compressed, as one group. A run of `--steps` iterations
+Both weights are compressed, as one group. Every tenth step is measured, as by DDP's engine. A run of `--steps` steps
     converges   if it takes the loss at least 80 % of the way that dense training takes it,
     is refused  when the plan is made, with a line,
-    is warned   by a rule that watches the run (`gradlab.runtime.rules`), with a line,
+    is warned   by a rule that watches the run (`gradlab.executor.rules`), with its line,
     is SILENT   if it is none of these. The exit code is then 1.
 """
 
@@ -19,7 +19,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,14 @@ from torch.nn import functional
 from gradlab import codecs
 from gradlab.datasets.digits import Digits
 from gradlab.errors import GradlabError
+from gradlab.executor import rules
 from gradlab.executor.lockstep_plan import LockstepPlan, StepResult
+from gradlab.executor.watch import LockstepWatch
 from gradlab.layout import layers_of
 from gradlab.plan import Plan, Wrap
 
 NODES, BATCH = 4, 64
+MEASURE_EVERY = 10  # the engine's default
 WAY = 0.8  # share of dense training's decrease of the loss from which a run converges
 RATES = {"SGD": 0.1, "AdamW": 0.003}
 LEARNING = {"training_steps": 40, "optimizer": "adam", "loss": "mean", "most_error": 1e9}
@@ -82,7 +85,7 @@ class Row:
     """One run.
 
     loss, dense: of the test set after the last step, with the codec and without, nats.
-    residual: the largest norm of the ranks' residuals over that of their gradients, at the last step.
+    residual: the largest norm of a rank's compression error over that of its gradient, at the last step.
     verdict: "converges", "refused", "warned" or "SILENT"; why: the lines of whoever refused or warned.
     """
 
@@ -104,6 +107,19 @@ class Row:
     @property
     def name(self) -> str:
         return ", ".join([self.codec, *(f"{key} {value}" for key, value in self.settings.items())])
+
+
+def residual_of(done: StepResult, gradients: Sequence[Mapping[str, torch.Tensor]]) -> float:
+    """The largest norm of a rank's compression error over that of its gradient."""
+
+    def norm(tensors: Iterable[torch.Tensor]) -> float:
+        return math.hypot(*(float(tensor.norm()) for tensor in tensors))
+
+    return max(
+        norm(own.compression_error.values()) / max(norm(gradient[name] for name in own.mean), 1e-30)
+        for ranks in done.exchanged.values()
+        for own, gradient in zip(ranks, gradients, strict=True)
+    )
 
 
 class Task:
@@ -160,81 +176,26 @@ def run(row: Row, steps: int, starts: float) -> None:
     except GradlabError as error:
         row.verdict, row.why = "refused", [str(error)]
         return
-    lockstep, optimizer = (
-        LockstepPlan(plan, NODES, plain_sgd=row.optimizer == "SGD"),
-        optimizer_of(row.optimizer, task.model),
-    )
-    watch = Watch()
+    lockstep = LockstepPlan(plan, NODES, plain_sgd=row.optimizer == "SGD")
+    optimizer, watch = optimizer_of(row.optimizer, task.model), LockstepWatch(lockstep)
+    rates = {layer.name: RATES[row.optimizer] for layer in layers}
     for step in range(steps):
         gradients = task.gradients()
-        done = lockstep.step(step, gradients, {layer.name: RATES[row.optimizer] for layer in layers})
+        done = lockstep.step(step, gradients, rates)
+        watch.see(done, gradients, measured=step % MEASURE_EVERY == 0)
         means = {name: torch.stack([own[name] for own in gradients]).mean(0) for name in gradients[0]}
-        if step % 10 == 0 or not done.finite or step == steps - 1:
-            watch.see(done, lockstep, gradients, means)
-        applied = {
-            **means,
-            **{name: value for ranks in done.exchanged.values() for name, value in ranks[0].mean.items()},
-        }
+        means |= {name: value for ranks in done.exchanged.values() for name, value in ranks[0].mean.items()}
         for name, parameter in task.model.named_parameters():
-            parameter.grad = applied[name].clone()
+            parameter.grad = means[name].clone()
         optimizer.step()
         if not done.finite:
             break
-    row.loss, row.residual, row.why = task.loss(), watch.residuals[-1], watch.lines()
+    row.loss, row.residual = task.loss(), residual_of(done, gradients)
+    row.why = [rules.sentence([one], NODES) for one in watch.findings]
     good = math.isfinite(row.loss) and starts - row.loss >= WAY * (starts - row.dense)
     row.verdict = "converges" if good else "warned" if row.why else "SILENT"
     if good and row.why:
         row.verdict = "converges, warned"
-
-
-class Watch:
-    """What a run's rules look at."""
-
-    def __init__(self) -> None:
-        self.residuals: list[float] = []  # norm over the gradient's, largest over the groups, by step
-        self.errors: list[float] = []  # of the mean, relative, largest over the groups, by step
-        self.finite = True
-
-    def see(
-        self,
-        done: StepResult,
-        lockstep: LockstepPlan,
-        gradients: Sequence[Mapping[str, torch.Tensor]],
-        means: Mapping[str, torch.Tensor],
-    ) -> None:
-        self.finite = self.finite and done.finite
-        residuals, errors = [0.0], [0.0]
-        for group, ranks in done.exchanged.items():
-            norm = sum(float(own[name].norm()) ** 2 for own in gradients for name in ranks[0].mean) ** 0.5
-            kept = sum(
-                float(value.norm()) ** 2
-                for rank in lockstep.states
-                for key, value in rank.get(group, {}).items()
-                if key.rpartition("/")[2] in ("residual", "server_residual")
-            )
-            residuals.append(kept**0.5 / norm if norm else 0.0)
-            wrong = sum(float((ranks[0].mean[name] - means[name]).norm()) ** 2 for name in ranks[0].mean) ** 0.5
-            whole = sum(float(means[name].norm()) ** 2 for name in ranks[0].mean) ** 0.5
-            errors.append(wrong / whole if whole else 0.0)
-        self.residuals.append(max(residuals))
-        self.errors.append(max(errors))
-
-    def lines(self) -> list[str]:
-        said = []
-        if not self.finite:
-            said.append("gradients were not finite in an iteration")
-        half = len(self.residuals) // 2
-        late, early = median(self.residuals[half:]), median(self.residuals[:half])
-        if late > 10 and late > 2 * early:
-            said.append(f"the residual grows: {early:.3g} times the gradient in the first half, then {late:.3g}")
-        if (error := median(self.errors)) > 1:
-            said.append(f"the error of the mean is {error:.3g} times the mean")
-        return said
-
-
-def median(values: Sequence[float]) -> float:
-    finite = sorted(value if math.isfinite(value) else math.inf for value in values)
-    return finite[len(finite) // 2] if finite else 0.0
 
 
 def dense(steps: int) -> tuple[float, dict[str, float]]:

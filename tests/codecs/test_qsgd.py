@@ -20,6 +20,7 @@ from gradlab.coding.random_bits import sixteen_random_bits
 from gradlab.collectives import run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
+from gradlab.plan import Plan, Wrap
 from gradlab.wrappers.error_feedback import ErrorFeedback
 from gradlab.wrappers.two_way import TwoWay
 from support.laws import law
@@ -452,3 +453,12 @@ def test_a_contraction_of_zeros_and_of_the_smallest_numbers() -> None:
         received = decoded(quantizer(contraction="measured"), values)
         assert bool(received.isfinite().all())
         assert bool((received.abs() <= 1.0001 * values.abs().max() + 1e-44).all())
+
+
+@pytest.mark.parametrize("wrappers", [(), (Wrap("two_way"),)])
+def test_a_plan_with_a_contraction_and_without_feedback_is_refused(wrappers: tuple[Wrap, ...]) -> None:
+    layers = [Layer("w", (32, 32), "linear")]
+    with pytest.raises(GradlabError, match="group w: qsgd with contraction = 'measured' sends a fraction"):
+        Plan.uniform(layers, "qsgd", contraction="measured", wrappers=wrappers)
+    Plan.uniform(layers, "qsgd", contraction="measured", wrappers=(Wrap("error_feedback"), *wrappers))
+    assert Plan.uniform(layers, "qsgd", contraction="measured").groups[0].wrappers == (Wrap("error_feedback"),)

@@ -93,6 +93,29 @@ def healthy(group: dist.ProcessGroup) -> dict[str, Any]:
     return {"ratios": ratios, "rules": found, "warned": warned}
 
 
+SPEAKING: dict[str, tuple[str, dict[str, Any], tuple[Wrap, ...]]] = {
+    "a server that does not contract": (
+        "qsgd",
+        {"bits": 2, "norm": "l2", "bucket_size": 2048},
+        (Wrap("two_way", {"contraction": "none"}),),
+    ),
+    "one bit without feedback": ("qsgd", {"bits": 1}, ()),
+    "topk without feedback": ("topk", {"density": 0.01}, ()),
+}
+
+
+def speaking(group: dist.ProcessGroup, case: str) -> dict[str, Any]:
+    """One group that a rule speaks up in."""
+    codec, settings, wraps = SPEAKING[case]
+    layers = (Layer("a", SHAPE, "linear"), Layer("b", (64,), "vector"))
+    with listening() as warned:
+        run = exchange(group, Plan(layers, (Group("a", ("a",), codec, settings, wraps),)), measure_every=2)
+        with run:
+            train(run, dist.get_rank(group), 12)
+            found = run.report()["rules"]
+    return {"warned": warned, "rules": found}
+
+
 def rates(group: dist.ProcessGroup) -> dict[str, list[str]]:
     """A rate that falls to a tenth at once, one that does so smoothly, and residuals that follow the first."""
     said = {}

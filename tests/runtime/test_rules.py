@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +15,11 @@ from gradlab.executor.rules import Feedback, residual_grows, residual_limit
 from support.process_pool import ProcessPool
 
 norms = st.floats(1e-6, 1e6)
+SPEAKING = (
+    ("a server that does not contract", "residual_grows", "the server's residual's norm is"),
+    ("one bit without feedback", "mean_error", "the error of the mean is"),
+    ("topk without feedback", "never_sent", "of the gradient is sent"),
+)
 
 
 @given(st.lists(norms, min_size=1, max_size=60), st.floats(0, 1))
@@ -60,6 +66,32 @@ def test_a_residual_that_follows_a_falling_rate_does_not_fire() -> None:
     rates = [0.5**step for step in range(40)]
     assert all(watch.add(step, step + 1, 1 / rate, 1.0, rate) is None for step, rate in enumerate(rates))
     assert watch.add(41, 42, 1e30, 1.0, 0.0) is None
+
+
+@given(st.integers(0, 2**16), st.integers(1, 4), st.floats(0.05, 30))
+def test_the_error_of_the_mean_is_above_1_where_the_estimate_is(seed: int, ranks: int, size: float) -> None:
+    """Without the mean itself: from ||D||^2, which all ranks know, and the ranks' own <D, x_i>."""
+    draw = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(ranks, 50, generator=draw, dtype=torch.float64)
+    mean, noise = inputs.mean(0), size * torch.randn(50, generator=draw, dtype=torch.float64)
+    for applied in (mean + noise, noise, 0.5 * mean, mean + noise - mean * (noise @ mean) / (mean @ mean)):
+        product = float((inputs @ applied).mean())
+        estimate = rules.Sent(1.0, 1.0, float(applied @ applied), product).mean_error
+        error = float((applied - mean).norm() / mean.norm())
+        assert estimate is not None
+        assert (estimate > 1) == (error > 1)
+    assert estimate == pytest.approx(error, rel=1e-6)  # of the last, whose error is orthogonal to the mean
+
+
+def test_what_a_group_without_feedback_sends_is_judged_over_five_measured_steps() -> None:
+    watch = rules.SentWatch("a")
+    noisy, small, good = rules.Sent(1.0, 1.0, 9.0, 1.0), rules.Sent(1.0, 0.1, 0.01, 0.1), rules.Sent(1.0, 1.0, 1.0, 1.0)
+    found = [watch.add(step, one) for step, one in enumerate([good, noisy, noisy, good, noisy, good, good, good])]
+    assert [[one.rule for one in at] for at in found] == [[], [], [], [], ["mean_error"], ["mean_error"], [], []]
+    assert found[4][0].value == pytest.approx(8**0.5)
+    found = [watch.add(step, small) for step in range(5)]
+    assert [[one.rule for one in at] for at in found] == [[], [], ["never_sent"], ["never_sent"], ["never_sent"]]
+    assert watch.add(9, rules.Sent(0.0, 0.0, 0.0, 0.0)) == []
 
 
 def test_rates_count_where_they_matter() -> None:
@@ -134,6 +166,14 @@ def test_healthy_runs_are_silent(pool: ProcessPool) -> None:
         assert results["ratios"]["topk"] > 5
         assert results["warned"] == []
         assert results["rules"] == {name: [] for name in results["ratios"]}
+
+
+@pytest.mark.parametrize(("case", "rule", "seen"), SPEAKING)
+def test_each_of_these_is_told_by_its_rule(pool: ProcessPool, case: str, rule: str, seen: str) -> None:
+    for rank, result in enumerate(pool.run("jobs.rule_tasks:speaking", 2, case=case)):
+        assert [(one["rule"], one["group"]) for one in result["rules"]] == [(rule, "a")]
+        assert len(result["warned"]) == (rank == 0)
+        assert all(seen in message for message in result["warned"])
 
 
 def test_a_jump_of_the_rate_under_kept_residuals(pool: ProcessPool) -> None:

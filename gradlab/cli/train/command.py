@@ -78,6 +78,7 @@ def train(
     """Train a workload on this machine's ranks: plain, recorded (--capture) or compressed (--compress)."""
     from gradlab.cli.train.launch import save_report
     from gradlab.cli.train.settings import TrainSettings
+    from gradlab.executor.rules import sentences
 
     if ranks is not None and emulate is not None:
         raise GradlabError("a run has either ranks (--ranks) or emulated nodes (--emulate), not both")
@@ -122,6 +123,8 @@ def train(
         _print(report)
     if report.residuals:
         say(report.residuals)
+    for line in sentences(report.rules, report.header.world_size):
+        say(f"warning: {line}")
     for row in report.measured.recorded:
         if row.steps_lost:
             say(f"warning: {row.path}: {row.steps_lost} steps were not recorded ({row.reason})")

@@ -12,6 +12,8 @@ from gradlab.cli.train.settings import TrainSettings
 from gradlab.codec.measures import LayerErrors, add_errors, relative
 from gradlab.datasets import Recipe
 from gradlab.datasets.metric import ACCURACY
+from gradlab.executor.rules import Finding
+from gradlab.jsonable import plain
 from gradlab.metric import Metric
 from gradlab.plan import Plan
 from gradlab.runtime.engine.statistics import StepRecord
@@ -215,19 +217,21 @@ class TrainReport:
         header: what was set.
         measured: what was measured.
         residuals: what holds for the residuals under the optimizer; None if no plan keeps any.
+        rules: what the rules that watch a compressed run found.
         chrome_trace: the spans of all ranks, as a chrome trace has them; None if none were asked for.
     """
 
     header: RunHeader
     measured: RunMeasures
     residuals: str | None = None
+    rules: tuple[Finding, ...] = ()
     chrome_trace: list[dict[str, Any]] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Write the report: one level, as files and `gradlab train --json` have it."""
         return {
             **self.header.to_json(),
-            **({"residuals": self.residuals} if self.header.plan else {}),
+            **({"residuals": self.residuals, "rules": plain(self.rules)} if self.header.plan else {}),
             **({"chrome_trace": self.chrome_trace} if self.chrome_trace is not None else {}),
             **self.measured.to_json(),
         }
@@ -237,7 +241,8 @@ class TrainReport:
         """Read the report that rank 0 sent."""
         known = {item.name: value[item.name] for item in fields(RunHeader) if item.name != "emulated"}
         header = RunHeader(**known, emulated=value.get("emulated", False))
-        return cls(header, RunMeasures.from_json(value), value.get("residuals"), value.get("chrome_trace"))
+        rules = tuple(map(Finding.from_json, value.get("rules", ())))
+        return cls(header, RunMeasures.from_json(value), value.get("residuals"), rules, value.get("chrome_trace"))
 
 
 def run_header(settings: TrainSettings, recipe: Recipe, dense_payload_bytes: int, plan: Plan | None) -> RunHeader:

@@ -173,11 +173,15 @@ def run_rank(settings: TrainSettings) -> TrainReport:
     measured = run_report(outcomes, dense, rank.workload.metric)
     if rank.state is None:
         return TrainReport(run_header(settings, rank.recipe, dense, plan=None), measured)
-    spans = gather_json(rank.state.chrome_trace()) if settings.trace_steps else None
+    spans, compressed = (
+        gather_json(rank.state.chrome_trace()) if settings.trace_steps else None,
+        rank.state.run_report(),
+    )
     return TrainReport(
         header=run_header(settings, rank.recipe, dense, rank.state.plan),
         measured=measured,
-        residuals=rank.state.run_report().residuals,
+        residuals=compressed.residuals,
+        rules=compressed.rules,
         chrome_trace=None if spans is None else [event for events in spans for event in events],
     )
 

@@ -25,7 +25,7 @@ from gradlab.collectives import all_reduce_wire_bytes
 from gradlab.errors import GradlabError
 from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.layout import Layer
-from gradlab.plan import FEEDBACK, FINITE_FLAG_BYTES, Group, Plan, Schedule
+from gradlab.plan import FEEDBACK, FINITE_FLAG_BYTES, Group, Plan, Schedule, Wrap
 from support.recorded import BIAS, CONVOLUTION, LAYERS, LINEAR, random_gradients, record, record_layer
 
 DENSE_BYTES = 4 * sum(layer.numel for layer in LAYERS)
@@ -107,6 +107,18 @@ def test_what_was_sent_and_what_is_kept_add_up_to_all_gradients(tmp_path, codec,
         total = np.sum([step[rank][CONVOLUTION.name] for step in gradients], axis=0, dtype=np.float64)
         kept = lockstep.states[rank][CONVOLUTION.name][f"{CONVOLUTION.name}/residual"].double()
         torch.testing.assert_close(sent[rank] + kept, torch.from_numpy(total), atol=1e-5, rtol=0)
+
+
+def test_a_replay_tells_what_the_rules_of_a_run_would(tmp_path):
+    unscaled = Wrap("error_feedback", {"contraction": "none"})
+    growing = uniform("qsgd", bits=2, norm="l2", bucket_size=4096, group_bytes=2**20, wrappers=[unscaled])
+    with record(tmp_path / "t", random_gradients(1, 12, 2)) as trace:
+        result = replay(trace, growing)
+        healthy = replay(trace, uniform("topk", density=0.1, error_feedback=True))
+    assert [(one.rule, one.ranks) for one in result.rules] == [("residual_grows", (0, 1))]
+    assert result.to_json()["summary"]["rules"] == [one.to_json() for one in result.rules]
+    assert "(rule residual_grows)" in result.warnings[-1]
+    assert healthy.rules == ()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])

@@ -21,6 +21,7 @@ from gradlab.analysis.report.tables import comparison_table, median_errors
 from gradlab.analysis.report.trace_report import Examination, summarize_trace, write_comparison, write_trace_report
 from gradlab.analysis.report.verdict import comparison_verdict
 from gradlab.errors import GradlabError
+from gradlab.executor.rules import finding
 from gradlab.layout import Layer
 from gradlab.plan import Plan
 from support.recorded import random_gradients, record
@@ -108,6 +109,7 @@ def made(tmp_path_factory):
             ),
             "topk": run_json("topk", seconds=0.011, accuracy=0.9, payload=100, replayed=replays["topk"], ratio=9.9),
         }
+        runs["topk"]["rules"] = [finding("never_sent", "9.9% is sent", 0.9, 0.5, group="a").to_json()]
         analysis = write_trace_report(trace, folder / "analysis", Examination(fit=fit, replays=replays))
         comparison = write_comparison(
             folder / "comparison",
@@ -192,6 +194,7 @@ def test_first_line_is_the_verdict_and_warnings_follow(made):
     assert words.startswith("Predicted and observed: digits & <friends> Compression does not pay on this link")
     assert body_words(made["analysis"]).startswith("Gradients of <b>digits</b> The GradiVeQ fit holds nothing that")
     assert made["fit"].warnings[0] in body_words(made["analysis"])
+    assert "topk, in training: a: 9.9% is sent; put error feedback around the codec" in words
 
 
 def test_table_sets_predicted_beside_observed(made):

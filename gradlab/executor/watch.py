@@ -1,0 +1,256 @@
+"""Watch a plan's groups by the rules of `gradlab.executor.rules`: what is measured of an exchange, and who judges it.
+
+DDP's engine has a `RankWatch` for its rank, and asks it on measured steps. A replay, and every other use of
+`LockstepPlan`, has a `LockstepWatch`, which asks one per rank and joins what they found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+import torch
+
+from gradlab.codec import Codec, Exchanged, Tensors
+from gradlab.codec.measures import squared_norm
+from gradlab.codec.wrapper import load_buffer, wrappers_of
+from gradlab.executor import rules
+from gradlab.executor.lockstep_plan import LockstepPlan, StepResult
+from gradlab.executor.rules import Finding, ResidualWatch, Sent, SentWatch
+from gradlab.plan import Plan
+
+
+@dataclass(frozen=True)
+class GroupMeasures:
+    """What the rules ask of one group's exchange on one rank.
+
+    Attributes:
+        residual: norm of the compression error, which feedback keeps; 0 without feedback.
+        gradient: norm of the gradient, with weight decay, without the loss scale.
+        server_residual: norm of the server's residual in two-way compression.
+        server_input: norm of the mean of contributions that this rank's server was sent.
+        sent: of a group without feedback; None under feedback.
+    """
+
+    residual: float = 0.0
+    gradient: float = 0.0
+    server_residual: float = 0.0
+    server_input: float = 0.0
+    sent: Sent | None = None
+
+
+def measure(
+    codec: Codec, done: Exchanged, residuals: Mapping[str, float], gradients: Mapping[str, float], scale: float = 1.0
+) -> GroupMeasures:
+    """Measure an exchange for the rules.
+
+    Args:
+        codec: with its wrappers.
+        done: the exchange's result on one rank.
+        residuals: norms of the compression errors, by layer; see `residual_norms`.
+        gradients: norms by layer; see `gradient_norms`.
+        scale: the loss scale that is on the mean.
+    """
+    keeps = any(wrapper.keeps_residual for wrapper in wrappers_of(codec))
+    kept = [load_buffer(done.state, layer, "server_residual") for layer in done.server_input]
+    return GroupMeasures(
+        residual=math.hypot(*residuals.values()) if keeps else 0.0,
+        gradient=math.hypot(*gradients.values()) if keeps else 0.0,
+        server_residual=_norm(piece for piece in kept if piece is not None),
+        server_input=_norm(done.server_input.values()) if any(piece is not None for piece in kept) else 0.0,
+        sent=None if keeps else _sent(codec, done, 1.0 if codec.keeps_dtype else scale),
+    )
+
+
+def residual_norms(done: Exchanged) -> dict[str, float]:
+    """Compute the norms of compression errors, by layer; empty where no wrapper has computed these errors."""
+    return {layer: squared_norm(error) ** 0.5 for layer, error in done.compression_error.items()}
+
+
+def gradient_norms(
+    codec: Codec, gradients: Tensors, done: Exchanged, parameters: Mapping[str, torch.Tensor], scale: float = 1.0
+) -> dict[str, float]:
+    """Compute the norms of gradients of layers that have a residual, with those of weight decay, by layer.
+
+    Args:
+        codec: with its wrappers.
+        gradients: by layer name.
+        done: the exchange's result.
+        parameters: by layer name. The weight decay of others is not counted.
+        scale: the loss scale that is on the gradients.
+    """
+    rate = sum(wrapper.settings.rate for wrapper in wrappers_of(codec) if wrapper.applies_weight_decay)
+    norms = {layer: squared_norm(gradients[layer]) ** 0.5 / scale for layer in done.compression_error}
+    if rate:
+        for layer in norms.keys() & parameters.keys():
+            norms[layer] += rate * squared_norm(parameters[layer]) ** 0.5
+    return norms
+
+
+def _sent(codec: Codec, done: Exchanged, scale: float) -> Sent:
+    inputs = done.compressor_input
+    energy = sum(squared_norm(value) for value in inputs.values())
+    contributed = sum(_product(value, done.own[layer]) for layer, value in inputs.items())
+    if not _is_mean(codec):
+        return Sent(energy, contributed)
+    mean_energy = sum(squared_norm(value) for value in done.mean.values()) / scale**2
+    mean_product = sum(_product(value, done.mean[layer]) for layer, value in inputs.items()) / scale
+    return Sent(energy, contributed, mean_energy, mean_product)
+
+
+def _is_mean(codec: Codec) -> bool:
+    """Whether what is applied is the mean of this step's contributions: no momentum of it, no server's residual."""
+    return not any(
+        (wrapper.applies_momentum and not wrapper.before_compression)
+        or (wrapper.server_residual and wrapper.settings.error_feedback)
+        for wrapper in wrappers_of(codec)
+    )
+
+
+def _norm(tensors: Iterable[torch.Tensor]) -> float:
+    return math.hypot(*(squared_norm(tensor) ** 0.5 for tensor in tensors))
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> float:
+    wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
+    return float(torch.dot(a.reshape(-1).to(wide), b.reshape(-1).to(wide)))
+
+
+class RankWatch:
+    """The measured steps of one rank's run of a plan.
+
+    Attributes:
+        residuals: watches of the groups that keep residuals, by group name.
+
+    Args:
+        plan: that is run.
+        codecs: by group name.
+        plain_sgd: whether the optimizer is SGD without momentum.
+        watched: names of the rules that are asked.
+    """
+
+    def __init__(
+        self, plan: Plan, codecs: Mapping[str, Codec], plain_sgd: bool, watched: Collection[str] = tuple(rules.RULES)
+    ) -> None:
+        self.residuals: dict[str, ResidualWatch] = {}
+        self._servers: dict[str, ResidualWatch] = {}
+        self._sent: dict[str, SentWatch] = {}
+        self._layers = {group.name: group.layers for group in plan.groups}
+        self._watched = frozenset(watched)
+        for group in plan.groups:
+            if group.name in codecs:
+                self._add(group.name, codecs[group.name], plan, plain_sgd)
+
+    def _add(self, name: str, codec: Codec, plan: Plan, plain_sgd: bool) -> None:
+        layers = plan.members(next(group for group in plan.groups if group.name == name))
+        feedback = rules.feedback_of(codec, layers, plain_sgd)
+        if feedback is not None:
+            self.residuals[name] = ResidualWatch(name, feedback)
+        else:
+            self._sent[name] = SentWatch(name)
+        server = rules.server_feedback_of(codec, layers, plain_sgd)
+        if server is not None:
+            self._servers[name] = ResidualWatch(name, server, "server's residual")
+
+    def see(
+        self, step: int, steps: int, measured: Mapping[str, GroupMeasures], rates: Mapping[str, float]
+    ) -> list[Finding]:
+        """Judge a measured step.
+
+        Args:
+            step: the iteration.
+            steps: compressed steps so far, this one included.
+            measured: by group name.
+            rates: learning rates by layer name, as far as they are known.
+
+        Returns:
+            What was found, by the rules that are asked.
+        """
+        found: list[Finding | None] = []
+        for name, one in measured.items():
+            known = [rates[layer] for layer in self._layers[name] if layer in rates]
+            rate = max(known) if known else None
+            if name in self.residuals:
+                found.append(self.residuals[name].add(step, steps, one.residual, one.gradient, rate))
+            if name in self._servers:
+                found.append(self._servers[name].add(step, steps, one.server_residual, one.server_input, rate))
+            if name in self._sent and one.sent is not None:
+                found += self._sent[name].add(step, one.sent)
+        return [one for one in found if one is not None and one.rule in self._watched]
+
+
+class LockstepWatch:
+    """The steps of all ranks of a `LockstepPlan`.
+
+    Attributes:
+        findings: the first of each rule and group, with the ranks that saw it.
+
+    Args:
+        lockstep: the ranks' runs.
+        scaled: whether a loss scaler is in use.
+    """
+
+    def __init__(self, lockstep: LockstepPlan, scaled: bool = False) -> None:
+        self.findings: tuple[Finding, ...] = ()
+        self._lockstep, self._scaled = lockstep, scaled
+        plain_sgd = lockstep.runs[0].settings.plain_sgd
+        self._ranks = [RankWatch(lockstep.plan, lockstep.codecs, plain_sgd) for _ in lockstep.runs]
+        self._steps = self._in_a_row = 0
+
+    def see(
+        self,
+        done: StepResult,
+        gradients: Sequence[Tensors],
+        parameters: Mapping[str, torch.Tensor] | None = None,
+        measured: bool = True,
+    ) -> None:
+        """Look at a step.
+
+        Args:
+            done: what the plan made of it.
+            gradients: one dict per rank, by layer name, without the loss scale.
+            parameters: by layer name, for weight decay.
+            measured: whether the groups are measured, which takes some passes over the gradients.
+        """
+        self._steps += done.compressing
+        self._in_a_row = 0 if done.finite else self._in_a_row + 1
+        if not done.finite:
+            self._keep([self._non_finite(done.iteration, own) for own in gradients])
+        elif done.compressing and measured:
+            by_rank = [self._measure(rank, done, own, parameters or {}) for rank, own in enumerate(gradients)]
+            by_rank = _with_known_means(by_rank)
+            pairs = zip(self._ranks, by_rank, strict=True)
+            self._keep([rank.see(done.iteration, self._steps, one, done.learning_rate) for rank, one in pairs])
+
+    def _measure(
+        self, rank: int, done: StepResult, gradients: Tensors, parameters: Mapping[str, torch.Tensor]
+    ) -> dict[str, GroupMeasures]:
+        measured = {}
+        for name, ranks in done.exchanged.items():
+            codec, own = self._lockstep.codecs[name], ranks[rank]
+            norms = gradient_norms(codec, gradients, own, parameters)
+            measured[name] = measure(codec, own, residual_norms(own), norms)
+        return measured
+
+    def _non_finite(self, iteration: int, gradients: Tensors) -> list[Finding]:
+        layers = [name for name, value in gradients.items() if not bool(value.isfinite().all())]
+        one = rules.non_finite(iteration, self._in_a_row, self._scaled, layers)
+        return [] if one is None else [one]
+
+    def _keep(self, by_rank: Sequence[Sequence[Finding]]) -> None:
+        known = {one.key for one in self.findings}
+        self.findings += tuple(one for one in rules.merged(by_rank) if one.key not in known)
+
+
+def _with_known_means(by_rank: Sequence[Mapping[str, GroupMeasures]]) -> list[dict[str, GroupMeasures]]:
+    """Put the mean over ranks of <D, x_i> in the place of each rank's own: here it is known."""
+    known = [dict(measured) for measured in by_rank]
+    for name in known[0]:
+        sent = [measured[name].sent for measured in known]
+        products = [one.mean_product for one in sent if one is not None and one.mean_product is not None]
+        for measured, one in zip(known, sent, strict=True):
+            if one is not None and len(products) == len(known):
+                measured[name] = replace(measured[name], sent=replace(one, mean_product=fmean(products)))
+    return known
