@@ -19,7 +19,8 @@ from gradlab.codec.wrapper import load_buffer, wrappers_of
 from gradlab.executor import rules
 from gradlab.executor.lockstep_plan import LockstepPlan, StepResult
 from gradlab.executor.rules import Finding, ResidualWatch, Sent, SentWatch
-from gradlab.plan import Plan
+from gradlab.layout import Layer
+from gradlab.plan import Group, Plan
 
 
 @dataclass(frozen=True)
@@ -141,10 +142,10 @@ class RankWatch:
         self._watched = frozenset(watched)
         for group in plan.groups:
             if group.name in codecs:
-                self._add(group.name, codecs[group.name], plan, plain_sgd)
+                self._add(group, codecs[group.name], plan.members(group), plain_sgd)
 
-    def _add(self, name: str, codec: Codec, plan: Plan, plain_sgd: bool) -> None:
-        layers = plan.members(next(group for group in plan.groups if group.name == name))
+    def _add(self, group: Group, codec: Codec, layers: Sequence[Layer], plain_sgd: bool) -> None:
+        name = group.name
         feedback = rules.feedback_of(codec, layers, plain_sgd)
         if feedback is not None:
             self.residuals[name] = ResidualWatch(name, feedback)
