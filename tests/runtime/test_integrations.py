@@ -41,7 +41,7 @@ FRAMEWORKS = (
 def executable() -> str:
     """A Python that has the frameworks already, and where warnings are errors."""
     there = [name for name in FRAMEWORKS if name.partition(".")[0] in INSTALLED]
-    return python("pytest", *there, warnings=f"error,{LIGHTNING_WARNINGS}")
+    return python("pytest", *there, on_warning=f"error,{LIGHTNING_WARNINGS}")
 
 
 def launched(folder: Path, what: str, ranks: int) -> list[dict[str, Any]]:

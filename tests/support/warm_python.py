@@ -28,6 +28,7 @@ import sys
 import tempfile
 import threading
 import types
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,19 +40,20 @@ LOOK_EVERY = 0.01  # seconds, for processes that have ended
 
 
 @functools.cache
-def python(*modules: str, warnings: str = "") -> str:
+def python(*modules: str, on_warning: str = "") -> str:
     """Path of an executable that starts jobs from a process that has imported `modules`, and torch's and gradlab's.
 
-    warnings: what to do with them, as PYTHONWARNINGS says it, while importing and in the jobs. The warm process lives
-    as long as this one.
+    With `modules`, the warm process is itself forked from the one without. on_warning: what to do with them, as
+    PYTHONWARNINGS says it, while importing `modules` and in the jobs. The warm process lives as long as this one.
     """
     folder = tempfile.TemporaryDirectory(prefix="gradlab-")
     executable, address = Path(folder.name) / "python", Path(folder.name) / "socket"
     words = [sys.executable, "-IS", __file__, "start", str(address), str(executable)]
     executable.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
     executable.chmod(0o700)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": warnings}
-    command = [sys.executable, __file__, "serve", str(address), *MODULES, *modules]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": on_warning}
+    first = python() if modules or on_warning else sys.executable
+    command = [first, __file__, "serve", str(address), *(modules if modules or on_warning else MODULES)]
     warm = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
     assert warm.stdin is not None
     assert warm.stdout is not None
@@ -117,6 +119,8 @@ class Become(BaseException):
 
 def serve(address: str, modules: list[str]) -> None:
     """Import, then fork a process for each connection until standard input ends; the caller holds its other end."""
+    if options := os.environ.get("PYTHONWARNINGS"):
+        warnings._processoptions(options.split(","))  # type: ignore[attr-defined]  # a forked process has not read them
     for module in modules:
         importlib.import_module(module)
     gc.collect()
