@@ -391,7 +391,8 @@ def _check_range(trace: Trace, plan: Plan, start: int, stop: int) -> None:
     last, first = int(trace.steps[stop - 1]), plan.schedule.warmup_steps
     if not plan.schedule.compresses(last):
         raise GradlabError(
-            f"{trace.path}: ends at iteration {last}, the plan is dense until iteration {first}: nothing to replay"
+            f"{trace.path}: ends at iteration {last}, the plan is dense until iteration {first}: nothing to replay; "
+            f"make the plan with fewer --warmup-steps, or record more than {first} steps"
         )
 
 

@@ -286,11 +286,13 @@ def replay_verdict(replays: Mapping[str, Any]) -> str:
     lines = []
     if known:
         best = min(known, key=lambda name: known[name])
-        lines.append(
-            f"Of the lossy plans replayed, {best} keeps a rank's gradient best (median error "
-            f"{format_percent(known[best])} at {format_ratio(summaries[best]['compression_ratio'])}); a small error "
-            "helps training, but does not prove it."
+        error, ratio = format_percent(known[best]), format_ratio(summaries[best]["compression_ratio"])
+        kept = (
+            f"{best} sends {ratio} fewer bytes and changes a rank's gradient by {error} (median error)"
+            if len(summaries) == 1
+            else f"Of the lossy plans replayed, {best} keeps a rank's gradient best (median error {error} at {ratio})"
         )
+        lines.append(f"{kept}; a small error helps training, but does not prove it.")
     elif len(unknown) < len(summaries):
         lines.append("The plans replayed change no gradient.")
     if unknown:

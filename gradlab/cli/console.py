@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -37,6 +38,18 @@ def progress_bars() -> Iterator[Progress]:
             bars.update(tasks[what], completed=done, total=total)
 
         yield report
+
+
+@contextmanager
+def warnings_as_lines() -> Iterator[None]:
+    """Within, a Python warning is one line on standard error, without the file and the line that raised it."""
+
+    def show(message: Warning | str, *where: Any, **more: Any) -> None:
+        say("warning: " + " ".join(str(message).removeprefix("gradlab: ").split()))
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
 
 
 def print_json(value: Any) -> None:

@@ -35,7 +35,7 @@ def evaluate(
       gradlab evaluate trace topk.safetensors gradiveq.safetensors
     """
     from gradlab.analysis.outputs import REPORT_FILES, require_free
-    from gradlab.analysis.replay import replay
+    from gradlab.analysis.replay import check_replay, replay
     from gradlab.analysis.report.trace_report import Examination, write_trace_report
     from gradlab.artifact import Artifact
     from gradlab.trace import Trace
@@ -49,6 +49,12 @@ def evaluate(
     with Trace(trace) as opened, progress_bars() as progress:
         if opened.world_size == 1:
             raise GradlabError(f"{trace}: recorded on one rank: there is no exchange to replay")
+        last = len(opened.steps) if stop is None else stop
+        for path, artifact in zip(artifacts, loaded, strict=True):  # before the first replay, not after it
+            try:
+                check_replay(opened, artifact.plan, start, last)
+            except GradlabError as error:
+                raise GradlabError(f"{path}: {error}") from None
         replays = {
             name: replay(opened, artifact.plan, start=start, stop=stop, progress=progress).held_out(artifact.provenance)
             for name, artifact in zip(names, loaded, strict=True)

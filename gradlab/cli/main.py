@@ -1,4 +1,5 @@
-"""The command `gradlab`. Bad input is one line on standard error and exit code 2, never a traceback."""
+"""The command `gradlab`. Bad input is one line on standard error and exit code 2, never a traceback; so is a warning,
+with whatever exit code the command has."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import sys
 import typer
 
 from gradlab.cli import analyze, demo, evaluate, inspect, methods, predict, timeline, trace
+from gradlab.cli.console import warnings_as_lines
 from gradlab.cli.fit import command as fit
 from gradlab.cli.train import command as train
 from gradlab.errors import GradlabError
@@ -48,7 +50,8 @@ def _options(
 def main() -> None:
     """Entry point of the console script."""
     try:
-        app()
+        with warnings_as_lines():
+            app()
     except GradlabError as error:
         print(f"gradlab: {error}", file=sys.stderr)
         sys.exit(2)

@@ -28,6 +28,7 @@ from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
     from gradlab.analysis.fit.lgc.fit import LgcMeasurement
+    from gradlab.plan import Plan
 
 Density = Annotated[float, typer.Option(help=setting_help("lgc_ring", "density"))]
 Pattern = Annotated[
@@ -111,12 +112,23 @@ def lgc(
         wrapper = None if momentum is None else "momentum_correction"
         note = require_trainable(optimizer_of_training(opened, optimizer), wrapper, remedy="leave --momentum out")
         fit = fit_lgc(opened, pattern, options, progress=progress)
+        note = "\n".join(filter(None, [note, _beyond_the_trace(fit.plan, int(opened.steps[-1]))])) or None
     fit.artifact().save(out, overwrite)
     if figure is not None:
         from gradlab.analysis.figures.lgc import plot_fit
 
         write_figure(partial(plot_fit, fit.measured), figure)
     print_fit(fit.provenance, as_json, partial(print_lgc, fit.measured), out, figure, note=note)
+
+
+def _beyond_the_trace(plan: Plan, last: int) -> str | None:
+    """What to say of a plan that compresses nothing up to the iteration where the trace ends."""
+    if plan.schedule.compresses(last):
+        return None
+    return (
+        f"dense until iteration {plan.schedule.warmup_steps}, and the trace ends at {last}: `gradlab evaluate` cannot "
+        "replay it there; make it with fewer --warmup-steps for that"
+    )
 
 
 def print_lgc(measured: LgcMeasurement) -> None:

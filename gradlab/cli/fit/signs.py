@@ -135,8 +135,8 @@ def _method_for(name: str | None, optimizer: OptimizerSettings | None) -> tuple[
     if optimizer is None or not (optimizer.adaptive and optimizer.momentum):
         return "dist-EF-blockSGDM", []
     note = (
-        f"method dist-EF-blockSGD: {optimizer.name} keeps momentum of its own ({optimizer.momentum}), and the plan's "
-        "would be applied twice"
+        f"made by method dist-EF-blockSGD, without momentum in the plan: {optimizer.name} has momentum of its own "
+        f"({optimizer.momentum})"
     )
     return "dist-EF-blockSGD", [note]
 
