@@ -15,7 +15,8 @@ from gradlab.executor.rules import Feedback, Finding, finding
 
 SHARE = 0.1  # of the compressed steps' gradients, that may wait
 FIRST = 200  # compressed step that is judged by it
-WINDOW, SPAN = 5, 20  # measured steps: of a median, and from the oldest to the newest that are compared
+APART = 10  # steps at least between gradients that are compared, so that a few steps' noise does not count
+WINDOW, SPAN = 5, 20  # such gradients: of a median, and from the oldest to the newest
 GROWN, WAITING = 2.5, 10.0  # times that gradients grow, and gradient norms that wait meanwhile
 
 
@@ -32,6 +33,7 @@ class LateWatch:
         self.group, self.feedback, self._whose = group, feedback, whose
         self._largest = 0.0  # gradient norm, times the learning rate where residuals follow it
         self._gradients: deque[float] = deque(maxlen=SPAN)
+        self._last: int | None = None  # step of the newest of these
 
     def add(self, step: int, steps: int, residual: float, gradient: float, rate: float | None = None) -> Finding | None:
         """Judge a measured step.
@@ -50,7 +52,9 @@ class LateWatch:
         if not (weight > 0 and gradient > 0):
             return None
         self._largest = max(self._largest, weight * gradient)
-        self._gradients.append(gradient)
+        if self._last is None or step - self._last >= APART:
+            self._gradients.append(gradient)
+            self._last = step
         waiting = weight * residual / self._largest / self.feedback.gain
         seen = f"the {self._whose} holds {waiting:.3g} times the largest gradient's norm"
         where = {"group": self.group, "step": step}
@@ -62,7 +66,7 @@ class LateWatch:
         return None
 
     def _growth(self) -> float:
-        """How many times gradients have grown over the last `SPAN` measured steps; 1 before there are so many."""
+        """How many times gradients have grown over the last `SPAN` that were noted; 1 before there are so many."""
         if len(self._gradients) < SPAN:
             return 1.0
         norms = list(self._gradients)

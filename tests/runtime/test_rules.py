@@ -112,9 +112,11 @@ def test_what_waits_too_long_is_told_and_what_settles_or_is_noise_is_not() -> No
 def test_growing_gradients_are_told_where_much_waits() -> None:
     for waits, rule in ((12.0, "sent_late"), (8.0, None)):
         watch = LateWatch("a", Feedback(gain=2.0))
-        norms = [1.0] * 20 + [3.0] * 4
-        found = [watch.add(step, step + 1, 2 * 3.0 * waits, norm) for step, norm in enumerate(norms)]
+        norms = [1.0] * 17 + [3.0] * 4
+        found = [watch.add(10 * at, 1, 2 * 3.0 * waits, norm) for at, norm in enumerate(norms)]
         assert [None if one is None else one.rule for one in found[-3:]] == [None, rule, rule]
+        watch = LateWatch("a", Feedback())
+        assert all(watch.add(step, 1, 50.0, 1.0 + step) is None for step in range(150))  # too short a time
 
 
 def test_rates_count_where_they_matter() -> None:
