@@ -8,19 +8,14 @@ a residual of at most sum_(s <= t) ||g_s|| <= t max ||g||, by induction over e_t
 delta-contraction leaves one with E||e||^2 <= 4 (1 - delta) / delta^2 max E||g||^2 (Karimireddy et al., "Error feedback
 fixes SignSGD", ICML 2019, Lemma 3). A residual above twice the smaller of the two bounds therefore belongs to no
 healthy run. The factor 2 is for gradients that were not measured, and for bounds on expectations.
-
-Without feedback no residual shows what goes wrong. There the applied mean D is compared with the inputs x_i of which it
-is the mean, m. ||D - m||^2 > ||m||^2 says the same as ||D||^2 > 2 <D, m>, and <D, m> is the mean over ranks of
-<D, x_i>, so that the error of the mean is known to be above 1 without m itself, and without a further collective.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from gradlab.codec import Codec
@@ -33,9 +28,6 @@ LEVELS = ("ignore", "warn", "error")
 SLACK = 2.0
 NO_GUARANTEE = 100.0  # gradient norms: the bound taken for a codec without a known delta, that of delta = 0.02
 GROWN = 1.3  # times: a residual that has not settled
-LASTING = 5  # measured steps, over which a median is taken
-MEAN_ERROR = 1.0  # error of the mean over the mean
-LEAST_SHARE = 0.5  # of the gradient, below which more is lost than sent
 RATE_FACTOR = 2.0  # between two steps
 RATE_SHARE = 0.01  # of the largest learning rate: below it, what a residual holds no longer matters
 SCALED_STEPS = 20  # halvings that bring a GradScaler's first factor, 2^16, below 1
@@ -64,6 +56,13 @@ RULES: dict[str, Rule] = {
             "residual norm over the largest gradient norm above 2 min(compressed steps, 2 sqrt(1 - delta) / delta)",
             "the codec enlarges the residual under error feedback: choose settings that contract (qsgd: "
             "contraction=measured, norm=max or more bits), a higher density or rank, or no error feedback",
+        ),
+        Rule(
+            "sent_late",
+            "residual norm over the largest gradient norm above a tenth of the compressed steps, from the 200th on; or "
+            "above 10, while gradients grow 2.5 times in 150 steps or more",
+            "what is applied comes late, so that training slows down or diverges: choose a higher density or rank, "
+            "more bits or smaller buckets, a lower learning rate, or begin compression later (warmup_steps)",
         ),
         Rule(
             "mean_error",
@@ -348,81 +347,6 @@ def growth_remark(group: str, growth: float | None) -> str | None:
         f"{group}: the residual norm grew {growth:.1f} times in the second half of the measured steps; if that goes "
         "on, the codec never sends a part of the gradient"
     )
-
-
-# --- without feedback -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Sent:
-    """What a group without feedback makes of its compressor input x: a contribution C(x), with other ranks a mean D.
-
-    Attributes:
-        energy: ||x||^2.
-        contributed: <C(x), x>.
-        mean_energy: ||D||^2; None where the mean is no mean of contributions, as under momentum after the average.
-        mean_product: <D, x>, of this rank or the mean over ranks; None as `mean_energy`.
-    """
-
-    energy: float
-    contributed: float
-    mean_energy: float | None = None
-    mean_product: float | None = None
-
-    @property
-    def share(self) -> float:
-        """Of x that is sent, <C(x), x> / ||x||^2: 1 without bias, the share of energy for a sparsifier."""
-        return self.contributed / self.energy
-
-    @property
-    def mean_error(self) -> float | None:
-        """Estimate ||D - m|| / ||m|| as sqrt(||D||^2 / <D, m> - 1), m the mean of the ranks' inputs.
-
-        It is above 1 where the error is, and equal to it where the error is orthogonal to m, as without bias.
-        """
-        if self.mean_energy is None or self.mean_product is None:
-            return None
-        if not self.mean_energy:
-            return 1.0
-        ratio = self.mean_energy / self.mean_product if self.mean_product > 0 else math.inf
-        return math.sqrt(max(0.0, ratio - 1.0))
-
-
-class SentWatch:
-    """What a group without feedback sends, in the last measured steps.
-
-    Args:
-        group: its name.
-    """
-
-    def __init__(self, group: str) -> None:
-        self.group = group
-        self._errors: deque[float] = deque(maxlen=LASTING)
-        self._shares: deque[float] = deque(maxlen=LASTING)
-
-    def add(self, step: int, sent: Sent) -> list[Finding]:
-        """Judge a measured step.
-
-        Args:
-            step: the iteration.
-            sent: in it. A step without a gradient is not judged.
-
-        Returns:
-            What was found.
-        """
-        if not sent.energy > 0:
-            return []
-        self._shares.append(sent.share)
-        if (error := sent.mean_error) is not None:
-            self._errors.append(error)
-        where, found = {"group": self.group, "step": step}, []
-        if len(self._errors) == LASTING and (usual := median(self._errors)) > MEAN_ERROR:
-            seen = f"the error of the mean is {usual:.3g} times the mean, expected at most {MEAN_ERROR:g}"
-            found.append(finding("mean_error", seen, usual, MEAN_ERROR, **where))
-        if len(self._shares) == LASTING and (share := median(self._shares)) < LEAST_SHARE:
-            seen = f"{share:.1%} of the gradient is sent, and the rest is never sent, as the codec has no feedback"
-            found.append(finding("never_sent", seen, 1 - share, 1 - LEAST_SHARE, **where))
-        return found
 
 
 # --- the others -----------------------------------------------------------------------------------------------------

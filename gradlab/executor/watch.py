@@ -17,8 +17,10 @@ from gradlab.codec import Codec, Exchanged, Tensors
 from gradlab.codec.measures import squared_norm
 from gradlab.codec.wrapper import load_buffer, wrappers_of
 from gradlab.executor import rules
+from gradlab.executor.lateness import LateWatch
 from gradlab.executor.lockstep_plan import LockstepPlan, StepResult
-from gradlab.executor.rules import Finding, ResidualWatch, Sent, SentWatch
+from gradlab.executor.rules import Feedback, Finding, ResidualWatch
+from gradlab.executor.sent import Sent, SentWatch
 from gradlab.layout import Layer
 from gradlab.plan import Group, Plan
 
@@ -123,7 +125,7 @@ class RankWatch:
     """The measured steps of one rank's run of a plan.
 
     Attributes:
-        residuals: watches of the groups that keep residuals, by group name.
+        feedback: how groups keep their residuals, by name of those that do.
 
     Args:
         plan: that is run.
@@ -135,8 +137,9 @@ class RankWatch:
     def __init__(
         self, plan: Plan, codecs: Mapping[str, Codec], plain_sgd: bool, watched: Collection[str] = tuple(rules.RULES)
     ) -> None:
-        self.residuals: dict[str, ResidualWatch] = {}
-        self._servers: dict[str, ResidualWatch] = {}
+        self.feedback: dict[str, Feedback] = {}
+        self._residuals: dict[str, Sequence[ResidualWatch | LateWatch]] = {}
+        self._servers: dict[str, Sequence[ResidualWatch | LateWatch]] = {}
         self._sent: dict[str, SentWatch] = {}
         self._layers = {group.name: group.layers for group in plan.groups}
         self._watched = frozenset(watched)
@@ -147,13 +150,14 @@ class RankWatch:
     def _add(self, group: Group, codec: Codec, layers: Sequence[Layer], plain_sgd: bool) -> None:
         name = group.name
         feedback = rules.feedback_of(codec, layers, plain_sgd)
-        if feedback is not None:
-            self.residuals[name] = ResidualWatch(name, feedback)
-        else:
+        if feedback is None:
             self._sent[name] = SentWatch(name)
+        else:
+            self.feedback[name] = feedback
+            self._residuals[name] = _residual_watches(name, feedback, "residual")
         server = rules.server_feedback_of(codec, layers, plain_sgd)
         if server is not None:
-            self._servers[name] = ResidualWatch(name, server, "server's residual")
+            self._servers[name] = _residual_watches(name, server, "server's residual")
 
     def see(
         self, step: int, steps: int, measured: Mapping[str, GroupMeasures], rates: Mapping[str, float]
@@ -173,13 +177,17 @@ class RankWatch:
         for name, one in measured.items():
             known = [rates[layer] for layer in self._layers[name] if layer in rates]
             rate = max(known) if known else None
-            if name in self.residuals:
-                found.append(self.residuals[name].add(step, steps, one.residual, one.gradient, rate))
-            if name in self._servers:
-                found.append(self._servers[name].add(step, steps, one.server_residual, one.server_input, rate))
+            for watch in self._residuals.get(name, ()):
+                found.append(watch.add(step, steps, one.residual, one.gradient, rate))
+            for watch in self._servers.get(name, ()):
+                found.append(watch.add(step, steps, one.server_residual, one.server_input, rate))
             if name in self._sent and one.sent is not None:
                 found += self._sent[name].add(step, one.sent)
         return [one for one in found if one is not None and one.rule in self._watched]
+
+
+def _residual_watches(group: str, feedback: Feedback, whose: str) -> tuple[ResidualWatch | LateWatch, ...]:
+    return ResidualWatch(group, feedback, whose), LateWatch(group, feedback, whose)
 
 
 class LockstepWatch:

@@ -46,8 +46,8 @@ class RuleWatch:
         watched = [rule for rule, level in self._levels.items() if level != "ignore"]
         self._watch = RankWatch(run.plan, run.codecs, run.settings.plain_sgd, watched)
         # Under momentum or a preconditioner kept residuals were measured to do no harm (`residual_statement`).
-        keeping = self._watch.residuals.items()
-        kept = [name for name, watch in keeping if options.plain_sgd and not watch.feedback.follows]
+        keeping = self._watch.feedback.items()
+        kept = [name for name, feedback in keeping if options.plain_sgd and not feedback.follows]
         self._kept = tuple(layer for name in kept for layer in run.groups[name].layers)
         self._ratio: float | None = None  # largest residual norm over gradient norm, of groups that keep theirs
         self._rates: Mapping[str, float] = {}
@@ -73,7 +73,7 @@ class RuleWatch:
         steps = record.step - self._run.plan.schedule.warmup_steps + 1
         for one in self._watch.see(record.step, steps, measured, self._rates):
             self._find(one)
-        kept = [measured[name] for name, watch in self._watch.residuals.items() if not watch.feedback.follows]
+        kept = [measured[name] for name, feedback in self._watch.feedback.items() if not feedback.follows]
         self._ratio = max([0.0, *(one.residual / one.gradient for one in kept if one.gradient > 0)])
 
     def _find(self, one: Finding | None) -> None:

@@ -339,8 +339,8 @@ MUTANTS = (
     ),
     Mutant(
         file="gradlab/wrappers/error_feedback.py",
-        old="{**done.state, **self._held(grads, state, context)}, inputs)",
-        new="done.state, inputs)",
+        old="kept = {**done.state, **self._held(grads, state, context)}",
+        new="kept = done.state",
         tests=("tests/wrappers/test_wrappers.py",),
         what="A dense iteration at a learning rate of zero forgets the residual.",
         select="dense_iteration",
@@ -741,6 +741,22 @@ MUTANTS = (
         new="for at in (0, 2, 3))",
         tests=("tests/runtime/test_seeing.py",),
         what="The last quarter's norm is held against the first's.",
+    ),
+    Mutant(
+        file="gradlab/executor/lateness.py",
+        old=" / self._largest / self.feedback.gain",
+        new=" / self._largest",
+        tests=("tests/runtime/test_rules.py",),
+        what="Momentum's gain counts as lateness.",
+        select="growing_gradients",
+    ),
+    Mutant(
+        file="gradlab/executor/sent.py",
+        old="max(0.0, ratio - 1.0)",
+        new="max(0.0, ratio - 0.5)",
+        tests=("tests/runtime/test_rules.py",),
+        what="The error of the mean is overestimated.",
+        select="error_of_the_mean or five_measured",
     ),
     Mutant(
         file="analysis/replay/result.py",

@@ -94,6 +94,7 @@ def test_training_reports_to_a_file_and_to_people(gradlab: Command, topk: Path, 
     kept: dict[str, Any] = json.loads(report.read_text())
     assert kept["compression_ratio"] > 20
     assert set(kept["time"]) == {"compute", "compress", "communicate", "wait"}
+    assert kept["rules"] == []
     code, _, err = gradlab(*words)
     assert code == 2
     assert "exists already" in err

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from gradlab.errors import GradlabError
 from gradlab.executor import rules
+from gradlab.executor.lateness import LateWatch
 from gradlab.executor.rules import Feedback, residual_grows, residual_limit
+from gradlab.executor.sent import Sent, SentWatch
 from support.process_pool import ProcessPool
 
 norms = st.floats(1e-6, 1e6)
@@ -76,7 +78,7 @@ def test_the_error_of_the_mean_is_above_1_where_the_estimate_is(seed: int, ranks
     mean, noise = inputs.mean(0), size * torch.randn(50, generator=draw, dtype=torch.float64)
     for applied in (mean + noise, noise, 0.5 * mean, mean + noise - mean * (noise @ mean) / (mean @ mean)):
         product = float((inputs @ applied).mean())
-        estimate = rules.Sent(1.0, 1.0, float(applied @ applied), product).mean_error
+        estimate = Sent(1.0, 1.0, float(applied @ applied), product).mean_error
         error = float((applied - mean).norm() / mean.norm())
         assert estimate is not None
         assert (estimate > 1) == (error > 1)
@@ -84,14 +86,37 @@ def test_the_error_of_the_mean_is_above_1_where_the_estimate_is(seed: int, ranks
 
 
 def test_what_a_group_without_feedback_sends_is_judged_over_five_measured_steps() -> None:
-    watch = rules.SentWatch("a")
-    noisy, small, good = rules.Sent(1.0, 1.0, 9.0, 1.0), rules.Sent(1.0, 0.1, 0.01, 0.1), rules.Sent(1.0, 1.0, 1.0, 1.0)
+    watch = SentWatch("a")
+    noisy, small, good = Sent(1.0, 1.0, 9.0, 1.0), Sent(1.0, 0.1, 0.01, 0.1), Sent(1.0, 1.0, 1.0, 1.0)
     found = [watch.add(step, one) for step, one in enumerate([good, noisy, noisy, good, noisy, good, good, good])]
     assert [[one.rule for one in at] for at in found] == [[], [], [], [], ["mean_error"], ["mean_error"], [], []]
     assert found[4][0].value == pytest.approx(8**0.5)
     found = [watch.add(step, small) for step in range(5)]
     assert [[one.rule for one in at] for at in found] == [[], [], ["never_sent"], ["never_sent"], ["never_sent"]]
-    assert watch.add(9, rules.Sent(0.0, 0.0, 0.0, 0.0)) == []
+    assert watch.add(9, Sent(0.0, 0.0, 0.0, 0.0)) == []
+
+
+def test_what_waits_too_long_is_told_and_what_settles_or_is_noise_is_not() -> None:
+    """The shares of the steps' gradients that wait: 1/4 of all, those of independent ones, and 30, settled."""
+    told = []
+    for residual in (lambda t: t / 4, lambda t: t**0.5, lambda t: min(t, 30.0)):
+        watch = LateWatch("a", Feedback())
+        found = [watch.add(step, step + 1, residual(step + 1), 1.0) for step in range(0, 1000, 10)]
+        told.append([one.step for one in found if one is not None])
+    assert told[0][0] == 200
+    assert len(told[0]) == 80
+    assert told[1] == []
+    assert told[2] == [200, 210, 220, 230, 240, 250, 260, 270, 280, 290]
+
+
+def test_growing_gradients_are_told_where_much_waits() -> None:
+    for waits, rule in ((12.0, "sent_late"), (8.0, None)):
+        watch = LateWatch("a", Feedback(gain=2.0))
+        norms = [1.0] * 17 + [3.0] * 4
+        found = [watch.add(10 * at, 1, 2 * 3.0 * waits, norm) for at, norm in enumerate(norms)]
+        assert [None if one is None else one.rule for one in found[-3:]] == [None, rule, rule]
+        watch = LateWatch("a", Feedback())
+        assert all(watch.add(step, 1, 50.0, 1.0 + step) is None for step in range(150))  # too short a time
 
 
 def test_rates_count_where_they_matter() -> None:
