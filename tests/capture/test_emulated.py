@@ -78,17 +78,21 @@ def test_with_the_backends_own_order_a_recording_is_that_of_real_ranks_to_roundi
 
 
 def test_the_command_records_what_real_ranks_record(gradlab: Command, tmp_path: Path) -> None:
-    reports = []
+    """Within a budget: it is told how many steps there will be, and these few fit whole."""
+    reports, budget = [], 4_000_000
     for option, name in (("--ranks", "real"), ("--emulate", "emulated")):
         words = ["train", "digits", option, 2, "--steps", 4, "--batch-size", 16, "--seed", 3]
-        code, out, err = gradlab(*words, "--capture", tmp_path / name, "--json")
+        code, out, err = gradlab(*words, "--capture", tmp_path / name, "--budget", budget, "--json")
         assert code == 0, err
+        assert "2 ranks, 4 steps (every step), " in err
+        assert sum(file.stat().st_size for file in (tmp_path / name).rglob("*") if file.is_file()) <= budget
         reports.append(json.loads(out))
     real, emulated = reports
     assert set(emulated) - set(real) == {"emulated"}
     assert set(real) <= set(emulated)
     with Trace(tmp_path / "real") as one, Trace(tmp_path / "emulated") as other:
         assert difference(one, other) == [0.0] * 4
+        assert not one.samples
         require_same_records(one, other)
     assert (emulated["losses"], emulated["scores"]) == (real["losses"], real["scores"])
 

@@ -1,9 +1,10 @@
-"""One framework on two ranks, under torchrun: does a GPT-2 and a BERT train there as in a loop without DDP?
+"""One framework under torchrun: does a GPT-2 and a BERT train there as in a loop without DDP?
 
-    framework_cells.py FRAMEWORK FOLDER [resumed]     DDP, Accelerate, Lightning or Trainer
+    framework_cells.py FRAMEWORK FOLDER [resumed | rescaled]     DDP, Accelerate, Lightning or Trainer
 
 Rank 0 writes FOLDER/<framework>.json: for every model what holds, "passed" or why not. With "resumed" only the
-checkpoints that the first call has left are continued, in these new processes.
+checkpoints that the first call has left are continued, in these new processes; with "rescaled" by another number of
+them.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ class Task:
     record: Path | None = None
     save: Path | None = None
     resume: Path | None = None
+    residuals: str | None = None  # the policy where `resume` is of another world size
 
     def new_model(self) -> Model:
         return MODELS[self.model]()
@@ -89,14 +91,15 @@ class Task:
 
     def rows(self) -> list[Batch]:
         """All ranks' rows in the order that is trained on: a batch of rank 0, one of rank 1, and so on."""
-        count = STEPS * self.micro * BATCH * 2
+        count = STEPS * self.micro * BATCH * dist.get_world_size()
         tokens = torch.randint(TOKENS, (count, LENGTH), generator=torch.Generator().manual_seed(1))
         return [{"input_ids": row, "labels": row} for row in tokens]
 
     def batches(self, rank: int) -> Iterator[list[Batch]]:
         """A rank's batches, by step."""
         rows = self.rows()
-        parts = [rows[start : start + BATCH] for start in range(BATCH * rank, len(rows), 2 * BATCH)]
+        apart = BATCH * dist.get_world_size()
+        parts = [rows[start : start + BATCH] for start in range(BATCH * rank, len(rows), apart)]
         stacked = [{name: torch.stack([row[name] for row in part]) for name in part[0]} for part in parts]
         first = SAVED if self.resume else 0
         return (stacked[step * self.micro : (step + 1) * self.micro] for step in range(first, self.steps))
@@ -123,6 +126,26 @@ class Outcome:
         return {name: value.clone() for name, value in (values | states).items()}
 
 
+def save(folder: Path, parts: dict[str, Any]) -> None:
+    """This rank's file."""
+    folder.mkdir(exist_ok=True, parents=True)
+    torch.save({name: part.state_dict() for name, part in parts.items()}, folder / f"{dist.get_rank()}.pt")
+
+
+def restore(task: Task, parts: dict[str, Any]) -> None:
+    """From the files of all ranks that saved, which may be another number."""
+    assert task.resume is not None
+    files = sorted(task.resume.glob("*.pt"))
+    saved = [torch.load(file, weights_only=True) for file in files]
+    compression = parts.pop("compression")
+    for name, part in parts.items():
+        part.load_state_dict(saved[0][name])
+    if task.residuals is None:
+        compression.load_state_dict(saved[dist.get_rank()]["compression"])
+    else:
+        compression.load_state_dicts([one["compression"] for one in saved], task.residuals)
+
+
 def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
 
@@ -135,7 +158,10 @@ def without_ddp(task: Task) -> Outcome:
     model = task.new_model()
     optimizer, named = adamw(model), dict(model.named_parameters())
     exchange = Exchange(task.plan(model), named.items(), optimizer=optimizer, deterministic=True)
-    for micros in task.batches(dist.get_rank()):
+    parts = {"model": model, "optimizer": optimizer, "compression": exchange}
+    if task.resume:
+        restore(task, dict(parts))
+    for step, micros in enumerate(task.batches(dist.get_rank())):
         for batch in micros:
             with task.autocast():
                 loss = model(**batch).loss
@@ -143,6 +169,8 @@ def without_ddp(task: Task) -> Outcome:
         exchange.step({name: parameter.grad for name, parameter in named.items()})
         optimizer.step()
         optimizer.zero_grad()
+        if task.save and step + 1 == SAVED:
+            save(task.save, parts)
     exchange.close()
     return Outcome(model, optimizer, exchange)
 
@@ -159,9 +187,7 @@ def in_ddp(task: Task) -> Outcome:
         wrapped.register_comm_hook(attached, compression_hook)
     parts = {"model": model, "optimizer": optimizer, "compression": attached}
     if task.resume:
-        saved = torch.load(task.resume / f"{dist.get_rank()}.pt", weights_only=True)
-        for name, part in parts.items():
-            part.load_state_dict(saved[name])
+        restore(task, dict(parts))
     with attached:
         for step, micros in enumerate(task.batches(dist.get_rank())):
             for position, batch in enumerate(micros):
@@ -170,8 +196,7 @@ def in_ddp(task: Task) -> Outcome:
             optimizer.step()
             optimizer.zero_grad()
             if task.save and step + 1 == SAVED:
-                task.save.mkdir(exist_ok=True, parents=True)
-                torch.save({n: p.state_dict() for n, p in parts.items()}, task.save / f"{dist.get_rank()}.pt")
+                save(task.save, parts)
     return Outcome(model, optimizer, None if task.record else attached)
 
 
@@ -190,7 +215,8 @@ def in_accelerate(task: Task) -> Outcome:
         attached: Any = gradlab.capture.accelerate.record(accelerator, task.record, model, optimizer)
     else:
         plan = task.plan(bare)
-        attached = gradlab.runtime.accelerate.compress(accelerator, plan, model, optimizer, deterministic=True)
+        options = {"residuals": task.residuals, "deterministic": True}
+        attached = gradlab.runtime.accelerate.compress(accelerator, plan, model, optimizer, **options)
     if task.resume:
         accelerator.load_state(str(task.resume))
     with attached:
@@ -228,12 +254,13 @@ def in_lightning(task: Task) -> Outcome:
     if task.record:
         callback: Any = gradlab.capture.lightning.RecordingCallback(task.record)
     else:
-        callback = gradlab.runtime.lightning.CompressionCallback(plan, deterministic=True)
+        options = {"residuals": task.residuals, "deterministic": True}
+        callback = gradlab.runtime.lightning.CompressionCallback(plan, **options)
     saving = [ModelCheckpoint(task.save, filename="{step}", every_n_train_steps=SAVED, save_top_k=-1)] * bool(task.save)
     trainer = LightningTrainer(
         strategy="ddp",
         accelerator="cpu",
-        devices=2,
+        devices=dist.get_world_size(),
         max_steps=task.steps,
         accumulate_grad_batches=task.micro,
         precision="bf16-mixed" if task.bf16 else "32-true",
@@ -281,7 +308,8 @@ def in_trainer(task: Task) -> Outcome:
         callback: Any = gradlab.capture.transformers.RecordingCallback(task.record, trainer=trainer)
     else:
         plan = task.plan(model)
-        callback = gradlab.runtime.transformers.CompressionCallback(plan, trainer=trainer, deterministic=True)
+        options = {"residuals": task.residuals, "deterministic": True}
+        callback = gradlab.runtime.transformers.CompressionCallback(plan, trainer=trainer, **options)
     trainer.add_callback(callback)
     trainer.train(resume_from_checkpoint=str(task.resume) if task.resume else None)
     return Outcome(model, optimizer, None if task.record else callback.state)
@@ -378,6 +406,8 @@ def records(train: Callable[[Task], Outcome], model: str, folder: Path) -> str:
 
 
 def saves(train: Callable[[Task], Outcome], model: str, folder: Path) -> str:
+    """And so does the loop without DDP."""
+    without_ddp(Task(model, save=folder / "without"))
     out = train(Task(model, save=folder / f"checkpoint-{SAVED}"))
     torch.save(bare(out.tensors()), folder / f"end-{dist.get_rank()}.pt")
     return "saved"
@@ -392,6 +422,14 @@ def resumes(train: Callable[[Task], Outcome], model: str, folder: Path) -> str:
     return "passed" if not names else f"{len(names)} of {len(out)} tensors differ, as {names[0]}"
 
 
+def rescaled(train: Callable[[Task], Outcome], model: str, folder: Path) -> str:
+    """More ranks than saved go on from the mean of their residuals, as the loop without DDP does."""
+    out = train(Task(model, resume=folder / f"checkpoint-{SAVED}", residuals="split"))
+    expected = without_ddp(Task(model, resume=folder / "without", residuals="split"))
+    names = different(out, expected)
+    return "passed" if not names else f"{len(names)} tensors differ, as {names[0]}; {far(out, expected):.1e} at most"
+
+
 FIRST = {
     "records": records,
     "compresses": compresses,
@@ -400,7 +438,7 @@ FIRST = {
     "bf16": bf16,
     "compile": compiled,
 }
-AGAIN = {"resumes bit for bit": resumes}
+CELLS = {"first": FIRST, "resumed": {"resumes bit for bit": resumes}, "rescaled": {"other world size": rescaled}}
 
 
 def cell(what: Callable[..., str], framework: str, model: str, folder: Path) -> str:
@@ -435,4 +473,4 @@ def main(framework: str, folder: Path, cells: dict[str, Callable[..., str]]) -> 
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), AGAIN if "resumed" in sys.argv[3:] else FIRST)
+    main(sys.argv[1], Path(sys.argv[2]), CELLS[sys.argv[3] if len(sys.argv) > 3 else "first"])

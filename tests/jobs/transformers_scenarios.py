@@ -254,15 +254,22 @@ def logged(folder: Path) -> list[Any]:
 
 
 def recorded(folder: Path) -> list[Any]:
-    """Micro-batches of each step, whether the run is the unrecorded one bit for bit, and whether losses are there."""
-    parameters = []
+    """Micro-batches of each step, whether the run is the unrecorded one bit for bit, and whether losses are there.
+
+    And what the recorder made of a budget that four whole steps keep, not the 64 that it plans for a run of unknown
+    length: their number, and how many layers it samples.
+    """
+    parameters, planned = [], [0, 0]
     for record in (True, False):
         model = bert()
         options = arguments(folder / "recorded", gradient_accumulation_steps=2, logging_steps=1)
         trainer = Trainer(model, options, train_dataset=rows())
         if record:
-            trainer.add_callback(RecordingCallback(folder / "trace", trainer=trainer))
+            recording = RecordingCallback(folder / "trace", trainer=trainer, budget="600kB")
+            trainer.add_callback(recording)
         trainer.train()
+        if record:
+            planned = [recording.recorder.size.steps, len(recording.recorder.size.samples)]
         parameters.append(dict(model.named_parameters()))
     dist.barrier()
     with Trace(folder / "trace") as trace:
@@ -270,7 +277,7 @@ def recorded(folder: Path) -> list[Any]:
     first, second = steps[0].gradients
     unequal = all((first[name] != second[name]).any() for name in first)
     losses = all(bool((step.loss > 0).all()) for step in steps)
-    return [[int(step.accumulation[0]) for step in steps], same(*parameters), bool(unequal), losses]
+    return [[int(step.accumulation[0]) for step in steps], same(*parameters), bool(unequal), losses, planned]
 
 
 def in_data_parallel() -> Trainer:

@@ -354,7 +354,7 @@ def test_the_trainer_says_the_same_on_all_ranks(
         ("model_alone", []),
         ("best_and_last_kept", True),
         ("logged", [[2, 4], [2, 4], True]),
-        ("recorded", [[2, 2, 2, 2], True, True, True]),
+        ("recorded", [[2, 2, 2, 2], True, True, True, [4, 0]]),
     ],
 )
 def test_the_trainer_counts_these_steps(trainer_scenarios: list[dict[str, Any]], scenario: str, expected: Any) -> None:
