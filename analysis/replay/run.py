@@ -151,7 +151,8 @@ class _Part:
 def _replay_in_worker(path: str, plan: Plan, part: tuple[str, ...], start: int, stop: int) -> _Part:
     from gradlab.trace import Trace
 
-    with Trace(path) as trace:
+    read = {name for group in plan.groups if group.name in part for name in group.layers}
+    with Trace(path, only=read) as trace:
         return _replay_part(trace, plan, part, start, stop, None)
 
 
