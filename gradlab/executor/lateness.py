@@ -16,8 +16,8 @@ from gradlab.executor.rules import Feedback, Finding, finding
 SHARE = 0.1  # of the compressed steps' gradients, that may wait
 FIRST = 200  # compressed step that is judged by it
 APART = 10  # steps at least between gradients that are compared, so that a few steps' noise does not count
-WINDOW, SPAN = 5, 20  # such gradients: of a median, and from the oldest to the newest
-GROWN, WAITING = 2.5, 10.0  # times that gradients grow, and gradient norms that wait meanwhile
+WINDOW, SPAN = 5, 20  # such gradients: of a median, and at most from the oldest to the newest
+GROWN, WAITING = 2.5, 10.0  # times that gradients grow, and gradient norms that wait meanwhile, momentum's included
 
 
 class LateWatch:
@@ -55,19 +55,20 @@ class LateWatch:
         if self._last is None or step - self._last >= APART:
             self._gradients.append(gradient)
             self._last = step
-        waiting = weight * residual / self._largest / self.feedback.gain
+        waiting = weight * residual / self._largest
         seen = f"the {self._whose} holds {waiting:.3g} times the largest gradient's norm"
         where = {"group": self.group, "step": step}
-        if steps >= FIRST and waiting > SHARE * steps:
-            return finding("sent_late", f"{seen} after {steps} steps", waiting, SHARE * steps, **where)
+        most = SHARE * steps * self.feedback.gain
+        if steps >= FIRST and waiting > most:
+            return finding("sent_late", f"{seen} after {steps} steps", waiting, most, **where)
         grown = self._growth()
         if grown > GROWN and waiting > WAITING:
             return finding("sent_late", f"{seen}, and gradients have grown {grown:.3g} times", grown, GROWN, **where)
         return None
 
     def _growth(self) -> float:
-        """How many times gradients have grown over the last `SPAN` that were noted; 1 before there are so many."""
-        if len(self._gradients) < SPAN:
+        """How many times gradients have grown over the last `SPAN` that were noted; 1 before there are two windows."""
+        if len(self._gradients) < 2 * WINDOW:
             return 1.0
         norms = list(self._gradients)
         before, now = median(norms[:WINDOW]), median(norms[-WINDOW:])

@@ -744,11 +744,11 @@ MUTANTS = (
     ),
     Mutant(
         file="gradlab/executor/lateness.py",
-        old=" / self._largest / self.feedback.gain",
-        new=" / self._largest",
+        old="SHARE * steps * self.feedback.gain",
+        new="SHARE * steps",
         tests=("tests/runtime/test_rules.py",),
         what="Momentum's gain counts as lateness.",
-        select="growing_gradients",
+        select="waits_too_long",
     ),
     Mutant(
         file="gradlab/executor/sent.py",
