@@ -405,6 +405,8 @@ class StepDriver:
                 }
                 current.record.gradient_norms |= self._norms(codec, gradients, done, current.record.loss_scale)
             _write(gradients, done)
+            still_used = (*done.state.values(), *self.run.states.get(name, {}).values())
+            self._workspace.give_back((*done.mean.values(), *done.compressor_input.values()), still_used)
 
         described = "+".join([innermost(codec).name, *(wrapper.name for wrapper in wrappers_of(codec))])
         running = Running(
