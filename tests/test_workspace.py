@@ -23,6 +23,22 @@ def test_memory_comes_back_only_when_nothing_holds_it() -> None:
     assert {workspace.empty_like(LARGE).data_ptr() for _ in range(2)} == {held.data_ptr(), other.data_ptr()}
 
 
+def test_what_is_given_back_is_lent_again_at_once_and_kept_for_the_next_iteration() -> None:
+    """But not what is held, nor the memory of which others use a part."""
+    workspace = RecyclingWorkspace()
+    one, other, message = (workspace.empty((2 * LARGE.numel(),), LARGE) for _ in range(3))
+    first, second = message.chunk(2)
+    workspace.give_back([one.view(2, -1), other, first, first], [other[:5]])
+    assert workspace.empty_like(message).data_ptr() == one.data_ptr()
+    assert workspace.empty_like(message).data_ptr() not in {one.data_ptr(), other.data_ptr(), message.data_ptr()}
+    workspace.give_back([first, second], [])
+    assert workspace.empty_like(message).data_ptr() == message.data_ptr()
+    used = workspace.nbytes
+    workspace.give_back([message], [])
+    workspace.recycle([])
+    assert workspace.nbytes == used
+
+
 def test_memory_that_an_iteration_did_not_need_is_given_up() -> None:
     workspace = RecyclingWorkspace()
     workspace.empty_like(LARGE)

@@ -405,6 +405,8 @@ class StepDriver:
                 current.record.errors |= contribution_error(done)
                 self._measure(current, name, gradients, done)
             _write(gradients, done)
+            still_used = (*done.state.values(), *self.run.states.get(name, {}).values())
+            self._workspace.give_back((*done.mean.values(), *done.compressor_input.values()), still_used)
 
         described = "+".join([innermost(codec).name, *(wrapper.name for wrapper in wrappers_of(codec))])
         running = Running(
