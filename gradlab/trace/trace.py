@@ -56,8 +56,8 @@ class Trace:
     Args:
         path: the trace's folder.
         allow_empty: accept a trace that has no iteration common to all ranks.
-        only: names of the layers that will be read, others cannot be. Opening checks the data set of every layer in every
-            file, which takes longer than reading one layer. None: all.
+        only: names of the layers that will be read, others cannot be. Opening checks the data set of every layer in
+            every file, which takes longer than reading one layer. None: all.
     Attributes:
         world_size: number of ranks N.
         layers: the layers as the trace holds them, in order. Of a layer in `samples` that is a part.
