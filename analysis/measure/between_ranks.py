@@ -255,7 +255,7 @@ def measure_layer(
     from gradlab.trace import Trace
 
     generator = np.random.default_rng(chosen.seed)
-    with Trace(Path(path)) as trace:
+    with Trace(Path(path), only=[layer.name]) as trace:
         positions = spread(len(trace.steps) - shift, chosen.iterations)
         pairs = rank_pairs(trace.world_size, chosen.pairs, generator)
         columns = sampled_columns(layer.numel, chosen.values)

@@ -230,7 +230,7 @@ def _floor(path: str, layer: Layer) -> LayerLimits | None:
 
     squares, count = np.zeros(layer.numel), 0
     halves: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
-    with Trace(Path(path)) as trace:
+    with Trace(Path(path), only=[layer.name]) as trace:
         positions = spread(len(trace.steps), _POSITIONS)
         middle = len(trace.steps) // 2
         size = floor_slice_size(layer, trace.world_size * int((positions < middle).sum()))

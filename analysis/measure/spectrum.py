@@ -216,7 +216,7 @@ def _layer_products(path: str, layer: Layer, positions: np.ndarray, options: Spe
     from gradlab.trace import Trace
 
     # Steps that are not finite make their own rows and columns NaN; they are taken out when all layers are known.
-    with Trace(Path(path)) as trace, np.errstate(invalid="ignore", over="ignore"):
+    with Trace(Path(path), only=[layer.name]) as trace, np.errstate(invalid="ignore", over="ignore"):
         return _products(trace, layer, positions, options)
 
 

@@ -179,7 +179,7 @@ def _measure_layer(
     squared = np.zeros((len(windows), len(candidates)))
     plain = np.zeros_like(squared)
     norms = np.zeros(len(windows))
-    with Trace(Path(path)) as trace:
+    with Trace(Path(path), only=[layer.name]) as trace:
         for place, window in enumerate(windows):
             for rank in range(trace.world_size):
                 gradient = accumulated(trace, layer, rank, *window)

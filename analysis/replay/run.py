@@ -143,7 +143,8 @@ def _replay_in_worker(
 ) -> tuple[list[_Sums], list[str]]:
     from gradlab.trace import Trace
 
-    with Trace(path) as trace:
+    read = {name for group in plan.groups if group.name in part for name in group.layers}
+    with Trace(path, only=read) as trace:
         return _replay_part(trace, plan, part, start, stop, None)
 
 

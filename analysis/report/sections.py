@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 
 Json = Mapping[str, Any]
 
-# More layer figures than this would make the page tens of megabytes.
-_MOST_LAYER_FIGURES = 40
+# Drawing one takes about as long as measuring the layer.
+_MOST_LAYER_FIGURES = 12
 _MOST_ROWS = 60
 # Residual norm under error feedback: its growth from the last but one quarter of the steps to the last.
 _GROWING, _SETTLED = 1.2, 200  # steps after a cold start, during which it grows in any case

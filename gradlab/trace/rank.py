@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +18,10 @@ _MAX_OPEN_SEGMENTS = 64
 
 
 class OpenSegments:
-    """The segments of a trace, opened on demand; at most 64 stay open, those used last."""
+    """The segments of a trace, opened on demand; at most 64 stay open, those used last. only: as of `SegmentReader`."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self.folder, self.manifest = folder, manifest
+    def __init__(self, folder: Path, manifest: Manifest, only: Collection[str] | None = None) -> None:
+        self.folder, self.manifest, self._only = folder, manifest, only
         self._open: OrderedDict[tuple[int, int], SegmentReader] = OrderedDict()
 
     def get(self, rank: int, number: int) -> SegmentReader:
@@ -31,7 +31,7 @@ class OpenSegments:
             self._open.move_to_end(key)
             return self._open[key]
         path = self.folder / rank_folder(rank) / segment_name(number)
-        self._open[key] = SegmentReader(path, self.manifest, rank, number)
+        self._open[key] = SegmentReader(path, self.manifest, rank, number, only=self._only)
         if len(self._open) > _MAX_OPEN_SEGMENTS:
             self._open.popitem(last=False)[1].close()
         return self._open[key]

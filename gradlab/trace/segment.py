@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,7 @@ class SegmentReader:
         manifest: of the trace that the file must belong to.
         rank, number: the rank and the segment number that the file must have.
         swmr: open a file whose writer was killed or is still writing.
+        only: names of the layers whose data sets are opened and checked; no other can be read. None: all.
     Attributes:
         committed: number of steps.
         records: `STEP_DTYPE` (committed,).
@@ -107,7 +108,16 @@ class SegmentReader:
         GradlabError: for a file that is damaged, not trusted, or does not belong to the trace.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, rank: int, number: int, *, swmr: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        manifest: Manifest,
+        rank: int,
+        number: int,
+        *,
+        swmr: bool = False,
+        only: Collection[str] | None = None,
+    ) -> None:
         self.path = path
         self.layers = manifest.layers
         self._position = {layer.name: position for position, layer in enumerate(manifest.layers)}
@@ -118,7 +128,7 @@ class SegmentReader:
         try:
             with _one_line(path, "damaged"):
                 self._check_header(header(manifest, rank, number))
-                self._open_datasets()
+                self._open_datasets(only)
         except GradlabError:
             self.close()
             raise
@@ -153,7 +163,7 @@ class SegmentReader:
                 came = f"its {key} is {header.get(key)!r}, the manifest says {value!r}"
                 raise GradlabError(f"{self.path}: does not belong to this trace: {came}")
 
-    def _open_datasets(self) -> None:
+    def _open_datasets(self, only: Collection[str] | None) -> None:
         names = set(self._file)
         if names != _MEMBERS:
             raise GradlabError(f"{self.path}: damaged, members {sorted(names ^ _MEMBERS)} are missing or unknown")
@@ -168,9 +178,9 @@ class SegmentReader:
         self._checksums = self._rows("checksums", np.dtype("<u4"), (rows, count))
         if (record_checksums(self.records, self._unused_bits, self._checksums) != self.records["checksum"]).any():
             raise GradlabError(f"{self.path}: damaged, the values stored per step do not match their checksums")
-        self._open_gradients()
+        self._open_gradients(only)
 
-    def _open_gradients(self) -> None:
+    def _open_gradients(self, only: Collection[str] | None) -> None:
         if not isinstance(self._hard(self._file, "gradients"), h5py.Group):
             raise GradlabError(f"{self.path}: 'gradients' is not a group")
         group = self._file["gradients"]
@@ -181,7 +191,7 @@ class SegmentReader:
         self._datasets = {
             layer.name: self._dataset(group, dataset_name(layer.name), self._stored, (self.committed, layer.numel))
             for layer in self.layers
-            if layer.numel
+            if layer.numel and (only is None or layer.name in only)
         }
 
     def _rows(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
@@ -234,6 +244,8 @@ class SegmentReader:
         """
         if layer.numel == 0:
             return np.zeros((stop - start, 0), self._stored)
+        if layer.name not in self._datasets:
+            raise GradlabError(f"{self.path}: opened for other layers alone, not for {layer.name!r}")
         with _one_line(self.path, f"cannot read layer {layer.name!r}"):
             rows = self._datasets[layer.name][start:stop, columns]
         if rows.shape[1] == layer.numel:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -56,6 +56,8 @@ class Trace:
     Args:
         path: the trace's folder.
         allow_empty: accept a trace that has no iteration common to all ranks.
+        only: names of the layers that will be read, others cannot be. Opening checks the data set of every layer in
+            every file, which takes longer than reading one layer. None: all.
     Attributes:
         world_size: number of ranks N.
         layers: the layers as the trace holds them, in order. Of a layer in `samples` that is a part.
@@ -70,7 +72,9 @@ class Trace:
             that disagree.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, allow_empty: bool = False) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, allow_empty: bool = False, only: Collection[str] | None = None
+    ) -> None:
         self.path = Path(path)
         self._manifest = read_manifest(self.path)
         self.world_size: int = self._manifest.world_size
@@ -79,7 +83,7 @@ class Trace:
         self.samples: Mapping[str, LayerSample] = self._manifest.samples
         self.metadata: dict[str, Any] = self._manifest.metadata
         self._by_name = {layer.name: layer for layer in self.layers}
-        self._segments = OpenSegments(self.path, self._manifest)
+        self._segments = OpenSegments(self.path, self._manifest, only)
         try:
             require_none(folder_problems(self.path, self._manifest))
             indices = self._read_indices()

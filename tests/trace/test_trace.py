@@ -165,6 +165,14 @@ def test_iterate_reads_the_layers_and_positions_that_are_asked_for(template: Pat
     assert steps[0].gradients[0]["scale"].shape == ()
 
 
+def test_a_trace_opened_for_some_layers_reads_these_and_refuses_the_others(template: Path) -> None:
+    with Trace(template) as whole, Trace(template, only=["wide"]) as trace:
+        assert trace.layers == whole.layers
+        np.testing.assert_array_equal(trace.read("wide", 1), whole.read("wide", 1))
+        with pytest.raises(GradlabError, match="opened for other layers alone, not for 'scale'"):
+            trace.read("scale", 0)
+
+
 @pytest.mark.parametrize(("dtype", "reference"), [("float16", torch.float16), ("bfloat16", torch.bfloat16)])
 def test_narrow_types_round_as_torch_does(tmp_path: Path, dtype: str, reference: torch.dtype) -> None:
     write_trace(tmp_path / "t", [[0, 1]], dtype)
