@@ -14,8 +14,8 @@ from gradlab.artifact import Artifact
 from gradlab.errors import GradlabError
 
 _HOW = (
-    "give --compute-seconds, the time of a step without gradient exchange (DDP.no_sync), or --run, the report of a "
-    "compressed run: gradlab train WORKLOAD --compress ARTIFACT --out run.json"
+    "give --compute-seconds, the time of a step without gradient exchange (of a run in one process, or under "
+    "DDP.no_sync), or --run, the report of a compressed run: gradlab train WORKLOAD --compress ARTIFACT --out run.json"
 )
 
 

@@ -27,7 +27,7 @@ from gradlab.cli.fit.options import (
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
-    from gradlab.analysis.fit.lgc.fit import LgcMeasurement
+    from gradlab.analysis.fit.lgc.fit import LgcFit, LgcMeasurement
     from gradlab.plan import Plan
 
 Density = Annotated[float, typer.Option(help=setting_help("lgc_ring", "density"))]
@@ -112,13 +112,22 @@ def lgc(
         wrapper = None if momentum is None else "momentum_correction"
         note = require_trainable(optimizer_of_training(opened, optimizer), wrapper, remedy="leave --momentum out")
         fit = fit_lgc(opened, pattern, options, progress=progress)
-        note = "\n".join(filter(None, [note, _beyond_the_trace(fit.plan, int(opened.steps[-1]))])) or None
+        note = "\n".join(filter(None, [note, _beyond_the_trace(fit.plan, int(opened.steps[-1])), _instead(fit, trace)]))
     fit.artifact().save(out, overwrite)
     if figure is not None:
         from gradlab.analysis.figures.lgc import plot_fit
 
         write_figure(partial(plot_fit, fit.measured), figure)
     print_fit(fit.provenance, as_json, partial(print_lgc, fit.measured), out, figure, note=note)
+
+
+def _instead(fit: LgcFit, trace: Path) -> str | None:
+    """The command that makes a plan of the same positions without an autoencoder, where that is better."""
+    if fit.measured.better is None:
+        return None
+    compress = f"--codec clt_k --set density={fit.measured.settings['density']:g} --set values=int8"
+    warmup = f"--warmup-steps {fit.plan.schedule.warmup_steps}"
+    return f"in its place: gradlab fit uniform {trace} {compress} {warmup} --out clt_k.safetensors"
 
 
 def _beyond_the_trace(plan: Plan, last: int) -> str | None:
