@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORK := build/outside
 SOURCES := pyproject.toml $(shell find gradlab capture analysis runtime datasets -name '*.py' -o -name '*.jinja')
 
-.PHONY: demo test explore gpu quality typecheck benchmark speed compare compare-text lgc matrix faults resume frameworks mutants convergence install clean
+.PHONY: demo test explore gpu quality typecheck benchmark speed compare compare-text lgc matrix faults resume frameworks mutants convergence first-hour install clean
 
 demo: install
 	$(BIN)/gradlab demo --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -65,6 +65,10 @@ lgc: install
 # and the test that notices each; every codec x kind of residual trained in lockstep: it converges, is refused, or warns.
 matrix faults resume frameworks mutants convergence: install
 	mkdir -p $(WORK) && cd $(WORK) && PYTHONPATH="$(CURDIR)/tests:$$PYTHONPATH" $(CURDIR)/$(BIN)/python $(CURDIR)/tests/campaigns/$@.py $(ARGS)
+
+# The first hour of a new user: a GPT-2 and the Trainer, every command once, with its time (TEXT=any file of 100 kB).
+first-hour: install
+	mkdir -p $(WORK) && cd $(WORK) && PYTHONPATH="$(CURDIR)/tests:$$PYTHONPATH" $(CURDIR)/$(BIN)/python $(CURDIR)/tests/campaigns/first_hour.py $(abspath $(TEXT)) $(ARGS)
 
 install: $(VENV)/installed
 
