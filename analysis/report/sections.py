@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 Json = Mapping[str, Any]
 
-# Each takes as long as a measurement of the layer: 40 were a third of the time that a report of 50 layers took.
+# Drawing one takes about as long as measuring the layer.
 _MOST_LAYER_FIGURES = 12
 _MOST_ROWS = 60
 # Residual norm under error feedback: its growth from the last but one quarter of the steps to the last.

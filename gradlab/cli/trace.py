@@ -54,10 +54,11 @@ def info(trace: Folder, as_json: AsJson = False) -> None:
             }
         )
         return
-    parameters = sum(layer.numel for layer in layers)
+    parameters, recorded = (sum(layer.numel for layer in some) for some in (wholes, layers))
+    share = f" ({recorded} of them recorded)" if opened.samples else ""
     OUT.print(
         f"{trace}: {len(steps)} iterations ({steps[0]} to {steps[-1]}) of {ranks} ranks, {len(layers)} layers, "
-        f"{parameters} parameters, {format_bytes(4 * parameters * len(steps) * ranks)} of gradients",
+        f"{parameters} parameters{share}, {format_bytes(4 * recorded * len(steps) * ranks)} of gradients",
         markup=False,
     )
     if optimizer := OptimizerSettings.from_metadata(opened.metadata):
