@@ -92,23 +92,20 @@ def gradient_norms(
 
 
 def _sent(codec: Codec, done: Exchanged, scale: float) -> Sent:
-    inputs = done.compressor_input
+    inputs: Mapping[str, torch.Tensor] = done.compressor_input
+    applied: Mapping[str, torch.Tensor]
     energy = sum(squared_norm(value) for value in inputs.values())
     contributed = sum(_product(value, done.own[layer]) for layer, value in inputs.items())
-    if not _is_mean(codec):
+    if any(wrapper.server_residual and wrapper.settings.error_feedback for wrapper in wrappers_of(codec)):
+        # What is applied holds the server's residual. What its shard was sent does not.
+        applied, inputs, scale = done.server_input, done.server_part, 1.0
+    elif any(wrapper.applies_momentum and not wrapper.before_compression for wrapper in wrappers_of(codec)):
         return Sent(energy, contributed)
-    mean_energy = sum(squared_norm(value) for value in done.mean.values()) / scale**2
-    mean_product = sum(_product(value, done.mean[layer]) for layer, value in inputs.items()) / scale
+    else:
+        applied = done.mean
+    mean_energy = sum(squared_norm(applied[layer]) for layer in inputs) / scale**2
+    mean_product = sum(_product(value, applied[layer]) for layer, value in inputs.items()) / scale
     return Sent(energy, contributed, mean_energy, mean_product)
-
-
-def _is_mean(codec: Codec) -> bool:
-    """Whether what is applied is the mean of this step's contributions: no momentum of it, no server's residual."""
-    return not any(
-        (wrapper.applies_momentum and not wrapper.before_compression)
-        or (wrapper.server_residual and wrapper.settings.error_feedback)
-        for wrapper in wrappers_of(codec)
-    )
 
 
 def _norm(tensors: Iterable[torch.Tensor]) -> float:
@@ -228,7 +225,7 @@ class LockstepWatch:
             self._keep([self._non_finite(done.iteration, own) for own in gradients])
         elif done.compressing and measured:
             by_rank = [self._measure(rank, done, own, parameters or {}) for rank, own in enumerate(gradients)]
-            by_rank = _with_known_means(by_rank)
+            by_rank = _with_known_means(by_rank, done)
             pairs = zip(self._ranks, by_rank, strict=True)
             self._keep([rank.see(done.iteration, self._steps, one, done.learning_rate) for rank, one in pairs])
 
@@ -252,10 +249,12 @@ class LockstepWatch:
         self.findings += tuple(one for one in rules.merged(by_rank) if one.key not in known)
 
 
-def _with_known_means(by_rank: Sequence[Mapping[str, GroupMeasures]]) -> list[dict[str, GroupMeasures]]:
-    """Put the mean over ranks of <D, x_i> in the place of each rank's own: here it is known."""
+def _with_known_means(
+    by_rank: Sequence[Mapping[str, GroupMeasures]], done: StepResult
+) -> list[dict[str, GroupMeasures]]:
+    """Put the mean over ranks of <D, x_i> in the place of each rank's own, where all ranks speak of one D."""
     known = [dict(measured) for measured in by_rank]
-    for name in known[0]:
+    for name in (name for name in known[0] if not done.exchanged[name][0].server_input):
         sent = [measured[name].sent for measured in known]
         products = [one.mean_product for one in sent if one is not None and one.mean_product is not None]
         for measured, one in zip(known, sent, strict=True):
