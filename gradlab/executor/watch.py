@@ -155,6 +155,11 @@ class RankWatch:
         if server is not None:
             self._servers[name] = _residual_watches(name, server, "server's residual")
 
+    @property
+    def means(self) -> dict[str, list[tuple[float, float]]]:
+        """What this rank knows of the error of the mean, by group; see `error_over_ranks`."""
+        return {name: watch.means for name, watch in self._sent.items()}
+
     def see(
         self, step: int, steps: int, measured: Mapping[str, GroupMeasures], rates: Mapping[str, float]
     ) -> list[Finding]:
@@ -225,7 +230,7 @@ class LockstepWatch:
             self._keep([self._non_finite(done.iteration, own) for own in gradients])
         elif done.compressing and measured:
             by_rank = [self._measure(rank, done, own, parameters or {}) for rank, own in enumerate(gradients)]
-            by_rank = _with_known_means(by_rank, done)
+            by_rank = _with_known_means(by_rank)
             pairs = zip(self._ranks, by_rank, strict=True)
             self._keep([rank.see(done.iteration, self._steps, one, done.learning_rate) for rank, one in pairs])
 
@@ -249,15 +254,15 @@ class LockstepWatch:
         self.findings += tuple(one for one in rules.merged(by_rank) if one.key not in known)
 
 
-def _with_known_means(
-    by_rank: Sequence[Mapping[str, GroupMeasures]], done: StepResult
-) -> list[dict[str, GroupMeasures]]:
-    """Put the mean over ranks of <D, x_i> in the place of each rank's own, where all ranks speak of one D."""
+def _with_known_means(by_rank: Sequence[Mapping[str, GroupMeasures]]) -> list[dict[str, GroupMeasures]]:
+    """Put means over ranks of ||D||^2 and <D, x_i> in the place of each rank's own: here they are known."""
     known = [dict(measured) for measured in by_rank]
-    for name in (name for name in known[0] if not done.exchanged[name][0].server_input):
-        sent = [measured[name].sent for measured in known]
-        products = [one.mean_product for one in sent if one is not None and one.mean_product is not None]
-        for measured, one in zip(known, sent, strict=True):
-            if one is not None and len(products) == len(known):
-                measured[name] = replace(measured[name], sent=replace(one, mean_product=fmean(products)))
+    for name in known[0]:
+        sent = [one for measured in known if (one := measured[name].sent) is not None]
+        energies = [one.mean_energy for one in sent if one.mean_energy is not None]
+        products = [one.mean_product for one in sent if one.mean_product is not None]
+        if len(products) == len(known):
+            for measured, one in zip(known, sent, strict=True):
+                joined = replace(one, mean_energy=fmean(energies), mean_product=fmean(products))
+                measured[name] = replace(measured[name], sent=joined)
     return known

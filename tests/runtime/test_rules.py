@@ -206,6 +206,13 @@ def test_each_of_these_is_told_by_its_rule(pool: ProcessPool, case: str, seen: d
         assert all(any(what in message for message in result["warned"]) for what in seen.values() if rank == 0)
 
 
+def test_what_one_rank_suspects_of_the_mean_is_asked_of_all(pool: ProcessPool) -> None:
+    """And asked again after twice as many steps alone: not at once."""
+    first, second = pool.run("jobs.rule_tasks:unlike", 2)
+    assert (first["rules"], second["rules"], first["warned"], second["warned"]) == ([], [], [], [])
+    assert (first["asked"], second["asked"]) == ([], [9])
+
+
 def test_a_jump_of_the_rate_under_kept_residuals(pool: ProcessPool) -> None:
     for rank, results in enumerate(pool.run("jobs.rule_tasks:rates", 2)):
         assert [len(results[name]) for name in ("jump", "smooth", "followed")] == [rank == 0, 0, 0]
