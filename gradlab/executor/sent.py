@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -48,10 +49,46 @@ class Sent:
         """
         if self.mean_energy is None or self.mean_product is None:
             return None
-        if not self.mean_energy:
-            return 1.0
-        ratio = self.mean_energy / self.mean_product if self.mean_product > 0 else math.inf
-        return math.sqrt(max(0.0, ratio - 1.0))
+        return error_of(self.mean_energy, self.mean_product)
+
+
+def error_of(energy: float, product: float) -> float:
+    """Return sqrt(||D||^2 / <D, m> - 1) of ||D||^2 and <D, m>: 1 if D is zero, infinity if it points away from m."""
+    if not energy:
+        return 1.0
+    ratio = energy / product if product > 0 else math.inf
+    return math.sqrt(max(0.0, ratio - 1.0))
+
+
+def error_over_ranks(windows: Sequence[Sequence[Sequence[float]]]) -> float | None:
+    """Return the median over measured steps of the error of the mean, from what all ranks know of it.
+
+    A rank's own <D, x_i> is <D, m> in the mean over ranks alone: where ranks' gradients differ much, it says little.
+
+    Args:
+        windows: by rank, (||D||^2, <D, x_i>) of the last measured steps.
+
+    Returns:
+        The median; None where a rank has fewer than `LASTING` steps.
+    """
+    if min(map(len, windows)) < LASTING:
+        return None
+    steps = zip(*(window[-LASTING:] for window in windows), strict=True)
+    return median(error_of(*map(sum, zip(*step, strict=True))) for step in steps)
+
+
+def mean_error(group: str | None, step: int | None, error: float | None) -> Finding | None:
+    """Judge the error of the mean.
+
+    Args:
+        group: its name.
+        step: the iteration.
+        error: over the mean, a median; None: not known.
+    """
+    if error is None or error <= MEAN_ERROR:
+        return None
+    seen = f"the error of the mean is {error:.3g} times the mean, expected at most {MEAN_ERROR:g}"
+    return finding("mean_error", seen, error, MEAN_ERROR, group=group, step=step)
 
 
 class SentWatch:
@@ -63,7 +100,7 @@ class SentWatch:
 
     def __init__(self, group: str) -> None:
         self.group = group
-        self._errors: deque[float] = deque(maxlen=LASTING)
+        self._means: deque[tuple[float, float]] = deque(maxlen=LASTING)
         self._shares: deque[float] = deque(maxlen=LASTING)
 
     def add(self, step: int, sent: Sent) -> list[Finding]:
@@ -79,13 +116,17 @@ class SentWatch:
         if not sent.energy > 0:
             return []
         self._shares.append(sent.share)
-        if (error := sent.mean_error) is not None:
-            self._errors.append(error)
+        if sent.mean_energy is not None and sent.mean_product is not None:
+            self._means.append((sent.mean_energy, sent.mean_product))
         where, found = {"group": self.group, "step": step}, []
-        if len(self._errors) == LASTING and (usual := median(self._errors)) > MEAN_ERROR:
-            seen = f"the error of the mean is {usual:.3g} times the mean, expected at most {MEAN_ERROR:g}"
-            found.append(finding("mean_error", seen, usual, MEAN_ERROR, **where))
+        if (one := mean_error(self.group, step, error_over_ranks([self.means]))) is not None:
+            found.append(one)
         if len(self._shares) == LASTING and (share := median(self._shares)) < LEAST_SHARE:
             seen = f"{share:.1%} of the gradient is sent, and the rest is never sent, as the codec has no feedback"
             found.append(finding("never_sent", seen, 1 - share, 1 - LEAST_SHARE, **where))
         return found
+
+    @property
+    def means(self) -> list[tuple[float, float]]:
+        """(||D||^2, <D, x>) of the last measured steps; zeros where they are not finite."""
+        return [pair if all(map(math.isfinite, pair)) else (0.0, 0.0) for pair in self._means]

@@ -93,23 +93,20 @@ def gradient_norms(
 
 
 def _sent(codec: Codec, done: Exchanged, scale: float) -> Sent:
-    inputs = done.compressor_input
+    inputs: Mapping[str, torch.Tensor] = done.compressor_input
+    applied: Mapping[str, torch.Tensor]
     energy = sum(squared_norm(value) for value in inputs.values())
     contributed = sum(_product(value, done.own[layer]) for layer, value in inputs.items())
-    if not _is_mean(codec):
+    if any(wrapper.server_residual and wrapper.settings.error_feedback for wrapper in wrappers_of(codec)):
+        # What is applied holds the server's residual. What its shard was sent does not.
+        applied, inputs, scale = done.server_input, done.server_part, 1.0
+    elif any(wrapper.applies_momentum and not wrapper.before_compression for wrapper in wrappers_of(codec)):
         return Sent(energy, contributed)
-    mean_energy = sum(squared_norm(value) for value in done.mean.values()) / scale**2
-    mean_product = sum(_product(value, done.mean[layer]) for layer, value in inputs.items()) / scale
+    else:
+        applied = done.mean
+    mean_energy = sum(squared_norm(applied[layer]) for layer in inputs) / scale**2
+    mean_product = sum(_product(value, applied[layer]) for layer, value in inputs.items()) / scale
     return Sent(energy, contributed, mean_energy, mean_product)
-
-
-def _is_mean(codec: Codec) -> bool:
-    """Whether what is applied is the mean of this step's contributions: no momentum of it, no server's residual."""
-    return not any(
-        (wrapper.applies_momentum and not wrapper.before_compression)
-        or (wrapper.server_residual and wrapper.settings.error_feedback)
-        for wrapper in wrappers_of(codec)
-    )
 
 
 def _norm(tensors: Iterable[torch.Tensor]) -> float:
@@ -158,6 +155,11 @@ class RankWatch:
         server = rules.server_feedback_of(codec, layers, plain_sgd)
         if server is not None:
             self._servers[name] = _residual_watches(name, server, "server's residual")
+
+    @property
+    def means(self) -> dict[str, list[tuple[float, float]]]:
+        """What this rank knows of the error of the mean, by group; see `error_over_ranks`."""
+        return {name: watch.means for name, watch in self._sent.items()}
 
     def see(
         self, step: int, steps: int, measured: Mapping[str, GroupMeasures], rates: Mapping[str, float]
@@ -254,12 +256,14 @@ class LockstepWatch:
 
 
 def _with_known_means(by_rank: Sequence[Mapping[str, GroupMeasures]]) -> list[dict[str, GroupMeasures]]:
-    """Put the mean over ranks of <D, x_i> in the place of each rank's own: here it is known."""
+    """Put means over ranks of ||D||^2 and <D, x_i> in the place of each rank's own: here they are known."""
     known = [dict(measured) for measured in by_rank]
     for name in known[0]:
-        sent = [measured[name].sent for measured in known]
-        products = [one.mean_product for one in sent if one is not None and one.mean_product is not None]
-        for measured, one in zip(known, sent, strict=True):
-            if one is not None and len(products) == len(known):
-                measured[name] = replace(measured[name], sent=replace(one, mean_product=fmean(products)))
+        sent = [one for measured in known if (one := measured[name].sent) is not None]
+        energies = [one.mean_energy for one in sent if one.mean_energy is not None]
+        products = [one.mean_product for one in sent if one.mean_product is not None]
+        if len(products) == len(known):
+            for measured, one in zip(known, sent, strict=True):
+                joined = replace(one, mean_energy=fmean(energies), mean_product=fmean(products))
+                measured[name] = replace(measured[name], sent=joined)
     return known

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -18,6 +20,7 @@ from gradlab.ddp.agreement import Ranks
 from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun, rules
 from gradlab.executor.rules import Finding
+from gradlab.executor.sent import error_over_ranks, mean_error
 from gradlab.executor.watch import GroupMeasures, RankWatch
 from gradlab.runtime.engine.options import RunOptions
 from gradlab.runtime.engine.statistics import StepRecord
@@ -42,6 +45,7 @@ class RuleWatch:
         self._levels = rules.levels(options.rules)
         self._scaled = options.scaled
         self._known: set[tuple[str, str | None]] = set()
+        self._muted: dict[tuple[str, str | None], int] = {}  # until which step, as the other ranks did not see it
         self._warned: set[str] = set()
         watched = [rule for rule, level in self._levels.items() if level != "ignore"]
         self._watch = RankWatch(run.plan, run.codecs, run.settings.plain_sgd, watched)
@@ -77,7 +81,9 @@ class RuleWatch:
         self._ratio = max([0.0, *(one.residual / one.gradient for one in kept if one.gradient > 0)])
 
     def _find(self, one: Finding | None) -> None:
-        if one is not None and self._level(one) != "ignore" and one.key not in self._known:
+        if one is None or self._level(one) == "ignore" or (one.step or 0) < self._muted.get(one.key, 0):
+            return
+        if one.key not in self._known:
             self._known.add(one.key)
             self.pending.append(one)
 
@@ -103,12 +109,29 @@ class RuleWatch:
             return
         if now is not None and record.non_finite_layers:
             self.pending.append(now)
-        gathered = ranks().gather([one.to_json() for one in self.pending])
+        own = {"found": [one.to_json() for one in self.pending], "means": self._watch.means}
+        gathered = ranks().gather(own)
         self.pending = []
-        found = rules.merged([[Finding.from_json(one) for one in of_rank] for of_rank in gathered])
+        merged = rules.merged([[Finding.from_json(one) for one in of_rank["found"]] for of_rank in gathered])
+        confirmed = [self._confirmed(one, [of_rank["means"] for of_rank in gathered]) for one in merged]
+        found = [one for one in confirmed if one is not None]
         if now is not None and all(one.rule != now.rule for one in found):
             found.append(now)  # the same on all ranks: none of them had named a layer
         self.tell(found)
+
+    def _confirmed(self, one: Finding, means: Sequence[Mapping[str, Any]]) -> Finding | None:
+        """What all ranks say of a rank's finding. Of the error of the mean each knows a part (`error_over_ranks`).
+
+        A suspicion that they do not share may come again after twice as many steps.
+        """
+        if one.rule != "mean_error" or one.group is None:
+            return one
+        joint = mean_error(one.group, one.step, error_over_ranks([of_rank[one.group] for of_rank in means]))
+        if joint is None:
+            self._known.discard(one.key)
+            self._muted[one.key] = 2 * (one.step or 0)
+            return None
+        return replace(joint, ranks=tuple(range(self._run.world_size)))
 
     def _non_finite(self, record: StepRecord, in_a_row: int) -> Finding | None:
         """What this rank says of a step that was not finite. All ranks say it in the same step."""
@@ -140,8 +163,8 @@ class RuleWatch:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What was told, and what this rank found since."""
-        return (*self.told, *self.pending)
+        """What was told, and what this rank found since, but for what the other ranks have yet to confirm."""
+        return (*self.told, *(one for one in self.pending if one.rule != "mean_error"))
 
 
 def compare_versions(ranks: Ranks) -> list[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -114,6 +115,21 @@ def speaking(group: dist.ProcessGroup, case: str) -> dict[str, Any]:
             train(run, dist.get_rank(group), 12)
             found = run.report()["rules"]
     return {"warned": warned, "rules": found}
+
+
+def unlike(group: dist.ProcessGroup) -> dict[str, Any]:
+    """Rank 1 has small gradients of its own: the mean is not its, and still the mean of all."""
+    rank, asked = dist.get_rank(group), []
+    with listening() as warned:
+        chosen = plan("qsgd", {"bits": 8})
+        run = exchange(group, replace(chosen, groups=(replace(chosen.groups[0], wrappers=()),)), measure_every=2)
+        with run:
+            stream = torch.Generator().manual_seed(rank)
+            for _ in range(14):
+                run.step({"a": 0.01**rank * torch.randn(SHAPE, generator=stream), "b": torch.ones(64)})
+                asked.append(len(run.statistics.steps) if run._driver.rules.pending else 0)
+            found = run.report()["rules"]
+    return {"warned": warned, "rules": found, "asked": [step for step in asked if step]}
 
 
 def rates(group: dist.ProcessGroup) -> dict[str, list[str]]:
