@@ -10,10 +10,11 @@ import torch
 
 from gradlab import codecs
 from gradlab.codec import Context, Tensors, exchange_group
+from gradlab.codec.wrapper import innermost
 from gradlab.collectives import run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
-from gradlab.plan import Group, Plan
+from gradlab.plan import FEEDBACK, Group, Plan
 from support.contract import SETTINGS, cases, codec_of, drawn_settings, lockstep, plan_for, sizes_vary
 from support.laws import law
 from support.prescribed import SHAPES, gradients
@@ -135,8 +136,9 @@ def test_any_settings_in_range_make_a_codec_that_keeps_its_word(name: str) -> No
         except GradlabError as refused:  # what two settings have to do with each other
             assert str(refused).startswith(f"{name}: setting ")  # noqa: PT017
             return
-        plan = Plan((layer,), (Group("w", ("w",), name, values),))
-        assert Plan.from_json(plan.to_json()).build(plan.groups[0]) == codec
+        around = FEEDBACK if codec.needs_error_feedback else ()
+        plan = Plan((layer,), (Group("w", ("w",), name, values, around),))
+        assert innermost(Plan.from_json(plan.to_json()).build(plan.groups[0])) == codec
         grads = [gradients({"w": layer.shape}, rank, 0) for rank in range(2)]
         results = run_lockstep([codec.exchange(grads[rank], {}, Context(rank, 2, 0, "w")) for rank in range(2)])
         assert torch.equal(results[0].value.mean["w"], results[1].value.mean["w"])
