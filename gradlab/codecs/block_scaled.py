@@ -66,7 +66,8 @@ class BlockScaled(Compressor):
         stochastic: bool = setting(False, help="round at random to one of the two neighbouring values, without bias")
         scale: float | None = setting(
             None,
-            above=0,
+            least=1e-30,
+            most=1e30,  # its reciprocal is a float32 number
             symbol="s",
             help="LoCo's fixed scale, by which all values are multiplied; None: one per block",
         )
