@@ -167,7 +167,6 @@ class Exchanged:
     compression_error: x - C(x), if a wrapper has computed it. Else it is empty.
     server_input: under two-way compression, the mean of the ranks' contributions that this rank's server compresses,
         without its residual: of each layer the part in its shard, (elements,). Else it is empty.
-    server_part: the same part of what this rank compressed itself. Else it is empty.
     """
 
     mean: Tensors
@@ -176,7 +175,6 @@ class Exchanged:
     compressor_input: Tensors = field(default_factory=dict)
     compression_error: Tensors = field(default_factory=dict)
     server_input: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    server_part: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 Gradients = torch.Tensor | Tensors | Sequence[torch.Tensor] | Sequence[Tensors]

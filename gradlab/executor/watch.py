@@ -45,7 +45,12 @@ class GroupMeasures:
 
 
 def measure(
-    codec: Codec, done: Exchanged, residuals: Mapping[str, float], gradients: Mapping[str, float], scale: float = 1.0
+    codec: Codec,
+    done: Exchanged,
+    residuals: Mapping[str, float],
+    gradients: Mapping[str, float],
+    ranks: int,
+    scale: float = 1.0,
 ) -> GroupMeasures:
     """Measure an exchange for the rules.
 
@@ -54,6 +59,7 @@ def measure(
         done: the exchange's result on one rank.
         residuals: norms of the compression errors, by layer; see `residual_norms`.
         gradients: norms by layer; see `gradient_norms`.
+        ranks: how many there are.
         scale: the loss scale that is on the mean.
     """
     keeps = any(wrapper.keeps_residual for wrapper in wrappers_of(codec))
@@ -63,7 +69,7 @@ def measure(
         gradient=math.hypot(*gradients.values()) if keeps else 0.0,
         server_residual=_norm(piece for piece in kept if piece is not None),
         server_input=_norm(done.server_input.values()) if any(piece is not None for piece in kept) else 0.0,
-        sent=None if keeps else _sent(codec, done, 1.0 if codec.keeps_dtype else scale),
+        sent=None if keeps else _sent(codec, done, 1.0 if codec.keeps_dtype else scale, ranks),
     )
 
 
@@ -92,20 +98,18 @@ def gradient_norms(
     return norms
 
 
-def _sent(codec: Codec, done: Exchanged, scale: float) -> Sent:
-    inputs: Mapping[str, torch.Tensor] = done.compressor_input
-    applied: Mapping[str, torch.Tensor]
+def _sent(codec: Codec, done: Exchanged, scale: float, ranks: int) -> Sent:
+    inputs = done.compressor_input
     energy = sum(squared_norm(value) for value in inputs.values())
     contributed = sum(_product(value, done.own[layer]) for layer, value in inputs.items())
-    if any(wrapper.server_residual and wrapper.settings.error_feedback for wrapper in wrappers_of(codec)):
-        # What is applied holds the server's residual. What its shard was sent does not.
-        applied, inputs, scale = done.server_input, done.server_part, 1.0
-    elif any(wrapper.applies_momentum and not wrapper.before_compression for wrapper in wrappers_of(codec)):
+    if any(wrapper.applies_momentum and not wrapper.before_compression for wrapper in wrappers_of(codec)):
         return Sent(energy, contributed)
-    else:
-        applied = done.mean
-    mean_energy = sum(squared_norm(applied[layer]) for layer in inputs) / scale**2
-    mean_product = sum(_product(value, applied[layer]) for layer, value in inputs.items()) / scale
+    mean_product = sum(_product(value, done.mean[layer]) for layer, value in inputs.items()) / scale
+    if any(wrapper.server_residual and wrapper.settings.error_feedback for wrapper in wrappers_of(codec)):
+        # The mean holds the server's residual. The ranks' own errors are taken as independent.
+        error = energy - 2 * contributed + sum(squared_norm(done.own[layer]) for layer in inputs)
+        return Sent(energy, contributed, mean_product + error / ranks, mean_product)
+    mean_energy = sum(squared_norm(value) for value in done.mean.values()) / scale**2
     return Sent(energy, contributed, mean_energy, mean_product)
 
 
@@ -242,7 +246,7 @@ class LockstepWatch:
         for name, ranks in done.exchanged.items():
             codec, own = self._lockstep.codecs[name], ranks[rank]
             norms = gradient_norms(codec, gradients, own, parameters)
-            measured[name] = measure(codec, own, residual_norms(own), norms)
+            measured[name] = measure(codec, own, residual_norms(own), norms, len(ranks))
         return measured
 
     def _non_finite(self, iteration: int, gradients: Tensors) -> list[Finding]:

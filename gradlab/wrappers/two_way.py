@@ -99,8 +99,7 @@ class TwoWay(Wrapper):
         kept = self._kept(held, average, codec, answer, context) | self._measured(zeta, average, codec, answer, grads)
         cuts = [len(piece) for piece in held.values()]
         asked = Deferred(grads, lambda: dict(zip(held, (average - carried).split(cuts), strict=True)))
-        part = Deferred(grads, lambda: dict(zip(held, vector[start:stop].split(cuts), strict=True)))
-        return Exchanged(separate(mean, grads), own, kept, server_input=asked, server_part=part)
+        return Exchanged(separate(mean, grads), own, kept, server_input=asked)
 
     def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         """Send the servers' residuals along: each server adds N times its residual to its own gradient."""

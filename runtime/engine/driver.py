@@ -421,7 +421,7 @@ class StepDriver:
         norms = gradient_norms(codec, gradients, done, self._surroundings.parameters, record.loss_scale)
         record.residual_norms |= residuals
         record.gradient_norms |= norms
-        current.measured_groups[name] = measure(codec, done, residuals, norms, record.loss_scale)
+        current.measured_groups[name] = measure(codec, done, residuals, norms, self.run.world_size, record.loss_scale)
 
     def _watch(self, one: Running, began: float, stop: float, first: bool) -> None:
         """Note a stretch of an exchange's code, and the bytes of the requests that it ended with."""
