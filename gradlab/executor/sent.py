@@ -27,7 +27,7 @@ class Sent:
     Attributes:
         energy: ||x||^2.
         contributed: <C(x), x>.
-        mean_energy: ||D||^2; None where the mean is no mean of contributions, as under momentum after the average. Where
+        mean_energy: ||D||^2; None where the mean is no mean of contributions, as under momentum after averaging. Where
             D holds a server's residual: <D, x> and the squared error of the mean if the ranks' errors are independent.
         mean_product: <D, x>, of this rank or the mean over ranks; None as `mean_energy`.
     """
