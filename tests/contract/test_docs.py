@@ -22,6 +22,7 @@ from gradlab.cli.main import app
 from gradlab.codec.registry import CODECS
 from gradlab.plan.recipes import METHODS
 from support.command_line import Command
+from support.warm_python import python
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -130,7 +131,7 @@ def test_the_tutorial_runs(tutorial: SimpleNamespace, capsys: pytest.CaptureFixt
     assert len(tutorial.code) == 3
     assert "bytes instead of" in capsys.readouterr().out
     ran = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"],
+        [python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"],
         cwd=tutorial.folder,
         capture_output=True,
         text=True,
