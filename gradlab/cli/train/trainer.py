@@ -173,10 +173,8 @@ def run_rank(settings: TrainSettings) -> TrainReport:
     measured = run_report(outcomes, dense, rank.workload.metric)
     if rank.state is None:
         return TrainReport(run_header(settings, rank.recipe, dense, plan=None), measured)
-    spans, compressed = (
-        gather_json(rank.state.chrome_trace()) if settings.trace_steps else None,
-        rank.state.run_report(),
-    )
+    spans = gather_json(rank.state.chrome_trace()) if settings.trace_steps else None
+    compressed = rank.state.run_report()
     return TrainReport(
         header=run_header(settings, rank.recipe, dense, rank.state.plan),
         measured=measured,
