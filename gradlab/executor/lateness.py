@@ -8,10 +8,11 @@ stable falls (Stich and Karimireddy, "The error-feedback framework", JMLR 2020):
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from statistics import median
 
-from gradlab.executor.rules import Feedback, Finding, finding
+from gradlab.executor.rules import Feedback, Finding, LargestGradients, finding
 
 SHARE = 0.1  # of the compressed steps' gradients, that may wait
 FIRST = 200  # compressed step that is judged by it
@@ -31,7 +32,7 @@ class LateWatch:
 
     def __init__(self, group: str, feedback: Feedback, whose: str = "residual") -> None:
         self.group, self.feedback, self._whose = group, feedback, whose
-        self._largest = 0.0  # gradient norm, times the learning rate where residuals follow it
+        self._largest = LargestGradients(feedback)
         self._gradients: deque[float] = deque(maxlen=SPAN)
         self._last: int | None = None  # step of the newest of these
 
@@ -48,14 +49,12 @@ class LateWatch:
         Returns:
             What was found, if anything.
         """
-        weight = 1.0 if rate is None or not self.feedback.follows else rate
-        if not (weight > 0 and gradient > 0):
+        waiting = self._largest.held_by(residual, gradient, rate)
+        if waiting is None or not 0 < gradient < math.inf:
             return None
-        self._largest = max(self._largest, weight * gradient)
         if self._last is None or step - self._last >= APART:
             self._gradients.append(gradient)
             self._last = step
-        waiting = weight * residual / self._largest
         seen = f"the {self._whose} holds {waiting:.3g} times the largest gradient's norm"
         where = {"group": self.group, "step": step}
         most = SHARE * steps * self.feedback.gain

@@ -255,8 +255,35 @@ def residual_limit(steps: int, delta: float | None, gain: float = 1.0) -> float:
     return SLACK * gain * max(1.0, min(float(steps), bound))
 
 
+class LargestGradients:
+    """Residual norms in norms of the largest gradient so far.
+
+    Args:
+        feedback: how the residual is kept.
+    """
+
+    def __init__(self, feedback: Feedback) -> None:
+        self._follows = feedback.follows
+        self._largest = 0.0  # gradient norm, times the learning rate where residuals follow it
+
+    def held_by(self, residual: float, gradient: float, rate: float | None) -> float | None:
+        """Return how many of them a measured step's residual holds; None before any, and at a rate of zero.
+
+        Args:
+            residual: norm.
+            gradient: norm, in the residual's unit. One that is not finite is no largest gradient.
+            rate: the learning rate, if it is known.
+        """
+        weight = 1.0 if rate is None or not self._follows else rate
+        if not weight > 0:
+            return None
+        if math.isfinite(gradient):
+            self._largest = max(self._largest, weight * gradient)
+        return weight * residual / self._largest if self._largest > 0 else None
+
+
 class ResidualWatch:
-    """The residual norms of one group, step by step. It keeps two numbers.
+    """The residual norms of one group, step by step.
 
     Args:
         group: its name.
@@ -266,7 +293,7 @@ class ResidualWatch:
 
     def __init__(self, group: str, feedback: Feedback, whose: str = "residual") -> None:
         self.group, self.feedback, self._whose = group, feedback, whose
-        self._largest = 0.0  # gradient norm, times the learning rate where residuals follow it
+        self._gradients = LargestGradients(feedback)
 
     def add(self, step: int, steps: int, residual: float, gradient: float, rate: float | None = None) -> Finding | None:
         """Judge a measured step.
@@ -281,14 +308,9 @@ class ResidualWatch:
         Returns:
             What was found, if anything.
         """
-        weight = 1.0 if rate is None or not self.feedback.follows else rate
-        if not weight > 0:
+        ratio = self._gradients.held_by(residual, gradient, rate)
+        if ratio is None:
             return None
-        if math.isfinite(gradient):
-            self._largest = max(self._largest, weight * gradient)
-        if not self._largest > 0:
-            return None
-        ratio = weight * residual / self._largest
         limit = residual_limit(steps, self.feedback.delta, self.feedback.gain)
         if ratio <= limit:  # False for NaN, which fires
             return None
