@@ -17,7 +17,7 @@ from gradlab.cli.train import launch
 from support.command_line import Command
 from support.contract import cases
 from support.process_pool import ProcessPool
-from support.warm_python import python
+from support.warm_python import python, share
 
 # Ranks and scripts that tests start import `support` and `jobs`, as the tests do (pythonpath in pyproject.toml).
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
@@ -28,6 +28,12 @@ settings.load_profile("fixed")  # --hypothesis-profile comes later, and wins
 
 # The files that take longest are begun first, so that no core is left without work at the end.
 LONGEST = ("cli", "faults", "integrations", "resume", "report", "contract", "capture", "lgreco", "step_time", "runtime")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start what jobs are forked from, once for all workers, while these read the tests."""
+    if config.getoption("numprocesses", None):
+        share()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,8 +18,8 @@ def test_resumed_is_never_stopped(tmp_path: Path) -> None:
     at = [[result["ranks"] for result in row] for row in rows]
     assert at[0] == at[1]
     assert at[2] == at[3] == [4] * at[0].count(4)
-    assert at[0].count(2) > 6
-    assert sum("rescaled" in result for result in rows[0]) >= 8
+    assert at[0].count(2) >= 6
+    assert sum("rescaled" in result for result in rows[0]) == 4
     assert [(result["stack"], problem) for row in rows for result in row for problem in problems(result)] == []
 
 

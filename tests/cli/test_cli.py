@@ -37,9 +37,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from gradlab.cli.train.settings import TrainSettings
 
     folder = tmp_path_factory.mktemp("loop")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gradlab.cli.train.launch.interpreter", lambda: sys.executable)  # as for a user, nothing imported
-        report = launch(TrainSettings("digits", steps=STEPS, capture=str(folder / "trace"), bucket_cap_mb=0.1))
+    report = launch(TrainSettings("digits", steps=STEPS, capture=str(folder / "trace"), bucket_cap_mb=0.1))
     (folder / "recorded.json").write_text(json.dumps(report.to_json()))
     return folder
 
@@ -156,9 +154,7 @@ def test_trace_commands(gradlab: Command, recording: Path) -> None:
 
 
 def test_analyze_and_inspect(gradlab: Command, recording: Path, topk: Path, tmp_path: Path) -> None:
-    code, out, err = gradlab(
-        "analyze", recording / "trace", "--out", tmp_path / "report", "--only", "noise, signs", "--workers", 2
-    )
+    code, out, err = gradlab("analyze", recording / "trace", "--out", tmp_path / "report", "--only", "noise, signs")
     assert code == 0, err
     assert "report.html" in out
     report = json.loads((tmp_path / "report" / "report.json").read_text())

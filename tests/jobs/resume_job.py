@@ -33,7 +33,7 @@ from support.stacks import WRAPPINGS, Stack, valid_stacks
 SAVED, END = 4, 8
 PLAIN = Stack("plain DDP", "none")
 # Where the shorter run changes the number of ranks too.
-RESCALED = ("feedback, decay, int8", "correction", "one server under feedback", "two-way under feedback")
+RESCALED = ("feedback, decay, int8", "two-way under feedback")
 
 
 class Run:

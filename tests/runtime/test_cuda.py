@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from gradlab import codecs
+from support.warm_python import torch_python
 
 RUNNER = Path(__file__).parents[1] / "gpu"
 NO_GPU = 3
@@ -46,7 +47,7 @@ CHECKS = {"first": sound, "wrong": wrong, "missing": missing, "alone": alone, "d
 
 
 def gpu(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(RUNNER), *arguments]
+    command = [torch_python(), str(RUNNER), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
@@ -90,6 +91,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     for place in reversed(folders):
         monkeypatch.syspath_prepend(place)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setattr(sys, "executable", torch_python())
     import launch
 
     return launch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, get_args
@@ -108,6 +109,7 @@ def drawn_value(field: Field) -> st.SearchStrategy[Any]:
 STEADY: dict[str, dict[str, Any]] = {"gradiveq": {"compressed_steps": 0, "monitor": "off"}}
 
 
+@functools.cache
 def learned(codec: str, members: tuple[Any, ...]) -> Tensors:
     """What a codec that learns gets: fitted on averaged gradients that the test does not use."""
     method = codecs.get(codec_of(codec))
@@ -186,41 +188,50 @@ class Part(NamedTuple):
     state: Tensors
 
 
-def lockstep_part(
-    plan: Plan, group: dist.ProcessGroup, steps: int, make: Callable[[int, int], Tensors]
-) -> list[dict[str, Part]]:
-    """This rank's part of `lockstep`, per step and group: rank 0 computes it for all, and hands the parts out."""
-    parts: list[list[dict[str, Part]]] | None = None
-    if dist.get_rank(group) == 0:
-        ranks = dist.get_world_size(group)
-        history = lockstep(plan, ranks, steps, make)
-        parts = [
-            [
-                {name: Part(by_rank[rank].value.mean, by_rank[rank].value.state) for name, by_rank in step.items()}
-                for step in history
-            ]
-            for rank in range(ranks)
-        ]
+STEPS = 4  # of the engine against lockstep
+
+
+def lockstep_part(group: dist.ProcessGroup, *case: Any) -> list[dict[str, Part]]:
+    """This rank's part of the prescribed run, per step and group: rank 0 computes it, and hands the parts out."""
     received: list[Any] = [None]
+    parts = prescribed_run(dist.get_world_size(group), *case) if dist.get_rank(group) == 0 else None
     dist.scatter_object_list(received, parts, src=0, group=group)
     return received[0]
 
 
-def asks_for_means(plan: Plan, group: Group) -> bool:
-    """Whether a group's codec ever asks for a Mean, whose summation order the backend may choose."""
-    grads, seen = gradients(SHAPES, 0, 0), []
-    context = Context(0, 1, 0, group.name)
-    run_lockstep([observed(exchange_group(plan.build(group), {n: grads[n] for n in group.layers}, {}, context), seen)])
-    return any(isinstance(request, Mean) for request in seen)
+@functools.cache
+def prescribed_run(
+    world_size: int, codec: str, grouping: str, feedback: bool, dtype: torch.dtype
+) -> list[list[dict[str, Part]]]:
+    """What prescribed gradients lead to in lockstep, by rank, step and group."""
+    plan = plan_for(codec, grouping, feedback)
+    history = lockstep(plan, world_size, STEPS, lambda rank, step: gradients(SHAPES, rank, step, dtype))
+    return [
+        [
+            {name: Part(by_rank[rank].value.mean, by_rank[rank].value.state) for name, by_rank in step.items()}
+            for step in history
+        ]
+        for rank in range(world_size)
+    ]
+
+
+@functools.cache
+def asks_for_means(codec: str, grouping: str, feedback: bool) -> bool:
+    """Whether a codec ever asks for a Mean, whose summation order the backend may choose."""
+    plan, grads, seen = plan_for(codec, grouping, feedback), gradients(SHAPES, 0, 0), []
+    for group in plan.groups:
+        own = {name: grads[name] for name in group.layers}
+        run_lockstep([observed(exchange_group(plan.build(group), own, {}, Context(0, 1, 0, group.name)), seen)])
+    return codec_of(codec) in AVERAGES_LATER or any(isinstance(request, Mean) for request in seen)
 
 
 def engine_against_lockstep(
     group: dist.ProcessGroup, codec: str, grouping: str, feedback: bool, deterministic: bool, dtype: str
 ) -> dict[str, Any]:
     """Train a prescribed model under DDP on several buckets; compare with the lockstep run of the same plan."""
-    rank, world_size, steps = dist.get_rank(group), dist.get_world_size(group), 4
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     plan, kind = plan_for(codec, grouping, feedback), getattr(torch, dtype)
-    reference = lockstep_part(plan, group, steps, lambda r, t: gradients(SHAPES, r, t, kind))
+    reference = lockstep_part(group, codec, grouping, feedback, kind)
     model = DistributedDataParallel(Prescribed(SHAPES, kind), process_group=group, bucket_cap_mb=0.01)
     bitwise, largest, finite = True, 0.0, True
     with CompressionState(
@@ -232,7 +243,7 @@ def engine_against_lockstep(
         process_group=SPARE.get(world_size),
     ) as state:
         model.register_comm_hook(state, compression_hook)
-        for step in range(steps):
+        for step in range(STEPS):
             model.zero_grad()
             model(gradients(SHAPES, rank, step, kind)).backward()
             for result in reference[step].values():
@@ -263,7 +274,7 @@ def engine_against_lockstep(
         "ranks_agree": agree(flat, group),
         "payload": payload,
         "forecast": [plan.payload_bytes(world_size, states=states) for states in befores],
-        "means": codec_of(codec) in AVERAGES_LATER or any(asks_for_means(plan, g) for g in plan.groups),
+        "means": asks_for_means(codec, grouping, feedback),
     }
 
 

@@ -2,10 +2,11 @@
 
 Importing torch takes a core about two seconds, and what DDP then needs of it two more; of a job of two ranks under
 torchrun three processes do the first, two the second. `python()` starts one process that has imported what jobs need
-(the warm one), and gives the path of an executable that takes Python's own command line: `-u`; `-m MODULE`, `-c CODE`
-or a script; arguments. Each call is a process of its own, forked from the warm one, with the caller's folder,
+(the warm one), and gives the path of an executable that takes Python's own command line: `-u`; `-m MODULE`, `-c CODE`,
+a script or a folder; arguments. Each call is a process of its own, forked from the warm one, with the caller's folder,
 environment and standard streams. Its signals and its exit status are passed on. torchrun finds the same executable as
-its `sys.executable`, so that its ranks are forked, too.
+its `sys.executable`, so that its ranks are forked, too. pytest's workers share the processes of the one that started
+them (`share`).
 
 What looks at imports themselves, or at what a user's shell starts, uses `sys.executable`.
 """
@@ -27,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import types
 import warnings
 from contextlib import suppress
@@ -34,36 +36,55 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 # torch._dynamo: DistributedDataParallel imports it, with sympy, when the first model is wrapped, in 2 s of every rank.
-MODULES = ("torch.distributed.run", "torch._dynamo", "gradlab.runtime", "gradlab.capture", "gradlab.cli.train.trainer")
+TORCH = ("torch.distributed.run", "torch._dynamo")
+GRADLAB = ("gradlab.runtime", "gradlab.capture", "gradlab.cli.train.trainer")
+SHARED = "GRADLAB_TESTS_PYTHON"  # variable: paths of executables by what they have imported, as JSON
 LENGTH = 8  # bytes of a number on the socket
-LOOK_EVERY = 0.01  # seconds, for processes that have ended
+LOOK_EVERY = 0.01  # seconds, for processes that have ended, or that are not there yet
+LONGEST_IMPORT = 120.0  # seconds
 
 
-@functools.cache
 def python(*modules: str, on_warning: str = "") -> str:
     """Path of an executable that starts jobs from a process that has imported `modules`, and torch's and gradlab's.
 
     With `modules`, the warm process is itself forked from the one without. on_warning: what to do with them, as
     PYTHONWARNINGS says it, while importing `modules` and in the jobs. The warm process lives as long as this one.
     """
+    if modules or on_warning:
+        return _warm(python(), modules or GRADLAB, on_warning)
+    return _shared("gradlab") or _warm(torch_python(), GRADLAB)
+
+
+def torch_python() -> str:
+    """Path of such an executable that has imported nothing of gradlab's."""
+    return _shared("torch") or _warm(sys.executable, TORCH)
+
+
+def share() -> None:
+    """Start both now, for the processes that this one starts."""
+    os.environ[SHARED] = json.dumps({"torch": torch_python(), "gradlab": python()})
+
+
+def _shared(name: str) -> str:
+    shared: dict[str, str] = json.loads(os.environ.get(SHARED, "{}"))
+    return shared.get(name, "")
+
+
+@functools.cache
+def _warm(first: str, modules: tuple[str, ...], on_warning: str = "") -> str:
     folder = tempfile.TemporaryDirectory(prefix="gradlab-")
     executable, address = Path(folder.name) / "python", Path(folder.name) / "socket"
     words = [sys.executable, "-IS", __file__, "start", str(address), str(executable)]
     executable.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
     executable.chmod(0o700)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": on_warning}
-    first = python() if modules or on_warning else sys.executable
-    command = [first, __file__, "serve", str(address), *(modules if modules or on_warning else MODULES)]
-    warm = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-    assert warm.stdin is not None
-    assert warm.stdout is not None
-    if not warm.stdout.read(1):
-        raise RuntimeError(f"the warm process ended with {warm.wait()}")
+    command = [first, __file__, "serve", str(address), *modules]
+    warm = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
 
     def stop() -> None:
-        warm.stdin.close()
+        if warm.stdin is not None:
+            warm.stdin.close()
         warm.wait(timeout=30)
-        warm.stdout.close()
         folder.cleanup()
 
     atexit.register(stop)
@@ -78,7 +99,7 @@ def start(address: str, executable: str, words: list[str]) -> NoReturn:
     request = {"words": words, "executable": executable, "folder": os.getcwd(), "environment": dict(os.environ)}
     text = json.dumps(request).encode()
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(address)
+        _connect(connection, address)
         socket.send_fds(connection, [len(text).to_bytes(LENGTH, "big")], [0, 1, 2])
         connection.sendall(text)
         process = _number(connection)
@@ -95,6 +116,18 @@ def start(address: str, executable: str, words: list[str]) -> NoReturn:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def _connect(connection: socket.socket, address: str) -> None:
+    """Wait for the warm process, which may still be importing."""
+    until = time.monotonic() + LONGEST_IMPORT
+    while True:
+        try:
+            return connection.connect(address)
+        except (FileNotFoundError, ConnectionRefusedError):  # not bound, not listening
+            if time.monotonic() > until:
+                raise
+            time.sleep(LOOK_EVERY)
 
 
 def _number(connection: socket.socket) -> int:
@@ -129,7 +162,6 @@ def serve(address: str, modules: list[str]) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen(64)
-        os.write(1, b"!")
         while True:
             waited = [0, listener, *children.values()]
             ready, _, _ = select.select(waited, [], [], LOOK_EVERY if children else None)
@@ -201,6 +233,8 @@ def _run(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.executable, words = request["executable"], list(request["words"])
+    asked = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[1:1] = [place for place in asked if place not in sys.path]
     if words[0] == "-u":
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
         words.pop(0)
@@ -213,6 +247,9 @@ def _run(request: dict[str, Any]) -> None:
     elif words[0] == "-c":
         sys.argv, sys.path[0] = ["-c", *words[2:]], ""
         exec(compile(words[1], "<string>", "exec"), main.__dict__)
+    elif Path(words[0]).is_dir():
+        sys.argv, sys.path[0] = words, ""
+        runpy.run_path(words[0], run_name="__main__")
     else:
         sys.argv, sys.path[0] = words, str(Path(words[0]).resolve().parent)
         main.__dict__.update(__file__=words[0], __spec__=None, __builtins__=__builtins__)
