@@ -1,4 +1,4 @@
-"""Share work out by layer. Calls take (path, layer, ...), never arrays, so that any process can do any of them.
+"""Share work out, by layer or by figure. Calls take (path, layer, ...), never arrays: any process can do any of them.
 
 A worker opens the trace itself and reads only what it needs: memory depends on a layer, not on the trace.
 """

@@ -199,8 +199,9 @@ def render(figure: Figure, name: str) -> dict[str, bytes]:
     with rc_context({**RC, "svg.hashsalt": name}):
         canvas, image_dpi = FigureCanvasSVG(figure), figure.dpi
         figure.set_dpi(_POINTS_PER_INCH)
-        figure.draw_without_rendering()
         # Places are found once and kept. `print_figure` would look for them before each of the formats.
+        if (layout := figure.get_layout_engine()) is not None:
+            layout.execute(figure)
         figure.set_layout_engine("none")
         for kind, write, metadata in (
             ("svg", canvas.print_svg, {"Date": None, "Creator": "gradlab"}),

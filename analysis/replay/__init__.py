@@ -8,6 +8,7 @@ from gradlab.analysis.replay.run import (
     parts_of,
     refresh_remark,
     replay,
+    replay_plans,
     replay_steps,
 )
 
@@ -19,5 +20,6 @@ __all__ = [
     "parts_of",
     "refresh_remark",
     "replay",
+    "replay_plans",
     "replay_steps",
 ]

@@ -88,6 +88,50 @@ def replay(
     )
 
 
+def replay_plans(
+    trace: Trace,
+    plans: Mapping[str, Plan],
+    *,
+    start: int = 0,
+    stop: int | None = None,
+    workers: int = 1,
+    progress: Progress | None = None,
+) -> dict[str, Replay | GradlabError]:
+    """Replay several plans as `replay` does each, by name. `workers` processes share the plans.
+
+    Returns:
+        By name, a replay, or the error of a plan that cannot be replayed on this trace.
+    """
+    calls = [(trace, plan, start, stop, progress if workers == 1 else None) for plan in plans.values()]
+    if workers == 1:
+        return dict(zip(plans, (_attempt(*call) for call in calls), strict=True))
+    path = str(trace.path.resolve())
+    trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
+    shared = [(path, *call[1:4]) for call in calls]
+    results = share_out(_plan_in_worker, shared, workers=workers, what="replay plans", progress=progress)
+    return dict(zip(plans, results, strict=True))
+
+
+def _attempt(
+    trace: Trace, plan: Plan, start: int, stop: int | None, progress: Progress | None = None
+) -> Replay | GradlabError:
+    try:
+        return replay(trace, plan, start=start, stop=stop, progress=progress)
+    except GradlabError as error:
+        return error
+
+
+def _plan_in_worker(path: str, plan: Plan, start: int, stop: int | None) -> Replay | GradlabError:
+    from gradlab.trace import Trace
+
+    read = {name for group in plan.compressed_groups or plan.groups for name in group.layers}
+    try:
+        with Trace(path, only=read) as trace:
+            return _attempt(trace, plan, start, stop)
+    except GradlabError as error:
+        return error
+
+
 def check_replay(trace: Trace, plan: Plan, start: int, stop: int) -> None:
     """Check that a plan can be replayed over positions start..stop of a trace.
 

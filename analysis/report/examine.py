@@ -22,7 +22,8 @@ from gradlab.analysis.measure.noise_scale import TraceNoise, measure_noise_scale
 from gradlab.analysis.measure.sign_blocks import measure_sign_blocks
 from gradlab.analysis.measure.slices.of_trace import measure_slice_structure
 from gradlab.analysis.measure.spectrum import TraceSpectrum, measure_spectrum
-from gradlab.analysis.replay import check_replay, replay
+from gradlab.analysis.replay import check_replay, replay_plans
+from gradlab.analysis.replay.result import Replay
 from gradlab.analysis.report.trace_report import Examination
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_count
@@ -169,12 +170,13 @@ def _of_plans(
 ) -> None:
     tried = _plans(trace, plans)
     start = replay_start(trace)
-    for name, plan in tried.items():
-        # A plan that was named must fit; of the usual ones those that do are enough.
-        run = partial(replay, trace, plan, start=start, workers=workers, progress=progress)
-        result = run() if plans is not None else _attempt(examination, name, run)
-        if result is not None:
+    for name, result in replay_plans(trace, tried, start=start, workers=workers, progress=progress).items():
+        if isinstance(result, Replay):
             examination.replays[name] = result.held_out(provenances.get(name, {}))
+        elif plans is None:  # of the usual ones those that fit are enough
+            examination.remarks.append(f"{name}: {result}")
+        else:
+            raise result
     replayed = {name: plan for name, plan in tried.items() if name in examination.replays}
     if replayed:
         measure = partial(forecast_speed, replayed, examination.replays, network, progress=progress)

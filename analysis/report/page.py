@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 from gradlab.analysis.figures.data import figure_data
 from gradlab.analysis.figures.style import drawing, render
 from gradlab.analysis.outputs import REPORT_FILES, require_free
+from gradlab.analysis.parallel import share_out
 from gradlab.errors import GradlabError
 from gradlab.jsonable import plain
 from gradlab.progress import Progress
@@ -103,13 +104,16 @@ class Page:
         return [item for section in self.sections for item in section.drawings]
 
 
-def write_page(page: Page, out: Path, *, overwrite: bool = False, progress: Progress | None = None) -> Path:
+def write_page(
+    page: Page, out: Path, *, overwrite: bool = False, workers: int = 1, progress: Progress | None = None
+) -> Path:
     """Write report.html, report.json and figures/ into a folder.
 
     Args:
         page: what to write.
         out: the folder, made if it is missing.
         overwrite: whether to replace a report that is there.
+        workers: processes that draw.
         progress: called after each figure.
 
     Returns:
@@ -119,14 +123,9 @@ def write_page(page: Page, out: Path, *, overwrite: bool = False, progress: Prog
         GradlabError: if there is a report already and overwrite is false, or the folder cannot be written.
     """
     require_free(out, overwrite, contents=REPORT_FILES)
-    files: dict[str, dict[str, bytes]] = {}
-    for done, item in enumerate(page.drawings):
-        with drawing():
-            figure = item.draw()
-            shown = json.dumps({"name": item.name, "title": item.title, **figure_data(figure)}, allow_nan=False)
-            files[item.name] = {**render(figure, item.name), "json": shown.encode()}
-        if progress:
-            progress("draw", done + 1, len(page.drawings))
+    calls = [(item,) for item in page.drawings]
+    drawn = share_out(_drawn, calls, workers=workers, what="draw", progress=progress)
+    files = {item.name: kinds for item, kinds in zip(page.drawings, drawn, strict=True)}
     text = render_html(page, {name: kinds["svg"] for name, kinds in files.items()})
     figures = [{"name": item.name, "title": item.title, "caption": item.caption} for item in page.drawings]
     head = {"gradlab": VERSION, "title": page.title, "verdict": page.verdict, "warnings": page.warnings}
@@ -141,6 +140,14 @@ def write_page(page: Page, out: Path, *, overwrite: bool = False, progress: Prog
     except OSError as error:
         raise GradlabError(f"cannot write the report to {out}: {error.strerror or error}") from None
     return out / "report.html"
+
+
+def _drawn(item: Drawing) -> dict[str, bytes]:
+    """Draw a figure: its files' contents by format."""
+    with drawing():
+        figure = item.draw()
+        shown = json.dumps({"name": item.name, "title": item.title, **figure_data(figure)}, allow_nan=False)
+        return {**render(figure, item.name), "json": shown.encode()}
 
 
 def render_html(page: Page, svgs: dict[str, bytes]) -> str:

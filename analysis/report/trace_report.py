@@ -80,6 +80,7 @@ def write_trace_report(
     examination: Examination | None = None,
     *,
     overwrite: bool = False,
+    workers: int = 1,
     progress: Progress | None = None,
 ) -> Path:
     """Write what was measured of a trace into a folder: report.html, report.json, figures/.
@@ -92,6 +93,7 @@ def write_trace_report(
         out: the folder, made if it is missing.
         examination: what was measured. If it is None or has no spectrum, the spectrum is measured now.
         overwrite: whether to replace a report that is there.
+        workers: processes that draw.
         progress: called after each figure.
 
     Returns:
@@ -124,7 +126,7 @@ def write_trace_report(
         facts=_trace_facts(recorded),
         sections=trace_sections(data),
     )
-    return write_page(page, folder, overwrite=overwrite, progress=progress)
+    return write_page(page, folder, overwrite=overwrite, workers=workers, progress=progress)
 
 
 def write_comparison(
@@ -136,6 +138,7 @@ def write_comparison(
     trace_summary: Mapping[str, Any] | None = None,
     spectrum: TraceSpectrum | None = None,
     overwrite: bool = False,
+    workers: int = 1,
     progress: Progress | None = None,
 ) -> Path:
     """Write a report of training runs beside what replays and fits of the same names predicted.
@@ -150,6 +153,7 @@ def write_comparison(
         trace_summary: of the trace that was replayed, by `summarize_trace`.
         spectrum: of the same trace.
         overwrite: whether to replace a report that is there.
+        workers: processes that draw.
         progress: called after each figure.
 
     Returns:
@@ -186,7 +190,7 @@ def write_comparison(
         facts=[*_run_facts(ran), *(_trace_facts(recorded) if recorded else [])],
         sections=comparison_sections(ran, shown, fitted, measured),
     )
-    return write_page(page, folder, overwrite=overwrite, progress=progress)
+    return write_page(page, folder, overwrite=overwrite, workers=workers, progress=progress)
 
 
 def _trace_facts(recorded: Mapping[str, Any]) -> list[tuple[str, str]]:

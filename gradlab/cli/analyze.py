@@ -68,6 +68,7 @@ def analyze(
     require_free(out, overwrite, contents=REPORT_FILES)
     if workers is not None and workers < 1:
         raise GradlabError(f"workers = {workers}, expected at least 1")
+    processes = workers or default_workers()
     delay = parse_seconds(latency)
     links = [Link(parse_bandwidth(rate), delay) for rate in bandwidth.split(",")]
     profile = _profile(run, parse_seconds(compute_seconds) if compute_seconds is not None else None)
@@ -84,10 +85,10 @@ def analyze(
             network=network,
             after_addition=after_addition or (),
             parts=PARTS if only is None else [part.strip() for part in only.split(",")],
-            workers=workers or default_workers(),
+            workers=processes,
             progress=progress,
         )
-        page = write_trace_report(opened, out, examination, overwrite=overwrite, progress=progress)
+        page = write_trace_report(opened, out, examination, overwrite=overwrite, workers=processes, progress=progress)
     written = json.loads((page.parent / "report.json").read_text())
     if as_json:
         print_json(written)

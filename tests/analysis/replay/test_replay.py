@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gradlab.analysis.fit.gradiveq import fit_gradiveq
 from gradlab.analysis.fit.uniform import uniform_artifact
-from gradlab.analysis.replay import parts_of, replay, replay_steps
+from gradlab.analysis.replay import parts_of, replay, replay_plans, replay_steps
 from gradlab.analysis.report.tables import replay_table
 from gradlab.analysis.report.verdict import replay_verdict
 from gradlab.artifact import Artifact
@@ -388,6 +388,22 @@ def test_an_artifact_without_a_fit_says_where_it_comes_from(tmp_path):
     assert Artifact.load(artifact.save(tmp_path / "a.safetensors")).provenance == artifact.provenance
     with pytest.raises(GradlabError, match="replay the plan itself"):
         uniform_artifact(uniform("topk", density=0.2), result)
+
+
+def test_two_processes_replay_what_one_does(tmp_path):
+    """Several plans; one that cannot be replayed says why, and takes nothing from the others."""
+    layers = [Layer("a.weight", (12, 8), "linear"), Layer("b.weight", (12, 9), "linear")]
+    plans = {codec: Plan.uniform(tuple(layers), codec, minimum_numel=1) for codec in ("topk", "powersgd")}
+    plans["other"] = Plan.uniform((Layer("c.weight", (12, 8), "linear"),), "topk", minimum_numel=1)
+    with record(tmp_path / "t", random_gradients(3, 5, 2, layers), layers) as trace:
+        one, two = (replay_plans(trace, plans, start=1, workers=workers) for workers in (1, 2))
+        assert list(one) == list(two) == list(plans)
+        for replays in (one, two):
+            assert "c.weight" in str(replays["other"])
+        for codec in ("topk", "powersgd"):
+            alone = replay(trace, plans[codec], start=1)
+            assert one[codec].layer_errors == two[codec].layer_errors == alone.layer_errors
+            assert [s.iteration for s in two[codec].steps] == [s.iteration for s in alone.steps]
 
 
 @pytest.mark.parametrize("codec", ["topk", "powersgd", "qsgd", "sign", "identity"])

@@ -16,7 +16,8 @@ from gradlab.analysis.figures.style import method_colors, method_markers, runnin
 from gradlab.analysis.fit.gradiveq import fit_gradiveq
 from gradlab.analysis.measure.spectrum import measure_spectrum
 from gradlab.analysis.replay import replay
-from gradlab.analysis.report.page import Page, inline_svg, write_page
+from gradlab.analysis.report.drawings import spectrum_drawings
+from gradlab.analysis.report.page import Page, Section, inline_svg, write_page
 from gradlab.analysis.report.tables import comparison_table, median_errors
 from gradlab.analysis.report.trace_report import Examination, summarize_trace, write_comparison, write_trace_report
 from gradlab.analysis.report.verdict import comparison_verdict
@@ -221,6 +222,16 @@ def test_an_older_report_stays_unless_asked(made, tmp_path):
         write_page(page, tmp_path / "file")
     with pytest.raises(GradlabError, match="exists already"):
         write_comparison(tmp_path / "r", runs=made["runs"], replays={})
+
+
+def test_two_processes_draw_what_one_draws(tmp_path, made):
+    drawings = spectrum_drawings(json.loads((made["analysis"].parent / "report.json").read_text())["spectrum"])[-2:]
+    page, folders = Page("t", "v", {}, sections=[Section("s", "Norms", drawings=drawings)]), {}
+    for workers in (1, 2):
+        folder = write_page(page, tmp_path / str(workers), workers=workers).parent / "figures"
+        assert len(list(folder.glob("*.pdf"))) == 2  # whose fonts the suite leaves out in its own process
+        folders[workers] = {file.name: file.read_bytes() for file in folder.iterdir() if file.suffix != ".pdf"}
+    assert folders[1] == folders[2]
 
 
 def test_what_cannot_be_written_is_one_line(tmp_path):
