@@ -35,7 +35,9 @@ def engine_equals_lockstep(group: dist.ProcessGroup, method: str, server: str) -
     model = DistributedDataParallel(Prescribed(SHAPES), process_group=group, bucket_cap_mb=0.01)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plan = method_plan(model, method, server=server, group_bytes=9000)
-    reference = LockstepPlan(plan, world_size, plain_sgd=True)
+    received: list[Any] = [None]
+    dist.scatter_object_list(received, _in_lockstep(plan, world_size) if rank == 0 else None, src=0, group=group)
+    expected_means, expected = received[0]
     means, bitwise = hashlib.sha256(), True
     with CompressionState(
         plan,
@@ -50,17 +52,29 @@ def engine_equals_lockstep(group: dist.ProcessGroup, method: str, server: str) -
             optimizer.param_groups[0]["lr"] = rate
             model.zero_grad()
             model(gradients(SHAPES, rank, step)).backward()
-            drawn = [gradients(SHAPES, r, step) for r in range(world_size)]
-            result = reference.step(step, drawn, dict.fromkeys(SHAPES, rate))
-            for ranks in result.exchanged.values():
-                for name, mean in ranks[rank].mean.items():
-                    got = getattr(model.module, name).grad
-                    bitwise = bitwise and torch.equal(got, mean)
-                    means.update(got.numpy().tobytes())
+            for name, mean in expected_means[step].items():
+                got = getattr(model.module, name).grad
+                bitwise = bitwise and torch.equal(got, mean)
+                means.update(got.numpy().tobytes())
         kept = state.state_dict()["states"]
-        expected = {f"{g}::{key}": value for g, held in reference.states[rank].items() for key, value in held.items()}
     same = kept.keys() == expected.keys() and all(torch.equal(kept[key], expected[key]) for key in kept)
     return {"bitwise": bitwise, "states": same, "means": means.hexdigest(), "groups": len(plan.compressed_groups)}
+
+
+def _in_lockstep(plan: Plan, world_size: int) -> list[tuple[list[Tensors], Tensors]]:
+    """By rank: the means of each step, and the states after the last."""
+    reference = LockstepPlan(plan, world_size, plain_sgd=True)
+    means: list[list[Tensors]] = [[] for _ in range(world_size)]
+    for step, rate in enumerate(RATES):
+        drawn = [gradients(SHAPES, rank, step) for rank in range(world_size)]
+        result = reference.step(step, drawn, dict.fromkeys(SHAPES, rate))
+        for rank, steps in enumerate(means):
+            steps.append({n: mean for ranks in result.exchanged.values() for n, mean in ranks[rank].mean.items()})
+    states = [
+        {f"{group}::{key}": value for group, held in own.items() for key, value in held.items()}
+        for own in reference.states
+    ]
+    return list(zip(means, states, strict=True))
 
 
 def lemma(group: dist.ProcessGroup, method: str, server: str) -> dict[str, float]:

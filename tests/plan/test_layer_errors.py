@@ -194,7 +194,7 @@ def test_workers_measure_what_one_process_does(trace: Trace) -> None:
 def test_a_cluster_measures_what_one_process_does(trace: Trace) -> None:
     distributed = pytest.importorskip("distributed")
     windows = windows_of(0, 11, 5)
-    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
+    with distributed.LocalCluster(2, processes=False, threads_per_worker=1, dashboard_address=None) as cluster:
         measured = measure_errors(trace, CANDIDATES, windows, cluster=cluster.scheduler_address)
     assert same(measured, measure_errors(trace, CANDIDATES, windows))
 
