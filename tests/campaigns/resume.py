@@ -39,10 +39,10 @@ def launch(script: str, *words: str, ranks: int = 4, torchrun: tuple[str, ...] =
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-def results(folder: Path, *words: str) -> list[list[dict[str, Any]]]:
+def results(folder: Path, *words: str, ranks: int = 4) -> list[list[dict[str, Any]]]:
     """Both jobs, one after the other; what each rank found."""
-    launch("resume_job.py", "straight", str(folder), *words)
-    launch("resume_job.py", "resume", str(folder), *words)
+    launch("resume_job.py", "straight", str(folder), *words, ranks=ranks)
+    launch("resume_job.py", "resume", str(folder), *words, ranks=ranks)
     rows: list[list[dict[str, Any]]] = json.loads((folder / "results.json").read_text())
     return rows
 

@@ -1,4 +1,4 @@
-"""Resume: in new processes, at 2 and 4 ranks, at another number of ranks, and after torchrun's restart."""
+"""Resume: in new processes, at 2 and 3 ranks, at another number of ranks, and after torchrun's restart."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from support.stacks import WRAPPINGS, all_stacks
 
 
 def test_resumed_is_never_stopped(tmp_path: Path) -> None:
-    """A selection of what `python tests/campaigns/resume.py` runs for every stack: bit for bit in deterministic mode,
-    through DDP's bucket rebuild, with optimizer and schedule; and what is owed to the model survives a change of
-    ranks."""
-    rows = results(tmp_path)
+    """A selection of what `python tests/campaigns/resume.py` runs for every stack, there at 2 and 4 ranks: bit for bit
+    in deterministic mode, through DDP's bucket rebuild, with optimizer and schedule; and what is owed to the model
+    survives a change of ranks."""
+    rows = results(tmp_path, ranks=3)
     at = [[result["ranks"] for result in row] for row in rows]
     assert at[0] == at[1]
-    assert at[2] == at[3] == [4] * at[0].count(4)
+    assert at[2] == [3] * at[0].count(3)
+    assert at[0].count(3) > 15
     assert at[0].count(2) >= 6
     assert sum("rescaled" in result for result in rows[0]) == 4
     assert [(result["stack"], problem) for row in rows for result in row for problem in problems(result)] == []

@@ -1,8 +1,8 @@
-"""Under torchrun, 4 ranks: train stacks and save at step 4; or, in new processes, continue from there.
+"""Under torchrun, N > 2 ranks: train stacks and save at step 4; or, in new processes, continue from there.
 
-    resume_job.py straight FOLDER [all]   at 4 and at 2 ranks
+    resume_job.py straight FOLDER [all]   at N and at 2 ranks
     resume_job.py resume FOLDER [all]     the same from step 4 on, against what the straight run ended with; and the
-                                          checkpoints of 4 ranks on 2, and of 2 on 4
+                                          checkpoints of N ranks on 2, and of 2 on N
 
 With "all" every valid stack, and with the backend's all-reduce too, plain DDP beside it; else a selection in
 deterministic mode. Rank 0 writes FOLDER/results.json.
@@ -127,7 +127,7 @@ def resumed(case: Case, group: dist.ProcessGroup) -> dict[str, Any]:
 
 def rescaled(case: Case, group: dist.ProcessGroup, residuals: str) -> dict[str, Any]:
     """Continue the run of the other number of ranks: what is owed to the model, before and after; and some steps."""
-    old = 6 - case.world_size
+    old = 2 if case.world_size > 2 else dist.get_world_size()
     everyone = [torch.load(case.file(rank, "saved", old), weights_only=True) for rank in range(old)]
     run = Run(case.stack, group, case.deterministic)
     run.load(everyone[0])
@@ -190,11 +190,11 @@ DRAWN = {"clt_k", "qsgd", "random_k", "sign", "threshold"}
 
 
 def selection(world_size: int) -> list[Stack]:
-    """Codecs with a state or shared draws, with feedback, and wrappings around one codec: those of several wrappers at
-    4 ranks, those that are rescaled at both."""
+    """Codecs with a state or shared draws, with feedback, and wrappings around one codec: those of several wrappers
+    where there are more than 2 ranks, those that are rescaled at both."""
     combined = {name for name, around in WRAPPINGS.items() if len(around) > 1}
-    around = combined | set(RESCALED) if world_size == 4 else set(RESCALED)
-    kept = {"topk", "powersgd", "gradiveq", "lgc_ring"} | (DRAWN if world_size == 4 else set())
+    around = combined | set(RESCALED) if world_size > 2 else set(RESCALED)
+    kept = {"topk", "powersgd", "gradiveq", "lgc_ring"} | (DRAWN if world_size > 2 else set())
     return [
         s
         for s in valid_stacks()
@@ -224,7 +224,7 @@ def main() -> None:
     mode, folder, everything = sys.argv[1], Path(sys.argv[2]), "all" in sys.argv[3:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    groups = {4: dist.group.WORLD, 2: dist.new_group([0, 1])}
+    groups = {dist.get_world_size(): dist.group.WORLD, 2: dist.new_group([0, 1])}
     results = []
     for case, group in cases(folder, everything, groups):
         if mode == "straight":
