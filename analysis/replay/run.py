@@ -97,26 +97,34 @@ def replay_plans(
     workers: int = 1,
     progress: Progress | None = None,
 ) -> dict[str, Replay | GradlabError]:
-    """Replay several plans as `replay` does each, by name. `workers` processes share the plans.
+    """Replay several plans as `replay` does each. `workers` processes share the plans, or the parts of a single one.
+
+    Args:
+        trace: the recording.
+        plans: by name.
+        start, stop: positions, as `replay` takes them.
+        workers: number of processes.
+        progress: called after each plan, or, with one process, after each step.
 
     Returns:
         By name, a replay, or the error of a plan that cannot be replayed on this trace.
+
+    Raises:
+        GradlabError: for fewer than 1 worker, where there is work to share.
     """
-    calls = [(trace, plan, start, stop, progress if workers == 1 else None) for plan in plans.values()]
-    if workers == 1:
-        return dict(zip(plans, (_attempt(*call) for call in calls), strict=True))
-    path = str(trace.path.resolve())
+    if workers == 1 or len(plans) < 2:
+        return {name: _attempt(trace, plan, start, stop, workers, progress) for name, plan in plans.items()}
+    calls = [(str(trace.path.resolve()), plan, start, stop) for plan in plans.values()]
     trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
-    shared = [(path, *call[1:4]) for call in calls]
-    results = share_out(_plan_in_worker, shared, workers=workers, what="replay plans", progress=progress)
+    results = share_out(_plan_in_worker, calls, workers=workers, what="replay plans", progress=progress)
     return dict(zip(plans, results, strict=True))
 
 
 def _attempt(
-    trace: Trace, plan: Plan, start: int, stop: int | None, progress: Progress | None = None
+    trace: Trace, plan: Plan, start: int, stop: int | None, workers: int = 1, progress: Progress | None = None
 ) -> Replay | GradlabError:
     try:
-        return replay(trace, plan, start=start, stop=stop, progress=progress)
+        return replay(trace, plan, start=start, stop=stop, workers=workers, progress=progress)
     except GradlabError as error:
         return error
 

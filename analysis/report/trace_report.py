@@ -138,7 +138,6 @@ def write_comparison(
     trace_summary: Mapping[str, Any] | None = None,
     spectrum: TraceSpectrum | None = None,
     overwrite: bool = False,
-    workers: int = 1,
     progress: Progress | None = None,
 ) -> Path:
     """Write a report of training runs beside what replays and fits of the same names predicted.
@@ -153,7 +152,6 @@ def write_comparison(
         trace_summary: of the trace that was replayed, by `summarize_trace`.
         spectrum: of the same trace.
         overwrite: whether to replace a report that is there.
-        workers: processes that draw.
         progress: called after each figure.
 
     Returns:
@@ -190,7 +188,7 @@ def write_comparison(
         facts=[*_run_facts(ran), *(_trace_facts(recorded) if recorded else [])],
         sections=comparison_sections(ran, shown, fitted, measured),
     )
-    return write_page(page, folder, overwrite=overwrite, workers=workers, progress=progress)
+    return write_page(page, folder, overwrite=overwrite, progress=progress)
 
 
 def _trace_facts(recorded: Mapping[str, Any]) -> list[tuple[str, str]]:
