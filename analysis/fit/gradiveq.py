@@ -8,6 +8,7 @@ the loss on iterations that the fit has not seen is reported beside it, as a cur
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from gradlab.errors import GradlabError
 from gradlab.formatting import format_percent
 from gradlab.jsonable import Jsonable
 from gradlab.layout import Layer
-from gradlab.learning.slice_pca import layer_slices, shared_dimensions, spectrum
+from gradlab.learning.slice_pca import layer_slices, possible_axes, shared_dimensions, spectrum
 from gradlab.plan import FEEDBACK, Group, Plan, Schedule
 from gradlab.plan.coverage import known_roles, left_dense, list_roles
 from gradlab.progress import Progress
@@ -38,7 +39,7 @@ PAPER = GradiVeQ.Settings(compressed_steps=0)
 # The form of GradiVeQ that trained best at the same bytes (docs/gradiveq.md): half of the axes random and new in every
 # iteration, the other half fitted on several slices of each layer, and again on what was decoded.
 RECOMMENDED = GradiVeQ.Settings(ratio=20.0, pooled=8, complement=0.5, whitening=False, refresh="decoded")
-# Share of the samples, the latest, that measure the energy on each axis where a budget is shared out.
+# Share of the samples, the latest, that measure what axes hold that were fitted on the others.
 _JUDGES = 0.25
 _BLOCK_VALUES = 2**24  # float32 values of averaged gradients held at a time, while a layer is streamed
 _TOLERATED = 2.0  # held-out loss above this multiple of lambda gets a warning
@@ -83,6 +84,7 @@ class FittedLayer(Jsonable):
     """A layer's bases, and what they lose on the iterations they were fitted on.
 
     Args:
+        slice_axis: that slices lie along, "outputs" or "inputs".
         slice_size: elements of a slice (K).
         dimension: axes per slice (d), fitted and random ones.
         fitted_axes: those of them that were fitted.
@@ -94,6 +96,7 @@ class FittedLayer(Jsonable):
         in_sample_loss: the error over the norm there.
     """
 
+    slice_axis: str
     slice_size: int
     dimension: int
     fitted_axes: int
@@ -192,7 +195,8 @@ def fit_gradiveq(
     """Fit bases of slices for each layer of the given roles, and measure their loss on later steps.
 
     Layers with fewer elements than a slice, or whose codes would be no smaller, stay dense. `measured.skipped` lists
-    them.
+    them. Where K / d is set and `slice_axis` is "auto", slices of a matrix lie along the axis that loses least at that
+    K / d on the last quarter of the samples, with bases fitted on the others.
 
     Args:
         trace: gradients of all ranks, or their averages.
@@ -218,6 +222,7 @@ def fit_gradiveq(
     window = _fit_window(trace, options.start, options.samples, options.warmup_steps)
     if options.warmup_steps == 0:
         schedule = Schedule(int(trace.steps[window.stop - 1]) + 1)
+    chosen = _with_measured_axes(trace, window, chosen, progress)
     if total_ratio is not None:
         chosen = _within_budget(trace, window, chosen, total_ratio)
     learned, layers, skipped = _fit_layers(trace, window, chosen, progress)
@@ -317,6 +322,43 @@ def _other_matrices(layers: Sequence[Layer], roles: Sequence[str]) -> list[Layer
 
 def _group(name: str, settings: GradiVeQ.Settings) -> Group:
     return Group(name, (name,), "gradiveq", dataclasses.asdict(settings), FEEDBACK if settings.complement else ())
+
+
+def _with_measured_axes(
+    trace: Trace, window: range, chosen: Mapping[str, GradiVeQ.Settings], progress: Progress | None
+) -> dict[str, GradiVeQ.Settings]:
+    """The settings, with the axis that slices of each matrix lie along, where these leave the choice."""
+    layers = [layer for layer in trace.layers if layer.name in chosen and _leaves_axis(layer, chosen[layer.name])]
+    measured = dict(chosen)
+    for done, layer in enumerate(layers):
+        losses = {}
+        for axis in possible_axes(layer):
+            settings = dataclasses.replace(chosen[layer.name], slice_axis=axis)
+            losses[axis] = _later_loss(trace, window, layer, settings)
+        if len(losses) > 1 and not any(map(math.isnan, losses.values())):
+            axis = min(losses, key=losses.__getitem__)
+            measured[layer.name] = dataclasses.replace(chosen[layer.name], slice_axis=axis)
+        if progress:
+            progress("slice axes", done + 1, len(layers))
+    return measured
+
+
+def _leaves_axis(layer: Layer, settings: GradiVeQ.Settings) -> bool:
+    return settings.slice_axis == "auto" and settings.ratio is not None and len(possible_axes(layer)) > 1
+
+
+def _later_loss(trace: Trace, window: range, layer: Layer, settings: GradiVeQ.Settings) -> float:
+    """The loss on the window's last quarter of bases fitted before it; NaN where that cannot be said."""
+    first = window.stop - max(1, round(_JUDGES * len(window)))
+    codec = GradiVeQ(settings)
+    if first - window.start < 2 or layer.numel < codec.slice_size(layer):
+        return math.nan
+    try:
+        codec, _ = _fitted_codec(trace, range(window.start, first), layer, settings)
+    except NotFittable:  # too few finite gradients in this part
+        return math.nan
+    rows = _losses_by_slice(trace, range(first, window.stop), layer, codec)
+    return _loss(rows) if rows[:, 1].sum() > 0 else math.nan
 
 
 def _within_budget(
@@ -423,28 +465,43 @@ def _samples(
 
 
 def _fit_layer(trace: Trace, window: range, layer: Layer, settings: GradiVeQ.Settings) -> tuple[GradiVeQ, FittedLayer]:
-    codec = GradiVeQ(settings)
-    slice_size = codec.slice_size(layer)
-    count = layer.numel // slice_size
-    chosen = [m for run in codec.fitted_slices(count) for m in run]
-    samples, mean = _samples(trace, window, layer, codec, chosen, settings.whitening)
-    bases = codec.bases(samples, mean, count)
-    codec = GradiVeQ(settings, {f"{layer.name}/{key}": tensor for key, tensor in bases.items()})
-    codec.bind([layer])
-    by_slice = np.zeros((count, 2))
-    for stacked, _ in _blocks(trace, window, layer, codec):
-        by_slice += losses_by_slice(codec, layer, stacked, slice_size, codec.slice_view(layer))
+    codec, samples = _fitted_codec(trace, window, layer, settings)
+    by_slice = _losses_by_slice(trace, window, layer, codec)
+    chosen = [m for run in codec.fitted_slices(len(by_slice)) for m in run]
+    axis = possible_axes(layer)[0] if settings.slice_axis == "auto" else settings.slice_axis
     return codec, FittedLayer(
-        slice_size=slice_size,
-        dimension=int(bases["width"]),
-        fitted_axes=bases["basis"].shape[2],
-        slices=count,
-        samples=len(samples),
+        slice_axis=axis,
+        slice_size=codec.slice_size(layer),
+        dimension=int(codec.learned[f"{layer.name}/width"]),
+        fitted_axes=codec.learned[f"{layer.name}/basis"].shape[2],
+        slices=len(by_slice),
+        samples=samples,
         fitted_slices_energy=_summed(by_slice[chosen]),
         fitted_slices_loss=_loss(by_slice[chosen]),
         in_sample_energy=_summed(by_slice),
         in_sample_loss=_loss(by_slice),
     )
+
+
+def _fitted_codec(trace: Trace, window: range, layer: Layer, settings: GradiVeQ.Settings) -> tuple[GradiVeQ, int]:
+    """The codec with bases of a layer, and the number of samples that they were fitted on."""
+    codec = GradiVeQ(settings)
+    count = layer.numel // codec.slice_size(layer)
+    chosen = [m for run in codec.fitted_slices(count) for m in run]
+    samples, mean = _samples(trace, window, layer, codec, chosen, settings.whitening)
+    bases = codec.bases(samples, mean, count)
+    fitted = GradiVeQ(settings, {f"{layer.name}/{key}": tensor for key, tensor in bases.items()})
+    fitted.bind([layer])
+    return fitted, len(samples)
+
+
+def _losses_by_slice(trace: Trace, window: range, layer: Layer, codec: GradiVeQ) -> np.ndarray:
+    """(M, 2): squared error and squared norm of each slice, summed over the window's finite averaged gradients."""
+    slice_size = codec.slice_size(layer)
+    rows = np.zeros((layer.numel // slice_size, 2))
+    for stacked, _ in _blocks(trace, window, layer, codec):
+        rows += losses_by_slice(codec, layer, stacked, slice_size, codec.slice_view(layer))
+    return rows
 
 
 def _summed(rows: np.ndarray) -> tuple[float, float]:

@@ -49,6 +49,7 @@ _REPLAY_COLUMNS = (
 )
 _FIT_COLUMNS = (
     "layer",
+    "slices along",
     "slice K",
     "axes d",
     "slices",
@@ -245,7 +246,7 @@ def fit_table(measured: GradiveqMeasurement) -> Table:
         losses = (layer.fitted_slices_loss, layer.in_sample_loss, later, control)
         sizes = (layer.slice_size, layer.dimension, layer.slices)
         ratio = format_ratio(layer.slice_size / layer.dimension)
-        rows.append([name, *map(format_count, sizes), ratio, *map(format_percent, losses)])
+        rows.append([name, layer.slice_axis, *map(format_count, sizes), ratio, *map(format_percent, losses)])
     left_out = "; ".join(f"{name}: {why}" for name, why in measured.skipped.items())
     note = "Loss is ‖ĝ - g‖² / ‖g‖² of the averaged gradient (GradiVeQ, Fig. 5)."
     note += f" Left dense: {left_out}." if left_out else ""

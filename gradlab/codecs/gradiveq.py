@@ -201,8 +201,9 @@ class GradiVeQ(Codec):
         slice_axis: str = setting(
             "auto",
             choices=SLICE_AXES,
-            help='that slices lie along: "outputs" (filters, as the paper\'s), "inputs", or "auto": the longer one of '
-            "a matrix, an embedding's vectors, else outputs",
+            help='that slices lie along: "outputs" (filters, as the paper\'s), "inputs", or "auto": the one that loses '
+            "less where a fit at a set K / d measures it, else the longer one of a matrix, an embedding's vectors, and "
+            "outputs of other layers",
         )
 
         def __post_init__(self) -> None:

@@ -23,6 +23,8 @@ from gradlab.workspace import Workspace
 _PREFERRED_SLICE = 2048
 _LARGEST_SLICE = 4096
 SLICE_AXES = ("auto", "outputs", "inputs")
+# Roles that the paper does not treat.
+_MATRICES = frozenset({"embedding", "linear", "transposed_linear", "experts", "transposed_experts"})
 # The role of a layer of the same shape whose outputs are this layer's inputs.
 _TURNED = {
     "linear": "transposed_linear",
@@ -52,7 +54,7 @@ def slice_view(layer: Layer, axis: str = "auto") -> Layer:
     if len(layer.shape) < 2:
         return layer
     if axis == "auto":
-        axis = _best_axis(layer)
+        axis = possible_axes(layer)[0]
     if axis == "outputs":
         return layer
     if layer.role == "embedding":
@@ -60,14 +62,23 @@ def slice_view(layer: Layer, axis: str = "auto") -> Layer:
     return replace(layer, role=_TURNED.get(layer.role, "transposed_convolution"))
 
 
-def _best_axis(layer: Layer) -> str:
-    if layer.role == "embedding":
-        return "inputs"
-    if layer.role not in ("linear", "transposed_linear", "experts", "transposed_experts"):
-        return "outputs"
-    outputs, inputs = filter_axes(layer)
-    whole = [(length, -place) for place, length in enumerate((outputs, inputs)) if length <= _LARGEST_SLICE]
-    return "inputs" if whole and max(whole)[1] else "outputs"
+def possible_axes(layer: Layer) -> tuple[str, ...]:
+    """List the axes that slices of a layer may lie along, the one that "auto" stands for first.
+
+    Args:
+        layer: any layer.
+
+    Returns:
+        "outputs" alone for a vector, and for a convolution, as the paper has it. Of other weights the axes of more than
+        one element that fit into a slice: an embedding's vectors first, of a matrix the longer axis.
+    """
+    if len(layer.shape) < 2 or layer.role not in _MATRICES:
+        return ("outputs",)
+    lengths = {axis: filter_axes(slice_view(layer, axis))[0] for axis in ("outputs", "inputs")}
+    fitting = [axis for axis, length in lengths.items() if 1 < length <= _LARGEST_SLICE]
+    longest = max(fitting, key=lengths.__getitem__, default="outputs")
+    first = "inputs" if layer.role == "embedding" else longest
+    return (first, *(axis for axis in fitting if axis != first))
 
 
 def layer_slices(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import strategies as st
 
-from gradlab.analysis.fit.gradiveq import fit_gradiveq
+from gradlab.analysis.fit.gradiveq import PAPER, fit_gradiveq
 from gradlab.artifact import Artifact
 from gradlab.codecs.gradiveq import GradiVeQ
 from gradlab.layout import Layer
@@ -148,3 +149,21 @@ def test_gpt2_is_fitted_and_compressed_by_default(tmp_path: Path) -> None:
         fit = fit_gradiveq(trace, samples=16, settings=GradiVeQ.Settings(ratio=8.0, compressed_steps=0))
     assert set(fit.measured.layers) == weights
     assert fit.measured.payload_bytes < fit.measured.dense_payload_bytes / 4
+
+
+@pytest.mark.parametrize("role", ["linear", "transposed_linear"])
+def test_a_fit_slices_along_the_axis_that_loses_least(tmp_path: Path, role: str) -> None:
+    """A packed weight: the longer axis is the outputs', and the space that gradients share is the inputs'."""
+    gradients = [stored(gradient, role) for gradient in low_rank((96, 32), 4, 60, inputs_alone=True)]
+    packed = Layer("w", tuple(gradients[0].shape), role)
+    settings = GradiVeQ.Settings(slice_size=32, ratio=8.0, pooled=100, whitening=False, compressed_steps=0)
+    assert slice_view(packed) == slice_view(packed, "outputs")
+    with record(tmp_path / "t", [[{"w": gradient.float().numpy()}] for gradient in gradients], [packed]) as trace:
+        fits = {
+            axis: fit_gradiveq(trace, samples=40, settings=replace(settings, slice_axis=axis)) for axis in SLICE_AXES
+        }
+        paper = fit_gradiveq(trace, samples=40, settings=replace(PAPER, slice_size=32))
+    losses = {axis: fit.measured.holdout.loss for axis, fit in fits.items()}
+    assert losses["auto"] == losses["inputs"] < 0.01 < losses["outputs"]
+    assert fits["auto"].plan.groups == fits["inputs"].plan.groups
+    assert [fit.measured.layers["w"].slice_axis for fit in (fits["auto"], paper)] == ["inputs", "outputs"]
