@@ -4,12 +4,16 @@ A residual that holds t gradients of one rank at compressed step t has sent noth
 sqrt(t) norms, which is below t / 10 from t = 100 on. So what is above t / 10 is a part that gradients have in common,
 and that waits for a tenth of the run. Residuals delay updates, and with them the learning rate up to which training is
 stable falls (Stich and Karimireddy, "The error-feedback framework", JMLR 2020): beyond it gradients grow.
+
+Two-way compression keeps what it has not sent at two places, one behind the other: at the ranks and at the servers.
+What waits at both is late together, so it is added up. Each may be within bounds where the sum is not.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 from gradlab.executor.rules import Feedback, Finding, LargestGradients, finding
@@ -18,7 +22,7 @@ SHARE = 0.1  # of the compressed steps' gradients, that may wait
 FIRST = 200  # compressed step that is judged by it
 APART = 10  # steps at least between gradients that are compared, so that a few steps' noise does not count
 WINDOW, SPAN = 5, 20  # such gradients: of a median, and at most from the oldest to the newest
-GROWN, WAITING = 2.5, 10.0  # times that gradients grow, and gradient norms that wait meanwhile, momentum's included
+GROWN, WAITING = 2.0, 10.0  # times that gradients grow, and gradient norms that wait meanwhile, momentum's included
 
 
 class LateWatch:
@@ -26,38 +30,45 @@ class LateWatch:
 
     Args:
         group: its name.
-        feedback: how it keeps its residual.
-        whose: the residual, in what is told.
+        feedback: how each place that keeps a residual does so, by what the place is called in what is told; the ranks
+            first.
     """
 
-    def __init__(self, group: str, feedback: Feedback, whose: str = "residual") -> None:
-        self.group, self.feedback, self._whose = group, feedback, whose
-        self._largest = LargestGradients(feedback)
+    def __init__(self, group: str, feedback: Mapping[str, Feedback]) -> None:
+        self.group, self._places = group, tuple(feedback)
+        self._gain = max(kept.gain for kept in feedback.values())
+        self._largest = [LargestGradients(kept) for kept in feedback.values()]
         self._gradients: deque[float] = deque(maxlen=SPAN)
         self._last: int | None = None  # step of the newest of these
 
-    def add(self, step: int, steps: int, residual: float, gradient: float, rate: float | None = None) -> Finding | None:
+    def add(
+        self, step: int, steps: int, norms: Sequence[tuple[float, float]], rate: float | None = None
+    ) -> Finding | None:
         """Judge a measured step.
 
         Args:
             step: the iteration.
             steps: compressed steps so far, this one included.
-            residual: norm.
-            gradient: norm, in the residual's unit.
+            norms: of the residual, and of the gradient in the residual's unit, by place. A gradient of the ranks that
+                is zero or not finite is not judged.
             rate: the learning rate, if it is known. The residuals of a rate of zero are not judged.
 
         Returns:
             What was found, if anything.
         """
-        waiting = self._largest.held_by(residual, gradient, rate)
-        if waiting is None or not 0 < gradient < math.inf:
+        held = [largest.held_by(*of_place, rate) for largest, of_place in zip(self._largest, norms, strict=True)]
+        gradient = norms[0][1]
+        if held[0] is None or not 0 < gradient < math.inf:
             return None
         if self._last is None or step - self._last >= APART:
             self._gradients.append(gradient)
             self._last = step
-        seen = f"the {self._whose} holds {waiting:.3g} times the largest gradient's norm"
+        known = {place: waits for place, waits in zip(self._places, held, strict=True) if waits is not None}
+        waiting = sum(known.values())
+        parts = " and ".join(f"the {place} holds {waits:.3g}" for place, waits in known.items())
+        seen = f"{parts} times the largest gradient's norm"
         where = {"group": self.group, "step": step}
-        most = SHARE * steps * self.feedback.gain
+        most = SHARE * steps * self._gain
         if steps >= FIRST and waiting > most:
             return finding("sent_late", f"{seen} after {steps} steps", waiting, most, **where)
         grown = self._growth()

@@ -60,7 +60,7 @@ RULES: dict[str, Rule] = {
         Rule(
             "sent_late",
             "residual norm over the largest gradient norm above a tenth of the compressed steps, from the 200th on; or "
-            "above 10, while gradients grow 2.5 times in 50 to 150 steps",
+            "above 10, while gradients double in 50 to 150 steps; two-way: of ranks and servers, added up",
             "what is applied comes late, so that training slows down or diverges: choose a higher density or rank, "
             "more bits or smaller buckets, a lower learning rate, or begin compression later (warmup_steps)",
         ),

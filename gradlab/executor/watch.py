@@ -24,6 +24,8 @@ from gradlab.executor.sent import Sent, SentWatch
 from gradlab.layout import Layer
 from gradlab.plan import Group, Plan
 
+SERVER = "server's residual"
+
 
 @dataclass(frozen=True)
 class GroupMeasures:
@@ -139,8 +141,9 @@ class RankWatch:
         self, plan: Plan, codecs: Mapping[str, Codec], plain_sgd: bool, watched: Collection[str] = tuple(rules.RULES)
     ) -> None:
         self.feedback: dict[str, Feedback] = {}
-        self._residuals: dict[str, Sequence[ResidualWatch | LateWatch]] = {}
-        self._servers: dict[str, Sequence[ResidualWatch | LateWatch]] = {}
+        self._residuals: dict[str, ResidualWatch] = {}
+        self._servers: dict[str, ResidualWatch] = {}
+        self._late: dict[str, LateWatch] = {}
         self._sent: dict[str, SentWatch] = {}
         self._layers = {group.name: group.layers for group in plan.groups}
         self._watched = frozenset(watched)
@@ -149,16 +152,19 @@ class RankWatch:
                 self._add(group, codecs[group.name], plan.members(group), plain_sgd)
 
     def _add(self, group: Group, codec: Codec, layers: Sequence[Layer], plain_sgd: bool) -> None:
-        name = group.name
+        name, places = group.name, {}
         feedback = rules.feedback_of(codec, layers, plain_sgd)
         if feedback is None:
             self._sent[name] = SentWatch(name)
         else:
-            self.feedback[name] = feedback
-            self._residuals[name] = _residual_watches(name, feedback, "residual")
+            self.feedback[name] = places["residual"] = feedback
+            self._residuals[name] = ResidualWatch(name, feedback)
         server = rules.server_feedback_of(codec, layers, plain_sgd)
         if server is not None:
-            self._servers[name] = _residual_watches(name, server, "server's residual")
+            places[SERVER] = server
+            self._servers[name] = ResidualWatch(name, server, SERVER)
+        if places:
+            self._late[name] = LateWatch(name, places)
 
     @property
     def means(self) -> dict[str, list[tuple[float, float]]]:
@@ -183,17 +189,18 @@ class RankWatch:
         for name, one in measured.items():
             known = [rates[layer] for layer in self._layers[name] if layer in rates]
             rate = max(known) if known else None
-            for watch in self._residuals.get(name, ()):
-                found.append(watch.add(step, steps, one.residual, one.gradient, rate))
-            for watch in self._servers.get(name, ()):
-                found.append(watch.add(step, steps, one.server_residual, one.server_input, rate))
+            norms = []
+            if name in self._residuals:
+                norms.append((one.residual, one.gradient))
+                found.append(self._residuals[name].add(step, steps, *norms[-1], rate))
+            if name in self._servers:
+                norms.append((one.server_residual, one.server_input))
+                found.append(self._servers[name].add(step, steps, *norms[-1], rate))
+            if name in self._late:
+                found.append(self._late[name].add(step, steps, norms, rate))
             if name in self._sent and one.sent is not None:
                 found += self._sent[name].add(step, one.sent)
         return [one for one in found if one is not None and one.rule in self._watched]
-
-
-def _residual_watches(group: str, feedback: Feedback, whose: str) -> tuple[ResidualWatch | LateWatch, ...]:
-    return ResidualWatch(group, feedback, whose), LateWatch(group, feedback, whose)
 
 
 class LockstepWatch:

@@ -744,11 +744,19 @@ MUTANTS = (
     ),
     Mutant(
         file="gradlab/executor/lateness.py",
-        old="SHARE * steps * self.feedback.gain",
+        old="SHARE * steps * self._gain",
         new="SHARE * steps",
         tests=("tests/runtime/test_rules.py",),
         what="Momentum's gain counts as lateness.",
         select="waits_too_long",
+    ),
+    Mutant(
+        file="gradlab/executor/lateness.py",
+        old="waiting = sum(known.values())",
+        new="waiting = max(known.values())",
+        tests=("tests/runtime/test_rules.py",),
+        what="What waits at ranks and servers is late each for itself.",
+        select="late_together",
     ),
     Mutant(
         file="gradlab/executor/sent.py",

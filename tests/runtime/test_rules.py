@@ -103,25 +103,41 @@ def test_what_waits_too_long_is_told_and_what_settles_or_is_noise_is_not() -> No
     """The shares of the steps' gradients that wait: 1/4 of all, those of independent ones, and 30, settled."""
     told = []
     for residual in (lambda t: t / 4, lambda t: t**0.5, lambda t: min(t, 30.0)):
-        watch = LateWatch("a", Feedback())
-        found = [watch.add(step, step + 1, residual(step + 1), 1.0) for step in range(0, 1000, 10)]
+        watch = LateWatch("a", {"residual": Feedback()})
+        found = [watch.add(step, step + 1, [(residual(step + 1), 1.0)]) for step in range(0, 1000, 10)]
         told.append([one.step for one in found if one is not None])
     assert told[0][0] == 200
     assert len(told[0]) == 80
     assert told[1] == []
     assert told[2] == [200, 210, 220, 230, 240, 250, 260, 270, 280, 290]
-    watch = LateWatch("a", Feedback(gain=10.0))
-    assert all(watch.add(step, step + 1, step / 2, 1.0) is None for step in range(0, 1000, 10))
+    watch = LateWatch("a", {"residual": Feedback(gain=10.0)})
+    assert all(watch.add(step, step + 1, [(step / 2, 1.0)]) is None for step in range(0, 1000, 10))
 
 
 def test_growing_gradients_are_told_where_much_waits() -> None:
     for waits, rule in ((12.0, "sent_late"), (8.0, None)):
-        watch = LateWatch("a", Feedback(gain=10.0))
+        watch = LateWatch("a", {"residual": Feedback(gain=10.0)})
         norms = [1.0] * 7 + [3.0] * 4
-        found = [watch.add(10 * at, 1, 3.0 * waits, norm) for at, norm in enumerate(norms)]
+        found = [watch.add(10 * at, 1, [(3.0 * waits, norm)]) for at, norm in enumerate(norms)]
         assert [None if one is None else one.rule for one in found[-3:]] == [None, rule, rule]
-        watch = LateWatch("a", Feedback())
-        assert all(watch.add(step, 1, 50.0, 1.0 + step) is None for step in range(50))  # too short a time
+        watch = LateWatch("a", {"residual": Feedback()})
+        assert all(watch.add(step, 1, [(50.0, 1.0 + step)]) is None for step in range(50))  # too short a time
+
+
+def test_what_waits_at_ranks_and_servers_is_late_together() -> None:
+    """A sixteenth of the steps' gradients at each place: below the tenth alone, above it together."""
+    places = {"residual": Feedback(), "server's residual": Feedback()}
+    for watched, expected in ((["residual"], None), (["residual", "server's residual"], 200)):
+        watch = LateWatch("a", {place: places[place] for place in watched})
+        norms = [[((step + 1) / 16, 1.0)] * len(watched) for step in range(0, 400, 10)]
+        found = [watch.add(10 * at, 10 * at + 1, of_step) for at, of_step in enumerate(norms)]
+        first = next((one for one in found if one is not None), None)
+        assert (None if first is None else first.step) == expected
+    assert first is not None
+    assert first.value == pytest.approx(2 * 201 / 16)
+    assert "the residual holds 12.6 and the server's residual holds 12.6 times" in first.seen
+    silent = LateWatch("a", places)  # a server without an input has nothing that could be late
+    assert silent.add(300, 301, [(20.0, 1.0), (0.0, 0.0)]) is None
 
 
 def test_rates_count_where_they_matter() -> None:
