@@ -272,7 +272,10 @@ def lgc_warnings(measured: LgcMeasurement) -> list[str]:
 
 
 def replay_verdict(replays: Mapping[str, Any]) -> str:
-    """Say which replayed plan keeps most of a gradient, on iterations after its fit.
+    """Say which replayed plan keeps most of the mean gradient, on iterations after its fit.
+
+    The error of the mean decides, as that is what training applies, and what went with the loss in docs/text.md. A
+    rank's own error says little where only the sum of ranks is meant to be right, as in GradiVeQ.
 
     Args:
         replays: `Replay.to_json()` by name.
@@ -282,15 +285,17 @@ def replay_verdict(replays: Mapping[str, Any]) -> str:
     """
     summaries = {name: replay["summary"] for name, replay in replays.items()}
     unknown = [name for name, summary in summaries.items() if summary["contribution_error"] is None]
-    known = {name: error for name, summary in summaries.items() if (error := summary["contribution_error"])}
+    known = {name: summary["aggregate_error"] for name, summary in summaries.items() if summary["contribution_error"]}
     lines = []
     if known:
         best = min(known, key=lambda name: known[name])
-        error, ratio = format_percent(known[best]), format_ratio(summaries[best]["compression_ratio"])
+        mean, own = format_percent(known[best]), format_percent(summaries[best]["contribution_error"])
+        ratio = f"{format_ratio(summaries[best]['compression_ratio'])} fewer bytes"
         kept = (
-            f"{best} sends {ratio} fewer bytes and changes a rank's gradient by {error} (median error)"
+            f"{best} sends {ratio} and changes the mean gradient by {mean}, a rank's own by {own} (medians)"
             if len(summaries) == 1
-            else f"Of the lossy plans replayed, {best} keeps a rank's gradient best (median error {error} at {ratio})"
+            else f"Of the lossy plans replayed, {best} keeps the mean gradient best: its median error is {mean}, "
+            f"that of a rank's own {own}, at {ratio}"
         )
         lines.append(f"{kept}; a small error helps training, but does not prove it.")
     elif len(unknown) < len(summaries):

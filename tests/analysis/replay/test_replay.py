@@ -430,3 +430,15 @@ def test_parts_of_a_plan_add_up_to_the_whole(tmp_path, monkeypatch, codec):
         assert set(step.costs) == set(expected.costs)
     assert parts.layer_errors == pytest.approx(whole.layer_errors, rel=1e-9)
     assert (parts.remarks, parts.plan_digest) == (whole.remarks, whole.plan_digest)
+
+
+def test_the_plan_with_the_best_mean_is_named_whatever_its_ranks_errors_are() -> None:
+    def summary(own: float | None, mean: float | None) -> dict:
+        return {"summary": {"contribution_error": own, "aggregate_error": mean, "compression_ratio": 4.0}}
+
+    replays = {"sums": summary(0.9, 0.2), "ranks": summary(0.3, 0.4), "lossless": summary(0.0, 1e-9)}
+    said = replay_verdict(replays)
+    assert said.startswith("Of the lossy plans replayed, sums keeps the mean gradient best: its median error is 20.0 %")
+    assert "that of a rank's own 90.0 %, at 4.00x fewer bytes" in said
+    alone = replay_verdict({"sums": replays["sums"]})
+    assert "changes the mean gradient by 20.0 %, a rank's own by 90.0 % (medians)" in alone
