@@ -2,6 +2,7 @@
 
     python benchmarks/text_chars.py --data tinyshakespeare.txt --work DIR [--rows ROWS.jsonl] [--modes shared own]
                                     [--methods dense "top-k 1 %"] [--seeds 0 1] [--steps 2000] [--until 09:20]
+                                    [--recommend]
     python benchmarks/text_chars.py --table [--rows ROWS.jsonl]
 
 The workload `text_chars`: 804,096 parameters, 2,000 iterations of AdamW, published validation loss 1.88 (nats per
@@ -26,6 +27,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,8 @@ from scipy import stats
 
 from gradlab import __version__
 from gradlab.analysis.forecast import Network
+from gradlab.analysis.forecast.link import Link
+from gradlab.analysis.forecast.profile import Profile
 from gradlab.analysis.forecast.speed import LEAST_COSINE, forecast_speed, usual_plans
 from gradlab.analysis.layer_plan.lgreco import fit_lgreco
 from gradlab.analysis.replay import replay
@@ -44,6 +48,7 @@ from gradlab.artifact import Artifact
 from gradlab.datasets import get
 from gradlab.datasets.recipe import Recipe
 from gradlab.errors import GradlabError
+from gradlab.formatting import format_seconds
 from gradlab.layout import Layer, layers_of
 from gradlab.metric import RELATIVE_NOISE
 from gradlab.plan import Plan, Wrap, lgc_plan, method_plan
@@ -54,6 +59,8 @@ ROWS = Path(__file__).parent / "results" / "text-chars.jsonl"
 RANKS, WARMUP, PUBLISHED = 4, 100, 1.88
 MODES = {"shared": 3, "own": 12}  # rows per node and step
 FIRST, RECORDED, RECORDED_SEED = 100, 40, 7
+LINKS = (Link(1e8, 1e-4), Link(1e9, 1e-4))  # that the report is asked about
+AS_REPORTED = {"16-bit floats": "float16"}  # methods by the names of reports, where these differ
 RESAMPLES, LEVEL = 10_000, 95  # of the bootstrap, and its interval in percent
 
 
@@ -164,7 +171,7 @@ class Campaign:
             self._add(trained | self._timed(lambda: self._train(mode, name, seed)))
 
     def recommend(self, mode: str) -> None:
-        """Keep what `gradlab analyze` says of its usual plans on this mode's recording."""
+        """Keep what `gradlab analyze` recommends of its usual plans on this mode's recording."""
         key = {"kind": "report", "mode": mode}
         if not self._has(key):
             self._add(key | self._timed(lambda: self._recommend(mode)))
@@ -208,8 +215,25 @@ class Campaign:
         plans = usual_plans(self.layers)
         with Trace(self._recording(mode)) as trace:
             replays = {name: replay(trace, plan) for name, plan in plans.items()}
-        said = forecast_speed(plans, replays, Network(nodes=(RANKS,)))
-        return {"verdict": said.verdict, "cosines": {name: finite(value) for name, value in said.cosines.items()}}
+        seconds = self._pass_seconds(mode)
+        profile = Profile(seconds, "a pass over a node's rows on one thread")
+        said = forecast_speed(plans, replays, Network(LINKS, (RANKS,), profile))
+        return {
+            "compute_seconds": seconds,
+            "verdict": said.verdict,
+            "best": {place.where: place.best if place.pays else None for place in said.configurations},
+            "cosines": {name: finite(value) for name, value in said.cosines.items()},
+        }
+
+    def _pass_seconds(self, mode: str) -> float:
+        """The median time of a node's pass, of ten."""
+        task = task_of(mode, WORKLOAD.recipe.steps, Plan(tuple(self.layers)))
+        model, times = task.model(0), []
+        for micro in islice(task.micro_batches(self.data, 0), 10):
+            began = time.perf_counter()
+            emulated.node_gradients(task, model, micro[:1])
+            times.append(time.perf_counter() - began)
+        return statistics.median(times)
 
     def _plan(self, mode: str, name: str, warmup: int) -> Plan:
         method = METHODS[name]
@@ -294,7 +318,9 @@ def table(rows: Sequence[Row], steps: int) -> str:
         trained = [row for row in rows if row["kind"] == "training" and row["mode"] == mode and row["steps"] == steps]
         replayed = {row["method"]: row for row in rows if row["kind"] == "replay" and row["mode"] == mode}
         if trained:
-            lines += [f"{mode}: {RANKS} nodes with {batch} rows each", *_lines_of_mode(trained, replayed), ""]
+            lines += [f"{mode}: {RANKS} nodes with {batch} rows each", *_lines_of_mode(trained, replayed)]
+            reports = [row for row in rows if row["kind"] == "report" and row["mode"] == mode and "best" in row]
+            lines += [*(line for row in reports[-1:] for line in _recommended(row, trained)), ""]
     return "\n".join(lines[:-1])
 
 
@@ -367,6 +393,31 @@ def _predictions(
     return lines
 
 
+def _recommended(report: Row, trained: Sequence[Row]) -> list[str]:
+    """What the report on this mode's recording recommends, and what turned out."""
+    ended = {
+        name: [run for run in trained if run["method"] == AS_REPORTED.get(name, name)] for name in report["cosines"]
+    }
+    dense = outcome([run for run in trained if run["method"] == "dense"])
+    lines = [f"the report beforehand, at {format_seconds(report['compute_seconds'])} of computing per step:"]
+    for where, best in report["best"].items():
+        if best is None:
+            lines.append(f"  {where}: do not compress")
+        else:
+            end = f"{outcome(ended[best]) - dense:+.3f} to dense" if ended[best] else "not trained yet"
+            lines.append(f"  {where}: {best}; it ends {end}")
+    known = [name for name, runs in ended.items() if runs and report["cosines"][name] is not None]
+    if len(known) > 3:
+        rho, low, high = spearman(
+            [-report["cosines"][name] for name in known], [outcome(ended[name]) for name in known]
+        )
+        lines.append(
+            f"  Spearman of its order of {len(known)} plans with the validation loss: {rho:+.2f} "
+            f"({LEVEL} % bootstrap interval {low:+.2f} to {high:+.2f})"
+        )
+    return lines
+
+
 def _rule(
     names: Sequence[str], by_method: Mapping[str, Sequence[Row]], replayed: Mapping[str, Row], limit: float
 ) -> str:
@@ -408,6 +459,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--steps", type=int, default=WORKLOAD.recipe.steps)
     parser.add_argument("--until", help="begin no run after this time of the day, HH:MM in UTC")
+    parser.add_argument("--recommend", action="store_true", help="train nothing: replay what a report recommends from")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     if options.table:
@@ -418,7 +470,8 @@ def main() -> None:
     torch.set_num_threads(1)
     options.work.mkdir(parents=True, exist_ok=True)
     campaign = Campaign(options.rows, options.work, options.data, options.steps)
-    for mode, name, seed in runs_in_order(options.modes, options.methods, options.seeds):
+    names = [] if options.recommend else options.methods
+    for mode, name, seed in runs_in_order(options.modes, names, options.seeds):
         if options.until and datetime.now(timezone.utc).strftime("%H:%M") >= options.until:
             return
         campaign.run(mode, name, seed)

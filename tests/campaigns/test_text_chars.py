@@ -56,6 +56,23 @@ def test_methods_that_diverged_or_were_refused_stand_last(campaign: ModuleType) 
     assert not campaign.table(rows, 10)
 
 
+def test_what_the_report_recommended_stands_beside_what_turned_out(campaign: ModuleType) -> None:
+    losses = {"dense": 2.0, "float16": 2.0, "int8": 2.01, "QSGD 4 bits": 2.02, "top-k 1 %": 2.5}
+    cosines = {"16-bit floats": 1.0, "int8": 0.99, "QSGD 4 bits": 0.9, "top-k 1 %": 0.3, "1-bit SGD": 0.2}
+    report = {
+        "kind": "report",
+        "mode": "shared",
+        "compute_seconds": 0.02,
+        "best": {"at 100 Mbit/s between 4 nodes": "QSGD 4 bits", "at 1 Gbit/s between 4 nodes": None},
+        "cosines": cosines,
+    }
+    lines = campaign.table([*(_row(*item) for item in losses.items()), report], 9).splitlines()
+    assert "the report beforehand, at 20.0 ms of computing per step:" in lines
+    assert "  at 100 Mbit/s between 4 nodes: QSGD 4 bits; it ends +0.020 to dense" in lines
+    assert "  at 1 Gbit/s between 4 nodes: do not compress" in lines
+    assert "of its order of 4 plans with the validation loss: +1.00" in lines[-1]
+
+
 @given(
     pairs=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=4, max_size=8).filter(
         lambda pairs: all(len(set(column)) > 1 for column in zip(*pairs, strict=True))
