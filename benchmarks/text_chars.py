@@ -40,8 +40,9 @@ from scipy import stats
 from gradlab import __version__
 from gradlab.analysis.forecast import Network
 from gradlab.analysis.forecast.link import Link
+from gradlab.analysis.forecast.plans import SPEED_NOISE
 from gradlab.analysis.forecast.profile import Profile
-from gradlab.analysis.forecast.speed import LEAST_COSINE, forecast_speed, usual_plans
+from gradlab.analysis.forecast.speed import LEAST_COSINE, Configuration, forecast_speed, usual_plans
 from gradlab.analysis.layer_plan.lgreco import fit_lgreco
 from gradlab.analysis.replay import replay
 from gradlab.artifact import Artifact
@@ -221,7 +222,7 @@ class Campaign:
         return {
             "compute_seconds": seconds,
             "verdict": said.verdict,
-            "best": {place.where: place.best if place.pays else None for place in said.configurations},
+            "named": {place.where: _named(place) for place in said.configurations},
             "cosines": {name: finite(value) for name, value in said.cosines.items()},
         }
 
@@ -276,6 +277,12 @@ class Campaign:
         add(self.file, row, unshown=("losses", "residuals"))
 
 
+def _named(place: Configuration) -> list[str]:
+    """The plans that the first line of a report names for a link: the fastest, and the fastest of the close ones."""
+    saving = {place.best: place.saved, place.closest: place.closest_saves}
+    return [name for name, saved in saving.items() if name is not None and saved > SPEED_NOISE]
+
+
 def task_of(mode: str, steps: int, plan: Plan) -> emulated.Task:
     """The workload on four nodes, without momentum and weight decay that the plan applies itself."""
     recipe: Recipe = replace(
@@ -319,7 +326,7 @@ def table(rows: Sequence[Row], steps: int) -> str:
         replayed = {row["method"]: row for row in rows if row["kind"] == "replay" and row["mode"] == mode}
         if trained:
             lines += [f"{mode}: {RANKS} nodes with {batch} rows each", *_lines_of_mode(trained, replayed)]
-            reports = [row for row in rows if row["kind"] == "report" and row["mode"] == mode and "best" in row]
+            reports = [row for row in rows if row["kind"] == "report" and row["mode"] == mode and "named" in row]
             lines += [*(line for row in reports[-1:] for line in _recommended(row, trained)), ""]
     return "\n".join(lines[:-1])
 
@@ -400,12 +407,10 @@ def _recommended(report: Row, trained: Sequence[Row]) -> list[str]:
     }
     dense = outcome([run for run in trained if run["method"] == "dense"])
     lines = [f"the report beforehand, at {format_seconds(report['compute_seconds'])} of computing per step:"]
-    for where, best in report["best"].items():
-        if best is None:
-            lines.append(f"  {where}: do not compress")
-        else:
-            end = f"{outcome(ended[best]) - dense:+.3f} to dense" if ended[best] else "not trained yet"
-            lines.append(f"  {where}: {best}; it ends {end}")
+    for where, names in report["named"].items():
+        ends = [f"{outcome(ended[name]) - dense:+.3f}" if ended[name] else "not trained yet" for name in names]
+        named = [f"{name} (loss to dense {end})" for name, end in zip(names, ends, strict=True)]
+        lines.append(f"  {where}: {', or '.join(named) or 'do not compress'}")
     known = [name for name, runs in ended.items() if runs and report["cosines"][name] is not None]
     if len(known) > 3:
         rho, low, high = spearman(

@@ -909,8 +909,8 @@ MUTANTS = (
     ),
     Mutant(
         file="analysis/forecast/speed.py",
-        old="(cosines.get(name) or 0.0) >= LEAST_COSINE",
-        new="(cosines.get(name) or 1.0) >= LEAST_COSINE",
+        old="(cosines.get(name) or 0.0) >= cosine",
+        new="(cosines.get(name) or 1.0) >= cosine",
         tests=("tests/analysis/forecast/test_speed.py",),
         what="A plan whose direction is unknown is recommended.",
         select="direction",

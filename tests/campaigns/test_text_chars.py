@@ -63,12 +63,18 @@ def test_what_the_report_recommended_stands_beside_what_turned_out(campaign: Mod
         "kind": "report",
         "mode": "shared",
         "compute_seconds": 0.02,
-        "best": {"at 100 Mbit/s between 4 nodes": "QSGD 4 bits", "at 1 Gbit/s between 4 nodes": None},
+        "named": {
+            "at 100 Mbit/s between 4 nodes": ["top-k 1 %", "QSGD 4 bits"],
+            "at 1 Gbit/s between 4 nodes": [],
+            "at 10 Gbit/s between 4 nodes": ["1-bit SGD"],
+        },
         "cosines": cosines,
     }
     lines = campaign.table([*(_row(*item) for item in losses.items()), report], 9).splitlines()
     assert "the report beforehand, at 20.0 ms of computing per step:" in lines
-    assert "  at 100 Mbit/s between 4 nodes: QSGD 4 bits; it ends +0.020 to dense" in lines
+    both = "top-k 1 % (loss to dense +0.500), or QSGD 4 bits (loss to dense +0.020)"
+    assert f"  at 100 Mbit/s between 4 nodes: {both}" in lines
+    assert "  at 10 Gbit/s between 4 nodes: 1-bit SGD (loss to dense not trained yet)" in lines
     assert "  at 1 Gbit/s between 4 nodes: do not compress" in lines
     assert "of its order of 4 plans with the validation loss: +1.00" in lines[-1]
 

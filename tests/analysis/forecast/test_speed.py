@@ -61,6 +61,22 @@ def test_the_verdict_names_where_a_plan_pays_and_where_not_to_compress() -> None
     assert slow.saved == pytest.approx(1 - slow.best_seconds / slow.dense_seconds)
 
 
+@pytest.mark.parametrize(("fastest", "slower", "named"), [(0.7, 0.96, True), (0.7, 0.94, False), (0.96, 0.97, False)])
+def test_a_plan_that_keeps_close_to_the_mean_is_named_beside_a_faster_one(
+    fastest: float, slower: float, named: bool
+) -> None:
+    plans = {"top-k 1 %": Plan.uniform(LAYERS, "topk", density=0.01), "int8": Plan.uniform(LAYERS, "block_scaled")}
+    cosines = {"top-k 1 %": Replayed(fastest), "int8": Replayed(slower)}
+    forecast = forecast_speed(plans, cosines, Network([SLOW], (2,), COMPUTING))  # type: ignore[arg-type]
+    (slow,) = forecast.configurations
+    assert slow.best == "top-k 1 %"
+    assert slow.closest == ("int8" if named else "top-k 1 %" if fastest > 0.95 else None)
+    assert (", and int8 " in forecast.verdict) == named
+    assert slow.closest is None or slow.closest_saves == pytest.approx(
+        1 - slow.seconds[slow.closest] / slow.dense_seconds
+    )
+
+
 @pytest.mark.parametrize("cosine", [LEAST_COSINE - 0.01, None])
 def test_a_plan_that_loses_the_direction_is_not_proposed(cosine: float | None) -> None:
     forecast = forecast_topk(cosine)
@@ -110,8 +126,8 @@ def test_everything_of_a_small_trace(tmp_path: Path) -> None:
     assert set(data["replays"]) == set(USUAL)
     assert data["verdict"].startswith("At 1 Mbit/s between 2 nodes")
     assert data["payoff"]["places"][0].keys() == {
-        "nodes", "bits_per_second", "dense_seconds", "seconds", "best", "best_seconds", "saved", "pays", "fastest",
-        "fastest_saves",
+        "nodes", "bits_per_second", "dense_seconds", "seconds", "best", "best_seconds", "saved", "pays", "closest",
+        "closest_saves", "fastest", "fastest_saves",
     }  # fmt: skip
     assert [layer["place"] for layer in data["between_nodes"]["layers"]] == [
         ["first"], ["after a residual addition"], ["last"],
