@@ -41,6 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "clt_k": {"density": 0.07},
     "dct_topk": {"chunk": 12, "count": 5},
     "block_scaled": {"block_size": 100},
+    "cast, float32 sum": {"dtype": "bfloat16", "accumulate": "float32"},
     "powersgd, alternating": {"rank": 2, "alternating": True},
     "terngrad, shared scale": {"shared_scale": True},
     "topk, smallest coding": {"density": 0.07, "index_coding": "smallest"},
