@@ -132,9 +132,8 @@ def _attempt(
 def _plan_in_worker(path: str, plan: Plan, start: int, stop: int | None) -> Replay | GradlabError:
     from gradlab.trace import Trace
 
-    read = {name for group in plan.compressed_groups or plan.groups for name in group.layers}
     try:
-        with Trace(path, only=read) as trace:
+        with Trace(path) as trace:  # of all layers: those that travel dense are read too, where they may be unused
             return _attempt(trace, plan, start, stop)
     except GradlabError as error:
         return error

@@ -392,8 +392,9 @@ def test_an_artifact_without_a_fit_says_where_it_comes_from(tmp_path):
 
 def test_two_processes_replay_what_one_does(tmp_path):
     """Several plans; one that cannot be replayed says why, and takes nothing from the others."""
-    layers = [Layer("a.weight", (12, 8), "linear"), Layer("b.weight", (12, 9), "linear")]
-    plans = {codec: Plan.uniform(tuple(layers), codec, minimum_numel=1) for codec in ("topk", "powersgd")}
+    layers = [Layer("a.weight", (12, 8), "linear"), Layer("b.weight", (12, 9), "linear"), BIAS]
+    plans = {codec: Plan.uniform(tuple(layers), codec, minimum_numel=50) for codec in ("topk", "powersgd")}
+    assert plans["topk"].dense_layers == (BIAS,)
     plans["other"] = Plan.uniform((Layer("c.weight", (12, 8), "linear"),), "topk", minimum_numel=1)
     with record(tmp_path / "t", random_gradients(3, 5, 2, layers), layers) as trace:
         one, two = (replay_plans(trace, plans, start=1, workers=workers) for workers in (1, 2))
