@@ -22,6 +22,12 @@ def loss_scales(trace: Trace) -> np.ndarray:
     return np.stack([trace.scalars(rank)["loss_scale"] for rank in range(trace.world_size)])
 
 
+def finite_positions(trace: Trace) -> np.ndarray:
+    """Positions at which every rank's gradient was finite, by the recorder's count, (n,)."""
+    counts = [trace.scalars(rank)["non_finite"] for rank in range(trace.world_size)]
+    return np.flatnonzero(np.sum(counts, axis=0) == 0)
+
+
 def read_unscaled(
     trace: Trace, layer: str, rank: int, start: int, stop: int, columns: slice | None = None
 ) -> np.ndarray:

@@ -106,10 +106,10 @@ class TraceRecorder:
         self.path = Path(path)
         self._settings = RecorderSettings(**settings)
         metadata = {} if metadata is None else metadata
-        if isinstance(metadata, dict):
+        if isinstance(metadata, dict) and (optimizer is None or hasattr(optimizer, "param_groups")):
             metadata = optimizer_metadata(optimizer) | metadata
         chosen, self.size, self._writer = start_recording(
-            model, self.path, self._settings, layers, wrap, metadata, overwrite
+            model, self.path, self._settings, layers, wrap, metadata, overwrite, (optimizer, scaler)
         )
         self._settings = replace(self._settings, every=self.size.settings.every, max_steps=self.size.settings.max_steps)
         # Parameters are kept alive with their ids: an id alone could pass to another object.

@@ -18,7 +18,8 @@ from gradlab.capture.writing.buffers import BufferPool
 from gradlab.capture.writing.folder import require_free, start_together
 from gradlab.capture.writing.rank_writer import RankWriter
 from gradlab.ddp.agreement import Ranks
-from gradlab.ddp.model import attached_hook
+from gradlab.ddp.model import attached_hook, refuse_complex
+from gradlab.ddp.optimizers import check_optimizer_and_scaler
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.trace.schema import Manifest
@@ -35,8 +36,14 @@ def start_recording(
     wrap: Any,
     metadata: dict[str, Any],
     overwrite: bool,
+    training: tuple[Any, Any] = (None, None),
 ) -> tuple[Chosen, Recording, AsyncWriter]:
     """Check everything, start the trace and its writer; a collective over the model's group.
+
+    Args:
+        model, path, layers, wrap, metadata, overwrite: as `TraceRecorder` takes them.
+        settings: of the recording.
+        training: the optimizer and the loss scaler.
 
     Returns:
         The layers that are recorded, with their parameters; what of them, and which steps; and the writer.
@@ -50,9 +57,11 @@ def start_recording(
     size: Recording | None = None
     try:
         settings.check()
+        check_optimizer_and_scaler(*training)
         check_metadata(metadata)
         _check_hooks(model, wrap)
         chosen = choose_layers(model, layers)
+        refuse_complex(chosen)
         size = plan_recording([layer for layer, _ in chosen], ranks.size, settings, metadata)
         require_free(path, overwrite)
     except GradlabError as error:

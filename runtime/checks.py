@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -11,8 +12,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.ddp.agreement import Ranks
-from gradlab.ddp.model import attached_hook, sparse_layers
-from gradlab.ddp.optimizers import describe_optimizer
+from gradlab.ddp.model import attached_hook, refuse_complex, sparse_layers
+from gradlab.ddp.optimizers import bare_optimizer, describe_optimizer
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan import Plan
@@ -39,7 +40,10 @@ def check(plan: object, pairs: Pairs, world_size: int, options: RunOptions) -> N
     options.check()
     plan.check_model([layer for layer, _ in pairs])
     device_of_model(pairs)
+    compressed = {name for group in plan.compressed_groups for name in group.layers}
+    refuse_complex((layer, tensor) for layer, tensor in pairs if layer.name in compressed)
     _check_optimizer(plan, options.optimizer)
+    _warn_of_other_parameters(pairs, options.optimizer)
     plan.payload_bytes(world_size)  # refuses what makes no sense at this world size
 
 
@@ -78,7 +82,10 @@ def check_ddp(model: DistributedDataParallel, process_group: dist.ProcessGroup |
             "with sparse=False, before it is put into DDP"
         )
     if hook := attached_hook(model):
-        raise GradlabError(f"the DDP model has the communication hook {hook} already, and DDP takes one only")
+        raise GradlabError(
+            f"the DDP model has the communication hook {hook} already, and DDP takes one only: attach once, and "
+            "after a run that ended or failed make a new DDP model (with a framework, a new Trainer)"
+        )
 
 
 def _check_optimizer(plan: Plan, optimizer: torch.optim.Optimizer | None) -> None:
@@ -94,6 +101,19 @@ def _check_optimizer(plan: Plan, optimizer: torch.optim.Optimizer | None) -> Non
             raise GradlabError(f"the plan applies {what}: pass optimizer=, so that its own is known to be off")
     if (settings := describe_optimizer(optimizer)) and (conflict := conflict_of(plan, settings)):
         raise GradlabError(str(conflict))
+
+
+def _warn_of_other_parameters(pairs: Pairs, optimizer: torch.optim.Optimizer | None) -> None:
+    """Say so if an optimizer holds none of the parameters. One with copies of its own does that on purpose."""
+    if optimizer is None or not pairs:
+        return
+    held = {id(parameter) for group in bare_optimizer(optimizer).param_groups for parameter in group["params"]}
+    if held.isdisjoint(id(parameter) for _, parameter in pairs):
+        warnings.warn(
+            "the optimizer holds none of the model's parameters: its momentum, weight decay and learning rates are "
+            "taken for those of this run; pass the one that steps the model",
+            stacklevel=2,
+        )
 
 
 def device_of_model(pairs: Pairs) -> torch.device:

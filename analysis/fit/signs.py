@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -59,6 +60,8 @@ def fit_block_sizes(
         GradlabError: for fewer scales than tensors, or a trace that leaves nothing to hold out.
     """
     require_whole(trace, trace.samples, "scales are shared out over the blocks of whole layers (--scales)")
+    if not 0 < scales_per_tensor < math.inf:
+        raise GradlabError(f"scales = {scales_per_tensor:g} per tensor, expected a number of at least 1")
     layers = [layer for layer in trace.layers if layer.numel]
     if not 1 <= samples < len(trace.steps):
         raise GradlabError(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradlab.analysis.gradients import read_unscaled
+from gradlab.analysis.gradients import finite_positions, read_unscaled
 from gradlab.analysis.measure.agreement import index_overlap, rank_cosine, signal_to_noise
 from gradlab.analysis.measure.information import (
     PAPER_BINS,
@@ -287,12 +287,6 @@ def measure_layer(
         signal_to_noise=signal_to_noise(inner),
         place=place,
     )
-
-
-def finite_positions(trace: Trace) -> np.ndarray:
-    """Positions at which every rank's gradient was finite, by the recorder's count, (n,)."""
-    counts = [trace.scalars(rank)["non_finite"] for rank in range(trace.world_size)]
-    return np.flatnonzero(np.sum(counts, axis=0) == 0)
 
 
 def _read(trace: Trace, layer: Layer, positions: np.ndarray, columns: Sequence[slice]) -> np.ndarray:

@@ -24,8 +24,7 @@ import torch
 from scipy.special import digamma
 
 from gradlab import codecs
-from gradlab.analysis.gradients import read_unscaled
-from gradlab.analysis.measure.between_ranks import finite_positions
+from gradlab.analysis.gradients import finite_positions, read_unscaled
 from gradlab.analysis.measure.spectrum import spread
 from gradlab.analysis.parallel import share_out
 from gradlab.analysis.replay.error_tables import measure_errors

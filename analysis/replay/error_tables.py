@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from gradlab.analysis.gradients import read_unscaled
+from gradlab.analysis.gradients import finite_positions, read_unscaled
 from gradlab.analysis.parallel import share_out
 from gradlab.analysis.replay.sampled import require_whole
 from gradlab.errors import GradlabError
@@ -184,11 +184,6 @@ def _measure_layer(
             for rank in range(trace.world_size):
                 gradient = accumulated(trace, layer, rank, *window)
                 norm = float(gradient.double().norm()) ** 2
-                if not np.isfinite(norm):
-                    raise GradlabError(
-                        f"{trace.path}: layer {layer.name} is not finite on rank {rank} between iterations "
-                        f"{trace.steps[window[0]]} and {trace.steps[window[1] - 1]}: choose other windows"
-                    )
                 errors = np.array(squared_errors(layer, gradient, candidates, seed=seed + rank), dtype=np.float64)
                 squared[place] += errors / trace.world_size
                 plain[place] += np.sqrt(errors) / trace.world_size
@@ -199,8 +194,18 @@ def _measure_layer(
 def accumulated(trace: Trace, layer: Layer, rank: int, start: int, stop: int) -> torch.Tensor:
     """The mean over positions [start, stop) of one rank's gradients of a layer, in the layer's shape, float32.
 
-    It is the paper's sum over a window divided by its length, so that windows of different lengths compare.
+    It is the paper's sum over a window divided by its length, so that windows of different lengths compare. Steps whose
+    gradients were not finite on some rank are left out, as a loss scaler skips them.
+
+    Raises:
+        GradlabError: if no step is left.
     """
+    finite = np.isin(np.arange(start, stop), finite_positions(trace))
+    if not finite.any():
+        raise GradlabError(
+            f"{trace.path}: no step between iterations {trace.steps[start]} and {trace.steps[stop - 1]} is finite on "
+            "all ranks: choose other or longer windows (--start, --window)"
+        )
     columns = max(1, _BLOCK_VALUES // CHUNK_STEPS)
     total = np.zeros(layer.numel)
     for first in range(start, stop, CHUNK_STEPS):
@@ -209,5 +214,5 @@ def accumulated(trace: Trace, layer: Layer, rank: int, start: int, stop: int) ->
             # Whole rows where they fit, because reading them verifies them.
             part = None if columns >= layer.numel else slice(left, min(left + columns, layer.numel))
             rows = read_unscaled(trace, layer.name, rank, first, last, part)
-            total[part or slice(None)] += rows.sum(0, dtype=np.float64)
-    return torch.from_numpy((total / (stop - start)).astype(np.float32)).reshape(layer.shape)
+            total[part or slice(None)] += rows[finite[first - start : last - start]].sum(0, dtype=np.float64)
+    return torch.from_numpy((total / finite.sum()).astype(np.float32)).reshape(layer.shape)

@@ -285,7 +285,9 @@ def replay_verdict(replays: Mapping[str, Any]) -> str:
     """
     summaries = {name: replay["summary"] for name, replay in replays.items()}
     unknown = [name for name, summary in summaries.items() if summary["contribution_error"] is None]
-    known = {name: summary["aggregate_error"] for name, summary in summaries.items() if summary["contribution_error"]}
+    lossy = {name: summary["aggregate_error"] for name, summary in summaries.items() if summary["contribution_error"]}
+    known = {name: error for name, error in lossy.items() if error is not None}
+    unknown += [name for name, error in lossy.items() if error is None]  # the mean was zero in every iteration
     lines = []
     if known:
         best = min(known, key=lambda name: known[name])
@@ -302,7 +304,8 @@ def replay_verdict(replays: Mapping[str, Any]) -> str:
         lines.append("The plans replayed change no gradient.")
     if unknown:
         lines.append(
-            f"Nothing is known about {', '.join(unknown)}: no finite iteration was replayed but those of its fit."
+            f"Nothing is known about {', '.join(unknown)}: no finite iteration with a gradient was replayed, "
+            "but those of its fit."
         )
     return " ".join(lines)
 

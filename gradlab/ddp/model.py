@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -41,6 +43,22 @@ def sparse_layers(model: DistributedDataParallel) -> list[str]:
     kinds = (nn.Embedding, nn.EmbeddingBag)
     weights = {id(m.weight) for m in model.module.modules() if isinstance(m, kinds) and m.sparse}
     return [layer.name for layer, parameter in synchronised_layers(model) if id(parameter) in weights]
+
+
+def refuse_complex(pairs: Iterable[tuple[Layer, torch.Tensor]]) -> None:
+    """Refuse layers of complex numbers: codecs, and traces, take real ones alone.
+
+    Args:
+        pairs: layers with their parameters.
+
+    Raises:
+        GradlabError: naming the layers.
+    """
+    if names := [layer.name for layer, parameter in pairs if parameter.is_complex()]:
+        raise GradlabError(
+            f"{', '.join(names[:3])}: complex parameters, and gradients of real ones alone can be recorded or "
+            "compressed; leave these layers dense (roles=, minimum_numel=) or unrecorded (layers=)"
+        )
 
 
 def bucket_gradients(bucket: dist.GradBucket) -> list[tuple[torch.Tensor, torch.Tensor]]:

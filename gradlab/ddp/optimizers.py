@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
 
 # What a parameter group holds beside the settings of the method: the rate changes, the others change no result.
@@ -67,6 +68,18 @@ class OptimizerSettings(Jsonable):
     def __str__(self) -> str:
         settings = [text for text in (self.momentum, self.weight_decay) if text]
         return f"{self.name} ({', '.join(settings)})" if settings else self.name
+
+
+def check_optimizer_and_scaler(optimizer: object, scaler: object) -> None:
+    """Refuse what is no optimizer, and what is no loss scaler. None is neither, and accepted.
+
+    Raises:
+        GradlabError: naming the argument, what came and what was expected.
+    """
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise GradlabError(f"optimizer is {type(optimizer).__name__}, expected a torch optimizer")
+    if scaler is not None and not (hasattr(scaler, "get_scale") and hasattr(scaler, "is_enabled")):
+        raise GradlabError(f"scaler is {type(scaler).__name__}, expected a GradScaler")
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer | None) -> OptimizerSettings | None:

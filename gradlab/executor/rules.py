@@ -172,6 +172,8 @@ def levels(chosen: Mapping[str, str] | str | None) -> dict[str, str]:
     Raises:
         GradlabError: for another rule or another word.
     """
+    if not isinstance(chosen, (str, Mapping, type(None))):
+        raise GradlabError(f"rules = {chosen!r}, expected one of {', '.join(LEVELS)}, or a dict of rules and these")
     named = dict.fromkeys(RULES, chosen) if isinstance(chosen, str) else dict(chosen or {})
     for rule, level in named.items():
         if rule not in RULES:

@@ -254,7 +254,8 @@ def shared_dimensions(energies: Sequence[torch.Tensor], prices: Sequence[float],
     if budget < sum(prices):
         raise GradlabError(f"a budget of {budget:.0f} bytes, but one axis for every layer takes {sum(prices):.0f}")
     # `allocate` minimises sizes under a budget of errors: here sizes are missed energies, and errors are bytes.
-    missed = [[*energy.double().flip(0).cumsum(0).flip(0)[1:].tolist(), 0.0] for energy in energies]
+    # Energies of nothing are rounded to either side of zero.
+    missed = [[*energy.double().clamp_min(0).flip(0).cumsum(0).flip(0)[1:].tolist(), 0.0] for energy in energies]
     spent = [[price * d for d in range(1, len(energy) + 1)] for energy, price in zip(energies, prices, strict=True)]
     return [int(index) + 1 for index in allocate(spent, missed, budget).choice]
 

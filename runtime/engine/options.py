@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gradlab.ddp.optimizers import is_plain_sgd
+from gradlab.ddp.optimizers import check_optimizer_and_scaler, is_plain_sgd
 from gradlab.errors import GradlabError
 from gradlab.executor.rules import levels
 from gradlab.segments import SEGMENT_BYTES
@@ -46,10 +46,10 @@ class RunOptions:
         Raises:
             GradlabError: naming the option, what came and what was expected.
         """
-        if self.optimizer is not None and not hasattr(self.optimizer, "param_groups"):
-            raise GradlabError(f"optimizer is {type(self.optimizer).__name__}, expected a torch optimizer")
-        if self.scaler is not None and not (hasattr(self.scaler, "get_scale") and hasattr(self.scaler, "is_enabled")):
-            raise GradlabError(f"scaler is {type(self.scaler).__name__}, expected a GradScaler")
+        check_optimizer_and_scaler(self.optimizer, self.scaler)
+        for name in ("deterministic", "check_requests", "hold_unused"):
+            if not isinstance(getattr(self, name), bool):
+                raise GradlabError(f"{name} = {getattr(self, name)!r}, expected True or False")
         if not isinstance(self.trace_steps, Collection):
             raise GradlabError(f"trace_steps = {self.trace_steps!r}, expected a list of iterations")
         for name, least in (("segment_bytes", 1), ("measure_every", 0), ("non_finite_limit", 1), ("history", 1)):

@@ -149,6 +149,9 @@ REFUSALS = {
     "no_such_layer": "rank 1: layers: 'lost.*' matches no trainable layer",
     "disagree": "ranks disagree about every: rank 1 has 2, rank 0 has 1",
     "every": "every is 0, expected a whole number of at least 1",
+    "optimizer": "optimizer is str, expected a torch optimizer",
+    "scaler": "scaler is int, expected a GradScaler",
+    "complex": "weight, bias: complex parameters",
     "metadata": "metadata cannot be written as JSON",
 }
 
@@ -165,6 +168,7 @@ def test_refusals_are_one_line_and_the_same_on_all_ranks(results: list[dict[str,
 def test_a_refusal_writes_and_overwrites_nothing(results: list[dict[str, Any]]) -> None:
     for rank in results:
         assert rank["refusals"]["kept"] == "keepkeep"
+        assert rank["refusals"]["first_exists"] == "True"
         assert rank["refusals"]["second_exists"] == "False"
 
 

@@ -342,6 +342,11 @@ def refusals(folder: Path) -> dict[str, Any]:
         ),
         "disagree": lambda: TraceRecorder(parallel_model(), folder / "second", every=1 + rank),
         "every": lambda: TraceRecorder(parallel_model(), folder / "second", every=0),
+        "optimizer": lambda: TraceRecorder(parallel_model(), folder / "second", optimizer="sgd"),  # type: ignore[arg-type]
+        "scaler": lambda: TraceRecorder(parallel_model(), folder / "first", scaler=5, overwrite=True),
+        "complex": lambda: TraceRecorder(
+            DistributedDataParallel(torch.nn.Linear(2, 2, dtype=torch.complex64)), folder / "second"
+        ),
         "metadata": lambda: TraceRecorder(parallel_model(), folder / "second", metadata={"x": object()}),
     }
     messages = {}
@@ -353,6 +358,7 @@ def refusals(folder: Path) -> dict[str, Any]:
             messages[name] = str(error)
         dist.barrier()
     messages["kept"] = (folder / "other" / "precious").read_text() + (folder / "file").read_text()
+    messages["first_exists"] = str((folder / "first" / "manifest.json").exists())
     messages["second_exists"] = str((folder / "second").exists())
     return messages
 

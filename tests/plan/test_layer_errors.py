@@ -225,6 +225,18 @@ def test_what_cannot_be_measured_is_named(trace: Trace, tmp_path: Path) -> None:
     steps[2][1][LINEAR.name][0, 0] = np.nan
     with (
         record(tmp_path / "t", steps) as broken,
-        pytest.raises(GradlabError, match=r"head\.weight is not finite on rank 1 between iterations 2 and 3"),
+        pytest.raises(GradlabError, match=r"no step between iterations 2 and 2 is finite on all ranks.*--window"),
     ):
-        measure_errors(broken, CANDIDATES, [(0, 2), (2, 4)])
+        measure_errors(broken, CANDIDATES, [(0, 2), (2, 3)])
+
+
+def test_steps_that_a_loss_scaler_skips_are_left_out_of_windows(tmp_path: Path) -> None:
+    steps = random_gradients(2, 4, 2)
+    with record(tmp_path / "sound", [steps[0], steps[1], steps[3]]) as sound:
+        expected = measure_errors(sound, CANDIDATES, [(0, 3)])
+    steps[2][1][LINEAR.name][0, 0] = np.inf
+    with record(tmp_path / "skipped", steps) as skipped:
+        table = measure_errors(skipped, CANDIDATES, [(0, 4)])
+    for one, other in zip(table.layers, expected.layers, strict=True):
+        np.testing.assert_array_equal(one.squared, other.squared)
+        assert one.squared_norm == other.squared_norm

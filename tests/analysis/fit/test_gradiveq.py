@@ -146,6 +146,7 @@ def test_a_shared_budget_is_spent_as_well_as_can_be(
 
 def test_a_budget_buys_a_later_axis_through_an_earlier_one() -> None:
     """On samples that were not fitted on, energies need not fall: the third axis is worth the second."""
+    assert shared_dimensions([torch.tensor([5.0, -2e-17]), torch.tensor([5.0, 4.0])], [1.0, 1.0], 3.0) == [1, 2]
     assert shared_dimensions([torch.tensor([5.0, 0.0, 9.0]), torch.tensor([5.0, 4.0])], [1.0, 1.0], 4.0) == [3, 1]
     assert shared_dimensions([torch.tensor([5.0, 0.0, 9.0]), torch.tensor([5.0, 4.0])], [1.0, 1.0], 3.0) == [1, 2]
     with pytest.raises(GradlabError, match="a budget of 1 bytes, but one axis for every layer takes 2"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -97,7 +98,14 @@ def test_scales_go_to_the_rows_that_differ_and_hold_later(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("scales", "samples", "message"), [(0.5, 3, "2 scales for 3"), (2, 0, "samples = 0"), (2, 9, "= 9")]
+    ("scales", "samples", "message"),
+    [
+        (0.5, 3, "2 scales for 3"),
+        (2, 0, "samples = 0"),
+        (2, 9, "= 9"),
+        (math.nan, 3, "scales = nan"),
+        (math.inf, 3, "scales = inf"),
+    ],
 )
 def test_what_cannot_be_fitted_is_refused(tmp_path: Path, scales: float, samples: int, message: str) -> None:
     with record(tmp_path / "trace", planted(8), LAYERS) as trace, pytest.raises(GradlabError, match=message):

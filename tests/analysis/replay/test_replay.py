@@ -441,5 +441,8 @@ def test_the_plan_with_the_best_mean_is_named_whatever_its_ranks_errors_are() ->
     said = replay_verdict(replays)
     assert said.startswith("Of the lossy plans replayed, sums keeps the mean gradient best: its median error is 20.0 %")
     assert "that of a rank's own 90.0 %, at 4.00x fewer bytes" in said
+    said = replay_verdict({"zeros": summary(0.5, None), "sums": replays["sums"]})
+    assert "sums keeps the mean gradient best" in said
+    assert "Nothing is known about zeros: no finite iteration with a gradient" in said
     alone = replay_verdict({"sums": replays["sums"]})
     assert "changes the mean gradient by 20.0 %, a rank's own by 90.0 % (medians)" in alone
