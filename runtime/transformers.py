@@ -107,6 +107,12 @@ class CompressionCallback(TrainerCallback):
         self._files = RankFiles(self.state, model, self._residuals)
         if state.global_step > 0:
             self._restore(self._files, args, state)
+        elif isinstance(self._resume, (str, os.PathLike)) and self._files.rank == 0:
+            warnings.warn(
+                f"gradlab: CompressionCallback(resume_from_checkpoint={os.fspath(self._resume)!r}), but the Trainer "
+                "begins anew, and so do the compression states; give trainer.train(resume_from_checkpoint=...) it too",
+                stacklevel=2,
+            )
         saved = not args.save_only_model and not state.is_hyper_param_search
         _entries(state)[_ENTRY] = {"run": self._files.agree(secrets.token_hex(8)), "saved": saved}
 

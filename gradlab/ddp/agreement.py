@@ -66,8 +66,18 @@ class Ranks:
         for rank, other in enumerate(everyone):
             for name, value in everyone[0].items():
                 if other[name] != value:
-                    came = f"rank {rank} has {_short(other[name])}, rank 0 has {_short(value)}"
+                    theirs, ours = _where_they_differ(other[name], value)
+                    came = f"rank {rank} has {_short(theirs)}, rank 0 has {_short(ours)}"
                     raise GradlabError(f"ranks disagree about {name}: {came}; give all ranks the same")
+
+
+def _where_they_differ(one: Any, other: Any) -> tuple[Any, Any]:
+    """Leave of two dicts the entries that differ; other values as they are."""
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        return one, other
+    names = {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
+    left, right = ({name: part[name] for name in part if name in names} for part in (one, other))
+    return left, right
 
 
 def _short(value: Any) -> str:

@@ -198,6 +198,16 @@ def named_elsewhere(folder: Path) -> int:
     return compression.state.iteration
 
 
+def folder_without_resuming(folder: Path) -> bool:
+    """The callback is told of a folder that the Trainer is not: rank 0 says so."""
+    callback = {"resume_from_checkpoint": str(folder / "run" / "checkpoint-2")}
+    trainer, _ = compressed(folder / "anew", bert(), callback=callback)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    return any("the Trainer begins anew" in str(one.message) for one in caught) == (dist.get_rank() == 0)
+
+
 def another_world_size(folder: Path) -> dict[str, Any]:
     """Files as if one rank had saved them: refused, and loaded where a policy for the residuals is given."""
     place = copied(folder, "one", Path.unlink)
@@ -305,6 +315,7 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
         "trained_twice": trained_twice(folder),
         **checkpoints(folder),
         "named_elsewhere": named_elsewhere(folder),
+        "folder_without_resuming": folder_without_resuming(folder),
         **another_world_size(folder),
         **dense_checkpoint(folder),
         "best_and_last_kept": best_and_last_kept(folder),

@@ -347,6 +347,7 @@ def test_the_trainer_says_the_same_on_all_ranks(
     [
         ("moved_with_its_folder", 4),
         ("named_elsewhere", 4),
+        ("folder_without_resuming", True),
         ("another_world_size_split", 4),
         ("missing_started_anew", 2),
         ("dense", [2, True]),
