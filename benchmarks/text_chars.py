@@ -102,6 +102,7 @@ def _published(name: str, momentum: bool = True, **settings: Any) -> Compared:
 
 
 BOTH_WAYS = (Wrap("error_feedback"), Wrap("two_way"))
+CONTROL = "dense, momentum in the plan"
 # In the order of their importance, as a campaign may be ended early.
 METHODS: dict[str, Compared] = {
     "dense": Compared(),
@@ -143,6 +144,8 @@ METHODS: dict[str, Compared] = {
     "QSGD 2 bits": Compared("qsgd", {"bits": 2}),
     "GradiVeQ": Compared("gradiveq", {"roles": ("linear",)}),
     "LGC 1 %": _published("LGC", density=0.01),
+    # The control of methods that bring their own momentum: the same, and nothing compressed.
+    CONTROL: Compared("identity", {}, (Wrap("local_momentum", {"momentum": 0.9, "nesterov": True}),), momentum=False),
 }
 
 
@@ -315,6 +318,7 @@ def runs_in_order(modes: Sequence[str], names: Sequence[str], seeds: Sequence[in
 # --- tables -----------------------------------------------------------------------------------------------------
 
 COLUMNS = ("method", "predicted kB", "replayed kB", "sent kB", "ratio", "cosine", "error mean", "loss", "to dense")
+# Methods with momentum of their own are held against the control that has it too: it is another optimizer.
 WIDTHS = (12, 11, 7, 6, 6, 10, 16, 8)
 
 
@@ -334,17 +338,27 @@ def table(rows: Sequence[Row], steps: int) -> str:
 def _lines_of_mode(trained: Sequence[Row], replayed: Mapping[str, Row]) -> list[str]:
     by_method = {name: [row for row in trained if row["method"] == name] for name in METHODS}
     by_method = {name: runs for name, runs in by_method.items() if runs}
-    dense = {row["seed"]: row.get("validation") for row in by_method.get("dense", [])}
+    dense = _by_seed(by_method, "dense")
+    control = _by_seed(by_method, CONTROL)
     lines = [_line(COLUMNS)]
     for name, runs in sorted(by_method.items(), key=lambda item: outcome(item[1])):
         row = replayed.get(name)
-        figures = [_figure(row, "cosine"), _figure(row, "aggregate_error"), *_outcome(runs, dense)]
+        figures = [
+            _figure(row, "cosine"),
+            _figure(row, "aggregate_error"),
+            *_outcome(runs, dense if METHODS[name].momentum else control),
+        ]
         lines.append(_line([name, *_bytes(runs, row), *figures]))
-    return [*lines, *_predictions(by_method, replayed, dense)]
+    comparable = {name: runs for name, runs in by_method.items() if METHODS[name].momentum}
+    return [*lines, *_predictions(comparable, replayed, dense)]
+
+
+def _by_seed(by_method: Mapping[str, Sequence[Row]], name: str) -> dict[int, float | None]:
+    return {row["seed"]: row.get("validation") for row in by_method.get(name, [])}
 
 
 def _line(cells: Sequence[str]) -> str:
-    return f"{cells[0]:23s}" + "".join(f"  {cell:>{width}s}" for cell, width in zip(cells[1:], WIDTHS, strict=True))
+    return f"{cells[0]:27s}" + "".join(f"  {cell:>{width}s}" for cell, width in zip(cells[1:], WIDTHS, strict=True))
 
 
 def outcome(runs: Sequence[Row]) -> float:
@@ -365,7 +379,7 @@ def _figure(row: Row | None, key: str) -> str:
 
 
 def _outcome(runs: Sequence[Row], dense: Mapping[int, float | None]) -> list[str]:
-    """The validation loss of each seed, and the mean difference to dense training of the same seed."""
+    """The validation loss of each seed, and the mean difference to dense training of the same seed, or its control."""
     pairs = [
         run["validation"] - dense[run["seed"]]
         for run in runs
