@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gradlab.analysis.replay.result import Replay
 
 # Of an update with the true mean. On nanoGPT (docs/text.md) plans with CLOSE_COSINE or more trained like dense; those
-# between the two ended 3 to 4 % above it after 2,000 iterations.
+# between the two ended 3 to 6 % above it after 2,000 iterations.
 LEAST_COSINE, CLOSE_COSINE = 0.5, 0.95
 # By name, codec and settings: one of each kind, none of which needs a fit.
 USUAL: Mapping[str, tuple[str, Mapping[str, Any]]] = {
