@@ -318,7 +318,6 @@ def runs_in_order(modes: Sequence[str], names: Sequence[str], seeds: Sequence[in
 # --- tables -----------------------------------------------------------------------------------------------------
 
 COLUMNS = ("method", "predicted kB", "replayed kB", "sent kB", "ratio", "cosine", "error mean", "loss", "to dense")
-# Methods with momentum of their own are held against the control that has it too: it is another optimizer.
 WIDTHS = (12, 11, 7, 6, 6, 10, 16, 8)
 
 
@@ -339,7 +338,7 @@ def _lines_of_mode(trained: Sequence[Row], replayed: Mapping[str, Row]) -> list[
     by_method = {name: [row for row in trained if row["method"] == name] for name in METHODS}
     by_method = {name: runs for name, runs in by_method.items() if runs}
     dense = _by_seed(by_method, "dense")
-    control = _by_seed(by_method, CONTROL)
+    control = _by_seed(by_method, CONTROL)  # of methods with momentum of their own, which is another optimizer
     lines = [_line(COLUMNS)]
     for name, runs in sorted(by_method.items(), key=lambda item: outcome(item[1])):
         row = replayed.get(name)

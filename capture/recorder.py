@@ -44,7 +44,7 @@ def capture_hook(state: "TraceRecorder", bucket: dist.GradBucket) -> torch.futur
 
 
 class TraceRecorder:
-    """Records a DDP model's local gradients. Attaches itself; a collective: every rank makes one.
+    """Records a DDP model's local gradients. It attaches itself. Making one is a collective: every rank makes one.
 
         with TraceRecorder(ddp_model, "trace", optimizer=optimizer) as recorder:
             for inputs, targets in batches:
@@ -58,7 +58,7 @@ class TraceRecorder:
     is True, gradients are zeroed and not dropped (zero_grad(set_to_none=False)), and the number of ranks is not a
     power of two, averages differ in their last bits. What is recorded are the local gradients then as well.
 
-    A step is one synchronised backward pass; what `no_sync` accumulated is in it. Gradients are recorded as the hook
+    A step is one synchronised backward pass, with what `no_sync` accumulated. Gradients are recorded as the hook
     sees them: with the loss scale, and infinite or NaN where they are. Memory on the host: at most (queue_steps + 2)
     times the recorded layers, and a block of up to 16 steps or 64 MiB. A trace takes ranks x steps x recorded elements
     x 4 bytes, half of it in 16 bits. Failing to write never stops training. After `close` the model goes on averaging
@@ -69,16 +69,16 @@ class TraceRecorder:
         path: folder of the trace, new or empty.
         optimizer, scaler: where each step's learning rate (of the first group) and GradScaler scale are read. The
             optimizer's class and settings go into the manifest: a fit makes plans that train under it.
-        layers: None for all; names or fnmatch patterns; or a function of a Layer.
+        layers: None for all, names or fnmatch patterns, or a function of a Layer.
         wrap: (state, hook): let this communication hook do the averaging.
         metadata: a JSON object to keep in the trace's manifest.
-        overwrite: replace a gradlab trace that is in `path`; never anything else.
-        every, start, max_steps: record iterations start, start + every, ..., at most max_steps of them; by default all.
+        overwrite: replace a gradlab trace that is in `path`. Nothing else is ever replaced.
+        every, start, max_steps: record iterations start, start + every, ..., at most max_steps of them. All by default.
         dtype: stored type: float32 (the default), bfloat16, or float16 (in which small gradients vanish).
-        queue_steps: steps that may wait for the disk; 8 by default.
+        queue_steps: steps that may wait for the disk. 8 by default.
         on_full: what to do with the next one then: "wait" (the default), or "drop" it.
-        flush_seconds: longest time until a step is safe from a kill; 5 by default.
-        segment_bytes: size of a file of the trace; 1 GiB by default.
+        flush_seconds: longest time until a step is safe from a kill. 5 by default.
+        segment_bytes: size of a file of the trace. 1 GiB by default.
         budget: bytes of the whole trace at most, all ranks, as "20GB": fewer steps are recorded, and of large layers
             the same sampled blocks in each of them (see `gradlab.capture.budget`). None: no limit.
         expected_steps: iterations that the run will have, so that a budget's steps are spread over all of it. Without

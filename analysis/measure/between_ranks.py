@@ -55,9 +55,14 @@ _LAGS = (0, 1, 2, 5, 10, 20, 50)
 class BetweenRanks:
     """How much of a trace is measured.
 
-    iterations, pairs, values: most iterations, pairs of ranks, and values of a layer; shift: positions between the
-    gradients of the shifted null, None for a quarter of the trace, at most 50; bins: of a second histogram beside LGC's
-    2^32; level: of the intervals; seed: of the drawn pairs and resamples.
+    Attributes:
+        iterations: most iterations.
+        pairs: most pairs of ranks.
+        values: most values of a layer.
+        shift: positions between the gradients of the shifted null. None: a quarter of the trace, at most 50.
+        bins: of a second histogram beside LGC's 2^32.
+        level: of the intervals.
+        seed: of the drawn pairs and resamples.
     """
 
     iterations: int = 24
@@ -131,8 +136,20 @@ class MeanInterval(Jsonable):
 class LayerBetweenRanks(Jsonable):
     """One layer's measurements at T iterations.
 
-    values: number sampled of numel; iterations: (T,); pairs: of ranks; histograms: by number of bins; estimators: by
-    method; cosine: mean over pairs, (T,); place: marks of `layer_places`.
+    Attributes:
+        name, role: the layer's.
+        numel: its elements.
+        values: number of them that were sampled.
+        iterations: (T,).
+        pairs: of ranks.
+        histograms: by number of bins.
+        estimators: by method.
+        lags: copula information over the distance in recorded iterations.
+        top_indices: overlap of the ranks' largest values.
+        cosine: mean over pairs, (T,).
+        mean_cosine: over the iterations, with its interval.
+        signal_to_noise: of the mean over ranks. None: not known.
+        place: marks of `layer_places`.
     """
 
     name: str

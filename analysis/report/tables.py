@@ -235,7 +235,7 @@ def fit_table(measured: GradiveqMeasurement) -> Table:
     """List a GradiVeQ fit's sizes and losses.
 
     Args:
-        provenance: the fit's.
+        measured: the fit's measurement.
 
     Returns:
         A row per layer.
