@@ -13,11 +13,13 @@ from gradlab.codec.measures import is_finite
 from gradlab.codec.wrapper import POLICIES
 from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun
+from gradlab.executor.ownership import share_out
 from gradlab.layout import Layer
 from gradlab.plan.replanning import ROOT
 from gradlab.runtime.engine.device import HostDevice
 
 _FORMAT = 2
+_ALONE = {"local_ranks": 1}  # what a checkpoint of a run without nodes leaves out
 _WHOLE = ("residual", "velocity", "momentum")  # kept in the layer's own shape
 
 
@@ -54,13 +56,29 @@ def restore(run: PlanRun, saved: Mapping[str, Any], identity: Mapping[str, Any],
     Raises:
         GradlabError: naming what differs. The run is then as it was.
     """
-    for key, expected in {"format": _FORMAT, **identity}.items():
-        if not isinstance(saved, Mapping) or type(saved.get(key)) is not type(expected) or saved[key] != expected:
-            came = repr(saved.get(key))[:80] if isinstance(saved, Mapping) else type(saved).__name__
-            hint = "; load_state_dicts takes the checkpoints of all old ranks" if key == "world_size" else ""
-            raise GradlabError(f"checkpoint: {key} is {came}, this run has {expected!r}{hint}")
+    if not isinstance(saved, Mapping):
+        raise GradlabError(f"checkpoint: a {type(saved).__name__}, expected what state_dict gives")
+    for key, expected in {"format": _FORMAT, **_ALONE, **identity}.items():
+        came = {**_ALONE, **saved}.get(key)
+        if type(came) is not type(expected) or came != expected:
+            other = key in ("world_size", "local_ranks")
+            hint = "; load_state_dicts takes the checkpoints of all old ranks" if other else ""
+            raise GradlabError(f"checkpoint: {key} is {repr(came)[:80]}, this run has {expected!r}{hint}")
     states = _states(run, saved)
-    _continue(run, saved, _moved(states, device), saved.get("refresh"))
+    if strangers := sorted(states.keys() - run.codecs.keys()):
+        raise GradlabError(f"checkpoint: a state of group {strangers[0]!r}, which another local rank owns")
+    _continue(run, saved, _moved(states, device), saved["learning_rates"], saved.get("refresh"))
+
+
+def same_ranks(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> bool:
+    """Say whether a checkpoint is of as many ranks as a run, and as many to a node.
+
+    Args:
+        saved: what `save` gave on any rank.
+        identity: of the run.
+    """
+    counts = [{**_ALONE, **one} for one in (saved, identity)]
+    return all(counts[0].get(key) == counts[1][key] for key in ("world_size", *_ALONE))
 
 
 def redistribute(
@@ -96,15 +114,45 @@ def redistribute(
             )
     if len({one.get("iteration") for one in saved}) > 1:
         raise GradlabError(f"checkpoints of iterations {[one.get('iteration') for one in saved]}, expected one step's")
-    by_rank = [_states(run, one) for one in saved]
-    if others := [rank for rank, one in enumerate(saved) if set(one["states"]) != set(saved[0]["states"])]:
-        raise GradlabError(f"checkpoint of rank {others[0]}: other states than in that of rank 0")
-    rank, world_size = identity["rank"], identity["world_size"]
-    states = {
-        group: run.codecs[group].redistribute([one[group] for one in by_rank], rank, world_size, residuals)
-        for group in by_rank[0]
+    by_node, layers = _by_node(run, saved), {group.name: group.layers for group in run.plan.groups}
+    rates = dict(saved[ROOT]["learning_rates"])
+    states = {}
+    for group, (owner, kept) in by_node.items():
+        rates |= {name: rate for name, rate in owner["learning_rates"].items() if name in layers[group]}
+        if group in run.codecs:
+            states[group] = run.codecs[group].redistribute(kept, run.rank, run.world_size, residuals)
+    _continue(run, saved[ROOT], _moved(states, device), rates, saved[ROOT].get("refresh"))
+
+
+def _by_node(run: PlanRun, saved: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Mapping[str, Any], list[Tensors]]]:
+    """Sort all old ranks' states: of each group, the checkpoint of an owner, and every node's state.
+
+    Without nodes every rank is one, and owns all groups.
+    """
+    states = [_states(run, one) for one in saved]
+    places = [(one.get("node", rank), one.get("local_rank", 0)) for rank, one in enumerate(saved)]
+    local_ranks = saved[ROOT].get("local_ranks", 1)
+    if type(local_ranks) is not int or not 1 <= local_ranks <= len(saved):
+        raise GradlabError(f"checkpoint of rank 0: local_ranks is {repr(local_ranks)[:80]}, of {len(saved)} ranks")
+    if different := [one for one in saved if one.get("local_ranks", 1) != local_ranks]:
+        came = repr(different[0].get("local_ranks", 1))[:80]
+        raise GradlabError(f"checkpoint of rank {different[0]['rank']}: local_ranks is {came}, not {local_ranks}")
+    nodes = len(saved) // local_ranks
+    at = {place: rank for rank, place in enumerate(places)}
+    if set(at) != {(node, local_rank) for node in range(nodes) for local_rank in range(local_ranks)}:
+        raise GradlabError(f"checkpoints of nodes and local ranks {places}, expected {nodes} x {local_ranks}")
+    owners = share_out(run.plan, local_ranks).groups
+    for group, owner in owners.items():
+        keys = [set(states[at[node, owner]].get(group, {})) for node in range(nodes)]
+        if others := [node for node in range(nodes) if keys[node] != keys[0]]:
+            raise GradlabError(
+                f"checkpoint of rank {at[others[0], owner]}: other states than in that of rank {at[0, owner]}"
+            )
+    return {
+        group: (saved[at[0, owner]], [states[at[node, owner]][group] for node in range(nodes)])
+        for group, owner in owners.items()
+        if group in states[at[0, owner]]
     }
-    _continue(run, saved[0], _moved(states, device), saved[ROOT].get("refresh"))
 
 
 def _states(run: PlanRun, saved: Mapping[str, Any]) -> dict[str, Tensors]:
@@ -115,13 +163,13 @@ def _states(run: PlanRun, saved: Mapping[str, Any]) -> dict[str, Tensors]:
         raise GradlabError("checkpoint: expected the states, rates and iteration that state_dict gives")
     if not all(type(rate) in (int, float) and math.isfinite(rate) for rate in rates.values()):
         raise GradlabError("checkpoint: learning rates that are not finite numbers")
-    groups = {group.name: group for group in run.plan.groups}
+    compressed = {group.name: group for group in run.plan.compressed_groups}
     by_group: dict[str, Tensors] = {}
     for key, tensor in states.items():
         name, _, rest = str(key).partition("::")
-        if name not in run.codecs:
+        if name not in compressed:
             raise GradlabError(f"checkpoint: {str(key)[:80]!r}: the plan has no group {name[:80]!r}")
-        _check_tensor(str(key), tensor, states, run.plan.members(groups[name]))
+        _check_tensor(str(key), tensor, states, run.plan.members(compressed[name]))
         by_group.setdefault(name, {})[rest] = tensor
     return by_group
 
@@ -155,10 +203,12 @@ def _moved(states: dict[str, Tensors], device: HostDevice) -> dict[str, Tensors]
     return copies
 
 
-def _continue(run: PlanRun, saved: Mapping[str, Any], states: dict[str, Tensors], refresh: Any) -> None:
+def _continue(
+    run: PlanRun, saved: Mapping[str, Any], states: dict[str, Tensors], rates: Mapping[str, Any], refresh: Any
+) -> None:
     if run.replanner is not None:
         plan = run.replanner.load(refresh)
         run.states = {}  # those of the settings before; the ones below are of the settings that come
         run.adopt(plan)
     run.states, run.iteration = states, saved["iteration"]
-    run.learning_rates = {name: float(rate) for name, rate in saved["learning_rates"].items()}
+    run.learning_rates = {name: float(rate) for name, rate in rates.items()}

@@ -19,6 +19,7 @@ from gradlab.layout import Layer
 from gradlab.plan import Plan
 from gradlab.plan.optimizer_rules import conflict_of
 from gradlab.runtime.engine.options import RunOptions
+from gradlab.runtime.network.topology import Topology
 
 Pairs = Sequence[tuple[Layer, torch.Tensor]]
 
@@ -85,6 +86,28 @@ def check_ddp(model: DistributedDataParallel, process_group: dist.ProcessGroup |
         raise GradlabError(
             f"the DDP model has the communication hook {hook} already, and DDP takes one only: attach once, and "
             "after a run that ended or failed make a new DDP model (with a framework, a new Trainer)"
+        )
+
+
+def check_nodes(plan: Plan, topology: Topology) -> None:
+    """Check that a plan can run between nodes.
+
+    Args:
+        plan: to be run.
+        topology: the ranks by node.
+
+    Raises:
+        GradlabError: for a single node, and for a plan that is chosen anew on the way.
+    """
+    if len(topology.nodes) == 1:
+        raise GradlabError(
+            f"within: all {topology.local_ranks} ranks are on one node, so that there is nothing to compress between "
+            "nodes; within=None compresses between ranks"
+        )
+    if plan.refresh is not None:
+        raise GradlabError(
+            "the plan has a refresh, which measures all groups on every rank; between nodes a rank holds the groups "
+            "that it owns: make the plan without refresh, or compress between ranks (within=None)"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -14,21 +13,20 @@ from gradlab.codec import Tensors
 from gradlab.ddp.agreement import Ranks
 from gradlab.ddp.optimizers import learning_rates
 from gradlab.errors import GradlabError
-from gradlab.executor import PlanRun, RunSettings
+from gradlab.executor.ownership import forecast_payload, share_out
 from gradlab.executor.rules import finding
 from gradlab.layout import Layer, bare_name
 from gradlab.plan import Plan
 from gradlab.runtime import checkpoint
 from gradlab.runtime import run_report as reporting
 from gradlab.runtime.checks import Pairs, agree_on, check, device_of_model
+from gradlab.runtime.engine.assembly import make_driver
 from gradlab.runtime.engine.device import HostDevice
-from gradlab.runtime.engine.driver import Part, StepDriver
+from gradlab.runtime.engine.driver import Part
 from gradlab.runtime.engine.options import RunOptions, Surroundings
 from gradlab.runtime.engine.rules import compare_versions
 from gradlab.runtime.engine.statistics import StepRecord
-from gradlab.runtime.network.communicator import Communicator
-from gradlab.runtime.timeline import Timeline
-from gradlab.workspace import RecyclingWorkspace
+from gradlab.runtime.network.topology import Topology
 
 Result = TypeVar("Result")
 Own = TypeVar("Own", bound="Exchange")
@@ -104,32 +102,31 @@ class Exchange:
         self._finalizer = weakref.finalize(self, self._driver.close)
 
     def _set_up(
-        self, plan: Plan, pairs: Pairs, group: dist.ProcessGroup, options: RunOptions, device: HostDevice, owned: bool
+        self,
+        plan: Plan,
+        pairs: Pairs,
+        group: dist.ProcessGroup,
+        options: RunOptions,
+        device: HostDevice,
+        owned: bool,
+        topology: Topology | None = None,
     ) -> None:
-        """Put the parts together, from arguments that were checked. owned: whether `close` destroys the group."""
+        """Put the parts together, from arguments that were checked.
+
+        owned: whether `close` destroys the group.
+        topology: of nodes whose ranks are averaged before the plan; None: every rank stands for itself.
+        """
         findings = compare_versions(Ranks(group, device.device))
         self._residuals = reporting.residual_statement(plan, options.optimizer)
-        if group.size() == 1:
-            warnings.warn("gradlab: world size 1, there is no communication to compress", stacklevel=3)
         self.plan = plan
         self._parameters = {layer.name: parameter for layer, parameter in pairs}
         self._device = device
+        self._topology = topology
         if plan.follows_learning_rate and not options.plain_sgd:
             findings.append(finding("rates_followed", str(self._residuals), 1, 0))
-        workspace = RecyclingWorkspace()
-        self._communicator = Communicator(
-            group,
-            options.deterministic,
-            options.check_requests,
-            owned=owned,
-            timeline=Timeline(options.trace_steps),
-            workspace=workspace,
-            device=device.device,
-        )
-        rank, world_size = self._communicator.rank, self._communicator.world_size
-        settings = RunSettings(options.plain_sgd, options.hold_unused, replan_beside=True, device=device.device)
-        self.run = PlanRun(plan, rank, world_size, settings, workspace=workspace)
-        self._driver = StepDriver(self.run, self._communicator, _surroundings(pairs, options), workspace, options)
+        surroundings = _surroundings(pairs, options)
+        self._driver = make_driver(plan, group, surroundings, options, device, owned=owned, topology=topology)
+        self.run, self._communicator = self._driver.run, self._driver.communicator
         self.statistics = self._driver.statistics
         self._rules = self._driver.rules
         try:
@@ -296,13 +293,28 @@ class Exchange:
         checkpoint.redistribute(self.run, states, self._identity(), residuals, self._device)
         self._driver.ranks_compared = False
 
+    def has_ranks_of(self, state: Mapping[str, Any]) -> bool:
+        """Say whether a `state_dict` is of as many ranks as this run's, and as many to a node, so that it can be taken.
+
+        Args:
+            state: of any rank.
+
+        Returns:
+            False where `load_state_dicts` is needed.
+        """
+        return checkpoint.same_ranks(state, self._identity())
+
     def _require_between_steps(self) -> None:
         if self._driver.current is not None:
             raise GradlabError(f"step {self.iteration} is in progress; load a checkpoint between steps")
 
     def _identity(self) -> dict[str, Any]:
-        communicator = self._communicator
-        return {"plan": self.plan.digest, "rank": communicator.rank, "world_size": communicator.world_size}
+        everyone, topology = self._driver.everyone, self._topology
+        identity = {"plan": self.plan.digest, "rank": everyone.rank, "world_size": everyone.world_size}
+        if topology is None:
+            return identity
+        place = {"node": topology.node, "local_rank": topology.local_rank}
+        return {**identity, "local_ranks": topology.local_ranks, **place}
 
     def run_report(self) -> reporting.RunReport:
         """Summarise the run.
@@ -314,10 +326,27 @@ class Exchange:
         Returns:
             The report, typed; `report` gives it as plain JSON.
         """
-        dense = sum(parameter.nbytes for parameter in self._parameters.values())
         return reporting.summarize_run(
-            self.run, list(self.statistics.steps), dense, self._residuals, self._rules.findings
+            self.run,
+            list(self.statistics.steps),
+            self._place(),
+            self._residuals,
+            self._rules.findings,
         )
+
+    def _place(self) -> reporting.Place:
+        """Which rank this is, and what it carries."""
+        everyone, topology = self._driver.everyone, self._topology
+        if topology is None:
+            dense = sum(parameter.nbytes for parameter in self._parameters.values())
+            forecast = self.run.plan.payload_bytes(everyone.world_size)
+            return reporting.Place(everyone.rank, everyone.world_size, dense, forecast)
+        parts, local_rank = share_out(self.plan, topology.local_ranks), topology.local_rank
+        sizes = {name: parameter.element_size() for name, parameter in self._parameters.items()}
+        dense = sum(size * parts.numel(name, local_rank) for name, size in sizes.items())
+        forecast = forecast_payload(self.plan, parts, local_rank, len(topology.nodes))
+        where = reporting.NodePlace(topology.node, len(topology.nodes), local_rank, topology.local_ranks)
+        return reporting.Place(everyone.rank, everyone.world_size, dense, forecast, where)
 
     def report(self) -> dict[str, Any]:
         """Return `run_report` as plain JSON; a number that is not finite is None."""

@@ -125,10 +125,10 @@ class CompressionCallback(Callback):
             self._load(self.state, everyone, trainer)
 
     def _load(self, state: CompressionState, everyone: list[dict[str, Any]], trainer: Trainer) -> None:
-        if len(everyone) == trainer.world_size:
-            state.load_state_dict(everyone[trainer.global_rank])
-        elif self._residuals is not None:
+        if self._residuals is not None and not state.has_ranks_of(everyone[0]):
             state.load_state_dicts(everyone, self._residuals)
+        elif len(everyone) == trainer.world_size:
+            state.load_state_dict(everyone[trainer.global_rank])
         else:
             came = f"checkpoint: world_size is {len(everyone)}, this run has {trainer.world_size}"
             raise GradlabError(f"{came}; CompressionCallback(residuals=...) says what becomes of the residuals")

@@ -119,8 +119,9 @@ class RankFiles:
                 raise GradlabError(f"{_path(folder, stem, rank).name} is of another save; {missing}")
             return saved
 
-        if self._residuals is not None and int(read(0)["world_size"]) != self._ranks.size:
-            everyone = [read(rank) for rank in range(int(read(0)["world_size"]))]
+        first = read(0) if self._residuals is not None else {}
+        if self._residuals is not None and not self._state.has_ranks_of(first):
+            everyone = [read(rank) for rank in range(int(first["world_size"]))]
             self._state.load_state_dicts(everyone, self._residuals)
             return
         saved = read(self.rank)

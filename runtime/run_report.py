@@ -76,28 +76,58 @@ class RefreshReport(Jsonable):
 
 
 @dataclass(frozen=True)
-class RunReport:
-    """What was measured of a run on one rank.
+class NodePlace(Jsonable):
+    """Where a rank stands, in a run between nodes.
+
+    Attributes:
+        node: its node, from 0.
+        nodes: how many there are.
+        local_rank: its position on the node, from 0.
+        local_ranks: ranks of a node.
+    """
+
+    node: int
+    nodes: int
+    local_rank: int
+    local_ranks: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank this is, and what it carries: all of the model, or between nodes the part that it owns.
 
     Attributes:
         rank: this one.
         world_size: number of ranks.
-        iteration: of the next step, from 0.
-        dense_payload_bytes: of all gradients, uncompressed.
-        forecast_payload_bytes: per compressed step, by the plan.
-        residuals: what holds for the residuals under the optimizer; None if the plan keeps none.
-        refresh: the plan's; None if it has none.
-        summary: of the steps.
-        groups: one row per compressed group.
-        rules: what was found by the rules of `gradlab.executor.rules`.
-        codecs: their sums by codec.
+        dense_payload_bytes: of the gradients that it carries, uncompressed.
+        forecast_payload_bytes: of them per compressed step, by the plan.
+        nodes: where it stands in a run between nodes; None where every rank stands for itself.
     """
 
     rank: int
     world_size: int
-    iteration: int
     dense_payload_bytes: int
     forecast_payload_bytes: float
+    nodes: NodePlace | None = None
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """What was measured of a run on one rank.
+
+    Attributes:
+        place: which rank this is, and what it carries.
+        iteration: of the next step, from 0.
+        residuals: what holds for the residuals under the optimizer; None if the plan keeps none.
+        refresh: the plan's; None if it has none.
+        summary: of the steps.
+        groups: one row per compressed group that this rank carries.
+        rules: what was found by the rules of `gradlab.executor.rules`.
+        codecs: their sums by codec.
+    """
+
+    place: Place
+    iteration: int
     residuals: str | None
     refresh: RefreshReport | None
     summary: Summary
@@ -112,16 +142,18 @@ class RunReport:
     def compression_ratio(self) -> float | None:
         """Dense payload over payload; None before the first step, or if nothing was sent."""
         payload = self.summary.means.payload_bytes_per_step if self.summary.means else 0.0
-        return self.dense_payload_bytes / payload if payload else None
+        return self.place.dense_payload_bytes / payload if payload else None
 
     def to_json(self) -> dict[str, Any]:
         """Write the report as `state.report()` returns it; numbers that are not finite become None."""
+        place = self.place
         written = {
-            "rank": self.rank,
-            "world_size": self.world_size,
+            "rank": place.rank,
+            "world_size": place.world_size,
+            **({} if place.nodes is None else {"nodes": place.nodes}),
             "iteration": self.iteration,
-            "dense_payload_bytes": self.dense_payload_bytes,
-            "forecast_payload_bytes": self.forecast_payload_bytes,
+            "dense_payload_bytes": place.dense_payload_bytes,
+            "forecast_payload_bytes": place.forecast_payload_bytes,
             "compression_ratio": self.compression_ratio,
             "residuals": self.residuals,
             "rules": self.rules,
@@ -136,7 +168,7 @@ class RunReport:
 def summarize_run(
     run: PlanRun,
     steps: Sequence[StepRecord],
-    dense_payload_bytes: int,
+    place: Place,
     residuals: str | None,
     rules: tuple[Finding, ...] = (),
 ) -> RunReport:
@@ -145,31 +177,28 @@ def summarize_run(
     Args:
         run: this rank's run of a plan.
         steps: what was measured of its steps.
-        dense_payload_bytes: of all gradients, uncompressed.
+        place: which rank this is, and what it carries.
         residuals: what `residual_statement` says.
         rules: what was found.
     """
     replanner = run.replanner
     return RunReport(
-        rank=run.rank,
-        world_size=run.world_size,
+        place=place,
         iteration=run.iteration,
-        dense_payload_bytes=dense_payload_bytes,
-        forecast_payload_bytes=run.plan.payload_bytes(run.world_size),
         residuals=residuals,
         refresh=None if replanner is None else RefreshReport(replanner.choice, replanner.failure),
         summary=summarize_steps(steps),
-        groups=group_rows(run.plan, steps),
+        groups=group_rows([group for group in run.plan.compressed_groups if group.name in run.codecs], steps),
         rules=rules,
     )
 
 
-def group_rows(plan: Plan, steps: Sequence[StepRecord]) -> tuple[GroupRow, ...]:
-    """Make one row per compressed group, with means over the measured steps, if there are any."""
+def group_rows(groups: Iterable[Group], steps: Sequence[StepRecord]) -> tuple[GroupRow, ...]:
+    """Make one row per group, with means over the measured steps, if there are any."""
     measured = [step for step in steps if step.group_seconds and step.finite]
     return tuple(
         GroupRow(group.name, _title(group), tuple(group.layers), _means(group, measured) if measured else None)
-        for group in plan.compressed_groups
+        for group in groups
     )
 
 
@@ -297,7 +326,7 @@ def table(report: RunReport) -> str:
         for line in lines
     ]
     text.insert(1, "-" * max(map(len, text)))
-    text += [*_step_lines(report), *_growth_lines(report.groups), *sentences(report.rules, report.world_size)]
+    text += [*_step_lines(report), *_growth_lines(report.groups), *sentences(report.rules, report.place.world_size)]
     text += [report.residuals] if report.residuals else []
     return "\n".join(text)
 
@@ -325,8 +354,13 @@ def _step_lines(report: RunReport) -> list[str]:
         return []
     spent = ", ".join(f"{name.removesuffix('_seconds')} {getattr(means, name) * 1e3:.2f} ms" for name in TIMES)
     ratio = f", {report.compression_ratio:.1f}x" if report.compression_ratio else ""
+    inside, where = "", []
+    if nodes := report.place.nodes:
+        inside = f", inside the node {means.inside_wire_bytes_per_step:,.0f} B"
+        where = [f"node {nodes.node} of {nodes.nodes}, local rank {nodes.local_rank} of {nodes.local_ranks}"]
     return [
-        f"payload {means.payload_bytes_per_step:,.0f} B, wire {means.wire_bytes_per_step:,.0f} B{ratio}",
+        *where,
+        f"payload {means.payload_bytes_per_step:,.0f} B, wire {means.wire_bytes_per_step:,.0f} B{ratio}{inside}",
         f"{spent} per step",
     ]
 
@@ -345,6 +379,7 @@ def scalars(statistics: Statistics) -> dict[str, float]:
     values = {
         "gradlab/payload_bytes": float(last.payload_bytes),
         "gradlab/wire_bytes": float(last.wire_bytes),
+        "gradlab/inside_wire_bytes": float(last.inside_wire_bytes),
         "gradlab/finite": float(last.finite),
         "gradlab/loss_scale": last.loss_scale,
         **{f"gradlab/{name}": float(getattr(last, name)) for name in TIMES},

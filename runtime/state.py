@@ -18,13 +18,14 @@ from gradlab.ddp.model import bucket_gradients, synchronised_layers
 from gradlab.ddp.wrapping import require_ddp
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
-from gradlab.runtime.checks import agree_on, check, check_ddp, device_of_model
+from gradlab.runtime.checks import agree_on, check, check_ddp, check_nodes, device_of_model
 from gradlab.runtime.engine.device import device_of
 from gradlab.runtime.engine.driver import StepDriver
 from gradlab.runtime.engine.options import RunOptions
 from gradlab.runtime.engine.worker import Engine
 from gradlab.runtime.exchange import Exchange, Result
 from gradlab.runtime.network.groups import group_like
+from gradlab.runtime.network.topology import NODE, find_topology
 from gradlab.runtime.unreached import UnreachedHook
 
 
@@ -44,7 +45,11 @@ class CompressionState(Exchange):
         process_group: of the DDP group's ranks, for the codecs' collectives alone: DDP's own must not mix with them in
             another order. None makes one. If DDP runs on a part of the world only, torch names that group after the
             number of groups a process has made; where ranks have made different numbers, pass one instead.
-        timeout: of the collectives of a group made here. None takes that of the model's group.
+        timeout: of the collectives of groups made here. None takes that of the model's group.
+        within: the ranks of this rank's node, which are averaged before the plan compresses between nodes: one
+            dimension of a DeviceMesh (`mesh["local"]`), a process group, or "node" for the machine that torchrun tells
+            by LOCAL_RANK and LOCAL_WORLD_SIZE. "node" takes ranks together only where several machines have as many
+            ranks each, and more than one. None: every rank compresses for itself.
         options: optimizer, scaler, deterministic, segment_bytes, measure_every, trace_steps, non_finite_limit, rules,
             check_requests and history of `Exchange`; hold_unused follows from the model's find_unused_parameters and
             static_graph.
@@ -61,20 +66,25 @@ class CompressionState(Exchange):
         *,
         process_group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
+        within: dist.DeviceMesh | dist.ProcessGroup | str | None = NODE,
         **options: Any,
     ) -> None:
         ddp_model = require_ddp(ddp_model, "CompressionState")
         chosen = RunOptions(hold_unused=ddp_model.find_unused_parameters or ddp_model.static_graph, **options)
         pairs, ranks = synchronised_layers(ddp_model), ddp_model.process_group
 
+        topology = find_topology(within, ranks, next(ddp_model.parameters()).device)
+
         def attempt() -> None:
-            check(plan, pairs, ranks.size(), chosen)
+            check(plan, pairs, ranks.size() if topology is None else len(topology.nodes), chosen)
             check_ddp(ddp_model, process_group, timeout)
+            if topology is not None:
+                check_nodes(plan, topology)
 
         _agree_on(ddp_model, attempt, lambda: {"the plan (sha256)": plan.digest, **chosen.same_everywhere()})
         device = device_of(device_of_model(pairs))
         group = process_group or group_like(ranks, timeout, device.device)
-        self._set_up(plan, pairs, group, chosen, device, owned=process_group is None)
+        self._set_up(plan, pairs, group, chosen, device, owned=process_group is None, topology=topology)
         del group  # of one made here the communicator alone holds on: destroying it is how peers learn of a failure
         self._names: dict[torch.Tensor, str] = {parameter: layer.name for layer, parameter in pairs}
         self.engine = Engine(self._driver, self._device)

@@ -1,6 +1,13 @@
 """The collectives a codec may ask for, rings, and the lockstep executor."""
 
-from gradlab.collectives.lockstep import LockstepResult, observed, run_lockstep, sum_in_rank_order, together
+from gradlab.collectives.lockstep import (
+    LockstepResult,
+    mean_of_node,
+    observed,
+    run_lockstep,
+    sum_in_rank_order,
+    together,
+)
 from gradlab.collectives.requests import (
     AllToAll,
     Broadcast,
@@ -45,6 +52,7 @@ __all__ = [
     "by_fusion_key",
     "check_request",
     "fusion_key",
+    "mean_of_node",
     "observed",
     "payload_bytes",
     "run_lockstep",

@@ -62,6 +62,21 @@ def sum_in_rank_order(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return total
 
 
+def mean_of_node(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Average the tensors of a node's ranks: `sum_in_rank_order`, in float32 where they have 16 bits.
+
+    Args:
+        tensors: one per local rank.
+
+    Returns:
+        The mean, in the tensors' shape and dtype.
+    """
+    dtype = tensors[0].dtype
+    if dtype.is_floating_point and dtype.itemsize == 2:
+        return sum_in_rank_order([tensor.float() for tensor in tensors]).to(dtype)
+    return sum_in_rank_order(tensors)
+
+
 def _answers(requests: Sequence[Request]) -> Iterator[Any]:
     """Yield the answer to one request, for each rank in turn. Every rank gets tensors of its own."""
     first = requests[0]

@@ -68,9 +68,13 @@ class Ticks(Generic[OneExchange]):
         self._running = [exchange for exchange in (*self._running, *new) if not exchange.done]
         self._in_flight = self._issue([request for exchange in self._running for request in exchange.requests])
 
-    def drain(self) -> None:
-        """Go on until every exchange has ended."""
-        while self._running:
+    def drain(self, awaited: Callable[[OneExchange], bool] = lambda _: True) -> None:
+        """Go on until exchanges have ended.
+
+        Args:
+            awaited: says which; by default all. Others advance beside them.
+        """
+        while any(awaited(exchange) for exchange in self._running):
             self.tick()
 
     def abandon(self) -> None:

@@ -360,14 +360,27 @@ class Plan:
         """
         if not compressing or not self.compressed_groups:
             return 4 * sum(layer.numel for layer in self.layers)
-        total = 4.0 * sum(layer.numel for layer in self.dense_layers) + FINITE_FLAG_BYTES
-        for group in self.compressed_groups:
-            codec, members = self._forecasting(group), self.members(group)
-            if states is None:
-                total += codec.payload_bytes(members, world_size)
-            else:
-                total += codec.next_payload_bytes(members, world_size, states.get(group.name, {}))
-        return total
+        dense = 4.0 * sum(layer.numel for layer in self.dense_layers) + FINITE_FLAG_BYTES
+        return dense + sum(
+            self.group_payload_bytes(group, world_size, None if states is None else states.get(group.name, {}))
+            for group in self.compressed_groups
+        )
+
+    def group_payload_bytes(self, group: Group, world_size: int, state: Tensors | None = None) -> float:
+        """Forecast the bytes that a rank contributes for one group in a compressed step, mean over ranks.
+
+        Args:
+            group: of the plan.
+            world_size: number of ranks.
+            state: that the step starts from. None: the mean over a run.
+
+        Returns:
+            Bytes.
+        """
+        codec, members = self._forecasting(group), self.members(group)
+        if state is None:
+            return codec.payload_bytes(members, world_size)
+        return codec.next_payload_bytes(members, world_size, state)
 
     @property
     def digest(self) -> str:

@@ -26,7 +26,6 @@ from gradlab.codec.measures import contribution_error
 from gradlab.codec.wrapper import innermost, wrappers_of
 from gradlab.collectives import Coroutine, Request, answer_for, as_requests, payload_bytes
 from gradlab.collectives import Step as Requested
-from gradlab.ddp.agreement import Ranks
 from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun, Step, Ticks
 from gradlab.executor.watch import GroupMeasures, gradient_norms, measure, residual_norms
@@ -152,6 +151,7 @@ class Iteration:
 
     measured: whether its errors are measured.
     measured_groups: what the rules ask, by group name; empty in a step that is not measured.
+    dense: means of whole buffers that travel, by number of the part.
     """
 
     step: Step
@@ -160,7 +160,7 @@ class Iteration:
     measured: bool = False
     measured_groups: dict[str, GroupMeasures] = field(default_factory=dict)
     parts: list[Part] = field(default_factory=list)
-    dense: list[Fused] = field(default_factory=list)
+    dense: dict[int, Fused] = field(default_factory=dict)
 
     def abandon(self) -> None:
         """Let go of what holds collectives, because exchanges refer back to this object."""
@@ -174,13 +174,17 @@ class StepDriver:
     It knows no thread. Whoever calls it catches what a step raises, passes that to `fail`, and then calls `close`.
 
     Attributes:
+        everyone: of all ranks of the run, if the plan runs between some of them alone; else the communicator.
         statistics: the last steps.
         current: the step in progress, None between steps.
         broken: why no further step can follow, None while all is well.
         ranks_compared: whether all ranks are known to stand at the same step.
         all_dense: whether no codec will run in the next step.
         rules: what this rank watches.
+        takes_whole_buffers: whether a buffer's mean may be under way before the step begins (`Part.started`).
     """
+
+    takes_whole_buffers = True
 
     def __init__(
         self,
@@ -189,10 +193,11 @@ class StepDriver:
         surroundings: Surroundings,
         workspace: RecyclingWorkspace,
         options: RunOptions,
+        everyone: Communicator | None = None,
     ) -> None:
-        assert communicator.group is not None
         self.run = run
         self.communicator = communicator
+        self.everyone = everyone or communicator
         self.statistics = Statistics(options.history)
         self.current: Iteration | None = None
         self.broken: str | None = None
@@ -202,9 +207,10 @@ class StepDriver:
         self._options = options
         self._workspace = workspace
         self._timeline = communicator.timeline
-        self.rules = RuleWatch(run, options)
+        self.rules = RuleWatch(run, options, self.everyone)
         self._non_finite = NonFiniteSteps(options.non_finite_limit, options.scaled)
-        self._reasons = Reasons(communicator.group.group_name, communicator.rank, communicator.world_size)
+        assert self.everyone.group is not None
+        self._reasons = Reasons(self.everyone.group.group_name, self.everyone.rank, self.everyone.world_size)
 
     def begin(self) -> None:
         """Begin a step. A collective, where ranks have to agree on where they stand, or a refresh is due."""
@@ -246,6 +252,13 @@ class StepDriver:
         with self._timed(current):
             current.ticks.drain()
 
+    def _drain_part(self, current: Iteration, index: int, last: int) -> None:
+        """Wait until the results of one part are there. last: number of the part that completed its last group."""
+        with self._timed(current):
+            current.ticks.drain(lambda running: running.part <= last)
+            if index in current.dense:
+                current.dense.pop(index).answers()
+
     def finish(self) -> StepRecord:
         """End the step after its last part: commit it, or, if a gradient was not finite, fill all of it with NaN.
 
@@ -268,11 +281,13 @@ class StepDriver:
                 agreement = current.step.agree(self.communicator.device, notice=bool(self.rules.pending))
                 current.ticks.tick([Running("finite flag", agreement, last, watch=self._watch)])
             current.ticks.drain()
-            for position, fused in enumerate(current.dense):
+            while current.dense:
+                index, fused = next(iter(current.dense.items()))
                 fused.answers()
-                if not current.step.active and position + 1 < len(current.parts):
+                del current.dense[index]
+                if not current.step.active and index + 1 < len(current.parts):
                     # Nothing to agree on: DDP may take bucket after bucket while the last ones travel.
-                    current.parts[position].settle()
+                    current.parts[index].settle()
 
     def _commit(self, current: Iteration) -> StepRecord:
         step, record = current.step, current.record
@@ -291,7 +306,7 @@ class StepDriver:
         self.statistics.add(record)
         self._non_finite.add(record)
         self.rules.see_step(record, current.measured_groups)
-        self.rules.settle(self._ranks, record, step.noticed, self._non_finite.in_a_row)
+        self.rules.settle(record, step.noticed, self._non_finite.in_a_row)
         self.all_dense = not self.run.active
         self.current = None
         self._workspace.recycle(tensor for state in self.run.states.values() for tensor in state.values())
@@ -359,16 +374,12 @@ class StepDriver:
             digest = hashlib.sha256(repr(keys).encode()).hexdigest()
             same = {"the iteration": self.run.iteration, "which states there are (sha256)": digest}
             try:
-                self._ranks().require_same(same)
+                self.communicator.ranks.require_same(same)
+                if self.everyone is not self.communicator:
+                    self.everyone.ranks.require_same({"the iteration": self.run.iteration})
             except RuntimeError as error:
                 raise CommunicationError(f"ranks could not be compared: {error}") from error
             self.ranks_compared = True
-
-    def _ranks(self) -> Ranks:
-        """The ranks, for plain JSON between steps."""
-        if self.communicator.group is None:
-            raise CommunicationError("ranks could not be compared: the process group is closed")
-        return Ranks(self.communicator.group, self.communicator.device)
 
     def _is_measured(self, compressing: bool) -> bool:
         every = self._options.measure_every
@@ -376,7 +387,7 @@ class StepDriver:
 
     def _average(self, current: Iteration, part: Part, buffer: torch.Tensor) -> None:
         """Average a whole buffer, in place."""
-        current.dense.append(part.started or self.communicator.mean_in_place(buffer))
+        current.dense[part.index] = part.started or self.communicator.mean_in_place(buffer)
         part.started = None
         if current.measured:
             current.record.bucket_payload_bytes[part.index] = buffer.nbytes

@@ -9,7 +9,7 @@ after the same step.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from gradlab.executor.sent import error_over_ranks, mean_error
 from gradlab.executor.watch import GroupMeasures, RankWatch
 from gradlab.runtime.engine.options import RunOptions
 from gradlab.runtime.engine.statistics import StepRecord
+from gradlab.runtime.network.communicator import Communicator
 
 
 class RuleWatch:
@@ -36,9 +37,11 @@ class RuleWatch:
     Args:
         run: the rank's run of a plan.
         options: the run's.
+        everyone: of all ranks that tell each other.
     """
 
-    def __init__(self, run: PlanRun, options: RunOptions) -> None:
+    def __init__(self, run: PlanRun, options: RunOptions, everyone: Communicator) -> None:
+        self._everyone = everyone
         self.told: list[Finding] = []
         self.pending: list[Finding] = []
         self._run = run
@@ -92,11 +95,10 @@ class RuleWatch:
 
     # --- what ranks tell each other ---
 
-    def settle(self, ranks: Callable[[], Ranks], record: StepRecord, noticed: bool, in_a_row: int) -> None:
+    def settle(self, record: StepRecord, noticed: bool, in_a_row: int) -> None:
         """End a step: gather what ranks found, if any did, warn once, or raise an error on all of them.
 
         Args:
-            ranks: gives the run's, for a collective.
             record: the step's.
             noticed: whether the ranks have agreed that one of them found something.
             in_a_row: steps in a row that were not finite on some rank, this one included.
@@ -110,7 +112,7 @@ class RuleWatch:
         if now is not None and record.non_finite_layers:
             self.pending.append(now)
         own = {"found": [one.to_json() for one in self.pending], "means": self._watch.means}
-        gathered = ranks().gather(own)
+        gathered = self._everyone.ranks.gather(own)
         self.pending = []
         merged = rules.merged([[Finding.from_json(one) for one in of_rank["found"]] for of_rank in gathered])
         confirmed = [self._confirmed(one, [of_rank["means"] for of_rank in gathered]) for one in merged]
@@ -126,12 +128,13 @@ class RuleWatch:
         """
         if one.rule != "mean_error" or one.group is None:
             return one
-        joint = mean_error(one.group, one.step, error_over_ranks([of_rank[one.group] for of_rank in means]))
+        known = {rank: of_rank[one.group] for rank, of_rank in enumerate(means) if one.group in of_rank}
+        joint = mean_error(one.group, one.step, error_over_ranks(list(known.values())))
         if joint is None:
             self._known.discard(one.key)
             self._muted[one.key] = 2 * (one.step or 0)
             return None
-        return replace(joint, ranks=tuple(range(self._run.world_size)))
+        return replace(joint, ranks=tuple(known))
 
     def _non_finite(self, record: StepRecord, in_a_row: int) -> Finding | None:
         """What this rank says of a step that was not finite. All ranks say it in the same step."""
@@ -153,9 +156,9 @@ class RuleWatch:
         by_rule: dict[str, list[Finding]] = {}
         for one in fresh:
             by_rule.setdefault(one.rule, []).append(one)
-        sentences = {name: rules.sentence(of_rule, self._run.world_size) for name, of_rule in by_rule.items()}
+        sentences = {name: rules.sentence(of_rule, self._everyone.world_size) for name, of_rule in by_rule.items()}
         for name, line in sentences.items():
-            if self._levels[name] == "warn" and self._run.rank == 0 and name not in self._warned:
+            if self._levels[name] == "warn" and self._everyone.rank == 0 and name not in self._warned:
                 warnings.warn(f"gradlab: {line}", stacklevel=4)
         self._warned |= set(by_rule)
         if errors := [line for name, line in sentences.items() if self._levels[name] == "error"]:

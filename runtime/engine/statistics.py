@@ -11,7 +11,14 @@ from typing import Any
 from gradlab.codec.measures import LayerErrors, add_errors, relative
 from gradlab.jsonable import Jsonable
 
-TIMES = ("compress_seconds", "encode_seconds", "decode_seconds", "communicate_seconds", "wait_seconds")
+TIMES = (
+    "compress_seconds",
+    "encode_seconds",
+    "decode_seconds",
+    "communicate_seconds",
+    "inside_seconds",
+    "wait_seconds",
+)
 
 
 @dataclass
@@ -22,10 +29,12 @@ class StepRecord:
     compressing: bool  # whether the schedule compresses
     payload_bytes: int = 0  # see gradlab.collectives
     wire_bytes: int = 0  # see gradlab.collectives
+    inside_wire_bytes: int = 0  # sent inside the node, where nodes exchange what their ranks have averaged
     compress_seconds: float = 0.0  # all codec work in the worker thread
     encode_seconds: float = 0.0  # of it, up to the groups' first requests
     decode_seconds: float = 0.0  # of it, after answers came
     communicate_seconds: float = 0.0  # in which the worker waited for the network
+    inside_seconds: float = 0.0  # for averaging and spreading inside the node, waiting included
     wait_seconds: float = 0.0  # from the last bucket's arrival, when backward is over, to the last result
     synchronise_seconds: float = 0.0  # from the first bucket's arrival to the last result
     finite: bool = True  # whether all ranks' gradients were, so that the states were committed
@@ -46,10 +55,12 @@ class StepMeans(Jsonable):
     compressing: bool  # whether these are compressed steps
     payload_bytes_per_step: float
     wire_bytes_per_step: float
+    inside_wire_bytes_per_step: float
     compress_seconds: float
     encode_seconds: float
     decode_seconds: float
     communicate_seconds: float
+    inside_seconds: float
     wait_seconds: float
     non_finite_steps: int  # how many of the steps
     relative_error_by_layer: dict[str, float]  # sqrt(sum ||x - c||^2 / sum ||x||^2) over the finite measured steps
@@ -105,6 +116,7 @@ def summarize_steps(steps: Sequence[StepRecord]) -> Summary:
         compressing=chosen[0].compressing,
         payload_bytes_per_step=fmean(record.payload_bytes for record in chosen),
         wire_bytes_per_step=fmean(record.wire_bytes for record in chosen),
+        inside_wire_bytes_per_step=fmean(record.inside_wire_bytes for record in chosen),
         non_finite_steps=sum(not record.finite for record in chosen),
         relative_error_by_layer={name: relative(*pair) for name, pair in errors.items()},
         **{name: fmean(getattr(record, name) for record in chosen) for name in TIMES},

@@ -118,7 +118,7 @@ class Engine:
         if index == 0:
             driver = self._driver
             driver.communicator.timeline.begin(driver.run.iteration)
-            plain = self._device.shares_stream and not driver.communicator.deterministic
+            plain = driver.takes_whole_buffers and self._device.shares_stream and not driver.communicator.deterministic
             self._starting_here = plain and driver.all_dense and driver.ranks_compared
         return self._starting_here
 

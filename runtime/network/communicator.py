@@ -26,6 +26,7 @@ from gradlab.collectives import (
     payload_bytes,
     signature,
 )
+from gradlab.ddp.agreement import Ranks
 from gradlab.errors import GradlabError
 from gradlab.runtime.network.faults import CommunicationError
 from gradlab.runtime.network.in_flight import Fused, InPlaceMean, fuse
@@ -96,6 +97,17 @@ class Communicator:
         self._owned = owned
         self.timeline = timeline or Timeline()
         self.workspace = workspace or Workspace()
+
+    @property
+    def ranks(self) -> Ranks:
+        """The group's ranks, for plain JSON between steps.
+
+        Raises:
+            CommunicationError: after `close`.
+        """
+        if self.group is None:
+            raise CommunicationError("ranks could not be compared: the process group is closed")
+        return Ranks(self.group, self.device)
 
     def close(self) -> None:
         """Let go of the group. Idempotent. Peers that wait for this rank in an owned one get an error."""

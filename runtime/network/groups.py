@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -26,15 +26,31 @@ def group_like(group: dist.ProcessGroup, timeout: timedelta | None, device: torc
     Returns:
         The new group.
     """
-    ranks = dist.get_process_group_ranks(group)
+    return part_of(group, dist.get_process_group_ranks(group), timeout, device)
+
+
+def part_of(
+    group: dist.ProcessGroup, ranks: Sequence[int], timeout: timedelta | None, device: torch.device
+) -> dist.ProcessGroup:
+    """Make a new process group of some ranks of another. A collective on `group`, each rank with the part it is in.
+
+    Args:
+        group: of all ranks that call it.
+        ranks: of the new group, global, this one among them; the same list on each of them.
+        timeout: of the new group's collectives. None: that of `group`.
+        device: of this rank's tensors, if the backend is NCCL.
+
+    Returns:
+        The new group.
+    """
     if timeout is None:
         backend = group._get_backend(device)
         timeout = getattr(getattr(backend, "options", None), "_timeout", None)
     if len(ranks) == dist.get_world_size():
-        made = dist.new_group(ranks, timeout=timeout)
+        made = dist.new_group(list(ranks), timeout=timeout)
     else:
         with _name_of_its_own(group, device):
-            made = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+            made = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
     return made
 

@@ -41,6 +41,7 @@ from gradlab.collectives import Coroutine
 from gradlab.layout import layers_of
 from gradlab.plan import FEEDBACK, Group, Plan
 from gradlab.runtime import CompressionState, compression_hook
+from jobs.matrix_cells import node_group
 from support.prescribed import Prescribed, gradients
 
 RANKS = 4
@@ -53,11 +54,13 @@ SHAPES = {"conv": (64, 32, 3, 3), "wide": (48, 600), "tall": (600, 40), "vector"
 
 @dataclass(frozen=True)
 class Fault:
-    """kind: "kill", "stop" or "raise"; victim: a rank; delay: seconds of training before it (for "raise": none)."""
+    """kind: "kill", "stop" or "raise"; victim: a rank; delay: seconds of training before it (for "raise": none);
+    local_ranks: of a node, where nodes exchange means."""
 
     kind: str
     victim: int
     delay: float
+    local_ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,8 @@ class Outcome:
         last = max(self.ended.values())
         state = "; ".join(self.problems()) or "ok"
         steps = sorted({answer["step"] for answer in self.answers.values()})
-        head = f"{fault.kind} rank {fault.victim} after {fault.delay:.3f} s (survivors in step {steps})"
+        nodes = f", nodes of {fault.local_ranks}" if fault.local_ranks > 1 else ""
+        head = f"{fault.kind} rank {fault.victim}{nodes} after {fault.delay:.3f} s (survivors in step {steps})"
         knew = max((answer["failed"] for rank, answer in self.answers.items() if rank in self.ended), default=math.inf)
         reason = errors[0].replace("\n", " ")[:200] if errors else ""
         return f"{head}: all knew {knew:.1f} s later and ended {last:.1f} s later: {state}\n    {reason}"
@@ -104,7 +108,7 @@ class Breaking(TopK):
     victim = 0
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        if context.rank == self.victim and context.iteration == 5:
+        if dist.get_rank() == self.victim and context.iteration == 5:
             raise ArithmeticError("the defect")
         return (yield from super().exchange(grads, state, context))
 
@@ -114,8 +118,8 @@ def rank_main(rank: int, port: int, folder: Path, fault: Fault) -> None:
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", address, timedelta(seconds=TIMEOUT), rank=rank, world_size=RANKS)
     model = DistributedDataParallel(Prescribed(SHAPES), bucket_cap_mb=0.05)
-    state = CompressionState(_plan(model), model)
-    if fault.kind == "raise":
+    state = CompressionState(_plan(model), model, within=node_group(dist.group.WORLD, fault.local_ranks))
+    if fault.kind == "raise" and "wide" in state.run.codecs:
         Breaking.victim = fault.victim
         state.run.codecs["wide"] = Breaking()
     model.register_comm_hook(state, compression_hook)
@@ -229,12 +233,15 @@ def _free_port() -> int:
 
 
 def faults(kills: int, stops: int, draw: random.Random) -> Iterator[Fault]:
-    """The trials: kills at random moments, ranks that stop, and a defect on one rank."""
-    for _ in range(kills):
-        yield Fault("kill", draw.randrange(RANKS), draw.uniform(0, 0.5))
+    """The trials: kills at random moments, ranks that stop, and a defect on one rank; of ranks, and of nodes in turn.
+
+    Between nodes the codec with the defect is that of ranks 0 and 2.
+    """
+    for trial_number in range(kills):
+        yield Fault("kill", draw.randrange(RANKS), draw.uniform(0, 0.5), 1 + trial_number % 2)
     for victim in (2, 0)[:stops]:
-        yield Fault("stop", victim, draw.uniform(0, 0.2))
-        yield Fault("raise", victim, 0.0)
+        yield Fault("stop", victim, draw.uniform(0, 0.2), 1 + victim // 2)
+        yield Fault("raise", victim, 0.0, 1 + victim // 2)
 
 
 def main() -> int:

@@ -84,7 +84,7 @@ def show(sizes: list[int], names: list[str], options: list[str], verdicts: dict[
     for option in options:
         for size in sizes:
             cells = []
-            for name in names:
+            for name in names if OPTIONS[option].fits(size) else ():
                 text = verdicts[size][f"{name} / {option}"]
                 known = text.startswith("passed")
                 cells.append(text if known else f"{text.split(':')[0]} [{notes.setdefault(text, len(notes) + 1)}]")
@@ -106,7 +106,7 @@ def main() -> int:
     options = [option for option in OPTIONS if wanted.options in option]
     verdicts = {}
     for size in map(int, wanted.ranks.split(",")):
-        cells = [[name, option] for option in options for name in names]
+        cells = [[name, option] for option in options for name in names if OPTIONS[option].fits(size)]
         whole = [cell for cell in cells if not OPTIONS[cell[1]].part]
         part = [cell for cell in cells if OPTIONS[cell[1]].part]
         verdicts[size] = launch(size, size, whole) | launch(size, size + 1, part)

@@ -11,7 +11,7 @@ from support.warm_python import python
 
 def test_survivors_end_with_a_reason() -> None:
     """A rank is killed, stopped, or has a defect in a codec: see faults.py for what is asked."""
-    command = [python(), str(Path(__file__).with_name("faults.py")), "--kills", "1", "--stops", "1"]
+    command = [python(), str(Path(__file__).with_name("faults.py")), "--kills", "2", "--stops", "1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]

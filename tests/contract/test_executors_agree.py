@@ -16,7 +16,11 @@ ROWS = ["powersgd + feedback", "topk + correction", "qsgd + two-way", "topk + fe
 # Every DDP option whose arithmetic is the same in DDP and outside of it.
 EXACT = [name for name, o in OPTIONS.items() if not (o.compiled or o.part or o.together > 1 or o.tolerance)]
 EXACT.remove("mixed_precision")  # refused
-CELLS = [(ROWS[position % len(ROWS)], option) for position, option in enumerate(EXACT)]
+NODES = [option for option in EXACT if OPTIONS[option].local_ranks > 1]
+CELLS = [(ROWS[position % len(ROWS)], option) for position, option in enumerate(EXACT) if option not in NODES]
+BETWEEN_NODES = [
+    (ROWS[(position + 1) % len(ROWS)], option) for position, option in enumerate(NODES) if OPTIONS[option].fits(4)
+]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -24,6 +28,12 @@ CELLS = [(ROWS[position % len(ROWS)], option) for position, option in enumerate(
 def test_the_engine_does_what_lockstep_does(pool: ProcessPool, row: str, option: str, ranks: int) -> None:
     """Gradients, states, and the learning rates that residuals are kept in."""
     assert set(pool.run("jobs.matrix_cells:run_cell", ranks, row=row, option=option)) == {"passed"}
+
+
+@pytest.mark.parametrize(("row", "option"), BETWEEN_NODES)
+def test_nodes_do_what_lockstep_does_with_their_means(pool: ProcessPool, row: str, option: str) -> None:
+    """Two nodes of two ranks: each rank's own groups, and the gradients of all."""
+    assert set(pool.run("jobs.matrix_cells:run_cell", 4, row=row, option=option)) == {"passed"}
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

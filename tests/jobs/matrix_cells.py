@@ -21,11 +21,12 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from gradlab import codecs
 from gradlab.codec import Context, Tensors, exchange_group
 from gradlab.codecs.identity import Identity
-from gradlab.collectives import run_lockstep
+from gradlab.collectives import mean_of_node, run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.layout import bare_name, layers_of
 from gradlab.runtime import CompressionState, compression_hook
+from gradlab.runtime.network.groups import part_of
 from support.pool_groups import SPARE
 from support.stacks import Stack
 
@@ -62,7 +63,7 @@ class Option:
     ddp: arguments for DDP; uses_branch: by rank and step; micro_batches: accumulated under no_sync; dtype: of the
     model; autocast: to this dtype; scaled: under a GradScaler whose scale changes; compiled: "inside" DDP or "around"
     it; frozen_from: the branch stops training at this step; overflow_at: rank 0's gradients are infinite in this one;
-    together: models trained at once; part: of a larger world;
+    together: models trained at once; part: of a larger world; local_ranks: of a node, where nodes exchange means;
     tolerance: largest relative difference from lockstep, 0 for bit for bit.
     """
 
@@ -77,7 +78,12 @@ class Option:
     overflow_at: int = -1
     together: int = 1
     part: bool = False
+    local_ranks: int = 1
     tolerance: float = 0.0
+
+    def fits(self, world_size: int) -> bool:
+        """Whether ranks fill several nodes."""
+        return world_size % self.local_ranks == 0 and world_size > self.local_ranks
 
 
 UNUSED = {"find_unused_parameters": True}
@@ -101,6 +107,14 @@ OPTIONS: dict[str, Option] = {
     "GradScaler": Option(scaled=True),
     "GradScaler, overflow": Option(scaled=True, overflow_at=3),
     "find_unused, overflow": Option(ddp=UNUSED, uses_branch=sometimes, scaled=True, overflow_at=3),
+    "nodes of 2": Option(local_ranks=2),
+    "nodes of 2, find_unused": Option(local_ranks=2, ddp=UNUSED, uses_branch=sometimes),
+    "nodes of 2, bf16 model": Option(local_ranks=2, dtype=torch.bfloat16),
+    "nodes of 2, overflow": Option(local_ranks=2, scaled=True, overflow_at=3),
+    "nodes of 2, bucket view": Option(local_ranks=2, ddp=UNUSED | {"gradient_as_bucket_view": True}),
+    "nodes of 2, no_sync": Option(local_ranks=2, micro_batches=3),
+    "nodes of 2, part of the world": Option(local_ranks=2, part=True),
+    "nodes of 3": Option(local_ranks=3),
     "mixed_precision": Option(ddp={"mixed_precision": _MixedPrecision(torch.bfloat16, torch.bfloat16)}),
 }
 
@@ -156,6 +170,13 @@ def in_parallel(
         return ddp
 
 
+def node_group(group: dist.ProcessGroup, local_ranks: int) -> dist.ProcessGroup | None:
+    """The group of this rank's node, if nodes have several ranks."""
+    ranks = dist.get_process_group_ranks(group)
+    first = dist.get_rank(group) // local_ranks * local_ranks
+    return part_of(group, ranks[first : first + local_ranks], None, torch.device("cpu")) if local_ranks > 1 else None
+
+
 class Cell:
     """The training runs of one cell."""
 
@@ -163,6 +184,14 @@ class Cell:
         self.group, self.option = group, option
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.stack = stack
+        self.nodes, self.node = self.world_size // option.local_ranks, self.rank // option.local_ranks
+        self.within = node_group(group, option.local_ranks)
+
+    def node_means(self, by_rank: list[Tensors]) -> list[Tensors]:
+        """What the nodes exchange."""
+        count = self.option.local_ranks
+        nodes = [by_rank[first : first + count] for first in range(0, len(by_rank), count)]
+        return [{name: mean_of_node([grads[name] for grads in ranks]) for name in ranks[0]} for ranks in nodes]
 
     def run(self) -> float:
         """The largest relative difference of an applied gradient from lockstep's."""
@@ -197,11 +226,12 @@ class _Training:
             deterministic=True,
             measure_every=1,
             process_group=SPARE.get(cell.world_size),
+            within=cell.within,
         )
         self.ddp.register_comm_hook(self.state, compression_hook)
         self.lockstep = LockstepPlan(
             self.plan,
-            cell.world_size,
+            cell.nodes,
             plain_sgd=True,
             hold_unused=self.ddp.find_unused_parameters or self.ddp.static_graph,
         )
@@ -259,7 +289,8 @@ class _Training:
     def _expected(self, step: int, scale: float) -> dict[str, torch.Tensor | None]:
         """What every rank should apply in this step, by layer; None where no rank has a gradient."""
         everyone = [self._local(rank, step, scale) for rank in range(self.cell.world_size)]
-        gradients, used = [one[0] for one in everyone], set().union(*(one[1] for one in everyone))
+        used = set().union(*(one[1] for one in everyone))
+        gradients = self.cell.node_means([one[0] for one in everyone])
         rates = {layer.name: self.optimizer.param_groups[0]["lr"] for layer in self.plan.layers}
         done = self.lockstep.step(step, gradients, rates, loss_scale=scale)
         exchanged = {name: mean for ranks in done.exchanged.values() for name, mean in ranks[0].mean.items()}
@@ -295,10 +326,12 @@ class _Training:
 
     def _compare_states(self) -> float:
         """The largest relative difference of a state, or of a learning rate that residuals are kept in."""
-        theirs, ours = self.lockstep.runs[self.cell.rank], self.state.run
-        assert ours.learning_rates == theirs.learning_rates
+        theirs, ours = self.lockstep.runs[self.cell.node], self.state.run
+        own = [layer for group in ours.groups.values() for layer in group.layers]
+        assert all(ours.learning_rates.get(layer) == theirs.learning_rates.get(layer) for layer in own)
         worst = 0.0
-        for group, expected in theirs.states.items():
+        for group in ours.groups.keys() & theirs.states.keys():
+            expected = theirs.states[group]
             assert ours.states[group].keys() == expected.keys()
             for key, wanted in expected.items():
                 if not torch.equal(ours.states[group][key], wanted):
@@ -312,9 +345,10 @@ class _Training:
             return
         for group in self.plan.compressed_groups:
             for name in group.layers:
-                due = self.state.states[group.name][f"{name}/residual"].double()
+                own = self.state.states.get(group.name, {}).get(f"{name}/residual")
+                due = torch.zeros_like(self.given[name]) if own is None else own.double()
                 dist.all_reduce(due, group=self.cell.group)
-                left = self.given[name] - self.applied[name] - due / self.cell.world_size
+                left = self.given[name] - self.applied[name] - due / self.cell.nodes
                 share = float(left.norm() / (self.given[name].norm() + self.applied[name].norm() + due.norm()))
                 assert share < self._rounding(), f"{name}: {share:.1e} of the gradient is lost"
 

@@ -21,7 +21,7 @@ from gradlab.executor.rules import residual_growth
 from gradlab.layout import Layer
 from gradlab.plan import Group, Plan, Wrap
 from gradlab.runtime.engine.statistics import Statistics, StepRecord
-from gradlab.runtime.run_report import scalars, summarize_run, table
+from gradlab.runtime.run_report import Place, scalars, summarize_run, table
 from gradlab.runtime.timeline import Timeline
 from support.process_pool import ProcessPool
 
@@ -155,10 +155,10 @@ def test_a_residual_that_keeps_growing_is_reported() -> None:
         StepRecord(step, True, group_seconds={"a": (0.1, 0.1)}, residual_norms={"a": 1.0 + step}) for step in range(40)
     ]
     run = PlanRun(plan, 0, 2)
-    growing = summarize_run(run, steps, 16, None)
+    growing = summarize_run(run, steps, Place(0, 2, 16, 8.0), None)
     assert "a: the residual norm grew 2.3 times in" in table(growing)
     slower = [replace(step, residual_norms={"a": 100.0 + step.step}) for step in steps]
-    found = summarize_run(run, slower, 16, None)
+    found = summarize_run(run, slower, Place(0, 2, 16, 8.0), None)
     assert found.groups[0].means is not None
     assert found.groups[0].means.residual_growth == pytest.approx(134.5 / 114.5)
     assert "residual norm grew" not in table(found)
@@ -175,7 +175,7 @@ def test_a_report_says_the_same_typed_and_as_json() -> None:
         group_payload_bytes={"a": 8},
         group_seconds={"a": (1, 2)},
     )
-    report = summarize_run(PlanRun(plan, 1, 2), [step], 16, None)
+    report = summarize_run(PlanRun(plan, 1, 2), [step], Place(1, 2, 16, 8.0), None)
     written = report.to_json()
     json.dumps(written, allow_nan=False)
     assert report.compression_ratio == written["compression_ratio"] == 2.0
@@ -184,7 +184,7 @@ def test_a_report_says_the_same_typed_and_as_json() -> None:
     assert written["relative_error_by_layer"] == {"a": None}
     assert written["groups"] == [row.to_json() for row in report.groups]
     assert written["codecs"] == [row.to_json() for row in report.codecs]
-    bare = summarize_run(PlanRun(plan, 1, 2), [], 16, None).to_json()
+    bare = summarize_run(PlanRun(plan, 1, 2), [], Place(1, 2, 16, 8.0), None).to_json()
     assert (bare["steps"], bare["compression_ratio"]) == (0, None)
     assert bare["groups"] == [{"group": "a", "codec": "topk", "layers": ["a"]}]
     assert not {"wait_seconds", "payload_bytes_per_step"} & set(bare)

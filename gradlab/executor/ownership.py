@@ -1,0 +1,107 @@
+"""Which rank of a node carries which part of a plan, where nodes exchange what their ranks have averaged.
+
+Every group of layers has one owner among a node's ranks: the same local rank on all nodes. It holds the group's state,
+and runs its codec with the owners of the other nodes. Large layers of no group are cut into one piece per local rank.
+So every local rank computes, and sends, a share of what its node sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from gradlab.plan import FINITE_FLAG_BYTES, Plan
+
+_CUT_FROM = 1024  # elements per piece; a smaller layer is not worth several messages
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """The parts of a plan by local rank.
+
+    Attributes:
+        local_ranks: ranks of a node, L.
+        groups: by group name, the local rank that owns it. Groups that are plainly dense have no owner.
+        pieces: by layer name, the L + 1 offsets at which its flat elements are cut: local rank i carries elements
+            pieces[i] to pieces[i + 1].
+    """
+
+    local_ranks: int
+    groups: Mapping[str, int]
+    pieces: Mapping[str, tuple[int, ...]]
+
+    def share(self, layer: str, local_rank: int) -> slice:
+        """Return which of a layer's flat elements a local rank carries: all, some, or none."""
+        cuts = self.pieces[layer]
+        return slice(cuts[local_rank], cuts[local_rank + 1])
+
+    def numel(self, layer: str, local_rank: int) -> int:
+        """Return how many elements of a layer a local rank carries."""
+        cuts = self.pieces[layer]
+        return cuts[local_rank + 1] - cuts[local_rank]
+
+    def owned(self, local_rank: int) -> frozenset[str]:
+        """Return the names of the groups that a local rank owns."""
+        return frozenset(name for name, owner in self.groups.items() if owner == local_rank)
+
+
+def share_out(plan: Plan, local_ranks: int) -> Ownership:
+    """Share a plan out among the ranks of a node. It follows from the plan and L alone.
+
+    The largest part goes to the local rank that carries the fewest elements so far, and so on down (the rule of the
+    longest processing time). Taking groups in turn would give one rank all layers of one shape: transformers repeat
+    four of them, as many as there are often ranks.
+
+    Args:
+        plan: to be shared out.
+        local_ranks: ranks of a node, from 1.
+
+    Returns:
+        Who owns what.
+    """
+    numel = {layer.name: layer.numel for layer in plan.layers}
+    compressed = {group.name: group for group in plan.compressed_groups}
+    grouped = {layer for group in compressed.values() for layer in group.layers}
+    cut = {name for name in numel if name not in grouped and numel[name] >= _CUT_FROM * local_ranks}
+    whole = {name: (name,) for name in numel if name not in grouped and name not in cut}
+    # A group and a layer may bear one name.
+    parts = [("group", name, group.layers) for name, group in compressed.items()]
+    parts += [("layer", name, layers) for name, layers in whole.items()]
+    sizes = [sum(numel[layer] for layer in layers) for _, _, layers in parts]
+    owners = _balanced(sizes, local_ranks)
+    pieces = {name: tuple(numel[name] * i // local_ranks for i in range(local_ranks + 1)) for name in cut}
+    for (_, _, layers), owner in zip(parts, owners, strict=True):
+        pieces |= {name: tuple(numel[name] * (i > owner) for i in range(local_ranks + 1)) for name in layers}
+    named = {name: owner for (kind, name, _), owner in zip(parts, owners, strict=True) if kind == "group"}
+    return Ownership(local_ranks, named, {name: pieces[name] for name in numel})
+
+
+def _balanced(sizes: Iterable[int], bins: int) -> list[int]:
+    """A bin for each size: the largest first, each into the bin that holds least; ties in order."""
+    sizes = list(sizes)
+    held, chosen = [0] * bins, [0] * len(sizes)
+    for position in sorted(range(len(sizes)), key=lambda at: (-sizes[at], at)):
+        chosen[position] = min(range(bins), key=lambda one: (held[one], one))
+        held[chosen[position]] += sizes[position]
+    return chosen
+
+
+def forecast_payload(plan: Plan, ownership: Ownership, local_rank: int, nodes: int) -> float:
+    """Forecast the bytes that one local rank contributes between nodes in a compressed step, for float32 gradients.
+
+    Args:
+        plan: that is run.
+        ownership: of its parts.
+        local_rank: whose bytes are wanted.
+        nodes: number of nodes M.
+
+    Returns:
+        Bytes, mean over nodes. Over the ranks of a node they add up to what the plan forecasts for M ranks, and to one
+        more flag of the ranks' agreement for each rank beyond the first that owns a group.
+    """
+    owned = ownership.owned(local_rank)
+    dense = {layer.name for layer in plan.dense_layers} if plan.compressed_groups else set(ownership.pieces)
+    total = 4.0 * sum(ownership.numel(name, local_rank) for name in dense) + (FINITE_FLAG_BYTES if owned else 0)
+    return total + sum(
+        plan.group_payload_bytes(group, nodes) for group in plan.compressed_groups if group.name in owned
+    )

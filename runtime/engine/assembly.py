@@ -1,0 +1,72 @@
+"""Put a run together from checked arguments: communicators, the rank's run of the plan, and its driver."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+
+import torch.distributed as dist
+
+from gradlab.executor import PlanRun, RunSettings
+from gradlab.executor.ownership import share_out
+from gradlab.plan import Plan
+from gradlab.runtime.engine.device import HostDevice
+from gradlab.runtime.engine.driver import StepDriver
+from gradlab.runtime.engine.nodes import NodeDriver, NodeNetwork
+from gradlab.runtime.engine.options import RunOptions, Surroundings
+from gradlab.runtime.network.communicator import Communicator
+from gradlab.runtime.network.groups import part_of
+from gradlab.runtime.network.topology import Topology
+from gradlab.runtime.timeline import Timeline
+from gradlab.workspace import RecyclingWorkspace
+
+
+def make_driver(
+    plan: Plan,
+    group: dist.ProcessGroup,
+    surroundings: Surroundings,
+    options: RunOptions,
+    device: HostDevice,
+    *,
+    owned: bool,
+    topology: Topology | None,
+) -> StepDriver:
+    """Make the driver of a plan's steps. A collective on the group, if nodes have groups of their own.
+
+    Args:
+        plan: to be run.
+        group: of all ranks.
+        surroundings: what is read in each step.
+        options: the run's.
+        device: of the gradients.
+        owned: whether closing the driver destroys the group.
+        topology: of nodes whose ranks are averaged before the plan; None: every rank stands for itself.
+
+    Returns:
+        The driver, with its run and its communicators.
+    """
+    workspace = RecyclingWorkspace()
+    settings = RunSettings(options.plain_sgd, options.hold_unused, replan_beside=True, device=device.device)
+    communicator = partial(
+        Communicator,
+        check_requests=options.check_requests,
+        timeline=Timeline(options.trace_steps),
+        workspace=workspace,
+        device=device.device,
+    )
+    everyone = communicator(group, options.deterministic, owned=owned)
+    if topology is None:
+        if everyone.world_size == 1:
+            warnings.warn("gradlab: world size 1, there is no communication to compress", stacklevel=4)
+        run = PlanRun(plan, everyone.rank, everyone.world_size, settings, workspace=workspace)
+        return StepDriver(run, everyone, surroundings, workspace, options)
+    inside, between = (
+        communicator(part_of(group, ranks, None, device.device), options.deterministic, owned=True)
+        for ranks in (topology.inside, topology.between)
+    )
+    ownership = share_out(plan, topology.local_ranks)
+    mine = ownership.owned(topology.local_rank)
+    codecs = {one.name: plan.build(one).to(device.device) for one in plan.compressed_groups if one.name in mine}
+    run = PlanRun(plan, topology.node, len(topology.nodes), settings, codecs=codecs, workspace=workspace)
+    nodes = NodeNetwork(ownership, inside, everyone)
+    return NodeDriver(run, between, surroundings, workspace, options, nodes)

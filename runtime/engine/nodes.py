@@ -1,0 +1,254 @@
+"""Drive a plan between nodes: gradients are averaged inside a node, exchanged by their owners, and spread inside.
+
+Every part of a step (a bucket of DDP) takes three ways. An all-to-all inside the node brings each local rank all
+addends of what it carries, which it sums in their order. Its groups' codecs run with the owners of the other nodes,
+just as they would between ranks. When they have ended, a gather inside the node brings the results to all of its ranks.
+
+While one part's codecs wait for the slow network, the next part is averaged inside, and the results of earlier ones
+are spread. All collectives follow in one order from the parts alone: part p is averaged, then its codecs begin, then
+the results of the part `LAG` before it are spread. Local ranks own different codecs, which take different numbers of
+collectives between nodes, but never another order of those inside.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from gradlab.codec import Tensors
+from gradlab.codec.measures import is_finite
+from gradlab.collectives import mean_of_node
+from gradlab.errors import GradlabError
+from gradlab.executor import PlanRun
+from gradlab.executor.ownership import Ownership
+from gradlab.runtime.engine.driver import Iteration, Part, StepDriver
+from gradlab.runtime.engine.options import RunOptions, Surroundings
+from gradlab.runtime.engine.statistics import StepRecord
+from gradlab.runtime.network.communicator import Communicator
+from gradlab.workspace import RecyclingWorkspace
+
+LAG = 2  # parts that come in before a complete one is spread: codecs of two rounds have ended by then
+
+
+@dataclass(frozen=True)
+class NodeNetwork:
+    """Where a rank stands in its node.
+
+    Attributes:
+        ownership: of the plan's parts.
+        inside: of the node's ranks.
+        everyone: of the ranks of all nodes.
+    """
+
+    ownership: Ownership
+    inside: Communicator
+    everyone: Communicator
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's position in its node."""
+        return self.inside.rank
+
+    def close(self) -> None:
+        """Let go of both groups. Idempotent."""
+        self.inside.close()
+        self.everyone.close()
+
+
+@dataclass(eq=False)
+class _Spread:
+    """The way of one part.
+
+    Attributes:
+        part: as it came.
+        memory: what this local rank carries of it, flat: addends' mean, then results.
+        sizes: elements that each local rank carries.
+        complete: whether all groups with a layer in it, of any owner, have begun; then with which part the last did.
+        gathered: what all local ranks carry, one after another, and what to wait for.
+    """
+
+    part: Part
+    memory: torch.Tensor
+    sizes: list[int]
+    complete: int | None = None
+    gathered: tuple[torch.Tensor, dist.Work | None] | None = None
+
+
+class NodeDriver(StepDriver):
+    """A `StepDriver` between nodes, whose parts are averaged inside the node before, and spread after.
+
+    Args:
+        run: of the groups that this rank owns; its ranks are the nodes.
+        communicator: of the same local rank on all nodes.
+        nodes: where this rank stands in its node.
+    """
+
+    takes_whole_buffers = False
+
+    def __init__(
+        self,
+        run: PlanRun,
+        communicator: Communicator,
+        surroundings: Surroundings,
+        workspace: RecyclingWorkspace,
+        options: RunOptions,
+        nodes: NodeNetwork,
+    ) -> None:
+        super().__init__(run, communicator, surroundings, workspace, options, nodes.everyone)
+        self._nodes = nodes
+        self._numel = {layer.name: layer.numel for layer in run.plan.layers}
+        self._group_of = {layer: group for group in run.plan.compressed_groups for layer in group.layers}
+        self._spreads: list[_Spread] = []
+        self._waiting: deque[_Spread] = deque()  # to be spread, in this order
+        self._arrived: set[str] = set()  # layers
+
+    def begin(self) -> None:
+        super().begin()
+        self._spreads, self._waiting = [], deque()
+        self._arrived = set()
+
+    def add(self, part: Part) -> None:
+        current = self._in_progress(part)
+        with self._inside(current):
+            spread = self._average_inside(part)
+        own = self._own_gradients(spread)
+        super().add(Part(part.index, own, spread.memory if own else None, part.arrived))
+        self._spreads.append(spread)
+        self._waiting.append(spread)
+        self._arrived |= part.gradients.keys()
+        self._note_complete(part.index)
+        while self._waiting and self._is_due(self._waiting[0], part.index):
+            self._spread(current, self._waiting.popleft())
+
+    def drain(self) -> None:
+        raise GradlabError("between nodes, results are there when a step has ended")
+
+    def finish(self) -> StepRecord:
+        current = self._in_progress(None)
+        current.step.require_whole()
+        while self._waiting:
+            self._spread(current, self._waiting.popleft())
+        self._complete(current)
+        with self._inside(current):
+            held = self._agree_inside(current)
+            self._write(current, held)
+        _, current.record.inside_wire_bytes = self._nodes.inside.take_counts()
+        record = self._commit(current)
+        for spread in self._spreads:
+            spread.part.settle()
+        self._spreads = []
+        return record
+
+    def abandon(self) -> list[Part]:
+        super().abandon()
+        parts = [spread.part for spread in self._spreads]
+        self._spreads, self._waiting = [], deque()
+        return parts
+
+    def close(self) -> None:
+        super().close()
+        self._nodes.close()
+
+    # --- inside the node ---
+
+    def _average_inside(self, part: Part) -> _Spread:
+        """Bring each local rank the addends of what it carries, and sum them in the order of local ranks."""
+        inside, ownership = self._nodes.inside, self._nodes.ownership
+        flat = {name: gradient.reshape(-1) for name, gradient in part.gradients.items()}
+        carried = range(inside.world_size)
+        sizes = [sum(ownership.numel(name, local_rank) for name in flat) for local_rank in carried]
+        pieces = [flat[name][ownership.share(name, local_rank)] for local_rank in carried for name in flat]
+        sent = self._workspace.empty((sum(sizes),), pieces[0])
+        torch.cat(pieces, out=sent)
+        received, work = inside.all_to_all(sent, sizes)
+        inside.wait(work)
+        addends = received.view(inside.world_size, sizes[inside.rank])
+        return _Spread(part, mean_of_node(list(addends)), sizes)
+
+    def _own_gradients(self, spread: _Spread) -> Tensors:
+        """What this local rank carries of a part: whole layers in their shape, pieces of others flat."""
+        own, ownership, local_rank = {}, self._nodes.ownership, self._nodes.local_rank
+        names = [name for name in spread.part.gradients if ownership.numel(name, local_rank)]
+        pieces = spread.memory.split([ownership.numel(name, local_rank) for name in names])
+        for name, piece in zip(names, pieces, strict=True):
+            whole = piece.numel() == self._numel[name]
+            own[name] = piece.view(spread.part.gradients[name].shape) if whole else piece
+        return own
+
+    def _note_complete(self, index: int) -> None:
+        """Note which parts have all that will change them under way."""
+        for spread in self._waiting:
+            if spread.complete is None:
+                groups = [self._group_of[name] for name in spread.part.gradients if name in self._group_of]
+                if all(self._arrived.issuperset(group.layers) for group in groups):
+                    spread.complete = index
+
+    @staticmethod
+    def _is_due(spread: _Spread, index: int) -> bool:
+        return spread.complete is not None and spread.complete + LAG <= index
+
+    def _spread(self, current: Iteration, spread: _Spread) -> None:
+        """Start to bring a part's results to all local ranks, once the codecs are through with it."""
+        last = spread.part.index if spread.complete is None else spread.complete
+        self._drain_part(current, spread.part.index, last)
+        with self._inside(current):
+            inside = self._nodes.inside
+            own = spread.memory.numel()
+            copies = spread.memory.repeat(inside.world_size)
+            spread.gathered = inside.all_to_all(copies, [own] * inside.world_size, spread.sizes)
+
+    def _agree_inside(self, current: Iteration) -> frozenset[str]:
+        """Learn what the owners of other groups have agreed on.
+
+        Returns:
+            Layers of any owner that no rank had a gradient of.
+        """
+        step, run = current.step, self.run
+        results = [tensor for part in current.parts for tensor in part.memory]
+        names = list(self._group_of) if run.settings.hold_unused else []
+        finite = step.finite and all(is_finite(result) for result in results)
+        flags = [bool(step.active), not finite, step.noticed, *(name in step.held for name in names)]
+        message = torch.tensor(flags, dtype=torch.uint8, device=self._nodes.inside.device)
+        rows = torch.stack(self._nodes.inside.gather_bytes(message)).amax(0).tolist()
+        if rows[0]:
+            step.finite, step.noticed = not rows[1], bool(rows[2])
+        return frozenset(name for name, held in zip(names, rows[3:], strict=True) if held)
+
+    def _write(self, current: Iteration, held: frozenset[str]) -> None:
+        """Put the results where the gradients were."""
+        for spread in self._spreads:
+            assert spread.gathered is not None
+            gathered, work = spread.gathered
+            self._nodes.inside.wait(work)
+            if current.step.finite:
+                self._write_part(spread, gathered, held)
+            else:
+                for tensor in spread.part.memory:
+                    tensor.fill_(torch.nan)
+
+    def _write_part(self, spread: _Spread, gathered: torch.Tensor, held: frozenset[str]) -> None:
+        ownership, gradients = self._nodes.ownership, spread.part.gradients
+        pieces: dict[str, list[torch.Tensor]] = {name: [] for name in gradients}
+        for local_rank, carried in enumerate(gathered.split(spread.sizes)):
+            sizes = [ownership.numel(name, local_rank) for name in gradients]
+            for name, piece in zip(gradients, carried.split(sizes), strict=True):
+                pieces[name].append(piece)
+        for name, gradient in gradients.items():
+            if name in held:
+                gradient.zero_()
+                continue
+            parts = [piece for piece in pieces[name] if piece.numel()]
+            gradient.copy_((parts[0] if len(parts) == 1 else torch.cat(parts)).view(gradient.shape))
+
+    @contextmanager
+    def _inside(self, current: Iteration) -> Iterator[None]:
+        """Note the time spent on the node's own exchange, its waiting included."""
+        began = time.perf_counter()
+        yield
+        current.record.inside_seconds += time.perf_counter() - began

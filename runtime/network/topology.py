@@ -1,0 +1,158 @@
+"""Which ranks of a process group stand on one node, and which stand for the same part of it on the others."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradlab.ddp.agreement import Ranks
+from gradlab.errors import GradlabError
+
+NODE = "node"  # the value of `within` that takes what torchrun says
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The ranks of a process group by node.
+
+    Attributes:
+        nodes: global ranks of each node, in the order of local ranks; all nodes have as many.
+        node: this rank's.
+        local_rank: this rank's position on its node.
+    """
+
+    nodes: tuple[tuple[int, ...], ...]
+    node: int
+    local_rank: int
+
+    @property
+    def local_ranks(self) -> int:
+        """Ranks of a node, L."""
+        return len(self.nodes[0])
+
+    @property
+    def inside(self) -> list[int]:
+        """Global ranks of this rank's node."""
+        return list(self.nodes[self.node])
+
+    @property
+    def between(self) -> list[int]:
+        """Global ranks of this local rank on all nodes."""
+        return [ranks[self.local_rank] for ranks in self.nodes]
+
+
+def find_topology(within: object, group: dist.ProcessGroup, device: torch.device) -> Topology | None:
+    """Find the nodes of a group's ranks. A collective on the group.
+
+    Args:
+        within: what tells the ranks of this rank's node: one dimension of a DeviceMesh, a process group, "node" for
+            the machine as torchrun tells it, or None.
+        group: of all ranks.
+        device: of this rank's tensors, if the group's backend is NCCL.
+
+    Returns:
+        The topology; None where ranks are not taken together: for None, and for "node" where torchrun does not say,
+        every rank has a machine of its own, all have one in common, or machines have different numbers of ranks (which
+        gives a warning).
+
+    Raises:
+        GradlabError: the same line on all ranks, for groups that overlap, leave ranks out, or differ in size, and for
+            anything else as `within`.
+    """
+    ranks = Ranks(group, device)
+    everyone = dist.get_process_group_ranks(group)
+    mine, problem = None, None
+    try:
+        mine = _ranks_within(within, everyone)
+    except GradlabError as error:
+        problem = str(error)
+    gathered = ranks.gather({"mine": mine, "problem": problem, "automatic": within == NODE})
+    ranks.raise_together(problem)
+    lists = [one["mine"] for one in gathered]
+    if all(one is None for one in lists):
+        return None
+    automatic = all(one["automatic"] for one in gathered)
+    if automatic and (None in lists or len(lists[0]) in (1, len(everyone))):
+        return None
+    if automatic and len({len(one) for one in lists}) > 1:
+        _warn_of_sizes(lists, ranks.rank)
+        return None
+    return _topology(everyone, lists, dist.get_rank())
+
+
+def _ranks_within(within: object, everyone: Sequence[int]) -> list[int] | None:
+    """The global ranks of this rank's node, as it knows them."""
+    if within is None:
+        return None
+    if within == NODE:
+        return _ranks_of_machine(everyone)
+    group = _group_of(within)
+    if group is None or dist.get_rank() not in (ranks := dist.get_process_group_ranks(group)):
+        raise GradlabError("within: a process group that this rank is not in; give every rank the group of its node")
+    if outside := sorted(set(ranks) - set(everyone)):
+        raise GradlabError(f"within has the ranks {outside}, which are not in the model's process group {everyone}")
+    return list(ranks)
+
+
+def _ranks_of_machine(everyone: Sequence[int]) -> list[int] | None:
+    """Those of the group's ranks that torchrun started on this machine; None if it does not say."""
+    told = [os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    if not all(value.isdecimal() for value in told) or int(told[0]) != dist.get_rank():
+        return None
+    rank, local_rank, local_ranks = map(int, told)
+    first = rank - local_rank
+    return [one for one in everyone if first <= one < first + local_ranks]
+
+
+def _group_of(within: Any) -> dist.ProcessGroup | None:
+    """The process group in a mesh's dimension; None for one of other ranks."""
+    if isinstance(within, dist.ProcessGroup):
+        return within
+    if isinstance(within, dist.DeviceMesh):
+        if within.ndim != 1:
+            names = within.mesh_dim_names or ("local",)
+            raise GradlabError(
+                f"within: a mesh of {within.ndim} dimensions, expected the one along which a node's ranks lie, such as "
+                f"mesh[{names[-1]!r}]"
+            )
+        return within.get_group()
+    if within is dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    raise GradlabError(
+        f"within = {str(within)[:60]!r} ({type(within).__name__}), expected a dimension of a DeviceMesh, a process "
+        f"group, {NODE!r} or None"
+    )
+
+
+def _topology(everyone: Sequence[int], lists: Sequence[Sequence[int] | None], rank: int) -> Topology:
+    """Put together what all ranks said, in their order."""
+    by_rank = dict(zip(everyone, lists, strict=True))
+    for one, said in by_rank.items():
+        for other in by_rank if said is None else said:
+            if by_rank[other] != said:
+                texts = [f"rank {of} has {f'the node {by_rank[of]}' if by_rank[of] else 'none'}" for of in (one, other)]
+                raise GradlabError(
+                    f"within: {', '.join(texts)}; every rank needs the group of its own node, and all of a node one "
+                    "and the same"
+                )
+    nodes = sorted({tuple(said) for said in lists if said is not None}, key=min)
+    if len({len(node) for node in nodes}) > 1:
+        raise GradlabError(f"within: nodes of {[len(node) for node in nodes]} ranks, expected as many on each")
+    node = next(position for position, ranks in enumerate(nodes) if rank in ranks)
+    return Topology(tuple(nodes), node, nodes[node].index(rank))
+
+
+def _warn_of_sizes(lists: Sequence[Sequence[int]], rank: int) -> None:
+    if rank == 0:
+        sizes = sorted({len(one) for one in lists})
+        warnings.warn(
+            f"gradlab: machines have different numbers of ranks ({', '.join(map(str, sizes))}), so that every rank "
+            "compresses for itself; with equal numbers a node would send once (within=None: no warning)",
+            stacklevel=2,
+        )

@@ -1,0 +1,237 @@
+"""Tasks for real ranks that stand for nodes of several ranks each."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from gradlab.codec.contract import Tensors
+from gradlab.errors import GradlabError
+from gradlab.layout import layers_of
+from gradlab.plan import FEEDBACK, Group, Plan
+from gradlab.runtime import CompressionState, compression_hook
+from gradlab.runtime.network.groups import part_of
+from jobs import refresh_tasks
+from jobs.matrix_cells import node_group
+from support.prescribed import Prescribed, gradients
+
+SHAPES = {"conv": (16, 8, 3, 3), "wide": (24, 150), "large": (90, 80), "tall": (200, 18), "vector": (65,)}
+
+
+def prescribed(group: dist.ProcessGroup, shapes: dict[str, Any] | None = None) -> DistributedDataParallel:
+    """A model of several small buckets."""
+    return DistributedDataParallel(Prescribed(shapes or SHAPES), process_group=group, bucket_cap_mb=0.01)
+
+
+def plan_of(model: nn.Module, codec: str, settings: dict[str, Any]) -> Plan:
+    """Two layers in one group, which buckets part; one large layer dense, another one in a group of its own."""
+    if codec == "identity":
+        return Plan(layers_of(model), ())
+    both, one = ("conv", "tall"), ("wide",)
+    return Plan(
+        layers_of(model),
+        (Group("both", both, codec, settings, FEEDBACK), Group("wide", one, codec, settings, FEEDBACK)),
+    )
+
+
+def attached(
+    group: dist.ProcessGroup, model: DistributedDataParallel, plan: Plan, local_ranks: int, **options: Any
+) -> CompressionState:
+    """A state between nodes of so many ranks, registered."""
+    state = CompressionState(plan, model, within=node_group(group, local_ranks), **options)
+    model.register_comm_hook(state, compression_hook)
+    return state
+
+
+def step_of(model: DistributedDataParallel, rank: int, step: int) -> Tensors:
+    """One backward pass; the gradients that it leaves."""
+    model.zero_grad()
+    model(gradients(SHAPES, rank, step)).backward()
+    return {name: p.grad.clone() for name, p in model.module.named_parameters()}
+
+
+def bytes_of_steps(group: dist.ProcessGroup, codec: str, settings: dict[str, Any], local_ranks: int) -> dict[str, Any]:
+    """Bytes counted and forecast, and how far uncompressed gradients are from plain DDP's."""
+    rank = dist.get_rank(group)
+    plain, model = prescribed(group), prescribed(group)
+    state = attached(group, model, plan_of(model, codec, settings), local_ranks)
+    farthest = 0.0
+    for step in range(3):
+        expected, given = step_of(plain, rank, step), step_of(model, rank, step)
+        farthest = max(float((given[n] - expected[n]).abs().max() / expected[n].abs().max()) for n in expected)
+    last, report = state.statistics.steps[-1], state.report()
+    state.close()
+    return {
+        "payload": last.payload_bytes,
+        "forecast": report["forecast_payload_bytes"],
+        "dense": report["dense_payload_bytes"],
+        "inside": last.inside_wire_bytes,
+        "of the plan": state.plan.payload_bytes(group.size() // local_ranks),
+        "nodes": report["nodes"],
+        "groups": [row["group"] for row in report["groups"]],
+        "farthest": farthest,
+        "gradients": [float(value.double().sum()) for value in given.values()],
+    }
+
+
+def resumed(group: dist.ProcessGroup, local_ranks: int) -> list[bool]:
+    """Steps after a checkpoint equal those of the run that went on, bit for bit."""
+    rank = dist.get_rank(group)
+    model, again = prescribed(group), prescribed(group)
+    plan = plan_of(model, "topk", {"density": 0.05})
+    state = attached(group, model, plan, local_ranks, deterministic=True)
+    for step in range(4):
+        step_of(model, rank, step)
+    kept = state.state_dict()
+    other = attached(group, again, plan, local_ranks, deterministic=True)
+    other.load_state_dict(kept)
+    same = []
+    for step in range(4, 7):
+        expected, given = step_of(model, rank, step), step_of(again, rank, step)
+        same.append(all(torch.equal(given[name], expected[name]) for name in expected))
+    state.close()
+    other.close()
+    return same
+
+
+def redistributed(group: dist.ProcessGroup, before: int, after: int, policy: str) -> dict[str, Any]:
+    """What is due at the ranks, before and after a change of the number of local ranks; and the next step works."""
+    rank = dist.get_rank(group)
+    model, again = prescribed(group), prescribed(group)
+    plan = plan_of(model, "topk", {"density": 0.05})
+    state = attached(group, model, plan, before)
+    for step in range(4):
+        step_of(model, rank, step)
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, state.state_dict(), group=group)
+    other = attached(group, again, plan, after)
+    other.load_state_dicts(everyone, residuals=policy)
+    due = [_due(group, one, local_ranks) for one, local_ranks in ((state, before), (other, after))]
+    owned = sorted(other.states)
+    step_of(again, rank, 4)
+    iterations = [other.iteration, state.iteration]
+    try:
+        attached(group, prescribed(group), plan, after).load_state_dict(state.state_dict())
+        refusal = ""
+    except GradlabError as error:
+        refusal = str(error)
+    state.close()
+    other.close()
+    return {"due": due, "owned": owned, "iterations": iterations, "refusal": refusal}
+
+
+def _due(group: dist.ProcessGroup, state: CompressionState, local_ranks: int) -> dict[str, float]:
+    """The mean over nodes of what was not sent, as one number per layer."""
+    due = {}
+    for name in ("conv", "tall", "wide"):
+        mine = [kept[f"{name}/residual"] for kept in state.states.values() if f"{name}/residual" in kept]
+        total = (mine[0].double() if mine else torch.zeros(SHAPES[name], dtype=torch.float64)).clone()
+        dist.all_reduce(total, group=group)
+        due[name] = float(total.norm()) * local_ranks / group.size()
+    return due
+
+
+def refused(group: dist.ProcessGroup) -> dict[str, str]:
+    """What is said of meshes and groups that are not nodes."""
+    rank, size = dist.get_rank(group), group.size()
+    model = prescribed(group)
+    plan = plan_of(model, "topk", {"density": 0.05})
+    halves = node_group(group, 2)
+    crossed = DeviceMesh("cpu", torch.arange(size).view(2, size // 2), mesh_dim_names=("node", "local"))
+    alone = part_of(group, [rank], None, torch.device("cpu"))
+    uneven = part_of(group, [0, 1, 2] if rank < 3 else [3], None, torch.device("cpu"))
+    within: dict[str, Callable[[], Any]] = {
+        "a whole mesh": lambda: crossed,
+        "a word": lambda: "nodes",
+        "a number": lambda: 2,
+        "on one rank only": lambda: halves if rank == 0 else None,
+        "one node": lambda: group,
+        "other sizes": lambda: uneven,
+        "overlapping": lambda: group if rank == 0 else halves,
+        "not in it": lambda: dist.GroupMember.NON_GROUP_MEMBER if rank == 1 else alone,
+    }
+    messages = {
+        name: _refusal(lambda value=value: CompressionState(plan, model, within=value()))  # type: ignore[misc]
+        for name, value in within.items()
+    }
+    part = DistributedDataParallel(Prescribed(SHAPES), process_group=halves)
+    messages["outside the model's group"] = _refusal(lambda: CompressionState(plan, part, within=group))
+    changing = prescribed(group, refresh_tasks.SHAPES)
+    messages["refresh"] = _refusal(lambda: CompressionState(refresh_tasks.plan_of("topk"), changing, within=halves))
+    return messages
+
+
+def _refusal(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except GradlabError as error:
+        return str(error)
+    return ""
+
+
+def as_torchrun_says(group: dist.ProcessGroup, sizes: list[int]) -> dict[str, Any]:
+    """Where a rank stands by default, when torchrun has started machines of these sizes."""
+    rank = dist.get_rank()
+    firsts = [sum(sizes[:machine]) for machine in range(len(sizes))]
+    first, size = next((f, s) for f, s in zip(firsts, sizes, strict=True) if f <= rank < f + s)
+    model = prescribed(group)
+    plan = plan_of(model, "topk", {"density": 0.05})
+    with (
+        _environment(RANK=rank, LOCAL_RANK=rank - first, LOCAL_WORLD_SIZE=size),
+        warnings.catch_warnings(record=True) as w,
+    ):
+        warnings.simplefilter("always")
+        with CompressionState(plan, model) as state:
+            nodes = state.report().get("nodes")
+        with CompressionState(plan, model, within=None) as state:
+            flat = state.report().get("nodes")
+    return {"nodes": nodes, "flat": flat, "warnings": [str(one.message) for one in w if "machines" in str(one.message)]}
+
+
+@contextmanager
+def _environment(**variables: int) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def told_once(group: dist.ProcessGroup, level: str) -> dict[str, Any]:
+    """A rule that an owner's group breaks: a warning on one rank of all, or an error on all of them."""
+    rank = dist.get_rank(group)
+    model = prescribed(group)
+    plan = plan_of(model, "topk", {"density": 0.05})
+    error, steps = "", 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state = attached(group, model, plan, 2, rules={"non_finite": level}, non_finite_limit=5)
+        try:
+            for step in range(3):
+                grads = gradients(SHAPES, rank, step)
+                if rank == 3:
+                    grads["wide"] = grads["wide"] / 0
+                model.zero_grad()
+                model(grads).backward()
+                steps += 1
+        except Exception as raised:
+            error = str(raised)
+        everything_is_nan = all(bool(p.grad.isnan().all()) for p in model.parameters()) if not error else None
+        found = [one["rule"] for one in state.report()["rules"]]
+        state.close()
+    told = [str(one.message) for one in caught if "gradlab" in str(one.message)]
+    return {"told": told, "error": error, "found": found, "nan": everything_is_nan, "steps": steps}
