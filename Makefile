@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORK := build/outside
 SOURCES := pyproject.toml $(shell find gradlab capture analysis runtime datasets -name '*.py' -o -name '*.jinja')
 
-.PHONY: demo test explore gpu quality typecheck benchmark speed compare compare-text lgc matrix faults resume frameworks mutants convergence first-hour install clean
+.PHONY: demo test explore gpu quality typecheck benchmark speed compare compare-text lgc matrix faults resume frameworks nodes mutants convergence first-hour install clean
 
 demo: install
 	$(BIN)/gradlab demo --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -61,9 +61,10 @@ lgc: install
 	$(BIN)/python benchmarks/lgc_figures.py --data $(DATA) --rows runs/lgc/figures.jsonl --traces runs/lgc --sparsification runs/lgc/sparsification.svg --reconstruction runs/lgc/reconstruction.svg
 
 # Longer campaigns, each a table on standard output: codec x DDP option x ranks; ranks killed, stopped and failing;
-# every codec x wrapper resumed in new processes; GPT-2 and BERT in every framework; faults of one line, one at a time,
+# every codec x wrapper resumed in new processes; GPT-2 and BERT in every framework; several ranks to a node under DDP
+# and FSDP2; faults of one line, one at a time,
 # and the test that notices each; every codec x kind of residual trained in lockstep: it converges, is refused, or warns.
-matrix faults resume frameworks mutants convergence: install
+matrix faults resume frameworks nodes mutants convergence: install
 	mkdir -p $(WORK) && cd $(WORK) && PYTHONPATH="$(CURDIR)/tests:$$PYTHONPATH" $(CURDIR)/$(BIN)/python $(CURDIR)/tests/campaigns/$@.py $(ARGS)
 
 # The first hour of a new user: a GPT-2 and the Trainer, every command once, with its time (TEXT=any file of 100 kB).

@@ -24,7 +24,8 @@ from gradlab.workspace import Workspace
 
 Order = Literal["native", "gradiveq"]
 # Names that wrappers put into a parameter's own: DDP at the front, torch.compile wherever a module is compiled.
-_DDP_NAME, _COMPILED_NAME = "module", "_orig_mod"
+_DDP_NAME = "module"
+_WRAPPERS_NAMES = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile, of activation checkpointing
 # More elements than any layer has; beyond it sizes no longer fit the integers and floats they are counted in.
 _LARGEST_LAYER = 2**48
 # Elements from which on a transposition is worth cutting into tiles.
@@ -104,7 +105,7 @@ def fingerprint(layers: Iterable[Layer]) -> str:
 
 
 def bare_name(name: str) -> str:
-    """Remove from a parameter's name what DDP and torch.compile (of the model or of modules in it) add.
+    """Remove from a parameter's name what DDP, torch.compile and activation checkpointing (of modules in it) add.
 
     Args:
         name: as the wrapped model has it.
@@ -112,7 +113,7 @@ def bare_name(name: str) -> str:
     Returns:
         As the bare model has it.
     """
-    parts = [part for part in name.split(".") if part != _COMPILED_NAME]
+    parts = [part for part in name.split(".") if part not in _WRAPPERS_NAMES]
     while len(parts) > 1 and parts[0] == _DDP_NAME:
         parts.pop(0)
     return ".".join(parts)

@@ -14,8 +14,18 @@ coroutine on a process group: `drive(coroutine, Communicator(group))`.
 from gradlab.runtime.attach import compress
 from gradlab.runtime.engine.driver import drive
 from gradlab.runtime.exchange import Exchange
+from gradlab.runtime.fsdp.state import FSDPCompression, compress_fsdp
 from gradlab.runtime.hook import compression_hook
 from gradlab.runtime.network.communicator import Communicator
 from gradlab.runtime.state import CompressionState
 
-__all__ = ["Communicator", "CompressionState", "Exchange", "compress", "compression_hook", "drive"]
+__all__ = [
+    "Communicator",
+    "CompressionState",
+    "Exchange",
+    "FSDPCompression",
+    "compress",
+    "compress_fsdp",
+    "compression_hook",
+    "drive",
+]

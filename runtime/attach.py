@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradlab import codecs
 from gradlab.ddp.wrapping import require_ddp
-from gradlab.errors import GradlabError
 from gradlab.plan import Plan
 from gradlab.runtime.hook import compression_hook
 from gradlab.runtime.state import CompressionState
@@ -51,22 +49,6 @@ def compress(
     """
     model = require_ddp(ddp_model, "compress")
     options = {"optimizer": optimizer, "scaler": scaler, **options}
-    if isinstance(plan, Plan):
-        state = CompressionState(plan, model, **options)
-    elif isinstance(plan, (str, os.PathLike)):
-        _refuse_codec_name(plan)
-        state = CompressionState.load(plan, model, **options)
-    else:
-        raise GradlabError(f"compress: the plan is a {type(plan).__name__}, expected a Plan or the path of an artifact")
+    state = CompressionState.of(plan, model, "compress", **options)
     model.register_comm_hook(state, compression_hook)
     return state
-
-
-def _refuse_codec_name(path: str | os.PathLike[str]) -> None:
-    """Tell a codec's name from a path, where no such file is there."""
-    name = os.fspath(path)
-    if name in codecs.names() and not os.path.exists(name):
-        raise GradlabError(
-            f"compress: {name!r} is a codec, expected a Plan or the path of an artifact; Plan.uniform(ddp_model, "
-            f"{name!r}) makes a plan of it"
-        )

@@ -19,7 +19,7 @@ from gradlab.plan.replanning import ROOT
 from gradlab.runtime.engine.device import HostDevice
 
 _FORMAT = 2
-_ALONE = {"local_ranks": 1}  # what a checkpoint of a run without nodes leaves out
+_ALONE = {"local_ranks": 1, "shards": 1}  # what a checkpoint of a run without nodes leaves out
 _WHOLE = ("residual", "velocity", "momentum")  # kept in the layer's own shape
 
 
@@ -61,7 +61,7 @@ def restore(run: PlanRun, saved: Mapping[str, Any], identity: Mapping[str, Any],
     for key, expected in {"format": _FORMAT, **_ALONE, **identity}.items():
         came = {**_ALONE, **saved}.get(key)
         if type(came) is not type(expected) or came != expected:
-            other = key in ("world_size", "local_ranks")
+            other = key in ("world_size", *_ALONE)
             hint = "; load_state_dicts takes the checkpoints of all old ranks" if other else ""
             raise GradlabError(f"checkpoint: {key} is {repr(came)[:80]}, this run has {expected!r}{hint}")
     states = _states(run, saved)
@@ -112,6 +112,8 @@ def redistribute(
             raise GradlabError(
                 f"checkpoint of rank {different[0]['rank']}: {key} is {different[0].get(key)!r}, not {expected!r}"
             )
+    if other := [one for one in saved if one.get("shards", 1) != 1]:
+        raise GradlabError(f"checkpoint of rank {other[0]['rank']}: of shards under FSDP, this run has whole layers")
     if len({one.get("iteration") for one in saved}) > 1:
         raise GradlabError(f"checkpoints of iterations {[one.get('iteration') for one in saved]}, expected one step's")
     by_node, layers = _by_node(run, saved), {group.name: group.layers for group in run.plan.groups}
@@ -122,6 +124,32 @@ def redistribute(
         if group in run.codecs:
             states[group] = run.codecs[group].redistribute(kept, run.rank, run.world_size, residuals)
     _continue(run, saved[ROOT], _moved(states, device), rates, saved[ROOT].get("refresh"))
+
+
+def redistribute_shards(
+    run: PlanRun,
+    saved: Sequence[Mapping[str, Any]],
+    identity: Mapping[str, Any],
+    residuals: str,
+    device: HostDevice,
+) -> None:
+    """Continue from the `save` of every rank of a run whose nodes hold as many shards each.
+
+    Arguments and errors are those of `redistribute`. Only the checkpoints of the same shards are used.
+    """
+    mine = (identity["shards"], identity["local_rank"])
+    column = [one for one in saved if isinstance(one, Mapping) and (one.get("shards"), one.get("local_rank")) == mine]
+    shards = {one.get("shards") if isinstance(one, Mapping) else None for one in saved}
+    if shards != {mine[0]} or len(column) * mine[0] != len(saved):
+        raise GradlabError(
+            f"checkpoints of {len(saved)} ranks with {sorted(map(str, shards))} shards, this run has {mine[0]}: nodes "
+            "may change in number, shards may not"
+        )
+    alone = [{**one, "rank": one.get("node"), "world_size": len(column), "shards": 1} for one in column]
+    for one in alone:
+        del one["node"], one["local_rank"]
+    alone.sort(key=lambda one: (not isinstance(one["rank"], int), str(one["rank"])))
+    redistribute(run, alone, {"plan": identity["plan"]}, residuals, device)
 
 
 def _by_node(run: PlanRun, saved: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Mapping[str, Any], list[Tensors]]]:

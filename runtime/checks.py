@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from gradlab import codecs
+from gradlab.artifact import Artifact
 from gradlab.ddp.agreement import Ranks
 from gradlab.ddp.model import attached_hook, refuse_complex, sparse_layers
 from gradlab.ddp.optimizers import bare_optimizer, describe_optimizer
@@ -48,6 +51,32 @@ def check(plan: object, pairs: Pairs, world_size: int, options: RunOptions) -> N
     plan.payload_bytes(world_size)  # refuses what makes no sense at this world size
 
 
+def given_plan(plan: object, caller: str) -> Plan:
+    """Return the plan that a user gave, as such or as the path of an artifact.
+
+    Args:
+        plan: what came.
+        caller: named at the front of errors.
+
+    Returns:
+        The plan.
+
+    Raises:
+        GradlabError: for anything else, a codec's name among it, and for an artifact that cannot be read.
+    """
+    if isinstance(plan, Plan):
+        return plan
+    if not isinstance(plan, (str, os.PathLike)):
+        raise GradlabError(f"{caller}: the plan is a {type(plan).__name__}, expected a Plan or the path of an artifact")
+    name = os.fspath(plan)
+    if name in codecs.names() and not os.path.exists(name):
+        raise GradlabError(
+            f"{caller}: {name!r} is a codec, expected a Plan or the path of an artifact; Plan.uniform(model, {name!r}) "
+            "makes a plan of it"
+        )
+    return Artifact.load(plan).plan
+
+
 def check_ddp(model: DistributedDataParallel, process_group: dist.ProcessGroup | None, timeout: object) -> None:
     """Check that a DDP model takes a hook, and that group and timeout fit it.
 
@@ -60,8 +89,7 @@ def check_ddp(model: DistributedDataParallel, process_group: dist.ProcessGroup |
         GradlabError: for a model that takes no hook, an embedding with sparse gradients, a group of other ranks, or a
             timeout that is not a positive timedelta.
     """
-    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
-        raise GradlabError(f"timeout = {timeout!r}, expected a timedelta above 0")
+    check_timeout(timeout)
     if process_group is not None:
         if not isinstance(process_group, dist.ProcessGroup):
             raise GradlabError(f"process_group is {type(process_group).__name__}, expected a ProcessGroup")
@@ -87,6 +115,16 @@ def check_ddp(model: DistributedDataParallel, process_group: dist.ProcessGroup |
             f"the DDP model has the communication hook {hook} already, and DDP takes one only: attach once, and "
             "after a run that ended or failed make a new DDP model (with a framework, a new Trainer)"
         )
+
+
+def check_timeout(timeout: object) -> None:
+    """Refuse a timeout that is neither None nor a positive timedelta.
+
+    Raises:
+        GradlabError: for anything else.
+    """
+    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
+        raise GradlabError(f"timeout = {timeout!r}, expected a timedelta above 0")
 
 
 def check_nodes(plan: Plan, topology: Topology) -> None:
@@ -176,14 +214,52 @@ def agree_on(
     Raises:
         GradlabError: the problem of the lowest rank, or the first difference.
     """
-    problem, same = None, {}
-    try:
-        attempt()
-        same = settings()
-    except GradlabError as error:
-        problem = str(error)
-    except Exception as error:  # the others wait to hear of it
-        problem = f"{type(error).__name__}: {error}"
+    problem, same = _attempted(attempt, settings)
     ranks = Ranks(group, device)
     ranks.raise_together(problem)
     ranks.require_same(same)
+
+
+def agree_on_mesh(
+    mesh: Sequence[dist.ProcessGroup],
+    device: torch.device,
+    attempt: Callable[[], object],
+    settings: Callable[[], dict[str, Any]] = dict,
+) -> None:
+    """Do as `agree_on` for the ranks of a mesh, of which this one knows the group of its row and that of its column.
+
+    Args:
+        mesh: both groups.
+        device: as there.
+        attempt: as there.
+        settings: as there.
+
+    Raises:
+        GradlabError: on all ranks, if one has a problem or other settings.
+    """
+    problem, same = _attempted(attempt, settings)
+    rows = [Ranks(group, device) for group in mesh]
+    for ranks in rows:
+        problem = ranks.first_of(problem)
+        try:
+            if problem is None:
+                ranks.require_same(same)
+        except GradlabError as error:
+            problem = str(error)
+    for ranks in rows:  # once more: a column has other rows' problems
+        problem = ranks.first_of(problem)
+    if problem is not None:
+        raise GradlabError(problem)
+
+
+def _attempted(
+    attempt: Callable[[], object], settings: Callable[[], dict[str, Any]]
+) -> tuple[str | None, dict[str, Any]]:
+    """What went wrong, if anything did; and what all ranks must have in common."""
+    try:
+        attempt()
+        return None, settings()
+    except GradlabError as error:
+        return str(error), {}
+    except Exception as error:  # the others wait to hear of it
+        return f"{type(error).__name__}: {error}", {}

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from gradlab.codec import Tensors
-from gradlab.ddp.agreement import Ranks
 from gradlab.ddp.optimizers import learning_rates
 from gradlab.errors import GradlabError
 from gradlab.executor.ownership import forecast_payload, share_out
@@ -22,11 +21,12 @@ from gradlab.runtime import run_report as reporting
 from gradlab.runtime.checks import Pairs, agree_on, check, device_of_model
 from gradlab.runtime.engine.assembly import make_driver
 from gradlab.runtime.engine.device import HostDevice
-from gradlab.runtime.engine.driver import Part
+from gradlab.runtime.engine.driver import Part, StepDriver
 from gradlab.runtime.engine.options import RunOptions, Surroundings
 from gradlab.runtime.engine.rules import compare_versions
 from gradlab.runtime.engine.statistics import StepRecord
 from gradlab.runtime.network.topology import Topology
+from gradlab.runtime.stateful import RankState
 
 Result = TypeVar("Result")
 Own = TypeVar("Own", bound="Exchange")
@@ -98,38 +98,27 @@ class Exchange:
             lambda: {"the plan (sha256)": plan.digest, **chosen.same_everywhere()},
         )
         # Work is done in the caller's thread, on the caller's stream: there is nothing to hand over.
-        self._set_up(plan, pairs, group, chosen, HostDevice(device_of_model(pairs)), owned=False)
+        device, around = HostDevice(device_of_model(pairs)), surroundings_of(pairs, chosen)
+        self._set_up(plan, pairs, chosen, device, lambda: make_driver(plan, group, around, chosen, device, owned=False))
         self._finalizer = weakref.finalize(self, self._driver.close)
 
     def _set_up(
-        self,
-        plan: Plan,
-        pairs: Pairs,
-        group: dist.ProcessGroup,
-        options: RunOptions,
-        device: HostDevice,
-        owned: bool,
-        topology: Topology | None = None,
+        self, plan: Plan, pairs: Pairs, options: RunOptions, device: HostDevice, make: Callable[[], StepDriver]
     ) -> None:
-        """Put the parts together, from arguments that were checked.
-
-        owned: whether `close` destroys the group.
-        topology: of nodes whose ranks are averaged before the plan; None: every rank stands for itself.
-        """
-        findings = compare_versions(Ranks(group, device.device))
-        self._residuals = reporting.residual_statement(plan, options.optimizer)
+        """Put the parts together, from arguments that were checked. make: gives the driver."""
         self.plan = plan
         self._parameters = {layer.name: parameter for layer, parameter in pairs}
         self._device = device
-        self._topology = topology
-        if plan.follows_learning_rate and not options.plain_sgd:
-            findings.append(finding("rates_followed", str(self._residuals), 1, 0))
-        surroundings = _surroundings(pairs, options)
-        self._driver = make_driver(plan, group, surroundings, options, device, owned=owned, topology=topology)
+        self._topology: Topology | None = None
+        self._residuals = reporting.residual_statement(plan, options.optimizer)
+        self._driver = make()
         self.run, self._communicator = self._driver.run, self._driver.communicator
         self.statistics = self._driver.statistics
         self._rules = self._driver.rules
         try:
+            findings = compare_versions(self._driver.everyone.ranks)
+            if plan.follows_learning_rate and not options.plain_sgd:
+                findings.append(finding("rates_followed", str(self._residuals), 1, 0))
             self._rules.tell(findings)
         except GradlabError:
             self._driver.close()
@@ -293,6 +282,11 @@ class Exchange:
         checkpoint.redistribute(self.run, states, self._identity(), residuals, self._device)
         self._driver.ranks_compared = False
 
+    @property
+    def stateful(self) -> RankState:
+        """This rank's state for `torch.distributed.checkpoint.save` and `load`, beside those of all other ranks."""
+        return RankState(self, f"rank {self._driver.everyone.rank}")
+
     def has_ranks_of(self, state: Mapping[str, Any]) -> bool:
         """Say whether a `state_dict` is of as many ranks as this run's, and as many to a node, so that it can be taken.
 
@@ -397,11 +391,18 @@ def _layers_with_parameters(named_parameters: Iterable[tuple[str, torch.Tensor]]
     return pairs
 
 
-def _surroundings(pairs: Pairs, options: RunOptions) -> Surroundings:
+def surroundings_of(pairs: Pairs, options: RunOptions, names: Mapping[torch.Tensor, str] | None = None) -> Surroundings:
+    """Say where a run reads learning rates, loss scale and parameters.
+
+    Args:
+        pairs: the layers with their parameters' values.
+        options: the run's.
+        names: of layers by the parameters that the optimizer has; None: those of `pairs`.
+    """
     optimizer, scaler = options.optimizer, options.scaler
-    names = {parameter: layer.name for layer, parameter in pairs}
+    known = {parameter: layer.name for layer, parameter in pairs} if names is None else names
     return Surroundings(
-        lambda: learning_rates(optimizer, names),
+        lambda: learning_rates(optimizer, known),
         lambda: scaler.get_scale() if scaler else 1.0,
-        {name: parameter.detach() for parameter, name in names.items()},
+        {layer.name: parameter.detach() for layer, parameter in pairs},
     )

@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from gradlab.artifact import Artifact
 from gradlab.ddp.model import bucket_gradients, synchronised_layers
 from gradlab.ddp.wrapping import require_ddp
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
-from gradlab.runtime.checks import agree_on, check, check_ddp, check_nodes, device_of_model
+from gradlab.runtime.checks import agree_on, check, check_ddp, check_nodes, device_of_model, given_plan
+from gradlab.runtime.engine.assembly import make_driver
 from gradlab.runtime.engine.device import device_of
 from gradlab.runtime.engine.driver import StepDriver
 from gradlab.runtime.engine.options import RunOptions
 from gradlab.runtime.engine.worker import Engine
-from gradlab.runtime.exchange import Exchange, Result
+from gradlab.runtime.exchange import Exchange, Result, surroundings_of
 from gradlab.runtime.network.groups import group_like
 from gradlab.runtime.network.topology import NODE, find_topology
 from gradlab.runtime.unreached import UnreachedHook
@@ -84,8 +84,13 @@ class CompressionState(Exchange):
         _agree_on(ddp_model, attempt, lambda: {"the plan (sha256)": plan.digest, **chosen.same_everywhere()})
         device = device_of(device_of_model(pairs))
         group = process_group or group_like(ranks, timeout, device.device)
-        self._set_up(plan, pairs, group, chosen, device, owned=process_group is None, topology=topology)
-        del group  # of one made here the communicator alone holds on: destroying it is how peers learn of a failure
+        # Of groups made here the communicators alone hold on: destroying them is how peers learn of a failure.
+        owned, around = process_group is None, surroundings_of(pairs, chosen)
+        make = partial(make_driver, plan, group, around, chosen, device, owned=owned, topology=topology)
+        del group
+        self._set_up(plan, pairs, chosen, device, make)
+        del make
+        self._topology = topology
         self._names: dict[torch.Tensor, str] = {parameter: layer.name for layer, parameter in pairs}
         self.engine = Engine(self._driver, self._device)
         self._unreached = UnreachedHook(ddp_model, list(self._names))
@@ -107,11 +112,31 @@ class CompressionState(Exchange):
         Raises:
             GradlabError: for an artifact that is missing, damaged, of a newer version, or for another model.
         """
-        ddp_model = require_ddp(ddp_model, "CompressionState")
-        loaded: list[Artifact] = []
+        return cls.of(path, ddp_model, "CompressionState", **options)
+
+    @classmethod
+    def of(
+        cls, plan: Plan | str | os.PathLike[str], ddp_model: DistributedDataParallel, caller: str, **options: Any
+    ) -> CompressionState:
+        """Make the state for a plan, or the path of an artifact.
+
+        Args:
+            plan: either.
+            ddp_model: the DistributedDataParallel model.
+            caller: named at the front of errors.
+            options: as for the constructor.
+
+        Returns:
+            The state, to register with the model.
+
+        Raises:
+            GradlabError: as `load`, and for anything but a plan or a path.
+        """
+        ddp_model = require_ddp(ddp_model, caller)
+        loaded: list[Plan] = []
         # A file may be missing on one machine only: all ranks then say so, and none waits for it.
-        _agree_on(ddp_model, lambda: loaded.append(Artifact.load(path)))
-        return cls(loaded[0].plan, ddp_model, **options)
+        _agree_on(ddp_model, lambda: loaded.append(given_plan(plan, caller)))
+        return cls(loaded[0], ddp_model, **options)
 
     def submit(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Hand one of DDP's buckets to the engine. The hook calls this.

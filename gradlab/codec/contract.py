@@ -381,6 +381,11 @@ class Codec(ABC):
         return ""
 
     @property
+    def needs_whole_layers(self) -> str:
+        """Why this codec cannot work on shards of its layers, as a part of a sentence; empty if it can."""
+        return "its learned tensors were fitted on whole layers" if self.learned else ""
+
+    @property
     def varying(self) -> bool:
         """Whether message sizes depend on the gradients' values, so that forecasts of bytes are estimates."""
         return False

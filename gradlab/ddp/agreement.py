@@ -51,10 +51,17 @@ class Ranks:
         Raises:
             GradlabError: the problem of the lowest rank that has one, the same line on all ranks.
         """
+        first = self.first_of(problem)
+        if first is not None:
+            raise GradlabError(first)
+
+    def first_of(self, problem: str | None) -> str | None:
+        """Return the problem of the lowest rank that has one, with its number unless all have the same."""
         problems = self.gather(problem)
         for rank, text in enumerate(problems):
             if text is not None:
-                raise GradlabError(text if all(other == text for other in problems) else f"rank {rank}: {text}")
+                return text if all(other == text for other in problems) else f"rank {rank}: {text}"
+        return None
 
     def require_same(self, settings: dict[str, Any]) -> None:
         """Go on only if all ranks gave the same settings.

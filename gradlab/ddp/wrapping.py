@@ -21,7 +21,13 @@ _SHARDED = (
 # What a class is, and what to do instead: by the class's name, and how its module's name begins.
 _OTHERS = (
     ("FullyShardedDataParallel", "torch.distributed", "FSDP (FullyShardedDataParallel)", _SHARDED),
-    ("FSDPModule", "torch.distributed", "FSDP2 (fully_shard)", _SHARDED),
+    (
+        "FSDPModule",
+        "torch.distributed",
+        "FSDP2 (fully_shard)",
+        "it shards parameters, so that no hook sees a whole gradient; gradlab.runtime.compress_fsdp compresses between "
+        "nodes there, and records nothing yet",
+    ),
     (
         "DeepSpeedEngine",
         "deepspeed",

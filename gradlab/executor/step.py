@@ -189,7 +189,9 @@ class PlanRun:
 
     def _commit(self, step: Step) -> None:
         for layer in step.held:
-            name = self.group_of[layer]
+            name = self.group_of.get(layer, "")
+            if name not in step.staged:
+                continue
             before = self.states.get(name, {})
             step.staged[name] = _held_back(layer, step.staged[name], before, innermost(self.codecs[name]).group_state)
         self.states.update(step.staged)
@@ -222,6 +224,7 @@ class Step:
         self.non_finite: tuple[str, ...] = ()
         self.held: frozenset[str] = frozenset()
         self.noticed = False
+        self._left_out: frozenset[str] = frozenset()
         self.gradients: Tensors = {}
         self.staged: dict[str, Tensors] = {}
         self._run = run
@@ -304,6 +307,27 @@ class Step:
         done = yield from exchange_group(Identity(), gradients, {}, self.context, scaled_by=self._scaled_by)
         return done
 
+    def leave_out(self, layers: Iterable[str]) -> Tensors:
+        """Hold layers that have no gradient in this step, on any rank.
+
+        Args:
+            layers: names of those that did not come.
+
+        Returns:
+            Those that have to come as zeros nevertheless, by name, because other layers of their groups came. A group
+            of which nothing came stays as it is.
+        """
+        self._left_out = frozenset(layers)
+        empty: Tensors = {}
+        for name in list(self._waiting):
+            absent = self._left_out & set(self._run.groups[name].layers)
+            if absent and self._waiting[name] == len(self._run.groups[name].layers):
+                del self._waiting[name]
+            else:
+                shapes = {layer.name: layer.shape for layer in self._run.plan.members(self._run.groups[name])}
+                empty |= {one: torch.zeros(shapes[one], device=self._run.settings.device) for one in sorted(absent)}
+        return empty
+
     def require_whole(self) -> None:
         """Refuse a step in which a group has gradients of some of its layers only.
 
@@ -328,7 +352,7 @@ class Step:
         world_size = self._run.world_size
         self.finite = shares[0] > 1.0 - 0.5 / world_size  # N times 1/N is not quite 1 in float32
         self.noticed = shares[0] > 1.0 + 0.5 / world_size
-        self.held = frozenset(
+        self.held = self._left_out | frozenset(
             layer for layer, share in zip(self._empty, shares[1:], strict=True) if share < 0.5 / world_size
         )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 
 import torch.distributed as dist
@@ -29,7 +31,7 @@ def make_driver(
     device: HostDevice,
     *,
     owned: bool,
-    topology: Topology | None,
+    topology: Topology | None = None,
 ) -> StepDriver:
     """Make the driver of a plan's steps. A collective on the group, if nodes have groups of their own.
 
@@ -45,15 +47,8 @@ def make_driver(
     Returns:
         The driver, with its run and its communicators.
     """
-    workspace = RecyclingWorkspace()
-    settings = RunSettings(options.plain_sgd, options.hold_unused, replan_beside=True, device=device.device)
-    communicator = partial(
-        Communicator,
-        check_requests=options.check_requests,
-        timeline=Timeline(options.trace_steps),
-        workspace=workspace,
-        device=device.device,
-    )
+    workspace, communicator = _memory_and_communicator(options, device)
+    settings = _settings(options, device)
     everyone = communicator(group, options.deterministic, owned=owned)
     if topology is None:
         if everyone.world_size == 1:
@@ -61,7 +56,7 @@ def make_driver(
         run = PlanRun(plan, everyone.rank, everyone.world_size, settings, workspace=workspace)
         return StepDriver(run, everyone, surroundings, workspace, options)
     inside, between = (
-        communicator(part_of(group, ranks, None, device.device), options.deterministic, owned=True)
+        communicator(part_of((group,), ranks, None, device.device), options.deterministic, owned=True)
         for ranks in (topology.inside, topology.between)
     )
     ownership = share_out(plan, topology.local_ranks)
@@ -70,3 +65,53 @@ def make_driver(
     run = PlanRun(plan, topology.node, len(topology.nodes), settings, codecs=codecs, workspace=workspace)
     nodes = NodeNetwork(ownership, inside, everyone)
     return NodeDriver(run, between, surroundings, workspace, options, nodes)
+
+
+def make_shard_driver(
+    plan: Plan,
+    mesh: tuple[dist.ProcessGroup, dist.ProcessGroup],
+    topology: Topology,
+    surroundings: Surroundings,
+    options: RunOptions,
+    device: HostDevice,
+    timeout: timedelta | None,
+) -> StepDriver:
+    """Make the driver of a plan of shards, which runs between the ranks that hold the same ones.
+
+    Args:
+        plan: of this rank's shards.
+        mesh: the groups of this rank's row (its node) and column.
+        topology: of the mesh.
+        surroundings: what is read in each step.
+        options: the run's.
+        device: of the gradients.
+        timeout: of the groups made here. None: that of the row's group.
+
+    Returns:
+        The driver, with its run and its communicators.
+    """
+    workspace, communicator = _memory_and_communicator(options, device)
+    everyone, inside, between = (
+        communicator(part_of(mesh, ranks, timeout, device.device), options.deterministic, owned=True, averages=True)
+        for ranks in ([rank for node in topology.nodes for rank in node], topology.inside, topology.between)
+    )
+    run = PlanRun(plan, topology.node, len(topology.nodes), _settings(options, device), workspace=workspace)
+    return StepDriver(run, between, surroundings, workspace, options, everyone, inside)
+
+
+def _memory_and_communicator(
+    options: RunOptions, device: HostDevice
+) -> tuple[RecyclingWorkspace, Callable[..., Communicator]]:
+    """The memory of a run, and what makes its communicators."""
+    workspace = RecyclingWorkspace()
+    return workspace, partial(
+        Communicator,
+        check_requests=options.check_requests,
+        timeline=Timeline(options.trace_steps),
+        workspace=workspace,
+        device=device.device,
+    )
+
+
+def _settings(options: RunOptions, device: HostDevice) -> RunSettings:
+    return RunSettings(options.plain_sgd, options.hold_unused, replan_beside=True, device=device.device)

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from gradlab.codec import Exchanged, Tensors
-from gradlab.codec.measures import contribution_error
+from gradlab.codec.measures import contribution_error, is_finite
 from gradlab.codec.wrapper import innermost, wrappers_of
 from gradlab.collectives import Coroutine, Request, answer_for, as_requests, payload_bytes
 from gradlab.collectives import Step as Requested
@@ -173,6 +173,10 @@ class StepDriver:
 
     It knows no thread. Whoever calls it catches what a step raises, passes that to `fail`, and then calls `close`.
 
+    Args:
+        everyone: see below.
+        beside: of the ranks that carry other parts of the same gradients, and whose steps have to end alike.
+
     Attributes:
         everyone: of all ranks of the run, if the plan runs between some of them alone; else the communicator.
         statistics: the last steps.
@@ -194,10 +198,12 @@ class StepDriver:
         workspace: RecyclingWorkspace,
         options: RunOptions,
         everyone: Communicator | None = None,
+        beside: Communicator | None = None,
     ) -> None:
         self.run = run
         self.communicator = communicator
         self.everyone = everyone or communicator
+        self._beside = beside
         self.statistics = Statistics(options.history)
         self.current: Iteration | None = None
         self.broken: str | None = None
@@ -270,7 +276,27 @@ class StepDriver:
         """
         current = self._in_progress(None)
         self._complete(current)
+        self._agree_beside(current)
         return self._commit(current)
+
+    def _agree_beside(self, current: Iteration) -> frozenset[str]:
+        """Learn what the ranks beside this one, which carry other parts of the gradients, have agreed on.
+
+        Returns:
+            The layers, of any of these ranks, that no rank had a gradient of.
+        """
+        step, run = current.step, self.run
+        if self._beside is None:
+            return step.held
+        results = [tensor for part in current.parts for tensor in part.memory]
+        names = [name for group in run.plan.compressed_groups for name in group.layers if run.settings.hold_unused]
+        finite = step.finite and all(is_finite(result) for result in results)
+        flags = [bool(step.active), not finite, step.noticed, *(name in step.held for name in names)]
+        message = torch.tensor(flags, dtype=torch.uint8, device=self._beside.device)
+        rows = torch.stack(self._beside.gather_bytes(message)).amax(0).tolist()
+        if rows[0]:
+            step.finite, step.noticed = not rows[1], bool(rows[2])
+        return frozenset(name for name, held in zip(names, rows[3:], strict=True) if held)
 
     def _complete(self, current: Iteration) -> None:
         """Let the ranks agree, and wait until all results are written."""
@@ -296,7 +322,7 @@ class StepDriver:
         if not step.finite:
             for tensor in memory:  # all of it: DDP may throw away the results of one bucket
                 tensor.fill_(torch.nan)
-        for layer in step.held if step.finite else ():
+        for layer in step.held & step.gradients.keys() if step.finite else ():
             step.gradients[layer].zero_()
         record.finite, record.non_finite_layers = step.finite, step.non_finite
         record.payload_bytes, record.wire_bytes = self.communicator.take_counts()
@@ -339,7 +365,9 @@ class StepDriver:
     def close(self) -> None:
         """Let go of the step in progress, if there is one, and of the process group. Idempotent."""
         self.abandon()
-        self.communicator.close()
+        for one in (self.communicator, self.everyone, self._beside):
+            if one is not None:
+                one.close()
 
     def abandon(self) -> list[Part]:
         """Let go of the step in progress, after an error.

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from gradlab.codec import Tensors
-from gradlab.codec.measures import is_finite
 from gradlab.collectives import mean_of_node
 from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun
@@ -54,11 +53,6 @@ class NodeNetwork:
     def local_rank(self) -> int:
         """This rank's position in its node."""
         return self.inside.rank
-
-    def close(self) -> None:
-        """Let go of both groups. Idempotent."""
-        self.inside.close()
-        self.everyone.close()
 
 
 @dataclass(eq=False)
@@ -100,7 +94,7 @@ class NodeDriver(StepDriver):
         options: RunOptions,
         nodes: NodeNetwork,
     ) -> None:
-        super().__init__(run, communicator, surroundings, workspace, options, nodes.everyone)
+        super().__init__(run, communicator, surroundings, workspace, options, nodes.everyone, nodes.inside)
         self._nodes = nodes
         self._numel = {layer.name: layer.numel for layer in run.plan.layers}
         self._group_of = {layer: group for group in run.plan.compressed_groups for layer in group.layers}
@@ -136,7 +130,7 @@ class NodeDriver(StepDriver):
             self._spread(current, self._waiting.popleft())
         self._complete(current)
         with self._inside(current):
-            held = self._agree_inside(current)
+            held = self._agree_beside(current)
             self._write(current, held)
         _, current.record.inside_wire_bytes = self._nodes.inside.take_counts()
         record = self._commit(current)
@@ -150,10 +144,6 @@ class NodeDriver(StepDriver):
         parts = [spread.part for spread in self._spreads]
         self._spreads, self._waiting = [], deque()
         return parts
-
-    def close(self) -> None:
-        super().close()
-        self._nodes.close()
 
     # --- inside the node ---
 
@@ -202,23 +192,6 @@ class NodeDriver(StepDriver):
             own = spread.memory.numel()
             copies = spread.memory.repeat(inside.world_size)
             spread.gathered = inside.all_to_all(copies, [own] * inside.world_size, spread.sizes)
-
-    def _agree_inside(self, current: Iteration) -> frozenset[str]:
-        """Learn what the owners of other groups have agreed on.
-
-        Returns:
-            Layers of any owner that no rank had a gradient of.
-        """
-        step, run = current.step, self.run
-        results = [tensor for part in current.parts for tensor in part.memory]
-        names = list(self._group_of) if run.settings.hold_unused else []
-        finite = step.finite and all(is_finite(result) for result in results)
-        flags = [bool(step.active), not finite, step.noticed, *(name in step.held for name in names)]
-        message = torch.tensor(flags, dtype=torch.uint8, device=self._nodes.inside.device)
-        rows = torch.stack(self._nodes.inside.gather_bytes(message)).amax(0).tolist()
-        if rows[0]:
-            step.finite, step.noticed = not rows[1], bool(rows[2])
-        return frozenset(name for name, held in zip(names, rows[3:], strict=True) if held)
 
     def _write(self, current: Iteration, held: frozenset[str]) -> None:
         """Put the results where the gradients were."""

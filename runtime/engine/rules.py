@@ -80,7 +80,11 @@ class RuleWatch:
         steps = record.step - self._run.plan.schedule.warmup_steps + 1
         for one in self._watch.see(record.step, steps, measured, self._rates):
             self._find(one)
-        kept = [measured[name] for name, feedback in self._watch.feedback.items() if not feedback.follows]
+        kept = [
+            measured[name]
+            for name, feedback in self._watch.feedback.items()
+            if name in measured and not feedback.follows
+        ]
         self._ratio = max([0.0, *(one.residual / one.gradient for one in kept if one.gradient > 0)])
 
     def _find(self, one: Finding | None) -> None:

@@ -69,6 +69,7 @@ class Communicator:
         check_requests: before each round compare all ranks' requests. It is a debugging aid and costs one small
             collective.
         owned: whether `close` destroys the group.
+        averages: whether a buffer's mean in place is the backend's own average, as in FSDP, instead of plain DDP's.
         timeline: where spans of time are noted. None: nowhere.
         workspace: where messages take their memory from. None: new memory each time.
         device: where messages of its own have to be. None: the CPU.
@@ -81,6 +82,7 @@ class Communicator:
         check_requests: bool = False,
         *,
         owned: bool = False,
+        averages: bool = False,
         timeline: Timeline | None = None,
         workspace: Workspace | None = None,
         device: torch.device | None = None,
@@ -95,6 +97,7 @@ class Communicator:
         self.wait_seconds = 0.0
         self.device = device or torch.device("cpu")
         self._owned = owned
+        self.averages = averages
         self.timeline = timeline or Timeline()
         self.workspace = workspace or Workspace()
 
@@ -174,17 +177,19 @@ class Communicator:
             self.wait_seconds += stop - start
             self.timeline.add("wait", "wait", start, stop)
 
-    def all_reduce(self, buffer: torch.Tensor) -> dist.Work | None:
+    def all_reduce(self, buffer: torch.Tensor, average: bool = False) -> dist.Work | None:
         """Start summing a buffer over ranks, in place.
 
         Args:
             buffer: of one shape on all ranks.
+            average: whether the backend divides the sum by their number.
 
         Returns:
             What to wait for.
         """
         self.wire_bytes += all_reduce_wire_bytes(buffer.nbytes, self.world_size)
-        return self._start("all-reduce", buffer.nbytes, dist.all_reduce, buffer)
+        kind = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+        return self._start("all-reduce", buffer.nbytes, dist.all_reduce, buffer, kind)
 
     def all_gather(self, message: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
         """Start gathering vectors of one length.

@@ -26,37 +26,37 @@ def group_like(group: dist.ProcessGroup, timeout: timedelta | None, device: torc
     Returns:
         The new group.
     """
-    return part_of(group, dist.get_process_group_ranks(group), timeout, device)
+    return part_of((group,), dist.get_process_group_ranks(group), timeout, device)
 
 
 def part_of(
-    group: dist.ProcessGroup, ranks: Sequence[int], timeout: timedelta | None, device: torch.device
+    groups: Sequence[dist.ProcessGroup], ranks: Sequence[int], timeout: timedelta | None, device: torch.device
 ) -> dist.ProcessGroup:
-    """Make a new process group of some ranks of another. A collective on `group`, each rank with the part it is in.
+    """Make a new process group of some ranks. A collective of all ranks of a mesh, each with the part that it is in.
 
     Args:
-        group: of all ranks that call it.
+        groups: of the mesh, in this order on all ranks: one of all its ranks, or those of its row and its column.
         ranks: of the new group, global, this one among them; the same list on each of them.
-        timeout: of the new group's collectives. None: that of `group`.
+        timeout: of the new group's collectives. None: that of the first of `groups`.
         device: of this rank's tensors, if the backend is NCCL.
 
     Returns:
         The new group.
     """
     if timeout is None:
-        backend = group._get_backend(device)
+        backend = groups[0]._get_backend(device)
         timeout = getattr(getattr(backend, "options", None), "_timeout", None)
     if len(ranks) == dist.get_world_size():
         made = dist.new_group(list(ranks), timeout=timeout)
     else:
-        with _name_of_its_own(group, device):
+        with _name_of_its_own(groups, device):
             made = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
     return made
 
 
 @contextmanager
-def _name_of_its_own(group: dist.ProcessGroup, device: torch.device) -> Iterator[None]:
+def _name_of_its_own(groups: Sequence[dist.ProcessGroup], device: torch.device) -> Iterator[None]:
     """Give a new group of a part of the world a name that its ranks agree on and that no group had before.
 
     torch names such a group after its ranks and how many groups the process has. Ranks with different numbers would
@@ -66,7 +66,10 @@ def _name_of_its_own(group: dist.ProcessGroup, device: torch.device) -> Iterator
     global _last_number
     world = getattr(dist.distributed_c10d, "_world", None)
     names: dict[Any, Any] = getattr(world, "pg_names", {})
-    _last_number = max(Ranks(group, device).gather(max(len(names), _last_number + 1)))
+    number = max(len(names), _last_number + 1)
+    for group in groups:
+        number = max(Ranks(group, device).gather(number))
+    _last_number = number
     fillers = [object() for _ in range(_last_number - len(names))]
     names.update((filler, "") for filler in fillers)
     try:

@@ -58,9 +58,10 @@ class InPlaceMean(Fused):
             self._scatter()
         elif buffer.numel():
             # Plain DDP multiplies by 1/N before it sums; dividing afterwards differs in the last bit at N = 3.
-            if not scaled:
+            average = communicator.averages and not scaled
+            if not scaled and not average:
                 buffer.mul_(1.0 / communicator.world_size)
-            self._work = communicator.all_reduce(buffer)
+            self._work = communicator.all_reduce(buffer, average)
 
     def _scatter(self) -> None:
         world_size = self._communicator.world_size

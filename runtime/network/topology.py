@@ -92,7 +92,7 @@ def _ranks_within(within: object, everyone: Sequence[int]) -> list[int] | None:
         return None
     if within == NODE:
         return _ranks_of_machine(everyone)
-    group = _group_of(within)
+    group = group_along(within, "within")
     if group is None or dist.get_rank() not in (ranks := dist.get_process_group_ranks(group)):
         raise GradlabError("within: a process group that this rank is not in; give every rank the group of its node")
     if outside := sorted(set(ranks) - set(everyone)):
@@ -110,24 +110,75 @@ def _ranks_of_machine(everyone: Sequence[int]) -> list[int] | None:
     return [one for one in everyone if first <= one < first + local_ranks]
 
 
-def _group_of(within: Any) -> dist.ProcessGroup | None:
-    """The process group in a mesh's dimension; None for one of other ranks."""
-    if isinstance(within, dist.ProcessGroup):
-        return within
-    if isinstance(within, dist.DeviceMesh):
-        if within.ndim != 1:
-            names = within.mesh_dim_names or ("local",)
+def group_along(value: Any, name: str) -> dist.ProcessGroup | None:
+    """Return the process group along one dimension of a mesh.
+
+    Args:
+        value: what a user gave: a DeviceMesh of one dimension, or a process group.
+        name: of the argument.
+
+    Returns:
+        The group; None for one that this rank is not in.
+
+    Raises:
+        GradlabError: for anything else.
+    """
+    if isinstance(value, dist.ProcessGroup):
+        return value
+    if isinstance(value, dist.DeviceMesh):
+        if value.ndim != 1:
+            names = value.mesh_dim_names or ("local",)
             raise GradlabError(
-                f"within: a mesh of {within.ndim} dimensions, expected the one along which a node's ranks lie, such as "
-                f"mesh[{names[-1]!r}]"
+                f"{name}: a mesh of {value.ndim} dimensions, expected one of them, such as mesh[{names[-1]!r}]"
             )
-        return within.get_group()
-    if within is dist.GroupMember.NON_GROUP_MEMBER:
+        return value.get_group()
+    if value is dist.GroupMember.NON_GROUP_MEMBER:
         return None
+    others = f", {NODE!r} or None" if name == "within" else ""
     raise GradlabError(
-        f"within = {str(within)[:60]!r} ({type(within).__name__}), expected a dimension of a DeviceMesh, a process "
-        f"group, {NODE!r} or None"
+        f"{name} = {str(value)[:60]!r} ({type(value).__name__}), expected a dimension of a DeviceMesh or a process "
+        f"group{others}"
     )
+
+
+def find_grid(row: dist.ProcessGroup, column: dist.ProcessGroup, device: torch.device) -> Topology:
+    """Find the nodes of a mesh from the two groups of each rank in it. A collective on both.
+
+    Args:
+        row: of this rank's node.
+        column: of the ranks that hold the same part on all nodes.
+        device: of this rank's tensors, if a backend is NCCL.
+
+    Returns:
+        The topology.
+
+    Raises:
+        GradlabError: the same line on all ranks, if the groups are not the rows and columns of one mesh.
+    """
+    rank, rows, columns = dist.get_rank(), Ranks(row, device), Ranks(column, device)
+    mine = dist.get_process_group_ranks(row)
+    by_place = rows.gather(dist.get_process_group_ranks(column))
+    problem = None
+    if len({len(one) for one in by_place}) > 1:
+        problem = f"columns of {sorted({len(one) for one in by_place})} nodes, expected as many in each"
+    elif rank not in dist.get_process_group_ranks(column) or list(next(zip(*by_place, strict=True), ())) == []:
+        problem = f"rank {rank} is not in its own column"
+    nodes = () if problem else tuple(zip(*by_place, strict=True))
+    if problem is None and tuple(mine) not in nodes:
+        problem = (
+            f"rank {rank} shards over the ranks {mine}, and between nodes come together {[list(n) for n in nodes]}"
+        )
+    if problem is None and any(other != [list(node) for node in nodes] for other in columns.gather(nodes)):
+        problem = "nodes shard over ranks in other orders"
+    elif problem is not None:
+        columns.gather(())
+    for ranks in (columns, rows):
+        problem = next((one for one in ranks.gather(problem) if one is not None), None)
+    if problem is not None:
+        raise GradlabError(
+            f"the shards' mesh and the one between nodes are not rows and columns of one mesh: {problem}"
+        )
+    return Topology(nodes, nodes.index(tuple(mine)), mine.index(rank))
 
 
 def _topology(everyone: Sequence[int], lists: Sequence[Sequence[int] | None], rank: int) -> Topology:

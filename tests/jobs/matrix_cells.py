@@ -174,7 +174,7 @@ def node_group(group: dist.ProcessGroup, local_ranks: int) -> dist.ProcessGroup 
     """The group of this rank's node, if nodes have several ranks."""
     ranks = dist.get_process_group_ranks(group)
     first = dist.get_rank(group) // local_ranks * local_ranks
-    return part_of(group, ranks[first : first + local_ranks], None, torch.device("cpu")) if local_ranks > 1 else None
+    return part_of((group,), ranks[first : first + local_ranks], None, torch.device("cpu")) if local_ranks > 1 else None
 
 
 class Cell:

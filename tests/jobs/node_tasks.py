@@ -33,14 +33,19 @@ def prescribed(group: dist.ProcessGroup, shapes: dict[str, Any] | None = None) -
 
 
 def plan_of(model: nn.Module, codec: str, settings: dict[str, Any]) -> Plan:
-    """Two layers in one group, which buckets part; one large layer dense, another one in a group of its own."""
+    """Two layers in one group, which buckets part; one large layer dense, another one in a group of its own.
+
+    Of a list in place of a setting the groups take one value each, in turn, as in a plan by layer.
+    """
     if codec == "identity":
         return Plan(layers_of(model), ())
-    both, one = ("conv", "tall"), ("wide",)
-    return Plan(
-        layers_of(model),
-        (Group("both", both, codec, settings, FEEDBACK), Group("wide", one, codec, settings, FEEDBACK)),
-    )
+    members = {"both": ("conv", "tall"), "wide": ("wide",)}
+    chosen = [
+        {key: value[position % len(value)] if isinstance(value, list) else value for key, value in settings.items()}
+        for position in range(len(members))
+    ]
+    pairs = zip(members.items(), chosen, strict=True)
+    return Plan(layers_of(model), tuple(Group(name, layers, codec, own, FEEDBACK) for (name, layers), own in pairs))
 
 
 def attached(
@@ -147,8 +152,8 @@ def refused(group: dist.ProcessGroup) -> dict[str, str]:
     plan = plan_of(model, "topk", {"density": 0.05})
     halves = node_group(group, 2)
     crossed = DeviceMesh("cpu", torch.arange(size).view(2, size // 2), mesh_dim_names=("node", "local"))
-    alone = part_of(group, [rank], None, torch.device("cpu"))
-    uneven = part_of(group, [0, 1, 2] if rank < 3 else [3], None, torch.device("cpu"))
+    alone = part_of((group,), [rank], None, torch.device("cpu"))
+    uneven = part_of((group,), [0, 1, 2] if rank < 3 else [3], None, torch.device("cpu"))
     within: dict[str, Callable[[], Any]] = {
         "a whole mesh": lambda: crossed,
         "a word": lambda: "nodes",

@@ -61,8 +61,8 @@ def test_the_counting_keeps_neither_model_nor_state_alive(pool: ProcessPool) -> 
 def test_what_is_not_ddp_is_refused_by_its_name(pool: ProcessPool, tmp_path: Path) -> None:
     names = {
         "FSDP": ("in FSDP (FullyShardedDataParallel)", "wrap it in DistributedDataParallel instead"),
-        "FSDP2": ("in FSDP2 (fully_shard)", "wrap it in DistributedDataParallel instead"),
-        "a part in FSDP2": ("in FSDP2 (fully_shard)", "wrap it in DistributedDataParallel instead"),
+        "FSDP2": ("in FSDP2 (fully_shard)", "gradlab.runtime.compress_fsdp compresses between nodes there"),
+        "a part in FSDP2": ("in FSDP2 (fully_shard)", "gradlab.runtime.compress_fsdp compresses between nodes there"),
         "DeepSpeed": ("in DeepSpeed (DeepSpeedEngine)", "instead of deepspeed.initialize"),
         "DataParallel": ("in DataParallel", "one process per device"),
         "bare": ("got a Sequential, not in DDP", "wrap it first"),

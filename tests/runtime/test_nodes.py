@@ -110,8 +110,8 @@ def test_another_number_of_local_ranks(pool: ProcessPool, before: int, after: in
 def test_what_is_not_a_node_is_refused_at_construction(pool: ProcessPool) -> None:
     first, *others = pool.run("jobs.node_tasks:refused", 4)
     expected = {
-        "a whole mesh": "a mesh of 2 dimensions, expected the one along which a node's ranks lie, such as mesh['lo",
-        "a word": "within = 'nodes' (str), expected a dimension of a DeviceMesh, a process group, 'node' or None",
+        "a whole mesh": "within: a mesh of 2 dimensions, expected one of them, such as mesh['local']",
+        "a word": "within = 'nodes' (str), expected a dimension of a DeviceMesh or a process group, 'node' or None",
         "a number": "within = '2' (int), expected",
         "on one rank only": "rank 0 has the node [0, 1], rank 1 has none; every rank needs the group of its own node",
         "one node": "all 4 ranks are on one node",

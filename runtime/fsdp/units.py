@@ -1,0 +1,234 @@
+"""What gradlab reads of an FSDP2 model: its units, the shards that a rank holds of them, and how a gradient lies flat.
+
+`fully_shard` makes a module a unit whose parameters travel together. In backward a rank gets the sum of its shards of a
+unit's gradients as one flat tensor, one padded shard after another, of the parameters that have a gradient. torch tells
+this layout to nobody, so that private attributes are read here, and here alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradlab.ddp.wrapping import without_compile
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer, named_layers
+
+_MESH = 'mesh = init_device_mesh("cuda", (nodes, local_ranks), mesh_dim_names=("replicate", "shard"))'
+HOW_TO = f'{_MESH}; fully_shard(module, mesh=mesh["shard"]); compress_fsdp(model, plan, between=mesh["replicate"])'
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's part of a parameter.
+
+    Attributes:
+        layer: of the whole parameter.
+        parameter: the DTensor that the module has.
+        shape: of the part, which may be empty.
+        padded: elements that it takes up in the flat gradient.
+        dtype: of the gradient that travels.
+    """
+
+    layer: Layer
+    parameter: Any
+    shape: tuple[int, ...]
+    padded: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the part's gradient."""
+        return _numel(self.shape) * self.dtype.itemsize
+
+    def values(self) -> torch.Tensor:
+        """Return the part's own values, which the optimizer changes in place."""
+        return self.parameter.to_local().detach()
+
+    def fill_gradient(self, value: float) -> None:
+        """Overwrite the part's gradient, if it has one."""
+        if self.parameter.grad is not None:
+            self.parameter.grad.to_local().fill_(value)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A module that `fully_shard` was called on, with parameters of its own.
+
+    Attributes:
+        name: the module's, empty for the model itself.
+        module: the FSDPModule.
+        shards: of the parameters that travel together, in the order of the flat gradient.
+        device: of its gradients.
+    """
+
+    name: str
+    module: Any
+    shards: tuple[Shard, ...]
+    device: torch.device
+
+    @property
+    def padding(self) -> int:
+        """Bytes of the flat gradient that are no part of a shard."""
+        return sum((shard.padded - _numel(shard.shape)) * shard.dtype.itemsize for shard in self.shards)
+
+    def gradients(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Cut a flat gradient into those of the shards, as views, by layer name.
+
+        Args:
+            flat: (elements,), padded shards one after another.
+
+        Raises:
+            GradlabError: if it is not of all parameters that require a gradient.
+        """
+        present = [shard for shard in self.shards if shard.parameter.requires_grad]
+        if flat.numel() != sum(shard.padded for shard in present):
+            raise GradlabError(
+                f"{_titled(self.name)}: a gradient of {flat.numel()} elements, expected "
+                f"{sum(shard.padded for shard in present)}, of {len(present)} parameters; where some have no gradient "
+                "in a step, call model.set_reduce_scatter_unused_params(True)"
+            )
+        pieces = flat.split([shard.padded for shard in present])
+        return {
+            shard.layer.name: piece[: _numel(shard.shape)].view(shard.shape)
+            for shard, piece in zip(present, pieces, strict=True)
+        }
+
+
+def units_of(model: object, caller: str) -> list[Unit]:
+    """List the units of a model.
+
+    Args:
+        model: what `fully_shard` was called on, or what torch.compile made of it.
+        caller: named at the front of errors.
+
+    Raises:
+        GradlabError: for a model without units, native HSDP, several meshes, parameters that are sharded elsewhere too
+            or on another device than the gradients, and parameters of no unit.
+    """
+    inner = without_compile(model)
+    if not isinstance(inner, nn.Module):
+        raise GradlabError(f"{caller}: got a {type(inner).__name__}, expected a model that fully_shard was called on")
+    layers = {parameter: layer for layer, parameter in named_layers(inner)}
+    units = [
+        Unit(name, module, tuple(_shards(group, layers)), group.device)
+        for name, module in inner.named_modules()
+        for group in _groups(module, name, caller)
+        if any(shard in layers for shard in _parameters(group))
+    ]
+    if not units:
+        raise GradlabError(
+            f"{caller}: got a {type(inner).__name__} without a module that fully_shard was called on, or without a "
+            f"trainable parameter there; {HOW_TO}"
+        )
+    sharded = {shard.parameter for unit in units for shard in unit.shards}
+    if outside := [layer.name for parameter, layer in layers.items() if parameter not in sharded]:
+        raise GradlabError(
+            f"{caller}: {outside[0]} and {len(outside) - 1} other parameters are of no module that fully_shard was "
+            "called on; call it on the model itself, last"
+        )
+    return units
+
+
+def shard_group(units: Iterable[Unit], caller: str) -> dist.ProcessGroup:
+    """Return the process group along which a model's parameters are sharded.
+
+    Raises:
+        GradlabError: if units are sharded along different ones.
+    """
+    groups: dict[tuple[int, ...], tuple[str, Any]] = {}
+    for unit in units:
+        group = _groups(unit.module, unit.name, caller)[0].mesh_info.shard_process_group
+        groups.setdefault(tuple(dist.get_process_group_ranks(group)), (unit.name, group))
+    if len(groups) > 1:
+        texts = [f"{_titled(name)} over ranks {list(ranks)}" for ranks, (name, _) in groups.items()]
+        raise GradlabError(f"{caller}: modules are sharded along several meshes ({'; '.join(texts[:2])}), expected one")
+    ((_, group),) = groups.values()
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def attached_hooks(units: Iterable[Unit]) -> list[str]:
+    """Name the units that have an all-reduce hook already."""
+    return [
+        _titled(unit.name)
+        for unit in units
+        for group in _param_groups(unit.module)
+        if group._all_reduce_hook is not None
+    ]
+
+
+def set_hook(unit: Unit, hook: Any) -> None:
+    """Set, or with None take away, a unit's all-reduce hook."""
+    unit.module.set_all_reduce_hook(hook)
+
+
+def layers_of_units(model: object) -> tuple[Layer, ...]:
+    """List the whole layers of a model, in registration order."""
+    inner = without_compile(model)
+    assert isinstance(inner, nn.Module)
+    return tuple(layer for layer, _ in named_layers(inner))
+
+
+def _param_groups(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch below 2.12 has one
+        one = state._fsdp_param_group
+        groups = [] if one is None else [one]
+    return list(groups)
+
+
+def _groups(module: nn.Module, name: str, caller: str) -> list[Any]:
+    """The parameter groups of a module, checked; none if it is no unit."""
+    if not hasattr(module, "set_all_reduce_hook"):
+        return []
+    groups = _param_groups(module)
+    where = f"{caller}: {_titled(name)}"
+    if len(groups) > 1:
+        raise GradlabError(f"{where} has parameters on several meshes (shard_placement_fn), expected one")
+    for group in groups:
+        kind = type(group.mesh_info).__name__
+        if kind != "FSDPMeshInfo":
+            raise GradlabError(
+                f"{where} is under native HSDP ({kind}): its hook runs after the gradients were averaged uncompressed. "
+                f"Shard along one dimension and let gradlab average between nodes: {HOW_TO}"
+            )
+        for shard in group.fsdp_params:
+            if shard.is_dtensor:
+                raise GradlabError(f"{where} is under tensor parallelism too, and gradlab takes FSDP2 alone")
+            if shard.offload_to_cpu:
+                raise GradlabError(
+                    f"{where} has its parameters offloaded to the CPU, away from its gradients; leave the policy out"
+                )
+    return groups
+
+
+def _parameters(group: Any) -> Iterator[nn.Parameter]:
+    return (shard.sharded_param for shard in group.fsdp_params)
+
+
+def _shards(group: Any, layers: Mapping[nn.Parameter, Layer]) -> Iterator[Shard]:
+    policy = group.mp_policy
+    for one in group.fsdp_params:
+        if one.sharded_param in layers:
+            yield Shard(
+                layers[one.sharded_param],
+                one.sharded_param,
+                tuple(one.sharded_size),
+                _numel(tuple(one.padded_sharded_param_size)),
+                policy.reduce_dtype or policy.param_dtype or one.sharded_param.dtype,
+            )
+
+
+def _titled(name: str) -> str:
+    return f"module {name}" if name else "the model itself"
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()

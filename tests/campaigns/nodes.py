@@ -1,0 +1,134 @@
+"""Nodes of several ranks, in real processes: hierarchical DDP and FSDP2, at 2 x 2, 3 x 2 and 2 x 3 nodes x ranks.
+
+    PYTHONPATH=tests python tests/campaigns/nodes.py [--sizes 2x2,3x2,2x3] [--text WORDS]
+
+prints one line per trial; the exit code is 1 if one went wrong. What a trial asks stands in `trials`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jobs.fsdp_tasks import OPTIONS
+from support.process_pool import ProcessPool, TaskFailed
+
+CODECS: dict[str, tuple[str, dict[str, Any]]] = {
+    "identity": ("identity", {}),
+    "int8": ("block_scaled", {"dtype": "int8"}),
+    "top-k": ("topk", {"density": 0.05}),
+    "PowerSGD": ("powersgd", {"rank": 2}),
+    "signs": ("sign", {}),
+    "a rank for each layer, as L-GreCo has it": ("powersgd", {"rank": [3, 1, 2]}),
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A task for all ranks, and what is wrong with its results, if anything is."""
+
+    name: str
+    task: str
+    wrong: Callable[[list[Any]], str]
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+def trials(nodes: int, local_ranks: int, folder: Path) -> Iterator[Trial]:
+    """All trials of one size."""
+    for name, (codec, settings) in CODECS.items():
+        arguments = {"codec": codec, "settings": settings}
+        yield Trial(
+            f"DDP, {name}: bytes as forecast, ranks agree",
+            "jobs.node_tasks:bytes_of_steps",
+            _wrong_bytes,
+            {**arguments, "local_ranks": local_ranks},
+        )
+        if name != "identity":
+            yield Trial(
+                f"FSDP2, {name}: bytes as forecast, nodes agree",
+                "jobs.fsdp_tasks:compressed",
+                _wrong_agreement,
+                {**arguments, "nodes": nodes},
+            )
+        yield Trial(
+            f"FSDP2, {name}: lockstep's gradients and states, bit for bit",
+            "jobs.fsdp_tasks:against_lockstep",
+            _wrong_steps,
+            {**arguments, "nodes": nodes, "option": "default"},
+        )
+    yield Trial("DDP: resumed == never stopped", "jobs.node_tasks:resumed", _all_true, {"local_ranks": local_ranks})
+    yield Trial(
+        "FSDP2: 200 steps of identity == native HSDP, bit for bit",
+        "jobs.fsdp_tasks:against_native",
+        lambda results: "" if all(one["same"] for one in results) else "differs",
+        {"nodes": nodes, "steps": 200},
+    )
+    for option in OPTIONS:
+        arguments = {"nodes": nodes, "codec": "topk", "settings": {"density": 0.05}, "option": option}
+        yield Trial(f"FSDP2, {option}", "jobs.fsdp_tasks:against_lockstep", _wrong_steps, arguments)
+    yield Trial(
+        "FSDP2: resumed by torch.distributed.checkpoint == never stopped",
+        "jobs.fsdp_tasks:resumed",
+        lambda results: _all_true([one["same"] for one in results]),
+        {"nodes": nodes, "folder": str(folder / f"{nodes}x{local_ranks}")},
+    )
+
+
+def _wrong_bytes(results: list[Any]) -> str:
+    if any(one["payload"] != one["forecast"] for one in results):
+        return f"counted {[one['payload'] for one in results]}, forecast {[one['forecast'] for one in results]}"
+    if any(one["gradients"] != results[0]["gradients"] for one in results):
+        return "ranks disagree"
+    return "" if results[0]["groups"] or max(one["farthest"] for one in results) < 4e-7 else "far from plain DDP"
+
+
+def _wrong_agreement(results: list[Any]) -> str:
+    if any(one["counted"] != one["forecast"] for one in results):
+        return f"counted {[one['counted'] for one in results]}, forecast {[one['forecast'] for one in results]}"
+    return "" if all(one["agree"] and one["finite"] for one in results) else "nodes disagree"
+
+
+def _wrong_steps(results: list[Any]) -> str:
+    same = all(all(one["same"]) and all(one["states"]) for one in results)
+    return "" if same else f"differs: {results[0]}"
+
+
+def _all_true(results: list[Any]) -> str:
+    return "" if all(all(one) for one in results) else f"differs: {results}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="2x2,3x2,2x3", help="nodes x ranks of a node, comma-separated")
+    parser.add_argument("--text", default="", help="run the trials whose name has these words")
+    wanted = parser.parse_args()
+    failed = count = 0
+    for size in wanted.sizes.split(","):
+        nodes, local_ranks = map(int, size.split("x"))
+        folder = Path(tempfile.mkdtemp())
+        with ProcessPool(nodes * local_ranks, folder / "pool.log") as pool:
+            for trial in trials(nodes, local_ranks, folder):
+                if wanted.text not in trial.name:
+                    continue
+                began = time.monotonic()
+                try:
+                    wrong = trial.wrong(pool.run(trial.task, nodes * local_ranks, **trial.arguments))
+                except TaskFailed as error:
+                    wrong = str(error)
+                count, failed = count + 1, failed + bool(wrong)
+                verdict = f"WRONG: {wrong}" if wrong else "ok"
+                print(f"{size}, {trial.name}: {verdict} ({time.monotonic() - began:.1f} s)", flush=True)
+        shutil.rmtree(folder)
+    print(f"{count} trials, {failed} went wrong")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,415 @@
+"""Tasks for real ranks under FSDP2: nodes that shard a model inside and exchange shards between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+from gradlab.codec import Context, exchange_group
+from gradlab.codecs.identity import Identity
+from gradlab.collectives import run_lockstep
+from gradlab.executor import LockstepPlan
+from gradlab.layout import bare_name, layers_of
+from gradlab.plan import FEEDBACK, Group, Plan
+from gradlab.plan.refresh import Refresh
+from gradlab.runtime import FSDPCompression, compress_fsdp
+from gradlab.runtime.network.groups import part_of
+from support.contract import SETTINGS, learned
+
+
+class Block(nn.Module):
+    """A residual block, whose second matrix has rows that do not divide evenly."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width + 1), nn.Linear(2 * width + 1, width)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values + self.down(torch.tanh(self.up(values)))
+
+
+class Network(nn.Module):
+    """An embedding, blocks, one of which a step may leave out, and a head."""
+
+    def __init__(self, width: int = 21, words: int = 30) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.head = nn.Linear(width, words)
+
+    def forward(self, words: torch.Tensor, blocks: int = 3, head: bool = True) -> torch.Tensor:
+        values = self.embedding(words)
+        for block in self.blocks[:blocks]:
+            values = block(values)
+        return self.head(values) if head else values
+
+
+def mesh_of(group: dist.ProcessGroup, nodes: int) -> DeviceMesh:
+    """A mesh of so many nodes over the ranks of a group."""
+    ranks = torch.tensor(dist.get_process_group_ranks(group)).view(nodes, -1)
+    return DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard"))
+
+
+def sharded(mesh: DeviceMesh, change: Callable[[nn.Module], nn.Module] = lambda module: module, **options: Any) -> Any:
+    """The model with each block a unit, and the rest one."""
+    torch.manual_seed(0)
+    model = Network()
+    for position, block in enumerate(model.blocks):
+        model.blocks[position] = fully_shard(change(block), mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def plan_of(model: nn.Module, codec: str, settings: dict[str, Any]) -> Plan:
+    """Every matrix in a group of its own; of two blocks the first matrices are one group. "identity": nothing.
+
+    Of a list in place of a setting the groups take one value each, in turn, as in a plan by layer.
+    """
+    layers = layers_of(model)
+    if codec == "identity":
+        return Plan(layers)
+    joined = ("blocks.0.up.weight", "blocks.1.up.weight")
+    names = [layer.name for layer in layers if len(layer.shape) > 1 and layer.name not in joined]
+    members = {"joined": joined, **{name: (name,) for name in names}}
+    chosen = [
+        {key: value[position % len(value)] if isinstance(value, list) else value for key, value in settings.items()}
+        for position in range(len(members))
+    ]
+    pairs = zip(members.items(), chosen, strict=True)
+    return Plan(layers, tuple(Group(name, of_group, codec, own, FEEDBACK) for (name, of_group), own in pairs))
+
+
+def words_of(rank: int, step: int) -> torch.Tensor:
+    """A rank's batch."""
+    return torch.randint(30, (5, 4), generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def backward(model: Any, rank: int, step: int, **forward: Any) -> None:
+    """One pass."""
+    words = words_of(rank, step)
+    scores = model(words, **forward)
+    nn.functional.cross_entropy(scores.flatten(0, 1), words.roll(1, 1).flatten()).backward()
+
+
+def local_gradients(model: Any) -> dict[str, torch.Tensor]:
+    """A rank's shards of the gradients."""
+    named = ((bare_name(name), parameter.grad) for name, parameter in model.named_parameters())
+    return {name: gradient.to_local().clone() for name, gradient in named if gradient is not None}
+
+
+def farthest(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """The largest difference of an element, over the largest element."""
+    assert ours.keys() == theirs.keys()
+    pairs = [(ours[name], theirs[name]) for name in ours if ours[name].numel()]
+    return max((float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in pairs), default=0.0)
+
+
+def against_native(group: dist.ProcessGroup, nodes: int, steps: int) -> dict[str, Any]:
+    """Training with nothing compressed, and native HSDP's: parameters, bit for bit."""
+    rank = dist.get_rank(group)
+    mesh = mesh_of(group, nodes)
+    native, ours = sharded(mesh), sharded(mesh["shard"])
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (native, ours)]
+    same = True
+    with compress_fsdp(
+        ours, plan_of(ours, "identity", {}), between=mesh["replicate"], optimizer=optimizers[1]
+    ) as state:
+        for step in range(steps):
+            for model, optimizer in zip((native, ours), optimizers, strict=True):
+                optimizer.zero_grad()
+                backward(model, rank, step)
+                optimizer.step()
+            pairs = zip(native.parameters(), ours.parameters(), strict=True)
+            same = same and all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)
+        last, report = state.statistics.steps[-1], state.report()
+    return {"same": same, "counted": last.payload_bytes, "forecast": report["forecast_payload_bytes"]}
+
+
+def compressed(group: dist.ProcessGroup, nodes: int, codec: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Six steps: bytes counted and forecast, what ranks of a column agree on, and how loss falls."""
+    rank = dist.get_rank(group)
+    mesh = mesh_of(group, nodes)
+    model = sharded(mesh["shard"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    state = compress_fsdp(model, plan_of(model, codec, settings), between=mesh["replicate"], optimizer=optimizer)
+    for step in range(6):
+        optimizer.zero_grad()
+        backward(model, rank, step)
+        optimizer.step()
+    report = state.report()
+    state.close()
+    everyone: list[Any] = [None] * group.size()
+    shards = {name: value.to_local().tolist() for name, value in model.named_parameters()}
+    dist.all_gather_object(everyone, shards, group=group)
+    width = group.size() // nodes
+    return {
+        "counted": state.statistics.steps[-1].payload_bytes,
+        "forecast": report["forecast_payload_bytes"],
+        "agree": all(everyone[rank] == everyone[rank % width + width * node] for node in range(nodes)),
+        "nodes": report["nodes"],
+        "finite": all(bool(torch.tensor(list(_flat(shard))).isfinite().all()) for shard in shards.values()),
+        "refused": _refusal(lambda: backward(model, rank, 7)),
+    }
+
+
+def _flat(value: Any) -> Any:
+    if isinstance(value, list):
+        for one in value:
+            yield from _flat(one)
+    else:
+        yield value
+
+
+def _refusal(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def _gradients_of_nodes(model: Any, column: dist.ProcessGroup) -> list[dict[str, torch.Tensor]]:
+    """What the ranks of a column exchange: every node's shards of the gradients, in the order of nodes."""
+    everyone: list[Any] = [None] * column.size()
+    dist.all_gather_object(everyone, local_gradients(model), group=column)
+    return everyone
+
+
+# What an FSDP run may do beside: arguments of fully_shard, of a step, and what happens to the model.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "reshard_after_forward=False": {"shard": {"reshard_after_forward": False}},
+    "16 bits": {"shard": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)}},
+    "16 bits, reduced in 32": {"shard": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}},
+    "accumulation": {"micro_batches": 3},
+    "checkpointing": {"change": checkpoint_wrapper},
+    "compiled": {"change": lambda block: torch.compile(block, backend="aot_eager")},
+    "prefetching": {"prefetch": True},
+    "a block left out": {"blocks": lambda step: 2 if step in (2, 3) else 3},
+    "frozen on the way": {"frozen_from": 3},
+    "frozen before": {"frozen_from": 0},
+    "overflow": {"overflow_at": 2},
+}
+
+
+def against_lockstep(
+    group: dist.ProcessGroup, nodes: int, codec: str, settings: dict[str, Any], option: str
+) -> dict[str, Any]:
+    """Gradients and states of every step, and those that lockstep makes of the nodes' shards; bit for bit."""
+    chosen, rank = OPTIONS[option], dist.get_rank(group)
+    mesh = mesh_of(group, nodes)
+    column, node = mesh["replicate"].get_group(), mesh["replicate"].get_local_rank()
+    travels = getattr(chosen.get("shard", {}).get("mp_policy"), "reduce_dtype", torch.float32)
+    options, change = chosen.get("shard", {}), chosen.get("change", lambda module: module)
+    plain, ours = (sharded(mesh["shard"], change, **options) for _ in range(2))
+    if chosen.get("prefetch"):
+        ours.blocks[0].set_modules_to_forward_prefetch([ours.blocks[1]])
+        ours.blocks[2].set_modules_to_backward_prefetch([ours.blocks[1]])
+    if chosen.get("frozen_from") == 0:
+        for model in (plain, ours):
+            model.blocks[1].down.weight.requires_grad_(False)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, ours)]
+    plan = plan_of(ours, codec, settings)
+    same, same_states, finite = [], [], []
+    with compress_fsdp(
+        ours, plan, between=mesh["replicate"], optimizer=optimizers[1], deterministic=True, measure_every=2
+    ) as state:
+        reference = LockstepPlan(state.run.plan, nodes, plain_sgd=True)
+        for step in range(5):
+            if step == chosen.get("frozen_from"):
+                for model in (plain, ours):
+                    model.blocks[1].down.weight.requires_grad_(False)
+            for model in (plain, ours):
+                model.zero_grad()
+                _passes(model, rank, step, chosen)
+            by_node = [{n: g.to(travels) for n, g in grads.items()} for grads in _gradients_of_nodes(plain, column)]
+            expected = _expected(reference, state.run.plan, by_node, step)
+            given = local_gradients(ours)
+            finite.append(all(bool(value.isfinite().all()) for value in given.values()))
+            wanted = {name: expected[name].to(travels).to(value.dtype) for name, value in given.items()}
+            same.append(all(torch.equal(given[name], wanted[name]) for name in given) or not finite[-1])
+            same_states.append(_same_states(state, reference, node))
+            for model, optimizer in zip((plain, ours), optimizers, strict=True):
+                for name, parameter in model.named_parameters():
+                    if parameter.grad is not None and finite[-1]:
+                        parameter.grad.to_local().copy_(given[bare_name(name)])
+                if finite[-1]:
+                    optimizer.step()
+    return {"same": same, "states": same_states, "finite": finite}
+
+
+def _passes(model: Any, rank: int, step: int, chosen: dict[str, Any]) -> None:
+    micro_batches = chosen.get("micro_batches", 1)
+    blocks = chosen.get("blocks", lambda _: 3)(step)
+    for part in range(micro_batches):
+        model.set_requires_gradient_sync(part == micro_batches - 1)
+        words = words_of(rank, 10 * step + part)
+        loss = nn.functional.cross_entropy(model(words, blocks).flatten(0, 1).float(), words.roll(1, 1).flatten())
+        (loss * torch.inf if step == chosen.get("overflow_at") and rank == 1 else loss).backward()
+
+
+def _expected(
+    reference: LockstepPlan, plan: Plan, by_node: list[dict[str, torch.Tensor]], step: int
+) -> dict[str, torch.Tensor]:
+    """What every node should apply; layers without a gradient on any rank keep their states."""
+    shapes = {layer.name: layer.shape for layer in plan.layers}
+    absent = sorted(shapes.keys() - by_node[0].keys())
+    before = [{name: dict(kept) for name, kept in rank.items()} for rank in reference.states]
+    whole = [{name: grads.get(name, torch.zeros(shapes[name])) for name in shapes} for grads in by_node]
+    done = reference.step(step, whole, dict.fromkeys(shapes, 0.1))
+    for rank, run in enumerate(reference.runs):
+        for group in plan.compressed_groups:
+            if group.name in run.states and all(name in absent for name in group.layers):
+                run.states[group.name] = before[rank].get(group.name, {})
+            for name in set(absent) & set(group.layers) if done.finite else ():
+                kept = {k: v for k, v in before[rank].get(group.name, {}).items() if k.startswith(f"{name}/")}
+                new = {k: v for k, v in run.states.get(group.name, {}).items() if not k.startswith(f"{name}/")}
+                run.states[group.name] = new | kept
+    means = {name: mean for ranks in done.exchanged.values() for name, mean in ranks[0].mean.items()}
+    for name in by_node[0].keys() - means.keys():
+        tensors = [grads[name] for grads in by_node]
+        lone = [exchange_group(Identity(), {name: one}, {}, Context(0, len(tensors), step)) for one in tensors]
+        means[name] = run_lockstep(lone)[0].value.mean[name]
+    return means
+
+
+def _same_states(state: FSDPCompression, reference: LockstepPlan, node: int) -> bool:
+    theirs, ours = reference.runs[node].states, state.run.states
+    return all(
+        torch.equal(ours[group][key], value) for group, kept in theirs.items() for key, value in kept.items()
+    ) and sum(map(len, ours.values())) == sum(map(len, theirs.values()))
+
+
+def resumed(group: dist.ProcessGroup, nodes: int, folder: str) -> dict[str, Any]:
+    """A run that goes on from a checkpoint of torch.distributed.checkpoint, and the one that went on."""
+    rank, mesh = dist.get_rank(group), mesh_of(group, nodes)
+    models = [sharded(mesh["shard"]) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    plan = plan_of(models[0], "topk", {"density": 0.1})
+    states = [
+        compress_fsdp(model, plan, between=mesh["replicate"], optimizer=optimizer, deterministic=True)
+        for model, optimizer in zip(models, optimizers, strict=True)
+    ]
+
+    def all_of(which: int) -> dict[str, Any]:
+        model, optimizer = get_state_dict(models[which], optimizers[which])
+        return {"model": model, "optimizer": optimizer, "gradlab": states[which].stateful}
+
+    for step in range(4):
+        _train(models[0], optimizers[0], rank, step)
+    dcp.save(all_of(0), checkpoint_id=folder, process_group=group)
+    restored = all_of(1)
+    dcp.load(restored, checkpoint_id=folder, process_group=group)
+    set_state_dict(models[1], optimizers[1], model_state_dict=restored["model"], optim_state_dict=restored["optimizer"])
+    same = []
+    for step in range(4, 7):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            _train(model, optimizer, rank, step)
+        pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
+        same.append(all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs))
+    iterations = [state.iteration for state in states]
+    for state in states:
+        state.close()
+    return {"same": same, "iterations": iterations}
+
+
+def _train(model: Any, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
+    optimizer.zero_grad()
+    backward(model, rank, step)
+    optimizer.step()
+
+
+def fewer_nodes(group: dist.ProcessGroup, policy: str) -> dict[str, Any]:
+    """Four nodes become two of as many shards: what was due between nodes."""
+    rank = dist.get_rank(group)
+    mesh = mesh_of(group, 4)
+    model = sharded(mesh["shard"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = plan_of(model, "topk", {"density": 0.1})
+    state = compress_fsdp(model, plan, between=mesh["replicate"], optimizer=optimizer)
+    for step in range(3):
+        _train(model, optimizer, rank, step)
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, state.state_dict(), group=group)
+    state.close()
+    row, first = rank % 2, rank // 2 * 2
+    column = part_of((group,), [first, first + 1], None, torch.device("cpu"))  # two runs of two nodes, side by side
+    other = sharded(mesh["shard"])
+    again = compress_fsdp(other, plan_of(other, "topk", {"density": 0.1}), between=column, optimizer=None)
+    refusal = _refusal(lambda: again.load_state_dict(everyone[row]))
+    again.load_state_dicts(everyone, policy)
+    kept = again.states["head.weight"]["head.weight/residual"].double().clone()
+    dist.all_reduce(kept, group=column)
+    before = sum(one["states"]["head.weight::head.weight/residual"].double() for one in everyone)
+    other.zero_grad()
+    backward(other, row, 3)
+    iteration = again.iteration
+    again.close()
+    return {"due": [float(before.norm()) / 4, float(kept.norm()) / 2], "iteration": iteration, "refusal": refusal}
+
+
+def refused(group: dist.ProcessGroup) -> dict[str, str]:
+    """What is said of models and meshes that do not fit."""
+    rank, mesh = dist.get_rank(group), mesh_of(group, 2)
+    shard, replicate = mesh["shard"], mesh["replicate"]
+    fits = sharded(shard)
+    plan = plan_of(fits, "topk", {"density": 0.1})
+    messages = {}
+
+    def attempt(name: str, model: Any, plan: Any = plan, between: Any = replicate, **options: Any) -> None:
+        messages[name] = _refusal(lambda: compress_fsdp(model, plan, between=between, **options).close())
+
+    attempt("native HSDP", sharded(mesh))
+    attempt("no FSDP", Network())
+    attempt("no model", 3)
+    attempt("the whole mesh", fits, between=mesh)
+    attempt("a number", fits, between=2)
+    attempt("the shards' mesh", fits, between=shard)
+    attempt("columns that cross", fits, between=mesh_of(group, 1)["shard"])
+    attempt("one node", fits, between=mesh_of(group, 4)["shard"])
+    other = Network(width=23)
+    attempt("other shapes", fully_shard(other, mesh=shard))
+    attempt("no plan", fits, plan=None)
+    attempt("ranks disagree", fits, segment_bytes=1000 + rank)
+    attempt("an option", fits, measure_every=-1)
+    settings = {"head.weight": [{"density": 0.1}, {"density": 0.2}]}
+    attempt("refresh", fits, plan=replace(plan, refresh=Refresh(4, settings, {"head.weight": 0})))
+    partly = Network()
+    fully_shard(partly.blocks[0], mesh=shard)
+    attempt("a part", partly)
+    several = Network()
+    for block, one in zip(several.blocks, (shard, shard, replicate), strict=True):
+        fully_shard(block, mesh=one)
+    attempt("several meshes", fully_shard(several, mesh=shard))
+    attempt("offloaded", sharded(shard, offload_policy=CPUOffloadPolicy(pin_memory=False)))
+    hooked = sharded(shard)
+    hooked.blocks[1].set_all_reduce_hook(lambda _: None)
+    attempt("a hook already", hooked)
+    messages["fits"] = _refusal(lambda: compress_fsdp(fits, plan, between=replicate).close())
+    attempt("attached twice", fits)
+    matrix = next(layer for layer in plan.layers if layer.name == "blocks.0.up.weight")
+    groups = (Group("fitted", (matrix.name,), "gradiveq", SETTINGS["gradiveq"]),)
+    kept = {"fitted": learned("gradiveq", (matrix,))}
+    attempt("learned", sharded(shard), plan=Plan(plan.layers, groups, learned=kept))
+    return messages
+
+
+def unused(group: dist.ProcessGroup) -> dict[str, str]:
+    """A parameter without a gradient in a unit whose others have one."""
+    rank, mesh = dist.get_rank(group), mesh_of(group, 2)
+    messages = {}
+    for name, told in (("not said", False), ("said", True)):
+        model = sharded(mesh["shard"])
+        model.set_reduce_scatter_unused_params(told)
+        with compress_fsdp(model, plan_of(model, "topk", {"density": 0.1}), between=mesh["replicate"]):
+            messages[name] = _refusal(lambda model=model: model(words_of(rank, 0), 0, False).sum().backward())
+    return messages

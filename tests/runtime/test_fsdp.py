@@ -1,0 +1,116 @@
+"""Under FSDP2: real ranks that shard inside a node, and exchange shards between nodes by a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradlab.layout import Layer
+from gradlab.plan import FEEDBACK, Group, Plan
+from gradlab.plan.shards import shard_plan
+from jobs.fsdp_tasks import OPTIONS
+from support.process_pool import ProcessPool
+
+CODECS: list[tuple[str, dict[str, Any]]] = [
+    ("topk", {"density": 0.05}),
+    ("powersgd", {"rank": 2}),
+    ("block_scaled", {"dtype": "int8"}),
+    ("sign", {}),
+]
+
+
+def test_without_compression_it_is_native_hsdp(pool: ProcessPool) -> None:
+    """AdamW's parameters after 30 steps, bit for bit."""
+    for result in pool.run("jobs.fsdp_tasks:against_native", 4, nodes=2, steps=30):
+        assert result["same"]
+        assert result["counted"] == result["forecast"]
+
+
+@pytest.mark.parametrize(("codec", "settings"), CODECS)
+def test_ranks_agree_and_bytes_are_as_forecast(pool: ProcessPool, codec: str, settings: dict[str, Any]) -> None:
+    results = pool.run("jobs.fsdp_tasks:compressed", 4, nodes=2, codec=codec, settings=settings)
+    for rank, result in enumerate(results):
+        assert result["agree"]
+        assert result["finite"]
+        assert result["counted"] == result["forecast"]
+        assert result["nodes"] == {"node": rank // 2, "nodes": 2, "local_rank": rank % 2, "local_ranks": 2}
+        assert result["refused"] == "this Exchange is closed; make a new one"
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_it_does_what_lockstep_does_with_the_nodes_shards(pool: ProcessPool, option: str) -> None:
+    """Gradients and states, bit for bit, whatever FSDP does beside."""
+    codec, settings = ("powersgd", {"rank": 2}) if option in ("default", "frozen on the way") else CODECS[0]
+    results = pool.run("jobs.fsdp_tasks:against_lockstep", 4, nodes=2, codec=codec, settings=settings, option=option)
+    for result in results:
+        assert result["same"] == [True] * 5
+        assert result["states"] == [True] * 5
+        assert result["finite"] == [step != OPTIONS[option].get("overflow_at") for step in range(5)]
+
+
+def test_a_run_resumed_by_distributed_checkpoint_is_the_run_that_went_on(pool: ProcessPool, tmp_path: Path) -> None:
+    for result in pool.run("jobs.fsdp_tasks:resumed", 4, nodes=2, folder=str(tmp_path / "checkpoint")):
+        assert result == {"same": [True] * 3, "iterations": [7, 7]}
+
+
+@pytest.mark.parametrize("policy", ["split", "sum"])
+def test_four_nodes_become_two(pool: ProcessPool, policy: str) -> None:
+    for result in pool.run("jobs.fsdp_tasks:fewer_nodes", 4, policy=policy):
+        before, after = result["due"]
+        assert after == pytest.approx(before, rel=1e-6)
+        assert result["iteration"] == 4
+        assert "load_state_dicts takes the checkpoints of all old ranks" in result["refusal"]
+
+
+def test_what_does_not_fit_is_refused_at_construction(pool: ProcessPool) -> None:
+    expected = {
+        "native HSDP": "the model itself is under native HSDP (HSDPMeshInfo): its hook runs after",
+        "no FSDP": "got a Network without a module that fully_shard was called on",
+        "no model": "got a int, expected a model that fully_shard was called on",
+        "the whole mesh": "between: a mesh of 2 dimensions, expected one of them, such as mesh['shard']",
+        "a number": "between = '2' (int), expected a dimension of a DeviceMesh or a process group",
+        "the shards' mesh": "are not rows and columns of one mesh",
+        "columns that cross": "are not rows and columns of one mesh",
+        "one node": "between has one rank",
+        "other shapes": "embedding.weight: expected shape [30, 21], the model has [30, 23]",
+        "no plan": "the plan is a NoneType, expected a Plan or the path of an artifact",
+        "ranks disagree": "ranks disagree about segment_bytes: rank 1 has 1001, rank 0 has 1000",
+        "an option": "measure_every = -1, expected a whole number from 0",
+        "refresh": "the plan has a refresh",
+        "a part": "embedding.weight and 10 other parameters are of no module that fully_shard was called on",
+        "several meshes": "modules are sharded along several meshes",
+        "offloaded": "has its parameters offloaded to the CPU",
+        "a hook already": "module blocks.1 has an all-reduce hook already",
+        "fits": "",
+        "attached twice": "the model itself has an all-reduce hook already",
+        "learned": "codec gradiveq cannot work on shards, as its learned tensors were fitted on whole layers; "
+        "blocks.0.up.weight has the shape [43, 21]",
+    }
+    for messages in pool.run("jobs.fsdp_tasks:refused", 4):
+        assert messages.keys() == expected.keys()
+        for name, words in expected.items():
+            assert words in messages[name], name
+            assert bool(words) == bool(messages[name]), name
+
+
+def test_a_parameter_without_a_gradient_is_told_of(pool: ProcessPool) -> None:
+    for messages in pool.run("jobs.fsdp_tasks:unused", 4):
+        assert "the model itself: a gradient of 315 elements, expected 645, of 3 parameters" in messages["not said"]
+        assert "set_reduce_scatter_unused_params(True)" in messages["not said"]
+        assert messages["said"] == ""
+
+
+def test_groups_are_cut_where_units_end() -> None:
+    shapes = {"a": (4, 6), "b": (5, 6), "c": (3, 6), "d": (2, 6)}
+    layers = tuple(Layer(name, shape, "linear") for name, shape in shapes.items())
+    groups = (Group("ab", ("a", "b"), "topk", {"density": 0.1}, FEEDBACK), Group("cd", ("c", "d"), "sign"))
+    shards = {"a": (2, 6), "b": (3, 6), "c": (0, 6), "d": (1, 6)}
+    plan = shard_plan(Plan(layers, groups), shards, {"a": "one", "b": "", "c": "one", "d": "one"})
+    assert [(group.name, group.layers) for group in plan.groups] == [
+        ("ab in one", ("a",)),
+        ("ab in the rest", ("b",)),
+        ("cd", ("d",)),
+    ]
+    assert [layer.shape for layer in plan.layers] == list(shards.values())
