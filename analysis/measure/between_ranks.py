@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,8 +39,7 @@ from gradlab.layout import Layer
 from gradlab.progress import Progress
 
 if TYPE_CHECKING:
-    from gradlab.trace import Trace
-
+    from gradlab.trace import Trace, TraceSource
 DENSITIES = (0.001, 0.01, 0.1)
 CORRECTED = ("copula", "equal_mass", "ksg")
 _STRETCHES = 8
@@ -214,10 +212,10 @@ def measure_between_ranks(
     large = [x for x in named if x.numel >= _FEWEST_VALUES and (layers is not None or len(x.shape) > 1)]
     if not large:
         raise GradlabError(f"{trace.path}: no layer of {_FEWEST_VALUES} values or more to measure between ranks")
-    path, order = str(trace.path.resolve()), sorted(range(len(large)), key=lambda i: -large[i].numel)
+    source, order = trace.source, sorted(range(len(large)), key=lambda i: -large[i].numel)
     places = layer_places(trace, after_addition)
     trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
-    calls = [(path, large[i], chosen, shift, places[large[i].name]) for i in order]
+    calls = [(source, large[i], chosen, shift, places[large[i].name]) for i in order]
     measured = share_out(measure_layer, calls, workers=workers, what="between ranks", progress=progress)
     rows = {row.name: row for row in measured if row is not None}
     return TraceBetweenRanks(
@@ -266,13 +264,11 @@ def sampled_columns(numel: int, values: int) -> list[slice]:
 
 
 def measure_layer(
-    path: str, layer: Layer, chosen: BetweenRanks, shift: int, place: list[str]
+    source: TraceSource, layer: Layer, chosen: BetweenRanks, shift: int, place: list[str]
 ) -> LayerBetweenRanks | None:
-    """Measure one layer of the trace at `path`; None with fewer than 4 finite iterations."""
-    from gradlab.trace import Trace
-
+    """Measure one layer of a trace; None with fewer than 4 finite iterations."""
     generator = np.random.default_rng(chosen.seed)
-    with Trace(Path(path), only=[layer.name]) as trace:
+    with source.open([layer.name]) as trace:
         positions = spread(len(trace.steps) - shift, chosen.iterations)
         pairs = rank_pairs(trace.world_size, chosen.pairs, generator)
         columns = sampled_columns(layer.numel, chosen.values)

@@ -16,7 +16,6 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,8 +37,7 @@ from gradlab.progress import Progress
 
 if TYPE_CHECKING:
     from gradlab.analysis.replay.result import Replay
-    from gradlab.trace import Trace
-
+    from gradlab.trace import Trace, TraceSource
 # Squared errors relative to the gradient's energy.
 RELATIVE_ERRORS = tuple(float(value) for value in np.geomspace(1e-7, 0.98, 56))
 _POSITIONS = 24
@@ -172,9 +170,9 @@ def measure_limits(
     if not chosen:
         raise GradlabError(f"{trace.path}: no layer of {_FEWEST_VALUES} values or more to set limits for")
     tried = list(limit_candidates() if candidates is None else candidates)
-    path = str(trace.path.resolve())
+    source = trace.source
     trace.close()
-    floors = share_out(_floor, [(path, x) for x in chosen], workers=workers, what="limits", progress=progress)
+    floors = share_out(_floor, [(source, x) for x in chosen], workers=workers, what="limits", progress=progress)
     live = [row for row in floors if row is not None]
     values = sum(layer.numel for layer in chosen)
     windows = [(p, p + 1) for p in _finite_positions(live, 1 if values > _MANY_VALUES else _WINDOWS)]
@@ -223,13 +221,11 @@ def floor_slice_size(layer: Layer, rows: int) -> int:
     return size
 
 
-def _floor(path: str, layer: Layer) -> LayerLimits | None:
-    """The floors of one layer of the trace at `path`; None where a half of it holds no finite gradient."""
-    from gradlab.trace import Trace
-
+def _floor(source: TraceSource, layer: Layer) -> LayerLimits | None:
+    """The floors of one layer of a trace; None where a half of it holds no finite gradient."""
     squares, count = np.zeros(layer.numel), 0
     halves: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
-    with Trace(Path(path), only=[layer.name]) as trace:
+    with source.open([layer.name]) as trace:
         positions = spread(len(trace.steps), _POSITIONS)
         middle = len(trace.steps) // 2
         size = floor_slice_size(layer, trace.world_size * int((positions < middle).sum()))

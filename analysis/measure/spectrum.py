@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,8 +25,7 @@ from gradlab.learning.slice_pca import default_slice_size, dimension, slice_orde
 from gradlab.progress import Progress
 
 if TYPE_CHECKING:
-    from gradlab.trace import Trace
-
+    from gradlab.trace import Trace, TraceSource
 LOSS_THRESHOLDS = (0.01, 0.05, 0.1)
 # Values held at a time while a layer is streamed, over all ranks; in float64, and again while they are put together.
 _BLOCK_VALUES = 2**24
@@ -166,7 +164,7 @@ def measure_spectrum(
     measured = [layer for layer in chosen if layer.numel > 0]
     if not measured:
         raise GradlabError(f"{trace.path}: no layer to measure among {len(trace.layers)} recorded")
-    calls = [(str(trace.path.resolve()), layer, positions, options) for layer in measured]
+    calls = [(trace.source, layer, positions, options) for layer in measured]
     trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
     products = share_out(_layer_products, calls, workers=workers, what="spectrum", progress=progress)
     ever = [bool(np.isfinite(p.inner).all((1, 2)).any()) for p in products]
@@ -212,11 +210,9 @@ def _positions(trace: Trace, options: SpectrumOptions) -> np.ndarray:
     return options.start + spread(count, options.max_samples)
 
 
-def _layer_products(path: str, layer: Layer, positions: np.ndarray, options: SpectrumOptions) -> _Products:
-    from gradlab.trace import Trace
-
+def _layer_products(source: TraceSource, layer: Layer, positions: np.ndarray, options: SpectrumOptions) -> _Products:
     # Steps that are not finite make their own rows and columns NaN; they are taken out when all layers are known.
-    with Trace(Path(path), only=[layer.name]) as trace, np.errstate(invalid="ignore", over="ignore"):
+    with source.open([layer.name]) as trace, np.errstate(invalid="ignore", over="ignore"):
         return _products(trace, layer, positions, options)
 
 

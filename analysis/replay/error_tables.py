@@ -9,10 +9,8 @@ Work is shared out by layer, and a layer is read rank by rank.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,8 +26,7 @@ from gradlab.progress import Progress
 from gradlab.trace.schema import CHUNK_STEPS
 
 if TYPE_CHECKING:
-    from gradlab.trace import Trace
-
+    from gradlab.trace import Trace, TraceSource
 METRICS = ("squared", "plain")
 # Values read at a time: float32, of one rank.
 _BLOCK_VALUES = 2**25
@@ -142,7 +139,7 @@ def measure_errors(
     tasks = [(trace.layer(name), tuple(tried)) for name, tried in candidates.items()]
     # The largest first, so that none is left to one worker at the end.
     order = sorted(range(len(tasks)), key=lambda i: -tasks[i][0].numel)
-    calls = [(str(trace.path.resolve()), *tasks[i], tuple(windows), seed) for i in order]
+    calls = [(trace.source, *tasks[i], tuple(windows), seed) for i in order]
     trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
     measured = share_out(
         _measure_layer, calls, workers=workers, cluster=cluster, what="errors by layer", progress=progress
@@ -167,19 +164,17 @@ def _of_whole_layer(trace: Trace, table: LayerTable) -> LayerTable:
 
 
 def _measure_layer(
-    path: str | os.PathLike[str],
+    source: TraceSource,
     layer: Layer,
     candidates: tuple[Candidate, ...],
     windows: tuple[tuple[int, int], ...],
     seed: int,
 ) -> LayerTable:
     """All windows of one layer."""
-    from gradlab.trace import Trace
-
     squared = np.zeros((len(windows), len(candidates)))
     plain = np.zeros_like(squared)
     norms = np.zeros(len(windows))
-    with Trace(Path(path), only=[layer.name]) as trace:
+    with source.open([layer.name]) as trace:
         for place, window in enumerate(windows):
             for rank in range(trace.world_size):
                 gradient = accumulated(trace, layer, rank, *window)

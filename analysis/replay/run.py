@@ -32,8 +32,7 @@ from gradlab.plan.refresh import Refresh
 from gradlab.progress import Progress
 
 if TYPE_CHECKING:
-    from gradlab.trace import Trace
-
+    from gradlab.trace import Trace, TraceSource
 # Values, over all ranks, of groups that are replayed together; gradients, states and results are held some ten times.
 _PART_VALUES = 2**23
 # A wrapper with at most so many settings is described by all of them, one with more by those that are not its defaults.
@@ -67,7 +66,7 @@ def replay(
     if len(parts) == 1:
         results = [_replay_part(trace, held, None, start, stop, progress)]
     else:
-        calls = [(str(trace.path.resolve()), held, part, start, stop) for part in parts]
+        calls = [(trace.source, held, part, start, stop) for part in parts]
         trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
         results = share_out(_replay_in_worker, calls, workers=workers, what="replay by parts", progress=progress)
     remarks = list(dict.fromkeys(line for part in results for line in part.remarks))
@@ -114,7 +113,7 @@ def replay_plans(
     """
     if workers == 1 or len(plans) < 2:
         return {name: _attempt(trace, plan, start, stop, workers, progress) for name, plan in plans.items()}
-    calls = [(str(trace.path.resolve()), plan, start, stop) for plan in plans.values()]
+    calls = [(trace.source, plan, start, stop) for plan in plans.values()]
     trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
     results = share_out(_plan_in_worker, calls, workers=workers, what="replay plans", progress=progress)
     return dict(zip(plans, results, strict=True))
@@ -129,11 +128,9 @@ def _attempt(
         return error
 
 
-def _plan_in_worker(path: str, plan: Plan, start: int, stop: int | None) -> Replay | GradlabError:
-    from gradlab.trace import Trace
-
+def _plan_in_worker(source: TraceSource, plan: Plan, start: int, stop: int | None) -> Replay | GradlabError:
     try:
-        with Trace(path) as trace:  # of all layers: those that travel dense are read too, where they may be unused
+        with source.open() as trace:  # of all layers: those that travel dense are read too, where they may be unused
             return _attempt(trace, plan, start, stop)
     except GradlabError as error:
         return error
@@ -199,11 +196,9 @@ class _Part:
     findings: tuple[Finding, ...]
 
 
-def _replay_in_worker(path: str, plan: Plan, part: tuple[str, ...], start: int, stop: int) -> _Part:
-    from gradlab.trace import Trace
-
+def _replay_in_worker(source: TraceSource, plan: Plan, part: tuple[str, ...], start: int, stop: int) -> _Part:
     read = {name for group in plan.groups if group.name in part for name in group.layers}
-    with Trace(path, only=read) as trace:
+    with source.open(read) as trace:
         return _replay_part(trace, plan, part, start, stop, None)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradlab.cli.console import OUT, print_json, print_warnings, progress_bars
+from gradlab.cli.trace_options import AverageRanks
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def analyze(
         typer.Option(metavar="PARTS", help="Some pages alone, with commas: payoff,between,noise,limits,within,signs."),
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Processes; default: as many as cores, at most 4.")] = None,
+    average_ranks: AverageRanks = 1,
     overwrite: Annotated[bool, typer.Option(help="Replace a report that is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the measurements as JSON too.")] = False,
 ) -> None:
@@ -77,7 +79,7 @@ def analyze(
     names = {path: Path(path).stem for path in artifacts}
     if len(set(names.values())) < len(names):
         names = {path: path for path in artifacts}
-    with Trace(trace) as opened, progress_bars() as progress:
+    with Trace(trace, average_ranks=average_ranks) as opened, progress_bars() as progress:
         examination = examine(
             opened,
             plans={names[path]: artifact.plan for path, artifact in artifacts.items()} or None,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradlab.cli.console import OUT, print_json, print_table, print_warnings, progress_bars
+from gradlab.cli.trace_options import AverageRanks
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ def evaluate(
     start: Annotated[int, typer.Option(help="Position of the first recorded step to replay, from 0.")] = 0,
     stop: Annotated[int | None, typer.Option(help="Position after the last one; default: to the end.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="REPORT", help="Write a report with plots here.")] = None,
+    average_ranks: AverageRanks = 1,
     overwrite: Annotated[bool, typer.Option(help="Replace a report that is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every step.")] = False,
 ) -> None:
@@ -46,7 +48,7 @@ def evaluate(
     if len(set(names)) < len(names):
         names = [str(path) for path in artifacts]
     loaded = [Artifact.load(path) for path in artifacts]
-    with Trace(trace) as opened, progress_bars() as progress:
+    with Trace(trace, average_ranks=average_ranks) as opened, progress_bars() as progress:
         if opened.world_size == 1:
             raise GradlabError(f"{trace}: recorded on one rank: there is no exchange to replay")
         last = len(opened.steps) if stop is None else stop

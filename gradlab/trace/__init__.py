@@ -1,6 +1,6 @@
 """A recorded trace: its files, its rules, and how it is read and checked."""
 
 from gradlab.trace.checking import RankCheck, TraceCheck, check
-from gradlab.trace.trace import Trace, TraceStep
+from gradlab.trace.trace import Trace, TraceSource, TraceStep
 
-__all__ = ["RankCheck", "Trace", "TraceCheck", "TraceStep", "check"]
+__all__ = ["RankCheck", "Trace", "TraceCheck", "TraceSource", "TraceStep", "check"]

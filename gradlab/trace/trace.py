@@ -30,7 +30,7 @@ from gradlab.trace.rules import empty_problems, folder_problems, remarks
 from gradlab.trace.sample import LayerSample, describe_samples
 from gradlab.trace.schema import CHUNK_STEPS, RankIndex, read_index, read_manifest, rows_at_once
 
-__all__ = ["RankCheck", "Trace", "TraceCheck", "TraceStep", "check"]
+__all__ = ["RankCheck", "Trace", "TraceCheck", "TraceSource", "TraceStep", "check"]
 
 _BLOCK_BYTES = 96 * 2**20  # most bytes of a block that `iterate` reads ahead
 
@@ -50,6 +50,22 @@ class TraceStep:
     unused: np.ndarray  # (N, L) bool: layers without a gradient on that rank
 
 
+@dataclass(frozen=True)
+class TraceSource:
+    """What another process needs to open a trace just so.
+
+    path: the trace's folder.
+    average_ranks: see `Trace`.
+    """
+
+    path: str
+    average_ranks: int = 1
+
+    def open(self, only: Collection[str] | None = None) -> Trace:
+        """Open the trace. only: see `Trace`."""
+        return Trace(self.path, only=only, average_ranks=self.average_ranks)
+
+
 class Trace:
     """A closed trace, read-only; a context manager.
 
@@ -58,26 +74,37 @@ class Trace:
         allow_empty: accept a trace that has no iteration common to all ranks.
         only: names of the layers that will be read, others cannot be. Opening checks the data set of every layer in
             every file, which takes longer than reading one layer. None: all.
+        average_ranks: recorded ranks L that are a node: the trace then has the means of ranks 0 to L - 1, of the next
+            L, and so on, as if these were its ranks. 1: each recorded rank by itself.
     Attributes:
-        world_size: number of ranks N.
+        world_size: number of ranks N; with `average_ranks`, of nodes.
         layers: the layers as the trace holds them, in order. Of a layer in `samples` that is a part.
         model_layers: the layers as the model has them, in the same order.
         samples: by name, the layers of which the trace holds blocks only. Empty: it holds all values.
         metadata: the JSON object that the recorder was given.
         steps: iterations that every rank committed, int64 (T,), ascending.
-        rank_steps: committed steps of each rank.
-        steps_lost: steps of each rank that were due, but not recorded.
+        rank_steps: committed steps of each recorded rank.
+        steps_lost: steps of each recorded rank that were due, but not recorded.
     Raises:
         GradlabError: for a folder that is missing, foreign, damaged, newer, unfinished or empty, and for ranks
             that disagree.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, allow_empty: bool = False, only: Collection[str] | None = None
+        self,
+        path: str | os.PathLike[str],
+        *,
+        allow_empty: bool = False,
+        only: Collection[str] | None = None,
+        average_ranks: int = 1,
     ) -> None:
         self.path = Path(path)
         self._manifest = read_manifest(self.path)
-        self.world_size: int = self._manifest.world_size
+        ranks = self._manifest.world_size
+        if type(average_ranks) is not int or average_ranks < 1 or ranks % average_ranks:
+            raise GradlabError(f"{self.path}: average_ranks = {average_ranks!r}, expected a divisor of {ranks} ranks")
+        self.average_ranks = average_ranks
+        self.world_size: int = ranks // average_ranks
         self.layers: tuple[Layer, ...] = self._manifest.layers
         self.model_layers: tuple[Layer, ...] = self._manifest.model_layers
         self.samples: Mapping[str, LayerSample] = self._manifest.samples
@@ -111,7 +138,7 @@ class Trace:
         self._segments.close()
 
     def _read_indices(self) -> list[RankIndex]:
-        by_rank = [read_index(self.path, rank) for rank in range(self.world_size)]
+        by_rank = [read_index(self.path, rank) for rank in range(self._manifest.world_size)]
         indices = [index for index in by_rank if index is not None]
         if len(indices) < len(by_rank):
             open_ranks = ", ".join(str(rank) for rank, index in enumerate(by_rank) if index is None)
@@ -124,7 +151,14 @@ class Trace:
     def remarks(self) -> tuple[str, ...]:
         """Notes that are no errors, one line each: ranks hold different numbers of steps, layers are sampled."""
         sampled = (f"a sample: {self.extent}",) if self.samples else ()
-        return (*remarks(self.rank_steps, len(self.steps)), *sampled)
+        nodes = f"{self.world_size} nodes, each the mean of {self.average_ranks} of {len(self._ranks)} recorded ranks"
+        averaged = (nodes,) if self.average_ranks > 1 else ()
+        return (*remarks(self.rank_steps, len(self.steps)), *sampled, *averaged)
+
+    @property
+    def source(self) -> TraceSource:
+        """What another process needs to open this trace just so."""
+        return TraceSource(str(self.path.resolve()), self.average_ranks)
 
     @property
     def extent(self) -> str:
@@ -177,7 +211,24 @@ class Trace:
             raise GradlabError(f"{self.path}: no rank {rank}; expected 0 to {self.world_size - 1}")
         start, stop = self._range(start, stop)
         columns = _contiguous(columns, member.numel)
-        return self._ranks[rank].read(member, self._rows[rank][start:stop], columns)
+        if self.average_ranks == 1:
+            return self._ranks[rank].read(member, self._rows[rank][start:stop], columns)
+        return self._node_mean(member, rank, slice(start, stop), columns)
+
+    def _node_mean(self, layer: Layer, node: int, positions: slice, columns: slice) -> np.ndarray:
+        """As `gradlab.collectives.mean_of_node` sums: each rank's times 1/L, in rank order, in float32."""
+        scale = np.float32(1.0 / self.average_ranks)
+        total: np.ndarray | None = None
+        with np.errstate(invalid="ignore", over="ignore"):  # recorded infinities may meet
+            for rank in self._members(node):
+                rows = self._ranks[rank].read(layer, self._rows[rank][positions], columns)
+                total = rows * scale if total is None else np.add(total, rows * scale, out=total)
+        assert total is not None
+        return total
+
+    def _members(self, node: int) -> range:
+        """The recorded ranks of a node; of a rank that stands for itself, that one."""
+        return range(node * self.average_ranks, (node + 1) * self.average_ranks)
 
     def mean(self, layer: str, start: int = 0, stop: int | None = None, columns: slice | None = None) -> np.ndarray:
         """Average a layer over all ranks, in float64. Arguments and errors as in `read`.
@@ -230,16 +281,18 @@ class Trace:
     def _step(self, position: int, gradients: list[dict[str, np.ndarray]]) -> TraceStep:
         rows = [rank_rows[position] for rank_rows in self._rows]
         records = np.array([rank.records[row] for rank, row in zip(self._ranks, rows, strict=True)])
+        unused = np.array([rank.unused[row] for rank, row in zip(self._ranks, rows, strict=True)])
+        nodes = (self.world_size, self.average_ranks)
         return TraceStep(
             position=position,
             index=int(self.steps[position]),
             gradients=gradients,
-            loss=records["loss"],
+            loss=_averaged("loss", records["loss"].reshape(nodes)),
             learning_rate=float(records["learning_rate"][0]),
-            loss_scale=records["loss_scale"],
-            accumulation=records["accumulation"],
-            non_finite=records["non_finite"],
-            unused=np.array([rank.unused[row] for rank, row in zip(self._ranks, rows, strict=True)]),
+            loss_scale=_averaged("loss_scale", records["loss_scale"].reshape(nodes)),
+            accumulation=_averaged("accumulation", records["accumulation"].reshape(nodes)),
+            non_finite=_averaged("non_finite", records["non_finite"].reshape(nodes)),
+            unused=np.all(unused.reshape(*nodes, -1), axis=1),
         )
 
     def scalars(self, rank: int) -> dict[str, np.ndarray]:
@@ -251,9 +304,11 @@ class Trace:
         """
         if not 0 <= rank < self.world_size:
             raise GradlabError(f"{self.path}: no rank {rank}; expected 0 to {self.world_size - 1}")
-        located, rows = self._ranks[rank], self._rows[rank]
-        names = [name for name in located.records.dtype.names or () if name != "checksum"]
-        return {name: located.records[name][rows] for name in names} | {"unused": located.unused[rows]}
+        names = [name for name in self._ranks[rank].records.dtype.names or () if name != "checksum"]
+        members = [(self._ranks[one], self._rows[one]) for one in self._members(rank)]
+        unused: np.ndarray = np.all(np.stack([located.unused[rows] for located, rows in members]), axis=0)
+        by_name = {name: np.stack([located.records[name][rows] for located, rows in members], 1) for name in names}
+        return {name: _averaged(name, values) for name, values in by_name.items()} | {"unused": unused}
 
     def _range(self, start: int, stop: int | None) -> tuple[int, int]:
         stop = len(self.steps) if stop is None else stop
@@ -262,6 +317,13 @@ class Trace:
                 f"{self.path}: positions {start}..{stop} do not lie in the trace's {len(self.steps)} steps"
             )
         return start, stop
+
+
+def _averaged(name: str, values: np.ndarray) -> np.ndarray:
+    """What a node's ranks (..., L) noted of a step, as one value: counts added up, the loss averaged, else rank 0's."""
+    if name == "loss" and values.shape[-1] > 1:
+        return values.mean(axis=-1)
+    return values.sum(axis=-1).astype(values.dtype) if name == "non_finite" else values[..., 0]
 
 
 def _contiguous(columns: slice | None, numel: int) -> slice:

@@ -22,6 +22,7 @@ from gradlab.cli.fit.options import (
     print_fit,
     setting_help,
 )
+from gradlab.cli.trace_options import AverageRanks
 
 if TYPE_CHECKING:
     from gradlab.analysis.fit.gradiveq import GradiveqMeasurement
@@ -83,6 +84,7 @@ def gradiveq(
     role: Roles = None,
     warmup_steps: Warmup = 0,
     seed: Seed = 0,
+    average_ranks: AverageRanks = 1,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -125,7 +127,7 @@ def gradiveq(
         warmup_steps=warmup_steps,
         seed=seed,
     )
-    with Trace(trace) as opened, progress_bars() as progress:
+    with Trace(trace, average_ranks=average_ranks) as opened, progress_bars() as progress:
         fit = fit_gradiveq(opened, options, progress=progress)
     fit.artifact().save(out, overwrite)
     print_fit(fit.provenance, as_json, partial(print_gradiveq, fit.measured), out)

@@ -24,6 +24,7 @@ from gradlab.cli.fit.options import (
     require_trainable,
     setting_help,
 )
+from gradlab.cli.trace_options import AverageRanks
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def lgc(
     optimizer: TrainedWith = None,
     warmup_steps: Warmup = 200,
     seed: Seed = 0,
+    average_ranks: AverageRanks = 1,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -108,7 +110,7 @@ def lgc(
         warmup_steps=warmup_steps,
         seed=seed,
     )
-    with Trace(trace) as opened, progress_bars() as progress:
+    with Trace(trace, average_ranks=average_ranks) as opened, progress_bars() as progress:
         wrapper = None if momentum is None else "momentum_correction"
         note = require_trainable(optimizer_of_training(opened, optimizer), wrapper, remedy="leave --momentum out")
         fit = fit_lgc(opened, pattern, options, progress=progress)

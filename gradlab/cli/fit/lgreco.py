@@ -12,6 +12,7 @@ import typer
 
 from gradlab.cli.console import OUT, print_table, progress_bars
 from gradlab.cli.fit.options import AsJson, Folder, Overwrite, Seed, Target, Warmup, parse_settings, print_fit
+from gradlab.cli.trace_options import AverageRanks
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def lgreco(
     refresh: Refresh = 0,
     warmup_steps: Warmup = 0,
     seed: Seed = 0,
+    average_ranks: AverageRanks = 1,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -134,7 +136,7 @@ def lgreco(
 
     _require_free(out, (figure, frontier, over_time), overwrite)
     reference = parse_settings(setting or [])
-    with Trace(trace) as opened, progress_bars() as progress:
+    with Trace(trace, average_ranks=average_ranks) as opened, progress_bars() as progress:
         ranks = opened.world_size if nodes is None else nodes
         small, step = _objective(cost, bandwidth, latency, ranks, compute_seconds, cores, bucket_cap_mb)
         candidates, first = candidates_of_grid(

@@ -21,6 +21,7 @@ from gradlab.cli.fit.options import (
     print_fit,
     require_trainable,
 )
+from gradlab.cli.trace_options import AverageRanks
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def signs(
     setting: Setting = None,
     warmup_steps: Warmup = 0,
     seed: Seed = 0,
+    average_ranks: AverageRanks = 1,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -92,7 +94,7 @@ def signs(
 
     require_free(out, overwrite)
     settings, blocks = parse_settings(setting or []), None
-    with Trace(trace) as opened, progress_bars() as progress:
+    with Trace(trace, average_ranks=average_ranks) as opened, progress_bars() as progress:
         trained_with = optimizer_of_training(opened, optimizer)
         method, notes = _method_for(method, trained_with)
         plan = method_plan(

@@ -24,6 +24,7 @@ from gradlab.cli.fit.options import (
     print_fit,
     require_trainable,
 )
+from gradlab.cli.trace_options import AverageRanks
 
 Codec = Annotated[
     str, typer.Option(help="Any codec that needs no fit: topk, powersgd, qsgd, sign, ... (see gradlab methods).")
@@ -52,6 +53,7 @@ def uniform(
     warmup_steps: Warmup = None,
     optimizer: TrainedWith = None,
     seed: Seed = 0,
+    average_ranks: AverageRanks = 1,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -76,7 +78,7 @@ def uniform(
     require_free(out, overwrite)
     settings = parse_settings(setting or [])
     build_settings(codecs.get(codec), settings)  # names the codec's settings; Plan.uniform has arguments of its own
-    with Trace(trace) as opened, progress_bars() as progress:
+    with Trace(trace, average_ranks=average_ranks) as opened, progress_bars() as progress:
         plan = Plan.uniform(
             opened.model_layers,
             codec,
