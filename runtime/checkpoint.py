@@ -64,10 +64,10 @@ def restore(run: PlanRun, saved: Mapping[str, Any], identity: Mapping[str, Any],
             other = key in ("world_size", *_ALONE)
             hint = "; load_state_dicts takes the checkpoints of all old ranks" if other else ""
             raise GradlabError(f"checkpoint: {key} is {repr(came)[:80]}, this run has {expected!r}{hint}")
-    states = _states(run, saved)
+    states = states_of(run, saved)
     if strangers := sorted(states.keys() - run.codecs.keys()):
         raise GradlabError(f"checkpoint: a state of group {strangers[0]!r}, which another local rank owns")
-    _continue(run, saved, _moved(states, device), saved["learning_rates"], saved.get("refresh"))
+    _continue(run, saved, moved(states, device), saved["learning_rates"], saved.get("refresh"))
 
 
 def same_ranks(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> bool:
@@ -123,7 +123,7 @@ def redistribute(
         rates |= {name: rate for name, rate in owner["learning_rates"].items() if name in layers[group]}
         if group in run.codecs:
             states[group] = run.codecs[group].redistribute(kept, run.rank, run.world_size, residuals)
-    _continue(run, saved[ROOT], _moved(states, device), rates, saved[ROOT].get("refresh"))
+    _continue(run, saved[ROOT], moved(states, device), rates, saved[ROOT].get("refresh"))
 
 
 def redistribute_shards(
@@ -132,10 +132,13 @@ def redistribute_shards(
     identity: Mapping[str, Any],
     residuals: str,
     device: HostDevice,
-) -> None:
+) -> list[Mapping[str, Any]]:
     """Continue from the `save` of every rank of a run whose nodes hold as many shards each.
 
-    Arguments and errors are those of `redistribute`. Only the checkpoints of the same shards are used.
+    Arguments and errors are those of `redistribute`.
+
+    Returns:
+        The checkpoints of the same shards, which are used, in the order of nodes.
     """
     mine = (identity["shards"], identity["local_rank"])
     column = [one for one in saved if isinstance(one, Mapping) and (one.get("shards"), one.get("local_rank")) == mine]
@@ -145,11 +148,12 @@ def redistribute_shards(
             f"checkpoints of {len(saved)} ranks with {sorted(map(str, shards))} shards, this run has {mine[0]}: nodes "
             "may change in number, shards may not"
         )
-    alone = [{**one, "rank": one.get("node"), "world_size": len(column), "shards": 1} for one in column]
+    alone: list[Any] = [{**one, "rank": one.get("node"), "world_size": len(column), "shards": 1} for one in column]
     for one in alone:
         del one["node"], one["local_rank"]
     alone.sort(key=lambda one: (not isinstance(one["rank"], int), str(one["rank"])))
     redistribute(run, alone, {"plan": identity["plan"]}, residuals, device)
+    return alone
 
 
 def _by_node(run: PlanRun, saved: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Mapping[str, Any], list[Tensors]]]:
@@ -157,7 +161,7 @@ def _by_node(run: PlanRun, saved: Sequence[Mapping[str, Any]]) -> dict[str, tupl
 
     Without nodes every rank is one, and owns all groups.
     """
-    states = [_states(run, one) for one in saved]
+    states = [states_of(run, one) for one in saved]
     places = [(one.get("node", rank), one.get("local_rank", 0)) for rank, one in enumerate(saved)]
     local_ranks = saved[ROOT].get("local_ranks", 1)
     if type(local_ranks) is not int or not 1 <= local_ranks <= len(saved):
@@ -183,7 +187,7 @@ def _by_node(run: PlanRun, saved: Sequence[Mapping[str, Any]]) -> dict[str, tupl
     }
 
 
-def _states(run: PlanRun, saved: Mapping[str, Any]) -> dict[str, Tensors]:
+def states_of(run: PlanRun, saved: Mapping[str, Any]) -> dict[str, Tensors]:
     """States by group, from a checkpoint's; their own copies."""
     states, rates, iteration = saved.get("states"), saved.get("learning_rates"), saved.get("iteration")
     sound = type(iteration) is int and 0 <= iteration < 2**63
@@ -218,7 +222,7 @@ def _check_tensor(key: str, tensor: Any, states: Mapping[Any, Any], layers: Sequ
         raise GradlabError(f"checkpoint: {key[:80]!r} is {tensor.dtype}, or not finite: expected finite float32 values")
 
 
-def _moved(states: dict[str, Tensors], device: HostDevice) -> dict[str, Tensors]:
+def moved(states: dict[str, Tensors], device: HostDevice) -> dict[str, Tensors]:
     """Copies on the device, made where the worker makes its own, and there before anybody uses them."""
     ready = device.ready()
     with device.working():

@@ -62,19 +62,29 @@ def sum_in_rank_order(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def mean_of_node(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Average the tensors of a node's ranks: `sum_in_rank_order`, in float32 where they have 16 bits.
+def mean_of_node(tensors: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
+    """Average the tensors of a node's ranks: their sum in the order of local ranks, times 1/L.
+
+    It takes one pass per tensor and one more, as it is made of whole gradients. 16-bit tensors are summed in float32.
 
     Args:
         tensors: one per local rank.
+        out: of their shape and dtype, where the mean goes; None: new memory.
 
     Returns:
         The mean, in the tensors' shape and dtype.
     """
-    dtype = tensors[0].dtype
+    dtype, scale = tensors[0].dtype, 1.0 / len(tensors)
     if dtype.is_floating_point and dtype.itemsize == 2:
-        return sum_in_rank_order([tensor.float() for tensor in tensors]).to(dtype)
-    return sum_in_rank_order(tensors)
+        mean = mean_of_node([tensor.float() for tensor in tensors]).to(dtype)
+        return mean if out is None else out.copy_(mean)
+    out = torch.empty_like(tensors[0]) if out is None else out
+    if len(tensors) == 1:
+        return out.copy_(tensors[0])
+    torch.add(tensors[0], tensors[1], out=out)
+    for tensor in tensors[2:]:
+        out.add_(tensor)
+    return out.mul_(scale)
 
 
 def _answers(requests: Sequence[Request]) -> Iterator[Any]:

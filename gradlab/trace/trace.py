@@ -216,15 +216,13 @@ class Trace:
         return self._node_mean(member, rank, slice(start, stop), columns)
 
     def _node_mean(self, layer: Layer, node: int, positions: slice, columns: slice) -> np.ndarray:
-        """As `gradlab.collectives.mean_of_node` sums: each rank's times 1/L, in rank order, in float32."""
-        scale = np.float32(1.0 / self.average_ranks)
-        total: np.ndarray | None = None
+        """As `gradlab.collectives.mean_of_node` has it: the sum in the order of ranks, times 1/L, in float32."""
+        first, *others = self._members(node)
+        total = self._ranks[first].read(layer, self._rows[first][positions], columns)
         with np.errstate(invalid="ignore", over="ignore"):  # recorded infinities may meet
-            for rank in self._members(node):
-                rows = self._ranks[rank].read(layer, self._rows[rank][positions], columns)
-                total = rows * scale if total is None else np.add(total, rows * scale, out=total)
-        assert total is not None
-        return total
+            for rank in others:
+                total = total + self._ranks[rank].read(layer, self._rows[rank][positions], columns)
+            return np.asarray(total * np.float32(1.0 / self.average_ranks), np.float32)
 
     def _members(self, node: int) -> range:
         """The recorded ranks of a node; of a rank that stands for itself, that one."""

@@ -173,11 +173,8 @@ class StepDriver:
 
     It knows no thread. Whoever calls it catches what a step raises, passes that to `fail`, and then calls `close`.
 
-    Args:
-        everyone: see below.
-        beside: of the ranks that carry other parts of the same gradients, and whose steps have to end alike.
-
     Attributes:
+        beside: of the ranks that carry other parts of the same gradients, and whose steps have to end alike; or None.
         everyone: of all ranks of the run, if the plan runs between some of them alone; else the communicator.
         statistics: the last steps.
         current: the step in progress, None between steps.
@@ -203,7 +200,7 @@ class StepDriver:
         self.run = run
         self.communicator = communicator
         self.everyone = everyone or communicator
-        self._beside = beside
+        self.beside = beside
         self.statistics = Statistics(options.history)
         self.current: Iteration | None = None
         self.broken: str | None = None
@@ -286,14 +283,14 @@ class StepDriver:
             The layers, of any of these ranks, that no rank had a gradient of.
         """
         step, run = current.step, self.run
-        if self._beside is None:
+        if self.beside is None:
             return step.held
         results = [tensor for part in current.parts for tensor in part.memory]
         names = [name for group in run.plan.compressed_groups for name in group.layers if run.settings.hold_unused]
         finite = step.finite and all(is_finite(result) for result in results)
         flags = [bool(step.active), not finite, step.noticed, *(name in step.held for name in names)]
-        message = torch.tensor(flags, dtype=torch.uint8, device=self._beside.device)
-        rows = torch.stack(self._beside.gather_bytes(message)).amax(0).tolist()
+        message = torch.tensor(flags, dtype=torch.uint8, device=self.beside.device)
+        rows = torch.stack(self.beside.gather_bytes(message)).amax(0).tolist()
         if rows[0]:
             step.finite, step.noticed = not rows[1], bool(rows[2])
         return frozenset(name for name, held in zip(names, rows[3:], strict=True) if held)
@@ -365,7 +362,7 @@ class StepDriver:
     def close(self) -> None:
         """Let go of the step in progress, if there is one, and of the process group. Idempotent."""
         self.abandon()
-        for one in (self.communicator, self.everyone, self._beside):
+        for one in (self.communicator, self.everyone, self.beside):
             if one is not None:
                 one.close()
 

@@ -2,7 +2,7 @@
 
 Every part of a step (a bucket of DDP) takes three ways. An all-to-all inside the node brings each local rank all
 addends of what it carries, which it sums in their order. Its groups' codecs run with the owners of the other nodes,
-just as they would between ranks. When they have ended, a gather inside the node brings the results to all of its ranks.
+just as they would between ranks. When they have ended, their owners broadcast the results inside the node.
 
 While one part's codecs wait for the slow network, the next part is averaged inside, and the results of earlier ones
 are spread. All collectives follow in one order from the parts alone: part p is averaged, then its codecs begin, then
@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -64,14 +64,15 @@ class _Spread:
         memory: what this local rank carries of it, flat: addends' mean, then results.
         sizes: elements that each local rank carries.
         complete: whether all groups with a layer in it, of any owner, have begun; then with which part the last did.
-        gathered: what all local ranks carry, one after another, and what to wait for.
+        gathered: what each local rank carries, once the collectives in `works` have ended.
     """
 
     part: Part
     memory: torch.Tensor
     sizes: list[int]
     complete: int | None = None
-    gathered: tuple[torch.Tensor, dist.Work | None] | None = None
+    gathered: list[torch.Tensor] = field(default_factory=list)
+    works: list[dist.Work | None] = field(default_factory=list)
 
 
 class NodeDriver(StepDriver):
@@ -159,7 +160,8 @@ class NodeDriver(StepDriver):
         received, work = inside.all_to_all(sent, sizes)
         inside.wait(work)
         addends = received.view(inside.world_size, sizes[inside.rank])
-        return _Spread(part, mean_of_node(list(addends)), sizes)
+        own = self._workspace.empty((sizes[inside.rank],), addends)
+        return _Spread(part, mean_of_node(list(addends), own), sizes)
 
     def _own_gradients(self, spread: _Spread) -> Tensors:
         """What this local rank carries of a part: whole layers in their shape, pieces of others flat."""
@@ -189,26 +191,26 @@ class NodeDriver(StepDriver):
         self._drain_part(current, spread.part.index, last)
         with self._inside(current):
             inside = self._nodes.inside
-            own = spread.memory.numel()
-            copies = spread.memory.repeat(inside.world_size)
-            spread.gathered = inside.all_to_all(copies, [own] * inside.world_size, spread.sizes)
+            for owner, size in enumerate(spread.sizes):
+                mine = owner == inside.rank  # sent from where it is
+                spread.gathered.append(spread.memory if mine else self._workspace.empty((size,), spread.memory))
+                spread.works.append(inside.broadcast(spread.gathered[-1], owner))
 
     def _write(self, current: Iteration, held: frozenset[str]) -> None:
         """Put the results where the gradients were."""
         for spread in self._spreads:
-            assert spread.gathered is not None
-            gathered, work = spread.gathered
-            self._nodes.inside.wait(work)
+            for work in spread.works:
+                self._nodes.inside.wait(work)
             if current.step.finite:
-                self._write_part(spread, gathered, held)
+                self._write_part(spread, held)
             else:
                 for tensor in spread.part.memory:
                     tensor.fill_(torch.nan)
 
-    def _write_part(self, spread: _Spread, gathered: torch.Tensor, held: frozenset[str]) -> None:
+    def _write_part(self, spread: _Spread, held: frozenset[str]) -> None:
         ownership, gradients = self._nodes.ownership, spread.part.gradients
         pieces: dict[str, list[torch.Tensor]] = {name: [] for name in gradients}
-        for local_rank, carried in enumerate(gathered.split(spread.sizes)):
+        for local_rank, carried in enumerate(spread.gathered):
             sizes = [ownership.numel(name, local_rank) for name in gradients]
             for name, piece in zip(gradients, carried.split(sizes), strict=True):
                 pieces[name].append(piece)
@@ -217,7 +219,10 @@ class NodeDriver(StepDriver):
                 gradient.zero_()
                 continue
             parts = [piece for piece in pieces[name] if piece.numel()]
-            gradient.copy_((parts[0] if len(parts) == 1 else torch.cat(parts)).view(gradient.shape))
+            if len(parts) > 1 and gradient.is_contiguous():
+                torch.cat(parts, out=gradient.view(-1))
+            elif parts:
+                gradient.copy_((parts[0] if len(parts) == 1 else torch.cat(parts)).view(gradient.shape))
 
     @contextmanager
     def _inside(self, current: Iteration) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch.autograd import Variable
 
 from gradlab.errors import GradlabError
+from gradlab.executor.reduce_scatter import check_alone
 from gradlab.plan import Plan
 from gradlab.plan.shards import shard_plan
 from gradlab.runtime import checkpoint
@@ -22,10 +24,21 @@ from gradlab.runtime import run_report as reporting
 from gradlab.runtime.checks import agree_on_mesh, check, check_timeout, given_plan
 from gradlab.runtime.engine.assembly import make_shard_driver
 from gradlab.runtime.engine.device import HostDevice
-from gradlab.runtime.engine.driver import Part
+from gradlab.runtime.engine.driver import Iteration, Part
 from gradlab.runtime.engine.options import RunOptions
 from gradlab.runtime.exchange import Exchange, Result, surroundings_of
-from gradlab.runtime.fsdp.units import Unit, attached_hooks, layers_of_units, set_hook, shard_group, units_of
+from gradlab.runtime.fsdp.reduction import ShardReduction, UnitReduceScatter
+from gradlab.runtime.fsdp.units import (
+    HOW_TO,
+    Unit,
+    attached_hooks,
+    custom_reductions,
+    layers_of_units,
+    set_hooks,
+    shard_group,
+    units_of,
+)
+from gradlab.runtime.network.groups import part_of
 from gradlab.runtime.network.topology import find_grid, group_along
 
 Mesh = dist.DeviceMesh | dist.ProcessGroup
@@ -47,55 +60,69 @@ class FSDPCompression(Exchange):
         plan: Plan | str | os.PathLike[str],
         model: object,
         *,
-        between: Mesh,
+        between: Mesh | None = None,
+        within: Mesh | None = None,
+        inside: Plan | str | os.PathLike[str] | None = None,
         timeout: timedelta | None = None,
         **options: Any,
     ) -> None:
         caller = "compress_fsdp"
         units = units_of(model, caller)
-        row, column = shard_group(units, caller), group_along(between, "between")
-        if column is None:
-            raise GradlabError(f"{caller}: between is a process group that this rank is not in")
-        device = units[0].device
+        device, row = units[0].device, shard_group(units, caller)
+        column = _column(between, within, row, device)
         topology = find_grid(row, column, device)
+        if between is None and row.size() < dist.get_world_size():
+            _warn_of_the_rest(row)
         chosen = RunOptions(**options)
-        whole = [(shard.layer, shard.parameter) for unit in units for shard in unit.shards]
-        local = {shard.layer.name: shard for unit in units for shard in unit.shards}
-        plans: list[Plan] = []  # as it was given, and of the shards
+        order = {layer.name: position for position, layer in enumerate(layers_of_units(model))}
+        shards = sorted((shard for unit in units for shard in unit.shards), key=lambda one: order[one.layer.name])
+        local = {shard.layer.name: shard for shard in shards}
+        names = {shard.layer.name: unit.name for unit in units for shard in unit.shards}
+        whole = [(shard.layer, shard.parameter) for shard in shards]
+        of_nodes: list[Plan] = []  # as it was given, and of the shards
+        of_ranks: list[Plan] = []  # the same of the plan inside a node
 
         def attempt() -> None:
-            plans.append(given_plan(plan, caller))
-            order = {layer.name: position for position, layer in enumerate(layers_of_units(model))}
-            pairs = sorted(whole, key=lambda pair: order[pair[0].name])
-            check(plans[0], pairs, len(topology.nodes), chosen)
+            first = given_plan(plan, caller)
             check_timeout(timeout)
-            if len(topology.nodes) == 1:
-                raise GradlabError(
-                    f"{caller}: between has one rank, so that there is nothing to compress between nodes"
-                )
-            if hooked := attached_hooks(units):
-                raise GradlabError(f"{caller}: {hooked[0]} has an all-reduce hook already, and FSDP takes one")
-            names = {shard.layer.name: unit.name for unit in units for shard in unit.shards}
-            plans.append(shard_plan(plans[0], {name: shard.shape for name, shard in local.items()}, names))
+            _check_hooks(units, within, caller)
+            if between is not None and len(topology.nodes) == 1:
+                raise GradlabError(f"{caller}: between has one rank: there is nothing to compress between nodes")
+            second = _plan_inside(first, between, within, inside, caller)
+            of_nodes.append(first if between is not None else Plan(tuple(layer for layer, _ in whole)))
+            check(of_nodes[0], whole, len(topology.nodes), chosen)
+            of_nodes.append(shard_plan(of_nodes[0], {name: shard.shape for name, shard in local.items()}, names))
+            if second is not None:
+                check(second, whole, row.size(), chosen)
+                check_alone(second)
+                padded = {name: shard.padded_shape for name, shard in local.items()}
+                of_ranks.extend((second, shard_plan(second, padded, names)))
 
         def same() -> dict[str, Any]:
-            return {"the plan (sha256)": plans[0].digest, **chosen.same_everywhere()}
+            digests = {"the plan (sha256)": of_nodes[0].digest}
+            if of_ranks:
+                digests["the plan inside nodes (sha256)"] = of_ranks[0].digest
+            return {**digests, **chosen.same_everywhere()}
 
         agree_on_mesh((row, column), device, attempt, same)
-        whole_plan, of_shards = plans
-        self._units = units
-        self._shards = local
+        self._units, self._shards = units, local
         self._stream: Any = None
-        pairs = [(layer, local[layer.name].values()) for layer in of_shards.layers]
+        pairs = [(layer, local[layer.name].values()) for layer in of_nodes[1].layers]
         host = HostDevice(device)
-        around = surroundings_of(pairs, chosen, {shard.parameter: name for name, shard in local.items()})
-        make = partial(make_shard_driver, of_shards, (row, column), topology, around, chosen, host, timeout)
-        self._set_up(of_shards, pairs, chosen, host, make)
-        self.plan = whole_plan
+        self._around = surroundings_of(pairs, chosen, {shard.parameter: name for name, shard in local.items()})
+        make = partial(make_shard_driver, of_nodes[1], (row, column), topology, self._around, chosen, host, timeout)
+        self._set_up(of_nodes[1], pairs, chosen, host, make)
+        self.plan = of_nodes[0]
         self._topology = topology
         self._finalizer = weakref.finalize(self, self._driver.close)
+        self.inside: ShardReduction | None = None
+        if of_ranks:
+            assert self._driver.beside is not None
+            self.inside = ShardReduction(of_ranks[0], of_ranks[1], self._driver.beside, self.run.settings)
+        me = weakref.ref(self)
         for unit in units:
-            set_hook(unit, partial(_hook, weakref.ref(self), unit))
+            reduction = UnitReduceScatter(partial(_reduce, me), unit) if self.inside else None
+            set_hooks(unit, partial(_hook, me, unit), reduction)
 
     # --- steps ---
 
@@ -111,14 +138,7 @@ class FSDPCompression(Exchange):
         """
 
         def take() -> None:
-            if self._driver.current is None:
-                self._communicator.timeline.begin(self.iteration)
-                self._driver.begin()
-                self._stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
-                # FSDP's own callback was queued by the first unit's backward: this one runs after it.
-                Variable._execution_engine.queue_callback(self._end_step)
-            current = self._driver.current
-            assert current is not None
+            current = self._step_of(flat)
             gradients = unit.gradients(flat)
             if again := sorted(gradients.keys() & current.step.gradients.keys()):
                 raise GradlabError(
@@ -130,6 +150,36 @@ class FSDPCompression(Exchange):
 
         super()._guarded(take)
 
+    def reduce(self, unit: Unit, output: torch.Tensor, flat: torch.Tensor, average: bool) -> None:
+        """Reduce one unit's gradient over the ranks of a node, compressed. FSDP calls this for its reduce-scatter.
+
+        Args:
+            unit: of the model.
+            output: (elements,), where this rank's shards go.
+            flat: (ranks x elements,), this rank's gradient.
+            average: whether the mean is wanted, or the sum.
+        """
+
+        def reduce() -> None:
+            self._step_of(flat)
+            assert self.inside is not None
+            self.inside.reduce(unit, output, flat, average)
+
+        super()._guarded(reduce)
+
+    def _step_of(self, flat: torch.Tensor) -> Iteration:
+        """The step in progress; the first gradient of a backward pass begins it."""
+        if self._driver.current is None:
+            self._communicator.timeline.begin(self.iteration)
+            self._driver.begin()
+            if self.inside is not None:
+                self.inside.begin(self._around.learning_rates(), self._around.loss_scale())
+            self._stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
+            # FSDP's own callback was queued by the first unit's backward: this one runs after it.
+            Variable._execution_engine.queue_callback(self._end_step)
+        assert self._driver.current is not None
+        return self._driver.current
+
     def _end_step(self) -> None:
         """End the step after backward: commit it, or fill all gradients with NaN, so that a loss scaler skips it."""
 
@@ -140,7 +190,11 @@ class FSDPCompression(Exchange):
             if zeros := current.step.leave_out(absent):
                 self._driver.add(Part(len(current.parts), zeros))
                 self._driver.drain()
+            if self.inside is not None and not self._finite_everywhere(self.inside.finite):
+                current.step.finite = False
             record = self._driver.finish()
+            if self.inside is not None:
+                self.inside.end(record.finite)
             if not record.finite:
                 for shard in self._shards.values():
                     shard.fill_gradient(torch.nan)
@@ -150,11 +204,31 @@ class FSDPCompression(Exchange):
         if self._stream is not None:
             torch.cuda.current_stream(self._device.device).wait_stream(self._stream)
 
+    def _finite_everywhere(self, finite: bool) -> bool:
+        """Whether something was finite on all ranks of all nodes."""
+        for ranks in (self._driver.beside, self._driver.communicator):
+            assert ranks is not None
+            flag = torch.tensor([not finite], dtype=torch.uint8, device=ranks.device)
+            finite = not torch.stack(ranks.gather_bytes(flag)).any()
+        return finite
+
     def _guarded(self, work: Callable[[], Result]) -> Result:
         """Refuse `begin`, `add`, `finish` and `step`: FSDP's hooks drive the steps."""
         raise GradlabError("this exchange is fed by FSDP's hooks; use Exchange to hand over gradients yourself")
 
     # --- what it holds ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collect this rank's state, with the residuals of the plan inside nodes; see `Exchange.state_dict`."""
+        states = super().state_dict()
+        return states if self.inside is None else {**states, "inside": self.inside.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`; see `Exchange.load_state_dict`."""
+        self._require_same_levels([state])
+        super().load_state_dict(state)
+        if self.inside is not None:
+            self.inside.load_state_dicts([state["inside"]], self._device)
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]], residuals: str) -> None:
         """Continue the run of other nodes that have as many shards each; see `Exchange.load_state_dicts`.
@@ -167,9 +241,25 @@ class FSDPCompression(Exchange):
             GradlabError: as there, and for another number of shards.
         """
         self._require_between_steps()
+        self._require_same_levels(states)
         assert self._topology is not None
-        checkpoint.redistribute_shards(self.run, states, self._identity(), residuals, self._device)
+        column = checkpoint.redistribute_shards(self.run, states, self._identity(), residuals, self._device)
+        if self.inside is not None:
+            place = (self._topology.node, len(self._topology.nodes), residuals)
+            self.inside.load_state_dicts([one["inside"] for one in column], self._device, place)
         self._driver.ranks_compared = False
+
+    def report(self) -> dict[str, Any]:
+        """Return `run_report` as plain JSON; under "inside" the bytes of the last step's reduce-scatters."""
+        report = super().report()
+        return report if self.inside is None else {**report, "inside": self.inside.report()}
+
+    def _require_same_levels(self, states: Sequence[Mapping[str, Any]]) -> None:
+        for one in states:
+            came = one.get("inside") if isinstance(one, Mapping) else None
+            if (came is None) != (self.inside is None) or not (came is None or isinstance(came, Mapping)):
+                has = "no plan" if self.inside is None else "a plan"
+                raise GradlabError(f"checkpoint: this run has {has} inside nodes, and the one that was saved differs")
 
     def _identity(self) -> dict[str, Any]:
         identity = super()._identity()
@@ -191,7 +281,9 @@ def compress_fsdp(
     model: object,
     plan: Plan | str | os.PathLike[str],
     *,
-    between: Mesh,
+    between: Mesh | None = None,
+    within: Mesh | None = None,
+    inside: Plan | str | os.PathLike[str] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     scaler: Any = None,
     **options: Any,
@@ -215,7 +307,12 @@ def compress_fsdp(
         model: that `fully_shard` was called on, itself and its blocks.
         plan: for the model's whole layers, such as one fitted on a DDP recording; or the path of an artifact. A codec
             sees the rows of each layer that the rank holds.
-        between: the mesh's dimension along which ranks hold the same shards, or that process group.
+        between: the mesh's dimension along which ranks hold the same shards, or that process group. None: nothing is
+            compressed between nodes.
+        within: the mesh's dimension along which the model is sharded, to compress FSDP's reduce-scatter too; without
+            `between`, that alone. It is for codecs that one rank computes alone, and keeps residuals as large as the
+            unsharded gradient.
+        inside: the plan of the reduce-scatter, where `plan` is that between nodes.
         optimizer: what the model is trained with; see `Exchange`.
         scaler: the loss scaler, if one is in use.
         options: timeout, and those of `Exchange` except hold_unused.
@@ -227,14 +324,78 @@ def compress_fsdp(
         GradlabError: for a model that is not under FSDP2 along one dimension, or has a hook; for a mesh that does not
             fit; for a plan of another model, or whose codecs need whole layers. See `Exchange`.
     """
-    return FSDPCompression(plan, model, between=between, optimizer=optimizer, scaler=scaler, **options)
+    return FSDPCompression(
+        plan, model, between=between, within=within, inside=inside, optimizer=optimizer, scaler=scaler, **options
+    )
+
+
+def _column(
+    between: Mesh | None, within: Mesh | None, row: dist.ProcessGroup, device: torch.device
+) -> dist.ProcessGroup:
+    """The ranks that hold the same shards; this one alone where nothing is compressed between nodes."""
+    if between is None and within is None:
+        raise GradlabError(f"compress_fsdp: neither between nor within; {HOW_TO}")
+    if within is not None:
+        along = group_along(within, "within")
+        its = [] if along is None else dist.get_process_group_ranks(along)
+        if its != dist.get_process_group_ranks(row):
+            shards = dist.get_process_group_ranks(row)
+            raise GradlabError(f"compress_fsdp: within has the ranks {its}, the model is sharded over {shards}")
+    if between is None:
+        return part_of((row,), [dist.get_rank()], None, device)
+    column = group_along(between, "between")
+    if column is None:
+        raise GradlabError("compress_fsdp: between is a process group that this rank is not in")
+    return column
+
+
+def _plan_inside(first: Plan, between: Mesh | None, within: Mesh | None, inside: Any, caller: str) -> Plan | None:
+    """The plan of the reduce-scatters, if they are compressed."""
+    if within is None:
+        if inside is not None:
+            raise GradlabError(f"{caller}: inside is the plan of the reduce-scatter; give within=mesh['shard'] too")
+        return None
+    if between is None:
+        if inside is not None:
+            raise GradlabError(f"{caller}: without between, the plan itself is that of the reduce-scatter")
+        return first
+    if inside is None:
+        raise GradlabError(f"{caller}: between and within: give inside= too, the plan of the reduce-scatter")
+    return given_plan(inside, caller)
+
+
+def _warn_of_the_rest(row: dist.ProcessGroup) -> None:
+    if dist.get_rank(row) == 0:
+        ranks = dist.get_process_group_ranks(row)
+        warnings.warn(
+            f"gradlab: the model is sharded over ranks {ranks} of {dist.get_world_size()}, and without between= its "
+            "gradients are averaged with no others; with a Plan of no groups they are, uncompressed",
+            stacklevel=4,
+        )
+
+
+def _check_hooks(units: Sequence[Unit], within: Mesh | None, caller: str) -> None:
+    if hooked := attached_hooks(units):
+        raise GradlabError(f"{caller}: {hooked[0]} has an all-reduce hook already, and FSDP takes one")
+    if within is not None and (replaced := custom_reductions(units)):
+        raise GradlabError(f"{caller}: {replaced[0]} has a reduce-scatter of its own already, and FSDP takes one")
+
+
+def _reduce(
+    state: weakref.ref[FSDPCompression], unit: Unit, output: torch.Tensor, flat: torch.Tensor, average: bool
+) -> None:
+    _alive(state).reduce(unit, output, flat, average)
 
 
 def _hook(state: weakref.ref[FSDPCompression], unit: Unit, flat: torch.Tensor) -> None:
+    _alive(state).take(unit, flat)
+
+
+def _alive(state: weakref.ref[FSDPCompression]) -> FSDPCompression:
     alive = state()
     if alive is None:
         raise GradlabError("the compression of this FSDP model was dropped; keep what compress_fsdp returned")
-    alive.take(unit, flat)
+    return alive
 
 
 def _on(stream: Any) -> AbstractContextManager[Any]:

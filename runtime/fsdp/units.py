@@ -31,15 +31,20 @@ class Shard:
         layer: of the whole parameter.
         parameter: the DTensor that the module has.
         shape: of the part, which may be empty.
-        padded: elements that it takes up in the flat gradient.
+        padded_shape: of what it takes up in the flat gradient, the largest part of any rank.
         dtype: of the gradient that travels.
     """
 
     layer: Layer
     parameter: Any
     shape: tuple[int, ...]
-    padded: int
+    padded_shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def padded(self) -> int:
+        """Elements that the part takes up in the flat gradient."""
+        return _numel(self.padded_shape)
 
     @property
     def nbytes(self) -> int:
@@ -86,6 +91,13 @@ class Unit:
         Raises:
             GradlabError: if it is not of all parameters that require a gradient.
         """
+        return {shard.layer.name: piece[: _numel(shard.shape)].view(shard.shape) for shard, piece in self._pieces(flat)}
+
+    def padded_gradients(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Do as `gradients`, with the padding, so that all ranks have the same shapes."""
+        return {shard.layer.name: piece.view(shard.padded_shape) for shard, piece in self._pieces(flat)}
+
+    def _pieces(self, flat: torch.Tensor) -> list[tuple[Shard, torch.Tensor]]:
         present = [shard for shard in self.shards if shard.parameter.requires_grad]
         if flat.numel() != sum(shard.padded for shard in present):
             raise GradlabError(
@@ -93,11 +105,7 @@ class Unit:
                 f"{sum(shard.padded for shard in present)}, of {len(present)} parameters; where some have no gradient "
                 "in a step, call model.set_reduce_scatter_unused_params(True)"
             )
-        pieces = flat.split([shard.padded for shard in present])
-        return {
-            shard.layer.name: piece[: _numel(shard.shape)].view(shard.shape)
-            for shard, piece in zip(present, pieces, strict=True)
-        }
+        return list(zip(present, flat.split([shard.padded for shard in present]), strict=True))
 
 
 def units_of(model: object, caller: str) -> list[Unit]:
@@ -163,9 +171,22 @@ def attached_hooks(units: Iterable[Unit]) -> list[str]:
     ]
 
 
-def set_hook(unit: Unit, hook: Any) -> None:
-    """Set, or with None take away, a unit's all-reduce hook."""
-    unit.module.set_all_reduce_hook(hook)
+def custom_reductions(units: Iterable[Unit]) -> list[str]:
+    """Name the units whose reduce-scatter somebody has replaced already."""
+    replaced = (
+        (unit, group)
+        for unit in units
+        for group in _param_groups(unit.module)
+        if type(group._reduce_scatter_comm).__name__ != "DefaultReduceScatter"
+    )
+    return [_titled(unit.name) for unit, _ in replaced]
+
+
+def set_hooks(unit: Unit, all_reduce: Any, reduce_scatter: Any = None) -> None:
+    """Set a unit's all-reduce hook, and what replaces its reduce-scatter, if anything does."""
+    unit.module.set_all_reduce_hook(all_reduce)
+    if reduce_scatter is not None:
+        unit.module.set_custom_reduce_scatter(reduce_scatter)
 
 
 def layers_of_units(model: object) -> tuple[Layer, ...]:
@@ -221,7 +242,7 @@ def _shards(group: Any, layers: Mapping[nn.Parameter, Layer]) -> Iterator[Shard]
                 layers[one.sharded_param],
                 one.sharded_param,
                 tuple(one.sharded_size),
-                _numel(tuple(one.padded_sharded_param_size)),
+                tuple(one.padded_sharded_param_size),
                 policy.reduce_dtype or policy.param_dtype or one.sharded_param.dtype,
             )
 

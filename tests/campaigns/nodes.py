@@ -70,15 +70,26 @@ def trials(nodes: int, local_ranks: int, folder: Path) -> Iterator[Trial]:
         lambda results: "" if all(one["same"] for one in results) else "differs",
         {"nodes": nodes, "steps": 200},
     )
+    for name in ("int8", "top-k", "signs"):
+        for second in ("", "topk"):
+            codec, settings = CODECS[name]
+            levels = f"{name} in the reduce-scatter{', top-k between nodes' if second else ''}"
+            yield Trial(
+                f"FSDP2, {levels}: lockstep's, bit for bit",
+                "jobs.fsdp_tasks:reduced",
+                lambda results: _all_true([one["same"] for one in results]),
+                {"nodes": nodes, "codec": codec, "settings": settings, "between": second},
+            )
     for option in OPTIONS:
         arguments = {"nodes": nodes, "codec": "topk", "settings": {"density": 0.05}, "option": option}
         yield Trial(f"FSDP2, {option}", "jobs.fsdp_tasks:against_lockstep", _wrong_steps, arguments)
-    yield Trial(
-        "FSDP2: resumed by torch.distributed.checkpoint == never stopped",
-        "jobs.fsdp_tasks:resumed",
-        lambda results: _all_true([one["same"] for one in results]),
-        {"nodes": nodes, "folder": str(folder / f"{nodes}x{local_ranks}")},
-    )
+    for levels in (1, 2):
+        yield Trial(
+            f"FSDP2, {levels} level(s): resumed by torch.distributed.checkpoint == never stopped",
+            "jobs.fsdp_tasks:resumed",
+            lambda results: _all_true([one["same"] for one in results]),
+            {"nodes": nodes, "folder": str(folder / f"{nodes}x{local_ranks}x{levels}"), "levels": levels},
+        )
 
 
 def _wrong_bytes(results: list[Any]) -> str:

@@ -17,10 +17,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 from gradlab.codec import Context, exchange_group
 from gradlab.codecs.identity import Identity
-from gradlab.collectives import run_lockstep
+from gradlab.collectives import mean_of_node, run_lockstep
 from gradlab.executor import LockstepPlan
+from gradlab.executor.reduce_scatter import reduce_scatter_group
 from gradlab.layout import bare_name, layers_of
-from gradlab.plan import FEEDBACK, Group, Plan
+from gradlab.plan import FEEDBACK, Group, Plan, Wrap
 from gradlab.plan.refresh import Refresh
 from gradlab.runtime import FSDPCompression, compress_fsdp
 from gradlab.runtime.network.groups import part_of
@@ -289,14 +290,16 @@ def _same_states(state: FSDPCompression, reference: LockstepPlan, node: int) -> 
     ) and sum(map(len, ours.values())) == sum(map(len, theirs.values()))
 
 
-def resumed(group: dist.ProcessGroup, nodes: int, folder: str) -> dict[str, Any]:
+def resumed(group: dist.ProcessGroup, nodes: int, folder: str, levels: int = 1) -> dict[str, Any]:
     """A run that goes on from a checkpoint of torch.distributed.checkpoint, and the one that went on."""
     rank, mesh = dist.get_rank(group), mesh_of(group, nodes)
     models = [sharded(mesh["shard"]) for _ in range(2)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
     plan = plan_of(models[0], "topk", {"density": 0.1})
+    inner = plan_of(models[0], "block_scaled", {"dtype": "int8"})
+    second = {"within": mesh["shard"], "inside": inner} if levels > 1 else {}
     states = [
-        compress_fsdp(model, plan, between=mesh["replicate"], optimizer=optimizer, deterministic=True)
+        compress_fsdp(model, plan, between=mesh["replicate"], optimizer=optimizer, deterministic=True, **second)
         for model, optimizer in zip(models, optimizers, strict=True)
     ]
 
@@ -373,6 +376,13 @@ def refused(group: dist.ProcessGroup) -> dict[str, str]:
     attempt("no model", 3)
     attempt("the whole mesh", fits, between=mesh)
     attempt("a number", fits, between=2)
+    attempt("neither", fits, between=None)
+    attempt("no plan inside", fits, within=shard)
+    attempt("a plan inside alone", fits, inside=plan)
+    attempt("within other ranks", fits, within=replicate, inside=plan)
+    attempt("means on its way", fits, within=shard, inside=plan_of(fits, "powersgd", {"rank": 2}))
+    wrapped = Plan(plan.layers, (Group("a", ("head.weight",), "topk", {}, (Wrap("two_way"),)),))
+    attempt("a wrapper", fits, within=shard, inside=wrapped)
     attempt("the shards' mesh", fits, between=shard)
     attempt("columns that cross", fits, between=mesh_of(group, 1)["shard"])
     attempt("one node", fits, between=mesh_of(group, 4)["shard"])
@@ -413,3 +423,90 @@ def unused(group: dist.ProcessGroup) -> dict[str, str]:
         with compress_fsdp(model, plan_of(model, "topk", {"density": 0.1}), between=mesh["replicate"]):
             messages[name] = _refusal(lambda model=model: model(words_of(rank, 0), 0, False).sum().backward())
     return messages
+
+
+def reduced(
+    group: dist.ProcessGroup, nodes: int, codec: str, settings: dict[str, Any], between: str = ""
+) -> dict[str, Any]:
+    """A compressed reduce-scatter, and perhaps an exchange between nodes behind it, as lockstep has them."""
+    rank, mesh = dist.get_rank(group), mesh_of(group, nodes)
+    ours = sharded(mesh["shard"])
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    plan = plan_of(ours, codec, settings)
+    options: dict[str, Any] = {"deterministic": True, "optimizer": optimizer, "within": mesh["shard"]}
+    if between:
+        second = plan_of(ours, between, {"density": 0.1})
+        state = compress_fsdp(ours, second, between=mesh["replicate"], inside=plan, **options)
+    else:
+        state = compress_fsdp(ours, plan, **options)
+    assert state.inside is not None
+    reference = _Reductions(state.inside.plan, group.size(), nodes)
+    outer = LockstepPlan(state.run.plan, nodes, plain_sgd=True)
+    same = []
+    for step in range(4):
+        whole = Network()
+        values = {name: parameter.full_tensor() for name, parameter in ours.named_parameters()}
+        whole.load_state_dict(values)
+        backward(whole, rank, step)
+        everyone: list[Any] = [None] * group.size()
+        dist.all_gather_object(everyone, {n: p.grad for n, p in whole.named_parameters()}, group=group)
+        ours.zero_grad()
+        backward(ours, rank, step)
+        given = local_gradients(ours)
+        by_rank = reference.step(step, everyone)
+        rows = {name: value.shape[0] for name, value in given.items()}
+        padded = by_rank[rank % reference.width :: reference.width] if between else [by_rank[rank]]
+        column = [{name: part[name][: rows[name]] for name in rows} for part in padded]
+        expected = _expected(outer, state.run.plan, column, step) if between else column[0]
+        same.append(all(torch.equal(given[name], expected[name]) for name in given))
+        optimizer.step()
+    said = state.report()["inside"]
+    state.close()
+    return {"same": same, "counted": said["payload_bytes"], "forecast": said["forecast_payload_bytes"]}
+
+
+class _Reductions:
+    """The reduce-scatters of all nodes, in this process."""
+
+    def __init__(self, plan: Plan, ranks: int, nodes: int) -> None:
+        self.plan, self.width = plan, ranks // nodes
+        self.codecs = {one.name: plan.build(one) for one in plan.groups}
+        self.states: dict[tuple[int, str, int], Any] = {}  # by rank, group and part
+
+    def step(self, step: int, gradients: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+        """The padded means of every rank's part."""
+        shapes = {layer.name: layer.shape for layer in self.plan.layers}
+        grouped = {name for group in self.plan.groups for name in group.layers}
+        results: list[dict[str, torch.Tensor]] = [{} for _ in gradients]
+        for first in range(0, len(gradients), self.width):
+            ranks = range(first, first + self.width)
+            parts = {rank: [_part(gradients[rank], shapes, place) for place in range(self.width)] for rank in ranks}
+            for group in self.plan.groups:
+                coroutines = [self._of_rank(group, parts[rank], rank, rank - first, step) for rank in ranks]
+                for rank, done in zip(ranks, run_lockstep(coroutines), strict=True):
+                    for place, one in enumerate(done.value):
+                        self.states[rank, group.name, place] = one.state
+                    results[rank] |= done.value[rank - first].mean
+            for rank in ranks:
+                for name in shapes.keys() - grouped:
+                    results[rank][name] = mean_of_node([parts[other][rank - first][name] for other in ranks])
+        return results
+
+    def _of_rank(self, group: Group, parts: list[dict[str, torch.Tensor]], rank: int, mine: int, step: int) -> Any:
+        contexts = [
+            Context(mine, self.width if place == mine else 1, step, group=f"{group.name} to {place}", plain_sgd=True)
+            for place in range(self.width)
+        ]
+        own = [{name: part[name] for name in group.layers} for part in parts]
+        states = [self.states.get((rank, group.name, place), {}) for place in range(self.width)]
+        return reduce_scatter_group(self.codecs[group.name], own, states, contexts, mine)
+
+
+def _part(gradients: dict[str, torch.Tensor], shapes: dict[str, Any], place: int) -> dict[str, torch.Tensor]:
+    """One rank's rows of every layer, padded with zeros."""
+    parts = {}
+    for name, shape in shapes.items():
+        rows = gradients[name][place * shape[0] : (place + 1) * shape[0]]
+        parts[name] = torch.zeros(shape)
+        parts[name][: len(rows)] = rows
+    return parts

@@ -50,8 +50,30 @@ def test_it_does_what_lockstep_does_with_the_nodes_shards(pool: ProcessPool, opt
         assert result["finite"] == [step != OPTIONS[option].get("overflow_at") for step in range(5)]
 
 
-def test_a_run_resumed_by_distributed_checkpoint_is_the_run_that_went_on(pool: ProcessPool, tmp_path: Path) -> None:
-    for result in pool.run("jobs.fsdp_tasks:resumed", 4, nodes=2, folder=str(tmp_path / "checkpoint")):
+@pytest.mark.parametrize(
+    ("nodes", "codec", "settings", "between"),
+    [
+        (1, "block_scaled", {"dtype": "int8"}, ""),
+        (1, "topk", {"density": 0.1}, ""),
+        (2, "qsgd", {"bits": 4}, ""),
+        (2, "block_scaled", {"dtype": "int8"}, "topk"),
+    ],
+)
+def test_a_compressed_reduce_scatter_does_what_lockstep_does(
+    pool: ProcessPool, nodes: int, codec: str, settings: dict[str, Any], between: str
+) -> None:
+    """Alone, and in two levels, with an exchange between nodes behind it; bit for bit, with residuals."""
+    arguments = {"nodes": nodes, "codec": codec, "settings": settings, "between": between}
+    for result in pool.run("jobs.fsdp_tasks:reduced", 4, **arguments):
+        assert result["same"] == [True] * 4
+        assert result["counted"] == result["forecast"]
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_a_run_resumed_by_distributed_checkpoint_is_the_run_that_went_on(
+    pool: ProcessPool, tmp_path: Path, levels: int
+) -> None:
+    for result in pool.run("jobs.fsdp_tasks:resumed", 4, nodes=2, folder=str(tmp_path / "checkpoint"), levels=levels):
         assert result == {"same": [True] * 3, "iterations": [7, 7]}
 
 
@@ -71,6 +93,12 @@ def test_what_does_not_fit_is_refused_at_construction(pool: ProcessPool) -> None
         "no model": "got a int, expected a model that fully_shard was called on",
         "the whole mesh": "between: a mesh of 2 dimensions, expected one of them, such as mesh['shard']",
         "a number": "between = '2' (int), expected a dimension of a DeviceMesh or a process group",
+        "neither": "neither between nor within; mesh = init_device_mesh(",
+        "no plan inside": "between and within: give inside= too",
+        "a plan inside alone": "give within=mesh['shard'] too",
+        "within other ranks": "within has the ranks [",
+        "means on its way": "codec powersgd takes means over ranks on its way",
+        "a wrapper": "wrapper two_way has no place in a reduce-scatter, only error_feedback",
         "the shards' mesh": "are not rows and columns of one mesh",
         "columns that cross": "are not rows and columns of one mesh",
         "one node": "between has one rank",

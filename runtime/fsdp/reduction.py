@@ -1,0 +1,210 @@
+"""FSDP2's reduce-scatter by a plan: what a rank sends to the owners of its node's shards is compressed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradlab.codec import Tensors
+from gradlab.codec.measures import is_finite
+from gradlab.errors import GradlabError
+from gradlab.executor import PlanRun, RunSettings, Step
+from gradlab.executor.reduce_scatter import reduce_scatter_dense, reduce_scatter_group
+from gradlab.plan import FINITE_FLAG_BYTES, Plan
+from gradlab.runtime import checkpoint
+from gradlab.runtime.engine.device import HostDevice
+from gradlab.runtime.fsdp.units import Unit
+from gradlab.runtime.network.communicator import Communicator
+
+
+@dataclass
+class ReductionRecord:
+    """Bytes of one step's reduce-scatters on this rank: contributed, and sent."""
+
+    payload_bytes: int = 0
+    wire_bytes: int = 0
+
+
+class ShardReduction:
+    """The reduce-scatters of one model's units.
+
+    Attributes:
+        plan: of the padded shards, which are of one shape on all ranks of the node.
+        runs: of the plan, one for each of the node's shards; their states are this rank's residuals of them.
+        last: bytes of the last step.
+
+    Args:
+        whole: the plan as it was given, of whole layers.
+        plan: of the padded shards.
+        communicator: of the node's ranks.
+        settings: of the run.
+    """
+
+    def __init__(self, whole: Plan, plan: Plan, communicator: Communicator, settings: RunSettings) -> None:
+        self.whole, self.plan, self.communicator = whole, plan, communicator
+        self.mine, count = communicator.rank, communicator.world_size
+        codecs = {group.name: plan.build(group).to(settings.device) for group in plan.compressed_groups}
+        self.runs = [
+            PlanRun(plan, self.mine, count if place == self.mine else 1, settings, codecs=codecs)
+            for place in range(count)
+        ]
+        self.last = ReductionRecord()
+        self._steps: list[Step] = []
+        self._finite = True
+
+    @property
+    def compresses(self) -> bool:
+        """Whether the schedule compresses in the next step."""
+        return self.runs[self.mine].compresses
+
+    @property
+    def forecast_payload_bytes(self) -> float:
+        """Bytes that this rank contributes in a compressed step, by the plan, for float32 gradients: to every shard's
+        owner, itself among them."""
+        of_shard = self.plan.payload_bytes(len(self.runs))
+        return len(self.runs) * (of_shard - (FINITE_FLAG_BYTES if self.plan.compressed_groups else 0))
+
+    def report(self) -> dict[str, Any]:
+        """Say what the last step's reduce-scatters took on this rank, and what the plan forecasts, in bytes."""
+        return {**asdict(self.last), "forecast_payload_bytes": self.forecast_payload_bytes}
+
+    @property
+    def finite(self) -> bool:
+        """Whether this rank's gradients were finite in the step in progress."""
+        return self._finite
+
+    def begin(self, rates: Mapping[str, float], scale: float) -> None:
+        """Begin a step.
+
+        Args:
+            rates: learning rates by layer name.
+            scale: the loss scaler's factor.
+        """
+        self._steps = [run.begin(rates, scale) for run in self.runs]
+        self._finite = True
+
+    def reduce(self, unit: Unit, output: torch.Tensor, flat: torch.Tensor, average: bool) -> None:
+        """Replace a reduce-scatter.
+
+        Args:
+            unit: whose gradient it is.
+            output: (elements,), the mean of this rank's shards of all ranks, or their sum.
+            flat: (ranks x elements,), this rank's gradient.
+            average: whether the mean is wanted.
+        """
+        rows = flat.view(len(self.runs), -1)
+        self._finite = self._finite and is_finite(flat)
+        parts = [unit.padded_gradients(row) for row in rows]
+        own = self._steps[self.mine]
+        complete = [step.add(part) for step, part in zip(self._steps, parts, strict=True)][self.mine]
+        active = [one for one in complete if one in own.active]
+        dense = [{name: one for name, one in part.items() if not own.is_active(name)} for part in parts]
+        result = self._exchange(active, dense)
+        for name, target in unit.padded_gradients(output).items():
+            target.copy_(result[name] if average else result[name] * len(self.runs))
+
+    def _exchange(self, groups: list[str], dense: list[Tensors]) -> Tensors:
+        """All of a unit's messages in one collective."""
+        coroutines: list[Any] = [self._of_group(group) for group in groups]
+        if dense[self.mine]:
+            coroutines.append(reduce_scatter_dense(dense, self.mine))
+        asked = [next(coroutine) for coroutine in coroutines]
+        answers = iter(self.communicator.issue([request for requests in asked for request in requests]).answers())
+        result: Tensors = {}
+        for coroutine, requests in zip(coroutines, asked, strict=True):
+            try:
+                coroutine.send(tuple(next(answers) for _ in requests))
+            except StopIteration as stop:
+                result |= stop.value
+        return result
+
+    def _of_group(self, group: str) -> Any:
+        """One group's codec on all shards; its mean for this rank's."""
+        done = yield from reduce_scatter_group(
+            self.runs[self.mine].codecs[group],
+            [step.layers_of(group) for step in self._steps],
+            [run.states.get(group, {}) for run in self.runs],
+            [replace(step.context, group=f"{group} to {place}") for place, step in enumerate(self._steps)],
+            self.mine,
+            self._steps[self.mine].context.loss_scale,
+        )
+        for step, result in zip(self._steps, done, strict=True):
+            step.staged[group] = result.state
+        return done[self.mine].mean
+
+    def end(self, finite: bool) -> None:
+        """End the step. finite: whether all gradients and results of all ranks were."""
+        for run, step in zip(self.runs, self._steps, strict=True):
+            step.finite = finite
+            run.end(step)
+        self._steps = []
+        self.last = ReductionRecord(*self.communicator.take_counts())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collect this rank's residuals, one entry per shard of the node."""
+        identity = {"plan": self.whole.digest, "shards": len(self.runs)}
+        return {**identity, "parts": [checkpoint.save(run, {}) for run in self.runs]}
+
+    def load_state_dicts(
+        self, saved: Sequence[Mapping[str, Any]], device: HostDevice, place: tuple[int, int, str] | None = None
+    ) -> None:
+        """Continue from what `state_dict` gave.
+
+        Args:
+            saved: of this rank; or, with `place`, of the same shards' rank on every old node.
+            device: where the residuals are needed.
+            place: this rank's node, the number of nodes, and the policy for residuals.
+
+        Raises:
+            GradlabError: for another plan or number of shards, or states that do not fit.
+        """
+        for one in saved:
+            for key, expected in (("plan", self.whole.digest), ("shards", len(self.runs))):
+                if one.get(key) != expected:
+                    came = repr(one.get(key))[:80]
+                    raise GradlabError(f"checkpoint: inside nodes, {key} is {came}, this run has {expected!r}")
+        for shard, run in enumerate(self.runs):
+            parts = [one["parts"][shard] for one in saved]
+            by_node = [checkpoint.states_of(run, part) for part in parts]
+            states = by_node[0]
+            if place is not None:
+                node, nodes, policy = place
+                states = {
+                    group: run.codecs[group].redistribute([one[group] for one in by_node], node, nodes, policy)
+                    for group in states
+                }
+            run.states, run.iteration = checkpoint.moved(states, device), parts[0]["iteration"]
+            run.learning_rates = {name: float(rate) for name, rate in parts[0]["learning_rates"].items()}
+
+
+class UnitReduceScatter:
+    """What FSDP calls in place of a unit's reduce-scatter.
+
+    Args:
+        take: called with the unit, output, input, and whether the mean is wanted.
+        unit: whose gradient it reduces.
+    """
+
+    def __init__(self, take: Any, unit: Unit) -> None:
+        self._take, self._unit = take, unit
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Give FSDP memory for input and output."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Reduce. FSDP asks for nothing asynchronous here."""
+        if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+            raise GradlabError(f"FSDP asks for a reduce-scatter with {op}, expected the mean or the sum")
+        self._take(self._unit, output_tensor, input_tensor, op == dist.ReduceOp.AVG)
