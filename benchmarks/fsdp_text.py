@@ -112,7 +112,7 @@ def train(way: Way, data: Any, seed: int, steps: int) -> Row:
 def table(rows: list[Row]) -> str:
     """One line per way: validation loss by seed, the mean difference to native HSDP, and bytes."""
     native = {row["seed"]: row["validation"] for row in rows if row["way"] == "native HSDP"}
-    dense = next((row["wire"] for row in rows if row["way"] == "identity"), None)
+    dense = next((row["wire"] for row in rows if row["way"] == "identity" and "wire" in row), None)
     heads, widths = ("loss", "to native", "kB between", "of 32 bits", "of 16 bits"), (16, 10, 11, 11, 11)
     lines = [f"{'way':26s} " + " ".join(f"{head:>{width}s}" for head, width in zip(heads, widths, strict=True))]
     for name in WAYS:
@@ -123,9 +123,9 @@ def table(rows: list[Row]) -> str:
         pairs = [row["validation"] - native[row["seed"]] for row in runs if row["seed"] in native]
         gap = f"{statistics.fmean(pairs):+.4f}" if pairs else "-"
         sizes = ["-", "-", "-"]
-        if "wire" in runs[0] and dense:
-            share = dense / runs[0]["wire"]
-            sizes = [f"{runs[0]['wire'] / 1e3:.1f}", f"1/{share:.1f}", f"1/{share / 2:.1f}"]
+        wire = next((run["wire"] for run in runs if "wire" in run), None)
+        if wire is not None and dense is not None:
+            sizes = [f"{wire / 1e3:.1f}", f"1/{dense / wire:.1f}", f"1/{dense / wire / 2:.1f}"]
         cells = zip((reached, gap, *sizes), widths, strict=True)
         lines.append(f"{name:26s} " + " ".join(f"{cell:>{width}s}" for cell, width in cells))
     return "\n".join(lines)
