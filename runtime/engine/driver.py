@@ -441,7 +441,8 @@ class StepDriver:
                 current.record.errors |= contribution_error(done)
                 self._measure(current, name, gradients, done)
             _write(gradients, done)
-            still_used = (*done.state.values(), *self.run.states.get(name, {}).values())
+            # Where gradients lie in memory of the workspace, between nodes, the mean lies there now.
+            still_used = (*done.state.values(), *self.run.states.get(name, {}).values(), *gradients.values())
             self._workspace.give_back((*done.mean.values(), *done.compressor_input.values()), still_used)
 
         described = "+".join([innermost(codec).name, *(wrapper.name for wrapper in wrappers_of(codec))])

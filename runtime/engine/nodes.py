@@ -166,7 +166,11 @@ class NodeDriver(StepDriver):
     def _own_gradients(self, spread: _Spread) -> Tensors:
         """What this local rank carries of a part: whole layers in their shape, pieces of others flat."""
         own, ownership, local_rank = {}, self._nodes.ownership, self._nodes.local_rank
-        names = [name for name in spread.part.gradients if ownership.numel(name, local_rank)]
+        names = [
+            name
+            for name in spread.part.gradients
+            if ownership.numel(name, local_rank) or name in self.run.group_of  # an empty layer completes its group too
+        ]
         pieces = spread.memory.split([ownership.numel(name, local_rank) for name in names])
         for name, piece in zip(names, pieces, strict=True):
             whole = piece.numel() == self._numel[name]

@@ -15,7 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.codec.contract import Tensors
+from gradlab.collectives import mean_of_node
 from gradlab.errors import GradlabError
+from gradlab.executor import LockstepPlan
 from gradlab.layout import layers_of
 from gradlab.plan import FEEDBACK, Group, Plan
 from gradlab.runtime import CompressionState, compression_hook
@@ -240,3 +242,31 @@ def told_once(group: dist.ProcessGroup, level: str) -> dict[str, Any]:
         state.close()
     told = [str(one.message) for one in caught if "gradlab" in str(one.message)]
     return {"told": told, "error": error, "found": found, "nan": everything_is_nan, "steps": steps}
+
+
+LARGE = {"first": (220, 130), "second": (130, 220), "third": (220, 130), "empty": (0, 4), "fourth": (200, 143)}
+
+
+def memory_is_not_reused_too_early(group: dist.ProcessGroup, codec: str, settings: dict[str, Any]) -> list[bool]:
+    """Layers large enough for recycled memory, one to a bucket, without feedback: lockstep's gradients, bit for bit."""
+    rank, nodes = dist.get_rank(group), group.size() // 2
+    model = DistributedDataParallel(Prescribed(LARGE), process_group=group, bucket_cap_mb=0.05)
+    layers = layers_of(model)
+    names = [("first",), ("second",), ("third", "empty"), ("fourth",)]
+    plan = Plan(layers, tuple(Group("+".join(of_group), of_group, codec, settings) for of_group in names))
+    reference = LockstepPlan(plan, nodes)
+    same = []
+    with attached(group, model, plan, 2, deterministic=True):
+        for step in range(5):
+            model.zero_grad()
+            model(gradients(LARGE, rank, step)).backward()
+            by_rank = [gradients(LARGE, one, step) for one in range(group.size())]
+            means = [
+                {name: mean_of_node([by_rank[2 * node][name], by_rank[2 * node + 1][name]]) for name in LARGE}
+                for node in range(nodes)
+            ]
+            done = reference.step(step, means)
+            expected = {n: mean for ranks in done.exchanged.values() for n, mean in ranks[0].mean.items()}
+            given = {name: p.grad for name, p in model.module.named_parameters()}
+            same.append(all(torch.equal(given[name], mean) for name, mean in expected.items()))
+    return same

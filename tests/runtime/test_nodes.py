@@ -88,6 +88,14 @@ def test_bytes_are_as_forecast(
         assert max(result["farthest"] for result in results) < 4e-7
 
 
+@pytest.mark.parametrize(("codec", "settings"), [("cast", {"dtype": "bfloat16"}), ("qsgd", {"bits": 8}), ("sign", {})])
+def test_results_that_wait_to_be_spread_keep_their_memory(
+    pool: ProcessPool, codec: str, settings: dict[str, Any]
+) -> None:
+    for same in pool.run("jobs.node_tasks:memory_is_not_reused_too_early", 4, codec=codec, settings=settings):
+        assert same == [True] * 5
+
+
 def test_a_resumed_run_is_the_run_that_went_on(pool: ProcessPool) -> None:
     for same in pool.run("jobs.node_tasks:resumed", 4, local_ranks=2):
         assert same == [True] * 3
