@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,6 @@ from gradlab.runtime.network.groups import part_of
 from gradlab.runtime.network.topology import find_grid, group_along
 
 Mesh = dist.DeviceMesh | dist.ProcessGroup
-Own = TypeVar("Own", bound="FSDPCompression")
 
 
 class FSDPCompression(Exchange):

@@ -155,30 +155,30 @@ def find_grid(row: dist.ProcessGroup, column: dist.ProcessGroup, device: torch.d
     Raises:
         GradlabError: the same line on all ranks, if the groups are not the rows and columns of one mesh.
     """
-    rank, rows, columns = dist.get_rank(), Ranks(row, device), Ranks(column, device)
+    rows, columns = Ranks(row, device), Ranks(column, device)
     mine = dist.get_process_group_ranks(row)
-    by_place = rows.gather(dist.get_process_group_ranks(column))
-    problem = None
-    if len({len(one) for one in by_place}) > 1:
-        problem = f"columns of {sorted({len(one) for one in by_place})} nodes, expected as many in each"
-    elif rank not in dist.get_process_group_ranks(column) or list(next(zip(*by_place, strict=True), ())) == []:
-        problem = f"rank {rank} is not in its own column"
-    nodes = () if problem else tuple(zip(*by_place, strict=True))
-    if problem is None and tuple(mine) not in nodes:
-        problem = (
-            f"rank {rank} shards over the ranks {mine}, and between nodes come together {[list(n) for n in nodes]}"
-        )
-    if problem is None and any(other != [list(node) for node in nodes] for other in columns.gather(nodes)):
-        problem = "nodes shard over ranks in other orders"
-    elif problem is not None:
-        columns.gather(())
+    nodes, problem = _nodes_of(mine, rows.gather(dist.get_process_group_ranks(column)))
+    others = columns.gather([list(node) for node in nodes])
+    if problem is None and any(other != others[columns.rank] for other in others):
+        problem = "nodes shard over ranks in different orders"
     for ranks in (columns, rows):
-        problem = next((one for one in ranks.gather(problem) if one is not None), None)
+        problem = ranks.first_of(problem)
     if problem is not None:
         raise GradlabError(
             f"the shards' mesh and the one between nodes are not rows and columns of one mesh: {problem}"
         )
-    return Topology(nodes, nodes.index(tuple(mine)), mine.index(rank))
+    return Topology(nodes, nodes.index(tuple(mine)), mine.index(dist.get_rank()))
+
+
+def _nodes_of(mine: Sequence[int], columns: Sequence[Sequence[int]]) -> tuple[tuple[tuple[int, ...], ...], str | None]:
+    """The nodes, from the columns of all ranks of one of them; and why there are none."""
+    if len({len(column) for column in columns}) > 1:
+        return (), f"columns of {sorted({len(column) for column in columns})} nodes, expected as many in each"
+    nodes = tuple(zip(*columns, strict=True))
+    if tuple(mine) not in nodes:
+        together = [list(node) for node in nodes]
+        return (), f"a node shards over the ranks {list(mine)}, and between nodes come together {together}"
+    return nodes, None
 
 
 def _topology(everyone: Sequence[int], lists: Sequence[Sequence[int] | None], rank: int) -> Topology:
