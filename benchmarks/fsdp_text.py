@@ -132,6 +132,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> None:
+    """Train on all ranks, or print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data")
     parser.add_argument("--steps", type=int, default=300)

@@ -298,7 +298,7 @@ def compress_fsdp(
     Shard along one dimension, inside a node: under native HSDP (a mesh of two dimensions for `fully_shard`) FSDP has
     averaged the gradients before any hook sees them. Gradients are summed inside the node by FSDP's reduce-scatter.
     Then every rank runs the plan on its shards, with the ranks of other nodes that hold the same ones. With a plan that
-    compresses nothing the result is native HSDP's, bit for bit in float32 and bfloat16.
+    compresses nothing the result is native HSDP's: bit for bit in float32, not where gradients are reduced in bfloat16.
 
     All ranks call it together, after the model is materialized, sharded and has its optimizer.
 
@@ -308,9 +308,9 @@ def compress_fsdp(
             sees the rows of each layer that the rank holds.
         between: the mesh's dimension along which ranks hold the same shards, or that process group. None: nothing is
             compressed between nodes.
-        within: the mesh's dimension along which the model is sharded, to compress FSDP's reduce-scatter too; without
-            `between`, that alone. It is for codecs that one rank computes alone, and keeps residuals as large as the
-            unsharded gradient.
+        within: the mesh's dimension along which the model is sharded, to compress FSDP's reduce-scatter too. Without
+            `between` that alone is compressed. It is for codecs that one rank computes alone, and keeps residuals as
+            large as the unsharded gradient.
         inside: the plan of the reduce-scatter, where `plan` is that between nodes.
         optimizer: what the model is trained with; see `Exchange`.
         scaler: the loss scaler, if one is in use.

@@ -21,10 +21,11 @@ from gradlab.collectives import mean_of_node, run_lockstep
 from gradlab.executor import LockstepPlan
 from gradlab.executor.reduce_scatter import reduce_scatter_group
 from gradlab.layout import bare_name, layers_of
-from gradlab.plan import FEEDBACK, Group, Plan, Wrap
+from gradlab.plan import Group, Plan, Wrap
 from gradlab.plan.refresh import Refresh
 from gradlab.runtime import FSDPCompression, compress_fsdp
 from gradlab.runtime.network.groups import part_of
+from jobs.node_tasks import grouped_plan
 from support.contract import SETTINGS, learned
 
 
@@ -81,12 +82,7 @@ def plan_of(model: nn.Module, codec: str, settings: dict[str, Any]) -> Plan:
     joined = ("blocks.0.up.weight", "blocks.1.up.weight")
     names = [layer.name for layer in layers if len(layer.shape) > 1 and layer.name not in joined]
     members = {"joined": joined, **{name: (name,) for name in names}}
-    chosen = [
-        {key: value[position % len(value)] if isinstance(value, list) else value for key, value in settings.items()}
-        for position in range(len(members))
-    ]
-    pairs = zip(members.items(), chosen, strict=True)
-    return Plan(layers, tuple(Group(name, of_group, codec, own, FEEDBACK) for (name, of_group), own in pairs))
+    return grouped_plan(layers, members, codec, settings)
 
 
 def words_of(rank: int, step: int) -> torch.Tensor:

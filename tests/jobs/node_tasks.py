@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from gradlab.codec.contract import Tensors
 from gradlab.collectives import mean_of_node
 from gradlab.errors import GradlabError
 from gradlab.executor import LockstepPlan
-from gradlab.layout import layers_of
+from gradlab.layout import Layer, layers_of
 from gradlab.plan import FEEDBACK, Group, Plan
 from gradlab.runtime import CompressionState, compression_hook
 from gradlab.runtime.network.groups import part_of
@@ -41,13 +41,19 @@ def plan_of(model: nn.Module, codec: str, settings: dict[str, Any]) -> Plan:
     """
     if codec == "identity":
         return Plan(layers_of(model), ())
-    members = {"both": ("conv", "tall"), "wide": ("wide",)}
+    return grouped_plan(layers_of(model), {"both": ("conv", "tall"), "wide": ("wide",)}, codec, settings)
+
+
+def grouped_plan(
+    layers: Sequence[Layer], members: dict[str, tuple[str, ...]], codec: str, settings: dict[str, Any]
+) -> Plan:
+    """Groups with feedback, by name; of a list in place of a setting they take one value each, in turn."""
     chosen = [
         {key: value[position % len(value)] if isinstance(value, list) else value for key, value in settings.items()}
         for position in range(len(members))
     ]
     pairs = zip(members.items(), chosen, strict=True)
-    return Plan(layers_of(model), tuple(Group(name, layers, codec, own, FEEDBACK) for (name, layers), own in pairs))
+    return Plan(tuple(layers), tuple(Group(name, of, codec, own, FEEDBACK) for (name, of), own in pairs))
 
 
 def attached(
