@@ -7,31 +7,28 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from gradlab.ddp.model import synchronised_layers
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 
 LayerChoice = str | Sequence[str] | Callable[[Layer], bool] | None
 
 
-def choose_layers(model: DistributedDataParallel, choice: LayerChoice) -> list[tuple[Layer, nn.Parameter]]:
-    """Choose the trainable layers that DDP synchronises and `choice` admits.
+def choose_layers(pairs: Sequence[tuple[Layer, nn.Parameter]], choice: LayerChoice) -> list[tuple[Layer, nn.Parameter]]:
+    """Choose the layers that `choice` admits.
 
     Args:
-        model: in DDP.
+        pairs: the trainable layers that ranks average, with their parameters.
         choice: None for all, names or fnmatch patterns ("layer1.*.weight"), or a function of a Layer.
 
     Returns:
-        The layers with their parameters, in registration order.
+        The chosen ones, in the same order.
 
     Raises:
         GradlabError: for a pattern that matches nothing, or a choice without any layer.
     """
-    pairs = synchronised_layers(model)
     if choice is None:
-        chosen = pairs
+        chosen = list(pairs)
     elif callable(choice):
         chosen = [pair for pair in pairs if choice(pair[0])]
     else:

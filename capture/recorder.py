@@ -1,7 +1,8 @@
-"""Record the local gradients of a DDP training run, from inside DDP's communication hook.
+"""Record the gradients of a training run under DDP or FSDP2, from inside the hook that averages them.
 
-The hook copies this rank's gradients before anything is averaged, then averages exactly as plain DDP does (or lets
-another hook do it). Buckets change after the first iteration, so parameters are found by identity every time.
+DDP's hook copies this rank's gradients before anything is averaged, then averages exactly as plain DDP does (or lets
+another hook do it). FSDP2's hook copies what a node's ranks have reduced, then averages between nodes as native HSDP
+does. Buckets change after the first iteration, so parameters are found by identity every time.
 """
 
 # No `from __future__ import annotations` here: DDP compares a hook's annotations with the types themselves.
@@ -9,24 +10,29 @@ another hook do it). Buckets change after the first iteration, so parameters are
 import os
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.capture.hook_average import average_as_ddp
 from gradlab.capture.layers import LayerChoice
 from gradlab.capture.settings import RecorderSettings, optimizer_metadata
+from gradlab.capture.sources import BucketSource, Gradient, ShardSource, Source, trace_ranks
 from gradlab.capture.start import start_recording
-from gradlab.capture.writing.async_writer import EXIT_SECONDS, AsyncWriter, RecorderReport
+from gradlab.capture.writing.async_writer import EXIT_SECONDS, AsyncWriter, NoWriter, RecorderReport
 from gradlab.capture.writing.buffers import StepBuffer
-from gradlab.ddp.model import bucket_gradients
-from gradlab.ddp.wrapping import require_ddp
+from gradlab.ddp.sharded_units import HOW_TO, Unit, is_sharded, set_hooks
+from gradlab.ddp.wrapping import require_ddp, without_compile
+from gradlab.errors import GradlabError
 
 
 def capture_hook(state: "TraceRecorder", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -44,7 +50,7 @@ def capture_hook(state: "TraceRecorder", bucket: dist.GradBucket) -> torch.futur
 
 
 class TraceRecorder:
-    """Records a DDP model's local gradients. It attaches itself. Making one is a collective: every rank makes one.
+    """Records the gradients of a model in DDP or under FSDP2. It attaches itself. Every rank makes one, together.
 
         with TraceRecorder(ddp_model, "trace", optimizer=optimizer) as recorder:
             for inputs, targets in batches:
@@ -64,9 +70,23 @@ class TraceRecorder:
     x 4 bytes, half of it in 16 bits. Failing to write never stops training. After `close` the model goes on averaging
     as plain DDP does: DDP cannot give a hook back.
 
+    Of nodes with several ranks, what travels between nodes can be recorded: the mean of each node, whose first rank
+    writes it, so that ranks of the trace are nodes. Under DDP that is `within`. Under FSDP2, where no rank sees a whole
+    gradient, it is `between`, on a model that is sharded along the other dimension of the mesh (see `compress_fsdp`):
+
+        with TraceRecorder(fsdp_model, "trace", between=mesh["replicate"]) as recorder: ...
+
+    The recorder averages between nodes then as native HSDP does. The first rank of a node takes a copy of all local
+    ranks' gradients of one bucket or unit at a time. A loss is the first rank's. All ranks of a node close their
+    recorders after the same step, as they send it what they have.
+
     Args:
-        model: a DistributedDataParallel model without a communication hook. torch.compile may have wrapped it.
+        model: a DistributedDataParallel model without a communication hook, or one that `fully_shard` was called on.
+            torch.compile may have wrapped it.
         path: folder of the trace, new or empty.
+        within: of a model in DDP: a mesh's dimension or the process group of a node's ranks, or "node" for those that
+            torchrun started on one machine. None: every rank's own gradients are recorded.
+        between: of a model under FSDP2: the mesh's dimension along which ranks hold the same shards, or that group.
         optimizer, scaler: where each step's learning rate (of the first group) and GradScaler scale are read. The
             optimizer's class and settings go into the manifest: a fit makes plans that train under it.
         layers: None for all, names or fnmatch patterns, or a function of a Layer.
@@ -85,48 +105,59 @@ class TraceRecorder:
             it, and without max_steps, they are the run's first ones (every n-th, if `every` is given).
         sample_seed: of the sampled blocks.
     Raises:
-        GradlabError: the same line on all ranks, before anything is written: a model not in DDP, a hook attached
-            already, folder not empty, no such layer, settings out of range or different between ranks.
+        GradlabError: the same line on all ranks, before anything is written: a model in neither, a hook attached
+            already, folder not empty, no such layer, settings out of range or different between ranks, nodes of
+            different sizes, native HSDP.
     """
 
     def __init__(
         self,
-        model: DistributedDataParallel,
+        model: torch.nn.Module,
         path: str | os.PathLike[str],
         *,
         optimizer: torch.optim.Optimizer | None = None,
         scaler: Any = None,
         layers: LayerChoice = None,
         wrap: tuple[Any, Callable[..., Any]] | None = None,
+        within: Any = None,
+        between: Any = None,
         metadata: dict[str, Any] | None = None,
         overwrite: bool = False,
         **settings: Any,
     ) -> None:
-        model = require_ddp(model, "TraceRecorder")
+        source = _source_of(model, wrap, within, between)
         self.path = Path(path)
         self._settings = RecorderSettings(**settings)
         metadata = {} if metadata is None else metadata
         if isinstance(metadata, dict) and (optimizer is None or hasattr(optimizer, "param_groups")):
             metadata = optimizer_metadata(optimizer) | metadata
         chosen, self.size, self._writer = start_recording(
-            model, self.path, self._settings, layers, wrap, metadata, overwrite, (optimizer, scaler)
+            source, self.path, self._settings, layers, wrap, metadata, overwrite, (optimizer, scaler)
         )
         self._settings = replace(self._settings, every=self.size.settings.every, max_steps=self.size.settings.max_steps)
         # Parameters are kept alive with their ids: an id alone could pass to another object.
         self._positions = {id(parameter): (n, parameter) for n, (_, parameter) in enumerate(chosen)}
         self._shapes = [layer.shape for layer in self.size.layers]
         self._samples = [self.size.sample(layer.name) for layer, _ in chosen]
-        self._optimizer, self._scaler, self._wrap, self._group = optimizer, scaler, wrap, model.process_group
+        self._optimizer, self._scaler, self._wrap, self._group = optimizer, scaler, wrap, source.ranks.group
         self._iteration, self._taken = -1, 0
-        self._buffer: StepBuffer | None = None  # the step that the hook is filling
+        self._due = False  # whether the iteration in progress is recorded: the same on all ranks
+        self._buffer: StepBuffer | None = None  # the step that the hook is filling, on a rank that writes
+        self._units_met: set[str] = set()  # units of FSDP2 in the backward pass in progress
         self._forward_passes = _ForwardPasses()
-        self._counting = model.register_forward_pre_hook(self._forward_passes)
+        self._counting = source.model.register_forward_pre_hook(self._forward_passes)
         # The finalizer must not hold the recorder, or it would never be collected. At exit the writer closes itself.
         self._finalizer = weakref.finalize(self, _finish, self._writer, self._counting)
         self._finalizer.atexit = False
-        model.register_comm_hook(self, capture_hook)
-        if self._group.size() == 1:
-            warnings.warn("recording one rank alone: its trace says nothing about other ranks", stacklevel=2)
+        self._source = source
+        if isinstance(source, ShardSource):
+            for unit in source.units:
+                set_hooks(unit, partial(self._take, unit))
+        else:
+            source.model.register_comm_hook(self, capture_hook)
+        if trace_ranks(source) == 1:
+            what = "rank" if source.topology is None else "node"
+            warnings.warn(f"recording one {what} alone: its trace says nothing about other {what}s", stacklevel=2)
 
     def __enter__(self) -> "TraceRecorder":
         return self
@@ -183,19 +214,49 @@ class TraceRecorder:
         """Record what one bucket brings. Buckets come in order, in every iteration."""
         if self._writer.stopping:
             return
+        if bucket.index() == 0:
+            self._guarded(self._begin_step)
+        if self._due:
+            source = self._source
+            assert isinstance(source, BucketSource)
+            if source.topology is None:
+                self._guarded(lambda: self._copy(source.gradients(bucket)))
+            else:  # a collective: what fails in it fails training
+                self._copy_guarded(source.gradients(bucket))
+        if bucket.is_last():
+            self._guarded(self._end_step)
+
+    def _take(self, unit: Unit, flat: torch.Tensor) -> None:
+        """Record what one unit under FSDP2 brings, and average it between nodes. FSDP2's hook calls this."""
+        assert isinstance(self._source, ShardSource)
+        if not self._writer.stopping:
+            if not self._units_met or unit.name in self._units_met:  # twice: a backward pass failed half-way
+                self._units_met.clear()
+                self._guarded(self._begin_step)
+                Variable._execution_engine.queue_callback(self._end_backward)
+            self._units_met.add(unit.name)
+            if self._due:
+                self._copy_guarded(self._source.gradients(unit, flat))
+        self._source.average(flat)
+
+    def _end_backward(self) -> None:
+        self._units_met.clear()
+        self._guarded(lambda: self._end_step(absent_unused=True))
+
+    def _copy_guarded(self, gradients: Sequence[Gradient]) -> None:
+        self._guarded(lambda: self._copy(gradients))
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Do a part of the recording. Whatever goes wrong, training goes on."""
         try:
-            if bucket.index() == 0:
-                self._begin_step()
-            if self._buffer is not None:
-                self._copy(bucket, self._buffer)
-            if bucket.is_last():
-                self._end_step()
-        except Exception as error:  # whatever it is, training goes on
+            work()
+        except Exception as error:
             self._writer.fail(error)
             self._discard_step()
 
     def _begin_step(self) -> None:
         self._iteration += 1
+        self._due = False
         passes = self._forward_passes.take()
         self._writer.send_pending()
         self._discard_step()  # of a backward pass that failed half-way
@@ -203,6 +264,7 @@ class TraceRecorder:
             self._writer.stop()
         elif self._settings.wants(self._iteration, self._taken):
             self._taken += 1
+            self._due = True
             self._buffer = self._writer.acquire()
         if self._buffer is not None:
             record = self._buffer.record
@@ -214,14 +276,16 @@ class TraceRecorder:
 
     def _discard_step(self) -> None:
         if self._buffer is not None:
+            assert isinstance(self._writer, AsyncWriter)
             self._writer.discard(self._buffer)
             self._buffer = None
 
     @torch.no_grad()
-    def _copy(self, bucket: dist.GradBucket, buffer: StepBuffer) -> None:
-        whole = bucket.buffer()
-        pairs = [(bucket.parameters()[0], whole.to_dense())] if whole.is_sparse else bucket_gradients(bucket)
-        for parameter, gradient in pairs:
+    def _copy(self, gradients: Sequence[Gradient]) -> None:
+        buffer = self._buffer
+        if buffer is None:
+            return
+        for parameter, gradient, unused in gradients:
             if id(parameter) not in self._positions:
                 continue
             position = self._positions[id(parameter)][0]
@@ -231,22 +295,43 @@ class TraceRecorder:
                 target.copy_(gradient, non_blocking=True)
             else:
                 sample.copy(target, gradient)
-            # DDP fills the place of a parameter that the loss does not depend on with zeros.
-            buffer.unused[position] = parameter.grad is None
+            buffer.unused[position] = unused
             buffer.seen[position] = True
-        if whole.is_cuda:
+        if any(gradient.is_cuda for _, gradient, _ in gradients):
             event = torch.cuda.Event()
             event.record()
             buffer.copies.append(event)
 
-    def _end_step(self) -> None:
+    def _end_step(self, absent_unused: bool = False) -> None:
+        """Hand the step to the writer. absent_unused: whether a layer that did not come has no gradient."""
         buffer, self._buffer = self._buffer, None
         if buffer is None:
             return
+        assert isinstance(self._writer, AsyncWriter)
+        if absent_unused:
+            for position in np.flatnonzero(~buffer.seen):
+                buffer.gradients[position].zero_()
+                buffer.unused[position] = buffer.seen[position] = True
         if buffer.seen.all():
             self._writer.hold(buffer)
         else:
             self._writer.discard(buffer)
+
+
+def _source_of(model: object, wrap: Any, within: Any, between: Any) -> Source:
+    """Where the gradients come from, by what the model is in."""
+    inner = without_compile(model)
+    if not isinstance(inner, DistributedDataParallel) and is_sharded(inner):
+        assert isinstance(inner, torch.nn.Module)
+        if between is None:
+            raise GradlabError(f"TraceRecorder: the model is under FSDP2; give between=mesh['replicate']: {HOW_TO}")
+        for name, value in (("within", within), ("wrap", wrap)):
+            if value is not None:
+                raise GradlabError(f"TraceRecorder: {name} is of a model in DDP, and this one is under FSDP2")
+        return ShardSource(inner, between)
+    if between is not None:
+        raise GradlabError("TraceRecorder: between is of a model under FSDP2; in DDP give within, the ranks of a node")
+    return BucketSource(require_ddp(model, "TraceRecorder"), within)
 
 
 class _ForwardPasses:
@@ -263,6 +348,6 @@ class _ForwardPasses:
         return count
 
 
-def _finish(writer: AsyncWriter, counting: Any, timeout: float | None = EXIT_SECONDS) -> RecorderReport:
+def _finish(writer: AsyncWriter | NoWriter, counting: Any, timeout: float | None = EXIT_SECONDS) -> RecorderReport:
     counting.remove()
     return writer.close(timeout)

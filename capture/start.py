@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.capture.budget import Recording, plan_recording
 from gradlab.capture.layers import LayerChoice, choose_layers
 from gradlab.capture.settings import RecorderSettings, announce, check_metadata, run_metadata
-from gradlab.capture.writing.async_writer import AsyncWriter
+from gradlab.capture.sources import Source, model_of, trace_rank, trace_ranks
+from gradlab.capture.writing.async_writer import AsyncWriter, NoWriter
 from gradlab.capture.writing.buffers import BufferPool
 from gradlab.capture.writing.folder import require_free, start_together
 from gradlab.capture.writing.rank_writer import RankWriter
-from gradlab.ddp.agreement import Ranks
-from gradlab.ddp.model import attached_hook, refuse_complex
+from gradlab.ddp.model import refuse_complex
 from gradlab.ddp.optimizers import check_optimizer_and_scaler
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
@@ -29,7 +28,7 @@ Chosen = Sequence[tuple[Layer, nn.Parameter]]
 
 
 def start_recording(
-    model: DistributedDataParallel,
+    source: Source,
     path: Path,
     settings: RecorderSettings,
     layers: LayerChoice,
@@ -37,11 +36,12 @@ def start_recording(
     metadata: dict[str, Any],
     overwrite: bool,
     training: tuple[Any, Any] = (None, None),
-) -> tuple[Chosen, Recording, AsyncWriter]:
-    """Check everything, start the trace and its writer; a collective over the model's group.
+) -> tuple[Chosen, Recording, AsyncWriter | NoWriter]:
+    """Check everything, start the trace and its writer; a collective over the source's ranks.
 
     Args:
-        model, path, layers, wrap, metadata, overwrite: as `TraceRecorder` takes them.
+        source: of the gradients.
+        path, layers, wrap, metadata, overwrite: as `TraceRecorder` takes them.
         settings: of the recording.
         training: the optimizer and the loss scaler.
 
@@ -51,7 +51,7 @@ def start_recording(
     Raises:
         GradlabError: the same line on all ranks. Nothing has been written then, unless a disk failed on the way.
     """
-    ranks = Ranks(model.process_group, next(model.parameters()).device)
+    ranks, world_size = source.ranks, trace_ranks(source)
     problem: str | None = None
     chosen: Chosen = ()
     size: Recording | None = None
@@ -59,10 +59,11 @@ def start_recording(
         settings.check()
         check_optimizer_and_scaler(*training)
         check_metadata(metadata)
-        _check_hooks(model, wrap)
-        chosen = choose_layers(model, layers)
+        _check_wrap(wrap)
+        source.check()
+        chosen = choose_layers(source.pairs, layers)
         refuse_complex(chosen)
-        size = plan_recording([layer for layer, _ in chosen], ranks.size, settings, metadata)
+        size = plan_recording([layer for layer, _ in chosen], world_size, settings, metadata)
         require_free(path, overwrite)
     except GradlabError as error:
         problem = str(error)
@@ -70,54 +71,49 @@ def start_recording(
     assert size is not None
     ranks.require_same(vars(settings) | {"layers": [layer.to_json() for layer, _ in chosen]})
     settings = replace(settings, every=size.settings.every, max_steps=size.settings.max_steps)
-    metadata = _ddp_metadata(model, settings, wrap) | metadata
+    metadata = _metadata(source, settings, wrap) | metadata
     samples = {sample.layer.name: sample for sample in size.samples}
-    manifest = Manifest(ranks.size, size.layers, settings.dtype, metadata, samples=samples)
+    manifest = Manifest(world_size, size.layers, settings.dtype, metadata, samples=samples)
     manifest = start_together(path, manifest, overwrite, ranks)
     if ranks.rank == 0:
         announce(path, size, settings)
     pinned = any(parameter.is_cuda for _, parameter in chosen)
-    return chosen, size, _start_writer(path, manifest, settings, ranks, pinned, size.steps)
+    return chosen, size, _start_writer(path, manifest, settings, source, pinned, size.steps)
 
 
 def _start_writer(
-    path: Path, manifest: Manifest, settings: RecorderSettings, ranks: Ranks, pinned: bool, most_steps: int | None
-) -> AsyncWriter:
+    path: Path, manifest: Manifest, settings: RecorderSettings, source: Source, pinned: bool, most_steps: int | None
+) -> AsyncWriter | NoWriter:
     rank_writer, problem = None, None
+    rank = trace_rank(source)
     try:
-        rank_writer = RankWriter(path, manifest, ranks.rank, settings.segment_bytes, most_steps)
+        if rank is not None:
+            rank_writer = RankWriter(path, manifest, rank, settings.segment_bytes, most_steps)
     except (OSError, GradlabError) as error:
         problem = str(error)
     try:
-        ranks.raise_together(problem)
+        source.ranks.raise_together(problem)
     except GradlabError:
         if rank_writer is not None:
             rank_writer.abandon()
         raise
-    assert rank_writer is not None
+    if rank_writer is None:
+        return NoWriter(str(path))
     # One more for the step that the hook fills, and one for the step that waits for annotations.
     pool = BufferPool(manifest.layers, manifest.dtype, settings.queue_steps + 2, pinned)
     return AsyncWriter(rank_writer, pool, settings, str(path))
 
 
-def _check_hooks(model: DistributedDataParallel, wrap: Any) -> None:
+def _check_wrap(wrap: Any) -> None:
     if wrap is not None and not (isinstance(wrap, tuple) and len(wrap) == 2 and callable(wrap[1])):
         raise GradlabError(f"wrap is {wrap!r}, expected (state, hook) with a communication hook that can be called")
-    if name := attached_hook(model):
-        raise GradlabError(
-            f"the DDP model has the communication hook {name} already, and DDP takes one only; "
-            "make a new DDP model, and give the recorder another hook as wrap=(state, hook)"
-        )
-    if getattr(model, "_use_python_reducer", False):
-        raise GradlabError("recording needs DDP's own reducer; switch compiled autograd's DDP mode off")
 
 
-def _ddp_metadata(model: DistributedDataParallel, settings: RecorderSettings, wrap: Any) -> dict[str, Any]:
+def _metadata(source: Source, settings: RecorderSettings, wrap: Any) -> dict[str, Any]:
     """What the manifest says of the run, unless the user says it."""
     return {
         "gradlab": VERSION,
-        **run_metadata(model.module, settings),
-        "find_unused_parameters": model.find_unused_parameters,
-        "static_graph": model.static_graph,
+        **run_metadata(model_of(source), settings),
+        **source.metadata(),
         "hook": getattr(wrap[1], "__qualname__", type(wrap[1]).__name__) if wrap else None,
     }

@@ -17,12 +17,12 @@ from gradlab.artifact import Artifact
 from gradlab.ddp.agreement import Ranks
 from gradlab.ddp.model import attached_hook, refuse_complex, sparse_layers
 from gradlab.ddp.optimizers import bare_optimizer, describe_optimizer
+from gradlab.ddp.topology import Topology
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan import Plan
 from gradlab.plan.optimizer_rules import conflict_of
 from gradlab.runtime.engine.options import RunOptions
-from gradlab.runtime.network.topology import Topology
 
 Pairs = Sequence[tuple[Layer, torch.Tensor]]
 

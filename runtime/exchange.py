@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from gradlab.codec import Tensors
 from gradlab.ddp.optimizers import learning_rates
+from gradlab.ddp.topology import Topology
 from gradlab.errors import GradlabError
 from gradlab.executor.ownership import forecast_payload, share_out
 from gradlab.executor.rules import finding
@@ -25,7 +26,6 @@ from gradlab.runtime.engine.driver import Part, StepDriver
 from gradlab.runtime.engine.options import RunOptions, Surroundings
 from gradlab.runtime.engine.rules import compare_versions
 from gradlab.runtime.engine.statistics import StepRecord
-from gradlab.runtime.network.topology import Topology
 from gradlab.runtime.stateful import RankState
 
 Result = TypeVar("Result")

@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from gradlab.ddp.groups import group_like
 from gradlab.ddp.model import bucket_gradients, synchronised_layers
+from gradlab.ddp.topology import NODE, find_topology
 from gradlab.ddp.wrapping import require_ddp
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
@@ -24,8 +26,6 @@ from gradlab.runtime.engine.driver import StepDriver
 from gradlab.runtime.engine.options import RunOptions
 from gradlab.runtime.engine.worker import Engine
 from gradlab.runtime.exchange import Exchange, Result, surroundings_of
-from gradlab.runtime.network.groups import group_like
-from gradlab.runtime.network.topology import NODE, find_topology
 from gradlab.runtime.unreached import UnreachedHook
 
 

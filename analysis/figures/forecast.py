@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from gradlab.analysis.figures.style import BLACK, GREY, VERMILION, method_colors, panels
-from gradlab.analysis.forecast import Forecast, NodeForecast
+from gradlab.analysis.forecast import Forecast, Network, NodeForecast
 from gradlab.analysis.forecast.link import format_rate
 from gradlab.analysis.forecast.speed import SpeedForecast
 
@@ -26,7 +26,7 @@ def plot_step_time(forecast: Forecast) -> Figure:
     """
     figure, axes = panels(len(forecast.nodes), _COLUMNS, height=2.6, sharey=True)
     for letter, (panel, node) in enumerate(zip(axes, forecast.nodes, strict=True)):
-        _draw(panel, node, forecast.network.profile.compute_seconds)
+        _draw(panel, node, forecast.network)
         count = node.job.world_size
         panel.set_title(f"({chr(ord('a') + letter)}) {count} node{'s' * (count != 1)}")
         panel.set_xlabel("link speed")
@@ -36,11 +36,11 @@ def plot_step_time(forecast: Forecast) -> Figure:
     return figure
 
 
-def _draw(panel: Axes, node: NodeForecast, compute: float) -> None:
+def _draw(panel: Axes, node: NodeForecast, network: Network) -> None:
     speeds = [pair.link.bits_per_second for pair in node.curve]
-    panel.plot(speeds, [pair.dense.seconds for pair in node.curve], "--", color=BLACK, label="plain DDP")
+    panel.plot(speeds, [pair.dense.seconds for pair in node.curve], "--", color=BLACK, label=network.dense)
     panel.plot(speeds, [pair.compressed.seconds for pair in node.curve], color=VERMILION, label="compressed")
-    panel.axhline(compute, color=GREY, linewidth=0.8, linestyle=":", label="computing alone")
+    panel.axhline(network.profile.compute_seconds, color=GREY, linewidth=0.8, linestyle=":", label="computing alone")
     for pair in node.links:
         if math.isfinite(pair.link.bits_per_second):
             panel.plot(pair.link.bits_per_second, pair.dense.seconds, "o", color=BLACK)
@@ -75,7 +75,7 @@ def plot_speed(speed: SpeedForecast) -> Figure:
         # Curves reach as far as each plan's own break-even: they are shown where all have one.
         low, high = max(map(min, rates.values())), min(map(max, rates.values()))
         name, curve = next(iter(curves.items()))
-        panel.plot(rates[name], [pair.dense.seconds for pair in curve], "--", color=BLACK, label="plain DDP")
+        panel.plot(rates[name], [pair.dense.seconds for pair in curve], "--", color=BLACK, label=network.dense)
         for name, curve in curves.items():
             panel.plot(rates[name], [pair.compressed.seconds for pair in curve], color=colors[name], label=name)
         if speed.compute_seconds:

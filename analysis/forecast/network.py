@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from gradlab.analysis.forecast.link import Link
 from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile
+from gradlab.analysis.forecast.simulator import Node
 from gradlab.errors import GradlabError
 
 # More than one coroutine's fabricated answers should hold.
@@ -19,7 +20,8 @@ class Network:
     """Links and numbers of nodes: a forecast is made for every pair of them.
 
     links: at least one. They may differ in speed alone.
-    nodes: numbers of nodes with one rank each, from 1 to `MOST_NODES`; at least one.
+    nodes: numbers of nodes, from 1 to `MOST_NODES`; at least one.
+    node: several ranks to a node, which `links` connect; None: one rank each.
     profile: the measured times of a step; `NOT_MEASURED` makes a forecast of the exchange alone.
     cores: processor cores per rank, for its two threads, computing and codecs. With one core or less the threads take
         turns. Below one core codecs take as many times longer as ranks share a core.
@@ -34,6 +36,7 @@ class Network:
     profile: Profile = NOT_MEASURED
     cores: float = 2.0
     bucket_cap_mb: float | None = None
+    node: Node | None = None
 
     def __post_init__(self) -> None:
         if not self.nodes or not self.links:
@@ -43,6 +46,11 @@ class Network:
                 raise GradlabError(f"nodes = {count}, expected 1 to {MOST_NODES}")
         if not 0 < self.cores < math.inf:
             raise GradlabError(f"cores = {self.cores:g} per rank, expected above 0")
+
+    @property
+    def dense(self) -> str:
+        """What plans are compared with, for labels."""
+        return "plain DDP" if self.node is None else "the fastest dense way"
 
     @property
     def speed(self) -> float:

@@ -12,7 +12,7 @@ from gradlab.analysis.forecast.dry_run import DryRuns, one_thread, scan_seconds_
 from gradlab.analysis.forecast.link import Link, format_rate, json_rate
 from gradlab.analysis.forecast.network import Network
 from gradlab.analysis.forecast.profile import Profile
-from gradlab.analysis.forecast.step_time import Comparison, Job, break_even, compare, make_job
+from gradlab.analysis.forecast.step_time import WAYS, Comparison, Job, break_even, compare, make_job
 from gradlab.analysis.replay import methods_of, refresh_remark
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_ratio, format_seconds
@@ -137,8 +137,9 @@ def _configurations(pairs: Sequence[tuple[int, Comparison]]) -> str:
 
 
 def _sentence(nodes: int, pair: Comparison) -> str:
+    way = f", {pair.dense_way}" if pair.ways else ""
     return (
-        f"{format_seconds(pair.compressed.seconds)} per step instead of {format_seconds(pair.dense.seconds)} "
+        f"{format_seconds(pair.compressed.seconds)} per step instead of {format_seconds(pair.dense.seconds)}{way} "
         f"({format_ratio(pair.speedup)}) {_where(nodes, pair.link.bits_per_second)}"
     )
 
@@ -197,7 +198,7 @@ def _scales(plan: Plan, profile: Profile, scan: float) -> tuple[float, float]:
 
 def _at(job: Job, network: Network) -> NodeForecast:
     def on(link: Link) -> Comparison:
-        return compare(job, link, speed=network.speed)
+        return compare(job, link, speed=network.speed, node=network.node)
 
     def at(bits_per_second: float) -> Comparison:
         return on(replace(network.links[0], bits_per_second=bits_per_second))
@@ -245,6 +246,12 @@ def _remarks(plan: Plan, network: Network) -> list[str]:
 def _link_remarks(network: Network, calibration: Calibration | None) -> list[str]:
     link = network.links[0]
     lines = [] if calibration is None else [calibration.remark]
+    if network.node is not None:
+        lines.append(
+            f"Nodes of {network.node.local_ranks} ranks with {format_rate(network.node.inside.bits_per_second)} each "
+            f"inside; link speeds are a node's. Dense steps are those of the fastest of {', '.join(WAYS)}; plans run "
+            "between nodes (compress(within=))."
+        )
     if link.all_reduce in _ALL_REDUCES:
         lines.append(
             f"All-reduces are taken to run {_ALL_REDUCES[link.all_reduce]}: times and bytes are of a backend that does "

@@ -5,6 +5,9 @@ In a tick the segment's exchanges are encoded up to their first requests, while 
 those collectives are awaited, and the exchanges that asked for them go on. Then all open requests are issued together.
 After the last bucket, ticks go on until nothing is open. Buckets with nothing to compress travel in their own buffers,
 beside all that. The link serves collectives in the order they were issued: bytes wait for bytes, latencies overlap.
+
+Where a node has several ranks, they average each bucket over their own link first, while the bucket before it travels
+between nodes; one link between nodes carries what all of them send, and results are spread inside.
 """
 
 from __future__ import annotations
@@ -91,6 +94,11 @@ class Bucket:
     scan_seconds: float = 0.0
     exchanges: tuple[Exchange, ...] = ()
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the gradients that it brings to the link, in bytes."""
+        return self.in_place_bytes or sum(exchange.gradient_bytes for exchange in self.exchanges)
+
 
 @dataclass(frozen=True)
 class Step:
@@ -107,6 +115,30 @@ class Step:
     encode: float
     communicate: float
     wire_bytes: int
+
+
+@dataclass(frozen=True)
+class Node:
+    """Several ranks to a node, with a fast link among them and one link between nodes for all of them.
+
+    local_ranks: ranks of a node, L.
+    inside: the link of each of them within the node.
+
+    Raises:
+        GradlabError: for fewer than 2 local ranks.
+    """
+
+    local_ranks: int
+    inside: Link
+
+    def __post_init__(self) -> None:
+        if self.local_ranks < 2:
+            raise GradlabError(f"local ranks = {self.local_ranks}, expected at least 2 to a node")
+
+    def half(self, nbytes: int) -> Transfer:
+        """Describe a reduce-scatter, or an all-gather, of so many bytes within the node: (L - 1)/L of them."""
+        path = nbytes * (self.local_ranks - 1) // self.local_ranks
+        return Transfer(path, path, self.local_ranks - 1)
 
 
 @dataclass
@@ -197,6 +229,54 @@ class Wire:
         return self.free + self.link.delay_seconds(transfer)
 
 
+@dataclass(frozen=True)
+class Within:
+    """What happens inside nodes in a step, beside the exchange between them.
+
+    node: its ranks and their link.
+    sharded: whether parameters are sharded inside (FSDP2, HSDP): they are gathered before each bucket's backward, and
+        gradients are not spread. Else gradients are averaged inside first, and results are spread inside at the end.
+    """
+
+    node: Node
+    sharded: bool = False
+
+
+class Inside:
+    """A node's own link over a step. Without ranks taken together it takes no time."""
+
+    def __init__(self, within: Within | None, clock: Clock) -> None:
+        self._within, self._clock = within, clock
+        self._wire = None if within is None else Wire(within.node.inside, clock)
+
+    def reduced(self, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, float]]:
+        """Yield each bucket when it is ready, with the moment at which the node's ranks have averaged it.
+
+        One bucket is averaged inside while the one before it is exchanged between nodes.
+        """
+        before: tuple[Bucket, float] | None = None
+        for bucket in buckets:
+            self._clock.wait_for_backward(bucket.ready_seconds)
+            arrival = self._clock.now
+            if self._within is not None and self._wire is not None:
+                half = self._within.node.half(bucket.nbytes)
+                for _ in range(1 + self._within.sharded):
+                    arrival = self._wire.send(half, self._clock.now)
+                if before is not None:
+                    yield before
+                before = bucket, arrival
+            else:
+                yield bucket, arrival
+        if before is not None:
+            yield before
+
+    def spread(self, nbytes: int, moment: float) -> float:
+        """Return when a result that is there at a moment, in the worker's seconds, has reached all the node's ranks."""
+        if self._within is None or self._wire is None or self._within.sharded:
+            return moment
+        return self._wire.send(self._within.node.half(nbytes), moment)
+
+
 class Simulated:
     """An exchange under way. Its code only takes time."""
 
@@ -244,17 +324,19 @@ def simulate(
     rank: int = 0,
     speed: float = 1.0,
     segment_bytes: int = SEGMENT_BYTES,
+    within: Within | None = None,
 ) -> Step:
     """Simulate one step. Buckets without any exchange are plain DDP.
 
     Args:
         buckets: in the order in which backward completes them.
         compute_seconds: forward and backward, alone.
-        link: of every rank.
-        world_size: number of ranks.
+        link: of every rank; of every node, where `within` is given.
+        world_size: number of ranks; of nodes, where `within` is given.
         rank: whose step.
         speed: of computing and codecs while both run, see `Clock`.
         segment_bytes: gradient bytes per tick.
+        within: what happens inside a node of several ranks; None: ranks are not taken together.
 
     Returns:
         The step's time and its parts.
@@ -265,8 +347,9 @@ def simulate(
     _check(compute_seconds, world_size, speed)
     clock = Clock(compute_seconds, speed)
     wire = Wire(link, clock)
+    inside = Inside(within, clock)
     compressing = any(bucket.exchanges for bucket in buckets)
-    in_place = 0.0
+    in_place, last = 0.0, 0
 
     def issue(requests: Sequence[Request]) -> Arriving:
         together = transfers(requests, rank, world_size, link.all_reduce)
@@ -274,17 +357,20 @@ def simulate(
         return Arriving(max(ends, default=0.0), len(requests), clock)
 
     ticks = Ticks[Simulated](issue)
-    for bucket in buckets:
-        clock.wait_for_backward(bucket.ready_seconds)
+    for bucket, reduced in inside.reduced(buckets):
+        clock.wait_for_network(reduced)
         clock.work(bucket.scan_seconds)
         if bucket.in_place_bytes:
             dense = all_reduce(bucket.in_place_bytes, world_size, link.all_reduce)
-            in_place = max(in_place, wire.send(dense, clock.now))
+            in_place = max(in_place, inside.spread(bucket.in_place_bytes, wire.send(dense, clock.now)))
         for segment in segments(bucket.exchanges, lambda exchange: exchange.gradient_bytes, segment_bytes):
             ticks.tick([Simulated(exchange, clock) for exchange in segment])
+            # Results of earlier segments are spread while this one travels: what is left at the end is the last one's.
+            last = sum(exchange.gradient_bytes for exchange in segment)
     if compressing:
         ticks.tick([Simulated(Exchange("finite flag", 0, (Turn(0.0, _flag()), Turn(0.0))), clock)])
         ticks.drain()
+        in_place = max(in_place, inside.spread(last, clock.now))
     clock.wait_for_network(in_place)
     clock.wait_for_backward(compute_seconds)
     exposed = clock.now - compute_seconds

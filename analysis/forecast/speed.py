@@ -65,12 +65,13 @@ def usual_plans(layers: Sequence[Layer]) -> dict[str, Plan]:
 class Configuration(Jsonable):
     """All plans at one number of nodes on one link.
 
-    nodes: number of nodes, one rank each.
+    nodes: number of nodes.
     bits_per_second: the link's speed.
-    dense_seconds: plain DDP's step.
+    dense_seconds: the fastest dense step.
+    dense_way: its name; plain DDP's with one rank per node.
     seconds: each plan's step, by name.
     best, best_seconds: the fastest of the plans that keep the direction, and its step. None: no plan keeps it.
-    saved: the share of plain DDP's step that the best plan saves; 0 without one.
+    saved: the share of the dense step that the best plan saves; 0 without one.
     pays: whether that share is above `SPEED_NOISE`.
     closest, closest_saves: the fastest of the plans with a cosine of `CLOSE_COSINE` or more, and the share that it
         saves; None and 0 without one.
@@ -80,6 +81,7 @@ class Configuration(Jsonable):
     nodes: int
     bits_per_second: float
     dense_seconds: float
+    dense_way: str
     seconds: Mapping[str, float]
     best: str | None
     best_seconds: float | None
@@ -207,7 +209,7 @@ def forecast_speed(
 def _configuration(
     nodes: int, comparisons: Mapping[str, Comparison], cosines: Mapping[str, float | None]
 ) -> Configuration:
-    """Compare all plans with plain DDP, and find the fastest of those that keep the direction."""
+    """Compare all plans with dense training, and find the fastest of those that keep the direction."""
     seconds = {name: pair.compressed.seconds for name, pair in comparisons.items()}
     first = next(iter(comparisons.values()))
     dense = first.dense.seconds
@@ -225,6 +227,7 @@ def _configuration(
         nodes=nodes,
         bits_per_second=first.link.bits_per_second,
         dense_seconds=dense,
+        dense_way=first.dense_way,
         seconds=seconds,
         best=best,
         best_seconds=seconds[best] if best is not None else None,

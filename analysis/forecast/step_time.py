@@ -8,13 +8,13 @@ The times of computing and of the codecs are measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gradlab.analysis.forecast.dry_run import DryRuns
 from gradlab.analysis.forecast.link import Link, json_rate
-from gradlab.analysis.forecast.simulator import Bucket, Exchange, Step, simulate
+from gradlab.analysis.forecast.simulator import Bucket, Exchange, Node, Step, Within, simulate
 from gradlab.errors import GradlabError
 from gradlab.jsonable import plain
 from gradlab.layout import Layer
@@ -24,6 +24,8 @@ from gradlab.plan import Plan
 FIRST_BUCKET_BYTES, BUCKET_CAP_MB = 2**20, 25.0
 # Gradients of weights and of activations cost as much each as the forward pass.
 BACKWARD_SHARE = 2 / 3
+# Ways to train without compression.
+WAYS = FLAT, HIERARCHICAL, HSDP = "plain DDP", "hierarchical", "HSDP"
 # A break-even is looked for between these link speeds, in bits per second.
 _SLOWEST, _FASTEST, _PER_DECADE = 1e4, 1e13, 8
 # Seconds: less is rounding.
@@ -128,6 +130,27 @@ class Job:
         )
         return replace(self, buckets=buckets)
 
+    def shared_out(self, local_ranks: int) -> Job:
+        """Share codecs' work out among the ranks of a node, group by group (`gradlab.executor.ownership`).
+
+        Args:
+            local_ranks: ranks of a node.
+
+        Returns:
+            The job of the rank that has most to do.
+        """
+        sizes = [exchange.gradient_bytes for bucket in self.buckets for exchange in bucket.exchanges]
+        share = _largest_share(sizes, local_ranks)
+        return self.scaled(share, share)
+
+
+def _largest_share(sizes: Sequence[int], parts: int) -> float:
+    """The largest part's share where the largest size goes to the part that holds least, and so on down."""
+    held = [0] * parts
+    for size in sorted(sizes, reverse=True):
+        held[held.index(min(held))] += size
+    return max(held) / (sum(held) or 1)
+
 
 def make_job(
     plan: Plan,
@@ -193,15 +216,27 @@ def _exchanges(plan: Plan, runs: DryRuns, assigned: Sequence[Sequence[Layer]]) -
 
 @dataclass(frozen=True)
 class Comparison:
-    """A plan beside plain DDP on one link."""
+    """A plan beside dense training on one link.
+
+    link: of every rank; of every node, where nodes have several ranks.
+    compressed: the plan's step.
+    dense: the fastest uncompressed one.
+    ways: all uncompressed ones by name, see `FLAT`, `HIERARCHICAL` and `HSDP`. Plain DDP's alone, with a rank per node.
+    """
 
     link: Link
     compressed: Step
     dense: Step
+    ways: Mapping[str, Step] = field(default_factory=dict)
+
+    @property
+    def dense_way(self) -> str:
+        """Name of the fastest uncompressed way."""
+        return min(self.ways, key=lambda name: self.ways[name].seconds, default=FLAT)
 
     @property
     def speedup(self) -> float:
-        """Plain DDP's time divided by the plan's."""
+        """The dense step's time divided by the plan's."""
         return self.dense.seconds / self.compressed.seconds if self.compressed.seconds else 1.0
 
     def to_json(self) -> dict[str, Any]:
@@ -211,25 +246,47 @@ class Comparison:
             Plain JSON.
         """
         steps = {"compressed": plain(self.compressed), "dense": plain(self.dense)}
+        if self.ways:
+            steps |= {"dense_way": self.dense_way, "ways": plain(self.ways)}
         return {"bits_per_second": json_rate(self.link.bits_per_second), "speedup": self.speedup, **steps}
 
 
-def compare(job: Job, link: Link, *, speed: float = 1.0) -> Comparison:
-    """Simulate a plan's step and plain DDP's on one link.
+def compare(job: Job, link: Link, *, speed: float = 1.0, node: Node | None = None) -> Comparison:
+    """Simulate a plan's step on one link, and the fastest one without compression.
+
+    With several ranks per node the plan runs between nodes, as `gradlab.compress(within=)` does: codecs' work is shared
+    out among a node's ranks, and its link carries what all of them send. Plain DDP's ring passes every node's link once
+    each way. Hierarchical averaging and native HSDP send what one rank per node would.
 
     Args:
-        job: both steps.
-        link: of every rank.
+        job: both steps, at as many ranks as there are nodes.
+        link: of every node.
         speed: of computing and codecs while both run, see `gradlab.analysis.forecast.simulator.Clock`.
+        node: several ranks to a node; None: one.
 
     Returns:
-        Both steps' times.
+        The steps' times.
     """
-    compressed, dense = (
-        simulate(buckets, job.compute_seconds, link, job.world_size, speed=speed)
-        for buckets in (job.buckets, job.dense_buckets)
-    )
-    return Comparison(link, compressed, dense)
+
+    def step(buckets: Sequence[Bucket], world_size: int = job.world_size, within: Within | None = None) -> Step:
+        return simulate(buckets, job.compute_seconds, link, world_size, speed=speed, within=within)
+
+    if node is None:
+        return Comparison(link, step(job.buckets), step(job.dense_buckets))
+    hsdp = step(job.dense_buckets, within=Within(node, sharded=True))
+    ways = {
+        FLAT: step(job.dense_buckets, job.world_size * node.local_ranks),
+        HIERARCHICAL: step(job.dense_buckets, within=Within(node)),
+        HSDP: _with_gathers(hsdp, node, sum(bucket.nbytes for bucket in job.dense_buckets)),
+    }
+    compressed = step(job.shared_out(node.local_ranks).buckets, within=Within(node))
+    return Comparison(link, compressed, min(ways.values(), key=lambda one: one.seconds), ways)
+
+
+def _with_gathers(step: Step, node: Node, nbytes: int) -> Step:
+    """Add what gathering the parameters for the forward pass takes beyond the forward pass itself."""
+    exposed = max(0.0, node.inside.busy_seconds(node.half(nbytes)) - (1 - BACKWARD_SHARE) * step.compute)
+    return replace(step, seconds=step.seconds + exposed, communicate=step.communicate + exposed)
 
 
 def break_even(saves: Callable[[float], float]) -> float | None:

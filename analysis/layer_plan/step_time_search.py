@@ -141,7 +141,7 @@ class StepTimes:
 
     def compare(self, choice: np.ndarray) -> Comparison:
         """Predict a choice's step and plain DDP's."""
-        return compare(self.job(choice), self.link, speed=self.network.speed)
+        return compare(self.job(choice), self.link, speed=self.network.speed, node=self.network.node)
 
     def seconds(self, choice: np.ndarray) -> float:
         """Predict the seconds of a choice's step."""

@@ -113,7 +113,7 @@ def _speed(data: Json) -> Section | None:
     rows = []
     for item in speed.configurations:
         where = [str(item.nodes), spell_rate(item.bits_per_second)]
-        rows.append([*where, "plain DDP", format_seconds(item.dense_seconds), "1.00x", "1.000"])
+        rows.append([*where, item.dense_way, format_seconds(item.dense_seconds), "1.00x", "1.000"])
         for name, seconds in sorted(item.seconds.items(), key=lambda pair: pair[1]):
             ratio = format_ratio(item.dense_seconds / seconds) if seconds else "-"
             cosine = speed.cosines.get(name)
@@ -134,12 +134,12 @@ def _speed(data: Json) -> Section | None:
     tables = [Table("Step times", columns, rows, note, text_columns=3)]
     if speed.compute_seconds is not None:
         caution = "Speed alone: whether a plan's update is worth it is another question, see its cosine above."
-        header = ("plan", "nodes", "faster than plain DDP")
+        header = ("plan", "nodes", f"faster than {speed.network.dense}")
         tables.append(Table("Break-even link speed", header, even, caution, text_columns=1))
     drawing = Drawing(
         "payoff",
         "Step time over link speed",
-        "Where a plan's line is below that of plain DDP it saves time; grey: the links asked for.",
+        f"Where a plan's line is below that of {speed.network.dense} it saves time; grey: the links asked for.",
         partial(forecast_plot.plot_speed, speed),
     )
     return Section("payoff", "Will compression pay?", speed.verdict, tables, [drawing])

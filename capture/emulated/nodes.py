@@ -23,17 +23,16 @@ from gradlab.capture.emulated.mean import NodeMean
 from gradlab.capture.emulated.start import (
     check_model,
     check_numbers,
-    choose_in_bare_model,
     emulated_metadata,
     require_room,
 )
 from gradlab.capture.emulated.state import ForwardPasses, NodeBuffers, NodeStreams
-from gradlab.capture.layers import LayerChoice
+from gradlab.capture.layers import LayerChoice, choose_layers
 from gradlab.capture.settings import StepSettings, announce
 from gradlab.capture.writing.async_writer import RecorderReport, describe
 from gradlab.capture.writing.trace_writer import TraceWriter
 from gradlab.errors import GradlabError
-from gradlab.layout import Layer
+from gradlab.layout import Layer, named_layers
 
 
 class EmulatedNodes:
@@ -100,7 +99,7 @@ class EmulatedNodes:
         self._settings.check()
         check_model(model)
         check_numbers(world_size, seed)
-        self._chosen = choose_in_bare_model(model, layers)
+        self._chosen = choose_layers(named_layers(model), layers)
         self.size = plan_recording([layer for layer, _ in self._chosen], world_size, self._settings, metadata)
         self._settings = self.size.settings
         metadata = emulated_metadata(model, self._settings, metadata, optimizer)

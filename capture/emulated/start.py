@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import os
 import resource
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradlab.capture.layers import LayerChoice, choose_layers
 from gradlab.capture.settings import StepSettings, check_metadata, optimizer_metadata, run_metadata
 from gradlab.errors import GradlabError
-from gradlab.layout import Layer
 from gradlab.trace.schema import block_steps
 
 _FILES_PER_NODE, _OTHER_FILES = 2, 64  # a segment and a lock; other files that the process may have open
-
-
-def choose_in_bare_model(model: nn.Module, layers: LayerChoice) -> list[tuple[Layer, nn.Parameter]]:
-    """Choose layers as `choose_layers` does, of a model that is not in DDP."""
-    # `choose_layers` reads two attributes of a DDP model only: its module, and the parameters that DDP ignores.
-    parallel = SimpleNamespace(module=model, parameters_to_ignore=())
-    return choose_layers(cast(DistributedDataParallel, parallel), layers)
 
 
 def check_model(model: nn.Module) -> None:

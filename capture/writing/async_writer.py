@@ -207,6 +207,44 @@ class AsyncWriter:
             self._give_up(error)
 
 
+class NoWriter:
+    """Stands for the writer on a rank whose gradients another rank of its node writes.
+
+    Args:
+        where: the trace's path.
+    """
+
+    pending = None
+    steps_written = steps_lost = 0
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self.stopping = False
+
+    def acquire(self) -> None:
+        """There is no step to fill here."""
+
+    def send_pending(self) -> None:
+        """There is none."""
+
+    def stop(self) -> None:
+        """Record no more steps."""
+        self.stopping = True
+
+    def close(self, timeout: float | None = None) -> RecorderReport:
+        """Stop, and report that nothing was written here."""
+        self.stop()
+        return RecorderReport(self._where, 0, 0, 0)
+
+    def fail(self, error: BaseException) -> None:
+        """Log why recording stops here.
+
+        Args:
+            error: the reason.
+        """
+        logger.warning("recording %s: %s", self._where, describe(error))
+
+
 def describe(error: BaseException) -> str:
     """Describe an error in one line. HDF5 hides the system's reason in a message of several lines.
 

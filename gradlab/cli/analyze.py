@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradlab.cli.console import OUT, print_json, print_warnings, progress_bars
+from gradlab.cli.network_options import InsideLink, LocalRanks, node_counts, node_of
 from gradlab.cli.trace_options import AverageRanks
 from gradlab.errors import GradlabError
 
@@ -23,8 +24,10 @@ def analyze(
         typer.Option(metavar="ARTIFACT", help="Replay and forecast this plan; may be given several times."),
     ] = None,
     nodes: Annotated[str, typer.Option(help="Numbers of nodes to forecast for, with commas.")] = "8",
+    local_ranks: LocalRanks = 1,
+    inside: InsideLink = "400gbit",
     bandwidth: Annotated[str, typer.Option(help="Link speeds to forecast for, with commas.")] = "1gbit,25gbit",
-    latency: Annotated[str, typer.Option(help="One-way latency between two ranks: 50us, 1ms.")] = "100us",
+    latency: Annotated[str, typer.Option(help="One-way latency between two nodes: 50us, 1ms.")] = "100us",
     compute_seconds: Annotated[
         str | None, typer.Option(help="A training step without gradient exchange: 0.36s, 120ms.")
     ] = None,
@@ -54,6 +57,8 @@ def analyze(
       gradlab analyze trace --out report --compute-seconds 0.36s
 
       gradlab analyze trace --out report --nodes 8,64 --bandwidth 200mbit,1gbit,25gbit --plan powersgd.safetensors
+
+      gradlab analyze trace --out report --average-ranks 8 --nodes 8 --local-ranks 8 --inside 400gbit
     """
     import json
 
@@ -64,7 +69,6 @@ def analyze(
     from gradlab.analysis.report.examine import PARTS, examine
     from gradlab.analysis.report.trace_report import write_trace_report
     from gradlab.artifact import Artifact
-    from gradlab.cli.predict import node_counts
     from gradlab.trace import Trace
 
     require_free(out, overwrite, contents=REPORT_FILES)
@@ -74,7 +78,7 @@ def analyze(
     delay = parse_seconds(latency)
     links = [Link(parse_bandwidth(rate), delay) for rate in bandwidth.split(",")]
     profile = _profile(run, parse_seconds(compute_seconds) if compute_seconds is not None else None)
-    network = Network(links, node_counts(nodes), profile)
+    network = Network(links, node_counts(nodes), profile, node=node_of(local_ranks, inside))
     artifacts = {str(path): Artifact.load(path) for path in plan or []}
     names = {path: Path(path).stem for path in artifacts}
     if len(set(names.values())) < len(names):

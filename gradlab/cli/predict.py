@@ -9,7 +9,7 @@ import typer
 
 from gradlab.cli.console import OUT, print_json, print_table, print_warnings, progress_bars
 from gradlab.cli.figures import require_figure, write_figure
-from gradlab.errors import GradlabError
+from gradlab.cli.network_options import InsideLink, LocalRanks, node_counts, node_of
 
 if TYPE_CHECKING:
     from gradlab.analysis.forecast import Forecast
@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 
 def predict(
     artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A .safetensors file made by gradlab fit.")],
-    nodes: Annotated[str, typer.Option(help="Numbers of nodes, with commas; one rank each.")] = "4,64,1024",
+    nodes: Annotated[str, typer.Option(help="Numbers of nodes, with commas.")] = "4,64,1024",
+    local_ranks: LocalRanks = 1,
+    inside: InsideLink = "400gbit",
     bandwidth: Annotated[
         str, typer.Option(help="Link speeds, with commas: 200mbit,1gbit,25gbit; decimal bits per second.")
     ] = "1gbit",
-    latency: Annotated[str, typer.Option(help="One-way latency between two ranks: 50us, 1ms.")] = "100us",
+    latency: Annotated[str, typer.Option(help="One-way latency between two nodes: 50us, 1ms.")] = "100us",
     compute_seconds: Annotated[str | None, typer.Option(help="A step without gradient exchange: 0.36s, 120ms.")] = None,
     run: Annotated[
         Path | None,
@@ -46,7 +48,7 @@ def predict(
     overwrite: Annotated[bool, typer.Option(help="Replace a figure that is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with the curves of the figure.")] = False,
 ) -> None:
-    """Predict the step time of an artifact's plan beside plain DDP's, before there are any nodes.
+    """Predict the step time of an artifact's plan beside the fastest dense one, before there are any nodes.
 
     Computing time comes from --compute-seconds or --run. Codec times come from the run, else from the artifact's
     replay, else they are taken here. Bytes and rounds come from the codecs' own code at that number of nodes.
@@ -54,11 +56,17 @@ def predict(
     --measured takes a list of objects {"nodes": 4, "bytes": 44700000, "bandwidth": "200mbit", "seconds": 2.95}, one
     per measured all-reduce. Processor time per byte and a cost per collective are fitted to them.
 
+    With --local-ranks, --bandwidth is that of a node's link, which its ranks share, and --inside that among them. The
+    plan then runs between nodes (docs/training.md), beside the fastest of three dense ways: plain DDP, averages inside
+    nodes first (hierarchical), and native HSDP.
+
     Examples:
 
       gradlab predict powersgd.safetensors --nodes 4,64,1024 --bandwidth 1gbit --compute-seconds 0.36s
 
       gradlab predict topk.safetensors --nodes 8 --bandwidth 200mbit,1gbit,25gbit --run run.json --out steps.svg
+
+      gradlab predict int8.safetensors --nodes 2,8 --local-ranks 8 --inside 400gbit --bandwidth 25gbit --run run.json
 
       gradlab predict powersgd.safetensors --compute-seconds 0.36s --all-reduce tree --measured times.json
     """
@@ -76,7 +84,8 @@ def predict(
     if out is not None:
         require_figure(out, overwrite)
     loaded = Artifact.load(artifact)
-    network = Network(links, counts, profile_of(loaded, run, seconds), cores, bucket_cap_mb)
+    profile = profile_of(loaded, run, seconds)
+    network = Network(links, counts, profile, cores, bucket_cap_mb, node_of(local_ranks, inside))
     with progress_bars() as progress:
         result = forecast(loaded.plan, network, calibration=calibration, progress=progress)
     if out is not None:
@@ -89,19 +98,6 @@ def predict(
         _print(result, out)
 
 
-def node_counts(text: str) -> list[int]:
-    """Read numbers of nodes from a text such as "4,64,1024".
-
-    Raises:
-        GradlabError: for anything but whole numbers with commas between them.
-    """
-    words = text.split(",")
-    for word in words:
-        if not word.strip().isdecimal():
-            raise GradlabError(f"nodes {word!r}: expected whole numbers from 1, such as 4,64,1024")
-    return [int(word) for word in words]
-
-
 def _print(result: Forecast, out: Path | None) -> None:
     import math
 
@@ -111,7 +107,7 @@ def _print(result: Forecast, out: Path | None) -> None:
     OUT.print(result.verdict, markup=False)
     print_warnings(result.remarks)
     rows = [
-        (
+        [
             str(count),
             format_rate(pair.link.bits_per_second),
             format_seconds(pair.dense.seconds),
@@ -120,10 +116,14 @@ def _print(result: Forecast, out: Path | None) -> None:
             format_seconds(pair.compressed.encode),
             format_seconds(pair.compressed.communicate),
             format_bytes(pair.compressed.wire_bytes),
-        )
+        ]
         for count, pair in result.comparisons
     ]
-    columns = ("nodes", "link", "dense step", "step", "speed-up", "codec exposed", "network exposed", "wire")
+    columns = ["nodes", "link", "dense step", "step", "speed-up", "codec exposed", "network exposed", "wire"]
+    if result.network.node is not None:
+        columns.insert(3, "dense way")
+        for row, (_, pair) in zip(rows, result.comparisons, strict=True):
+            row.insert(3, pair.dense_way)
     print_table(result.method, columns, rows, left=0)
     OUT.print(f"computing alone: {format_seconds(result.network.profile.compute_seconds)} per step", markup=False)
     for node in result.nodes:

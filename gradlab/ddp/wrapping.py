@@ -26,7 +26,7 @@ _OTHERS = (
         "torch.distributed",
         "FSDP2 (fully_shard)",
         "it shards parameters, so that no hook sees a whole gradient; gradlab.runtime.compress_fsdp compresses between "
-        "nodes there, and records nothing yet",
+        "nodes there, and TraceRecorder(model, path, between=) records what travels between them",
     ),
     (
         "DeepSpeedEngine",

@@ -9,6 +9,8 @@ from functools import partial
 
 import torch.distributed as dist
 
+from gradlab.ddp.groups import part_of
+from gradlab.ddp.topology import Topology
 from gradlab.executor import PlanRun, RunSettings
 from gradlab.executor.ownership import share_out
 from gradlab.plan import Plan
@@ -17,8 +19,6 @@ from gradlab.runtime.engine.driver import StepDriver
 from gradlab.runtime.engine.nodes import NodeDriver, NodeNetwork
 from gradlab.runtime.engine.options import RunOptions, Surroundings
 from gradlab.runtime.network.communicator import Communicator
-from gradlab.runtime.network.groups import part_of
-from gradlab.runtime.network.topology import Topology
 from gradlab.runtime.timeline import Timeline
 from gradlab.workspace import RecyclingWorkspace
 

@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from gradlab.codec import Tensors
 from gradlab.codec.measures import is_finite
+from gradlab.ddp.sharded_units import Unit
 from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun, RunSettings, Step
 from gradlab.executor.reduce_scatter import reduce_scatter_dense, reduce_scatter_group
 from gradlab.plan import FINITE_FLAG_BYTES, Plan
 from gradlab.runtime import checkpoint
 from gradlab.runtime.engine.device import HostDevice
-from gradlab.runtime.fsdp.units import Unit
 from gradlab.runtime.network.communicator import Communicator
 
 

@@ -15,6 +15,18 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
+from gradlab.ddp.groups import part_of
+from gradlab.ddp.sharded_units import (
+    HOW_TO,
+    Unit,
+    attached_hooks,
+    custom_reductions,
+    layers_of_units,
+    set_hooks,
+    shard_group,
+    units_of,
+)
+from gradlab.ddp.topology import find_grid, group_along
 from gradlab.errors import GradlabError
 from gradlab.executor.reduce_scatter import check_alone
 from gradlab.plan import Plan
@@ -28,18 +40,6 @@ from gradlab.runtime.engine.driver import Iteration, Part
 from gradlab.runtime.engine.options import RunOptions
 from gradlab.runtime.exchange import Exchange, Result, surroundings_of
 from gradlab.runtime.fsdp.reduction import ShardReduction, UnitReduceScatter
-from gradlab.runtime.fsdp.units import (
-    HOW_TO,
-    Unit,
-    attached_hooks,
-    custom_reductions,
-    layers_of_units,
-    set_hooks,
-    shard_group,
-    units_of,
-)
-from gradlab.runtime.network.groups import part_of
-from gradlab.runtime.network.topology import find_grid, group_along
 
 Mesh = dist.DeviceMesh | dist.ProcessGroup
 

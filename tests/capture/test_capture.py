@@ -13,6 +13,7 @@ import torch
 from gradlab.capture import repair
 from gradlab.capture.layers import choose_layers
 from gradlab.capture.settings import RecorderSettings
+from gradlab.ddp.model import synchronised_layers
 from gradlab.errors import GradlabError
 from gradlab.trace import Trace, check
 from jobs.capture_scenarios import DISK_STEPS, STEPS
@@ -250,13 +251,13 @@ class _Bare(torch.nn.Module):
     ],
 )
 def test_layers_are_chosen_by_name_pattern_or_function(choice: Any, names: list[str]) -> None:
-    assert [layer.name for layer, _ in choose_layers(_Bare(), choice)] == names  # type: ignore[arg-type]
+    assert [layer.name for layer, _ in choose_layers(synchronised_layers(_Bare()), choice)] == names  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("choice", ["1.weight", ["0.weight", "9.*"], [], [3], lambda layer: False])
 def test_a_choice_without_layers_is_refused(choice: Any) -> None:
     with pytest.raises(GradlabError, match="layers: "):
-        choose_layers(_Bare(), choice)  # type: ignore[arg-type]
+        choose_layers(synchronised_layers(_Bare()), choice)  # type: ignore[arg-type]
 
 
 FILL_A_DISK = """

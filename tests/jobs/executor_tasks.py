@@ -15,12 +15,12 @@ from gradlab.capture import TraceRecorder
 from gradlab.codec import Context, Exchanged, Tensors
 from gradlab.codecs.topk import TopK
 from gradlab.collectives import Coroutine
+from gradlab.ddp.groups import group_like
 from gradlab.errors import GradlabError
 from gradlab.executor import LockstepPlan
 from gradlab.layout import layers_of
 from gradlab.plan import FEEDBACK, Group, Plan
 from gradlab.runtime import CompressionState, Exchange, compression_hook
-from gradlab.runtime.network.groups import group_like
 from gradlab.trace import Trace
 from jobs.matrix_cells import Network
 from support.contract import lockstep, plan_for

@@ -18,13 +18,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from gradlab.codec import Context, exchange_group
 from gradlab.codecs.identity import Identity
 from gradlab.collectives import mean_of_node, run_lockstep
+from gradlab.ddp.groups import part_of
 from gradlab.executor import LockstepPlan
 from gradlab.executor.reduce_scatter import reduce_scatter_group
 from gradlab.layout import bare_name, layers_of
 from gradlab.plan import Group, Plan, Wrap
 from gradlab.plan.refresh import Refresh
 from gradlab.runtime import FSDPCompression, compress_fsdp
-from gradlab.runtime.network.groups import part_of
 from jobs.node_tasks import grouped_plan
 from support.contract import SETTINGS, learned
 

@@ -22,11 +22,11 @@ from gradlab import codecs
 from gradlab.codec import Context, Tensors, exchange_group
 from gradlab.codecs.identity import Identity
 from gradlab.collectives import mean_of_node, run_lockstep
+from gradlab.ddp.groups import part_of
 from gradlab.errors import GradlabError
 from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.layout import bare_name, layers_of
 from gradlab.runtime import CompressionState, compression_hook
-from gradlab.runtime.network.groups import part_of
 from support.pool_groups import SPARE
 from support.stacks import Stack
 

@@ -16,12 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.codec.contract import Tensors
 from gradlab.collectives import mean_of_node
+from gradlab.ddp.groups import part_of
 from gradlab.errors import GradlabError
 from gradlab.executor import LockstepPlan
 from gradlab.layout import Layer, layers_of
 from gradlab.plan import FEEDBACK, Group, Plan
 from gradlab.runtime import CompressionState, compression_hook
-from gradlab.runtime.network.groups import part_of
 from jobs import refresh_tasks
 from jobs.matrix_cells import node_group
 from support.prescribed import Prescribed, gradients

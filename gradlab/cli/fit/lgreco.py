@@ -12,6 +12,7 @@ import typer
 
 from gradlab.cli.console import OUT, print_table, progress_bars
 from gradlab.cli.fit.options import AsJson, Folder, Overwrite, Seed, Target, Warmup, parse_settings, print_fit
+from gradlab.cli.network_options import InsideLink, LocalRanks, node_of
 from gradlab.cli.trace_options import AverageRanks
 from gradlab.errors import GradlabError
 
@@ -99,6 +100,8 @@ def lgreco(
     nodes: Nodes = None,
     bandwidth: LinkOption = "1gbit",
     latency: LinkOption = "100us",
+    local_ranks: LocalRanks = 1,
+    inside: InsideLink = "400gbit",
     compute_seconds: ComputeSeconds = None,
     cores: Cores = 2.0,
     workers: Workers = 1,
@@ -139,6 +142,8 @@ def lgreco(
     with Trace(trace, average_ranks=average_ranks) as opened, progress_bars() as progress:
         ranks = opened.world_size if nodes is None else nodes
         small, step = _objective(cost, bandwidth, latency, ranks, compute_seconds, cores, bucket_cap_mb)
+        if step is not None:
+            step = replace(step, node=node_of(local_ranks, inside))
         candidates, first = candidates_of_grid(
             opened, codec, reference, grid=grid, families=family or (), start=start, samples=samples, progress=progress
         )

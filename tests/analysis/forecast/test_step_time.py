@@ -33,8 +33,18 @@ from gradlab.analysis.forecast.link import (
     tree_all_reduce,
 )
 from gradlab.analysis.forecast.profile import CodecTime, Profile, profile_of
-from gradlab.analysis.forecast.simulator import Bucket, Exchange, Turn, simulate
-from gradlab.analysis.forecast.step_time import Job, assign_buckets, break_even, compare, make_job, ready_seconds
+from gradlab.analysis.forecast.simulator import Bucket, Exchange, Node, Turn, Within, simulate
+from gradlab.analysis.forecast.step_time import (
+    FLAT,
+    HIERARCHICAL,
+    HSDP,
+    Job,
+    assign_buckets,
+    break_even,
+    compare,
+    make_job,
+    ready_seconds,
+)
 from gradlab.artifact import Artifact
 from gradlab.codec import exchange_group
 from gradlab.codec.wrapper import innermost
@@ -420,6 +430,60 @@ def test_serving_the_network_holds_up_computing_where_no_core_is_left() -> None:
     link = Link(math.inf, header_share=0.0, host_seconds_per_byte=1e-2)
     alone, shared = (simulate(buckets, 3.0, link, 2, speed=speed).seconds for speed in (1.0, 0.5))
     assert (alone, shared) == pytest.approx((3.08, 4.08))
+
+
+NODE = Node(2, Link(1.6e4, header_share=0.0))
+
+
+def test_nodes_of_two_ranks_by_hand() -> None:
+    """4000 bytes, ready at 1 s of 1; half of them takes 1 s at 2000 B/s inside, an average of 2 nodes 4 s between them.
+
+    Hierarchical: 1 + 1 + 4 + 1. HSDP: 1, parameters gathered and gradients scattered 2, 4, and of the forward pass'
+    gathering 1 s beside a third of a second. A ring of 4 ranks: 1 + 6.
+    """
+    buckets = (Bucket(1.0, 4000),)
+    pair = compare(Job(2, 1.0, buckets, buckets), Link(8e3, header_share=0.0), node=NODE)
+    assert {name: step.seconds for name, step in pair.ways.items()} == pytest.approx(
+        {HIERARCHICAL: 7.0, HSDP: 7.0 + 2 / 3, FLAT: 7.0}
+    )
+    assert {name: step.wire_bytes for name, step in pair.ways.items()} == {HIERARCHICAL: 4000, HSDP: 4000, FLAT: 6000}
+    assert pair.dense.seconds == 7.0
+
+
+def test_a_bucket_is_averaged_inside_while_another_travels() -> None:
+    """Inside until 1.75 and 2.75 s; the first goes on when the second has come, at 2; 3 s each; the last is spread."""
+    buckets = [Bucket(1.0, 3000), Bucket(2.0, 3000)]
+    step = simulate(buckets, 2.0, Link(8e3, header_share=0.0), 2, within=Within(NODE))
+    assert step.seconds == pytest.approx(2.0 + 3.0 + 3.0 + 0.75)
+
+
+@law(st.integers(2, 8), st.floats(6, 10), examples=20)
+def test_a_free_inside_costs_nothing(job: Job, local_ranks: int, power: float) -> None:
+    """Then hierarchical averaging is plain DDP with a rank per node, and a plan takes no longer than with one."""
+    link = Link(10.0**power, 1e-4)
+    alone, nodes = compare(job, link), compare(job, link, node=Node(local_ranks, Link(math.inf)))
+    assert nodes.ways[HIERARCHICAL].seconds == pytest.approx(alone.dense.seconds)
+    assert nodes.ways[HSDP].seconds == pytest.approx(alone.dense.seconds)
+    assert nodes.ways[FLAT].wire_bytes > nodes.ways[HIERARCHICAL].wire_bytes == alone.dense.wire_bytes
+    assert nodes.compressed.seconds <= alone.compressed.seconds * (1 + 1e-9)
+    assert nodes.compressed.wire_bytes == alone.compressed.wire_bytes
+    assert nodes.dense.seconds == min(step.seconds for step in nodes.ways.values())
+
+
+def test_nodes_are_forecast_by_the_command(gradlab: Command, tmp_path: Path) -> None:
+    artifact = tmp_path / "plan.safetensors"
+    Artifact(Plan.uniform(LAYERS, "block_scaled", dtype="int8"), {}).save(artifact)
+    common = ("predict", artifact, "--nodes", "2", "--compute-seconds", "10ms", "--bandwidth", "100mbit")
+    one = json.loads(gradlab(*common, "--json")[1])
+    of_two = json.loads(gradlab(*common, "--local-ranks", "2", "--inside", "400gbit", "--json")[1])
+    link = of_two["nodes"][0]["links"][0]
+    assert set(link["ways"]) == {FLAT, HIERARCHICAL, HSDP}
+    assert link["dense"] == link["ways"][link["dense_way"]]
+    assert link["ways"][HIERARCHICAL]["wire_bytes"] == one["nodes"][0]["links"][0]["dense"]["wire_bytes"]
+    assert any("Nodes of 2 ranks" in remark for remark in of_two["warnings"])
+    code, _, err = gradlab(*common, "--local-ranks", "0")
+    assert code == 2
+    assert "local ranks = 0, expected at least 2" in err
 
 
 def test_codecs_take_longer_where_ranks_share_a_core() -> None:

@@ -7,7 +7,7 @@ this layout to nobody, so that private attributes are read here, and here alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,15 @@ class Shard:
     def nbytes(self) -> int:
         """Bytes of the part's gradient."""
         return _numel(self.shape) * self.dtype.itemsize
+
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Put the whole gradient together.
+
+        Args:
+            parts: of all ranks that share the parameter, in their order, each in the padded shape.
+        """
+        dimension = self.parameter.placements[0].dim
+        return torch.cat(list(parts), dimension).narrow(dimension, 0, self.layer.shape[dimension])
 
     def values(self) -> torch.Tensor:
         """Return the part's own values, which the optimizer changes in place."""
@@ -106,6 +115,11 @@ class Unit:
                 "in a step, call model.set_reduce_scatter_unused_params(True)"
             )
         return list(zip(present, flat.split([shard.padded for shard in present]), strict=True))
+
+
+def is_sharded(model: object) -> bool:
+    """Say whether `fully_shard` was called on a model or on a part of it."""
+    return isinstance(model, nn.Module) and any(hasattr(part, "set_all_reduce_hook") for part in model.modules())
 
 
 def units_of(model: object, caller: str) -> list[Unit]:

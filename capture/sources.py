@@ -1,0 +1,212 @@
+"""Where a recorder's gradients come from: DDP's buckets, or shards under FSDP2; of every rank, or the means of nodes.
+
+Means of nodes are what travels between nodes in hierarchical training. The ranks of a node send theirs to the node's
+first rank, which writes them: ranks of the trace are nodes then.
+"""
+
+# No `from __future__ import annotations` here: DDP compares a hook's annotations with the types themselves.
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradlab.collectives import mean_of_node
+from gradlab.ddp.agreement import Ranks
+from gradlab.ddp.groups import part_of
+from gradlab.ddp.model import attached_hook, bucket_gradients, synchronised_layers
+from gradlab.ddp.sharded_units import Unit, attached_hooks, shard_group, units_of
+from gradlab.ddp.topology import Topology, find_grid, find_topology, group_along
+from gradlab.ddp.wrapping import bare_module
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer, named_layers
+
+Pairs = list[tuple[Layer, nn.Parameter]]
+Gradient = tuple[torch.Tensor, torch.Tensor, bool]  # parameter, gradient, and whether no rank used the parameter
+
+
+class BucketSource:
+    """DDP's buckets.
+
+    Attributes:
+        ranks: of the run.
+        topology: the nodes whose means are recorded; None: every rank's own gradients are.
+
+    Args:
+        model: in DDP.
+        within: what tells the ranks of a node, as `find_topology` takes it; None: every rank is recorded.
+
+    Raises:
+        GradlabError: the same line on all ranks, if there are no such nodes.
+    """
+
+    def __init__(self, model: DistributedDataParallel, within: object) -> None:
+        # DDP holds its hook's state where the garbage collector does not see it: a recorder must not hold the model.
+        self._model = weakref.ref(model)
+        device = next(model.parameters()).device
+        self.ranks = Ranks(model.process_group, device)
+        self.topology: Topology | None = None
+        if within is not None:
+            self.topology = find_topology(within, model.process_group, device)
+            if self.topology is None:
+                raise GradlabError(
+                    f"within = {within!r}: no nodes of several ranks beside others; leave it out to record every rank"
+                )
+            self._node = part_of((model.process_group,), self.topology.inside, None, device)
+
+    @property
+    def model(self) -> DistributedDataParallel:
+        """The model in DDP. Its user keeps it."""
+        model = self._model()
+        assert model is not None
+        return model
+
+    @property
+    def pairs(self) -> Pairs:
+        """The layers that ranks average, with their parameters."""
+        return synchronised_layers(self.model)
+
+    def check(self) -> None:
+        """Refuse a model that a recorder cannot observe."""
+        if name := attached_hook(self.model):
+            raise GradlabError(
+                f"the DDP model has the communication hook {name} already, and DDP takes one only; "
+                "make a new DDP model, and give the recorder another hook as wrap=(state, hook)"
+            )
+        if getattr(self.model, "_use_python_reducer", False):
+            raise GradlabError("recording needs DDP's own reducer; switch compiled autograd's DDP mode off")
+
+    def metadata(self) -> dict[str, Any]:
+        """What a manifest says of the way of training."""
+        options = {name: getattr(self.model, name) for name in ("find_unused_parameters", "static_graph")}
+        return {**options, **_nodes(self.topology)}
+
+    def gradients(self, bucket: dist.GradBucket) -> list[Gradient]:
+        """List what a bucket brings to this rank's part of the trace.
+
+        A collective of the node's ranks, where means of nodes are recorded.
+
+        Args:
+            bucket: DDP's, before it is averaged.
+
+        Returns:
+            The gradients, in the parameters' shapes. None on a rank that another one writes for.
+        """
+        whole = bucket.buffer()
+        pairs = [(bucket.parameters()[0], whole.to_dense())] if whole.is_sparse else bucket_gradients(bucket)
+        # DDP fills the place of a parameter that the loss does not depend on with zeros.
+        unused = [parameter.grad is None for parameter, _ in pairs]
+        if self.topology is None:
+            return [(*pair, absent) for pair, absent in zip(pairs, unused, strict=True)]
+        flat = torch.cat([*(gradient.reshape(-1) for _, gradient in pairs), pairs[0][1].new_tensor(unused)])
+        gathered = _to_first(flat, self._node, self.topology)
+        if gathered is None:
+            return []
+        sizes = [gradient.numel() for _, gradient in pairs]
+        *means, _ = mean_of_node(gathered).split([*sizes, len(pairs)])
+        by_all = torch.stack([one[-len(pairs) :] for one in gathered]).bool().all(0).tolist()
+        return [
+            (parameter, mean.view(gradient.shape), absent)
+            for (parameter, gradient), mean, absent in zip(pairs, means, by_all, strict=True)
+        ]
+
+
+class ShardSource:
+    """Shards of gradients under FSDP2, as the node's ranks have reduced them.
+
+    Attributes:
+        ranks: of the run.
+        topology: the nodes.
+        units: of the model.
+
+    Args:
+        model: that `fully_shard` was called on, along one dimension of a mesh.
+        between: the dimension along which ranks hold the same shards, or that process group.
+
+    Raises:
+        GradlabError: for a model that gradlab cannot exchange between nodes (see `units_of`), or another mesh.
+    """
+
+    def __init__(self, model: nn.Module, between: object) -> None:
+        caller = "TraceRecorder"
+        self.model = model
+        self.units = units_of(model, caller)
+        device, self._row = self.units[0].device, shard_group(self.units, caller)
+        column = group_along(between, "between")
+        if column is None:
+            raise GradlabError(f"{caller}: between is a process group that this rank is not in")
+        self._column = column
+        self.topology = find_grid(self._row, column, device)
+        everyone = sorted(rank for node in self.topology.nodes for rank in node)
+        self.ranks = Ranks(part_of((self._row, column), everyone, None, device), device)
+
+    @property
+    def pairs(self) -> Pairs:
+        """The whole layers, with the parameters that hold this rank's shards."""
+        return named_layers(self.model)
+
+    def check(self) -> None:
+        """Refuse a model that a recorder cannot observe."""
+        if hooked := attached_hooks(self.units):
+            raise GradlabError(f"TraceRecorder: {hooked[0]} has an all-reduce hook already, and FSDP takes one")
+
+    def metadata(self) -> dict[str, Any]:
+        """What a manifest says of the way of training."""
+        return {"fully_shard": True, **_nodes(self.topology)}
+
+    def gradients(self, unit: Unit, flat: torch.Tensor) -> list[Gradient]:
+        """Put a unit's gradients together from their shards. A collective of the node's ranks.
+
+        Args:
+            unit: of the model.
+            flat: (elements,), this rank's shards, averaged over the node and not yet between nodes.
+
+        Returns:
+            The gradients, whole, in the parameters' shapes. None on a rank that another one writes for.
+        """
+        gathered = _to_first(flat, self._row, self.topology)
+        if gathered is None:
+            return []
+        by_rank = [unit.padded_gradients(shards) for shards in gathered]
+        present = [shard for shard in unit.shards if shard.layer.name in by_rank[0]]
+        return [(one.parameter, one.join([parts[one.layer.name] for parts in by_rank]), False) for one in present]
+
+    def average(self, flat: torch.Tensor) -> None:
+        """Average a unit's shards between nodes in place, as native HSDP does."""
+        dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self._column)
+
+
+Source = BucketSource | ShardSource
+
+
+def trace_rank(source: Source) -> int | None:
+    """The rank of the trace that this process writes; None: another one of its node does."""
+    topology = source.topology
+    if topology is None:
+        return source.ranks.rank
+    return topology.node if topology.local_rank == 0 else None
+
+
+def trace_ranks(source: Source) -> int:
+    """The number of ranks that the trace has."""
+    return source.ranks.size if source.topology is None else len(source.topology.nodes)
+
+
+def model_of(source: Source) -> nn.Module:
+    """The user's own module."""
+    return bare_module(source.model)
+
+
+def _nodes(topology: Topology | None) -> dict[str, Any]:
+    return {} if topology is None else {"averaged_ranks": topology.local_ranks}
+
+
+def _to_first(flat: torch.Tensor, node: dist.ProcessGroup, topology: Topology) -> list[torch.Tensor] | None:
+    """Send a tensor to the node's first rank, which gets those of all local ranks."""
+    mine = topology.local_rank == 0
+    parts = [torch.empty_like(flat) for _ in topology.inside] if mine else None
+    dist.gather(flat.contiguous(), parts, dst=topology.inside[0], group=node)
+    return parts

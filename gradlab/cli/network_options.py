@@ -1,0 +1,41 @@
+"""Options of commands that forecast: numbers of nodes, and what a node is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gradlab.errors import GradlabError
+
+if TYPE_CHECKING:
+    from gradlab.analysis.forecast.simulator import Node
+
+LocalRanks = Annotated[int, typer.Option(help="Ranks per node, which share its one link to the others.")]
+InsideLink = Annotated[str, typer.Option(help="Speed of each rank's link inside its node, where it has several.")]
+
+
+def node_of(local_ranks: int, inside: str) -> Node | None:
+    """Read what a node is from its number of ranks and the speed of their links. None: one rank per node.
+
+    Raises:
+        GradlabError: for fewer than one rank, or what is no speed.
+    """
+    from gradlab.analysis.forecast.link import Link, parse_bandwidth
+    from gradlab.analysis.forecast.simulator import Node
+
+    link = Link(parse_bandwidth(inside))
+    return None if local_ranks == 1 else Node(local_ranks, link)
+
+
+def node_counts(text: str) -> list[int]:
+    """Read numbers of nodes from a text such as "4,64,1024".
+
+    Raises:
+        GradlabError: for anything but whole numbers with commas between them.
+    """
+    words = text.split(",")
+    for word in words:
+        if not word.strip().isdecimal():
+            raise GradlabError(f"nodes {word!r}: expected whole numbers from 1, such as 4,64,1024")
+    return [int(word) for word in words]
