@@ -27,6 +27,7 @@ from gradlab.runtime.engine.options import RunOptions, Surroundings
 from gradlab.runtime.engine.rules import compare_versions
 from gradlab.runtime.engine.statistics import StepRecord
 from gradlab.runtime.stateful import RankState
+from gradlab.saving import bytes_in_16_bits
 
 Result = TypeVar("Result")
 Own = TypeVar("Own", bound="Exchange")
@@ -332,15 +333,22 @@ class Exchange:
         """Which rank this is, and what it carries."""
         everyone, topology = self._driver.everyone, self._topology
         if topology is None:
-            dense = sum(parameter.nbytes for parameter in self._parameters.values())
+            dense, half = self._uncompressed(lambda name: self._parameters[name].numel())
             forecast = self.run.plan.payload_bytes(everyone.world_size)
-            return reporting.Place(everyone.rank, everyone.world_size, dense, forecast)
+            return reporting.Place(everyone.rank, everyone.world_size, dense, half, forecast)
         parts, local_rank = share_out(self.plan, topology.local_ranks), topology.local_rank
-        sizes = {name: parameter.element_size() for name, parameter in self._parameters.items()}
-        dense = sum(size * parts.numel(name, local_rank) for name, size in sizes.items())
+        dense, half = self._uncompressed(lambda name: parts.numel(name, local_rank))
         forecast = forecast_payload(self.plan, parts, local_rank, len(topology.nodes))
         where = reporting.NodePlace(topology.node, len(topology.nodes), local_rank, topology.local_ranks)
-        return reporting.Place(everyone.rank, everyone.world_size, dense, forecast, where)
+        return reporting.Place(everyone.rank, everyone.world_size, dense, half, forecast, where)
+
+    def _uncompressed(self, numel: Callable[[str], int]) -> tuple[int, int]:
+        """Bytes of as many elements of each layer's gradient, as they are and in 16 bits."""
+        carried = [(parameter, numel(name)) for name, parameter in self._parameters.items()]
+        return (
+            sum(parameter.element_size() * count for parameter, count in carried),
+            sum(bytes_in_16_bits(parameter, count) for parameter, count in carried),
+        )
 
     def report(self) -> dict[str, Any]:
         """Return `run_report` as plain JSON; a number that is not finite is None."""

@@ -18,6 +18,7 @@ from gradlab.executor.rules import Finding, growth_remark, residual_growth, sent
 from gradlab.jsonable import Jsonable, plain
 from gradlab.plan import Group, Plan, Wrap
 from gradlab.runtime.engine.statistics import TIMES, Statistics, StepRecord, Summary, summarize_steps
+from gradlab.saving import Saving
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ class Place:
         rank: this one.
         world_size: number of ranks.
         dense_payload_bytes: of the gradients that it carries, uncompressed.
+        half_payload_bytes: of them in plain 16-bit reduction.
         forecast_payload_bytes: of them per compressed step, by the plan.
         nodes: where it stands in a run between nodes; None where every rank stands for itself.
     """
@@ -107,6 +109,7 @@ class Place:
     rank: int
     world_size: int
     dense_payload_bytes: int
+    half_payload_bytes: int
     forecast_payload_bytes: float
     nodes: NodePlace | None = None
 
@@ -139,10 +142,15 @@ class RunReport:
         return codec_rows(self.groups)
 
     @property
-    def compression_ratio(self) -> float | None:
-        """Dense payload over payload; None before the first step, or if nothing was sent."""
+    def saving(self) -> Saving:
+        """How many times smaller the payload is; not known before the first step, or if nothing was sent."""
         payload = self.summary.means.payload_bytes_per_step if self.summary.means else 0.0
-        return self.place.dense_payload_bytes / payload if payload else None
+        return Saving.of(payload, self.place.dense_payload_bytes, self.place.half_payload_bytes)
+
+    @property
+    def compression_ratio(self) -> float | None:
+        """Dense payload over payload; None where it is not known."""
+        return self.saving.ratio
 
     def to_json(self) -> dict[str, Any]:
         """Write the report as `state.report()` returns it; numbers that are not finite become None."""
@@ -154,7 +162,7 @@ class RunReport:
             "iteration": self.iteration,
             "dense_payload_bytes": place.dense_payload_bytes,
             "forecast_payload_bytes": place.forecast_payload_bytes,
-            "compression_ratio": self.compression_ratio,
+            **self.saving.to_json(),
             "residuals": self.residuals,
             "rules": self.rules,
             "refresh": self.refresh,
@@ -353,14 +361,14 @@ def _step_lines(report: RunReport) -> list[str]:
     if means is None:
         return []
     spent = ", ".join(f"{name.removesuffix('_seconds')} {getattr(means, name) * 1e3:.2f} ms" for name in TIMES)
-    ratio = f", {report.compression_ratio:.1f}x" if report.compression_ratio else ""
+    saving = f", {report.saving}" if report.saving.ratio else ""
     inside, where = "", []
     if nodes := report.place.nodes:
         inside = f", inside the node {means.inside_wire_bytes_per_step:,.0f} B"
         where = [f"node {nodes.node} of {nodes.nodes}, local rank {nodes.local_rank} of {nodes.local_ranks}"]
     return [
         *where,
-        f"payload {means.payload_bytes_per_step:,.0f} B, wire {means.wire_bytes_per_step:,.0f} B{ratio}{inside}",
+        f"payload {means.payload_bytes_per_step:,.0f} B, wire {means.wire_bytes_per_step:,.0f} B{saving}{inside}",
         f"{spent} per step",
     ]
 

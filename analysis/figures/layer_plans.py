@@ -14,7 +14,8 @@ from gradlab.analysis.figures.style import BLACK, BLUE, GREY, SKY, VERMILION, me
 from gradlab.analysis.layer_plan.lgreco import Frontier
 from gradlab.analysis.layer_plan.over_time import CompressionOverTime
 from gradlab.analysis.layer_plan.provenance import LayerSetting, LgrecoProvenance
-from gradlab.formatting import format_bytes, format_ratio, format_seconds
+from gradlab.formatting import format_bytes, format_seconds
+from gradlab.saving import Saving
 
 PLAN, UNIFORM = VERMILION, BLUE
 _UNITS = {"payload": "payload, bytes", "wire": "bytes on the wire", "seconds": "seconds"}
@@ -104,7 +105,7 @@ def plot_over_time(plans: CompressionOverTime) -> Figure:
     ends = [last for _, last in plans.windows]
     for name in names:
         planner = plans.planners[name]
-        label = f"{name} ({format_ratio(planner.mean_ratio)})"
+        label = f"{name} ({Saving(planner.mean_ratio, planner.mean_ratio / 2).text()})"
         left.plot(ends, planner.ratio, marker=markers[name], markersize=3, color=colors[name], label=label)
         buckets = np.arange(1, len(planner.bytes_by_bucket) + 1)
         right.plot(buckets, planner.bytes_by_bucket, marker=markers[name], markersize=3, color=colors[name])

@@ -186,7 +186,7 @@ def plot_cost(structure: Structure) -> Figure:
             right.plot(sizes, 100 * np.array(cost["payload_bytes"]) / dense, color=color, marker=marker)
         left.plot(sizes, _numbers(layer["cost"]["shared"]["random_loss"]), **_RANDOM, label="random basis, d of s = ∞")
         left.set(ylabel=_LOSS, title=short(layer["name"]))
-        right.set(ylabel="payload, % of dense", title=f"dense: {format_bytes(dense)}")
+        right.set(ylabel="payload, % of dense", title=f"dense: {format_bytes(dense)}; in 16 bits 50 %")
         for panel in (left, right):
             panel.set(xlabel="slice size K, elements", xscale="log")
             _ticks(panel, sizes)

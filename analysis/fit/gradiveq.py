@@ -30,6 +30,7 @@ from gradlab.learning.slice_pca import layer_slices, possible_axes, shared_dimen
 from gradlab.plan import FEEDBACK, Group, Plan, Schedule
 from gradlab.plan.coverage import known_roles, left_dense, list_roles
 from gradlab.progress import Progress
+from gradlab.saving import Saving
 
 if TYPE_CHECKING:
     from gradlab.trace import Trace
@@ -151,6 +152,11 @@ class GradiveqMeasurement(Jsonable):
     payload_bytes: float
     mean_payload_bytes: float
     dense_payload_bytes: float
+
+    @property
+    def saving(self) -> Saving:
+        """How many times smaller a compressed iteration's payload is."""
+        return Saving.of(self.payload_bytes, self.dense_payload_bytes)
 
     @property
     def warnings(self) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from gradlab.analysis.layer_plan.step_time_search import FastestPlan
 from gradlab.jsonable import Jsonable
+from gradlab.saving import Saving
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,11 @@ class LgrecoProvenance(Jsonable):
     step: FastestPlan | None = None
     alone: Mapping[str, float] = field(default_factory=dict)
     sample: str | None = None
+
+    @property
+    def saving(self) -> Saving:
+        """How many times smaller a compressed step's payload of the whole model is."""
+        return Saving.of(self.payload_bytes, self.dense_payload_bytes)
 
     @property
     def layer_cost(self) -> str:

@@ -13,6 +13,7 @@ from gradlab.executor.lockstep_plan import GroupCost
 from gradlab.executor.rules import Finding, sentences
 from gradlab.formatting import format_percent
 from gradlab.jsonable import Jsonable, plain
+from gradlab.saving import Saving
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,9 @@ class ReplaySummary(MedianErrors):
     """Median errors over the judged steps; mean bytes and median seconds over all compressed steps.
 
     steps, compressed_steps, judged_steps, held_steps: numbers of steps; nonfinite_steps: iterations; in_sample: medians
-    over the steps that the plan was fitted on; compression_ratio: dense payload over payload; unsent: median; rules:
-    what a run's rules (`gradlab.executor.rules`) would find in these gradients.
+    over the steps that the plan was fitted on; compression_ratio: dense payload over payload; ratio_to_16_bits: the
+    same, of the dense payload in 16 bits; unsent: median; rules: what a run's rules (`gradlab.executor.rules`) would
+    find in these gradients.
     """
 
     methods: tuple[str, ...]
@@ -82,6 +84,7 @@ class ReplaySummary(MedianErrors):
     wire_bytes_per_step: MeanAndMax
     dense_payload_bytes: float
     compression_ratio: float | None
+    ratio_to_16_bits: float | None
     codec_seconds: float | None
     unsent: float | None
     residual_growth: float | None
@@ -219,6 +222,7 @@ class Replay:
         steps = self.compressed
         payload = _mean(step.payload_bytes_mean for step in steps)
         wire = _mean(step.wire_bytes_mean for step in steps)
+        saving = Saving.of(payload, self.dense_payload_bytes)
         return ReplaySummary(
             **{**vars(median_errors(self.judged)), "steps": len(self.steps)},
             methods=self.methods,
@@ -230,7 +234,8 @@ class Replay:
             payload_bytes_per_step=MeanAndMax(payload, max(step.payload_bytes_max for step in steps)),
             wire_bytes_per_step=MeanAndMax(wire, max(step.wire_bytes_max for step in steps)),
             dense_payload_bytes=self.dense_payload_bytes,
-            compression_ratio=self.dense_payload_bytes / payload if payload else None,
+            compression_ratio=saving.ratio,
+            ratio_to_16_bits=saving.ratio_to_16_bits,
             codec_seconds=_median(step.codec_seconds for step in steps),
             unsent=_median(step.unsent for step in steps),
             residual_growth=self.residual_growth,

@@ -17,6 +17,7 @@ from gradlab.formatting import (
     format_seconds,
 )
 from gradlab.metric import final_score, metric_of
+from gradlab.saving import Saving
 
 if TYPE_CHECKING:
     from gradlab.analysis.fit.gradiveq import GradiveqMeasurement
@@ -29,6 +30,7 @@ _COMPARISON_COLUMNS = (
     "payload/step",
     "wire/step",
     "ratio",
+    "vs 16 bits",
     "error predicted",
     "error observed",
     "compute",
@@ -42,6 +44,7 @@ _REPLAY_COLUMNS = (
     "payload/step",
     "wire/step",
     "ratio",
+    "vs 16 bits",
     "error of a rank",
     "error of the mean",
     "cosine",
@@ -160,10 +163,10 @@ def _comparison_rows(runs: Mapping[str, Any], replays: Mapping[str, Any]) -> lis
                 metric.text(final_score(run)),
                 format_bytes((run.get("payload_bytes_per_step") or {}).get("mean")),
                 format_bytes((run.get("wire_bytes_per_step") or {}).get("mean")),
-                format_ratio(run.get("compression_ratio")),
+                *Saving.read(run).cells,
                 format_percent(predicted),
                 format_percent(observed),
-                *(format_seconds(times.get(part)) for part in _COMPARISON_COLUMNS[7:]),
+                *(format_seconds(times.get(part)) for part in _COMPARISON_COLUMNS[8:]),
             ]
         )
     return rows
@@ -220,7 +223,7 @@ def _replay_row(name: str, summary: Mapping[str, Any]) -> list[str]:
         "; ".join(summary["methods"]),
         format_bytes(summary["payload_bytes_per_step"]["mean"]),
         format_bytes(summary["wire_bytes_per_step"]["mean"]),
-        format_ratio(summary["compression_ratio"]),
+        *Saving.read(summary).cells,
         *_error_cells(summary),
         format_seconds(summary["codec_seconds"]),
     ]
@@ -291,14 +294,14 @@ def sign_table(blocks: Mapping[str, Any]) -> Table:
     dense = bits["full-precision SGD"]
     counted = blocks["counted_bits_per_iteration"]
     rows = [
-        [method, format_count(count), format_count(counted[method]), format_ratio(dense / counted[method])]
+        [method, format_count(count), format_count(counted[method]), *Saving.of(counted[method], dense).cells]
         for method, count in bits.items()
     ]
     note = (
         "All ranks, to a server and back: by the formulas of Table 1 of dist-EF-blockSGD, every tensor a block, and "
         "counted off what the codecs make of a recorded gradient, whose last byte is filled up."
     )
-    return Table("Bits per iteration of signs", ["method", "computed", "counted", "ratio"], rows, note)
+    return Table("Bits per iteration of signs", ["method", "computed", "counted", "ratio", "vs 16 bits"], rows, note)
 
 
 def _structure_row(layer: Mapping[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@ from gradlab.analysis.forecast import SPEED_NOISE
 from gradlab.analysis.forecast.link import format_rate
 from gradlab.formatting import format_number, format_percent, format_ratio, format_seconds
 from gradlab.metric import RELATIVE_NOISE, final_score, metric_of, scores
+from gradlab.saving import Saving
 
 if TYPE_CHECKING:
     from gradlab.analysis.fit.gradiveq import GradiveqMeasurement
@@ -57,10 +58,10 @@ def comparison_verdict(runs: Mapping[str, Any]) -> str:
         return "Whether compression pays cannot be told: it takes a dense run and a compressed one, both timed."
     fastest = min(timed, key=lambda name: timed[name])
     if timed[fastest] > (1 - SPEED_NOISE) * reference:
-        ratio = max(run.get("compression_ratio") or 1.0 for run in runs.values())
+        most = max(map(Saving.read, runs.values()), key=lambda saving: saving.ratio or 1.0)
         return (
             f"Compression does not pay on this link: a dense step takes {format_seconds(reference)}, the fastest "
-            f"compressed one ({fastest}) {format_seconds(timed[fastest])}. Up to {format_ratio(ratio)} fewer bytes are "
+            f"compressed one ({fastest}) {format_seconds(timed[fastest])}. Up to {most.text('fewer bytes')} are "
             f"worth something only where bytes are slow. {_quality_line(runs, dense)}"
         )
     drift = _compute_seconds(dense) - _compute_seconds(runs[fastest])
@@ -72,7 +73,7 @@ def comparison_verdict(runs: Mapping[str, Any]) -> str:
         )
     return (
         f"{fastest} pays in time: {format_seconds(timed[fastest])} per step instead of {format_seconds(reference)}, at "
-        f"{format_ratio(runs[fastest].get('compression_ratio'))} fewer bytes. {_quality_line(runs, dense)}"
+        f"{Saving.read(runs[fastest]).text('fewer bytes')}. {_quality_line(runs, dense)}"
     )
 
 
@@ -139,19 +140,16 @@ def fit_verdict(measured: GradiveqMeasurement) -> str:
     if later is None:
         return "The GradiVeQ fit could not be tried on any later iteration."
     threshold = measured.promised_loss
-    ratio = format_ratio(measured.dense_payload_bytes / measured.payload_bytes)
+    sent = measured.saving.text("fewer bytes")
     lost = f"{format_percent(later)} of the gradient's energy is lost on later iterations"
     if control is not None and later >= control:
         return f"The GradiVeQ fit holds nothing that lasts: {lost}, {format_percent(control)} with random bases."
     if threshold is None:
         beside = "" if control is None else f" ({format_percent(control)} with random bases)"
-        return f"GradiVeQ at {ratio} fewer bytes: {lost}{beside}."
+        return f"GradiVeQ at {sent}: {lost}{beside}."
     if later <= 2 * threshold:
-        return f"GradiVeQ holds what its threshold promises: {lost}, at {ratio} fewer bytes."
-    return (
-        f"GradiVeQ does not hold what its threshold ({format_percent(threshold)}) promises: {lost}, at {ratio} fewer "
-        "bytes."
-    )
+        return f"GradiVeQ holds what its threshold promises: {lost}, at {sent}."
+    return f"GradiVeQ does not hold what its threshold ({format_percent(threshold)}) promises: {lost}, at {sent}."
 
 
 def layer_plan_verdict(provenance: LgrecoProvenance) -> str:
@@ -164,7 +162,6 @@ def layer_plan_verdict(provenance: LgrecoProvenance) -> str:
         Sentences, in one line.
     """
     gain = provenance.gain
-    dense = format_ratio(provenance.dense_payload_bytes / provenance.payload_bytes)
     if provenance.step is not None:
         return " ".join([_step_line(provenance, provenance.step), _later_error_line(provenance)])
     what = {"payload": "bytes", "wire": "bytes on the wire", "seconds": "seconds"}[provenance.cost]
@@ -174,7 +171,7 @@ def layer_plan_verdict(provenance: LgrecoProvenance) -> str:
         first = f"A plan by layer gains next to nothing over {provenance.uniform} everywhere ({format_ratio(gain)})"
     else:
         first = f"By layer {format_ratio(gain)} fewer {what} than {provenance.uniform} everywhere"
-    lines = [f"{first}; {dense} fewer bytes than dense over the whole model."]
+    lines = [f"{first}; {provenance.saving.text('fewer bytes than dense')} over the whole model."]
     if alone := provenance.alone:
         best = min(alone, key=lambda name: alone[name])
         lines.append(f"Of one codec alone, {best} needs {format_ratio(alone[best] / provenance.size)} as much.")
@@ -292,12 +289,12 @@ def replay_verdict(replays: Mapping[str, Any]) -> str:
     if known:
         best = min(known, key=lambda name: known[name])
         mean, own = format_percent(known[best]), format_percent(summaries[best]["contribution_error"])
-        ratio = f"{format_ratio(summaries[best]['compression_ratio'])} fewer bytes"
+        sent = Saving.read(summaries[best]).text("fewer bytes")
         kept = (
-            f"{best} sends {ratio} and changes the mean gradient by {mean}, a rank's own by {own} (medians)"
+            f"{best} sends {sent} and changes the mean gradient by {mean}, a rank's own by {own} (medians)"
             if len(summaries) == 1
             else f"Of the lossy plans replayed, {best} keeps the mean gradient best: its median error is {mean}, "
-            f"that of a rank's own {own}, at {ratio}"
+            f"that of a rank's own {own}, at {sent}"
         )
         lines.append(f"{kept}; a small error helps training, but does not prove it.")
     elif len(unknown) < len(summaries):

@@ -23,38 +23,42 @@ def inspect(
     """
     from gradlab.analysis.replay import methods_of
     from gradlab.artifact import Artifact
-    from gradlab.formatting import format_bytes, format_ratio
+    from gradlab.formatting import format_bytes
+    from gradlab.saving import Saving
 
     loaded = Artifact.load(artifact)
     plan = loaded.plan
     payload, dense = plan.payload_bytes(ranks), plan.payload_bytes(ranks, compressing=False)
+    saving = Saving.of(payload, dense)
     if as_json:
-        sizes = {"payload_bytes": payload, "dense_payload_bytes": dense, "world_size": ranks, "estimated": plan.varying}
+        sizes = {
+            "payload_bytes": payload,
+            "dense_payload_bytes": dense,
+            **saving.to_json(),
+            "world_size": ranks,
+            "estimated": plan.varying,
+        }
         print_json({"digest": plan.digest, "plan": plan.to_json(), "origin": loaded.provenance, "expected": sizes})
         return
+
+    def row(name: str, method: str, before: float, after: float) -> tuple[str, ...]:
+        return (name, method, format_bytes(before), format_bytes(after), *Saving.of(after, before).cells)
+
     rows = []
     for group in plan.groups:
         codec, members = plan.build(group), plan.members(group)
         before = 4 * sum(layer.numel for layer in members)
-        after = codec.payload_bytes(members, ranks)
-        rows.append(
-            (
-                group.name,
-                methods_of([group])[0],
-                format_bytes(before),
-                format_bytes(after),
-                format_ratio(before / after),
-            )
-        )
+        rows.append(row(group.name, methods_of([group])[0], before, codec.payload_bytes(members, ranks)))
     rows += [
-        (layer.name, "dense", format_bytes(4 * layer.numel), format_bytes(4 * layer.numel), format_ratio(1.0))
+        row(layer.name, "dense", 4 * layer.numel, 4 * layer.numel)
         for layer in plan.dense_layers
         if not any(layer.name in group.layers for group in plan.groups)
     ]
-    print_table(f"{artifact} ({plan.digest[:12]})", ("group", "method", "dense", "payload", "ratio"), rows, left=2)
+    columns = ("group", "method", "dense", "payload", "ratio", "vs 16 bits")
+    print_table(f"{artifact} ({plan.digest[:12]})", columns, rows, left=2)
     OUT.print(
         f"per step and rank at {ranks} ranks: {format_bytes(payload)} instead of {format_bytes(dense)} "
-        f"({format_ratio(dense / payload)}), after {plan.schedule.warmup_steps} dense steps; "
+        f"({saving.text('fewer')}), after {plan.schedule.warmup_steps} dense steps; "
         f"made by {loaded.provenance.get('method', 'hand')}",
         markup=False,
     )

@@ -200,10 +200,15 @@ class Applied:
         """How many times smaller the payload is than the gradient."""
         return self.dense_bytes / self.payload_bytes if self.payload_bytes else float("inf")
 
+    @property
+    def ratio_to_16_bits(self) -> float:
+        """How many times smaller the payload is than the gradient in 16 bits."""
+        return self.ratio / 2
+
     def __repr__(self) -> str:
         return (
             f"Applied({self.payload_bytes:,.0f} bytes instead of {self.dense_bytes:,}, "
-            f"relative error {self.relative_error:.3g})"
+            f"or {self.dense_bytes // 2:,} in 16 bits, relative error {self.relative_error:.3g})"
         )
 
 

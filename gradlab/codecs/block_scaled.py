@@ -48,7 +48,7 @@ class BlockScaled(Compressor):
     >>> done.decoded.tolist()
     [-7.0, 0.0, 3.0, 2.0]
     >>> done
-    Applied(8 bytes instead of 16, relative error 0.0726)
+    Applied(8 bytes instead of 16, or 8 in 16 bits, relative error 0.0726)
     """
 
     name = "block_scaled"

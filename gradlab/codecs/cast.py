@@ -41,7 +41,7 @@ class Cast(Codec):
     >>> done.decoded.tolist()
     [1.0, 1.0, -2.0]
     >>> done
-    Applied(6 bytes instead of 12, relative error 0.000408)
+    Applied(6 bytes instead of 12, or 6 in 16 bits, relative error 0.000408)
     """
 
     name = "cast"

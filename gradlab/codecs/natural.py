@@ -40,7 +40,7 @@ class Natural(Compressor):
     >>> done.decoded.tolist()
     [1.0, -4.0, 0.5, 0.0]
     >>> done
-    Applied(5 bytes instead of 16, relative error 0)
+    Applied(5 bytes instead of 16, or 8 in 16 bits, relative error 0)
     """
 
     name = "natural"

@@ -41,7 +41,7 @@ class OneBit(BlockCompressor):
     >>> done.decoded.tolist()
     [1.5, -2.0, 1.5, -2.0]
     >>> done
-    Applied(9 bytes instead of 16, relative error 0.408)
+    Applied(9 bytes instead of 16, or 8 in 16 bits, relative error 0.408)
     """
 
     name = "one_bit"

@@ -57,7 +57,7 @@ class QSGD(Compressor):
     >>> done.decoded.tolist()
     [3.0, -1.0, 0.0, 0.0]
     >>> done
-    Applied(7 bytes instead of 16, relative error 0.137)
+    Applied(7 bytes instead of 16, or 8 in 16 bits, relative error 0.137)
     """
 
     name = "qsgd"

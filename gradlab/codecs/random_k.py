@@ -44,7 +44,7 @@ class RandomK(Codec):
     >>> sorted(done.decoded.tolist())
     [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0]
     >>> done
-    Applied(8 bytes instead of 32, relative error 0.866)
+    Applied(8 bytes instead of 32, or 16 in 16 bits, relative error 0.866)
     """
 
     name = "random_k"

@@ -38,7 +38,7 @@ class Sign(BlockCompressor):
     >>> done.decoded.tolist()
     [2.0, -2.0, 2.0, -2.0]
     >>> done
-    Applied(5 bytes instead of 16, relative error 0.333)
+    Applied(5 bytes instead of 16, or 8 in 16 bits, relative error 0.333)
     """
 
     name = "sign"

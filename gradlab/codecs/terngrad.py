@@ -43,7 +43,7 @@ class TernGrad(BlockCompressor):
     >>> done.decoded.tolist()
     [2.0, -2.0, 0.0, 2.0]
     >>> done
-    Applied(6 bytes instead of 16, relative error 0)
+    Applied(6 bytes instead of 16, or 8 in 16 bits, relative error 0)
     """
 
     name = "terngrad"

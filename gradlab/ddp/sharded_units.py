@@ -47,9 +47,14 @@ class Shard:
         return _numel(self.padded_shape)
 
     @property
+    def numel(self) -> int:
+        """Elements of the part's gradient."""
+        return _numel(self.shape)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the part's gradient."""
-        return _numel(self.shape) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Put the whole gradient together.

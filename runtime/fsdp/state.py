@@ -40,6 +40,7 @@ from gradlab.runtime.engine.driver import Iteration, Part
 from gradlab.runtime.engine.options import RunOptions
 from gradlab.runtime.exchange import Exchange, Result, surroundings_of
 from gradlab.runtime.fsdp.reduction import ShardReduction, UnitReduceScatter
+from gradlab.saving import bytes_in_16_bits
 
 Mesh = dist.DeviceMesh | dist.ProcessGroup
 
@@ -268,12 +269,13 @@ class FSDPCompression(Exchange):
         everyone, topology = self._driver.everyone, self._topology
         assert topology is not None
         dense = sum(shard.nbytes for shard in self._shards.values())
+        half = sum(bytes_in_16_bits(shard.parameter, shard.numel) for shard in self._shards.values())
         grouped = {layer for group in self.run.plan.compressed_groups for layer in group.layers}
         whole = [unit for unit in self._units if grouped.isdisjoint(shard.layer.name for shard in unit.shards)]
         # A unit without a compressed layer is averaged as it lies, padding included.
         forecast = self.run.plan.payload_bytes(len(topology.nodes)) + sum(unit.padding for unit in whole)
         where = reporting.NodePlace(topology.node, len(topology.nodes), topology.local_rank, topology.local_ranks)
-        return reporting.Place(everyone.rank, everyone.world_size, dense, forecast, where)
+        return reporting.Place(everyone.rank, everyone.world_size, dense, half, forecast, where)
 
 
 def compress_fsdp(

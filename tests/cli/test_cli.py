@@ -21,6 +21,7 @@ from gradlab import codecs
 from gradlab.artifact import Artifact
 from gradlab.codec.settings import fields_of
 from gradlab.datasets import get
+from gradlab.formatting import format_ratio
 from gradlab.layout import Layer
 from gradlab.plan import Plan
 from gradlab.trace import Trace
@@ -91,6 +92,9 @@ def test_training_reports_to_a_file_and_to_people(gradlab: Command, topk: Path, 
         assert word in out
     kept: dict[str, Any] = json.loads(report.read_text())
     assert kept["compression_ratio"] > 20
+    for ratio in ("compression_ratio", "compression_ratio_whole_run"):
+        assert kept[ratio.replace("compression_ratio", "ratio_to_16_bits")] == pytest.approx(kept[ratio] / 2)
+    assert f"{format_ratio(kept['ratio_to_16_bits'])} vs 16 bits)" in out
     assert set(kept["time"]) == {"compute", "compress", "communicate", "wait"}
     assert kept["rules"] == []
     code, _, err = gradlab(*words)
@@ -167,8 +171,13 @@ def test_analyze_and_inspect(gradlab: Command, recording: Path, topk: Path, tmp_
     code, out, _ = gradlab("inspect", topk, "--json")
     plan = Artifact.load(topk).plan
     assert json.loads(out)["digest"] == plan.digest
-    assert json.loads(out)["expected"]["payload_bytes"] == plan.payload_bytes(2)
-    assert "topk(density=0.01) + feedback" in gradlab("inspect", topk)[1]
+    expected = json.loads(out)["expected"]
+    assert expected["payload_bytes"] == plan.payload_bytes(2)
+    assert expected["ratio_to_16_bits"] == expected["dense_payload_bytes"] / 2 / expected["payload_bytes"]
+    shown = gradlab("inspect", topk)[1]
+    assert "topk(density=0.01) + feedback" in shown
+    assert f"fewer ({format_ratio(expected['ratio_to_16_bits'])} vs 16 bits)" in " ".join(shown.split())
+    assert "0.500x" in shown  # layers that stay dense
 
 
 def test_demo_goes_round_the_loop(gradlab: Command, tmp_path: Path) -> None:
@@ -176,7 +185,7 @@ def test_demo_goes_round_the_loop(gradlab: Command, tmp_path: Path) -> None:
     out = tmp_path / "demo"
     code, printed, _ = gradlab("demo", "--out", out, "--steps", 48)
     assert code == 0
-    for word in ("final accuracy", "payload/step", "wire/step", "error predicted", "error observed", "communicate"):
+    for word in ("final accuracy", "payload/step", "vs 16 bits", "error predicted", "error observed", "communicate"):
         assert word in printed
     assert str(out / "report" / "report.html") in printed.replace("\n", "")
     runs = {name: json.loads((out / f"{name}.json").read_text()) for name in ("dense", "gradiveq", "topk", "powersgd")}
@@ -185,6 +194,7 @@ def test_demo_goes_round_the_loop(gradlab: Command, tmp_path: Path) -> None:
     assert runs["dense"]["losses"] == pytest.approx([(a + b) / 2 for a, b in zip(*recorded, strict=True)], rel=1e-6)
     for name in ("gradiveq", "topk", "powersgd"):
         assert runs[name]["compression_ratio"] > 4
+        assert runs[name]["ratio_to_16_bits"] == pytest.approx(runs[name]["compression_ratio"] / 2)
         assert runs[name]["payload_bytes_per_step"]["mean"] == runs[name]["forecast_payload_bytes"]
         assert (
             Artifact.load(out / f"{name}.safetensors").provenance["trace"]

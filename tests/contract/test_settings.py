@@ -215,6 +215,7 @@ def test_gradients_are_applied_as_they_come() -> None:
     assert done.dense_bytes == 16
     assert done.payload_bytes == codec.payload_bytes([Layer("w", (2,)), Layer("b", (2,))], 2)
     assert done.ratio == 16 / done.payload_bytes
+    assert done.ratio_to_16_bits == 8 / done.payload_bytes
     assert codecs.make("identity").apply(torch.zeros(3)).relative_error == 0.0
 
 

@@ -84,7 +84,24 @@ def one_call_is_two_steps(group: dist.ProcessGroup, folder: str) -> dict[str, An
         "equal": [torch.equal(before, by_plan), torch.equal(before, by_path)],
         "steps": report["iteration"],
         "ratio": report["compression_ratio"],
+        "ratio_to_16_bits": report["ratio_to_16_bits"],
     }
+
+
+def dense_steps_of(group: dist.ProcessGroup, bits: int) -> dict[str, Any]:
+    """Train a model of so many bits in its plan's warm-up; what the report says is saved."""
+    dtype = {16: torch.bfloat16, 32: torch.float32, 64: torch.float64}[bits]
+    model = DistributedDataParallel(network().to(dtype), process_group=group)
+    plan = Plan.uniform(model, "powersgd", rank=2, warmup_steps=2 * STEPS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradlab.compress(
+        model, plan, optimizer=optimizer, process_group=SPARE.get(dist.get_world_size(group))
+    ) as state:
+        for inputs in batches(group):
+            model(inputs.to(dtype)).square().mean().backward()
+        report = state.report()
+        line = next(line for line in state.table().splitlines() if line.startswith("payload "))
+    return {key: report[key] for key in ("compression_ratio", "ratio_to_16_bits")} | {"line": line}
 
 
 def compiled_models_train_compressed(group: dist.ProcessGroup) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import pytest
 
 import gradlab
 from gradlab.errors import GradlabError
+from gradlab.formatting import format_ratio
 from gradlab.runtime import compress
 from support.process_pool import ProcessPool
 
@@ -21,6 +22,16 @@ def test_one_call_is_the_two_steps_bit_for_bit(pool: ProcessPool, tmp_path: Path
         assert result["equal"] == [True, True]
         assert result["steps"] == 6
         assert result["ratio"] > 20
+        assert result["ratio_to_16_bits"] == result["ratio"] / 2
+
+
+@pytest.mark.parametrize("bits", [16, 32, 64])
+def test_a_report_sets_dense_gradients_beside_16_bits(pool: ProcessPool, bits: int) -> None:
+    """Dense steps save nothing, and send as much more than 16 bits as the model's type is wider."""
+    for result in pool.run("jobs.attach_tasks:dense_steps_of", 2, bits=bits):
+        assert result["compression_ratio"] == 1.0
+        assert result["ratio_to_16_bits"] == 16 / bits
+        assert f", 1.00x ({format_ratio(16 / bits)} vs 16 bits)" in result["line"]
 
 
 def test_compiled_models_train_as_the_model_itself_does(pool: ProcessPool) -> None:

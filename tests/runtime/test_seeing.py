@@ -155,10 +155,10 @@ def test_a_residual_that_keeps_growing_is_reported() -> None:
         StepRecord(step, True, group_seconds={"a": (0.1, 0.1)}, residual_norms={"a": 1.0 + step}) for step in range(40)
     ]
     run = PlanRun(plan, 0, 2)
-    growing = summarize_run(run, steps, Place(0, 2, 16, 8.0), None)
+    growing = summarize_run(run, steps, Place(0, 2, 16, 8, 8.0), None)
     assert "a: the residual norm grew 2.3 times in" in table(growing)
     slower = [replace(step, residual_norms={"a": 100.0 + step.step}) for step in steps]
-    found = summarize_run(run, slower, Place(0, 2, 16, 8.0), None)
+    found = summarize_run(run, slower, Place(0, 2, 16, 8, 8.0), None)
     assert found.groups[0].means is not None
     assert found.groups[0].means.residual_growth == pytest.approx(134.5 / 114.5)
     assert "residual norm grew" not in table(found)
@@ -175,17 +175,19 @@ def test_a_report_says_the_same_typed_and_as_json() -> None:
         group_payload_bytes={"a": 8},
         group_seconds={"a": (1, 2)},
     )
-    report = summarize_run(PlanRun(plan, 1, 2), [step], Place(1, 2, 16, 8.0), None)
+    report = summarize_run(PlanRun(plan, 1, 2), [step], Place(1, 2, 16, 8, 8.0), None)
     written = report.to_json()
     json.dumps(written, allow_nan=False)
     assert report.compression_ratio == written["compression_ratio"] == 2.0
+    assert report.saving.ratio_to_16_bits == written["ratio_to_16_bits"] == 1.0
+    assert "2.00x (1.00x vs 16 bits)" in table(report)
     assert report.summary.means is not None
     assert report.summary.means.relative_error_by_layer == {"a": math.inf}
     assert written["relative_error_by_layer"] == {"a": None}
     assert written["groups"] == [row.to_json() for row in report.groups]
     assert written["codecs"] == [row.to_json() for row in report.codecs]
-    bare = summarize_run(PlanRun(plan, 1, 2), [], Place(1, 2, 16, 8.0), None).to_json()
-    assert (bare["steps"], bare["compression_ratio"]) == (0, None)
+    bare = summarize_run(PlanRun(plan, 1, 2), [], Place(1, 2, 16, 8, 8.0), None).to_json()
+    assert (bare["steps"], bare["compression_ratio"], bare["ratio_to_16_bits"]) == (0, None, None)
     assert bare["groups"] == [{"group": "a", "codec": "topk", "layers": ["a"]}]
     assert not {"wait_seconds", "payload_bytes_per_step"} & set(bare)
 

@@ -47,7 +47,7 @@ Ratio = Annotated[
     float | None, typer.Option(help=setting_help("gradiveq", "ratio", "20 if nothing else decides on d."))
 ]
 TotalRatio = Annotated[
-    float | None, typer.Option(help="d of all layers at once: the whole model so many times smaller.")
+    float | None, typer.Option(help="d of all layers at once: the whole model so many times smaller than in 32 bits.")
 ]
 Complement = Annotated[
     float | None,
@@ -158,7 +158,7 @@ def print_gradiveq(measured: GradiveqMeasurement) -> None:
     """Print whether the fit holds; per layer K, d and the loss where it was fitted and later; and the loss by age."""
     from gradlab.analysis.report.tables import fit_table
     from gradlab.analysis.report.verdict import fit_verdict
-    from gradlab.formatting import format_percent, format_ratio
+    from gradlab.formatting import format_percent
 
     OUT.print(fit_verdict(measured), markup=False)
     print_warnings(measured.warnings)
@@ -170,9 +170,8 @@ def print_gradiveq(measured: GradiveqMeasurement) -> None:
         for (first, last), loss, random in zip(held.ages, held.loss_by_age, control.loss_by_age, strict=True)
     ]
     print_table("loss by age of the bases, in steps", ("age", "these bases", "random, same size"), rows)
-    ratio = measured.dense_payload_bytes / measured.payload_bytes
     OUT.print(
-        f"payload {format_ratio(ratio)} smaller than dense over the whole model, from iteration "
+        f"payload {measured.saving.text('smaller than dense')} over the whole model, from iteration "
         f"{measured.warmup_steps} on",
         markup=False,
     )

@@ -184,7 +184,7 @@ def _run(settings: TrainSettings, progress: Progress) -> TrainReport:
 
 
 def _print(report: TrainReport) -> None:
-    from gradlab.formatting import format_bytes, format_ratio, format_seconds
+    from gradlab.formatting import format_bytes, format_seconds
     from gradlab.metric import is_finite
 
     header, measured = report.header, report.measured
@@ -202,7 +202,7 @@ def _print(report: TrainReport) -> None:
         rows += [
             ("payload per step", format_bytes(done.payload_bytes_per_step.mean)),
             ("wire per step", format_bytes(done.wire_bytes_per_step.mean)),
-            ("compression ratio", format_ratio(done.compression_ratio)),
+            ("compression ratio", str(done.saving)),
             *((f"{part} per step", format_seconds(value)) for part, value in asdict(done.time).items()),
         ]
     rows += [

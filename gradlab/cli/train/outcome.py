@@ -17,6 +17,7 @@ from gradlab.jsonable import plain
 from gradlab.metric import Metric
 from gradlab.plan import Plan
 from gradlab.runtime.engine.statistics import StepRecord
+from gradlab.saving import Saving
 
 
 @dataclass
@@ -119,7 +120,8 @@ class CompressionMeasures:
         payload_bytes_per_step: what a rank contributes.
         wire_bytes_per_step: what its network interface sends.
         compression_ratio: dense payload over mean payload, of the compressed steps.
-        compression_ratio_whole_run: the same, of all steps.
+        ratio_to_16_bits: the same, of the dense payload in 16 bits.
+        compression_ratio_whole_run, ratio_to_16_bits_whole_run: the same, of all steps.
         non_finite_steps: in which a rank's gradients were not finite.
         errors: by compressed step.
         layer_errors: relative contribution error by layer.
@@ -129,11 +131,18 @@ class CompressionMeasures:
     time: StepTime
     payload_bytes_per_step: BytesPerStep
     wire_bytes_per_step: BytesPerStep
-    compression_ratio: float
-    compression_ratio_whole_run: float
+    compression_ratio: float | None
+    ratio_to_16_bits: float | None
+    compression_ratio_whole_run: float | None
+    ratio_to_16_bits_whole_run: float | None
     non_finite_steps: int
     errors: StepErrors
     layer_errors: dict[str, float]
+
+    @property
+    def saving(self) -> Saving:
+        """Both ratios of the compressed steps."""
+        return Saving(self.compression_ratio, self.ratio_to_16_bits)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> CompressionMeasures:
@@ -319,6 +328,8 @@ def _measured(ranks: Sequence[RankOutcome], chosen: Sequence[int], dense_payload
     wire = [fmean(record.wire_bytes for record in row) for row in records]
     wait = fmean(median(record.wait_seconds for record in row) for row in records)
     errors, layer_errors = _errors(records if compressed else [])
+    all_steps = fmean(fmean(record.payload_bytes for record in rank.records) for rank in ranks)
+    saving, whole_run = (Saving.of(sent, dense_payload_bytes) for sent in (fmean(payload), all_steps))
     return CompressionMeasures(
         warmup_steps=chosen[0] if compressed else 0,
         time=StepTime(
@@ -329,9 +340,10 @@ def _measured(ranks: Sequence[RankOutcome], chosen: Sequence[int], dense_payload
         ),
         payload_bytes_per_step=BytesPerStep(fmean(payload), max(payload)),
         wire_bytes_per_step=BytesPerStep(fmean(wire), max(wire)),
-        compression_ratio=dense_payload_bytes / fmean(payload),
-        compression_ratio_whole_run=dense_payload_bytes
-        / fmean(fmean(record.payload_bytes for record in rank.records) for rank in ranks),
+        compression_ratio=saving.ratio,
+        ratio_to_16_bits=saving.ratio_to_16_bits,
+        compression_ratio_whole_run=whole_run.ratio,
+        ratio_to_16_bits_whole_run=whole_run.ratio_to_16_bits,
         non_finite_steps=sum(not record.finite for record in ranks[0].records),
         errors=errors,
         layer_errors=layer_errors,

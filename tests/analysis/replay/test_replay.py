@@ -54,7 +54,9 @@ def test_identity_changes_nothing_and_costs_what_dense_costs(tmp_path, ranks):
     assert [step.aggregate_error for step in result.steps] == [0.0] * 5
     assert [step.cosine for step in result.steps] == pytest.approx([1.0] * 5, abs=1e-6)
     assert {step.payload_bytes_mean for step in result.steps} == {DENSE_BYTES}
-    assert result.summary().compression_ratio == 1.0
+    assert (result.summary().compression_ratio, result.summary().ratio_to_16_bits) == (1.0, 0.5)
+    row = replay_table({"identity": result.to_json()})
+    assert dict(zip(row.columns, row.rows[0], strict=True))["vs 16 bits"] == "0.500x"
     assert result.warnings == []
 
 

@@ -296,7 +296,12 @@ def test_a_short_trace_gives_no_report(tmp_path):
 
 
 def timed(seconds, accuracy, ratio=1.0):
-    return {"step_seconds": seconds, "final_accuracy": accuracy, "compression_ratio": ratio}
+    return {
+        "step_seconds": seconds,
+        "final_accuracy": accuracy,
+        "compression_ratio": ratio,
+        "ratio_to_16_bits": ratio / 2,
+    }
 
 
 def test_derived_verdicts_follow_the_clock_and_the_accuracy():
@@ -304,7 +309,9 @@ def test_derived_verdicts_follow_the_clock_and_the_accuracy():
     assert slower.startswith("Compression does not pay on this link: a dense step takes 10.0 ms")
     assert "All methods end within 2 points of dense (90.0 %)" in slower
     faster = comparison_verdict({"dense": timed(0.010, 0.9), "topk": timed(0.005, 0.7, 80.0)})
-    assert faster.startswith("topk pays in time: 5.00 ms per step instead of 10.0 ms, at 80.0x fewer bytes.")
+    assert faster.startswith(
+        "topk pays in time: 5.00 ms per step instead of 10.0 ms, at 80.0x fewer bytes (40.0x vs 16 bits)."
+    )
     assert "Accuracy is lost by topk (70.0 %)" in faster
     assert "cannot be told" in comparison_verdict({"topk": timed(0.005, 0.7)})
 

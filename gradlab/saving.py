@@ -1,0 +1,86 @@
+"""What a payload saves, against the gradients as they are and against plain 16-bit reduction.
+
+Without any codec, gradients can be reduced in bfloat16 or float16, and where mixed precision is used they often are.
+A codec that sends 4 times fewer bytes than 32 bits sends half of what such a training sends. So both factors stand
+wherever one does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradlab.formatting import format_ratio
+
+_BYTES = 2  # of a real number in bfloat16 or float16
+
+
+def bytes_in_16_bits(parameter: torch.Tensor, numel: int | None = None) -> int:
+    """Return what plain 16-bit reduction sends of a gradient.
+
+    Args:
+        parameter: that the gradient is of; a complex one has two real numbers per element.
+        numel: elements of it. None: all.
+
+    Returns:
+        Bytes, 2 per real number.
+    """
+    return _BYTES * (parameter.numel() if numel is None else numel) * (2 if parameter.is_complex() else 1)
+
+
+@dataclass(frozen=True)
+class Saving:
+    """How many times smaller a payload is.
+
+    >>> print(Saving.of(payload_bytes=100, dense_bytes=400))
+    4.00x (2.00x vs 16 bits)
+
+    Attributes:
+        ratio: than the gradients as they are, mostly in 32 bits. None: not known.
+        ratio_to_16_bits: than the same gradients in 16 bits; below 1 where plain 16-bit reduction sends less. None: not
+            known.
+    """
+
+    ratio: float | None
+    ratio_to_16_bits: float | None
+
+    @classmethod
+    def of(cls, payload_bytes: float, dense_bytes: float, half_bytes: float | None = None) -> Saving:
+        """Divide by a payload.
+
+        Args:
+            payload_bytes: what is sent. 0: neither factor is known.
+            dense_bytes: of the gradients as they are.
+            half_bytes: of them in 16 bits. None: half of `dense_bytes`, which are of float32 gradients.
+
+        Returns:
+            Both factors.
+        """
+        if not payload_bytes:
+            return cls(None, None)
+        return cls(dense_bytes / payload_bytes, (dense_bytes / 2 if half_bytes is None else half_bytes) / payload_bytes)
+
+    @classmethod
+    def read(cls, report: Mapping[str, Any]) -> Saving:
+        """Read what `to_json` wrote into a report. One of an earlier version lacks the second factor."""
+        return cls(report.get("compression_ratio"), report.get("ratio_to_16_bits"))
+
+    def to_json(self) -> dict[str, float | None]:
+        """Write both factors, under the keys that reports have."""
+        return {"compression_ratio": self.ratio, "ratio_to_16_bits": self.ratio_to_16_bits}
+
+    @property
+    def cells(self) -> tuple[str, str]:
+        """Both factors as two cells of a table, "ratio" and "vs 16 bits"."""
+        return format_ratio(self.ratio), format_ratio(self.ratio_to_16_bits)
+
+    def text(self, what: str = "") -> str:
+        """Write both factors in a sentence: "4.00x fewer bytes (2.00x vs 16 bits)" with `what` = "fewer bytes"."""
+        ratio, to_16_bits = self.cells
+        beside = "" if self.ratio_to_16_bits is None else f" ({to_16_bits} vs 16 bits)"
+        return f"{ratio}{what and ' ' + what}{beside}"
+
+    __str__ = text
