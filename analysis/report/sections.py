@@ -128,7 +128,7 @@ def _speed(data: Json) -> Section | None:
         f"Forecast from computing time ({speed.network.profile.compute_source}), codec times taken here on one thread, "
         f"and the bytes that the codecs ask for. Cosine: of the replayed update with the true mean; below "
         f"{LEAST_COSINE} a plan is not proposed, however fast. In the runs of docs/text.md plans of {CLOSE_COSINE} or "
-        "more trained like dense."
+        "more trained like dense, where the replay saw all that they do."
     )
     columns = ("nodes", "link", "plan", what, "speed-up", "cosine")
     tables = [Table("Step times", columns, rows, note, text_columns=3)]

@@ -92,6 +92,11 @@ class Unit:
     device: torch.device
 
     @property
+    def title(self) -> str:
+        """What errors call it."""
+        return _titled(self.name)
+
+    @property
     def padding(self) -> int:
         """Bytes of the flat gradient that are no part of a shard."""
         return sum((shard.padded - _numel(shard.shape)) * shard.dtype.itemsize for shard in self.shards)
@@ -115,7 +120,7 @@ class Unit:
         present = [shard for shard in self.shards if shard.parameter.requires_grad]
         if flat.numel() != sum(shard.padded for shard in present):
             raise GradlabError(
-                f"{_titled(self.name)}: a gradient of {flat.numel()} elements, expected "
+                f"{self.title}: a gradient of {flat.numel()} elements, expected "
                 f"{sum(shard.padded for shard in present)}, of {len(present)} parameters; where some have no gradient "
                 "in a step, call model.set_reduce_scatter_unused_params(True)"
             )
@@ -182,12 +187,7 @@ def shard_group(units: Iterable[Unit], caller: str) -> dist.ProcessGroup:
 
 def attached_hooks(units: Iterable[Unit]) -> list[str]:
     """Name the units that have an all-reduce hook already."""
-    return [
-        _titled(unit.name)
-        for unit in units
-        for group in _param_groups(unit.module)
-        if group._all_reduce_hook is not None
-    ]
+    return [unit.title for unit in units for group in _param_groups(unit.module) if group._all_reduce_hook is not None]
 
 
 def custom_reductions(units: Iterable[Unit]) -> list[str]:
@@ -198,7 +198,7 @@ def custom_reductions(units: Iterable[Unit]) -> list[str]:
         for group in _param_groups(unit.module)
         if type(group._reduce_scatter_comm).__name__ != "DefaultReduceScatter"
     )
-    return [_titled(unit.name) for unit, _ in replaced]
+    return [unit.title for unit, _ in replaced]
 
 
 def set_hooks(unit: Unit, all_reduce: Any, reduce_scatter: Any = None) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -40,6 +40,7 @@ from gradlab.runtime.engine.driver import Iteration, Part
 from gradlab.runtime.engine.options import RunOptions
 from gradlab.runtime.exchange import Exchange, Result, surroundings_of
 from gradlab.runtime.fsdp.reduction import ShardReduction, UnitReduceScatter
+from gradlab.runtime.network.faults import CommunicationError
 from gradlab.saving import bytes_in_16_bits
 
 Mesh = dist.DeviceMesh | dist.ProcessGroup
@@ -148,7 +149,7 @@ class FSDPCompression(Exchange):
             self._driver.add(Part(len(current.parts), gradients, flat))
             self._driver.drain()
 
-        super()._guarded(take)
+        super()._guarded(_waiting(f"the all-reduce of {unit.title} between nodes")(take))
 
     def reduce(self, unit: Unit, output: torch.Tensor, flat: torch.Tensor, average: bool) -> None:
         """Reduce one unit's gradient over the ranks of a node, compressed. FSDP calls this for its reduce-scatter.
@@ -165,7 +166,7 @@ class FSDPCompression(Exchange):
             assert self.inside is not None
             self.inside.reduce(unit, output, flat, average)
 
-        super()._guarded(reduce)
+        super()._guarded(_waiting(f"the reduce-scatter of {unit.title} inside a node")(reduce))
 
     def _step_of(self, flat: torch.Tensor) -> Iteration:
         """The step in progress; the first gradient of a backward pass begins it."""
@@ -200,7 +201,7 @@ class FSDPCompression(Exchange):
                     shard.fill_gradient(torch.nan)
 
         with _on(self._stream):
-            super()._guarded(end)
+            super()._guarded(_waiting("the end of the step")(end))
         if self._stream is not None:
             torch.cuda.current_stream(self._device.device).wait_stream(self._stream)
 
@@ -397,6 +398,15 @@ def _alive(state: weakref.ref[FSDPCompression]) -> FSDPCompression:
     if alive is None:
         raise GradlabError("the compression of this FSDP model was dropped; keep what compress_fsdp returned")
     return alive
+
+
+@contextmanager
+def _waiting(what: str) -> Iterator[None]:
+    """Name what waited for other ranks, if one of them did not answer."""
+    try:
+        yield
+    except CommunicationError as error:
+        raise CommunicationError(f"{what} waited for a rank that is gone or stuck: {error}") from error
 
 
 def _on(stream: Any) -> AbstractContextManager[Any]:

@@ -1,6 +1,7 @@
 """Faults on purpose: 4 ranks train, one is killed, stopped or breaks, and the others have to end, with a reason.
 
-    PYTHONPATH=tests python tests/campaigns/faults.py [--kills 20] [--stops 2] [--seed N]
+    PYTHONPATH=tests python tests/campaigns/faults.py [--kills 20] [--stops 2] [--fsdp-kills 8] [--fsdp-stops 2]
+        [--seed N]
 
 prints one trial after the other; the exit code is 1 if one went wrong.
 
@@ -23,6 +24,8 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,14 +36,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.codec import Context, Exchanged, Tensors
 from gradlab.codecs.topk import TopK
 from gradlab.collectives import Coroutine
+from gradlab.ddp.groups import part_of
 from gradlab.layout import layers_of
 from gradlab.plan import FEEDBACK, Group, Plan
-from gradlab.runtime import CompressionState, compression_hook
+from gradlab.runtime import CompressionState, Exchange, compress_fsdp, compression_hook
+from jobs import fsdp_tasks
 from jobs.matrix_cells import node_group
 from support.prescribed import Prescribed, gradients
 
@@ -49,24 +55,27 @@ TIMEOUT = 6.0  # of the groups, in seconds
 SLACK = 4.0  # on top of it: a busy machine, and the wait for a reason that a peer may have left
 # What everybody's error has to name where a codec is at fault.
 NAMED = ("the defect", "ArithmeticError", "topk", "wide", "step 5")
+# What is compressed under FSDP2, and the arguments of compress_fsdp that say so.
+FSDP = {"between": ("between",), "within": ("within",), "both": ("between", "within", "inside")}
 SHAPES = {"conv": (64, 32, 3, 3), "wide": (48, 600), "tall": (600, 40), "vector": (65,), "last": (60, 60)}
 
 
 @dataclass(frozen=True)
 class Fault:
     """kind: "kill", "stop" or "raise"; victim: a rank; delay: seconds of training before it (for "raise": none);
-    local_ranks: of a node, where nodes exchange means."""
+    local_ranks: of a node, where nodes exchange means; fsdp: under FSDP2, what is compressed, a key of `FSDP`."""
 
     kind: str
     victim: int
     delay: float
     local_ranks: int = 1
+    fsdp: str = ""
 
 
 @dataclass(frozen=True)
 class Outcome:
     """ended: per surviving rank, seconds from the fault to the process's end, infinite if it had to be killed; answers:
-    per rank, its JSON: error, step, threads, seconds to the error."""
+    per rank, its JSON: error, step, threads, tracebacks of the error, seconds to it."""
 
     fault: Fault
     ended: dict[int, float]
@@ -82,13 +91,23 @@ class Outcome:
                 continue
             if seconds == math.inf or answer["failed"] > (TIMEOUT if self.fault.kind == "raise" else TIMEOUT + SLACK):
                 problems.append(f"rank {rank} knew after {answer['failed']:.1f} s and ended after {seconds:.1f} s")
-            if any(
-                word not in answer["error"] for word in (NAMED if self.fault.kind == "raise" else ["gradlab: step "])
-            ):
+            if not self._is_clear(answer["error"]):
                 problems.append(f"rank {rank}: unclear: {answer['error']!r}")
+            if answer["tracebacks"] > 1 and self.fault.kind != "raise":
+                problems.append(f"rank {rank}: {answer['tracebacks']} tracebacks, one of them says it all")
             if answer["threads"]:
                 problems.append(f"rank {rank}: {answer['threads']} is still there")
         return problems
+
+    def _is_clear(self, error: str) -> bool:
+        """Whether an error says what happened."""
+        if self.fault.kind == "raise":
+            return all(word in error for word in NAMED)
+        if not self.fault.fsdp:
+            return "gradlab: step " in error
+        ours = error.startswith("step ") and any(words in error for words in ("gone or stuck", "another rank failed"))
+        # FSDP's own collectives, such as the all-gather of the parameters, raise what Gloo says.
+        return ours or ("/gloo/" in error and any(words in error for words in ("peer", "Timed out")))
 
     def __str__(self) -> str:
         fault, errors = self.fault, [answer["error"] for answer in self.answers.values()]
@@ -96,9 +115,10 @@ class Outcome:
         state = "; ".join(self.problems()) or "ok"
         steps = sorted({answer["step"] for answer in self.answers.values()})
         nodes = f", nodes of {fault.local_ranks}" if fault.local_ranks > 1 else ""
+        nodes += f", FSDP2 compressed {fault.fsdp}" if fault.fsdp else ""
         head = f"{fault.kind} rank {fault.victim}{nodes} after {fault.delay:.3f} s (survivors in step {steps})"
         knew = max((answer["failed"] for rank, answer in self.answers.items() if rank in self.ended), default=math.inf)
-        reason = errors[0].replace("\n", " ")[:200] if errors else ""
+        reason = max(errors, key=lambda text: "step " in text, default="").replace("\n", " ")[:200]
         return f"{head}: all knew {knew:.1f} s later and ended {last:.1f} s later: {state}\n    {reason}"
 
 
@@ -117,27 +137,61 @@ def rank_main(rank: int, port: int, folder: Path, fault: Fault) -> None:
     """A rank: train until something goes wrong, say what, and leave through the interpreter's ordinary end."""
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", address, timedelta(seconds=TIMEOUT), rank=rank, world_size=RANKS)
+    state, backward = _under_fsdp(rank, fault) if fault.fsdp else _under_ddp(rank, fault)
+    step, failed = 0, 0.0
+    try:
+        with state:
+            while True:
+                backward(step)
+                step += 1
+                if step == 2:
+                    (folder / f"ready-{rank}").touch()
+    except Exception as error:
+        failed, text = time.time(), str(error)
+        tracebacks = "".join(traceback.format_exception(error)).count("Traceback (most recent call last)")
+    threads = [thread.name for thread in threading.enumerate() if thread.name == "gradlab-engine"]
+    answer = {"error": text, "step": step, "threads": threads, "failed": failed, "tracebacks": tracebacks}
+    (folder / "writing").with_suffix(f".{rank}").write_text(json.dumps(answer))
+    (folder / "writing").with_suffix(f".{rank}").rename(folder / f"said-{rank}")
+
+
+def _under_ddp(rank: int, fault: Fault) -> tuple[Exchange, Callable[[int], None]]:
+    """What a rank holds under DDP, and its pass of one step."""
     model = DistributedDataParallel(Prescribed(SHAPES), bucket_cap_mb=0.05)
     state = CompressionState(_plan(model), model, within=node_group(dist.group.WORLD, fault.local_ranks))
     if fault.kind == "raise" and "wide" in state.run.codecs:
         Breaking.victim = fault.victim
         state.run.codecs["wide"] = Breaking()
     model.register_comm_hook(state, compression_hook)
-    step, failed = 0, 0.0
-    try:
-        while True:
-            model.zero_grad()
-            model(gradients(SHAPES, rank, step)).backward()
-            step += 1
-            if step == 2:
-                (folder / f"ready-{rank}").touch()
-    except Exception as error:
-        failed, text = time.time(), str(error)
-    state.close()
-    threads = [thread.name for thread in threading.enumerate() if thread.name == "gradlab-engine"]
-    answer = {"error": text, "step": step, "threads": threads, "failed": failed}
-    (folder / "writing").with_suffix(f".{rank}").write_text(json.dumps(answer))
-    (folder / "writing").with_suffix(f".{rank}").rename(folder / f"said-{rank}")
+
+    def backward(step: int) -> None:
+        model.zero_grad()
+        model(gradients(SHAPES, rank, step)).backward()
+
+    return state, backward
+
+
+def _under_fsdp(rank: int, fault: Fault) -> tuple[Exchange, Callable[[int], None]]:
+    """The same under FSDP2, of two nodes of two ranks, or of one."""
+    world = dist.group.WORLD
+    grid, names = torch.arange(RANKS).view(2 if "between" in FSDP[fault.fsdp] else 1, -1), ("replicate", "shard")
+    node, local_rank = divmod(rank, grid.shape[1])
+    mine = (grid[:, local_rank].tolist(), grid[node].tolist())
+    # A mesh that makes its own groups gives them torch's timeout of 30 minutes.
+    groups = [part_of((world,), ranks, timedelta(seconds=TIMEOUT), torch.device("cpu")) for ranks in mine]
+    mesh = DeviceMesh.from_group(groups, "cpu", mesh=grid, mesh_dim_names=names)
+    model = fsdp_tasks.sharded(mesh["shard"])
+    between = fsdp_tasks.plan_of(model, "powersgd", {"rank": 2})
+    inside = fsdp_tasks.plan_of(model, "block_scaled", {"dtype": "int8"})
+    options: dict[str, Any] = {"between": mesh["replicate"], "within": mesh["shard"], "inside": inside}
+    chosen = {name: options[name] for name in FSDP[fault.fsdp]}
+    state = compress_fsdp(model, between if "between" in chosen else inside, **chosen)
+
+    def backward(step: int) -> None:
+        model.zero_grad()
+        fsdp_tasks.backward(model, rank, step)
+
+    return state, backward
 
 
 def _plan(model: nn.Module) -> Plan:
@@ -232,7 +286,7 @@ def _free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def faults(kills: int, stops: int, draw: random.Random) -> Iterator[Fault]:
+def under_ddp(kills: int, stops: int, draw: random.Random) -> Iterator[Fault]:
     """The trials: kills at random moments, ranks that stop, and a defect on one rank; of ranks, and of nodes in turn.
 
     Between nodes the codec with the defect is that of ranks 0 and 2.
@@ -244,17 +298,30 @@ def faults(kills: int, stops: int, draw: random.Random) -> Iterator[Fault]:
         yield Fault("raise", victim, 0.0, 1 + victim // 2)
 
 
+def under_fsdp(kills: int, stops: int, draw: random.Random) -> Iterator[Fault]:
+    """Kills at random moments and ranks that stop, at what FSDP2 compresses in turn."""
+    for number, kind in enumerate(["kill"] * kills + ["stop"] * stops):
+        compressed = list(FSDP)[-1 - number % len(FSDP)]
+        yield Fault(kind, draw.randrange(RANKS), draw.uniform(0, 0.5 if kind == "kill" else 0.2), fsdp=compressed)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--stops", type=int, default=2)
+    parser.add_argument("--fsdp-kills", type=int, default=8)
+    parser.add_argument("--fsdp-stops", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     wanted = parser.parse_args()
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of torch, about the model's output
+    warnings.filterwarnings("ignore", "gradlab: the model is sharded over ranks")
     gc.collect()
     gc.freeze()  # or each rank's end looks through all that was imported, and copies it
     wrong = 0
-    for fault in faults(wanted.kills, wanted.stops, random.Random(wanted.seed)):
+    draw = random.Random(wanted.seed)
+    chosen = [*under_ddp(wanted.kills, wanted.stops, draw), *under_fsdp(wanted.fsdp_kills, wanted.fsdp_stops, draw)]
+    for fault in chosen:
         outcome = trial(fault)
         wrong += bool(outcome.problems())
         print(outcome, flush=True)

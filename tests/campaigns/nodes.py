@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.fsdp_tasks import OPTIONS
+from jobs.lgreco_tasks import REFERENCES
 from support.process_pool import ProcessPool, TaskFailed
 
 CODECS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -26,7 +27,7 @@ CODECS: dict[str, tuple[str, dict[str, Any]]] = {
     "top-k": ("topk", {"density": 0.05}),
     "PowerSGD": ("powersgd", {"rank": 2}),
     "signs": ("sign", {}),
-    "a rank for each layer, as L-GreCo has it": ("powersgd", {"rank": [3, 1, 2]}),
+    "a rank for each layer": ("powersgd", {"rank": [3, 1, 2]}),
 }
 
 
@@ -63,6 +64,7 @@ def trials(nodes: int, local_ranks: int, folder: Path) -> Iterator[Trial]:
             _wrong_steps,
             {**arguments, "nodes": nodes, "option": "default"},
         )
+    yield from _of_fitted_plans(nodes, local_ranks, folder)
     yield Trial("DDP: resumed == never stopped", "jobs.node_tasks:resumed", _all_true, {"local_ranks": local_ranks})
     yield Trial(
         "FSDP2: 200 steps of identity == native HSDP, bit for bit",
@@ -89,6 +91,38 @@ def trials(nodes: int, local_ranks: int, folder: Path) -> Iterator[Trial]:
             "jobs.fsdp_tasks:resumed",
             lambda results: _all_true([one["same"] for one in results]),
             {"nodes": nodes, "folder": str(folder / f"{nodes}x{local_ranks}x{levels}"), "levels": levels},
+        )
+
+
+def _of_fitted_plans(nodes: int, local_ranks: int, folder: Path) -> Iterator[Trial]:
+    """L-GreCo's plans, fitted to a recording of DDP as the nodes of this size have it."""
+    fits = folder / f"fits-{nodes}x{local_ranks}"
+    yield Trial(
+        "L-GreCo: layers' settings differ in the plans fitted",
+        "jobs.lgreco_tasks:fitted",
+        lambda results: "" if all(len(set(one)) > 1 for one in results[0].values()) else f"uniform: {results[0]}",
+        {"local_ranks": local_ranks, "folder": str(fits)},
+    )
+    for codec in REFERENCES:
+        path = str(fits / f"{codec}.safetensors")
+        yield Trial(
+            f"L-GreCo's plan for {codec}, DDP: bytes as forecast, ranks agree",
+            "jobs.lgreco_tasks:between_nodes",
+            _wrong_agreement,
+            {"local_ranks": local_ranks, "path": path},
+        )
+        arguments = {"nodes": nodes, "codec": "artifact", "settings": {"path": path}}
+        yield Trial(
+            f"L-GreCo's plan for {codec}, FSDP2: bytes as forecast, nodes agree",
+            "jobs.fsdp_tasks:compressed",
+            _wrong_agreement,
+            arguments,
+        )
+        yield Trial(
+            f"L-GreCo's plan for {codec}, FSDP2: lockstep's gradients and states, bit for bit",
+            "jobs.fsdp_tasks:against_lockstep",
+            _wrong_steps,
+            {**arguments, "option": "default"},
         )
 
 

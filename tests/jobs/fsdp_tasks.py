@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
+from gradlab.artifact import Artifact
 from gradlab.codec import Context, exchange_group
 from gradlab.codecs.identity import Identity
 from gradlab.collectives import mean_of_node, run_lockstep
@@ -74,11 +75,14 @@ def sharded(mesh: DeviceMesh, change: Callable[[nn.Module], nn.Module] = lambda 
 def plan_of(model: nn.Module, codec: str, settings: dict[str, Any]) -> Plan:
     """Every matrix in a group of its own; of two blocks the first matrices are one group. "identity": nothing.
 
+    "artifact": the plan of the file at `path`.
     Of a list in place of a setting the groups take one value each, in turn, as in a plan by layer.
     """
     layers = layers_of(model)
     if codec == "identity":
         return Plan(layers)
+    if codec == "artifact":
+        return Artifact.load(settings["path"]).plan
     joined = ("blocks.0.up.weight", "blocks.1.up.weight")
     names = [layer.name for layer in layers if len(layer.shape) > 1 and layer.name not in joined]
     members = {"joined": joined, **{name: (name,) for name in names}}

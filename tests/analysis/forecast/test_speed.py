@@ -126,8 +126,8 @@ def test_everything_of_a_small_trace(tmp_path: Path) -> None:
     assert set(data["replays"]) == set(USUAL)
     assert data["verdict"].startswith("At 1 Mbit/s between 2 nodes")
     assert data["payoff"]["places"][0].keys() == {
-        "nodes", "bits_per_second", "dense_seconds", "dense_way", "seconds", "best", "best_seconds", "saved", "pays", "closest",
-        "closest_saves", "fastest", "fastest_saves",
+        "nodes", "bits_per_second", "dense_seconds", "dense_way", "seconds", "best", "best_seconds", "saved", "pays",
+        "closest", "closest_saves", "fastest", "fastest_saves",
     }  # fmt: skip
     assert [layer["place"] for layer in data["between_nodes"]["layers"]] == [
         ["first"], ["after a residual addition"], ["last"],
