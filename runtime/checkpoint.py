@@ -100,10 +100,7 @@ def redistribute(
     Raises:
         GradlabError: for another policy, another plan, or checkpoints that are not those of one run, whole.
     """
-    if not isinstance(saved, Sequence) or isinstance(saved, (str, bytes)):
-        raise GradlabError(f"expected a list with the checkpoint of every old rank, not {type(saved).__name__}")
-    if residuals not in POLICIES:
-        raise GradlabError(f"residuals = {residuals!r}, expected one of {', '.join(POLICIES)}")
+    check_arguments(saved, residuals)
     ranks = [one.get("rank") if isinstance(one, Mapping) else None for one in saved]
     if not saved or ranks != list(range(len(saved))):
         raise GradlabError(f"checkpoints of ranks {ranks}, expected those of ranks 0 to N - 1, in order")
@@ -116,7 +113,7 @@ def redistribute(
         raise GradlabError(f"checkpoint of rank {other[0]['rank']}: of shards under FSDP, this run has whole layers")
     if len({one.get("iteration") for one in saved}) > 1:
         raise GradlabError(f"checkpoints of iterations {[one.get('iteration') for one in saved]}, expected one step's")
-    by_node, layers = _by_node(run, saved), {group.name: group.layers for group in run.plan.groups}
+    by_node, layers = states_by_node(run, saved), {group.name: group.layers for group in run.plan.groups}
     rates = dict(saved[ROOT]["learning_rates"])
     states = {}
     for group, (owner, kept) in by_node.items():
@@ -126,19 +123,30 @@ def redistribute(
     _continue(run, saved[ROOT], moved(states, device), rates, saved[ROOT].get("refresh"))
 
 
-def redistribute_shards(
-    run: PlanRun,
-    saved: Sequence[Mapping[str, Any]],
-    identity: Mapping[str, Any],
-    residuals: str,
-    device: HostDevice,
-) -> list[Mapping[str, Any]]:
-    """Continue from the `save` of every rank of a run whose nodes hold as many shards each.
+def check_arguments(saved: object, residuals: str) -> None:
+    """Refuse what is no list of checkpoints, or no policy for residuals.
 
-    Arguments and errors are those of `redistribute`.
+    Raises:
+        GradlabError: for one of them.
+    """
+    if not isinstance(saved, Sequence) or isinstance(saved, (str, bytes)):
+        raise GradlabError(f"expected a list with the checkpoint of every old rank, not {type(saved).__name__}")
+    if residuals not in POLICIES:
+        raise GradlabError(f"residuals = {residuals!r}, expected one of {', '.join(POLICIES)}")
+
+
+def same_shards(saved: Sequence[Mapping[str, Any]], identity: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Choose the checkpoints of the same shards from those of all ranks, whose nodes hold as many shards each.
+
+    Args:
+        saved: what `save` gave on each of the old ranks.
+        identity: of this run, with its number of shards and its place among them.
 
     Returns:
-        The checkpoints of the same shards, which are used, in the order of nodes.
+        One checkpoint per node, as a run of whole layers between as many ranks has them, for `redistribute`.
+
+    Raises:
+        GradlabError: for another number of shards, or checkpoints that are not those of whole nodes.
     """
     mine = (identity["shards"], identity["local_rank"])
     column = [one for one in saved if isinstance(one, Mapping) and (one.get("shards"), one.get("local_rank")) == mine]
@@ -148,15 +156,16 @@ def redistribute_shards(
             f"checkpoints of {len(saved)} ranks with {sorted(map(str, shards))} shards, this run has {mine[0]}: nodes "
             "may change in number, shards may not"
         )
-    alone: list[Any] = [{**one, "rank": one.get("node"), "world_size": len(column), "shards": 1} for one in column]
-    for one in alone:
-        del one["node"], one["local_rank"]
-    alone.sort(key=lambda one: (not isinstance(one["rank"], int), str(one["rank"])))
-    redistribute(run, alone, {"plan": identity["plan"]}, residuals, device)
-    return alone
+    of_shards = ("shards", "node", "local_rank")
+    alone = [{key: value for key, value in one.items() if key not in of_shards} for one in column]
+    for before, one in zip(column, alone, strict=True):
+        one |= {"rank": before.get("node"), "world_size": len(column)}
+    return sorted(alone, key=lambda one: one["rank"] if isinstance(one["rank"], int) else len(column))
 
 
-def _by_node(run: PlanRun, saved: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Mapping[str, Any], list[Tensors]]]:
+def states_by_node(
+    run: PlanRun, saved: Sequence[Mapping[str, Any]]
+) -> dict[str, tuple[Mapping[str, Any], list[Tensors]]]:
     """Sort all old ranks' states: of each group, the checkpoint of an owner, and every node's state.
 
     Without nodes every rank is one, and owns all groups.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,14 @@ class ReductionRecord:
 
     payload_bytes: int = 0
     wire_bytes: int = 0
+
+
+class Resumption(NamedTuple):
+    """Where the run of one shard goes on: states by group, the next step's number, and learning rates by layer."""
+
+    states: dict[str, Tensors]
+    iteration: int
+    learning_rates: dict[str, float]
 
 
 class ShardReduction:
@@ -149,15 +157,15 @@ class ShardReduction:
         identity = {"plan": self.whole.digest, "shards": len(self.runs)}
         return {**identity, "parts": [checkpoint.save(run, {}) for run in self.runs]}
 
-    def load_state_dicts(
-        self, saved: Sequence[Mapping[str, Any]], device: HostDevice, place: tuple[int, int, str] | None = None
-    ) -> None:
-        """Continue from what `state_dict` gave.
+    def resumptions(self, saved: Sequence[Any], place: tuple[int, int, str] | None = None) -> list[Resumption]:
+        """Check what `state_dict` gave, and work out how this rank goes on from it. Nothing is changed yet.
 
         Args:
-            saved: of this rank; or, with `place`, of the same shards' rank on every old node.
-            device: where the residuals are needed.
+            saved: of this rank; or, with `place`, of the same shards' rank on every old node, in their order.
             place: this rank's node, the number of nodes, and the policy for residuals.
+
+        Returns:
+            One for each of the node's shards, for `resume`.
 
         Raises:
             GradlabError: for another plan or number of shards, or states that do not fit.
@@ -167,18 +175,40 @@ class ShardReduction:
                 if one.get(key) != expected:
                     came = repr(one.get(key))[:80]
                     raise GradlabError(f"checkpoint: inside nodes, {key} is {came}, this run has {expected!r}")
-        for shard, run in enumerate(self.runs):
-            parts = [one["parts"][shard] for one in saved]
-            by_node = [checkpoint.states_of(run, part) for part in parts]
-            states = by_node[0]
-            if place is not None:
-                node, nodes, policy = place
-                states = {
-                    group: run.codecs[group].redistribute([one[group] for one in by_node], node, nodes, policy)
-                    for group in states
-                }
-            run.states, run.iteration = checkpoint.moved(states, device), parts[0]["iteration"]
-            run.learning_rates = {name: float(rate) for name, rate in parts[0]["learning_rates"].items()}
+        parts = [one.get("parts") for one in saved]
+        whole = (isinstance(of_rank, list) and len(of_rank) == len(self.runs) for of_rank in parts)
+        if not all(whole) or not all(isinstance(part, Mapping) for of_rank in parts for part in of_rank):
+            raise GradlabError(f"checkpoint: inside nodes, expected the states of {len(self.runs)} shards")
+        found = [
+            _resumption(run, of_shard, place) for run, of_shard in zip(self.runs, zip(*parts, strict=True), strict=True)
+        ]
+        if len({one.iteration for one in found}) > 1:
+            raise GradlabError(f"checkpoint: inside nodes, iterations {[one.iteration for one in found]}, expected one")
+        return found
+
+    def resume(self, found: Sequence[Resumption], device: HostDevice) -> None:
+        """Go on from `resumptions`.
+
+        Args:
+            found: one for each of the node's shards.
+            device: where the residuals are needed.
+        """
+        for run, one in zip(self.runs, found, strict=True):
+            run.states, run.iteration = checkpoint.moved(one.states, device), one.iteration
+            run.learning_rates = one.learning_rates
+
+
+def _resumption(run: PlanRun, parts: Sequence[Any], place: tuple[int, int, str] | None) -> Resumption:
+    """How a rank's run of one shard goes on from those of the same rank and shard on all old nodes."""
+    if any(part.get("iteration") != parts[0].get("iteration") for part in parts):
+        raise GradlabError("checkpoint: inside nodes, states of several iterations, expected one step's")
+    states = {group: kept for group, (_, kept) in checkpoint.states_by_node(run, parts).items()}
+    dealt = {
+        group: kept[0] if place is None else run.codecs[group].redistribute(kept, *place)
+        for group, kept in states.items()
+    }
+    rates = {name: float(rate) for name, rate in parts[0]["learning_rates"].items()}
+    return Resumption(dealt, parts[0]["iteration"], rates)
 
 
 class UnitReduceScatter:

@@ -227,9 +227,10 @@ class FSDPCompression(Exchange):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`; see `Exchange.load_state_dict`."""
         self._require_same_levels([state])
+        found = None if self.inside is None else self.inside.resumptions([state["inside"]])
         super().load_state_dict(state)
-        if self.inside is not None:
-            self.inside.load_state_dicts([state["inside"]], self._device)
+        if self.inside is not None and found is not None:
+            self.inside.resume(found, self._device)
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]], residuals: str) -> None:
         """Continue the run of other nodes that have as many shards each; see `Exchange.load_state_dicts`.
@@ -242,12 +243,15 @@ class FSDPCompression(Exchange):
             GradlabError: as there, and for another number of shards.
         """
         self._require_between_steps()
-        self._require_same_levels(states)
+        checkpoint.check_arguments(states, residuals)
+        column = checkpoint.same_shards(states, self._identity())
+        self._require_same_levels(column)
         assert self._topology is not None
-        column = checkpoint.redistribute_shards(self.run, states, self._identity(), residuals, self._device)
-        if self.inside is not None:
-            place = (self._topology.node, len(self._topology.nodes), residuals)
-            self.inside.load_state_dicts([one["inside"] for one in column], self._device, place)
+        place = (self._topology.node, len(self._topology.nodes), residuals)
+        found = None if self.inside is None else self.inside.resumptions([one["inside"] for one in column], place)
+        checkpoint.redistribute(self.run, column, {"plan": self.plan.digest}, residuals, self._device)
+        if self.inside is not None and found is not None:
+            self.inside.resume(found, self._device)
         self._driver.ranks_compared = False
 
     def report(self) -> dict[str, Any]:
@@ -264,7 +268,8 @@ class FSDPCompression(Exchange):
 
     def _identity(self) -> dict[str, Any]:
         identity = super()._identity()
-        return {**identity, "shards": identity.pop("local_ranks")}
+        shards = identity.pop("local_ranks")  # which would say that local ranks share out whole layers
+        return {**identity, "shards": shards}
 
     def _place(self) -> reporting.Place:
         everyone, topology = self._driver.everyone, self._topology

@@ -360,6 +360,102 @@ def fewer_nodes(group: dist.ProcessGroup, policy: str) -> dict[str, Any]:
     return {"due": [float(before.norm()) / 4, float(kept.norm()) / 2], "iteration": iteration, "refusal": refusal}
 
 
+def fewer_nodes_inside(group: dist.ProcessGroup, nodes: int, policy: str) -> dict[str, Any]:
+    """A run of compressed reduce-scatters goes on with half as many nodes: what was due of every shard, and then is.
+
+    There are ranks for the new run alone. The checkpoints of the old one's nodes come from two runs, one after the
+    other.
+    """
+    rank, halves = dist.get_rank(group), 2
+    mesh = mesh_of(group, nodes)
+    width = group.size() // nodes
+    everyone: list[dict[str, Any]] = []
+    for half in range(halves):
+        state, model = _in_two_levels(mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            _train(model, optimizer, rank + half * group.size(), step)
+        saved: list[Any] = [None] * group.size()
+        dist.all_gather_object(saved, state.state_dict(), group=group)
+        state.close()
+        everyone += [_moved_to(one, half * nodes, nodes * halves, width) for one in saved]
+    again, model = _in_two_levels(mesh)
+    messages = _refusals_of_states(again, everyone, policy)
+    again.load_state_dicts(everyone, policy)
+    kept: list[Any] = [None] * group.size()
+    dist.all_gather_object(kept, again.state_dict(), group=group)
+    backward(model, rank, 3)
+    iterations = [again.iteration, *(run.iteration for run in again.inside.runs)] if again.inside else []
+    again.close()
+    due = [_due_inside(saved, width) for saved in (everyone, kept)]
+    return {"due": due, "iterations": iterations, "refusals": messages}
+
+
+def _in_two_levels(mesh: DeviceMesh) -> tuple[FSDPCompression, Any]:
+    model = sharded(mesh["shard"])
+    plan, inner = plan_of(model, "topk", {"density": 0.1}), plan_of(model, "block_scaled", {"dtype": "int8"})
+    return compress_fsdp(model, plan, between=mesh["replicate"], within=mesh["shard"], inside=inner), model
+
+
+def _moved_to(saved: dict[str, Any], first: int, nodes: int, width: int) -> dict[str, Any]:
+    """A rank's checkpoint, as it is in a run of more nodes, whose node 0 is `first` there."""
+    return {
+        **saved,
+        "rank": saved["rank"] + first * width,
+        "node": saved["node"] + first,
+        "world_size": nodes * width,
+    }
+
+
+def _due_inside(states: list[dict[str, Any]], width: int) -> list[float]:
+    """By local rank and shard of a node: the norm of all layers' residuals' means over nodes."""
+    norms = []
+    for local_rank in range(width):
+        for shard in range(width):
+            parts = [one["inside"]["parts"][shard]["states"] for one in states if one["local_rank"] == local_rank]
+            means = [sum(part[key].double() for part in parts) / len(parts) for key in parts[0]]
+            norms.append(float(sum(mean.square().sum() for mean in means)) ** 0.5)
+    return norms
+
+
+def _refusals_of_states(state: FSDPCompression, everyone: list[dict[str, Any]], policy: str) -> dict[str, str]:
+    """What is said of checkpoints that do not fit. None of them may have changed the state."""
+
+    def spoiled(change: Callable[[dict[str, Any]], Any]) -> list[dict[str, Any]]:
+        copies = [{**one, "inside": {**one["inside"], "parts": list(one["inside"]["parts"])}} for one in everyone]
+        for one in copies:
+            change(one)
+        return copies
+
+    def without_a_state(one: dict[str, Any]) -> None:
+        if one["node"] == 1:
+            first, *others = one["inside"]["parts"]
+            one["inside"]["parts"] = [{**first, "states": dict(list(first["states"].items())[1:])}, *others]
+
+    def of_another_step(one: dict[str, Any]) -> None:
+        one["inside"]["parts"] = [{**part, "iteration": 2 + one["node"]} for part in one["inside"]["parts"]]
+
+    attempts: dict[str, Any] = {
+        "fewer shards": spoiled(lambda one: one["inside"]["parts"].pop()),
+        "no state": spoiled(lambda one: one["inside"].update(parts=[None, None])),
+        "no parts": spoiled(lambda one: one["inside"].pop("parts")),
+        "another plan": spoiled(lambda one: one["inside"].update(plan="other")),
+        "one level": spoiled(lambda one: one.pop("inside")),
+        "a state is missing": spoiled(without_a_state),
+        "several steps": spoiled(of_another_step),
+        "a node is missing": [one for one in everyone if one["node"] != 1],
+        "no list": 3,
+    }
+    messages = {
+        name: _refusal(lambda saved=saved: state.load_state_dicts(saved, policy)) for name, saved in attempts.items()
+    }
+    messages["a policy"] = _refusal(lambda: state.load_state_dicts(everyone, "mean"))
+    messages["alone"] = _refusal(lambda: state.load_state_dict(everyone[dist.get_rank()]))
+    assert state.iteration == 0
+    assert not state.states
+    return messages
+
+
 def refused(group: dist.ProcessGroup) -> dict[str, str]:
     """What is said of models and meshes that do not fit."""
     rank, mesh = dist.get_rank(group), mesh_of(group, 2)

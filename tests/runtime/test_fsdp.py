@@ -10,6 +10,7 @@ import pytest
 from gradlab.layout import Layer
 from gradlab.plan import FEEDBACK, Group, Plan
 from gradlab.plan.shards import shard_plan
+from gradlab.runtime.checkpoint import same_shards
 from jobs.fsdp_tasks import OPTIONS
 from support.process_pool import ProcessPool
 
@@ -84,6 +85,39 @@ def test_four_nodes_become_two(pool: ProcessPool, policy: str) -> None:
         assert after == pytest.approx(before, rel=1e-6)
         assert result["iteration"] == 4
         assert "load_state_dicts takes the checkpoints of all old ranks" in result["refusal"]
+
+
+@pytest.mark.parametrize("policy", ["split", "sum", "drop"])
+def test_residuals_of_the_reduce_scatter_go_on_at_fewer_nodes(pool: ProcessPool, policy: str) -> None:
+    """Four nodes of two shards become two: the mean over nodes of what waits, by local rank and shard."""
+    expected = {
+        "fewer shards": "inside nodes, expected the states of 2 shards",
+        "no state": "inside nodes, expected the states of 2 shards",
+        "no parts": "inside nodes, expected the states of 2 shards",
+        "another plan": "inside nodes, plan is 'other'",
+        "one level": "this run has a plan inside nodes",
+        "a state is missing": "checkpoint of rank 1: other states than in that of rank 0",
+        "several steps": "states of several iterations",
+        "a node is missing": "checkpoints of ranks [0, 2, 3], expected those of ranks 0 to N - 1",
+        "no list": "expected a list with the checkpoint of every old rank, not int",
+        "a policy": "residuals = 'mean', expected one of",
+        "alone": "load_state_dicts takes the checkpoints of all old ranks",
+    }
+    for result in pool.run("jobs.fsdp_tasks:fewer_nodes_inside", 4, nodes=2, policy=policy):
+        before, after = result["due"]
+        assert min(before) > 0
+        assert after == ([0.0] * 4 if policy == "drop" else pytest.approx(before, rel=1e-6))
+        assert result["iterations"] == [4] * 3
+        assert result["refusals"].keys() == expected.keys()
+        for name, words in expected.items():
+            assert words in result["refusals"][name], name
+
+
+def test_checkpoints_of_many_nodes_are_in_their_order() -> None:
+    """As numbers: as text node 10 would come before node 2."""
+    saved = [{"shards": 2, "node": rank // 2, "local_rank": rank % 2, "rank": rank} for rank in range(24)]
+    column = same_shards(saved, {"shards": 2, "local_rank": 1})
+    assert [one["rank"] for one in column] == list(range(12))
 
 
 def test_what_does_not_fit_is_refused_at_construction(pool: ProcessPool) -> None:
