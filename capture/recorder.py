@@ -324,7 +324,9 @@ def _source_of(model: object, wrap: Any, within: Any, between: Any) -> Source:
     if not isinstance(inner, DistributedDataParallel) and is_sharded(inner):
         assert isinstance(inner, torch.nn.Module)
         if between is None:
-            raise GradlabError(f"TraceRecorder: the model is under FSDP2; give between=mesh['replicate']: {HOW_TO}")
+            raise GradlabError(
+                f"TraceRecorder: the model is in FSDP2 (fully_shard); give between=mesh['replicate']: {HOW_TO}"
+            )
         for name, value in (("within", within), ("wrap", wrap)):
             if value is not None:
                 raise GradlabError(f"TraceRecorder: {name} is of a model in DDP, and this one is under FSDP2")

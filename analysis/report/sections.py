@@ -134,7 +134,7 @@ def _speed(data: Json) -> Section | None:
     tables = [Table("Step times", columns, rows, note, text_columns=3)]
     if speed.compute_seconds is not None:
         caution = "Speed alone: whether a plan's update is worth it is another question, see its cosine above."
-        header = ("plan", "nodes", f"faster than {speed.network.dense}")
+        header = ("plan", "nodes", "faster than dense")
         tables.append(Table("Break-even link speed", header, even, caution, text_columns=1))
     drawing = Drawing(
         "payoff",
