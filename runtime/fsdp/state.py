@@ -28,22 +28,24 @@ from gradlab.ddp.sharded_units import (
 )
 from gradlab.ddp.topology import find_grid, group_along
 from gradlab.errors import GradlabError
-from gradlab.executor.reduce_scatter import check_alone
 from gradlab.plan import Plan
-from gradlab.plan.shards import shard_plan
 from gradlab.runtime import checkpoint
 from gradlab.runtime import run_report as reporting
-from gradlab.runtime.checks import agree_on_mesh, check, check_timeout, given_plan
+from gradlab.runtime.checks import agree_on_mesh, check_timeout, given_plan
 from gradlab.runtime.engine.assembly import make_shard_driver
 from gradlab.runtime.engine.device import HostDevice
 from gradlab.runtime.engine.driver import Iteration, Part
 from gradlab.runtime.engine.options import RunOptions
 from gradlab.runtime.exchange import Exchange, Result, surroundings_of
+from gradlab.runtime.fsdp.levels import HeldShards, Levels
 from gradlab.runtime.fsdp.reduction import ShardReduction, UnitReduceScatter
 from gradlab.runtime.network.faults import CommunicationError
 from gradlab.saving import bytes_in_16_bits
 
 Mesh = dist.DeviceMesh | dist.ProcessGroup
+
+
+CALLER = "compress_fsdp"  # named at the front of errors
 
 
 class FSDPCompression(Exchange):
@@ -67,62 +69,52 @@ class FSDPCompression(Exchange):
         timeout: timedelta | None = None,
         **options: Any,
     ) -> None:
-        caller = "compress_fsdp"
-        units = units_of(model, caller)
-        device, row = units[0].device, shard_group(units, caller)
+        units = units_of(model, CALLER)
+        device, row = units[0].device, shard_group(units, CALLER)
         column = _column(between, within, row, device)
         topology = find_grid(row, column, device)
         if between is None and row.size() < dist.get_world_size():
             _warn_of_the_rest(row)
         chosen = RunOptions(**options)
-        order = {layer.name: position for position, layer in enumerate(layers_of_units(model))}
-        shards = sorted((shard for unit in units for shard in unit.shards), key=lambda one: order[one.layer.name])
-        local = {shard.layer.name: shard for shard in shards}
-        names = {shard.layer.name: unit.name for unit in units for shard in unit.shards}
-        whole = [(shard.layer, shard.parameter) for shard in shards]
-        of_nodes: list[Plan] = []  # as it was given, and of the shards
-        of_ranks: list[Plan] = []  # the same of the plan inside a node
+        held = HeldShards(units, layers_of_units(model))
+        levels: list[Levels] = []
 
         def attempt() -> None:
-            first = given_plan(plan, caller)
             check_timeout(timeout)
-            _check_hooks(units, within, caller)
+            _check_hooks(units, within)
             if between is not None and len(topology.nodes) == 1:
-                raise GradlabError(f"{caller}: between has one rank: there is nothing to compress between nodes")
-            second = _plan_inside(first, between, within, inside, caller)
-            of_nodes.append(first if between is not None else Plan(tuple(layer for layer, _ in whole)))
-            check(of_nodes[0], whole, len(topology.nodes), chosen)
-            of_nodes.append(shard_plan(of_nodes[0], {name: shard.shape for name, shard in local.items()}, names))
-            if second is not None:
-                check(second, whole, row.size(), chosen)
-                check_alone(second)
-                padded = {name: shard.padded_shape for name, shard in local.items()}
-                of_ranks.extend((second, shard_plan(second, padded, names)))
+                raise GradlabError(f"{CALLER}: between has one rank: there is nothing to compress between nodes")
+            first = given_plan(plan, CALLER)
+            second = _plan_inside(first, between, within, inside)
+            levels.append(held.levels(first if between is not None else Plan(held.layers), second, topology, chosen))
 
-        def same() -> dict[str, Any]:
-            digests = {"the plan (sha256)": of_nodes[0].digest}
-            if of_ranks:
-                digests["the plan inside nodes (sha256)"] = of_ranks[0].digest
-            return {**digests, **chosen.same_everywhere()}
-
-        agree_on_mesh((row, column), device, attempt, same)
-        self._units, self._shards = units, local
+        agree_on_mesh((row, column), device, attempt, lambda: {**levels[0].digests, **chosen.same_everywhere()})
+        self._units, self._shards = units, held.by_name
         self._stream: Any = None
-        pairs = [(layer, local[layer.name].values()) for layer in of_nodes[1].layers]
+        pairs = [(layer, held.by_name[layer.name].values()) for layer in levels[0].shards.layers]
         host = HostDevice(device)
-        self._around = surroundings_of(pairs, chosen, {shard.parameter: name for name, shard in local.items()})
-        make = partial(make_shard_driver, of_nodes[1], (row, column), topology, self._around, chosen, host, timeout)
-        self._set_up(of_nodes[1], pairs, chosen, host, make)
-        self.plan = of_nodes[0]
-        self._topology = topology
+        self._around = surroundings_of(pairs, chosen, {one.parameter: name for name, one in held.by_name.items()})
+        make = partial(
+            make_shard_driver, levels[0].shards, (row, column), topology, self._around, chosen, host, timeout
+        )
+        self._set_up(levels[0].shards, pairs, chosen, host, make)
+        self.plan, self._topology = levels[0].whole, topology
         self._finalizer = weakref.finalize(self, self._driver.close)
-        self.inside: ShardReduction | None = None
-        if of_ranks:
-            assert self._driver.beside is not None
-            self.inside = ShardReduction(of_ranks[0], of_ranks[1], self._driver.beside, self.run.settings)
+        self.inside = self._reduction(levels[0])
+        self._attach()
+
+    def _reduction(self, levels: Levels) -> ShardReduction | None:
+        """The reduce-scatters, if they are compressed."""
+        if levels.inside is None or levels.inside_shards is None:
+            return None
+        assert self._driver.beside is not None
+        return ShardReduction(levels.inside, levels.inside_shards, self._driver.beside, self.run.settings)
+
+    def _attach(self) -> None:
+        """Set the units' hooks. These do not keep the state alive."""
         me = weakref.ref(self)
-        for unit in units:
-            reduction = UnitReduceScatter(partial(_reduce, me), unit) if self.inside else None
+        for unit in self._units:
+            reduction = None if self.inside is None else UnitReduceScatter(partial(_reduce, me), unit)
             set_hooks(unit, partial(_hook, me, unit), reduction)
 
     # --- steps ---
@@ -341,34 +333,34 @@ def _column(
 ) -> dist.ProcessGroup:
     """The ranks that hold the same shards; this one alone where nothing is compressed between nodes."""
     if between is None and within is None:
-        raise GradlabError(f"compress_fsdp: neither between nor within; {HOW_TO}")
+        raise GradlabError(f"{CALLER}: neither between nor within; {HOW_TO}")
     if within is not None:
         along = group_along(within, "within")
         its = [] if along is None else dist.get_process_group_ranks(along)
         if its != dist.get_process_group_ranks(row):
             shards = dist.get_process_group_ranks(row)
-            raise GradlabError(f"compress_fsdp: within has the ranks {its}, the model is sharded over {shards}")
+            raise GradlabError(f"{CALLER}: within has the ranks {its}, the model is sharded over {shards}")
     if between is None:
         return part_of((row,), [dist.get_rank()], None, device)
     column = group_along(between, "between")
     if column is None:
-        raise GradlabError("compress_fsdp: between is a process group that this rank is not in")
+        raise GradlabError(f"{CALLER}: between is a process group that this rank is not in")
     return column
 
 
-def _plan_inside(first: Plan, between: Mesh | None, within: Mesh | None, inside: Any, caller: str) -> Plan | None:
+def _plan_inside(first: Plan, between: Mesh | None, within: Mesh | None, inside: Any) -> Plan | None:
     """The plan of the reduce-scatters, if they are compressed."""
     if within is None:
         if inside is not None:
-            raise GradlabError(f"{caller}: inside is the plan of the reduce-scatter; give within=mesh['shard'] too")
+            raise GradlabError(f"{CALLER}: inside is the plan of the reduce-scatter; give within=mesh['shard'] too")
         return None
     if between is None:
         if inside is not None:
-            raise GradlabError(f"{caller}: without between, the plan itself is that of the reduce-scatter")
+            raise GradlabError(f"{CALLER}: without between, the plan itself is that of the reduce-scatter")
         return first
     if inside is None:
-        raise GradlabError(f"{caller}: between and within: give inside= too, the plan of the reduce-scatter")
-    return given_plan(inside, caller)
+        raise GradlabError(f"{CALLER}: between and within: give inside= too, the plan of the reduce-scatter")
+    return given_plan(inside, CALLER)
 
 
 def _warn_of_the_rest(row: dist.ProcessGroup) -> None:
@@ -381,11 +373,11 @@ def _warn_of_the_rest(row: dist.ProcessGroup) -> None:
         )
 
 
-def _check_hooks(units: Sequence[Unit], within: Mesh | None, caller: str) -> None:
+def _check_hooks(units: Sequence[Unit], within: Mesh | None) -> None:
     if hooked := attached_hooks(units):
-        raise GradlabError(f"{caller}: {hooked[0]} has an all-reduce hook already, and FSDP takes one")
+        raise GradlabError(f"{CALLER}: {hooked[0]} has an all-reduce hook already, and FSDP takes one")
     if within is not None and (replaced := custom_reductions(units)):
-        raise GradlabError(f"{caller}: {replaced[0]} has a reduce-scatter of its own already, and FSDP takes one")
+        raise GradlabError(f"{CALLER}: {replaced[0]} has a reduce-scatter of its own already, and FSDP takes one")
 
 
 def _reduce(
