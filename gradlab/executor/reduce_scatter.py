@@ -17,7 +17,7 @@ from gradlab.collectives import AllToAll, Coroutine, Gather, as_requests, mean_o
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
 
-ALLOWED = ("error_feedback",)
+ALLOWED = ("error_feedback", "hadamard")
 
 
 def check_alone(plan: Plan) -> None:

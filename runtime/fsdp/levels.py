@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gradlab.ddp.sharded_units import Unit
+from gradlab.ddp.topology import Topology
 from gradlab.executor.reduce_scatter import check_alone
 from gradlab.layout import Layer
 from gradlab.plan import Plan
 from gradlab.plan.shards import shard_plan
 from gradlab.runtime.checks import check
 from gradlab.runtime.engine.options import RunOptions
-from gradlab.runtime.fsdp.units import Unit
-from gradlab.runtime.network.topology import Topology
 
 
 @dataclass(frozen=True)

@@ -522,13 +522,21 @@ def unused(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def reduced(
-    group: dist.ProcessGroup, nodes: int, codec: str, settings: dict[str, Any], between: str = ""
+    group: dist.ProcessGroup,
+    nodes: int,
+    codec: str,
+    settings: dict[str, Any],
+    between: str = "",
+    rotated: bool = False,
 ) -> dict[str, Any]:
     """A compressed reduce-scatter, and perhaps an exchange between nodes behind it, as lockstep has them."""
     rank, mesh = dist.get_rank(group), mesh_of(group, nodes)
     ours = sharded(mesh["shard"])
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
     plan = plan_of(ours, codec, settings)
+    if rotated:
+        rotation = Wrap("hadamard", {"block": 64})
+        plan = replace(plan, groups=tuple(replace(one, wrappers=(*one.wrappers, rotation)) for one in plan.groups))
     options: dict[str, Any] = {"deterministic": True, "optimizer": optimizer, "within": mesh["shard"]}
     if between:
         second = plan_of(ours, between, {"density": 0.1})

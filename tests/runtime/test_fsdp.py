@@ -70,6 +70,14 @@ def test_a_compressed_reduce_scatter_does_what_lockstep_does(
         assert result["counted"] == result["forecast"]
 
 
+def test_a_rotated_reduce_scatter_under_another_level_does_what_lockstep_does(pool: ProcessPool) -> None:
+    """4 bits after a Hadamard rotation inside, top-k between: bit for bit."""
+    arguments = {"codec": "block_scaled", "settings": {"dtype": "int4"}, "between": "topk", "rotated": True}
+    for result in pool.run("jobs.fsdp_tasks:reduced", 4, nodes=2, **arguments):
+        assert result["same"] == [True] * 4
+        assert result["counted"] == result["forecast"]
+
+
 @pytest.mark.parametrize("levels", [1, 2])
 def test_a_run_resumed_by_distributed_checkpoint_is_the_run_that_went_on(
     pool: ProcessPool, tmp_path: Path, levels: int
@@ -132,7 +140,7 @@ def test_what_does_not_fit_is_refused_at_construction(pool: ProcessPool) -> None
         "a plan inside alone": "give within=mesh['shard'] too",
         "within other ranks": "within has the ranks [",
         "means on its way": "codec powersgd takes means over ranks on its way",
-        "a wrapper": "wrapper two_way has no place in a reduce-scatter, only error_feedback",
+        "a wrapper": "wrapper two_way has no place in a reduce-scatter, only error_feedback, hadamard",
         "the shards' mesh": "are not rows and columns of one mesh",
         "columns that cross": "are not rows and columns of one mesh",
         "one node": "between has one rank",

@@ -53,6 +53,8 @@ WRAPPINGS: dict[str, tuple[Wrap, ...]] = {
     ),
     "feedback over weight decay": (Wrap("error_feedback"), Wrap("weight_decay")),
     "feedback over local momentum": (Wrap("error_feedback"), Wrap("local_momentum")),
+    "rotation under feedback": (Wrap("error_feedback"), Wrap("hadamard", {"block": 64})),
+    "feedback under rotation": (Wrap("hadamard"), Wrap("error_feedback")),
     "feedback twice": (Wrap("error_feedback"), Wrap("error_feedback")),
     "feedback over correction": (Wrap("error_feedback"), Wrap("momentum_correction")),
     "momentum over correction": (Wrap("momentum"), Wrap("momentum_correction")),
