@@ -68,6 +68,7 @@ class Configuration(Jsonable):
     nodes: number of nodes, one rank each.
     bits_per_second: the link's speed.
     dense_seconds: plain DDP's step.
+    half_seconds: its step with gradients reduced in 16 bits.
     seconds: each plan's step, by name.
     best, best_seconds: the fastest of the plans that keep the direction, and its step. None: no plan keeps it.
     saved: the share of plain DDP's step that the best plan saves; 0 without one.
@@ -80,6 +81,7 @@ class Configuration(Jsonable):
     nodes: int
     bits_per_second: float
     dense_seconds: float
+    half_seconds: float
     seconds: Mapping[str, float]
     best: str | None
     best_seconds: float | None
@@ -89,6 +91,11 @@ class Configuration(Jsonable):
     closest_saves: float
     fastest: str
     fastest_saves: float
+
+    @property
+    def no_faster_than_16_bits(self) -> bool:
+        """Whether the best plan's step is no shorter, but for `SPEED_NOISE`, than with plain 16-bit reduction."""
+        return self.best_seconds is None or self.best_seconds >= (1 - SPEED_NOISE) * self.half_seconds
 
     @property
     def where(self) -> str:
@@ -150,7 +157,9 @@ class SpeedForecast:
         losing = [item for item in self.configurations if not item.pays]
         parts = [
             f"{item.where}, {item.best} saves {format_percent(item.saved, 0)} of a step "
-            f"({format_seconds(item.best_seconds)} instead of {format_seconds(item.dense_seconds)}; its update's "
+            f"({format_seconds(item.best_seconds)} instead of {format_seconds(item.dense_seconds)}, or "
+            f"{format_seconds(item.half_seconds)} in plain 16-bit reduction"
+            f"{', which is about as fast or faster' if item.no_faster_than_16_bits else ''}; its update's "
             f"cosine with the true mean is {self.cosines[str(item.best)]:.2f} as replayed){self._careful(item)}"
             for item in self.configurations
             if item.pays
@@ -225,6 +234,7 @@ def _configuration(
         nodes=nodes,
         bits_per_second=first.link.bits_per_second,
         dense_seconds=dense,
+        half_seconds=first.half.seconds,
         seconds=seconds,
         best=best,
         best_seconds=seconds[best] if best is not None else None,
@@ -260,7 +270,8 @@ def _refused(configurations: Sequence[Configuration], cosines: Mapping[str, floa
 def _exchange_verdict(configurations: Sequence[Configuration]) -> str:
     parts = []
     for item in configurations:
-        line = f"{item.where} the exchange alone takes {format_seconds(item.dense_seconds)}"
+        dense, half = format_seconds(item.dense_seconds), format_seconds(item.half_seconds)
+        line = f"{item.where} the exchange alone takes {dense} ({half} in 16 bits)"
         if item.best is None:
             parts.append(f"{line}, and no plan keeps the direction")
         else:

@@ -98,6 +98,11 @@ class Job:
     dense_buckets: tuple[Bucket, ...]
 
     @property
+    def half_buckets(self) -> tuple[Bucket, ...]:
+        """The buckets under plain 16-bit reduction: half the bytes of float32. Casting is not counted."""
+        return tuple(replace(bucket, in_place_bytes=bucket.in_place_bytes // 2) for bucket in self.dense_buckets)
+
+    @property
     def codec_seconds(self) -> float:
         """Seconds per step in the codecs' own code."""
         return sum(exchange.codec_seconds for bucket in self.buckets for exchange in bucket.exchanges)
@@ -193,16 +198,22 @@ def _exchanges(plan: Plan, runs: DryRuns, assigned: Sequence[Sequence[Layer]]) -
 
 @dataclass(frozen=True)
 class Comparison:
-    """A plan beside plain DDP on one link."""
+    """A plan beside plain DDP on one link, as it is and with gradients reduced in 16 bits (half)."""
 
     link: Link
     compressed: Step
     dense: Step
+    half: Step
 
     @property
     def speedup(self) -> float:
         """Plain DDP's time divided by the plan's."""
         return self.dense.seconds / self.compressed.seconds if self.compressed.seconds else 1.0
+
+    @property
+    def speedup_to_16_bits(self) -> float:
+        """The time with plain 16-bit reduction divided by the plan's; below 1 where the plan is slower."""
+        return self.half.seconds / self.compressed.seconds if self.compressed.seconds else 1.0
 
     def to_json(self) -> dict[str, Any]:
         """Write seconds, bytes and bits per second. An infinite speed is the text "unlimited".
@@ -210,26 +221,27 @@ class Comparison:
         Returns:
             Plain JSON.
         """
-        steps = {"compressed": plain(self.compressed), "dense": plain(self.dense)}
-        return {"bits_per_second": json_rate(self.link.bits_per_second), "speedup": self.speedup, **steps}
+        steps = {"compressed": plain(self.compressed), "dense": plain(self.dense), "half": plain(self.half)}
+        factors = {"speedup": self.speedup, "speedup_to_16_bits": self.speedup_to_16_bits}
+        return {"bits_per_second": json_rate(self.link.bits_per_second), **factors, **steps}
 
 
 def compare(job: Job, link: Link, *, speed: float = 1.0) -> Comparison:
-    """Simulate a plan's step and plain DDP's on one link.
+    """Simulate a plan's step and plain DDP's on one link, the latter in 32 and in 16 bits.
 
     Args:
-        job: both steps.
+        job: the steps.
         link: of every rank.
         speed: of computing and codecs while both run, see `gradlab.analysis.forecast.simulator.Clock`.
 
     Returns:
-        Both steps' times.
+        The steps' times.
     """
-    compressed, dense = (
+    compressed, dense, half = (
         simulate(buckets, job.compute_seconds, link, job.world_size, speed=speed)
-        for buckets in (job.buckets, job.dense_buckets)
+        for buckets in (job.buckets, job.dense_buckets, job.half_buckets)
     )
-    return Comparison(link, compressed, dense)
+    return Comparison(link, compressed, dense, half)
 
 
 def break_even(saves: Callable[[float], float]) -> float | None:
