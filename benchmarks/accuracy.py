@@ -105,8 +105,8 @@ def resnet8(recipe: Recipe, ranks: int) -> emulated.Task:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Per batch size and method: accuracy, loss, ratio to 32 and to 16 bits, sent bytes per iteration and rank over all phases, and the
-    difference to dense paired by seed.
+    """Per batch size and method: accuracy, loss, ratio to 32 and to 16 bits and sent bytes per iteration and rank over
+    all phases, and the difference to dense paired by seed.
     """
     lines = [
         "batch  method                       n  accuracy   loss  ratio  vs 16 bits  wire kB  difference to dense (95 %)"

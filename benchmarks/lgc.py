@@ -178,8 +178,8 @@ def run(method: str, setting: Setting, data: Data, seed: int) -> dict[str, Any]:
 def table(rows: Sequence[Row]) -> str:
     """Accuracy and loss seed by seed, bytes, ratios, and the codecs' time per iteration and rank."""
     lines = [
-        f"{'method':34s}  accuracy %     loss           sent kB      ratio  vs 16 bits  whole run: MB  ratio  vs 16 bits  "
-        "codec ms  "
+        f"{'method':34s}  accuracy %     loss           sent kB      ratio  vs 16 bits  "
+        "whole run: MB  ratio  vs 16 bits  codec ms  "
         "residual's norm: iteration 600, last"
     ]
     for method in METHODS:
