@@ -105,10 +105,12 @@ def resnet8(recipe: Recipe, ranks: int) -> emulated.Task:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Per batch size and method: accuracy, loss, ratio and sent bytes per iteration and rank over all phases, and the
-    difference to dense paired by seed.
+    """Per batch size and method: accuracy, loss, ratio to 32 and to 16 bits and sent bytes per iteration and rank over
+    all phases, and the difference to dense paired by seed.
     """
-    lines = ["batch  method                       n  accuracy   loss  ratio  wire kB  difference to dense (95 %)"]
+    lines = [
+        "batch  method                       n  accuracy   loss  ratio  vs 16 bits  wire kB  difference to dense (95 %)"
+    ]
     for batch in sorted({row["batch"] for row in rows}):
         here = [row for row in rows if row["batch"] == batch]
         dense = {row["seed"]: row["accuracy"] for row in here if row["method"] == "dense"}
@@ -117,7 +119,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             mean = {key: statistics.fmean(row[key] for row in runs) for key in ("accuracy", "loss", "ratio", "wire")}
             pairs = [100 * (row["accuracy"] - dense[row["seed"]]) for row in runs if row["seed"] in dense]
             figures = (
-                f"{100 * mean['accuracy']:6.2f} %  {mean['loss']:.3f}  {mean['ratio']:5.1f}  {mean['wire'] / 1e3:7.1f}"
+                f"{100 * mean['accuracy']:6.2f} %  {mean['loss']:.3f}  {mean['ratio']:5.1f}  {mean['ratio'] / 2:10.1f}"
+                f"  {mean['wire'] / 1e3:7.1f}"
             )
             lines.append(f"{batch:5d}  {method:27s} {len(runs):2d}  {figures}  {_paired(pairs)}")
     return "\n".join(lines)

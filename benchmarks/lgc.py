@@ -178,7 +178,8 @@ def run(method: str, setting: Setting, data: Data, seed: int) -> dict[str, Any]:
 def table(rows: Sequence[Row]) -> str:
     """Accuracy and loss seed by seed, bytes, ratios, and the codecs' time per iteration and rank."""
     lines = [
-        f"{'method':34s}  accuracy %     loss           sent kB      ratio  whole run: MB  ratio  codec ms  "
+        f"{'method':34s}  accuracy %     loss           sent kB      ratio  vs 16 bits  "
+        "whole run: MB  ratio  vs 16 bits  codec ms  "
         "residual's norm: iteration 600, last"
     ]
     for method in METHODS:
@@ -197,7 +198,8 @@ def table(rows: Sequence[Row]) -> str:
             kept = [row["residuals"] for row in runs if row.get("residuals")]
             grown = "; ".join(f"{norms[5]:.3g}, {norms[-1]:.3g}" for norms in kept if len(norms) > 5 and norms[-1])
             lines.append(
-                f"{method:34s}  {accuracy:13s}  {loss:13s}  {sent:11s}  {last:5.1f}  {total:13.1f}  {whole:5.1f}  "
+                f"{method:34s}  {accuracy:13s}  {loss:13s}  {sent:11s}  {last:5.1f}  {last / 2:10.1f}  {total:13.1f}  "
+                f"{whole:5.1f}  {whole / 2:10.1f}  "
                 f"{1e3 * seconds:8.2f}  {grown}"
             )
     return "\n".join(lines)

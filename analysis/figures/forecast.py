@@ -39,6 +39,8 @@ def plot_step_time(forecast: Forecast) -> Figure:
 def _draw(panel: Axes, node: NodeForecast, network: Network) -> None:
     speeds = [pair.link.bits_per_second for pair in node.curve]
     panel.plot(speeds, [pair.dense.seconds for pair in node.curve], "--", color=BLACK, label=network.dense)
+    half = f"{network.dense}, 16 bits"
+    panel.plot(speeds, [pair.half.seconds for pair in node.curve], ":", color=BLACK, label=half)
     panel.plot(speeds, [pair.compressed.seconds for pair in node.curve], color=VERMILION, label="compressed")
     panel.axhline(network.profile.compute_seconds, color=GREY, linewidth=0.8, linestyle=":", label="computing alone")
     for pair in node.links:
@@ -76,6 +78,8 @@ def plot_speed(speed: SpeedForecast) -> Figure:
         low, high = max(map(min, rates.values())), min(map(max, rates.values()))
         name, curve = next(iter(curves.items()))
         panel.plot(rates[name], [pair.dense.seconds for pair in curve], "--", color=BLACK, label=network.dense)
+        half = f"{network.dense}, 16 bits"
+        panel.plot(rates[name], [pair.half.seconds for pair in curve], ":", color=BLACK, label=half)
         for name, curve in curves.items():
             panel.plot(rates[name], [pair.compressed.seconds for pair in curve], color=colors[name], label=name)
         if speed.compute_seconds:

@@ -38,12 +38,14 @@ class NodeForecast:
     job: the step, ready for any link.
     links: the plan beside plain DDP, on each link of the network.
     break_even: bits per second from which on plain DDP is as fast. None: at every speed. Infinity: at none.
+    half_break_even: the same of plain 16-bit reduction.
     curve: the plan beside plain DDP over link speed, for a figure.
     """
 
     job: Job
     links: tuple[Comparison, ...]
     break_even: float | None
+    half_break_even: float | None
     curve: tuple[Comparison, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -56,14 +58,20 @@ class NodeForecast:
             "nodes": self.job.world_size,
             "codec_seconds": self.job.codec_seconds,
             "engine_seconds": self.job.engine_seconds,
-            "break_even_bits_per_second": None if self.break_even is None else json_rate(self.break_even),
+            "break_even_bits_per_second": _json_or_none(self.break_even),
+            "break_even_to_16_bits_bits_per_second": _json_or_none(self.half_break_even),
             "links": plain(self.links),
             "curve": {
                 "bits_per_second": [pair.link.bits_per_second for pair in self.curve],
                 "compressed": [pair.compressed.seconds for pair in self.curve],
                 "dense": [pair.dense.seconds for pair in self.curve],
+                "half": [pair.half.seconds for pair in self.curve],
             },
         }
+
+
+def _json_or_none(rate: float | None) -> float | str | None:
+    return None if rate is None else json_rate(rate)
 
 
 @dataclass(frozen=True)
@@ -90,19 +98,22 @@ class Forecast:
 
     @property
     def verdict(self) -> str:
-        """Whether compression pays on the network. Configurations where it does not come first."""
+        """Whether compression pays on the network, and whether more than plain 16-bit reduction does.
+
+        Configurations where it does not come first.
+        """
         pays = [pair for pair in self.comparisons if pair[1].speedup > 1 / (1 - SPEED_NOISE)]
         losing = [pair for pair in self.comparisons if pair not in pays]
         if not losing:
             worst = min(pays, key=lambda pair: pair[1].speedup)
-            return f"Compression pays in time: at least {_sentence(*worst)}."
+            return f"Compression pays in time: at least {_sentence(*worst)}.{_no_faster_than_16_bits(pays)}"
         if not pays:
             best = max(losing, key=lambda pair: pair[1].speedup)
             return f"Compression does not pay: at best {_sentence(*best)}."
         best = max(pays, key=lambda pair: pair[1].speedup)
         return (
             f"Compression does not pay everywhere: not {_configurations(losing)}. It does elsewhere, at best "
-            f"{_sentence(*best)}."
+            f"{_sentence(*best)}.{_no_faster_than_16_bits(pays)}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -140,8 +151,15 @@ def _sentence(nodes: int, pair: Comparison) -> str:
     way = f", {pair.dense_way}" if pair.ways else ""
     return (
         f"{format_seconds(pair.compressed.seconds)} per step instead of {format_seconds(pair.dense.seconds)}{way} "
-        f"({format_ratio(pair.speedup)}) {_where(nodes, pair.link.bits_per_second)}"
+        f"({format_ratio(pair.speedup)}), or {format_seconds(pair.half.seconds)} in plain 16-bit reduction "
+        f"({format_ratio(pair.speedup_to_16_bits)}), {_where(nodes, pair.link.bits_per_second)}"
     )
+
+
+def _no_faster_than_16_bits(pays: Sequence[tuple[int, Comparison]]) -> str:
+    """Name where a plan pays beside plain DDP, but not beside what needs no codec."""
+    beaten = [pair for pair in pays if pair[1].speedup_to_16_bits <= 1 / (1 - SPEED_NOISE)]
+    return f" Plain 16-bit reduction is about as fast or faster {_configurations(beaten)}." if beaten else ""
 
 
 def forecast(
@@ -207,9 +225,13 @@ def _at(job: Job, network: Network) -> NodeForecast:
         pair = at(bits_per_second)
         return pair.dense.seconds - pair.compressed.seconds
 
-    even = break_even(saves)
+    def saves_to_16_bits(bits_per_second: float) -> float:
+        pair = at(bits_per_second)
+        return pair.half.seconds - pair.compressed.seconds
+
+    even, half_even = break_even(saves), break_even(saves_to_16_bits)
     curve = tuple(at(rate) for rate in _curve_rates([*(link.bits_per_second for link in network.links), even or 0.0]))
-    return NodeForecast(job, tuple(on(link) for link in network.links), even, curve)
+    return NodeForecast(job, tuple(on(link) for link in network.links), even, half_even, curve)
 
 
 def _curve_rates(marks: Sequence[float]) -> list[float]:

@@ -69,6 +69,7 @@ class Configuration(Jsonable):
     bits_per_second: the link's speed.
     dense_seconds: the fastest dense step.
     dense_way: its name; plain DDP's with one rank per node.
+    half_seconds: the fastest one with gradients reduced in 16 bits.
     seconds: each plan's step, by name.
     best, best_seconds: the fastest of the plans that keep the direction, and its step. None: no plan keeps it.
     saved: the share of the dense step that the best plan saves; 0 without one.
@@ -82,6 +83,7 @@ class Configuration(Jsonable):
     bits_per_second: float
     dense_seconds: float
     dense_way: str
+    half_seconds: float
     seconds: Mapping[str, float]
     best: str | None
     best_seconds: float | None
@@ -91,6 +93,11 @@ class Configuration(Jsonable):
     closest_saves: float
     fastest: str
     fastest_saves: float
+
+    @property
+    def no_faster_than_16_bits(self) -> bool:
+        """Whether the best plan's step is no shorter, but for `SPEED_NOISE`, than with plain 16-bit reduction."""
+        return self.best_seconds is None or self.best_seconds >= (1 - SPEED_NOISE) * self.half_seconds
 
     @property
     def where(self) -> str:
@@ -152,7 +159,9 @@ class SpeedForecast:
         losing = [item for item in self.configurations if not item.pays]
         parts = [
             f"{item.where}, {item.best} saves {format_percent(item.saved, 0)} of a step "
-            f"({format_seconds(item.best_seconds)} instead of {format_seconds(item.dense_seconds)}; its update's "
+            f"({format_seconds(item.best_seconds)} instead of {format_seconds(item.dense_seconds)}, or "
+            f"{format_seconds(item.half_seconds)} in plain 16-bit reduction"
+            f"{', which is about as fast or faster' if item.no_faster_than_16_bits else ''}; its update's "
             f"cosine with the true mean is {self.cosines[str(item.best)]:.2f} as replayed){self._careful(item)}"
             for item in self.configurations
             if item.pays
@@ -228,6 +237,7 @@ def _configuration(
         bits_per_second=first.link.bits_per_second,
         dense_seconds=dense,
         dense_way=first.dense_way,
+        half_seconds=first.half.seconds,
         seconds=seconds,
         best=best,
         best_seconds=seconds[best] if best is not None else None,
@@ -263,7 +273,8 @@ def _refused(configurations: Sequence[Configuration], cosines: Mapping[str, floa
 def _exchange_verdict(configurations: Sequence[Configuration]) -> str:
     parts = []
     for item in configurations:
-        line = f"{item.where} the exchange alone takes {format_seconds(item.dense_seconds)}"
+        dense, half = format_seconds(item.dense_seconds), format_seconds(item.half_seconds)
+        line = f"{item.where} the exchange alone takes {dense} ({half} in 16 bits)"
         if item.best is None:
             parts.append(f"{line}, and no plan keeps the direction")
         else:

@@ -100,6 +100,11 @@ class Job:
     dense_buckets: tuple[Bucket, ...]
 
     @property
+    def half_buckets(self) -> tuple[Bucket, ...]:
+        """The buckets under plain 16-bit reduction: half the bytes of float32. Casting is not counted."""
+        return tuple(replace(bucket, in_place_bytes=bucket.in_place_bytes // 2) for bucket in self.dense_buckets)
+
+    @property
     def codec_seconds(self) -> float:
         """Seconds per step in the codecs' own code."""
         return sum(exchange.codec_seconds for bucket in self.buckets for exchange in bucket.exchanges)
@@ -216,17 +221,18 @@ def _exchanges(plan: Plan, runs: DryRuns, assigned: Sequence[Sequence[Layer]]) -
 
 @dataclass(frozen=True)
 class Comparison:
-    """A plan beside dense training on one link.
+    """A plan beside dense training on one link, as it is and with gradients reduced in 16 bits (half).
 
     link: of every rank; of every node, where nodes have several ranks.
     compressed: the plan's step.
-    dense: the fastest uncompressed one.
-    ways: all uncompressed ones by name, see `FLAT`, `HIERARCHICAL` and `HSDP`. Plain DDP's alone, with a rank per node.
+    dense, half: the fastest uncompressed one, in 32 and in 16 bits.
+    ways: all uncompressed ones by name, see `FLAT`, `HIERARCHICAL` and `HSDP`. Empty with a rank per node: plain DDP.
     """
 
     link: Link
     compressed: Step
     dense: Step
+    half: Step
     ways: Mapping[str, Step] = field(default_factory=dict)
 
     @property
@@ -239,27 +245,33 @@ class Comparison:
         """The dense step's time divided by the plan's."""
         return self.dense.seconds / self.compressed.seconds if self.compressed.seconds else 1.0
 
+    @property
+    def speedup_to_16_bits(self) -> float:
+        """The time with plain 16-bit reduction divided by the plan's; below 1 where the plan is slower."""
+        return self.half.seconds / self.compressed.seconds if self.compressed.seconds else 1.0
+
     def to_json(self) -> dict[str, Any]:
         """Write seconds, bytes and bits per second. An infinite speed is the text "unlimited".
 
         Returns:
             Plain JSON.
         """
-        steps = {"compressed": plain(self.compressed), "dense": plain(self.dense)}
+        steps = {"compressed": plain(self.compressed), "dense": plain(self.dense), "half": plain(self.half)}
+        factors = {"speedup": self.speedup, "speedup_to_16_bits": self.speedup_to_16_bits}
         if self.ways:
             steps |= {"dense_way": self.dense_way, "ways": plain(self.ways)}
-        return {"bits_per_second": json_rate(self.link.bits_per_second), "speedup": self.speedup, **steps}
+        return {"bits_per_second": json_rate(self.link.bits_per_second), **factors, **steps}
 
 
 def compare(job: Job, link: Link, *, speed: float = 1.0, node: Node | None = None) -> Comparison:
-    """Simulate a plan's step on one link, and the fastest one without compression.
+    """Simulate a plan's step on one link, and the fastest one without compression, in 32 and in 16 bits.
 
     With several ranks per node the plan runs between nodes, as `gradlab.compress(within=)` does: codecs' work is shared
     out among a node's ranks, and its link carries what all of them send. Plain DDP's ring passes every node's link once
     each way. Hierarchical averaging and native HSDP send what one rank per node would.
 
     Args:
-        job: both steps, at as many ranks as there are nodes.
+        job: the steps, at as many ranks as there are nodes.
         link: of every node.
         speed: of computing and codecs while both run, see `gradlab.analysis.forecast.simulator.Clock`.
         node: several ranks to a node; None: one.
@@ -272,15 +284,20 @@ def compare(job: Job, link: Link, *, speed: float = 1.0, node: Node | None = Non
         return simulate(buckets, job.compute_seconds, link, world_size, speed=speed, within=within)
 
     if node is None:
-        return Comparison(link, step(job.buckets), step(job.dense_buckets))
-    hsdp = step(job.dense_buckets, within=Within(node, sharded=True))
-    ways = {
-        FLAT: step(job.dense_buckets, job.world_size * node.local_ranks),
-        HIERARCHICAL: step(job.dense_buckets, within=Within(node)),
-        HSDP: _with_gathers(hsdp, node, sum(bucket.nbytes for bucket in job.dense_buckets)),
-    }
+        return Comparison(link, step(job.buckets), step(job.dense_buckets), step(job.half_buckets))
+
+    def ways(buckets: Sequence[Bucket]) -> dict[str, Step]:
+        hsdp = step(buckets, within=Within(node, sharded=True))
+        return {
+            FLAT: step(buckets, job.world_size * node.local_ranks),
+            HIERARCHICAL: step(buckets, within=Within(node)),
+            HSDP: _with_gathers(hsdp, node, sum(bucket.nbytes for bucket in buckets)),
+        }
+
+    in_32_bits = ways(job.dense_buckets)
+    dense, half = (min(of.values(), key=lambda one: one.seconds) for of in (in_32_bits, ways(job.half_buckets)))
     compressed = step(job.shared_out(node.local_ranks).buckets, within=Within(node))
-    return Comparison(link, compressed, min(ways.values(), key=lambda one: one.seconds), ways)
+    return Comparison(link, compressed, dense, half, in_32_bits)
 
 
 def _with_gathers(step: Step, node: Node, nbytes: int) -> Step:

@@ -75,7 +75,7 @@ class FastestPlan(Jsonable):
         seconds: its step.
         bound: no choice within the budget is predicted to take less.
         uniform: the step of the uniform plan.
-        dense: the step of plain DDP.
+        dense, half: the step of plain DDP, as it is and with gradients reduced in 16 bits.
         by_objective: the step of the choice that each objective leads to.
         network: what steps are predicted for: one link, one number of nodes.
     """
@@ -85,6 +85,7 @@ class FastestPlan(Jsonable):
     bound: float
     uniform: float
     dense: float
+    half: float
     by_objective: dict[str, float]
     network: Network = field(metadata={"json": False})
 
@@ -204,12 +205,14 @@ def fastest_plan(
         bound = step_bound(
             errors, (sent, worked), (rest, 0 * rest), budget, of_bucket, times.job(choices[name]), times.network.speed
         )
+        uncompressed = times.compare(choices[name])
         return FastestPlan(
             choices[name],
             seconds[name],
             bound,
             seconds["uniform"],
-            times.compare(choices[name]).dense.seconds,
+            uncompressed.dense.seconds,
+            uncompressed.half.seconds,
             seconds,
             times.network,
         )

@@ -113,28 +113,28 @@ def _speed(data: Json) -> Section | None:
     rows = []
     for item in speed.configurations:
         where = [str(item.nodes), spell_rate(item.bits_per_second)]
-        rows.append([*where, item.dense_way, format_seconds(item.dense_seconds), "1.00x", "1.000"])
-        for name, seconds in sorted(item.seconds.items(), key=lambda pair: pair[1]):
-            ratio = format_ratio(item.dense_seconds / seconds) if seconds else "-"
-            cosine = speed.cosines.get(name)
-            rows.append([*where, name, format_seconds(seconds), ratio, "-" if cosine is None else f"{cosine:.3f}"])
+        uncompressed = [(item.dense_way, item.dense_seconds), (f"{speed.network.dense}, 16 bits", item.half_seconds)]
+        for name, seconds in [*uncompressed, *sorted(item.seconds.items(), key=lambda pair: pair[1])]:
+            factors = [format_ratio(step / seconds if seconds else None) for _, step in uncompressed]
+            cosine = 1.0 if name == item.dense_way else speed.cosines.get(name)
+            rows.append([*where, name, format_seconds(seconds), *factors, "-" if cosine is None else f"{cosine:.3f}"])
     even = [
-        [name, str(node.job.world_size), _even(node.break_even)]
+        [name, str(node.job.world_size), _even(node.break_even), _even(node.half_break_even)]
         for name, forecast in speed.forecasts.items()
         for node in forecast.nodes
     ]
     what = "step" if speed.compute_seconds else "exchange alone"
     note = (
         f"Forecast from computing time ({speed.network.profile.compute_source}), codec times taken here on one thread, "
-        f"and the bytes that the codecs ask for. Cosine: of the replayed update with the true mean; below "
-        f"{LEAST_COSINE} a plan is not proposed, however fast. In the runs of docs/text.md plans of {CLOSE_COSINE} or "
-        "more trained like dense, where the replay saw all that they do."
+        "and the bytes that the codecs ask for. Plain DDP in 16 bits: half the bytes, casting not counted. Cosine: of "
+        f"the replayed update with the true mean; below {LEAST_COSINE} a plan is not proposed, however fast. In the "
+        f"runs of docs/text.md plans of {CLOSE_COSINE} or more trained like dense, where the replay saw all they do."
     )
-    columns = ("nodes", "link", "plan", what, "speed-up", "cosine")
+    columns = ("nodes", "link", "plan", what, "speed-up", "vs 16 bits", "cosine")
     tables = [Table("Step times", columns, rows, note, text_columns=3)]
     if speed.compute_seconds is not None:
         caution = "Speed alone: whether a plan's update is worth it is another question, see its cosine above."
-        header = ("plan", "nodes", "faster than dense")
+        header = ("plan", "nodes", "faster than dense", "faster than 16 bits")
         tables.append(Table("Break-even link speed", header, even, caution, text_columns=1))
     drawing = Drawing(
         "payoff",

@@ -198,19 +198,20 @@ def _later_error_line(provenance: LgrecoProvenance) -> str:
 
 def _step_line(provenance: LgrecoProvenance, step: FastestPlan) -> str:
     """Compare the plan's predicted step with the uniform and the dense one, and with a lower bound for any plan."""
-    own, uniform, dense = (format_seconds(time) for time in (step.seconds, step.uniform, step.dense))
+    own, uniform, dense, half = map(format_seconds, (step.seconds, step.uniform, step.dense, step.half))
     where = f"{provenance.world_size} ranks at {format_rate(step.link.bits_per_second)}"
     least = format_seconds(step.bound)
     bound = f"no choice among these settings, at this error, is predicted to take less than {least}"
     if step.dense <= (1 + SPEED_NOISE) * step.seconds:
         return (
-            f"Do not compress for speed: with {where} a dense step is predicted to take {dense}, the fastest plan "
-            f"found {own}, {provenance.uniform} everywhere {uniform}; {bound}."
+            f"Do not compress for speed: with {where} a dense step is predicted to take {dense} ({half} in plain "
+            f"16-bit reduction), the fastest plan found {own}, {provenance.uniform} everywhere {uniform}; {bound}."
         )
     first = f"By layer a step is predicted to take {own}, with {provenance.uniform} everywhere {uniform}"
     if step.uniform <= (1 + SPEED_NOISE) * step.seconds:
         first = f"By layer a step gains next to nothing: {own}, with {provenance.uniform} everywhere {uniform}"
-    return f"{first}, dense {dense} ({where}); {bound}."
+    beaten = ", which is about as fast or faster" if step.half <= (1 + SPEED_NOISE) * step.seconds else ""
+    return f"{first}, dense {dense}, in plain 16-bit reduction {half}{beaten} ({where}); {bound}."
 
 
 def lgc_verdict(measured: LgcMeasurement) -> str:

@@ -57,8 +57,8 @@ def inspect(
     columns = ("group", "method", "dense", "payload", "ratio", "vs 16 bits")
     print_table(f"{artifact} ({plan.digest[:12]})", columns, rows, left=2)
     OUT.print(
-        f"per step and rank at {ranks} ranks: {format_bytes(payload)} instead of {format_bytes(dense)} "
-        f"({saving.text('fewer')}), after {plan.schedule.warmup_steps} dense steps; "
+        f"per step and rank at {ranks} ranks: {format_bytes(payload)} instead of {format_bytes(dense)}, "
+        f"{saving.text('fewer')}, after {plan.schedule.warmup_steps} dense steps; "
         f"made by {loaded.provenance.get('method', 'hand')}",
         markup=False,
     )

@@ -50,6 +50,8 @@ def predict(
 ) -> None:
     """Predict the step time of an artifact's plan beside the fastest dense one, before there are any nodes.
 
+    Plain DDP stands in 32 and in 16 bits: half the bytes, whose casts are not counted.
+
     Computing time comes from --compute-seconds or --run. Codec times come from the run, else from the artifact's
     replay, else they are taken here. Bytes and rounds come from the codecs' own code at that number of nodes.
 
@@ -99,8 +101,6 @@ def predict(
 
 
 def _print(result: Forecast, out: Path | None) -> None:
-    import math
-
     from gradlab.analysis.forecast.link import format_rate
     from gradlab.formatting import format_bytes, format_ratio, format_seconds
 
@@ -111,15 +111,28 @@ def _print(result: Forecast, out: Path | None) -> None:
             str(count),
             format_rate(pair.link.bits_per_second),
             format_seconds(pair.dense.seconds),
+            format_seconds(pair.half.seconds),
             format_seconds(pair.compressed.seconds),
             format_ratio(pair.speedup),
+            format_ratio(pair.speedup_to_16_bits),
             format_seconds(pair.compressed.encode),
             format_seconds(pair.compressed.communicate),
             format_bytes(pair.compressed.wire_bytes),
         ]
         for count, pair in result.comparisons
     ]
-    columns = ["nodes", "link", "dense step", "step", "speed-up", "codec exposed", "network exposed", "wire"]
+    columns = [
+        "nodes",
+        "link",
+        "dense step",
+        "16-bit step",
+        "step",
+        "speed-up",
+        "vs 16 bits",
+        "codec exposed",
+        "network exposed",
+        "wire",
+    ]
     if result.network.node is not None:
         columns.insert(3, "dense way")
         for row, (_, pair) in zip(rows, result.comparisons, strict=True):
@@ -127,10 +140,21 @@ def _print(result: Forecast, out: Path | None) -> None:
     print_table(result.method, columns, rows, left=0)
     OUT.print(f"computing alone: {format_seconds(result.network.profile.compute_seconds)} per step", markup=False)
     for node in result.nodes:
-        even = node.break_even
-        where = "at no link speed"
-        if even is not None:
-            where = "at any link speed" if math.isinf(even) else f"below {format_rate(even)}"
-        OUT.print(f"nodes {node.job.world_size}: compression pays {where}", markup=False)
+        OUT.print(
+            f"nodes {node.job.world_size}: compression pays {_where(node.break_even)}, beside plain 16-bit reduction "
+            f"{_where(node.half_break_even)}",
+            markup=False,
+        )
     if out is not None:
         OUT.print(str(out), markup=False)
+
+
+def _where(break_even: float | None) -> str:
+    """At which link speeds compression pays."""
+    import math
+
+    from gradlab.analysis.forecast.link import format_rate
+
+    if break_even is None:
+        return "at no link speed"
+    return "at any link speed" if math.isinf(break_even) else f"below {format_rate(break_even)}"

@@ -59,6 +59,14 @@ def test_the_verdict_names_where_a_plan_pays_and_where_not_to_compress() -> None
     assert slow.pays
     assert not fast.pays
     assert slow.saved == pytest.approx(1 - slow.best_seconds / slow.dense_seconds)
+    assert " in plain 16-bit reduction; its update's" in verdict
+
+
+def test_the_verdict_says_where_plain_16_bit_reduction_is_as_fast() -> None:
+    plans = {"16-bit floats": Plan.uniform(LAYERS, "cast")}
+    forecast = forecast_speed(plans, {"16-bit floats": Replayed(1.0)}, Network([SLOW], (2,), COMPUTING))  # type: ignore[dict-item]
+    assert forecast.configurations[0].no_faster_than_16_bits
+    assert " in plain 16-bit reduction, which is about as fast or faster; its update's" in forecast.verdict
 
 
 @pytest.mark.parametrize(("fastest", "slower", "named"), [(0.7, 0.96, True), (0.7, 0.94, False), (0.96, 0.97, False)])
@@ -126,7 +134,8 @@ def test_everything_of_a_small_trace(tmp_path: Path) -> None:
     assert set(data["replays"]) == set(USUAL)
     assert data["verdict"].startswith("At 1 Mbit/s between 2 nodes")
     assert data["payoff"]["places"][0].keys() == {
-        "nodes", "bits_per_second", "dense_seconds", "dense_way", "seconds", "best", "best_seconds", "saved", "pays",
+        "nodes", "bits_per_second", "dense_seconds", "dense_way", "half_seconds", "seconds", "best", "best_seconds",
+        "saved", "pays",
         "closest", "closest_saves", "fastest", "fastest_saves",
     }  # fmt: skip
     assert [layer["place"] for layer in data["between_nodes"]["layers"]] == [

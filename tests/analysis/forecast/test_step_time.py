@@ -762,6 +762,34 @@ def test_break_even_is_where_the_curves_cross(job: Job, latency: float) -> None:
     assert slower.speedup > 1 > faster.speedup
 
 
+@pytest.mark.parametrize("all_reduce", ["ring", "tree", "server"])
+def test_plain_16_bit_reduction_sends_half_of_dense_and_computes_as_long(all_reduce: str) -> None:
+    """Without latency, and with no computing to hide behind, its step takes half as long."""
+    job = make_job(Plan.uniform(LAYERS, "topk", density=0.01), DryRuns(Plan.uniform(LAYERS, "topk"), 4), 1e-9)
+    pair = compare(job, Link(1e6, all_reduce=all_reduce))
+    assert pair.half.wire_bytes == pytest.approx(pair.dense.wire_bytes / 2)
+    assert pair.half.seconds == pytest.approx(pair.dense.seconds / 2, rel=1e-6)
+    assert pair.speedup_to_16_bits == pytest.approx(pair.speedup / 2, rel=1e-6)
+    written = pair.to_json()
+    assert written["speedup_to_16_bits"] == pair.speedup_to_16_bits
+    assert written["half"]["seconds"] == pair.half.seconds
+
+
+def test_a_plan_of_16_bits_is_no_faster_than_plain_16_bit_reduction() -> None:
+    """It beats plain DDP on a slow link, and the verdict says that the same is to be had without a codec."""
+    quick = Profile(0.01, "as given", CodecTime(1e-5, 2, False, "a test"))
+    [node] = (result := forecast(Plan.uniform(LAYERS, "cast"), Network([Link(1e6)], [2], quick))).nodes
+    assert result.verdict.startswith("Compression pays in time: at least")
+    assert result.verdict.endswith(" Plain 16-bit reduction is about as fast or faster at 2 nodes over 1mbit.")
+    assert node.links[0].speedup_to_16_bits < 1.01
+    sparse = forecast(Plan.uniform(LAYERS, "topk", density=0.001), Network([Link(1e6)], [2], quick))
+    assert "about as fast" not in sparse.verdict
+    [node] = sparse.nodes
+    assert node.half_break_even is not None
+    assert node.break_even is not None
+    assert node.half_break_even < node.break_even
+
+
 # --- profiles and forecasts ------------------------------------------------------------------------------------------
 
 
@@ -861,6 +889,7 @@ def test_predict_command(gradlab: Command, artifact: Path, tmp_path: Path) -> No
     assert [node["nodes"] for node in result["nodes"]] == [2, 32]
     for node in result["nodes"]:
         assert [link["bits_per_second"] for link in node["links"]] == [1e7, 1e9, "unlimited"]
+        assert {"compressed", "dense", "half"} <= set(node["curve"])
         assert node["links"][-1]["dense"]["seconds"] == pytest.approx(0.02 + 2 * (node["nodes"] - 1) * 1e-4)
         for link in node["links"]:
             step = link["compressed"]
@@ -874,6 +903,8 @@ def test_predict_command(gradlab: Command, artifact: Path, tmp_path: Path) -> No
     assert "exists already" in err
     code, out, _ = gradlab(*words)
     assert code == 0
+    assert "16-bit" in out
+    assert "beside plain 16-bit reduction " in out
     assert out.splitlines()[0] == result["verdict"] or out.startswith("Compression")  # times differ from run to run
 
 

@@ -381,6 +381,7 @@ def test_the_predicted_step_is_the_forecasts(trace: Trace, monkeypatch: pytest.M
         assert step is not None
         assert step.seconds == pytest.approx(node.links[0].compressed.seconds, rel=1e-12)
         assert step.dense == pytest.approx(node.links[0].dense.seconds, rel=1e-12)
+        assert step.half == pytest.approx(node.links[0].half.seconds, rel=1e-12)
         assert step.bound <= step.seconds
         bounds[link, cores] = step.bound
         assert step.to_json()["model"] == {"compute_seconds": 1e-3, "cores": cores, "bucket_cap_mb": 0.003}
