@@ -8,7 +8,8 @@
 To be started once per rank, each node's ranks behind a network interface of their own, whose limit is set from outside;
 --rate only names it. Bytes are read off that interface's counter: what a node sends in a step, headers included. Every
 way trains a model of its own with the same values; a way's steps follow each other, after two that are not counted.
-A step takes as long as its slowest rank. "computing alone" is the model without any exchange, all ranks at once.
+A step takes as long as its slowest rank. "computing alone" is the model without any exchange, all ranks at once;
+"nodes apart" exchanges nothing between nodes.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ CODECS: dict[str, tuple[str, dict[str, Any]]] = {
     "top-k 1 %": ("topk", {"density": 0.01}),
 }
 
+# FSDP2's work inside a node alone.
+FSDP2_ALONE = "FSDP2, nodes apart"
+
 Prepared = tuple[nn.Module, Callable[[], AbstractContextManager[Any]], Callable[[], None]]
 
 
@@ -64,6 +68,8 @@ def prepare(way: str, mesh: DeviceMesh, width: int) -> Prepared:
     kind, _, codec = way.partition(", ")
     if kind == "native HSDP":
         return sharded(model, mesh), nullcontext, lambda: None
+    if way == FSDP2_ALONE:
+        return sharded(model, mesh["shard"]), nullcontext, lambda: None
     if kind in ("plain DDP", "computing alone"):
         ddp = DistributedDataParallel(model)
         return ddp, ddp.no_sync if kind == "computing alone" else nullcontext, lambda: None
@@ -80,6 +86,7 @@ WAYS = (
     "computing alone",
     "plain DDP",
     "native HSDP",
+    FSDP2_ALONE,
     *(f"{kind}, {codec}" for kind in ("DDP", "FSDP2") for codec in CODECS),
 )
 

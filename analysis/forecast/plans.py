@@ -12,7 +12,8 @@ from gradlab.analysis.forecast.dry_run import DryRuns, one_thread, scan_seconds_
 from gradlab.analysis.forecast.link import Link, format_rate, json_rate
 from gradlab.analysis.forecast.network import Network
 from gradlab.analysis.forecast.profile import Profile
-from gradlab.analysis.forecast.step_time import WAYS, Comparison, Job, break_even, compare, make_job
+from gradlab.analysis.forecast.simulator import Bucket
+from gradlab.analysis.forecast.step_time import WAYS, Comparison, Job, break_even, compare, cut_for_shards, make_job
 from gradlab.analysis.replay import methods_of, refresh_remark
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_ratio, format_seconds
@@ -192,12 +193,22 @@ def forecast(
             job = make_job(
                 plan, runs, network.profile.compute_seconds, scan_seconds=scan, bucket_cap_mb=network.bucket_cap_mb
             )
+            if network.node is not None and network.node.fsdp:
+                job = replace(job, shard_buckets=_shard_buckets(plan, network, count, scan))
             nodes.append(_at(job.scaled(codec, engine), network))
             if progress:
                 progress("nodes", done + 1, len(network.nodes))
     method = ", ".join(methods_of(plan.compressed_groups))
     remarks = [*_remarks(plan, network), *_link_remarks(network, calibration)]
     return Forecast(method, network, tuple(nodes), tuple(remarks), calibration)
+
+
+def _shard_buckets(plan: Plan, network: Network, nodes: int, scan: float) -> tuple[Bucket, ...]:
+    """A rank's units under FSDP2."""
+    assert network.node is not None
+    cut, units = cut_for_shards(plan, network.node.local_ranks, network.bucket_cap_mb)
+    runs = DryRuns(cut, nodes)
+    return make_job(cut, runs, network.profile.compute_seconds, scan_seconds=scan, assigned=units).buckets
 
 
 def _scales(plan: Plan, profile: Profile, scan: float) -> tuple[float, float]:
@@ -269,10 +280,11 @@ def _link_remarks(network: Network, calibration: Calibration | None) -> list[str
     link = network.links[0]
     lines = [] if calibration is None else [calibration.remark]
     if network.node is not None:
+        how = "on FSDP2's shards (compress_fsdp)" if network.node.fsdp else "between nodes (compress(within=))"
         lines.append(
             f"Nodes of {network.node.local_ranks} ranks with {format_rate(network.node.inside.bits_per_second)} each "
             f"inside; link speeds are a node's. Dense steps are those of the fastest of {', '.join(WAYS)}; plans run "
-            "between nodes (compress(within=))."
+            f"{how}."
         )
     if link.all_reduce in _ALL_REDUCES:
         lines.append(

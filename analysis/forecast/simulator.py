@@ -123,6 +123,8 @@ class Node:
 
     local_ranks: ranks of a node, L.
     inside: the link of each of them within the node.
+    fsdp: whether plans run on the shards of FSDP2 (`gradlab.runtime.compress_fsdp`), instead of on what DDP's ranks
+        have averaged.
 
     Raises:
         GradlabError: for fewer than 2 local ranks.
@@ -130,6 +132,7 @@ class Node:
 
     local_ranks: int
     inside: Link
+    fsdp: bool = False
 
     def __post_init__(self) -> None:
         if self.local_ranks < 2:

@@ -19,6 +19,7 @@ from gradlab.errors import GradlabError
 from gradlab.jsonable import plain
 from gradlab.layout import Layer
 from gradlab.plan import Plan
+from gradlab.plan.shards import shard_plan
 
 # DDP's own: a small first bucket, so that communication begins early, and the others.
 FIRST_BUCKET_BYTES, BUCKET_CAP_MB = 2**20, 25.0
@@ -92,12 +93,14 @@ class Job:
     compute_seconds: forward and backward, alone.
     buckets: DDP's buckets under the plan.
     dense_buckets: the same buckets under plain DDP.
+    shard_buckets: under FSDP2 those of a rank's shards under the plan (`cut_for_shards`); None: DDP.
     """
 
     world_size: int
     compute_seconds: float
     buckets: tuple[Bucket, ...]
     dense_buckets: tuple[Bucket, ...]
+    shard_buckets: tuple[Bucket, ...] | None = None
 
     @property
     def half_buckets(self) -> tuple[Bucket, ...]:
@@ -125,15 +128,19 @@ class Job:
         Returns:
             The job with other times.
         """
-        buckets = tuple(
-            replace(
-                bucket,
-                scan_seconds=engine * bucket.scan_seconds,
-                exchanges=tuple(exchange.scaled(codec, engine) for exchange in bucket.exchanges),
+
+        def times(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
+            return tuple(
+                replace(
+                    bucket,
+                    scan_seconds=engine * bucket.scan_seconds,
+                    exchanges=tuple(exchange.scaled(codec, engine) for exchange in bucket.exchanges),
+                )
+                for bucket in buckets
             )
-            for bucket in self.buckets
-        )
-        return replace(self, buckets=buckets)
+
+        shards = None if self.shard_buckets is None else times(self.shard_buckets)
+        return replace(self, buckets=times(self.buckets), shard_buckets=shards)
 
     def shared_out(self, local_ranks: int) -> Job:
         """Share codecs' work out among the ranks of a node, group by group (`gradlab.executor.ownership`).
@@ -164,6 +171,7 @@ def make_job(
     *,
     scan_seconds: float = 0.0,
     bucket_cap_mb: float | None = None,
+    assigned: Sequence[Sequence[Layer]] | None = None,
 ) -> Job:
     """Make DDP's buckets, with the exchanges that each starts.
 
@@ -173,6 +181,7 @@ def make_job(
         compute_seconds: forward and backward, alone.
         scan_seconds: of looking for values that are not finite, per byte.
         bucket_cap_mb: as in `assign_buckets`.
+        assigned: the plan's layers by bucket; None: as `assign_buckets` has it.
 
     Returns:
         The plan's step and plain DDP's, ready for any link.
@@ -180,7 +189,7 @@ def make_job(
     Raises:
         GradlabError: for a bucket size that is not positive.
     """
-    assigned = assign_buckets(plan.layers, bucket_cap_mb)
+    assigned = assign_buckets(plan.layers, bucket_cap_mb) if assigned is None else assigned
     ready = ready_seconds(assigned, compute_seconds)
     plain = tuple(Bucket(moment, _nbytes(bucket)) for moment, bucket in zip(ready, assigned, strict=True))
     if not plan.compressed_groups:
@@ -199,6 +208,32 @@ def make_job(
             )
         )
     return Job(runs.world_size, compute_seconds, tuple(buckets), plain)
+
+
+def cut_for_shards(plan: Plan, local_ranks: int, bucket_cap_mb: float | None = None) -> tuple[Plan, list[list[Layer]]]:
+    """Cut a plan for the shards that the first rank of a node holds under FSDP2, the largest of all.
+
+    Which modules are units nobody knows before there is a model: DDP's buckets are taken for them.
+
+    Args:
+        plan: of whole layers.
+        local_ranks: ranks of a node, L. Each holds a part of every layer, along its first dimension.
+        bucket_cap_mb: as in `assign_buckets`.
+
+    Returns:
+        The plan of the shards, and its layers by unit, in the order in which backward completes them.
+
+    Raises:
+        GradlabError: for a layer without dimensions, a plan that cannot run on shards, or an impossible bucket size.
+    """
+    units = assign_buckets(plan.layers, bucket_cap_mb)
+    if scalars := [layer.name for layer in plan.layers if not layer.shape]:
+        raise GradlabError(f"{scalars[0]} has no dimension along which FSDP2 could shard it")
+    shapes = {layer.name: (math.ceil(layer.shape[0] / local_ranks), *layer.shape[1:]) for layer in plan.layers}
+    names = {layer.name: f"unit {index}" for index, unit in enumerate(units) for layer in unit}
+    cut = shard_plan(plan, shapes, names)
+    held = {layer.name: layer for layer in cut.layers}
+    return cut, [[held[layer.name] for layer in unit if layer.name in held] for unit in units]
 
 
 def _exchanges(plan: Plan, runs: DryRuns, assigned: Sequence[Sequence[Layer]]) -> Iterator[list[Exchange]]:
@@ -267,7 +302,8 @@ def compare(job: Job, link: Link, *, speed: float = 1.0, node: Node | None = Non
     """Simulate a plan's step on one link, and the fastest one without compression, in 32 and in 16 bits.
 
     With several ranks per node the plan runs between nodes, as `gradlab.compress(within=)` does: codecs' work is shared
-    out among a node's ranks, and its link carries what all of them send. Plain DDP's ring passes every node's link once
+    out among a node's ranks, and its link carries what all of them send; or, where the job has shards, under FSDP2, as
+    `gradlab.runtime.compress_fsdp` does. Plain DDP's ring passes every node's link once
     each way. Hierarchical averaging and native HSDP send what one rank per node would.
 
     Args:
@@ -296,8 +332,32 @@ def compare(job: Job, link: Link, *, speed: float = 1.0, node: Node | None = Non
 
     in_32_bits = ways(job.dense_buckets)
     dense, half = (min(of.values(), key=lambda one: one.seconds) for of in (in_32_bits, ways(job.half_buckets)))
-    compressed = step(job.shared_out(node.local_ranks).buckets, within=Within(node))
+    if job.shard_buckets is None:
+        compressed = step(job.shared_out(node.local_ranks).buckets, within=Within(node))
+    else:
+        compressed = _on_shards(job, link, node)
     return Comparison(link, compressed, dense, half, in_32_bits)
+
+
+def _on_shards(job: Job, link: Link, node: Node) -> Step:
+    """Simulate a plan's step under FSDP2.
+
+    Its hook runs within backward, unit by unit: computing waits for the unit's reduce-scatter inside the node and for
+    its exchange between nodes, in which all ranks of a node share its link. Only gathers of parameters, one before
+    forward and one before backward, travel beside computing.
+    """
+    assert job.shard_buckets is not None
+    mine = replace(link, bits_per_second=link.bits_per_second / node.local_ranks)
+    halves = [node.half(bucket.nbytes) for bucket in job.dense_buckets]
+    inside = [node.inside.busy_seconds(half) + node.inside.delay_seconds(half) for half in halves]
+    exchanges = [
+        simulate([replace(bucket, ready_seconds=0.0)], 0.0, mine, job.world_size) for bucket in job.shard_buckets
+    ]
+    encode = sum(one.encode for one in exchanges)
+    communicate = sum(one.communicate for one in exchanges) + sum(inside)
+    communicate += max(0.0, 2 * sum(inside) - job.compute_seconds)
+    wire = node.local_ranks * sum(one.wire_bytes for one in exchanges)
+    return Step(job.compute_seconds + encode + communicate, job.compute_seconds, encode, communicate, wire)
 
 
 def _with_gathers(step: Step, node: Node, nbytes: int) -> Step:

@@ -15,17 +15,19 @@ LocalRanks = Annotated[int, typer.Option(help="Ranks per node, which share its o
 InsideLink = Annotated[str, typer.Option(help="Speed of each rank's link inside its node, where it has several.")]
 
 
-def node_of(local_ranks: int, inside: str) -> Node | None:
+def node_of(local_ranks: int, inside: str, fsdp: bool = False) -> Node | None:
     """Read what a node is from its number of ranks and the speed of their links. None: one rank per node.
 
     Raises:
-        GradlabError: for fewer than one rank, or what is no speed.
+        GradlabError: for fewer than one rank, FSDP2's shards with one rank alone, or what is no speed.
     """
     from gradlab.analysis.forecast.link import Link, parse_bandwidth
     from gradlab.analysis.forecast.simulator import Node
 
     link = Link(parse_bandwidth(inside))
-    return None if local_ranks == 1 else Node(local_ranks, link)
+    if fsdp and local_ranks == 1:
+        raise GradlabError("--fsdp: parameters are sharded among a node's ranks; name them, such as --local-ranks 8")
+    return None if local_ranks == 1 else Node(local_ranks, link, fsdp)
 
 
 def node_counts(text: str) -> list[int]:

@@ -20,6 +20,7 @@ def predict(
     nodes: Annotated[str, typer.Option(help="Numbers of nodes, with commas.")] = "4,64,1024",
     local_ranks: LocalRanks = 1,
     inside: InsideLink = "400gbit",
+    fsdp: Annotated[bool, typer.Option("--fsdp", help="The plan runs on FSDP2's shards (compress_fsdp).")] = False,
     bandwidth: Annotated[
         str, typer.Option(help="Link speeds, with commas: 200mbit,1gbit,25gbit; decimal bits per second.")
     ] = "1gbit",
@@ -60,7 +61,7 @@ def predict(
 
     With --local-ranks, --bandwidth is that of a node's link, which its ranks share, and --inside that among them. The
     plan then runs between nodes (docs/training.md), beside the fastest of three dense ways: plain DDP, averages inside
-    nodes first (hierarchical), and native HSDP.
+    nodes first (hierarchical), and native HSDP. With --fsdp it runs on FSDP2's shards, and backward waits.
 
     Examples:
 
@@ -69,6 +70,8 @@ def predict(
       gradlab predict topk.safetensors --nodes 8 --bandwidth 200mbit,1gbit,25gbit --run run.json --out steps.svg
 
       gradlab predict int8.safetensors --nodes 2,8 --local-ranks 8 --inside 400gbit --bandwidth 25gbit --run run.json
+
+      gradlab predict powersgd.safetensors --nodes 8 --local-ranks 8 --fsdp --bandwidth 25gbit --run run.json
 
       gradlab predict powersgd.safetensors --compute-seconds 0.36s --all-reduce tree --measured times.json
     """
@@ -87,7 +90,7 @@ def predict(
         require_figure(out, overwrite)
     loaded = Artifact.load(artifact)
     profile = profile_of(loaded, run, seconds)
-    network = Network(links, counts, profile, cores, bucket_cap_mb, node_of(local_ranks, inside))
+    network = Network(links, counts, profile, cores, bucket_cap_mb, node_of(local_ranks, inside, fsdp))
     with progress_bars() as progress:
         result = forecast(loaded.plan, network, calibration=calibration, progress=progress)
     if out is not None:

@@ -42,6 +42,7 @@ from gradlab.analysis.forecast.step_time import (
     assign_buckets,
     break_even,
     compare,
+    cut_for_shards,
     make_job,
     ready_seconds,
 )
@@ -450,6 +451,31 @@ def test_nodes_of_two_ranks_by_hand() -> None:
     assert pair.dense.seconds == 7.0
 
 
+def test_a_step_on_shards_by_hand() -> None:
+    """Backward waits 1 s for the unit's reduce-scatter and 4 s for its exchange, at half the link for each rank.
+
+    Gathers take 1 s twice, beside 1 s of computing.
+    """
+    buckets, shards = (Bucket(1.0, 4000),), (Bucket(1.0, 2000),)
+    pair = compare(Job(2, 1.0, buckets, buckets, shards), Link(8e3, header_share=0.0), node=replace(NODE, fsdp=True))
+    assert pair.compressed.seconds == pytest.approx(1 + 1 + 4 + 1)
+    assert (pair.compressed.encode, pair.compressed.wire_bytes) == (0.0, 4000)
+
+
+@law(st.integers(2, 5), st.sampled_from([None, 0.01]), examples=20)
+def test_shards_of_all_ranks_hold_the_model(local_ranks: int, bucket_cap_mb: float | None) -> None:
+    plan = Plan.uniform(LAYERS, "block_scaled", dtype="int8")
+    cut, units = cut_for_shards(plan, local_ranks, bucket_cap_mb)
+    assert [[layer.name for layer in unit] for unit in units] == [
+        [layer.name for layer in bucket] for bucket in assign_buckets(LAYERS, bucket_cap_mb)
+    ]
+    of_unit = {layer.name: index for index, unit in enumerate(units) for layer in unit}
+    assert all(len({of_unit[name] for name in group.layers}) == 1 for group in cut.groups)
+    for whole, shard in zip(LAYERS, cut.layers, strict=True):
+        assert shard.shape[1:] == whole.shape[1:]
+        assert whole.shape[0] <= local_ranks * shard.shape[0] < whole.shape[0] + local_ranks
+
+
 def test_a_bucket_is_averaged_inside_while_another_travels() -> None:
     """Inside until 1.75 and 2.75 s; the first goes on when the second has come, at 2; 3 s each; the last is spread."""
     buckets = [Bucket(1.0, 3000), Bucket(2.0, 3000)]
@@ -481,6 +507,15 @@ def test_nodes_are_forecast_by_the_command(gradlab: Command, tmp_path: Path) -> 
     assert link["dense"] == link["ways"][link["dense_way"]]
     assert link["ways"][HIERARCHICAL]["wire_bytes"] == one["nodes"][0]["links"][0]["dense"]["wire_bytes"]
     assert any("Nodes of 2 ranks" in remark for remark in of_two["warnings"])
+    on_shards = json.loads(gradlab(*common, "--local-ranks", "2", "--inside", "400gbit", "--fsdp", "--json")[1])
+    step = on_shards["nodes"][0]["links"][0]
+    assert step["ways"] == link["ways"]
+    # The same bytes but for scales of more blocks.
+    assert 1 <= step["compressed"]["wire_bytes"] / link["compressed"]["wire_bytes"] < 1.1
+    assert any("on FSDP2's shards" in remark for remark in on_shards["warnings"])
+    code, _, err = gradlab(*common, "--fsdp")
+    assert code == 2
+    assert "name them, such as --local-ranks 8" in err
     code, _, err = gradlab(*common, "--local-ranks", "0")
     assert code == 2
     assert "local ranks = 0, expected at least 2" in err
