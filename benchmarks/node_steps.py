@@ -3,6 +3,7 @@
     RANK=... WORLD_SIZE=... LOCAL_RANK=... LOCAL_WORLD_SIZE=... MASTER_ADDR=... MASTER_PORT=... \
         GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS=1 python benchmarks/node_steps.py --rate 100mbit \
         [--steps 6] [--width 96] [--rows ROWS.jsonl]
+    ... python benchmarks/node_steps.py --rate 100mbit --collectives
     python benchmarks/node_steps.py --table [--rows ROWS.jsonl]
 
 To be started once per rank, each node's ranks behind a network interface of their own, whose limit is set from outside;
@@ -10,16 +11,21 @@ To be started once per rank, each node's ranks behind a network interface of the
 way trains a model of its own with the same values; a way's steps follow each other, after two that are not counted.
 A step takes as long as its slowest rank. "computing alone" is the model without any exchange, all ranks at once;
 "nodes apart" exchanges nothing between nodes.
+
+--collectives times what `gradlab predict` wants to know, and prints it as JSON: all-reduces between nodes by all
+ranks at once, for its --measured, and the speed of reduce-scatters inside nodes, for its --inside.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +130,39 @@ def measure(way: str, mesh: DeviceMesh, options: argparse.Namespace) -> Row:
     return {"seconds": [round(value, 4) for value in slowest.tolist()], "sent": round(float(node) / ranks)}
 
 
+def seconds_of(collective: Callable[[], object], repeats: int = 7) -> float:
+    """Time a collective that all ranks begin together: the slowest rank's median, after two that are not counted."""
+    times = []
+    for _ in range(repeats + 2):
+        dist.barrier()
+        start = time.perf_counter()
+        collective()
+        slowest = torch.tensor(time.perf_counter() - start)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        times.append(float(slowest))
+    return statistics.median(times[2:])
+
+
+def collectives(mesh: DeviceMesh, rate: str) -> dict[str, Any]:
+    """Time all-reduces between nodes and a reduce-scatter inside them.
+
+    The bytes are a node's, those of all its ranks, and so is the bandwidth.
+    """
+    nodes, ranks = mesh["replicate"].size(), mesh["shard"].size()
+    between, inside = mesh["replicate"].get_group(), mesh["shard"].get_group()
+    observations = []
+    for numel in (1_000, 30_000, 300_000, 1_300_000):
+        values = torch.randn(numel)
+        seconds = seconds_of(partial(dist.all_reduce, values, group=between))
+        nbytes = ranks * values.nbytes
+        observations.append({"nodes": nodes, "bytes": nbytes, "bandwidth": rate, "seconds": round(seconds, 5)})
+    output = torch.empty(10_000_000 // ranks)
+    whole = torch.randn(ranks * output.numel())
+    seconds = seconds_of(partial(dist.reduce_scatter_single, output, whole, group=inside))
+    sent = whole.nbytes * (ranks - 1) / ranks
+    return {"measured": observations, "inside_bits_per_second": round(8 * sent / seconds)}
+
+
 def table(rows: list[Row]) -> str:
     """One line per way: the median step at each rate, over computing alone, and the bytes a node sends."""
     rates = list(dict.fromkeys(row["rate"] for row in rows))
@@ -150,6 +189,7 @@ def main() -> None:
     parser.add_argument("--rate", default="unlimited")
     parser.add_argument("--interface", default=os.environ.get("GLOO_SOCKET_IFNAME", "eth0"))
     parser.add_argument("--rows", type=Path, default=ROWS)
+    parser.add_argument("--collectives", action="store_true")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     if options.table:
@@ -159,10 +199,14 @@ def main() -> None:
     torch.set_num_threads(1)
     local = int(os.environ["LOCAL_WORLD_SIZE"])
     mesh = init_device_mesh("cpu", (dist.get_world_size() // local, local), mesh_dim_names=("replicate", "shard"))
-    for way in options.ways:
+    for way in () if options.collectives else options.ways:
         row = measure(way, mesh, options)
         if dist.get_rank() == 0:
             add(options.rows, {"way": way, "rate": options.rate, "width": options.width, "batch": options.batch} | row)
+    if options.collectives:
+        timed = collectives(mesh, options.rate)
+        if dist.get_rank() == 0:
+            print(json.dumps(timed))
     dist.destroy_process_group()
 
 

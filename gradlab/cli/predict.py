@@ -32,7 +32,7 @@ def predict(
     ] = None,
     cores: Annotated[float, typer.Option(help="Cores per rank; with 1 computing and codecs take turns.")] = 2.0,
     bucket_cap_mb: Annotated[
-        float | None, typer.Option(help="DDP's bucket size in MiB; its default if left out.")
+        float | None, typer.Option(help="DDP's bucket size in MiB; its default if left out. With --fsdp, of its units.")
     ] = None,
     header_share: Annotated[float, typer.Option(help="Protocol bytes per byte sent; 0.06 is TCP on Ethernet.")] = 0.06,
     all_reduce: Annotated[
