@@ -250,10 +250,12 @@ class StepDriver:
                     current.ticks.tick([running for running, _ in segment])
 
     def drain(self) -> None:
-        """Wait until the results of all complete groups are written."""
+        """Wait until the results of all complete groups are written, and the means of all whole buffers."""
         current = self._in_progress(None)
         with self._timed(current):
             current.ticks.drain()
+            while current.dense:
+                current.dense.popitem()[1].answers()
 
     def _drain_part(self, current: Iteration, index: int, last: int) -> None:
         """Wait until the results of one part are there. last: number of the part that completed its last group."""

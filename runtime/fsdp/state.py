@@ -298,7 +298,7 @@ def compress_fsdp(
     Shard along one dimension, inside a node: under native HSDP (a mesh of two dimensions for `fully_shard`) FSDP has
     averaged the gradients before any hook sees them. Gradients are summed inside the node by FSDP's reduce-scatter.
     Then every rank runs the plan on its shards, with the ranks of other nodes that hold the same ones. With a plan that
-    compresses nothing the result is native HSDP's: bit for bit in float32, not where gradients are reduced in bfloat16.
+    compresses nothing the result is native HSDP's, bit for bit.
 
     All ranks call it together, after the model is materialized, sharded and has its optimizer.
 

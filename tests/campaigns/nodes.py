@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jobs.fsdp_tasks import OPTIONS
+from jobs.fsdp_tasks import OPTIONS, UNCOMPRESSED
 from jobs.lgreco_tasks import REFERENCES
 from support.process_pool import ProcessPool, TaskFailed
 
@@ -66,12 +66,14 @@ def trials(nodes: int, local_ranks: int, folder: Path) -> Iterator[Trial]:
         )
     yield from _of_fitted_plans(nodes, local_ranks, folder)
     yield Trial("DDP: resumed == never stopped", "jobs.node_tasks:resumed", _all_true, {"local_ranks": local_ranks})
-    yield Trial(
-        "FSDP2: 200 steps of identity == native HSDP, bit for bit",
-        "jobs.fsdp_tasks:against_native",
-        lambda results: "" if all(one["same"] for one in results) else "differs",
-        {"nodes": nodes, "steps": 200},
-    )
+    for option in UNCOMPRESSED:
+        steps = 200 if option == "default" else 30
+        yield Trial(
+            f"FSDP2: {steps} steps of nothing compressed == native HSDP, bit for bit: {option}",
+            "jobs.fsdp_tasks:against_native",
+            lambda results: "" if all(one["same"] for one in results) else "differs",
+            {"nodes": nodes, "steps": steps, "option": option},
+        )
     for name in ("int8", "top-k", "signs"):
         for second in ("", "topk"):
             codec, settings = CODECS[name]

@@ -97,7 +97,7 @@ def words_of(rank: int, step: int) -> torch.Tensor:
 def backward(model: Any, rank: int, step: int, **forward: Any) -> None:
     """One pass."""
     words = words_of(rank, step)
-    scores = model(words, **forward)
+    scores = model(words, **forward).float()
     nn.functional.cross_entropy(scores.flatten(0, 1), words.roll(1, 1).flatten()).backward()
 
 
@@ -114,20 +114,35 @@ def farthest(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
     return max((float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in pairs), default=0.0)
 
 
-def against_native(group: dist.ProcessGroup, nodes: int, steps: int) -> dict[str, Any]:
+# Ways to train in which nothing is compressed: arguments of fully_shard, of the plan, and passes per optimizer step.
+UNCOMPRESSED: dict[str, dict[str, Any]] = {
+    "default": {},
+    "16 bits": {"shard": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)}},
+    "16 bits, reduced in 32": {"shard": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}},
+    "every pass reduced, gradients summed": {"passes": 2},
+    "dense steps, 16 bits": {
+        "shard": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)},
+        "warmup_steps": 1000,
+    },
+}
+
+
+def against_native(group: dist.ProcessGroup, nodes: int, steps: int, option: str = "default") -> dict[str, Any]:
     """Training with nothing compressed, and native HSDP's: parameters, bit for bit."""
-    rank = dist.get_rank(group)
+    rank, chosen = dist.get_rank(group), UNCOMPRESSED[option]
     mesh = mesh_of(group, nodes)
-    native, ours = sharded(mesh), sharded(mesh["shard"])
+    native, ours = (sharded(part, **chosen.get("shard", {})) for part in (mesh, mesh["shard"]))
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (native, ours)]
-    same = True
-    with compress_fsdp(
-        ours, plan_of(ours, "identity", {}), between=mesh["replicate"], optimizer=optimizers[1]
-    ) as state:
+    plan, warmup = plan_of(ours, "identity", {}), chosen.get("warmup_steps", 0)
+    if warmup:
+        plan = Plan.uniform(layers_of(ours), "topk", density=0.1, warmup_steps=warmup)
+    same, passes = True, chosen.get("passes", 1)
+    with compress_fsdp(ours, plan, between=mesh["replicate"], optimizer=optimizers[1]) as state:
         for step in range(steps):
             for model, optimizer in zip((native, ours), optimizers, strict=True):
                 optimizer.zero_grad()
-                backward(model, rank, step)
+                for part in range(passes):
+                    backward(model, rank, passes * step + part)
                 optimizer.step()
             pairs = zip(native.parameters(), ours.parameters(), strict=True)
             same = same and all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)

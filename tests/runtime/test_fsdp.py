@@ -11,7 +11,7 @@ from gradlab.layout import Layer
 from gradlab.plan import FEEDBACK, Group, Plan
 from gradlab.plan.shards import shard_plan
 from gradlab.runtime.checkpoint import same_shards
-from jobs.fsdp_tasks import OPTIONS
+from jobs.fsdp_tasks import OPTIONS, UNCOMPRESSED
 from support.process_pool import ProcessPool
 
 CODECS: list[tuple[str, dict[str, Any]]] = [
@@ -27,6 +27,13 @@ def test_without_compression_it_is_native_hsdp(pool: ProcessPool) -> None:
     for result in pool.run("jobs.fsdp_tasks:against_native", 4, nodes=2, steps=30):
         assert result["same"]
         assert result["counted"] == result["forecast"]
+
+
+@pytest.mark.parametrize("option", [option for option in UNCOMPRESSED if option != "default"])
+def test_without_compression_it_is_native_hsdp_however_gradients_are_used(pool: ProcessPool, option: str) -> None:
+    """FSDP converts a unit's gradient, or adds it to the last one, as soon as the hook returns."""
+    for result in pool.run("jobs.fsdp_tasks:against_native", 4, nodes=2, steps=5, option=option):
+        assert result["same"]
 
 
 @pytest.mark.parametrize(("codec", "settings"), CODECS)
