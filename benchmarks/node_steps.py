@@ -2,24 +2,27 @@
 
     RANK=... WORLD_SIZE=... LOCAL_RANK=... LOCAL_WORLD_SIZE=... MASTER_ADDR=... MASTER_PORT=... \
         GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS=1 python benchmarks/node_steps.py --rate 100mbit \
-        [--steps 6] [--width 96] [--rows ROWS.jsonl]
-    ... python benchmarks/node_steps.py --rate 100mbit --collectives
-    python benchmarks/node_steps.py --table [--rows ROWS.jsonl]
+        [--rounds 3] [--steps 3] [--width 96] [--batch 24] [--rows ROWS.jsonl]
+    ... python benchmarks/node_steps.py --rate 100mbit --collectives [--rows ROWS.jsonl]
+    python benchmarks/node_steps.py --table [--predict] [--rows ROWS.jsonl]
 
 To be started once per rank, each node's ranks behind a network interface of their own, whose limit is set from outside;
 --rate only names it. Bytes are read off that interface's counter: what a node sends in a step, headers included. Every
-way trains a model of its own with the same values; a way's steps follow each other, after two that are not counted.
-A step takes as long as its slowest rank. "computing alone" is the model without any exchange, all ranks at once;
-"nodes apart" exchanges nothing between nodes.
+way trains a model of its own with the same values. Ways take turns, round by round, so that all of them meet the
+machine as it is; the first step of each turn is not counted. A step takes as long as its slowest rank.
 
---collectives times what `gradlab predict` wants to know, and prints it as JSON: all-reduces between nodes by all
-ranks at once, for its --measured, and the speed of reduce-scatters inside nodes, for its --inside.
+"computing alone" is the model without any exchange, all ranks at once. "FSDP2, nodes in step" is FSDP's work inside a
+node, where nodes wait for one another at every unit: they exchange one number there. "FSDP2, nodes apart" has no such
+wait.
+
+--collectives times what a forecast wants to know of the links: all-reduces between nodes by all ranks at once, amid
+computing, and reduce-scatters inside nodes. --predict puts the forecast of every way beside its time: from "computing
+alone" and the collectives, under FSDP2 from "nodes in step" (which has its work inside nodes in it).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -35,7 +38,7 @@ from rows import Row, add, read
 from step_time import network
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab import compress
@@ -52,10 +55,22 @@ CODECS: dict[str, tuple[str, dict[str, Any]]] = {
     "top-k 1 %": ("topk", {"density": 0.01}),
 }
 
-# FSDP2's work inside a node alone.
-FSDP2_ALONE = "FSDP2, nodes apart"
+ALONE, APART, IN_STEP = "computing alone", "FSDP2, nodes apart", "FSDP2, nodes in step"
+PLAIN, NATIVE, EVERY_RANK = "plain DDP", "native HSDP", "every rank"
+WAYS = (
+    ALONE,
+    PLAIN,
+    f"{EVERY_RANK}, PowerSGD rank 1",
+    *(f"DDP, {codec}" for codec in CODECS),
+    APART,
+    IN_STEP,
+    NATIVE,
+    *(f"FSDP2, {codec}" for codec in CODECS),
+)
+# Every convolution is a unit of its own: a forecast's units end after this many MiB.
+UNIT_CAP_MB = 0.1
 
-Prepared = tuple[nn.Module, Callable[[], AbstractContextManager[Any]], Callable[[], None]]
+Context = Callable[[], AbstractContextManager[Any]]
 
 
 def sharded(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
@@ -67,83 +82,124 @@ def sharded(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
     return model
 
 
-def prepare(way: str, mesh: DeviceMesh, width: int) -> Prepared:
-    """Return a way's model, the context of its backward pass, and what ends it."""
-    model = network(width)
-    assert isinstance(model, nn.Sequential)
-    kind, _, codec = way.partition(", ")
-    if kind == "native HSDP":
-        return sharded(model, mesh), nullcontext, lambda: None
-    if way == FSDP2_ALONE:
-        return sharded(model, mesh["shard"]), nullcontext, lambda: None
-    if kind in ("plain DDP", "computing alone"):
+def in_step(model: nn.Sequential, group: dist.ProcessGroup) -> nn.Sequential:
+    """Let nodes exchange one number for each unit."""
+
+    def wait(flat: torch.Tensor) -> None:
+        dist.all_reduce(flat[:1].clone(), group=group)
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_all_reduce_hook(wait)
+    return model
+
+
+class Contestant:
+    """One way's model, and its times so far.
+
+    Attributes:
+        seconds: this rank's, of the counted steps.
+        sent: bytes that the node has sent in them.
+    """
+
+    def __init__(self, way: str, mesh: DeviceMesh, width: int, batch: int, interface: str) -> None:
+        model = network(width)
+        assert isinstance(model, nn.Sequential)
+        self.close: Callable[[], None] = lambda: None
+        self.model, self.context = self._attached(way, model, mesh)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.001)
+        generator = torch.Generator().manual_seed(1 + dist.get_rank())
+        self.images = torch.randn(batch, 3, 32, 32, generator=generator)
+        self.classes = torch.randint(10, (batch,), generator=generator)
+        self.seconds: list[float] = []
+        self.sent = 0
+        self._counter = Path(f"/sys/class/net/{interface}/statistics/tx_bytes")
+
+    def _attached(self, way: str, model: nn.Sequential, mesh: DeviceMesh) -> tuple[nn.Module, Context]:
+        kind, _, codec = way.partition(", ")
+        if way == NATIVE:
+            return sharded(model, mesh), nullcontext
+        if way == APART:
+            return sharded(model, mesh["shard"]), nullcontext
+        if way == IN_STEP:
+            return in_step(sharded(model, mesh["shard"]), mesh["replicate"].get_group()), nullcontext
+        if way in (PLAIN, ALONE):
+            ddp = DistributedDataParallel(model)
+            return ddp, ddp.no_sync if way == ALONE else nullcontext
+        name, settings = CODECS[codec]
+        plan = Plan.uniform(layers_of(model), name, **settings)
+        if kind == "FSDP2":
+            self.close = compress_fsdp(sharded(model, mesh["shard"]), plan, between=mesh["replicate"]).close
+            return model, nullcontext
         ddp = DistributedDataParallel(model)
-        return ddp, ddp.no_sync if kind == "computing alone" else nullcontext, lambda: None
-    name, settings = CODECS[codec]
-    plan = Plan.uniform(layers_of(model), name, **settings)
-    if kind == "DDP":
-        ddp = DistributedDataParallel(model)
-        return ddp, nullcontext, compress(ddp, plan, within=mesh["shard"]).close
-    state = compress_fsdp(sharded(model, mesh["shard"]), plan, between=mesh["replicate"])
-    return model, nullcontext, state.close
+        self.close = compress(ddp, plan, within=None if kind == EVERY_RANK else mesh["shard"]).close
+        return ddp, nullcontext
 
-
-WAYS = (
-    "computing alone",
-    "plain DDP",
-    "native HSDP",
-    FSDP2_ALONE,
-    *(f"{kind}, {codec}" for kind in ("DDP", "FSDP2") for codec in CODECS),
-)
-
-
-def sent(interface: str) -> int:
-    """Return the bytes that this node's interface has sent."""
-    return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
-
-
-def measure(way: str, mesh: DeviceMesh, options: argparse.Namespace) -> Row:
-    """Time a way's steps on all ranks."""
-    model, context, close = prepare(way, mesh, options.width)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-    torch.manual_seed(1 + dist.get_rank())
-    images, classes = torch.randn(options.batch, 3, 32, 32), torch.randint(10, (options.batch,))
-    times, before = [], 0
-    for step in range(-2, options.steps):
+    def step(self) -> float:
+        """Take a step that all ranks begin together, and return its seconds on this rank."""
         dist.barrier()
-        if step == 0:
-            before = sent(options.interface)
         start = time.perf_counter()
-        optimizer.zero_grad()
-        with context():
-            nn.functional.cross_entropy(model(images), classes).backward()
-        optimizer.step()
-        if step >= 0:
-            times.append(time.perf_counter() - start)
+        self.optimizer.zero_grad()
+        with self.context():
+            nn.functional.cross_entropy(self.model(self.images), self.classes).backward()
+        self.optimizer.step()
+        return time.perf_counter() - start
+
+    def turn(self, steps: int) -> None:
+        """Take one step that is not counted, then some that are."""
+        self.step()
+        dist.barrier()
+        before = int(self._counter.read_text())
+        self.seconds += [self.step() for _ in range(steps)]
+        dist.barrier()
+        self.sent += int(self._counter.read_text()) - before
+
+    def row(self) -> Row:
+        """The slowest rank's seconds, step by step, and the bytes that a node sends in one."""
+        slowest = torch.tensor(self.seconds)
+        node = torch.tensor(float(self.sent) / len(self.seconds))
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        dist.all_reduce(node)  # every rank of a node reads the same counter, so the mean over ranks is that over nodes
+        sent = round(float(node) / dist.get_world_size())
+        return {"seconds": [round(value, 4) for value in slowest.tolist()], "sent": sent}
+
+
+def slowest_of(work: Callable[[], object]) -> float:
+    """Time what all ranks begin together, by the rank that takes longest."""
     dist.barrier()
-    node = torch.tensor(float(sent(options.interface) - before) / options.steps)
-    slowest = torch.tensor(times)
+    start = time.perf_counter()
+    work()
+    slowest = torch.tensor(time.perf_counter() - start)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    dist.all_reduce(node)  # every rank of a node reads the same counter, so the mean over ranks is that over nodes
-    close()
-    ranks = dist.get_world_size()
-    return {"seconds": [round(value, 4) for value in slowest.tolist()], "sent": round(float(node) / ranks)}
+    return float(slowest)
 
 
 def seconds_of(collective: Callable[[], object], repeats: int = 7) -> float:
-    """Time a collective that all ranks begin together: the slowest rank's median, after two that are not counted."""
-    times = []
-    for _ in range(repeats + 2):
-        dist.barrier()
-        start = time.perf_counter()
-        collective()
-        slowest = torch.tensor(time.perf_counter() - start)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        times.append(float(slowest))
-    return statistics.median(times[2:])
+    """Time a collective that all ranks begin together: the median, after two that are not counted."""
+    return statistics.median([slowest_of(collective) for _ in range(repeats + 2)][2:])
 
 
-def collectives(mesh: DeviceMesh, rate: str) -> dict[str, Any]:
+def seconds_amid_computing(collective: Callable[[], object], batch: int, turns: int = 10, repeats: int = 5) -> float:
+    """Time a collective between convolutions, as a step has it: what it adds to each of them.
+
+    Ranks that share cores come to it one after another, and a rank that has waited first has to be given a core.
+    """
+    layer, images = nn.Conv2d(96, 96, 3, padding=1), torch.randn(batch, 96, 16, 16)
+
+    def alone() -> None:
+        for _ in range(turns):
+            layer(images).sum().backward()
+
+    def together() -> None:
+        for _ in range(turns):
+            layer(images).sum().backward()
+            collective()
+
+    pairs = [slowest_of(together) - slowest_of(alone) for _ in range(repeats + 1)]
+    return statistics.median(pairs[1:]) / turns
+
+
+def collectives(mesh: DeviceMesh, rate: str, batch: int) -> Row:
     """Time all-reduces between nodes and a reduce-scatter inside them.
 
     The bytes are a node's, those of all its ranks, and so is the bandwidth.
@@ -153,7 +209,8 @@ def collectives(mesh: DeviceMesh, rate: str) -> dict[str, Any]:
     observations = []
     for numel in (1_000, 30_000, 300_000, 1_300_000):
         values = torch.randn(numel)
-        seconds = seconds_of(partial(dist.all_reduce, values, group=between))
+        all_reduce = partial(dist.all_reduce, values, group=between)
+        seconds = seconds_of(all_reduce) if numel > 100_000 else seconds_amid_computing(all_reduce, batch)
         nbytes = ranks * values.nbytes
         observations.append({"nodes": nodes, "bytes": nbytes, "bandwidth": rate, "seconds": round(seconds, 5)})
     output = torch.empty(10_000_000 // ranks)
@@ -163,50 +220,114 @@ def collectives(mesh: DeviceMesh, rate: str) -> dict[str, Any]:
     return {"measured": observations, "inside_bits_per_second": round(8 * sent / seconds)}
 
 
-def table(rows: list[Row]) -> str:
-    """One line per way: the median step at each rate, over computing alone, and the bytes a node sends."""
-    rates = list(dict.fromkeys(row["rate"] for row in rows))
-    median = {(row["way"], row["rate"]): statistics.median(row["seconds"]) for row in rows}
-    lines = [f"{'way':26s} " + " ".join(f"{rate:>9s} {'ratio':>6s}" for rate in rates) + f" {'sent, MB':>9s}"]
+def medians(rows: list[Row]) -> dict[tuple[str, str], float]:
+    """Median seconds of a step by way and rate."""
+    return {(row["way"], row["rate"]): statistics.median(row["seconds"]) for row in rows if "way" in row}
+
+
+def predictions(rows: list[Row]) -> dict[tuple[str, str], float]:
+    """Forecast seconds of a step by way and rate, from the collectives that were timed.
+
+    Two ranks share a core where four run on two.
+    """
+    from gradlab.analysis.forecast import Network, forecast
+    from gradlab.analysis.forecast.calibration import Observation, calibrate_link
+    from gradlab.analysis.forecast.link import Link, parse_bandwidth
+    from gradlab.analysis.forecast.profile import Profile
+    from gradlab.analysis.forecast.simulator import BETWEEN, EVERY_RANK, SHARDS, Node
+    from gradlab.analysis.forecast.step_time import FLAT, HIERARCHICAL, HSDP
+
+    timed = [row for row in rows if "measured" in row]
+    seen = [
+        Observation(one["nodes"], one["bytes"], parse_bandwidth(one["bandwidth"]), one["seconds"])
+        for row in timed
+        for one in row["measured"]
+    ]
+    calibration = calibrate_link(Link(1e9, 1e-4), seen)
+    inside = Link(statistics.mean(row["inside_bits_per_second"] for row in timed))
+    median, result = medians(rows), {}
+    for row in rows:
+        if "way" not in row or row["way"] in (ALONE, APART, IN_STEP):
+            continue
+        kind, _, codec = row["way"].partition(", ")
+        on_shards = kind in ("FSDP2", NATIVE)
+        compute = median[IN_STEP if on_shards else ALONE, row["rate"]]
+        plans = {"FSDP2": SHARDS, NATIVE: SHARDS, "every rank": EVERY_RANK}.get(kind, BETWEEN)
+        # What FSDP does inside a node is in the time of its step.
+        node = Node(row["local_ranks"], Link(1e14) if on_shards else inside, plans, on_cpus=True)
+        links = [Link(parse_bandwidth(row["rate"]), 1e-4)]
+        cap = UNIT_CAP_MB if on_shards else None
+        cores = row["cores"] / (row["nodes"] * row["local_ranks"])
+        network_ = Network(links, [row["nodes"]], Profile(compute, "measured"), cores, cap, node)
+        name, settings = CODECS.get(codec, CODECS["int8"]) if codec != "uncompressed" else CODECS["int8"]
+        plan = Plan.uniform(layers_of(network(row["width"])), name, **settings)
+        (pair,) = forecast(plan, network_, calibration=calibration).nodes[0].links
+        dense = {PLAIN: FLAT, NATIVE: HSDP, "DDP, uncompressed": HIERARCHICAL, "FSDP2, uncompressed": HSDP}
+        step = pair.ways[dense[row["way"]]] if row["way"] in dense else pair.compressed
+        result[row["way"], row["rate"]] = step.seconds
+    return result
+
+
+def table(rows: list[Row], predict: bool) -> str:
+    """One line per way: the median step at each rate, over computing alone, forecast, and the bytes a node sends."""
+    steps = [row for row in rows if "way" in row]
+    rates = list(dict.fromkeys(row["rate"] for row in steps))
+    median, expected = medians(rows), predictions(rows) if predict else {}
+    columns = " ".join(f"{rate:>9s} {'ratio':>6s}" + f" {'predicted':>10s}" * predict for rate in rates)
+    lines = [f"{'way':27s} {columns} {'sent, MB':>9s}"]
     for way in WAYS:
-        mine = [row for row in rows if row["way"] == way]
+        mine = [row for row in steps if row["way"] == way]
         if not mine:
             continue
         cells = []
         for rate in rates:
-            seconds, alone = median.get((way, rate)), median.get(("computing alone", rate))
+            seconds, alone = median.get((way, rate)), median.get((ALONE, rate))
             cells.append(f"{seconds:9.3f} {seconds / alone:6.2f}" if seconds and alone else f"{'-':>9s} {'-':>6s}")
-        lines.append(f"{way:26s} " + " ".join(cells) + f" {mine[0]['sent'] / 1e6:9.2f}")
+            if predict:
+                other = expected.get((way, rate))
+                off = f"{other:5.2f} {100 * (other / seconds - 1):+3.0f}%" if other and seconds else "-"
+                cells.append(f"{off:>10s}")
+        lines.append(f"{way:27s} " + " ".join(cells) + f" {mine[0]['sent'] / 1e6:9.2f}")
     return "\n".join(lines)
 
 
 def main() -> None:
     """Measure every way on all ranks, or print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("--steps", 6), ("--width", 96), ("--batch", 8)):
+    for name, default in (("--rounds", 3), ("--steps", 3), ("--width", 96), ("--batch", 24)):
         parser.add_argument(name, type=int, default=default)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--rate", default="unlimited")
     parser.add_argument("--interface", default=os.environ.get("GLOO_SOCKET_IFNAME", "eth0"))
     parser.add_argument("--rows", type=Path, default=ROWS)
-    parser.add_argument("--collectives", action="store_true")
-    parser.add_argument("--table", action="store_true")
+    for flag in ("--collectives", "--table", "--predict"):
+        parser.add_argument(flag, action="store_true")
     options = parser.parse_args()
     if options.table:
-        print(table(read(options.rows)))
+        print(table(read(options.rows), options.predict))
         return
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     local = int(os.environ["LOCAL_WORLD_SIZE"])
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // local, local), mesh_dim_names=("replicate", "shard"))
-    for way in () if options.collectives else options.ways:
-        row = measure(way, mesh, options)
-        if dist.get_rank() == 0:
-            add(options.rows, {"way": way, "rate": options.rate, "width": options.width, "batch": options.batch} | row)
+    nodes = dist.get_world_size() // local
+    mesh = init_device_mesh("cpu", (nodes, local), mesh_dim_names=("replicate", "shard"))
     if options.collectives:
-        timed = collectives(mesh, options.rate)
+        timed = collectives(mesh, options.rate, options.batch)
         if dist.get_rank() == 0:
-            print(json.dumps(timed))
+            add(options.rows, timed)
+    else:
+        size = options.width, options.batch, options.interface
+        contestants = {way: Contestant(way, mesh, *size) for way in options.ways}
+        for _ in range(options.rounds):
+            for contestant in contestants.values():
+                contestant.turn(options.steps)
+        about = {name: getattr(options, name) for name in ("rate", "width", "batch")}
+        about |= {"nodes": nodes, "local_ranks": local, "cores": os.cpu_count()}
+        for way, contestant in contestants.items():
+            row = contestant.row()
+            contestant.close()
+            if dist.get_rank() == 0:
+                add(options.rows, {"way": way} | about | row)
     dist.destroy_process_group()
 
 

@@ -25,7 +25,6 @@ from gradlab.collectives import (
     Ring,
     all_gather_wire_bytes,
     all_reduce_wire_bytes,
-    all_to_all_wire_bytes,
     broadcast_wire_bytes,
     by_fusion_key,
 )
@@ -226,7 +225,7 @@ def broadcast(nbytes: int, rank: int, root: int, world_size: int) -> Transfer:
     return Transfer(wire, depth * nbytes, depth)
 
 
-def all_to_all(sizes: Sequence[int], rank: int) -> Transfer:
+def all_to_all(sizes: Sequence[int], rank: int, ranks_per_link: int = 1) -> Transfer:
     """Describe an all-to-all: every rank sends sizes[j] bytes to rank j, all messages at once.
 
     A large part slows its receiver's link.
@@ -234,16 +233,18 @@ def all_to_all(sizes: Sequence[int], rank: int) -> Transfer:
     Args:
         sizes: bytes for each of the N ranks.
         rank: the rank whose wire bytes are counted.
+        ranks_per_link: successive ranks that share a link, and do not need it among themselves.
 
     Returns:
-        What the link carries.
+        What the link carries. Where ranks share it, the wire bytes are the link's, those that it sends.
     """
-    received = max(sizes, default=0) * (len(sizes) - 1)
-    sent = sum(sizes) - min(sizes, default=0)
-    return Transfer(all_to_all_wire_bytes(sizes, rank), max(sent, received), 1 if len(sizes) > 1 else 0)
+    parts = _by_link(sizes, ranks_per_link)
+    received = max(parts) * (len(sizes) - ranks_per_link)
+    sent, most_sent = (ranks_per_link * (sum(sizes) - own) for own in (parts[rank // ranks_per_link], min(parts)))
+    return Transfer(sent, max(most_sent, received), 1 if len(parts) > 1 else 0)
 
 
-def gather_of_lengths(sizes: Sequence[int], rank: int) -> Transfer:
+def gather_of_lengths(sizes: Sequence[int], rank: int, ranks_per_link: int = 1) -> Transfer:
     """Describe a gather in which every rank sends its sizes[rank] bytes to all others at once.
 
     The largest part slows its sender's link.
@@ -251,13 +252,20 @@ def gather_of_lengths(sizes: Sequence[int], rank: int) -> Transfer:
     Args:
         sizes: bytes of each of the N ranks.
         rank: the rank whose wire bytes are counted.
+        ranks_per_link: successive ranks that share a link, and do not need it among themselves.
 
     Returns:
-        What the link carries.
+        What the link carries. Where ranks share it, the wire bytes are the link's, those that it sends.
     """
-    others = len(sizes) - 1
-    path = max(others * max(sizes, default=0), sum(sizes) - min(sizes, default=0))
-    return Transfer(others * sizes[rank], path if others else 0, 1 if others else 0)
+    parts = _by_link(sizes, ranks_per_link)
+    others = len(sizes) - ranks_per_link
+    path = max(others * max(parts), ranks_per_link * (sum(sizes) - min(parts)))
+    return Transfer(others * parts[rank // ranks_per_link], path, 1 if others else 0)
+
+
+def _by_link(sizes: Sequence[int], ranks_per_link: int) -> list[int]:
+    """Bytes of the ranks of each link together."""
+    return [sum(sizes[first : first + ranks_per_link]) for first in range(0, len(sizes), ranks_per_link)]
 
 
 def ring(sizes: Sequence[int], rank: int) -> Transfer:
@@ -274,7 +282,9 @@ def ring(sizes: Sequence[int], rank: int) -> Transfer:
     return Transfer(ring_wire_bytes(sizes, rank), rounds * max(sizes, default=0), rounds)
 
 
-def transfers(requests: Sequence[Request], rank: int, world_size: int, algorithm: str = "ring") -> list[Transfer]:
+def transfers(
+    requests: Sequence[Request], rank: int, world_size: int, algorithm: str = "ring", ranks_per_link: int = 1
+) -> list[Transfer]:
     """List the collectives that serve simultaneous requests: those of a kind, a root and a dtype travel as one.
 
     In a varying gather all ranks are taken to send as much as this one. Empty collectives are left out.
@@ -284,6 +294,8 @@ def transfers(requests: Sequence[Request], rank: int, world_size: int, algorithm
         rank: that rank.
         world_size: number of ranks N.
         algorithm: of the all-reduces that serve a `Mean`, see `Link`.
+        ranks_per_link: successive ranks that share a link. What goes round a ring, rank by rank, passes it once; of an
+            all-to-all each of its ranks sends over it what other links' ranks get. Trees are not cut by links here.
 
     Returns:
         What the link carries, collective by collective.
@@ -292,14 +304,14 @@ def transfers(requests: Sequence[Request], rank: int, world_size: int, algorithm
         GradlabError: for an unknown algorithm.
     """
     alike = ([requests[position] for position in positions] for positions in by_fusion_key(requests))
-    fused = [_fused(together, rank, world_size, algorithm) for together in alike]
+    fused = [_fused(together, rank, world_size, algorithm, ranks_per_link) for together in alike]
     return [transfer for transfer in fused if transfer.path_bytes]
 
 
-def _fused(together: Sequence[Any], rank: int, world_size: int, algorithm: str) -> Transfer:
+def _fused(together: Sequence[Any], rank: int, world_size: int, algorithm: str, ranks_per_link: int) -> Transfer:
     first = together[0]
     if isinstance(first, AllToAll):
-        return all_to_all([sum(r.tensors[j].nbytes for r in together) for j in range(world_size)], rank)
+        return all_to_all([sum(r.tensors[j].nbytes for r in together) for j in range(world_size)], rank, ranks_per_link)
     if isinstance(first, Ring):
         return ring([sum(sizes) for sizes in zip(*(r.sizes for r in together), strict=True)], rank)
     nbytes = sum(request.tensor.nbytes for request in together)
@@ -309,7 +321,7 @@ def _fused(together: Sequence[Any], rank: int, world_size: int, algorithm: str) 
         return broadcast(nbytes, rank, first.root, world_size)
     if first.lengths is not None:
         sizes = [sum(r.lengths[j] * r.tensor.element_size() for r in together) for j in range(world_size)]
-        return gather_of_lengths(sizes, rank)
+        return gather_of_lengths(sizes, rank, ranks_per_link)
     if not first.varying:
         return all_gather(nbytes, world_size)
     lengths = all_gather(8 * len(together), world_size)

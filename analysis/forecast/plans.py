@@ -12,7 +12,7 @@ from gradlab.analysis.forecast.dry_run import DryRuns, one_thread, scan_seconds_
 from gradlab.analysis.forecast.link import Link, format_rate, json_rate
 from gradlab.analysis.forecast.network import Network
 from gradlab.analysis.forecast.profile import Profile
-from gradlab.analysis.forecast.simulator import Bucket
+from gradlab.analysis.forecast.simulator import BETWEEN, EVERY_RANK, SHARDS, Bucket
 from gradlab.analysis.forecast.step_time import WAYS, Comparison, Job, break_even, compare, cut_for_shards, make_job
 from gradlab.analysis.replay import methods_of, refresh_remark
 from gradlab.errors import GradlabError
@@ -28,6 +28,11 @@ _FEW_NODES = 16
 _ALL_REDUCES = {
     "tree": "over two binary trees, as NCCL's may (bytes: the busiest rank's)",
     "server": "by way of a server on every rank",
+}
+_HOW_PLANS_RUN = {
+    BETWEEN: "between nodes (compress(within=))",
+    SHARDS: "on FSDP2's shards (compress_fsdp)",
+    EVERY_RANK: "on every rank for itself (compress(within=None))",
 }
 _CURVE_POINTS, _CURVE_SPAN = 61, 30.0
 
@@ -189,12 +194,7 @@ def forecast(
         scan = scan_seconds_per_byte()
         codec, engine = (factor * network.crowding for factor in _scales(plan, network.profile, scan))
         for done, count in enumerate(network.nodes):
-            runs = DryRuns(plan, count)
-            job = make_job(
-                plan, runs, network.profile.compute_seconds, scan_seconds=scan, bucket_cap_mb=network.bucket_cap_mb
-            )
-            if network.node is not None and network.node.fsdp:
-                job = replace(job, shard_buckets=_shard_buckets(plan, network, count, scan))
+            job = replace(_job(plan, network, count, scan), rank_buckets=_rank_buckets(plan, network, count, scan))
             nodes.append(_at(job.scaled(codec, engine), network))
             if progress:
                 progress("nodes", done + 1, len(network.nodes))
@@ -203,9 +203,17 @@ def forecast(
     return Forecast(method, network, tuple(nodes), tuple(remarks), calibration)
 
 
-def _shard_buckets(plan: Plan, network: Network, nodes: int, scan: float) -> tuple[Bucket, ...]:
-    """A rank's units under FSDP2."""
-    assert network.node is not None
+def _job(plan: Plan, network: Network, world_size: int, scan: float) -> Job:
+    seconds, cap = network.profile.compute_seconds, network.bucket_cap_mb
+    return make_job(plan, DryRuns(plan, world_size), seconds, scan_seconds=scan, bucket_cap_mb=cap)
+
+
+def _rank_buckets(plan: Plan, network: Network, nodes: int, scan: float) -> tuple[Bucket, ...] | None:
+    """A rank's buckets where the plan does not run between nodes: its units under FSDP2, or those at all ranks."""
+    if network.node is None or network.node.plans == BETWEEN:
+        return None
+    if network.node.plans == EVERY_RANK:
+        return _job(plan, network, nodes * network.node.local_ranks, scan).buckets
     cut, units = cut_for_shards(plan, network.node.local_ranks, network.bucket_cap_mb)
     runs = DryRuns(cut, nodes)
     return make_job(cut, runs, network.profile.compute_seconds, scan_seconds=scan, assigned=units).buckets
@@ -280,11 +288,10 @@ def _link_remarks(network: Network, calibration: Calibration | None) -> list[str
     link = network.links[0]
     lines = [] if calibration is None else [calibration.remark]
     if network.node is not None:
-        how = "on FSDP2's shards (compress_fsdp)" if network.node.fsdp else "between nodes (compress(within=))"
         lines.append(
             f"Nodes of {network.node.local_ranks} ranks with {format_rate(network.node.inside.bits_per_second)} each "
             f"inside; link speeds are a node's. Dense steps are those of the fastest of {', '.join(WAYS)}; plans run "
-            f"{how}."
+            f"{_HOW_PLANS_RUN[network.node.plans]}."
         )
     if link.all_reduce in _ALL_REDUCES:
         lines.append(

@@ -23,6 +23,10 @@ from gradlab.errors import GradlabError
 from gradlab.executor import Ticks
 from gradlab.segments import SEGMENT_BYTES, segments
 
+# What plans run on where a node has several ranks: on the means of nodes that DDP's ranks have averaged
+# (`gradlab.compress(within=)`), on FSDP2's shards (`gradlab.runtime.compress_fsdp`), or on what each rank has.
+PLANS = BETWEEN, SHARDS, EVERY_RANK = "between nodes", "shards", "every rank"
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -123,20 +127,24 @@ class Node:
 
     local_ranks: ranks of a node, L.
     inside: the link of each of them within the node.
-    fsdp: whether plans run on the shards of FSDP2 (`gradlab.runtime.compress_fsdp`), instead of on what DDP's ranks
-        have averaged.
+    plans: what plans run on, one of `PLANS`.
+    on_cpus: whether native HSDP holds backward up while a unit is exchanged, as it does on CPUs. On GPUs its exchanges
+        travel beside backward.
 
     Raises:
-        GradlabError: for fewer than 2 local ranks.
+        GradlabError: for fewer than 2 local ranks, or another way to run plans.
     """
 
     local_ranks: int
     inside: Link
-    fsdp: bool = False
+    plans: str = BETWEEN
+    on_cpus: bool = False
 
     def __post_init__(self) -> None:
         if self.local_ranks < 2:
             raise GradlabError(f"local ranks = {self.local_ranks}, expected at least 2 to a node")
+        if self.plans not in PLANS:
+            raise GradlabError(f"plans = {self.plans!r}, expected one of {', '.join(PLANS)}")
 
     def half(self, nbytes: int) -> Transfer:
         """Describe a reduce-scatter, or an all-gather, of so many bytes within the node: (L - 1)/L of them."""
@@ -328,6 +336,7 @@ def simulate(
     speed: float = 1.0,
     segment_bytes: int = SEGMENT_BYTES,
     within: Within | None = None,
+    ranks_per_link: int = 1,
 ) -> Step:
     """Simulate one step. Buckets without any exchange are plain DDP.
 
@@ -340,6 +349,7 @@ def simulate(
         speed: of computing and codecs while both run, see `Clock`.
         segment_bytes: gradient bytes per tick.
         within: what happens inside a node of several ranks; None: ranks are not taken together.
+        ranks_per_link: successive ranks that share a link, see `gradlab.analysis.forecast.link.transfers`.
 
     Returns:
         The step's time and its parts.
@@ -355,7 +365,7 @@ def simulate(
     in_place, last = 0.0, 0
 
     def issue(requests: Sequence[Request]) -> Arriving:
-        together = transfers(requests, rank, world_size, link.all_reduce)
+        together = transfers(requests, rank, world_size, link.all_reduce, ranks_per_link)
         ends = [wire.send(transfer, clock.now) for transfer in together]
         return Arriving(max(ends, default=0.0), len(requests), clock)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from gradlab.analysis.forecast.dry_run import DryRuns
 from gradlab.analysis.forecast.link import Link, json_rate
-from gradlab.analysis.forecast.simulator import Bucket, Exchange, Node, Step, Within, simulate
+from gradlab.analysis.forecast.simulator import SHARDS, Bucket, Exchange, Node, Step, Within, simulate
 from gradlab.errors import GradlabError
 from gradlab.jsonable import plain
 from gradlab.layout import Layer
@@ -93,14 +93,15 @@ class Job:
     compute_seconds: forward and backward, alone.
     buckets: DDP's buckets under the plan.
     dense_buckets: the same buckets under plain DDP.
-    shard_buckets: under FSDP2 those of a rank's shards under the plan (`cut_for_shards`); None: DDP.
+    rank_buckets: where the plan does not run between nodes, a rank's: those of its shards (`cut_for_shards`), or its
+        own at the ranks of all nodes. None: it does, or nodes have one rank.
     """
 
     world_size: int
     compute_seconds: float
     buckets: tuple[Bucket, ...]
     dense_buckets: tuple[Bucket, ...]
-    shard_buckets: tuple[Bucket, ...] | None = None
+    rank_buckets: tuple[Bucket, ...] | None = None
 
     @property
     def half_buckets(self) -> tuple[Bucket, ...]:
@@ -110,13 +111,17 @@ class Job:
     @property
     def codec_seconds(self) -> float:
         """Seconds per step in the codecs' own code."""
-        return sum(exchange.codec_seconds for bucket in self.buckets for exchange in bucket.exchanges)
+        return sum(exchange.codec_seconds for bucket in self._of_rank for exchange in bucket.exchanges)
 
     @property
     def engine_seconds(self) -> float:
         """Seconds per step in the engine's own code: finiteness scans, packing, measuring errors and copying."""
-        exchanges = sum(exchange.engine_seconds for bucket in self.buckets for exchange in bucket.exchanges)
-        return exchanges + sum(bucket.scan_seconds for bucket in self.buckets)
+        exchanges = sum(exchange.engine_seconds for bucket in self._of_rank for exchange in bucket.exchanges)
+        return exchanges + sum(bucket.scan_seconds for bucket in self._of_rank)
+
+    @property
+    def _of_rank(self) -> tuple[Bucket, ...]:
+        return self.buckets if self.rank_buckets is None else self.rank_buckets
 
     def scaled(self, codec: float = 1.0, engine: float = 1.0) -> Job:
         """Multiply the codecs' times and the engine's.
@@ -139,8 +144,8 @@ class Job:
                 for bucket in buckets
             )
 
-        shards = None if self.shard_buckets is None else times(self.shard_buckets)
-        return replace(self, buckets=times(self.buckets), shard_buckets=shards)
+        of_rank = None if self.rank_buckets is None else times(self.rank_buckets)
+        return replace(self, buckets=times(self.buckets), rank_buckets=of_rank)
 
     def shared_out(self, local_ranks: int) -> Job:
         """Share codecs' work out among the ranks of a node, group by group (`gradlab.executor.ownership`).
@@ -301,10 +306,9 @@ class Comparison:
 def compare(job: Job, link: Link, *, speed: float = 1.0, node: Node | None = None) -> Comparison:
     """Simulate a plan's step on one link, and the fastest one without compression, in 32 and in 16 bits.
 
-    With several ranks per node the plan runs between nodes, as `gradlab.compress(within=)` does: codecs' work is shared
-    out among a node's ranks, and its link carries what all of them send; or, where the job has shards, under FSDP2, as
-    `gradlab.runtime.compress_fsdp` does. Plain DDP's ring passes every node's link once
-    each way. Hierarchical averaging and native HSDP send what one rank per node would.
+    With several ranks per node the plan runs as `Node.plans` says. Between nodes codecs' work is shared out among a
+    node's ranks, and its link carries what all of them send. Plain DDP's ring passes every node's link once each way.
+    Hierarchical averaging and native HSDP send what one rank per node would.
 
     Args:
         job: the steps, at as many ranks as there are nodes.
@@ -323,36 +327,45 @@ def compare(job: Job, link: Link, *, speed: float = 1.0, node: Node | None = Non
         return Comparison(link, step(job.buckets), step(job.dense_buckets), step(job.half_buckets))
 
     def ways(buckets: Sequence[Bucket]) -> dict[str, Step]:
-        hsdp = step(buckets, within=Within(node, sharded=True))
         return {
             FLAT: step(buckets, job.world_size * node.local_ranks),
             HIERARCHICAL: step(buckets, within=Within(node)),
-            HSDP: _with_gathers(hsdp, node, sum(bucket.nbytes for bucket in buckets)),
+            HSDP: hsdp(buckets),
         }
+
+    def hsdp(buckets: Sequence[Bucket]) -> Step:
+        if node.on_cpus:
+            shards = [Bucket(0.0, bucket.in_place_bytes // node.local_ranks) for bucket in buckets]
+            return _unit_by_unit(shards, job, link, node)
+        sharded = step(buckets, within=Within(node, sharded=True))
+        return _with_gathers(sharded, node, sum(bucket.nbytes for bucket in buckets))
+
+    def of_plan() -> Step:
+        if job.rank_buckets is None:
+            return step(job.shared_out(node.local_ranks).buckets, within=Within(node))
+        if node.plans == SHARDS:
+            return _unit_by_unit(job.rank_buckets, job, link, node)
+        ranks = job.world_size * node.local_ranks
+        return simulate(
+            job.rank_buckets, job.compute_seconds, link, ranks, speed=speed, ranks_per_link=node.local_ranks
+        )
 
     in_32_bits = ways(job.dense_buckets)
     dense, half = (min(of.values(), key=lambda one: one.seconds) for of in (in_32_bits, ways(job.half_buckets)))
-    if job.shard_buckets is None:
-        compressed = step(job.shared_out(node.local_ranks).buckets, within=Within(node))
-    else:
-        compressed = _on_shards(job, link, node)
-    return Comparison(link, compressed, dense, half, in_32_bits)
+    return Comparison(link, of_plan(), dense, half, in_32_bits)
 
 
-def _on_shards(job: Job, link: Link, node: Node) -> Step:
-    """Simulate a plan's step under FSDP2.
+def _unit_by_unit(units: Sequence[Bucket], job: Job, link: Link, node: Node) -> Step:
+    """Simulate a step under FSDP2 in which backward stands still while a unit's shards are exchanged.
 
-    Its hook runs within backward, unit by unit: computing waits for the unit's reduce-scatter inside the node and for
-    its exchange between nodes, in which all ranks of a node share its link. Only gathers of parameters, one before
-    forward and one before backward, travel beside computing.
+    Computing waits for the unit's reduce-scatter inside the node and for its exchange between nodes, in which all ranks
+    of a node share its link. Only gathers of parameters, one before forward and one before backward, travel beside
+    computing.
     """
-    assert job.shard_buckets is not None
     mine = replace(link, bits_per_second=link.bits_per_second / node.local_ranks)
     halves = [node.half(bucket.nbytes) for bucket in job.dense_buckets]
     inside = [node.inside.busy_seconds(half) + node.inside.delay_seconds(half) for half in halves]
-    exchanges = [
-        simulate([replace(bucket, ready_seconds=0.0)], 0.0, mine, job.world_size) for bucket in job.shard_buckets
-    ]
+    exchanges = [simulate([replace(unit, ready_seconds=0.0)], 0.0, mine, job.world_size) for unit in units]
     encode = sum(one.encode for one in exchanges)
     communicate = sum(one.communicate for one in exchanges) + sum(inside)
     communicate += max(0.0, 2 * sum(inside) - job.compute_seconds)

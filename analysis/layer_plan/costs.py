@@ -31,17 +31,22 @@ class Cost:
             ranks. "seconds" is time on a link with its latencies, as if nothing were hidden or fused.
         link: for "seconds".
         codec_time: add the codec's time, measured here, to "seconds".
+        local_ranks: ranks of a node that share out the layers, L: as many codecs run at once, and each counts 1/L. The
+            link is then the node's. What averaging inside the node takes is the same for every candidate.
     """
 
     name: str = "payload"
     link: Link | None = None
     codec_time: bool = True
+    local_ranks: int = 1
 
     def __post_init__(self) -> None:
         if self.name not in NAMES:
             raise GradlabError(f"cost {self.name!r}, expected one of {', '.join(NAMES)}")
         if (self.name == "seconds") != (self.link is not None):
             raise GradlabError("cost: a link is for seconds, and seconds need one")
+        if self.local_ranks < 1:
+            raise GradlabError(f"local ranks = {self.local_ranks}, expected at least 1")
 
 
 PAYLOAD = Cost()
@@ -92,7 +97,7 @@ def _cost(layer: Layer, candidate: Candidate, runs: DryRuns, cost: Cost) -> floa
     if cost.link is None:
         return float(sum(transfer.path_bytes for transfer in moved))
     network = sum(cost.link.busy_seconds(t) + cost.link.delay_seconds(t) for t in moved)
-    return network + (exchange.codec_seconds if cost.codec_time else 0.0)
+    return network + (exchange.codec_seconds / cost.local_ranks if cost.codec_time else 0.0)
 
 
 def _alone(layer: Layer, candidate: Candidate) -> Plan:

@@ -15,19 +15,29 @@ LocalRanks = Annotated[int, typer.Option(help="Ranks per node, which share its o
 InsideLink = Annotated[str, typer.Option(help="Speed of each rank's link inside its node, where it has several.")]
 
 
-def node_of(local_ranks: int, inside: str, fsdp: bool = False) -> Node | None:
+def node_of(
+    local_ranks: int, inside: str, *, fsdp: bool = False, every_rank: bool = False, device: str = "cuda"
+) -> Node | None:
     """Read what a node is from its number of ranks and the speed of their links. None: one rank per node.
 
     Raises:
-        GradlabError: for fewer than one rank, FSDP2's shards with one rank alone, or what is no speed.
+        GradlabError: for fewer than one rank, ways to run plans that exclude each other or need several ranks to a
+            node, an unknown device, or what is no speed.
     """
     from gradlab.analysis.forecast.link import Link, parse_bandwidth
-    from gradlab.analysis.forecast.simulator import Node
+    from gradlab.analysis.forecast.simulator import BETWEEN, EVERY_RANK, SHARDS, Node
 
     link = Link(parse_bandwidth(inside))
+    if fsdp and every_rank:
+        raise GradlabError("--fsdp and --every-rank: a plan runs on shards or on what every rank has; give one")
     if fsdp and local_ranks == 1:
         raise GradlabError("--fsdp: parameters are sharded among a node's ranks; name them, such as --local-ranks 8")
-    return None if local_ranks == 1 else Node(local_ranks, link, fsdp)
+    if every_rank and local_ranks == 1:
+        raise GradlabError("--every-rank: name the ranks that share a node's link, such as --local-ranks 8")
+    if device not in ("cuda", "cpu"):
+        raise GradlabError(f"--device {device}: expected cuda or cpu")
+    plans = SHARDS if fsdp else EVERY_RANK if every_rank else BETWEEN
+    return None if local_ranks == 1 else Node(local_ranks, link, plans, device == "cpu")
 
 
 def node_counts(text: str) -> list[int]:

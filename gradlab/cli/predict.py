@@ -21,6 +21,12 @@ def predict(
     local_ranks: LocalRanks = 1,
     inside: InsideLink = "400gbit",
     fsdp: Annotated[bool, typer.Option("--fsdp", help="The plan runs on FSDP2's shards (compress_fsdp).")] = False,
+    every_rank: Annotated[
+        bool, typer.Option("--every-rank", help="Every rank of a node compresses for itself (within=None).")
+    ] = False,
+    device: Annotated[
+        str, typer.Option(help="cuda or cpu. On CPUs native HSDP too holds backward up while it exchanges.")
+    ] = "cuda",
     bandwidth: Annotated[
         str, typer.Option(help="Link speeds, with commas: 200mbit,1gbit,25gbit; decimal bits per second.")
     ] = "1gbit",
@@ -61,7 +67,8 @@ def predict(
 
     With --local-ranks, --bandwidth is that of a node's link, which its ranks share, and --inside that among them. The
     plan then runs between nodes (docs/training.md), beside the fastest of three dense ways: plain DDP, averages inside
-    nodes first (hierarchical), and native HSDP. With --fsdp it runs on FSDP2's shards, and backward waits.
+    nodes first (hierarchical), and native HSDP. With --fsdp it runs on FSDP2's shards, and backward waits. With
+    --every-rank all ranks of all nodes compress for themselves, and share their nodes' links.
 
     Examples:
 
@@ -90,7 +97,8 @@ def predict(
         require_figure(out, overwrite)
     loaded = Artifact.load(artifact)
     profile = profile_of(loaded, run, seconds)
-    network = Network(links, counts, profile, cores, bucket_cap_mb, node_of(local_ranks, inside, fsdp))
+    node = node_of(local_ranks, inside, fsdp=fsdp, every_rank=every_rank, device=device)
+    network = Network(links, counts, profile, cores, bucket_cap_mb, node)
     with progress_bars() as progress:
         result = forecast(loaded.plan, network, calibration=calibration, progress=progress)
     if out is not None:

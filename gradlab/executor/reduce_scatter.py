@@ -7,6 +7,7 @@ ranks; every other rank decodes nothing but its own, for the residual, which it 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +16,8 @@ from gradlab.codec import Codec, Compressor, Context, Exchanged, Tensors, exchan
 from gradlab.codec.wrapper import innermost
 from gradlab.collectives import AllToAll, Coroutine, Gather, as_requests, mean_of_node
 from gradlab.errors import GradlabError
+from gradlab.executor.sent import Sent
+from gradlab.executor.watch import GroupMeasures, gradient_norms, measure, residual_norms
 from gradlab.plan import Plan
 
 ALLOWED = ("error_feedback", "hadamard")
@@ -80,6 +83,31 @@ def reduce_scatter_group(
         else:
             raise GradlabError("a reduce-scatter is for codecs that ask once")
     return results
+
+
+def measure_parts(
+    codec: Codec, done: Sequence[Exchanged], parts: Sequence[Tensors], scaled_by: float = 1.0
+) -> GroupMeasures:
+    """Measure for the rules what a rank sends of all parts of one group, and what it keeps of them.
+
+    The error of the mean is not judged: a rank knows the mean of one part alone.
+
+    Args:
+        codec: with its wrappers.
+        done: of `reduce_scatter_group`.
+        parts: of the gradients, as there.
+        scaled_by: as there.
+    """
+    of_parts = [
+        measure(codec, one, residual_norms(one), gradient_norms(codec, part, one, {}, scaled_by), 1, scaled_by)
+        for one, part in zip(done, parts, strict=True)
+    ]
+    sent = [one.sent for one in of_parts if one.sent is not None]
+    return GroupMeasures(
+        residual=math.hypot(*(one.residual for one in of_parts)),
+        gradient=math.hypot(*(one.gradient for one in of_parts)),
+        sent=Sent(sum(one.energy for one in sent), sum(one.contributed for one in sent)) if sent else None,
+    )
 
 
 def reduce_scatter_dense(parts: Sequence[Tensors], mine: int) -> Coroutine[Tensors]:

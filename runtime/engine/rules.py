@@ -87,6 +87,12 @@ class RuleWatch:
         ]
         self._ratio = max([0.0, *(one.residual / one.gradient for one in kept if one.gradient > 0)])
 
+    def add(self, found: Sequence[Finding]) -> bool:
+        """Take in what was found elsewhere in the step. Returns whether anything has yet to be told."""
+        for one in found:
+            self._find(one)
+        return bool(self.pending)
+
     def _find(self, one: Finding | None) -> None:
         if one is None or self._level(one) == "ignore" or (one.step or 0) < self._muted.get(one.key, 0):
             return

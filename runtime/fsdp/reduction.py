@@ -14,7 +14,9 @@ from gradlab.codec.measures import is_finite
 from gradlab.ddp.sharded_units import Unit
 from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun, RunSettings, Step
-from gradlab.executor.reduce_scatter import reduce_scatter_dense, reduce_scatter_group
+from gradlab.executor.reduce_scatter import measure_parts, reduce_scatter_dense, reduce_scatter_group
+from gradlab.executor.rules import Finding
+from gradlab.executor.watch import GroupMeasures, RankWatch
 from gradlab.plan import FINITE_FLAG_BYTES, Plan
 from gradlab.runtime import checkpoint
 from gradlab.runtime.engine.device import HostDevice
@@ -50,9 +52,12 @@ class ShardReduction:
         plan: of the padded shards.
         communicator: of the node's ranks.
         settings: of the run.
+        measure_every: steps between those in which the rules look at residuals; 0: none.
     """
 
-    def __init__(self, whole: Plan, plan: Plan, communicator: Communicator, settings: RunSettings) -> None:
+    def __init__(
+        self, whole: Plan, plan: Plan, communicator: Communicator, settings: RunSettings, measure_every: int
+    ) -> None:
         self.whole, self.plan, self.communicator = whole, plan, communicator
         self.mine, count = communicator.rank, communicator.world_size
         codecs = {group.name: plan.build(group).to(settings.device) for group in plan.compressed_groups}
@@ -63,6 +68,9 @@ class ShardReduction:
         self.last = ReductionRecord()
         self._steps: list[Step] = []
         self._finite = True
+        self._watch = RankWatch(plan, codecs, settings.plain_sgd)
+        self._measure_every = measure_every
+        self._measured: dict[str, GroupMeasures] = {}
 
     @property
     def compresses(self) -> bool:
@@ -93,7 +101,7 @@ class ShardReduction:
             scale: the loss scaler's factor.
         """
         self._steps = [run.begin(rates, scale) for run in self.runs]
-        self._finite = True
+        self._finite, self._measured = True, {}
 
     def reduce(self, unit: Unit, output: torch.Tensor, flat: torch.Tensor, average: bool) -> None:
         """Replace a reduce-scatter.
@@ -140,9 +148,25 @@ class ShardReduction:
             self.mine,
             self._steps[self.mine].context.loss_scale,
         )
+        own = self._steps[self.mine]
         for step, result in zip(self._steps, done, strict=True):
             step.staged[group] = result.state
+        if self._measure_every and self._compressed_steps % self._measure_every == 0:
+            codec, parts = self.runs[self.mine].codecs[group], [step.layers_of(group) for step in self._steps]
+            self._measured[group] = measure_parts(codec, done, parts, own.context.loss_scale)
         return done[self.mine].mean
+
+    @property
+    def _compressed_steps(self) -> int:
+        return self.runs[self.mine].iteration - self.plan.schedule.warmup_steps
+
+    def findings(self) -> list[Finding]:
+        """What the rules find on this rank in the step in progress, all of whose gradients were finite."""
+        own = self._steps[self.mine]
+        found = self._watch.see(
+            own.context.iteration, self._compressed_steps + 1, self._measured, own.context.learning_rate
+        )
+        return [replace(one, group=f"{one.group} in the reduce-scatter") for one in found]
 
     def end(self, finite: bool) -> None:
         """End the step. finite: whether all gradients and results of all ranks were."""

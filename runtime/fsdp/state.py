@@ -100,15 +100,16 @@ class FSDPCompression(Exchange):
         self._set_up(levels[0].shards, pairs, chosen, host, make)
         self.plan, self._topology = levels[0].whole, topology
         self._finalizer = weakref.finalize(self, self._driver.close)
-        self.inside = self._reduction(levels[0])
+        self.inside = self._reduction(levels[0], chosen.measure_every)
         self._attach()
 
-    def _reduction(self, levels: Levels) -> ShardReduction | None:
+    def _reduction(self, levels: Levels, measure_every: int) -> ShardReduction | None:
         """The reduce-scatters, if they are compressed."""
         if levels.inside is None or levels.inside_shards is None:
             return None
         assert self._driver.beside is not None
-        return ShardReduction(levels.inside, levels.inside_shards, self._driver.beside, self.run.settings)
+        beside = self._driver.beside
+        return ShardReduction(levels.inside, levels.inside_shards, beside, self.run.settings, measure_every)
 
     def _attach(self) -> None:
         """Set the units' hooks. These do not keep the state alive."""
@@ -183,8 +184,8 @@ class FSDPCompression(Exchange):
             if zeros := current.step.leave_out(absent):
                 self._driver.add(Part(len(current.parts), zeros))
                 self._driver.drain()
-            if self.inside is not None and not self._finite_everywhere(self.inside.finite):
-                current.step.finite = False
+            if self.inside is not None:
+                self._judge_inside(self.inside, current)
             record = self._driver.finish()
             if self.inside is not None:
                 self.inside.end(record.finite)
@@ -197,13 +198,18 @@ class FSDPCompression(Exchange):
         if self._stream is not None:
             torch.cuda.current_stream(self._device.device).wait_stream(self._stream)
 
-    def _finite_everywhere(self, finite: bool) -> bool:
-        """Whether something was finite on all ranks of all nodes."""
+    def _judge_inside(self, inside: ShardReduction, current: Iteration) -> None:
+        """Let all ranks of all nodes agree on whether the reduce-scatters were finite, and whether a rule fired."""
+        found = self._driver.rules.add(inside.findings()) if inside.finite else False
+        flags = torch.tensor([not inside.finite, found], dtype=torch.uint8)
         for ranks in (self._driver.beside, self._driver.communicator):
             assert ranks is not None
-            flag = torch.tensor([not finite], dtype=torch.uint8, device=ranks.device)
-            finite = not torch.stack(ranks.gather_bytes(flag)).any()
-        return finite
+            flags = torch.stack(ranks.gather_bytes(flags.to(ranks.device))).amax(0)
+        not_finite, noticed = flags.tolist()
+        if not_finite:
+            current.step.finite = False
+        if noticed and not current.step.active:  # else their agreement tells it, with what was found between nodes
+            current.step.noticed = True
 
     def _guarded(self, work: Callable[[], Result]) -> Result:
         """Refuse `begin`, `add`, `finish` and `step`: FSDP's hooks drive the steps."""

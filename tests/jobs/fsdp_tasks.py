@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -582,6 +584,39 @@ def reduced(
     said = state.report()["inside"]
     state.close()
     return {"same": same, "counted": said["payload_bytes"], "forecast": said["forecast_payload_bytes"]}
+
+
+SPEAKING: dict[str, tuple[str, dict[str, Any], list[Wrap]]] = {
+    "never_sent": ("topk", {"density": 0.01}, []),
+    "residual_grows": ("qsgd", {"bits": 2, "norm": "l2"}, [Wrap("error_feedback", {"contraction": "none"})]),
+}
+
+
+def rules_inside(group: dist.ProcessGroup, nodes: int, rule: str, between: bool) -> dict[str, Any]:
+    """What the rules say of a plan in the reduce-scatter, as a warning and as an error."""
+    rank, mesh = dist.get_rank(group), mesh_of(group, nodes)
+    codec, settings, wrappers = SPEAKING[rule]
+    said: dict[str, Any] = {}
+    for level in ("warn", "error"):
+        model = sharded(mesh["shard"])
+        plan = Plan.uniform(layers_of(model), codec, wrappers=wrappers, **settings)
+        options: dict[str, Any] = {"within": mesh["shard"], "rules": {rule: level}, "measure_every": 2}
+        if between:
+            options |= {"between": mesh["replicate"], "inside": plan}
+            plan = Plan.uniform(layers_of(model), "block_scaled", dtype="int8")
+        with warnings.catch_warnings(record=True) as caught, compress_fsdp(model, plan, **options) as state:
+            warnings.simplefilter("always")
+            said[level] = _refusal(partial(_backward_often, model, rank))
+            said["found"] = [[one["rule"], one["group"]] for one in state.report()["rules"]]
+            said["warned"] = [str(one.message) for one in caught if rule in str(one.message)]
+        if level == "warn":
+            said["first"] = {"found": said.pop("found"), "warned": said.pop("warned")}
+    return said
+
+
+def _backward_often(model: Any, rank: int) -> None:
+    for step in range(14):
+        backward(model, rank, step)
 
 
 class _Reductions:

@@ -128,6 +128,24 @@ def test_residuals_of_the_reduce_scatter_go_on_at_fewer_nodes(pool: ProcessPool,
             assert words in result["refusals"][name], name
 
 
+@pytest.mark.parametrize(
+    ("rule", "words", "between"),
+    [("never_sent", "of the gradient is sent", True), ("residual_grows", "norm is", False)],
+)
+def test_rules_watch_the_reduce_scatter(pool: ProcessPool, rule: str, words: str, between: bool) -> None:
+    """One warning, on rank 0; as an error it is the same on all ranks."""
+    results = pool.run("jobs.fsdp_tasks:rules_inside", 4, nodes=1 + between, rule=rule, between=between)
+    for rank, result in enumerate(results):
+        first = result["first"]
+        assert result["warn"] == ""
+        assert rule in {one[0] for one in first["found"]}
+        assert all(group.endswith("in the reduce-scatter") for name, group in first["found"] if name == rule)
+        assert len(first["warned"]) == (rank == 0)
+        assert all("in the reduce-scatter" in line and words in line for line in first["warned"])
+        assert words in result["error"]
+        assert result["error"] == results[0]["error"]
+
+
 def test_checkpoints_of_many_nodes_are_in_their_order() -> None:
     """As numbers: as text node 10 would come before node 2."""
     saved = [{"shards": 2, "node": rank // 2, "local_rank": rank % 2, "rank": rank} for rank in range(24)]

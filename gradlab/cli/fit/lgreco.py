@@ -65,7 +65,7 @@ Weights = Annotated[
 ]
 BucketCap = Annotated[float | None, typer.Option(help="DDP's bucket size in MiB, for buckets' figures.")]
 Nodes = Annotated[int | None, typer.Option(help="Ranks that it is for; the trace's by default.")]
-LinkOption = Annotated[str, typer.Option(help="Of the link, for seconds.")]
+LinkOption = Annotated[str, typer.Option(help="Of the link, for seconds; of a node's where it has several ranks.")]
 ComputeSeconds = Annotated[
     str | None, typer.Option(help="A step without gradient exchange, for --cost step: 0.36s, 120ms.")
 ]
@@ -142,8 +142,8 @@ def lgreco(
     with Trace(trace, average_ranks=average_ranks) as opened, progress_bars() as progress:
         ranks = opened.world_size if nodes is None else nodes
         small, step = _objective(cost, bandwidth, latency, ranks, compute_seconds, cores, bucket_cap_mb)
-        if step is not None:
-            step = replace(step, node=node_of(local_ranks, inside))
+        node = node_of(local_ranks, inside)
+        small, step = replace(small, local_ranks=local_ranks), step and replace(step, node=node)
         candidates, first = candidates_of_grid(
             opened, codec, reference, grid=grid, families=family or (), start=start, samples=samples, progress=progress
         )

@@ -26,6 +26,7 @@ from gradlab.analysis.forecast.link import (
     all_to_all,
     broadcast,
     format_rate,
+    gather_of_lengths,
     parse_bandwidth,
     parse_seconds,
     server_all_reduce,
@@ -33,7 +34,7 @@ from gradlab.analysis.forecast.link import (
     tree_all_reduce,
 )
 from gradlab.analysis.forecast.profile import CodecTime, Profile, profile_of
-from gradlab.analysis.forecast.simulator import Bucket, Exchange, Node, Turn, Within, simulate
+from gradlab.analysis.forecast.simulator import EVERY_RANK, SHARDS, Bucket, Exchange, Node, Turn, Within, simulate
 from gradlab.analysis.forecast.step_time import (
     FLAT,
     HIERARCHICAL,
@@ -457,7 +458,7 @@ def test_a_step_on_shards_by_hand() -> None:
     Gathers take 1 s twice, beside 1 s of computing.
     """
     buckets, shards = (Bucket(1.0, 4000),), (Bucket(1.0, 2000),)
-    pair = compare(Job(2, 1.0, buckets, buckets, shards), Link(8e3, header_share=0.0), node=replace(NODE, fsdp=True))
+    pair = compare(Job(2, 1.0, buckets, buckets, shards), Link(8e3, header_share=0.0), node=replace(NODE, plans=SHARDS))
     assert pair.compressed.seconds == pytest.approx(1 + 1 + 4 + 1)
     assert (pair.compressed.encode, pair.compressed.wire_bytes) == (0.0, 4000)
 
@@ -496,6 +497,50 @@ def test_a_free_inside_costs_nothing(job: Job, local_ranks: int, power: float) -
     assert nodes.dense.seconds == min(step.seconds for step in nodes.ways.values())
 
 
+def test_a_step_of_native_hsdp_on_cpus_by_hand() -> None:
+    """As that on shards: 1 s of computing, 1 s inside, half of the bytes between nodes 4 s, and gathers 1 s beyond."""
+    buckets = (Bucket(1.0, 4000),)
+    pair = compare(Job(2, 1.0, buckets, buckets), Link(8e3, header_share=0.0), node=replace(NODE, on_cpus=True))
+    assert pair.ways[HSDP].seconds == pytest.approx(1 + 1 + 4 + 1)
+    assert pair.ways[HSDP].wire_bytes == 4000
+
+
+@law(
+    st.integers(1, 4).flatmap(
+        lambda local: st.integers(1, 3).flatmap(
+            lambda nodes: st.tuples(
+                st.just(local), st.lists(st.integers(0, 9), min_size=nodes * local, max_size=nodes * local)
+            )
+        )
+    ),
+    examples=60,
+)
+def test_ranks_that_share_a_link_against_a_list_of_all_messages(case: tuple[int, list[int]]) -> None:
+    local, sizes = case
+    ranks, links = range(len(sizes)), range(len(sizes) // local)
+    crossing = [(i, j) for i in ranks for j in ranks if i // local != j // local]
+    for describe, nbytes in ((all_to_all, lambda _, j: sizes[j]), (gather_of_lengths, lambda i, _: sizes[i])):
+        sent = [sum(nbytes(i, j) for i, j in crossing if i // local == link) for link in links]
+        received = [sum(nbytes(i, j) for i, j in crossing if j // local == link) for link in links]
+        for rank in ranks:
+            transfer = describe(sizes, rank, local)
+            assert transfer.path_bytes == max(*sent, *received)
+            assert transfer.wire_bytes == sent[rank // local]
+
+
+@pytest.mark.parametrize(("codec", "settings"), [("powersgd", {"rank": 2}), ("block_scaled", {"dtype": "int8"})])
+def test_every_rank_for_itself_is_forecast(codec: str, settings: dict[str, Any]) -> None:
+    """Round a ring of all ranks, which passes a node's link once; codecs' work is not shared out."""
+    plan = Plan.uniform(LAYERS, codec, **settings)
+    node = Node(2, Link(4e11), EVERY_RANK)
+    (flat,) = forecast(plan, Network([Link(1e8)], [3], node=node)).nodes
+    (of_six,) = forecast(plan, Network([Link(1e8)], [6])).nodes
+    assert flat.links[0].compressed.wire_bytes == of_six.links[0].compressed.wire_bytes
+    assert flat.job.world_size == 3
+    with pytest.raises(GradlabError, match="32768 ranks that compress for themselves, expected at most 16384"):
+        Network([Link(1e8)], [16384], node=node)
+
+
 def test_nodes_are_forecast_by_the_command(gradlab: Command, tmp_path: Path) -> None:
     artifact = tmp_path / "plan.safetensors"
     Artifact(Plan.uniform(LAYERS, "block_scaled", dtype="int8"), {}).save(artifact)
@@ -516,6 +561,19 @@ def test_nodes_are_forecast_by_the_command(gradlab: Command, tmp_path: Path) -> 
     code, _, err = gradlab(*common, "--fsdp")
     assert code == 2
     assert "name them, such as --local-ranks 8" in err
+    of_each = json.loads(gradlab(*common, "--local-ranks", "2", "--every-rank", "--device", "cpu", "--json")[1])
+    assert any("every rank for itself" in remark for remark in of_each["warnings"])
+    # A gather's bytes: three ranks' to each of four, in place of one node's to the other.
+    ratio = of_each["nodes"][0]["links"][0]["compressed"]["wire_bytes"] / link["compressed"]["wire_bytes"]
+    assert ratio == pytest.approx(3, rel=0.01)
+    for options, message in (
+        (("--every-rank",), "--every-rank: name the ranks that share a node's link"),
+        (("--every-rank", "--fsdp", "--local-ranks", "2"), "give one"),
+        (("--local-ranks", "2", "--device", "tpu"), "--device tpu: expected cuda or cpu"),
+    ):
+        code, _, err = gradlab(*common, *options)
+        assert code == 2
+        assert message in err
     code, _, err = gradlab(*common, "--local-ranks", "0")
     assert code == 2
     assert "local ranks = 0, expected at least 2" in err

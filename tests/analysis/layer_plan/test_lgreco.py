@@ -276,6 +276,13 @@ def test_costs_are_bytes_or_seconds() -> None:
     [seconds] = candidate_costs(rows, 8, Cost("seconds", link, codec_time=False))
     assert seconds[0] == pytest.approx(8 * wire[0] / 1e9 + 14e-3)
     assert seconds[1] > 7e-3
+    runs = DryRuns(Plan(()), 8)
+    [alone], [shared] = (
+        candidate_costs(rows, 8, Cost("seconds", link, local_ranks=ranks), runs=runs) for ranks in (1, 4)
+    )
+    assert shared - seconds == pytest.approx((alone - seconds) / 4)
+    with pytest.raises(GradlabError, match="local ranks = 0"):
+        Cost(local_ranks=0)
     for bad in (("speed", None), ("seconds", None), ("payload", link)):
         with pytest.raises(GradlabError, match="cost"):
             Cost(*bad)
