@@ -8,16 +8,16 @@
 
 To be started once per rank, each node's ranks behind a network interface of their own, whose limit is set from outside;
 --rate only names it. Bytes are read off that interface's counter: what a node sends in a step, headers included. Every
-way trains a model of its own with the same values. Ways take turns, round by round, so that all of them meet the
-machine as it is; the first step of each turn is not counted. A step takes as long as its slowest rank.
+way trains a model of its own with the same values. It takes turns with its base, because a machine is not equally fast
+at all times; the first step of each turn is not counted. A step takes as long as its slowest rank.
 
-"computing alone" is the model without any exchange, all ranks at once. "FSDP2, nodes in step" is FSDP's work inside a
-node, where nodes wait for one another at every unit: they exchange one number there. "FSDP2, nodes apart" has no such
-wait.
+The base of DDP is "computing alone", the model without any exchange, all ranks at once. That of FSDP2 is "nodes in
+step", its work inside a node, where nodes wait for one another at every unit: they exchange one number there. "nodes
+apart" has no such wait.
 
 --collectives times what a forecast wants to know of the links: all-reduces between nodes by all ranks at once, amid
-computing, and reduce-scatters inside nodes. --predict puts the forecast of every way beside its time: from "computing
-alone" and the collectives, under FSDP2 from "nodes in step" (which has its work inside nodes in it).
+computing, and reduce-scatters inside nodes. --predict puts the forecast of every way beside its time, from the base's
+time and the collectives. FSDP's work inside nodes is in its base.
 """
 
 from __future__ import annotations
@@ -58,12 +58,10 @@ CODECS: dict[str, tuple[str, dict[str, Any]]] = {
 ALONE, APART, IN_STEP = "computing alone", "FSDP2, nodes apart", "FSDP2, nodes in step"
 PLAIN, NATIVE, EVERY_RANK = "plain DDP", "native HSDP", "every rank"
 WAYS = (
-    ALONE,
     PLAIN,
     f"{EVERY_RANK}, PowerSGD rank 1",
     *(f"DDP, {codec}" for codec in CODECS),
     APART,
-    IN_STEP,
     NATIVE,
     *(f"FSDP2, {codec}" for codec in CODECS),
 )
@@ -112,7 +110,7 @@ class Contestant:
         self.images = torch.randn(batch, 3, 32, 32, generator=generator)
         self.classes = torch.randint(10, (batch,), generator=generator)
         self.seconds: list[float] = []
-        self.sent = 0
+        self.turns = self.sent = 0
         self._counter = Path(f"/sys/class/net/{interface}/statistics/tx_bytes")
 
     def _attached(self, way: str, model: nn.Sequential, mesh: DeviceMesh) -> tuple[nn.Module, Context]:
@@ -146,8 +144,10 @@ class Contestant:
         return time.perf_counter() - start
 
     def turn(self, steps: int) -> None:
-        """Take one step that is not counted, then some that are."""
-        self.step()
+        """Take one step that is not counted, three in the first turn, then some that are."""
+        for _ in range(1 if self.turns else 3):
+            self.step()
+        self.turns += 1
         dist.barrier()
         before = int(self._counter.read_text())
         self.seconds += [self.step() for _ in range(steps)]
@@ -220,9 +220,16 @@ def collectives(mesh: DeviceMesh, rate: str, batch: int) -> Row:
     return {"measured": observations, "inside_bits_per_second": round(8 * sent / seconds)}
 
 
-def medians(rows: list[Row]) -> dict[tuple[str, str], float]:
-    """Median seconds of a step by way and rate."""
-    return {(row["way"], row["rate"]): statistics.median(row["seconds"]) for row in rows if "way" in row}
+def measure(way: str, base: Contestant, make: Callable[[str], Contestant], options: argparse.Namespace) -> Row:
+    """Time a way's steps in turns with its base's."""
+    contestant = make(way)
+    base.seconds, base.sent = [], 0
+    for _ in range(options.rounds):
+        base.turn(options.steps)
+        contestant.turn(options.steps)
+    row = {**contestant.row(), "base_seconds": base.row()["seconds"]}
+    contestant.close()
+    return row
 
 
 def predictions(rows: list[Row]) -> dict[tuple[str, str], float]:
@@ -244,14 +251,14 @@ def predictions(rows: list[Row]) -> dict[tuple[str, str], float]:
         for one in row["measured"]
     ]
     calibration = calibrate_link(Link(1e9, 1e-4), seen)
-    inside = Link(statistics.mean(row["inside_bits_per_second"] for row in timed))
-    median, result = medians(rows), {}
+    inside = Link(statistics.mean(row["inside_bits_per_second"] for row in timed), header_share=0.0)
+    result = {}
     for row in rows:
-        if "way" not in row or row["way"] in (ALONE, APART, IN_STEP):
+        if "way" not in row or row["way"] == APART:
             continue
         kind, _, codec = row["way"].partition(", ")
         on_shards = kind in ("FSDP2", NATIVE)
-        compute = median[IN_STEP if on_shards else ALONE, row["rate"]]
+        compute = statistics.median(row["base_seconds"])
         plans = {"FSDP2": SHARDS, NATIVE: SHARDS, "every rank": EVERY_RANK}.get(kind, BETWEEN)
         # What FSDP does inside a node is in the time of its step.
         node = Node(row["local_ranks"], Link(1e14) if on_shards else inside, plans, on_cpus=True)
@@ -269,25 +276,25 @@ def predictions(rows: list[Row]) -> dict[tuple[str, str], float]:
 
 
 def table(rows: list[Row], predict: bool) -> str:
-    """One line per way: the median step at each rate, over computing alone, forecast, and the bytes a node sends."""
-    steps = [row for row in rows if "way" in row]
-    rates = list(dict.fromkeys(row["rate"] for row in steps))
-    median, expected = medians(rows), predictions(rows) if predict else {}
-    columns = " ".join(f"{rate:>9s} {'ratio':>6s}" + f" {'predicted':>10s}" * predict for rate in rates)
+    """One line per way: at each rate its base's median step and its own, forecast, and the bytes a node sends."""
+    steps = {(row["way"], row["rate"]): row for row in rows if "way" in row}
+    rates = list(dict.fromkeys(rate for _, rate in steps))
+    expected = predictions(rows) if predict else {}
+    columns = " ".join(f"{'base':>6s} {rate:>8s} {'ratio':>6s}" + f" {'predicted':>10s}" * predict for rate in rates)
     lines = [f"{'way':27s} {columns} {'sent, MB':>9s}"]
     for way in WAYS:
-        mine = [row for row in steps if row["way"] == way]
+        mine = {rate: steps[way, rate] for rate in rates if (way, rate) in steps}
         if not mine:
             continue
         cells = []
-        for rate in rates:
-            seconds, alone = median.get((way, rate)), median.get((ALONE, rate))
-            cells.append(f"{seconds:9.3f} {seconds / alone:6.2f}" if seconds and alone else f"{'-':>9s} {'-':>6s}")
+        for rate, row in mine.items():
+            base, seconds = (statistics.median(row[key]) for key in ("base_seconds", "seconds"))
+            cells.append(f"{base:6.3f} {seconds:8.3f} {seconds / base:6.2f}")
             if predict:
                 other = expected.get((way, rate))
-                off = f"{other:5.2f} {100 * (other / seconds - 1):+3.0f}%" if other and seconds else "-"
+                off = f"{other:5.2f} {100 * (other / seconds - 1):+3.0f}%" if other else "-"
                 cells.append(f"{off:>10s}")
-        lines.append(f"{way:27s} " + " ".join(cells) + f" {mine[0]['sent'] / 1e6:9.2f}")
+        lines.append(f"{way:27s} " + " ".join(cells) + f" {row['sent'] / 1e6:9.2f}")
     return "\n".join(lines)
 
 
@@ -316,16 +323,13 @@ def main() -> None:
         if dist.get_rank() == 0:
             add(options.rows, timed)
     else:
-        size = options.width, options.batch, options.interface
-        contestants = {way: Contestant(way, mesh, *size) for way in options.ways}
-        for _ in range(options.rounds):
-            for contestant in contestants.values():
-                contestant.turn(options.steps)
+        make = partial(Contestant, mesh=mesh, width=options.width, batch=options.batch, interface=options.interface)
+        bases = {name: make(name) for name in (ALONE, IN_STEP)}
         about = {name: getattr(options, name) for name in ("rate", "width", "batch")}
         about |= {"nodes": nodes, "local_ranks": local, "cores": os.cpu_count()}
-        for way, contestant in contestants.items():
-            row = contestant.row()
-            contestant.close()
+        for way in options.ways:
+            base = bases[IN_STEP if way == NATIVE or way.startswith("FSDP2") else ALONE]
+            row = measure(way, base, make, options)
             if dist.get_rank() == 0:
                 add(options.rows, {"way": way} | about | row)
     dist.destroy_process_group()

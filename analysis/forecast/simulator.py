@@ -128,8 +128,8 @@ class Node:
     local_ranks: ranks of a node, L.
     inside: the link of each of them within the node.
     plans: what plans run on, one of `PLANS`.
-    on_cpus: whether native HSDP holds backward up while a unit is exchanged, as it does on CPUs. On GPUs its exchanges
-        travel beside backward.
+    on_cpus: whether ranks are processes on CPUs. What travels inside is then the processors' work, as codecs' is, and
+        native HSDP holds backward up while a unit is exchanged. On GPUs both travel beside backward.
 
     Raises:
         GradlabError: for fewer than 2 local ranks, or another way to run plans.
@@ -261,25 +261,21 @@ class Inside:
         self._wire = None if within is None else Wire(within.node.inside, clock)
 
     def reduced(self, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, float]]:
-        """Yield each bucket when it is ready, with the moment at which the node's ranks have averaged it.
-
-        One bucket is averaged inside while the one before it is exchanged between nodes.
-        """
-        before: tuple[Bucket, float] | None = None
+        """Yield each bucket when it is ready, with the moment at which the node's ranks have averaged it."""
         for bucket in buckets:
             self._clock.wait_for_backward(bucket.ready_seconds)
             arrival = self._clock.now
             if self._within is not None and self._wire is not None:
-                half = self._within.node.half(bucket.nbytes)
-                for _ in range(1 + self._within.sharded):
-                    arrival = self._wire.send(half, self._clock.now)
-                if before is not None:
-                    yield before
-                before = bucket, arrival
-            else:
-                yield bucket, arrival
-        if before is not None:
-            yield before
+                arrival = self._averaged(self._within, self._wire, bucket.nbytes)
+            yield bucket, arrival
+
+    def _averaged(self, within: Within, wire: Wire, nbytes: int) -> float:
+        half = within.node.half(nbytes)
+        if within.node.on_cpus:
+            self._clock.work(within.node.inside.busy_seconds(half) + within.node.inside.delay_seconds(half))
+            return self._clock.now
+        arrivals = [wire.send(half, self._clock.now) for _ in range(1 + within.sharded)]
+        return arrivals[-1]
 
     def spread(self, nbytes: int, moment: float) -> float:
         """Return when a result that is there at a moment, in the worker's seconds, has reached all the node's ranks."""
@@ -362,7 +358,8 @@ def simulate(
     wire = Wire(link, clock)
     inside = Inside(within, clock)
     compressing = any(bucket.exchanges for bucket in buckets)
-    in_place, last = 0.0, 0
+    in_place: list[tuple[int, float]] = []  # bytes of a bucket, and the moment at which its average is there
+    last = 0
 
     def issue(requests: Sequence[Request]) -> Arriving:
         together = transfers(requests, rank, world_size, link.all_reduce, ranks_per_link)
@@ -375,7 +372,7 @@ def simulate(
         clock.work(bucket.scan_seconds)
         if bucket.in_place_bytes:
             dense = all_reduce(bucket.in_place_bytes, world_size, link.all_reduce)
-            in_place = max(in_place, inside.spread(bucket.in_place_bytes, wire.send(dense, clock.now)))
+            in_place.append((bucket.in_place_bytes, wire.send(dense, clock.now)))
         for segment in segments(bucket.exchanges, lambda exchange: exchange.gradient_bytes, segment_bytes):
             ticks.tick([Simulated(exchange, clock) for exchange in segment])
             # Results of earlier segments are spread while this one travels: what is left at the end is the last one's.
@@ -383,8 +380,10 @@ def simulate(
     if compressing:
         ticks.tick([Simulated(Exchange("finite flag", 0, (Turn(0.0, _flag()), Turn(0.0))), clock)])
         ticks.drain()
-        in_place = max(in_place, inside.spread(last, clock.now))
-    clock.wait_for_network(in_place)
+        in_place.append((last, clock.now))
+    # Inside, buckets are averaged before the results of earlier ones are spread.
+    for nbytes, moment in in_place:
+        clock.wait_for_network(inside.spread(nbytes, moment))
     clock.wait_for_backward(compute_seconds)
     exposed = clock.now - compute_seconds
     return Step(clock.now, compute_seconds, exposed - clock.waited, clock.waited, wire.wire_bytes)

@@ -994,4 +994,29 @@ MUTANTS = (
         what="A layer that is held gets the new state all the same.",
         select="without_a_gradient",
     ),
+    # FSDP2 and links that ranks share
+    Mutant(
+        file="runtime/engine/driver.py",
+        old="                current.dense.popitem()[1].answers()",
+        new="                break",
+        tests=("tests/runtime/test_fsdp.py",),
+        what="A unit without a compressed layer is still on its way when FSDP's hook returns.",
+        select="however_gradients_are_used",
+    ),
+    Mutant(
+        file="analysis/forecast/link.py",
+        old="    received = max(parts) * (len(sizes) - ranks_per_link)",
+        new="    received = max(parts) * (len(sizes) - 1)",
+        tests=("tests/analysis/forecast/test_step_time.py",),
+        what="Ranks of one node receive over its link what they send each other.",
+        select="share_a_link",
+    ),
+    Mutant(
+        file="runtime/fsdp/state.py",
+        old="            current.step.noticed = True",
+        new="            pass",
+        tests=("tests/runtime/test_fsdp.py",),
+        what="What a rule finds in a reduce-scatter without a plan between nodes is never told.",
+        select="rules_watch",
+    ),
 )
