@@ -27,7 +27,8 @@ def node_of(
     from gradlab.analysis.forecast.link import Link, parse_bandwidth
     from gradlab.analysis.forecast.simulator import BETWEEN, EVERY_RANK, SHARDS, Node
 
-    link = Link(parse_bandwidth(inside))
+    # On CPUs a node's ranks talk over its loopback, which adds no headers to speak of.
+    link = Link(parse_bandwidth(inside), **({"header_share": 0.0} if device == "cpu" else {}))
     if fsdp and every_rank:
         raise GradlabError("--fsdp and --every-rank: a plan runs on shards or on what every rank has; give one")
     if fsdp and local_ranks == 1:
