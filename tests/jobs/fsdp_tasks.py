@@ -473,6 +473,16 @@ def _refusals_of_states(state: FSDPCompression, everyone: list[dict[str, Any]], 
     return messages
 
 
+class _OwnReduceScatter:
+    """Somebody else's, set before."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, **_: Any) -> None:
+        dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group)
+
+
 def refused(group: dist.ProcessGroup) -> dict[str, str]:
     """What is said of models and meshes that do not fit."""
     rank, mesh = dist.get_rank(group), mesh_of(group, 2)
@@ -501,6 +511,8 @@ def refused(group: dist.ProcessGroup) -> dict[str, str]:
     attempt("one node", fits, between=mesh_of(group, 4)["shard"])
     other = Network(width=23)
     attempt("other shapes", fully_shard(other, mesh=shard))
+    renamed = tuple(replace(layer, name=f"old.{layer.name}") for layer in plan.layers)
+    attempt("other names", fits, plan=Plan.uniform(renamed, "topk", density=0.1))
     attempt("no plan", fits, plan=None)
     attempt("ranks disagree", fits, segment_bytes=1000 + rank)
     attempt("an option", fits, measure_every=-1)
@@ -517,6 +529,10 @@ def refused(group: dist.ProcessGroup) -> dict[str, str]:
     hooked = sharded(shard)
     hooked.blocks[1].set_all_reduce_hook(lambda _: None)
     attempt("a hook already", hooked)
+    reducing = sharded(shard)
+    reducing.blocks[1].set_custom_reduce_scatter(_OwnReduceScatter())
+    inner = plan_of(fits, "block_scaled", {"dtype": "int8"})
+    attempt("a reduce-scatter already", reducing, within=shard, inside=inner)
     messages["fits"] = _refusal(lambda: compress_fsdp(fits, plan, between=replicate).close())
     attempt("attached twice", fits)
     matrix = next(layer for layer in plan.layers if layer.name == "blocks.0.up.weight")

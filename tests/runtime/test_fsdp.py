@@ -170,6 +170,7 @@ def test_what_does_not_fit_is_refused_at_construction(pool: ProcessPool) -> None
         "columns that cross": "are not rows and columns of one mesh",
         "one node": "between has one rank",
         "other shapes": "embedding.weight: expected shape [30, 21], the model has [30, 23]",
+        "other names": "old.embedding.weight",
         "no plan": "the plan is a NoneType, expected a Plan or the path of an artifact",
         "ranks disagree": "ranks disagree about segment_bytes: rank 1 has 1001, rank 0 has 1000",
         "an option": "measure_every = -1, expected a whole number from 0",
@@ -178,6 +179,7 @@ def test_what_does_not_fit_is_refused_at_construction(pool: ProcessPool) -> None
         "several meshes": "modules are sharded along several meshes",
         "offloaded": "has its parameters offloaded to the CPU",
         "a hook already": "module blocks.1 has an all-reduce hook already",
+        "a reduce-scatter already": "module blocks.1 has a reduce-scatter of its own already",
         "fits": "",
         "attached twice": "the model itself has an all-reduce hook already",
         "learned": "codec gradiveq cannot work on shards, as its learned tensors were fitted on whole layers; "
