@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORK := build/outside
 SOURCES := pyproject.toml $(shell find gradlab capture analysis runtime datasets -name '*.py' -o -name '*.jinja')
 
-.PHONY: demo test explore gpu quality typecheck benchmark speed compare compare-text lgc matrix faults resume frameworks nodes mutants convergence first-hour install clean
+.PHONY: demo test explore gpu quality typecheck benchmark speed compare compare-text figures-check lgc matrix faults resume frameworks nodes mutants convergence first-hour install clean
 
 demo: install
 	$(BIN)/gradlab demo --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -39,6 +39,10 @@ benchmark: install
 # Encoding and decoding of every codec beside a copy; all methods replayed and trained (hours; DATA=cifar10.npz).
 speed: install
 	$(BIN)/python benchmarks/codec_speed.py $(ARGS)
+
+# Every figure of the docs' measured tables against the rows of benchmarks/results.
+figures-check: install
+	$(BIN)/python benchmarks/figures_check.py $(ARGS)
 
 compare: install
 	mkdir -p runs/compare

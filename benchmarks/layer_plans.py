@@ -110,7 +110,7 @@ def train_all(name: str, data: Any, plans: Path, out: Path, seeds: Sequence[int]
 
 def table(rows: Sequence[Row]) -> str:
     """Ratio while compressing, final loss and score, each with its distance to dense and to uniform."""
-    lines = ["task    method            n   ratio  vs 16 bits   loss           to dense  to uniform   score"]
+    lines = ["task    method            n   ratio  vs 16 bits   gain   loss           to dense  to uniform   score"]
     for task in dict.fromkeys(row["task"] for row in rows):
         here = [row for row in rows if row["task"] == task]
         mean = {m: _mean([row for row in here if row["method"] == m]) for m in dict.fromkeys(r["method"] for r in here)}
@@ -119,7 +119,8 @@ def table(rows: Sequence[Row]) -> str:
             losses = ", ".join(f"{row['loss']:.3f}" for row in here if row["method"] == method)
             lines.append(
                 f"{task:7s} {method:17s} {averages['n']:.0f} {averages['compressing_ratio']:7.1f}"
-                f"  {averages['compressing_ratio'] / 2:10.1f}   {losses:14s}"
+                f"  {averages['compressing_ratio'] / 2:10.1f}"
+                f"  {averages['compressing_ratio'] / uniform['compressing_ratio']:5.2f}   {losses:14s}"
                 f" {100 * (averages['loss'] / mean['dense']['loss'] - 1):+6.2f} %"
                 f"   {100 * (averages['loss'] / uniform['loss'] - 1):+6.2f} %  {averages['score']:8.3f}"
             )

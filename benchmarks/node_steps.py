@@ -4,7 +4,8 @@
         GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS=1 python benchmarks/node_steps.py --rate 100mbit \
         [--rounds 3] [--steps 3] [--width 96] [--batch 24] [--rows ROWS.jsonl]
     ... python benchmarks/node_steps.py --rate 100mbit --collectives [--rows ROWS.jsonl]
-    python benchmarks/node_steps.py --table [--predict] [--rows ROWS.jsonl]
+    python benchmarks/node_steps.py --predict [--rows ROWS.jsonl]
+    python benchmarks/node_steps.py --table [--rows ROWS.jsonl]
 
 To be started once per rank, each node's ranks behind a network interface of their own, whose limit is set from outside;
 --rate only names it. Bytes are read off that interface's counter: what a node sends in a step, headers included. Every
@@ -16,13 +17,14 @@ step", its work inside a node, where nodes wait for one another at every unit: t
 apart" has no such wait.
 
 --collectives times what a forecast wants to know of the links: all-reduces between nodes by all ranks at once, amid
-computing, and reduce-scatters inside nodes. --predict puts the forecast of every way beside its time, from the base's
+computing, and reduce-scatters inside nodes. --predict adds to every way's row the forecast of its step, from the base's
 time and the collectives. FSDP's work inside nodes is in its base.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import time
@@ -232,11 +234,8 @@ def measure(way: str, base: Contestant, make: Callable[[str], Contestant], optio
     return row
 
 
-def predictions(rows: list[Row]) -> dict[tuple[str, str], float]:
-    """Forecast seconds of a step by way and rate, from the collectives that were timed.
-
-    Two ranks share a core where four run on two.
-    """
+def add_predictions(rows: list[Row]) -> None:
+    """Forecast the seconds of every way's step, from the collectives that were timed, and put them into its row."""
     from gradlab.analysis.forecast import Network, forecast
     from gradlab.analysis.forecast.calibration import Observation, calibrate_link
     from gradlab.analysis.forecast.link import Link, parse_bandwidth
@@ -252,7 +251,6 @@ def predictions(rows: list[Row]) -> dict[tuple[str, str], float]:
     ]
     calibration = calibrate_link(Link(1e9, 1e-4), seen)
     inside = Link(statistics.mean(row["inside_bits_per_second"] for row in timed), header_share=0.0)
-    result = {}
     for row in rows:
         if "way" not in row or row["way"] == APART:
             continue
@@ -271,30 +269,27 @@ def predictions(rows: list[Row]) -> dict[tuple[str, str], float]:
         (pair,) = forecast(plan, network_, calibration=calibration).nodes[0].links
         dense = {PLAIN: FLAT, NATIVE: HSDP, "DDP, uncompressed": HIERARCHICAL, "FSDP2, uncompressed": HSDP}
         step = pair.ways[dense[row["way"]]] if row["way"] in dense else pair.compressed
-        result[row["way"], row["rate"]] = step.seconds
-    return result
+        row["predicted"] = round(step.seconds, 3)
 
 
-def table(rows: list[Row], predict: bool) -> str:
+def table(rows: list[Row]) -> str:
     """One line per way: at each rate its base's median step and its own, forecast, and the bytes a node sends."""
     steps = {(row["way"], row["rate"]): row for row in rows if "way" in row}
     rates = list(dict.fromkeys(rate for _, rate in steps))
-    expected = predictions(rows) if predict else {}
-    columns = " ".join(f"{'base':>6s} {rate:>8s} {'ratio':>6s}" + f" {'predicted':>10s}" * predict for rate in rates)
+    columns = " ".join(f"{'base':>6s} {rate:>8s} {'ratio':>6s} {'predicted':>10s}" for rate in rates)
     lines = [f"{'way':27s} {columns} {'sent, MB':>9s}"]
     for way in WAYS:
         mine = {rate: steps[way, rate] for rate in rates if (way, rate) in steps}
         if not mine:
             continue
         cells = []
-        for rate, row in mine.items():
+        for row in mine.values():
             base, seconds = (statistics.median(row[key]) for key in ("base_seconds", "seconds"))
-            cells.append(f"{base:6.3f} {seconds:8.3f} {seconds / base:6.2f}")
-            if predict:
-                other = expected.get((way, rate))
-                off = f"{other:5.2f} {100 * (other / seconds - 1):+3.0f}%" if other else "-"
-                cells.append(f"{off:>10s}")
-        lines.append(f"{way:27s} " + " ".join(cells) + f" {row['sent'] / 1e6:9.2f}")
+            other = row.get("predicted")
+            off = f"{other:5.2f} {100 * (other / seconds - 1):+3.0f}%" if other else "-"
+            cells.append(f"{base:6.3f} {seconds:8.3f} {seconds / base:6.2f} {off:>10s}")
+        sent = next(iter(mine.values()))["sent"]
+        lines.append(f"{way:27s} " + " ".join(cells) + f" {sent / 1e6:9.2f}")
     return "\n".join(lines)
 
 
@@ -311,7 +306,12 @@ def main() -> None:
         parser.add_argument(flag, action="store_true")
     options = parser.parse_args()
     if options.table:
-        print(table(read(options.rows), options.predict))
+        print(table(read(options.rows)))
+        return
+    if options.predict:
+        rows = read(options.rows)
+        add_predictions(rows)
+        options.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return
     dist.init_process_group("gloo")
     torch.set_num_threads(1)

@@ -101,14 +101,14 @@ def final_rows(rows: Sequence[Row]) -> dict[tuple[int, str], list[Row]]:
 
 def table(rows: Sequence[Row]) -> str:
     """Per batch size and method: chosen rate, mean and deviation of accuracy, training loss, payload."""
-    lines = ["batch  method             rate    n  accuracy            loss  payload kB"]
+    lines = ["batch  steps  method             rate    n  accuracy            loss  payload kB"]
     for (batch, method), runs in sorted(final_rows(rows).items(), key=lambda item: item[0][0]):
         scores = [100 * row["accuracy"] for row in runs]
         spread = f"+- {statistics.stdev(scores):.2f}" if len(scores) > 1 else ""
         losses = statistics.fmean(training_loss(row) for row in runs)
         lines.append(
-            f"{batch:5d}  {method:17s}  {runs[0]['rate']:<6g} {len(runs):2d}  {statistics.fmean(scores):6.2f} % "
-            f"{spread:9s}  {losses:6.3f}  {runs[0]['payload'] / 1e3:7.1f}"
+            f"{batch:5d}  {runs[0]['steps']:5d}  {method:17s}  {runs[0]['rate']:<6g} {len(runs):2d}  "
+            f"{statistics.fmean(scores):6.2f} % {spread:9s}  {losses:6.3f}  {runs[0]['payload'] / 1e3:7.1f}"
         )
     return "\n".join(lines)
 

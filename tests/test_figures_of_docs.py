@@ -1,0 +1,48 @@
+"""Every figure of the docs' measured tables is in the rows that its page names; the check notices one that is not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+# Tables of which no rows were kept. It may only fall.
+WITHOUT_ROWS = 14
+
+
+def check(*pages: Path) -> tuple[int, list[str]]:
+    command = [sys.executable, str(ROOT / "benchmarks" / "figures_check.py"), *map(str, pages)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.stderr == ""
+    return done.returncode, done.stdout.splitlines()
+
+
+def test_every_figure_of_the_docs_is_in_the_rows() -> None:
+    code, lines = check()
+    assert code == 0, "\n".join(lines)
+    found, missing, without = (int(words.split()[0]) for words in lines[-1].split(", "))
+    assert (found > 600, missing) == (True, 0)
+    assert without == WITHOUT_ROWS
+
+
+def test_a_figure_that_is_not_there_is_told(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    command = "<!-- printed by: benchmarks/fsdp_text.py --table -->"
+    page.write_text(
+        f"{command}\n\n| way | loss |\n|---|---|\n| int8 | 2.3843, 2.41 |\n| top-k 1 % | 2.8198, -0.4849 |\n\n"
+        f"{command}\n\n```\n{'1.5 ' * 12}\n```\n\n"
+        "<!-- no rows: lost -->\n| a | 5.5 |\n|---|---|\n\ntext\n\n| b | 1 |\n|---|---|\n| c | 2 |\n"
+    )
+    code, lines = check(page)
+    assert code == 1
+    assert lines == [
+        "page.md:3: 2 found, 2 missing",
+        "    2.8198",
+        "    -0.4849",
+        "page.md:10: 0 found, 1 missing",
+        "    " + "1.5 " * 12,
+        "page.md:15: no rows: lost",
+        "page.md:20: no comment says what prints it",
+        "2 figures found, 4 missing, 1 tables without rows",
+    ]
