@@ -1,7 +1,7 @@
 """Does a layer's L2 error tell how much its compression hurts? L-GreCo's section 5.4 and Fig. 11a.
 
     python benchmarks/sensitivity.py images --data cifar10.npz --out images.json [--feedback] [--codec topk]
-    python benchmarks/sensitivity.py images --out images.json --figure sensitivity.svg
+    python benchmarks/sensitivity.py images --out images.json --table [--figure sensitivity.svg]
 
 From checkpoints of a dense run (tasks of layer_plans.py, emulated nodes), short runs on the same data with one layer
 compressed at one setting; the difference of the loss, on samples that do not change, to the run without compression is
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from emulated import Micro, Task, compressed_gradients, node_gradients
 from layer_plans import TASKS
-from rows import add, read
+from rows import Row, add, read
 
 from gradlab.analysis.figures.layer_plans import plot_sensitivity
 from gradlab.analysis.layer_plan.sensitivity import correlations, loss_sensitivity
@@ -134,6 +134,21 @@ def measure(task: Task, data: Any, codec: str, first: int, steps: int, feedback:
     }
 
 
+def table(rows: Sequence[Row]) -> str:
+    """Correlations over layers of errors with loss differences, and with their magnitudes, by codec and checkpoint."""
+    lines = []
+    for row in rows:
+        settings = " ".join(f"{value:>6g}" for value in row["settings"])
+        lines.append(f"{row['codec']}, iteration {row['checkpoint']:<21d} {row['varied']:>8s} {settings}")
+        differences = np.array(row["differences"])
+        for what, values in (("loss difference", differences), ("its magnitude", np.abs(differences))):
+            for name, correlation in correlations(row["errors"], values).items():
+                cells = " ".join(f"{value:6.2f}" for value in correlation)
+                lines.append(f"  {name + ', ' + what:46s} {cells}")
+        lines.append(f"  spread of differences {max(row['spread']):.4f}, of a layer sent in 16 bits {row['noise']:.6f}")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -145,6 +160,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="of a short run")
     parser.add_argument("--feedback", action="store_true", help="with error feedback in the short runs")
     parser.add_argument("--figure", type=Path)
+    parser.add_argument("--table", action="store_true")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     task = replace(TASKS[chosen.task], autocast=False)
@@ -153,6 +169,8 @@ def main() -> None:
         for first in chosen.checkpoints:
             row = {"task": chosen.task} | measure(task, data, chosen.codec, first, chosen.steps, chosen.feedback)
             add(chosen.out, row, unshown=set(row) - set(SHOWN))
+    if chosen.table:
+        print(table([row for row in read(chosen.out) if row["task"] == chosen.task]))
     if chosen.figure:
         shown = {"codec": chosen.codec, "feedback": chosen.feedback}
         chosen_rows = [row for row in read(chosen.out) if shown.items() <= row.items()]
