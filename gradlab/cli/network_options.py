@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -28,7 +29,8 @@ def node_of(
     from gradlab.analysis.forecast.simulator import BETWEEN, EVERY_RANK, SHARDS, Node
 
     # On CPUs a node's ranks talk over its loopback, which adds no headers to speak of.
-    link = Link(parse_bandwidth(inside), **({"header_share": 0.0} if device == "cpu" else {}))
+    link = Link(parse_bandwidth(inside))
+    link = replace(link, header_share=0.0) if device == "cpu" else link
     if fsdp and every_rank:
         raise GradlabError("--fsdp and --every-rank: a plan runs on shards or on what every rank has; give one")
     if fsdp and local_ranks == 1:
