@@ -80,7 +80,7 @@ def tables(page: Path) -> Iterator[Table]:
                 at += 1
             inside = tuple(lines[first + 1 : at])
             at += 1
-            if len(re.findall(r"\d\.\d", "\n".join(inside))) >= _FIGURES_OF_A_BLOCK:
+            if len(re.findall(r"\.\d", "\n".join(inside))) >= _FIGURES_OF_A_BLOCK:
                 yield Table(page.name, first + 1, inside, True, _above(lines, first))
         else:
             at += 1
