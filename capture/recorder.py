@@ -30,7 +30,7 @@ from gradlab.capture.sources import BucketSource, Gradient, ShardSource, Source,
 from gradlab.capture.start import start_recording
 from gradlab.capture.writing.async_writer import EXIT_SECONDS, AsyncWriter, NoWriter, RecorderReport
 from gradlab.capture.writing.buffers import StepBuffer
-from gradlab.ddp.sharded_units import HOW_TO, Unit, is_sharded, set_hooks
+from gradlab.ddp.sharded_units import HOW_TO, Unit, is_sharded, refuse_thawed, require_whole_backward, set_hooks
 from gradlab.ddp.wrapping import require_ddp, without_compile
 from gradlab.errors import GradlabError
 
@@ -153,6 +153,7 @@ class TraceRecorder:
         if isinstance(source, ShardSource):
             for unit in source.units:
                 set_hooks(unit, partial(self._take, unit))
+            refuse_thawed(source.model, source.units)
         else:
             source.model.register_comm_hook(self, capture_hook)
         if trace_ranks(source) == 1:
@@ -229,6 +230,7 @@ class TraceRecorder:
     def _take(self, unit: Unit, flat: torch.Tensor) -> None:
         """Record what one unit under FSDP2 brings, and average it between nodes. FSDP2's hook calls this."""
         assert isinstance(self._source, ShardSource)
+        unit.require_unchanged()
         if not self._writer.stopping:
             if not self._units_met or unit.name in self._units_met:  # twice: a backward pass failed half-way
                 self._units_met.clear()
@@ -240,7 +242,10 @@ class TraceRecorder:
         self._source.average(flat)
 
     def _end_backward(self) -> None:
+        assert isinstance(self._source, ShardSource)
+        units = self._source.units
         self._units_met.clear()
+        self._guarded(lambda: require_whole_backward(units))
         self._guarded(lambda: self._end_step(absent_unused=True))
 
     def _copy_guarded(self, gradients: Sequence[Gradient]) -> None:

@@ -167,7 +167,8 @@ class ShardSource:
         Returns:
             The gradients, whole, in the parameters' shapes. None on a rank that another one writes for.
         """
-        gathered = _to_first(flat, self._row, self.topology)
+        later = unit.divided_later(flat.dtype)  # FSDP has yet to divide by it
+        gathered = _to_first(flat if later == 1 else flat / later, self._row, self.topology)
         if gathered is None:
             return []
         by_rank = [unit.padded_gradients(shards) for shards in gathered]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,6 +117,53 @@ class Unit:
         """Do as `gradients`, with the padding, so that all ranks have the same shapes."""
         return {shard.layer.name: piece.view(shard.padded_shape) for shard, piece in self._pieces(flat)}
 
+    def divided_later(self, dtype: torch.dtype) -> float:
+        """Return what FSDP divides the flat gradient by after its hook: not 1 where a 16-bit mean might underflow.
+
+        Args:
+            dtype: of the flat gradient.
+        """
+        from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
+
+        group = _param_groups(self.module)[0]
+        factors = _get_gradient_divide_factors(
+            group._reduce_scatter_process_group,
+            None,
+            dtype,
+            self.device.type,
+            None,
+            group.force_sum_reduction_for_comms,
+        )
+        return float(factors[1] or 1.0)
+
+    def require_unchanged(self) -> None:
+        """Refuse what was changed since the unit was looked at, and would go wrong without a word.
+
+        Raises:
+            GradlabError: for parameters that were replaced, or frozen then and trained now; for a gradient divide
+                factor; for all-reduces that are put off.
+        """
+        (group,) = _param_groups(self.module)
+        known = {id(shard.parameter) for shard in self.shards}
+        now = [one.sharded_param for one in group.fsdp_params]
+        if not known <= {id(parameter) for parameter in now}:
+            raise GradlabError(
+                f"{self.title}: its parameters were replaced, as load_state_dict(assign=True) does; load first, then "
+                "attach gradlab and make the optimizer"
+            )
+        if any(parameter.requires_grad and id(parameter) not in known for parameter in now):
+            raise GradlabError(_thawed(self.title))
+        if group.gradient_divide_factor is not None:
+            raise GradlabError(
+                f"{self.title}: set_gradient_divide_factor makes native HSDP sum between nodes, and gradlab averages; "
+                "scale the loss instead"
+            )
+        if not group.all_reduce_grads:
+            raise GradlabError(
+                f"{self.title}: set_requires_all_reduce(False) puts nothing off on a mesh of one dimension; accumulate "
+                "with model.set_requires_gradient_sync(False)"
+            )
+
     def _pieces(self, flat: torch.Tensor) -> list[tuple[Shard, torch.Tensor]]:
         present = [shard for shard in self.shards if shard.parameter.requires_grad]
         if flat.numel() != sum(shard.padded for shard in present):
@@ -125,6 +173,48 @@ class Unit:
                 "in a step, call model.set_reduce_scatter_unused_params(True)"
             )
         return list(zip(present, flat.split([shard.padded for shard in present]), strict=True))
+
+
+def _thawed(title: str) -> str:
+    return (
+        f"{title}: parameters that were frozen when gradlab was attached have gradients now, and nodes would drift "
+        "apart; unfreeze them before"
+    )
+
+
+def require_whole_backward(units: Iterable[Unit]) -> None:
+    """Refuse the end of a backward pass within another one.
+
+    Raises:
+        GradlabError: if FSDP has not ended its own backward pass yet.
+    """
+    if any(unit.module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued for unit in units):
+        raise GradlabError(
+            "a part of the backward pass ended within it, as under torch.utils.checkpoint with use_reentrant=True; "
+            "checkpoint with use_reentrant=False"
+        )
+
+
+def refuse_thawed(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Let backward fail where a unit without trainable parameters gets some, instead of letting nodes drift apart.
+
+    Args:
+        model: what `fully_shard` was called on.
+        units: those with trainable parameters, which have hooks.
+    """
+    busy = {id(unit.module) for unit in units}
+    for name, module in model.named_modules():
+        if hasattr(module, "set_all_reduce_hook") and id(module) not in busy and _param_groups(module):
+            module.set_all_reduce_hook(partial(_fail_thawed, _titled(name)))  # type: ignore[operator]
+
+
+def _fail_thawed(title: str, flat: torch.Tensor) -> None:
+    raise GradlabError(_thawed(title))
+
+
+def sharded_modules(model: nn.Module) -> int:
+    """Count the modules that `fully_shard` was called on."""
+    return sum(hasattr(module, "set_all_reduce_hook") for module in model.modules())
 
 
 def is_sharded(model: object) -> bool:
@@ -163,6 +253,11 @@ def units_of(model: object, caller: str) -> list[Unit]:
         raise GradlabError(
             f"{caller}: {outside[0]} and {len(outside) - 1} other parameters are of no module that fully_shard was "
             "called on; call it on the model itself, last"
+        )
+    if not hasattr(inner, "set_all_reduce_hook"):
+        raise GradlabError(
+            f"{caller}: fully_shard was called on parts of the model alone, and each has a backward pass of its own; "
+            "call it on the model itself, last"
         )
     return units
 
@@ -206,6 +301,12 @@ def set_hooks(unit: Unit, all_reduce: Any, reduce_scatter: Any = None) -> None:
     unit.module.set_all_reduce_hook(all_reduce)
     if reduce_scatter is not None:
         unit.module.set_custom_reduce_scatter(reduce_scatter)
+
+
+def has_hooks(unit: Unit, all_reduce: Any, reduce_scatter: Any = None) -> bool:
+    """Whether a unit still has the hooks that `set_hooks` set."""
+    (group,) = _param_groups(unit.module)
+    return group._all_reduce_hook is all_reduce and reduce_scatter in (None, group._reduce_scatter_comm)
 
 
 def layers_of_units(model: object) -> tuple[Layer, ...]:

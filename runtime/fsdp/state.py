@@ -21,12 +21,17 @@ from gradlab.ddp.sharded_units import (
     Unit,
     attached_hooks,
     custom_reductions,
+    has_hooks,
     layers_of_units,
+    refuse_thawed,
+    require_whole_backward,
     set_hooks,
     shard_group,
+    sharded_modules,
     units_of,
 )
 from gradlab.ddp.topology import find_grid, group_along
+from gradlab.ddp.wrapping import without_compile
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
 from gradlab.runtime import checkpoint
@@ -101,7 +106,7 @@ class FSDPCompression(Exchange):
         self.plan, self._topology = levels[0].whole, topology
         self._finalizer = weakref.finalize(self, self._driver.close)
         self.inside = self._reduction(levels[0], chosen.measure_every)
-        self._attach()
+        self._attach(model)
 
     def _reduction(self, levels: Levels, measure_every: int) -> ShardReduction | None:
         """The reduce-scatters, if they are compressed."""
@@ -111,12 +116,27 @@ class FSDPCompression(Exchange):
         beside = self._driver.beside
         return ShardReduction(levels.inside, levels.inside_shards, beside, self.run.settings, measure_every)
 
-    def _attach(self) -> None:
+    def _attach(self, model: object) -> None:
         """Set the units' hooks. These do not keep the state alive."""
-        me = weakref.ref(self)
+        me, inner = weakref.ref(self), without_compile(model)
+        assert isinstance(inner, torch.nn.Module)
+        self._model, self._modules = weakref.ref(inner), sharded_modules(inner)
+        self._hooks: list[tuple[Unit, Any, Any]] = []
         for unit in self._units:
             reduction = None if self.inside is None else UnitReduceScatter(partial(_reduce, me), unit)
-            set_hooks(unit, partial(_hook, me, unit), reduction)
+            self._hooks.append((unit, partial(_hook, me, unit), reduction))
+            set_hooks(*self._hooks[-1])
+        refuse_thawed(inner, self._units)
+
+    def _require_attached(self) -> None:
+        """Refuse what would let nodes drift apart: modules that have other hooks by now, or none."""
+        if lost := [unit.title for unit, *hooks in self._hooks if not has_hooks(unit, *hooks)]:
+            raise GradlabError(f"{lost[0]} has another hook now than the one that {CALLER} set, and nodes drift apart")
+        model = self._model()
+        if model is not None and sharded_modules(model) != self._modules:
+            raise GradlabError(
+                f"fully_shard was called on modules after {CALLER}, and their gradients stay in the node; call it first"
+            )
 
     # --- steps ---
 
@@ -132,6 +152,7 @@ class FSDPCompression(Exchange):
         """
 
         def take() -> None:
+            unit.require_unchanged()
             current = self._step_of(flat)
             gradients = unit.gradients(flat)
             if again := sorted(gradients.keys() & current.step.gradients.keys()):
@@ -139,8 +160,14 @@ class FSDPCompression(Exchange):
                     f"{again[0]}: a second gradient within one backward pass; accumulate with "
                     "model.set_requires_gradient_sync(False)"
                 )
+            # What the codecs see is the mean, also where FSDP divides by a part of the ranks only afterwards.
+            later = unit.divided_later(flat.dtype)
+            if later != 1:
+                flat.div_(later)
             self._driver.add(Part(len(current.parts), gradients, flat))
             self._driver.drain()
+            if later != 1:
+                flat.mul_(later)
 
         super()._guarded(_waiting(f"the all-reduce of {unit.title} between nodes")(take))
 
@@ -155,6 +182,7 @@ class FSDPCompression(Exchange):
         """
 
         def reduce() -> None:
+            unit.require_unchanged()
             self._step_of(flat)
             assert self.inside is not None
             self.inside.reduce(unit, output, flat, average)
@@ -180,6 +208,8 @@ class FSDPCompression(Exchange):
         def end() -> None:
             current = self._driver.current
             assert current is not None
+            require_whole_backward(self._units)
+            self._require_attached()
             absent = [name for name in self._shards if name not in current.step.gradients]
             if zeros := current.step.leave_out(absent):
                 self._driver.add(Part(len(current.parts), zeros))

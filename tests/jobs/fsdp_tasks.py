@@ -16,6 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gradlab.artifact import Artifact
 from gradlab.codec import Context, exchange_group
@@ -473,6 +474,82 @@ def _refusals_of_states(state: FSDPCompression, everyone: list[dict[str, Any]], 
     return messages
 
 
+def _reentrant(model: Network, words: torch.Tensor) -> torch.Tensor:
+    values = model.embedding(words)
+    for block in model.blocks:
+        values = torch_checkpoint(block, values, use_reentrant=True)
+    return model.head(values)
+
+
+def changed(group: dist.ProcessGroup, nodes: int) -> dict[str, str]:
+    """What is said of a model that was changed after compression was attached, in its next backward pass or two."""
+    rank, mesh = dist.get_rank(group), mesh_of(group, nodes)
+    shard = mesh["shard"]
+
+    def unfreeze(model: Any) -> None:
+        model.blocks[1].requires_grad_(True)
+
+    def unfreeze_part(model: Any) -> None:
+        model.blocks[1].up.requires_grad_(True)
+
+    def divide(model: Any) -> None:
+        model.blocks[1].set_gradient_divide_factor(2.0)
+
+    def put_off(model: Any) -> None:
+        model.set_requires_all_reduce(False)
+
+    def assign(model: Any) -> None:
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+    def override(model: Any) -> None:
+        model.blocks[1].set_all_reduce_hook(lambda _: None)
+
+    def add(model: Any) -> None:
+        model.extra = fully_shard(nn.Linear(3, 3), mesh=shard)
+
+    def reenter(model: Any) -> None:
+        model.forward = partial(_reentrant, model)
+
+    messages = {}
+    for change in (unfreeze, unfreeze_part, divide, put_off, assign, override, add, reenter):
+        model = sharded(shard)
+        if change is unfreeze:
+            model.blocks[1].requires_grad_(False)
+        if change is unfreeze_part:
+            model.blocks[1].up.requires_grad_(False)
+        plan = Plan.uniform(layers_of(model), "topk", density=0.1)
+        with compress_fsdp(model, plan, between=mesh["replicate"]):
+            backward(model, rank, 0)
+            change(model)
+            messages[change.__name__] = _refusal(partial(backward, model, rank, 1))
+        dist.barrier(group)
+    return messages
+
+
+def with_weight_decay(group: dist.ProcessGroup, nodes: int, forced: bool) -> float:
+    """The farthest that weight decay in the plan comes from native HSDP's in the optimizer, where FSDP divides late."""
+    rank, mesh, rate = dist.get_rank(group), mesh_of(group, nodes), 0.1
+    native, ours = sharded(mesh), sharded(mesh["shard"])
+    for model in (native, ours):
+        for module in (model, *model.blocks):
+            module.set_force_sum_reduction_for_comms(forced)
+    plan = Plan.uniform(layers_of(ours), "topk", density=1.0, wrappers=[Wrap("weight_decay", {"rate": rate})])
+    decayed = {name for one in plan.groups for name in one.layers}
+    parts: tuple[list[Any], list[Any]] = ([], [])
+    for name, value in native.named_parameters():
+        parts[name not in decayed].append(value)
+    settings = ({"params": parts[0], "weight_decay": rate}, {"params": parts[1]})
+    optimizers = [torch.optim.SGD(settings, lr=0.5), torch.optim.SGD(ours.parameters(), lr=0.5)]
+    with compress_fsdp(ours, plan, between=mesh["replicate"], optimizer=optimizers[1]):
+        for step in range(3):
+            for model, optimizer in zip((native, ours), optimizers, strict=True):
+                optimizer.zero_grad()
+                backward(model, rank, step)
+                optimizer.step()
+    values = [{name: value.to_local() for name, value in model.named_parameters()} for model in (ours, native)]
+    return farthest(*values)
+
+
 class _OwnReduceScatter:
     """Somebody else's, set before."""
 
@@ -521,6 +598,10 @@ def refused(group: dist.ProcessGroup) -> dict[str, str]:
     partly = Network()
     fully_shard(partly.blocks[0], mesh=shard)
     attempt("a part", partly)
+    rootless = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for part in rootless:
+        fully_shard(part, mesh=shard)
+    attempt("parts alone", rootless)
     several = Network()
     for block, one in zip(several.blocks, (shard, shard, replicate), strict=True):
         fully_shard(block, mesh=one)

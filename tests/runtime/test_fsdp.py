@@ -128,6 +128,29 @@ def test_residuals_of_the_reduce_scatter_go_on_at_fewer_nodes(pool: ProcessPool,
             assert words in result["refusals"][name], name
 
 
+def test_changes_that_would_let_nodes_drift_apart_are_refused(pool: ProcessPool) -> None:
+    expected = {
+        "unfreeze": "module blocks.1: parameters that were frozen when gradlab was attached have gradients now",
+        "unfreeze_part": "module blocks.1: parameters that were frozen when gradlab was attached have gradients now",
+        "divide": "module blocks.1: set_gradient_divide_factor makes native HSDP sum between nodes",
+        "put_off": "set_requires_all_reduce(False) puts nothing off on a mesh of one dimension",
+        "assign": "its parameters were replaced, as load_state_dict(assign=True) does",
+        "override": "module blocks.1 has another hook now than the one that compress_fsdp set",
+        "add": "fully_shard was called on modules after compress_fsdp",
+        "reenter": "checkpoint with use_reentrant=False",
+    }
+    for messages in pool.run("jobs.fsdp_tasks:changed", 4, nodes=2):
+        assert messages.keys() == expected.keys()
+        for name, words in expected.items():
+            assert words in messages[name], name
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_codecs_see_the_mean_where_fsdp_divides_after_the_hook(pool: ProcessPool, forced: bool) -> None:
+    for farthest in pool.run("jobs.fsdp_tasks:with_weight_decay", 4, nodes=2, forced=forced):
+        assert farthest < 1e-5
+
+
 @pytest.mark.parametrize(
     ("rule", "words", "between"),
     [("never_sent", "of the gradient is sent", True), ("residual_grows", "norm is", False)],
@@ -176,6 +199,7 @@ def test_what_does_not_fit_is_refused_at_construction(pool: ProcessPool) -> None
         "an option": "measure_every = -1, expected a whole number from 0",
         "refresh": "the plan has a refresh",
         "a part": "embedding.weight and 10 other parameters are of no module that fully_shard was called on",
+        "parts alone": "fully_shard was called on parts of the model alone, and each has a backward pass of its own",
         "several meshes": "modules are sharded along several meshes",
         "offloaded": "has its parameters offloaded to the CPU",
         "a hook already": "module blocks.1 has an all-reduce hook already",
