@@ -205,7 +205,7 @@ def refuse_thawed(model: nn.Module, units: Sequence[Unit]) -> None:
     busy = {id(unit.module) for unit in units}
     for name, module in model.named_modules():
         if hasattr(module, "set_all_reduce_hook") and id(module) not in busy and _param_groups(module):
-            module.set_all_reduce_hook(partial(_fail_thawed, _titled(name)))  # type: ignore[operator]
+            module.set_all_reduce_hook(partial(_fail_thawed, _titled(name)))
 
 
 def _fail_thawed(title: str, flat: torch.Tensor) -> None:
