@@ -1019,4 +1019,20 @@ MUTANTS = (
         what="What a rule finds in a reduce-scatter without a plan between nodes is never told.",
         select="rules_watch",
     ),
+    Mutant(
+        file="gradlab/ddp/sharded_units.py",
+        old="        if not known <= {id(parameter) for parameter in now}:",
+        new="        if False:",
+        tests=("tests/runtime/test_fsdp.py",),
+        what="Parameters that load_state_dict(assign=True) replaced go on under their old objects.",
+        select="drift_apart",
+    ),
+    Mutant(
+        file="gradlab/ddp/sharded_units.py",
+        old="        return float(factors[1] or 1.0)",
+        new="        return 1.0",
+        tests=("tests/runtime/test_fsdp.py",),
+        what="Codecs see gradients before FSDP has divided them.",
+        select="mean_where",
+    ),
 )
