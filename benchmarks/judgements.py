@@ -220,6 +220,11 @@ def proposal_table(by_task: ByTask) -> list[str]:
     return lines
 
 
+def tables(by_task: ByTask) -> str:
+    """Both tables, as text."""
+    return "\n".join([*correlation_table(by_task), *proposal_table(by_task)])
+
+
 def written(known: Sequence[Ending]) -> str:
     """The calibration in JSON, a line per method; the loss of a run that diverged is null."""
     rows = [
@@ -241,7 +246,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write analysis/forecast/endings.json")
     options = parser.parse_args()
     by_task = tasks()
-    print("\n".join([*correlation_table(by_task), *proposal_table(by_task)]))
+    print(tables(by_task))
     if options.write:
         ENDINGS.write_text(written(endings(by_task)))
 

@@ -135,8 +135,8 @@ class Judged(Jsonable):
         """Judge a replay."""
         summary = replay.summary()
         cosine, length, memory = summary.judged_cosine, summary.judged_length, summary.memory
-        known = cosine is not None and length is not None
-        return cls(cosine, length, memory, ended_at(cosine, length, memory) if known else None, summary.caution)
+        ended = None if cosine is None or length is None else ended_at(cosine, length, memory)
+        return cls(cosine, length, memory, ended, summary.caution)
 
     @property
     def close(self) -> bool:
