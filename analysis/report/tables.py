@@ -232,7 +232,7 @@ def _replay_row(name: str, summary: Mapping[str, Any]) -> list[str]:
         *_error_cells(summary),
         ", ".join(format_percent(one["aggregate_error"]) for one in _sums(summary)) or "-",
         ", ".join(f"{one['cosine']:.3f}" for one in _sums(summary)) or "-",
-        _trend_cell(summary["trend"]),
+        trend_text(summary["trend"]),
         format_seconds(summary["codec_seconds"]),
     ]
 
@@ -251,7 +251,15 @@ def _window_lengths(replays: Mapping[str, Any]) -> str:
     return ", ".join(listed) or "no number of"
 
 
-def _trend_cell(found: Mapping[str, Any] | None) -> str:
+def trend_text(found: Mapping[str, Any] | None) -> str:
+    """Write a trend of a relative error in points per 100 iterations, with its interval: "+3.1 (+1.2 to +5.0)".
+
+    Args:
+        found: `Trend.to_json()`, or None.
+
+    Returns:
+        A cell of a table.
+    """
     if found is None:
         return "-"
     slope, low, high = (1e4 * found[key] for key in ("slope", "low", "high"))

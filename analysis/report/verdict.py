@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from gradlab.analysis.forecast import SPEED_NOISE
-from gradlab.analysis.forecast.endings import judgement_text
+from gradlab.analysis.forecast.endings import ended_at, judgement_text
 from gradlab.analysis.forecast.link import format_rate
+from gradlab.analysis.report.tables import trend_text
 from gradlab.formatting import format_number, format_percent, format_ratio, format_seconds
 from gradlab.metric import RELATIVE_NOISE, final_score, metric_of, scores
 from gradlab.saving import Saving
@@ -271,11 +272,10 @@ def lgc_warnings(measured: LgcMeasurement) -> list[str]:
 
 
 def replay_verdict(replays: Mapping[str, Any]) -> str:
-    """Say which replayed plan keeps most of the mean gradient, on iterations after its fit.
+    """Say which replayed plan's like trained best, judged on iterations after its fit.
 
-    The cosine of sums over several steps decides (`Replay.judgement`). A rank's own error says little where only the
-    sum of ranks is meant to be right, as in GradiVeQ, and the error of one step's mean little where feedback applies
-    in later steps what is missing.
+    Plans that apply gradients of earlier steps and plans that do not are judged by different cosines
+    (`Replay.judgement`), so what trainings with like cosines ended at decides, and the cosine between equals.
 
     Args:
         replays: `Replay.to_json()` by name.
@@ -290,11 +290,15 @@ def replay_verdict(replays: Mapping[str, Any]) -> str:
     unknown += [name for name in lossy if name not in known]  # the mean was zero in every iteration
     lines = []
     if known:
-        best = max(known, key=lambda name: known[name]["judged_cosine"])
+        best = min(known, key=lambda name: _standing(known[name]))
         chosen = known[best]
         sent = Saving.read(chosen).text("fewer bytes")
         mean, own = format_percent(chosen["aggregate_error"]), format_percent(chosen["contribution_error"])
-        which = best if len(summaries) == 1 else f"Of the lossy plans replayed, {best} keeps the mean gradient best: it"
+        which = (
+            best
+            if len(summaries) == 1
+            else f"Of the lossy plans replayed, {best} is the one whose like trained best: it"
+        )
         judged = judgement_text(chosen["judged_cosine"], chosen["judged_length"], chosen["memory"])
         lines.append(
             f"{which} sends {sent}; {judged}. Median errors of a step: {mean} of the mean, {own} of a rank's own."
@@ -310,28 +314,21 @@ def replay_verdict(replays: Mapping[str, Any]) -> str:
     return " ".join(lines)
 
 
+def _standing(summary: Mapping[str, Any]) -> tuple[float, float]:
+    """What sorts plans: the middle of what their like ended at, then the cosine, largest first."""
+    cosine = summary["judged_cosine"]
+    return ended_at(cosine, summary["judged_length"], summary["memory"]).middle, -cosine
+
+
 def _cautions(summaries: Mapping[str, Any]) -> list[str]:
     """Say where errors grow over the recording, and where it is short or of the beginning of training."""
     lines = []
     growing = {name: one["trend"] for name, one in summaries.items() if one["trend"] and one["trend"]["low"] > 0}
     if growing:
-        listed = ", ".join(f"{name} ({trend_text(one)})" for name, one in growing.items())
+        listed = ", ".join(f"{name} ({trend_text(one)} points per 100 iterations)" for name, one in growing.items())
         lines.append(f"A rank's error grows over the recording, and is to be expected larger later: {listed}.")
     cautions = dict.fromkeys(one["caution"] for one in summaries.values() if one["caution"])
     return [*lines, *(f"Mind the recording: {line}." for line in cautions)]
-
-
-def trend_text(found: Mapping[str, Any]) -> str:
-    """Write a trend of an error as points per 100 iterations, with its interval.
-
-    Args:
-        found: `Trend.to_json()`.
-
-    Returns:
-        Text such as "+3.1 points per 100 iterations, +1.2 to +5.0".
-    """
-    slope, low, high = (1e4 * found[key] for key in ("slope", "low", "high"))
-    return f"{slope:+.1f} points per 100 iterations, {low:+.1f} to {high:+.1f}"
 
 
 def ranking_line(ranking: Mapping[str, Any]) -> str:

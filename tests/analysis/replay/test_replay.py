@@ -437,7 +437,7 @@ def test_parts_of_a_plan_add_up_to_the_whole(tmp_path, monkeypatch, codec):
     assert (parts.remarks, parts.plan_digest) == (whole.remarks, whole.plan_digest)
 
 
-def test_the_plan_with_the_best_sum_is_named_whatever_its_ranks_errors_are() -> None:
+def test_the_plan_whose_like_trained_best_is_named_whatever_its_ranks_errors_are() -> None:
     def summary(own: float | None, mean: float | None, cosine: float, **other: Any) -> dict:
         errors = {"contribution_error": own, "aggregate_error": mean, "compression_ratio": 4.0}
         judged = {"judged_cosine": cosine, "judged_length": 16, "memory": True, "trend": None, "caution": None}
@@ -449,17 +449,19 @@ def test_the_plan_with_the_best_sum_is_named_whatever_its_ranks_errors_are() -> 
         "lossless": summary(0.0, 1e-9, 1.0),
     }
     said = replay_verdict(replays)
-    assert said.startswith("Of the lossy plans replayed, sums keeps the mean gradient best: it sends 4.00x fewer bytes")
+    assert said.startswith(
+        "Of the lossy plans replayed, sums is the one whose like trained best: it sends 4.00x fewer bytes"
+    )
     assert "its update summed over 16 steps has a cosine of 0.97 with the true mean as replayed" in said
     assert "Median errors of a step: 20.0 % of the mean, 90.0 % of a rank's own." in said
     said = replay_verdict({"zeros": summary(0.5, None, 0.0), "sums": replays["sums"]})
-    assert "sums keeps the mean gradient best" in said
+    assert "sums is the one whose like trained best" in said
     assert "Nothing is known about zeros: no finite iteration with a gradient" in said
     assert replay_verdict({"sums": replays["sums"]}).startswith("sums sends 4.00x fewer bytes")
     rising = summary(0.3, 0.1, 0.9, trend={"slope": 2e-3, "low": 1e-3, "high": 3e-3, "steps": 40}, caution="few")
     falling = summary(0.3, 0.1, 0.8, trend={"slope": 2e-3, "low": -1e-3, "high": 5e-3, "steps": 40}, caution="few")
     said = replay_verdict({"rising": rising, "not sure": falling})
-    assert "larger later: rising (+20.0 points per 100 iterations, +10.0 to +30.0)." in said
+    assert "larger later: rising (+20.0 (+10.0 to +30.0) points per 100 iterations)." in said
     assert said.count("Mind the recording: few.") == 1
 
 
