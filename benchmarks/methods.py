@@ -179,6 +179,8 @@ def replay_row(trace: Trace, name: str, method: Compared, settings: dict[str, An
         "aggregate_error": statistics.median(step.aggregate_error or 0.0 for step in steps),
         "cosine": statistics.median(step.cosine or 0.0 for step in steps),
         "codec_seconds": statistics.fmean(step.codec_seconds for step in steps),
+        "memory": replayed.memory,
+        "windows": [one.to_json() for one in replayed.window_errors],
     }
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
+from gradlab.analysis.replay.trend import Trend, trend
+from gradlab.analysis.replay.windows import Window
 from gradlab.codec.measures import LayerErrors, add_errors, relative
 from gradlab.errors import GradlabError
 from gradlab.executor.lockstep_plan import GroupCost
@@ -14,6 +17,11 @@ from gradlab.executor.rules import Finding, sentences
 from gradlab.formatting import format_percent
 from gradlab.jsonable import Jsonable, plain
 from gradlab.saving import Saving
+
+# Steps of the windows that plans are judged by which apply gradients of earlier steps.
+JUDGED_LENGTH = 16
+# A recording that starts before so many times its own length is of the beginning of training.
+_EARLY = 4
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,19 @@ class MedianErrors(Jsonable):
 
 
 @dataclass(frozen=True)
+class WindowErrors(Jsonable):
+    """Medians over windows of `length` successive compressed steps: of the applied means' sum with the true means'.
+
+    windows: their number, at least 1. A single step is a window of 1.
+    """
+
+    length: int
+    windows: int
+    aggregate_error: float
+    cosine: float
+
+
+@dataclass(frozen=True)
 class MeanAndMax(Jsonable):
     """Bytes per step: the mean over ranks and steps, and the most of a rank in a step."""
 
@@ -70,7 +91,10 @@ class ReplaySummary(MedianErrors):
 
     steps, compressed_steps, judged_steps, held_steps: numbers of steps; nonfinite_steps: iterations; in_sample: medians
     over the steps that the plan was fitted on; compression_ratio: dense payload over payload; ratio_to_16_bits: the
-    same, of the dense payload in 16 bits; unsent: median; rules: what a run's rules (`gradlab.executor.rules`) would
+    same, of the dense payload in 16 bits; windows: of every length that the judged steps hold once, the shortest first;
+    memory: whether the plan applies gradients of earlier steps; judged_length, judged_cosine: what plans are judged by,
+    see `Replay.judgement`; trend: of the contribution error over the judged steps; caution: where these are few, or
+    early; unsent: median; rules: what a run's rules (`gradlab.executor.rules`) would
     find in these gradients.
     """
 
@@ -85,6 +109,12 @@ class ReplaySummary(MedianErrors):
     dense_payload_bytes: float
     compression_ratio: float | None
     ratio_to_16_bits: float | None
+    windows: tuple[WindowErrors, ...]
+    memory: bool
+    judged_length: int | None
+    judged_cosine: float | None
+    trend: Trend | None
+    caution: str | None
     codec_seconds: float | None
     unsent: float | None
     residual_growth: float | None
@@ -97,7 +127,8 @@ class Replay:
     """All steps of a replay.
 
     dense_payload_bytes, forecast_payload_bytes: per step, of the plan while dense and while compressing. fitted_on:
-    iterations of this trace that the plan was fitted on; only later ones count as a prediction.
+    iterations of this trace that the plan was fitted on; only later ones count as a prediction. windows: sums of
+    several steps, see `gradlab.analysis.replay.windows`. memory: whether the plan applies gradients of earlier steps.
     """
 
     steps: tuple[ReplayStep, ...]
@@ -110,6 +141,8 @@ class Replay:
     remarks: tuple[str, ...] = ()
     fitted_on: tuple[int, ...] = ()
     rules: tuple[Finding, ...] = ()
+    windows: tuple[Window, ...] = ()
+    memory: bool = False
 
     def held_out(self, provenance: Mapping[str, Any]) -> Replay:
         """The same replay, judged on iterations later than those that the plan was fitted on.
@@ -143,6 +176,58 @@ class Replay:
         """The compressed steps whose gradients the plan was fitted on."""
         fitted = set(self.fitted_on)
         return tuple(step for step in self.compressed if step.iteration in fitted)
+
+    @property
+    def window_errors(self) -> tuple[WindowErrors, ...]:
+        """Errors and cosines of sums, by length of the window, over windows of judged steps alone."""
+        last = max(self.fitted_on, default=-1)
+        found: dict[int, list[tuple[float, float]]] = {}
+        for step in self.judged:
+            if step.aggregate_error is not None and step.cosine is not None:
+                found.setdefault(1, []).append((step.aggregate_error, step.cosine))
+        for window in self.windows:
+            if window.first > last and window.error is not None and window.cosine is not None:
+                found.setdefault(window.length, []).append((window.error, window.cosine))
+        return tuple(
+            WindowErrors(length, len(pairs), *(median(column) for column in zip(*pairs, strict=True)))
+            for length, pairs in sorted(found.items())
+        )
+
+    @property
+    def judgement(self) -> WindowErrors | None:
+        """What the plan is judged by: of one that applies gradients of earlier steps, sums over windows.
+
+        The windows are of `JUDGED_LENGTH` steps, or of the most that the judged steps hold two of. Other plans are
+        judged by single steps. None where no step has an error.
+        """
+        longest = JUDGED_LENGTH if self.memory else 1
+        known = [one for one in self.window_errors if one.length <= longest]
+        return next((one for one in reversed(known) if one.windows >= 2), known[0] if known else None)
+
+    @property
+    def caution(self) -> str | None:
+        """What a reader must know of the judged steps: that they are few, or of the beginning of training."""
+        steps = [step.iteration for step in self.judged]
+        if not steps:
+            return None
+        first, last, count = steps[0], steps[-1], len(steps)
+        span = f"iterations {first} to {last}"
+        found = []
+        if count < 2 * JUDGED_LENGTH:
+            found.append(f"only {count} steps are judged ({span}), less than two windows of {JUDGED_LENGTH}")
+        if first < _EARLY * (last - first + 1):
+            found.append(f"they are of the beginning of training ({span}), and errors were seen to grow later")
+        return "; ".join(found) or None
+
+    @property
+    def trend(self) -> Trend | None:
+        """The trend of the contribution error over the judged steps; None for too few steps."""
+        known = [
+            (step.iteration, step.contribution_error)
+            for step in self.judged
+            if step.contribution_error is not None and math.isfinite(step.contribution_error)
+        ]
+        return trend([iteration for iteration, _ in known], [error for _, error in known])
 
     @property
     def layer_errors(self) -> dict[str, float]:
@@ -222,7 +307,7 @@ class Replay:
         steps = self.compressed
         payload = _mean(step.payload_bytes_mean for step in steps)
         wire = _mean(step.wire_bytes_mean for step in steps)
-        saving = Saving.of(payload, self.dense_payload_bytes)
+        saving, judged = Saving.of(payload, self.dense_payload_bytes), self.judgement
         return ReplaySummary(
             **{**vars(median_errors(self.judged)), "steps": len(self.steps)},
             methods=self.methods,
@@ -236,6 +321,12 @@ class Replay:
             dense_payload_bytes=self.dense_payload_bytes,
             compression_ratio=saving.ratio,
             ratio_to_16_bits=saving.ratio_to_16_bits,
+            windows=self.window_errors,
+            memory=self.memory,
+            judged_length=judged.length if judged else None,
+            judged_cosine=judged.cosine if judged else None,
+            trend=self.trend,
+            caution=self.caution,
             codec_seconds=_median(step.codec_seconds for step in steps),
             unsent=_median(step.unsent for step in steps),
             residual_growth=self.residual_growth,
@@ -254,6 +345,7 @@ class Replay:
             "summary": self.summary(),
             "layer_errors": self.layer_errors,
             "groups": self.group_costs,
+            "windows": self.windows,
             "steps": self.steps,
         }
         return dict(plain(parts))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gradlab.analysis.figures import forecast as forecast_plot
 from gradlab.analysis.figures import information as information_plots
 from gradlab.analysis.forecast.link import spell_rate
-from gradlab.analysis.forecast.speed import CLOSE_COSINE, LEAST_COSINE, SpeedForecast
+from gradlab.analysis.forecast.speed import Judged, SpeedForecast
 from gradlab.analysis.report.drawings import (
     fit_drawings,
     replay_drawings,
@@ -116,8 +116,7 @@ def _speed(data: Json) -> Section | None:
         uncompressed = [(item.dense_way, item.dense_seconds), (f"{speed.network.dense}, 16 bits", item.half_seconds)]
         for name, seconds in [*uncompressed, *sorted(item.seconds.items(), key=lambda pair: pair[1])]:
             factors = [format_ratio(step / seconds if seconds else None) for _, step in uncompressed]
-            cosine = 1.0 if name == item.dense_way else speed.cosines.get(name)
-            rows.append([*where, name, format_seconds(seconds), *factors, "-" if cosine is None else f"{cosine:.3f}"])
+            rows.append([*where, name, format_seconds(seconds), *factors, *_judged_cells(speed.judged.get(name))])
     even = [
         [name, str(node.job.world_size), _even(node.break_even), _even(node.half_break_even)]
         for name, forecast in speed.forecasts.items()
@@ -127,10 +126,11 @@ def _speed(data: Json) -> Section | None:
     note = (
         f"Forecast from computing time ({speed.network.profile.compute_source}), codec times taken here on one thread, "
         "and the bytes that the codecs ask for. Plain DDP in 16 bits: half the bytes, casting not counted. Cosine: of "
-        f"the replayed update with the true mean; below {LEAST_COSINE} a plan is not proposed, however fast. In the "
-        f"runs of docs/text.md plans of {CLOSE_COSINE} or more trained like dense, where the replay saw all they do."
+        "the replayed update with the true mean, both summed over so many steps. The like ended: losses over dense "
+        "training's of the methods with the nearest cosines in the trainings of docs/comparison.md and docs/text.md, "
+        "least, middle and most. They are few, on small tasks: an observation, no bound."
     )
-    columns = ("nodes", "link", "plan", what, "speed-up", "vs 16 bits", "cosine")
+    columns = ("nodes", "link", "plan", what, "speed-up", "vs 16 bits", "cosine", "summed over", "the like ended")
     tables = [Table("Step times", columns, rows, note, text_columns=3)]
     if speed.compute_seconds is not None:
         caution = "Speed alone: whether a plan's update is worth it is another question, see its cosine above."
@@ -143,6 +143,13 @@ def _speed(data: Json) -> Section | None:
         partial(forecast_plot.plot_speed, speed),
     )
     return Section("payoff", "Will compression pay?", speed.verdict, tables, [drawing])
+
+
+def _judged_cells(judged: Judged | None) -> tuple[str, str, str]:
+    if judged is None or judged.ended is None:
+        return "-", "-", "-"
+    ends = (judged.ended.low, judged.ended.middle, judged.ended.high)
+    return f"{judged.cosine:.3f}", str(judged.length), ", ".join(f"{100 * end:+.1f} %" for end in ends)
 
 
 def _even(value: float | None) -> str:

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from gradlab.analysis.forecast import SPEED_NOISE
+from gradlab.analysis.forecast.endings import ended_at, judgement_text
 from gradlab.analysis.forecast.link import format_rate
+from gradlab.analysis.report.tables import trend_text
 from gradlab.formatting import format_number, format_percent, format_ratio, format_seconds
 from gradlab.metric import RELATIVE_NOISE, final_score, metric_of, scores
 from gradlab.saving import Saving
@@ -270,10 +272,10 @@ def lgc_warnings(measured: LgcMeasurement) -> list[str]:
 
 
 def replay_verdict(replays: Mapping[str, Any]) -> str:
-    """Say which replayed plan keeps most of the mean gradient, on iterations after its fit.
+    """Say which replayed plan's like trained best, judged on iterations after its fit.
 
-    The error of the mean decides, as that is what training applies, and what went with the loss in docs/text.md. A
-    rank's own error says little where only the sum of ranks is meant to be right, as in GradiVeQ.
+    Plans that apply gradients of earlier steps and plans that do not are judged by different cosines
+    (`Replay.judgement`), so what trainings with like cosines ended at decides, and the cosine between equals.
 
     Args:
         replays: `Replay.to_json()` by name.
@@ -283,21 +285,25 @@ def replay_verdict(replays: Mapping[str, Any]) -> str:
     """
     summaries = {name: replay["summary"] for name, replay in replays.items()}
     unknown = [name for name, summary in summaries.items() if summary["contribution_error"] is None]
-    lossy = {name: summary["aggregate_error"] for name, summary in summaries.items() if summary["contribution_error"]}
-    known = {name: error for name, error in lossy.items() if error is not None}
-    unknown += [name for name, error in lossy.items() if error is None]  # the mean was zero in every iteration
+    lossy = {name: summary for name, summary in summaries.items() if summary["contribution_error"]}
+    known = {name: summary for name, summary in lossy.items() if summary["aggregate_error"] is not None}
+    unknown += [name for name in lossy if name not in known]  # the mean was zero in every iteration
     lines = []
     if known:
-        best = min(known, key=lambda name: known[name])
-        mean, own = format_percent(known[best]), format_percent(summaries[best]["contribution_error"])
-        sent = Saving.read(summaries[best]).text("fewer bytes")
-        kept = (
-            f"{best} sends {sent} and changes the mean gradient by {mean}, a rank's own by {own} (medians)"
+        best = min(known, key=lambda name: _standing(known[name]))
+        chosen = known[best]
+        sent = Saving.read(chosen).text("fewer bytes")
+        mean, own = format_percent(chosen["aggregate_error"]), format_percent(chosen["contribution_error"])
+        which = (
+            best
             if len(summaries) == 1
-            else f"Of the lossy plans replayed, {best} keeps the mean gradient best: its median error is {mean}, "
-            f"that of a rank's own {own}, at {sent}"
+            else f"Of the lossy plans replayed, {best} is the one whose like trained best: it"
         )
-        lines.append(f"{kept}; a small error helps training, but does not prove it.")
+        judged = judgement_text(chosen["judged_cosine"], chosen["judged_length"], chosen["memory"])
+        lines.append(
+            f"{which} sends {sent}; {judged}. Median errors of a step: {mean} of the mean, {own} of a rank's own."
+        )
+        lines += _cautions(known)
     elif len(unknown) < len(summaries):
         lines.append("The plans replayed change no gradient.")
     if unknown:
@@ -306,6 +312,23 @@ def replay_verdict(replays: Mapping[str, Any]) -> str:
             "but those of its fit."
         )
     return " ".join(lines)
+
+
+def _standing(summary: Mapping[str, Any]) -> tuple[float, float]:
+    """What sorts plans: the middle of what their like ended at, then the cosine, largest first."""
+    cosine = summary["judged_cosine"]
+    return ended_at(cosine, summary["judged_length"], summary["memory"]).middle, -cosine
+
+
+def _cautions(summaries: Mapping[str, Any]) -> list[str]:
+    """Say where errors grow over the recording, and where it is short or of the beginning of training."""
+    lines = []
+    growing = {name: one["trend"] for name, one in summaries.items() if one["trend"] and one["trend"]["low"] > 0}
+    if growing:
+        listed = ", ".join(f"{name} ({trend_text(one)} points per 100 iterations)" for name, one in growing.items())
+        lines.append(f"A rank's error grows over the recording, and is to be expected larger later: {listed}.")
+    cautions = dict.fromkeys(one["caution"] for one in summaries.values() if one["caution"])
+    return [*lines, *(f"Mind the recording: {line}." for line in cautions)]
 
 
 def ranking_line(ranking: Mapping[str, Any]) -> str:

@@ -171,6 +171,19 @@ def innermost(codec: Codec) -> Codec:
     return codec
 
 
+def applies_earlier_gradients(codec: Codec) -> bool:
+    """Say whether a codec applies in one iteration what it was given in earlier ones: a residual, or momentum.
+
+    The mean of a single iteration's gradients is then not what it is meant to apply in that iteration.
+    """
+    return any(
+        wrapper.keeps_residual
+        or wrapper.applies_momentum
+        or (wrapper.server_residual and wrapper.settings.error_feedback)
+        for wrapper in wrappers_of(codec)
+    )
+
+
 def entries(state: Tensors, name: str, what: str) -> Tensors:
     """Return the state entries of one buffer, as `store_buffer` made them.
 

@@ -909,11 +909,19 @@ MUTANTS = (
     ),
     Mutant(
         file="analysis/forecast/speed.py",
-        old="(cosines.get(name) or 0.0) >= cosine",
-        new="(cosines.get(name) or 1.0) >= cosine",
+        old="return self.ended is not None and self.ended.within_noise",
+        new="return self.ended is None or self.ended.within_noise",
         tests=("tests/analysis/forecast/test_speed.py",),
-        what="A plan whose direction is unknown is recommended.",
-        select="direction",
+        what="A plan that was not replayed is named as one that trains like dense.",
+        select="not_replayed",
+    ),
+    Mutant(
+        file="analysis/replay/windows.py",
+        old="known = all(part.finite for part in same)",
+        new="known = first.finite",
+        tests=("tests/analysis/replay/test_windows.py",),
+        what="A window counts although one part of the plan was not finite in it.",
+        select="not_finite",
     ),
     Mutant(
         file="analysis/forecast/calibration.py",

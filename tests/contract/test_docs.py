@@ -79,6 +79,13 @@ def test_the_tables_of_text_are_those_of_the_rows_kept(steps: int, monkeypatch: 
     assert f"```\n{table}\n```\n" in (DOCS / "text.md").read_text(), f"text_chars.py --table --steps {steps}"
 
 
+def test_the_table_of_judgements_is_that_of_the_rows_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    judgements = importlib.import_module("judgements")
+    table = judgements.tables(judgements.tasks())
+    assert f"```\n{table}\n```\n" in (DOCS / "comparison.md").read_text(), "benchmarks/judgements.py"
+
+
 @pytest.mark.parametrize("name", codecs.names())
 def test_each_codec_names_its_paper_in_full(name: str) -> None:
     """Venue and year of the short form stand in the file's own text."""

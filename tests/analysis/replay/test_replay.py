@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from gradlab.analysis.fit.gradiveq import fit_gradiveq
 from gradlab.analysis.fit.uniform import uniform_artifact
 from gradlab.analysis.replay import parts_of, replay, replay_plans, replay_steps
+from gradlab.analysis.replay.result import Replay, ReplayStep
 from gradlab.analysis.report.tables import replay_table
 from gradlab.analysis.report.verdict import replay_verdict
 from gradlab.artifact import Artifact
@@ -435,16 +437,39 @@ def test_parts_of_a_plan_add_up_to_the_whole(tmp_path, monkeypatch, codec):
     assert (parts.remarks, parts.plan_digest) == (whole.remarks, whole.plan_digest)
 
 
-def test_the_plan_with_the_best_mean_is_named_whatever_its_ranks_errors_are() -> None:
-    def summary(own: float | None, mean: float | None) -> dict:
-        return {"summary": {"contribution_error": own, "aggregate_error": mean, "compression_ratio": 4.0}}
+def test_the_plan_whose_like_trained_best_is_named_whatever_its_ranks_errors_are() -> None:
+    def summary(own: float | None, mean: float | None, cosine: float, **other: Any) -> dict:
+        errors = {"contribution_error": own, "aggregate_error": mean, "compression_ratio": 4.0}
+        judged = {"judged_cosine": cosine, "judged_length": 16, "memory": True, "trend": None, "caution": None}
+        return {"summary": {**errors, **judged, **other}}
 
-    replays = {"sums": summary(0.9, 0.2), "ranks": summary(0.3, 0.4), "lossless": summary(0.0, 1e-9)}
+    replays = {
+        "sums": summary(0.9, 0.2, 0.97),
+        "ranks": summary(0.3, 0.1, 0.9),
+        "lossless": summary(0.0, 1e-9, 1.0),
+    }
     said = replay_verdict(replays)
-    assert said.startswith("Of the lossy plans replayed, sums keeps the mean gradient best: its median error is 20.0 %")
-    assert "that of a rank's own 90.0 %, at 4.00x fewer bytes" in said
-    said = replay_verdict({"zeros": summary(0.5, None), "sums": replays["sums"]})
-    assert "sums keeps the mean gradient best" in said
+    assert said.startswith(
+        "Of the lossy plans replayed, sums is the one whose like trained best: it sends 4.00x fewer bytes"
+    )
+    assert "its update summed over 16 steps has a cosine of 0.97 with the true mean as replayed" in said
+    assert "Median errors of a step: 20.0 % of the mean, 90.0 % of a rank's own." in said
+    said = replay_verdict({"zeros": summary(0.5, None, 0.0), "sums": replays["sums"]})
+    assert "sums is the one whose like trained best" in said
     assert "Nothing is known about zeros: no finite iteration with a gradient" in said
-    alone = replay_verdict({"sums": replays["sums"]})
-    assert "changes the mean gradient by 20.0 %, a rank's own by 90.0 % (medians)" in alone
+    assert replay_verdict({"sums": replays["sums"]}).startswith("sums sends 4.00x fewer bytes")
+    rising = summary(0.3, 0.1, 0.9, trend={"slope": 2e-3, "low": 1e-3, "high": 3e-3, "steps": 40}, caution="few")
+    falling = summary(0.3, 0.1, 0.8, trend={"slope": 2e-3, "low": -1e-3, "high": 5e-3, "steps": 40}, caution="few")
+    said = replay_verdict({"rising": rising, "not sure": falling})
+    assert "larger later: rising (+20.0 (+10.0 to +30.0) points per 100 iterations)." in said
+    assert said.count("Mind the recording: few.") == 1
+
+
+@pytest.mark.parametrize("start", [0, 90, 255, 256, 9000])
+@pytest.mark.parametrize(("count", "short"), [(31, True), (64, False)])
+def test_a_recording_that_is_short_or_of_the_beginning_is_said_to_be(start: int, count: int, short: bool) -> None:
+    same = (True, True, 0.1, 0.1, 0.9, 1.0, 1, 1.0, 1, 0.0)
+    made = Replay(tuple(ReplayStep(start + t, *same) for t in range(count)), 2, "", "", (), 1.0, 1.0)
+    caution = made.caution or ""
+    assert ("less than two windows of 16" in caution) == short
+    assert ("of the beginning of training" in caution) == (start < 4 * count)
