@@ -101,6 +101,7 @@ def method_plan(
     *,
     momentum: float = 0.9,
     weight_decay: float = 0.0,
+    weight_decay_form: str = "gradient",
     server: str = "sharded",
     warmup_steps: int = 0,
     group_bytes: float | None = None,
@@ -123,8 +124,10 @@ def method_plan(
         model: the model, or its layers.
         name: of the method. See `METHODS`.
         momentum: mu, of methods that have momentum (names that end in M, signum, DGC).
-        weight_decay: lambda; lambda times the parameters is added to each rank's gradient, before momentum and
-            compression. 0 leaves weight decay to the optimizer, as the published code of signSGD and signum does.
+        weight_decay: lambda. 0 leaves weight decay to the optimizer, as the published code of signSGD and signum does.
+        weight_decay_form: "gradient": lambda times the parameters is added to each rank's gradient, before momentum
+            and compression, as torch.optim.SGD does. "apart": it has a momentum of its own, of the method's mu and
+            form, which is added to the mean, uncompressed, as the published code of DGC and dist-EF-blockSGDM does.
         server: of two-way methods: "sharded" over the ranks, or "rank", all on rank 0, as in the papers. On the CPU
             both give the same numbers, but for the coins that end a vote's ties.
         warmup_steps: dense iterations before the first compressed one.
@@ -144,7 +147,7 @@ def method_plan(
     """
     name = known_name(name)
     method = METHODS[name]
-    around = [Wrap("weight_decay", {"rate": weight_decay})] if weight_decay else []
+    around = [_weight_decay(method, momentum, weight_decay, weight_decay_form)] if weight_decay else []
     if method.momentum is not None:
         around.append(Wrap(method.momentum.name, {"momentum": momentum, **method.momentum.settings}))
     for wrap in method.wrappers:
@@ -178,6 +181,17 @@ def named_plan(model: nn.Module | Sequence[Layer], name: str, *, warmup_steps: i
     """
     make = method_plan if name in METHODS else Plan.uniform
     return make(model, name, warmup_steps=warmup_steps, **settings)
+
+
+def _weight_decay(method: Method, mu: float, rate: float, form: str) -> Wrap:
+    """Make the wrapper for lambda = rate: apart it has the momentum that the method gives to gradients."""
+    if form == "gradient":
+        return Wrap("weight_decay", {"rate": rate})
+    settings = {"rate": rate, "form": form}
+    # Dampened momentum is the average that signum votes on; its published code gives weight decay none.
+    if method.momentum is not None and not method.momentum.settings.get("dampening", False):
+        settings |= {"momentum": mu, "nesterov": method.momentum.settings.get("nesterov", False)}
+    return Wrap("weight_decay", settings)
 
 
 def _with_settings(name: str, around: Sequence[Wrap], changes: Mapping[str, Mapping[str, Any]]) -> list[Wrap]:
