@@ -30,7 +30,7 @@ from gradlab.codec.wrapper import innermost
 from gradlab.datasets import get
 from gradlab.datasets.recipe import Recipe
 from gradlab.layout import Layer, layers_of
-from gradlab.plan import Plan
+from gradlab.plan import Plan, method_plan
 
 WORKLOAD = get("cifar10")
 Layers = Sequence[Layer]
@@ -48,8 +48,8 @@ class Method:
 def methods(warmup: int) -> dict[str, Method]:
     """What is compared, all at about the same bytes but dense, 4-bit QSGD and the faithful GradiVeQ."""
 
-    def uniform(codec: str, **settings: Any) -> Method:
-        return Method(lambda layers: Plan.uniform(layers, codec, warmup_steps=warmup, **settings))
+    def named(name: str, **settings: Any) -> Method:
+        return Method(lambda layers: method_plan(layers, name, warmup_steps=warmup, **settings))
 
     def gradiveq(earlier: bool = False, **settings: Any) -> Method:
         options = {"error_feedback": settings.get("complement", 0) > 0, "warmup_steps": warmup, "roles": CONVOLUTIONS}
@@ -59,9 +59,9 @@ def methods(warmup: int) -> dict[str, Method]:
     half = {**pca, "complement": 0.5}
     return {
         "dense": Method(lambda layers: Plan(tuple(layers))),
-        "qsgd 4 bit": uniform("qsgd", bits=4),
-        "powersgd rank 2": uniform("powersgd", rank=2),
-        "topk 2.5 %": uniform("topk", density=0.025),
+        "QSGD 4 bits, max norm": named("QSGD, max norm", bits=4),
+        "PowerSGD rank 2": named("PowerSGD", rank=2),
+        "topk 2.5 %": Method(lambda layers: Plan.uniform(layers, "topk", warmup_steps=warmup, density=0.025)),
         "gradiveq, faithful": gradiveq(),
         "random only": gradiveq(ratio=20, complement=1.0),
         "half, fitted once": gradiveq(**half, compressed_steps=0),

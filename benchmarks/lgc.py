@@ -138,19 +138,21 @@ def _clt_k(**settings: Any) -> Method:
 
 
 def _dgc(setting: Setting, model: nn.Module) -> Plan:
-    plan = method_plan(layers_of(model), "DGC", momentum=MOMENTUM, warmup_steps=setting.dense, density=DENSITY)
-    stages = {"sparsity_warmup": {"steps": setting.learning}}  # at its density while the others have codes
-    groups = [
-        replace(group, wrappers=tuple(Wrap(wrap.name, stages.get(wrap.name, wrap.settings)) for wrap in group.wrappers))
-        for group in plan.groups
-    ]
-    return replace(plan, groups=tuple(groups))
+    """Its density falls to that of the others while these learn."""
+    return method_plan(
+        layers_of(model),
+        "DGC",
+        momentum=MOMENTUM,
+        warmup_steps=setting.dense,
+        wrapper_settings={"sparsity_warmup": {"steps": setting.learning}},
+        density=DENSITY,
+    )
 
 
 BEST: dict[str, Any] = {"normalise": "layer", **ADAM}
 METHODS: dict[str, Method] = {
     "dense": lambda setting, model: Plan(layers_of(model)),
-    "DGC": _dgc,
+    "DGC 1 %, ramp while others learn": _dgc,
     "CLT-k": _clt_k(),
     "CLT-k, int8": _clt_k(values="int8"),
     "CLT-k, int8, 4 %": _clt_k(values="int8", density=0.04),

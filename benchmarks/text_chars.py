@@ -25,7 +25,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from itertools import islice
 from pathlib import Path
@@ -34,6 +34,7 @@ from typing import Any
 import emulated
 import numpy as np
 import torch
+from compared import Compared, published
 from rows import Row, add, has, read
 from scipy import stats
 
@@ -49,8 +50,8 @@ from gradlab.datasets import get
 from gradlab.datasets.recipe import Recipe
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_seconds
-from gradlab.layout import Layer, layers_of
-from gradlab.plan import Plan, Wrap, lgc_plan, method_plan
+from gradlab.layout import layers_of
+from gradlab.plan import Plan, Wrap
 from gradlab.trace import Trace
 
 WORKLOAD = get("text_chars")
@@ -59,44 +60,9 @@ RANKS, WARMUP, PUBLISHED = 4, 100, 1.88
 MODES = {"shared": 3, "own": 12}  # rows per node and step
 FIRST, RECORDED, RECORDED_SEED = 100, 40, 7
 LINKS = (Link(1e8, 1e-4), Link(1e9, 1e-4))  # that the report is asked about
-AS_REPORTED = {"16-bit floats": "float16"}  # methods by the names of reports, where these differ
+# Methods by the names of reports, where these differ.
+AS_REPORTED = {"16-bit floats": "float16", "1-bit SGD, matrices alone": "1-bit SGD"}
 RESAMPLES, LEVEL = 10_000, 95  # of the bootstrap, and its interval in percent
-
-
-@dataclass(frozen=True)
-class Compared:
-    """A method of training.
-
-    codec: of a uniform plan, or of the uniform plan that a plan by layer has to equal in error; "" for a published
-        method, and for dense training.
-    settings: of the codec, and other arguments of its uniform plan.
-    wrappers: around the codec; None: its default ones.
-    published: a name of `gradlab.plan.recipes.METHODS`, or "LGC", in a ring.
-    by_layer: whether L-GreCo chooses the codec's setting for each layer.
-    momentum: whether the optimizer has momentum (beta_1); False where the method has its own.
-    """
-
-    codec: str = ""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    wrappers: tuple[Wrap, ...] | None = None
-    published: str = ""
-    by_layer: bool = False
-    momentum: bool = True
-
-    def plan(self, layers: Sequence[Layer], warmup: int) -> Plan:
-        """The plan of a method that needs no recording."""
-        if self.published == "LGC":
-            return lgc_plan(layers, "ring", warmup_steps=warmup, **self.settings)
-        if self.published:
-            return method_plan(layers, self.published, warmup_steps=warmup, **self.settings)
-        if not self.codec:
-            return Plan(tuple(layers))
-        around = {} if self.wrappers is None else {"wrappers": self.wrappers}
-        return Plan.uniform(layers, self.codec, warmup_steps=warmup, **around, **self.settings)
-
-
-def _published(name: str, momentum: bool = True, **settings: Any) -> Compared:
-    return Compared(settings=settings, published=name, momentum=momentum)
 
 
 BOTH_WAYS = (Wrap("error_feedback"), Wrap("two_way"))
@@ -105,43 +71,43 @@ CONTROL = "dense, momentum in the plan"
 METHODS: dict[str, Compared] = {
     "dense": Compared(),
     "bfloat16": Compared("cast", {"dtype": "bfloat16"}),
-    "PowerSGD rank 4": Compared("powersgd", {"rank": 4}),
+    "PowerSGD rank 4": published("PowerSGD", rank=4),
     "top-k 1 %": Compared("topk", {"density": 0.01}),
-    "QSGD 4 bits": Compared("qsgd", {"bits": 4}),
+    "QSGD 4 bits, max norm": published("QSGD, max norm", bits=4),
     "int8": Compared("block_scaled", {"dtype": "int8"}),
     "int4": Compared("block_scaled", {"dtype": "int4"}),
     "signs": Compared("sign"),
-    "TernGrad": _published("TernGrad"),
-    "1-bit SGD": _published("1-bit SGD"),
-    "QSGD 8 bits": Compared("qsgd", {"bits": 8}),
+    "TernGrad": published("TernGrad"),
+    "1-bit SGD": published("1-bit SGD"),
+    "QSGD 8 bits, max norm": published("QSGD, max norm", bits=8),
     "natural": Compared("natural"),
     "random-k 1 %": Compared("random_k", {"density": 0.01}),
     "DCT top-k": Compared("dct_topk"),
     "CLT-k 1 %": Compared("clt_k", {"density": 0.01}),
-    "L-GreCo, PowerSGD": Compared("powersgd", {"rank": 4}, by_layer=True),
+    "L-GreCo, PowerSGD rank 4": Compared("powersgd", {"rank": 4}, by_layer=True),
     "L-GreCo, top-k": Compared("topk", {"density": 0.01}, by_layer=True),
-    "dist-EF-blockSGDM": _published("dist-EF-blockSGDM", momentum=False),
-    "DGC 1 %": _published("DGC", momentum=False, density=0.01),
-    "signSGD": _published("signSGD"),
-    "signum": _published("signum", momentum=False),
-    "PowerSGD rank 16": Compared("powersgd", {"rank": 16}),
+    "dist-EF-blockSGDM": published("dist-EF-blockSGDM", momentum=False),
+    "DGC 1 %": published("DGC", momentum=False, density=0.01),
+    "signSGD": published("signSGD"),
+    "signum": published("signum", momentum=False),
+    "PowerSGD rank 16": published("PowerSGD", rank=16),
     "top-k 10 %": Compared("topk", {"density": 0.1}),
-    "LoCo": _published("LoCo"),
-    "DeMo": _published("DeMo", momentum=False),
-    "ScaleCom 1 %": _published("ScaleCom", density=0.01),
-    "global top-k 1 %": _published("global top-k", density=0.01),
+    "LoCo": published("LoCo"),
+    "DeMo": published("DeMo", momentum=False),
+    "ScaleCom 1 %": published("ScaleCom", density=0.01),
+    "global top-k 1 %": published("global top-k", density=0.01),
     "signs, both ways": Compared("sign", {}, BOTH_WAYS),
     "fp8": Compared("block_scaled", {"dtype": "float8_e4m3fn"}),
     "float16": Compared("cast", {"dtype": "float16"}),
-    "dist-EF-blockSGD": _published("dist-EF-blockSGD"),
-    "dist-EF-SGDM": _published("dist-EF-SGDM", momentum=False),
-    "MEM-SGD 1 %": _published("MEM-SGD", density=0.01),
+    "dist-EF-blockSGD": published("dist-EF-blockSGD"),
+    "dist-EF-SGDM": published("dist-EF-SGDM", momentum=False),
+    "MEM-SGD 1 %": published("MEM-SGD", density=0.01),
     "sampled threshold 1 %": Compared("sampled_threshold", {"density": 0.01}),
-    "Rethink-GS 1 %": _published("Rethink-GS", density=0.01),
-    "QSGD 4 bits, L2 norm": Compared("qsgd", {"bits": 4, "norm": "l2"}),
-    "QSGD 2 bits": Compared("qsgd", {"bits": 2}),
+    "Rethink-GS 1 %": published("Rethink-GS", density=0.01),
+    "QSGD 4 bits, L2 norm": published("QSGD", bits=4),
+    "QSGD 2 bits, max norm": published("QSGD, max norm", bits=2),
     "GradiVeQ": Compared("gradiveq", {"roles": ("linear",)}),
-    "LGC 1 %": _published("LGC", density=0.01),
+    "LGC 1 %": published("LGC", density=0.01),
     # The control of methods that bring their own momentum: the same, and nothing compressed.
     CONTROL: Compared("identity", {}, (Wrap("local_momentum", {"momentum": 0.9, "nesterov": True}),), momentum=False),
 }
@@ -201,7 +167,7 @@ class Campaign:
             "payload": dense / run["compressing_ratio"],
             "payload_all_steps": run["payload"],
             "wire_all_steps": run["wire"],
-            "settings": {**method.settings},
+            "settings": method.codec_settings,
         }
 
     def _replay(self, mode: str, name: str) -> Row:

@@ -22,19 +22,20 @@ from gradlab.errors import GradlabError
 from gradlab.formatting import format_percent, format_seconds
 from gradlab.jsonable import Jsonable, plain
 from gradlab.layout import Layer
-from gradlab.plan import Plan
+from gradlab.plan import Plan, named_plan
 from gradlab.progress import Progress
 
 if TYPE_CHECKING:
     from gradlab.analysis.replay.result import Replay
 
-# By name, codec and settings: one of each kind, none of which needs a fit.
+# By name, a codec or a published method of `gradlab.plan.recipes`, with settings: one of each kind, none of which needs
+# a fit.
 USUAL: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "16-bit floats": ("cast", {"dtype": "float16"}),
     "int8": ("block_scaled", {"dtype": "int8"}),
-    "QSGD 4 bits": ("qsgd", {"bits": 4}),
-    "1-bit SGD": ("one_bit", {}),
-    "PowerSGD rank 4": ("powersgd", {"rank": 4}),
+    "QSGD 4 bits, max norm": ("QSGD, max norm", {"bits": 4}),
+    "1-bit SGD": ("1-bit SGD", {}),
+    "PowerSGD rank 4": ("PowerSGD", {"rank": 4}),
     "top-k 1 %": ("topk", {"density": 0.01}),
     "signs, both ways": ("sign", {}),
 }
@@ -50,9 +51,9 @@ def usual_plans(layers: Sequence[Layer]) -> dict[str, Plan]:
         Plans by name.
     """
     plans = {}
-    for name, (codec, settings) in USUAL.items():
+    for name, (method, settings) in USUAL.items():
         try:
-            plan = Plan.uniform(tuple(layers), codec, warmup_steps=0, **settings)
+            plan = named_plan(tuple(layers), method, **settings)
         except GradlabError:  # no layer large enough
             continue
         if plan.compressed_groups:

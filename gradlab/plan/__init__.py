@@ -11,7 +11,7 @@ from gradlab.plan.plan import (
     default_wrappers,
     groups_of_the_rest,
 )
-from gradlab.plan.recipes import method_plan
+from gradlab.plan.recipes import method_plan, named_plan
 
 __all__ = [
     "FEEDBACK",
@@ -25,4 +25,5 @@ __all__ = [
     "groups_of_the_rest",
     "lgc_plan",
     "method_plan",
+    "named_plan",
 ]
