@@ -27,11 +27,12 @@ from gradlab.plan.plan import hash_tensor
 from support.golden_artifact import golden, golden_artifact
 from support.laws import law
 
-# Of the plans in the golden files, as they are read; they change only with the format, or with a codec's name.
+# Of the plans in the golden files, as they are read; they change only with the format, or with the name of a codec or
+# metric.
 GOLDEN_DIGESTS = {
     1: "4fde4c899d0e58c8f03b8b4eef2f09f72981d55dae555ecc8a890c0f9c7dec7c",
     2: "0c8d6a39ef9b76ed4fea12e4077af86d0d6b043e370dd10e484b27caaa036efc",
-    3: "16647f7d573705641f0d553efd470fbee6b538573e61ead01912fae876293fb2",
+    3: "d90185e740d8fba03c0064535c07c99c4138e7415f3751eae049071b51e01513",
 }
 
 
@@ -361,7 +362,7 @@ def test_a_newer_file_says_upgrade(tmp_path: Path, whole: bytes, needed: int) ->
     """Even one whose header this version could not check."""
     for seal in (True, False):
         data = rewritten(whole, put("minimum_reader", needed), seal)
-        refused(tmp_path / "newer", data, r"written by a newer gradlab .* this one reads up to format 4: upgrade")
+        refused(tmp_path / "newer", data, r"written by a newer gradlab .* this one reads up to format 5: upgrade")
 
 
 def test_a_header_that_does_not_match_its_sha256_is_refused(tmp_path: Path, whole: bytes) -> None:

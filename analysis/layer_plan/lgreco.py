@@ -57,7 +57,7 @@ class LgrecoOptions:
         candidates: by layer name, in place of the paper's range around the reference. The reference joins them.
         alpha: the error allowed, in the uniform plan's.
         budget: in place of alpha, an error summed over layers, mean over ranks and windows.
-        metric: "squared" sums squares of errors over layers, "plain" the errors.
+        metric: "l2" sums norms of errors over layers, as the paper does; "squared-l2" sums their squares.
         window: steps that gradients are accumulated over; None cuts the trace from `start` on into 4 windows.
         start: position of the first recorded step to look at.
         cost: what is kept small.
@@ -76,7 +76,7 @@ class LgrecoOptions:
     candidates: Mapping[str, Sequence[Candidate]] | None = None
     alpha: float = 1.0
     budget: float | None = None
-    metric: str = "squared"
+    metric: str = "squared-l2"
     window: int | None = None
     start: int = 0
     cost: Cost = PAYLOAD
@@ -141,7 +141,7 @@ class Frontier(Jsonable):
     Args:
         planners: points by planner, one per budget that it meets.
         cost: "payload", "wire" or "seconds".
-        metric: of errors, "squared" or "plain".
+        metric: of errors, "l2" or "squared-l2".
     """
 
     planners: Mapping[str, tuple[FrontierPoint, ...]]
@@ -252,7 +252,7 @@ def fit_lgreco(
         payload_bytes=plan.payload_bytes(ranks),
         uniform_payload_bytes=base.payload_bytes(ranks),
         dense_payload_bytes=plan.payload_bytes(ranks, compressing=False),
-        relative_error=_plan_errors(problem, allocation.choice),
+        relative_error=_plan_errors(problem, allocation.choice, options.metric),
         windows=problem.table.windows,
         windows_chosen_on=len(problem.table.windows[_halves(len(problem.table.windows))[0]]),
         layers=_layer_settings(problem, allocation.choice),
@@ -374,13 +374,13 @@ def _sizes(problem: Problem, allocation: Allocation, fastest: FastestPlan | None
     return {"size": size, "uniform_size": uniform, "gain": uniform / size if size else math.inf}
 
 
-def _plan_errors(problem: Problem, choice: Choice) -> PlanErrors:
+def _plan_errors(problem: Problem, choice: Choice, metric: str) -> PlanErrors:
     table = problem.table
     chosen_on, checked_on = _halves(len(table.windows))
 
     def errors(tried: Choice) -> WindowErrors:
-        held_out = table.relative_error(tried, checked_on) if checked_on != chosen_on else None
-        return WindowErrors(table.relative_error(tried, chosen_on), held_out)
+        held_out = table.relative_error(tried, metric, checked_on) if checked_on != chosen_on else None
+        return WindowErrors(table.relative_error(tried, metric, chosen_on), held_out)
 
     return PlanErrors(errors(choice), errors(problem.reference))
 
@@ -407,4 +407,4 @@ def _layer_settings(problem: Problem, choice: Choice) -> tuple[LayerSetting, ...
 
 def _relative(table: LayerTable, index: int, windows: slice) -> float:
     norm = float(table.squared_norm[windows].sum())
-    return float((table.squared[windows, index].sum() / norm) ** 0.5) if norm else 0.0
+    return float((table.squared_l2[windows, index].sum() / norm) ** 0.5) if norm else 0.0

@@ -65,7 +65,7 @@ class PlansOverTime:
         problem: the tables that planners choose from.
         choices: by planner (windows, layers), indices of candidates.
         critical: (windows, layers), where Accordion sees a critical regime.
-        metric: "squared" or "plain".
+        metric: "l2", the paper's, or "squared-l2".
     """
 
     problem: Problem
@@ -98,7 +98,7 @@ class PlansOverTime:
     def _errors(self, choices: np.ndarray) -> np.ndarray:
         """Errors (windows,) in units of the uniform plan's in the same window."""
         tables = self.problem.table.layers
-        rows = [getattr(table, self.metric) for table in tables]
+        rows = [table.errors(self.metric) for table in tables]
         sums = [sum(row[w, c] for row, c in zip(rows, choice, strict=True)) for w, choice in enumerate(choices)]
         units = self.problem.table.by_window(self.problem.reference, self.metric)
         return np.array(sums) / np.where(units > 0, units, 1.0)
@@ -108,7 +108,7 @@ def plan_over_time(
     problem: Problem,
     learning_rates: np.ndarray,
     *,
-    metric: str = "squared",
+    metric: str = "squared-l2",
     alpha: float = 1.0,
     eta: float = ETA,
     least_decay: float = DECAY,
@@ -121,7 +121,7 @@ def plan_over_time(
     Args:
         problem: errors and costs.
         learning_rates: (windows,), NaN where unknown.
-        metric: "squared" or "plain".
+        metric: "l2", the paper's, or "squared-l2".
         alpha: the error allowed, in the uniform plan's.
         eta, least_decay: see `accordion`.
     """

@@ -13,7 +13,9 @@ from gradlab.saving import Saving
 
 @dataclass(frozen=True)
 class WindowErrors(Jsonable):
-    """A plan's relative errors: l2 norms, as shares of the gradients'.
+    """A plan's relative errors by the metric that it was chosen by, as shares of sending zeros.
+
+    By `l2`, the sum of the errors' norms over that of the gradients'; by `squared-l2`, the root of the same of squares.
 
     Args:
         chosen_on: on the windows that the plan was chosen on.
@@ -75,7 +77,7 @@ class LgrecoProvenance(Jsonable):
         codec, reference: the uniform plan's codec and settings.
         alpha: the error allowed, in the uniform plan's; None: a budget was given.
         budget: the error allowed, summed over layers.
-        metric: "squared" or "plain".
+        metric: "l2", the paper's, or "squared-l2".
         cost: "payload", "wire", "seconds" or "step".
         world_size: ranks that the plan is for.
         varied: the setting that the codec's grid varies.

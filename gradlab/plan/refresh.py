@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from gradlab.errors import GradlabError
+from gradlab.plan.metrics import METRICS, stored_metric
 
 if TYPE_CHECKING:
     from gradlab.plan.plan import Plan
-
-METRICS = ("squared", "plain")
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Refresh:
     reference: by group name, the index of the setting whose error goes into the budget.
     delay: further iterations until a choice is adopted, in which a thread makes the tables.
     alpha: factor on the budget.
-    metric: what is summed over layers: "squared" L2 errors, or "plain" ones.
+    metric: what is summed over layers: "l2", norms of errors as in the paper, or "squared-l2", their squares.
     """
 
     every: int
@@ -31,7 +30,7 @@ class Refresh:
     reference: Mapping[str, int]
     delay: int = 1
     alpha: float = 1.0
-    metric: str = "squared"
+    metric: str = "squared-l2"
 
     def __post_init__(self) -> None:
         def check(sound: bool, name: str, expected: str) -> None:
@@ -103,10 +102,10 @@ class Refresh:
 
     @classmethod
     def from_json(cls, value: Any) -> Refresh:
-        """Raises GradlabError for anything but what `to_json` writes."""
+        """Raises GradlabError for anything but what `to_json` writes, or wrote before metrics had their names."""
         keys = {"every", "delay", "alpha", "metric", "settings", "reference"}
         sound = isinstance(value, dict) and set(value) == keys
         sound = sound and all(isinstance(value[key], dict) for key in ("settings", "reference"))
         if not sound or not all(isinstance(choices, list) for choices in value["settings"].values()):
             raise GradlabError(f"not a refresh of a plan: {str(value)[:200]}")
-        return cls(**value)
+        return cls(**{**value, "metric": stored_metric(value["metric"])})

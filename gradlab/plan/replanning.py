@@ -53,7 +53,7 @@ def choose(plan: Plan, accumulated: Tensors, world_size: int, iteration: int) ->
         [layer] = plan.members(group)
         candidates = [Candidate(group.codec, settings) for settings in refresh.settings[group.name]]
         row = np.array(squared_errors(layer, accumulated[layer.name], candidates, seed=plan.seed + iteration))
-        errors.append(np.sqrt(row) if refresh.metric == "plain" else row)
+        errors.append(np.sqrt(row) if refresh.metric == "l2" else row)
         sizes.append([candidate.build().payload_bytes([layer], world_size) for candidate in candidates])
         budget.append(errors[-1][refresh.reference[group.name]])
     if groups and np.isfinite(budget).all():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -189,12 +190,48 @@ def test_an_artifact_keeps_its_refresh(tmp_path: Path) -> None:
     still = replace(plan, refresh=None)
     # A reader that knows no refresh would train with the plan as it begins, and never say so.
     Artifact(still).save(tmp_path / "still.safetensors")
-    assert [minimum_reader(tmp_path / f"{name}.safetensors") for name in ("a", "still")] == [3, 2]
+    assert [minimum_reader(tmp_path / f"{name}.safetensors") for name in ("a", "still")] == [5, 2]
     assert still.digest != plan.digest
     assert "refresh" not in still.to_json()
-    for one, reader in ((plan, 3), (still, 2)):
+    for one, reader in ((plan, 5), (still, 2)):
         data = Artifact(one).save(tmp_path / f"{reader}.safetensors").read_bytes()
         assert f'\\"minimum_reader\\":{reader}'.encode() in data
+
+
+@pytest.mark.parametrize(("former", "metric"), [("plain", "l2"), ("squared", "squared-l2")])
+def test_metrics_bear_other_names_in_earlier_files(former: str, metric: str) -> None:
+    """They are read as what they were, and chosen by; nowhere else are the former names metrics."""
+    plan = tasks.plan_of("topk")
+    assert plan.refresh is not None
+    refresh = replace(plan.refresh, metric=metric)
+    assert Refresh.from_json({**refresh.to_json(), "metric": former}) == refresh == Refresh.from_json(refresh.to_json())
+    with pytest.raises(GradlabError, match=f"metric = {former}, expected one of l2, squared-l2"):
+        replace(refresh, metric=former)
+
+
+def test_a_metric_sums_norms_or_their_squares() -> None:
+    """By all plans of a small grid: the choice is the smallest within the reference's error, by either metric."""
+    plan = tasks.plan_of("topk")
+    assert plan.refresh is not None
+    layers = {layer.name: layer for layer in plan.layers}
+    # Of equal norms no layer's squares would weigh more.
+    drawn = {name: grad * scale for (name, grad), scale in zip(tasks.drawn(0, 1).items(), (1, 9, 0.1, 1), strict=True)}
+    candidates = [Candidate("topk", settings) for settings in tasks.GRIDS["topk"]]
+    names = list(plan.refresh.settings)
+    squares = np.array([squared_errors(layers[name], drawn[name], candidates) for name in names])
+    sizes = np.array([[c.build().payload_bytes([layers[name]], 2) for c in candidates] for name in names])
+    for metric, errors in (("l2", np.sqrt(squares)), ("squared-l2", squares)):
+        rows = range(len(names))
+        allowed = [
+            choice
+            for choice in product(range(len(candidates)), repeat=len(names))
+            if errors[rows, choice].sum() <= errors[:, 2].sum()
+        ]
+        least = min(sizes[rows, choice].sum() for choice in allowed)
+        chosen_by = choose(replace(plan, refresh=replace(plan.refresh, metric=metric)), drawn, 2, 4)
+        choice = tuple(chosen_by[name] for name in names)
+        assert choice in allowed
+        assert sizes[rows, choice].sum() == least
 
 
 @pytest.mark.parametrize(
@@ -205,6 +242,7 @@ def test_an_artifact_keeps_its_refresh(tmp_path: Path) -> None:
         ({"delay": 4}, r"delay = 4, expected 0 to 4 - 1 iterations"),
         ({"alpha": 0}, "alpha = 0"),
         ({"metric": "loud"}, "metric = loud"),
+        ({"metric": 3}, "metric = 3"),
         ({"reference": {"conv": 0}}, "one index for each group"),
         ({"reference": {"conv": 9, "wide": 0, "tall": 0}}, "an index among the settings of conv"),
         ({"settings": {"nosuch": [{}]}, "reference": {"nosuch": 0}}, "nosuch is not a compressed group"),

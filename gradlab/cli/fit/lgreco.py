@@ -43,7 +43,10 @@ Families = Annotated[
 Samples = Annotated[
     int, typer.Option(help="Iterations that PCA bases are fitted on, ahead of those that errors are measured on.")
 ]
-Metric = Annotated[str, typer.Option(help="squared: errors add up as squares; plain: as norms.")]
+Metric = Annotated[
+    str,
+    typer.Option(help="What errors add up as over layers: l2, their norms, the paper's; squared-l2, their squares."),
+]
 Window = Annotated[
     int | None, typer.Option(help="Steps that gradients are accumulated over; a quarter of the trace by default.")
 ]
@@ -91,7 +94,7 @@ def lgreco(
     grid: Grid = "paper",
     family: Families = None,
     samples: Samples = 50,
-    metric: Metric = "squared",
+    metric: Metric = "squared-l2",
     window: Window = None,
     start: Start = 0,
     cost: CostName = "payload",
