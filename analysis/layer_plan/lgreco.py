@@ -10,7 +10,7 @@ at.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +24,7 @@ from gradlab.analysis.forecast.network import Network
 from gradlab.analysis.layer_plan.bucket_time import bucket_of_layers
 from gradlab.analysis.layer_plan.costs import PAYLOAD, Cost, candidate_costs
 from gradlab.analysis.layer_plan.grids import main_setting, paper_settings
+from gradlab.analysis.layer_plan.hold import Hold, holds, largest_alpha
 from gradlab.analysis.layer_plan.planners import Choice, total
 from gradlab.analysis.layer_plan.problem import Problem
 from gradlab.analysis.layer_plan.provenance import LayerSetting, LgrecoProvenance, PlanErrors, WindowErrors
@@ -57,6 +58,7 @@ class LgrecoOptions:
         candidates: by layer name, in place of the paper's range around the reference. The reference joins them.
         alpha: the error allowed, in the uniform plan's.
         budget: in place of alpha, an error summed over layers, mean over ranks and windows.
+        hold: where the error asked for does not hold on held-out windows, take the largest alpha that does.
         metric: "l2" sums norms of errors over layers, as the paper does; "squared-l2" sums their squares.
         window: steps that gradients are accumulated over; None cuts the trace from `start` on into 4 windows.
         start: position of the first recorded step to look at.
@@ -76,6 +78,7 @@ class LgrecoOptions:
     candidates: Mapping[str, Sequence[Candidate]] | None = None
     alpha: float = 1.0
     budget: float | None = None
+    hold: bool = False
     metric: str = "squared-l2"
     window: int | None = None
     start: int = 0
@@ -113,6 +116,8 @@ class LgrecoOptions:
         least = 1 if self.cost.name == "payload" else 2
         if ranks < least:
             raise GradlabError(f"nodes = {ranks}, expected at least {least} for {self.cost_name}")
+        if self.hold and self.budget is not None:
+            raise GradlabError("hold: looks for an alpha, and a budget is given in place of one")
         if self.refresh_every and (self.weights is not None or self.budget is not None):
             raise GradlabError(
                 "refresh: while training plans are chosen by payload and alpha, without weights or a budget"
@@ -217,8 +222,8 @@ def fit_lgreco(
         changes: fields of `LgrecoOptions` by name, which differ from `options`.
 
     Raises:
-        GradlabError: for a budget that no plan meets, no layer to compress, a refresh from several codecs or towards
-            another cost than payload, or what `measure_errors` refuses.
+        GradlabError: for a budget that no plan meets, no alpha that holds where one is to, no layer to compress, a
+            refresh from several codecs or towards another cost than payload, or what `measure_errors` refuses.
     """
     options = replace(options or LgrecoOptions(), **changes)
     varied = main_setting(codec)
@@ -234,13 +239,14 @@ def fit_lgreco(
     runs = DryRuns(base, ranks, repeats=_REPEATS)
     problem = _measure(trace, base, uniform, options, runs, progress)
     errors, budget = _errors_and_budget(problem, options)
-    fastest: FastestPlan | None = None
-    if options.step is None:
-        allocation = allocate(errors, problem.objective, budget)
-    else:
-        times = StepTimes(partial(plan_of, base, problem.table), runs, options.step)
-        fastest = fastest_plan(problem, errors, budget, times, seed=seed, progress=progress)
-        allocation = Allocation(fastest.choice, fastest.seconds, fastest.bound)
+    times = None if options.step is None else StepTimes(partial(plan_of, base, problem.table), runs, options.step)
+    choose = partial(_chosen, problem, errors, times=times, seed=seed, progress=progress)
+    allocation, fastest = choose(budget)
+    hold = _hold(problem, options, allocation.choice, lambda alpha: choose(alpha / options.alpha * budget), progress)
+    if hold is not None and hold.taken and hold.largest is not None:
+        budget *= hold.largest / options.alpha
+        options = replace(options, alpha=hold.largest)
+        allocation, fastest = choose(budget)
     plan = plan_of(base, problem.table, allocation.choice)
     if options.refresh_every:
         plan = replace(plan, refresh=_refresh(problem, options))
@@ -268,6 +274,7 @@ def fit_lgreco(
         step=fastest,
         alone=problem.alone(errors, budget) if fastest is None else {},
         sample=trace.extent if trace.samples else None,
+        hold=hold,
     )
     return LgrecoFit(plan, problem, allocation, provenance)
 
@@ -299,6 +306,49 @@ def _errors_and_budget(problem: Problem, options: LgrecoOptions) -> tuple[list[n
         return problem.table.errors(options.metric, chosen_on), options.budget
     errors = problem.errors(options.metric, chosen_on)
     return errors, options.alpha * total(errors, problem.reference)
+
+
+def _chosen(
+    problem: Problem,
+    errors: Sequence[np.ndarray],
+    budget: float,
+    *,
+    times: StepTimes | None,
+    seed: int,
+    progress: Progress | None,
+) -> tuple[Allocation, FastestPlan | None]:
+    """The plan within a budget: the smallest, or where steps are predicted the fastest, and how that was found."""
+    if times is None:
+        return allocate(errors, problem.objective, budget), None
+    fastest = fastest_plan(problem, errors, budget, times, seed=seed, progress=progress)
+    return Allocation(fastest.choice, fastest.seconds, fastest.bound), fastest
+
+
+def _hold(
+    problem: Problem,
+    options: LgrecoOptions,
+    choice: Choice,
+    choose: Callable[[float], tuple[Allocation, FastestPlan | None]],
+    progress: Progress | None,
+) -> Hold | None:
+    """Whether alpha's plan holds, and which alpha's does; None: a budget was given, or nothing is held out."""
+    chosen_on, held_out = _halves(len(problem.table.windows))
+    if held_out == chosen_on and options.hold:
+        raise GradlabError("hold: the trace is one window, so that no window is held out; choose a shorter one")
+    if held_out == chosen_on or options.budget is not None:
+        return None
+    asked = options.alpha
+    if holds(problem, choice, options.metric, held_out, asked):
+        return Hold(asked, True, asked)
+    largest = largest_alpha(
+        problem, options.metric, held_out, asked, lambda alpha: choose(alpha)[0].choice, progress=progress
+    )
+    if options.hold and largest is None:
+        raise GradlabError(
+            f"hold: no alpha below {asked:g} has a plan whose error on the held-out iterations is no larger than the "
+            "uniform plan's: choose on more iterations, or on later ones"
+        )
+    return Hold(asked, False, largest, taken=options.hold)
 
 
 def _windows(trace: Trace, start: int, window: int | None) -> list[tuple[int, int]]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gradlab.analysis.layer_plan.hold import Hold
 from gradlab.analysis.layer_plan.step_time_search import FastestPlan
 from gradlab.jsonable import Jsonable
 from gradlab.saving import Saving
@@ -85,6 +86,7 @@ class LgrecoProvenance(Jsonable):
         step: how the fastest plan was found; None: a sum was made small.
         alone: cost of the best plan of one codec and dense layers, by codec; empty: one codec, or a step.
         sample: what share of which layers the trace holds, where errors are of samples; None: it holds all values.
+        hold: whether the error asked for holds on the held-out windows; None: nothing was held out, or a budget given.
     """
 
     method: str
@@ -112,6 +114,7 @@ class LgrecoProvenance(Jsonable):
     step: FastestPlan | None = None
     alone: Mapping[str, float] = field(default_factory=dict)
     sample: str | None = None
+    hold: Hold | None = None
 
     @property
     def saving(self) -> Saving:
@@ -124,6 +127,6 @@ class LgrecoProvenance(Jsonable):
         return "seconds" if self.cost == "step" else self.cost
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON, by field; `step`, `alone` and `sample` only where there are any."""
-        missing = {name for name in ("step", "alone", "sample") if not getattr(self, name)}
+        """Plain JSON, by field; `step`, `alone`, `sample` and `hold` only where there are any."""
+        missing = {name for name in ("step", "alone", "sample", "hold") if not getattr(self, name)}
         return {name: value for name, value in super().to_json().items() if name not in missing}

@@ -32,6 +32,12 @@ Setting = Annotated[
     typer.Option("--set", metavar="NAME=VALUE", help="Its setting: rank=4, density=0.01, bits=4; repeatable."),
 ]
 Alpha = Annotated[float, typer.Option(help="The error allowed, in the uniform plan's.")]
+Hold = Annotated[
+    bool,
+    typer.Option(
+        "--hold", help="Where the error allowed does not hold on later iterations, take the largest alpha that does."
+    ),
+]
 Grid = Annotated[
     str,
     typer.Option(help="Settings by layer: paper, D/2 to 2 D (densities D/10 to 10 D), or own, the codec's list."),
@@ -91,6 +97,7 @@ def lgreco(
     codec: Codec = "powersgd",
     setting: Setting = None,
     alpha: Alpha = 1.0,
+    hold: Hold = False,
     grid: Grid = "paper",
     family: Families = None,
     samples: Samples = 50,
@@ -122,7 +129,8 @@ def lgreco(
     """L-GreCo: a setting per layer, the smallest plan with no more error than a uniform one.
 
     Errors are those of gradients accumulated over windows of the trace, of all ranks, without feedback; half of the
-    windows are chosen on, the others check the choice. The search proves that no plan is smaller; with --cost step it
+    windows are chosen on, the others check the choice; where the error does not hold on these, the largest alpha whose
+    error does is named, and --hold takes it. The search proves that no plan is smaller; with --cost step it
     proves how much faster another plan could be at most.
 
     Example:
@@ -130,6 +138,8 @@ def lgreco(
       gradlab fit lgreco trace --codec powersgd --set rank=4 --out lgreco.safetensors
 
       gradlab fit lgreco trace --codec topk --set density=0.01 --workers 4 --figure layers.svg --out topk.safetensors
+
+      gradlab fit lgreco trace --codec qsgd --set bits=4 --hold --out qsgd.safetensors
 
       gradlab fit lgreco trace --codec powersgd --set rank=4 --family all --cost wire --nodes 8 --out hybrid.safetensors
 
@@ -150,7 +160,7 @@ def lgreco(
         candidates, first = candidates_of_grid(
             opened, codec, reference, grid=grid, families=family or (), start=start, samples=samples, progress=progress
         )
-        options = LgrecoOptions(candidates, alpha=alpha, metric=metric, window=window, start=first)
+        options = LgrecoOptions(candidates, alpha=alpha, hold=hold, metric=metric, window=window, start=first)
         options = replace(options, cost=small, step=step, weights=_weights(weights, opened.model_layers, bucket_cap_mb))
         options = replace(options, world_size=ranks, warmup_steps=warmup_steps, refresh_every=refresh, seed=seed)
         options = replace(options, workers=workers, cluster=dask)
