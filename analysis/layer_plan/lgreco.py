@@ -36,6 +36,7 @@ from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
 from gradlab.knapsack import Allocation, allocate
 from gradlab.plan import Plan
+from gradlab.plan.accordion import Accordion
 from gradlab.plan.layer_errors import Candidate
 from gradlab.plan.refresh import Refresh
 from gradlab.progress import Progress
@@ -70,6 +71,8 @@ class LgrecoOptions:
         world_size: ranks that the plan is for; None takes the step's nodes, or else the trace's ranks.
         warmup_steps: dense steps before the first compressed one.
         refresh_every: steps of training after which the plan is chosen anew from these settings; 0 is never.
+        accordion: with a refresh, the most and the least compressed value of the codec's main setting, between which
+            Accordion chooses the reference of every choice; see `gradlab.plan.accordion`.
         seed: of the plan, and of random codecs while errors are measured.
         workers: processes that measure errors.
         cluster: address of a dask.distributed scheduler to measure errors on.
@@ -88,6 +91,7 @@ class LgrecoOptions:
     world_size: int | None = None
     warmup_steps: int = 0
     refresh_every: int = 0
+    accordion: tuple[float, float] | None = None
     seed: int = 0
     workers: int = 1
     cluster: str | None = None
@@ -118,6 +122,11 @@ class LgrecoOptions:
             raise GradlabError(f"nodes = {ranks}, expected at least {least} for {self.cost_name}")
         if self.hold and self.budget is not None:
             raise GradlabError("hold: looks for an alpha, and a budget is given in place of one")
+        if self.accordion is not None and not self.refresh_every:
+            raise GradlabError("accordion: it acts where plans are chosen anew while training, which needs a refresh")
+        if self.accordion is not None and not self.accordion[0] < self.accordion[1]:
+            most, least = self.accordion
+            raise GradlabError(f"accordion {most:g}:{least:g}, expected the more compressed, smaller value first")
         if self.refresh_every and (self.weights is not None or self.budget is not None):
             raise GradlabError(
                 "refresh: while training plans are chosen by payload and alpha, without weights or a budget"
@@ -249,7 +258,7 @@ def fit_lgreco(
         allocation, fastest = choose(budget)
     plan = plan_of(base, problem.table, allocation.choice)
     if options.refresh_every:
-        plan = replace(plan, refresh=_refresh(problem, options))
+        plan = replace(plan, refresh=_refresh(problem, options, varied))
     provenance = LgrecoProvenance(
         method="lgreco",
         trace=trace.digest,
@@ -388,7 +397,7 @@ def _index_of(uniform: Candidate, candidates: Sequence[Candidate]) -> int:
     return 0
 
 
-def _refresh(problem: Problem, options: LgrecoOptions) -> Refresh:
+def _refresh(problem: Problem, options: LgrecoOptions, varied: str) -> Refresh:
     layers, every = problem.table.layers, options.refresh_every
     names = {candidate.codec for t in layers for candidate in t.candidates}
     if len(names) > 1:
@@ -396,7 +405,23 @@ def _refresh(problem: Problem, options: LgrecoOptions) -> Refresh:
     settings = {t.layer.name: [dict(candidate.settings) for candidate in t.candidates] for t in layers}
     reference = {t.layer.name: int(index) for t, index in zip(layers, problem.reference, strict=True)}
     delay = min(every - 1, max(1, every // _DELAY_SHARE))
-    return Refresh(every, settings, reference, delay, options.alpha, options.metric)
+    accordion = None
+    if options.accordion is not None:
+        most, least = (_indices(problem, varied, value) for value in options.accordion)
+        accordion = Accordion(least, most)
+    return Refresh(every, settings, reference, delay, options.alpha, options.metric, accordion)
+
+
+def _indices(problem: Problem, varied: str, value: float) -> dict[str, int]:
+    """By layer name, the index of the candidate with a value of the setting that varies."""
+    found = {}
+    for table in problem.table.layers:
+        values = [float(candidate.settings[varied]) for candidate in table.candidates]
+        if value not in values:
+            listed = ", ".join(f"{one:g}" for one in sorted(values))
+            raise GradlabError(f"accordion: {varied} = {value:g}, expected one of layer {table.layer.name}'s: {listed}")
+        found[table.layer.name] = values.index(value)
+    return found
 
 
 def plan_of(base: Plan, table: ErrorTable, choice: Choice) -> Plan:

@@ -14,17 +14,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gradlab.analysis.layer_plan.bucket_time import bucket_of_layers, bytes_by_bucket
-from gradlab.analysis.layer_plan.planners import ETA, accordion, cgx_kmeans, total
+from gradlab.analysis.layer_plan.planners import accordion, cgx_kmeans, total
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
 from gradlab.knapsack import allocate
 from gradlab.layout import Layer
+from gradlab.plan.accordion import DECAY, ETA
 
 if TYPE_CHECKING:
     from gradlab.analysis.layer_plan.problem import Problem
     from gradlab.trace import Trace
-
-DECAY = 0.3  # share that the learning rate falls by between windows for Accordion: steps of a schedule, not slopes
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ def plan_over_time(
         learning_rates: (windows,), NaN where unknown.
         metric: "l2", the paper's, or "squared-l2".
         alpha: the error allowed, in the uniform plan's.
-        eta, least_decay: see `accordion`.
+        eta, least_decay: see `gradlab.plan.accordion.is_critical`.
     """
     table, costs = problem.table, problem.costs
     norms = np.sqrt(np.stack([t.squared_norm for t in table.layers], axis=1))

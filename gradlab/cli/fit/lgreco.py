@@ -90,6 +90,15 @@ OverTime = Annotated[
 ]
 Refresh = Annotated[int, typer.Option(metavar="N", help="Choose anew after every N iterations of training; 0: never.")]
 
+Accordion = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MOST:LEAST",
+        help="With --refresh, follow Accordion: the error of the more compressed setting is allowed, and that of the "
+        "less compressed one in critical regimes: 2:8 for ranks.",
+    ),
+]
+
 
 def lgreco(
     trace: Folder,
@@ -120,6 +129,7 @@ def lgreco(
     frontier: Frontier = None,
     over_time: OverTime = None,
     refresh: Refresh = 0,
+    accordion: Accordion = None,
     warmup_steps: Warmup = 0,
     seed: Seed = 0,
     average_ranks: AverageRanks = 1,
@@ -143,6 +153,8 @@ def lgreco(
 
       gradlab fit lgreco trace --codec powersgd --set rank=4 --family all --cost wire --nodes 8 --out hybrid.safetensors
 
+      gradlab fit lgreco trace --codec powersgd --set rank=4 --refresh 400 --accordion 2:8 --out accordion.safetensors
+
       gradlab fit lgreco trace --codec powersgd --set rank=4 --cost step --compute-seconds 0.36s --bandwidth 200mbit
       --out fast.safetensors
     """
@@ -163,7 +175,7 @@ def lgreco(
         options = LgrecoOptions(candidates, alpha=alpha, hold=hold, metric=metric, window=window, start=first)
         options = replace(options, cost=small, step=step, weights=_weights(weights, opened.model_layers, bucket_cap_mb))
         options = replace(options, world_size=ranks, warmup_steps=warmup_steps, refresh_every=refresh, seed=seed)
-        options = replace(options, workers=workers, cluster=dask)
+        options = replace(options, accordion=_between(accordion), workers=workers, cluster=dask)
         fit = fit_lgreco(opened, codec, reference, options, progress=progress)
         windows = None if over_time is None else _plans_by_window(opened, fit.problem, options, bucket_cap_mb)
     fit.artifact().save(out, overwrite)
@@ -171,6 +183,17 @@ def lgreco(
     print_fit(
         fit.provenance.to_json(), as_json, partial(print_layer_plan, fit.provenance), out, figure, frontier, over_time
     )
+
+
+def _between(text: str | None) -> tuple[float, float] | None:
+    """Read MOST:LEAST."""
+    if text is None:
+        return None
+    most, _, least = text.partition(":")
+    try:
+        return float(most), float(least)
+    except ValueError:
+        raise GradlabError(f"accordion {text[:80]!r}, expected two values, as 2:8") from None
 
 
 def _require_free(out: Path, figures: Sequence[Path | None], overwrite: bool) -> None:

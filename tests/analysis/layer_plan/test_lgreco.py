@@ -207,6 +207,30 @@ def test_a_plan_may_be_chosen_anew_while_training(trace: Trace) -> None:
     assert payload[9] != payload[8]
     with pytest.raises(GradlabError, match="by payload, not by wire"):
         fit_lgreco(trace, "topk", {"density": 0.05}, refresh_every=8, cost=Cost("wire"))
+    followed = fit_lgreco(trace, "topk", {"density": 0.05}, refresh_every=8, accordion=(0.01, 0.2))
+    accordion = followed.plan.refresh.accordion  # type: ignore[union-attr]
+    assert accordion is not None
+    deep = refresh.settings["deep.weight"]
+    densities = [deep[indices["deep.weight"]]["density"] for indices in (accordion.most, accordion.least)]
+    assert densities == [0.01, 0.2]
+    replayed = replay(trace, followed.plan)
+    assert "within Accordion's error" in replayed.remarks[0]
+    least = Plan.uniform(LAYERS, "topk", density=0.2).payload_bytes(RANKS)
+    most = Plan.uniform(LAYERS, "topk", density=0.01).payload_bytes(RANKS)
+    first, second = ({step.payload_bytes_mean for step in replayed.compressed[a:b]} for a, b in ((10, 17), (18, 24)))
+    # Every layer is critical in the first window, none in the second: no larger than what Accordion itself would take.
+    assert most < max(first) <= least
+    assert max(second) <= most
+    for options, message in (
+        ({"accordion": (0.01, 0.2)}, "needs a refresh"),
+        ({"refresh_every": 8, "accordion": (0.2, 0.01)}, "accordion 0.2:0.01, expected the more compressed"),
+        (
+            {"refresh_every": 8, "accordion": (0.0123, 0.2)},
+            "density = 0.0123, expected one of layer stem.weight's: 0.005",
+        ),
+    ):
+        with pytest.raises(GradlabError, match=message):
+            fit_lgreco(trace, "topk", {"density": 0.05}, **options)
     several = family_candidates(trace, ["top-k", "QSGD"])
     with pytest.raises(GradlabError, match="among one codec's settings, not among identity, powersgd, qsgd, topk"):
         fit_lgreco(trace, "powersgd", {"rank": 4}, candidates=several, refresh_every=8)
@@ -506,13 +530,13 @@ def test_accordion_sees_critical_regimes() -> None:
     """Fast change of norm, or a fallen learning rate; eta = 0.5 is met by a halved norm and not by 0.51 of it."""
     norms = np.array([[1.0, 1.0], [0.5, 0.51], [0.5, 0.5], [0.5, 0.5], [0.0, 0.5], [0.0, 0.9]])
     rates = np.array([0.1, 0.1, 0.1, 0.05, 0.05, 0.05])
-    critical = accordion(norms, rates)
+    critical = accordion(norms, rates, least_decay=0.0)
     expected = [[True, True], [True, False], [False, False], [True, True], [True, False], [False, True]]
     assert critical.tolist() == expected
     assert not accordion(norms[1:3], np.array([math.nan, math.nan]))[1:].any()
     steady, falling = np.ones((3, 2)), np.array([0.1, 0.08, 0.04])
-    assert accordion(steady, falling).all()
-    assert accordion(steady, falling, least_decay=0.3).tolist() == [[True, True], [False, False], [True, True]]
+    assert accordion(steady, falling, least_decay=0.0).all()
+    assert accordion(steady, falling).tolist() == [[True, True], [False, False], [True, True]]
 
 
 # --- sensitivity ------------------------------------------------------------------------------------------------------
@@ -599,6 +623,9 @@ def test_the_command_fits_draws_and_prints(gradlab: Command, trace: Trace, tmp_p
         (["--cost", "tears"], "cost 'tears'"),
         (["--set", "rank=x"], "rank"),
         (["--window", 1000], "window = 1000"),
+        (["--accordion", "2:8"], "needs a refresh"),
+        (["--accordion", "two"], "accordion 'two', expected two values, as 2:8"),
+        (["--hold", "--window", 20], "hold: the trace is one window"),
         (["--out", out], "exists already"),
         (["--weights", "heavy"], "weights 'heavy'"),
         (["--weights", bad_times], "expected JSON of bucket times"),
