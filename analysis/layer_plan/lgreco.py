@@ -82,7 +82,7 @@ class LgrecoOptions:
     alpha: float = 1.0
     budget: float | None = None
     hold: bool = False
-    metric: str = "squared-l2"
+    metric: str = "l2"
     window: int | None = None
     start: int = 0
     cost: Cost = PAYLOAD
@@ -125,8 +125,8 @@ class LgrecoOptions:
         if self.accordion is not None and not self.refresh_every:
             raise GradlabError("accordion: it acts where plans are chosen anew while training, which needs a refresh")
         if self.accordion is not None and not self.accordion[0] < self.accordion[1]:
-            most, least = self.accordion
-            raise GradlabError(f"accordion {most:g}:{least:g}, expected the more compressed, smaller value first")
+            between = ":".join(f"{value:g}" for value in self.accordion)
+            raise GradlabError(f"accordion {between}, expected the more compressed, smaller value first")
         if self.refresh_every and (self.weights is not None or self.budget is not None):
             raise GradlabError(
                 "refresh: while training plans are chosen by payload and alpha, without weights or a budget"
@@ -251,10 +251,10 @@ def fit_lgreco(
     times = None if options.step is None else StepTimes(partial(plan_of, base, problem.table), runs, options.step)
     choose = partial(_chosen, problem, errors, times=times, seed=seed, progress=progress)
     allocation, fastest = choose(budget)
-    hold = _hold(problem, options, allocation.choice, lambda alpha: choose(alpha / options.alpha * budget), progress)
+    unit = total(errors, problem.reference)  # alpha is in it
+    hold = _hold(problem, options, allocation.choice, lambda alpha: choose(alpha * unit)[0].choice, progress)
     if hold is not None and hold.taken and hold.largest is not None:
-        budget *= hold.largest / options.alpha
-        options = replace(options, alpha=hold.largest)
+        options, budget = replace(options, alpha=hold.largest), hold.largest * unit
         allocation, fastest = choose(budget)
     plan = plan_of(base, problem.table, allocation.choice)
     if options.refresh_every:
@@ -337,7 +337,7 @@ def _hold(
     problem: Problem,
     options: LgrecoOptions,
     choice: Choice,
-    choose: Callable[[float], tuple[Allocation, FastestPlan | None]],
+    choose: Callable[[float], Choice],
     progress: Progress | None,
 ) -> Hold | None:
     """Whether alpha's plan holds, and which alpha's does; None: a budget was given, or nothing is held out."""
@@ -349,9 +349,7 @@ def _hold(
     asked = options.alpha
     if holds(problem, choice, options.metric, held_out, asked):
         return Hold(asked, True, asked)
-    largest = largest_alpha(
-        problem, options.metric, held_out, asked, lambda alpha: choose(alpha)[0].choice, progress=progress
-    )
+    largest = largest_alpha(problem, options.metric, held_out, asked, choose, progress=progress)
     if options.hold and largest is None:
         raise GradlabError(
             f"hold: no alpha below {asked:g} has a plan whose error on the held-out iterations is no larger than the "

@@ -107,7 +107,7 @@ def plan_over_time(
     problem: Problem,
     learning_rates: np.ndarray,
     *,
-    metric: str = "squared-l2",
+    metric: str = "l2",
     alpha: float = 1.0,
     eta: float = ETA,
     least_decay: float = DECAY,

@@ -32,7 +32,7 @@ class Refresh:
     reference: Mapping[str, int]
     delay: int = 1
     alpha: float = 1.0
-    metric: str = "squared-l2"
+    metric: str = "l2"
     accordion: Accordion | None = None
 
     def __post_init__(self) -> None:

@@ -65,7 +65,7 @@ def test_a_choice_is_what_the_planner_makes_of_the_accumulated_gradients() -> No
     layers = {layer.name: layer for layer in plan.layers}
     names = [group.name for group in plan.compressed_groups]
     candidates = [Candidate("topk", settings) for settings in tasks.GRIDS["topk"]]
-    errors = [squared_errors(layers[name], for_hand[name], candidates) for name in names]
+    errors = [np.sqrt(squared_errors(layers[name], for_hand[name], candidates)) for name in names]
     sizes = [[c.build().payload_bytes([layers[name]], 2) for c in candidates] for name in names]
     choice = allocate(errors, sizes, float(np.array([row[2] for row in errors]).sum())).choice
     assert [group.settings for group in plans[7].compressed_groups] == [tasks.GRIDS["topk"][c] for c in choice]
@@ -90,7 +90,7 @@ def test_accordion_says_whose_error_is_the_budget() -> None:
         means = {name: sum(tasks.drawn(0, s)[name] for s in range(first, first + 4)) / 4 for name in names}
         now = {name: float(mean.norm()) for name, mean in means.items()}
         critical = [name for name in names if not norms or abs(now[name] / norms[name] - 1) >= 0.5]
-        errors = [squared_errors(layers[name], means[name], candidates) for name in names]
+        errors = [np.sqrt(squared_errors(layers[name], means[name], candidates)) for name in names]
         allowed = sum(row[3 if name in critical else 0] for name, row in zip(names, errors, strict=True))
         expected.append([tasks.GRIDS["topk"][c] for c in allocate(errors, sizes, allowed).choice])
         norms = now

@@ -110,7 +110,7 @@ def lgreco(
     grid: Grid = "paper",
     family: Families = None,
     samples: Samples = 50,
-    metric: Metric = "squared-l2",
+    metric: Metric = "l2",
     window: Window = None,
     start: Start = 0,
     cost: CostName = "payload",

@@ -121,7 +121,7 @@ def test_the_plan_is_smaller_at_the_same_error(trace: Trace, fitted: LgrecoFit) 
     assert provenance.gain > 1.1
     assert provenance.gap == 0
     assert provenance.size == fitted.allocation.size == fitted.allocation.bound
-    errors = fitted.problem.errors("squared-l2", slice(0, 2))
+    errors = fitted.problem.errors("l2", slice(0, 2))
     assert total(errors, fitted.allocation.choice) <= provenance.budget == pytest.approx(1.0)
     uniform_plan = Plan.uniform(LAYERS, "powersgd", warmup_steps=5, seed=3, rank=4)
     assert [g.name for g in fitted.plan.groups] == [g.name for g in uniform_plan.groups]
@@ -146,8 +146,8 @@ def test_half_of_the_windows_are_held_out(trace: Trace, fitted: LgrecoFit) -> No
     table = fitted.problem.table
     for which, choice in (("plan", fitted.allocation.choice), ("uniform", fitted.problem.reference)):
         errors = getattr(provenance.relative_error, which)
-        assert errors.chosen_on == table.relative_error(choice, "squared-l2", slice(0, 2))
-        assert errors.held_out == table.relative_error(choice, "squared-l2", slice(2, 4))
+        assert errors.chosen_on == table.relative_error(choice, "l2", slice(0, 2))
+        assert errors.held_out == table.relative_error(choice, "l2", slice(2, 4))
     alone = fit_lgreco(trace, "powersgd", {"rank": 4}, window=20).provenance
     assert len(alone.windows) == 1
     assert alone.relative_error.plan.held_out is None
@@ -166,10 +166,10 @@ def test_other_families_and_metrics(trace: Trace, codec: str, reference: dict, m
 
 def test_a_budget_may_be_given_and_is_refused_where_no_plan_meets_it(trace: Trace) -> None:
     table = fit_lgreco(trace, "powersgd", {"rank": 4}).problem.table
-    least = sum(row.min() for row in table.errors("squared-l2", slice(0, 2)))
+    least = sum(row.min() for row in table.errors("l2", slice(0, 2)))
     fit = fit_lgreco(trace, "powersgd", {"rank": 4}, budget=2 * least)
     assert fit.provenance.alpha is None
-    assert total(table.errors("squared-l2", slice(0, 2)), fit.allocation.choice) <= 2 * least
+    assert total(table.errors("l2", slice(0, 2)), fit.allocation.choice) <= 2 * least
     with pytest.raises(GradlabError, match="the smallest reachable is"):
         fit_lgreco(trace, "powersgd", {"rank": 4}, budget=least / 2)
     with pytest.raises(GradlabError, match="powersgd would compress nothing"):
@@ -198,7 +198,7 @@ def test_a_plan_may_be_chosen_anew_while_training(trace: Trace) -> None:
     fit = fit_lgreco(trace, "topk", {"density": 0.05}, refresh_every=8)
     refresh = fit.plan.refresh
     assert refresh is not None
-    assert (refresh.every, refresh.delay, refresh.alpha, refresh.metric) == (8, 1, 1.0, "squared-l2")
+    assert (refresh.every, refresh.delay, refresh.alpha, refresh.metric) == (8, 1, 1.0, "l2")
     assert refresh.settings["deep.weight"][refresh.reference["deep.weight"]] == {"density": 0.05}
     replayed = replay(trace, fit.plan)
     assert "chosen anew every 8 iterations" in replayed.remarks[0]
@@ -248,7 +248,7 @@ def test_a_hybrid_plan_is_no_larger_than_any_family_alone(trace: Trace, tmp_path
     }
     for cost in (Cost("payload"), Cost("wire")):
         mixed = fit_lgreco(trace, "powersgd", reference, candidates=candidates, start=6, cost=cost)
-        unit = mixed.problem.table.by_window(mixed.problem.reference, "squared-l2")
+        unit = mixed.problem.table.by_window(mixed.problem.reference, "l2")
         for family in FAMILIES:
             rows = of_family(candidates, family)
             kept = [
@@ -257,7 +257,7 @@ def test_a_hybrid_plan_is_no_larger_than_any_family_alone(trace: Trace, tmp_path
                 else [place for place, c in enumerate(t.candidates) if c in rows[t.layer.name]]
                 for t in mixed.problem.table.layers
             ]
-            errors = [row[k] for row, k in zip(mixed.problem.errors("squared-l2", slice(0, 2)), kept, strict=True)]
+            errors = [row[k] for row, k in zip(mixed.problem.errors("l2", slice(0, 2)), kept, strict=True)]
             costs = [row[k] for row, k in zip(mixed.problem.costs, kept, strict=True)]
             alone = allocate(errors, costs, mixed.provenance.budget)  # dense is among them: every budget is met
             assert mixed.allocation.size <= alone.size
@@ -329,7 +329,7 @@ def test_weights_move_bytes_between_buckets(trace: Trace) -> None:
     for weights in (linear_priority(LAYERS, 0.003), steep):
         moved = fit_lgreco(trace, "powersgd", {"rank": 4}, weights=weights)
         assert spent(moved, weights) <= spent(plain, weights)
-        assert total(moved.problem.errors("squared-l2", slice(0, 2)), moved.allocation.choice) <= 1 + 1e-9
+        assert total(moved.problem.errors("l2", slice(0, 2)), moved.allocation.choice) <= 1 + 1e-9
         assert moved.provenance.size >= plain.provenance.size
     by_bucket = [
         bytes_by_bucket(names, [row[c] for row, c in zip(f.problem.costs, f.allocation.choice, strict=True)], numbers)
@@ -385,7 +385,7 @@ def test_the_fastest_plan_and_its_bound(trace: Trace) -> None:
         step, problem = fit.provenance.step, fit.problem
         assert step is not None
         assert step.seconds == fit.provenance.size == min(step.by_objective.values()) <= step.uniform
-        errors, budget = problem.errors("squared-l2", slice(0, 2)), fit.provenance.budget
+        errors, budget = problem.errors("l2", slice(0, 2)), fit.provenance.budget
         assert total(errors, fit.allocation.choice) <= budget * (1 + 1e-9)
         base = Plan.uniform(trace.layers, "powersgd", group_bytes=0, rank=4)
         times = StepTimes(partial(plan_of, base, problem.table), DryRuns(base, 4), network)
