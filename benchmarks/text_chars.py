@@ -217,7 +217,9 @@ class Campaign:
         file = self.work / f"{mode}-{method.codec}-{warmup}.safetensors"
         if not file.exists():
             with Trace(self._recording(mode)) as trace:
-                fitted = fit_lgreco(trace, method.codec, dict(method.settings), warmup_steps=warmup)
+                fitted = fit_lgreco(
+                    trace, method.codec, dict(method.settings), warmup_steps=warmup, metric="squared-l2"
+                )
             fitted.artifact().save(file)
         return Artifact.load(file).plan
 

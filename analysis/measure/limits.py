@@ -184,7 +184,7 @@ def measure_limits(
         energy = float(errors.squared_norm.mean())
         points = (
             _placed(row, candidate, float(error) / energy, errors.layer, trace.world_size)
-            for candidate, error in zip(tried, errors.squared.mean(0), strict=True)
+            for candidate, error in zip(tried, errors.squared_l2.mean(0), strict=True)
             if energy > 0 and np.isfinite(error)
         )
         layer_rows.append(replace(row, codecs=tuple(points)))

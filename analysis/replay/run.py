@@ -407,8 +407,10 @@ def _spelled(value: Any) -> str:
 
 def refresh_remark(refresh: Refresh) -> str:
     """The remark on forecasts of a plan that is chosen anew."""
+    after = "" if refresh.accordion is None else " within Accordion's error"
     return (
-        f"The plan is chosen anew every {refresh.every} iterations: forecasts are of the settings that it starts with."
+        f"The plan is chosen anew every {refresh.every} iterations{after}: forecasts are of the settings that it "
+        "starts with."
     )
 
 

@@ -16,6 +16,7 @@ from gradlab.saving import Saving
 if TYPE_CHECKING:
     from gradlab.analysis.fit.gradiveq import GradiveqMeasurement
     from gradlab.analysis.fit.lgc.fit import LgcMeasurement
+    from gradlab.analysis.layer_plan.hold import Hold
     from gradlab.analysis.layer_plan.provenance import LgrecoProvenance
     from gradlab.analysis.layer_plan.step_time_search import FastestPlan
 
@@ -165,7 +166,8 @@ def layer_plan_verdict(provenance: LgrecoProvenance) -> str:
     """
     gain = provenance.gain
     if provenance.step is not None:
-        return " ".join([_step_line(provenance, provenance.step), _later_error_line(provenance)])
+        step = _step_line(provenance, provenance.step)
+        return " ".join([step, _later_error_line(provenance), *_hold_lines(provenance.hold)])
     what = {"payload": "bytes", "wire": "bytes on the wire", "seconds": "seconds"}[provenance.cost]
     if gain < 1 - _LITTLE_GAIN:  # weighted costs, or a budget of its own
         first = f"By layer {format_ratio(1 / gain)} more {what} than {provenance.uniform} everywhere"
@@ -177,7 +179,7 @@ def layer_plan_verdict(provenance: LgrecoProvenance) -> str:
     if alone := provenance.alone:
         best = min(alone, key=lambda name: alone[name])
         lines.append(f"Of one codec alone, {best} needs {format_ratio(alone[best] / provenance.size)} as much.")
-    lines.append(_later_error_line(provenance))
+    lines += [_later_error_line(provenance), *_hold_lines(provenance.hold)]
     if provenance.gap:
         lines.append(f"The search was cut short: a plan may be {format_percent(provenance.gap)} smaller.")
     return " ".join(lines)
@@ -196,6 +198,19 @@ def _later_error_line(provenance: LgrecoProvenance) -> str:
         f"On later iterations its error is {compared} the uniform plan's ({format_percent(later)} of the gradient "
         f"against {format_percent(uniform)}, without feedback)."
     )
+
+
+def _hold_lines(hold: Hold | None) -> list[str]:
+    """Say which alpha's error holds on later iterations where the one asked for does not."""
+    if hold is None or hold.holds:
+        return []
+    if hold.largest is None:
+        return ["No alpha's error holds there: choose on more iterations, or on later ones."]
+    if hold.taken:
+        return [
+            f"Alpha is {hold.largest:g} in place of {hold.asked:g}, the largest that holds there: it was chosen there."
+        ]
+    return [f"The largest alpha whose error holds there is {hold.largest:g}; --hold takes it."]
 
 
 def _step_line(provenance: LgrecoProvenance, step: FastestPlan) -> str:

@@ -617,7 +617,7 @@ MUTANTS = (
     ),
     Mutant(
         file="gradlab/artifact.py",
-        old="return MINIMUM_READER if plan.refresh is None else MINIMUM_READER_OF_REFRESH",
+        old="return MINIMUM_READER_OF_REFRESH",
         new="return MINIMUM_READER",
         tests=("tests/plan/test_refresh.py",),
         what="A plan that is chosen anew claims that older readers understand it.",
