@@ -63,10 +63,15 @@ def methods(warmup: int) -> dict[str, Method]:
         "powersgd rank 2": uniform("powersgd", rank=2),
         "topk 2.5 %": uniform("topk", density=0.025),
         "gradiveq, faithful": gradiveq(),
+        "gradiveq, faithful, K/d = 8": gradiveq(ratio=8),
         "random only": gradiveq(ratio=20, complement=1.0),
         "half, fitted once": gradiveq(**half, compressed_steps=0),
+        "half coordinates, fitted once": gradiveq(**half, drawn="coordinates", compressed_steps=0),
         "half, from an earlier run": gradiveq(**half, compressed_steps=0, earlier=True),
         "half, from decoded": gradiveq(**half, refresh="decoded", compressed_steps=200),
+        "half coordinates, from decoded": gradiveq(
+            **half, drawn="coordinates", refresh="decoded", compressed_steps=200
+        ),
         "half, earlier and decoded": gradiveq(**half, refresh="decoded", compressed_steps=200, earlier=True),
         "pca only, refreshed": gradiveq(**pca),
     }
