@@ -46,6 +46,7 @@ from gradlab.learning.slice_pca import (
 from gradlab.roles import WEIGHTS
 
 SAMPLING, COMPRESSING, DENSE = range(3)
+PHASES = ("sampled", "compressed", "dense")
 MONITORS = ("off", "absolute", "normalised")
 ANSWERS = ("refresh", "dense", "stop")
 COMPLEMENTS = ("axes", "coordinates")
@@ -214,6 +215,10 @@ class GradiVeQ(Codec):
     def fitted_slices(self, slices: int) -> list[list[int]]:
         """List for each basis which of a layer's M slices it is fitted on."""
         return fitted_slices(slices, self.settings.reuse, self.settings.pooled)
+
+    def phase(self, name: str, state: Tensors) -> str:
+        """Say what a layer's next exchange is under a state: "sampled", "compressed" or "dense"."""
+        return PHASES[int(self._of(name, state)["clock"][0])]
 
     # --- the exchange ---
 
