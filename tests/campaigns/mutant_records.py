@@ -247,10 +247,10 @@ MUTANTS = (
     ),
     Mutant(
         file="gradlab/codecs/gradiveq.py",
-        old='"width": torch.tensor(float(width))}',
-        new='"width": torch.tensor(float(width + 1))}',
+        old='"width": width}',
+        new='"width": width + 1}',
         tests=("tests/codecs/test_gradiveq.py",),
-        what="GradiVeQ draws a random axis beside those that eq. (6) asks for.",
+        what="GradiVeQ states one axis more than eq. (6) asks for.",
     ),
     Mutant(
         file="gradlab/codecs/gradiveq.py",
