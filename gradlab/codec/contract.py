@@ -361,6 +361,10 @@ class Codec(ABC):
             Bytes that a rank contributes, mean over the ranks and over a run.
         """
 
+    def position_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        """Return how many of `payload_bytes` name the elements whose values are sent; 0 unless positions travel."""
+        return 0.0
+
     def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
         """Forecast the payload bytes of the exchange that starts from `state`.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -280,6 +281,31 @@ def test_what_cannot_be_fitted_is_named(trace: Trace, tmp_path: Path) -> None:
     assert {group.layers[0] for group in chosen.groups[2:]} == {"mid.weight", "deep.bias"}
 
 
+@pytest.mark.parametrize("pattern", ["ring", "server"])
+def test_vectors_go_where_the_recipe_says(trace: Trace, pattern: str) -> None:
+    """Dense by default; with the autoencoder's, at least one value of each; or sparse, as the last layer."""
+    dense, coded, sparse = (
+        fit_lgc(trace, pattern, settings={"density": 0.02}, fitting=QUICK, vectors=vectors).plan
+        for vectors in ("dense", "autoencoder", "sparse")
+    )
+    assert dense.digest == fit_lgc(trace, pattern, settings={"density": 0.02}, fitting=QUICK).plan.digest
+    assert [layer.name for layer in dense.dense_layers] == ["stem.weight", "deep.bias"]
+    assert coded.groups[0].layers == ("mid.weight", "deep.weight", "deep.bias")
+    assert sparse.groups[2].layers == ("deep.bias",)
+    assert sparse.groups[1:] == (*dense.groups[1:], replace(dense.groups[1], name="vectors", layers=("deep.bias",)))
+    grads = [{n: torch.from_numpy(v) for n, v in r.items()} for r in planted(1)[0]]
+    for plan in (coded, sparse):
+        assert [layer.name for layer in plan.dense_layers] == ["stem.weight"]
+        assert plan.payload_bytes(RANKS) < dense.payload_bytes(RANKS)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # three epochs do not make an autoencoder
+            done = LockstepPlan(plan, RANKS).step(0, grads).exchanged
+        [mean] = [ranks[0].mean["deep.bias"] for ranks in done.values() if "deep.bias" in ranks[0].mean]
+        assert 1 <= int(mean.count_nonzero()) <= RANKS  # of 30: each rank's largest, or the leader's
+    with pytest.raises(GradlabError, match="vectors = 'some', expected one of dense, autoencoder, sparse"):
+        lgc_plan(LAYERS, pattern, vectors="some")
+
+
 def test_first_and_last_are_those_of_the_graph() -> None:
     class Backwards(nn.Module):
         def __init__(self) -> None:
@@ -360,9 +386,11 @@ def test_the_command(gradlab: Command, trace: Trace, tmp_path: Path) -> None:
     assert output.startswith("Do not use the autoencoder")
     assert "int4, scale per 256" in output
     assert figure.read_text().startswith("<?xml")
-    code, output, err = gradlab(*words, "--overwrite", "--json", "--feedback", "--momentum", 0.9)
+    code, output, err = gradlab(
+        *words, "--overwrite", "--json", "--feedback", "--momentum", 0.9, "--vectors", "autoencoder"
+    )
     assert code == 0, err
-    assert json.loads(output)["selected"] == 85
+    assert json.loads(output)["selected"] == 87  # two more, of 30 biases
     for wrong, expected in (
         (["--order", "sideways"], "order = 'sideways'"),
         (["--pattern", "star"], "pattern 'star'"),
@@ -374,6 +402,7 @@ def test_the_command(gradlab: Command, trace: Trace, tmp_path: Path) -> None:
         (["--pattern", "server", "--order", "value"], "order"),
         (["--density", 0], "density = 0"),
         (["--last", "nosuch"], "no layer 'nosuch'"),
+        (["--vectors", "some"], "vectors = 'some'"),
         (["--epochs", 0], "epochs = 0"),
     ):
         code, output, err = gradlab("fit", "lgc", trace.path, "--out", tmp_path / "other.safetensors", *wrong)
