@@ -43,7 +43,7 @@ from gradlab.codecs.block_scaled import BlockScaled
 from gradlab.codecs.lgc_ring import LgcRing
 from gradlab.collectives import Coroutine
 from gradlab.datasets import Data, Recipe, Workload, get
-from gradlab.layout import layers_of
+from gradlab.layout import Layer, layers_of
 from gradlab.learning.autoencoder import Architecture
 from gradlab.learning.selection import COMPRESSING, padded
 from gradlab.plan import Group, Plan, Wrap, lgc_plan, method_plan
@@ -103,6 +103,15 @@ class Frozen(LgcRing):
             return (yield from super().exchange(grads, state, context))
         yield ()
         return Exchanged({name: torch.zeros_like(grad) for name, grad in grads.items()}, dict(grads), state)
+
+    def _bytes(self, layers: Sequence[Layer], world_size: int, mode: int, position: int) -> float:
+        return 0.0 if mode == COMPRESSING else super()._bytes(layers, world_size, mode, position)
+
+    def _position_bytes(self, layers: Sequence[Layer], world_size: int, mode: int) -> float:
+        return 0.0 if mode == COMPRESSING else super()._position_bytes(layers, world_size, mode)
+
+    def _code_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        return 0.0
 
 
 Method = Callable[[Setting, nn.Module], Plan]

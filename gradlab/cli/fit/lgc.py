@@ -43,9 +43,7 @@ Last = Annotated[
 ]
 Vectors = Annotated[
     str,
-    typer.Option(
-        help="Biases and normalization vectors: dense; autoencoder, into its group; sparse, as the last layer."
-    ),
+    typer.Option(help="Biases and normalization vectors: dense; autoencoder: in its group; sparse: as the last layer."),
 ]
 Momentum = Annotated[
     float | None, typer.Option(help="Of momentum correction; the optimizer's is then to be 0. Without: none.")
