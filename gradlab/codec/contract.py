@@ -52,7 +52,7 @@ class Context:
 
     rank: of this process, from 0.
     world_size: number of ranks, N.
-    iteration: synchronised steps since the start of the run, from 0.
+    iteration: synchronised steps since the start of the run, from 0. Those that a loss scaler skipped count too.
     group: the group's name.
     seed: of the plan's random streams.
     learning_rate: by layer name.
