@@ -431,9 +431,18 @@ def test_figures_are_drawn(tmp_path: Path) -> None:
     errors = {f"{nodes} nodes": {"ring": [1.0] * 25, "server": [0.9] * 25} for nodes in (24, 32)}
     rates = {"scalar": [RatePoint(1.0, 0.3), RatePoint(2.0, 0.1)], "trellis": [RatePoint(1.1, 0.2)]}
     with drawing():
-        figures = plot_sparsification(losses, 20), plot_reconstruction(errors), plot_rates(rates)
+        figures = (
+            plot_sparsification(losses, 20),
+            plot_reconstruction(errors, caption="24 nodes " * 40 + "\n32 nodes"),
+            plot_rates(rates),
+        )
     lines = [len(figure.axes[0].get_lines()) for figure in figures]
     assert lines == [2, 3, 3]
+    wrapped = figures[1].get_supxlabel().split("\n")
+    assert " ".join(wrapped[:-1]).split() == ["24", "nodes"] * 40  # what it was drawn with is below, in lines that fit
+    assert wrapped[-1] == "32 nodes"
+    assert max(map(len, wrapped)) <= 130
+    assert not figures[0].get_supxlabel()
     assert figures[0].axes[0].get_lines()[1].get_xdata()[1] == 30.0  # type: ignore[index]
     for place, figure in enumerate(figures):
         figure.savefig(tmp_path / f"{place}.svg")
