@@ -168,6 +168,8 @@ METHODS: dict[str, Method] = {
     "LGC ring, Adam, normalised": _lgc("ring", None, "difference", **BEST),
     "LGC ring, by value": _lgc("ring", None, "difference", order="value", **BEST),
     "LGC ring, by value, 4 %": _lgc("ring", None, "difference", order="value", density=0.04, **BEST),
+    "LGC ring, by value, vectors coded": _lgc("ring", None, "difference", order="value", vectors="autoencoder", **BEST),
+    "LGC ring, by value, vectors sparse": _lgc("ring", None, "difference", order="value", vectors="sparse", **BEST),
     "LGC server, as written (text)": _lgc("server", MOMENTUM),
     "LGC server, as written (algorithm)": _lgc("server"),
     "LGC server, shared": _lgc("server", None, "difference", positions="shared", **BEST),

@@ -1,7 +1,7 @@
 """LGC's figures 3, 12, 13 and 14 in small: what nodes share, ways to become sparse, how autoencoders learn.
 
     python benchmarks/lgc_figures.py --data cifar10.npz --rows rows.jsonl --traces FOLDER [--figures 12] [--nodes 4 16]
-    python benchmarks/lgc_figures.py --rows rows.jsonl --information fig12.svg --sparsification fig13.svg \\
+    python benchmarks/lgc_figures.py --rows rows.jsonl --table --information fig12.svg --sparsification fig13.svg \\
         --reconstruction fig14.svg
 
 ResNet-8 on images halved to 16 x 16. Figures 3 and 12: for each number of emulated nodes (4, 16 and 22), which share a
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -128,6 +129,21 @@ def draw(figure: int, rows: Sequence[Row]) -> Figure:
     return plot_sparsification(found, 20, caption) if figure == 13 else plot_reconstruction(found, caption=caption)
 
 
+def information_table(rows: Sequence[Row]) -> str:
+    """Tabulate figures 3 and 12: means over iterations, in bits per parameter."""
+    lines = ["| nodes | layer | entropy | information | pair shuffled | pair shifted | copula beyond shifted pairs |"]
+    lines += ["| ---: | --- | ---: | ---: | ---: | ---: | ---: |"]
+    for row in rows:
+        for layer in row["found"]["layers"]:
+            histogram = layer["histograms"][str(row["found"]["paper_bins"])]
+            names = ("entropy", "information", "shuffled", "shifted")
+            bits = [f"{statistics.fmean(histogram[name]):.2f}" for name in names]
+            excess = layer["estimators"]["copula"]["excess"]
+            bits += [f"{excess['bits']:.4f} ({excess['low']:.4f} to {excess['high']:.4f})"]
+            lines.append(f"| {row['of']} | {layer['name']} | " + " | ".join(bits) + " |")
+    return "\n".join(lines)
+
+
 def drawn_with(figure: int, of: Any) -> str:
     """What a figure's lines were made with, for its caption."""
     model = "ResNet-8, CIFAR-10 at 16 x 16, SGD at a rate that rises to 1.0 in 200 iterations, one seed"
@@ -153,6 +169,7 @@ def main() -> None:
     parser.add_argument("--figures", type=int, nargs="+", choices=(12, 13, 14), default=[12, 13, 14])
     parser.add_argument("--nodes", type=int, nargs="+", help="of figures 12 and 14, in place of the paper's")
     parser.add_argument("--information", type=Path)
+    parser.add_argument("--table", action="store_true", help="of figures 3 and 12")
     parser.add_argument("--sparsification", type=Path)
     parser.add_argument("--reconstruction", type=Path)
     chosen = parser.parse_args()
@@ -173,6 +190,8 @@ def main() -> None:
         for figure, path in ((12, chosen.information), (13, chosen.sparsification), (14, chosen.reconstruction)):
             if path:
                 draw(figure, [row for row in rows if row["figure"] == figure]).savefig(path)
+    if chosen.table:
+        print(information_table([row for row in rows if row["figure"] == 12]))
 
 
 if __name__ == "__main__":

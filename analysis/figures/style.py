@@ -28,7 +28,7 @@ _SPARE_MARKERS = ("v", "P", "X", "<", ">", "*", "h", "d", "p")
 # More layers than this are told apart by a colour bar, not by a legend.
 _MOST_NAMED_LAYERS = 7
 WIDTH = 6.6
-_CAPTION_COLUMNS = 130  # characters of 6 points in a line of that width
+_CAPTION_COLUMNS = 150  # characters of 6 points in a line of that width
 _POINTS_PER_INCH = 72  # the resolution of both formats
 
 # Any: the keys that matplotlib's own types allow differ from version to version.

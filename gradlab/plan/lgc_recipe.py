@@ -123,7 +123,7 @@ def lgc_plan(
     if recipe.vectors == "autoencoder":
         between = tuple(layer.name for layer in layers if layer.name in {*between, *vectors})
     groups = [Group(GROUP, between, f"lgc_{pattern}", settings, around)]
-    sparse = {last: (last,)} if last not in ("", first) else {}
+    sparse: dict[str, tuple[str, ...]] = {last: (last,)} if last not in ("", first) else {}
     if recipe.vectors == "sparse" and vectors:
         sparse[VECTORS_GROUP] = vectors
     codec, chosen = ("clt_k", {"leader": "random"}) if pattern == "ring" else ("topk", {})

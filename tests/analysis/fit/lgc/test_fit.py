@@ -441,7 +441,7 @@ def test_figures_are_drawn(tmp_path: Path) -> None:
     wrapped = figures[1].get_supxlabel().split("\n")
     assert " ".join(wrapped[:-1]).split() == ["24", "nodes"] * 40  # what it was drawn with is below, in lines that fit
     assert wrapped[-1] == "32 nodes"
-    assert max(map(len, wrapped)) <= 130
+    assert max(map(len, wrapped)) <= 150
     assert not figures[0].get_supxlabel()
     assert figures[0].axes[0].get_lines()[1].get_xdata()[1] == 30.0  # type: ignore[index]
     for place, figure in enumerate(figures):
