@@ -25,6 +25,7 @@ from gradlab.analysis.figures.style import (
     method_markers,
     name_layers,
     panels,
+    write_below,
 )
 from gradlab.analysis.measure.layer_places import AFTER_ADDITION
 
@@ -117,6 +118,39 @@ def plot_information_over_iterations(between: Json) -> Figure:
     right.set(xlabel="iteration", title="(b) copula: pair, shifted pair (dotted)")
     right.axhline(0, color=GREY, linewidth=0.8)
     name_layers(figure, [left, right], [short(layer["name"]) for layer in layers])
+    return figure
+
+
+def plot_information_of_nodes(between: Mapping[str, Json], caption: str = "") -> Figure:
+    """Draw LGC's Figs. 3 and 12 for several numbers of nodes, a column each.
+
+    Above: entropy (dotted) and information (solid) by the paper's histogram. Below: the copula's information of a pair
+    (solid) and of the shifted pair (dotted).
+
+    Args:
+        between: by column title, report.json's "between_nodes" of runs of one model.
+        caption: what it was drawn with, to stand below.
+
+    Returns:
+        The figure.
+    """
+    figure, axes = panels(2 * len(between), len(between), height=2.0, sharey="row", sharex=True)
+    write_below(figure, caption)
+    for column, (title, one) in enumerate(between.items()):
+        above, below = axes[column], axes[len(between) + column]
+        layers = spread_layers(one["layers"])
+        for layer, color in zip(layers, layer_colors(len(layers)), strict=True):
+            steps, paper = layer["iterations"], layer["histograms"][str(one["paper_bins"])]
+            above.plot(steps, paper["information"], color=color, label=short(layer["name"]))
+            above.plot(steps, paper["entropy"], color=color, linestyle=":")
+            below.plot(steps, layer["estimators"]["copula"]["paired"], color=color)
+            below.plot(steps, layer["estimators"]["copula"]["shifted"], color=color, linestyle=":")
+        above.set(title=title, ylim=(0, None))
+        below.set(xlabel="iteration")
+        below.axhline(0, color=GREY, linewidth=0.8)
+    axes[0].legend(fontsize=6)
+    axes[0].set(ylabel="histogram: H (dotted), I")
+    axes[len(between)].set(ylabel="copula: pair, shifted (dotted)")
     return figure
 
 

@@ -93,6 +93,9 @@ class Wrapper(Codec):
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         return self.codec.payload_bytes(layers, world_size)
 
+    def position_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        return self.codec.position_bytes(layers, world_size)
+
     def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
         return self.codec.next_payload_bytes(layers, world_size, self.inner_state(state))
 

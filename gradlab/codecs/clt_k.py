@@ -124,4 +124,8 @@ class CLTK(Codec):
         count = self._count(numel)
         int8 = self.settings.values == "int8"
         values = _INT8.payload_bytes([Layer("values", (count,))], world_size) if int8 else 4 * count
-        return values + index_bytes(self.settings.index_coding, count, numel) / world_size
+        return values + self.position_bytes(layers, world_size)
+
+    def position_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        numel = sum(layer.numel for layer in layers)
+        return index_bytes(self.settings.index_coding, self._count(numel), numel) / world_size

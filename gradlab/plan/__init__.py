@@ -1,6 +1,7 @@
 """Which group of layers gets which codec, and from which step on; how plans are made and made anew."""
 
 from gradlab.plan.lgc_recipe import LgcRecipe, lgc_plan
+from gradlab.plan.payload_parts import PayloadParts, payload_parts
 from gradlab.plan.plan import (
     FEEDBACK,
     FINITE_FLAG_BYTES,
@@ -18,6 +19,7 @@ __all__ = [
     "FINITE_FLAG_BYTES",
     "Group",
     "LgcRecipe",
+    "PayloadParts",
     "Plan",
     "Schedule",
     "Wrap",
@@ -26,4 +28,5 @@ __all__ = [
     "lgc_plan",
     "method_plan",
     "named_plan",
+    "payload_parts",
 ]

@@ -12,6 +12,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from gradlab.analysis.figures.information import plot_information_of_nodes
+from gradlab.analysis.figures.style import drawing
 from gradlab.analysis.measure.agreement import index_overlap
 from gradlab.analysis.measure.between_ranks import (
     CORRECTED,
@@ -114,6 +116,25 @@ def test_processes_find_what_one_finds_and_json_is_plain(tmp_path: Path) -> None
     json.dumps(alone, allow_nan=False)
     assert alone["skipped_layers"] == ["head.bias"]
     assert [row["place"] for row in alone["layers"]] == [[FIRST], [LAST]]
+
+
+def test_nodes_beside_each_other_are_drawn_as_measured(tmp_path: Path) -> None:
+    """A column for each number of nodes: the histogram's entropy and information, the copula's pair and null."""
+    between = {}
+    for nodes in (2, 4):
+        with record_layer(tmp_path / f"{nodes}", planted(0.6, nodes=nodes), LAYER) as trace:
+            between[f"{nodes} nodes"] = measure_between_ranks(trace, QUICK).to_json()
+    with drawing():
+        figure = plot_information_of_nodes(between, "what it was drawn with")
+    above, below = figure.axes[:2], figure.axes[2:]
+    assert [axis.get_title("left") for axis in above] == list(between)
+    for column, (high, low) in enumerate(zip(above, below, strict=True)):
+        [layer] = between[f"{2 + 2 * column} nodes"]["layers"]
+        histogram, copula = layer["histograms"][str(PAPER_BINS)], layer["estimators"]["copula"]
+        drawn = [line.get_ydata() for line in (*high.get_lines(), *low.get_lines()[:2])]
+        wanted = [histogram["information"], histogram["entropy"], copula["paired"], copula["shifted"]]
+        assert [list(line) for line in drawn] == [list(line) for line in wanted]
+    assert figure.get_supxlabel() == "what it was drawn with"
 
 
 def test_iterations_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
