@@ -166,11 +166,12 @@ def table(rows: Sequence[dict[str, Any]], against: str = "dense") -> str:
                 f"  {mean['ratio']:5.1f}  {mean['ratio'] / 2:10.1f}"
                 f"  {mean['wire'] / 1e3:7.1f}"
             )
-            lines.append(f"{batch:5d}  {method:30s} {len(runs):2d}  {figures}  {_paired(pairs)}")
+            lines.append(f"{batch:5d}  {method:30s} {len(runs):2d}  {figures}  {paired(pairs)}")
     return "\n".join(lines)
 
 
-def _paired(differences: Sequence[float]) -> str:
+def paired(differences: Sequence[float]) -> str:
+    """Mean of differences that are paired by seed, with its 95 % t interval; the difference itself for one seed."""
     if len(differences) < 2:
         return " ".join(f"{value:+.2f}" for value in differences)
     half = stats.t.ppf(0.975, len(differences) - 1) * statistics.stdev(differences) / len(differences) ** 0.5

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accuracy import paired
 from emulated import Task, record, train
 from rows import Row, add, has, read
 
@@ -171,8 +172,11 @@ def train_all(name: str, data: Any, plans: Path, out: Path, seeds: Sequence[int]
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Ratio while compressing, final loss and score, each with its distance to dense and to uniform."""
-    lines = ["task    method            n   ratio  vs 16 bits   gain   loss           to dense  to uniform   score"]
+    """Ratio while compressing; loss and its distance to dense and to uniform; score and its difference to uniform."""
+    lines = [
+        "task    method            n   ratio  vs 16 bits   gain   loss           to dense  to uniform   score  "
+        "to uniform 95 %"
+    ]
     for task in dict.fromkeys(row["task"] for row in rows):
         here = [row for row in rows if row["task"] == task]
         mean = {m: _mean([row for row in here if row["method"] == m]) for m in dict.fromkeys(r["method"] for r in here)}
@@ -184,9 +188,18 @@ def table(rows: Sequence[Row]) -> str:
                 f"  {averages['compressing_ratio'] / 2:10.1f}"
                 f"  {averages['compressing_ratio'] / uniform['compressing_ratio']:5.2f}   {losses:14s}"
                 f" {100 * (averages['loss'] / mean['dense']['loss'] - 1):+6.2f} %"
-                f"   {100 * (averages['loss'] / uniform['loss'] - 1):+6.2f} %  {averages['score']:8.3f}"
+                f"   {100 * (averages['loss'] / uniform['loss'] - 1):+6.2f} %  {averages['score']:8.3f}  "
+                f"{paired(_score_differences(here, method))}"
             )
     return "\n".join(lines)
+
+
+def _score_differences(rows: Sequence[Row], method: str) -> list[float]:
+    """The score less the uniform plan's of the same seed: accuracy in points, or perplexity."""
+    unit = 100 if rows[0]["task"] == "images" else 1
+    other = method.replace("lgreco", "uniform")
+    here, uniform = ({row["seed"]: unit * row["score"] for row in rows if row["method"] == m} for m in (method, other))
+    return [here[seed] - uniform[seed] for seed in here if seed in uniform and other != method]
 
 
 def _mean(rows: Sequence[Row]) -> dict[str, float]:

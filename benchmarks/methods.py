@@ -29,10 +29,10 @@ from accuracy import WORKLOAD, resnet8, train
 from compared import Compared, published
 from matplotlib.figure import Figure
 from rows import Row, add, has, read
-from scipy import stats
 
 from gradlab import codecs
 from gradlab.analysis.figures.style import drawing, method_colors, panels, render
+from gradlab.analysis.measure.intervals import rank_correlation
 from gradlab.analysis.measure.rate_distortion import distortion_at, mean_squares
 from gradlab.analysis.replay import replay
 from gradlab.codec import About, Codec, Context, Deferred, Exchanged, PlanDefaults, Tensors
@@ -229,10 +229,8 @@ def table(replayed: Sequence[Row], trained: Sequence[Row]) -> str:
             if len(names) < 3:
                 continue
             sign = -1 if key == "cosine" else 1
-            rho = stats.spearmanr([sign * pairs[n][0][key] for n in names], [mean_loss(pairs[n][1]) for n in names])
-            lines.append(
-                f"Spearman of {key} with final loss, {what} ({len(names)}): {rho.statistic:+.2f} (p {rho.pvalue:.3f})"
-            )
+            rho = rank_correlation([sign * pairs[n][0][key] for n in names], [mean_loss(pairs[n][1]) for n in names])
+            lines.append(f"Spearman of {key} with final loss, {what} ({len(names)}): {rho}")
     return "\n".join(lines)
 
 

@@ -32,11 +32,9 @@ from pathlib import Path
 from typing import Any
 
 import emulated
-import numpy as np
 import torch
 from compared import Compared, published
 from rows import Row, add, has, read
-from scipy import stats
 
 from gradlab import __version__
 from gradlab.analysis.forecast import Network
@@ -44,6 +42,7 @@ from gradlab.analysis.forecast.link import Link
 from gradlab.analysis.forecast.profile import Profile
 from gradlab.analysis.forecast.speed import Configuration, forecast_speed, usual_plans
 from gradlab.analysis.layer_plan.lgreco import fit_lgreco
+from gradlab.analysis.measure.intervals import rank_correlation
 from gradlab.analysis.replay import replay
 from gradlab.artifact import Artifact
 from gradlab.datasets import get
@@ -62,7 +61,6 @@ FIRST, RECORDED, RECORDED_SEED = 100, 40, 7
 LINKS = (Link(1e8, 1e-4), Link(1e9, 1e-4))  # that the report is asked about
 # Methods by the names of reports, where these differ.
 AS_REPORTED = {"16-bit floats": "float16", "1-bit SGD, matrices alone": "1-bit SGD"}
-RESAMPLES, LEVEL = 10_000, 95  # of the bootstrap, and its interval in percent
 
 
 BOTH_WAYS = (Wrap("error_feedback"), Wrap("two_way"))
@@ -373,11 +371,8 @@ def _predictions(by_method: Mapping[str, Sequence[Row]], replayed: Mapping[str, 
     for key, sign in (("cosine", -1), ("aggregate_error", 1), ("contribution_error", 1)):
         pairs = [(sign * replayed[name][key], outcome(by_method[name])) for name in names if replayed[name].get(key)]
         if len(pairs) > 3:
-            rho, low, high = spearman(*(list(column) for column in zip(*pairs, strict=True)))
-            lines.append(
-                f"Spearman of {key} with the validation loss ({len(pairs)} methods): {rho:+.2f} "
-                f"({LEVEL} % bootstrap interval {low:+.2f} to {high:+.2f})"
-            )
+            rho = rank_correlation(*(list(column) for column in zip(*pairs, strict=True)))
+            lines.append(f"Spearman of {key} with the validation loss ({len(pairs)} methods): {rho}")
     return lines
 
 
@@ -394,30 +389,9 @@ def _recommended(report: Row, trained: Sequence[Row]) -> list[str]:
         lines.append(f"  {where}: {', or '.join(named) or 'do not compress'}")
     known = [name for name, runs in ended.items() if runs and report["cosines"][name] is not None]
     if len(known) > 3:
-        rho, low, high = spearman(
-            [-report["cosines"][name] for name in known], [outcome(ended[name]) for name in known]
-        )
-        lines.append(
-            f"  Spearman of its order of {len(known)} plans with the validation loss: {rho:+.2f} "
-            f"({LEVEL} % bootstrap interval {low:+.2f} to {high:+.2f})"
-        )
+        rho = rank_correlation([-report["cosines"][name] for name in known], [outcome(ended[name]) for name in known])
+        lines.append(f"  Spearman of its order of {len(known)} plans with the validation loss: {rho}")
     return lines
-
-
-def spearman(
-    predicted: Sequence[float], observed: Sequence[float], resamples: int = RESAMPLES
-) -> tuple[float, float, float]:
-    """Rank correlation, and the percentile interval of a bootstrap over the methods."""
-    pairs = np.array([predicted, np.nan_to_num(observed, posinf=1e9)], dtype=float)
-    generator = np.random.default_rng(0)
-    draws = generator.integers(pairs.shape[1], size=(resamples, pairs.shape[1]))
-    ranks = [stats.rankdata(row[draws], axis=1) for row in pairs]
-    centered = [rank - rank.mean(1, keepdims=True) for rank in ranks]
-    norms = np.sqrt((centered[0] ** 2).sum(1) * (centered[1] ** 2).sum(1))
-    values = (centered[0] * centered[1]).sum(1)[norms > 0] / norms[norms > 0]
-    edge = (100 - LEVEL) / 2
-    low, high = np.percentile(values, [edge, 100 - edge])
-    return float(stats.spearmanr(*pairs).statistic), float(low), float(high)
 
 
 def main() -> None:

@@ -69,11 +69,17 @@ def plot_claim(between: Json) -> Figure:
         values = [np.mean(histogram[name]) for histogram in histograms]
         left.plot(values, rows, marker, color=color, label=label, markersize=5, linestyle="none", fillstyle="none")
     for position, (name, (label, color, marker)) in enumerate(_ESTIMATORS.items()):
-        excess = [layer["estimators"][name]["excess"] for layer in layers]
-        middle = np.array([interval["bits"] for interval in excess])
-        ends = np.abs(np.array([[interval["low"], interval["high"]] for interval in excess]).T - middle)
-        style: dict[str, Any] = {"fmt": marker, "color": color, "markersize": 3, "linewidth": 0.9}
-        right.errorbar(middle, rows + 0.22 * (position - 1), xerr=ends, label=label, **style)
+        placed = [
+            (row + 0.22 * (position - 1), layer["estimators"][name]["excess"])
+            for row, layer in zip(rows, layers, strict=True)
+        ]
+        style: dict[str, Any] = {"color": color, "markersize": 3, "linewidth": 0.9}
+        known = np.array([(one["bits"], y, one["low"], one["high"]) for y, one in placed if one["low"] is not None])
+        middle, height, low, high = known.reshape(-1, 4).T
+        right.errorbar(middle, height, xerr=[middle - low, high - middle], fmt=marker, label=label, **style)
+        without = [(one["bits"], y) for y, one in placed if one["low"] is None]
+        if without:
+            right.plot(*np.array(without).T, marker, fillstyle="none", **style)
     right.axvline(0, color=GREY, linewidth=0.8)
     left.set(xlabel="bits per parameter", title="(a) LGC's histogram, 2³² levels", yticks=rows)
     left.set_yticklabels([_marked(layer) for layer in layers], fontsize=7 if len(layers) <= 30 else 4)
@@ -321,6 +327,8 @@ def _family(codec: str) -> str:
 def plot_ranking(ranking: Json) -> Figure:
     """Draw (a) the rank of each plan in windows of the run, (b) how each window's order agrees with the whole run's.
 
+    Bars are 95 % intervals over plans (Bonett & Wright 2000), from five plans on.
+
     Args:
         ranking: report.json's "ranking".
 
@@ -337,6 +345,9 @@ def plot_ranking(ranking: Json) -> Figure:
     )
     left.invert_yaxis()
     right.plot(middles, ranking["agreement"], "o-", color=BLUE)
+    for middle, interval in zip(middles, ranking["agreement_intervals"], strict=True):
+        if interval is not None:
+            right.plot([middle, middle], interval, color=BLUE, linewidth=0.8)
     right.set(xlabel="iteration", ylabel="rank correlation with the whole run", ylim=(-1.05, 1.05), title="(b)")
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure

@@ -183,7 +183,8 @@ def _replays(data: Json) -> Section | None:
             Drawing(
                 "ranking",
                 "Whether plans keep their order",
-                "Plans by the cosine of their update with the true mean, in windows of the run.",
+                "Plans by the cosine of their update with the true mean, in windows of the run. Bars: 95 % intervals "
+                "of the rank correlation over plans (Bonett and Wright 2000), from five plans on.",
                 partial(information_plots.plot_ranking, ranking),
             )
         )
@@ -217,6 +218,9 @@ def _group_table(replays: Json) -> Table:
     return Table("By group", columns, shown, note, text_columns=2)
 
 
+_ESTIMATORS = {"copula": "copula", "equal_mass": "equal masses", "ksg": "nearest neighbours"}
+
+
 def _between_nodes(data: Json) -> Section | None:
     between = data.get("between_nodes")
     if not between or not between["layers"]:
@@ -227,7 +231,7 @@ def _between_nodes(data: Json) -> Section | None:
         for name in ("information", "shuffled")
     )
     excess = [x["estimators"]["copula"]["excess"] for x in layers]
-    beyond = sum(one["low"] > 0 for one in excess)
+    ends = [one["low"] for one in excess if one["low"] is not None]
     answer = (
         f"By LGC's histogram {format_percent(common, 0)} of a layer's entropy is common to two ranks (median over "
         "layers); "
@@ -236,8 +240,18 @@ def _between_nodes(data: Json) -> Section | None:
         "in "
         f"an iteration, beyond what they share {between['shift_iterations']} iterations apart, is "
         f"{format_number(median(one['bits'] for one in excess), 2)} bits per parameter (median, Gaussian copula); its "
-        f"interval lies above 0 in {beyond} of {len(layers)} layers (by chance in {len(layers) / 40:.1f})."
+        f"interval lies above 0 in {sum(end > 0 for end in ends)} of {len(ends)} layers (by chance in "
+        f"{len(ends) / 40:.1f})."
     )
+    if len(ends) < len(layers):
+        first = next(layer for layer, one in zip(layers, excess, strict=True) if one["low"] is None)
+        reason = first["estimators"]["copula"]["excess"]["refused"]
+        answer += f" {len(layers) - len(ends)} layers have no interval, such as {first['name']}: {reason}."
+    if drifting := [layer["name"] for layer, one in zip(layers, excess, strict=True) if one["drift"] is not None]:
+        answer += (
+            f" It drifts over the iterations in {len(drifting)} layers ({drifting[0]} first), so that one mean does "
+            "not say it all."
+        )
     drawings = [
         Drawing(
             "lgc_claim",
@@ -245,8 +259,8 @@ def _between_nodes(data: Json) -> Section | None:
             "After Fig. 4 of LGC; (first), (last), (+): first and last layer, after a residual addition. (a) The "
             "paper's "
             "estimator, of the pair and of the shuffled pair. (b) Excess over pairs "
-            f"{between['shift_iterations']} iterations apart, {format_percent(between['level'], 0)} block-bootstrap "
-            "intervals over iterations.",
+            f"{between['shift_iterations']} iterations apart, {format_percent(between['level'], 0)} intervals "
+            "over iterations; hollow: none could be given.",
             partial(information_plots.plot_claim, between),
         ),
         Drawing(
@@ -270,7 +284,7 @@ def _between_nodes(data: Json) -> Section | None:
             partial(information_plots.plot_top_indices, between),
         ),
     ]
-    return Section("between", "What do ranks share?", answer, [_between_table(between)], drawings)
+    return Section("between", "What do ranks share?", answer, _between_tables(between), drawings)
 
 
 def _mean_of(layer: Json, bins: str, name: str) -> float:
@@ -278,7 +292,7 @@ def _mean_of(layer: Json, bins: str, name: str) -> float:
     return float(sum(values) / len(values))
 
 
-def _between_table(between: Json) -> Table:
+def _between_tables(between: Json) -> list[Table]:
     paper, rows = str(between["paper_bins"]), []
     for layer in between["layers"]:
         top = next((row for row in layer["top_indices"] if row["density"] == _SHOWN_DENSITY), None)
@@ -287,8 +301,8 @@ def _between_table(between: Json) -> Table:
                 layer["name"],
                 ", ".join(layer["place"]) or "-",
                 *(format_number(_mean_of(layer, paper, name)) for name in ("entropy", "information", "shuffled")),
-                *(_with_interval(layer["estimators"][name]["excess"]) for name in ("copula", "equal_mass", "ksg")),
-                _cosine(layer["mean_cosine"]),
+                *(_with_interval(layer["estimators"][name]["excess"], "bits", 3) for name in _ESTIMATORS),
+                _with_interval(layer["mean_cosine"], "mean", 2),
                 format_number(layer["signal_to_noise"], 2),
                 format_percent(top["overlap"] if top else None),
             ]
@@ -302,19 +316,38 @@ def _between_table(between: Json) -> Table:
         "up to "
         f"{between['values']} values of a layer in {between['iterations']} iterations."
     )
-    return Table("Between ranks, by layer", columns, rows, note, text_columns=2)
+    tables = [Table("Between ranks, by layer", columns, rows, note, text_columns=2)]
+    if remarks := _series_remarks(between["layers"]):
+        remark_columns = ("layer", "series", "what was found")
+        hint = "A trend cannot be told from a wandering that is slower than the recording is long."
+        tables.append(Table("Series without an interval, or that drift", remark_columns, remarks, hint, text_columns=3))
+    return tables
 
 
-def _with_interval(excess: Json) -> str:
-    return f"{excess['bits']:.3f} [{excess['low']:.3f}, {excess['high']:.3f}]"
+def _series_remarks(layers: Sequence[Json]) -> list[list[str]]:
+    """A row for each series over iterations that has no interval, or drifts."""
+    rows = []
+    for layer in layers:
+        series = {f"excess: {label}": layer["estimators"][name]["excess"] for name, label in _ESTIMATORS.items()}
+        for label, found in {**series, "cosine": layer["mean_cosine"]}.items():
+            remarks = [f"no interval: {found['refused']}"] if found["refused"] else []
+            if found["drift"] is not None:
+                remarks.append(_drift_line(found["drift"]))
+            if remarks:
+                rows.append([layer["name"], label, "; ".join(remarks)])
+    return rows
 
 
-def _cosine(cosine: Json) -> str:
-    if cosine["mean"] is None:
+def _drift_line(drift: Sequence[float]) -> str:
+    return f"drifts from {format_number(drift[0], 2)} to {format_number(drift[1], 2)}"
+
+
+def _with_interval(found: Json, name: str, digits: int) -> str:
+    if found[name] is None:
         return "-"
-    if cosine["low"] is None:
-        return f"{cosine['mean']:.2f}"
-    return f"{cosine['mean']:.2f} [{cosine['low']:.2f}, {cosine['high']:.2f}]"
+    if found["low"] is None:
+        return f"{found[name]:.{digits}f} [no interval]"
+    return f"{found[name]:.{digits}f} [{found['low']:.{digits}f}, {found['high']:.{digits}f}]"
 
 
 _SAME_DATA = 1e-6  # noise over signal
@@ -337,15 +370,19 @@ def _noise_scale(data: Json) -> Section | None:
         answer = "All ranks computed the same gradient: check that each of them sees data of its own."
     else:
         value, low, high = (None if x is None else (size or 1) * x for x in (scale, model["low"], model["high"]))
+        interval = f"no interval: {model['refused']}"
+        if not model["refused"]:
+            above = format_number(high) if high is not None else "no upper end"
+            interval = f"{format_percent(model['level'], 0)} interval {format_number(low)} to {above}"
         answer = (
-            f"The gradient noise scale is {format_number(value)} {unit} ({format_percent(model['level'], 0)} interval "
-            f"{format_number(low)} to "
-            f"{format_number(high) if high is not None else 'no upper end'}): a rank's batch"
+            f"The gradient noise scale is {format_number(value)} {unit} ({interval}): a rank's batch"
             f"{f' of {size}' if size else ''} is {_times(scale)}, so a gradient is "
             f"{format_percent(1 / (1 + scale), 0)} "
             f"signal, and the mean of {noise['world_size']} is "
             f"{format_percent(1 / (1 + scale / noise['world_size']), 0)}."
         )
+    if model["drift"] is not None:
+        answer += f" The share of signal {_drift_line(model['drift'])} over the recording."
     drawing = Drawing(
         "noise_scale",
         "Redundancy over batch and ranks",
@@ -445,7 +482,7 @@ def _layer(data: Json, layer: Json, place: int, drawn: bool) -> Section:
     if layer["mean_cosine"] is not None:
         facts.append(f"cosine between ranks {layer['mean_cosine']:.2f}")
     if between:
-        facts.append(f"excess {_with_interval(between['estimators']['copula']['excess'])} bits (copula)")
+        facts.append(f"excess {_with_interval(between['estimators']['copula']['excess'], 'bits', 3)} bits (copula)")
     limit = information_plots.named_layer(data.get("limits"), name)
     if limit and limit["codecs"]:
         useful = [row for row in limit["codecs"] if _USEFUL[0] <= row["relative_error"] <= _USEFUL[1]]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from gradlab.analysis.forecast import SPEED_NOISE
 from gradlab.analysis.forecast.endings import ended_at, judgement_text
 from gradlab.analysis.forecast.link import format_rate
+from gradlab.analysis.measure.intervals import FEWEST_RANKED
 from gradlab.analysis.report.tables import trend_text
 from gradlab.formatting import format_number, format_percent, format_ratio, format_seconds
 from gradlab.metric import RELATIVE_NOISE, final_score, metric_of, scores
@@ -355,11 +356,15 @@ def ranking_line(ranking: Mapping[str, Any]) -> str:
     Returns:
         One sentence.
     """
-    least = min(ranking["agreement"])
+    windows = zip(ranking["agreement"], ranking["agreement_intervals"], strict=True)
+    least, interval = min(windows, key=lambda window: window[0])
     order = "the same" if least > _SAME_ORDER else "not the same"
+    known = f"no interval: {len(ranking['whole'])} plans, expected at least {FEWEST_RANKED} that differ"
+    if interval is not None:
+        known = f"95 % interval {interval[0]:.2f} to {interval[1]:.2f} by Bonett and Wright"
     return (
         f"The order of plans by {ranking['measure'].replace('_', ' ')} is {order} all through what was replayed (rank "
-        f"correlation with the whole order at least {least:.2f})."
+        f"correlation with the whole order at least {least:.2f}; {known})."
     )
 
 

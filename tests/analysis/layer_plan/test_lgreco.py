@@ -35,6 +35,7 @@ from gradlab.analysis.layer_plan.over_time import learning_rates_of, plan_over_t
 from gradlab.analysis.layer_plan.planners import accordion, cgx_kmeans, global_threshold, total, uniform
 from gradlab.analysis.layer_plan.sensitivity import correlations, loss_sensitivity
 from gradlab.analysis.layer_plan.step_time_search import StepTimes, fastest_plan
+from gradlab.analysis.measure.intervals import rank_correlation
 from gradlab.analysis.replay import replay
 from gradlab.artifact import Artifact
 from gradlab.collectives import all_gather_wire_bytes, all_reduce_wire_bytes
@@ -569,6 +570,7 @@ def test_losses_differ_where_a_layer_is_compressed() -> None:
     errors = [np.array(squared_errors(x, goals[x.name], settings)) for x in LAYERS if x.name in candidates]
     measured = correlations(errors, list(sensitivity.differences.values()))
     assert measured["spearman"] == pytest.approx([1.0, 1.0])
+    assert measured["spearman_intervals"] == [rank_correlation(range(len(errors)), range(len(errors))).interval] * 2
     assert min(measured["pearson"]) > 0.9
     with pytest.raises(GradlabError, match="no layer 'nosuch'"):
         loss_sensitivity(run, LAYERS, {"nosuch": settings})

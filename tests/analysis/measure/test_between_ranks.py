@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -54,6 +55,7 @@ from support.recorded import random_gradients, record, record_layer
 
 LAYER = Layer("conv.weight", (32, 16, 3, 3), "convolution")
 QUICK = BetweenRanks(iterations=6, pairs=2, values=2048)
+WITH_INTERVALS = replace(QUICK, iterations=30, pairs=1)
 
 
 def planted(signal: float, *, nodes: int = 3, steps: int = 24, scales: bool = False, seed: int = 0) -> np.ndarray:
@@ -73,7 +75,7 @@ def measured(tmp_path: Path, values: np.ndarray, settings: BetweenRanks = QUICK)
 
 
 def test_common_signal_is_found_by_all_and_exceeds_the_shifted_null(tmp_path: Path) -> None:
-    result = measured(tmp_path, planted(0.6))
+    result = measured(tmp_path, planted(0.6, steps=40), WITH_INTERVALS)
     true = float(gaussian_information(0.6))
     for method in CORRECTED:
         excess = result.estimators[method].excess
@@ -90,7 +92,7 @@ def test_common_signal_is_found_by_all_and_exceeds_the_shifted_null(tmp_path: Pa
 
 def test_common_scales_alone_are_no_excess(tmp_path: Path) -> None:
     """Estimators see dependence that ranks have by having the same parameters; the shifted null has it too."""
-    result = measured(tmp_path, planted(0.0, scales=True))
+    result = measured(tmp_path, planted(0.0, steps=40, scales=True), WITH_INTERVALS)
     for method in ("equal_mass", "ksg"):
         estimate = result.estimators[method]
         assert np.mean(estimate.paired) > 0.1
@@ -217,14 +219,14 @@ def products(values: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("signal", [0.5, 0.1])
 def test_the_planted_noise_scale_is_found_within_its_interval(signal: float) -> None:
     """tr(Sigma) / ||G||^2 = (1 - signal) / signal, in batches of one node."""
-    scale = noise_scale(products(planted(signal, nodes=4, steps=60)), np.random.default_rng(0))
+    scale = noise_scale(products(planted(signal, nodes=4, steps=60)))
     assert scale.batches == pytest.approx((1 - signal) / signal, rel=0.05)
     assert scale.low <= scale.batches <= scale.high
     assert scale.signal == pytest.approx(signal * LAYER.numel, rel=0.05)
 
 
 def test_noise_alone_has_no_scale_that_is_finite_for_sure() -> None:
-    scale = noise_scale(products(planted(0.0, nodes=4, steps=60)), np.random.default_rng(0))
+    scale = noise_scale(products(planted(0.0, nodes=4, steps=60)))
     assert scale.high == math.inf
     assert scale.low > 100
 
@@ -232,7 +234,7 @@ def test_noise_alone_has_no_scale_that_is_finite_for_sure() -> None:
 def test_groups_of_nodes_are_larger_batches() -> None:
     """Measured cosine between means of m nodes: what 1 / (1 + B / m) says."""
     inner = products(planted(0.2, nodes=8, steps=30))
-    scale = noise_scale(inner, np.random.default_rng(0)).batches
+    scale = noise_scale(inner).batches
     for size in (1, 2, 4):
         assert group_cosine(inner, size) == pytest.approx(expected_cosine(size, scale), abs=0.02)
     with pytest.raises(GradlabError, match="groups of 5 of 8 ranks"):
@@ -250,7 +252,7 @@ def test_noise_scale_of_a_trace_as_json(tmp_path: Path) -> None:
     with record_layer(tmp_path / "t", planted(0.5, nodes=4), LAYER) as trace:
         spectrum = measure_spectrum(trace)
     inner = np.stack([layer.inner for layer in spectrum.layers])
-    scales = measure_noise_scale(inner, [LAYER.name], 16, np.random.default_rng(0))
+    scales = measure_noise_scale(inner, [LAYER.name], 16)
     assert scales.layers[0].batches == scales.model.batches == pytest.approx(1.0, rel=0.1)
     assert [row.batches for row in scales.measured_cosine] == [1, 2]
     assert scales.by_nodes[0].redundancy_bits == 0.0
@@ -263,7 +265,7 @@ def test_noise_scale_of_a_trace_as_json(tmp_path: Path) -> None:
     ):
         assert all(list(row) == columns for row in rows)
     with pytest.raises(GradlabError, match="1 ranks"):
-        noise_scale(inner[0][:, :1, :1], np.random.default_rng(0))
+        noise_scale(inner[0][:, :1, :1])
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------
