@@ -24,7 +24,7 @@ from gradlab.formatting import format_percent
 from gradlab.jsonable import Jsonable
 from gradlab.metric import RELATIVE_NOISE
 
-NEIGHBOURS = 7
+NEIGHBOURS = 5
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class EndingRange(Jsonable):
 
     @property
     def within_noise(self) -> bool:
-        """Whether the middle one ended no further above dense than seeds differ by."""
-        return self.middle <= RELATIVE_NOISE
+        """Whether all of them ended no further above dense than seeds differ by."""
+        return self.high <= RELATIVE_NOISE
 
     @property
     def text(self) -> str:

@@ -2,8 +2,8 @@
 
 Speed alone decides nothing, and a replay does not either. The fastest plan is named with the cosine that its replay is
 judged by (`Replay.judgement`: of updates summed over several steps), and with what trainings ended at whose replays
-had a like cosine (`gradlab.analysis.forecast.endings`). Beside it stand the fastest plan whose like ended, in the
-middle, within noise of dense, and plain reduction in 16 bits, which loses next to nothing.
+had a like cosine (`gradlab.analysis.forecast.endings`). Beside it stand the fastest plan whose like all ended within
+noise of dense, and plain reduction in 16 bits, which loses next to nothing.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Configuration(Jsonable):
     seconds: each plan's step, by name.
     fastest, fastest_saves: the fastest of the plans that save more than `SPEED_NOISE`, and the share of the dense step
         that it saves. None and 0: no plan does.
-    closest, closest_saves: the same, of the plans whose like ended within noise of dense.
+    closest, closest_saves: the same, of the plans whose like all ended within noise of dense.
     """
 
     nodes: int
@@ -141,7 +141,7 @@ class Judged(Jsonable):
 
     @property
     def close(self) -> bool:
-        """Whether trainings with like cosines ended, in the middle, within noise of dense."""
+        """Whether all trainings with like cosines ended within noise of dense."""
         return self.ended is not None and self.ended.within_noise
 
     @property

@@ -19,7 +19,9 @@ from gradlab.jsonable import Jsonable, plain
 from gradlab.saving import Saving
 
 # Steps of the windows that plans are judged by which apply gradients of earlier steps.
-JUDGED_LENGTH = 16
+JUDGED_LENGTH = 4
+# Judged steps below which a replay is said to be short.
+_FEW = 32
 # A recording that starts before so many times its own length is of the beginning of training.
 _EARLY = 4
 
@@ -197,8 +199,9 @@ class Replay:
     def judgement(self) -> WindowErrors | None:
         """What the plan is judged by: of one that applies gradients of earlier steps, sums over windows.
 
-        The windows are of `JUDGED_LENGTH` steps, or of the most that the judged steps hold two of. Other plans are
-        judged by single steps. None where no step has an error.
+        The windows are of `JUDGED_LENGTH` steps, the length that went best with the loss on both tasks of
+        docs/comparison.md. Other plans, and replays of fewer than two windows, are judged by single steps. None where
+        no step has an error.
         """
         longest = JUDGED_LENGTH if self.memory else 1
         known = [one for one in self.window_errors if one.length <= longest]
@@ -213,8 +216,8 @@ class Replay:
         first, last, count = steps[0], steps[-1], len(steps)
         span = f"iterations {first} to {last}"
         found = []
-        if count < 2 * JUDGED_LENGTH:
-            found.append(f"only {count} steps are judged ({span}), less than two windows of {JUDGED_LENGTH}")
+        if count < _FEW:
+            found.append(f"only {count} steps are judged ({span}), fewer than {_FEW}")
         if first < _EARLY * (last - first + 1):
             found.append(f"they are of the beginning of training ({span}), and errors were seen to grow later")
         return "; ".join(found) or None

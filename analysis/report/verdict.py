@@ -310,11 +310,8 @@ def replay_verdict(replays: Mapping[str, Any]) -> str:
         chosen = known[best]
         sent = Saving.read(chosen).text("fewer bytes")
         mean, own = format_percent(chosen["aggregate_error"]), format_percent(chosen["contribution_error"])
-        which = (
-            best
-            if len(summaries) == 1
-            else f"Of the lossy plans replayed, {best} is the one whose like trained best: it"
-        )
+        several = f"Of the lossy plans replayed, the like of {best} trained best: it"
+        which = several if len(summaries) > 1 else best
         judged = judgement_text(chosen["judged_cosine"], chosen["judged_length"], chosen["memory"])
         lines.append(
             f"{which} sends {sent}; {judged}. Median errors of a step: {mean} of the mean, {own} of a rank's own."

@@ -39,7 +39,7 @@ def test_neighbours_are_the_nearest_in_angle_of_the_same_kind(
     assert found.methods == min(count, len(own))
     assert min(inside) <= found.low <= found.middle <= found.high <= max(inside)
     assert abs(math.acos(found.least_cosine) - math.acos(cosine)) <= reach
-    assert found.within_noise == (found.middle <= RELATIVE_NOISE)
+    assert found.within_noise == (found.high <= RELATIVE_NOISE)
 
 
 def test_a_run_that_diverged_counts_as_the_worst() -> None:
@@ -67,6 +67,6 @@ def test_the_calibration_is_what_the_command_makes_of_the_stored_rows(monkeypatc
 
 
 def test_both_kinds_can_be_looked_up_at_every_length_that_plans_are_judged_by() -> None:
-    for length in (1, 4, 16):
+    for length in (1, 4):
         for memory in (True, False):
-            assert ended_at(0.8, length, memory).methods == 7
+            assert ended_at(0.8, length, memory).methods == 5

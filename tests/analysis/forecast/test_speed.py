@@ -83,18 +83,18 @@ def test_the_verdict_says_where_plain_16_bit_reduction_is_as_fast() -> None:
 @pytest.mark.parametrize("cosine", [-0.2, 0.1, 0.49, 0.51, 0.94, 0.96])
 def test_no_cosine_alone_forbids_compression(cosine: float, memory: bool) -> None:
     """The fastest plan is named with its range, whatever its cosine."""
-    forecast = forecast_topk(cosine, memory=memory, length=16 if memory else 1)
+    forecast = forecast_topk(cosine, memory=memory, length=4 if memory else 1)
     slow = forecast.configurations[0]
     ended = forecast.judged["top-k 1 %"].ended
     assert slow.fastest == "top-k 1 %"
     assert (slow.closest == "top-k 1 %") == ended.within_noise
     assert f"{ended.methods} methods nearest to that in our trainings ended {ended.text} in loss" in forecast.verdict
-    assert ("summed over 16 steps" in forecast.verdict) == memory
+    assert ("summed over 4 steps" in forecast.verdict) == memory
 
 
 def test_a_plan_whose_like_trained_as_dense_is_named_beside_a_faster_one() -> None:
     plans = {"top-k 1 %": Plan.uniform(LAYERS, "topk", density=0.01), "int8": Plan.uniform(LAYERS, "block_scaled")}
-    replayed = {"top-k 1 %": Replayed(0.1, 16, memory=True), "int8": Replayed(0.9999)}
+    replayed = {"top-k 1 %": Replayed(0.1, 4, memory=True), "int8": Replayed(0.9999)}
     forecast = forecast_speed(plans, replayed, Network([SLOW], (2,), COMPUTING))  # type: ignore[arg-type]
     (slow,) = forecast.configurations
     assert (slow.fastest, slow.closest) == ("top-k 1 %", "int8")

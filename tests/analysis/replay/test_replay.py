@@ -440,7 +440,7 @@ def test_parts_of_a_plan_add_up_to_the_whole(tmp_path, monkeypatch, codec):
 def test_the_plan_whose_like_trained_best_is_named_whatever_its_ranks_errors_are() -> None:
     def summary(own: float | None, mean: float | None, cosine: float, **other: Any) -> dict:
         errors = {"contribution_error": own, "aggregate_error": mean, "compression_ratio": 4.0}
-        judged = {"judged_cosine": cosine, "judged_length": 16, "memory": True, "trend": None, "caution": None}
+        judged = {"judged_cosine": cosine, "judged_length": 4, "memory": True, "trend": None, "caution": None}
         return {"summary": {**errors, **judged, **other}}
 
     replays = {
@@ -449,13 +449,11 @@ def test_the_plan_whose_like_trained_best_is_named_whatever_its_ranks_errors_are
         "lossless": summary(0.0, 1e-9, 1.0),
     }
     said = replay_verdict(replays)
-    assert said.startswith(
-        "Of the lossy plans replayed, sums is the one whose like trained best: it sends 4.00x fewer bytes"
-    )
-    assert "its update summed over 16 steps has a cosine of 0.97 with the true mean as replayed" in said
+    assert said.startswith("Of the lossy plans replayed, the like of sums trained best: it sends 4.00x fewer bytes")
+    assert "its update summed over 4 steps has a cosine of 0.97 with the true mean as replayed" in said
     assert "Median errors of a step: 20.0 % of the mean, 90.0 % of a rank's own." in said
     said = replay_verdict({"zeros": summary(0.5, None, 0.0), "sums": replays["sums"]})
-    assert "sums is the one whose like trained best" in said
+    assert "the like of sums trained best" in said
     assert "Nothing is known about zeros: no finite iteration with a gradient" in said
     assert replay_verdict({"sums": replays["sums"]}).startswith("sums sends 4.00x fewer bytes")
     rising = summary(0.3, 0.1, 0.9, trend={"slope": 2e-3, "low": 1e-3, "high": 3e-3, "steps": 40}, caution="few")
@@ -471,5 +469,5 @@ def test_a_recording_that_is_short_or_of_the_beginning_is_said_to_be(start: int,
     same = (True, True, 0.1, 0.1, 0.9, 1.0, 1, 1.0, 1, 0.0)
     made = Replay(tuple(ReplayStep(start + t, *same) for t in range(count)), 2, "", "", (), 1.0, 1.0)
     caution = made.caution or ""
-    assert ("less than two windows of 16" in caution) == short
+    assert ("fewer than 32" in caution) == short
     assert ("of the beginning of training" in caution) == (start < 4 * count)

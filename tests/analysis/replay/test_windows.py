@@ -149,7 +149,9 @@ def test_windows_of_a_fitted_plan_begin_after_its_fit(tmp_path: Path) -> None:
         fitted = result.held_out({"trace": trace.digest, "fitted_on": list(range(6))})
     assert {one.length: one.windows for one in result.window_errors} == {1: 40, 4: 10, 16: 2}
     assert {one.length: one.windows for one in fitted.window_errors} == {1: 34, 4: 8, 16: 1}
-    assert (result.judgement.length, fitted.judgement.length) == (16, 4)  # the longest that there are two of
+    few = fitted.held_out({"trace": fitted.trace_digest, "fitted_on": list(range(33))})
+    assert (fitted.judgement.length, fitted.judgement.windows) == (4, 8)
+    assert (few.judgement.length, few.judgement.windows) == (1, 7)  # one window of 4 alone
 
 
 @pytest.mark.parametrize(
@@ -177,6 +179,6 @@ def test_a_replay_in_json_has_its_windows(tmp_path: Path) -> None:
     assert [one["length"] for one in written["windows"]] == [4] * 8 + [16] * 2
     assert [(one["first"], one["last"]) for one in written["windows"][-2:]] == [(0, 15), (16, 31)]
     assert [one["length"] for one in written["summary"]["windows"]] == [1, 4, 16]
-    assert written["summary"]["judged_length"] == 16
-    assert written["summary"]["judged_cosine"] == pytest.approx(np.median([w.cosine for w in result.windows[-2:]]))
+    assert written["summary"]["judged_length"] == 4
+    assert written["summary"]["judged_cosine"] == pytest.approx(np.median([w.cosine for w in result.windows[:8]]))
     assert all(math.isfinite(one["cosine"]) for one in written["windows"])
