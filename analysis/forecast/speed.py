@@ -9,14 +9,14 @@ noise of dense, and plain reduction in 16 bits, which loses next to nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from gradlab.analysis.forecast.endings import EndingRange, ended_at, judgement_text
 from gradlab.analysis.forecast.link import json_rate, spell_rate
 from gradlab.analysis.forecast.network import Network
 from gradlab.analysis.forecast.plans import SPEED_NOISE, Forecast, forecast
-from gradlab.analysis.forecast.profile import NOT_MEASURED
+from gradlab.analysis.forecast.profile import NOT_MEASURED, CodecTime
 from gradlab.analysis.forecast.step_time import Comparison
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_percent, format_seconds
@@ -229,7 +229,8 @@ def forecast_speed(
 
     Args:
         plans: by name. Those that compress nothing are left out.
-        replays: of some or all of the plans, by name.
+        replays: of some or all of the plans, by name. A plan's codec time is that of its replay, so that a report has
+            one; without a replay the codecs are timed here.
         network: the links and numbers of nodes to forecast for, and the computing time.
         progress: called after each plan.
 
@@ -244,7 +245,7 @@ def forecast_speed(
         raise GradlabError("no plan compresses anything: all steps are those of plain DDP")
     forecasts = {}
     for done, (name, plan) in enumerate(compressing.items()):
-        forecasts[name] = forecast(plan, network)
+        forecasts[name] = forecast(plan, _with_codec_time(network, replays.get(name)))
         if progress:
             progress("forecasts", done + 1, len(compressing))
     judged = {name: Judged.of(replays[name]) if name in replays else Judged() for name in compressing}
@@ -254,6 +255,16 @@ def forecast_speed(
         for j in range(len(network.links))
     )
     return SpeedForecast(network, judged, forecasts, configurations)
+
+
+def _with_codec_time(network: Network, replay: Replay | None) -> Network:
+    """Take the codecs' time from a plan's replay, unless a run has measured it."""
+    summary = None if replay is None else replay.summary()
+    if replay is None or summary is None or not summary.codec_seconds or network.profile.codec is not None:
+        return network
+    source = f"median of the replay's {summary.compressed_steps} compressed steps on {replay.world_size} ranks"
+    codec = CodecTime(summary.codec_seconds, replay.world_size, False, source)
+    return replace(network, profile=replace(network.profile, codec=codec))
 
 
 def _configuration(nodes: int, comparisons: Mapping[str, Comparison], judged: Mapping[str, Judged]) -> Configuration:

@@ -33,9 +33,10 @@ class ReplayStep(Jsonable):
     contribution_error: sqrt(sum ||x - C(x)||^2 / sum ||x||^2) over ranks and compressed layers, where x is the
     compressor input (the gradient, plus the residual under error feedback) and C(x) the decoded contribution;
     aggregate_error: ||mean - true mean|| / ||true mean|| of this step's gradients; cosine: between these two means;
-    payload and wire bytes: per rank; codec_seconds: in the codecs' code, mean over ranks; unsent: residual norm over
-    the gradients', sqrt(sum ||x - C(x)||^2 / sum ||gradient||^2); layers: the two sums of contribution_error, by layer;
-    costs: by group; held: names of layers without a gradient on any rank, whose states stayed as they were.
+    payload and wire bytes: per rank; codec_seconds, codec_wall_seconds: processor time and the clock's in the codecs'
+    code, mean over ranks (`GroupCost`); unsent: residual norm over the gradients',
+    sqrt(sum ||x - C(x)||^2 / sum ||gradient||^2); layers: the two sums of contribution_error, by layer; costs: by
+    group; held: names of layers without a gradient on any rank, whose states stayed as they were.
     """
 
     iteration: int
@@ -50,6 +51,7 @@ class ReplayStep(Jsonable):
     wire_bytes_max: int
     codec_seconds: float
     unsent: float | None = None
+    codec_wall_seconds: float = 0.0
     # Not written: `Replay` sums these over steps.
     layers: LayerErrors = field(default_factory=dict, metadata={"json": False})
     costs: Mapping[str, GroupCost] = field(default_factory=dict, metadata={"json": False})
@@ -91,6 +93,10 @@ class MeanAndMax(Jsonable):
 class ReplaySummary(MedianErrors):
     """Median errors over the judged steps; mean bytes and median seconds over all compressed steps.
 
+    codec_seconds: processor seconds per step and rank; codec_seconds_range: the least and the most of a step;
+    codec_wall_share: the clock's seconds in the codecs' code over the processor's, of all these steps: above 1 by what
+    other work on the machine kept the processor from them. Every codec time of a report is one of these.
+
     steps, compressed_steps, judged_steps, held_steps: numbers of steps; nonfinite_steps: iterations; in_sample: medians
     over the steps that the plan was fitted on; compression_ratio: dense payload over payload; ratio_to_16_bits: the
     same, of the dense payload in 16 bits; windows: of every length that the judged steps hold once, the shortest first;
@@ -118,6 +124,8 @@ class ReplaySummary(MedianErrors):
     trend: Trend | None
     caution: str | None
     codec_seconds: float | None
+    codec_seconds_range: tuple[float, float] | None
+    codec_wall_share: float | None
     unsent: float | None
     residual_growth: float | None
     rules: tuple[Finding, ...]
@@ -250,6 +258,7 @@ class Replay:
                 _mean(cost.payload_bytes for cost in costs),
                 _mean(cost.wire_bytes for cost in costs),
                 median(cost.codec_seconds for cost in costs),
+                median(cost.codec_wall_seconds for cost in costs),
             )
         return by_group
 
@@ -331,6 +340,8 @@ class Replay:
             trend=self.trend,
             caution=self.caution,
             codec_seconds=_median(step.codec_seconds for step in steps),
+            codec_seconds_range=_range(step.codec_seconds for step in steps),
+            codec_wall_share=_wall_share(steps),
             unsent=_median(step.unsent for step in steps),
             residual_growth=self.residual_growth,
             rules=self.rules,
@@ -372,3 +383,14 @@ def _mean(values: Iterable[float]) -> float:
 def _median(values: Iterable[float | None]) -> float | None:
     kept = [value for value in values if value is not None]
     return median(kept) if kept else None
+
+
+def _range(values: Iterable[float]) -> tuple[float, float] | None:
+    known = list(values)
+    return (min(known), max(known)) if known else None
+
+
+def _wall_share(steps: Sequence[ReplayStep]) -> float | None:
+    """The clock's seconds in the codecs' code over the processor's; None where no processor time was seen."""
+    processor = sum(step.codec_seconds for step in steps)
+    return sum(step.codec_wall_seconds for step in steps) / processor if processor > 0 else None

@@ -186,6 +186,7 @@ class _Sums:
     payload: tuple[int, ...]
     wire: tuple[int, ...]
     codec_seconds: float
+    codec_wall_seconds: float
     costs: Mapping[str, GroupCost]
     held: frozenset[str]
 
@@ -287,6 +288,7 @@ def _sums(result: StepResult, gradients: list[Tensors], weights: Mapping[str, fl
         result.payload,
         result.wire,
         result.codec_seconds,
+        result.codec_wall_seconds,
         result.costs if result.compressing else {},
         result.held,
     )
@@ -321,6 +323,7 @@ def _step(parts: Sequence[_Sums]) -> ReplayStep:
         wire_bytes_mean=sum(wire) / len(wire),
         wire_bytes_max=max(wire),
         codec_seconds=sum(part.codec_seconds for part in parts),
+        codec_wall_seconds=sum(part.codec_wall_seconds for part in parts),
         unsent=unsent,
         layers=layers,
         costs={name: cost for part in parts for name, cost in part.costs.items()},

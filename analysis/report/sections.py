@@ -124,7 +124,7 @@ def _speed(data: Json) -> Section | None:
     ]
     what = "step" if speed.compute_seconds else "exchange alone"
     note = (
-        f"Forecast from computing time ({speed.network.profile.compute_source}), codec times taken here on one thread, "
+        f"Forecast from computing time ({speed.network.profile.compute_source}), the codec times of the replays, "
         "and the bytes that the codecs ask for. Plain DDP in 16 bits: half the bytes, casting not counted. Cosine: of "
         "the replayed update with the true mean, both summed over so many steps. The like ended: losses over dense "
         "training's of the methods with the nearest cosines in the trainings of docs/comparison.md and docs/text.md, "
@@ -212,7 +212,9 @@ def _group_table(replays: Json) -> Table:
             )
     columns = ("group", "plan", "payload", "wire", "codec time", "error of a rank")
     shown = rows[:_MOST_ROWS]
-    note = "Per step and rank: mean bytes, median seconds in the codec's code, lockstep on one thread."
+    note = (
+        "Per step and rank: mean bytes, and each group's part of the plan's codec time, its median over the same steps."
+    )
     if len(rows) > len(shown):
         note += f" The first {len(shown)} of {len(rows)}; all are in report.json."
     return Table("By group", columns, shown, note, text_columns=2)

@@ -210,8 +210,9 @@ def replay_table(replays: Mapping[str, Any]) -> Table:
         "of the mean and cosine: against this iteration's true averaged gradient; under error feedback a large error "
         "here is earlier gradient being delivered late. Sums: the same of updates summed over windows of "
         f"{_window_lengths(replays)} successive steps. Error's trend: of a rank's error, in points per 100 iterations, "
-        "with a 95 % interval that allows for dependent steps."
+        "with a 95 % interval that allows for dependent steps. "
     )
+    note += codec_time_note(replays)
     columns: tuple[str, ...] = _REPLAY_COLUMNS
     rows = [_replay_row(name, replay["summary"]) for name, replay in replays.items()]
     inside = [replay["summary"]["in_sample"] for replay in replays.values()]
@@ -233,7 +234,7 @@ def _replay_row(name: str, summary: Mapping[str, Any]) -> list[str]:
         ", ".join(format_percent(one["aggregate_error"]) for one in _sums(summary)) or "-",
         ", ".join(f"{one['cosine']:.3f}" for one in _sums(summary)) or "-",
         trend_text(summary["trend"]),
-        format_seconds(summary["codec_seconds"]),
+        _codec_time(summary),
     ]
 
 
@@ -264,6 +265,42 @@ def trend_text(found: Mapping[str, Any] | None) -> str:
         return "-"
     slope, low, high = (1e4 * found[key] for key in ("slope", "low", "high"))
     return f"{slope:+.1f} ({low:+.1f} to {high:+.1f})"
+
+
+# The clock's time over the processor's from which a table says that the machine was busy.
+_BUSY = 1.25
+
+
+def _codec_time(summary: Mapping[str, Any]) -> str:
+    """A plan's codec time with its spread: "5.1 ms (4.9 ms to 7.2 ms)"."""
+    spread = summary.get("codec_seconds_range")
+    text = format_seconds(summary["codec_seconds"])
+    return f"{text} ({' to '.join(format_seconds(end) for end in spread)})" if spread else text
+
+
+def codec_time_note(replays: Mapping[str, Any]) -> str:
+    """Say where a report's codec times come from, and whether the machine was busy when they were taken.
+
+    Args:
+        replays: `Replay.to_json()` by name.
+
+    Returns:
+        Sentences.
+    """
+    note = (
+        "Codec time: processor time in the codecs' code per step and rank, in lockstep; the median over the compressed "
+        "steps, and the least and the most of one. Forecasts in this report start from the same medians."
+    )
+    shares = {name: replay["summary"].get("codec_wall_share") for name, replay in replays.items()}
+    busy = {name: share for name, share in shares.items() if share is not None and share > _BUSY}
+    if busy:
+        most = max(busy, key=lambda name: busy[name])
+        note += (
+            f" The machine was busy: of {len(busy)} of {len(shares)} plans this code took more than {_BUSY} times as "
+            f"long by the clock as by the processor, {most}'s {busy[most]:.1f} times. Processor time leaves waiting "
+            "out, but not what shared caches and cores cost."
+        )
+    return note
 
 
 def _error_cells(summary: Mapping[str, Any]) -> tuple[str, str, str]:

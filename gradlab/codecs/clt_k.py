@@ -16,7 +16,7 @@ import torch
 
 from gradlab.codec import About, Codec, Context, Deferred, Exchanged, Tensors, concatenate, separate
 from gradlab.codec.settings import setting
-from gradlab.codec.sparsifier import coding_setting, count_of, density_setting, largest
+from gradlab.codec.sparsifier import coding_setting, count_of, density_setting, largest, with_non_finite
 from gradlab.codecs.block_scaled import BlockScaled
 from gradlab.coding.positions import decode, encode, in_order, index_bytes
 from gradlab.collectives import Broadcast, Coroutine, Gather, Mean
@@ -85,7 +85,7 @@ class CLTK(Codec):
             encoded = torch.zeros(index_bytes(coding, count, numel), dtype=torch.uint8, device=vector.device)
         encoded = yield Broadcast(encoded, leader)
         positions = decode(encoded, count, numel, coding)
-        mean, own = yield from self._values(vector[positions], context)
+        mean, own = yield from self._values(with_non_finite(vector[positions], vector), context)
 
         def spread(values: torch.Tensor) -> Tensors:
             return separate(context.workspace.zeros_like(vector).index_copy_(0, positions, values), grads)

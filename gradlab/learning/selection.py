@@ -17,7 +17,7 @@ import torch
 
 from gradlab.codec import Codec, Context, PlanDefaults, Tensors
 from gradlab.codec.settings import setting
-from gradlab.codec.sparsifier import coding_setting, count_of, density_setting, largest
+from gradlab.codec.sparsifier import coding_setting, count_of, density_setting, largest, with_non_finite
 from gradlab.coding.positions import decode, encode, random_encoded, varies
 from gradlab.collectives import Broadcast, Coroutine
 from gradlab.errors import GradlabError
@@ -225,10 +225,11 @@ class LearnedSelection(Codec):
         positions = yield from self._broadcast_positions(
             positions, sum(self.counts(sizes)), vector.numel(), coding, context, leader
         )
+        values = with_non_finite(vector[positions], vector)
         if self.settings.normalise == "none":
-            return Selection(positions, vector[positions])
+            return Selection(positions, values)
         scales = yield Broadcast(scales, leader)
-        return Selection(positions, vector[positions], scales[layer_of(positions, sizes)])
+        return Selection(positions, values, scales[layer_of(positions, sizes)])
 
     def _broadcast_positions(
         self, positions: torch.Tensor, count: int, numel: int, coding: str, context: Context, root: int

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from gradlab import codecs
-from gradlab.codec import Context, Tensors, exchange_group
+from gradlab.codec import Codec, Context, Exchanged, Tensors, exchange_group
 from gradlab.codec.wrapper import innermost
-from gradlab.collectives import run_lockstep
+from gradlab.collectives import LockstepResult, run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.layout import Layer
@@ -74,6 +74,38 @@ def test_lockstep_laws(codec: str, grouping: str, world_size: int) -> None:
                     before = residual.get((rank, name), torch.zeros_like(new))
                     torch.testing.assert_close(own + new, grads[name] + before, rtol=1e-5, atol=1e-5)
                     residual[rank, name] = new
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_is_not_finite_on_one_rank_is_not_finite_on_all(codec: str) -> None:
+    """The exchange itself shows it, wherever in the layer it is, in whatever phase, and whether or not it is sent."""
+    plan = plan_for(codec, "layer", feedback=False)
+    for group in plan.groups:
+        method, states = plan.build(group), [{}, {}]
+        (name,) = group.layers
+        for step in range(4):
+            clean = [gradients({name: SHAPES[name]}, rank, step) for rank in range(2)]
+            numel = clean[0][name].numel()
+            for rank, (place, value) in enumerate([(numel // 3, torch.nan), (numel - 1, -torch.inf)][: 2 * numel]):
+                grads = [clone(one) for one in clean]
+                grads[rank][name].view(-1)[place] = value
+                for result in exchanged(method, grads, states, step, group.name, plan.seed):
+                    assert not bool(result.value.mean[name].isfinite().all()), (group.name, step, rank)
+            results = exchanged(method, clean, states, step, group.name, plan.seed)
+            states = [result.value.state for result in results]
+
+
+def exchanged(
+    codec: Codec, grads: Sequence[Tensors], states: Sequence[Tensors], step: int, group: str, seed: int
+) -> list[LockstepResult[Exchanged]]:
+    """One exchange of all ranks, without what an executor does around it."""
+    context = Context(0, len(grads), step, group, seed)
+    return run_lockstep(
+        [
+            exchange_group(codec, own, state, replace(context, rank=rank))
+            for rank, (own, state) in enumerate(zip(grads, states, strict=True))
+        ]
+    )
 
 
 @pytest.mark.parametrize("codec", CODECS)

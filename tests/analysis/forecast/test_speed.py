@@ -14,8 +14,9 @@ from matplotlib.figure import Figure
 from gradlab.analysis.figures.data import figure_data
 from gradlab.analysis.forecast import Network
 from gradlab.analysis.forecast.link import Link, spell_rate
-from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile
+from gradlab.analysis.forecast.profile import NOT_MEASURED, CodecTime, Profile
 from gradlab.analysis.forecast.speed import USUAL, SpeedForecast, forecast_speed, usual_plans
+from gradlab.analysis.replay import replay
 from gradlab.analysis.report.examine import examine, replay_start
 from gradlab.analysis.report.page import inline_svg
 from gradlab.analysis.report.sections import trace_sections
@@ -36,7 +37,9 @@ COMPUTING = Profile(0.01, "as given")
 
 
 class Replayed:
-    """What `forecast_speed` asks of a replay."""
+    """What `forecast_speed` asks of a replay whose codecs were not timed."""
+
+    codec_seconds = None
 
     def __init__(self, cosine: float | None, length: int = 1, memory: bool = False, caution: str | None = None) -> None:
         self.judged_cosine, self.judged_length, self.memory, self.caution = cosine, length, memory, caution
@@ -139,6 +142,27 @@ def test_speeds_in_prose() -> None:
 def test_usual_plans_are_one_of_each_kind_that_fits() -> None:
     assert set(usual_plans(LAYERS)) == set(USUAL)
     assert set(usual_plans((Layer("bias", (3,), "bias"),))) <= set(USUAL)
+
+
+def test_a_reports_forecasts_have_the_codec_times_of_its_replays(tmp_path: Path) -> None:
+    """Replays and forecasts once had times of their own, of other tensors, threads and moments."""
+    with record(tmp_path / "t", random_gradients(0, 6, 2, LAYERS), LAYERS) as trace:
+        plans = usual_plans(trace.layers)
+        replays = {name: replay(trace, plan) for name, plan in plans.items()}
+    speed = forecast_speed(plans, replays, Network([SLOW], [2], COMPUTING))
+    for name, plan in plans.items():
+        groups = {group.name for group in plan.compressed_groups}
+        job = speed.forecasts[name].nodes[0].job
+        exchanges = [exchange for bucket in job.buckets for exchange in bucket.exchanges if exchange.name in groups]
+        codec = replays[name].summary().codec_seconds
+        assert codec is not None
+        assert sum(exchange.codec_seconds for exchange in exchanges) == pytest.approx(codec)
+        assert any(
+            "median of the replay's 6 compressed steps on 2 ranks" in line for line in speed.forecasts[name].remarks
+        )
+    measured = Profile(0.01, "as given", CodecTime(0.5, 2, True, "a run"))
+    of_a_run = forecast_speed(plans, replays, Network([SLOW], [2], measured))
+    assert all("(a run)" in forecast.remarks[0] for forecast in of_a_run.forecasts.values())
 
 
 def test_everything_of_a_small_trace(tmp_path: Path) -> None:

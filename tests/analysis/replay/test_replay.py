@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,9 +25,10 @@ from gradlab.codec import Context, Exchanged, mean_only
 from gradlab.codec.settings import build_settings
 from gradlab.codecs.gradiveq import GradiVeQ
 from gradlab.codecs.identity import Identity
-from gradlab.collectives import all_reduce_wire_bytes
+from gradlab.collectives import Mean, all_reduce_wire_bytes, run_lockstep
 from gradlab.errors import GradlabError
-from gradlab.executor.lockstep_plan import LockstepPlan
+from gradlab.executor.lockstep_plan import LockstepPlan, Spent, timed
+from gradlab.formatting import format_seconds
 from gradlab.layout import Layer
 from gradlab.plan import FEEDBACK, FINITE_FLAG_BYTES, Group, Plan, Schedule, Wrap
 from support.recorded import BIAS, CONVOLUTION, LAYERS, LINEAR, random_gradients, record, record_layer
@@ -261,8 +264,10 @@ def test_layers_sent_dense_may_be_missing_from_the_trace(tmp_path):
     part = [[{CONVOLUTION.name: rank[CONVOLUTION.name]} for rank in step] for step in gradients]
     with record(tmp_path / "b", part, [CONVOLUTION]) as trace:
         result = replay(trace, plan)
-    timeless = [{**step.__dict__, "codec_seconds": 0, "costs": {}} for step in result.steps]
-    assert timeless == [{**step.__dict__, "codec_seconds": 0, "costs": {}} for step in whole.steps]
+    timeless = [{**step.__dict__, "codec_seconds": 0, "codec_wall_seconds": 0, "costs": {}} for step in result.steps]
+    assert timeless == [
+        {**step.__dict__, "codec_seconds": 0, "codec_wall_seconds": 0, "costs": {}} for step in whole.steps
+    ]
 
 
 @pytest.mark.parametrize(
@@ -471,3 +476,55 @@ def test_a_recording_that_is_short_or_of_the_beginning_is_said_to_be(start: int,
     caution = made.caution or ""
     assert ("fewer than 32" in caution) == short
     assert ("of the beginning of training" in caution) == (start < 4 * count)
+
+
+# --- codec times ----------------------------------------------------------------------------------------------------
+
+
+def test_codec_times_are_one_measurement_with_its_spread(tmp_path):
+    """Summary, groups and table are of the same steps: medians lie in the range, parts sum up to their plan's."""
+    with record(tmp_path / "t", random_gradients(0, 5, 2)) as trace:
+        result = replay(trace, uniform("topk", density=0.1, warmup_steps=2))
+    summary, times = result.summary(), [step.codec_seconds for step in result.compressed]
+    assert len(times) == 3
+    assert summary.codec_seconds == np.median(times)
+    assert summary.codec_seconds_range == (min(times), max(times))
+    for step in result.compressed:
+        assert step.codec_seconds == pytest.approx(sum(cost.codec_seconds for cost in step.costs.values()))
+    table = replay_table({"topk": json.loads(json.dumps(result.to_json()))})
+    least, middle, most = (format_seconds(value) for value in sorted(times))
+    assert dict(zip(table.columns, table.rows[0], strict=True))["codec time"] == f"{middle} ({least} to {most})"
+
+
+def test_an_artifact_without_a_spread_is_tabled_without(tmp_path):
+    with record(tmp_path / "t", random_gradients(0, 3, 2)) as trace:
+        old = replay(trace, uniform("topk", density=0.1)).to_json()
+    del old["summary"]["codec_seconds_range"], old["summary"]["codec_wall_share"]
+    table = replay_table({"topk": old})
+    assert dict(zip(table.columns, table.rows[0], strict=True))["codec time"] == format_seconds(
+        old["summary"]["codec_seconds"]
+    )
+
+
+def test_waiting_is_in_the_clocks_time_alone_and_the_table_says_it(tmp_path):
+    """A codec that waits, as one does on a busy machine: its processor time does not grow, and the note says so."""
+
+    def waiting():
+        time.sleep(0.05)
+        yield Mean(torch.ones(3))
+        time.sleep(0.05)
+
+    spent = Spent()
+    run_lockstep([timed(waiting(), spent)])
+    assert spent.wall_seconds >= 0.1
+    assert spent.seconds < 0.05
+    with record(tmp_path / "t", random_gradients(0, 3, 2)) as trace:
+        result = replay(trace, uniform("topk", density=0.1))
+
+    def note(factor):
+        steps = tuple(replace(step, codec_wall_seconds=factor * step.codec_seconds) for step in result.steps)
+        return replay_table({"topk": replace(result, steps=steps).to_json()}).note
+
+    assert "busy" not in note(1.1)
+    assert "of 1 of 1 plans" in note(3.0)
+    assert "topk's 3.0 times" in note(3.0)
