@@ -9,7 +9,7 @@ batch statistics; the plans run in lockstep, which is what the engine computes, 
 one that dense training is given. A method starts compressing after `--warmup` dense iterations. One line of JSON per
 run is added to `--out`, and a run that is there already is not done again; `--table` prints what is there: means,
 and differences to dense paired by seed with 95 % t intervals. K / d is that of compressed iterations, over all slices:
-a method's setting, or where eq. (6) chose d, what follows from the bytes of the run. `--against METHOD` prints
+a method's setting, or without random axes what follows from the bytes of the run. `--against METHOD` prints
 differences to another method's runs of the same seeds instead.
 """
 
@@ -65,7 +65,7 @@ def methods(warmup: int) -> dict[str, Method]:
         "PowerSGD rank 2": named("PowerSGD", rank=2),
         "topk 2.5 %": Method(lambda layers: Plan.uniform(layers, "topk", warmup_steps=warmup, density=0.025)),
         "gradiveq, faithful": gradiveq(),
-        "gradiveq, faithful, K/d = 8": gradiveq(ratio=8),
+        "gradiveq, faithful, K/d = 8": gradiveq(ratio=8, slice_size=768),
         "random only": gradiveq(ratio=20, complement=1.0),
         "half, fitted once": gradiveq(**half, compressed_steps=0),
         "half coordinates, fitted once": gradiveq(**half, drawn="coordinates", compressed_steps=0),
@@ -114,14 +114,15 @@ def resnet8(recipe: Recipe, ranks: int) -> emulated.Task:
 def slice_ratio(method: Method, rows: Sequence[dict[str, Any]]) -> float | None:
     """K / d of a method's compressed iterations, over all slices; None: it is not GradiVeQ's.
 
-    Where eq. (6) chooses d, it follows from the mean payload of runs: all but the codes is known.
+    Without random axes it follows from the mean payload of runs, of which all but the codes is known: eq. (6) chooses
+    d, and L_t samples of one slice have at most L_t - 1 axes, whatever K / d is asked for.
     """
     plan = method.plan(layers_of(resnet8(WORKLOAD.recipe, rows[0]["ranks"]).model(0)))
     codecs = [(group, innermost(plan.build(group))) for group in plan.groups if group.codec == "gradiveq"]
     if not codecs:
         return None
     settings, ranks, steps, warmup = codecs[0][1].settings, *(rows[0][key] for key in ("ranks", "steps", "warmup"))
-    if settings.ratio is not None:
+    if settings.ratio is not None and settings.complement:
         return float(settings.ratio)
     cycle = settings.sample_steps + settings.compressed_steps
     sampled = sum(n % cycle < settings.sample_steps for n in range(steps - warmup))

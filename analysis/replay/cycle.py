@@ -6,20 +6,21 @@ and Fig. 7a, convergence over wall-clock time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gradlab.analysis.replay.run import check_replay, lockstep_of, replay_steps
-from gradlab.codec import Codec, Tensors
+from gradlab.codec import Codec
 from gradlab.codec.wrapper import innermost
 from gradlab.codecs.gradiveq import GradiVeQ
 from gradlab.errors import GradlabError
+from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.jsonable import Jsonable
 from gradlab.layout import Layer
-from gradlab.plan import Group, Plan
+from gradlab.plan import Plan
 from gradlab.progress import Progress
 
 if TYPE_CHECKING:
@@ -99,12 +100,12 @@ def training_cycle(
     names = [name for group in lockstep.groups for name in group.layers]
     phases: dict[str, list[str]] = {name: [] for name in names}
     iterations: list[int] = []
-    before = _phases(lockstep.codecs, lockstep.states[0], lockstep.groups)
+    before = _phases(lockstep)
     for result, _ in replay_steps(trace, lockstep, start, stop):
         iterations.append(result.iteration)
         for name in names:
             phases[name].append(before[name] if result.compressing else DENSE)
-        before = _phases(lockstep.codecs, lockstep.states[0], lockstep.groups)
+        before = _phases(lockstep)
         if progress:
             progress("iterations", len(iterations), stop - start)
     layers = {}
@@ -118,14 +119,13 @@ def training_cycle(
     return TrainingCycle(tuple(iterations), layers)
 
 
-def _phases(codecs: Mapping[str, Codec], states: Mapping[str, Tensors], groups: Sequence[Group]) -> dict[str, str]:
+def _phases(lockstep: LockstepPlan) -> dict[str, str]:
     """The phase of each layer in the next iteration, if that is not dense by schedule."""
     phases = {}
-    for group in groups:
-        codec = innermost(codecs[group.name])
-        for name in group.layers:
-            cycles = isinstance(codec, GradiVeQ)
-            phases[name] = codec.phase(name, states.get(group.name, {})) if cycles else COMPRESSED
+    for group in lockstep.groups:
+        codec, state = innermost(lockstep.codecs[group.name]), lockstep.states[0].get(group.name, {})
+        for layer in lockstep.plan.members(group):
+            phases[layer.name] = codec.phase(layer, state) if isinstance(codec, GradiVeQ) else COMPRESSED
     return phases
 
 

@@ -118,7 +118,8 @@ class GradiVeQ(Codec):
         ratio: float | None = setting(None, least=1, help="d = K / ratio in place of eq. (6)")
         own_dimensions: bool = setting(
             False,
-            help="each basis of a layer has its own d by eq. (6), not the largest of them; only reuse makes several",
+            help="each basis of a layer has its own d by eq. (6), not the largest of them; only reuse makes several, "
+            "and with a complement d is one",
         )
         max_dimension: int | None = setting(None, least=1, symbol="d", help="upper limit on d; None: no limit")
         sample_steps: int = setting(100, least=2, unit="iterations", symbol="L_t", help="of sampling")
@@ -186,11 +187,6 @@ class GradiVeQ(Codec):
             def check(condition: bool, setting: str, expected: str) -> None:
                 require(condition, "gradiveq", setting, getattr(self, setting), expected)
 
-            check(
-                not (self.own_dimensions and self.complement),
-                "own_dimensions",
-                "False with a complement, whose d is one",
-            )
             check(self.complement != 1 or self.ratio is not None, "ratio", "a number where all axes are random")
             if self.refresh == "decoded":
                 check(self.complement > 0, "complement", "above 0 where bases are fitted on what was decoded")
@@ -216,9 +212,14 @@ class GradiVeQ(Codec):
         """List for each basis which of a layer's M slices it is fitted on."""
         return fitted_slices(slices, self.settings.reuse, self.settings.pooled)
 
-    def phase(self, name: str, state: Tensors) -> str:
+    def phase(self, layer: Layer, state: Tensors) -> str:
         """Say what a layer's next exchange is under a state: "sampled", "compressed" or "dense"."""
-        return PHASES[int(self._of(name, state)["clock"][0])]
+        mode = DENSE if layer.numel < self.slice_size(layer) else int(self._of(layer.name, state)["clock"][0])
+        return PHASES[mode]
+
+    @property
+    def _own_dimensions(self) -> bool:
+        return self.settings.own_dimensions and self.settings.complement == 0
 
     # --- the exchange ---
 
@@ -332,11 +333,11 @@ class GradiVeQ(Codec):
         most = min(settings.max_dimension or size, size)
         if settings.ratio is not None:
             chosen = [self._width(size)]
-        elif settings.own_dimensions:
+        elif self._own_dimensions:
             return [min(most, pca.dimension(settings.loss_threshold), max(1, len(pca.eigenvalues))) for pca in spectra]
         else:
             chosen = [min(most, max(pca.dimension(settings.loss_threshold) for pca in spectra))]
-        return chosen * len(spectra) if settings.own_dimensions else chosen
+        return chosen * len(spectra) if self._own_dimensions else chosen
 
     def _width(self, slice_size: int) -> int:
         """Return d = K / ratio, at least 1 and at most `max_dimension`."""
@@ -362,7 +363,7 @@ class GradiVeQ(Codec):
             kept = max(widths)
         else:
             kept = min(axes, max(1, round(widths[0] * (1 - self.settings.complement))))
-        width = torch.tensor(widths if self.settings.own_dimensions else widths[0], dtype=torch.float32)
+        width = torch.tensor(widths if self._own_dimensions else widths[0], dtype=torch.float32)
         learned = {"basis": stacked_axes(spectra, kept), "width": width}
         return learned if mean is None else learned | {"mean": mean.float()}
 
@@ -532,7 +533,7 @@ class GradiVeQ(Codec):
 
     def _numbers(self, slices: int) -> int:
         """Count the dimensions d that a layer of M slices has."""
-        return len(self.fitted_slices(slices)) if self.settings.own_dimensions else 1
+        return len(self.fitted_slices(slices)) if self._own_dimensions else 1
 
     def _digest_bytes(self, slices: int) -> int:
         return 8 * (4 + self._numbers(slices))
@@ -561,8 +562,8 @@ class GradiVeQ(Codec):
     def _check_width(self, name: str, basis: torch.Tensor, width: torch.Tensor) -> None:
         """Refuse a number of codes that is not the basis's, or with a complement not between the basis's and K."""
         bases, size, columns = basis.shape
-        shapes = [(), (bases,)] if self.settings.own_dimensions else [()]
-        least, most = (1, columns) if self.settings.own_dimensions else (columns, size)
+        shapes = [(), (bases,)] if self._own_dimensions else [()]
+        least, most = (1, columns) if self._own_dimensions else (columns, size)
         if tuple(width.shape) not in shapes or not bool(((width >= least) & (width <= most)).all()):
             raise GradlabError(
                 f"codec gradiveq: layer {name}: width is {width.tolist()}, expected {' or '.join(map(str, shapes))} "

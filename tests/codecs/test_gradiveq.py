@@ -185,6 +185,7 @@ def test_samples_travel_as_qsgd() -> None:
         ({"delay": 4}, 17),
         ({"reuse": 2, "own_dimensions": True, "stable_steps": 2}, 11),
         ({"complement": 0.4, "drawn": "coordinates"}, 11),
+        ({"reuse": 2, "own_dimensions": True, "complement": 0.4}, 11),
         ({"refresh": "decoded", "compressed_steps": 8, "complement": 0.3}, 24),
     ],
 )
@@ -342,7 +343,6 @@ def test_feedback_helps_only_where_the_basis_changes(share: float, drawn: str, s
         ({"held_out": 1.0}, "held_out"),
         ({"drawn": "straws"}, "expected 'axes' or 'coordinates'"),
         ({"delay": -1}, "delay"),
-        ({"own_dimensions": True, "complement": 0.5}, "False with a complement, whose d is one"),
         ({"refresh": "decoded"}, "above 0 where bases are fitted on what was decoded"),
         ({"refresh": "decoded", "complement": 0.5, "compressed_steps": 50}, "at least sample_steps then"),
     ],
