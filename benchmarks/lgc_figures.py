@@ -155,8 +155,8 @@ def drawn_with(figure: int, of: Any) -> str:
         return f"{RANKS} nodes of 16 images; {model}; 0.1 % of every layer of 256 elements, top-k with error feedback"
     return (
         f"{of} nodes of {BATCH} images; {model}; {100 * DENSITY:g} % of every layer but the first, the last and "
-        f"vectors, values divided by their layers' root mean squares; they learn by Adam at 0.001, an iteration at a "
-        f"time, on iterations {START} to {START + RECORDED - 1}; means of 10"
+        f"vectors, values divided by their layers' root mean squares; the autoencoders learn by Adam at 0.001 from "
+        f"iterations {START} to {START + RECORDED - 1}, one by one; means of 10"
     )
 
 

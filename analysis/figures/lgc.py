@@ -95,7 +95,7 @@ def plot_phases(times: Mapping[str, PhaseTimes], computing: float, caption: str 
     """
     figure, (left, right) = panels(2, 2, height=2.8)
     write_below(figure, caption)
-    names = [f"{name}\n{phase}" for name in times for phase in ("full", "top-k", "code")]
+    names = [f"{name}: {phase}" for name in times for phase in ("full", "top-k", "code")]
     updates = [update for one in times.values() for update in (one.full, one.topk, one.compressed)]
     stacks = {
         "forward and backward": (GREY, [1e3 * computing for _ in updates]),
