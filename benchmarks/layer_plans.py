@@ -2,6 +2,7 @@
 
     python benchmarks/layer_plans.py images --data cifar10.npz --record TRACE       # a dense run, 4 nodes
     python benchmarks/layer_plans.py images --trace TRACE --fit PLANS               # tables, plans, all planners
+    python benchmarks/layer_plans.py images --trace TRACE --fit PLANS --online      # plans that are chosen anew, too
     python benchmarks/layer_plans.py images --data cifar10.npz --fit PLANS --train ROWS.jsonl [--seeds 0 1]
     python benchmarks/layer_plans.py images --train ROWS.jsonl --table
     python benchmarks/layer_plans.py images --trace TRACE --families               # plans of several codecs
@@ -44,6 +45,7 @@ from gradlab.plan.metrics import METRICS
 from gradlab.trace import Trace
 
 RANKS, STEPS, WARMUP = 4, 300, 50
+CHOSEN_EVERY = 50  # iterations, of plans that are chosen anew; Accordion's settings are half and twice the uniform one
 FIRST, EVERY, RECORDED = 50, 4, 60  # of the recording: iterations 50, 54, ..., 286
 IMAGES, WORDS, CHARS = get("cifar10"), get("text_words"), get("text_chars")
 IMAGE_RECIPE = replace(IMAGES.recipe, batch_size=16, steps=STEPS, schedule="cosine", learning_rate=0.05)
@@ -76,6 +78,18 @@ def fit(name: str, trace: Trace, folder: Path) -> None:
                 f"error where chosen, later: uniform {_errors(provenance.relative_error.uniform)}, "
                 f"L-GreCo {_errors(provenance.relative_error.plan)}"
             )
+
+
+def fit_online(name: str, trace: Trace, folder: Path) -> None:
+    """Artifacts of each codec whose plans are chosen anew while training: as they are, and after Accordion."""
+    folder.mkdir(exist_ok=True)
+    for codec, reference in REFERENCES[name].items():
+        [value] = reference.values()
+        for which, accordion in (("refresh", None), ("accordion", (value / 2, value * 2))):
+            fitted = fit_lgreco(
+                trace, codec, reference, warmup_steps=WARMUP, refresh_every=CHOSEN_EVERY, accordion=accordion
+            )
+            fitted.artifact().save(folder / f"{codec}-{which}.safetensors", overwrite=True)
 
 
 def _errors(errors: WindowErrors) -> str:
@@ -158,12 +172,13 @@ def metrics_table(rows: Sequence[Row]) -> str:
 
 
 def train_all(name: str, data: Any, plans: Path, out: Path, seeds: Sequence[int]) -> None:
-    """Dense, and every plan fitted, seed by seed; what is in `out` is not done again."""
+    """Dense, and every plan in the folder, seed by seed; what is in `out` is not done again."""
     rows, task = read(out), TASKS[name]
     chosen = [("dense", Plan(layers_of(task.model(0))))]
     for codec in REFERENCES[name]:
-        for which in ("uniform", *METRICS):
-            chosen.append((f"{codec}-{which}", Artifact.load(plans / f"{codec}-{which}.safetensors").plan))
+        for which in ("uniform", *METRICS, "refresh", "accordion"):
+            if (path := plans / f"{codec}-{which}.safetensors").exists():
+                chosen.append((path.stem, Artifact.load(path).plan))
     for seed in seeds:
         for method, plan in chosen:
             key = {"task": name, "method": method, "seed": seed}
@@ -216,7 +231,7 @@ def main() -> None:
     for name in ("record", "trace", "fit", "train", "metrics"):
         parser.add_argument(f"--{name}", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    for name in ("table", "families"):
+    for name in ("table", "families", "online"):
         parser.add_argument(f"--{name}", action="store_true")
     chosen = parser.parse_args()
     task = TASKS[chosen.task]
@@ -226,7 +241,10 @@ def main() -> None:
         record(task, data, chosen.record, 7, start=FIRST, every=EVERY, count=RECORDED)
     if chosen.trace and chosen.fit:
         with Trace(chosen.trace) as trace:
-            fit(chosen.task, trace, chosen.fit)
+            if chosen.online:
+                fit_online(chosen.task, trace, chosen.fit)
+            else:
+                fit(chosen.task, trace, chosen.fit)
     if chosen.trace and chosen.families:
         with Trace(chosen.trace) as trace:
             families(chosen.task, trace)

@@ -480,6 +480,28 @@ MUTANTS = (
         what="A window's sum stands for its mean.",
         select="accumulated or weighs",
     ),
+    Mutant(
+        file="gradlab/plan/accordion.py",
+        old="change >= eta",
+        new="change > eta",
+        tests=("tests/plan/test_accordion.py",),
+        what="A norm that changes by just eta is not critical.",
+    ),
+    Mutant(
+        file="gradlab/plan/replanning.py",
+        old="self.norms, self.rates = norms, rates\n",
+        new="self.norms, self.rates = norms, self.rates or rates\n",
+        tests=("tests/plan/test_refresh.py",),
+        what="A learning rate that fell once makes every later window critical.",
+        select="recorded_windows",
+    ),
+    Mutant(
+        file="analysis/layer_plan/hold.py",
+        old="return tried / _STEPS",
+        new="return (tried - 1) / _STEPS",
+        tests=("tests/analysis/layer_plan/test_hold.py",),
+        what="A smaller alpha than the largest that holds is proposed.",
+    ),
     # collectives and their bytes
     Mutant(
         file="gradlab/collectives/requests.py",

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import strategies as st
 from safetensors import safe_open
 
 import jobs.refresh_tasks as tasks
+from gradlab.analysis.layer_plan.planners import accordion
 from gradlab.artifact import Artifact
 from gradlab.codec import Context
 from gradlab.codecs.powersgd import PowerSGD
@@ -23,7 +25,8 @@ from gradlab.knapsack import allocate
 from gradlab.plan import FEEDBACK, Group, Plan, Wrap
 from gradlab.plan.layer_errors import Candidate, squared_errors
 from gradlab.plan.refresh import Refresh
-from gradlab.plan.replanning import Replanner, choose
+from gradlab.plan.replanning import Regimes, Replanner, choose
+from support.laws import law
 from support.prescribed import gradients
 from support.process_pool import ProcessPool
 
@@ -101,6 +104,33 @@ def test_accordion_says_whose_error_is_the_budget() -> None:
         used.append([group.settings for group in lockstep.plan.compressed_groups])
     assert used[7] == used[10] == expected[0] == [{"density": 0.3}] * 3  # nothing is left to choose
     assert used[11] == used[13] == expected[1] != expected[0]
+
+
+@law(
+    st.lists(
+        st.tuples(*[st.sampled_from([0.0, 1.0, 1.4, 1.6, 3.0])] * 3, st.sampled_from([0.1, 0.08, 0.05])),
+        min_size=1,
+        max_size=6,
+    ),
+    st.integers(0, 5),
+)
+def test_training_sees_the_regimes_that_recorded_windows_have(rows: list[tuple[float, ...]], saved: int) -> None:
+    """Window by window, and across a checkpoint: as the analysis of a whole recording finds them."""
+    plan = tasks.plan_of("topk", accordion=True)
+    assert plan.refresh is not None
+    assert plan.refresh.accordion is not None
+    names = ["conv", "wide", "tall"]
+    expected = accordion(np.array([row[:3] for row in rows]), np.array([row[3] for row in rows]))
+    regimes = Regimes(plan, plan.refresh.accordion)
+    for window, (*norms, rate) in enumerate(rows):
+        if window == saved:
+            kept, regimes = regimes.state(), Regimes(plan, plan.refresh.accordion)
+            regimes.load(kept)
+        means = {name: torch.full((4,), norm / 2) for name, norm in zip(names, norms, strict=True)}
+        reference = regimes.after(means, dict.fromkeys(names, rate))
+        flags = dict(zip(names, expected[window], strict=True))
+        assert regimes.critical == {name for name in names if flags[name]}
+        assert reference == {name: 3 if flags[name] else 0 for name in names}
 
 
 def test_bytes_follow_the_settings_and_the_choice_is_counted() -> None:
