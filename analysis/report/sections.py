@@ -241,11 +241,11 @@ def _between_nodes(data: Json) -> Section | None:
     if len(ends) < len(layers):
         first = next(layer for layer, one in zip(layers, excess, strict=True) if one["low"] is None)
         reason = first["estimators"]["copula"]["excess"]["refused"]
-        answer += f" {len(layers) - len(ends)} layers have no interval, such as {first['name']}: {reason}."
+        answer += f" Layers without an interval: {len(layers) - len(ends)}, such as {first['name']}: {reason}."
     if drifting := [layer["name"] for layer, one in zip(layers, excess, strict=True) if one["drift"] is not None]:
         answer += (
-            f" It drifts over the iterations in {len(drifting)} layers ({drifting[0]} first), so that one mean does "
-            "not say it all."
+            f" It drifts over the iterations in {len(drifting)} of {len(layers)} layers ({drifting[0]} first), so that "
+            "one mean does not say it all."
         )
     drawings = [
         Drawing(
