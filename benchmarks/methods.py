@@ -175,8 +175,8 @@ def required_settings(name: str) -> dict[str, Any]:
 
 
 def floor(trace: Trace, bits: Sequence[float]) -> list[float]:
-    """Relative error of the Gaussian rate-distortion function at so many bits per value: coordinates of all matrices
-    taken as independent, each with its mean square over the recording and the ranks."""
+    """Relative error of the Gaussian rate-distortion function at so many bits per value, of one rank's gradient alone:
+    coordinates of all matrices taken as independent, each with its mean square over the recording and the ranks."""
     plan = METHODS["top-k"].plan(trace.layers, WARMUP, **SCOPE)
     names = [name for group in plan.compressed_groups for name in group.layers]
     variances = np.concatenate([mean_squares(trace, name) for name in names])
@@ -255,7 +255,7 @@ def figure(replayed: Sequence[Row], trace: Trace | None) -> Figure:
         panel.plot(bits, errors, marker + line, label=name, color=colors[name], markersize=4)
     if trace is not None:
         bits = np.geomspace(0.02, 20, 60)
-        panel.plot(bits, floor(trace, bits), "k--", label="Gaussian R(D) of the variances")
+        panel.plot(bits, floor(trace, bits), "k--", label="Gaussian R(D) of the variances, one rank alone")
     panel.set_xscale("log")
     panel.set_xlim(0.03, 20)
     panel.set_ylim(0, 1.45)

@@ -303,7 +303,7 @@ def draw_limits(panel: Axes, limits: Json, layer: Json) -> None:
         layer: one of its layers.
     """
     errors = limits["relative_errors"]
-    panel.plot(errors, layer["floor"], color=BLACK, label="Gaussian floor")
+    panel.plot(errors, layer["floor"], color=BLACK, label="Gaussian floor, one rank alone")
     panel.plot(errors, layer["coordinates"], ":", color=GREY, label="coordinates alone")
     for family, (color, marker) in _FAMILY_COLORS.items():
         points = [row for row in layer.get("codecs", []) if _family(row["codec"]) == family]

@@ -319,14 +319,16 @@ def _is_atom(values: np.ndarray, bins: int) -> np.ndarray:
 def _tied_levels(values: np.ndarray, tied: np.ndarray, quantiles: int) -> np.ndarray:
     """The level of each value: one for every atom, and `quantiles` of equal mass for the others, int64 (n,).
 
-    Equal values share a level, so that ties make fewer quantiles, not made-up ones.
+    Equal values share a level, so that ties make fewer quantiles, not made-up ones. Values on two sides of an atom
+    share none: few as they may be, which side they are on is known.
     """
     levels = np.empty(len(values), np.int64)
-    levels[tied] = -1 - np.unique(values[tied], return_inverse=True)[1]
-    if not tied.all():
-        others = values[~tied]
+    atoms, levels[tied] = np.unique(values[tied], return_inverse=True)
+    others = values[~tied]
+    if len(others):
         edges = np.unique(np.quantile(others, np.arange(1, quantiles) / quantiles))
-        levels[~tied] = np.searchsorted(edges, others, side="right")
+        places = np.searchsorted(atoms, others) * quantiles + np.searchsorted(edges, others, side="right")
+        levels[~tied] = len(atoms) + places
     return levels
 
 

@@ -7,7 +7,9 @@ the later half of a trace, for two descriptions of it:
 - slices: GradiVeQ's slices share one covariance; energies along its axes, fitted on the earlier half.
 
 The lower of the two is drawn: no code that knows just this much of the gradient, and of Gaussian gradients, gets below.
-A code that follows heavy tails from one iteration to the next can. Codecs are measured without feedback.
+A code that follows heavy tails from one iteration to the next can. Codecs are measured without feedback. Floors and
+errors are those of single ranks: what ranks have in common, from which a code for their mean alone could save bits, is
+not counted (`gradlab.analysis.measure.rate_distortion.rate_of_mean`).
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from gradlab.analysis.figures import forecast as forecast_plot
 from gradlab.analysis.figures import information as information_plots
 from gradlab.analysis.forecast.link import spell_rate
 from gradlab.analysis.forecast.speed import Judged, SpeedForecast
+from gradlab.analysis.measure.rate_distortion import rate_of_mean
 from gradlab.analysis.report.drawings import (
     fit_drawings,
     replay_drawings,
@@ -220,6 +221,7 @@ def _group_table(replays: Json) -> Table:
     return Table("By group", columns, shown, note, text_columns=2)
 
 
+_HALF_LOST = 0.5  # of the energy: among the errors at which codecs stand nearest to the floor
 _ESTIMATORS = {"copula": "copula", "equal_mass": "equal masses", "ksg": "nearest neighbours"}
 
 
@@ -248,11 +250,11 @@ def _between_nodes(data: Json) -> Section | None:
     if len(ends) < len(layers):
         first = next(layer for layer, one in zip(layers, excess, strict=True) if one["low"] is None)
         reason = first["estimators"]["copula"]["excess"]["refused"]
-        answer += f" {len(layers) - len(ends)} layers have no interval, such as {first['name']}: {reason}."
+        answer += f" Layers without an interval: {len(layers) - len(ends)}, such as {first['name']}: {reason}."
     if drifting := [layer["name"] for layer, one in zip(layers, excess, strict=True) if one["drift"] is not None]:
         answer += (
-            f" It drifts over the iterations in {len(drifting)} layers ({drifting[0]} first), so that one mean does "
-            "not say it all."
+            f" It drifts over the iterations in {len(drifting)} of {len(layers)} layers ({drifting[0]} first), so that "
+            "one mean does not say it all."
         )
     drawings = [
         Drawing(
@@ -422,6 +424,7 @@ def _limits(data: Json) -> Section | None:
             "(median "
             f"over layers); {ranked[-1][1]} farthest, {format_number(ranked[-1][0], 2)} above."
         )
+    answer += _mean_of_ranks_line(data["spectrum"], limits["world_size"])
     rows = [
         [setting, format_number(median(bits[setting]), 3), format_number(value, 3), str(len(nearest[setting]))]
         for value, setting in ranked
@@ -430,14 +433,28 @@ def _limits(data: Json) -> Section | None:
     drawing = Drawing(
         "limits",
         "Bits per value against the least possible",
-        "The Gaussian rate-distortion function of a rank's gradient (reverse water-filling) on later iterations than "
-        "its axes "
-        "were fitted on, the lower of two descriptions; codecs at the settings they offer a planner; the largest "
-        "layers.",
+        "The Gaussian rate-distortion function of one rank's gradient coded by itself (reverse water-filling), on "
+        "later iterations than its axes were fitted on, the lower of two descriptions. Codecs stand at the settings "
+        "they offer a planner. The largest layers.",
         partial(information_plots.plot_limits, limits),
     )
     table = Table("Above the floor", ("codec", "bits per value", "above the floor", "layers"), rows, note)
     return Section("limits", "How far from the limit are codecs?", answer, [table], [drawing])
+
+
+def _mean_of_ranks_line(spectrum: Json, ranks: int) -> str:
+    """Say that the floor is one rank's, and what coding for the mean over ranks could save; empty for one rank."""
+    cosines = [layer["mean_cosine"] for layer in spectrum["layers"] if layer["mean_cosine"] is not None]
+    if not cosines:
+        return ""
+    cosine = min(1.0, max(0.0, sum(cosines) / len(cosines)))
+    alone, together = (rate_of_mean(_HALF_LOST, c, ranks) for c in (0.0, cosine))
+    return (
+        f" The floor is that of one rank's gradient, coded by itself. Codes for the mean of {ranks} ranks alone could "
+        f"learn from each other: at a cosine of {format_number(cosine, 2)} and an error of "
+        f"{format_percent(_HALF_LOST, 0)} of the mean's energy, {format_number(together, 2)} bits per value in place "
+        f"of {format_number(alone, 2)}."
+    )
 
 
 def _within_node(data: Json) -> Section | None:

@@ -685,8 +685,8 @@ MUTANTS = (
     ),
     Mutant(
         file="analysis/measure/information.py",
-        old="levels[tied] = -1 - np.unique(values[tied], return_inverse=True)[1]",
-        new="levels[tied] = 0",
+        old="atoms, levels[tied] = np.unique(values[tied], return_inverse=True)",
+        new="atoms, levels[tied] = np.unique(values[tied]), 0",
         tests=("tests/analysis/measure/test_information.py",),
         what="Values that many samples share are one level, whichever they are.",
     ),

@@ -46,7 +46,9 @@ from gradlab.analysis.measure.noise_scale import (
 from gradlab.analysis.measure.rate_distortion import rate_at
 from gradlab.analysis.measure.spectrum import measure_spectrum
 from gradlab.analysis.replay import replay
+from gradlab.analysis.report.sections import _between_nodes
 from gradlab.errors import GradlabError
+from gradlab.jsonable import plain
 from gradlab.layout import Layer, flatten
 from gradlab.plan import Plan
 from gradlab.plan.layer_errors import Candidate
@@ -99,6 +101,28 @@ def test_common_scales_alone_are_no_excess(tmp_path: Path) -> None:
         assert estimate.excess.bits == pytest.approx(0.0, abs=0.03)
         assert estimate.excess.low <= 0.0 <= estimate.excess.high
     assert abs(result.mean_cosine.mean) < 0.05
+
+
+def test_a_drift_and_a_missing_interval_are_said_in_the_report(tmp_path: Path) -> None:
+    """Ranks agree more and more: the mean over iterations has no interval, and the section names both."""
+    share = np.linspace(0.1, 0.9, 40)[:, None, None]
+    generator = np.random.default_rng(0)
+    common, own = generator.standard_normal((40, 1, LAYER.numel)), generator.standard_normal((40, 2, LAYER.numel))
+    values = (np.sqrt(share) * common + np.sqrt(1 - share) * own).astype(np.float32)
+    with record_layer(tmp_path / "t", values, LAYER) as trace:
+        result = measure_between_ranks(trace, WITH_INTERVALS)
+    cosine = result.layers[0].mean_cosine
+    assert (cosine.low, cosine.high) == (None, None)
+    assert cosine.drift == pytest.approx((0.1, 0.7), abs=0.05)  # the last ten are the shifted null's
+    section = _between_nodes({"between_nodes": plain(result)})
+    assert section is not None
+    assert "Layers without an interval: 1, such as conv.weight: neighbours' autocorrelation is" in section.answer
+    assert "It drifts over the iterations in 1 of 1 layers (conv.weight first)" in section.answer
+    rows = {row[1]: row[2] for row in section.tables[1].rows}
+    assert set(rows) == {"excess: copula", "excess: equal masses", "excess: nearest neighbours", "cosine"}
+    assert rows["cosine"].startswith(f"no interval: {cosine.refused}; drifts from 0.1")
+    assert section.tables[0].rows[0][5].endswith(" [no interval]")
+    section.drawings[0].draw()
 
 
 def test_the_papers_histogram_cannot_tell_them_apart(tmp_path: Path) -> None:
