@@ -227,7 +227,7 @@ class Replay:
         if count < _FEW:
             found.append(f"only {count} steps are judged ({span}), fewer than {_FEW}")
         if first < _EARLY * (last - first + 1):
-            found.append(f"they are of the beginning of training ({span}), and errors were seen to grow later")
+            found.append(f"its steps are of the beginning of training ({span}), and errors were seen to grow later")
         return "; ".join(found) or None
 
     @property

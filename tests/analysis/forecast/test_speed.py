@@ -188,7 +188,7 @@ def test_everything_of_a_small_trace(tmp_path: Path) -> None:
     judged, summary = data["payoff"]["judged"]["PowerSGD rank 4"], data["replays"]["PowerSGD rank 4"]["summary"]
     assert (judged["cosine"], judged["length"], judged["memory"]) == (summary["judged_cosine"], 4, True)
     assert judged["ended"]["low"] <= judged["ended"]["middle"] <= judged["ended"]["high"]
-    assert data["verdict"].count("they are of the beginning of training (iterations 0 to 11)") == 1
+    assert data["verdict"].count("its steps are of the beginning of training (iterations 0 to 11)") == 1
     assert data["noise_scale"]["batch_size"] == 16
     assert {row["plan"] for row in data["limits"]["plans"]} >= {"int8", "PowerSGD rank 4"}
     anchors = ["payoff", "replays", "between", "noise", "limits", "within", "layers", "layer-0", "layer-1", "layer-2"]
