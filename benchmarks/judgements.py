@@ -6,11 +6,11 @@ Reads the rows of methods.py (CIFAR-10, ResNet-8) and of text_chars.py (nanoGPT'
 methods that were replayed on a recording of another run, and then trained with. Left out are dense training, the
 controls, and on text the methods that bring their own momentum, which is another optimizer there.
 
-First tables: Spearman's rank correlation of each candidate with the final loss, with a bootstrap interval over the
-methods: of all, of those that apply gradients of earlier steps ("memory": feedback, momentum in the plan), and of the
-others. Candidates are cosines and errors of sums over windows of W steps. "by kind" is the middle loss of the
-neighbours of a method's own kind on the OTHER tasks, by the cosine over W steps of those with memory and over one step
-of the others: the only figure here that compares both kinds on one scale.
+First tables: Spearman's rank correlation of each candidate with the final loss, with its 95 % interval by Bonett and
+Wright (`rank_correlation`): of all methods, of those that apply gradients of earlier steps ("memory": feedback,
+momentum in the plan), and of the others. Candidates are cosines and errors of sums over windows of W steps. "by kind"
+is the middle loss of the neighbours of a method's own kind on the OTHER tasks, by the cosine over W steps of those with
+memory and over one step of the others: the only figure here that compares both kinds on one scale.
 
 Second table: what a rule proposes. Of 7 methods drawn at random from a task, a rule proposes the one that sends fewest
 bytes among those that it accepts. Counted is how often the loss ends within noise (3 %) of the best of the 7, and how
@@ -35,9 +35,10 @@ import numpy as np
 from methods import joined, mean_loss
 from rows import Row, read
 from text_chars import METHODS as TEXT_METHODS
-from text_chars import outcome, spearman
+from text_chars import outcome
 
 from gradlab.analysis.forecast.endings import Ending, EndingRange, ended_at
+from gradlab.analysis.measure.intervals import RankCorrelation, rank_correlation
 from gradlab.metric import RELATIVE_NOISE
 
 RESULTS = Path(__file__).parent / "results"
@@ -135,14 +136,14 @@ def others_of(task: str, by_task: ByTask) -> list[Ending]:
     return endings({name: some for name, some in by_task.items() if name != task})
 
 
-def correlations(methods: Sequence[Trained], others: Sequence[Ending]) -> dict[str, tuple[float, float, float]]:
+def correlations(methods: Sequence[Trained], others: Sequence[Ending]) -> dict[str, RankCorrelation]:
     """Spearman's rho with the loss, and its interval, by candidate that all methods have."""
     common = set.intersection(*(set(method.figures) for method in methods))
     predicted = {name: [-method.figures[name] for method in methods] for name in methods[0].figures if name in common}
     for length in LENGTHS if others else ():
         predicted[f"by kind, {_steps(length)}"] = [by_kind(method, others, length).middle for method in methods]
     ends = [method.excess for method in methods]
-    return {name: spearman(values, ends) for name, values in predicted.items()}
+    return {name: rank_correlation(values, ends) for name, values in predicted.items()}
 
 
 def correlation_table(by_task: ByTask) -> list[str]:
@@ -155,13 +156,15 @@ def correlation_table(by_task: ByTask) -> list[str]:
         heads = [f"{task} ({len(some)})" for task, some in chosen.items()]
         lines.append(f"{kind + ':':20s}" + "".join(f"  {head:>22s}" for head in heads))
         for name in dict.fromkeys(name for rows in found.values() for name in rows):
-            cells = [
-                f"{rows[name][0]:+.2f} ({rows[name][1]:+.2f} to {rows[name][2]:+.2f})" if name in rows else "-"
-                for rows in found.values()
-            ]
+            cells = [_cell(rows[name]) if name in rows else "-" for rows in found.values()]
             lines.append(f"{name:20s}" + "".join(f"  {cell:>22s}" for cell in cells))
         lines.append("")
     return lines
+
+
+def _cell(found: RankCorrelation) -> str:
+    low, high = found.interval or (math.nan, math.nan)
+    return f"{found.rho:+.2f} ({low:+.2f} to {high:+.2f})"
 
 
 Accepts = Callable[[Trained], bool]
