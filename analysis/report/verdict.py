@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradlab.analysis.forecast import SPEED_NOISE
 from gradlab.analysis.forecast.link import format_rate
-from gradlab.analysis.measure.intervals import FEWEST_RANKED
+from gradlab.analysis.intervals import FEWEST_RANKED
 from gradlab.formatting import format_number, format_percent, format_ratio, format_seconds
 from gradlab.metric import RELATIVE_NOISE, final_score, metric_of, scores
 from gradlab.saving import Saving
