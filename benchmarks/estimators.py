@@ -24,8 +24,8 @@ from scipy import stats
 from scipy.signal import lfilter
 from scipy.special import betaln, digamma
 
+from gradlab.analysis.intervals import mean_interval, rank_correlation
 from gradlab.analysis.measure.information import METHODS, estimate_information, gaussian_information
-from gradlab.analysis.measure.intervals import mean_interval, rank_correlation
 
 CORRELATION, ZEROS, TAIL, FREEDOM, APART = 0.6, 0.9, 0.05, 3, 2.0
 AUTOCORRELATIONS, ITERATIONS = (0.0, 0.5, 0.8, 0.95), (24, 100, 400)

@@ -38,7 +38,7 @@ from text_chars import METHODS as TEXT_METHODS
 from text_chars import outcome
 
 from gradlab.analysis.forecast.endings import Ending, EndingRange, ended_at
-from gradlab.analysis.measure.intervals import RankCorrelation, rank_correlation
+from gradlab.analysis.intervals import RankCorrelation, rank_correlation
 from gradlab.metric import RELATIVE_NOISE
 
 RESULTS = Path(__file__).parent / "results"

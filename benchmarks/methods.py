@@ -32,7 +32,7 @@ from rows import Row, add, has, read
 
 from gradlab import codecs
 from gradlab.analysis.figures.style import drawing, method_colors, panels, render
-from gradlab.analysis.measure.intervals import rank_correlation
+from gradlab.analysis.intervals import rank_correlation
 from gradlab.analysis.measure.rate_distortion import distortion_at, mean_squares
 from gradlab.analysis.replay import replay
 from gradlab.codec import About, Codec, Context, Deferred, Exchanged, PlanDefaults, Tensors

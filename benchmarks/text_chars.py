@@ -41,8 +41,8 @@ from gradlab.analysis.forecast import Network
 from gradlab.analysis.forecast.link import Link
 from gradlab.analysis.forecast.profile import Profile
 from gradlab.analysis.forecast.speed import Configuration, forecast_speed, usual_plans
+from gradlab.analysis.intervals import rank_correlation
 from gradlab.analysis.layer_plan.lgreco import fit_lgreco
-from gradlab.analysis.measure.intervals import rank_correlation
 from gradlab.analysis.replay import replay
 from gradlab.artifact import Artifact
 from gradlab.datasets import get

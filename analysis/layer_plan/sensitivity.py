@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from gradlab.analysis.measure.intervals import rank_correlation
+from gradlab.analysis.intervals import rank_correlation
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan import Plan
@@ -89,7 +89,7 @@ def correlations(errors: Sequence[np.ndarray], differences: Sequence[np.ndarray]
 
     Returns:
         "pearson", "spearman", and "spearman_intervals", each low and high at 95 % over layers, or None where there is
-        none (`gradlab.analysis.measure.intervals.rank_correlation`).
+        none (`gradlab.analysis.intervals.rank_correlation`).
 
     Raises:
         GradlabError: for fewer than three layers, or layers with different numbers of candidates.

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradlab.analysis.gradients import finite_positions, read_unscaled
+from gradlab.analysis.intervals import SeriesMean, mean_interval
 from gradlab.analysis.measure.agreement import index_overlap, rank_cosine, signal_to_noise
 from gradlab.analysis.measure.information import (
     PAPER_BINS,
@@ -27,7 +28,6 @@ from gradlab.analysis.measure.information import (
     mutual_information,
     plug_in,
 )
-from gradlab.analysis.measure.intervals import SeriesMean, mean_interval
 from gradlab.analysis.measure.layer_places import layer_places
 from gradlab.analysis.measure.spectrum import spread
 from gradlab.analysis.parallel import share_out

@@ -31,7 +31,7 @@ from scipy.spatial import cKDTree
 from scipy.special import digamma, ndtri, stdtrit
 from scipy.stats import rankdata
 
-from gradlab.analysis.measure.intervals import mean_interval
+from gradlab.analysis.intervals import mean_interval
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
 

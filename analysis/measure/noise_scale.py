@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gradlab.analysis.intervals import SeriesMean, mean_interval
 from gradlab.analysis.measure.information import gaussian_information
-from gradlab.analysis.measure.intervals import SeriesMean, mean_interval
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.stats import rankdata
 
-from gradlab.analysis.measure.intervals import rank_correlation
+from gradlab.analysis.intervals import rank_correlation
 from gradlab.analysis.replay.result import Replay
 from gradlab.jsonable import Jsonable
 
@@ -23,7 +23,7 @@ class Ranking(Jsonable):
 
     windows: first and last iteration of each, (w,); ranks: by plan, (w,); whole: by plan, over all windows; agreement:
     Spearman's rho of each window's order with that of all, (w,); agreement_intervals: of each, (w,), its low and high
-    end at 95 %, None for fewer than 5 plans (`gradlab.analysis.measure.intervals.rank_correlation`).
+    end at 95 %, None for fewer than 5 plans (`gradlab.analysis.intervals.rank_correlation`).
     """
 
     measure: str

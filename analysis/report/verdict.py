@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from gradlab.analysis.forecast import SPEED_NOISE
 from gradlab.analysis.forecast.endings import ended_at, judgement_text
 from gradlab.analysis.forecast.link import format_rate
-from gradlab.analysis.measure.intervals import FEWEST_RANKED
+from gradlab.analysis.intervals import FEWEST_RANKED
 from gradlab.analysis.report.tables import trend_text
 from gradlab.formatting import format_number, format_percent, format_ratio, format_seconds
 from gradlab.metric import RELATIVE_NOISE, final_score, metric_of, scores

@@ -663,24 +663,24 @@ MUTANTS = (
     ),
     # analysis: estimators
     Mutant(
-        file="analysis/measure/intervals.py",
+        file="analysis/intervals.py",
         old="return int(min(most, _term_share(rho) * count))",
         new="return most",
-        tests=("tests/analysis/measure/test_intervals.py",),
+        tests=("tests/analysis/test_intervals.py",),
         what="Intervals over iterations take neighbours for independent, however alike they are.",
     ),
     Mutant(
-        file="analysis/measure/intervals.py",
+        file="analysis/intervals.py",
         old="float(stdtrit(terms, 0.5 + level / 2))",
         new="float(ndtri(0.5 + level / 2))",
-        tests=("tests/analysis/measure/test_intervals.py",),
+        tests=("tests/analysis/test_intervals.py",),
         what="An interval from few cosines is no wider than one from many.",
     ),
     Mutant(
-        file="analysis/measure/intervals.py",
+        file="analysis/intervals.py",
         old="math.sqrt((1 + within**2 / 2) / (count - 3))",
         new="math.sqrt(1 / (count - 3))",
-        tests=("tests/analysis/measure/test_intervals.py",),
+        tests=("tests/analysis/test_intervals.py",),
         what="The interval of a rank correlation is that of Pearson's.",
     ),
     Mutant(

@@ -18,6 +18,7 @@ from gradlab.analysis.forecast import Network, forecast
 from gradlab.analysis.forecast.dry_run import DryRuns
 from gradlab.analysis.forecast.link import Link
 from gradlab.analysis.forecast.profile import CodecTime, Profile
+from gradlab.analysis.intervals import rank_correlation
 from gradlab.analysis.layer_plan.bucket_time import (
     BucketTimes,
     bucket_of_layers,
@@ -35,7 +36,6 @@ from gradlab.analysis.layer_plan.over_time import learning_rates_of, plan_over_t
 from gradlab.analysis.layer_plan.planners import accordion, cgx_kmeans, global_threshold, total, uniform
 from gradlab.analysis.layer_plan.sensitivity import correlations, loss_sensitivity
 from gradlab.analysis.layer_plan.step_time_search import StepTimes, fastest_plan
-from gradlab.analysis.measure.intervals import rank_correlation
 from gradlab.analysis.replay import replay
 from gradlab.artifact import Artifact
 from gradlab.collectives import all_gather_wire_bytes, all_reduce_wire_bytes

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from sklearn.feature_selection import mutual_info_regression
 
+from gradlab.analysis.intervals import mean_interval
 from gradlab.analysis.measure.information import (
     METHODS,
     PAPER_BINS,
@@ -22,7 +23,6 @@ from gradlab.analysis.measure.information import (
     plug_in,
     shuffled_information,
 )
-from gradlab.analysis.measure.intervals import mean_interval
 from gradlab.errors import GradlabError
 from support.laws import law
 

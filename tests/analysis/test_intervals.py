@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from scipy.signal import lfilter
 
-from gradlab.analysis.measure.intervals import (
+from gradlab.analysis.intervals import (
     autocorrelation,
     cosine_terms,
     iterations_needed,
