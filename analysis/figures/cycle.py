@@ -41,7 +41,8 @@ def plot_cycle(cycle: TrainingCycle) -> Figure:
             panel.axvline(fit + 1, color="black", linewidth=1)
         more = f", the first {len(rows)}" if len(rows) < layer.slices else ""
         panel.set(title=f"{short(name)}: {layer.slices} slices{more}", ylabel="slice")
-        panel.set_yticks([0.5, len(rows) - 0.5] if len(rows) > 1 else [0.5], [1, len(rows)] if len(rows) > 1 else [1])
+        ends = [1, len(rows)] if len(rows) > 1 else [1]
+        panel.set_yticks([end - 0.5 for end in ends], [str(end) for end in ends])
         panel.invert_yaxis()
         panel.grid(False)
     axes[-1].set_xlabel("iteration; lines: bases are fitted")

@@ -54,8 +54,8 @@ def methods(
         print_table("codecs, with default settings", HEADER, [_row(facts) for facts in codec_rows], left=len(HEADER))
         rows = [(wrapper.name, _around(wrapper), wrapper.title) for wrapper in around]
         print_table("wrappers", ("wrapper", "around", "what it does"), rows, left=3)
-        rows = [(title, text) for title, text in by_name().items()]
-        print_table("methods by name (gradlab.plan.method_plan)", ("method", "what it is"), rows, left=2)
+        methods = list(by_name().items())
+        print_table("methods by name (gradlab.plan.method_plan)", ("method", "what it is"), methods, left=2)
 
 
 INTRODUCTION = """# Methods

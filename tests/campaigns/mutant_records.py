@@ -82,8 +82,8 @@ MUTANTS = (
     ),
     Mutant(
         file="gradlab/codecs/clt_k.py",
-        old="index_bytes(self.settings.index_coding, count, numel) / world_size",
-        new="index_bytes(self.settings.index_coding, count, numel)",
+        old="index_bytes(self.settings.index_coding, self._count(numel), numel) / world_size",
+        new="index_bytes(self.settings.index_coding, self._count(numel), numel)",
         tests=("tests/contract/test_contract.py",),
         what="CLT-k's forecast counts the leader's positions at every rank.",
         select="lockstep_laws and clt",
@@ -866,8 +866,8 @@ MUTANTS = (
     ),
     Mutant(
         file="analysis/replay/error_tables.py",
-        old="rows = [(getattr(table, metric)[chosen] / ones[chosen, None]).mean(0) for",
-        new="rows = [(getattr(table, metric)[chosen] / ones[chosen, None]).max(0) for",
+        old="rows = [(table.errors(metric)[chosen] / ones[chosen, None]).mean(0) for",
+        new="rows = [(table.errors(metric)[chosen] / ones[chosen, None]).max(0) for",
         tests=("tests/analysis/layer_plan/test_lgreco.py", "tests/plan/test_layer_errors.py"),
         what="A setting's error is its worst window's.",
         select="smaller_at_the_same or mean_over_ranks",
