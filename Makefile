@@ -62,7 +62,9 @@ lgc: install
 	mkdir -p runs/lgc
 	$(BIN)/python benchmarks/lgc.py cifar10 --data $(DATA) --train runs/lgc/rows.jsonl --table
 	$(BIN)/python benchmarks/lgc.py camvid --data $(STREETS) --train runs/lgc/rows.jsonl --table
-	$(BIN)/python benchmarks/lgc_figures.py --data $(DATA) --rows runs/lgc/figures.jsonl --traces runs/lgc --sparsification runs/lgc/sparsification.svg --reconstruction runs/lgc/reconstruction.svg
+	$(BIN)/python benchmarks/lgc_figures.py --data $(DATA) --rows runs/lgc/figures.jsonl --traces runs/lgc --information runs/lgc/information.svg --sparsification runs/lgc/sparsification.svg --reconstruction runs/lgc/reconstruction.svg
+	$(BIN)/python benchmarks/lgc_phases.py --data $(DATA) --rows runs/lgc/phases.jsonl --traces runs/lgc --table --figure runs/lgc/phases.svg
+	$(BIN)/python benchmarks/lgc_bytes.py table6
 
 # Longer campaigns, each a table on standard output: codec x DDP option x ranks; ranks killed, stopped and failing;
 # every codec x wrapper resumed in new processes; GPT-2 and BERT in every framework; several ranks to a node under DDP

@@ -27,7 +27,9 @@ from gradlab.workspace import Workspace
 CPU = torch.device("cpu")
 # Two iterations of learning are few, but what they learn is used all the same; it is that phase which is timed.
 _LEARNED = {"density": 0.01, "training_steps": 2, "optimizer": "adam", "most_error": 1e9}
-_ITERATIONS_BEFORE = {"lgc_ring": 3, "lgc_server": 3}
+_ITERATIONS_BEFORE = {"lgc_ring": 3, "lgc_server": 3, "gradiveq": 2}
+# The recommended form, at d = K / 20: two samples of 32 slices give the fitted half its axes.
+_HALF = {"ratio": 20.0, "complement": 0.5, "whitening": False, "pooled": 32, "sample_steps": 2, "compressed_steps": 0}
 CASES: dict[str, list[dict[str, Any]]] = {
     "identity": [{}],
     "cast": [{"dtype": "float16"}],
@@ -46,7 +48,12 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "powersgd": [{"rank": 4}, {"rank": 4, "alternating": True}],
     "lgc_ring": [_LEARNED],
     "lgc_server": [_LEARNED],
-    "gradiveq": [{"ratio": 16.0, "complement": 1.0, "compressed_steps": 0}],
+    "gradiveq": [
+        {"ratio": 16.0, "complement": 1.0, "compressed_steps": 0},
+        {"ratio": 16.0, "complement": 1.0, "drawn": "coordinates", "compressed_steps": 0},
+        _HALF,
+        {**_HALF, "drawn": "coordinates"},
+    ],
 }
 SORTS = {"topk", "sampled_threshold", "threshold", "clt_k", "dct_topk"}
 

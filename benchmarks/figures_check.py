@@ -6,9 +6,9 @@ A table of measured figures, or a block of them, stands below a comment that nam
 
     <!-- printed by: benchmarks/accuracy.py --out benchmarks/results/accuracy-16.jsonl --table -->
 
-Several commands are parted by semicolons. They are run here, one after another. A block has to consist of lines that
-they print. Of a table every number outside its header and first column has to be among the numbers that they print,
-rounded as it is in the table. What is not measured, or has no rows yet, says so:
+Several commands are parted by semicolons. Each is run in a fork of this process, which has imported torch for all. A
+block has to consist of lines that they print. Of a table every number outside its header and first column has to be
+among the numbers that they print, rounded as it is in the table. What is not measured, or has no rows yet, says so:
 
     <!-- not measured -->          settings, rules, formulas, names
     <!-- no rows: WHY -->          figures of which no rows were kept
@@ -21,13 +21,18 @@ from __future__ import annotations
 
 import contextlib
 import io
+import multiprocessing
 import re
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
+import gradlab.plan  # noqa: F401
+
+FORK = multiprocessing.get_context("fork")
 ROOT = Path(__file__).resolve().parent.parent
 # Written by commands of gradlab and held by tests of their own, or prose about names alone.
 GENERATED = ("methods.md", "glossary.md", "add-a-codec.md")
@@ -105,17 +110,28 @@ class Printed:
     def by(self, command: str) -> str:
         """Run a script of this repository, such as "benchmarks/accuracy.py --table", and return what it prints."""
         if command not in self._known:
-            script, *arguments = command.split()
-            told, before, path = io.StringIO(), sys.argv, list(sys.path)
-            sys.argv = [script, *(str(ROOT / word) if word.startswith("benchmarks/") else word for word in arguments)]
-            sys.path.insert(0, str((ROOT / script).parent))
+            here, there = FORK.Pipe(duplex=False)
+            child = FORK.Process(target=_run, args=(command, there))
+            child.start()
+            there.close()
             try:
-                with contextlib.redirect_stdout(told):
-                    runpy.run_path(str(ROOT / script), run_name="__main__")
+                self._known[command] = here.recv()
+            except EOFError:
+                raise SystemExit(f"{command}: failed, see above") from None
             finally:
-                sys.argv, sys.path[:] = before, path
-            self._known[command] = told.getvalue()
+                child.join()
         return self._known[command]
+
+
+def _run(command: str, there: Connection) -> None:
+    """Run a script in this process, and send what it prints."""
+    script, *arguments = command.split()
+    sys.argv = [script, *(str(ROOT / word) if word.startswith("benchmarks/") else word for word in arguments)]
+    sys.path.insert(0, str((ROOT / script).parent))
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    there.send(told.getvalue())
 
 
 def missing(table: Table, printed: str) -> list[str]:

@@ -33,7 +33,7 @@ from gradlab.datasets.optimizer import build_optimizer, clip_gradients
 from gradlab.datasets.recipe import learning_rate_at
 from gradlab.datasets.sampling import batches
 from gradlab.layout import layers_of
-from gradlab.plan import Plan
+from gradlab.plan import Plan, named_plan
 from gradlab.runtime import compress_fsdp
 
 WORKLOAD = get("text_chars")
@@ -43,7 +43,7 @@ NODES, BATCH = 2, 3
 
 @dataclass(frozen=True)
 class Way:
-    """How gradients are exchanged: a codec with settings between nodes, and perhaps one inside; "" compresses nothing.
+    """How gradients are exchanged: a codec or method with settings between nodes, and perhaps one inside; "": neither.
 
     native: FSDP's own, over the whole mesh.
     """
@@ -61,7 +61,7 @@ WAYS: dict[str, Way] = {
     "cast, float32 sums": Way("cast", {"dtype": "bfloat16", "accumulate": "float32"}),
     "int8": Way("block_scaled", {"dtype": "int8"}),
     "two levels, 8 and 4 bits": Way("block_scaled", {"dtype": "int4"}, "block_scaled", {"dtype": "int8"}),
-    "PowerSGD rank 4": Way("powersgd", {"rank": 4}),
+    "PowerSGD rank 4": Way("PowerSGD", {"rank": 4}),
     "top-k 1 %": Way("topk", {"density": 0.01}),
     "8 bits inside alone": Way("", {}, "block_scaled", {"dtype": "int8"}),
 }
@@ -80,7 +80,7 @@ def train(way: Way, data: Any, seed: int, steps: int) -> Row:
     state = None
     if not way.native:
         plans = [
-            Plan.uniform(layers, codec, **settings) if codec else Plan(layers)
+            named_plan(layers, codec, **settings) if codec else Plan(layers)
             for codec, settings in ((way.codec, way.settings), (way.inside, way.inside_settings))
         ]
         second = {"within": mesh["shard"], "inside": plans[1]} if way.inside else {}

@@ -2,15 +2,20 @@
 
     python benchmarks/layer_plans.py images --data cifar10.npz --record TRACE       # a dense run, 4 nodes
     python benchmarks/layer_plans.py images --trace TRACE --fit PLANS               # tables, plans, all planners
+    python benchmarks/layer_plans.py images --trace TRACE --fit PLANS --online      # plans that are chosen anew, too
     python benchmarks/layer_plans.py images --data cifar10.npz --fit PLANS --train ROWS.jsonl [--seeds 0 1]
     python benchmarks/layer_plans.py images --train ROWS.jsonl --table
     python benchmarks/layer_plans.py images --trace TRACE --families               # plans of several codecs
+    python benchmarks/layer_plans.py resnet8 --trace TRACE --metrics ROWS.jsonl    # l2 against squared-l2
+    python benchmarks/layer_plans.py resnet8 --metrics ROWS.jsonl --table
 
 images: CIFAR-10 at 16 x 16, a ResNet-18 of a quarter of the width (700,000 parameters), 4 ranks with 16 images each,
 SGD with momentum. words: WikiText-2 by words (8192 of them), the transformer of `gradlab.datasets`, 4 ranks with 8 rows
 of 64, AdamW. 300 iterations, of which the first 50 are dense. QSGD 4 bit, top-k 1 % (words: 10 %), PowerSGD rank 4
-(words: 32): uniform, and the smallest plan of the same total error. One line of JSON per run; what is there is not done
-again.
+(words: 32): uniform, and the smallest plan of the same total error by either metric. One line of JSON per run; what is
+there is not done again. resnet8: images at 16 x 16 too, one block in each of three stages. resnet20: CIFAR-10 as it is,
+float32. chars: the transformer of text_chars, 3 rows of 64 characters a rank. Results in results/layer-plans.jsonl
+(trained) and results/layer-plan-metrics.jsonl (l2 against squared-l2).
 """
 
 from __future__ import annotations
@@ -24,49 +29,67 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accuracy import paired
 from emulated import Task, record, train
 from rows import Row, add, has, read
 
 from gradlab.analysis.layer_plan.costs import Cost
 from gradlab.analysis.layer_plan.grids import candidates_of_grid
-from gradlab.analysis.layer_plan.lgreco import fit_lgreco
+from gradlab.analysis.layer_plan.lgreco import LgrecoFit, fit_lgreco
 from gradlab.analysis.layer_plan.provenance import WindowErrors
 from gradlab.artifact import Artifact
 from gradlab.datasets import get
 from gradlab.layout import layers_of
 from gradlab.plan import Plan
+from gradlab.plan.metrics import METRICS
 from gradlab.trace import Trace
 
 RANKS, STEPS, WARMUP = 4, 300, 50
+CHOSEN_EVERY = 50  # iterations, of plans that are chosen anew; Accordion's settings are half and twice the uniform one
 FIRST, EVERY, RECORDED = 50, 4, 60  # of the recording: iterations 50, 54, ..., 286
-IMAGES, WORDS = get("cifar10"), get("text_words")
+IMAGES, WORDS, CHARS = get("cifar10"), get("text_words"), get("text_chars")
 IMAGE_RECIPE = replace(IMAGES.recipe, batch_size=16, steps=STEPS, schedule="cosine", learning_rate=0.05)
 TASKS = {
     "images": Task(IMAGES, IMAGE_RECIPE, RANKS, (2, 2, 2, 2)),
     "words": Task(WORDS, replace(WORDS.recipe, batch_size=8, steps=STEPS), RANKS),
+    "resnet8": Task(IMAGES, replace(IMAGE_RECIPE, learning_rate=0.1), RANKS, (1, 1, 1)),
+    "resnet20": Task(IMAGES, replace(IMAGE_RECIPE, learning_rate=0.1), RANKS),
+    "chars": Task(CHARS, replace(CHARS.recipe, batch_size=3, steps=STEPS), RANKS),
 }
-REFERENCES: dict[str, dict[str, dict[str, Any]]] = {
-    "images": {"qsgd": {"bits": 4}, "topk": {"density": 0.01}, "powersgd": {"rank": 4}},
-    "words": {"qsgd": {"bits": 4}, "topk": {"density": 0.1}, "powersgd": {"rank": 32}},
-}
+ON_IMAGES: dict[str, dict[str, Any]] = {"qsgd": {"bits": 4}, "topk": {"density": 0.01}, "powersgd": {"rank": 4}}
+ON_TEXT: dict[str, dict[str, Any]] = {"qsgd": {"bits": 4}, "topk": {"density": 0.1}, "powersgd": {"rank": 32}}
+REFERENCES = {name: ON_IMAGES if task.workload is IMAGES else ON_TEXT for name, task in TASKS.items()}
 
 
 def fit(name: str, trace: Trace, folder: Path) -> None:
-    """An artifact per codec, uniform and by layer."""
+    """Artifacts of each codec: uniform, and by layer by either metric."""
     folder.mkdir(exist_ok=True)
     for codec, reference in REFERENCES[name].items():
-        fitted = fit_lgreco(trace, codec, reference, warmup_steps=WARMUP)
-        fitted.artifact().save(folder / f"{codec}-lgreco.safetensors", overwrite=True)
         uniform = Plan.uniform(trace.layers, codec, warmup_steps=WARMUP, **reference)
         Artifact(uniform).save(folder / f"{codec}-uniform.safetensors", overwrite=True)
-        provenance = fitted.provenance
-        dense = provenance.dense_payload_bytes
-        print(
-            f"{codec:9s} uniform {dense / provenance.uniform_payload_bytes:6.1f}x  L-GreCo "
-            f"{dense / provenance.payload_bytes:6.1f}x  gain {provenance.gain:.2f}  "
-            f"error where chosen, later: uniform {_errors(provenance.relative_error.uniform)}, "
-            f"L-GreCo {_errors(provenance.relative_error.plan)}"
-        )
+        for metric in METRICS:
+            fitted = fit_lgreco(trace, codec, reference, warmup_steps=WARMUP, metric=metric)
+            fitted.artifact().save(folder / f"{codec}-{metric}.safetensors", overwrite=True)
+            provenance = fitted.provenance
+            dense = provenance.dense_payload_bytes
+            print(
+                f"{codec:9s} {metric:10s} uniform {dense / provenance.uniform_payload_bytes:6.1f}x  L-GreCo "
+                f"{dense / provenance.payload_bytes:6.1f}x  gain {provenance.gain:.2f}  "
+                f"error where chosen, later: uniform {_errors(provenance.relative_error.uniform)}, "
+                f"L-GreCo {_errors(provenance.relative_error.plan)}"
+            )
+
+
+def fit_online(name: str, trace: Trace, folder: Path) -> None:
+    """Artifacts of each codec whose plans are chosen anew while training: as they are, and after Accordion."""
+    folder.mkdir(exist_ok=True)
+    for codec, reference in REFERENCES[name].items():
+        [value] = reference.values()
+        for which, accordion in (("refresh", None), ("accordion", (value / 2, value * 2))):
+            fitted = fit_lgreco(
+                trace, codec, reference, warmup_steps=WARMUP, refresh_every=CHOSEN_EVERY, accordion=accordion
+            )
+            fitted.artifact().save(folder / f"{codec}-{which}.safetensors", overwrite=True)
 
 
 def _errors(errors: WindowErrors) -> str:
@@ -79,7 +102,7 @@ def families(name: str, trace: Trace, samples: int = 20) -> None:
     candidates, start = candidates_of_grid(trace, "powersgd", reference, families=["all"], samples=samples)
     for cost in ("payload", "wire"):
         provenance = fit_lgreco(
-            trace, "powersgd", reference, candidates=candidates, start=start, cost=Cost(cost)
+            trace, "powersgd", reference, candidates=candidates, start=start, cost=Cost(cost), metric="squared-l2"
         ).provenance
         alone = sorted(provenance.alone.items(), key=lambda item: item[1])
         chosen = Counter(layer.codec for layer in provenance.layers)
@@ -94,13 +117,68 @@ def families(name: str, trace: Trace, samples: int = 20) -> None:
         )
 
 
+def metrics(name: str, trace: Trace, out: Path) -> None:
+    """Plans by either metric: gain, and error later on by both metrics; at alpha 1, and at the largest that holds."""
+    for codec, reference in REFERENCES[name].items():
+        for metric in METRICS:
+            key = {"recording": name, "codec": codec, "metric": metric}
+            if has(read(out), key):
+                continue
+            plain = fit_lgreco(trace, codec, reference, metric=metric)
+            hold = plain.provenance.hold
+            assert hold is not None
+            held = plain if hold.holds else None
+            if hold.largest is not None and not hold.holds:
+                held = fit_lgreco(trace, codec, reference, metric=metric, hold=True)
+            row = {"steps": [int(trace.steps[0]), int(trace.steps[-1])], "recorded": len(trace.steps)}
+            row |= {"reference": reference, "alpha": hold.largest, **_gain_and_errors("", plain)}
+            add(out, key | row | (_gain_and_errors("held_", held) if held else {}))
+
+
+def _gain_and_errors(prefix: str, fitted: LgrecoFit) -> Row:
+    """The gain, and the error on held-out windows over the uniform plan's by both metrics."""
+    problem, provenance = fitted.problem, fitted.provenance
+    later = slice(provenance.windows_chosen_on, None)
+    table, choice = problem.table, fitted.allocation.choice
+    errors = {
+        metric: table.relative_error(choice, metric, later) / table.relative_error(problem.reference, metric, later)
+        for metric in METRICS
+    }
+    named = {f"{prefix}later_{metric}": error for metric, error in errors.items()}
+    return {f"{prefix}gain": provenance.gain, **named}
+
+
+def metrics_table(rows: Sequence[Row]) -> str:
+    """Gain and excess of the error later on, by either metric, at alpha 1 and at the largest alpha that holds."""
+    lines = ["recording  codec     metric      gain   later: l2  root of squared-l2   alpha that holds   gain there"]
+    for row in rows:
+        held = f"{row['held_gain']:12.2f}" if "held_gain" in row else "           -"
+        alpha = "-" if row["alpha"] is None else f"{row['alpha']:g}"
+        lines.append(
+            f"{row['recording']:10s} {row['codec']:9s} {row['metric']:10s} {row['gain']:5.2f}"
+            f"  {100 * (row['later_l2'] - 1):+7.1f} %  {100 * (row['later_squared-l2'] - 1):+15.1f} %"
+            f"  {alpha:>16s} {held}"
+        )
+    for metric in dict.fromkeys(row["metric"] for row in rows):
+        here = [row for row in rows if row["metric"] == metric]
+        held = [row["held_gain"] for row in here if "held_gain" in row]
+        l2, squared = (statistics.fmean(row[f"later_{name}"] - 1 for row in here) for name in METRICS)
+        lines.append(
+            f"mean of {len(here):2d} {metric:20s} {statistics.geometric_mean(row['gain'] for row in here):5.2f}"
+            f"  {100 * l2:+7.1f} %  {100 * squared:+15.1f} %"
+            f"  {len(held):11d} hold {statistics.geometric_mean(held):12.2f}"
+        )
+    return "\n".join(lines)
+
+
 def train_all(name: str, data: Any, plans: Path, out: Path, seeds: Sequence[int]) -> None:
-    """Dense, and every plan fitted, seed by seed; what is in `out` is not done again."""
+    """Dense, and every plan in the folder, seed by seed; what is in `out` is not done again."""
     rows, task = read(out), TASKS[name]
     chosen = [("dense", Plan(layers_of(task.model(0))))]
     for codec in REFERENCES[name]:
-        for which in ("uniform", "lgreco"):
-            chosen.append((f"{codec}-{which}", Artifact.load(plans / f"{codec}-{which}.safetensors").plan))
+        for which in ("uniform", *METRICS, "refresh", "accordion"):
+            if (path := plans / f"{codec}-{which}.safetensors").exists():
+                chosen.append((path.stem, Artifact.load(path).plan))
     for seed in seeds:
         for method, plan in chosen:
             key = {"task": name, "method": method, "seed": seed}
@@ -109,22 +187,34 @@ def train_all(name: str, data: Any, plans: Path, out: Path, seeds: Sequence[int]
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Ratio while compressing, final loss and score, each with its distance to dense and to uniform."""
-    lines = ["task    method            n   ratio  vs 16 bits   gain   loss           to dense  to uniform   score"]
+    """Ratio while compressing; loss and its distance to dense and to uniform; score and its difference to uniform."""
+    lines = [
+        "task    method            n   ratio  vs 16 bits   gain   loss           to dense  to uniform   score  "
+        "to uniform 95 %"
+    ]
     for task in dict.fromkeys(row["task"] for row in rows):
         here = [row for row in rows if row["task"] == task]
         mean = {m: _mean([row for row in here if row["method"] == m]) for m in dict.fromkeys(r["method"] for r in here)}
         for method, averages in mean.items():
-            uniform = mean.get(method.replace("lgreco", "uniform"), averages)
+            uniform = mean.get(f"{method.partition('-')[0]}-uniform", averages)
             losses = ", ".join(f"{row['loss']:.3f}" for row in here if row["method"] == method)
             lines.append(
                 f"{task:7s} {method:17s} {averages['n']:.0f} {averages['compressing_ratio']:7.1f}"
                 f"  {averages['compressing_ratio'] / 2:10.1f}"
                 f"  {averages['compressing_ratio'] / uniform['compressing_ratio']:5.2f}   {losses:14s}"
                 f" {100 * (averages['loss'] / mean['dense']['loss'] - 1):+6.2f} %"
-                f"   {100 * (averages['loss'] / uniform['loss'] - 1):+6.2f} %  {averages['score']:8.3f}"
+                f"   {100 * (averages['loss'] / uniform['loss'] - 1):+6.2f} %  {averages['score']:8.3f}  "
+                f"{paired(_score_differences(here, method))}"
             )
     return "\n".join(lines)
+
+
+def _score_differences(rows: Sequence[Row], method: str) -> list[float]:
+    """The score less the uniform plan's of the same seed: accuracy in points, or perplexity."""
+    unit = 100 if rows[0]["task"] == "images" else 1
+    other = method.replace("lgreco", "uniform")
+    here, uniform = ({row["seed"]: unit * row["score"] for row in rows if row["method"] == m} for m in (method, other))
+    return [here[seed] - uniform[seed] for seed in here if seed in uniform and other != method]
 
 
 def _mean(rows: Sequence[Row]) -> dict[str, float]:
@@ -138,10 +228,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=list(TASKS))
     parser.add_argument("--data", help="cifar10.npz, or the folder of WikiText-2")
-    for name in ("record", "trace", "fit", "train"):
+    for name in ("record", "trace", "fit", "train", "metrics"):
         parser.add_argument(f"--{name}", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    for name in ("table", "families"):
+    for name in ("table", "families", "online"):
         parser.add_argument(f"--{name}", action="store_true")
     chosen = parser.parse_args()
     task = TASKS[chosen.task]
@@ -151,14 +241,20 @@ def main() -> None:
         record(task, data, chosen.record, 7, start=FIRST, every=EVERY, count=RECORDED)
     if chosen.trace and chosen.fit:
         with Trace(chosen.trace) as trace:
-            fit(chosen.task, trace, chosen.fit)
+            if chosen.online:
+                fit_online(chosen.task, trace, chosen.fit)
+            else:
+                fit(chosen.task, trace, chosen.fit)
     if chosen.trace and chosen.families:
         with Trace(chosen.trace) as trace:
             families(chosen.task, trace)
+    if chosen.trace and chosen.metrics:
+        with Trace(chosen.trace) as trace:
+            metrics(chosen.task, trace, chosen.metrics)
     if data is not None and chosen.train:
         train_all(chosen.task, data, chosen.fit, chosen.train, chosen.seeds)
     if chosen.table:
-        print(table(read(chosen.train)))
+        print(table(read(chosen.train)) if chosen.train else metrics_table(read(chosen.metrics)))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from gradlab.codecs.block_scaled import BlockScaled
 from gradlab.codecs.lgc_ring import LgcRing
 from gradlab.collectives import Coroutine
 from gradlab.datasets import Data, Recipe, Workload, get
-from gradlab.layout import layers_of
+from gradlab.layout import Layer, layers_of
 from gradlab.learning.autoencoder import Architecture
 from gradlab.learning.selection import COMPRESSING, padded
 from gradlab.plan import Group, Plan, Wrap, lgc_plan, method_plan
@@ -104,6 +104,15 @@ class Frozen(LgcRing):
         yield ()
         return Exchanged({name: torch.zeros_like(grad) for name, grad in grads.items()}, dict(grads), state)
 
+    def _bytes(self, layers: Sequence[Layer], world_size: int, mode: int, position: int) -> float:
+        return 0.0 if mode == COMPRESSING else super()._bytes(layers, world_size, mode, position)
+
+    def _position_bytes(self, layers: Sequence[Layer], world_size: int, mode: int) -> float:
+        return 0.0 if mode == COMPRESSING else super()._position_bytes(layers, world_size, mode)
+
+    def _code_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        return 0.0
+
 
 Method = Callable[[Setting, nn.Module], Plan]
 
@@ -138,19 +147,21 @@ def _clt_k(**settings: Any) -> Method:
 
 
 def _dgc(setting: Setting, model: nn.Module) -> Plan:
-    plan = method_plan(layers_of(model), "DGC", momentum=MOMENTUM, warmup_steps=setting.dense, density=DENSITY)
-    stages = {"sparsity_warmup": {"steps": setting.learning}}  # at its density while the others have codes
-    groups = [
-        replace(group, wrappers=tuple(Wrap(wrap.name, stages.get(wrap.name, wrap.settings)) for wrap in group.wrappers))
-        for group in plan.groups
-    ]
-    return replace(plan, groups=tuple(groups))
+    """Its density falls to that of the others while these learn."""
+    return method_plan(
+        layers_of(model),
+        "DGC",
+        momentum=MOMENTUM,
+        warmup_steps=setting.dense,
+        wrapper_settings={"sparsity_warmup": {"steps": setting.learning}},
+        density=DENSITY,
+    )
 
 
 BEST: dict[str, Any] = {"normalise": "layer", **ADAM}
 METHODS: dict[str, Method] = {
     "dense": lambda setting, model: Plan(layers_of(model)),
-    "DGC": _dgc,
+    "DGC 1 %, ramp while others learn": _dgc,
     "CLT-k": _clt_k(),
     "CLT-k, int8": _clt_k(values="int8"),
     "CLT-k, int8, 4 %": _clt_k(values="int8", density=0.04),
@@ -159,6 +170,8 @@ METHODS: dict[str, Method] = {
     "LGC ring, Adam, normalised": _lgc("ring", None, "difference", **BEST),
     "LGC ring, by value": _lgc("ring", None, "difference", order="value", **BEST),
     "LGC ring, by value, 4 %": _lgc("ring", None, "difference", order="value", density=0.04, **BEST),
+    "LGC ring, by value, vectors coded": _lgc("ring", None, "difference", order="value", vectors="autoencoder", **BEST),
+    "LGC ring, by value, vectors sparse": _lgc("ring", None, "difference", order="value", vectors="sparse", **BEST),
     "LGC server, as written (text)": _lgc("server", MOMENTUM),
     "LGC server, as written (algorithm)": _lgc("server"),
     "LGC server, shared": _lgc("server", None, "difference", positions="shared", **BEST),

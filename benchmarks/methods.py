@@ -18,7 +18,7 @@ import argparse
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +26,20 @@ import emulated
 import numpy as np
 import torch
 from accuracy import WORKLOAD, resnet8, train
+from compared import Compared, published
 from matplotlib.figure import Figure
 from rows import Row, add, has, read
-from scipy import stats
 
 from gradlab import codecs
 from gradlab.analysis.figures.style import drawing, method_colors, panels, render
+from gradlab.analysis.intervals import rank_correlation
 from gradlab.analysis.measure.rate_distortion import distortion_at, mean_squares
 from gradlab.analysis.replay import replay
 from gradlab.codec import About, Codec, Context, Deferred, Exchanged, PlanDefaults, Tensors
 from gradlab.collectives import Coroutine
 from gradlab.datasets.recipe import Recipe
 from gradlab.layout import Layer, layers_of
-from gradlab.plan import FEEDBACK, Plan, Wrap
+from gradlab.plan import FEEDBACK, Wrap
 from gradlab.trace import Trace
 
 WARMUP, RATE, BATCH, RANKS = 50, 0.1, 16, 4
@@ -67,30 +68,16 @@ class Frozen(Codec):
         return 0
 
 
-@dataclass(frozen=True)
-class Compared:
-    """A method: its codec with settings, wrappers (None: the codec's default), one group or one per layer; rate: times
-    the common learning rate; momentum: whether the optimizer has it, or the plan."""
-
-    codec: str
-    settings: dict[str, Any] = field(default_factory=dict)
-    wrappers: tuple[Wrap, ...] | None = None
-    whole_model: bool = False
-    rate: float = 1.0
-    momentum: bool = True
-
-    def plan(self, layers: Sequence[Layer], warmup: int = WARMUP, **settings: Any) -> Plan:
-        chosen = {**self.settings, **settings}
-        around = {"wrappers": self.wrappers} if self.wrappers is not None else {}
-        group_bytes = math.inf if self.whole_model else 0
-        common = {"minimum_dimensions": 2, "minimum_numel": 256, "roles": ("convolution", "linear")}
-        return Plan.uniform(
-            layers, self.codec, warmup_steps=warmup, group_bytes=group_bytes, **common, **around, **chosen
-        )
-
-
+# All methods compress matrices alone, layer by layer unless one group of all layers is what they are.
+SCOPE: dict[str, Any] = {
+    "minimum_dimensions": 2,
+    "minimum_numel": 256,
+    "roles": ("convolution", "linear"),
+    "group_bytes": 0,
+}
 BOTH_WAYS = (*FEEDBACK, Wrap("two_way"))
 PCA = {"ratio": 25, "pooled": 16, "whitening": False, "sample_steps": FITTED}
+RAMP = {"sparsity_warmup": {"steps": 100}}
 METHODS: dict[str, Compared] = {
     "dense": Compared("identity"),
     "frozen": Compared("frozen"),
@@ -98,43 +85,28 @@ METHODS: dict[str, Compared] = {
     "natural": Compared("natural"),
     "int8": Compared("block_scaled"),
     "fp8": Compared("block_scaled", {"dtype": "float8_e4m3fn"}),
-    "int4, LoCo": Compared(
-        "block_scaled", {"dtype": "int4"}, (Wrap("error_feedback", {"decay": 0.95, "buffer": "int8"}),)
-    ),
-    "QSGD 4 bit": Compared("qsgd", {"bits": 4}),
-    "QSGD 2 bit": Compared("qsgd", {"bits": 2}),
-    "TernGrad": Compared("terngrad", {"shared_scale": True}),
+    "LoCo, no resets": published("LoCo", wrapper_settings={"error_feedback": {"reset_steps": 0}}),
+    "QSGD 4 bits, max norm": published("QSGD, max norm", bits=4),
+    "QSGD 2 bits, max norm": published("QSGD, max norm", bits=2),
+    "TernGrad": published("TernGrad"),
     "sign, both ways": Compared("sign", {}, BOTH_WAYS),
-    "signSGD, vote": Compared(
-        "sign", {"scale": "one", "zeros": "random"}, (Wrap("two_way", {"error_feedback": False}),), rate=0.01
-    ),
-    "1-bit SGD": Compared("one_bit", {}, BOTH_WAYS),
+    "signSGD": published("signSGD", rate=0.01),
+    "1-bit SGD": published("1-bit SGD"),
     "top-k": Compared("topk", {"density": 0.026}),
     "top-k, no feedback": Compared("topk", {"density": 0.026}, ()),
-    "global top-k": Compared("topk", {"density": 0.026}, whole_model=True),
-    "hard threshold": Compared("threshold", {"density": 0.026}, whole_model=True),
+    "global top-k 2.6 %": published("global top-k", density=0.026),
+    "Rethink-GS 2.6 %": published("Rethink-GS", density=0.026),
     "sampled threshold": Compared("sampled_threshold", {"density": 0.026}),
-    "DGC": Compared(
-        "sampled_threshold",
-        {"density": 0.026},
-        (Wrap("momentum_correction"), Wrap("sparsity_warmup", {"steps": 100, "initial_density": 0.25})),
-        momentum=False,
-    ),
+    "DGC 2.6 %, 100 steps of ramp": published("DGC", momentum=False, wrapper_settings=RAMP, density=0.026),
     "random-k": Compared("random_k", {"density": 0.039}),
     "random-k, unbiased": Compared("random_k", {"density": 0.039, "unbiased": True}, ()),
     "CLT-k": Compared("clt_k", {"density": 0.035}),
     "CLT-k int8": Compared("clt_k", {"density": 0.1, "values": "int8"}),
-    "ScaleCom": Compared("clt_k", {"density": 0.035}, (Wrap("error_feedback", {"decay": 0.9}),)),
+    "ScaleCom 3.5 %": published("ScaleCom", density=0.035),
     "DCT top-k": Compared("dct_topk", {"chunk": 8, "count": 2}),
-    "DeMo": Compared(
-        "dct_topk",
-        {"chunk": 8, "count": 2, "average": "senders", "sign": True},
-        (Wrap("error_feedback", {"carried": 0.999}),),
-        rate=0.01,
-        momentum=False,
-    ),
-    "PowerSGD": Compared("powersgd", {"rank": 2}),
-    "PowerSGD, alternating": Compared("powersgd", {"rank": 4, "alternating": True}),
+    "DeMo, 2 of 8": published("DeMo", momentum=False, rate=0.01, chunk=8, count=2),
+    "PowerSGD rank 2": published("PowerSGD", rank=2),
+    "PowerSGD rank 4, alternating": published("PowerSGD", rank=4, alternating=True),
     "GradiVeQ, half PCA": Compared("gradiveq", {**PCA, "complement": 0.5, "compressed_steps": 0}, FEEDBACK),
 }
 
@@ -160,7 +132,7 @@ def record(data: Any, folder: str, seed: int = 0) -> None:
 def replay_row(trace: Trace, name: str, method: Compared, settings: dict[str, Any], feedback: bool) -> Row:
     """What a replay says. feedback: with the method's own wrappers; without, each iteration is judged for itself."""
     chosen = method if feedback else replace(method, wrappers=())
-    plan = chosen.plan(trace.layers, 0, **settings)
+    plan = chosen.plan(trace.layers, 0, **SCOPE, **settings)
     replayed = replay(trace, plan)
     steps = replayed.compressed[-40:]  # what is fitted or fed back has settled
     compressed = {name for group in plan.compressed_groups for name in group.layers} or {x.name for x in trace.layers}
@@ -169,8 +141,8 @@ def replay_row(trace: Trace, name: str, method: Compared, settings: dict[str, An
     payload = statistics.fmean(step.payload_bytes_mean for step in steps)
     return {
         "method": name,
-        "codec": method.codec,
-        "settings": {**method.settings, **settings},
+        "codec": next(group.codec for group in plan.groups),
+        "settings": {**method.codec_settings, **settings},
         "feedback": feedback,
         "bits": 8 * (payload - rest) / numel,
         "payload": payload,
@@ -179,6 +151,8 @@ def replay_row(trace: Trace, name: str, method: Compared, settings: dict[str, An
         "aggregate_error": statistics.median(step.aggregate_error or 0.0 for step in steps),
         "cosine": statistics.median(step.cosine or 0.0 for step in steps),
         "codec_seconds": statistics.fmean(step.codec_seconds for step in steps),
+        "memory": replayed.memory,
+        "windows": [one.to_json() for one in replayed.window_errors],
     }
 
 
@@ -190,7 +164,7 @@ def replay_all(trace: Trace, out: Path) -> None:
         for settings in codecs.get(name).candidates:
             wanted.append((f"{name} alone", Compared(name, required_settings(name)), dict(settings), False))
     for name, method, settings, feedback in wanted:
-        key = {"method": name, "settings": {**method.settings, **settings}, "feedback": feedback}
+        key = {"method": name, "settings": {**method.codec_settings, **settings}, "feedback": feedback}
         if not has(rows, key):
             add(out, replay_row(trace, name, method, settings, feedback))
 
@@ -201,9 +175,9 @@ def required_settings(name: str) -> dict[str, Any]:
 
 
 def floor(trace: Trace, bits: Sequence[float]) -> list[float]:
-    """Relative error of the Gaussian rate-distortion function at so many bits per value: coordinates of all matrices
-    taken as independent, each with its mean square over the recording and the ranks."""
-    plan = METHODS["top-k"].plan(trace.layers)
+    """Relative error of the Gaussian rate-distortion function at so many bits per value, of one rank's gradient alone:
+    coordinates of all matrices taken as independent, each with its mean square over the recording and the ranks."""
+    plan = METHODS["top-k"].plan(trace.layers, WARMUP, **SCOPE)
     names = [name for group in plan.compressed_groups for name in group.layers]
     variances = np.concatenate([mean_squares(trace, name) for name in names])
     return [math.sqrt(distortion_at(variances, rate * len(variances)) / variances.sum()) for rate in bits]
@@ -218,7 +192,7 @@ def train_all(data: Any, out: Path, names: Sequence[str], seeds: Sequence[int], 
             if has(rows, key):
                 continue
             method = METHODS[name]
-            plan = method.plan(layers_of(resnet8(recipe_of(method, steps), RANKS).model(seed)))
+            plan = method.plan(layers_of(resnet8(recipe_of(method, steps), RANKS).model(seed)), WARMUP, **SCOPE)
             row = key | train(plan, data, recipe_of(method, steps), RANKS, seed)
             row["loss"] = row["loss"] if math.isfinite(row["loss"]) else None  # JSON knows no NaN
             add(out, row, unshown=("curve",))
@@ -235,13 +209,15 @@ def joined(replayed: Sequence[Row], trained: Sequence[Row]) -> dict[str, tuple[R
 
 def table(replayed: Sequence[Row], trained: Sequence[Row]) -> str:
     """Lay out replayed and trained rows side by side, a line per method; wire bytes per rank and step, in kB."""
-    lines = ["method                 bits/value  wire kB  error rank  error mean  cosine   loss           accuracy"]
+    lines = [
+        "method                        bits/value  wire kB  error rank  error mean  cosine   loss           accuracy"
+    ]
     pairs = joined(replayed, trained)
     for name, (row, runs) in sorted(pairs.items(), key=lambda item: mean_loss(item[1][1])):
         losses = ", ".join("-" if run["loss"] is None else f"{run['loss']:.3f}" for run in runs)
         accuracy = statistics.fmean(100 * run["accuracy"] for run in runs)
         lines.append(
-            f"{name:23s} {row['bits']:9.2f}  {row['wire'] / 1e3:7.1f}  {row['contribution_error']:10.3f}  "
+            f"{name:30s} {row['bits']:9.2f}  {row['wire'] / 1e3:7.1f}  {row['contribution_error']:10.3f}  "
             f"{row['aggregate_error']:10.3f}  {row['cosine']:6.3f}   {losses:13s}  {accuracy:6.2f} %"
         )
     for key in ("contribution_error", "aggregate_error", "cosine"):
@@ -253,10 +229,8 @@ def table(replayed: Sequence[Row], trained: Sequence[Row]) -> str:
             if len(names) < 3:
                 continue
             sign = -1 if key == "cosine" else 1
-            rho = stats.spearmanr([sign * pairs[n][0][key] for n in names], [mean_loss(pairs[n][1]) for n in names])
-            lines.append(
-                f"Spearman of {key} with final loss, {what} ({len(names)}): {rho.statistic:+.2f} (p {rho.pvalue:.3f})"
-            )
+            rho = rank_correlation([sign * pairs[n][0][key] for n in names], [mean_loss(pairs[n][1]) for n in names])
+            lines.append(f"Spearman of {key} with final loss, {what} ({len(names)}): {rho}")
     return "\n".join(lines)
 
 
@@ -281,7 +255,7 @@ def figure(replayed: Sequence[Row], trace: Trace | None) -> Figure:
         panel.plot(bits, errors, marker + line, label=name, color=colors[name], markersize=4)
     if trace is not None:
         bits = np.geomspace(0.02, 20, 60)
-        panel.plot(bits, floor(trace, bits), "k--", label="Gaussian R(D) of the variances")
+        panel.plot(bits, floor(trace, bits), "k--", label="Gaussian R(D) of the variances, one rank alone")
     panel.set_xscale("log")
     panel.set_xlim(0.03, 20)
     panel.set_ylim(0, 1.45)

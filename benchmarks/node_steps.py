@@ -45,7 +45,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradlab import compress
 from gradlab.layout import layers_of
-from gradlab.plan import Plan
+from gradlab.plan import named_plan
 from gradlab.runtime import compress_fsdp
 
 ROWS = Path(__file__).parent / "results" / "fsdp-steps.jsonl"
@@ -53,7 +53,7 @@ ROWS = Path(__file__).parent / "results" / "fsdp-steps.jsonl"
 CODECS: dict[str, tuple[str, dict[str, Any]]] = {
     "uncompressed": ("identity", {}),
     "int8": ("block_scaled", {"dtype": "int8"}),
-    "PowerSGD rank 1": ("powersgd", {"rank": 1}),
+    "PowerSGD rank 1": ("PowerSGD", {"rank": 1}),
     "top-k 1 %": ("topk", {"density": 0.01}),
 }
 
@@ -127,7 +127,7 @@ class Contestant:
             ddp = DistributedDataParallel(model)
             return ddp, ddp.no_sync if way == ALONE else nullcontext
         name, settings = CODECS[codec]
-        plan = Plan.uniform(layers_of(model), name, **settings)
+        plan = named_plan(layers_of(model), name, **settings)
         if kind == "FSDP2":
             self.close = compress_fsdp(sharded(model, mesh["shard"]), plan, between=mesh["replicate"]).close
             return model, nullcontext
@@ -265,7 +265,7 @@ def add_predictions(rows: list[Row]) -> None:
         cores = row["cores"] / (row["nodes"] * row["local_ranks"])
         network_ = Network(links, [row["nodes"]], Profile(compute, "measured"), cores, cap, node)
         name, settings = CODECS.get(codec, CODECS["int8"]) if codec != "uncompressed" else CODECS["int8"]
-        plan = Plan.uniform(layers_of(network(row["width"])), name, **settings)
+        plan = named_plan(layers_of(network(row["width"])), name, **settings)
         (pair,) = forecast(plan, network_, calibration=calibration).nodes[0].links
         dense = {PLAIN: FLAT, NATIVE: HSDP, "DDP, uncompressed": HIERARCHICAL, "FSDP2, uncompressed": HSDP}
         step = pair.ways[dense[row["way"]]] if row["way"] in dense else pair.compressed

@@ -147,8 +147,8 @@ def main() -> None:
     for path in chosen.traces:
         with Trace(path) as trace:
             for codec, reference in (("qsgd", {"bits": 4}), ("topk", {"density": 0.01}), ("powersgd", {"rank": 4})):
-                problem = fit_lgreco(trace, codec, reference).problem
-                errors = problem.errors("squared", slice(0, 2))
+                problem = fit_lgreco(trace, codec, reference, metric="squared-l2").problem
+                errors = problem.errors("squared-l2", slice(0, 2))
                 rows = [measure(errors, problem.costs, alpha, chosen.limit) for alpha in (0.8, 0.9, 1.0, 1.1)]
                 report(f"{path}: {codec}", rows)
 

@@ -127,7 +127,7 @@ def report(title: str, seconds: float, memory: dict[int, float], fit: LgrecoFit)
 def same(one: LgrecoFit, other: LgrecoFit) -> bool:
     """Whether two fits have equal tables of errors."""
     pairs = zip(one.problem.table.layers, other.problem.table.layers, strict=True)
-    return all(np.array_equal(a.squared, b.squared) for a, b in pairs)
+    return all(np.array_equal(a.squared_l2, b.squared_l2) for a, b in pairs)
 
 
 def main() -> None:

@@ -27,11 +27,12 @@ from torch import nn
 from gradlab.datasets import get
 from gradlab.datasets.text import TextBytes
 from gradlab.datasets.transformer import TransformerSize
-from gradlab.plan import Plan, Wrap
+from gradlab.plan import Plan, Wrap, method_plan
+from gradlab.plan.recipes import METHODS
 
-CODECS: dict[str, tuple[str, dict[str, Any], bool]] = {  # codec, settings, whether the server compresses too
+CODECS: dict[str, tuple[str, dict[str, Any], bool]] = {  # codec or method, settings, whether the server compresses too
     "signs both ways": ("sign", {}, True),
-    "PowerSGD rank 1": ("powersgd", {"rank": 1}, False),
+    "PowerSGD rank 1": ("PowerSGD", {"rank": 1}, False),
     "top-k 1 %": ("topk", {"density": 0.01}, False),
 }
 
@@ -67,8 +68,10 @@ def tasks(text: str | None) -> dict[str, tuple[Task, Any]]:
 
 
 def plan_of(model: torch.nn.Module, name: str, follows: bool) -> Plan:
-    codec, settings, server = CODECS[name]
     ratio = {"step_size_ratio": follows}
+    codec, settings, server = CODECS[name]
+    if codec in METHODS:
+        return method_plan(model, codec, wrapper_settings={"error_feedback": ratio}, **settings)
     around = [Wrap("error_feedback", ratio), *([Wrap("two_way", ratio)] if server else [])]
     return Plan.uniform(model, codec, wrappers=around, **settings)
 

@@ -142,8 +142,9 @@ def table(rows: Sequence[Row]) -> str:
         lines.append(f"{row['codec']}, iteration {row['checkpoint']:<21d} {row['varied']:>8s} {settings}")
         differences = np.array(row["differences"])
         for what, values in (("loss difference", differences), ("its magnitude", np.abs(differences))):
-            for name, correlation in correlations(row["errors"], values).items():
-                cells = " ".join(f"{value:6.2f}" for value in correlation)
+            found = correlations(row["errors"], values)
+            for name in ("pearson", "spearman"):
+                cells = " ".join(f"{value:6.2f}" for value in found[name])
                 lines.append(f"  {name + ', ' + what:46s} {cells}")
         lines.append(f"  spread of differences {max(row['spread']):.4f}, of a layer sent in 16 bits {row['noise']:.6f}")
     return "\n".join(lines)

@@ -17,14 +17,14 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from accuracy import WORKLOAD, train
+from accuracy import WORKLOAD, paired, train
 from matplotlib.figure import Figure
 from rows import Row, add, read
 
@@ -37,6 +37,13 @@ from gradlab.plan.recipes import SIGN_METHODS
 GRID = (3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003)
 MOMENTUM = 0.9
 POINTS = 16  # of a curve
+# What a method is held against, seed by seed: its form with one scale for the whole model, and dense training.
+PAIRS = (
+    ("dist-EF-blockSGD", "dist-EF-SGD"),
+    ("dist-EF-blockSGDM", "dist-EF-SGDM"),
+    ("dist-EF-blockSGD", "SGD"),
+    ("dist-EF-blockSGDM", "SGDM"),
+)
 
 
 class Campaign:
@@ -110,7 +117,21 @@ def table(rows: Sequence[Row]) -> str:
             f"{batch:5d}  {runs[0]['steps']:5d}  {method:17s}  {runs[0]['rate']:<6g} {len(runs):2d}  "
             f"{statistics.fmean(scores):6.2f} % {spread:9s}  {losses:6.3f}  {runs[0]['payload'] / 1e3:7.1f}"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *differences(final_rows(rows))])
+
+
+def differences(final: Mapping[tuple[int, str], Sequence[Row]]) -> list[str]:
+    """Lines with the accuracy of one method less another's, in points, paired by seed, with a 95 % t interval."""
+    lines = []
+    for batch in sorted({batch for batch, _ in final}):
+        for one, other in PAIRS:
+            here, there = (
+                {row["seed"]: 100 * row["accuracy"] for row in final.get((batch, name), [])} for name in (one, other)
+            )
+            if points := [here[seed] - there[seed] for seed in sorted(here.keys() & there.keys())]:
+                by_seed = ", ".join(f"{value:+.2f}" for value in points)
+                lines.append(f"{batch:5d}  {one} less {other}: {paired(points)} points (by seed {by_seed})")
+    return lines
 
 
 def figure(rows: Sequence[Row]) -> Figure:

@@ -28,7 +28,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.capture import TraceRecorder
-from gradlab.plan import Plan
+from gradlab.plan import named_plan
 from gradlab.runtime import CompressionState, compression_hook
 
 Attach = Callable[[DistributedDataParallel], None]
@@ -46,10 +46,10 @@ def network(width: int) -> nn.Module:
 
 
 def ours(codec: str, measure_every: int = 0, **settings: Any) -> Attach:
-    """Attach a uniform plan."""
+    """Attach a codec's uniform plan, or a published method's."""
 
     def attach(model: DistributedDataParallel) -> None:
-        state = CompressionState(Plan.uniform(model, codec, **settings), model, measure_every=measure_every)
+        state = CompressionState(named_plan(model, codec, **settings), model, measure_every=measure_every)
         model.register_comm_hook(state, compression_hook)
 
     return attach
@@ -61,9 +61,9 @@ METHODS: dict[str, Attach] = {
     "PyTorch fp16 hook": lambda model: model.register_comm_hook(None, fp16_compress_hook),
     "identity": ours("identity"),
     "cast float16": ours("cast"),
-    "qsgd 4 bit": ours("qsgd", bits=4),
-    "powersgd rank 2": ours("powersgd", rank=2),
-    "powersgd rank 2, measured at every step": ours("powersgd", 1, rank=2),
+    "QSGD 4 bits, max norm": ours("QSGD, max norm", bits=4),
+    "PowerSGD rank 2": ours("PowerSGD", rank=2),
+    "PowerSGD rank 2, measured at every step": ours("PowerSGD", 1, rank=2),
     "topk 1 %": ours("topk", density=0.01),
 }
 

@@ -2,7 +2,7 @@
 
     python benchmarks/text_chars.py --data tinyshakespeare.txt --work DIR [--rows ROWS.jsonl] [--modes shared own]
                                     [--methods dense "top-k 1 %"] [--seeds 0 1] [--steps 2000] [--until 09:20]
-                                    [--recommend]
+                                    [--recommend | --replays]
     python benchmarks/text_chars.py --table [--rows ROWS.jsonl]
 
 The workload `text_chars`: 804,096 parameters, 2,000 iterations of AdamW, published validation loss 1.88 (nats per
@@ -25,24 +25,23 @@ import statistics
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import emulated
-import numpy as np
 import torch
+from compared import Compared, published
 from rows import Row, add, has, read
-from scipy import stats
 
 from gradlab import __version__
 from gradlab.analysis.forecast import Network
 from gradlab.analysis.forecast.link import Link
-from gradlab.analysis.forecast.plans import SPEED_NOISE
 from gradlab.analysis.forecast.profile import Profile
-from gradlab.analysis.forecast.speed import LEAST_COSINE, Configuration, forecast_speed, usual_plans
+from gradlab.analysis.forecast.speed import Configuration, forecast_speed, usual_plans
+from gradlab.analysis.intervals import rank_correlation
 from gradlab.analysis.layer_plan.lgreco import fit_lgreco
 from gradlab.analysis.replay import replay
 from gradlab.artifact import Artifact
@@ -50,9 +49,8 @@ from gradlab.datasets import get
 from gradlab.datasets.recipe import Recipe
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_seconds
-from gradlab.layout import Layer, layers_of
-from gradlab.metric import RELATIVE_NOISE
-from gradlab.plan import Plan, Wrap, lgc_plan, method_plan
+from gradlab.layout import layers_of
+from gradlab.plan import Plan, Wrap
 from gradlab.trace import Trace
 
 WORKLOAD = get("text_chars")
@@ -61,44 +59,8 @@ RANKS, WARMUP, PUBLISHED = 4, 100, 1.88
 MODES = {"shared": 3, "own": 12}  # rows per node and step
 FIRST, RECORDED, RECORDED_SEED = 100, 40, 7
 LINKS = (Link(1e8, 1e-4), Link(1e9, 1e-4))  # that the report is asked about
-AS_REPORTED = {"16-bit floats": "float16"}  # methods by the names of reports, where these differ
-RESAMPLES, LEVEL = 10_000, 95  # of the bootstrap, and its interval in percent
-
-
-@dataclass(frozen=True)
-class Compared:
-    """A method of training.
-
-    codec: of a uniform plan, or of the uniform plan that a plan by layer has to equal in error; "" for a published
-        method, and for dense training.
-    settings: of the codec, and other arguments of its uniform plan.
-    wrappers: around the codec; None: its default ones.
-    published: a name of `gradlab.plan.recipes.METHODS`, or "LGC", in a ring.
-    by_layer: whether L-GreCo chooses the codec's setting for each layer.
-    momentum: whether the optimizer has momentum (beta_1); False where the method has its own.
-    """
-
-    codec: str = ""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    wrappers: tuple[Wrap, ...] | None = None
-    published: str = ""
-    by_layer: bool = False
-    momentum: bool = True
-
-    def plan(self, layers: Sequence[Layer], warmup: int) -> Plan:
-        """The plan of a method that needs no recording."""
-        if self.published == "LGC":
-            return lgc_plan(layers, "ring", warmup_steps=warmup, **self.settings)
-        if self.published:
-            return method_plan(layers, self.published, warmup_steps=warmup, **self.settings)
-        if not self.codec:
-            return Plan(tuple(layers))
-        around = {} if self.wrappers is None else {"wrappers": self.wrappers}
-        return Plan.uniform(layers, self.codec, warmup_steps=warmup, **around, **self.settings)
-
-
-def _published(name: str, momentum: bool = True, **settings: Any) -> Compared:
-    return Compared(settings=settings, published=name, momentum=momentum)
+# Methods by the names of reports, where these differ.
+AS_REPORTED = {"16-bit floats": "float16", "1-bit SGD, matrices alone": "1-bit SGD"}
 
 
 BOTH_WAYS = (Wrap("error_feedback"), Wrap("two_way"))
@@ -107,43 +69,43 @@ CONTROL = "dense, momentum in the plan"
 METHODS: dict[str, Compared] = {
     "dense": Compared(),
     "bfloat16": Compared("cast", {"dtype": "bfloat16"}),
-    "PowerSGD rank 4": Compared("powersgd", {"rank": 4}),
+    "PowerSGD rank 4": published("PowerSGD", rank=4),
     "top-k 1 %": Compared("topk", {"density": 0.01}),
-    "QSGD 4 bits": Compared("qsgd", {"bits": 4}),
+    "QSGD 4 bits, max norm": published("QSGD, max norm", bits=4),
     "int8": Compared("block_scaled", {"dtype": "int8"}),
     "int4": Compared("block_scaled", {"dtype": "int4"}),
     "signs": Compared("sign"),
-    "TernGrad": _published("TernGrad"),
-    "1-bit SGD": _published("1-bit SGD"),
-    "QSGD 8 bits": Compared("qsgd", {"bits": 8}),
+    "TernGrad": published("TernGrad"),
+    "1-bit SGD": published("1-bit SGD"),
+    "QSGD 8 bits, max norm": published("QSGD, max norm", bits=8),
     "natural": Compared("natural"),
     "random-k 1 %": Compared("random_k", {"density": 0.01}),
     "DCT top-k": Compared("dct_topk"),
     "CLT-k 1 %": Compared("clt_k", {"density": 0.01}),
-    "L-GreCo, PowerSGD": Compared("powersgd", {"rank": 4}, by_layer=True),
+    "L-GreCo, PowerSGD rank 4": Compared("powersgd", {"rank": 4}, by_layer=True),
     "L-GreCo, top-k": Compared("topk", {"density": 0.01}, by_layer=True),
-    "dist-EF-blockSGDM": _published("dist-EF-blockSGDM", momentum=False),
-    "DGC 1 %": _published("DGC", momentum=False, density=0.01),
-    "signSGD": _published("signSGD"),
-    "signum": _published("signum", momentum=False),
-    "PowerSGD rank 16": Compared("powersgd", {"rank": 16}),
+    "dist-EF-blockSGDM": published("dist-EF-blockSGDM", momentum=False),
+    "DGC 1 %": published("DGC", momentum=False, density=0.01),
+    "signSGD": published("signSGD"),
+    "signum": published("signum", momentum=False),
+    "PowerSGD rank 16": published("PowerSGD", rank=16),
     "top-k 10 %": Compared("topk", {"density": 0.1}),
-    "LoCo": _published("LoCo"),
-    "DeMo": _published("DeMo", momentum=False),
-    "ScaleCom 1 %": _published("ScaleCom", density=0.01),
-    "global top-k 1 %": _published("global top-k", density=0.01),
+    "LoCo": published("LoCo"),
+    "DeMo": published("DeMo", momentum=False),
+    "ScaleCom 1 %": published("ScaleCom", density=0.01),
+    "global top-k 1 %": published("global top-k", density=0.01),
     "signs, both ways": Compared("sign", {}, BOTH_WAYS),
     "fp8": Compared("block_scaled", {"dtype": "float8_e4m3fn"}),
     "float16": Compared("cast", {"dtype": "float16"}),
-    "dist-EF-blockSGD": _published("dist-EF-blockSGD"),
-    "dist-EF-SGDM": _published("dist-EF-SGDM", momentum=False),
-    "MEM-SGD 1 %": _published("MEM-SGD", density=0.01),
+    "dist-EF-blockSGD": published("dist-EF-blockSGD"),
+    "dist-EF-SGDM": published("dist-EF-SGDM", momentum=False),
+    "MEM-SGD 1 %": published("MEM-SGD", density=0.01),
     "sampled threshold 1 %": Compared("sampled_threshold", {"density": 0.01}),
-    "Rethink-GS 1 %": _published("Rethink-GS", density=0.01),
-    "QSGD 4 bits, L2 norm": Compared("qsgd", {"bits": 4, "norm": "l2"}),
-    "QSGD 2 bits": Compared("qsgd", {"bits": 2}),
+    "Rethink-GS 1 %": published("Rethink-GS", density=0.01),
+    "QSGD 4 bits, L2 norm": published("QSGD", bits=4),
+    "QSGD 2 bits, max norm": published("QSGD, max norm", bits=2),
     "GradiVeQ": Compared("gradiveq", {"roles": ("linear",)}),
-    "LGC 1 %": _published("LGC", density=0.01),
+    "LGC 1 %": published("LGC", density=0.01),
     # The control of methods that bring their own momentum: the same, and nothing compressed.
     CONTROL: Compared("identity", {}, (Wrap("local_momentum", {"momentum": 0.9, "nesterov": True}),), momentum=False),
 }
@@ -167,12 +129,17 @@ class Campaign:
 
     def run(self, mode: str, name: str, seed: int) -> None:
         """Replay a method, if that is not done, then train with it, if that is not done."""
-        replayed = {"kind": "replay", "mode": mode, "method": name}
-        if name != "dense" and not self._has(replayed):
-            self._add(replayed | self._timed(lambda: self._replay(mode, name)))
+        self.replay(mode, name)
         trained = {"kind": "training", "mode": mode, "method": name, "seed": seed, "steps": self.steps}
         if not self._has(trained):
             self._add(trained | self._timed(lambda: self._train(mode, name, seed)))
+
+    def replay(self, mode: str, name: str) -> None:
+        """Replay a method, if there is no row of it that has sums over windows; a later row goes before an earlier."""
+        key = {"kind": "replay", "mode": mode, "method": name}
+        known = [row for row in read(self.file) if key.items() <= row.items()]
+        if name != "dense" and not any("windows" in row or "refused" in row for row in known):
+            self._add(key | self._timed(lambda: self._replay(mode, name)))
 
     def recommend(self, mode: str) -> None:
         """Keep what `gradlab analyze` recommends of its usual plans on this mode's recording."""
@@ -198,7 +165,7 @@ class Campaign:
             "payload": dense / run["compressing_ratio"],
             "payload_all_steps": run["payload"],
             "wire_all_steps": run["wire"],
-            "settings": {**method.settings},
+            "settings": method.codec_settings,
         }
 
     def _replay(self, mode: str, name: str) -> Row:
@@ -210,6 +177,8 @@ class Campaign:
             "contribution_error": finite(summary.contribution_error),
             "aggregate_error": finite(summary.aggregate_error),
             "residual_growth": finite(summary.residual_growth),
+            "memory": summary.memory,
+            "windows": [one.to_json() for one in summary.windows],
             "payload": summary.payload_bytes_per_step.mean,
             "wire": summary.wire_bytes_per_step.mean,
             "predicted_payload": plan.payload_bytes(RANKS),
@@ -226,7 +195,7 @@ class Campaign:
             "compute_seconds": seconds,
             "verdict": said.verdict,
             "named": {place.where: _named(place) for place in said.configurations},
-            "cosines": {name: finite(value) for name, value in said.cosines.items()},
+            "cosines": {name: finite(one.cosine) for name, one in said.judged.items()},
         }
 
     def _pass_seconds(self, mode: str) -> float:
@@ -246,7 +215,9 @@ class Campaign:
         file = self.work / f"{mode}-{method.codec}-{warmup}.safetensors"
         if not file.exists():
             with Trace(self._recording(mode)) as trace:
-                fitted = fit_lgreco(trace, method.codec, dict(method.settings), warmup_steps=warmup)
+                fitted = fit_lgreco(
+                    trace, method.codec, dict(method.settings), warmup_steps=warmup, metric="squared-l2"
+                )
             fitted.artifact().save(file)
         return Artifact.load(file).plan
 
@@ -281,9 +252,9 @@ class Campaign:
 
 
 def _named(place: Configuration) -> list[str]:
-    """The plans that the first line of a report names for a link: the fastest, and the fastest of the close ones."""
-    saving = {place.best: place.saved, place.closest: place.closest_saves}
-    return [name for name, saved in saving.items() if name is not None and saved > SPEED_NOISE]
+    """The plans that the first line of a report names for a link: the fastest, and the fastest whose like ended near
+    dense."""
+    return [name for name in dict.fromkeys((place.fastest, place.closest)) if name is not None]
 
 
 def task_of(mode: str, steps: int, plan: Plan) -> emulated.Task:
@@ -349,7 +320,7 @@ def _lines_of_mode(trained: Sequence[Row], replayed: Mapping[str, Row]) -> list[
         ]
         lines.append(_line([name, *_bytes(runs, row), *figures]))
     comparable = {name: runs for name, runs in by_method.items() if METHODS[name].momentum}
-    return [*lines, *_predictions(comparable, replayed, dense)]
+    return [*lines, *_predictions(comparable, replayed)]
 
 
 def _by_seed(by_method: Mapping[str, Sequence[Row]], name: str) -> dict[int, float | None]:
@@ -393,23 +364,15 @@ def _reached(run: Row) -> str:
     return "diverged" if run["validation"] is None else f"{run['validation']:.3f}"
 
 
-def _predictions(
-    by_method: Mapping[str, Sequence[Row]], replayed: Mapping[str, Row], dense: Mapping[int, float | None]
-) -> list[str]:
-    """How the replay's figures, and the report's rule, agree with the outcome."""
+def _predictions(by_method: Mapping[str, Sequence[Row]], replayed: Mapping[str, Row]) -> list[str]:
+    """How the replay's figures agree with the outcome."""
     names = [name for name in by_method if replayed.get(name, {}).get("cosine") is not None]
     lines = []
     for key, sign in (("cosine", -1), ("aggregate_error", 1), ("contribution_error", 1)):
         pairs = [(sign * replayed[name][key], outcome(by_method[name])) for name in names if replayed[name].get(key)]
         if len(pairs) > 3:
-            rho, low, high = spearman(*(list(column) for column in zip(*pairs, strict=True)))
-            lines.append(
-                f"Spearman of {key} with the validation loss ({len(pairs)} methods): {rho:+.2f} "
-                f"({LEVEL} % bootstrap interval {low:+.2f} to {high:+.2f})"
-            )
-    known = [value for value in dense.values() if value is not None]
-    if names and known:
-        lines.append(_rule(names, by_method, replayed, (1 + RELATIVE_NOISE) * statistics.fmean(known)))
+            rho = rank_correlation(*(list(column) for column in zip(*pairs, strict=True)))
+            lines.append(f"Spearman of {key} with the validation loss ({len(pairs)} methods): {rho}")
     return lines
 
 
@@ -426,44 +389,9 @@ def _recommended(report: Row, trained: Sequence[Row]) -> list[str]:
         lines.append(f"  {where}: {', or '.join(named) or 'do not compress'}")
     known = [name for name, runs in ended.items() if runs and report["cosines"][name] is not None]
     if len(known) > 3:
-        rho, low, high = spearman(
-            [-report["cosines"][name] for name in known], [outcome(ended[name]) for name in known]
-        )
-        lines.append(
-            f"  Spearman of its order of {len(known)} plans with the validation loss: {rho:+.2f} "
-            f"({LEVEL} % bootstrap interval {low:+.2f} to {high:+.2f})"
-        )
+        rho = rank_correlation([-report["cosines"][name] for name in known], [outcome(ended[name]) for name in known])
+        lines.append(f"  Spearman of its order of {len(known)} plans with the validation loss: {rho}")
     return lines
-
-
-def _rule(
-    names: Sequence[str], by_method: Mapping[str, Sequence[Row]], replayed: Mapping[str, Row], limit: float
-) -> str:
-    """Whether a cosine that the report accepts goes with a loss within noise of dense."""
-    counts = {(kept, good): 0 for kept in (True, False) for good in (True, False)}
-    for name in names:
-        counts[replayed[name]["cosine"] >= LEAST_COSINE, outcome(by_method[name]) <= limit] += 1
-    shares = [f"{counts[kept, True]} of {counts[kept, True] + counts[kept, False]}" for kept in (True, False)]
-    return (
-        f"within {100 * RELATIVE_NOISE:.0f} % of dense: {shares[0]} methods at a cosine of {LEAST_COSINE} or more, "
-        f"{shares[1]} below"
-    )
-
-
-def spearman(
-    predicted: Sequence[float], observed: Sequence[float], resamples: int = RESAMPLES
-) -> tuple[float, float, float]:
-    """Rank correlation, and the percentile interval of a bootstrap over the methods."""
-    pairs = np.array([predicted, np.nan_to_num(observed, posinf=1e9)], dtype=float)
-    generator = np.random.default_rng(0)
-    draws = generator.integers(pairs.shape[1], size=(resamples, pairs.shape[1]))
-    ranks = [stats.rankdata(row[draws], axis=1) for row in pairs]
-    centered = [rank - rank.mean(1, keepdims=True) for rank in ranks]
-    norms = np.sqrt((centered[0] ** 2).sum(1) * (centered[1] ** 2).sum(1))
-    values = (centered[0] * centered[1]).sum(1)[norms > 0] / norms[norms > 0]
-    edge = (100 - LEVEL) / 2
-    low, high = np.percentile(values, [edge, 100 - edge])
-    return float(stats.spearmanr(*pairs).statistic), float(low), float(high)
 
 
 def main() -> None:
@@ -478,6 +406,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=WORKLOAD.recipe.steps)
     parser.add_argument("--until", help="begin no run after this time of the day, HH:MM in UTC")
     parser.add_argument("--recommend", action="store_true", help="train nothing: replay what a report recommends from")
+    parser.add_argument(
+        "--replays", action="store_true", help="train nothing: replay methods without sums over windows"
+    )
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     if options.table:
@@ -492,8 +423,8 @@ def main() -> None:
     for mode, name, seed in runs_in_order(options.modes, names, options.seeds):
         if options.until and datetime.now(timezone.utc).strftime("%H:%M") >= options.until:
             return
-        campaign.run(mode, name, seed)
-    for mode in options.modes:
+        (campaign.replay(mode, name) if options.replays else campaign.run(mode, name, seed))
+    for mode in [] if options.replays else options.modes:
         campaign.recommend(mode)
 
 

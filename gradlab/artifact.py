@@ -27,12 +27,13 @@ from gradlab.version import VERSION
 
 # 2: groups have wrappers, where format 1 had error_feedback alone. 3: a plan may be chosen anew while training. 4:
 # layers may have roles that transformers brought, such as experts, whose codecs see other matrices; slices of
-# GradiVeQ need not lie along a matrix's outputs.
-FORMAT = 4
+# GradiVeQ need not lie along a matrix's outputs. 5: metrics of plans that are chosen anew are l2 and squared-l2, where
+# format 3 had plain and squared; such a plan may follow Accordion.
+FORMAT = 5
 _FIRST_WITH_SLICE_AXES = 4
-# The oldest reader that understands what this version writes: of a plan that stays, of one that is chosen anew, and of
-# one with new roles or such slices.
-MINIMUM_READER, MINIMUM_READER_OF_REFRESH, MINIMUM_READER_OF_ROLES = 2, 3, 4
+# The oldest reader that understands what this version writes: of a plan that stays, of one with new roles or such
+# slices, and of one that is chosen anew.
+MINIMUM_READER, MINIMUM_READER_OF_ROLES, MINIMUM_READER_OF_REFRESH = 2, 4, 5
 _LARGEST_HEADER = 64 * 2**20
 _ROWS = torch.contiguous_format
 
@@ -112,11 +113,13 @@ class Artifact:
 
 
 def _minimum_reader(plan: Plan) -> int:
+    if plan.refresh is not None:
+        return MINIMUM_READER_OF_REFRESH
     if any(layer.role not in FIRST_ROLES for layer in plan.layers) or any(
         _has_slice_axis(plan, group) for group in plan.groups
     ):
         return MINIMUM_READER_OF_ROLES
-    return MINIMUM_READER if plan.refresh is None else MINIMUM_READER_OF_REFRESH
+    return MINIMUM_READER
 
 
 def _has_slice_axis(plan: Plan, group: Group) -> bool:

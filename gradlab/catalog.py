@@ -17,7 +17,9 @@ import torch
 from gradlab import codecs, wrappers
 from gradlab.codec import Codec, Context, Tensors
 from gradlab.codec.settings import fields_of, plain
+from gradlab.codec.wrapper import Wrapper
 from gradlab.collectives import Request, observed, run_lockstep
+from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
 from gradlab.layout import Layer
 
@@ -58,6 +60,8 @@ class WrapperFacts(Jsonable):
         text: the docstring of its class.
         settings: defaults by name.
         settings_table: one row per setting.
+        around: names of the codecs that it takes, with default settings.
+        refused: by the name of a codec that it refuses, what it says.
     """
 
     name: str
@@ -65,6 +69,8 @@ class WrapperFacts(Jsonable):
     text: str
     settings: dict[str, Any]
     settings_table: tuple[SettingRow, ...]
+    around: tuple[str, ...]
+    refused: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -160,16 +166,28 @@ def wrapper_facts(name: str) -> WrapperFacts:
         name: the wrapper's id.
 
     Returns:
-        What its class says.
+        What its class says, and which codecs it takes when it is put around each.
     """
     method = wrappers.get(name)
+    refused = {codec: why for codec in codecs.names() if (why := _refusal(method, codec))}
     return WrapperFacts(
         name=name,
         title=first_sentence(method),
         text=inspect.cleandoc(method.__doc__ or ""),
         settings=settings_of(method),
         settings_table=setting_rows(method),
+        around=tuple(codec for codec in codecs.names() if codec not in refused),
+        refused=refused,
     )
+
+
+def _refusal(wrapper: type[Wrapper], codec: str) -> str:
+    """What a wrapper says when it is put around a codec, both with default settings; empty if it takes it."""
+    try:
+        wrapper(codecs.make(codec))
+    except GradlabError as reason:
+        return str(reason)
+    return ""
 
 
 def first_sentence(method: type[Codec]) -> str:

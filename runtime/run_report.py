@@ -17,6 +17,7 @@ from gradlab.executor import PlanRun
 from gradlab.executor.rules import Finding, growth_remark, residual_growth, sentences
 from gradlab.jsonable import Jsonable, plain
 from gradlab.plan import Group, Plan, Wrap
+from gradlab.plan.replanning import Replanner
 from gradlab.runtime.engine.statistics import TIMES, Statistics, StepRecord, Summary, summarize_steps
 from gradlab.saving import Saving
 
@@ -70,10 +71,18 @@ class CodecRow(Jsonable):
 
 @dataclass(frozen=True)
 class RefreshReport(Jsonable):
-    """What a plan's refresh chose last: a setting's index by group, and why the choice after that failed."""
+    """What a plan's refresh chose last.
+
+    Args:
+        choice: a setting's index by group; None: none was chosen yet.
+        failure: on rank 0, why the choice after that failed.
+        critical: on rank 0, groups that Accordion saw in a critical regime in the last window; None: no window has
+            ended, or the refresh does not follow Accordion.
+    """
 
     choice: dict[str, int] | None
     failure: str
+    critical: tuple[str, ...] | None
 
 
 @dataclass(frozen=True)
@@ -194,11 +203,16 @@ def summarize_run(
         place=place,
         iteration=run.iteration,
         residuals=residuals,
-        refresh=None if replanner is None else RefreshReport(replanner.choice, replanner.failure),
+        refresh=None if replanner is None else _refresh_report(replanner),
         summary=summarize_steps(steps),
         groups=group_rows([group for group in run.plan.compressed_groups if group.name in run.codecs], steps),
         rules=rules,
     )
+
+
+def _refresh_report(replanner: Replanner) -> RefreshReport:
+    critical = None if replanner.regimes is None else replanner.regimes.critical
+    return RefreshReport(replanner.choice, replanner.failure, None if critical is None else tuple(sorted(critical)))
 
 
 def group_rows(groups: Iterable[Group], steps: Sequence[StepRecord]) -> tuple[GroupRow, ...]:

@@ -25,6 +25,7 @@ from gradlab.analysis.figures.style import (
     method_markers,
     name_layers,
     panels,
+    write_below,
 )
 from gradlab.analysis.measure.layer_places import AFTER_ADDITION
 
@@ -68,11 +69,17 @@ def plot_claim(between: Json) -> Figure:
         values = [np.mean(histogram[name]) for histogram in histograms]
         left.plot(values, rows, marker, color=color, label=label, markersize=5, linestyle="none", fillstyle="none")
     for position, (name, (label, color, marker)) in enumerate(_ESTIMATORS.items()):
-        excess = [layer["estimators"][name]["excess"] for layer in layers]
-        middle = np.array([interval["bits"] for interval in excess])
-        ends = np.abs(np.array([[interval["low"], interval["high"]] for interval in excess]).T - middle)
-        style: dict[str, Any] = {"fmt": marker, "color": color, "markersize": 3, "linewidth": 0.9}
-        right.errorbar(middle, rows + 0.22 * (position - 1), xerr=ends, label=label, **style)
+        placed = [
+            (row + 0.22 * (position - 1), layer["estimators"][name]["excess"])
+            for row, layer in zip(rows, layers, strict=True)
+        ]
+        style: dict[str, Any] = {"color": color, "markersize": 3, "linewidth": 0.9}
+        known = np.array([(one["bits"], y, one["low"], one["high"]) for y, one in placed if one["low"] is not None])
+        middle, height, low, high = known.reshape(-1, 4).T
+        right.errorbar(middle, height, xerr=[middle - low, high - middle], fmt=marker, label=label, **style)
+        without = [(one["bits"], y) for y, one in placed if one["low"] is None]
+        if without:
+            right.plot(*np.array(without).T, marker, fillstyle="none", **style)
     right.axvline(0, color=GREY, linewidth=0.8)
     left.set(xlabel="bits per parameter", title="(a) LGC's histogram, 2³² levels", yticks=rows)
     left.set_yticklabels([_marked(layer) for layer in layers], fontsize=7 if len(layers) <= 30 else 4)
@@ -117,6 +124,39 @@ def plot_information_over_iterations(between: Json) -> Figure:
     right.set(xlabel="iteration", title="(b) copula: pair, shifted pair (dotted)")
     right.axhline(0, color=GREY, linewidth=0.8)
     name_layers(figure, [left, right], [short(layer["name"]) for layer in layers])
+    return figure
+
+
+def plot_information_of_nodes(between: Mapping[str, Json], caption: str = "") -> Figure:
+    """Draw LGC's Figs. 3 and 12 for several numbers of nodes, a column each.
+
+    Above: entropy (dotted) and information (solid) by the paper's histogram. Below: the copula's information of a pair
+    (solid) and of the shifted pair (dotted).
+
+    Args:
+        between: by column title, report.json's "between_nodes" of runs of one model.
+        caption: what it was drawn with, to stand below.
+
+    Returns:
+        The figure.
+    """
+    figure, axes = panels(2 * len(between), len(between), height=2.0, sharey="row", sharex=True)
+    write_below(figure, caption)
+    for column, (title, one) in enumerate(between.items()):
+        above, below = axes[column], axes[len(between) + column]
+        layers = spread_layers(one["layers"])
+        for layer, color in zip(layers, layer_colors(len(layers)), strict=True):
+            steps, paper = layer["iterations"], layer["histograms"][str(one["paper_bins"])]
+            above.plot(steps, paper["information"], color=color, label=short(layer["name"]))
+            above.plot(steps, paper["entropy"], color=color, linestyle=":")
+            below.plot(steps, layer["estimators"]["copula"]["paired"], color=color)
+            below.plot(steps, layer["estimators"]["copula"]["shifted"], color=color, linestyle=":")
+        above.set(title=title, ylim=(0, None))
+        below.set(xlabel="iteration")
+        below.axhline(0, color=GREY, linewidth=0.8)
+    axes[0].legend(fontsize=6)
+    axes[0].set(ylabel="histogram: H (dotted), I")
+    axes[len(between)].set(ylabel="copula: pair, shifted (dotted)")
     return figure
 
 
@@ -263,7 +303,7 @@ def draw_limits(panel: Axes, limits: Json, layer: Json) -> None:
         layer: one of its layers.
     """
     errors = limits["relative_errors"]
-    panel.plot(errors, layer["floor"], color=BLACK, label="Gaussian floor")
+    panel.plot(errors, layer["floor"], color=BLACK, label="Gaussian floor, one rank alone")
     panel.plot(errors, layer["coordinates"], ":", color=GREY, label="coordinates alone")
     for family, (color, marker) in _FAMILY_COLORS.items():
         points = [row for row in layer.get("codecs", []) if _family(row["codec"]) == family]
@@ -287,6 +327,8 @@ def _family(codec: str) -> str:
 def plot_ranking(ranking: Json) -> Figure:
     """Draw (a) the rank of each plan in windows of the run, (b) how each window's order agrees with the whole run's.
 
+    Bars are 95 % intervals over plans (Bonett & Wright 2000), from five plans on.
+
     Args:
         ranking: report.json's "ranking".
 
@@ -303,6 +345,9 @@ def plot_ranking(ranking: Json) -> Figure:
     )
     left.invert_yaxis()
     right.plot(middles, ranking["agreement"], "o-", color=BLUE)
+    for middle, interval in zip(middles, ranking["agreement_intervals"], strict=True):
+        if interval is not None:
+            right.plot([middle, middle], interval, color=BLUE, linewidth=0.8)
     right.set(xlabel="iteration", ylabel="rank correlation with the whole run", ylim=(-1.05, 1.05), title="(b)")
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ _SPARE_MARKERS = ("v", "P", "X", "<", ">", "*", "h", "d", "p")
 # More layers than this are told apart by a colour bar, not by a legend.
 _MOST_NAMED_LAYERS = 7
 WIDTH = 6.6
+_CAPTION_COLUMNS = 150  # characters of 6 points in a line of that width
 _POINTS_PER_INCH = 72  # the resolution of both formats
 
 # Any: the keys that matplotlib's own types allow differ from version to version.
@@ -141,6 +143,20 @@ def name_layers(figure: Figure, axes: Sequence[Axes], names: Sequence[str]) -> N
     bar.minorticks_off()
     bar.ax.tick_params(length=0)
     bar.outline.set_visible(False)
+
+
+def write_below(figure: Figure, caption: str) -> None:
+    """Write what a figure was drawn with below its panels.
+
+    Args:
+        figure: with a constrained layout.
+        caption: paragraphs, which are wrapped to the figure's width; nothing is written if it is empty.
+    """
+    if caption:
+        lines = [line for paragraph in caption.splitlines() for line in textwrap.wrap(paragraph, _CAPTION_COLUMNS)]
+        size = figure.get_figheight() + 0.1 * len(lines)
+        figure.set_figheight(size)
+        figure.supxlabel("\n".join(lines), fontsize=6, color=GREY, x=0.02, ha="left")
 
 
 def _ramp() -> ListedColormap:

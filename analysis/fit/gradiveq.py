@@ -29,14 +29,16 @@ from gradlab.layout import Layer
 from gradlab.learning.slice_pca import layer_slices, possible_axes, shared_dimensions, spectrum
 from gradlab.plan import FEEDBACK, Group, Plan, Schedule
 from gradlab.plan.coverage import known_roles, left_dense, list_roles
+from gradlab.plan.spread import spread_refits
 from gradlab.progress import Progress
 from gradlab.saving import Saving
 
 if TYPE_CHECKING:
     from gradlab.trace import Trace
 
-# The paper's, with bases that serve to the end of the run.
-PAPER = GradiVeQ.Settings(compressed_steps=0)
+# The paper's constants: after L_c = 400 compressed iterations L_t = 100 are sampled in the run, and bases fitted again.
+# Its eq. (6) is of one compressor: where slices share several (s below M), each has its own d.
+PAPER = GradiVeQ.Settings(own_dimensions=True)
 # The form of GradiVeQ that trained best at the same bytes (docs/gradiveq.md): half of the axes random and new in every
 # iteration, the other half fitted on several slices of each layer, and again on what was decoded.
 RECOMMENDED = GradiVeQ.Settings(ratio=20.0, pooled=8, complement=0.5, whitening=False, refresh="decoded")
@@ -67,6 +69,7 @@ class GradiveqOptions:
             energy is measured on the last quarter of the samples, which the axes are not fitted on meanwhile.
         roles: of the layers to fit. Where they leave more than half of the model's bytes dense, the fit warns.
         warmup_steps: dense steps before the first compressed one; 0 compresses from the iteration after the samples.
+        spread_refits: whether layers are fitted again in different iterations, see `gradlab.plan.spread.spread_refits`.
         seed: of the plan and of the random bases it is compared with.
     """
 
@@ -77,6 +80,7 @@ class GradiveqOptions:
     total_ratio: float | None = None
     roles: Sequence[str] = GradiVeQ.defaults.roles
     warmup_steps: int = 0
+    spread_refits: bool = False
     seed: int = 0
 
 
@@ -87,7 +91,7 @@ class FittedLayer(Jsonable):
     Args:
         slice_axis: that slices lie along, "outputs" or "inputs".
         slice_size: elements of a slice (K).
-        dimension: axes per slice (d), fitted and random ones.
+        dimension: codes per slice (d), of fitted axes and random ones; the most of any basis, where they differ.
         fitted_axes: those of them that were fitted.
         slices: of the layer (M).
         samples: iterations with finite gradients among those fitted on.
@@ -157,6 +161,11 @@ class GradiveqMeasurement(Jsonable):
     def saving(self) -> Saving:
         """How many times smaller a compressed iteration's payload is."""
         return Saving.of(self.payload_bytes, self.dense_payload_bytes)
+
+    @property
+    def mean_saving(self) -> Saving:
+        """How many times smaller the payload is on average over refreshes of the bases."""
+        return Saving.of(self.mean_payload_bytes, self.dense_payload_bytes)
 
     @property
     def warnings(self) -> list[str]:
@@ -240,6 +249,7 @@ def fit_gradiveq(
         )
     groups = tuple(_group(name, chosen[name]) for name in learned)
     plan = Plan(trace.model_layers, groups, schedule, seed, learned)
+    plan = spread_refits(plan) if options.spread_refits else plan
     held = holdout_by_age(trace, plan, start=window.stop, progress=progress)
     control = holdout_by_age(trace, random_basis_plan(plan, seed), start=window.stop, progress=None)
     measured = GradiveqMeasurement(
@@ -478,7 +488,7 @@ def _fit_layer(trace: Trace, window: range, layer: Layer, settings: GradiVeQ.Set
     return codec, FittedLayer(
         slice_axis=axis,
         slice_size=codec.slice_size(layer),
-        dimension=int(codec.learned[f"{layer.name}/width"]),
+        dimension=int(codec.learned[f"{layer.name}/width"].max()),
         fitted_axes=codec.learned[f"{layer.name}/basis"].shape[2],
         slices=len(by_slice),
         samples=samples,

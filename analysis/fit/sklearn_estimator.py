@@ -17,7 +17,8 @@ from sklearn.utils import check_array
 from sklearn.utils.validation import check_is_fitted
 
 from gradlab.errors import GradlabError
-from gradlab.learning.slice_pca import Spectrum, expand, fitted_samples, project, spectrum
+from gradlab.learning.slice_code import SliceCode
+from gradlab.learning.slice_pca import Spectrum, fitted_samples, spectrum
 
 _DTYPES = (np.float64, np.float32)
 
@@ -78,7 +79,8 @@ class GradientPCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimat
         """
         check_is_fitted(self)
         slices = self._validated(X, fitting=False)
-        return project(_tensor(slices - self.mean_, self.components_.dtype), self._basis(), None).numpy()
+        centred = _tensor(slices - self.mean_, self.components_.dtype)
+        return self._code().encode(centred).view(len(slices), self.n_components_).numpy()
 
     def inverse_transform(self, X: Any) -> np.ndarray:
         """Decompress codes X (n_samples, d) to slices (n_samples, K), eq. (5).
@@ -90,7 +92,8 @@ class GradientPCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimat
         codes = check_array(X, dtype=_DTYPES)
         if codes.shape[1] != self.n_components_:
             raise GradlabError(f"codes of {codes.shape[1]} values, expected d = {self.n_components_}")
-        return expand(_tensor(codes, self.components_.dtype), self._basis(), None).numpy() + self.mean_
+        numbers = _tensor(codes, self.components_.dtype)
+        return self._code().decode(numbers, numbers.new_empty(len(codes), len(self.mean_))).numpy() + self.mean_
 
     def loss(self, X: Any) -> float:
         """Measure ||xhat - x||^2 / ||x||^2 over slices X (n_samples, K), as in Fig. 5; 0 for zeros.
@@ -135,9 +138,9 @@ class GradientPCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimat
             return self._validate_data(X, reset=fitting, **rules)
         return validate_data(self, X, reset=fitting, **rules)
 
-    def _basis(self) -> torch.Tensor:
-        """U, (1, K, d)."""
-        return _tensor(self.components_).T[None]
+    def _code(self) -> SliceCode:
+        """U of one slice, and its d."""
+        return SliceCode(_tensor(self.components_).T[None], (self.n_components_,))
 
 
 def _at_least_one(spectra: Spectrum) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -190,11 +191,12 @@ def forecast(
     if calibration is not None:
         network = replace(network, links=[calibration.applied(link) for link in network.links])
     nodes = []
+    runs = functools.cache(lambda world_size: DryRuns(plan, world_size))  # timed once, for factors and forecasts alike
     with one_thread():
         scan = scan_seconds_per_byte()
-        codec, engine = (factor * network.crowding for factor in _scales(plan, network.profile, scan))
+        codec, engine = (factor * network.crowding for factor in _scales(runs, network.profile, scan))
         for done, count in enumerate(network.nodes):
-            job = replace(_job(plan, network, count, scan), rank_buckets=_rank_buckets(plan, network, count, scan))
+            job = replace(_job(runs(count), network, scan), rank_buckets=_rank_buckets(runs, network, count, scan))
             nodes.append(_at(job.scaled(codec, engine), network))
             if progress:
                 progress("nodes", done + 1, len(network.nodes))
@@ -203,32 +205,36 @@ def forecast(
     return Forecast(method, network, tuple(nodes), tuple(remarks), calibration)
 
 
-def _job(plan: Plan, network: Network, world_size: int, scan: float) -> Job:
+def _job(runs: DryRuns, network: Network, scan: float) -> Job:
     seconds, cap = network.profile.compute_seconds, network.bucket_cap_mb
-    return make_job(plan, DryRuns(plan, world_size), seconds, scan_seconds=scan, bucket_cap_mb=cap)
+    return make_job(runs.plan, runs, seconds, scan_seconds=scan, bucket_cap_mb=cap)
 
 
-def _rank_buckets(plan: Plan, network: Network, nodes: int, scan: float) -> tuple[Bucket, ...] | None:
+def _rank_buckets(
+    runs: Callable[[int], DryRuns], network: Network, nodes: int, scan: float
+) -> tuple[Bucket, ...] | None:
     """A rank's buckets where the plan does not run between nodes: its units under FSDP2, or those at all ranks."""
     if network.node is None or network.node.plans == BETWEEN:
         return None
     if network.node.plans == EVERY_RANK:
-        return _job(plan, network, nodes * network.node.local_ranks, scan).buckets
-    cut, units = cut_for_shards(plan, network.node.local_ranks, network.bucket_cap_mb)
-    runs = DryRuns(cut, nodes)
-    return make_job(cut, runs, network.profile.compute_seconds, scan_seconds=scan, assigned=units).buckets
+        return _job(runs(nodes * network.node.local_ranks), network, scan).buckets
+    cut, units = cut_for_shards(runs(nodes).plan, network.node.local_ranks, network.bucket_cap_mb)
+    return make_job(
+        cut, runs(nodes).of(cut), network.profile.compute_seconds, scan_seconds=scan, assigned=units
+    ).buckets
 
 
-def _scales(plan: Plan, profile: Profile, scan: float) -> tuple[float, float]:
+def _scales(runs: Callable[[int], DryRuns], profile: Profile, scan: float) -> tuple[float, float]:
     """Compute the factors from the times that codecs and engine take here to those that were measured."""
     if profile.codec is None:
         return 1.0, 1.0
-    here = make_job(plan, DryRuns(plan, profile.codec.world_size), profile.compute_seconds, scan_seconds=scan)
+    timed = runs(profile.codec.world_size)
+    here = make_job(timed.plan, timed, profile.compute_seconds, scan_seconds=scan)
     if profile.codec.engine:
         factor = profile.codec.seconds / (here.codec_seconds + here.engine_seconds)
         return factor, factor
     # A replay runs the groups' codecs, not the exchange of dense layers.
-    groups = {group.name for group in plan.compressed_groups}
+    groups = {group.name for group in timed.plan.compressed_groups}
     compressed = [exchange for bucket in here.buckets for exchange in bucket.exchanges if exchange.name in groups]
     return profile.codec.seconds / sum(exchange.codec_seconds for exchange in compressed), 1.0
 

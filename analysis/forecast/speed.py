@@ -1,41 +1,41 @@
-"""Forecast the speed of several plans on one's own network, beside the direction that their replays keep.
+"""Forecast the speed of several plans on one's own network, beside what their replays say of training.
 
-Speed alone decides nothing: a plan is proposed only if its replayed update keeps a cosine of at least 0.5 with the
-true mean. The cosine orders methods much as training does (docs/comparison.md). Where to draw the line is a
-convention. A plan that is faster but below the line is named with its cosine.
+Speed alone decides nothing, and a replay does not either. The fastest plan is named with the cosine that its replay is
+judged by (`Replay.judgement`: of updates summed over several steps), and with what trainings ended at whose replays
+had a like cosine (`gradlab.analysis.forecast.endings`). Beside it stand the fastest plan whose like all ended within
+noise of dense, and plain reduction in 16 bits, which loses next to nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from gradlab.analysis.forecast.endings import EndingRange, ended_at, judgement_text
 from gradlab.analysis.forecast.link import json_rate, spell_rate
 from gradlab.analysis.forecast.network import Network
 from gradlab.analysis.forecast.plans import SPEED_NOISE, Forecast, forecast
-from gradlab.analysis.forecast.profile import NOT_MEASURED
+from gradlab.analysis.forecast.profile import NOT_MEASURED, CodecTime
 from gradlab.analysis.forecast.step_time import Comparison
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_percent, format_seconds
 from gradlab.jsonable import Jsonable, plain
 from gradlab.layout import Layer
-from gradlab.plan import Plan
+from gradlab.plan import Plan, named_plan
 from gradlab.progress import Progress
 
 if TYPE_CHECKING:
     from gradlab.analysis.replay.result import Replay
 
-# Of an update with the true mean. On nanoGPT (docs/text.md) plans with CLOSE_COSINE or more trained like dense; those
-# between the two ended 3 to 6 % above it after 2,000 iterations.
-LEAST_COSINE, CLOSE_COSINE = 0.5, 0.95
-# By name, codec and settings: one of each kind, none of which needs a fit.
+# By name, a codec or a published method of `gradlab.plan.recipes`, with settings: one of each kind, none of which needs
+# a fit.
 USUAL: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "16-bit floats": ("cast", {"dtype": "float16"}),
     "int8": ("block_scaled", {"dtype": "int8"}),
-    "QSGD 4 bits": ("qsgd", {"bits": 4}),
-    "1-bit SGD": ("one_bit", {}),
-    "PowerSGD rank 4": ("powersgd", {"rank": 4}),
+    "QSGD 4 bits, max norm": ("QSGD, max norm", {"bits": 4}),
+    "1-bit SGD": ("1-bit SGD", {}),
+    "PowerSGD rank 4": ("PowerSGD", {"rank": 4}),
     "top-k 1 %": ("topk", {"density": 0.01}),
     "signs, both ways": ("sign", {}),
 }
@@ -51,9 +51,9 @@ def usual_plans(layers: Sequence[Layer]) -> dict[str, Plan]:
         Plans by name.
     """
     plans = {}
-    for name, (codec, settings) in USUAL.items():
+    for name, (method, settings) in USUAL.items():
         try:
-            plan = Plan.uniform(tuple(layers), codec, warmup_steps=0, **settings)
+            plan = named_plan(tuple(layers), method, **settings)
         except GradlabError:  # no layer large enough
             continue
         if plan.compressed_groups:
@@ -71,12 +71,9 @@ class Configuration(Jsonable):
     dense_way: its name; plain DDP's with one rank per node.
     half_seconds: the fastest one with gradients reduced in 16 bits.
     seconds: each plan's step, by name.
-    best, best_seconds: the fastest of the plans that keep the direction, and its step. None: no plan keeps it.
-    saved: the share of the dense step that the best plan saves; 0 without one.
-    pays: whether that share is above `SPEED_NOISE`.
-    closest, closest_saves: the fastest of the plans with a cosine of `CLOSE_COSINE` or more, and the share that it
-        saves; None and 0 without one.
-    fastest, fastest_saves: the fastest of all plans, and the share that it saves.
+    fastest, fastest_saves: the fastest of the plans that save more than `SPEED_NOISE`, and the share of the dense step
+        that it saves. None and 0: no plan does.
+    closest, closest_saves: the same, of the plans whose like all ended within noise of dense.
     """
 
     nodes: int
@@ -85,19 +82,24 @@ class Configuration(Jsonable):
     dense_way: str
     half_seconds: float
     seconds: Mapping[str, float]
-    best: str | None
-    best_seconds: float | None
-    saved: float
-    pays: bool
+    fastest: str | None
+    fastest_saves: float
     closest: str | None
     closest_saves: float
-    fastest: str
-    fastest_saves: float
 
     @property
-    def no_faster_than_16_bits(self) -> bool:
-        """Whether the best plan's step is no shorter, but for `SPEED_NOISE`, than with plain 16-bit reduction."""
-        return self.best_seconds is None or self.best_seconds >= (1 - SPEED_NOISE) * self.half_seconds
+    def pays(self) -> bool:
+        """Whether any plan saves more than `SPEED_NOISE` of a step."""
+        return self.fastest is not None
+
+    @property
+    def half_saves(self) -> float:
+        """The share of the dense step that plain 16-bit reduction saves."""
+        return 1 - self.half_seconds / self.dense_seconds if self.dense_seconds > 0 else 0.0
+
+    def no_faster_than_16_bits(self, plan: str) -> bool:
+        """Whether a plan's step is no shorter, but for `SPEED_NOISE`, than with plain 16-bit reduction."""
+        return self.seconds[plan] >= (1 - SPEED_NOISE) * self.half_seconds
 
     @property
     def where(self) -> str:
@@ -114,17 +116,54 @@ class Configuration(Jsonable):
 
 
 @dataclass(frozen=True)
+class Judged(Jsonable):
+    """What a replay says of a plan's training.
+
+    cosine: of sums over `length` steps (1: of single steps). None: not known.
+    memory: whether the plan applies gradients of earlier steps.
+    ended: what trainings with like cosines ended at; None without a cosine.
+    caution: what limits the replay.
+    """
+
+    cosine: float | None = None
+    length: int | None = None
+    memory: bool = False
+    ended: EndingRange | None = None
+    caution: str | None = None
+
+    @classmethod
+    def of(cls, replay: Replay) -> Judged:
+        """Judge a replay."""
+        summary = replay.summary()
+        cosine, length, memory = summary.judged_cosine, summary.judged_length, summary.memory
+        ended = None if cosine is None or length is None else ended_at(cosine, length, memory)
+        return cls(cosine, length, memory, ended, summary.caution)
+
+    @property
+    def close(self) -> bool:
+        """Whether all trainings with like cosines ended within noise of dense."""
+        return self.ended is not None and self.ended.within_noise
+
+    @property
+    def text(self) -> str:
+        """In prose, after the plan's name."""
+        if self.cosine is None or self.length is None:
+            return "what its update keeps is not known"
+        return judgement_text(self.cosine, self.length, self.memory)
+
+
+@dataclass(frozen=True)
 class SpeedForecast:
     """Forecasts of several plans on one network.
 
     network: what the forecasts are made for.
-    cosines: of each replayed plan's update with the true mean, by name. None: not known.
+    judged: what the replays say of the plans, by name.
     forecasts: by the plan's name.
     configurations: every number of nodes with every link, the links of the first number of nodes first.
     """
 
     network: Network
-    cosines: Mapping[str, float | None]
+    judged: Mapping[str, Judged]
     forecasts: Mapping[str, Forecast]
     configurations: tuple[Configuration, ...]
 
@@ -145,55 +184,58 @@ class SpeedForecast:
             "compute_source": self.network.profile.compute_source,
             "nodes": list(self.network.nodes),
             "links": [json_rate(link.bits_per_second) for link in self.network.links],
-            "cosines": plain(self.cosines),
-            "least_cosine": LEAST_COSINE,
+            "judged": plain(self.judged),
             "forecasts": plain(self.forecasts),
             "places": plain(self.configurations),
         }
 
     @property
     def verdict(self) -> str:
-        """A report's first line: where which plan pays, and where not to compress."""
+        """A report's first line: which plan is fastest where, what its like ended at, and what 16 bits do instead."""
         if self.compute_seconds is None:
             return _exchange_verdict(self.configurations)
         losing = [item for item in self.configurations if not item.pays]
-        parts = [
-            f"{item.where}, {item.best} saves {format_percent(item.saved, 0)} of a step "
-            f"({format_seconds(item.best_seconds)} instead of {format_seconds(item.dense_seconds)}, or "
-            f"{format_seconds(item.half_seconds)} in plain 16-bit reduction"
-            f"{', which is about as fast or faster' if item.no_faster_than_16_bits else ''}; its update's "
-            f"cosine with the true mean is {self.cosines[str(item.best)]:.2f} as replayed){self._careful(item)}"
-            for item in self.configurations
-            if item.pays
-        ]
+        parts = [self._paying(item) for item in self.configurations if item.pays]
         if losing:
             parts.append(
-                f"{_where(losing)} do not compress: no plan whose update keeps a cosine of {LEAST_COSINE} with the "
-                f"true mean saves more than 5 %{_refused(losing, self.cosines)}"
+                f"{_where(losing)} do not compress: no plan saves more than {format_percent(SPEED_NOISE, 0)} of a step"
             )
         text = "; ".join(parts) + "."
-        return text[:1].upper() + text[1:]
+        cautions = dict.fromkeys(one.caution for one in self.judged.values() if one.caution)
+        return " ".join([text[:1].upper() + text[1:], *(f"Mind the recording: {line}." for line in cautions)])
 
-    def _careful(self, item: Configuration) -> str:
-        """Name the plan that keeps close to the true mean, where the fastest does not and this one pays."""
-        if item.closest in (None, item.best) or item.closest_saves <= SPEED_NOISE:
-            return ""
-        return f", and {item.closest} {format_percent(item.closest_saves, 0)} at {self.cosines[str(item.closest)]:.2f}"
+    def _paying(self, item: Configuration) -> str:
+        """Name the fastest plan, the fastest whose like ended within noise of dense, and 16 bits."""
+        fastest, closest = str(item.fastest), item.closest
+        parts = [
+            f"{item.where}, {fastest} is the fastest and saves {format_percent(item.fastest_saves, 0)} of a step "
+            f"({format_seconds(item.seconds[fastest])} instead of {format_seconds(item.dense_seconds)}); "
+            f"{self.judged[fastest].text}"
+        ]
+        if closest is not None and closest != fastest:
+            parts.append(f"{closest} saves {format_percent(item.closest_saves, 0)}, and {self.judged[closest].text}")
+        beside = ", which is about as fast or faster" if item.no_faster_than_16_bits(fastest) else ""
+        parts.append(
+            f"plain 16-bit reduction, which loses next to nothing, saves {format_percent(item.half_saves, 0)} "
+            f"({format_seconds(item.half_seconds)}){beside}"
+        )
+        return "; ".join(parts)
 
 
 def forecast_speed(
     plans: Mapping[str, Plan], replays: Mapping[str, Replay], network: Network, *, progress: Progress | None = None
 ) -> SpeedForecast:
-    """Forecast each plan on a network, and find the best plan of each configuration.
+    """Forecast each plan on a network, and find the fastest plans of each configuration.
 
     Args:
         plans: by name. Those that compress nothing are left out.
-        replays: of some or all of the plans, by name. A plan without one is never the best.
+        replays: of some or all of the plans, by name. A plan's codec time is that of its replay, so that a report has
+            one; without a replay the codecs are timed here.
         network: the links and numbers of nodes to forecast for, and the computing time.
         progress: called after each plan.
 
     Returns:
-        The forecasts, and the best plan of each configuration.
+        The forecasts, and the fastest plans of each configuration.
 
     Raises:
         GradlabError: if no plan compresses anything.
@@ -203,35 +245,41 @@ def forecast_speed(
         raise GradlabError("no plan compresses anything: all steps are those of plain DDP")
     forecasts = {}
     for done, (name, plan) in enumerate(compressing.items()):
-        forecasts[name] = forecast(plan, network)
+        forecasts[name] = forecast(plan, _with_codec_time(network, replays.get(name)))
         if progress:
             progress("forecasts", done + 1, len(compressing))
-    cosines = {name: replays[name].summary().cosine for name in compressing if name in replays}
+    judged = {name: Judged.of(replays[name]) if name in replays else Judged() for name in compressing}
     configurations = tuple(
-        _configuration(count, {name: item.nodes[i].links[j] for name, item in forecasts.items()}, cosines)
+        _configuration(count, {name: item.nodes[i].links[j] for name, item in forecasts.items()}, judged)
         for i, count in enumerate(network.nodes)
         for j in range(len(network.links))
     )
-    return SpeedForecast(network, cosines, forecasts, configurations)
+    return SpeedForecast(network, judged, forecasts, configurations)
 
 
-def _configuration(
-    nodes: int, comparisons: Mapping[str, Comparison], cosines: Mapping[str, float | None]
-) -> Configuration:
-    """Compare all plans with dense training, and find the fastest of those that keep the direction."""
+def _with_codec_time(network: Network, replay: Replay | None) -> Network:
+    """Take the codecs' time from a plan's replay, unless a run has measured it."""
+    summary = None if replay is None else replay.summary()
+    if replay is None or summary is None or not summary.codec_seconds or network.profile.codec is not None:
+        return network
+    source = f"median of the replay's {summary.compressed_steps} compressed steps on {replay.world_size} ranks"
+    codec = CodecTime(summary.codec_seconds, replay.world_size, False, source)
+    return replace(network, profile=replace(network.profile, codec=codec))
+
+
+def _configuration(nodes: int, comparisons: Mapping[str, Comparison], judged: Mapping[str, Judged]) -> Configuration:
+    """Compare all plans with dense training, and find the fastest of all and of those whose like ended near dense."""
     seconds = {name: pair.compressed.seconds for name, pair in comparisons.items()}
     first = next(iter(comparisons.values()))
     dense = first.dense.seconds
 
-    def fastest_of(cosine: float) -> str | None:
-        keeping = [name for name in seconds if (cosines.get(name) or 0.0) >= cosine]
-        return min(keeping, key=lambda name: seconds[name], default=None)
+    def fastest_of(names: Sequence[str]) -> tuple[str | None, float]:
+        name = min(names, key=lambda name: seconds[name], default=None)
+        saves = 1 - seconds[name] / dense if name is not None and dense > 0 else 0.0
+        return (name, saves) if saves > SPEED_NOISE else (None, 0.0)
 
-    def saved_by(name: str | None) -> float:
-        return 1 - seconds[name] / dense if name is not None and dense > 0 else 0.0
-
-    best, closest = fastest_of(LEAST_COSINE), fastest_of(CLOSE_COSINE)
-    fastest = min(seconds, key=lambda name: seconds[name])
+    fastest, fastest_saves = fastest_of(list(seconds))
+    closest, closest_saves = fastest_of([name for name in seconds if judged[name].close])
     return Configuration(
         nodes=nodes,
         bits_per_second=first.link.bits_per_second,
@@ -239,14 +287,10 @@ def _configuration(
         dense_way=first.dense_way,
         half_seconds=first.half.seconds,
         seconds=seconds,
-        best=best,
-        best_seconds=seconds[best] if best is not None else None,
-        saved=saved_by(best),
-        pays=saved_by(best) > SPEED_NOISE,
-        closest=closest,
-        closest_saves=saved_by(closest),
         fastest=fastest,
-        fastest_saves=saved_by(fastest),
+        fastest_saves=fastest_saves,
+        closest=closest,
+        closest_saves=closest_saves,
     )
 
 
@@ -260,25 +304,15 @@ def _where(configurations: Sequence[Configuration]) -> str:
     )
 
 
-def _refused(configurations: Sequence[Configuration], cosines: Mapping[str, float | None]) -> str:
-    """Name the plan that would save most, if its update loses the direction."""
-    most = max(configurations, key=lambda item: item.fastest_saves)
-    if most.fastest_saves <= SPEED_NOISE:
-        return ""
-    cosine = cosines.get(most.fastest)
-    known = "unknown" if cosine is None else f"{cosine:.2f}"
-    return f" ({most.fastest} would save {format_percent(most.fastest_saves, 0)}, at a cosine of {known})"
-
-
 def _exchange_verdict(configurations: Sequence[Configuration]) -> str:
     parts = []
     for item in configurations:
         dense, half = format_seconds(item.dense_seconds), format_seconds(item.half_seconds)
-        line = f"{item.where} the exchange alone takes {dense} ({half} in 16 bits)"
-        if item.best is None:
-            parts.append(f"{line}, and no plan keeps the direction")
-        else:
-            parts.append(f"{line}, with {item.best} {format_seconds(item.best_seconds)}")
+        name = min(item.seconds, key=lambda name: item.seconds[name])
+        parts.append(
+            f"{item.where} the exchange alone takes {dense} ({half} in 16 bits), with {name} "
+            f"{format_seconds(item.seconds[name])}"
+        )
     text = "; ".join(parts)
     return (
         f"Whether compression pays cannot be told without the time of computing (--compute-seconds or --run): {text}. "

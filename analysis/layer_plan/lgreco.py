@@ -10,7 +10,7 @@ at.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +24,7 @@ from gradlab.analysis.forecast.network import Network
 from gradlab.analysis.layer_plan.bucket_time import bucket_of_layers
 from gradlab.analysis.layer_plan.costs import PAYLOAD, Cost, candidate_costs
 from gradlab.analysis.layer_plan.grids import main_setting, paper_settings
+from gradlab.analysis.layer_plan.hold import Hold, holds, largest_alpha
 from gradlab.analysis.layer_plan.planners import Choice, total
 from gradlab.analysis.layer_plan.problem import Problem
 from gradlab.analysis.layer_plan.provenance import LayerSetting, LgrecoProvenance, PlanErrors, WindowErrors
@@ -35,6 +36,7 @@ from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
 from gradlab.knapsack import Allocation, allocate
 from gradlab.plan import Plan
+from gradlab.plan.accordion import Accordion
 from gradlab.plan.layer_errors import Candidate
 from gradlab.plan.refresh import Refresh
 from gradlab.progress import Progress
@@ -57,7 +59,8 @@ class LgrecoOptions:
         candidates: by layer name, in place of the paper's range around the reference. The reference joins them.
         alpha: the error allowed, in the uniform plan's.
         budget: in place of alpha, an error summed over layers, mean over ranks and windows.
-        metric: "squared" sums squares of errors over layers, "plain" the errors.
+        hold: where the error asked for does not hold on held-out windows, take the largest alpha that does.
+        metric: "l2" sums norms of errors over layers, as the paper does; "squared-l2" sums their squares.
         window: steps that gradients are accumulated over; None cuts the trace from `start` on into 4 windows.
         start: position of the first recorded step to look at.
         cost: what is kept small.
@@ -68,6 +71,8 @@ class LgrecoOptions:
         world_size: ranks that the plan is for; None takes the step's nodes, or else the trace's ranks.
         warmup_steps: dense steps before the first compressed one.
         refresh_every: steps of training after which the plan is chosen anew from these settings; 0 is never.
+        accordion: with a refresh, the most and the least compressed value of the codec's main setting, between which
+            Accordion chooses the reference of every choice; see `gradlab.plan.accordion`.
         seed: of the plan, and of random codecs while errors are measured.
         workers: processes that measure errors.
         cluster: address of a dask.distributed scheduler to measure errors on.
@@ -76,7 +81,8 @@ class LgrecoOptions:
     candidates: Mapping[str, Sequence[Candidate]] | None = None
     alpha: float = 1.0
     budget: float | None = None
-    metric: str = "squared"
+    hold: bool = False
+    metric: str = "l2"
     window: int | None = None
     start: int = 0
     cost: Cost = PAYLOAD
@@ -85,6 +91,7 @@ class LgrecoOptions:
     world_size: int | None = None
     warmup_steps: int = 0
     refresh_every: int = 0
+    accordion: tuple[float, float] | None = None
     seed: int = 0
     workers: int = 1
     cluster: str | None = None
@@ -113,6 +120,13 @@ class LgrecoOptions:
         least = 1 if self.cost.name == "payload" else 2
         if ranks < least:
             raise GradlabError(f"nodes = {ranks}, expected at least {least} for {self.cost_name}")
+        if self.hold and self.budget is not None:
+            raise GradlabError("hold: looks for an alpha, and a budget is given in place of one")
+        if self.accordion is not None and not self.refresh_every:
+            raise GradlabError("accordion: it acts where plans are chosen anew while training, which needs a refresh")
+        if self.accordion is not None and not self.accordion[0] < self.accordion[1]:
+            between = ":".join(f"{value:g}" for value in self.accordion)
+            raise GradlabError(f"accordion {between}, expected the more compressed, smaller value first")
         if self.refresh_every and (self.weights is not None or self.budget is not None):
             raise GradlabError(
                 "refresh: while training plans are chosen by payload and alpha, without weights or a budget"
@@ -141,7 +155,7 @@ class Frontier(Jsonable):
     Args:
         planners: points by planner, one per budget that it meets.
         cost: "payload", "wire" or "seconds".
-        metric: of errors, "squared" or "plain".
+        metric: of errors, "l2" or "squared-l2".
     """
 
     planners: Mapping[str, tuple[FrontierPoint, ...]]
@@ -217,8 +231,8 @@ def fit_lgreco(
         changes: fields of `LgrecoOptions` by name, which differ from `options`.
 
     Raises:
-        GradlabError: for a budget that no plan meets, no layer to compress, a refresh from several codecs or towards
-            another cost than payload, or what `measure_errors` refuses.
+        GradlabError: for a budget that no plan meets, no alpha that holds where one is to, no layer to compress, a
+            refresh from several codecs or towards another cost than payload, or what `measure_errors` refuses.
     """
     options = replace(options or LgrecoOptions(), **changes)
     varied = main_setting(codec)
@@ -234,16 +248,17 @@ def fit_lgreco(
     runs = DryRuns(base, ranks, repeats=_REPEATS)
     problem = _measure(trace, base, uniform, options, runs, progress)
     errors, budget = _errors_and_budget(problem, options)
-    fastest: FastestPlan | None = None
-    if options.step is None:
-        allocation = allocate(errors, problem.objective, budget)
-    else:
-        times = StepTimes(partial(plan_of, base, problem.table), runs, options.step)
-        fastest = fastest_plan(problem, errors, budget, times, seed=seed, progress=progress)
-        allocation = Allocation(fastest.choice, fastest.seconds, fastest.bound)
+    times = None if options.step is None else StepTimes(partial(plan_of, base, problem.table), runs, options.step)
+    choose = partial(_chosen, problem, errors, times=times, seed=seed, progress=progress)
+    allocation, fastest = choose(budget)
+    unit = total(errors, problem.reference)  # alpha is in it
+    hold = _hold(problem, options, allocation.choice, lambda alpha: choose(alpha * unit)[0].choice, progress)
+    if hold is not None and hold.taken and hold.largest is not None:
+        options, budget = replace(options, alpha=hold.largest), hold.largest * unit
+        allocation, fastest = choose(budget)
     plan = plan_of(base, problem.table, allocation.choice)
     if options.refresh_every:
-        plan = replace(plan, refresh=_refresh(problem, options))
+        plan = replace(plan, refresh=_refresh(problem, options, varied))
     provenance = LgrecoProvenance(
         method="lgreco",
         trace=trace.digest,
@@ -252,7 +267,7 @@ def fit_lgreco(
         payload_bytes=plan.payload_bytes(ranks),
         uniform_payload_bytes=base.payload_bytes(ranks),
         dense_payload_bytes=plan.payload_bytes(ranks, compressing=False),
-        relative_error=_plan_errors(problem, allocation.choice),
+        relative_error=_plan_errors(problem, allocation.choice, options.metric),
         windows=problem.table.windows,
         windows_chosen_on=len(problem.table.windows[_halves(len(problem.table.windows))[0]]),
         layers=_layer_settings(problem, allocation.choice),
@@ -268,6 +283,7 @@ def fit_lgreco(
         step=fastest,
         alone=problem.alone(errors, budget) if fastest is None else {},
         sample=trace.extent if trace.samples else None,
+        hold=hold,
     )
     return LgrecoFit(plan, problem, allocation, provenance)
 
@@ -299,6 +315,47 @@ def _errors_and_budget(problem: Problem, options: LgrecoOptions) -> tuple[list[n
         return problem.table.errors(options.metric, chosen_on), options.budget
     errors = problem.errors(options.metric, chosen_on)
     return errors, options.alpha * total(errors, problem.reference)
+
+
+def _chosen(
+    problem: Problem,
+    errors: Sequence[np.ndarray],
+    budget: float,
+    *,
+    times: StepTimes | None,
+    seed: int,
+    progress: Progress | None,
+) -> tuple[Allocation, FastestPlan | None]:
+    """The plan within a budget: the smallest, or where steps are predicted the fastest, and how that was found."""
+    if times is None:
+        return allocate(errors, problem.objective, budget), None
+    fastest = fastest_plan(problem, errors, budget, times, seed=seed, progress=progress)
+    return Allocation(fastest.choice, fastest.seconds, fastest.bound), fastest
+
+
+def _hold(
+    problem: Problem,
+    options: LgrecoOptions,
+    choice: Choice,
+    choose: Callable[[float], Choice],
+    progress: Progress | None,
+) -> Hold | None:
+    """Whether alpha's plan holds, and which alpha's does; None: a budget was given, or nothing is held out."""
+    chosen_on, held_out = _halves(len(problem.table.windows))
+    if held_out == chosen_on and options.hold:
+        raise GradlabError("hold: the trace is one window, so that no window is held out; choose a shorter one")
+    if held_out == chosen_on or options.budget is not None:
+        return None
+    asked = options.alpha
+    if holds(problem, choice, options.metric, held_out, asked):
+        return Hold(asked, True, asked)
+    largest = largest_alpha(problem, options.metric, held_out, asked, choose, progress=progress)
+    if options.hold and largest is None:
+        raise GradlabError(
+            f"hold: no alpha below {asked:g} has a plan whose error on the held-out iterations is no larger than the "
+            "uniform plan's: choose on more iterations, or on later ones"
+        )
+    return Hold(asked, False, largest, taken=options.hold)
 
 
 def _windows(trace: Trace, start: int, window: int | None) -> list[tuple[int, int]]:
@@ -338,7 +395,7 @@ def _index_of(uniform: Candidate, candidates: Sequence[Candidate]) -> int:
     return 0
 
 
-def _refresh(problem: Problem, options: LgrecoOptions) -> Refresh:
+def _refresh(problem: Problem, options: LgrecoOptions, varied: str) -> Refresh:
     layers, every = problem.table.layers, options.refresh_every
     names = {candidate.codec for t in layers for candidate in t.candidates}
     if len(names) > 1:
@@ -346,7 +403,23 @@ def _refresh(problem: Problem, options: LgrecoOptions) -> Refresh:
     settings = {t.layer.name: [dict(candidate.settings) for candidate in t.candidates] for t in layers}
     reference = {t.layer.name: int(index) for t, index in zip(layers, problem.reference, strict=True)}
     delay = min(every - 1, max(1, every // _DELAY_SHARE))
-    return Refresh(every, settings, reference, delay, options.alpha, options.metric)
+    accordion = None
+    if options.accordion is not None:
+        most, least = (_indices(problem, varied, value) for value in options.accordion)
+        accordion = Accordion(least, most)
+    return Refresh(every, settings, reference, delay, options.alpha, options.metric, accordion)
+
+
+def _indices(problem: Problem, varied: str, value: float) -> dict[str, int]:
+    """By layer name, the index of the candidate with a value of the setting that varies."""
+    found = {}
+    for table in problem.table.layers:
+        values = [float(candidate.settings[varied]) for candidate in table.candidates]
+        if value not in values:
+            listed = ", ".join(f"{one:g}" for one in sorted(values))
+            raise GradlabError(f"accordion: {varied} = {value:g}, expected one of layer {table.layer.name}'s: {listed}")
+        found[table.layer.name] = values.index(value)
+    return found
 
 
 def plan_of(base: Plan, table: ErrorTable, choice: Choice) -> Plan:
@@ -374,13 +447,13 @@ def _sizes(problem: Problem, allocation: Allocation, fastest: FastestPlan | None
     return {"size": size, "uniform_size": uniform, "gain": uniform / size if size else math.inf}
 
 
-def _plan_errors(problem: Problem, choice: Choice) -> PlanErrors:
+def _plan_errors(problem: Problem, choice: Choice, metric: str) -> PlanErrors:
     table = problem.table
     chosen_on, checked_on = _halves(len(table.windows))
 
     def errors(tried: Choice) -> WindowErrors:
-        held_out = table.relative_error(tried, checked_on) if checked_on != chosen_on else None
-        return WindowErrors(table.relative_error(tried, chosen_on), held_out)
+        held_out = table.relative_error(tried, metric, checked_on) if checked_on != chosen_on else None
+        return WindowErrors(table.relative_error(tried, metric, chosen_on), held_out)
 
     return PlanErrors(errors(choice), errors(problem.reference))
 
@@ -407,4 +480,4 @@ def _layer_settings(problem: Problem, choice: Choice) -> tuple[LayerSetting, ...
 
 def _relative(table: LayerTable, index: int, windows: slice) -> float:
     norm = float(table.squared_norm[windows].sum())
-    return float((table.squared[windows, index].sum() / norm) ** 0.5) if norm else 0.0
+    return float((table.squared_l2[windows, index].sum() / norm) ** 0.5) if norm else 0.0

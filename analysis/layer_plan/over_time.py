@@ -14,17 +14,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gradlab.analysis.layer_plan.bucket_time import bucket_of_layers, bytes_by_bucket
-from gradlab.analysis.layer_plan.planners import ETA, accordion, cgx_kmeans, total
+from gradlab.analysis.layer_plan.planners import accordion, cgx_kmeans, total
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
 from gradlab.knapsack import allocate
 from gradlab.layout import Layer
+from gradlab.plan.accordion import DECAY, ETA
 
 if TYPE_CHECKING:
     from gradlab.analysis.layer_plan.problem import Problem
     from gradlab.trace import Trace
-
-DECAY = 0.3  # share that the learning rate falls by between windows for Accordion: steps of a schedule, not slopes
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class PlansOverTime:
         problem: the tables that planners choose from.
         choices: by planner (windows, layers), indices of candidates.
         critical: (windows, layers), where Accordion sees a critical regime.
-        metric: "squared" or "plain".
+        metric: "l2", the paper's, or "squared-l2".
     """
 
     problem: Problem
@@ -98,7 +97,7 @@ class PlansOverTime:
     def _errors(self, choices: np.ndarray) -> np.ndarray:
         """Errors (windows,) in units of the uniform plan's in the same window."""
         tables = self.problem.table.layers
-        rows = [getattr(table, self.metric) for table in tables]
+        rows = [table.errors(self.metric) for table in tables]
         sums = [sum(row[w, c] for row, c in zip(rows, choice, strict=True)) for w, choice in enumerate(choices)]
         units = self.problem.table.by_window(self.problem.reference, self.metric)
         return np.array(sums) / np.where(units > 0, units, 1.0)
@@ -108,7 +107,7 @@ def plan_over_time(
     problem: Problem,
     learning_rates: np.ndarray,
     *,
-    metric: str = "squared",
+    metric: str = "l2",
     alpha: float = 1.0,
     eta: float = ETA,
     least_decay: float = DECAY,
@@ -121,9 +120,9 @@ def plan_over_time(
     Args:
         problem: errors and costs.
         learning_rates: (windows,), NaN where unknown.
-        metric: "squared" or "plain".
+        metric: "l2", the paper's, or "squared-l2".
         alpha: the error allowed, in the uniform plan's.
-        eta, least_decay: see `accordion`.
+        eta, least_decay: see `gradlab.plan.accordion.is_critical`.
     """
     table, costs = problem.table, problem.costs
     norms = np.sqrt(np.stack([t.squared_norm for t in table.layers], axis=1))

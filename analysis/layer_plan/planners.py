@@ -13,12 +13,12 @@ import numpy as np
 
 from gradlab.errors import GradlabError
 from gradlab.knapsack import Allocation
+from gradlab.plan.accordion import DECAY, ETA, is_critical
 
 Rows = Sequence[np.ndarray]
 Choice = Sequence[int] | np.ndarray
 
 CGX_CLUSTERS = 6  # L-GreCo's choice for the comparison, section 5.3
-ETA = 0.5  # Accordion's, as its authors suggest
 
 
 def total(rows: Rows, choice: Choice) -> float:
@@ -81,31 +81,22 @@ def cgx_kmeans(
 
 
 def accordion(
-    norms: np.ndarray, learning_rates: np.ndarray, *, eta: float = ETA, least_decay: float = 0.0
+    norms: np.ndarray, learning_rates: np.ndarray, *, eta: float = ETA, least_decay: float = DECAY
 ) -> np.ndarray:
-    """Find critical regimes as Accordion does: there it compresses little, elsewhere much.
-
-    Agarwal, Wang, Lee, Venkataraman, Papailiopoulos, "Adaptive gradient communication via critical learning regime
-    identification", MLSys 2021, Algorithm 1. A layer is critical while | ||g_t|| - ||g_(t-1)|| | / ||g_(t-1)|| >= eta
-    between accumulated gradients of consecutive windows. All layers are critical in the first window, and after the
-    learning rate has fallen.
+    """Find critical regimes window by window, as `gradlab.plan.accordion.is_critical` says.
 
     Args:
         norms: (windows, layers), not squared.
         learning_rates: (windows,), NaN where unknown.
-        eta: the least relative change of a norm.
-        least_decay: share that the rate has to fall by. At 0, as published, a schedule that falls all the time keeps
-            all layers critical.
+        eta, least_decay: see `is_critical`.
 
     Returns:
-        (windows, layers), bool.
+        (windows, layers), bool; all layers are critical in the first window.
     """
-    critical = np.ones(norms.shape, dtype=bool)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        change = np.abs(np.diff(norms, axis=0)) / norms[:-1]
-    critical[1:] = np.where(np.isfinite(change), change >= eta, norms[1:] > 0)
-    critical[1:] |= (learning_rates[1:] < (1 - least_decay) * learning_rates[:-1])[:, None]
-    return critical
+    unknown = np.full_like(norms[:1], np.nan)
+    before = np.concatenate([unknown, norms[:-1]])
+    rates = np.concatenate([[np.nan], learning_rates])[:, None]
+    return is_critical(before, norms, rates[:-1], rates[1:], eta=eta, least_decay=least_decay)
 
 
 def global_threshold(counts: Rows, errors: Rows, sizes: Rows, budget: float) -> Allocation:

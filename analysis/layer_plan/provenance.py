@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gradlab.analysis.layer_plan.hold import Hold
 from gradlab.analysis.layer_plan.step_time_search import FastestPlan
 from gradlab.jsonable import Jsonable
 from gradlab.saving import Saving
@@ -13,7 +14,9 @@ from gradlab.saving import Saving
 
 @dataclass(frozen=True)
 class WindowErrors(Jsonable):
-    """A plan's relative errors: l2 norms, as shares of the gradients'.
+    """A plan's relative errors by the metric that it was chosen by, as shares of sending zeros.
+
+    By `l2`, the sum of the errors' norms over that of the gradients'; by `squared-l2`, the root of the same of squares.
 
     Args:
         chosen_on: on the windows that the plan was chosen on.
@@ -75,7 +78,7 @@ class LgrecoProvenance(Jsonable):
         codec, reference: the uniform plan's codec and settings.
         alpha: the error allowed, in the uniform plan's; None: a budget was given.
         budget: the error allowed, summed over layers.
-        metric: "squared" or "plain".
+        metric: "l2", the paper's, or "squared-l2".
         cost: "payload", "wire", "seconds" or "step".
         world_size: ranks that the plan is for.
         varied: the setting that the codec's grid varies.
@@ -83,6 +86,7 @@ class LgrecoProvenance(Jsonable):
         step: how the fastest plan was found; None: a sum was made small.
         alone: cost of the best plan of one codec and dense layers, by codec; empty: one codec, or a step.
         sample: what share of which layers the trace holds, where errors are of samples; None: it holds all values.
+        hold: whether the error asked for holds on the held-out windows; None: nothing was held out, or a budget given.
     """
 
     method: str
@@ -110,6 +114,7 @@ class LgrecoProvenance(Jsonable):
     step: FastestPlan | None = None
     alone: Mapping[str, float] = field(default_factory=dict)
     sample: str | None = None
+    hold: Hold | None = None
 
     @property
     def saving(self) -> Saving:
@@ -122,6 +127,6 @@ class LgrecoProvenance(Jsonable):
         return "seconds" if self.cost == "step" else self.cost
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON, by field; `step`, `alone` and `sample` only where there are any."""
-        missing = {name for name in ("step", "alone", "sample") if not getattr(self, name)}
+        """Plain JSON, by field; `step`, `alone`, `sample` and `hold` only where there are any."""
+        missing = {name for name in ("step", "alone", "sample", "hold") if not getattr(self, name)}
         return {name: value for name, value in super().to_json().items() if name not in missing}

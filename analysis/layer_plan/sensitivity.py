@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from gradlab.analysis.intervals import rank_correlation
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan import Plan
@@ -79,12 +80,16 @@ def _alone(layers: Sequence[Layer], name: str, candidate: Candidate) -> Plan:
     return Plan(tuple(layers), (candidate.group(name),), learned=learned)
 
 
-def correlations(errors: Sequence[np.ndarray], differences: Sequence[np.ndarray]) -> dict[str, list[float]]:
+def correlations(errors: Sequence[np.ndarray], differences: Sequence[np.ndarray]) -> dict[str, list[Any]]:
     """Correlate errors and loss differences over layers: Pearson's (Fig. 11a) and Spearman's, a value per candidate.
 
     Args:
         errors, differences: per layer (candidates,), the same candidates in all. Where either is constant, the
             correlation is NaN.
+
+    Returns:
+        "pearson", "spearman", and "spearman_intervals", each low and high at 95 % over layers, or None where there is
+        none (`gradlab.analysis.intervals.rank_correlation`).
 
     Raises:
         GradlabError: for fewer than three layers, or layers with different numbers of candidates.
@@ -94,13 +99,11 @@ def correlations(errors: Sequence[np.ndarray], differences: Sequence[np.ndarray]
     lengths = {len(row) for row in (*errors, *differences)}
     if len(errors) < 3 or len(errors) != len(differences) or len(lengths) != 1:
         raise GradlabError("correlation of sensitivities: expected at least three layers with the same candidates")
-    values: dict[str, list[float]] = {"pearson": [], "spearman": []}
+    values: dict[str, list[Any]] = {"pearson": [], "spearman": [], "spearman_intervals": []}
     for one, other in zip(np.array(errors).T, np.array(differences).T, strict=True):
         constant = bool(np.ptp(one) == 0 or np.ptp(other) == 0)
-        for name, measure in (("pearson", stats.pearsonr), ("spearman", stats.spearmanr)):
-            values[name].append(float("nan") if constant else float(_statistic(measure, one, other)))
+        ranks = rank_correlation(one, other)
+        values["pearson"].append(float("nan") if constant else float(stats.pearsonr(one, other).statistic))
+        values["spearman"].append(float("nan") if constant else ranks.rho)
+        values["spearman_intervals"].append(ranks.interval)
     return values
-
-
-def _statistic(measure: Callable[..., Any], one: np.ndarray, other: np.ndarray) -> float:
-    return measure(one, other).statistic

@@ -19,13 +19,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradlab.analysis.gradients import finite_positions, read_unscaled
+from gradlab.analysis.intervals import SeriesMean, mean_interval
 from gradlab.analysis.measure.agreement import index_overlap, rank_cosine, signal_to_noise
 from gradlab.analysis.measure.information import (
     PAPER_BINS,
     Excess,
-    block_bootstrap,
-    block_length,
-    bootstrap_interval,
     excess_information,
     mutual_information,
     plug_in,
@@ -60,10 +58,10 @@ class BetweenRanks:
         shift: positions between the gradients of the shifted null. None: a quarter of the trace, at most 50.
         bins: of a second histogram beside LGC's 2^32.
         level: of the intervals.
-        seed: of the drawn pairs and resamples.
+        seed: of the drawn pairs of ranks and shuffled values.
     """
 
-    iterations: int = 24
+    iterations: int = 32
     pairs: int = 3
     values: int = 8192
     shift: int | None = None
@@ -122,15 +120,6 @@ class TopOverlap(Jsonable):
 
 
 @dataclass(frozen=True)
-class MeanInterval(Jsonable):
-    """A mean over iterations with its interval; None where there are too few."""
-
-    mean: float | None
-    low: float | None = None
-    high: float | None = None
-
-
-@dataclass(frozen=True)
 class LayerBetweenRanks(Jsonable):
     """One layer's measurements at T iterations.
 
@@ -161,7 +150,7 @@ class LayerBetweenRanks(Jsonable):
     lags: LagSeries
     top_indices: tuple[TopOverlap, ...]
     cosine: np.ndarray
-    mean_cosine: MeanInterval
+    mean_cosine: SeriesMean
     signal_to_noise: float | None
     place: list[str]
 
@@ -296,7 +285,7 @@ def measure_layer(
         lags=lags,
         top_indices=top,
         cosine=cosines,
-        mean_cosine=_mean_with_interval(cosines, generator, chosen.level),
+        mean_cosine=mean_interval(cosines, chosen.level),
         signal_to_noise=signal_to_noise(inner),
         place=place,
     )
@@ -349,7 +338,7 @@ def _by_estimator(
         for other in (here, there)
     )
     x, y = here[0, pairs[0][0]], here[0, pairs[0][1]]
-    excess = excess_information(paired, shifted, generator, level=chosen.level)
+    excess = excess_information(paired, shifted, level=chosen.level)
     shuffled = mutual_information(x, generator.permutation(y), method)
     return EstimatorSeries(here.shape[2], paired, shifted, shuffled, excess)
 
@@ -395,13 +384,3 @@ def _top_overlap(trace: Trace, layer: Layer, positions: np.ndarray) -> tuple[Top
             overlap, energy = (float(value) for value in np.mean(by_step, axis=0))
             rows.append(TopOverlap(density, count, overlap, count / numel, energy))
     return tuple(rows)
-
-
-def _mean_with_interval(series: np.ndarray, generator: np.random.Generator, level: float) -> MeanInterval:
-    values = series[np.isfinite(series)]
-    if len(values) < 4:
-        return MeanInterval(float(values.mean()) if len(values) else None)
-    length = block_length(len(values))
-    means = block_bootstrap(values[:, None], generator, length)[:, 0]
-    low, high = bootstrap_interval(float(values.mean()), means, level, -(-len(values) // length))
-    return MeanInterval(float(values.mean()), low, high)

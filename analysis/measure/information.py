@@ -7,7 +7,10 @@ Four estimators of the information between paired scalars, because each is wrong
   reaches log2 n for any pair once every value has a bin of its own. `plug_in` gives it for any number of bins with that
   bias beside it; here it is refused where joint cells outnumber the samples.
 - "equal_mass": on quantiles, entropies corrected: of the cells by Grassberger (2003, arXiv:physics/0307138, eq. 35), of
-  the quantiles by Miller. Sees any dependence; bins blur strong ones.
+  the quantiles by Miller. Sees any dependence; bins blur strong ones. A value that many samples share, such as the zero
+  of an embedding's unused rows, has a level of its own beside the quantiles of the others: variables that are partly
+  discrete have such atoms (Gao et al., NeurIPS 2017, arXiv:1709.06212), and a bin that holds an atom and its
+  neighbours hides which is which.
 - "ksg": nearest neighbours (Kraskov, Stögbauer, Grassberger, PRE 69, 066138, 2004, algorithm 1), on normal scores.
 - "copula": Gaussian copula, -log2(1 - rho^2) / 2 of the normal scores, less its bias (Ince et al., Human Brain Mapping
   38, 2017). Accurate and fast; blind to dependence that is not monotone.
@@ -28,6 +31,7 @@ from scipy.spatial import cKDTree
 from scipy.special import digamma, ndtri, stdtrit
 from scipy.stats import rankdata
 
+from gradlab.analysis.intervals import mean_interval
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
 
@@ -135,7 +139,7 @@ def estimate_information(
         low, high = bits - half, bits + half
         if method == "equal_mass":
             count = bins or _affordable_bins(len(x))
-            high += max(0.0, bits - _equal_mass(x, y, max(2, count // 2)))
+            high += max(0.0, bits - _equal_mass(x, y, count, coarser=2))
     return InformationEstimate(bits, max(0.0, low), max(0.0, high), level, method, len(x))
 
 
@@ -194,75 +198,47 @@ def shuffled_information(
 class Excess(Jsonable):
     """Information of pairs of one iteration beyond that of pairs that are iterations apart, in bits.
 
-    paired, shifted: means over iterations; bits: paired - shifted; low, high: its interval of confidence `level`.
+    paired, shifted: means over iterations; bits: paired - shifted; the others: of the difference, as in `SeriesMean`.
     """
 
     paired: float
     shifted: float
     bits: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     level: float
     iterations: int
+    autocorrelation: float | None
+    drift: tuple[float, float] | None
+    refused: str
 
 
-def excess_information(
-    paired: np.ndarray,
-    shifted: np.ndarray,
-    generator: np.random.Generator,
-    *,
-    level: float = 0.95,
-    block: int | None = None,
-    resamples: int = 1000,
-) -> Excess:
-    """Mean of paired - shifted over iterations (T,), with a moving-block bootstrap interval (Künsch 1989).
+def excess_information(paired: np.ndarray, shifted: np.ndarray, *, level: float = 0.95) -> Excess:
+    """Mean of paired - shifted over iterations (T,), with the interval of `mean_interval`.
 
     paired[t]: information between two ranks in iteration t. shifted[t]: of one rank's iteration t with the other's
-    t + delta. block: successive iterations that are drawn together, because neighbours are alike; None: T^(1/3),
-    rounded up.
+    t + delta.
 
     Raises:
-        GradlabError: for series that differ in length or hold fewer than 4 iterations, or a block that is not within.
+        GradlabError: for series that differ in length or hold fewer than 4 iterations.
     """
     paired, shifted = (np.asarray(values, np.float64).ravel() for values in (paired, shifted))
     count = len(paired)
     if len(shifted) != count or count < 4:
         raise GradlabError(f"excess information: {count} and {len(shifted)} iterations, expected as many, 4 or more")
-    length = block_length(count) if block is None else block
-    if not 1 <= length <= count:
-        raise GradlabError(f"block = {length} iterations, expected 1 to {count}")
-    difference = paired - shifted
-    means = block_bootstrap(difference[:, None], generator, length, resamples)[:, 0]
-    low, high = bootstrap_interval(float(difference.mean()), means, level, -(-count // length))
+    found = mean_interval(paired - shifted, level)
     return Excess(
-        float(paired.mean()), float(shifted.mean()), float(difference.mean()), low, high, level, count
-    )  # fmt: skip
-
-
-def block_bootstrap(rows: np.ndarray, generator: np.random.Generator, length: int, resamples: int = 1000) -> np.ndarray:
-    """Means (resamples, C) of rows (T, C) drawn in circular blocks of `length` successive ones."""
-    count = len(rows)
-    blocks = -(-count // length)
-    starts = generator.integers(0, count, size=(resamples, blocks, 1))
-    picked = ((starts + np.arange(length)) % count).reshape(resamples, -1)[:, :count]
-    return np.asarray(rows[picked].mean(1))
-
-
-def block_length(count: int) -> int:
-    """The default length of a bootstrap's blocks, in iterations: T^(1/3), rounded up."""
-    return math.ceil(count ** (1 / 3))
-
-
-def bootstrap_interval(estimate: float, resampled: np.ndarray, level: float, blocks: int) -> tuple[float, float]:
-    """The basic bootstrap interval, 2 estimate - quantiles, widened for few blocks.
-
-    A mean of b blocks varies by sqrt(b / (b - 1)) more than its bootstrap, and has the tails of Student's t with b - 1
-    degrees of freedom (Davison & Hinkley, "Bootstrap methods and their application", 1997).
-    """
-    low, high = np.quantile(resampled, [0.5 - level / 2, 0.5 + level / 2])
-    free = max(1, blocks - 1)
-    wider = stdtrit(free, 0.5 + level / 2) / ndtri(0.5 + level / 2) * math.sqrt((free + 1) / free)
-    return estimate - wider * float(high - estimate), estimate + wider * float(estimate - low)
+        float(paired.mean()),
+        float(shifted.mean()),
+        float((paired - shifted).mean()),
+        found.low,
+        found.high,
+        level,
+        found.iterations,
+        found.autocorrelation,
+        found.drift,
+        found.refused,
+    )
 
 
 # --- estimators -----------------------------------------------------------------------------------------------------
@@ -310,8 +286,13 @@ def _histogram(x: np.ndarray, y: np.ndarray, bins: int) -> float:
     return _plug_in(_levels(x, bins), _levels(y, bins)).information
 
 
-def _equal_mass(x: np.ndarray, y: np.ndarray, bins: int) -> float:
-    rows, columns, cells = _counts(_quantile_levels(x, bins), _quantile_levels(y, bins))
+def _equal_mass(x: np.ndarray, y: np.ndarray, bins: int, coarser: int = 1) -> float:
+    """Bits, on so many quantiles of what is not tied, each of which holds `coarser` times as many samples."""
+    tied = [_is_atom(values, bins) for values in (x, y)]
+    # Of the joint cells only those of two quantiles are many: as many as the pairs that are tied in neither can fill.
+    untied = float(np.mean(~tied[0] & ~tied[1]))
+    quantiles = max(1, round(bins * math.sqrt(untied) / coarser))
+    rows, columns, cells = _counts(*(_tied_levels(v, t, quantiles) for v, t in zip((x, y), tied, strict=True)))
     if len(rows) == 1 or len(columns) == 1:
         return 0.0
     margins = _entropy(rows) + _entropy(columns) + (len(rows) + len(columns) - 2) / (2 * len(x) * _LN2)
@@ -329,10 +310,26 @@ def _levels(values: np.ndarray, bins: int) -> np.ndarray:
     return np.minimum(places.astype(np.int64), bins - 1)
 
 
-def _quantile_levels(values: np.ndarray, bins: int) -> np.ndarray:
-    """The bin of equal mass; equal values share one, so that ties make fewer bins, not made-up ones."""
-    edges = np.unique(np.quantile(values, np.arange(1, bins) / bins))
-    return np.searchsorted(edges, values, side="right")
+def _is_atom(values: np.ndarray, bins: int) -> np.ndarray:
+    """Whether each value occurs at least as often as a quantile has samples: bool (n,)."""
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return np.asarray(counts[place] * bins >= len(values)) & (counts[place] > 1)
+
+
+def _tied_levels(values: np.ndarray, tied: np.ndarray, quantiles: int) -> np.ndarray:
+    """The level of each value: one for every atom, and `quantiles` of equal mass for the others, int64 (n,).
+
+    Equal values share a level, so that ties make fewer quantiles, not made-up ones. Values on two sides of an atom
+    share none: few as they may be, which side they are on is known.
+    """
+    levels = np.empty(len(values), np.int64)
+    atoms, levels[tied] = np.unique(values[tied], return_inverse=True)
+    others = values[~tied]
+    if len(others):
+        edges = np.unique(np.quantile(others, np.arange(1, quantiles) / quantiles))
+        places = np.searchsorted(atoms, others) * quantiles + np.searchsorted(edges, others, side="right")
+        levels[~tied] = len(atoms) + places
+    return levels
 
 
 def _plug_in(rows: np.ndarray, columns: np.ndarray) -> PlugIn:

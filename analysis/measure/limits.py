@@ -7,7 +7,9 @@ the later half of a trace, for two descriptions of it:
 - slices: GradiVeQ's slices share one covariance; energies along its axes, fitted on the earlier half.
 
 The lower of the two is drawn: no code that knows just this much of the gradient, and of Gaussian gradients, gets below.
-A code that follows heavy tails from one iteration to the next can. Codecs are measured without feedback.
+A code that follows heavy tails from one iteration to the next can. Codecs are measured without feedback. Floors and
+errors are those of single ranks: what ranks have in common, from which a code for their mean alone could save bits, is
+not counted (`gradlab.analysis.measure.rate_distortion.rate_of_mean`).
 """
 
 from __future__ import annotations
@@ -184,7 +186,7 @@ def measure_limits(
         energy = float(errors.squared_norm.mean())
         points = (
             _placed(row, candidate, float(error) / energy, errors.layer, trace.world_size)
-            for candidate, error in zip(tried, errors.squared.mean(0), strict=True)
+            for candidate, error in zip(tried, errors.squared_l2.mean(0), strict=True)
             if energy > 0 and np.isfinite(error)
         )
         layer_rows.append(replace(row, codecs=tuple(points)))

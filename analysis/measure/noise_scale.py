@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradlab.analysis.measure.information import block_bootstrap, block_length, bootstrap_interval, gaussian_information
+from gradlab.analysis.intervals import SeriesMean, mean_interval
+from gradlab.analysis.measure.information import gaussian_information
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
 
@@ -29,15 +30,18 @@ class NoiseScale(Jsonable):
     """B in batches of one rank, with its interval; infinity where no signal is found.
 
     B in examples is B times the batch's size. signal: ||G||^2, noise: tr(Sigma) of one rank's batch, means over
-    iterations.
+    iterations. low, high: None where `refused` says what an interval needs. drift: the share of signal at the start and
+    end of the fitted line, where it drifts, as in `SeriesMean`.
     """
 
     batches: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     level: float
     signal: float
     noise: float
+    refused: str
+    drift: tuple[float, float] | None
 
 
 @dataclass(frozen=True)
@@ -107,13 +111,11 @@ class TraceNoise(Jsonable):
     by_nodes: tuple[RankCount, ...]
 
 
-def noise_scale(
-    inner: np.ndarray, generator: np.random.Generator, *, level: float = 0.95, resamples: int = 1000
-) -> NoiseScale:
+def noise_scale(inner: np.ndarray, *, level: float = 0.95) -> NoiseScale:
     """Estimate tr(Sigma) / ||G||^2 from inner products (T, N, N), as a ratio of sums over iterations.
 
     With N ranks the mean of <g_i, g_j> over pairs estimates ||G||^2 without bias (appendix A.1, for N in place of two
-    batch sizes). The interval is a moving-block bootstrap's over T.
+    batch sizes). The interval is that of `mean_interval` for the share of signal.
 
     Raises:
         GradlabError: for one rank, or fewer than 4 iterations.
@@ -121,16 +123,25 @@ def noise_scale(
     count, ranks = inner.shape[:2]
     if ranks < 2 or count < 4:
         raise GradlabError(f"noise scale: {ranks} ranks, {count} iterations, expected at least 2 and 4")
-    rows = signal_and_noise(inner)
-    signal, noise = rows.mean(0)
-    length = block_length(count)
-    means = block_bootstrap(rows, generator, length, resamples)
+    signal, noise = (float(value) for value in signal_and_noise(inner).mean(0))
     # An interval for the share of signal, which is finite where the ratio is not, turned over.
-    share = signal / (signal + noise) if signal + noise > 0 else 0.0
-    shares = np.divide(means[:, 0], means.sum(1), out=np.zeros(len(means)), where=means.sum(1) > 0)
-    ends = bootstrap_interval(share, shares, level, -(-count // length))
-    low, high = (float(np.clip(end, 0.0, 1.0)) for end in ends)
-    return NoiseScale(_batches(share), _batches(high), _batches(low), level, float(signal), float(noise))
+    share = _share_of_signal(inner, level)
+    low, high = (None if end is None else _batches(float(np.clip(end, 0.0, 1.0))) for end in (share.high, share.low))
+    scale = _batches(share.mean or 0.0)
+    return NoiseScale(scale, low, high, level, signal, noise, share.refused, share.drift)
+
+
+def _share_of_signal(inner: np.ndarray, level: float) -> SeriesMean:
+    """Mean and interval of signal / (signal + noise), a ratio of means, by its linear expansion in both (delta method).
+
+    Cochran, "Sampling techniques", 3rd ed. 1977, section 2.11.
+    """
+    signal, noise = signal_and_noise(inner).T
+    energy = signal + noise
+    if not energy.mean() > 0:
+        return mean_interval(np.zeros(len(inner)), level)
+    share = signal.mean() / energy.mean()
+    return mean_interval(share + (signal - share * energy) / energy.mean(), level)
 
 
 def signal_and_noise(inner: np.ndarray) -> np.ndarray:
@@ -184,20 +195,16 @@ def redundancy(cosine: float, ranks: int) -> float:
     return float(-determinant / (2 * ranks))
 
 
-def measure_noise_scale(
-    inner: np.ndarray, names: list[str], batch_size: int | None, generator: np.random.Generator
-) -> TraceNoise:
+def measure_noise_scale(inner: np.ndarray, names: list[str], batch_size: int | None) -> TraceNoise:
     """Measure the noise scale of the model and by layer, from inner products by layer (L, T, N, N)."""
     total = inner.sum(0)
-    model = noise_scale(total, generator)
+    model = noise_scale(total)
     ranks, scale = total.shape[1], model.batches
     return TraceNoise(
         ranks,
         batch_size,
         model,
-        layers=tuple(
-            LayerNoise(**vars(noise_scale(rows, generator)), name=name) for name, rows in zip(names, inner, strict=True)
-        ),
+        layers=tuple(LayerNoise(**vars(noise_scale(rows)), name=name) for name, rows in zip(names, inner, strict=True)),
         measured_cosine=tuple(GroupCosine(size, group_cosine(total, size)) for size in _sizes(ranks // 2)),
         expected=_expected_agreement(scale),
         by_nodes=tuple(

@@ -4,6 +4,9 @@ Cover & Thomas, "Elements of information theory", 2nd ed., section 10.3.3, Theor
 components with variances v_i, D(theta) = sum min(theta, v_i) takes R(theta) = sum max(0, log2(v_i / theta) / 2) bits.
 Of all sources with these variances the Gaussian one takes the most bits at a given error, if the bits are used as well
 as can be: a code that makes use of heavier tails, or of dependence between components, may get below.
+
+This is one rank's gradient, coded by itself. Training needs the mean over ranks alone, of which every rank's code tells
+something where gradients have a signal in common: `rate_of_mean` says how many bits that could save.
 """
 
 from __future__ import annotations
@@ -57,6 +60,37 @@ def rate_at(variances: np.ndarray, distortion: float) -> float:
     levels = (distortion - rest) / counts
     m = int(np.flatnonzero((levels > 0) & (levels <= positive))[-1]) + 1
     return float(0.5 * np.log2(positive[:m] / levels[m - 1]).sum())
+
+
+def rate_of_mean(relative_error: float, correlation: float, ranks: int) -> float:
+    """Bits per value and rank that suffice for the mean over ranks, for Gaussian values that ranks code for it alone.
+
+    Berger and Tung's scheme (Wagner, Tavildar & Viswanath, IEEE Trans. Inf. Theory 54, 2008, section II): every rank
+    adds noise of variance q to its values of variance v, and sends what the others' codes do not tell. The mean has the
+    eigenvalue a = 1 + (N - 1) rho of the ranks' correlation, and its relative error is D = q / (a v + q); together they
+    take log2(1 + a v / q) / 2 + (N - 1) log2(1 + (1 - rho) v / q) / 2 bits. Without correlation this is the
+    rate-distortion function of one rank, log2(1 / D) / 2: independent gradients have nothing to learn from each other.
+
+    Args:
+        relative_error: D, squared error of the mean over the energy of the mean, above 0 and at most 1.
+        correlation: rho of two ranks' values, from 0 to 1.
+        ranks: N.
+
+    Returns:
+        Bits per value and rank.
+
+    Raises:
+        GradlabError: for an argument out of range.
+    """
+    if not (0 < relative_error <= 1 and 0 <= correlation <= 1 and ranks >= 1):
+        raise GradlabError(
+            f"rate of the mean: relative error {relative_error}, correlation {correlation}, {ranks} ranks, expected "
+            "above 0 to 1, 0 to 1, and 1 or more"
+        )
+    together = 1 + (ranks - 1) * correlation
+    ratio = (1 / relative_error - 1) / together  # v / q
+    own = (ranks - 1) * np.log2(1 + (1 - correlation) * ratio)
+    return float((np.log2(1 / relative_error) + own) / (2 * ranks))
 
 
 def _positive(variances: np.ndarray) -> np.ndarray:

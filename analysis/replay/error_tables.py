@@ -22,12 +22,12 @@ from gradlab.analysis.replay.sampled import require_whole
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan.layer_errors import Candidate, squared_errors
+from gradlab.plan.metrics import require_metric
 from gradlab.progress import Progress
 from gradlab.trace.schema import CHUNK_STEPS
 
 if TYPE_CHECKING:
     from gradlab.trace import Trace, TraceSource
-METRICS = ("squared", "plain")
 # Values read at a time: float32, of one rank.
 _BLOCK_VALUES = 2**25
 
@@ -36,16 +36,33 @@ _BLOCK_VALUES = 2**25
 class LayerTable:
     """One layer's errors; x is the mean of a rank's gradients over a window.
 
-    squared: (windows, candidates), means over ranks of ||C(x) - x||^2; plain: the same of the l2 norm ||C(x) - x||;
-    squared_norm: (windows,), means of ||x||^2. Of a layer that the trace holds a sample of, errors and norms are those
-    of the sample, scaled to the layer's number of elements.
+    squared_l2: (windows, candidates), means over ranks of ||C(x) - x||^2; l2: the same of the norm ||C(x) - x||.
+    squared_norm, norm: (windows,), means over ranks of ||x||^2 and of ||x||. Of a layer that the trace holds a sample
+    of, errors and norms are those of the sample, scaled to the layer's number of elements.
     """
 
     layer: Layer
     candidates: tuple[Candidate, ...]
-    squared: np.ndarray
-    plain: np.ndarray
+    squared_l2: np.ndarray
+    l2: np.ndarray
     squared_norm: np.ndarray
+    norm: np.ndarray
+
+    def errors(self, metric: str) -> np.ndarray:
+        """Errors (windows, candidates) by a metric: `l2`, the paper's, or `squared-l2`.
+
+        Raises:
+            GradlabError: for an unknown metric.
+        """
+        return self.l2 if require_metric(metric) == "l2" else self.squared_l2
+
+    def norms(self, metric: str) -> np.ndarray:
+        """Errors (windows,) by a metric of sending zeros.
+
+        Raises:
+            GradlabError: for an unknown metric.
+        """
+        return self.norm if require_metric(metric) == "l2" else self.squared_norm
 
 
 @dataclass(frozen=True)
@@ -60,9 +77,7 @@ class ErrorTable:
     world_size: int
     trace_digest: str
 
-    def errors(
-        self, metric: str = "squared", windows: slice | None = None, units: np.ndarray | None = None
-    ) -> list[np.ndarray]:
+    def errors(self, metric: str, windows: slice | None = None, units: np.ndarray | None = None) -> list[np.ndarray]:
         """Mean errors over windows, (candidates,) by layer; infinity where one is not finite.
 
         units: (windows,), an error's unit in each window of the table; None: that of the gradients.
@@ -70,13 +85,12 @@ class ErrorTable:
         Raises:
             GradlabError: for an unknown metric.
         """
-        _require_metric(metric)
         chosen = windows or slice(None)
         ones = np.ones(len(self.windows)) if units is None else units
-        rows = [(getattr(table, metric)[chosen] / ones[chosen, None]).mean(0) for table in self.layers]
+        rows = [(table.errors(metric)[chosen] / ones[chosen, None]).mean(0) for table in self.layers]
         return [np.where(np.isfinite(row), row, np.inf) for row in rows]
 
-    def by_window(self, choice: Sequence[int] | np.ndarray, metric: str = "squared") -> np.ndarray:
+    def by_window(self, choice: Sequence[int] | np.ndarray, metric: str) -> np.ndarray:
         """A plan's error in each window, summed over layers, (windows,).
 
         choice: (layers,), the index of the plan's candidate.
@@ -84,20 +98,22 @@ class ErrorTable:
         Raises:
             GradlabError: for an unknown metric.
         """
-        _require_metric(metric)
-        return np.sum([getattr(t, metric)[:, c] for t, c in zip(self.layers, choice, strict=True)], axis=0)
+        return np.sum([t.errors(metric)[:, c] for t, c in zip(self.layers, choice, strict=True)], axis=0)
 
-    def relative_error(self, choice: Sequence[int] | np.ndarray, windows: slice | None = None) -> float:
-        """sqrt(sum of squared errors / sum of squared norms) of a plan, over layers and windows."""
+    def relative_error(self, choice: Sequence[int] | np.ndarray, metric: str, windows: slice | None = None) -> float:
+        """A plan's error over layers and windows, as a share of sending zeros: 0 is exact, 1 sends nothing.
+
+        By `l2`, sum of ||C(x) - x|| / sum of ||x||; by `squared-l2`, the root of the same of squares.
+
+        choice: (layers,), the index of the plan's candidate.
+
+        Raises:
+            GradlabError: for an unknown metric.
+        """
         chosen = slice(None) if windows is None else windows
-        error = sum(float(t.squared[chosen, c].sum()) for t, c in zip(self.layers, choice, strict=True))
-        norm = sum(float(table.squared_norm[chosen].sum()) for table in self.layers)
-        return (error / norm) ** 0.5 if norm else 0.0
-
-
-def _require_metric(metric: str) -> None:
-    if metric not in METRICS:
-        raise GradlabError(f"metric {metric!r}, expected one of {', '.join(METRICS)}")
+        error = float(self.by_window(choice, metric)[chosen].sum())
+        norm = float(sum(table.norms(metric)[chosen].sum() for table in self.layers))
+        return (error / norm) ** (1.0 if metric == "l2" else 0.5) if norm else 0.0
 
 
 def windows_of(first: int, stop: int, length: int) -> list[tuple[int, int]]:
@@ -157,9 +173,10 @@ def _of_whole_layer(trace: Trace, table: LayerTable) -> LayerTable:
     return LayerTable(
         sample.layer,
         table.candidates,
-        factor * table.squared,
-        factor**0.5 * table.plain,
+        factor * table.squared_l2,
+        factor**0.5 * table.l2,
         factor * table.squared_norm,
+        factor**0.5 * table.norm,
     )
 
 
@@ -172,18 +189,19 @@ def _measure_layer(
 ) -> LayerTable:
     """All windows of one layer."""
     squared = np.zeros((len(windows), len(candidates)))
-    plain = np.zeros_like(squared)
-    norms = np.zeros(len(windows))
+    roots = np.zeros_like(squared)
+    squared_norms, norms = np.zeros(len(windows)), np.zeros(len(windows))
     with source.open([layer.name]) as trace:
         for place, window in enumerate(windows):
             for rank in range(trace.world_size):
                 gradient = accumulated(trace, layer, rank, *window)
-                norm = float(gradient.double().norm()) ** 2
+                norm = float(gradient.double().norm())
                 errors = np.array(squared_errors(layer, gradient, candidates, seed=seed + rank), dtype=np.float64)
                 squared[place] += errors / trace.world_size
-                plain[place] += np.sqrt(errors) / trace.world_size
+                roots[place] += np.sqrt(errors) / trace.world_size
+                squared_norms[place] += norm**2 / trace.world_size
                 norms[place] += norm / trace.world_size
-    return LayerTable(layer, candidates, squared, plain, norms)
+    return LayerTable(layer, candidates, squared, roots, squared_norms, norms)
 
 
 def accumulated(trace: Trace, layer: Layer, rank: int, start: int, stop: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.stats import rankdata
 
+from gradlab.analysis.intervals import rank_correlation
 from gradlab.analysis.replay.result import Replay
 from gradlab.jsonable import Jsonable
 
@@ -21,7 +22,8 @@ class Ranking(Jsonable):
     """How plans rank in windows of a run; 1 is the best.
 
     windows: first and last iteration of each, (w,); ranks: by plan, (w,); whole: by plan, over all windows; agreement:
-    Spearman's rho of each window's order with that of all, (w,).
+    Spearman's rho of each window's order with that of all, (w,); agreement_intervals: of each, (w,), its low and high
+    end at 95 %, None for fewer than 5 plans (`gradlab.analysis.intervals.rank_correlation`).
     """
 
     measure: str
@@ -29,18 +31,7 @@ class Ranking(Jsonable):
     ranks: dict[str, list[float]]
     whole: dict[str, float]
     agreement: list[float]
-
-
-def rank_correlation(first: np.ndarray, second: np.ndarray) -> float:
-    """Spearman's rho of two rows of values (P,), ties at their mean rank.
-
-    1 where all values of both rows are equal, 0 where all values of one row are.
-    """
-    a, b = (rankdata(values) - (len(values) + 1) / 2 for values in (first, second))
-    scale = float(np.sqrt((a @ a) * (b @ b)))
-    if scale > 0:
-        return float(a @ b) / scale
-    return float(not a.any() and not b.any())
+    agreement_intervals: list[tuple[float, float] | None]
 
 
 def ranking_stability(replays: Mapping[str, Replay], measure: str = "cosine") -> Ranking | None:
@@ -67,12 +58,14 @@ def ranking_stability(replays: Mapping[str, Replay], measure: str = "cosine") ->
     by_window = np.array([np.median(table[:, part], axis=1) for part in parts])  # (W, P)
     whole = np.median(table, axis=1)
     ranks = np.array([rankdata(row) for row in by_window])
+    agreement = [rank_correlation(row, whole) for row in by_window]
     return Ranking(
         measure,
         windows=[(common[part[0]], common[part[-1]]) for part in parts],
         ranks={name: ranks[:, i].tolist() for i, name in enumerate(series)},
         whole=dict(zip(series, rankdata(whole).tolist(), strict=True)),
-        agreement=[rank_correlation(row, whole) for row in by_window],
+        agreement=[one.rho for one in agreement],
+        agreement_intervals=[one.interval for one in agreement],
     )
 
 

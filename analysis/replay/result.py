@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
+from gradlab.analysis.replay.trend import Trend, trend
+from gradlab.analysis.replay.windows import Window
 from gradlab.codec.measures import LayerErrors, add_errors, relative
 from gradlab.errors import GradlabError
 from gradlab.executor.lockstep_plan import GroupCost
@@ -14,6 +17,13 @@ from gradlab.executor.rules import Finding, sentences
 from gradlab.formatting import format_percent
 from gradlab.jsonable import Jsonable, plain
 from gradlab.saving import Saving
+
+# Steps of the windows that plans are judged by which apply gradients of earlier steps.
+JUDGED_LENGTH = 4
+# Judged steps below which a replay is said to be short.
+_FEW = 32
+# A recording that starts before so many times its own length is of the beginning of training.
+_EARLY = 4
 
 
 @dataclass(frozen=True)
@@ -23,9 +33,10 @@ class ReplayStep(Jsonable):
     contribution_error: sqrt(sum ||x - C(x)||^2 / sum ||x||^2) over ranks and compressed layers, where x is the
     compressor input (the gradient, plus the residual under error feedback) and C(x) the decoded contribution;
     aggregate_error: ||mean - true mean|| / ||true mean|| of this step's gradients; cosine: between these two means;
-    payload and wire bytes: per rank; codec_seconds: in the codecs' code, mean over ranks; unsent: residual norm over
-    the gradients', sqrt(sum ||x - C(x)||^2 / sum ||gradient||^2); layers: the two sums of contribution_error, by layer;
-    costs: by group; held: names of layers without a gradient on any rank, whose states stayed as they were.
+    payload and wire bytes: per rank; codec_seconds, codec_wall_seconds: processor time and the clock's in the codecs'
+    code, mean over ranks (`GroupCost`); unsent: residual norm over the gradients',
+    sqrt(sum ||x - C(x)||^2 / sum ||gradient||^2); layers: the two sums of contribution_error, by layer; costs: by
+    group; held: names of layers without a gradient on any rank, whose states stayed as they were.
     """
 
     iteration: int
@@ -40,6 +51,7 @@ class ReplayStep(Jsonable):
     wire_bytes_max: int
     codec_seconds: float
     unsent: float | None = None
+    codec_wall_seconds: float = 0.0
     # Not written: `Replay` sums these over steps.
     layers: LayerErrors = field(default_factory=dict, metadata={"json": False})
     costs: Mapping[str, GroupCost] = field(default_factory=dict, metadata={"json": False})
@@ -57,6 +69,19 @@ class MedianErrors(Jsonable):
 
 
 @dataclass(frozen=True)
+class WindowErrors(Jsonable):
+    """Medians over windows of `length` successive compressed steps: of the applied means' sum with the true means'.
+
+    windows: their number, at least 1. A single step is a window of 1.
+    """
+
+    length: int
+    windows: int
+    aggregate_error: float
+    cosine: float
+
+
+@dataclass(frozen=True)
 class MeanAndMax(Jsonable):
     """Bytes per step: the mean over ranks and steps, and the most of a rank in a step."""
 
@@ -68,9 +93,16 @@ class MeanAndMax(Jsonable):
 class ReplaySummary(MedianErrors):
     """Median errors over the judged steps; mean bytes and median seconds over all compressed steps.
 
+    codec_seconds: processor seconds per step and rank; codec_seconds_range: the least and the most of a step;
+    codec_wall_share: the clock's seconds in the codecs' code over the processor's, of all these steps: above 1 by what
+    other work on the machine kept the processor from them. Every codec time of a report is one of these.
+
     steps, compressed_steps, judged_steps, held_steps: numbers of steps; nonfinite_steps: iterations; in_sample: medians
     over the steps that the plan was fitted on; compression_ratio: dense payload over payload; ratio_to_16_bits: the
-    same, of the dense payload in 16 bits; unsent: median; rules: what a run's rules (`gradlab.executor.rules`) would
+    same, of the dense payload in 16 bits; windows: of every length that the judged steps hold once, the shortest first;
+    memory: whether the plan applies gradients of earlier steps; judged_length, judged_cosine: what plans are judged by,
+    see `Replay.judgement`; trend: of the contribution error over the judged steps; caution: where these are few, or
+    early; unsent: median; rules: what a run's rules (`gradlab.executor.rules`) would
     find in these gradients.
     """
 
@@ -85,7 +117,15 @@ class ReplaySummary(MedianErrors):
     dense_payload_bytes: float
     compression_ratio: float | None
     ratio_to_16_bits: float | None
+    windows: tuple[WindowErrors, ...]
+    memory: bool
+    judged_length: int | None
+    judged_cosine: float | None
+    trend: Trend | None
+    caution: str | None
     codec_seconds: float | None
+    codec_seconds_range: tuple[float, float] | None
+    codec_wall_share: float | None
     unsent: float | None
     residual_growth: float | None
     rules: tuple[Finding, ...]
@@ -97,7 +137,8 @@ class Replay:
     """All steps of a replay.
 
     dense_payload_bytes, forecast_payload_bytes: per step, of the plan while dense and while compressing. fitted_on:
-    iterations of this trace that the plan was fitted on; only later ones count as a prediction.
+    iterations of this trace that the plan was fitted on; only later ones count as a prediction. windows: sums of
+    several steps, see `gradlab.analysis.replay.windows`. memory: whether the plan applies gradients of earlier steps.
     """
 
     steps: tuple[ReplayStep, ...]
@@ -110,6 +151,8 @@ class Replay:
     remarks: tuple[str, ...] = ()
     fitted_on: tuple[int, ...] = ()
     rules: tuple[Finding, ...] = ()
+    windows: tuple[Window, ...] = ()
+    memory: bool = False
 
     def held_out(self, provenance: Mapping[str, Any]) -> Replay:
         """The same replay, judged on iterations later than those that the plan was fitted on.
@@ -145,6 +188,59 @@ class Replay:
         return tuple(step for step in self.compressed if step.iteration in fitted)
 
     @property
+    def window_errors(self) -> tuple[WindowErrors, ...]:
+        """Errors and cosines of sums, by length of the window, over windows of judged steps alone."""
+        last = max(self.fitted_on, default=-1)
+        found: dict[int, list[tuple[float, float]]] = {}
+        for step in self.judged:
+            if step.aggregate_error is not None and step.cosine is not None:
+                found.setdefault(1, []).append((step.aggregate_error, step.cosine))
+        for window in self.windows:
+            if window.first > last and window.error is not None and window.cosine is not None:
+                found.setdefault(window.length, []).append((window.error, window.cosine))
+        return tuple(
+            WindowErrors(length, len(pairs), *(median(column) for column in zip(*pairs, strict=True)))
+            for length, pairs in sorted(found.items())
+        )
+
+    @property
+    def judgement(self) -> WindowErrors | None:
+        """What the plan is judged by: of one that applies gradients of earlier steps, sums over windows.
+
+        The windows are of `JUDGED_LENGTH` steps, the length that went best with the loss on both tasks of
+        docs/comparison.md. Other plans, and replays of fewer than two windows, are judged by single steps. None where
+        no step has an error.
+        """
+        longest = JUDGED_LENGTH if self.memory else 1
+        known = [one for one in self.window_errors if one.length <= longest]
+        return next((one for one in reversed(known) if one.windows >= 2), known[0] if known else None)
+
+    @property
+    def caution(self) -> str | None:
+        """What a reader must know of the judged steps: that they are few, or of the beginning of training."""
+        steps = [step.iteration for step in self.judged]
+        if not steps:
+            return None
+        first, last, count = steps[0], steps[-1], len(steps)
+        span = f"iterations {first} to {last}"
+        found = []
+        if count < _FEW:
+            found.append(f"only {count} steps are judged ({span}), fewer than {_FEW}")
+        if first < _EARLY * (last - first + 1):
+            found.append(f"its steps are of the beginning of training ({span}), and errors were seen to grow later")
+        return "; ".join(found) or None
+
+    @property
+    def trend(self) -> Trend | None:
+        """The trend of the contribution error over the judged steps; None for too few steps."""
+        known = [
+            (step.iteration, step.contribution_error)
+            for step in self.judged
+            if step.contribution_error is not None and math.isfinite(step.contribution_error)
+        ]
+        return trend([iteration for iteration, _ in known], [error for _, error in known])
+
+    @property
     def layer_errors(self) -> dict[str, float]:
         """Contribution error by layer over the judged steps, energies summed."""
         total: LayerErrors = {}
@@ -162,6 +258,7 @@ class Replay:
                 _mean(cost.payload_bytes for cost in costs),
                 _mean(cost.wire_bytes for cost in costs),
                 median(cost.codec_seconds for cost in costs),
+                median(cost.codec_wall_seconds for cost in costs),
             )
         return by_group
 
@@ -222,7 +319,7 @@ class Replay:
         steps = self.compressed
         payload = _mean(step.payload_bytes_mean for step in steps)
         wire = _mean(step.wire_bytes_mean for step in steps)
-        saving = Saving.of(payload, self.dense_payload_bytes)
+        saving, judged = Saving.of(payload, self.dense_payload_bytes), self.judgement
         return ReplaySummary(
             **{**vars(median_errors(self.judged)), "steps": len(self.steps)},
             methods=self.methods,
@@ -236,7 +333,15 @@ class Replay:
             dense_payload_bytes=self.dense_payload_bytes,
             compression_ratio=saving.ratio,
             ratio_to_16_bits=saving.ratio_to_16_bits,
+            windows=self.window_errors,
+            memory=self.memory,
+            judged_length=judged.length if judged else None,
+            judged_cosine=judged.cosine if judged else None,
+            trend=self.trend,
+            caution=self.caution,
             codec_seconds=_median(step.codec_seconds for step in steps),
+            codec_seconds_range=_range(step.codec_seconds for step in steps),
+            codec_wall_share=_wall_share(steps),
             unsent=_median(step.unsent for step in steps),
             residual_growth=self.residual_growth,
             rules=self.rules,
@@ -254,6 +359,7 @@ class Replay:
             "summary": self.summary(),
             "layer_errors": self.layer_errors,
             "groups": self.group_costs,
+            "windows": self.windows,
             "steps": self.steps,
         }
         return dict(plain(parts))
@@ -277,3 +383,14 @@ def _mean(values: Iterable[float]) -> float:
 def _median(values: Iterable[float | None]) -> float | None:
     kept = [value for value in values if value is not None]
     return median(kept) if kept else None
+
+
+def _range(values: Iterable[float]) -> tuple[float, float] | None:
+    known = list(values)
+    return (min(known), max(known)) if known else None
+
+
+def _wall_share(steps: Sequence[ReplayStep]) -> float | None:
+    """The clock's seconds in the codecs' code over the processor's; None where no processor time was seen."""
+    processor = sum(step.codec_seconds for step in steps)
+    return sum(step.codec_wall_seconds for step in steps) / processor if processor > 0 else None

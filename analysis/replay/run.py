@@ -19,9 +19,11 @@ from gradlab.analysis.gradients import step_gradients
 from gradlab.analysis.parallel import share_out
 from gradlab.analysis.replay.result import Replay, ReplayStep
 from gradlab.analysis.replay.sampled import for_whole_layers, layer_weights, plan_on_samples, sample_remark
+from gradlab.analysis.replay.windows import Overlap, RunningSums, WindowSums, added, joined, overlap
 from gradlab.codec import Tensors
 from gradlab.codec.measures import LayerErrors, add_errors, contribution_error, relative, squared_norm
 from gradlab.codec.settings import build_settings
+from gradlab.codec.wrapper import applies_earlier_gradients
 from gradlab.collectives import sum_in_rank_order
 from gradlab.errors import GradlabError
 from gradlab.executor.lockstep_plan import GroupCost, LockstepPlan, StepResult, learning_rates
@@ -84,6 +86,8 @@ def replay(
         forecast_payload_bytes=plan.payload_bytes(trace.world_size),
         remarks=tuple(remarks),
         rules=tuple({one.key: one for part in results for one in part.findings}.values()),
+        windows=joined([part.windows for part in results]),
+        memory=any(applies_earlier_gradients(plan.build(group)) for group in plan.compressed_groups),
     )
 
 
@@ -169,29 +173,30 @@ def parts_of(plan: Plan, world_size: int) -> list[tuple[str, ...]]:
 class _Sums:
     """Sums over the groups of a part in one step.
 
-    layers: squared error and norm of contribution_error, by layer; mean: squared error of the mean, squared norms of
-    the true mean and of the mean, and their inner product; energy: of the ranks' gradients; payload, wire: bytes by
-    rank.
+    layers: squared error and norm of contribution_error, by layer; mean: of the applied with the true mean; energy: of
+    the ranks' gradients; payload, wire: bytes by rank.
     """
 
     iteration: int
     compressing: bool
     finite: bool
     layers: LayerErrors
-    mean: tuple[float, float, float, float]
+    mean: Overlap
     energy: float
     payload: tuple[int, ...]
     wire: tuple[int, ...]
     codec_seconds: float
+    codec_wall_seconds: float
     costs: Mapping[str, GroupCost]
     held: frozenset[str]
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a plan: its sums by step, remarks, and what the rules found."""
+    """A part of a plan: its sums by step and by window, remarks, and what the rules found."""
 
     steps: list[_Sums]
+    windows: list[WindowSums]
     remarks: list[str]
     findings: tuple[Finding, ...]
 
@@ -206,15 +211,15 @@ def _replay_part(
     trace: Trace, plan: Plan, part: tuple[str, ...] | None, start: int, stop: int, progress: Progress | None
 ) -> _Part:
     lockstep, weights = lockstep_of(trace, plan, part), layer_weights(trace)
-    watch, steps = LockstepWatch(lockstep), []
+    watch, steps, sums = LockstepWatch(lockstep), [], RunningSums(weights)
     for done, (result, gradients) in enumerate(replay_steps(trace, lockstep, start, stop)):
-        steps.append(_sums(result, gradients, weights))
+        steps.append(_sums(result, gradients, weights, sums))
         if result.finite:  # of others the recording says itself in which iterations they were
             watch.see(result, gradients)
         del result, gradients  # before the next step makes its own
         if progress:
             progress("replay", done + 1, stop - start)
-    return _Part(steps, list(_remarks(trace, lockstep, start, stop)), watch.findings)
+    return _Part(steps, sums.windows, list(_remarks(trace, lockstep, start, stop)), watch.findings)
 
 
 def lockstep_of(trace: Trace, plan: Plan, only: tuple[str, ...] | None = None) -> LockstepPlan:
@@ -261,14 +266,18 @@ def replay_steps(
         del gradients, step
 
 
-def _sums(result: StepResult, gradients: list[Tensors], weights: Mapping[str, float]) -> _Sums:
+def _sums(result: StepResult, gradients: list[Tensors], weights: Mapping[str, float], windows: RunningSums) -> _Sums:
     layers: LayerErrors = {}
-    mean, energy = (0.0, 0.0, 0.0, 0.0), 0.0
+    mean, energy = Overlap(), 0.0
     if result.compressing and result.finite:
         for done in (done for ranks in result.exchanged.values() for done in ranks):
             errors = contribution_error(done)
             add_errors(layers, {x: (e * weights.get(x, 1.0), n * weights.get(x, 1.0)) for x, (e, n) in errors.items()})
-        mean, energy = _aggregate(result, gradients, weights), _energy(gradients, layers, weights)
+        applied, true = _means(result, gradients)
+        mean, energy = overlap(applied, true, weights), _energy(gradients, layers, weights)
+        windows.add(result.iteration, applied, true)
+    elif result.compressing:
+        windows.add(result.iteration, None, None)
     return _Sums(
         result.iteration,
         result.compressing,
@@ -279,6 +288,7 @@ def _sums(result: StepResult, gradients: list[Tensors], weights: Mapping[str, fl
         result.payload,
         result.wire,
         result.codec_seconds,
+        result.codec_wall_seconds,
         result.costs if result.compressing else {},
         result.held,
     )
@@ -295,11 +305,8 @@ def _step(parts: Sequence[_Sums]) -> ReplayStep:
         squared = sum(e for e, _ in layers.values())
         contribution = relative(squared, sum(n for _, n in layers.values()))
         unsent = relative(squared, sum(part.energy for part in parts))
-        error, true_norm, norm, inner = (sum(values) for values in zip(*(part.mean for part in parts), strict=True))
-        aggregate, product = relative(error, true_norm), (true_norm * norm) ** 0.5
-        # Two means that are zero agree perfectly.
-        cosine = inner / product if product > 0 else float(true_norm == norm)
-        cosine = min(1.0, max(-1.0, cosine))
+        mean = added([part.mean for part in parts])
+        aggregate, cosine = mean.relative_error, mean.cosine
     payload, wire = (
         [sum(ranks) for ranks in zip(*(getattr(part, name) for part in parts), strict=True)]
         for name in ("payload", "wire")
@@ -316,6 +323,7 @@ def _step(parts: Sequence[_Sums]) -> ReplayStep:
         wire_bytes_mean=sum(wire) / len(wire),
         wire_bytes_max=max(wire),
         codec_seconds=sum(part.codec_seconds for part in parts),
+        codec_wall_seconds=sum(part.codec_wall_seconds for part in parts),
         unsent=unsent,
         layers=layers,
         costs={name: cost for part in parts for name, cost in part.costs.items()},
@@ -328,20 +336,10 @@ def _energy(gradients: list[Tensors], layers: LayerErrors, weights: Mapping[str,
     return sum(weights.get(name, 1.0) * squared_norm(rank[name]) for rank in gradients for name in layers)
 
 
-def _aggregate(
-    result: StepResult, gradients: list[Tensors], weights: Mapping[str, float]
-) -> tuple[float, float, float, float]:
-    """||mean - true mean||^2, ||true mean||^2, ||mean||^2 and the inner product of both, over the layers of groups."""
-    error = true_norm = norm = inner = 0.0
-    for ranks in result.exchanged.values():
-        for name, mean in ranks[0].mean.items():
-            true = sum_in_rank_order([rank[name] for rank in gradients])
-            weight = weights.get(name, 1.0)
-            error += weight * squared_norm(mean - true)
-            true_norm += weight * squared_norm(true)
-            norm += weight * squared_norm(mean)
-            inner += weight * float((mean.double() * true.double()).sum())
-    return error, true_norm, norm, inner
+def _means(result: StepResult, gradients: list[Tensors]) -> tuple[Tensors, Tensors]:
+    """The applied and the true mean of a step, by layer, over the layers of groups."""
+    applied = {name: mean for ranks in result.exchanged.values() for name, mean in ranks[0].mean.items()}
+    return applied, {name: sum_in_rank_order([rank[name] for rank in gradients]) for name in applied}
 
 
 def methods_of(groups: Sequence[Group]) -> tuple[str, ...]:
@@ -412,8 +410,10 @@ def _spelled(value: Any) -> str:
 
 def refresh_remark(refresh: Refresh) -> str:
     """The remark on forecasts of a plan that is chosen anew."""
+    after = "" if refresh.accordion is None else " within Accordion's error"
     return (
-        f"The plan is chosen anew every {refresh.every} iterations: forecasts are of the settings that it starts with."
+        f"The plan is chosen anew every {refresh.every} iterations{after}: forecasts are of the settings that it "
+        "starts with."
     )
 
 

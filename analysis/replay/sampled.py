@@ -94,7 +94,12 @@ def for_whole_layers(step: ReplayStep, whole: Plan, held: Plan, world_size: int)
     costs = {}
     for name, cost in step.costs.items():
         payload, values = _group_ratios(whole, held, name, world_size)
-        costs[name] = GroupCost(cost.payload_bytes * payload, cost.wire_bytes * payload, cost.codec_seconds * values)
+        costs[name] = GroupCost(
+            cost.payload_bytes * payload,
+            cost.wire_bytes * payload,
+            cost.codec_seconds * values,
+            cost.codec_wall_seconds * values,
+        )
     return replace(
         step,
         payload_bytes_mean=step.payload_bytes_mean * scale,
@@ -102,6 +107,9 @@ def for_whole_layers(step: ReplayStep, whole: Plan, held: Plan, world_size: int)
         wire_bytes_mean=step.wire_bytes_mean * scale,
         wire_bytes_max=round(step.wire_bytes_max * scale),
         codec_seconds=sum(cost.codec_seconds for cost in costs.values()) if costs else step.codec_seconds,
+        codec_wall_seconds=(
+            sum(cost.codec_wall_seconds for cost in costs.values()) if costs else step.codec_wall_seconds
+        ),
         costs=costs,
     )
 

@@ -155,7 +155,6 @@ def _noise_scale(spectrum: TraceSpectrum, trace: Trace) -> TraceNoise:
         np.stack([layer.inner for layer in layers]),
         [layer.layer.name for layer in layers],
         batch * max(1, passes) if type(batch) is int and batch > 0 else None,
-        np.random.default_rng(0),
     )
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from gradlab.analysis.figures import forecast as forecast_plot
 from gradlab.analysis.figures import information as information_plots
 from gradlab.analysis.forecast.link import spell_rate
-from gradlab.analysis.forecast.speed import CLOSE_COSINE, LEAST_COSINE, SpeedForecast
+from gradlab.analysis.forecast.speed import Judged, SpeedForecast
+from gradlab.analysis.measure.rate_distortion import rate_of_mean
 from gradlab.analysis.report.drawings import (
     fit_drawings,
     replay_drawings,
@@ -116,8 +117,7 @@ def _speed(data: Json) -> Section | None:
         uncompressed = [(item.dense_way, item.dense_seconds), (f"{speed.network.dense}, 16 bits", item.half_seconds)]
         for name, seconds in [*uncompressed, *sorted(item.seconds.items(), key=lambda pair: pair[1])]:
             factors = [format_ratio(step / seconds if seconds else None) for _, step in uncompressed]
-            cosine = 1.0 if name == item.dense_way else speed.cosines.get(name)
-            rows.append([*where, name, format_seconds(seconds), *factors, "-" if cosine is None else f"{cosine:.3f}"])
+            rows.append([*where, name, format_seconds(seconds), *factors, *_judged_cells(speed.judged.get(name))])
     even = [
         [name, str(node.job.world_size), _even(node.break_even), _even(node.half_break_even)]
         for name, forecast in speed.forecasts.items()
@@ -125,12 +125,13 @@ def _speed(data: Json) -> Section | None:
     ]
     what = "step" if speed.compute_seconds else "exchange alone"
     note = (
-        f"Forecast from computing time ({speed.network.profile.compute_source}), codec times taken here on one thread, "
+        f"Forecast from computing time ({speed.network.profile.compute_source}), the codec times of the replays, "
         "and the bytes that the codecs ask for. Plain DDP in 16 bits: half the bytes, casting not counted. Cosine: of "
-        f"the replayed update with the true mean; below {LEAST_COSINE} a plan is not proposed, however fast. In the "
-        f"runs of docs/text.md plans of {CLOSE_COSINE} or more trained like dense, where the replay saw all they do."
+        "the replayed update with the true mean, both summed over so many steps. The like ended: losses over dense "
+        "training's of the methods with the nearest cosines in the trainings of docs/comparison.md and docs/text.md, "
+        "least, middle and most. They are few, on small tasks: an observation, no bound."
     )
-    columns = ("nodes", "link", "plan", what, "speed-up", "vs 16 bits", "cosine")
+    columns = ("nodes", "link", "plan", what, "speed-up", "vs 16 bits", "cosine", "summed over", "the like ended")
     tables = [Table("Step times", columns, rows, note, text_columns=3)]
     if speed.compute_seconds is not None:
         caution = "Speed alone: whether a plan's update is worth it is another question, see its cosine above."
@@ -143,6 +144,13 @@ def _speed(data: Json) -> Section | None:
         partial(forecast_plot.plot_speed, speed),
     )
     return Section("payoff", "Will compression pay?", speed.verdict, tables, [drawing])
+
+
+def _judged_cells(judged: Judged | None) -> tuple[str, str, str]:
+    if judged is None or judged.ended is None:
+        return "-", "-", "-"
+    ends = (judged.ended.low, judged.ended.middle, judged.ended.high)
+    return f"{judged.cosine:.3f}", str(judged.length), ", ".join(f"{100 * end:+.1f} %" for end in ends)
 
 
 def _even(value: float | None) -> str:
@@ -176,7 +184,8 @@ def _replays(data: Json) -> Section | None:
             Drawing(
                 "ranking",
                 "Whether plans keep their order",
-                "Plans by the cosine of their update with the true mean, in windows of the run.",
+                "Plans by the cosine of their update with the true mean, in windows of the run. Bars: 95 % intervals "
+                "of the rank correlation over plans (Bonett and Wright 2000), from five plans on.",
                 partial(information_plots.plot_ranking, ranking),
             )
         )
@@ -204,10 +213,16 @@ def _group_table(replays: Json) -> Table:
             )
     columns = ("group", "plan", "payload", "wire", "codec time", "error of a rank")
     shown = rows[:_MOST_ROWS]
-    note = "Per step and rank: mean bytes, median seconds in the codec's code, lockstep on one thread."
+    note = (
+        "Per step and rank: mean bytes, and each group's part of the plan's codec time, its median over the same steps."
+    )
     if len(rows) > len(shown):
         note += f" The first {len(shown)} of {len(rows)}; all are in report.json."
     return Table("By group", columns, shown, note, text_columns=2)
+
+
+_HALF_LOST = 0.5  # of the energy: among the errors at which codecs stand nearest to the floor
+_ESTIMATORS = {"copula": "copula", "equal_mass": "equal masses", "ksg": "nearest neighbours"}
 
 
 def _between_nodes(data: Json) -> Section | None:
@@ -220,7 +235,7 @@ def _between_nodes(data: Json) -> Section | None:
         for name in ("information", "shuffled")
     )
     excess = [x["estimators"]["copula"]["excess"] for x in layers]
-    beyond = sum(one["low"] > 0 for one in excess)
+    ends = [one["low"] for one in excess if one["low"] is not None]
     answer = (
         f"By LGC's histogram {format_percent(common, 0)} of a layer's entropy is common to two ranks (median over "
         "layers); "
@@ -229,8 +244,18 @@ def _between_nodes(data: Json) -> Section | None:
         "in "
         f"an iteration, beyond what they share {between['shift_iterations']} iterations apart, is "
         f"{format_number(median(one['bits'] for one in excess), 2)} bits per parameter (median, Gaussian copula); its "
-        f"interval lies above 0 in {beyond} of {len(layers)} layers (by chance in {len(layers) / 40:.1f})."
+        f"interval lies above 0 in {sum(end > 0 for end in ends)} of {len(ends)} layers (by chance in "
+        f"{len(ends) / 40:.1f})."
     )
+    if len(ends) < len(layers):
+        first = next(layer for layer, one in zip(layers, excess, strict=True) if one["low"] is None)
+        reason = first["estimators"]["copula"]["excess"]["refused"]
+        answer += f" Layers without an interval: {len(layers) - len(ends)}, such as {first['name']}: {reason}."
+    if drifting := [layer["name"] for layer, one in zip(layers, excess, strict=True) if one["drift"] is not None]:
+        answer += (
+            f" It drifts over the iterations in {len(drifting)} of {len(layers)} layers ({drifting[0]} first), so that "
+            "one mean does not say it all."
+        )
     drawings = [
         Drawing(
             "lgc_claim",
@@ -238,8 +263,8 @@ def _between_nodes(data: Json) -> Section | None:
             "After Fig. 4 of LGC; (first), (last), (+): first and last layer, after a residual addition. (a) The "
             "paper's "
             "estimator, of the pair and of the shuffled pair. (b) Excess over pairs "
-            f"{between['shift_iterations']} iterations apart, {format_percent(between['level'], 0)} block-bootstrap "
-            "intervals over iterations.",
+            f"{between['shift_iterations']} iterations apart, {format_percent(between['level'], 0)} intervals "
+            "over iterations; hollow: none could be given.",
             partial(information_plots.plot_claim, between),
         ),
         Drawing(
@@ -263,7 +288,7 @@ def _between_nodes(data: Json) -> Section | None:
             partial(information_plots.plot_top_indices, between),
         ),
     ]
-    return Section("between", "What do ranks share?", answer, [_between_table(between)], drawings)
+    return Section("between", "What do ranks share?", answer, _between_tables(between), drawings)
 
 
 def _mean_of(layer: Json, bins: str, name: str) -> float:
@@ -271,7 +296,7 @@ def _mean_of(layer: Json, bins: str, name: str) -> float:
     return float(sum(values) / len(values))
 
 
-def _between_table(between: Json) -> Table:
+def _between_tables(between: Json) -> list[Table]:
     paper, rows = str(between["paper_bins"]), []
     for layer in between["layers"]:
         top = next((row for row in layer["top_indices"] if row["density"] == _SHOWN_DENSITY), None)
@@ -280,8 +305,8 @@ def _between_table(between: Json) -> Table:
                 layer["name"],
                 ", ".join(layer["place"]) or "-",
                 *(format_number(_mean_of(layer, paper, name)) for name in ("entropy", "information", "shuffled")),
-                *(_with_interval(layer["estimators"][name]["excess"]) for name in ("copula", "equal_mass", "ksg")),
-                _cosine(layer["mean_cosine"]),
+                *(_with_interval(layer["estimators"][name]["excess"], "bits", 3) for name in _ESTIMATORS),
+                _with_interval(layer["mean_cosine"], "mean", 2),
                 format_number(layer["signal_to_noise"], 2),
                 format_percent(top["overlap"] if top else None),
             ]
@@ -295,19 +320,38 @@ def _between_table(between: Json) -> Table:
         "up to "
         f"{between['values']} values of a layer in {between['iterations']} iterations."
     )
-    return Table("Between ranks, by layer", columns, rows, note, text_columns=2)
+    tables = [Table("Between ranks, by layer", columns, rows, note, text_columns=2)]
+    if remarks := _series_remarks(between["layers"]):
+        remark_columns = ("layer", "series", "what was found")
+        hint = "A trend cannot be told from a wandering that is slower than the recording is long."
+        tables.append(Table("Series without an interval, or that drift", remark_columns, remarks, hint, text_columns=3))
+    return tables
 
 
-def _with_interval(excess: Json) -> str:
-    return f"{excess['bits']:.3f} [{excess['low']:.3f}, {excess['high']:.3f}]"
+def _series_remarks(layers: Sequence[Json]) -> list[list[str]]:
+    """A row for each series over iterations that has no interval, or drifts."""
+    rows = []
+    for layer in layers:
+        series = {f"excess: {label}": layer["estimators"][name]["excess"] for name, label in _ESTIMATORS.items()}
+        for label, found in {**series, "cosine": layer["mean_cosine"]}.items():
+            remarks = [f"no interval: {found['refused']}"] if found["refused"] else []
+            if found["drift"] is not None:
+                remarks.append(_drift_line(found["drift"]))
+            if remarks:
+                rows.append([layer["name"], label, "; ".join(remarks)])
+    return rows
 
 
-def _cosine(cosine: Json) -> str:
-    if cosine["mean"] is None:
+def _drift_line(drift: Sequence[float]) -> str:
+    return f"drifts from {format_number(drift[0], 2)} to {format_number(drift[1], 2)}"
+
+
+def _with_interval(found: Json, name: str, digits: int) -> str:
+    if found[name] is None:
         return "-"
-    if cosine["low"] is None:
-        return f"{cosine['mean']:.2f}"
-    return f"{cosine['mean']:.2f} [{cosine['low']:.2f}, {cosine['high']:.2f}]"
+    if found["low"] is None:
+        return f"{found[name]:.{digits}f} [no interval]"
+    return f"{found[name]:.{digits}f} [{found['low']:.{digits}f}, {found['high']:.{digits}f}]"
 
 
 _SAME_DATA = 1e-6  # noise over signal
@@ -330,15 +374,19 @@ def _noise_scale(data: Json) -> Section | None:
         answer = "All ranks computed the same gradient: check that each of them sees data of its own."
     else:
         value, low, high = (None if x is None else (size or 1) * x for x in (scale, model["low"], model["high"]))
+        interval = f"no interval: {model['refused']}"
+        if not model["refused"]:
+            above = format_number(high) if high is not None else "no upper end"
+            interval = f"{format_percent(model['level'], 0)} interval {format_number(low)} to {above}"
         answer = (
-            f"The gradient noise scale is {format_number(value)} {unit} ({format_percent(model['level'], 0)} interval "
-            f"{format_number(low)} to "
-            f"{format_number(high) if high is not None else 'no upper end'}): a rank's batch"
+            f"The gradient noise scale is {format_number(value)} {unit} ({interval}): a rank's batch"
             f"{f' of {size}' if size else ''} is {_times(scale)}, so a gradient is "
             f"{format_percent(1 / (1 + scale), 0)} "
             f"signal, and the mean of {noise['world_size']} is "
             f"{format_percent(1 / (1 + scale / noise['world_size']), 0)}."
         )
+    if model["drift"] is not None:
+        answer += f" The share of signal {_drift_line(model['drift'])} over the recording."
     drawing = Drawing(
         "noise_scale",
         "Redundancy over batch and ranks",
@@ -376,6 +424,7 @@ def _limits(data: Json) -> Section | None:
             "(median "
             f"over layers); {ranked[-1][1]} farthest, {format_number(ranked[-1][0], 2)} above."
         )
+    answer += _mean_of_ranks_line(data["spectrum"], limits["world_size"])
     rows = [
         [setting, format_number(median(bits[setting]), 3), format_number(value, 3), str(len(nearest[setting]))]
         for value, setting in ranked
@@ -384,14 +433,28 @@ def _limits(data: Json) -> Section | None:
     drawing = Drawing(
         "limits",
         "Bits per value against the least possible",
-        "The Gaussian rate-distortion function of a rank's gradient (reverse water-filling) on later iterations than "
-        "its axes "
-        "were fitted on, the lower of two descriptions; codecs at the settings they offer a planner; the largest "
-        "layers.",
+        "The Gaussian rate-distortion function of one rank's gradient coded by itself (reverse water-filling), on "
+        "later iterations than its axes were fitted on, the lower of two descriptions. Codecs stand at the settings "
+        "they offer a planner. The largest layers.",
         partial(information_plots.plot_limits, limits),
     )
     table = Table("Above the floor", ("codec", "bits per value", "above the floor", "layers"), rows, note)
     return Section("limits", "How far from the limit are codecs?", answer, [table], [drawing])
+
+
+def _mean_of_ranks_line(spectrum: Json, ranks: int) -> str:
+    """Say that the floor is one rank's, and what coding for the mean over ranks could save; empty for one rank."""
+    cosines = [layer["mean_cosine"] for layer in spectrum["layers"] if layer["mean_cosine"] is not None]
+    if not cosines:
+        return ""
+    cosine = min(1.0, max(0.0, sum(cosines) / len(cosines)))
+    alone, together = (rate_of_mean(_HALF_LOST, c, ranks) for c in (0.0, cosine))
+    return (
+        f" The floor is that of one rank's gradient, coded by itself. Codes for the mean of {ranks} ranks alone could "
+        f"learn from each other: at a cosine of {format_number(cosine, 2)} and an error of "
+        f"{format_percent(_HALF_LOST, 0)} of the mean's energy, {format_number(together, 2)} bits per value in place "
+        f"of {format_number(alone, 2)}."
+    )
 
 
 def _within_node(data: Json) -> Section | None:
@@ -438,7 +501,7 @@ def _layer(data: Json, layer: Json, place: int, drawn: bool) -> Section:
     if layer["mean_cosine"] is not None:
         facts.append(f"cosine between ranks {layer['mean_cosine']:.2f}")
     if between:
-        facts.append(f"excess {_with_interval(between['estimators']['copula']['excess'])} bits (copula)")
+        facts.append(f"excess {_with_interval(between['estimators']['copula']['excess'], 'bits', 3)} bits (copula)")
     limit = information_plots.named_layer(data.get("limits"), name)
     if limit and limit["codecs"]:
         useful = [row for row in limit["codecs"] if _USEFUL[0] <= row["relative_error"] <= _USEFUL[1]]

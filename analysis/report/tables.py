@@ -48,6 +48,9 @@ _REPLAY_COLUMNS = (
     "error of a rank",
     "error of the mean",
     "cosine",
+    "sums: error",
+    "sums: cosine",
+    "error's trend",
     "codec time",
 )
 _FIT_COLUMNS = (
@@ -205,8 +208,11 @@ def replay_table(replays: Mapping[str, Any]) -> Table:
         "Medians over the compressed iterations; of a plan fitted on this trace, over those after its fit. Error of a "
         "rank: ‖input - decoded‖ / ‖input‖ of its compressor; the input includes the residual of error feedback. Error "
         "of the mean and cosine: against this iteration's true averaged gradient; under error feedback a large error "
-        "here is earlier gradient being delivered late."
+        "here is earlier gradient being delivered late. Sums: the same of updates summed over windows of "
+        f"{_window_lengths(replays)} successive steps. Error's trend: of a rank's error, in points per 100 iterations, "
+        "with a 95 % interval that allows for dependent steps. "
     )
+    note += codec_time_note(replays)
     columns: tuple[str, ...] = _REPLAY_COLUMNS
     rows = [_replay_row(name, replay["summary"]) for name, replay in replays.items()]
     inside = [replay["summary"]["in_sample"] for replay in replays.values()]
@@ -225,8 +231,76 @@ def _replay_row(name: str, summary: Mapping[str, Any]) -> list[str]:
         format_bytes(summary["wire_bytes_per_step"]["mean"]),
         *Saving.read(summary).cells,
         *_error_cells(summary),
-        format_seconds(summary["codec_seconds"]),
+        ", ".join(format_percent(one["aggregate_error"]) for one in _sums(summary)) or "-",
+        ", ".join(f"{one['cosine']:.3f}" for one in _sums(summary)) or "-",
+        trend_text(summary["trend"]),
+        _codec_time(summary),
     ]
+
+
+def _sums(summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The windows of more than one step."""
+    return [one for one in summary["windows"] if one["length"] > 1]
+
+
+def _window_lengths(replays: Mapping[str, Any]) -> str:
+    """The lengths of windows, with the most windows that a replay holds: "4 (10 windows), 16 (2 windows)"."""
+    counts: dict[int, int] = {}
+    for one in (one for replay in replays.values() for one in _sums(replay["summary"])):
+        counts[one["length"]] = max(one["windows"], counts.get(one["length"], 0))
+    listed = [f"{length} ({count} window{'s' * (count > 1)})" for length, count in sorted(counts.items())]
+    return ", ".join(listed) or "no number of"
+
+
+def trend_text(found: Mapping[str, Any] | None) -> str:
+    """Write a trend of a relative error in points per 100 iterations, with its interval: "+3.1 (+1.2 to +5.0)".
+
+    Args:
+        found: `Trend.to_json()`, or None.
+
+    Returns:
+        A cell of a table.
+    """
+    if found is None:
+        return "-"
+    slope, low, high = (1e4 * found[key] for key in ("slope", "low", "high"))
+    return f"{slope:+.1f} ({low:+.1f} to {high:+.1f})"
+
+
+# The clock's time over the processor's from which a table says that the machine was busy.
+_BUSY = 1.25
+
+
+def _codec_time(summary: Mapping[str, Any]) -> str:
+    """A plan's codec time with its spread: "5.1 ms (4.9 ms to 7.2 ms)"."""
+    spread = summary.get("codec_seconds_range")
+    text = format_seconds(summary["codec_seconds"])
+    return f"{text} ({' to '.join(format_seconds(end) for end in spread)})" if spread else text
+
+
+def codec_time_note(replays: Mapping[str, Any]) -> str:
+    """Say where a report's codec times come from, and whether the machine was busy when they were taken.
+
+    Args:
+        replays: `Replay.to_json()` by name.
+
+    Returns:
+        Sentences.
+    """
+    note = (
+        "Codec time: processor time in the codecs' code per step and rank, in lockstep; the median over the compressed "
+        "steps, and the least and the most of one. Forecasts in this report start from the same medians."
+    )
+    shares = {name: replay["summary"].get("codec_wall_share") for name, replay in replays.items()}
+    busy = {name: share for name, share in shares.items() if share is not None and share > _BUSY}
+    if busy:
+        most = max(busy, key=lambda name: busy[name])
+        note += (
+            f" The machine was busy: of {len(busy)} of {len(shares)} plans this code took more than {_BUSY} times as "
+            f"long by the clock as by the processor, {most}'s {busy[most]:.1f} times. Processor time leaves waiting "
+            "out, but not what shared caches and cores cost."
+        )
+    return note
 
 
 def _error_cells(summary: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from gradlab.analysis.forecast import SPEED_NOISE
+from gradlab.analysis.forecast.endings import ended_at, judgement_text
 from gradlab.analysis.forecast.link import format_rate
+from gradlab.analysis.intervals import FEWEST_RANKED
+from gradlab.analysis.report.tables import trend_text
 from gradlab.formatting import format_number, format_percent, format_ratio, format_seconds
 from gradlab.metric import RELATIVE_NOISE, final_score, metric_of, scores
 from gradlab.saving import Saving
@@ -14,6 +17,7 @@ from gradlab.saving import Saving
 if TYPE_CHECKING:
     from gradlab.analysis.fit.gradiveq import GradiveqMeasurement
     from gradlab.analysis.fit.lgc.fit import LgcMeasurement
+    from gradlab.analysis.layer_plan.hold import Hold
     from gradlab.analysis.layer_plan.provenance import LgrecoProvenance
     from gradlab.analysis.layer_plan.step_time_search import FastestPlan
 
@@ -163,7 +167,8 @@ def layer_plan_verdict(provenance: LgrecoProvenance) -> str:
     """
     gain = provenance.gain
     if provenance.step is not None:
-        return " ".join([_step_line(provenance, provenance.step), _later_error_line(provenance)])
+        step = _step_line(provenance, provenance.step)
+        return " ".join([step, _later_error_line(provenance), *_hold_lines(provenance.hold)])
     what = {"payload": "bytes", "wire": "bytes on the wire", "seconds": "seconds"}[provenance.cost]
     if gain < 1 - _LITTLE_GAIN:  # weighted costs, or a budget of its own
         first = f"By layer {format_ratio(1 / gain)} more {what} than {provenance.uniform} everywhere"
@@ -175,7 +180,7 @@ def layer_plan_verdict(provenance: LgrecoProvenance) -> str:
     if alone := provenance.alone:
         best = min(alone, key=lambda name: alone[name])
         lines.append(f"Of one codec alone, {best} needs {format_ratio(alone[best] / provenance.size)} as much.")
-    lines.append(_later_error_line(provenance))
+    lines += [_later_error_line(provenance), *_hold_lines(provenance.hold)]
     if provenance.gap:
         lines.append(f"The search was cut short: a plan may be {format_percent(provenance.gap)} smaller.")
     return " ".join(lines)
@@ -194,6 +199,19 @@ def _later_error_line(provenance: LgrecoProvenance) -> str:
         f"On later iterations its error is {compared} the uniform plan's ({format_percent(later)} of the gradient "
         f"against {format_percent(uniform)}, without feedback)."
     )
+
+
+def _hold_lines(hold: Hold | None) -> list[str]:
+    """Say which alpha's error holds on later iterations where the one asked for does not."""
+    if hold is None or hold.holds:
+        return []
+    if hold.largest is None:
+        return ["No alpha's error holds there: choose on more iterations, or on later ones."]
+    if hold.taken:
+        return [
+            f"Alpha is {hold.largest:g} in place of {hold.asked:g}, the largest that holds there: it was chosen there."
+        ]
+    return [f"The largest alpha whose error holds there is {hold.largest:g}; --hold takes it."]
 
 
 def _step_line(provenance: LgrecoProvenance, step: FastestPlan) -> str:
@@ -270,10 +288,10 @@ def lgc_warnings(measured: LgcMeasurement) -> list[str]:
 
 
 def replay_verdict(replays: Mapping[str, Any]) -> str:
-    """Say which replayed plan keeps most of the mean gradient, on iterations after its fit.
+    """Say which replayed plan's like trained best, judged on iterations after its fit.
 
-    The error of the mean decides, as that is what training applies, and what went with the loss in docs/text.md. A
-    rank's own error says little where only the sum of ranks is meant to be right, as in GradiVeQ.
+    Plans that apply gradients of earlier steps and plans that do not are judged by different cosines
+    (`Replay.judgement`), so what trainings with like cosines ended at decides, and the cosine between equals.
 
     Args:
         replays: `Replay.to_json()` by name.
@@ -283,21 +301,22 @@ def replay_verdict(replays: Mapping[str, Any]) -> str:
     """
     summaries = {name: replay["summary"] for name, replay in replays.items()}
     unknown = [name for name, summary in summaries.items() if summary["contribution_error"] is None]
-    lossy = {name: summary["aggregate_error"] for name, summary in summaries.items() if summary["contribution_error"]}
-    known = {name: error for name, error in lossy.items() if error is not None}
-    unknown += [name for name, error in lossy.items() if error is None]  # the mean was zero in every iteration
+    lossy = {name: summary for name, summary in summaries.items() if summary["contribution_error"]}
+    known = {name: summary for name, summary in lossy.items() if summary["aggregate_error"] is not None}
+    unknown += [name for name in lossy if name not in known]  # the mean was zero in every iteration
     lines = []
     if known:
-        best = min(known, key=lambda name: known[name])
-        mean, own = format_percent(known[best]), format_percent(summaries[best]["contribution_error"])
-        sent = Saving.read(summaries[best]).text("fewer bytes")
-        kept = (
-            f"{best} sends {sent} and changes the mean gradient by {mean}, a rank's own by {own} (medians)"
-            if len(summaries) == 1
-            else f"Of the lossy plans replayed, {best} keeps the mean gradient best: its median error is {mean}, "
-            f"that of a rank's own {own}, at {sent}"
+        best = min(known, key=lambda name: _standing(known[name]))
+        chosen = known[best]
+        sent = Saving.read(chosen).text("fewer bytes")
+        mean, own = format_percent(chosen["aggregate_error"]), format_percent(chosen["contribution_error"])
+        several = f"Of the lossy plans replayed, the like of {best} trained best: it"
+        which = several if len(summaries) > 1 else best
+        judged = judgement_text(chosen["judged_cosine"], chosen["judged_length"], chosen["memory"])
+        lines.append(
+            f"{which} sends {sent}; {judged}. Median errors of a step: {mean} of the mean, {own} of a rank's own."
         )
-        lines.append(f"{kept}; a small error helps training, but does not prove it.")
+        lines += _cautions(known)
     elif len(unknown) < len(summaries):
         lines.append("The plans replayed change no gradient.")
     if unknown:
@@ -306,6 +325,23 @@ def replay_verdict(replays: Mapping[str, Any]) -> str:
             "but those of its fit."
         )
     return " ".join(lines)
+
+
+def _standing(summary: Mapping[str, Any]) -> tuple[float, float]:
+    """What sorts plans: the middle of what their like ended at, then the cosine, largest first."""
+    cosine = summary["judged_cosine"]
+    return ended_at(cosine, summary["judged_length"], summary["memory"]).middle, -cosine
+
+
+def _cautions(summaries: Mapping[str, Any]) -> list[str]:
+    """Say where errors grow over the recording, and where it is short or of the beginning of training."""
+    lines = []
+    growing = {name: one["trend"] for name, one in summaries.items() if one["trend"] and one["trend"]["low"] > 0}
+    if growing:
+        listed = ", ".join(f"{name} ({trend_text(one)} points per 100 iterations)" for name, one in growing.items())
+        lines.append(f"A rank's error grows over the recording, and is to be expected larger later: {listed}.")
+    cautions = dict.fromkeys(one["caution"] for one in summaries.values() if one["caution"])
+    return [*lines, *(f"Mind the recording: {line}." for line in cautions)]
 
 
 def ranking_line(ranking: Mapping[str, Any]) -> str:
@@ -317,11 +353,15 @@ def ranking_line(ranking: Mapping[str, Any]) -> str:
     Returns:
         One sentence.
     """
-    least = min(ranking["agreement"])
+    windows = zip(ranking["agreement"], ranking["agreement_intervals"], strict=True)
+    least, interval = min(windows, key=lambda window: window[0])
     order = "the same" if least > _SAME_ORDER else "not the same"
+    known = f"no interval: {len(ranking['whole'])} plans, expected at least {FEWEST_RANKED} that differ"
+    if interval is not None:
+        known = f"95 % interval {interval[0]:.2f} to {interval[1]:.2f} by Bonett and Wright"
     return (
         f"The order of plans by {ranking['measure'].replace('_', ' ')} is {order} all through what was replayed (rank "
-        f"correlation with the whole order at least {least:.2f})."
+        f"correlation with the whole order at least {least:.2f}; {known})."
     )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradlab.cli.console import OUT, print_json, print_table, print_warnings, progress_bars
+from gradlab.cli.figures import require_figure, write_figure
 from gradlab.cli.trace_options import AverageRanks
 from gradlab.errors import GradlabError
 
@@ -22,6 +23,14 @@ def evaluate(
     start: Annotated[int, typer.Option(help="Position of the first recorded step to replay, from 0.")] = 0,
     stop: Annotated[int | None, typer.Option(help="Position after the last one; default: to the end.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="REPORT", help="Write a report with plots here.")] = None,
+    cycle: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FIGURE",
+            help="Of one artifact: draw which iterations are dense, sampled and compressed, after GradiVeQ's Fig. 6 "
+            "(.svg, .pdf).",
+        ),
+    ] = None,
     average_ranks: AverageRanks = 1,
     overwrite: Annotated[bool, typer.Option(help="Replace a report that is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every step.")] = False,
@@ -32,9 +41,11 @@ def evaluate(
 
     Errors of an artifact fitted on this trace are those of iterations after its fit, with in-sample errors beside them.
 
-    Example:
+    Examples:
 
       gradlab evaluate trace topk.safetensors gradiveq.safetensors
+
+      gradlab evaluate trace gradiveq.safetensors --cycle iterations.svg
     """
     from gradlab.analysis.outputs import REPORT_FILES, require_free
     from gradlab.analysis.replay import check_replay, replay
@@ -44,6 +55,10 @@ def evaluate(
 
     if out is not None:
         require_free(out, overwrite, contents=REPORT_FILES)
+    if cycle is not None:
+        require_figure(cycle, overwrite)
+        if len(artifacts) > 1:
+            raise GradlabError(f"--cycle draws the iterations of one artifact, not of {len(artifacts)}")
     names = [path.stem for path in artifacts]
     if len(set(names)) < len(names):
         names = [str(path) for path in artifacts]
@@ -61,6 +76,12 @@ def evaluate(
             name: replay(opened, artifact.plan, start=start, stop=stop, progress=progress).held_out(artifact.provenance)
             for name, artifact in zip(names, loaded, strict=True)
         }
+        if cycle is not None:
+            from gradlab.analysis.figures.cycle import plot_cycle
+            from gradlab.analysis.replay.cycle import training_cycle
+
+            iterations = training_cycle(opened, loaded[0].plan, start=start, stop=stop, progress=progress)
+            write_figure(lambda: plot_cycle(iterations), cycle)
         page = None
         if out is not None:
             page = write_trace_report(opened, out, Examination(replays=replays), overwrite=overwrite, progress=progress)

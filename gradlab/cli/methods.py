@@ -52,9 +52,10 @@ def methods(
         print(page(codec_rows, around), end="")
     else:
         print_table("codecs, with default settings", HEADER, [_row(facts) for facts in codec_rows], left=len(HEADER))
-        print_table("wrappers", ("wrapper", "what it does"), [(w.name, w.title) for w in around], left=2)
-        rows = [(title, text) for title, text in by_name().items()]
-        print_table("methods by name (gradlab.plan.method_plan)", ("method", "what it is"), rows, left=2)
+        rows = [(wrapper.name, _around(wrapper), wrapper.title) for wrapper in around]
+        print_table("wrappers", ("wrapper", "around", "what it does"), rows, left=3)
+        methods = list(by_name().items())
+        print_table("methods by name (gradlab.plan.method_plan)", ("method", "what it is"), methods, left=2)
 
 
 INTRODUCTION = """# Methods
@@ -102,17 +103,27 @@ def _row(facts: CodecFacts) -> tuple[str, ...]:
     )
 
 
+def _around(facts: WrapperFacts) -> str:
+    """Which codecs a wrapper takes, with default settings: "all codecs", or "2 of 18: qsgd, sign"."""
+    if not facts.refused:
+        return "all codecs"
+    return f"{len(facts.around)} of {len(facts.around) + len(facts.refused)}: {', '.join(facts.around)}"
+
+
 def _yes(fact: bool) -> str:
     return "yes" if fact else "-"
 
 
 def _one(facts: CodecFacts | WrapperFacts) -> str:
-    from gradlab.catalog import CodecFacts
+    from gradlab.catalog import CodecFacts, WrapperFacts
 
     lines = [f"{facts.name}: {facts.title}", "", facts.text, "", "Settings:"]
     for row in facts.settings_table:
         lines += [f"  {row.name} = {row.default!r}: {row.values}", f"      {_meaning(row)}".rstrip()]
     lines += [] if facts.settings_table else ["  none"]
+    if isinstance(facts, WrapperFacts):
+        lines += ["", f"Around: {_around(facts)}"]
+        lines += [f"  refused: {reason}" for reason in facts.refused.values()]
     if isinstance(facts, CodecFacts):
         lines += ["", f"Payload in bytes, n elements, N ranks: {facts.formula}", f"Paper: {facts.paper}"]
     return "\n".join(lines)
@@ -168,6 +179,12 @@ def page(codec_rows: Sequence[CodecFacts], around: Sequence[WrapperFacts]) -> st
             *([f"Settings worth comparing: {candidates}."] if candidates else []),
         ]
     lines += ["", "## Wrappers"]
+    lines += [
+        "",
+        "Codecs that a wrapper takes, with default settings; `gradlab methods WRAPPER` says why others are refused.",
+        "",
+        *_table(("wrapper", "around"), [(wrapper.name, _around(wrapper)) for wrapper in around]),
+    ]
     for wrapper in around:
         lines += _section(wrapper)[:-1]
     return "\n".join(lines) + "\n"

@@ -10,9 +10,11 @@ import typer
 from gradlab.cli.console import OUT, print_json, print_table, print_warnings, progress_bars
 from gradlab.cli.figures import require_figure, write_figure
 from gradlab.cli.network_options import InsideLink, LocalRanks, node_counts, node_of
+from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
     from gradlab.analysis.forecast import Forecast
+    from gradlab.plan import Plan
 
 
 def predict(
@@ -52,6 +54,16 @@ def predict(
     out: Annotated[
         Path | None, typer.Option(metavar="FIGURE", help="Draw step time over link speed (.svg, .pdf).")
     ] = None,
+    convergence: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FIGURE",
+            help="Draw the loss of --trace over time, after GradiVeQ's Fig. 7a; for one number of nodes and one link.",
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Recording whose losses and iterations --convergence takes.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace a figure that is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with the curves of the figure.")] = False,
 ) -> None:
@@ -69,6 +81,10 @@ def predict(
     plan then runs between nodes (docs/training.md), beside the fastest of three dense ways: plain DDP, averages inside
     nodes first (hierarchical), and native HSDP. With --fsdp it runs on FSDP2's shards, and backward waits. With
     --every-rank all ranks of all nodes compress for themselves, and share their nodes' links.
+
+    With --convergence the losses of a recording are laid over predicted time: those of the same iterations, dense and
+    compressed. What a lossy plan adds to the loss is not in them. Iterations in which a layer is dense or sampled count
+    as dense ones.
 
     Examples:
 
@@ -95,6 +111,10 @@ def predict(
     seconds = parse_seconds(compute_seconds) if compute_seconds is not None else None
     if out is not None:
         require_figure(out, overwrite)
+    if convergence is not None:
+        require_figure(convergence, overwrite)
+        if trace is None or len(counts) * len(links) != 1:
+            raise GradlabError("--convergence takes a --trace, one number of --nodes and one --bandwidth")
     loaded = Artifact.load(artifact)
     profile = profile_of(loaded, run, seconds)
     node = node_of(local_ranks, inside, fsdp=fsdp, every_rank=every_rank, device=device)
@@ -105,10 +125,33 @@ def predict(
         from gradlab.analysis.figures.forecast import plot_step_time
 
         write_figure(lambda: plot_step_time(result), out)
+    if convergence is not None and trace is not None:
+        _draw_convergence(trace, loaded.plan, result, convergence)
     if as_json:
         print_json(result)
     else:
         _print(result, out)
+
+
+def _draw_convergence(trace: Path, plan: Plan, result: Forecast, out: Path) -> None:
+    """Lay the losses of a recording over the predicted time of dense, 16-bit and compressed steps, and draw them."""
+    import numpy as np
+
+    from gradlab.analysis.figures.cycle import plot_loss_over_time
+    from gradlab.analysis.replay.cycle import loss_over_time, recorded_losses, training_cycle
+    from gradlab.trace import Trace
+
+    ((_, pair),) = result.comparisons
+    with Trace(trace) as opened, progress_bars() as progress:
+        losses = recorded_losses(opened)
+        compressed = training_cycle(opened, plan, progress=progress).all_compressed()
+    dense, everywhere = pair.dense.seconds, np.ones(len(losses), dtype=bool)
+    curves = {
+        "dense": loss_over_time(losses, everywhere, dense, dense),
+        "dense, 16 bits": loss_over_time(losses, everywhere, dense, pair.half.seconds),
+        result.method: loss_over_time(losses, compressed, dense, pair.compressed.seconds),
+    }
+    write_figure(lambda: plot_loss_over_time(curves), out)
 
 
 def _print(result: Forecast, out: Path | None) -> None:

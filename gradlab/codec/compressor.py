@@ -72,6 +72,13 @@ class Compressor(Codec):
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         return self.for_layers(self.shapes_of(layers)).compressed_bytes(sum(layer.numel for layer in layers))
 
+    def compressed_position_bytes(self, numel: int) -> int:
+        """Return how many of `compressed_bytes` name the elements whose values are sent."""
+        return 0
+
+    def position_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        return self.for_layers(self.shapes_of(layers)).compressed_position_bytes(sum(layer.numel for layer in layers))
+
     @abstractmethod
     def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
         """Add scale * C(x) to `total`, in place.
@@ -150,5 +157,7 @@ class Sparsifier(Compressor):
 
         If the size of the coding depends on the positions, random positions stand for them.
         """
-        count = count_of(self.settings.density, numel)
-        return 4 * count + index_bytes(self.settings.index_coding, count, numel)
+        return 4 * count_of(self.settings.density, numel) + self.compressed_position_bytes(numel)
+
+    def compressed_position_bytes(self, numel: int) -> int:
+        return index_bytes(self.settings.index_coding, count_of(self.settings.density, numel), numel)

@@ -52,7 +52,7 @@ class Context:
 
     rank: of this process, from 0.
     world_size: number of ranks, N.
-    iteration: synchronised steps since the start of the run, from 0.
+    iteration: synchronised steps since the start of the run, from 0. Those that a loss scaler skipped count too.
     group: the group's name.
     seed: of the plan's random streams.
     learning_rate: by layer name.
@@ -360,6 +360,10 @@ class Codec(ABC):
         Returns:
             Bytes that a rank contributes, mean over the ranks and over a run.
         """
+
+    def position_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        """Return how many of `payload_bytes` name the elements whose values are sent; 0 unless positions travel."""
+        return 0.0
 
     def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
         """Forecast the payload bytes of the exchange that starts from `state`.

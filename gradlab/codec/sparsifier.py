@@ -34,6 +34,21 @@ def count_of(density: float, numel: int) -> int:
     return min(numel, max(1, math.ceil(round(density * numel, 9))))
 
 
+def with_non_finite(values: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+    """Return the values that are sent of a vector, all of them NaN if the vector holds NaN or infinity anywhere.
+
+    A codec that sends positions which it did not choose by its own values could leave such an element out, and a step
+    that has to be skipped would look sound. There is no branch, so that a GPU need not be waited for.
+
+    values: (count,).
+    vector: (numel,), of which the values are some.
+    """
+    if not vector.numel():
+        return values
+    least, greatest = torch.aminmax(vector)
+    return values + (least * 0 + greatest * 0)
+
+
 def largest(vector: torch.Tensor, count: int) -> torch.Tensor:
     """Find the positions (count,), int64, in no order, of the `count` largest magnitudes of a vector (numel,).
 

@@ -41,6 +41,7 @@ class Wrapper(Codec):
     applies_momentum: ClassVar[bool] = False
     before_compression: ClassVar[bool] = False  # of momentum: whether it changes the compressor's input
     applies_weight_decay: ClassVar[bool] = False
+    changes_mean = False  # whether it adds to what the codec averaged, by its settings
 
     def __init__(self, codec: Codec, settings: Any = None) -> None:
         super().__init__(settings)
@@ -91,6 +92,9 @@ class Wrapper(Codec):
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         return self.codec.payload_bytes(layers, world_size)
+
+    def position_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        return self.codec.position_bytes(layers, world_size)
 
     def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
         return self.codec.next_payload_bytes(layers, world_size, self.inner_state(state))
@@ -169,6 +173,19 @@ def innermost(codec: Codec) -> Codec:
     while isinstance(codec, Wrapper):
         codec = codec.codec
     return codec
+
+
+def applies_earlier_gradients(codec: Codec) -> bool:
+    """Say whether a codec applies in one iteration what it was given in earlier ones: a residual, or momentum.
+
+    The mean of a single iteration's gradients is then not what it is meant to apply in that iteration.
+    """
+    return any(
+        wrapper.keeps_residual
+        or wrapper.applies_momentum
+        or (wrapper.server_residual and wrapper.settings.error_feedback)
+        for wrapper in wrappers_of(codec)
+    )
 
 
 def entries(state: Tensors, name: str, what: str) -> Tensors:

@@ -16,7 +16,7 @@ import torch
 
 from gradlab.codec import About, Codec, Context, Deferred, Exchanged, Tensors, concatenate, separate
 from gradlab.codec.settings import setting
-from gradlab.codec.sparsifier import coding_setting, count_of, density_setting, largest
+from gradlab.codec.sparsifier import coding_setting, count_of, density_setting, largest, with_non_finite
 from gradlab.codecs.block_scaled import BlockScaled
 from gradlab.coding.positions import decode, encode, in_order, index_bytes
 from gradlab.collectives import Broadcast, Coroutine, Gather, Mean
@@ -85,7 +85,7 @@ class CLTK(Codec):
             encoded = torch.zeros(index_bytes(coding, count, numel), dtype=torch.uint8, device=vector.device)
         encoded = yield Broadcast(encoded, leader)
         positions = decode(encoded, count, numel, coding)
-        mean, own = yield from self._values(vector[positions], context)
+        mean, own = yield from self._values(with_non_finite(vector[positions], vector), context)
 
         def spread(values: torch.Tensor) -> Tensors:
             return separate(context.workspace.zeros_like(vector).index_copy_(0, positions, values), grads)
@@ -124,4 +124,8 @@ class CLTK(Codec):
         count = self._count(numel)
         int8 = self.settings.values == "int8"
         values = _INT8.payload_bytes([Layer("values", (count,))], world_size) if int8 else 4 * count
-        return values + index_bytes(self.settings.index_coding, count, numel) / world_size
+        return values + self.position_bytes(layers, world_size)
+
+    def position_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        numel = sum(layer.numel for layer in layers)
+        return index_bytes(self.settings.index_coding, self._count(numel), numel) / world_size

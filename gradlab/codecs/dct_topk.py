@@ -140,12 +140,14 @@ class DCTTopK(Compressor):
         return done
 
     def compressed_bytes(self, numel: int) -> int:
+        values = sum(4 * h_tiles * w_tiles * self._kept(h * w) for h_tiles, h, w_tiles, w in self._layout(numel))
+        return values + self.compressed_position_bytes(numel)
+
+    def compressed_position_bytes(self, numel: int) -> int:
         total = 0
         for h_tiles, h, w_tiles, w in self._layout(numel):
-            size, chunks = h * w, h_tiles * w_tiles
-            kept = self._kept(size)
-            total += 4 * chunks * kept
-            total += packed_bytes(chunks * kept, (size - 1).bit_length()) if kept < size else 0
+            size, kept = h * w, self._kept(h * w)
+            total += packed_bytes(h_tiles * w_tiles * kept, (size - 1).bit_length()) if kept < size else 0
         return total
 
 

@@ -14,6 +14,7 @@ bytes (`slice_axis`).
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -25,31 +26,30 @@ from gradlab.codec.measures import squared_norm
 from gradlab.codec.settings import require, setting
 from gradlab.codecs.qsgd import QSGD
 from gradlab.collectives import Broadcast, Coroutine, Gather, Mean, Request, Ring, together
-from gradlab.collectives.ring import SummedRing, segment_bounds
+from gradlab.collectives.ring import SummedRing
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, flatten, split_slices, unflatten
+from gradlab.learning.slice_code import SliceCode, SliceCoder, random_coordinates
 from gradlab.learning.slice_pca import (
     SLICE_AXES,
     Spectrum,
     check_bases,
     complement,
     default_slice_size,
-    expand,
     fitted_samples,
     fitted_slices,
-    project,
     sample_slices,
     slice_view,
     spectrum,
     stacked_axes,
 )
 from gradlab.roles import WEIGHTS
-from gradlab.workspace import Workspace
 
 SAMPLING, COMPRESSING, DENSE = range(3)
+PHASES = ("sampled", "compressed", "dense")
 MONITORS = ("off", "absolute", "normalised")
 ANSWERS = ("refresh", "dense", "stop")
-DIGEST_BYTES = 5 * 8
+COMPLEMENTS = ("axes", "coordinates")
 
 
 @dataclass(frozen=True)
@@ -61,54 +61,13 @@ class _Done:
     state: Tensors
 
 
-class _Coder:
-    """One rank's slices (M, K) with bases (B, K, d) and a mean (M, K) or None: eqs. (3) and (5), run by run."""
-
-    def __init__(
-        self,
-        slices: torch.Tensor,
-        basis: torch.Tensor,
-        mean: torch.Tensor | None,
-        settings: GradiVeQ.Settings,
-        workspace: Workspace,
-    ) -> None:
-        self.slices, self.basis, self.mean = slices, basis, mean
-        self.dtype = torch.bfloat16 if settings.bfloat16 else slices.dtype
-        self._reuse, self._workspace = settings.reuse, workspace
-        self._encoded: dict[tuple[int, int], torch.Tensor] = {}
-
-    def encode(self, first: int, last: int) -> torch.Tensor:
-        """Return codes (last - first, d) of slices `first` to `last`."""
-        whole = self._encoded.get((0, len(self.slices)))
-        if whole is not None:
-            return whole[first:last]
-        centred = self.slices[first:last]
-        if self.mean is not None:
-            centred = torch.sub(centred, self.mean[first:last], out=self._workspace.empty_like(centred))
-        codes = project(centred, self.basis, self._reuse, first).to(self.dtype)
-        self._encoded[first, last] = codes
-        return codes
-
-    def decode(self, first: int, last: int, codes: torch.Tensor) -> torch.Tensor:
-        """Return slices (last - first, K) from their codes, (last - first, d) or flat."""
-        numbers = codes.view(last - first, self.basis.shape[2]).to(self.slices.dtype)
-        decoded = self._workspace.empty((last - first, self.basis.shape[1]), self.slices)
-        expand(numbers, self.basis, self._reuse, first, out=decoded)
-        return decoded if self.mean is None else decoded.add_(self.mean[first:last])
-
-    def own(self) -> torch.Tensor:
-        """Decode this rank's own codes, (M, K)."""
-        runs = sorted(self._encoded) or [(0, len(self.slices))]
-        decoded = [self.decode(first, last, self.encode(first, last)) for first, last in runs]
-        return decoded[0] if len(runs) == 1 else torch.cat(decoded)
-
-
 class GradiVeQ(Codec):
     """Alternate per layer, by a clock that all ranks share: SAMPLING for L_t iterations, then COMPRESSING for L_c.
 
-    State, per layer: "clock" (2,), the mode and the iterations spent in it. While compressing also "basis" (B, K, d),
-    "width", the number of axes in use, and with whitening "mean" (M, K). While sampling also, per iteration,
-    "sample 17" (S, K), the S slices that bases are fitted on, and with whitening "sum" (M, K).
+    State, per layer: "clock" (2,), the mode and the iterations spent in it, negative before the first cycle begins.
+    While compressing also "basis" (B, K, d), "width", the number of codes per slice, () or with `own_dimensions` (B,),
+    and with whitening "mean" (M, K). While sampling also, per iteration, "sample 17" (S, K), the S slices that bases
+    are fitted on, and with whitening "sum" (M, K).
 
     Learned tensors are those of compression. A codec with learned tensors begins with compression, and keeps what it
     has learned out of its state.
@@ -119,6 +78,7 @@ class GradiVeQ(Codec):
 
     A fixed basis never sends what it does not span, so error feedback cannot help. With `complement` a share of the d
     axes is drawn anew in every iteration from the shared seed, orthogonal to the fitted axes, and error feedback helps.
+    Coordinates of what the fitted axes leave (`drawn`) are as linear, and need no orthonormalization.
 
     >>> codec = codecs.make("gradiveq", slice_size=16, sample_bits=0)
     >>> codec.apply(torch.ones(8, 8))  # its first exchanges are samples
@@ -156,12 +116,23 @@ class GradiVeQ(Codec):
             help="that a basis is fitted on, spread over those it serves; 1 (the paper's): the first",
         )
         ratio: float | None = setting(None, least=1, help="d = K / ratio in place of eq. (6)")
+        own_dimensions: bool = setting(
+            False,
+            help="each basis of a layer has its own d by eq. (6), not the largest of them; only reuse makes several, "
+            "and with a complement d is one",
+        )
         max_dimension: int | None = setting(None, least=1, symbol="d", help="upper limit on d; None: no limit")
         sample_steps: int = setting(100, least=2, unit="iterations", symbol="L_t", help="of sampling")
         stable_steps: int = setting(
             0, least=0, unit="samples", help="after which sampling stops if d has stayed the same; 0: never"
         )
         compressed_steps: int = setting(400, least=0, unit="iterations", symbol="L_c", help="of compression; 0: no end")
+        delay: int = setting(
+            0,
+            least=0,
+            unit="iterations",
+            help="before the first cycle begins; layers with different ones are fitted in different iterations",
+        )
         sample_bits: int = setting(
             4, least=2, most=8, also=(0,), unit="bits", help="per value of QSGD while sampling; 0: uncompressed"
         )
@@ -182,6 +153,12 @@ class GradiVeQ(Codec):
             most=1,
             unit="share of d",
             help="drawn at random in every iteration, as are axes that PCA lacks; 1: none are fitted, needs a ratio",
+        )
+        drawn: str = setting(
+            "axes",
+            choices=COMPLEMENTS,
+            help='what a complement draws: "axes", orthonormal ones outside of the fitted U, or "coordinates" of '
+            "x - U U^T x, in far less time",
         )
         whitening: bool = setting(True, help="subtract the samples' mean, as eq. (3) does")
         held_out: float = setting(
@@ -217,7 +194,8 @@ class GradiVeQ(Codec):
 
     def __init__(self, settings: GradiVeQ.Settings | None = None, learned: Mapping[str, torch.Tensor] | None = None):
         super().__init__(settings, learned)
-        self._completed: dict[str, tuple[tuple[object, ...], torch.Tensor]] = {}  # the last basis of each layer
+        # Of each layer: what its last draw belongs to, the basis it was drawn beside, and the draw.
+        self._last_drawn: dict[str, tuple[tuple[object, ...], torch.Tensor, torch.Tensor]] = {}
         for key, basis in list(self.learned.items()):
             if key.endswith("/basis") and basis.ndim == 3:  # artifacts of format 2 have no width
                 self.learned.setdefault(f"{key.removesuffix('/basis')}/width", torch.tensor(float(basis.shape[2])))
@@ -233,6 +211,15 @@ class GradiVeQ(Codec):
     def fitted_slices(self, slices: int) -> list[list[int]]:
         """List for each basis which of a layer's M slices it is fitted on."""
         return fitted_slices(slices, self.settings.reuse, self.settings.pooled)
+
+    def phase(self, layer: Layer, state: Tensors) -> str:
+        """Say what a layer's next exchange is under a state: "sampled", "compressed" or "dense"."""
+        mode = DENSE if layer.numel < self.slice_size(layer) else int(self._of(layer.name, state)["clock"][0])
+        return PHASES[mode]
+
+    @property
+    def _own_dimensions(self) -> bool:
+        return self.settings.own_dimensions and self.settings.complement == 0
 
     # --- the exchange ---
 
@@ -256,7 +243,7 @@ class GradiVeQ(Codec):
         learned = _below(name, self.learned)
         unfitted = DENSE if self.learned else SAMPLING
         mode = COMPRESSING if learned or self.settings.complement == 1 else unfitted
-        return {"clock": _clock(mode, 0), **learned, **_below(name, state)}
+        return {"clock": _clock(mode, -self.settings.delay), **learned, **_below(name, state)}
 
     def _kept(self, name: str, layer_state: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield a layer's state under the layer's name, without tensors that are still the learned ones."""
@@ -285,12 +272,14 @@ class GradiVeQ(Codec):
     ) -> Coroutine[_Done]:
         """Exchange an iteration whose mean is a sample, and fit the bases after the last one. shape: (M, K)."""
         mean, own = yield from self._quantized(name, vector, context)
+        if position < 0:
+            return _Done(mean, own, layer_state | {"clock": _clock(SAMPLING, position + 1)})
         layer_state = self._with_sample(layer_state, position, mean[: shape.numel()].view(shape), context)
         number = position + 1
         stable = False
         if self._looks_for_stability(number):
-            width = self._dimension(self._spectra(*_samples(layer_state, number), shape[0]))
-            agreed = yield Gather(torch.tensor([float(width)], device=mean.device))
+            widths = self._dimensions(self._spectra(*_samples(layer_state, number), shape[0]))
+            agreed = yield Gather(torch.tensor(widths, dtype=torch.float32, device=mean.device))
             stable = torch.equal(layer_state.get("dimension", agreed[0] * 0), agreed[0])
             layer_state |= {"dimension": agreed[0]}
         if stable or number >= self.settings.sample_steps:
@@ -329,7 +318,7 @@ class GradiVeQ(Codec):
         if any(not torch.equal(digest, digests[0]) for digest in digests):
             shape = digests[0][:3].tolist()
             learned["basis"] = yield Broadcast(_resized(learned["basis"], shape), root=0)
-            learned["width"] = digests[0][3].float()
+            learned["width"] = digests[0][4:].float().view_as(learned["width"])
         return learned | {"clock": _clock(COMPRESSING, 0)}
 
     def _spectra(self, samples: torch.Tensor, mean: torch.Tensor | None, slices: int) -> list[Spectrum]:
@@ -338,13 +327,17 @@ class GradiVeQ(Codec):
         parts = fitted_samples(samples, mean, self.fitted_slices(slices))
         return [spectrum(part, held_out) for part in parts]
 
-    def _dimension(self, spectra: Sequence[Spectrum]) -> int:
-        """Choose d: what eq. (6) requires for the most demanding basis, or K / ratio."""
+    def _dimensions(self, spectra: Sequence[Spectrum]) -> list[int]:
+        """Choose d by eq. (6), or K / ratio: of each basis, or one for all, which the most demanding one requires."""
         settings, size = self.settings, spectra[0].axes.shape[0]
-        if settings.ratio is not None:
-            return self._width(size)
         most = min(settings.max_dimension or size, size)
-        return min(most, max(pca.dimension(settings.loss_threshold) for pca in spectra))
+        if settings.ratio is not None:
+            chosen = [self._width(size)]
+        elif self._own_dimensions:
+            return [min(most, pca.dimension(settings.loss_threshold), max(1, len(pca.eigenvalues))) for pca in spectra]
+        else:
+            chosen = [min(most, max(pca.dimension(settings.loss_threshold) for pca in spectra))]
+        return chosen * len(spectra) if self._own_dimensions else chosen
 
     def _width(self, slice_size: int) -> int:
         """Return d = K / ratio, at least 1 and at most `max_dimension`."""
@@ -360,16 +353,18 @@ class GradiVeQ(Codec):
             slices: M.
 
         Returns:
-            "basis" (B, K, d), "width" () and, with whitening, "mean" (M, K).
+            "basis" (B, K, d), "width" (), or (B,) with `own_dimensions`, and, with whitening, "mean" (M, K).
         """
         spectra = self._spectra(samples, mean, slices)
-        width = self._dimension(spectra)
+        widths = self._dimensions(spectra)
         axes = max(1, *(len(pca.eigenvalues) for pca in spectra), 0)
         if self.settings.complement == 0:
-            width = kept = min(width, axes)
+            widths = [min(width, axes) for width in widths]
+            kept = max(widths)
         else:
-            kept = min(axes, max(1, round(width * (1 - self.settings.complement))))
-        learned = {"basis": stacked_axes(spectra, kept), "width": torch.tensor(float(width))}
+            kept = min(axes, max(1, round(widths[0] * (1 - self.settings.complement))))
+        width = torch.tensor(widths if self._own_dimensions else widths[0], dtype=torch.float32)
+        learned = {"basis": stacked_axes(spectra, kept), "width": width}
         return learned if mean is None else learned | {"mean": mean.float()}
 
     # --- compression ---
@@ -379,25 +374,28 @@ class GradiVeQ(Codec):
     ) -> Coroutine[_Done]:
         if self.settings.complement == 1:
             layer_state = self._nothing_fitted(slices)
-        basis, mean = self._axes(name, layer_state, context).to(slices.dtype), layer_state.get("mean")
+        code, mean = self._code(name, layer_state, slices.dtype, context), layer_state.get("mean")
         mean = None if mean is None else mean.to(slices.dtype)
-        coder = _Coder(slices, basis, mean, self.settings, context.workspace)
-        requests: list[Request] = [self._codes(coder, context.world_size), Mean(tail)]
+        dtype = torch.bfloat16 if self.settings.bfloat16 else slices.dtype
+        segments = context.world_size if self.settings.ring else 1
+        turn = zlib.crc32(name.encode())  # the same on all ranks, another one for each layer
+        coder = SliceCoder(slices, code, mean, dtype, segments, turn, context.workspace)
+        requests: list[Request] = [self._codes(coder), Mean(tail)]
         if self.settings.monitor != "off":
             requests.append(Mean(self._vote(slices, coder.own())))
         summed, rest, *votes = yield tuple(requests)
-        average = torch.cat(summed).view_as(slices) if self.settings.ring else coder.decode(0, len(slices), summed)
+        if not self.settings.ring:
+            coder.receive(*coder.bounds[0], summed)
+        average = coder.decoded()
         outvoted = bool(votes) and float(votes[0]) > 0.5
         new = yield from self._after(name, layer_state, position, average, outvoted, context)
         return _Done(joined(average, rest), lambda: joined(coder.own(), tail), new)
 
-    def _codes(self, coder: _Coder, world_size: int) -> Request:
+    def _codes(self, coder: SliceCoder) -> Request:
         """Request the mean of codes: at once, or segment by segment."""
-        count = len(coder.slices)
         if not self.settings.ring:
-            return Mean(coder.encode(0, count))
-        bounds = segment_bounds(count, world_size)
-        return Ring(SummedRing(bounds, coder.encode, coder.decode, coder.basis.shape[2], coder.dtype))
+            return Mean(coder.encode(*coder.bounds[0]))
+        return Ring(SummedRing(coder.bounds, coder.encode, coder.receive, 1, coder.dtype))
 
     def _nothing_fitted(self, slices: torch.Tensor) -> Tensors:
         """Return bases without axes, which random axes complete: they need no state."""
@@ -407,19 +405,35 @@ class GradiVeQ(Codec):
             "width": torch.tensor(float(self._width(slices.shape[1]))),
         }
 
-    def _axes(self, name: str, layer_state: Tensors, context: Context) -> torch.Tensor:
-        """Return the basis (B, K, d) of this iteration: the fitted axes, and random ones that complete them."""
-        basis = layer_state["basis"]
-        drawn = int(layer_state["width"]) - basis.shape[2]
-        if drawn == 0:
-            return basis
-        key = (context.seed, context.iteration, context.group, drawn, basis.device)
-        last = self._completed.get(name)
+    def _code(self, name: str, layer_state: Tensors, dtype: torch.dtype, context: Context) -> SliceCode:
+        """Return the code of this iteration: the fitted axes, and what is drawn beside them."""
+        basis, width = layer_state["basis"], layer_state["width"]
+        if self.settings.complement == 0:
+            widths = tuple(map(int, width.expand(len(basis)).tolist()))
+            return SliceCode(basis.to(dtype), widths, self.settings.reuse)
+        missing = int(width) - basis.shape[2]
+        fitted = (basis.shape[2],) * len(basis)
+        if missing == 0:
+            return SliceCode(basis.to(dtype), fitted, self.settings.reuse)
+        drawn = self._drawn(name, basis, missing, context)
+        if self.settings.drawn == "coordinates":
+            return SliceCode(basis.to(dtype), fitted, self.settings.reuse, drawn)
+        whole = torch.cat([basis, drawn], dim=2)
+        return SliceCode(whole.to(dtype), (whole.shape[2],) * len(whole), self.settings.reuse)
+
+    def _drawn(self, name: str, basis: torch.Tensor, count: int, context: Context) -> torch.Tensor:
+        """Draw `count` axes (B, K, count), or coordinates (B, count), beside each basis (B, K, d)."""
+        key = (context.seed, context.iteration, context.group, count, basis.device)
+        last = self._last_drawn.get(name)
         # Ranks that are played in one process share what they would all draw.
-        if last is None or last[0] != key or not torch.equal(last[1][:, :, : basis.shape[2]], basis):
-            columns = complement(basis, drawn, context.shared_generator(name))
-            last = self._completed[name] = (key, torch.cat([basis, columns], dim=2))
-        return last[1]
+        if last is None or last[0] != key or not torch.equal(last[1], basis):
+            generator = context.shared_generator(name)
+            if self.settings.drawn == "axes":
+                drawn = complement(basis, count, generator)
+            else:
+                drawn = random_coordinates(len(basis), basis.shape[1], count, generator).to(basis.device)
+            last = self._last_drawn[name] = (key, basis, drawn)
+        return last[2]
 
     def _vote(self, slices: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
         """Return 1 if this rank's loss, eq. (7), is above the threshold, else 0: shape (1,)."""
@@ -509,13 +523,29 @@ class GradiVeQ(Codec):
         settings = self.settings
         if mode == COMPRESSING:
             fits = settings.refresh == "decoded" and position + 1 == settings.compressed_steps
-            codes = whole * int(layer_state.get("width", self._width(size))) * (2 if settings.bfloat16 else 4)
-            return codes + 4 * (tail + (settings.monitor != "off")) + DIGEST_BYTES * fits
+            codes = self._codes_of(whole, layer_state, size) * (2 if settings.bfloat16 else 4)
+            return codes + 4 * (tail + (settings.monitor != "off")) + self._digest_bytes(whole) * fits
         bits = settings.sample_bits
         quantizer = QSGD(QSGD.Settings(bits or 8, ring=settings.ring))
         sampled = quantizer.payload_bytes([layer], world_size) if bits else 4 * layer.numel
-        looked = 4 * self._looks_for_stability(position + 1)
-        return sampled + looked + DIGEST_BYTES * (position + 1 >= settings.sample_steps)
+        looked = 4 * self._numbers(whole) * self._looks_for_stability(position + 1)
+        return sampled + looked + self._digest_bytes(whole) * (position + 1 >= settings.sample_steps)
+
+    def _numbers(self, slices: int) -> int:
+        """Count the dimensions d that a layer of M slices has."""
+        return len(self.fitted_slices(slices)) if self._own_dimensions else 1
+
+    def _digest_bytes(self, slices: int) -> int:
+        return 8 * (4 + self._numbers(slices))
+
+    def _codes_of(self, slices: int, layer_state: Tensors, size: int) -> int:
+        """Count the codes of M slices of `size` elements."""
+        width = layer_state.get("width")
+        if width is None:
+            return slices * self._width(size)
+        step = self.settings.reuse or slices
+        served = [min(step, slices - first) for first in range(0, slices, step)]
+        return sum(n * int(d) for n, d in zip(served, width.expand(len(served)).tolist(), strict=True))
 
     def check(self, layers: Sequence[Layer]) -> None:
         keys, whitening = ("basis", "mean", "width"), self.settings.whitening
@@ -526,11 +556,19 @@ class GradiVeQ(Codec):
             check_bases(
                 "gradiveq", layer, layer_state.get("basis"), layer_state.get("mean"), self.settings.reuse, whitening
             )
-            if (
-                layer_state
-                and not layer_state["basis"].shape[2] <= float(layer_state["width"]) <= layer_state["basis"].shape[1]
-            ):
-                raise GradlabError(f"codec gradiveq: layer {layer.name}: width is not between the basis's and K")
+            if layer_state:
+                self._check_width(layer.name, layer_state["basis"], layer_state["width"])
+
+    def _check_width(self, name: str, basis: torch.Tensor, width: torch.Tensor) -> None:
+        """Refuse a number of codes that is not the basis's, or with a complement not between the basis's and K."""
+        bases, size, columns = basis.shape
+        shapes = [(), (bases,)] if self._own_dimensions else [()]
+        least, most = (1, columns) if self._own_dimensions else (columns, size)
+        if tuple(width.shape) not in shapes or not bool(((width >= least) & (width <= most)).all()):
+            raise GradlabError(
+                f"codec gradiveq: layer {name}: width is {width.tolist()}, expected {' or '.join(map(str, shapes))} "
+                f"from {least} to {most}"
+            )
 
 
 def _below(name: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
@@ -555,11 +593,12 @@ def _clock(mode: int, position: int) -> torch.Tensor:
 
 
 def _digest(learned: Tensors) -> torch.Tensor:
-    """Describe bases in int64 (5,): the basis's shape, the width, and a hash of the basis."""
+    """Describe bases in int64: the basis's shape, a hash of the basis, and the widths."""
     content = learned["basis"].numpy(force=True).tobytes()
     number = int.from_bytes(hashlib.sha256(content).digest()[:7], "little")
     device = learned["basis"].device
-    return torch.tensor([*learned["basis"].shape, int(learned["width"]), number], device=device)
+    widths = map(int, learned["width"].reshape(-1).tolist())
+    return torch.tensor([*learned["basis"].shape, number, *widths], device=device)
 
 
 def _resized(basis: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

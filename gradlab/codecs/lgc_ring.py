@@ -136,15 +136,20 @@ class LgcRing(LearnedSelection):
         return architecture.decode(weights, code)[:count].to(selected.values.dtype) * selected.scale
 
     def _bytes(self, layers: Sequence[Layer], world_size: int, mode: int, position: int) -> float:
-        count, numel = self._selected(layers)
+        count, _ = self._selected(layers)
         if not count:
             return 0.0
-        led = index_bytes(self.coding, count, numel) + 8 * self.varying
-        led += 4 * len(layers) * (self.settings.normalise == "layer")
-        architecture = self.architecture()
-        values = 4 * (architecture.code_numel(count) if mode == COMPRESSING else count)
+        values = self._code_bytes(layers, world_size) if mode == COMPRESSING else 4 * count
+        led = 4 * len(layers) * (self.settings.normalise == "layer")
         last = mode == TRAINING and position + 1 == self._steps
-        return values + (led + last * 4 * (architecture.numel + 1)) / world_size
+        led += last * 4 * (self.architecture().numel + 1)
+        return values + self._position_bytes(layers, world_size, mode) + led / world_size
+
+    def _position_bytes(self, layers: Sequence[Layer], world_size: int, mode: int) -> float:
+        return (index_bytes(self.coding, *self._selected(layers)) + 8 * self.varying) / world_size
+
+    def _code_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        return 4 * self.architecture().code_numel(self._selected(layers)[0])
 
     @property
     def varying(self) -> bool:

@@ -247,20 +247,29 @@ class LgcServer(LearnedSelection):
     # --- forecasts ---
 
     def _bytes(self, layers: Sequence[Layer], world_size: int, mode: int, position: int) -> float:
-        settings, sizes = self.settings, [layer.numel for layer in layers]
-        counts, coding = self.counts(sizes), settings.index_coding
-        count, architecture = sum(counts), self.architecture(world_size)
+        count, _ = self._selected(layers)
         if not count:
             return 0.0
-        named = index_bytes(coding, count, sum(sizes)) + 4 * len(layers) * (settings.normalise == "layer")
-        named = (named + 8 * self.varying) / world_size if self.shared else named
-        if mode == COMPRESSING:
-            apart = sum(self.innovation_counts(counts, sizes))
-            values = 4 * apart + index_bytes(coding, apart, count) + 4 * architecture.code_numel(count) / world_size
-        else:
-            values = 4.0 * count
+        scales = 4 * len(layers) * (self.settings.normalise == "layer") / (world_size if self.shared else 1)
+        apart = 4 * self._innovations(layers) + self._code_bytes(layers, world_size)
+        values = apart if mode == COMPRESSING else 4.0 * count
         last = mode == TRAINING and position + 1 == self._steps
-        return named + values + last * 4 * (architecture.numel + 1) / world_size
+        learned = last * 4 * (self.architecture(world_size).numel + 1) / world_size
+        return values + scales + self._position_bytes(layers, world_size, mode) + learned
+
+    def _position_bytes(self, layers: Sequence[Layer], world_size: int, mode: int) -> float:
+        """Those of the selected values, and in the third phase the innovation's among them."""
+        coding, (count, numel) = self.settings.index_coding, self._selected(layers)
+        named = index_bytes(coding, count, numel)
+        innovation = index_bytes(coding, self._innovations(layers), count) if mode == COMPRESSING else 0
+        return ((named + 8 * self.varying) / world_size if self.shared else named) + innovation
+
+    def _code_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        return 4 * self.architecture(world_size).code_numel(self._selected(layers)[0]) / world_size
+
+    def _innovations(self, layers: Sequence[Layer]) -> int:
+        sizes = [layer.numel for layer in layers]
+        return sum(self.innovation_counts(self.counts(sizes), sizes))
 
 
 def innovation_positions(values: torch.Tensor, counts: Sequence[int], innovations: Sequence[int]) -> torch.Tensor:

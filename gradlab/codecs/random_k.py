@@ -25,7 +25,7 @@ from gradlab.codec import (
     separate,
 )
 from gradlab.codec.settings import setting
-from gradlab.codec.sparsifier import count_of, density_setting
+from gradlab.codec.sparsifier import count_of, density_setting, with_non_finite
 from gradlab.collectives import Coroutine, Mean
 from gradlab.layout import Layer
 
@@ -39,6 +39,8 @@ class RandomK(Codec):
     With `unbiased`, values are multiplied by numel / k: E C(x) = x and E||C(x) - x||^2 = (numel / k - 1) ||x||^2. Error
     feedback is then off by default. At densities below 0.5, where C is no contraction, feedback divides the factor out
     again.
+
+    NaN and infinity at a position that is not drawn are passed on all the same: all values of that rank are then NaN.
 
     >>> done = codecs.make("random_k", density=0.25).apply([torch.ones(8), torch.ones(8)])  # two ranks
     >>> sorted(done.decoded.tolist())
@@ -80,7 +82,7 @@ class RandomK(Codec):
         count = count_of(self.settings.density, vector.numel())
         positions = distinct(vector.numel(), count, context.shared_generator()).to(vector.device)
         factor = vector.numel() / count if self.settings.unbiased and count else 1.0
-        values = vector[positions].mul_(factor)
+        values = with_non_finite(vector[positions].mul_(factor), vector)
         mean = yield Mean(values)
 
         def spread(kept: torch.Tensor) -> Tensors:

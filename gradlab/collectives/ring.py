@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -82,10 +82,15 @@ class SummedRing(RingCode):
         return self._decode(*self._bounds[segment], message.view(self._dtype)).reshape(-1)
 
 
-def segment_bounds(count: int, segments: int) -> list[tuple[int, int]]:
-    """Cut `count` units into runs of almost equal length, [first, last) each; some are empty if units are too few."""
-    edges = [count * i // segments for i in range(segments + 1)]
-    return list(pairwise(edges))
+def segment_bounds(count: int, segments: int, turn: int = 0) -> list[tuple[int, int]]:
+    """Cut `count` units into runs of almost equal length, [first, last) each; some are empty if units are too few.
+
+    turn: how far the pattern of runs with one unit more is turned. Vectors of one length whose turns differ have their
+        longer runs in different segments, so that segments are equal when a ring carries all of them.
+    """
+    lengths = [count * (i + 1) // segments - count * i // segments for i in range(segments)]
+    turn %= segments
+    return list(pairwise(accumulate(lengths[turn:] + lengths[:turn], initial=0)))
 
 
 def ring_wire_bytes(sizes: Sequence[int], rank: int) -> int:

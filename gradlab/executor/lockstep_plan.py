@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -31,12 +31,15 @@ class GroupCost:
     """What one group took in one step, means over ranks.
 
     payload_bytes, wire_bytes: bytes contributed and bytes sent.
-    codec_seconds: seconds in its codec's code.
+    codec_seconds: processor seconds in its codec's code, of this process: other work on the machine is not counted.
+    codec_wall_seconds: the clock's in the same code. On one thread they are longer only by what the processor was kept
+        from it.
     """
 
     payload_bytes: float
     wire_bytes: float
     codec_seconds: float
+    codec_wall_seconds: float
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class StepResult:
     finite: whether all gradients on all ranks were finite, and the results.
     exchanged: by group name, one per rank. It is empty in a dense step. The mean of a held layer is zero.
     payload, wire: bytes by rank, dense layers and the ranks' agreement included.
-    codec_seconds: seconds in the codecs' own code, mean over ranks.
+    codec_seconds, codec_wall_seconds: in the codecs' own code, mean over ranks, see `GroupCost`.
     costs: seconds and bytes by group name.
     held: names of the layers without a gradient on any rank, whose states stay as they are.
     learning_rate: by layer name, as far as it was known.
@@ -60,6 +63,7 @@ class StepResult:
     payload: tuple[int, ...]
     wire: tuple[int, ...]
     codec_seconds: float
+    codec_wall_seconds: float
     costs: Mapping[str, GroupCost]
     held: frozenset[str] = frozenset()
     learning_rate: Mapping[str, float] = field(default_factory=dict)
@@ -189,6 +193,7 @@ class LockstepPlan:
             tuple(bill.payload),
             tuple(bill.wire),
             sum(cost.codec_seconds for cost in costs.values()),
+            sum(cost.codec_wall_seconds for cost in costs.values()),
             costs,
             agreed.held,
             agreed.context.learning_rate,
@@ -202,11 +207,10 @@ class LockstepPlan:
             self.remarks.append(f"At iteration {iteration} no plan could be chosen, the last one stays: {why}")
 
     def _exchange(self, group: str, steps: Sequence[Step], bill: _Bill) -> tuple[list[Exchanged], GroupCost]:
-        seconds = [0.0] * self.world_size
-        coroutines = [timed(step.exchange(group), _adder(seconds, rank)) for rank, step in enumerate(steps)]
-        results = run_lockstep(coroutines)
+        spent = Spent()
+        results = run_lockstep([timed(step.exchange(group), spent) for step in steps])
         bill.add(results)
-        return [result.value for result in results], _cost(results, seconds)
+        return [result.value for result in results], _cost(results, spent)
 
     def _agree(self, steps: Sequence[Step], bill: _Bill) -> None:
         """Let the ranks agree. Where a part of a plan is run, only the flags of its own layers are counted."""
@@ -264,25 +268,34 @@ def all_finite(gradients: Sequence[Tensors]) -> bool:
     return all(bool(gradient.isfinite().all()) for rank in gradients for gradient in rank.values())
 
 
-def timed(coroutine: Coroutine[Result], spent: Callable[[float], None]) -> Coroutine[Result]:
+@dataclass
+class Spent:
+    """Seconds that coroutines' own code has taken: the processor's, of all threads of this process, and the clock's."""
+
+    seconds: float = 0.0
+    wall_seconds: float = 0.0
+
+
+def timed(coroutine: Coroutine[Result], spent: Spent) -> Coroutine[Result]:
     """Run a coroutine, and measure the seconds that its own code takes, without the executor's.
 
     Args:
         coroutine: to run.
-        spent: called with the seconds of each stretch.
+        spent: to which the seconds are added.
 
     Returns:
         A coroutine with the same requests and the same result.
     """
     answer = None
     while True:
-        began = time.perf_counter()
+        processor, wall = time.process_time(), time.perf_counter()
         try:
             step = coroutine.send(answer)
         except StopIteration as stop:
             return stop.value
         finally:
-            spent(time.perf_counter() - began)
+            spent.seconds += time.process_time() - processor
+            spent.wall_seconds += time.perf_counter() - wall
         answer = yield step
 
 
@@ -294,17 +307,10 @@ def _without(held: frozenset[str], ranks: Sequence[Exchanged]) -> list[Exchanged
     return [replace(one, mean={**one.mean, **zero}) for one in ranks]
 
 
-def _cost(results: Sequence[LockstepResult[Exchanged]], seconds: Sequence[float]) -> GroupCost:
+def _cost(results: Sequence[LockstepResult[Exchanged]], spent: Spent) -> GroupCost:
     ranks = len(results)
     payload, wire = (sum(getattr(r, name) for r in results) / ranks for name in ("payload_bytes", "wire_bytes"))
-    return GroupCost(payload, wire, sum(seconds) / ranks)
-
-
-def _adder(totals: list[float], position: int) -> Callable[[float], None]:
-    def add(value: float) -> None:
-        totals[position] += value
-
-    return add
+    return GroupCost(payload, wire, spent.seconds / ranks, spent.wall_seconds / ranks)
 
 
 def learning_rates(plan: Plan, rate: float) -> dict[str, float]:

@@ -184,7 +184,7 @@ class PlanRun:
             if step.finite:
                 self._commit(step)
         if self.replanner is not None:
-            self.replanner.end(self.iteration)
+            self.replanner.end(self.iteration, step.context.learning_rate)
         self.iteration += 1
 
     def _commit(self, step: Step) -> None:

@@ -92,7 +92,8 @@ def gradient_norms(
         parameters: by layer name. The weight decay of others is not counted.
         scale: the loss scale that is on the gradients.
     """
-    rate = sum(wrapper.settings.rate for wrapper in wrappers_of(codec) if wrapper.applies_weight_decay)
+    decays = [one for one in wrappers_of(codec) if one.applies_weight_decay and not one.changes_mean]
+    rate = sum(wrapper.settings.rate for wrapper in decays)
     norms = {layer: squared_norm(gradients[layer]) ** 0.5 / scale for layer in done.compression_error}
     if rate:
         for layer in norms.keys() & parameters.keys():
@@ -104,10 +105,11 @@ def _sent(codec: Codec, done: Exchanged, scale: float, ranks: int) -> Sent:
     inputs = done.compressor_input
     energy = sum(squared_norm(value) for value in inputs.values())
     contributed = sum(_product(value, done.own[layer]) for layer, value in inputs.items())
-    if any(wrapper.applies_momentum and not wrapper.before_compression for wrapper in wrappers_of(codec)):
+    around = list(wrappers_of(codec))
+    if any(one.changes_mean or (one.applies_momentum and not one.before_compression) for one in around):
         return Sent(energy, contributed)
     mean_product = sum(_product(value, done.mean[layer]) for layer, value in inputs.items()) / scale
-    if any(wrapper.server_residual and wrapper.settings.error_feedback for wrapper in wrappers_of(codec)):
+    if any(wrapper.server_residual and wrapper.settings.error_feedback for wrapper in around):
         # The mean holds the server's residual. The ranks' own errors are taken as independent.
         error = energy - 2 * contributed + sum(squared_norm(done.own[layer]) for layer in inputs)
         return Sent(energy, contributed, mean_product + error / ranks, mean_product)

@@ -17,7 +17,7 @@ import torch
 
 from gradlab.codec import Codec, Context, PlanDefaults, Tensors
 from gradlab.codec.settings import setting
-from gradlab.codec.sparsifier import coding_setting, count_of, density_setting, largest
+from gradlab.codec.sparsifier import coding_setting, count_of, density_setting, largest, with_non_finite
 from gradlab.coding.positions import decode, encode, random_encoded, varies
 from gradlab.collectives import Broadcast, Coroutine
 from gradlab.errors import GradlabError
@@ -225,10 +225,11 @@ class LearnedSelection(Codec):
         positions = yield from self._broadcast_positions(
             positions, sum(self.counts(sizes)), vector.numel(), coding, context, leader
         )
+        values = with_non_finite(vector[positions], vector)
         if self.settings.normalise == "none":
-            return Selection(positions, vector[positions])
+            return Selection(positions, values)
         scales = yield Broadcast(scales, leader)
-        return Selection(positions, vector[positions], scales[layer_of(positions, sizes)])
+        return Selection(positions, values, scales[layer_of(positions, sizes)])
 
     def _broadcast_positions(
         self, positions: torch.Tensor, count: int, numel: int, coding: str, context: Context, root: int
@@ -326,6 +327,14 @@ class LearnedSelection(Codec):
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         return self._bytes(layers, world_size, self._lasting_mode, 0)
 
+    def position_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        return self._position_bytes(layers, world_size, self._lasting_mode) if self._selected(layers)[0] else 0.0
+
+    def code_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        """Return how many of `payload_bytes` are codes of the autoencoder."""
+        compresses = self._lasting_mode == COMPRESSING and self._selected(layers)[0]
+        return self._code_bytes(layers, world_size) if compresses else 0.0
+
     def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
         mode, position = map(int, self._entries(state, layers[0].name)["clock"].tolist())
         return self._bytes(layers, world_size, mode, position)
@@ -333,6 +342,14 @@ class LearnedSelection(Codec):
     @abstractmethod
     def _bytes(self, layers: Sequence[Layer], world_size: int, mode: int, position: int) -> float:
         """Forecast the payload bytes of one exchange. mode: its phase; position: earlier iterations of that phase."""
+
+    @abstractmethod
+    def _position_bytes(self, layers: Sequence[Layer], world_size: int, mode: int) -> float:
+        """Forecast the bytes of positions in one exchange. mode: its phase."""
+
+    @abstractmethod
+    def _code_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        """Forecast the bytes of codes in one exchange of the third phase, mean over ranks."""
 
     def _selected(self, layers: Sequence[Layer]) -> tuple[int, int]:
         """Return the number of selected elements of a group, and of all its elements."""

@@ -1,4 +1,4 @@
-"""PCA of gradient slices: axes, their number, projection and reconstruction. Pure functions.
+"""PCA of gradient slices: how slices are cut, axes, and their number. Pure functions.
 
 Yu, Lin, et al., "GradiVeQ: Vector quantization for bandwidth-efficient gradient aggregation in distributed CNN
 training", NeurIPS 2018. A layer's gradient is flattened so that its F filters' values at one place are adjacent (Fig.
@@ -279,40 +279,17 @@ def complement(basis: torch.Tensor, width: int, generator: torch.Generator) -> t
     return torch.linalg.qr(drawn).Q
 
 
-def project(slices: torch.Tensor, basis: torch.Tensor, reuse: int | None, first: int = 0) -> torch.Tensor:
-    """Project slices (m, K) to codes (m, d), eq. (3).
+def served_rows(rows: torch.Tensor, reuse: int | None, first: int = 0) -> list[tuple[torch.Tensor, int]]:
+    """Return runs of rows that share a basis, each with the basis's index.
 
-    basis: (B, K, d).
     reuse: consecutive slices that one basis serves; None: one basis serves all.
-    first: index of the first of these slices in its layer.
+    first: index of the first of these rows' slices in its layer.
     """
-    codes = slices.new_empty(len(slices), basis.shape[2])
-    served = zip(_served(slices, basis, reuse, first), _served(codes, basis, reuse, first), strict=True)
-    for (part, one), (target, _) in served:
-        torch.mm(part, one, out=target)
-    return codes
-
-
-def expand(
-    codes: torch.Tensor, basis: torch.Tensor, reuse: int | None, first: int = 0, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Reconstruct slices (m, K) from codes (m, d), eq. (5), in `out` (m, K) if given; arguments as in `project`."""
-    slices = codes.new_empty(len(codes), basis.shape[1]) if out is None else out
-    served = zip(_served(codes, basis, reuse, first), _served(slices, basis, reuse, first), strict=True)
-    for (part, one), (target, _) in served:
-        torch.mm(part, one.T, out=target)
-    return slices
-
-
-def _served(
-    rows: torch.Tensor, basis: torch.Tensor, reuse: int | None, first: int
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return runs of rows that share a basis, each with its basis."""
     if reuse is None or not len(rows):
-        return [(rows, basis[0])]
+        return [(rows, 0)]
     last = first + len(rows)
     edges = [first, *range((first // reuse + 1) * reuse, last, reuse), last]
-    return [(rows[a - first : b - first], basis[a // reuse]) for a, b in pairwise(edges)]
+    return [(rows[a - first : b - first], a // reuse) for a, b in pairwise(edges)]
 
 
 def sample_slices(

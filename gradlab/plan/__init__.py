@@ -1,6 +1,7 @@
 """Which group of layers gets which codec, and from which step on; how plans are made and made anew."""
 
 from gradlab.plan.lgc_recipe import LgcRecipe, lgc_plan
+from gradlab.plan.payload_parts import PayloadParts, payload_parts
 from gradlab.plan.plan import (
     FEEDBACK,
     FINITE_FLAG_BYTES,
@@ -11,13 +12,14 @@ from gradlab.plan.plan import (
     default_wrappers,
     groups_of_the_rest,
 )
-from gradlab.plan.recipes import method_plan
+from gradlab.plan.recipes import method_plan, named_plan
 
 __all__ = [
     "FEEDBACK",
     "FINITE_FLAG_BYTES",
     "Group",
     "LgcRecipe",
+    "PayloadParts",
     "Plan",
     "Schedule",
     "Wrap",
@@ -25,4 +27,6 @@ __all__ = [
     "groups_of_the_rest",
     "lgc_plan",
     "method_plan",
+    "named_plan",
+    "payload_parts",
 ]

@@ -21,7 +21,8 @@ from gradlab.plan.coverage import list_roles
 from gradlab.plan.plan import Group, Plan, Schedule, Wrap, groups_of_the_rest
 
 PATTERNS = ("ring", "server")
-GROUP = "autoencoder"
+VECTORS = ("dense", "autoencoder", "sparse")
+GROUP, VECTORS_GROUP = "autoencoder", "vectors"
 
 
 def graph_order(model: nn.Module) -> list[str]:
@@ -59,6 +60,9 @@ class LgcRecipe:
             order of the model's graph (of recorded layers: in the order of registration).
         momentum: m of momentum correction, as in the paper's text. The optimizer's own must be 0. None: accumulation
             without momentum, as in the printed algorithms.
+        vectors: where biases, normalization vectors and layers below 256 elements go: "dense"; "autoencoder", into its
+            group, at least one value of each; "sparse", as the last layer, in one group of their own. The paper's
+            Table VI counts no bytes for dense vectors.
         keep: what a residual is, see `error_feedback`: "unselected", the paper's, or "difference", the compression
             error.
         warmup_steps: dense iterations before the first compressed one.
@@ -67,10 +71,15 @@ class LgcRecipe:
 
     first: str | None = None
     last: str | None = None
+    vectors: str = "dense"
     momentum: float | None = None
     keep: str = "unselected"
     warmup_steps: int = 200
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.vectors not in VECTORS:
+            raise GradlabError(f"LGC: vectors = {self.vectors!r}, expected one of {', '.join(VECTORS)}")
 
 
 def lgc_plan(
@@ -84,8 +93,9 @@ def lgc_plan(
 ) -> Plan:
     """Build LGC's plan, with the codec `lgc_ring` or `lgc_server`: lgc_plan(model, "ring", momentum=0.9, density=0.01).
 
-    The first layer, vectors and layers below 256 elements stay dense. The last layer's largest values travel without
-    the autoencoder: in a ring at a random leader's positions, to a server at each rank's own.
+    The first layer stays dense, and so do vectors and layers below 256 elements unless `vectors` says otherwise. The
+    last layer's largest values travel without the autoencoder: in a ring at a random leader's positions, to a server at
+    each rank's own.
 
     Args:
         model: the model, or its layers.
@@ -94,8 +104,8 @@ def lgc_plan(
         autoencoder: weights that were learned before, one vector (weights,).
         error: of these weights on gradients that they were not learned from, relative to sending zeros. Above the
             codec's `most_error` the weights are not used.
-        settings: of the codec, by name. A name that is a field of `LgcRecipe` (first, last, momentum, keep,
-            warmup_steps, seed) replaces that field of `recipe`.
+        settings: of the codec, by name. A name that is a field of `LgcRecipe` (first, last, vectors,
+            momentum, keep, warmup_steps, seed) replaces that field of `recipe`.
 
     Raises:
         GradlabError: for another pattern, an unknown layer, a model without a layer between the first and the last, or
@@ -109,11 +119,16 @@ def lgc_plan(
     order = graph_order(model) if isinstance(model, nn.Module) else [layer.name for layer in layers]
     first, last = _ends(layers, order, recipe)
     around = _residuals(recipe.momentum, keep=recipe.keep)
-    groups = [Group(GROUP, _between(layers, first, last), f"lgc_{pattern}", settings, around)]
-    if last not in ("", first):
-        sparse = ("clt_k", {"leader": "random"}) if pattern == "ring" else ("topk", {})
-        density = {"density": settings.get("density", 0.001)}
-        groups.append(Group(last, (last,), sparse[0], density | sparse[1], _residuals(recipe.momentum)))
+    between, vectors = _between(layers, first, last), _vectors(layers, first, last)
+    if recipe.vectors == "autoencoder":
+        between = tuple(layer.name for layer in layers if layer.name in {*between, *vectors})
+    groups = [Group(GROUP, between, f"lgc_{pattern}", settings, around)]
+    sparse: dict[str, tuple[str, ...]] = {last: (last,)} if last not in ("", first) else {}
+    if recipe.vectors == "sparse" and vectors:
+        sparse[VECTORS_GROUP] = vectors
+    codec, chosen = ("clt_k", {"leader": "random"}) if pattern == "ring" else ("topk", {})
+    chosen = {"density": settings.get("density", 0.001), **chosen}
+    groups += [Group(name, members, codec, chosen, _residuals(recipe.momentum)) for name, members in sparse.items()]
     compressed = {name for group in groups for name in group.layers}
     groups += groups_of_the_rest(layers, [layer for layer in layers if layer.name in compressed], around)
     schedule = Schedule(recipe.warmup_steps)
@@ -144,6 +159,11 @@ def _between(layers: Sequence[Layer], first: str, last: str) -> tuple[str, ...]:
             f"without the autoencoder, so that no layer is left to learn from; there are {list_roles(layers)}"
         )
     return middle
+
+
+def _vectors(layers: Sequence[Layer], first: str, last: str) -> tuple[str, ...]:
+    """Names of the layers that are not large and neither the first nor the last; those without elements stay dense."""
+    return tuple(x.name for x in layers if x.numel and not _is_large(x) and x.name not in (first, last))
 
 
 def _residuals(momentum: float | None, **keep: str) -> tuple[Wrap, ...]:

@@ -2,14 +2,16 @@
 
 Zheng, Huang, Kwok, "Communication-efficient distributed blockwise momentum SGD with error-feedback", NeurIPS 2019,
 section 4: SGD and SGDM; signSGD with majority vote (Bernstein et al., ICML 2018) and signum (ICLR 2019);
-dist-EF-SGD(M), Algorithm 2 with eq. (1); dist-EF-blockSGD(M), Algorithms 3 and 4. Others: see the paper in each codec.
+dist-EF-SGD(M), Algorithm 2 with eq. (1); dist-EF-blockSGD(M), Algorithms 3 and 4. Alistarh, Grubic, Li, Tomioka,
+Vojnovic, NeurIPS 2017: QSGD has the L2 norm of section 3 and its lemmas, "QSGD, max norm" that of section 4 (QSGD
+variants), which is also the codec's default. Others: see the paper in each codec.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +66,7 @@ METHODS: dict[str, Method] = {
     "1-bit SGD": Method("one_bit", {}, (FEEDBACK, Wrap("two_way", {"step_size_ratio": False})), every_tensor=True),
     "TernGrad": Method("terngrad", {"shared_scale": True}, every_tensor=True),
     "QSGD": Method("qsgd", {"norm": "l2"}),
+    "QSGD, max norm": Method("qsgd", {"norm": "max"}),
     "natural compression": Method("natural", every_tensor=True),
     "LoCo": Method("block_scaled", {"dtype": "int4"}, (LOCO,)),
     "Sparse GD": Method("topk", {}, (FEEDBACK,)),
@@ -98,10 +101,15 @@ def method_plan(
     *,
     momentum: float = 0.9,
     weight_decay: float = 0.0,
+    weight_decay_form: str = "gradient",
     server: str = "sharded",
     warmup_steps: int = 0,
     group_bytes: float | None = None,
     step_size_ratio: bool | None = True,
+    minimum_dimensions: int | None = None,
+    minimum_numel: int | None = None,
+    roles: Collection[str] | None = None,
+    wrapper_settings: Mapping[str, Mapping[str, Any]] | None = None,
     seed: int = 0,
     **settings: Any,
 ) -> Plan:
@@ -116,22 +124,30 @@ def method_plan(
         model: the model, or its layers.
         name: of the method. See `METHODS`.
         momentum: mu, of methods that have momentum (names that end in M, signum, DGC).
-        weight_decay: lambda; lambda times the parameters is added to each rank's gradient, before momentum and
-            compression. 0 leaves weight decay to the optimizer, as the published code of signSGD and signum does.
+        weight_decay: lambda. 0 leaves weight decay to the optimizer, as the published code of signSGD and signum does.
+        weight_decay_form: "gradient": lambda times the parameters is added to each rank's gradient, before momentum
+            and compression, as torch.optim.SGD does. "apart": it has a momentum of its own, of the method's mu and
+            form, which is added to the mean, uncompressed, as the published code of DGC and dist-EF-blockSGDM does.
         server: of two-way methods: "sharded" over the ranks, or "rank", all on rank 0, as in the papers. On the CPU
             both give the same numbers, but for the coins that end a vote's ties.
         warmup_steps: dense iterations before the first compressed one.
         group_bytes: as for `Plan.uniform`, of methods that do not put all layers in one block.
         step_size_ratio: of methods whose residuals follow the learning rate (dist-EF and MEM-SGD, by their papers, for
             SGD). None: they do so only under SGD without momentum, and are kept as they are under any other optimizer.
+        minimum_dimensions, minimum_numel, roles: of the layers that are compressed, as for `Plan.uniform`. None: those
+            that the method compresses.
+        wrapper_settings: by the name of one of the method's wrappers, settings beside or in place of the method's own,
+            such as {"sparsity_warmup": {"steps": 100}}.
         seed: of the random streams that ranks share.
-        settings: of the codec, such as block_size, beside the method's own.
+        settings: of the codec, such as block_size, beside or in place of the method's own.
 
     Raises:
-        GradlabError: for an unknown name (close ones are named), or a setting out of range.
+        GradlabError: for an unknown name (close ones are named), a setting out of range, or settings of a wrapper that
+            the method does not have.
     """
-    method = METHODS[known_name(name)]
-    around = [Wrap("weight_decay", {"rate": weight_decay})] if weight_decay else []
+    name = known_name(name)
+    method = METHODS[name]
+    around = [_weight_decay(method, momentum, weight_decay, weight_decay_form)] if weight_decay else []
     if method.momentum is not None:
         around.append(Wrap(method.momentum.name, {"momentum": momentum, **method.momentum.settings}))
     for wrap in method.wrappers:
@@ -140,11 +156,51 @@ def method_plan(
     return Plan.uniform(
         model,
         method.codec,
-        wrappers=around,
+        wrappers=_with_settings(name, around, wrapper_settings or {}),
         warmup_steps=warmup_steps,
-        minimum_dimensions=0 if method.every_tensor else None,
-        minimum_numel=1 if method.every_tensor else None,
+        minimum_dimensions=0 if minimum_dimensions is None and method.every_tensor else minimum_dimensions,
+        minimum_numel=1 if minimum_numel is None and method.every_tensor else minimum_numel,
+        roles=roles,
         group_bytes=math.inf if method.one_block else group_bytes,
         seed=seed,
         **{**method.settings, **settings},
     )
+
+
+def named_plan(model: nn.Module | Sequence[Layer], name: str, *, warmup_steps: int = 0, **settings: Any) -> Plan:
+    """Build the plan of a published method or, where no method has that very name, the uniform plan of a codec.
+
+    Args:
+        model: the model, or its layers.
+        name: of `METHODS`, such as "QSGD", or a codec's id, such as "qsgd".
+        warmup_steps: dense iterations before the first compressed one.
+        settings: as for `method_plan`, or for `Plan.uniform`.
+
+    Raises:
+        GradlabError: for an unknown name, or a setting out of range.
+    """
+    make = method_plan if name in METHODS else Plan.uniform
+    return make(model, name, warmup_steps=warmup_steps, **settings)
+
+
+def _weight_decay(method: Method, mu: float, rate: float, form: str) -> Wrap:
+    """Make the wrapper for lambda = rate: apart it has the momentum that the method gives to gradients."""
+    if form == "gradient":
+        return Wrap("weight_decay", {"rate": rate})
+    settings = {"rate": rate, "form": form}
+    # Dampened momentum is the average that signum votes on; its published code gives weight decay none.
+    if method.momentum is not None and not method.momentum.settings.get("dampening", False):
+        settings |= {"momentum": mu, "nesterov": method.momentum.settings.get("nesterov", False)}
+    return Wrap("weight_decay", settings)
+
+
+def _with_settings(name: str, around: Sequence[Wrap], changes: Mapping[str, Mapping[str, Any]]) -> list[Wrap]:
+    """Change settings of a method's wrappers, each named in `changes`."""
+    known = [wrap.name for wrap in around]
+    for wrapper in changes:
+        if wrapper not in known:
+            raise GradlabError(
+                f"settings of wrapper {wrapper!r}, which {name} does not have: its wrappers are "
+                f"{', '.join(known) or 'none'}"
+            )
+    return [Wrap(wrap.name, {**wrap.settings, **changes.get(wrap.name, {})}) for wrap in around]

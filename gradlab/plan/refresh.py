@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from gradlab.errors import GradlabError
+from gradlab.plan.accordion import Accordion
+from gradlab.plan.metrics import METRICS, stored_metric
 
 if TYPE_CHECKING:
     from gradlab.plan.plan import Plan
-
-METRICS = ("squared", "plain")
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Refresh:
     reference: by group name, the index of the setting whose error goes into the budget.
     delay: further iterations until a choice is adopted, in which a thread makes the tables.
     alpha: factor on the budget.
-    metric: what is summed over layers: "squared" L2 errors, or "plain" ones.
+    metric: what is summed over layers: "l2", norms of errors as in the paper, or "squared-l2", their squares.
+    accordion: says which setting's error goes into the budget, anew for every choice; None: the reference's does.
     """
 
     every: int
@@ -31,7 +32,8 @@ class Refresh:
     reference: Mapping[str, int]
     delay: int = 1
     alpha: float = 1.0
-    metric: str = "squared"
+    metric: str = "l2"
+    accordion: Accordion | None = None
 
     def __post_init__(self) -> None:
         def check(sound: bool, name: str, expected: str) -> None:
@@ -42,11 +44,22 @@ class Refresh:
         check(type(self.delay) is int and 0 <= self.delay < self.every, "delay", f"0 to {self.every} - 1 iterations")
         check(isinstance(self.alpha, (int, float)) and 0 < self.alpha < float("inf"), "alpha", "a number above 0")
         check(self.metric in METRICS, "metric", f"one of {', '.join(METRICS)}")
-        check(set(self.settings) == set(self.reference), "reference", "one index for each group with settings")
+        self._check_indices("reference", self.reference)
+        if self.accordion is not None:
+            for which in ("least", "most"):
+                self._check_indices(f"accordion's {which}", getattr(self.accordion, which))
+
+    def _check_indices(self, what: str, indices: Mapping[str, int]) -> None:
+        """Refuse what does not name one of the settings of every group."""
+        if set(indices) != set(self.settings):
+            raise GradlabError(
+                f"refresh: {what} = {str(indices)[:80]}, expected one index for each group with settings"
+            )
         for name, choices in self.settings.items():
-            index = self.reference[name]
-            sound = type(index) is int and 0 <= index < len(choices)
-            check(sound, "reference", f"an index among the settings of {name}")
+            if type(indices[name]) is not int or not 0 <= indices[name] < len(choices):
+                raise GradlabError(
+                    f"refresh: {what} = {str(indices)[:80]}, expected an index among the settings of {name}"
+                )
 
     def check(self, plan: Plan) -> None:
         """Refuse settings that are not the plan's.
@@ -99,14 +112,16 @@ class Refresh:
             "metric": self.metric,
             "settings": {name: [dict(settings) for settings in choices] for name, choices in self.settings.items()},
             "reference": dict(self.reference),
+            **({} if self.accordion is None else {"accordion": self.accordion.to_json()}),
         }
 
     @classmethod
     def from_json(cls, value: Any) -> Refresh:
-        """Raises GradlabError for anything but what `to_json` writes."""
+        """Raises GradlabError for anything but what `to_json` writes, or wrote before metrics had their names."""
         keys = {"every", "delay", "alpha", "metric", "settings", "reference"}
-        sound = isinstance(value, dict) and set(value) == keys
+        sound = isinstance(value, dict) and set(value) - {"accordion"} == keys
         sound = sound and all(isinstance(value[key], dict) for key in ("settings", "reference"))
         if not sound or not all(isinstance(choices, list) for choices in value["settings"].values()):
             raise GradlabError(f"not a refresh of a plan: {str(value)[:200]}")
-        return cls(**value)
+        accordion = Accordion.from_json(value["accordion"]) if "accordion" in value else None
+        return cls(**{**value, "metric": stored_metric(value["metric"]), "accordion": accordion})

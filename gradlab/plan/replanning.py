@@ -3,7 +3,8 @@
 Alimohammadi et al., "L-GreCo", MLSys 2024, section 4 and Fig. 2: one rank accumulates its gradients, measures what each
 setting would lose of them, finds the smallest plan with no more error than the reference's, and broadcasts its choice.
 Here the exact search chooses, a thread beside training makes the tables, and the codecs' states - residuals, warm
-starts - are carried over to the new settings.
+starts - are carried over to the new settings. Where the plan's refresh follows Accordion (section 5.3), the reference
+is the setting that Accordion takes for each layer: the less compressed one in a critical regime.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,13 +24,16 @@ from gradlab.codec.wrapper import Wrapper
 from gradlab.collectives import Broadcast
 from gradlab.errors import GradlabError
 from gradlab.knapsack import allocate
+from gradlab.plan.accordion import Accordion, is_critical
 from gradlab.plan.layer_errors import Candidate, squared_errors
 from gradlab.plan.plan import Plan
 
 ROOT = 0  # the rank that accumulates, measures and chooses
 
 
-def choose(plan: Plan, accumulated: Tensors, world_size: int, iteration: int) -> dict[str, int]:
+def choose(
+    plan: Plan, accumulated: Tensors, world_size: int, iteration: int, reference: Mapping[str, int] | None = None
+) -> dict[str, int]:
     """Choose the smallest plan within the budget of errors.
 
     Args:
@@ -37,6 +42,7 @@ def choose(plan: Plan, accumulated: Tensors, world_size: int, iteration: int) ->
             reference.
         world_size: number of ranks, for the forecast of bytes.
         iteration: of the choice; the codecs' random numbers follow from it.
+        reference: by group name, the index of the setting whose error goes into the budget; None: the refresh's.
 
     Returns:
         By group name, the index of the chosen setting among those of the plan's refresh.
@@ -46,16 +52,16 @@ def choose(plan: Plan, accumulated: Tensors, world_size: int, iteration: int) ->
     """
     refresh = plan.refresh
     assert refresh is not None
-    choice = dict(refresh.reference)
+    choice = dict(refresh.reference if reference is None else reference)
     groups = [g for g in plan.compressed_groups if g.name in refresh.settings and g.layers[0] in accumulated]
     errors, sizes, budget = [], [], []
     for group in groups:
         [layer] = plan.members(group)
         candidates = [Candidate(group.codec, settings) for settings in refresh.settings[group.name]]
         row = np.array(squared_errors(layer, accumulated[layer.name], candidates, seed=plan.seed + iteration))
-        errors.append(np.sqrt(row) if refresh.metric == "plain" else row)
+        errors.append(np.sqrt(row) if refresh.metric == "l2" else row)
         sizes.append([candidate.build().payload_bytes([layer], world_size) for candidate in candidates])
-        budget.append(errors[-1][refresh.reference[group.name]])
+        budget.append(errors[-1][choice[group.name]])
     if groups and np.isfinite(budget).all():
         smallest = allocate(errors, sizes, refresh.alpha * float(np.array(budget).sum())).choice
         choice |= {group.name: int(index) for group, index in zip(groups, smallest, strict=True)}
@@ -130,6 +136,81 @@ def adopted_state(new: Codec, old: Codec, state: Tensors) -> Tensors:
     return new.adopted_state(state) if type(new) is type(old) else {}
 
 
+class Regimes:
+    """Which groups are in a critical regime, window by window, as Accordion says.
+
+    Attributes:
+        norms: by group name, L2 norms of the mean gradients of the last window.
+        rates: by group name, learning rates at its end.
+        critical: names of the groups that are in a critical regime since then; None before the first window ends.
+
+    Args:
+        plan: with a refresh that follows Accordion.
+        accordion: of this refresh.
+    """
+
+    def __init__(self, plan: Plan, accordion: Accordion) -> None:
+        self._accordion = accordion
+        self._layer_of = {group.name: group.layers[0] for group in plan.groups if group.name in accordion.least}
+        self.norms: dict[str, float] = {}
+        self.rates: dict[str, float] = {}
+        self.critical: frozenset[str] | None = None
+
+    def after(self, means: Tensors, learning_rates: Mapping[str, float]) -> dict[str, int]:
+        """End a window.
+
+        Args:
+            means: by layer name, the window's mean gradients. A group whose layer is missing is in a critical regime.
+            learning_rates: by layer name, as far as they are known.
+
+        Returns:
+            By group name, the index of the setting that Accordion takes.
+        """
+        layers = self._layer_of.items()
+        norms = {group: float(means[layer].double().norm()) for group, layer in layers if layer in means}
+        rates = {group: float(learning_rates[layer]) for group, layer in layers if layer in learning_rates}
+        rows = [self._row(values) for values in (self.norms, norms, self.rates, rates)]
+        eta, least_decay = self._accordion.eta, self._accordion.least_decay
+        flags = dict(zip(self._layer_of, is_critical(*rows, eta=eta, least_decay=least_decay).tolist(), strict=True))
+        self.norms, self.rates = norms, rates
+        self.critical = frozenset(group for group, flag in flags.items() if flag)
+        least, most = self._accordion.least, self._accordion.most
+        return {group: least[group] if flag else most[group] for group, flag in flags.items()}
+
+    def state(self) -> dict[str, Any]:
+        """Return plain values for a checkpoint. `load` continues from them."""
+        critical = None if self.critical is None else sorted(self.critical)
+        return {"norms": dict(self.norms), "rates": dict(self.rates), "critical": critical}
+
+    def load(self, state: Any) -> None:
+        """Continue from a state that `state` gave.
+
+        Args:
+            state: of the same plan.
+
+        Raises:
+            GradlabError: for anything else than what `state` gives for this plan.
+        """
+        sound = isinstance(state, Mapping) and set(state) == {"norms", "rates", "critical"}
+        sound = sound and all(self._are_numbers(state[key]) for key in ("norms", "rates"))
+        sound = sound and (state["critical"] is None or self._are_groups(state["critical"]))
+        if not sound:
+            raise GradlabError("checkpoint: the state of Accordion's regimes is not that of this plan")
+        self.norms, self.rates = dict(state["norms"]), dict(state["rates"])
+        self.critical = None if state["critical"] is None else frozenset(state["critical"])
+
+    def _row(self, values: Mapping[str, float]) -> np.ndarray:
+        return np.array([values.get(group, np.nan) for group in self._layer_of])
+
+    def _are_groups(self, names: Any) -> bool:
+        return isinstance(names, list) and all(isinstance(name, str) and name in self._layer_of for name in names)
+
+    def _are_numbers(self, values: Any) -> bool:
+        if not isinstance(values, Mapping):
+            return False
+        return self._are_groups(list(values)) and all(type(value) is float for value in values.values())
+
+
 class Replanner:
     """Chooses a plan's settings anew while training, as its `refresh` says. The root accumulates and measures.
 
@@ -138,6 +219,7 @@ class Replanner:
         failure: on the root, why the last choice could not be made. The plan then stays as it is.
         sums: on the root, by layer name, the gradients accumulated since the last choice, float32.
         counts: on the root, by layer name, how many gradients were accumulated.
+        regimes: of a refresh that follows Accordion, else None. The root alone sees windows.
 
     Args:
         plan: with a refresh.
@@ -154,6 +236,8 @@ class Replanner:
         self._is_root, self._world_size, self._beside = rank == ROOT, world_size, beside
         self._first = plan.schedule.warmup_steps
         self._layers = {layer for g in plan.groups if g.name in plan.refresh.settings for layer in g.layers}
+        accordion = plan.refresh.accordion
+        self.regimes = None if accordion is None else Regimes(plan, accordion)
         self._pending: _Pending | None = None
 
     def add(self, gradients: Tensors, iteration: int, scaled_by: float = 1.0) -> None:
@@ -178,17 +262,20 @@ class Replanner:
             self.sums[name].add_(gradient, alpha=1.0 / scaled_by)
             self.counts[name] += 1
 
-    def end(self, iteration: int) -> None:
+    def end(self, iteration: int, learning_rates: Mapping[str, float] | None = None) -> None:
         """End an iteration: begin to choose, if the refresh is due after it.
 
         Args:
             iteration: its number, from 0.
+            learning_rates: by layer name, as far as they are known.
         """
         if self._refresh.chosen_after(iteration, self._first):
             means = {name: (total / self.counts[name]).cpu() for name, total in self.sums.items()}
             self.sums, self.counts = {}, {}
             if self._is_root:
-                self._pending = _Pending(lambda: choose(self.plan, means, self._world_size, iteration), self._beside)
+                reference = None if self.regimes is None else self.regimes.after(means, learning_rates or {})
+                make = partial(choose, self.plan, means, self._world_size, iteration, reference)
+                self._pending = _Pending(make, self._beside)
 
     def message(self, iteration: int) -> Broadcast | None:
         """Make the request by which the root sends its choice before an iteration. Wait until the choice is made.
@@ -238,6 +325,7 @@ class Replanner:
             "pending": self.settled(),
             "counts": dict(self.counts),
             "sums": {name: total.clone() for name, total in self.sums.items()},
+            **({} if self.regimes is None else {"regimes": self.regimes.state()}),
         }
 
     def load(self, state: Any) -> Plan:
@@ -261,6 +349,8 @@ class Replanner:
             fits = isinstance(total, torch.Tensor) and tuple(total.shape) == shapes.get(name)
             if not fits or total.dtype != torch.float32 or type(state["counts"].get(name)) is not int:
                 raise GradlabError(f"checkpoint: what was accumulated of {str(name)[:80]!r} is not of this plan")
+        if self.regimes is not None:
+            self.regimes.load(state.get("regimes"))
         self.choice = dict(state["choice"]) if state["choice"] is not None else None
         self.sums = {name: total.clone() for name, total in state["sums"].items()} if self._is_root else {}
         self.counts = dict(state["counts"]) if self._is_root else {}

@@ -237,10 +237,18 @@ class TwoWay(Wrapper):
         return {_zeta_key(grads): next_zeta(zeta, [average], [codec.decompress(answer, average)])}
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        shapes = self.compressor.shapes_of(layers)
-        codec, shards = self.compressor.for_layers(shapes), self.shards(shapes, world_size)
-        sizes = [codec.part(a, b).compressed_bytes(b - a) for a, b in shards]
+        sizes = [codec.compressed_bytes(numel) for codec, numel in self._parts(layers, world_size)]
         return sum(sizes) + sum(sizes) / world_size
+
+    def position_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        sizes = [codec.compressed_position_bytes(numel) for codec, numel in self._parts(layers, world_size)]
+        return sum(sizes) + sum(sizes) / world_size
+
+    def _parts(self, layers: Sequence[Layer], world_size: int) -> list[tuple[Compressor, int]]:
+        """The compressor of each rank's shard, and the shard's elements."""
+        shapes = self.compressor.shapes_of(layers)
+        codec = self.compressor.for_layers(shapes)
+        return [(codec.part(a, b), b - a) for a, b in self.shards(shapes, world_size)]
 
     def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
         return self.payload_bytes(layers, world_size)

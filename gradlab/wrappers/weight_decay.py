@@ -1,44 +1,102 @@
-"""Weight decay as part of the gradient: before momentum and before compression.
+"""Weight decay as part of the gradient, or apart from it with a momentum of its own, uncompressed.
 
 Krogh & Hertz, "A simple weight decay can improve generalization", NeurIPS 1991. torch.optim.SGD adds it to the gradient
 before its own momentum. If a plan applies momentum, the optimizer's weight decay comes after the momentum and is 1 - mu
 times as strong.
+
+Apart: the published code of DGC (`DGCSGD`: Lin, Han, Mao, Wang, Dally, "Deep gradient compression", ICLR 2018) and of
+dist-EF-blockSGDM (BytePS, `WeightDecayMomentum`: Zheng, Huang, Kwok, "Communication-efficient distributed blockwise
+momentum SGD with error-feedback", NeurIPS 2019). Their papers say nothing of weight decay.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from gradlab.codec import Context, Exchanged, Tensors
-from gradlab.codec.settings import setting
+import torch
+
+from gradlab.codec import Codec, Context, Exchanged, Tensors
+from gradlab.codec.settings import require, setting
 from gradlab.codec.wrapper import Wrapper
 from gradlab.collectives import Coroutine
+
+FORMS = ("gradient", "apart")
 
 
 class WeightDecay(Wrapper):
     """g + rate * x in place of the gradient g, with x the parameters. The optimizer's own weight decay must be 0.
 
+    Apart, the codec gets g alone, and m_t = momentum * m_(t-1) + rate * x is added to the mean: m_t itself, or in
+    Nesterov's form rate * x + momentum * m_t. All ranks have the same x, so that it needs no exchange, and its part of
+    the update has no compression error. Without compression both forms are the same update, as momentum is linear. m
+    is kept in every iteration, dense ones included.
+
     A trace holds no parameters, so a replay leaves weight decay out.
     """
 
     name = "weight_decay"
+    keys = ("decay_momentum",)
     applies_weight_decay = True
 
     @dataclass(frozen=True)
     class Settings:
         rate: float = setting(1e-4, least=0, below=1, symbol="lambda", help="weight of the parameters in the gradient")
+        form: str = setting(
+            "gradient",
+            choices=FORMS,
+            help='"gradient": added to each rank\'s gradient, before momentum and compression; "apart": added to the '
+            "mean, uncompressed, as the published code of DGC and of dist-EF-blockSGDM does",
+        )
+        momentum: float = setting(0.0, least=0, below=1, symbol="mu", help="apart: weight of the last m in the next")
+        nesterov: bool = setting(False, help="apart: look ahead along m")
+
+        def __post_init__(self) -> None:
+            apart = self.form == "apart"
+            require(apart or not self.momentum, "weight_decay", "momentum", self.momentum, '0 unless form = "apart"')
+            require(
+                apart or not self.nesterov, "weight_decay", "nesterov", self.nesterov, 'false unless form = "apart"'
+            )
+
+    def __init__(self, codec: Codec, settings: WeightDecay.Settings | None = None) -> None:
+        super().__init__(codec, settings)
+        self.changes_mean = self.settings.form == "apart"
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        return (yield from self.codec.exchange(self._decayed(grads, context), state, context))
+        inputs = self._inputs(grads, context)
+        done = yield from self.codec.exchange(inputs, self.inner_state(state), context)
+        return self._applied(done, state, context)
 
     def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        return (yield from self.codec.dense_exchange(self._decayed(grads, context), state, context))
+        inputs = self._inputs(grads, context)
+        done = yield from self.codec.dense_exchange(inputs, self.inner_state(state), context)
+        return self._applied(done, state, context)
 
     def acts_when_dense(self, state: Tensors) -> bool:
         return True
 
-    def _decayed(self, grads: Tensors, context: Context) -> Tensors:
-        if not context.parameters:
+    def _inputs(self, grads: Tensors, context: Context) -> Tensors:
+        if self.changes_mean or not context.parameters:
             return grads
         rate = self.settings.rate
         return {name: grad.add(context.parameters[name].to(grad.dtype), alpha=rate) for name, grad in grads.items()}
+
+    def _applied(self, done: Exchanged, state: Tensors, context: Context) -> Exchanged:
+        if not self.changes_mean or not context.parameters:
+            return done
+        applied, kept = {}, {}
+        for name, mean in done.mean.items():
+            decay = context.parameters[name].detach().to(mean.dtype) * self.settings.rate
+            m = decayed_momentum(decay, state.get(f"{name}/decay_momentum"), self.settings.momentum)
+            if self.settings.momentum:
+                kept[f"{name}/decay_momentum"] = m
+            applied[name] = mean + (decay.add(m, alpha=self.settings.momentum) if self.settings.nesterov else m)
+        return replace(done, mean=applied, state={**done.state, **kept})
+
+    def _redistribute_own(self, own: Sequence[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:
+        return own[0]
+
+
+def decayed_momentum(decay: torch.Tensor, before: torch.Tensor | None, momentum: float) -> torch.Tensor:
+    """Compute m_t = momentum * m_(t-1) + lambda x, a new tensor of the shape of decay = lambda x."""
+    return decay.clone() if before is None else (before * momentum).add_(decay)

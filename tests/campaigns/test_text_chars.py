@@ -1,4 +1,4 @@
-"""The campaign on text: rows are kept and not made twice, tables show what failed, ranks agree with their oracle."""
+"""The campaign on text: rows are kept and not made twice, tables show what failed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from scipy import stats
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -45,7 +42,14 @@ def test_methods_that_diverged_or_were_refused_stand_last(campaign: ModuleType) 
     rows = [
         _row("top-k 1 %", None),
         _row("dense", 2.0),
-        {"kind": "training", "mode": "shared", "method": "QSGD 4 bits", "seed": 0, "steps": 9, "refused": "no"},
+        {
+            "kind": "training",
+            "mode": "shared",
+            "method": "QSGD 4 bits, max norm",
+            "seed": 0,
+            "steps": 9,
+            "refused": "no",
+        },
         _row("int8", 2.125),
     ]
     lines = campaign.table(rows, 9).splitlines()[2:]
@@ -57,14 +61,14 @@ def test_methods_that_diverged_or_were_refused_stand_last(campaign: ModuleType) 
 
 
 def test_what_the_report_recommended_stands_beside_what_turned_out(campaign: ModuleType) -> None:
-    losses = {"dense": 2.0, "float16": 2.0, "int8": 2.01, "QSGD 4 bits": 2.02, "top-k 1 %": 2.5}
-    cosines = {"16-bit floats": 1.0, "int8": 0.99, "QSGD 4 bits": 0.9, "top-k 1 %": 0.3, "1-bit SGD": 0.2}
+    losses = {"dense": 2.0, "float16": 2.0, "int8": 2.01, "QSGD 4 bits, max norm": 2.02, "top-k 1 %": 2.5}
+    cosines = {"16-bit floats": 1.0, "int8": 0.99, "QSGD 4 bits, max norm": 0.9, "top-k 1 %": 0.3, "1-bit SGD": 0.2}
     report = {
         "kind": "report",
         "mode": "shared",
         "compute_seconds": 0.02,
         "named": {
-            "at 100 Mbit/s between 4 nodes": ["top-k 1 %", "QSGD 4 bits"],
+            "at 100 Mbit/s between 4 nodes": ["top-k 1 %", "QSGD 4 bits, max norm"],
             "at 1 Gbit/s between 4 nodes": [],
             "at 10 Gbit/s between 4 nodes": ["1-bit SGD"],
         },
@@ -72,26 +76,11 @@ def test_what_the_report_recommended_stands_beside_what_turned_out(campaign: Mod
     }
     lines = campaign.table([*(_row(*item) for item in losses.items()), report], 9).splitlines()
     assert "the report beforehand, at 20.0 ms of computing per step:" in lines
-    both = "top-k 1 % (loss to dense +0.500), or QSGD 4 bits (loss to dense +0.020)"
+    both = "top-k 1 % (loss to dense +0.500), or QSGD 4 bits, max norm (loss to dense +0.020)"
     assert f"  at 100 Mbit/s between 4 nodes: {both}" in lines
     assert "  at 10 Gbit/s between 4 nodes: 1-bit SGD (loss to dense not trained yet)" in lines
     assert "  at 1 Gbit/s between 4 nodes: do not compress" in lines
-    assert "of its order of 4 plans with the validation loss: +1.00" in lines[-1]
-
-
-@given(
-    pairs=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=4, max_size=8).filter(
-        lambda pairs: all(len(set(column)) > 1 for column in zip(*pairs, strict=True))
-    )
-)
-def test_a_rank_correlation_is_scipys_and_lies_in_its_interval(
-    campaign: ModuleType, pairs: list[tuple[int, int]]
-) -> None:
-    predicted, observed = ([float(value) for value in column] for column in zip(*pairs, strict=True))
-    rho, low, high = campaign.spearman(predicted, observed, 100)
-    assert rho == pytest.approx(stats.spearmanr(predicted, observed).statistic)
-    assert -1 <= low <= high <= 1
-    assert campaign.spearman(predicted, [2 * value for value in predicted], 100)[0] == pytest.approx(1)
+    assert "of its order of 4 plans with the validation loss: +1.00 (no interval: 4 items" in lines[-1]
 
 
 def test_every_compressing_method_is_compared_by_default_settings_it_has(campaign: ModuleType) -> None:

@@ -212,6 +212,8 @@ def test_a_fit_to_noise_is_seen_through(gradlab: Command, tmp_path: Path) -> Non
     )
     assert (code, err) == (0, "")
     assert out.startswith("The GradiVeQ fit holds nothing that lasts")
+    settings = Artifact.load(artifact).plan.groups[0].settings
+    assert (settings["sample_steps"], settings["compressed_steps"], settings["refresh"]) == (12, 48, "sample")
     assert 0 < out.index("warning: Compression begins at iteration 2") < out.index("GradiVeQ fit, layer by layer")
     code, out, err = gradlab("evaluate", tmp_path / "trace", artifact)
     assert code == 0, err

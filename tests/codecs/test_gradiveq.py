@@ -116,6 +116,49 @@ def test_a_planted_rank_is_found_and_what_is_lost_is_the_noise() -> None:
     assert np.mean(lost) == pytest.approx(9 * (SIZE - 3) * noise**2, rel=0.1)
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_the_dimension_of_each_compressor(own: bool) -> None:
+    """Slices of rank 1, 2 and 3, three of each kind to a basis: each basis has its own d, or all the largest."""
+    directions = torch.linalg.qr(torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(7)).double()).Q
+
+    def mixed(rank: int, step: int) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(1000 * step + rank)
+        rows = [torch.randn(m // 3 + 1, generator=draw).double() @ directions[: m // 3 + 1] for m in range(9)]
+        return torch.stack(rows).reshape(3, 3, 3, 4).permute(3, 2, 0, 1).contiguous()
+
+    run = Run(codec(reuse=3, own_dimensions=own, sample_steps=30, loss_threshold=1e-6, whitening=False))
+    for step in range(30):
+        run.step(*(mixed(rank, step) for rank in range(2)))
+    assert run.states[0]["w/width"].tolist() == ([1, 2, 3] if own else 3)
+    grads = [mixed(rank, 99) for rank in range(2)]
+    for result in run.step(*grads):
+        assert result.payload_bytes == 8 * 3 * ((1 + 2 + 3) if own else 9)
+        torch.testing.assert_close(result.value.mean["w"], (grads[0] + grads[1]) / 2, atol=1e-5, rtol=1e-5)
+
+
+def test_a_delayed_cycle_is_the_same_later() -> None:
+    """Sampling begins after the delay; until then iterations travel as samples do, and none of them is kept."""
+    now, later = Run(codec()), Run(codec(delay=4))
+    for step in range(25):
+        grads = [gradient(rank, max(0, step)) for rank in range(2)]
+        later.step(*grads)
+        if step == 3:
+            assert later.states[0].keys() == {"w/clock"}
+        if step >= 4:
+            now.step(*grads)
+            assert all(torch.equal(now.states[0][key], later.states[0][key]) for key in now.states[0])
+
+
+def test_a_fitted_codec_with_a_delay_compresses_longer_at_first() -> None:
+    samples = torch.stack([gradient(0, step) for step in range(40)])
+    run = Run(codec(delay=2).fit([LAYER], {"w": samples}), ranks=1)
+    modes = []
+    for step in range(16):
+        run.step(gradient(0, step))
+        modes.append(run.mode)
+    assert modes == [COMPRESSING] * 4 + [SAMPLING] * 6 + [COMPRESSING] * 3 + [SAMPLING] * 3
+
+
 def test_samples_travel_as_qsgd() -> None:
     """Section 4: what is aggregated, and what PCA sees, are the quantized gradients; payload is QSGD's."""
     run = Run(codec(sample_bits=4))
@@ -139,6 +182,10 @@ def test_samples_travel_as_qsgd() -> None:
         ({}, 11),
         ({"sample_bits": 4, "monitor": "absolute", "bfloat16": True}, 11),
         ({"slice_size": 13}, 8),
+        ({"delay": 4}, 17),
+        ({"reuse": 2, "own_dimensions": True, "stable_steps": 2}, 11),
+        ({"complement": 0.4, "drawn": "coordinates"}, 11),
+        ({"reuse": 2, "own_dimensions": True, "complement": 0.4}, 11),
         ({"refresh": "decoded", "compressed_steps": 8, "complement": 0.3}, 24),
     ],
 )
@@ -259,10 +306,13 @@ def test_the_complement_is_orthonormal_and_new() -> None:
     assert not torch.allclose(drawn[0], drawn[1])
 
 
-@pytest.mark.parametrize(("share", "sent"), [(0.5, True), (0.0, False)])
-def test_feedback_helps_only_where_the_basis_changes(share: float, sent: bool) -> None:
+@pytest.mark.parametrize(
+    ("share", "drawn", "sent"), [(0.5, "axes", True), (0.5, "coordinates", True), (0, "axes", False)]
+)
+def test_feedback_helps_only_where_the_basis_changes(share: float, drawn: str, sent: bool) -> None:
     """A constant gradient outside of the fitted axes: a fixed basis never sends it, half a random one does."""
-    inner = codec(compressed_steps=0, complement=share, whitening=False, max_dimension=4, loss_threshold=0.0)
+    settings = {"compressed_steps": 0, "whitening": False, "max_dimension": 4, "loss_threshold": 0.0}
+    inner = codec(complement=share, drawn=drawn, **settings)
     run = Run(ErrorFeedback(inner), ranks=1)
     for step in range(6):
         run.step(gradient(0, step, noise=0.05))
@@ -291,6 +341,8 @@ def test_feedback_helps_only_where_the_basis_changes(share: float, sent: bool) -
         ({"ratio": 0.5}, "ratio"),
         ({"stable_steps": -1}, "stable_steps"),
         ({"held_out": 1.0}, "held_out"),
+        ({"drawn": "straws"}, "expected 'axes' or 'coordinates'"),
+        ({"delay": -1}, "delay"),
         ({"refresh": "decoded"}, "above 0 where bases are fitted on what was decoded"),
         ({"refresh": "decoded", "complement": 0.5, "compressed_steps": 50}, "at least sample_steps then"),
     ],

@@ -466,8 +466,9 @@ def test_the_lemmas_hold_in_real_runs(pool: ProcessPool, method: str) -> None:
             assert result["owed"] > 1e-3
 
 
-def test_weight_decay_is_torchs(pool: ProcessPool) -> None:
-    for difference in pool.run("jobs.sign_tasks:weight_decay_is_torchs", 2):
+@pytest.mark.parametrize("form", ["gradient", "apart"])
+def test_weight_decay_is_torchs(pool: ProcessPool, form: str) -> None:
+    for difference in pool.run("jobs.sign_tasks:weight_decay_is_torchs", 2, form=form):
         assert difference < 1e-14
 
 

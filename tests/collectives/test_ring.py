@@ -47,11 +47,17 @@ def test_a_ring_gives_every_rank_the_mean(count: int, ranks: int, seed: int) -> 
     assert sum(result.wire_bytes for result in results) == 2 * (ranks - 1) * 8 * count
 
 
-@law(st.integers(0, 100), st.integers(1, 9))
-def test_segments_cover_everything_once(count: int, segments: int) -> None:
-    bounds = segment_bounds(count, segments)
+@law(st.integers(0, 100), st.integers(1, 9), st.integers(0, 20))
+def test_segments_cover_everything_once(count: int, segments: int, turn: int) -> None:
+    bounds = segment_bounds(count, segments, turn)
     assert [i for first, last in bounds for i in range(first, last)] == list(range(count))
     assert max(b - a for a, b in bounds) - min(b - a for a, b in bounds) <= 1
+
+
+@law(st.integers(0, 100), st.integers(1, 9))
+def test_vectors_of_all_turns_have_equal_segments_together(count: int, segments: int) -> None:
+    turned = [segment_bounds(count, segments, turn) for turn in range(segments)]
+    assert {sum(bounds[i][1] - bounds[i][0] for bounds in turned) for i in range(segments)} == {count}
 
 
 @pytest.mark.parametrize("rank", range(3))
@@ -93,7 +99,19 @@ def test_qsgd_requantizes_at_every_hop(ranks: int, bits: int) -> None:
         assert result.payload_bytes == sum(codec.compressed_bytes(min(50, 8 * b) - 8 * a) for a, b in bounds)
 
 
-@pytest.mark.parametrize("settings", [{}, {"reuse": 2}, {"bfloat16": True}, {"monitor": "absolute"}, {"reuse": 1}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"reuse": 2},
+        {"bfloat16": True},
+        {"monitor": "absolute"},
+        {"reuse": 1},
+        {"reuse": 2, "own_dimensions": True, "ratio": None, "loss_threshold": 0.5},
+        {"complement": 0.5, "drawn": "coordinates"},
+        {"slice_size": 50},  # two slices: fewer than ranks
+    ],
+)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_gradiveq_by_ring_is_gradiveq(settings: dict[str, object], ranks: int) -> None:
     """Algorithm 1 changes the order of a sum, and nothing else: means, own parts, states, bytes."""

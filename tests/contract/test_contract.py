@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,10 +11,11 @@ import pytest
 import torch
 
 from gradlab import codecs
-from gradlab.codec import Context, Tensors, exchange_group
+from gradlab.codec import Codec, Context, Exchanged, Tensors, exchange_group
 from gradlab.codec.wrapper import innermost
-from gradlab.collectives import run_lockstep
+from gradlab.collectives import LockstepResult, run_lockstep
 from gradlab.errors import GradlabError
+from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.layout import Layer
 from gradlab.plan import FEEDBACK, Group, Plan
 from support.contract import SETTINGS, cases, codec_of, drawn_settings, lockstep, plan_for, sizes_vary
@@ -71,6 +74,38 @@ def test_lockstep_laws(codec: str, grouping: str, world_size: int) -> None:
                     before = residual.get((rank, name), torch.zeros_like(new))
                     torch.testing.assert_close(own + new, grads[name] + before, rtol=1e-5, atol=1e-5)
                     residual[rank, name] = new
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_is_not_finite_on_one_rank_is_not_finite_on_all(codec: str) -> None:
+    """The exchange itself shows it, wherever in the layer it is, in whatever phase, and whether or not it is sent."""
+    plan = plan_for(codec, "layer", feedback=False)
+    for group in plan.groups:
+        method, states = plan.build(group), [{}, {}]
+        (name,) = group.layers
+        for step in range(4):
+            clean = [gradients({name: SHAPES[name]}, rank, step) for rank in range(2)]
+            numel = clean[0][name].numel()
+            for rank, (place, value) in enumerate([(numel // 3, torch.nan), (numel - 1, -torch.inf)][: 2 * numel]):
+                grads = [clone(one) for one in clean]
+                grads[rank][name].view(-1)[place] = value
+                for result in exchanged(method, grads, states, step, group.name, plan.seed):
+                    assert not bool(result.value.mean[name].isfinite().all()), (group.name, step, rank)
+            results = exchanged(method, clean, states, step, group.name, plan.seed)
+            states = [result.value.state for result in results]
+
+
+def exchanged(
+    codec: Codec, grads: Sequence[Tensors], states: Sequence[Tensors], step: int, group: str, seed: int
+) -> list[LockstepResult[Exchanged]]:
+    """One exchange of all ranks, without what an executor does around it."""
+    context = Context(0, len(grads), step, group, seed)
+    return run_lockstep(
+        [
+            exchange_group(codec, own, state, replace(context, rank=rank))
+            for rank, (own, state) in enumerate(zip(grads, states, strict=True))
+        ]
+    )
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -190,6 +225,44 @@ def test_awkward_gradients(codec: str, kind: str) -> None:
                         scale = float(torch.maximum(asked.abs(), sent.abs()).max()) if asked.numel() else 0.0
                         torch.testing.assert_close(sent + left, asked, rtol=1e-5, atol=1e-5 * scale + 1e-42)
                         residual[rank, name] = left
+
+
+# Codecs that draw numbers in every exchange, or whose leader changes with the iteration.
+DRAWING = {"clt_k", "gradiveq", "lgc_ring", "natural", "qsgd", "random_k", "sampled_threshold", "terngrad"}
+
+
+def _run(plan: Plan, steps: Sequence[tuple[int, int, bool]]) -> tuple[list[Tensors], list[Tensors]]:
+    """Run a plan on 3 ranks: the last step's means by rank, and the states.
+
+    steps: number of the iteration, number of the gradients, and whether rank 1 overflows.
+    """
+    run = LockstepPlan(plan, 3)
+    for iteration, drawn, overflows in steps:
+        grads = [gradients(SHAPES, rank, drawn) for rank in range(3)]
+        if overflows:
+            grads[1] = {name: torch.full_like(grad, torch.inf) for name, grad in grads[1].items()}
+        result = run.step(iteration, grads)
+        assert result.finite != overflows
+    means = [{k: v for done in result.exchanged.values() for k, v in done[rank].mean.items()} for rank in range(3)]
+    return means, [{f"{g} {k}": v for g, kept in rank.items() for k, v in kept.items()} for rank in run.states]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_skipped_iteration_keeps_its_number_and_its_draws(codec: str) -> None:
+    """What follows an overflow is as if the iteration had been left out, draws and leaders by its number included."""
+    plan = plan_for(codec, "layer", feedback=True)
+    skipped = _run(plan, [(0, 0, False), (1, 1, True), (2, 2, False)])
+    left_out = _run(plan, [(0, 0, False), (2, 2, False)])
+    for one, other in zip(itertools.chain(*skipped), itertools.chain(*left_out), strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one)
+    renumbered = _run(plan, [(0, 0, False), (1, 2, False)])
+    moved = any(
+        not torch.equal(one[key], other[key])
+        for one, other in zip(left_out[0], renumbered[0], strict=True)
+        for key in one
+    )
+    assert moved or codec not in DRAWING
 
 
 @pytest.mark.parametrize("codec", CODECS)

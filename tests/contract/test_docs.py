@@ -20,6 +20,7 @@ from gradlab import codecs, wrappers
 from gradlab.catalog import codec_facts
 from gradlab.cli.main import app
 from gradlab.codec.registry import CODECS
+from gradlab.errors import GradlabError
 from gradlab.plan.recipes import METHODS
 from support.command_line import Command
 from support.warm_python import python
@@ -38,6 +39,25 @@ def test_the_page_of_methods_is_up_to_date(gradlab: Command) -> None:
     for name in (*codecs.names(), *wrappers.names()):
         assert f"\n### {name}\n" in out
     assert all(f"\n| {name} |" in out for name in METHODS)
+
+
+@pytest.mark.parametrize("name", wrappers.names())
+def test_the_front_page_lists_the_codecs_that_a_wrapper_takes(name: str, gradlab: Command) -> None:
+    """A plan of what is listed is built; a plan of what is not is refused with the words of `gradlab methods`."""
+    listed = re.search(rf"`{name}`[^`]*?takes? ((?:`\w+`,?\s*)+)[;.]", (ROOT / "README.md").read_text())
+    taken = set(codecs.names()) if listed is None else set(re.findall(r"`(\w+)`", listed[1]))
+    code, out, _ = gradlab("methods", name)
+    assert code == 0
+    for codec in codecs.names():
+        codec_class, method = codecs.get(codec), wrappers.get(name)
+        if codec in taken:
+            method(codec_class())
+        else:
+            with pytest.raises(GradlabError) as refusal:
+                method(codec_class())
+            assert f"refused: {refusal.value}" in out
+    assert out.count("refused:") == len(codecs.names()) - len(taken)
+    assert f"Around: {'all codecs' if listed is None else f'{len(taken)} of {len(codecs.names())}'}" in out
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -77,6 +97,13 @@ def test_the_tables_of_text_are_those_of_the_rows_kept(steps: int, monkeypatch: 
     table = text_chars.table(text_chars.read(text_chars.ROWS), steps)
     assert table
     assert f"```\n{table}\n```\n" in (DOCS / "text.md").read_text(), f"text_chars.py --table --steps {steps}"
+
+
+def test_the_table_of_judgements_is_that_of_the_rows_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    judgements = importlib.import_module("judgements")
+    table = judgements.tables(judgements.tasks())
+    assert f"```\n{table}\n```\n" in (DOCS / "comparison.md").read_text(), "benchmarks/judgements.py"
 
 
 @pytest.mark.parametrize("name", codecs.names())

@@ -14,6 +14,7 @@ from gradlab.codec import Tensors
 from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.layout import layers_of
 from gradlab.plan import Plan
+from gradlab.plan.accordion import Accordion
 from gradlab.plan.refresh import Refresh
 from gradlab.runtime import CompressionState, compression_hook
 from support.contract import SPARE
@@ -29,13 +30,16 @@ GRIDS: dict[str, list[dict[str, Any]]] = {
 REFERENCE = {"powersgd": 2, "topk": 2, "qsgd": 2}
 
 
-def plan_of(codec: str, alpha: float = 1.0, delay: int = DELAY) -> Plan:
-    """A uniform plan with error feedback, chosen anew from a grid around it."""
+def plan_of(codec: str, alpha: float = 1.0, delay: int = DELAY, accordion: bool = False) -> Plan:
+    """A uniform plan with error feedback, chosen anew from a grid around it; or from its ends, as Accordion says."""
     reference = GRIDS[codec][REFERENCE[codec]]
     layers = layers_of(Prescribed(SHAPES))
     plan = Plan.uniform(layers, codec, error_feedback=codec != "qsgd", warmup_steps=FIRST, seed=3, **reference)
     names = [group.name for group in plan.compressed_groups]
     refresh = Refresh(EVERY, dict.fromkeys(names, GRIDS[codec]), dict.fromkeys(names, REFERENCE[codec]), delay, alpha)
+    if accordion:
+        least, most = dict.fromkeys(names, len(GRIDS[codec]) - 1), dict.fromkeys(names, 0)
+        refresh = replace(refresh, accordion=Accordion(least, most))
     return replace(plan, refresh=refresh)
 
 
@@ -46,20 +50,43 @@ def drawn(rank: int, step: int) -> Tensors:
     return {name: grad * (20.0 if name == loud else 1.0) for name, grad in grads.items()}
 
 
-def against_lockstep(group: dist.ProcessGroup, codec: str) -> dict[str, Any]:
-    """Bit for bit in deterministic mode: gradients, states, bytes, and the settings in use."""
+def rate_at(step: int) -> float:
+    """A learning rate that falls by half in the third window."""
+    return 0.1 if step < FIRST + 2 * EVERY else 0.05
+
+
+def with_rate(model: DistributedDataParallel) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def set_rate(optimizer: torch.optim.SGD, step: int) -> None:
+    for parameters in optimizer.param_groups:
+        parameters["lr"] = rate_at(step)
+
+
+def against_lockstep(group: dist.ProcessGroup, codec: str, accordion: bool = False) -> dict[str, Any]:
+    """Bit for bit in deterministic mode: gradients, states, bytes, the settings in use, and critical regimes."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    lockstep = LockstepPlan(plan_of(codec), world_size)
+    plan = plan_of(codec, accordion=accordion)
+    lockstep = LockstepPlan(plan, world_size, plain_sgd=True)
     model = DistributedDataParallel(Prescribed(SHAPES), process_group=group, bucket_cap_mb=0.01)
-    same, used = True, []
+    optimizer = with_rate(model)
+    same, used, critical = True, [], []
     with CompressionState(
-        plan_of(codec), model, deterministic=True, check_requests=True, process_group=SPARE.get(world_size)
+        plan,
+        model,
+        optimizer=optimizer,
+        deterministic=True,
+        check_requests=True,
+        process_group=SPARE.get(world_size),
     ) as state:
         model.register_comm_hook(state, compression_hook)
         for step in range(STEPS):
             model.zero_grad()
+            set_rate(optimizer, step)
             model(drawn(rank, step)).backward()
-            result = lockstep.step(step, [drawn(r, step) for r in range(world_size)])
+            rates = dict.fromkeys(SHAPES, rate_at(step))
+            result = lockstep.step(step, [drawn(r, step) for r in range(world_size)], rates)
             for ranks in result.exchanged.values():
                 same = same and all(
                     torch.equal(getattr(model.module, name).grad, mean) for name, mean in ranks[rank].mean.items()
@@ -67,6 +94,7 @@ def against_lockstep(group: dist.ProcessGroup, codec: str) -> dict[str, Any]:
             same = same and state.statistics.steps[-1].payload_bytes == result.payload[rank]
             same = same and state.run.plan.digest == lockstep.plan.digest
             used.append([str(group.settings) for group in state.run.plan.compressed_groups])
+            critical.append(state.report()["refresh"]["critical"])
         kept = state.states
         same_states = all(
             torch.equal(kept[name][key], value)
@@ -74,42 +102,44 @@ def against_lockstep(group: dist.ProcessGroup, codec: str) -> dict[str, Any]:
             for key, value in held.items()
         )
         report = state.report()["refresh"]
-    return {"same": same, "same_states": same_states, "used": used, "report": report}
+    return {"same": same, "same_states": same_states, "used": used, "report": report, "critical": critical}
 
 
-def resumed(group: dist.ProcessGroup, codec: str, stop: int) -> dict[str, Any]:
+def resumed(group: dist.ProcessGroup, codec: str, stop: int, accordion: bool = False) -> dict[str, Any]:
     """One run at once, another stopped after `stop` iterations and continued from its checkpoint."""
     rank, spare = dist.get_rank(group), SPARE.get(dist.get_world_size(group))
 
-    def fresh() -> tuple[CompressionState, DistributedDataParallel]:
+    def fresh() -> tuple[CompressionState, DistributedDataParallel, torch.optim.SGD]:
         model = DistributedDataParallel(Prescribed(SHAPES), process_group=group, bucket_cap_mb=0.01)
-        state = CompressionState(plan_of(codec), model, deterministic=True, process_group=spare)
+        optimizer, plan = with_rate(model), plan_of(codec, accordion=accordion)
+        state = CompressionState(plan, model, optimizer=optimizer, deterministic=True, process_group=spare)
         model.register_comm_hook(state, compression_hook)
-        return state, model
+        return state, model, optimizer
 
-    def steps(model: DistributedDataParallel, span: range) -> list[torch.Tensor]:
+    def steps(model: DistributedDataParallel, optimizer: torch.optim.SGD, span: range) -> list[torch.Tensor]:
         seen = []
         for step in span:
             model.zero_grad()
+            set_rate(optimizer, step)
             model(drawn(rank, step)).backward()
             seen.append(torch.cat([p.grad.reshape(-1).clone() for p in model.parameters()]))
         return seen
 
-    state, model = fresh()
+    state, model, optimizer = fresh()
     with state:
-        straight = steps(model, range(STEPS))
-        last = state.run.plan.digest
-    state, model = fresh()
+        straight = steps(model, optimizer, range(STEPS))
+        last, seen = state.run.plan.digest, state.report()["refresh"]
+    state, model, optimizer = fresh()
     with state:
-        steps(model, range(stop))
+        steps(model, optimizer, range(stop))
         file = io.BytesIO()
         torch.save(state.state_dict(), file)
     file.seek(0)
-    state, model = fresh()
+    state, model, optimizer = fresh()
     with state:
         state.load_state_dict(torch.load(file, weights_only=True))
-        continued = steps(model, range(stop, STEPS))
-        same_plan = state.run.plan.digest == last
+        continued = steps(model, optimizer, range(stop, STEPS))
+        same_plan = state.run.plan.digest == last and state.report()["refresh"] == seen
     return {"equal": all(map(torch.equal, straight[stop:], continued)), "same_plan": same_plan}
 
 

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from gradlab.collectives import sum_in_rank_order
 from gradlab.errors import GradlabError
+from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.layout import layers_of
 from gradlab.runtime import CompressionState, compression_hook
 from support.contract import agree
@@ -86,6 +88,44 @@ def overflow(group: dist.ProcessGroup, codec: str, wrapping: str, bad_rank: int)
             "scale": run.scaler.get_scale(),
         }
     return {"skipped": skipped, "next": normal, "has state": bool(before)}
+
+
+def draws_after_an_overflow(group: dist.ProcessGroup, codec: str) -> dict[str, bool]:
+    """Step 2 overflows on rank 1: what follows, beside lockstep without iteration 2, and resumed in a new engine."""
+    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+    stack = Stack(codec, "feedback")
+    run = Scaled(group, stack, torch.amp.GradScaler("cpu", init_scale=1024.0))
+    with run.state:
+        for step in range(3):
+            run.step(step, torch.inf if (rank, step) == (1, 2) else None)
+        saved = {**run.state.state_dict(), "scaler": run.scaler.state_dict()}
+        got = [run.step(step) for step in (3, 4)]
+        states = run.states()
+    resumed = Scaled(group, stack, torch.amp.GradScaler("cpu"))
+    resumed.scaler.load_state_dict(saved.pop("scaler"))
+    with resumed.state:
+        resumed.state.load_state_dict(saved)
+        again = [resumed.step(step) for step in (3, 4)]
+        again_states = resumed.states()
+    layers = layers_of(run.model)
+    lockstep = LockstepPlan(stack.plan(layers), world_size, plain_sgd=True)
+    rates = {layer.name: 0.125 for layer in layers}
+    wanted = []
+    for step in (0, 1, 3, 4):
+        of_ranks = [gradients(SHAPES, one, step) for one in range(world_size)]
+        of_ranks = [{layer.name: grads[layer.name.rpartition(".")[2]] for layer in layers} for grads in of_ranks]
+        done = lockstep.step(step, of_ranks, rates)
+        means = {name: mean for ranks in done.exchanged.values() for name, mean in ranks[rank].mean.items()}
+        dense = {x.name: sum_in_rank_order([grads[x.name] for grads in of_ranks]) for x in layers}
+        wanted.append(torch.cat([means.get(x.name, dense[x.name]).reshape(-1) for x in layers]))
+    expected = {f"{name}::{key}": value for name, kept in lockstep.states[rank].items() for key, value in kept.items()}
+    return {
+        "as lockstep": all(torch.equal(a, b) for a, b in zip(got, wanted[2:], strict=True)),
+        "states as lockstep": expected.keys() == states.keys()
+        and all(torch.equal(states[k], expected[k]) for k in states),
+        "resumed": all(torch.equal(a, b) for a, b in zip(got, again, strict=True)),
+        "states resumed": all(torch.equal(states[key], again_states[key]) for key in states),
+    }
 
 
 def scale_changes_nothing(group: dist.ProcessGroup, codec: str, wrapping: str) -> bool:

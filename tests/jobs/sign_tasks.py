@@ -150,7 +150,7 @@ def residuals(state: CompressionState, group: dist.ProcessGroup) -> Tensors:
     return owed
 
 
-def weight_decay_is_torchs(group: dist.ProcessGroup) -> float:
+def weight_decay_is_torchs(group: dist.ProcessGroup, form: str) -> float:
     """SGDM with weight decay in the plan, against torch's optimizer with both under plain DDP: largest difference."""
     parameters = []
     for ours in (True, False):
@@ -159,7 +159,7 @@ def weight_decay_is_torchs(group: dist.ProcessGroup) -> float:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, **own)
         state = None
         if ours:
-            plan = method_plan(model, "SGDM", weight_decay=0.05)
+            plan = method_plan(model, "SGDM", weight_decay=0.05, weight_decay_form=form)
             state = CompressionState(
                 plan, model, optimizer=optimizer, process_group=SPARE.get(dist.get_world_size(group))
             )

@@ -141,7 +141,7 @@ CANDIDATES = {
 def same(one: ErrorTable, other: ErrorTable) -> bool:
     pairs = zip(one.layers, other.layers, strict=True)
     return one.windows == other.windows and all(
-        a.layer == b.layer and np.array_equal(a.squared, b.squared) and np.array_equal(a.plain, b.plain)
+        a.layer == b.layer and np.array_equal(a.squared_l2, b.squared_l2) and np.array_equal(a.l2, b.l2)
         for a, b in pairs
     )
 
@@ -155,19 +155,24 @@ def test_a_table_is_the_mean_over_ranks_of_what_each_makes_of_its_window(trace: 
     steps = list(trace.iterate())
     for row in table.layers:
         for place, (first, stop) in enumerate(windows):
-            errors, norm = [], 0.0
+            errors, norms = [], []
             for rank in range(3):
                 sums = sum(step.gradients[rank][row.layer.name].astype(np.float64) for step in steps[first:stop])
                 mean = torch.from_numpy((sums / 8 / 4).astype(np.float32))
                 torch.testing.assert_close(accumulated(trace, row.layer, rank, first, stop), mean)
                 errors.append(squared_errors(row.layer, mean, row.candidates, seed=rank))
-                norm += float(mean.norm()) ** 2 / 3
-            np.testing.assert_allclose(row.squared[place], np.mean(errors, axis=0), rtol=1e-4)
-            np.testing.assert_allclose(row.plain[place], np.mean(np.sqrt(errors), axis=0), rtol=1e-4)
-            assert row.squared_norm[place] == pytest.approx(norm, rel=1e-5)
-    relative = table.relative_error([0, 1])
-    total = sum(row.squared[:, c].sum() for row, c in zip(table.layers, (0, 1), strict=True))
+                norms.append(float(mean.norm()))
+            np.testing.assert_allclose(row.squared_l2[place], np.mean(errors, axis=0), rtol=1e-4)
+            np.testing.assert_allclose(row.l2[place], np.mean(np.sqrt(errors), axis=0), rtol=1e-4)
+            assert row.squared_norm[place] == pytest.approx(np.mean(np.square(norms)), rel=1e-5)
+            assert row.norm[place] == pytest.approx(np.mean(norms), rel=1e-5)
+    relative = table.relative_error([0, 1], "squared-l2")
+    total = sum(row.squared_l2[:, c].sum() for row, c in zip(table.layers, (0, 1), strict=True))
     assert relative == pytest.approx((total / sum(row.squared_norm.sum() for row in table.layers)) ** 0.5)
+    summed = sum(row.l2[1, c] for row, c in zip(table.layers, (0, 1), strict=True))
+    share = summed / sum(row.norm[1] for row in table.layers)
+    assert table.relative_error([0, 1], "l2", slice(1, 2)) == pytest.approx(share)
+    assert table.relative_error([0, 1], "l2") != pytest.approx(relative, rel=1e-3)
 
 
 @law(st.integers(0, 20), st.integers(1, 40), st.integers(1, 40))
@@ -238,5 +243,5 @@ def test_steps_that_a_loss_scaler_skips_are_left_out_of_windows(tmp_path: Path) 
     with record(tmp_path / "skipped", steps) as skipped:
         table = measure_errors(skipped, CANDIDATES, [(0, 4)])
     for one, other in zip(table.layers, expected.layers, strict=True):
-        np.testing.assert_array_equal(one.squared, other.squared)
+        np.testing.assert_array_equal(one.squared_l2, other.squared_l2)
         assert one.squared_norm == other.squared_norm

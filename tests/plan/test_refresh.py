@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import strategies as st
 from safetensors import safe_open
 
 import jobs.refresh_tasks as tasks
+from gradlab.analysis.layer_plan.planners import accordion
 from gradlab.artifact import Artifact
 from gradlab.codec import Context
 from gradlab.codecs.powersgd import PowerSGD
@@ -22,7 +25,8 @@ from gradlab.knapsack import allocate
 from gradlab.plan import FEEDBACK, Group, Plan, Wrap
 from gradlab.plan.layer_errors import Candidate, squared_errors
 from gradlab.plan.refresh import Refresh
-from gradlab.plan.replanning import Replanner, choose
+from gradlab.plan.replanning import Regimes, Replanner, choose
+from support.laws import law
 from support.prescribed import gradients
 from support.process_pool import ProcessPool
 
@@ -64,7 +68,7 @@ def test_a_choice_is_what_the_planner_makes_of_the_accumulated_gradients() -> No
     layers = {layer.name: layer for layer in plan.layers}
     names = [group.name for group in plan.compressed_groups]
     candidates = [Candidate("topk", settings) for settings in tasks.GRIDS["topk"]]
-    errors = [squared_errors(layers[name], for_hand[name], candidates) for name in names]
+    errors = [np.sqrt(squared_errors(layers[name], for_hand[name], candidates)) for name in names]
     sizes = [[c.build().payload_bytes([layers[name]], 2) for c in candidates] for name in names]
     choice = allocate(errors, sizes, float(np.array([row[2] for row in errors]).sum())).choice
     assert [group.settings for group in plans[7].compressed_groups] == [tasks.GRIDS["topk"][c] for c in choice]
@@ -73,6 +77,60 @@ def test_a_choice_is_what_the_planner_makes_of_the_accumulated_gradients() -> No
     digests = [one.digest for one in plans]
     assert [step for step in range(1, tasks.STEPS) if digests[step] != digests[step - 1]] == [7, 11]
     assert choose(plan, {}, 2, 4) == dict.fromkeys(names, 2)
+
+
+def test_accordion_says_whose_error_is_the_budget() -> None:
+    """By hand, window by window: flags from norms and rates, the flagged settings' error, the smallest plan within."""
+    plan = tasks.plan_of("topk", accordion=True)
+    lockstep = LockstepPlan(plan, 2)
+    layers = {layer.name: layer for layer in plan.layers}
+    candidates = [Candidate("topk", settings) for settings in tasks.GRIDS["topk"]]
+    names = [group.name for group in plan.compressed_groups]
+    sizes = [[c.build().payload_bytes([layers[name]], 2) for c in candidates] for name in names]
+    norms: dict[str, float] = {}
+    expected = []
+    for first in (1, 5):
+        means = {name: sum(tasks.drawn(0, s)[name] for s in range(first, first + 4)) / 4 for name in names}
+        now = {name: float(mean.norm()) for name, mean in means.items()}
+        critical = [name for name in names if not norms or abs(now[name] / norms[name] - 1) >= 0.5]
+        errors = [np.sqrt(squared_errors(layers[name], means[name], candidates)) for name in names]
+        allowed = sum(row[3 if name in critical else 0] for name, row in zip(names, errors, strict=True))
+        expected.append([tasks.GRIDS["topk"][c] for c in allocate(errors, sizes, allowed).choice])
+        norms = now
+    assert critical == ["conv", "wide"]
+    used = []
+    for step in range(tasks.STEPS):
+        lockstep.step(step, [tasks.drawn(rank, step) for rank in range(2)], dict.fromkeys(names, 0.1))
+        used.append([group.settings for group in lockstep.plan.compressed_groups])
+    assert used[7] == used[10] == expected[0] == [{"density": 0.3}] * 3  # nothing is left to choose
+    assert used[11] == used[13] == expected[1] != expected[0]
+
+
+@law(
+    st.lists(
+        st.tuples(*[st.sampled_from([0.0, 1.0, 1.4, 1.6, 3.0])] * 3, st.sampled_from([0.1, 0.08, 0.05])),
+        min_size=1,
+        max_size=6,
+    ),
+    st.integers(0, 5),
+)
+def test_training_sees_the_regimes_that_recorded_windows_have(rows: list[tuple[float, ...]], saved: int) -> None:
+    """Window by window, and across a checkpoint: as the analysis of a whole recording finds them."""
+    plan = tasks.plan_of("topk", accordion=True)
+    assert plan.refresh is not None
+    assert plan.refresh.accordion is not None
+    names = ["conv", "wide", "tall"]
+    expected = accordion(np.array([row[:3] for row in rows]), np.array([row[3] for row in rows]))
+    regimes = Regimes(plan, plan.refresh.accordion)
+    for window, (*norms, rate) in enumerate(rows):
+        if window == saved:
+            kept, regimes = regimes.state(), Regimes(plan, plan.refresh.accordion)
+            regimes.load(kept)
+        means = {name: torch.full((4,), norm / 2) for name, norm in zip(names, norms, strict=True)}
+        reference = regimes.after(means, dict.fromkeys(names, rate))
+        flags = dict(zip(names, expected[window], strict=True))
+        assert regimes.critical == {name for name in names if flags[name]}
+        assert reference == {name: 3 if flags[name] else 0 for name in names}
 
 
 def test_bytes_follow_the_settings_and_the_choice_is_counted() -> None:
@@ -113,10 +171,24 @@ def test_the_engine_does_what_lockstep_does(pool: ProcessPool, codec: str, ranks
         assert set(result["report"]["choice"]) == {"conv", "wide", "tall"}
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_engine_follows_accordion_as_lockstep_does(pool: ProcessPool, ranks: int) -> None:
+    """All layers are critical first and after the rate fell; in between, those that became the loud one or were it."""
+    root, *others = pool.run("jobs.refresh_tasks:against_lockstep", ranks, codec="topk", accordion=True)
+    for result in (root, *others):
+        assert result["same"]
+        assert result["same_states"]
+        assert [step for step in range(1, tasks.STEPS) if result["used"][step] != result["used"][step - 1]] == [7, 11]
+    everyone = ["conv", "tall", "wide"]
+    assert root["critical"] == [None] * 4 + [everyone] * 4 + [["conv", "wide"]] * 4 + [everyone] * 2
+    assert all(result["critical"] == [None] * tasks.STEPS for result in others)
+
+
+@pytest.mark.parametrize("accordion", [False, True])
 @pytest.mark.parametrize("stop", [3, 6, 7, 12])
-def test_resumed_is_never_stopped(pool: ProcessPool, stop: int) -> None:
+def test_resumed_is_never_stopped(pool: ProcessPool, stop: int, accordion: bool) -> None:
     """Amid accumulating; with a choice made and not told; just after one; with one more under way."""
-    for result in pool.run("jobs.refresh_tasks:resumed", 2, codec="powersgd", stop=stop):
+    for result in pool.run("jobs.refresh_tasks:resumed", 2, codec="powersgd", stop=stop, accordion=accordion):
         assert result == {"equal": True, "same_plan": True}
 
 
@@ -182,19 +254,55 @@ def minimum_reader(path: Path) -> int:
 
 
 def test_an_artifact_keeps_its_refresh(tmp_path: Path) -> None:
-    plan = tasks.plan_of("powersgd")
+    plan = tasks.plan_of("powersgd", accordion=True)
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))).digest == plan.digest
     path = Artifact(plan).save(tmp_path / "a.safetensors")
     assert Artifact.load(path).plan.refresh == plan.refresh
     still = replace(plan, refresh=None)
     # A reader that knows no refresh would train with the plan as it begins, and never say so.
     Artifact(still).save(tmp_path / "still.safetensors")
-    assert [minimum_reader(tmp_path / f"{name}.safetensors") for name in ("a", "still")] == [3, 2]
+    assert [minimum_reader(tmp_path / f"{name}.safetensors") for name in ("a", "still")] == [5, 2]
     assert still.digest != plan.digest
     assert "refresh" not in still.to_json()
-    for one, reader in ((plan, 3), (still, 2)):
+    for one, reader in ((plan, 5), (still, 2)):
         data = Artifact(one).save(tmp_path / f"{reader}.safetensors").read_bytes()
         assert f'\\"minimum_reader\\":{reader}'.encode() in data
+
+
+@pytest.mark.parametrize(("former", "metric"), [("plain", "l2"), ("squared", "squared-l2")])
+def test_metrics_bear_other_names_in_earlier_files(former: str, metric: str) -> None:
+    """They are read as what they were, and chosen by; nowhere else are the former names metrics."""
+    plan = tasks.plan_of("topk")
+    assert plan.refresh is not None
+    refresh = replace(plan.refresh, metric=metric)
+    assert Refresh.from_json({**refresh.to_json(), "metric": former}) == refresh == Refresh.from_json(refresh.to_json())
+    with pytest.raises(GradlabError, match=f"metric = {former}, expected one of l2, squared-l2"):
+        replace(refresh, metric=former)
+
+
+def test_a_metric_sums_norms_or_their_squares() -> None:
+    """By all plans of a small grid: the choice is the smallest within the reference's error, by either metric."""
+    plan = tasks.plan_of("topk")
+    assert plan.refresh is not None
+    layers = {layer.name: layer for layer in plan.layers}
+    # Of equal norms no layer's squares would weigh more.
+    drawn = {name: grad * scale for (name, grad), scale in zip(tasks.drawn(0, 1).items(), (1, 9, 0.1, 1), strict=True)}
+    candidates = [Candidate("topk", settings) for settings in tasks.GRIDS["topk"]]
+    names = list(plan.refresh.settings)
+    squares = np.array([squared_errors(layers[name], drawn[name], candidates) for name in names])
+    sizes = np.array([[c.build().payload_bytes([layers[name]], 2) for c in candidates] for name in names])
+    for metric, errors in (("l2", np.sqrt(squares)), ("squared-l2", squares)):
+        rows = range(len(names))
+        allowed = [
+            choice
+            for choice in product(range(len(candidates)), repeat=len(names))
+            if errors[rows, choice].sum() <= errors[:, 2].sum()
+        ]
+        least = min(sizes[rows, choice].sum() for choice in allowed)
+        chosen_by = choose(replace(plan, refresh=replace(plan.refresh, metric=metric)), drawn, 2, 4)
+        choice = tuple(chosen_by[name] for name in names)
+        assert choice in allowed
+        assert sizes[rows, choice].sum() == least
 
 
 @pytest.mark.parametrize(
@@ -205,6 +313,7 @@ def test_an_artifact_keeps_its_refresh(tmp_path: Path) -> None:
         ({"delay": 4}, r"delay = 4, expected 0 to 4 - 1 iterations"),
         ({"alpha": 0}, "alpha = 0"),
         ({"metric": "loud"}, "metric = loud"),
+        ({"metric": 3}, "metric = 3"),
         ({"reference": {"conv": 0}}, "one index for each group"),
         ({"reference": {"conv": 9, "wide": 0, "tall": 0}}, "an index among the settings of conv"),
         ({"settings": {"nosuch": [{}]}, "reference": {"nosuch": 0}}, "nosuch is not a compressed group"),
@@ -217,6 +326,39 @@ def test_a_refresh_that_makes_no_sense_is_named(changes: dict[str, Any], message
     assert plan.refresh is not None
     with pytest.raises(GradlabError, match=message):
         replace(plan, refresh=replace(plan.refresh, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"eta": -0.1}, "accordion: eta = -0.1"),
+        ({"eta": True}, "accordion: eta = True"),
+        ({"least_decay": 1.0}, "accordion: least_decay = 1.0, expected a number from 0, below 1"),
+        ({"least": {"conv": 0}}, "accordion's least = .* one index for each group"),
+        ({"most": {"conv": 0, "wide": 4, "tall": 0}}, "accordion's most = .* an index among the settings of wide"),
+    ],
+)
+def test_an_accordion_that_makes_no_sense_is_named(changes: dict[str, Any], message: str) -> None:
+    refresh = tasks.plan_of("topk", accordion=True).refresh
+    assert refresh is not None
+    assert refresh.accordion is not None
+    with pytest.raises(GradlabError, match=message):
+        replace(refresh, accordion=replace(refresh.accordion, **changes))
+    for broken in (None, {}, {**refresh.accordion.to_json(), "least": 3}):
+        with pytest.raises(GradlabError, match="not the Accordion of a refresh"):
+            Refresh.from_json({**refresh.to_json(), "accordion": broken})
+
+
+@pytest.mark.parametrize(
+    "broken", [None, {}, {"norms": {"conv": "1"}}, {"rates": {"nosuch": 1.0}}, {"critical": ["nosuch"]}, {"norms": 3}]
+)
+def test_regimes_of_another_plan_are_refused(broken: Any) -> None:
+    replanner = Replanner(tasks.plan_of("topk", accordion=True), 0, 2, beside=False)
+    state = replanner.state()
+    replanner.load(state)
+    assert replanner.state() == state
+    with pytest.raises(GradlabError, match="Accordion's regimes"):
+        replanner.load({**state, "regimes": {**state["regimes"], **broken} if broken else broken})
 
 
 def test_what_belongs_to_one_setting_is_refused() -> None:

@@ -32,6 +32,13 @@ def test_overflow_in_the_last_bucket_of_one_rank(pool: ProcessPool, codec: str, 
         assert result["has state"] or wrapping in ("none", "two-way")
 
 
+@pytest.mark.parametrize("codec", ["clt_k", "gradiveq", "lgc_ring", "qsgd", "random_k", "topk"])
+def test_an_overflow_takes_its_draws_with_it(pool: ProcessPool, codec: str) -> None:
+    """Draws and leaders follow the iteration's number, skipped ones included: as lockstep's, and as after a resume."""
+    for result in pool.run("jobs.scaler_tasks:draws_after_an_overflow", 2, codec=codec):
+        assert all(result.values()), result
+
+
 @pytest.mark.parametrize(("codec", "wrapping"), spread(EXACT))
 def test_scale_does_not_change_what_is_applied(pool: ProcessPool, codec: str, wrapping: str) -> None:
     """Residuals are kept without the loss scale: powers of two then change no bit."""

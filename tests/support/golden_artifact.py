@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from gradlab.artifact import Artifact
 from gradlab.layout import Layer
 from gradlab.plan import FEEDBACK, Group, Plan, Schedule, Wrap
+from gradlab.plan.accordion import Accordion
 from gradlab.plan.refresh import Refresh
 
 # In the files of formats 1 and 2 this is codec pca.
@@ -21,9 +23,10 @@ def golden(version: int) -> Path:
     return FOLDER / f"artifact-{version}.safetensors"
 
 
-def golden_artifact(version: int = 3) -> Artifact:
+def golden_artifact(version: int = 5) -> Artifact:
     """Three codecs, feedback, a warm-up, a seed and a basis, over four layers; from format 2 on other wrappers too,
-    from format 3 on two groups that are chosen anew."""
+    from format 3 on two groups that are chosen anew, by the metric that format 3 calls plain; in
+    format 5 as Accordion says."""
     around = FEEDBACK
     if version > 1:
         around = (Wrap("momentum_correction", {"momentum": 0.5}), Wrap("sparsity_warmup", {"steps": 8, "stages": 2}))
@@ -42,10 +45,14 @@ def golden_artifact(version: int = 3) -> Artifact:
     mean = torch.arange(48.0).reshape(4, 12) / 64
     learned = {"stem": {"stem.weight/basis": basis, "stem.weight/mean": mean}}
     settings = {"body.weight": [{"rank": 1}, {"rank": 2}], "head": [{"density": 0.125}, {"density": 0.25}]}
-    refresh = Refresh(100, settings, {"body.weight": 1, "head": 0}, delay=7, alpha=1.5, metric="plain")
+    refresh = Refresh(100, settings, {"body.weight": 1, "head": 0}, delay=7, alpha=1.5, metric="l2")
+    if version > 4:
+        refresh = replace(
+            refresh, accordion=Accordion({"body.weight": 1, "head": 1}, {"body.weight": 0, "head": 0}, 0.25)
+        )
     plan = Plan(layers, groups, Schedule(10), seed=5, learned=learned, refresh=refresh if version > 2 else None)
     return Artifact(plan, {"method": "gradiveq", "held_out_error": {"1": 0.125, "10": 0.5}, "steps": [0, 100]})
 
 
 if __name__ == "__main__":
-    golden_artifact().save(golden(3))
+    golden_artifact().save(golden(5))

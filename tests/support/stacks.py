@@ -51,6 +51,10 @@ WRAPPINGS: dict[str, tuple[Wrap, ...]] = {
         Wrap("local_momentum", {"buffer": "int8"}),
         Wrap("error_feedback", {"step_size_ratio": True}),
     ),
+    "weight decay apart over correction": (
+        Wrap("weight_decay", {"rate": 0.01, "form": "apart", "momentum": 0.9, "nesterov": True}),
+        Wrap("momentum_correction", {"nesterov": True}),
+    ),
     "feedback over weight decay": (Wrap("error_feedback"), Wrap("weight_decay")),
     "feedback over local momentum": (Wrap("error_feedback"), Wrap("local_momentum")),
     "rotation under feedback": (Wrap("error_feedback"), Wrap("hadamard", {"block": 64})),

@@ -97,6 +97,39 @@ class DGC:
 
 
 @dataclass
+class DGCSGD:
+    """The optimizer of DGC's published code: lambda x has a momentum of its own, and joins the mean uncompressed."""
+
+    rate: float
+    m: float
+    nesterov: bool
+    buffer: Vector | None = None
+
+    def update(self, x: Vector, mean: Vector) -> Vector:
+        """What the learning rate multiplies (numel,)."""
+        decay = self.rate * x
+        if self.m == 0:
+            return decay + mean
+        self.buffer = decay if self.buffer is None else self.m * self.buffer + decay
+        return (decay + self.m * self.buffer if self.nesterov else self.buffer) + mean
+
+
+@dataclass
+class WeightDecayMomentum:
+    """BytePS's, beside its dist-EF: m is multiplied after lambda x has been added, and both join what was answered."""
+
+    rate: float
+    mu: float
+    momentum: Vector | float = 0.0
+
+    def decompress(self, x: Vector, answer: Vector) -> Vector:
+        """What the learning rate multiplies (numel,)."""
+        cache = x * self.rate
+        self.momentum = (self.momentum + cache) * self.mu
+        return answer + cache + self.momentum
+
+
+@dataclass
 class ServerSimulation:
     """dist-EF-SGD (Algorithm 2) with top-k, shard by shard: workers' residuals (N, numel) and the server's (numel,)."""
 

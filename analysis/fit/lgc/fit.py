@@ -76,8 +76,8 @@ class LgcOptions(LgcRecipe):
         settings: of codec `lgc_ring` or `lgc_server`. Its loss, optimizer, learning_rate and the like are for tuning
             while training.
         fitting: how the autoencoder is learned on the trace; None is `Fitting()`.
-        first, last, momentum, keep, warmup_steps, seed: as for `gradlab.plan.LgcRecipe`, but that warmup_steps is
-            0 by default.
+        first, last, vectors, momentum, keep, warmup_steps, seed: as for `gradlab.plan.LgcRecipe`, but that
+            warmup_steps is 0 by default.
     """
 
     settings: Mapping[str, Any] | None = None

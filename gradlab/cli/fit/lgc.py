@@ -41,6 +41,10 @@ First = Annotated[str | None, typer.Option(metavar="LAYER", help="Stays dense; t
 Last = Annotated[
     str | None, typer.Option(metavar="LAYER", help="Is sent without the autoencoder; the last by default.")
 ]
+Vectors = Annotated[
+    str,
+    typer.Option(help="Biases and normalization vectors: dense; autoencoder: in its group; sparse: as the last layer."),
+]
 Momentum = Annotated[
     float | None, typer.Option(help="Of momentum correction; the optimizer's is then to be 0. Without: none.")
 ]
@@ -61,6 +65,7 @@ def lgc(
     normalise: Normalise = "none",
     first: First = None,
     last: Last = None,
+    vectors: Vectors = "dense",
     momentum: Momentum = None,
     feedback: Feedback = False,
     epochs: Annotated[int, typer.Option(help="Over the recorded iterations, at most.")] = 100,
@@ -105,6 +110,7 @@ def lgc(
         fitting=Fitting(epochs, learning_rate=learning_rate),
         first=first,
         last=last,
+        vectors=vectors,
         momentum=momentum,
         keep="difference" if feedback else "unselected",
         warmup_steps=warmup_steps,

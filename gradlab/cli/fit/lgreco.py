@@ -32,6 +32,12 @@ Setting = Annotated[
     typer.Option("--set", metavar="NAME=VALUE", help="Its setting: rank=4, density=0.01, bits=4; repeatable."),
 ]
 Alpha = Annotated[float, typer.Option(help="The error allowed, in the uniform plan's.")]
+Hold = Annotated[
+    bool,
+    typer.Option(
+        "--hold", help="Where the error allowed does not hold on later iterations, take the largest alpha that does."
+    ),
+]
 Grid = Annotated[
     str,
     typer.Option(help="Settings by layer: paper, D/2 to 2 D (densities D/10 to 10 D), or own, the codec's list."),
@@ -43,7 +49,10 @@ Families = Annotated[
 Samples = Annotated[
     int, typer.Option(help="Iterations that PCA bases are fitted on, ahead of those that errors are measured on.")
 ]
-Metric = Annotated[str, typer.Option(help="squared: errors add up as squares; plain: as norms.")]
+Metric = Annotated[
+    str,
+    typer.Option(help="What errors add up as over layers: l2, their norms, the paper's; squared-l2, their squares."),
+]
 Window = Annotated[
     int | None, typer.Option(help="Steps that gradients are accumulated over; a quarter of the trace by default.")
 ]
@@ -81,6 +90,15 @@ OverTime = Annotated[
 ]
 Refresh = Annotated[int, typer.Option(metavar="N", help="Choose anew after every N iterations of training; 0: never.")]
 
+Accordion = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MOST:LEAST",
+        help="With --refresh, follow Accordion: the error of the more compressed setting is allowed, and that of the "
+        "less compressed one in critical regimes: 2:8 for ranks.",
+    ),
+]
+
 
 def lgreco(
     trace: Folder,
@@ -88,10 +106,11 @@ def lgreco(
     codec: Codec = "powersgd",
     setting: Setting = None,
     alpha: Alpha = 1.0,
+    hold: Hold = False,
     grid: Grid = "paper",
     family: Families = None,
     samples: Samples = 50,
-    metric: Metric = "squared",
+    metric: Metric = "l2",
     window: Window = None,
     start: Start = 0,
     cost: CostName = "payload",
@@ -110,6 +129,7 @@ def lgreco(
     frontier: Frontier = None,
     over_time: OverTime = None,
     refresh: Refresh = 0,
+    accordion: Accordion = None,
     warmup_steps: Warmup = 0,
     seed: Seed = 0,
     average_ranks: AverageRanks = 1,
@@ -119,7 +139,8 @@ def lgreco(
     """L-GreCo: a setting per layer, the smallest plan with no more error than a uniform one.
 
     Errors are those of gradients accumulated over windows of the trace, of all ranks, without feedback; half of the
-    windows are chosen on, the others check the choice. The search proves that no plan is smaller; with --cost step it
+    windows are chosen on, the others check the choice; where the error does not hold on these, the largest alpha whose
+    error does is named, and --hold takes it. The search proves that no plan is smaller; with --cost step it
     proves how much faster another plan could be at most.
 
     Example:
@@ -128,7 +149,11 @@ def lgreco(
 
       gradlab fit lgreco trace --codec topk --set density=0.01 --workers 4 --figure layers.svg --out topk.safetensors
 
+      gradlab fit lgreco trace --codec qsgd --set bits=4 --hold --out qsgd.safetensors
+
       gradlab fit lgreco trace --codec powersgd --set rank=4 --family all --cost wire --nodes 8 --out hybrid.safetensors
+
+      gradlab fit lgreco trace --codec powersgd --set rank=4 --refresh 400 --accordion 2:8 --out accordion.safetensors
 
       gradlab fit lgreco trace --codec powersgd --set rank=4 --cost step --compute-seconds 0.36s --bandwidth 200mbit
       --out fast.safetensors
@@ -147,10 +172,10 @@ def lgreco(
         candidates, first = candidates_of_grid(
             opened, codec, reference, grid=grid, families=family or (), start=start, samples=samples, progress=progress
         )
-        options = LgrecoOptions(candidates, alpha=alpha, metric=metric, window=window, start=first)
+        options = LgrecoOptions(candidates, alpha=alpha, hold=hold, metric=metric, window=window, start=first)
         options = replace(options, cost=small, step=step, weights=_weights(weights, opened.model_layers, bucket_cap_mb))
         options = replace(options, world_size=ranks, warmup_steps=warmup_steps, refresh_every=refresh, seed=seed)
-        options = replace(options, workers=workers, cluster=dask)
+        options = replace(options, accordion=_between(accordion), workers=workers, cluster=dask)
         fit = fit_lgreco(opened, codec, reference, options, progress=progress)
         windows = None if over_time is None else _plans_by_window(opened, fit.problem, options, bucket_cap_mb)
     fit.artifact().save(out, overwrite)
@@ -158,6 +183,17 @@ def lgreco(
     print_fit(
         fit.provenance.to_json(), as_json, partial(print_layer_plan, fit.provenance), out, figure, frontier, over_time
     )
+
+
+def _between(text: str | None) -> tuple[float, float] | None:
+    """Read MOST:LEAST."""
+    if text is None:
+        return None
+    most, _, least = text.partition(":")
+    try:
+        return float(most), float(least)
+    except ValueError:
+        raise GradlabError(f"accordion {text[:80]!r}, expected two values, as 2:8") from None
 
 
 def _require_free(out: Path, figures: Sequence[Path | None], overwrite: bool) -> None:

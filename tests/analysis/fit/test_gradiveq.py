@@ -13,16 +13,20 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from gradlab.analysis.fit.gradiveq import fit_gradiveq
+from gradlab.analysis.fit.gradiveq import PAPER, fit_gradiveq
+from gradlab.analysis.replay import replay
 from gradlab.artifact import Artifact
 from gradlab.codec import Context, Tensors, exchange_group
 from gradlab.codecs.gradiveq import COMPRESSING, DENSE, SAMPLING, GradiVeQ
+from gradlab.codecs.qsgd import QSGD
 from gradlab.codecs.topk import TopK
 from gradlab.collectives import run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, flatten
 from gradlab.learning.slice_pca import fitted_slices, shared_dimensions
 from gradlab.plan import Plan
+from gradlab.plan.plan import FINITE_FLAG_BYTES
+from gradlab.plan.spread import spread_refits
 from gradlab.wrappers.error_feedback import ErrorFeedback
 from support.laws import law
 from support.recorded import BIAS, CONVOLUTION, LINEAR, random_gradients, record
@@ -336,6 +340,71 @@ def test_fits_that_cannot_be(tmp_path: Path, arguments: dict[str, object], words
         pytest.raises(GradlabError, match=words),
     ):
         fit_gradiveq(trace, **{"samples": 8, **arguments})
+
+
+# --- the paper's cycle -----------------------------------------------------------------------------------------------
+
+
+def test_a_paper_fit_samples_and_fits_again_in_the_run(tmp_path: Path) -> None:
+    """The signal's subspace turns as the second sampling begins: its bases hold the new one, kept ones would not."""
+    (before, generator), (after, _) = planted(3, 0), planted(3, 1)
+    recorded = [
+        [{"w": sample(basis, 0.01, generator).float().numpy()} for _ in range(2)]
+        for basis in [before] * 25 + [after] * 25
+    ]
+    shared = {"slice_size": SIZE, "sample_steps": 10, "compressed_steps": 15}
+    with record(tmp_path / "t", recorded, [LAYER]) as trace:
+        fit = fit_gradiveq(trace, samples=10, settings=replace(PAPER, **shared))
+        steps = replay(trace, fit.plan).steps
+        kept = fit_gradiveq(trace, samples=10, settings=replace(PAPER, **shared | {"compressed_steps": 0}))
+        stale = replay(trace, kept.plan).steps
+    payloads = [step.payload_bytes_mean for step in steps]
+    quantized = QSGD(QSGD.Settings(4)).payload_bytes([LAYER], 2) + FINITE_FLAG_BYTES
+    assert payloads[:10] == [4 * LAYER.numel] * 10
+    assert payloads[10:25] == [fit.measured.payload_bytes] * 15
+    assert payloads[25:34] == [quantized] * 9
+    assert payloads[34] == quantized + 40  # digests of the new bases
+    assert len(set(payloads[35:])) == 1
+    errors = [step.aggregate_error for step in steps]
+    assert max(errors[10:25]) < 0.1
+    assert max(errors[35:]) < 0.3 < 0.9 < min(step.aggregate_error for step in stale[35:])
+    compressed, sampled = fit.measured.payload_bytes, quantized
+    # A cycle's mean, but for the digests of its last sample.
+    assert fit.measured.mean_payload_bytes == pytest.approx((15 * compressed + 10 * sampled) / 25)
+    assert fit.measured.mean_saving.ratio < fit.measured.saving.ratio
+
+
+def test_the_papers_constants() -> None:
+    assert (PAPER.sample_steps, PAPER.compressed_steps, PAPER.loss_threshold, PAPER.sample_bits) == (100, 400, 0.01, 4)
+    assert (PAPER.refresh, PAPER.complement, PAPER.reuse, PAPER.own_dimensions) == ("sample", 0, None, True)
+
+
+def test_refits_are_spread_over_iterations(tmp_path: Path) -> None:
+    """A layer is fitted per iteration: groups sample and fit one iteration after another, and a replay shows it."""
+    layers = (CONVOLUTION, Layer("second.weight", (4, 4, 3, 3), "convolution"), LINEAR)
+    settings = GradiVeQ.Settings(slice_size=8, compressed_steps=6, sample_steps=4, sample_bits=0, ratio=4.0)
+    with record(tmp_path / "t", random_gradients(1, 30, 2, layers), layers) as trace:
+        plans = [fit_gradiveq(trace, samples=4, settings=settings, spread_refits=on).plan for on in (False, True)]
+        assert [group.settings["delay"] for group in plans[0].groups] == [0, 0, 0]
+        assert [group.settings["delay"] for group in plans[1].groups] == [0, 1, 2]
+        fits = []
+        for plan in plans:
+            sent = {group.name: [] for group in plan.groups}
+            for step in replay(trace, plan).steps:
+                for name, cost in step.costs.items():
+                    sent[name].append(cost.payload_bytes)
+            # Digests of new bases travel in the iteration of a fit, the one after which a group compresses again.
+            fits.append([_second_drop(values) for values in sent.values()])
+    assert fits[0] == [fits[0][0]] * 3
+    assert fits[1] == [fits[0][0] + delay for delay in range(3)]
+    wide = [Layer(name, (20, 20), "linear") for name in "abcd"]
+    again = spread_refits(Plan.uniform(wide, "gradiveq", compressed_steps=1, sample_steps=2))
+    assert [group.settings["delay"] for group in again.groups] == [0, 1, 2, 0]  # as many as a cycle has
+
+
+def _second_drop(values: list[float]) -> int:
+    """The position at which a group compresses for the second time: its bytes fall from a sample's to codes'."""
+    return next(at for at in range(1, len(values)) if values[at] == values[0] and values[at - 1] > values[0])
 
 
 # --- offline to online ----------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from matplotlib.figure import Figure
 from gradlab.analysis.figures.data import figure_data
 from gradlab.analysis.forecast import Network
 from gradlab.analysis.forecast.link import Link, spell_rate
-from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile
-from gradlab.analysis.forecast.speed import LEAST_COSINE, USUAL, SpeedForecast, forecast_speed, usual_plans
+from gradlab.analysis.forecast.profile import NOT_MEASURED, CodecTime, Profile
+from gradlab.analysis.forecast.speed import USUAL, SpeedForecast, forecast_speed, usual_plans
+from gradlab.analysis.replay import replay
 from gradlab.analysis.report.examine import examine, replay_start
 from gradlab.analysis.report.page import inline_svg
 from gradlab.analysis.report.sections import trace_sections
@@ -35,64 +37,84 @@ COMPUTING = Profile(0.01, "as given")
 
 
 class Replayed:
-    """What `forecast_speed` asks of a replay."""
+    """What `forecast_speed` asks of a replay whose codecs were not timed."""
 
-    def __init__(self, cosine: float | None) -> None:
-        self.cosine = cosine
+    codec_seconds = None
+
+    def __init__(self, cosine: float | None, length: int = 1, memory: bool = False, caution: str | None = None) -> None:
+        self.judged_cosine, self.judged_length, self.memory, self.caution = cosine, length, memory, caution
 
     def summary(self) -> Replayed:
         return self
 
 
-def forecast_topk(cosine: float | None, nodes: tuple[int, ...] = (8,), profile: Profile = COMPUTING) -> SpeedForecast:
+def forecast_topk(
+    cosine: float | None,
+    nodes: tuple[int, ...] = (8,),
+    profile: Profile = COMPUTING,
+    **judged: Any,
+) -> SpeedForecast:
     plans = {"top-k 1 %": Plan.uniform(LAYERS, "topk", density=0.01)}
-    return forecast_speed(plans, {"top-k 1 %": Replayed(cosine)}, Network([SLOW, FAST], nodes, profile))  # type: ignore[dict-item]
+    replayed = {"top-k 1 %": Replayed(cosine, **judged)}
+    return forecast_speed(plans, replayed, Network([SLOW, FAST], nodes, profile))  # type: ignore[arg-type]
 
 
-def test_the_verdict_names_where_a_plan_pays_and_where_not_to_compress() -> None:
+def test_the_verdict_names_where_a_plan_saves_time_and_where_none_does() -> None:
     forecast = forecast_topk(0.9)
     verdict = forecast.verdict
-    assert verdict.startswith("At 1 Mbit/s between 8 nodes, top-k 1 % saves ")
-    assert "cosine with the true mean is 0.90 as replayed" in verdict
-    assert "; at 1 Tbit/s between 8 nodes do not compress" in verdict
+    assert verdict.startswith("At 1 Mbit/s between 8 nodes, top-k 1 % is the fastest and saves ")
+    assert "its update has a cosine of 0.90 with the true mean as replayed" in verdict
+    assert "; at 1 Tbit/s between 8 nodes do not compress: no plan saves more than 5 % of a step" in verdict
     slow, fast = forecast.configurations
     assert slow.pays
     assert not fast.pays
-    assert slow.saved == pytest.approx(1 - slow.best_seconds / slow.dense_seconds)
-    assert " in plain 16-bit reduction; its update's" in verdict
+    assert (fast.fastest, fast.fastest_saves) == (None, 0.0)
+    assert slow.fastest_saves == pytest.approx(1 - slow.seconds["top-k 1 %"] / slow.dense_seconds)
+    assert f"saves {100 * slow.half_saves:.0f} %" in verdict
+    assert slow.half_saves == pytest.approx(1 - slow.half_seconds / slow.dense_seconds)
 
 
 def test_the_verdict_says_where_plain_16_bit_reduction_is_as_fast() -> None:
     plans = {"16-bit floats": Plan.uniform(LAYERS, "cast")}
     forecast = forecast_speed(plans, {"16-bit floats": Replayed(1.0)}, Network([SLOW], (2,), COMPUTING))  # type: ignore[dict-item]
-    assert forecast.configurations[0].no_faster_than_16_bits
-    assert " in plain 16-bit reduction, which is about as fast or faster; its update's" in forecast.verdict
+    assert forecast.configurations[0].no_faster_than_16_bits("16-bit floats")
+    assert "plain 16-bit reduction, which loses next to nothing, saves" in forecast.verdict
+    assert forecast.verdict.endswith(", which is about as fast or faster.")
 
 
-@pytest.mark.parametrize(("fastest", "slower", "named"), [(0.7, 0.96, True), (0.7, 0.94, False), (0.96, 0.97, False)])
-def test_a_plan_that_keeps_close_to_the_mean_is_named_beside_a_faster_one(
-    fastest: float, slower: float, named: bool
-) -> None:
+@pytest.mark.parametrize("memory", [False, True])
+@pytest.mark.parametrize("cosine", [-0.2, 0.1, 0.49, 0.51, 0.94, 0.96])
+def test_no_cosine_alone_forbids_compression(cosine: float, memory: bool) -> None:
+    """The fastest plan is named with its range, whatever its cosine."""
+    forecast = forecast_topk(cosine, memory=memory, length=4 if memory else 1)
+    slow = forecast.configurations[0]
+    ended = forecast.judged["top-k 1 %"].ended
+    assert slow.fastest == "top-k 1 %"
+    assert (slow.closest == "top-k 1 %") == ended.within_noise
+    assert f"{ended.methods} methods nearest to that in our trainings ended {ended.text} in loss" in forecast.verdict
+    assert ("summed over 4 steps" in forecast.verdict) == memory
+
+
+def test_a_plan_whose_like_trained_as_dense_is_named_beside_a_faster_one() -> None:
     plans = {"top-k 1 %": Plan.uniform(LAYERS, "topk", density=0.01), "int8": Plan.uniform(LAYERS, "block_scaled")}
-    cosines = {"top-k 1 %": Replayed(fastest), "int8": Replayed(slower)}
-    forecast = forecast_speed(plans, cosines, Network([SLOW], (2,), COMPUTING))  # type: ignore[arg-type]
+    replayed = {"top-k 1 %": Replayed(0.1, 4, memory=True), "int8": Replayed(0.9999)}
+    forecast = forecast_speed(plans, replayed, Network([SLOW], (2,), COMPUTING))  # type: ignore[arg-type]
     (slow,) = forecast.configurations
-    assert slow.best == "top-k 1 %"
-    assert slow.closest == ("int8" if named else "top-k 1 %" if fastest > 0.95 else None)
-    assert (", and int8 " in forecast.verdict) == named
-    assert slow.closest is None or slow.closest_saves == pytest.approx(
-        1 - slow.seconds[slow.closest] / slow.dense_seconds
-    )
+    assert (slow.fastest, slow.closest) == ("top-k 1 %", "int8")
+    assert f"; int8 saves {100 * slow.closest_saves:.0f} %, and its update has a cosine of 1.00" in forecast.verdict
+    assert slow.closest_saves == pytest.approx(1 - slow.seconds["int8"] / slow.dense_seconds)
 
 
-@pytest.mark.parametrize("cosine", [LEAST_COSINE - 0.01, None])
-def test_a_plan_that_loses_the_direction_is_not_proposed(cosine: float | None) -> None:
-    forecast = forecast_topk(cosine)
-    assert [item.best for item in forecast.configurations] == [None, None]
-    verdict = forecast.verdict
-    assert verdict.startswith("At 1 Mbit/s and 1 Tbit/s between 8 nodes do not compress")
-    assert "top-k 1 % would save " in verdict
-    assert ("cosine of 0.49)" if cosine else "cosine of unknown)") in verdict
+def test_a_plan_that_was_not_replayed_is_named_as_unknown() -> None:
+    forecast = forecast_topk(None)
+    assert forecast.judged["top-k 1 %"].ended is None
+    assert "what its update keeps is not known" in forecast.verdict
+    assert forecast.configurations[0].closest is None
+
+
+def test_the_verdict_names_what_limits_the_recording_once() -> None:
+    verdict = forecast_topk(0.9, caution="only 8 steps are judged").verdict
+    assert verdict.endswith(" Mind the recording: only 8 steps are judged.")
 
 
 def test_without_computing_time_nothing_is_promised() -> None:
@@ -122,6 +144,27 @@ def test_usual_plans_are_one_of_each_kind_that_fits() -> None:
     assert set(usual_plans((Layer("bias", (3,), "bias"),))) <= set(USUAL)
 
 
+def test_a_reports_forecasts_have_the_codec_times_of_its_replays(tmp_path: Path) -> None:
+    """Replays and forecasts once had times of their own, of other tensors, threads and moments."""
+    with record(tmp_path / "t", random_gradients(0, 6, 2, LAYERS), LAYERS) as trace:
+        plans = usual_plans(trace.layers)
+        replays = {name: replay(trace, plan) for name, plan in plans.items()}
+    speed = forecast_speed(plans, replays, Network([SLOW], [2], COMPUTING))
+    for name, plan in plans.items():
+        groups = {group.name for group in plan.compressed_groups}
+        job = speed.forecasts[name].nodes[0].job
+        exchanges = [exchange for bucket in job.buckets for exchange in bucket.exchanges if exchange.name in groups]
+        codec = replays[name].summary().codec_seconds
+        assert codec is not None
+        assert sum(exchange.codec_seconds for exchange in exchanges) == pytest.approx(codec)
+        assert any(
+            "median of the replay's 6 compressed steps on 2 ranks" in line for line in speed.forecasts[name].remarks
+        )
+    measured = Profile(0.01, "as given", CodecTime(0.5, 2, True, "a run"))
+    of_a_run = forecast_speed(plans, replays, Network([SLOW], [2], measured))
+    assert all("(a run)" in forecast.remarks[0] for forecast in of_a_run.forecasts.values())
+
+
 def test_everything_of_a_small_trace(tmp_path: Path) -> None:
     """One page per question, the verdict first, a page per layer; every figure as data; a few hundred kilobytes."""
     metadata = {"batch_size": 16, "after_addition": ["body.weight"]}
@@ -134,13 +177,18 @@ def test_everything_of_a_small_trace(tmp_path: Path) -> None:
     assert set(data["replays"]) == set(USUAL)
     assert data["verdict"].startswith("At 1 Mbit/s between 2 nodes")
     assert data["payoff"]["places"][0].keys() == {
-        "nodes", "bits_per_second", "dense_seconds", "dense_way", "half_seconds", "seconds", "best", "best_seconds",
-        "saved", "pays",
-        "closest", "closest_saves", "fastest", "fastest_saves",
+        "nodes", "bits_per_second", "dense_seconds", "dense_way", "half_seconds", "seconds", "fastest",
+        "fastest_saves", "closest", "closest_saves",
     }  # fmt: skip
     assert [layer["place"] for layer in data["between_nodes"]["layers"]] == [
         ["first"], ["after a residual addition"], ["last"],
     ]  # fmt: skip
+    # In report.json as in memory.
+    assert data["payoff"] == json.loads(json.dumps(plain(examination.speed)))
+    judged, summary = data["payoff"]["judged"]["PowerSGD rank 4"], data["replays"]["PowerSGD rank 4"]["summary"]
+    assert (judged["cosine"], judged["length"], judged["memory"]) == (summary["judged_cosine"], 4, True)
+    assert judged["ended"]["low"] <= judged["ended"]["middle"] <= judged["ended"]["high"]
+    assert data["verdict"].count("its steps are of the beginning of training (iterations 0 to 11)") == 1
     assert data["noise_scale"]["batch_size"] == 16
     assert {row["plan"] for row in data["limits"]["plans"]} >= {"int8", "PowerSGD rank 4"}
     anchors = ["payoff", "replays", "between", "noise", "limits", "within", "layers", "layer-0", "layer-1", "layer-2"]

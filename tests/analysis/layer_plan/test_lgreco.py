@@ -18,6 +18,7 @@ from gradlab.analysis.forecast import Network, forecast
 from gradlab.analysis.forecast.dry_run import DryRuns
 from gradlab.analysis.forecast.link import Link
 from gradlab.analysis.forecast.profile import CodecTime, Profile
+from gradlab.analysis.intervals import rank_correlation
 from gradlab.analysis.layer_plan.bucket_time import (
     BucketTimes,
     bucket_of_layers,
@@ -121,7 +122,7 @@ def test_the_plan_is_smaller_at_the_same_error(trace: Trace, fitted: LgrecoFit) 
     assert provenance.gain > 1.1
     assert provenance.gap == 0
     assert provenance.size == fitted.allocation.size == fitted.allocation.bound
-    errors = fitted.problem.errors("squared", slice(0, 2))
+    errors = fitted.problem.errors("l2", slice(0, 2))
     assert total(errors, fitted.allocation.choice) <= provenance.budget == pytest.approx(1.0)
     uniform_plan = Plan.uniform(LAYERS, "powersgd", warmup_steps=5, seed=3, rank=4)
     assert [g.name for g in fitted.plan.groups] == [g.name for g in uniform_plan.groups]
@@ -145,15 +146,16 @@ def test_half_of_the_windows_are_held_out(trace: Trace, fitted: LgrecoFit) -> No
     assert provenance.windows_chosen_on == 2
     table = fitted.problem.table
     for which, choice in (("plan", fitted.allocation.choice), ("uniform", fitted.problem.reference)):
-        assert getattr(provenance.relative_error, which).chosen_on == table.relative_error(choice, slice(0, 2))
-        assert getattr(provenance.relative_error, which).held_out == table.relative_error(choice, slice(2, 4))
+        errors = getattr(provenance.relative_error, which)
+        assert errors.chosen_on == table.relative_error(choice, "l2", slice(0, 2))
+        assert errors.held_out == table.relative_error(choice, "l2", slice(2, 4))
     alone = fit_lgreco(trace, "powersgd", {"rank": 4}, window=20).provenance
     assert len(alone.windows) == 1
     assert alone.relative_error.plan.held_out is None
 
 
 @pytest.mark.parametrize(("codec", "reference"), [("topk", {"density": 0.05}), ("qsgd", {"bits": 4})])
-@pytest.mark.parametrize("metric", ["squared", "plain"])
+@pytest.mark.parametrize("metric", ["squared-l2", "l2"])
 def test_other_families_and_metrics(trace: Trace, codec: str, reference: dict, metric: str) -> None:
     fit = fit_lgreco(trace, codec, reference, metric=metric)
     errors = fit.problem.errors(metric, slice(0, 2))
@@ -165,10 +167,10 @@ def test_other_families_and_metrics(trace: Trace, codec: str, reference: dict, m
 
 def test_a_budget_may_be_given_and_is_refused_where_no_plan_meets_it(trace: Trace) -> None:
     table = fit_lgreco(trace, "powersgd", {"rank": 4}).problem.table
-    least = sum(row.min() for row in table.errors("squared", slice(0, 2)))
+    least = sum(row.min() for row in table.errors("l2", slice(0, 2)))
     fit = fit_lgreco(trace, "powersgd", {"rank": 4}, budget=2 * least)
     assert fit.provenance.alpha is None
-    assert total(table.errors("squared", slice(0, 2)), fit.allocation.choice) <= 2 * least
+    assert total(table.errors("l2", slice(0, 2)), fit.allocation.choice) <= 2 * least
     with pytest.raises(GradlabError, match="the smallest reachable is"):
         fit_lgreco(trace, "powersgd", {"rank": 4}, budget=least / 2)
     with pytest.raises(GradlabError, match="powersgd would compress nothing"):
@@ -197,7 +199,7 @@ def test_a_plan_may_be_chosen_anew_while_training(trace: Trace) -> None:
     fit = fit_lgreco(trace, "topk", {"density": 0.05}, refresh_every=8)
     refresh = fit.plan.refresh
     assert refresh is not None
-    assert (refresh.every, refresh.delay, refresh.alpha, refresh.metric) == (8, 1, 1.0, "squared")
+    assert (refresh.every, refresh.delay, refresh.alpha, refresh.metric) == (8, 1, 1.0, "l2")
     assert refresh.settings["deep.weight"][refresh.reference["deep.weight"]] == {"density": 0.05}
     replayed = replay(trace, fit.plan)
     assert "chosen anew every 8 iterations" in replayed.remarks[0]
@@ -206,6 +208,30 @@ def test_a_plan_may_be_chosen_anew_while_training(trace: Trace) -> None:
     assert payload[9] != payload[8]
     with pytest.raises(GradlabError, match="by payload, not by wire"):
         fit_lgreco(trace, "topk", {"density": 0.05}, refresh_every=8, cost=Cost("wire"))
+    followed = fit_lgreco(trace, "topk", {"density": 0.05}, refresh_every=8, accordion=(0.01, 0.2))
+    accordion = followed.plan.refresh.accordion  # type: ignore[union-attr]
+    assert accordion is not None
+    deep = refresh.settings["deep.weight"]
+    densities = [deep[indices["deep.weight"]]["density"] for indices in (accordion.most, accordion.least)]
+    assert densities == [0.01, 0.2]
+    replayed = replay(trace, followed.plan)
+    assert "within Accordion's error" in replayed.remarks[0]
+    least = Plan.uniform(LAYERS, "topk", density=0.2).payload_bytes(RANKS)
+    most = Plan.uniform(LAYERS, "topk", density=0.01).payload_bytes(RANKS)
+    first, second = ({step.payload_bytes_mean for step in replayed.compressed[a:b]} for a, b in ((10, 17), (18, 24)))
+    # Every layer is critical in the first window, none in the second: no larger than what Accordion itself would take.
+    assert most < max(first) <= least
+    assert max(second) <= most
+    for options, message in (
+        ({"accordion": (0.01, 0.2)}, "needs a refresh"),
+        ({"refresh_every": 8, "accordion": (0.2, 0.01)}, "accordion 0.2:0.01, expected the more compressed"),
+        (
+            {"refresh_every": 8, "accordion": (0.0123, 0.2)},
+            "density = 0.0123, expected one of layer stem.weight's: 0.005",
+        ),
+    ):
+        with pytest.raises(GradlabError, match=message):
+            fit_lgreco(trace, "topk", {"density": 0.05}, **options)
     several = family_candidates(trace, ["top-k", "QSGD"])
     with pytest.raises(GradlabError, match="among one codec's settings, not among identity, powersgd, qsgd, topk"):
         fit_lgreco(trace, "powersgd", {"rank": 4}, candidates=several, refresh_every=8)
@@ -223,7 +249,7 @@ def test_a_hybrid_plan_is_no_larger_than_any_family_alone(trace: Trace, tmp_path
     }
     for cost in (Cost("payload"), Cost("wire")):
         mixed = fit_lgreco(trace, "powersgd", reference, candidates=candidates, start=6, cost=cost)
-        unit = mixed.problem.table.by_window(mixed.problem.reference)
+        unit = mixed.problem.table.by_window(mixed.problem.reference, "l2")
         for family in FAMILIES:
             rows = of_family(candidates, family)
             kept = [
@@ -232,7 +258,7 @@ def test_a_hybrid_plan_is_no_larger_than_any_family_alone(trace: Trace, tmp_path
                 else [place for place, c in enumerate(t.candidates) if c in rows[t.layer.name]]
                 for t in mixed.problem.table.layers
             ]
-            errors = [row[k] for row, k in zip(mixed.problem.errors("squared", slice(0, 2)), kept, strict=True)]
+            errors = [row[k] for row, k in zip(mixed.problem.errors("l2", slice(0, 2)), kept, strict=True)]
             costs = [row[k] for row, k in zip(mixed.problem.costs, kept, strict=True)]
             alone = allocate(errors, costs, mixed.provenance.budget)  # dense is among them: every budget is met
             assert mixed.allocation.size <= alone.size
@@ -304,7 +330,7 @@ def test_weights_move_bytes_between_buckets(trace: Trace) -> None:
     for weights in (linear_priority(LAYERS, 0.003), steep):
         moved = fit_lgreco(trace, "powersgd", {"rank": 4}, weights=weights)
         assert spent(moved, weights) <= spent(plain, weights)
-        assert total(moved.problem.errors("squared", slice(0, 2)), moved.allocation.choice) <= 1 + 1e-9
+        assert total(moved.problem.errors("l2", slice(0, 2)), moved.allocation.choice) <= 1 + 1e-9
         assert moved.provenance.size >= plain.provenance.size
     by_bucket = [
         bytes_by_bucket(names, [row[c] for row, c in zip(f.problem.costs, f.allocation.choice, strict=True)], numbers)
@@ -360,7 +386,7 @@ def test_the_fastest_plan_and_its_bound(trace: Trace) -> None:
         step, problem = fit.provenance.step, fit.problem
         assert step is not None
         assert step.seconds == fit.provenance.size == min(step.by_objective.values()) <= step.uniform
-        errors, budget = problem.errors("squared", slice(0, 2)), fit.provenance.budget
+        errors, budget = problem.errors("l2", slice(0, 2)), fit.provenance.budget
         assert total(errors, fit.allocation.choice) <= budget * (1 + 1e-9)
         base = Plan.uniform(trace.layers, "powersgd", group_bytes=0, rank=4)
         times = StepTimes(partial(plan_of, base, problem.table), DryRuns(base, 4), network)
@@ -505,13 +531,13 @@ def test_accordion_sees_critical_regimes() -> None:
     """Fast change of norm, or a fallen learning rate; eta = 0.5 is met by a halved norm and not by 0.51 of it."""
     norms = np.array([[1.0, 1.0], [0.5, 0.51], [0.5, 0.5], [0.5, 0.5], [0.0, 0.5], [0.0, 0.9]])
     rates = np.array([0.1, 0.1, 0.1, 0.05, 0.05, 0.05])
-    critical = accordion(norms, rates)
+    critical = accordion(norms, rates, least_decay=0.0)
     expected = [[True, True], [True, False], [False, False], [True, True], [True, False], [False, True]]
     assert critical.tolist() == expected
     assert not accordion(norms[1:3], np.array([math.nan, math.nan]))[1:].any()
     steady, falling = np.ones((3, 2)), np.array([0.1, 0.08, 0.04])
-    assert accordion(steady, falling).all()
-    assert accordion(steady, falling, least_decay=0.3).tolist() == [[True, True], [False, False], [True, True]]
+    assert accordion(steady, falling, least_decay=0.0).all()
+    assert accordion(steady, falling).tolist() == [[True, True], [False, False], [True, True]]
 
 
 # --- sensitivity ------------------------------------------------------------------------------------------------------
@@ -544,6 +570,7 @@ def test_losses_differ_where_a_layer_is_compressed() -> None:
     errors = [np.array(squared_errors(x, goals[x.name], settings)) for x in LAYERS if x.name in candidates]
     measured = correlations(errors, list(sensitivity.differences.values()))
     assert measured["spearman"] == pytest.approx([1.0, 1.0])
+    assert measured["spearman_intervals"] == [rank_correlation(range(len(errors)), range(len(errors))).interval] * 2
     assert min(measured["pearson"]) > 0.9
     with pytest.raises(GradlabError, match="no layer 'nosuch'"):
         loss_sensitivity(run, LAYERS, {"nosuch": settings})
@@ -598,6 +625,9 @@ def test_the_command_fits_draws_and_prints(gradlab: Command, trace: Trace, tmp_p
         (["--cost", "tears"], "cost 'tears'"),
         (["--set", "rank=x"], "rank"),
         (["--window", 1000], "window = 1000"),
+        (["--accordion", "2:8"], "needs a refresh"),
+        (["--accordion", "two"], "accordion 'two', expected two values, as 2:8"),
+        (["--hold", "--window", 20], "hold: the trace is one window"),
         (["--out", out], "exists already"),
         (["--weights", "heavy"], "weights 'heavy'"),
         (["--weights", bad_times], "expected JSON of bucket times"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from gradlab.analysis.figures.information import plot_information_of_nodes
+from gradlab.analysis.figures.style import drawing
 from gradlab.analysis.measure.agreement import index_overlap
 from gradlab.analysis.measure.between_ranks import (
     CORRECTED,
@@ -43,7 +46,9 @@ from gradlab.analysis.measure.noise_scale import (
 from gradlab.analysis.measure.rate_distortion import rate_at
 from gradlab.analysis.measure.spectrum import measure_spectrum
 from gradlab.analysis.replay import replay
+from gradlab.analysis.report.sections import _between_nodes
 from gradlab.errors import GradlabError
+from gradlab.jsonable import plain
 from gradlab.layout import Layer, flatten
 from gradlab.plan import Plan
 from gradlab.plan.layer_errors import Candidate
@@ -52,6 +57,7 @@ from support.recorded import random_gradients, record, record_layer
 
 LAYER = Layer("conv.weight", (32, 16, 3, 3), "convolution")
 QUICK = BetweenRanks(iterations=6, pairs=2, values=2048)
+WITH_INTERVALS = replace(QUICK, iterations=30, pairs=1)
 
 
 def planted(signal: float, *, nodes: int = 3, steps: int = 24, scales: bool = False, seed: int = 0) -> np.ndarray:
@@ -71,7 +77,7 @@ def measured(tmp_path: Path, values: np.ndarray, settings: BetweenRanks = QUICK)
 
 
 def test_common_signal_is_found_by_all_and_exceeds_the_shifted_null(tmp_path: Path) -> None:
-    result = measured(tmp_path, planted(0.6))
+    result = measured(tmp_path, planted(0.6, steps=40), WITH_INTERVALS)
     true = float(gaussian_information(0.6))
     for method in CORRECTED:
         excess = result.estimators[method].excess
@@ -88,13 +94,35 @@ def test_common_signal_is_found_by_all_and_exceeds_the_shifted_null(tmp_path: Pa
 
 def test_common_scales_alone_are_no_excess(tmp_path: Path) -> None:
     """Estimators see dependence that ranks have by having the same parameters; the shifted null has it too."""
-    result = measured(tmp_path, planted(0.0, scales=True))
+    result = measured(tmp_path, planted(0.0, steps=40, scales=True), WITH_INTERVALS)
     for method in ("equal_mass", "ksg"):
         estimate = result.estimators[method]
         assert np.mean(estimate.paired) > 0.1
         assert estimate.excess.bits == pytest.approx(0.0, abs=0.03)
         assert estimate.excess.low <= 0.0 <= estimate.excess.high
     assert abs(result.mean_cosine.mean) < 0.05
+
+
+def test_a_drift_and_a_missing_interval_are_said_in_the_report(tmp_path: Path) -> None:
+    """Ranks agree more and more: the mean over iterations has no interval, and the section names both."""
+    share = np.linspace(0.1, 0.9, 40)[:, None, None]
+    generator = np.random.default_rng(0)
+    common, own = generator.standard_normal((40, 1, LAYER.numel)), generator.standard_normal((40, 2, LAYER.numel))
+    values = (np.sqrt(share) * common + np.sqrt(1 - share) * own).astype(np.float32)
+    with record_layer(tmp_path / "t", values, LAYER) as trace:
+        result = measure_between_ranks(trace, WITH_INTERVALS)
+    cosine = result.layers[0].mean_cosine
+    assert (cosine.low, cosine.high) == (None, None)
+    assert cosine.drift == pytest.approx((0.1, 0.7), abs=0.05)  # the last ten are the shifted null's
+    section = _between_nodes({"between_nodes": plain(result)})
+    assert section is not None
+    assert "Layers without an interval: 1, such as conv.weight: neighbours' autocorrelation is" in section.answer
+    assert "It drifts over the iterations in 1 of 1 layers (conv.weight first)" in section.answer
+    rows = {row[1]: row[2] for row in section.tables[1].rows}
+    assert set(rows) == {"excess: copula", "excess: equal masses", "excess: nearest neighbours", "cosine"}
+    assert rows["cosine"].startswith(f"no interval: {cosine.refused}; drifts from 0.1")
+    assert section.tables[0].rows[0][5].endswith(" [no interval]")
+    section.drawings[0].draw()
 
 
 def test_the_papers_histogram_cannot_tell_them_apart(tmp_path: Path) -> None:
@@ -114,6 +142,25 @@ def test_processes_find_what_one_finds_and_json_is_plain(tmp_path: Path) -> None
     json.dumps(alone, allow_nan=False)
     assert alone["skipped_layers"] == ["head.bias"]
     assert [row["place"] for row in alone["layers"]] == [[FIRST], [LAST]]
+
+
+def test_nodes_beside_each_other_are_drawn_as_measured(tmp_path: Path) -> None:
+    """A column for each number of nodes: the histogram's entropy and information, the copula's pair and null."""
+    between = {}
+    for nodes in (2, 4):
+        with record_layer(tmp_path / f"{nodes}", planted(0.6, nodes=nodes), LAYER) as trace:
+            between[f"{nodes} nodes"] = measure_between_ranks(trace, QUICK).to_json()
+    with drawing():
+        figure = plot_information_of_nodes(between, "what it was drawn with")
+    above, below = figure.axes[:2], figure.axes[2:]
+    assert [axis.get_title("left") for axis in above] == list(between)
+    for column, (high, low) in enumerate(zip(above, below, strict=True)):
+        [layer] = between[f"{2 + 2 * column} nodes"]["layers"]
+        histogram, copula = layer["histograms"][str(PAPER_BINS)], layer["estimators"]["copula"]
+        drawn = [line.get_ydata() for line in (*high.get_lines(), *low.get_lines()[:2])]
+        wanted = [histogram["information"], histogram["entropy"], copula["paired"], copula["shifted"]]
+        assert [list(line) for line in drawn] == [list(line) for line in wanted]
+    assert figure.get_supxlabel() == "what it was drawn with"
 
 
 def test_iterations_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
@@ -196,14 +243,14 @@ def products(values: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("signal", [0.5, 0.1])
 def test_the_planted_noise_scale_is_found_within_its_interval(signal: float) -> None:
     """tr(Sigma) / ||G||^2 = (1 - signal) / signal, in batches of one node."""
-    scale = noise_scale(products(planted(signal, nodes=4, steps=60)), np.random.default_rng(0))
+    scale = noise_scale(products(planted(signal, nodes=4, steps=60)))
     assert scale.batches == pytest.approx((1 - signal) / signal, rel=0.05)
     assert scale.low <= scale.batches <= scale.high
     assert scale.signal == pytest.approx(signal * LAYER.numel, rel=0.05)
 
 
 def test_noise_alone_has_no_scale_that_is_finite_for_sure() -> None:
-    scale = noise_scale(products(planted(0.0, nodes=4, steps=60)), np.random.default_rng(0))
+    scale = noise_scale(products(planted(0.0, nodes=4, steps=60)))
     assert scale.high == math.inf
     assert scale.low > 100
 
@@ -211,7 +258,7 @@ def test_noise_alone_has_no_scale_that_is_finite_for_sure() -> None:
 def test_groups_of_nodes_are_larger_batches() -> None:
     """Measured cosine between means of m nodes: what 1 / (1 + B / m) says."""
     inner = products(planted(0.2, nodes=8, steps=30))
-    scale = noise_scale(inner, np.random.default_rng(0)).batches
+    scale = noise_scale(inner).batches
     for size in (1, 2, 4):
         assert group_cosine(inner, size) == pytest.approx(expected_cosine(size, scale), abs=0.02)
     with pytest.raises(GradlabError, match="groups of 5 of 8 ranks"):
@@ -229,7 +276,7 @@ def test_noise_scale_of_a_trace_as_json(tmp_path: Path) -> None:
     with record_layer(tmp_path / "t", planted(0.5, nodes=4), LAYER) as trace:
         spectrum = measure_spectrum(trace)
     inner = np.stack([layer.inner for layer in spectrum.layers])
-    scales = measure_noise_scale(inner, [LAYER.name], 16, np.random.default_rng(0))
+    scales = measure_noise_scale(inner, [LAYER.name], 16)
     assert scales.layers[0].batches == scales.model.batches == pytest.approx(1.0, rel=0.1)
     assert [row.batches for row in scales.measured_cosine] == [1, 2]
     assert scales.by_nodes[0].redundancy_bits == 0.0
@@ -242,7 +289,7 @@ def test_noise_scale_of_a_trace_as_json(tmp_path: Path) -> None:
     ):
         assert all(list(row) == columns for row in rows)
     with pytest.raises(GradlabError, match="1 ranks"):
-        noise_scale(inner[0][:, :1, :1], np.random.default_rng(0))
+        noise_scale(inner[0][:, :1, :1])
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def test_signal_between_nodes(tmp_path: Path) -> None:
     assert cosine == pytest.approx(0.5)
     assert np.nanmean(spectrum.cosine) == pytest.approx(cosine, abs=0.03)
     assert spectrum.signal_to_noise == pytest.approx(1.0, rel=0.1)
-    scale = noise_scale(spectrum.inner, np.random.default_rng(0))
+    scale = noise_scale(spectrum.inner)
     assert scale.low <= 1.0 <= scale.high
     # In one iteration the coordinates' correlation is that iteration's cosine; the shifted null has none.
     by_step = np.mean([gaussian_information(c) for c in spectrum.cosine])

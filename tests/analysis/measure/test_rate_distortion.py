@@ -7,7 +7,7 @@ import pytest
 from hypothesis import strategies as st
 from scipy import optimize
 
-from gradlab.analysis.measure.rate_distortion import distortion_at, rate_at
+from gradlab.analysis.measure.rate_distortion import distortion_at, rate_at, rate_of_mean
 from gradlab.errors import GradlabError
 from support.laws import law
 
@@ -50,3 +50,24 @@ def test_no_variance_takes_no_bits_and_nonsense_is_refused() -> None:
     ):
         with pytest.raises(GradlabError, match="rate-distortion"):
             refused()
+
+
+@law(st.floats(0.01, 100), st.floats(0, 0.99), st.integers(1, 8), examples=60)
+def test_codes_for_the_mean_are_those_of_noisy_values_and_their_determinant(q: float, rho: float, ranks: int) -> None:
+    """Oracle: the covariance of N values and of the same with noise q; D from the best linear estimate of the mean."""
+    values = (1 - rho) * np.eye(ranks) + rho
+    noisy, weights = values + q * np.eye(ranks), np.full(ranks, 1 / ranks)
+    energy = weights @ values @ weights
+    error = energy - weights @ values @ np.linalg.solve(noisy, values @ weights)
+    bits = (np.linalg.slogdet(noisy)[1] - ranks * np.log(q)) / np.log(2) / (2 * ranks)
+    assert rate_of_mean(error / energy, rho, ranks) == pytest.approx(bits, rel=1e-6)
+    assert rate_of_mean(0.3, rho, ranks) <= rate_at(np.ones(1), 0.3) + 1e-12
+
+
+def test_independent_ranks_learn_nothing_from_each_other_and_equal_ones_share_the_bits() -> None:
+    for error in (0.01, 0.5, 1.0):
+        assert rate_of_mean(error, 0.0, 7) == pytest.approx(-np.log2(error) / 2)
+        assert rate_of_mean(error, 1.0, 7) == pytest.approx(-np.log2(error) / 14)
+    for refused in ((0.0, 0.5, 2), (1.1, 0.5, 2), (0.5, -0.1, 2), (0.5, 1.1, 2), (0.5, 0.5, 0)):
+        with pytest.raises(GradlabError, match="rate of the mean"):
+            rate_of_mean(*refused)

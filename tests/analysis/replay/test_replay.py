@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import time
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from hypothesis import strategies as st
 from gradlab.analysis.fit.gradiveq import fit_gradiveq
 from gradlab.analysis.fit.uniform import uniform_artifact
 from gradlab.analysis.replay import parts_of, replay, replay_plans, replay_steps
+from gradlab.analysis.replay.result import Replay, ReplayStep
 from gradlab.analysis.report.tables import replay_table
 from gradlab.analysis.report.verdict import replay_verdict
 from gradlab.artifact import Artifact
@@ -21,9 +25,10 @@ from gradlab.codec import Context, Exchanged, mean_only
 from gradlab.codec.settings import build_settings
 from gradlab.codecs.gradiveq import GradiVeQ
 from gradlab.codecs.identity import Identity
-from gradlab.collectives import all_reduce_wire_bytes
+from gradlab.collectives import Mean, all_reduce_wire_bytes, run_lockstep
 from gradlab.errors import GradlabError
-from gradlab.executor.lockstep_plan import LockstepPlan
+from gradlab.executor.lockstep_plan import LockstepPlan, Spent, timed
+from gradlab.formatting import format_seconds
 from gradlab.layout import Layer
 from gradlab.plan import FEEDBACK, FINITE_FLAG_BYTES, Group, Plan, Schedule, Wrap
 from support.recorded import BIAS, CONVOLUTION, LAYERS, LINEAR, random_gradients, record, record_layer
@@ -259,8 +264,10 @@ def test_layers_sent_dense_may_be_missing_from_the_trace(tmp_path):
     part = [[{CONVOLUTION.name: rank[CONVOLUTION.name]} for rank in step] for step in gradients]
     with record(tmp_path / "b", part, [CONVOLUTION]) as trace:
         result = replay(trace, plan)
-    timeless = [{**step.__dict__, "codec_seconds": 0, "costs": {}} for step in result.steps]
-    assert timeless == [{**step.__dict__, "codec_seconds": 0, "costs": {}} for step in whole.steps]
+    timeless = [{**step.__dict__, "codec_seconds": 0, "codec_wall_seconds": 0, "costs": {}} for step in result.steps]
+    assert timeless == [
+        {**step.__dict__, "codec_seconds": 0, "codec_wall_seconds": 0, "costs": {}} for step in whole.steps
+    ]
 
 
 @pytest.mark.parametrize(
@@ -435,16 +442,89 @@ def test_parts_of_a_plan_add_up_to_the_whole(tmp_path, monkeypatch, codec):
     assert (parts.remarks, parts.plan_digest) == (whole.remarks, whole.plan_digest)
 
 
-def test_the_plan_with_the_best_mean_is_named_whatever_its_ranks_errors_are() -> None:
-    def summary(own: float | None, mean: float | None) -> dict:
-        return {"summary": {"contribution_error": own, "aggregate_error": mean, "compression_ratio": 4.0}}
+def test_the_plan_whose_like_trained_best_is_named_whatever_its_ranks_errors_are() -> None:
+    def summary(own: float | None, mean: float | None, cosine: float, **other: Any) -> dict:
+        errors = {"contribution_error": own, "aggregate_error": mean, "compression_ratio": 4.0}
+        judged = {"judged_cosine": cosine, "judged_length": 4, "memory": True, "trend": None, "caution": None}
+        return {"summary": {**errors, **judged, **other}}
 
-    replays = {"sums": summary(0.9, 0.2), "ranks": summary(0.3, 0.4), "lossless": summary(0.0, 1e-9)}
+    replays = {
+        "sums": summary(0.9, 0.2, 0.97),
+        "ranks": summary(0.3, 0.1, 0.9),
+        "lossless": summary(0.0, 1e-9, 1.0),
+    }
     said = replay_verdict(replays)
-    assert said.startswith("Of the lossy plans replayed, sums keeps the mean gradient best: its median error is 20.0 %")
-    assert "that of a rank's own 90.0 %, at 4.00x fewer bytes" in said
-    said = replay_verdict({"zeros": summary(0.5, None), "sums": replays["sums"]})
-    assert "sums keeps the mean gradient best" in said
+    assert said.startswith("Of the lossy plans replayed, the like of sums trained best: it sends 4.00x fewer bytes")
+    assert "its update summed over 4 steps has a cosine of 0.97 with the true mean as replayed" in said
+    assert "Median errors of a step: 20.0 % of the mean, 90.0 % of a rank's own." in said
+    said = replay_verdict({"zeros": summary(0.5, None, 0.0), "sums": replays["sums"]})
+    assert "the like of sums trained best" in said
     assert "Nothing is known about zeros: no finite iteration with a gradient" in said
-    alone = replay_verdict({"sums": replays["sums"]})
-    assert "changes the mean gradient by 20.0 %, a rank's own by 90.0 % (medians)" in alone
+    assert replay_verdict({"sums": replays["sums"]}).startswith("sums sends 4.00x fewer bytes")
+    rising = summary(0.3, 0.1, 0.9, trend={"slope": 2e-3, "low": 1e-3, "high": 3e-3, "steps": 40}, caution="few")
+    falling = summary(0.3, 0.1, 0.8, trend={"slope": 2e-3, "low": -1e-3, "high": 5e-3, "steps": 40}, caution="few")
+    said = replay_verdict({"rising": rising, "not sure": falling})
+    assert "larger later: rising (+20.0 (+10.0 to +30.0) points per 100 iterations)." in said
+    assert said.count("Mind the recording: few.") == 1
+
+
+@pytest.mark.parametrize("start", [0, 90, 255, 256, 9000])
+@pytest.mark.parametrize(("count", "short"), [(31, True), (64, False)])
+def test_a_recording_that_is_short_or_of_the_beginning_is_said_to_be(start: int, count: int, short: bool) -> None:
+    same = (True, True, 0.1, 0.1, 0.9, 1.0, 1, 1.0, 1, 0.0)
+    made = Replay(tuple(ReplayStep(start + t, *same) for t in range(count)), 2, "", "", (), 1.0, 1.0)
+    caution = made.caution or ""
+    assert ("fewer than 32" in caution) == short
+    assert ("of the beginning of training" in caution) == (start < 4 * count)
+
+
+# --- codec times ----------------------------------------------------------------------------------------------------
+
+
+def test_codec_times_are_one_measurement_with_its_spread(tmp_path):
+    """Summary, groups and table are of the same steps: medians lie in the range, parts sum up to their plan's."""
+    with record(tmp_path / "t", random_gradients(0, 5, 2)) as trace:
+        result = replay(trace, uniform("topk", density=0.1, warmup_steps=2))
+    summary, times = result.summary(), [step.codec_seconds for step in result.compressed]
+    assert len(times) == 3
+    assert summary.codec_seconds == np.median(times)
+    assert summary.codec_seconds_range == (min(times), max(times))
+    for step in result.compressed:
+        assert step.codec_seconds == pytest.approx(sum(cost.codec_seconds for cost in step.costs.values()))
+    table = replay_table({"topk": json.loads(json.dumps(result.to_json()))})
+    least, middle, most = (format_seconds(value) for value in sorted(times))
+    assert dict(zip(table.columns, table.rows[0], strict=True))["codec time"] == f"{middle} ({least} to {most})"
+
+
+def test_an_artifact_without_a_spread_is_tabled_without(tmp_path):
+    with record(tmp_path / "t", random_gradients(0, 3, 2)) as trace:
+        old = replay(trace, uniform("topk", density=0.1)).to_json()
+    del old["summary"]["codec_seconds_range"], old["summary"]["codec_wall_share"]
+    table = replay_table({"topk": old})
+    assert dict(zip(table.columns, table.rows[0], strict=True))["codec time"] == format_seconds(
+        old["summary"]["codec_seconds"]
+    )
+
+
+def test_waiting_is_in_the_clocks_time_alone_and_the_table_says_it(tmp_path):
+    """A codec that waits, as one does on a busy machine: its processor time does not grow, and the note says so."""
+
+    def waiting():
+        time.sleep(0.05)
+        yield Mean(torch.ones(3))
+        time.sleep(0.05)
+
+    spent = Spent()
+    run_lockstep([timed(waiting(), spent)])
+    assert spent.wall_seconds >= 0.1
+    assert spent.seconds < 0.05
+    with record(tmp_path / "t", random_gradients(0, 3, 2)) as trace:
+        result = replay(trace, uniform("topk", density=0.1))
+
+    def note(factor):
+        steps = tuple(replace(step, codec_wall_seconds=factor * step.codec_seconds) for step in result.steps)
+        return replay_table({"topk": replace(result, steps=steps).to_json()}).note
+
+    assert "busy" not in note(1.1)
+    assert "of 1 of 1 plans" in note(3.0)
+    assert "topk's 3.0 times" in note(3.0)

@@ -77,7 +77,7 @@ def test_the_errors_of_a_sample_are_those_of_its_blocks(full: Trace, part: Trace
         gradient = sample.take(torch.from_numpy(full.read(name, rank, 0, 1)[0]).view(sample.layer.shape))
         largest = gradient.abs().flatten().sort(descending=True).values[round(0.1 * gradient.numel()) :]
         expected.append(float(largest.double().square().sum()) / sample.share)
-    assert table.squared[0, 0] == pytest.approx(np.mean(expected), rel=1e-5)
+    assert table.squared_l2[0, 0] == pytest.approx(np.mean(expected), rel=1e-5)
 
 
 def test_fits_make_plans_for_whole_layers(full: Trace, part: Trace) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -280,6 +281,31 @@ def test_what_cannot_be_fitted_is_named(trace: Trace, tmp_path: Path) -> None:
     assert {group.layers[0] for group in chosen.groups[2:]} == {"mid.weight", "deep.bias"}
 
 
+@pytest.mark.parametrize("pattern", ["ring", "server"])
+def test_vectors_go_where_the_recipe_says(trace: Trace, pattern: str) -> None:
+    """Dense by default; with the autoencoder's, at least one value of each; or sparse, as the last layer."""
+    dense, coded, sparse = (
+        fit_lgc(trace, pattern, settings={"density": 0.02}, fitting=QUICK, vectors=vectors).plan
+        for vectors in ("dense", "autoencoder", "sparse")
+    )
+    assert dense.digest == fit_lgc(trace, pattern, settings={"density": 0.02}, fitting=QUICK).plan.digest
+    assert [layer.name for layer in dense.dense_layers] == ["stem.weight", "deep.bias"]
+    assert coded.groups[0].layers == ("mid.weight", "deep.weight", "deep.bias")
+    assert sparse.groups[2].layers == ("deep.bias",)
+    assert sparse.groups[1:] == (*dense.groups[1:], replace(dense.groups[1], name="vectors", layers=("deep.bias",)))
+    grads = [{n: torch.from_numpy(v) for n, v in r.items()} for r in planted(1)[0]]
+    for plan in (coded, sparse):
+        assert [layer.name for layer in plan.dense_layers] == ["stem.weight"]
+        assert plan.payload_bytes(RANKS) < dense.payload_bytes(RANKS)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # three epochs do not make an autoencoder
+            done = LockstepPlan(plan, RANKS).step(0, grads).exchanged
+        [mean] = [ranks[0].mean["deep.bias"] for ranks in done.values() if "deep.bias" in ranks[0].mean]
+        assert 1 <= int(mean.count_nonzero()) <= RANKS  # of 30: each rank's largest, or the leader's
+    with pytest.raises(GradlabError, match="vectors = 'some', expected one of dense, autoencoder, sparse"):
+        lgc_plan(LAYERS, pattern, vectors="some")
+
+
 def test_first_and_last_are_those_of_the_graph() -> None:
     class Backwards(nn.Module):
         def __init__(self) -> None:
@@ -360,9 +386,11 @@ def test_the_command(gradlab: Command, trace: Trace, tmp_path: Path) -> None:
     assert output.startswith("Do not use the autoencoder")
     assert "int4, scale per 256" in output
     assert figure.read_text().startswith("<?xml")
-    code, output, err = gradlab(*words, "--overwrite", "--json", "--feedback", "--momentum", 0.9)
+    code, output, err = gradlab(
+        *words, "--overwrite", "--json", "--feedback", "--momentum", 0.9, "--vectors", "autoencoder"
+    )
     assert code == 0, err
-    assert json.loads(output)["selected"] == 85
+    assert json.loads(output)["selected"] == 87  # two more, of 30 biases
     for wrong, expected in (
         (["--order", "sideways"], "order = 'sideways'"),
         (["--pattern", "star"], "pattern 'star'"),
@@ -374,6 +402,7 @@ def test_the_command(gradlab: Command, trace: Trace, tmp_path: Path) -> None:
         (["--pattern", "server", "--order", "value"], "order"),
         (["--density", 0], "density = 0"),
         (["--last", "nosuch"], "no layer 'nosuch'"),
+        (["--vectors", "some"], "vectors = 'some'"),
         (["--epochs", 0], "epochs = 0"),
     ):
         code, output, err = gradlab("fit", "lgc", trace.path, "--out", tmp_path / "other.safetensors", *wrong)
@@ -402,9 +431,18 @@ def test_figures_are_drawn(tmp_path: Path) -> None:
     errors = {f"{nodes} nodes": {"ring": [1.0] * 25, "server": [0.9] * 25} for nodes in (24, 32)}
     rates = {"scalar": [RatePoint(1.0, 0.3), RatePoint(2.0, 0.1)], "trellis": [RatePoint(1.1, 0.2)]}
     with drawing():
-        figures = plot_sparsification(losses, 20), plot_reconstruction(errors), plot_rates(rates)
+        figures = (
+            plot_sparsification(losses, 20),
+            plot_reconstruction(errors, caption="24 nodes " * 40 + "\n32 nodes"),
+            plot_rates(rates),
+        )
     lines = [len(figure.axes[0].get_lines()) for figure in figures]
     assert lines == [2, 3, 3]
+    wrapped = figures[1].get_supxlabel().split("\n")
+    assert " ".join(wrapped[:-1]).split() == ["24", "nodes"] * 40  # what it was drawn with is below, in lines that fit
+    assert wrapped[-1] == "32 nodes"
+    assert max(map(len, wrapped)) <= 150
+    assert not figures[0].get_supxlabel()
     assert figures[0].axes[0].get_lines()[1].get_xdata()[1] == 30.0  # type: ignore[index]
     for place, figure in enumerate(figures):
         figure.savefig(tmp_path / f"{place}.svg")

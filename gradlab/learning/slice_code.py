@@ -1,0 +1,194 @@
+"""What a layer's slices become under bases: codes, eq. (3), and slices again, eq. (5); and the ring that sums codes.
+
+Yu, Lin, et al., "GradiVeQ: Vector quantization for bandwidth-efficient gradient aggregation in distributed CNN
+training", NeurIPS 2018. Codes of all slices lie one after another, so that each basis may have a dimension d of its
+own, and so that a ring's segments can be cut between any two codes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+
+from gradlab.collectives.ring import segment_bounds
+from gradlab.learning.slice_pca import served_rows
+from gradlab.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class SliceCode:
+    """A linear code of slices of K elements.
+
+    A slice x is coded as U^T x, followed by the chosen coordinates of what U leaves, x - U U^T x, if there are any.
+
+    Args:
+        basis: (B, K, D), orthonormal columns. Basis b codes with its first `dimensions[b]` columns.
+        dimensions: columns in use, B of them, at most D.
+        reuse: consecutive slices that one basis serves; None: one basis serves all.
+        coordinates: int64 (B, R), different ones of each basis; None: none.
+    """
+
+    basis: torch.Tensor
+    dimensions: tuple[int, ...]
+    reuse: int | None = None
+    coordinates: torch.Tensor | None = None
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Codes of a slice, for each basis."""
+        more = 0 if self.coordinates is None else self.coordinates.shape[1]
+        return tuple(dimension + more for dimension in self.dimensions)
+
+    def edges(self, slices: int) -> list[int]:
+        """List where the codes of each of M slices begin, and where the last ones end: M + 1 places."""
+        widths = self.widths
+        return list(accumulate((widths[m // self.reuse if self.reuse else 0] for m in range(slices)), initial=0))
+
+    def encode(self, slices: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """Code slices (m, K), the first of which has the index `first` in its layer, eq. (3); returns a vector."""
+        parts = [self._encode(rows, b).reshape(-1) for rows, b in served_rows(slices, self.reuse, first)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def decode(self, codes: torch.Tensor, out: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """Write the slices (m, K) that a vector of codes stands for into `out`, eq. (5); `first` as in `encode`."""
+        runs, done = served_rows(out, self.reuse, first), 0
+        for rows, b in runs:
+            count = len(rows) * self.widths[b]
+            self._decode(codes[done : done + count].view(len(rows), -1), b, rows)
+            done += count
+        return out
+
+    def _encode(self, rows: torch.Tensor, b: int) -> torch.Tensor:
+        axes = self.basis[b, :, : self.dimensions[b]]
+        if self.coordinates is None:
+            return rows @ axes
+        chosen, codes = self.coordinates[b], rows.new_empty(len(rows), self.widths[b])
+        fitted, left = codes.split([axes.shape[1], len(chosen)], dim=1)
+        fitted.copy_(rows @ axes)
+        left.copy_(torch.addmm(rows.index_select(1, chosen), fitted, axes[chosen].T, alpha=-1))
+        return codes
+
+    def _decode(self, codes: torch.Tensor, b: int, out: torch.Tensor) -> None:
+        axes = self.basis[b, :, : self.dimensions[b]]
+        torch.mm(codes[:, : axes.shape[1]], axes.T, out=out)
+        if self.coordinates is not None:
+            out.index_add_(1, self.coordinates[b], codes[:, axes.shape[1] :])
+
+
+class SliceCoder:
+    """One rank's slices (M, K) under a code, less a mean (M, K) if there is one: eqs. (3) and (5), run by run.
+
+    The codes of all slices are cut into segments of equal length, to one code, wherever slices begin and end: then a
+    ring's segments are equal too, whatever layers are fused. (Whole slices would leave segments of small layers empty.)
+    A slice is coded with the segment in which its first code lies, and decoded when its last code arrives. So each is
+    coded and decoded once, by products of the same matrices in whatever order segments come: the bits do not depend on
+    it.
+
+    Args:
+        slices: (M, K).
+        code: of these slices.
+        mean: (M, K), or None.
+        dtype: of codes.
+        segments: to cut the codes into.
+        turn: see `segment_bounds`.
+        workspace: where memory comes from.
+    """
+
+    def __init__(
+        self,
+        slices: torch.Tensor,
+        code: SliceCode,
+        mean: torch.Tensor | None,
+        dtype: torch.dtype,
+        segments: int,
+        turn: int,
+        workspace: Workspace,
+    ) -> None:
+        self._slices, self._code, self._mean, self._workspace = slices, code, mean, workspace
+        self.dtype = dtype
+        self._edges = code.edges(len(slices))
+        self.bounds = segment_bounds(self._edges[-1], segments, turn)
+        self._runs = self._slice_runs()
+        self._codes = slices.new_empty(self._edges[-1], dtype=dtype)
+        self._means = slices.new_empty(self._edges[-1], dtype=dtype)
+        self._coded = [False] * len(self._runs)
+        self._missing = [self._edges[last] - self._edges[first] for first, last in self._runs]
+        self._decoded: torch.Tensor | None = None
+
+    def _slice_runs(self) -> list[tuple[int, int]]:
+        """List for each segment the slices [first, last) whose first code lies in it."""
+        starts = [bisect_left(self._edges, first) for first, _ in self.bounds]
+        return list(pairwise([*starts, len(self._slices)]))
+
+    def _runs_of(self, first: int, last: int) -> range:
+        """List the runs that codes first to last belong to."""
+        if first == last:
+            return range(0)
+        of_slice = [bisect_right(self._edges, code) - 1 for code in (first, last - 1)]
+        lasts = [run[1] for run in self._runs]
+        return range(bisect_right(lasts, of_slice[0]), bisect_right(lasts, of_slice[1]) + 1)
+
+    def encode(self, first: int, last: int) -> torch.Tensor:
+        """Return codes `first` to `last` of this rank's slices, a vector."""
+        for run in self._runs_of(first, last):
+            if not self._coded[run]:
+                self._encode(*self._runs[run])
+                self._coded[run] = True
+        return self._codes[first:last]
+
+    def _encode(self, first: int, last: int) -> None:
+        if first == last:
+            return
+        centred = self._slices[first:last]
+        if self._mean is not None:
+            centred = torch.sub(centred, self._mean[first:last], out=self._workspace.empty_like(centred))
+        self._codes[self._edges[first] : self._edges[last]].copy_(self._code.encode(centred, first))
+
+    def receive(self, first: int, last: int, codes: torch.Tensor) -> torch.Tensor:
+        """Take in the mean codes `first` to `last`, decode slices whose codes are complete now; return the codes."""
+        self._means[first:last].copy_(codes)
+        for run in self._runs_of(first, last):
+            begin, end = (self._edges[m] for m in self._runs[run])
+            self._missing[run] -= min(last, end) - max(first, begin)
+            if self._missing[run] == 0:
+                self._decode(self._means, *self._runs[run], self._whole())
+        return codes
+
+    def _whole(self) -> torch.Tensor:
+        if self._decoded is None:
+            self._decoded = self._workspace.empty_like(self._slices)
+        return self._decoded
+
+    def _decode(self, codes: torch.Tensor, first: int, last: int, out: torch.Tensor) -> None:
+        if first == last:
+            return
+        numbers = codes[self._edges[first] : self._edges[last]].to(self._slices.dtype)
+        self._code.decode(numbers, out[first:last], first)
+        if self._mean is not None:
+            out[first:last].add_(self._mean[first:last])
+
+    def decoded(self) -> torch.Tensor:
+        """Return the slices (M, K) that all mean codes stand for, once they are received."""
+        if any(self._missing):
+            raise RuntimeError(f"{sum(self._missing)} of {self._edges[-1]} codes have not been received")
+        return self._whole()
+
+    def own(self) -> torch.Tensor:
+        """Decode this rank's own codes: (M, K)."""
+        out, codes = self._workspace.empty_like(self._slices), self.encode(0, self._edges[-1])
+        for run in self._runs:
+            self._decode(codes, *run, out)
+        return out
+
+
+def random_coordinates(bases: int, size: int, count: int, generator: torch.Generator) -> torch.Tensor:
+    """Draw `count` different ones of `size` coordinates for each of B bases, uniformly: int64 (B, count), ascending.
+
+    generator: on the CPU, in the same state on every rank.
+    """
+    keys: Sequence[torch.Tensor] = [torch.randperm(size, generator=generator)[:count] for _ in range(bases)]
+    return torch.stack([key.sort().values for key in keys])

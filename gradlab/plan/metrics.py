@@ -1,0 +1,45 @@
+"""What a plan by layer sums over layers: L2 norms of compression errors, as L-GreCo does, or their squares.
+
+Alimohammadi et al., "L-GreCo", MLSys 2024, section 3: error(l, c) is "the L2 norm of the compression error at layer l",
+and the budget is on the sum of these norms over layers; its published code sums norms too. That is `l2`. The theory
+that the section cites bounds the squared L2 error. Squares of layers add up to the square of the whole gradient's
+error; norms do not. That is `squared-l2`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradlab.errors import GradlabError
+
+METRICS = ("l2", "squared-l2")
+_FORMER = {"plain": "l2", "squared": "squared-l2"}  # names in artifacts of formats 3 and 4
+
+
+def require_metric(name: Any) -> str:
+    """Refuse what is no metric.
+
+    Args:
+        name: to be one of `METRICS`.
+
+    Returns:
+        The name.
+
+    Raises:
+        GradlabError: naming what came.
+    """
+    if name not in METRICS:
+        raise GradlabError(f"metric {str(name)[:80]!r}, expected one of {', '.join(METRICS)}")
+    return str(name)
+
+
+def stored_metric(name: Any) -> Any:
+    """Read a metric's name in a file.
+
+    Args:
+        name: as stored, maybe by an earlier version.
+
+    Returns:
+        The name that it has now. What was never a metric comes back as it is.
+    """
+    return _FORMER.get(name, name) if isinstance(name, str) else name

@@ -1,0 +1,119 @@
+"""Codes of slices against explicit loops over eqs. (3) and (5), and the segments that a ring cuts them into."""
+
+from __future__ import annotations
+
+import random
+from zlib import crc32
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from gradlab.codecs.gradiveq import GradiVeQ
+from gradlab.datasets.resnet import initialized
+from gradlab.layout import layers_of
+from gradlab.learning.slice_code import SliceCode, SliceCoder, random_coordinates
+from gradlab.workspace import Workspace
+from support.laws import law
+
+SIZE = 7
+
+
+def drawn_code(seed: int, slices: int, reuse: int | None, coordinates: int) -> tuple[SliceCode, torch.Tensor]:
+    """A code with dimensions of its own for each basis, and slices to code; float64."""
+    draw, numbers = torch.Generator().manual_seed(seed), random.Random(seed)
+    bases = -(-slices // reuse) if reuse else 1
+    basis = torch.linalg.qr(torch.randn(bases, SIZE, 4, generator=draw).double()).Q
+    dimensions = tuple(numbers.randint(1, 4) for _ in range(bases))
+    chosen = random_coordinates(bases, SIZE, coordinates, draw) if coordinates else None
+    return SliceCode(basis, dimensions, reuse, chosen), torch.randn(slices, SIZE, generator=draw).double()
+
+
+def explicit(code: SliceCode, m: int, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of slice m and what they stand for, one column and one coordinate at a time."""
+    b = m // code.reuse if code.reuse else 0
+    columns = [code.basis[b, :, j] for j in range(code.dimensions[b])]
+    codes = [column @ row for column in columns]
+    decoded = sum((value * column for value, column in zip(codes, columns, strict=True)), torch.zeros_like(row))
+    left = row - decoded
+    for k in [] if code.coordinates is None else code.coordinates[b].tolist():
+        codes.append(left[k])
+        decoded = decoded + left[k] * torch.eye(SIZE, dtype=row.dtype)[k]
+    return torch.stack(codes), decoded
+
+
+cases = (st.integers(0, 999), st.integers(1, 9), st.sampled_from([None, 1, 2, 3]), st.integers(0, SIZE))
+
+
+@law(*cases)
+def test_codes_are_the_equations(seed: int, slices: int, reuse: int | None, coordinates: int) -> None:
+    """Slice by slice under its own basis and dimension, wherever a run of slices begins; what is sent is not left."""
+    code, rows = drawn_code(seed, slices, reuse, coordinates)
+    pairs = [explicit(code, m, row) for m, row in enumerate(rows)]
+    edges, codes = code.edges(slices), code.encode(rows)
+    torch.testing.assert_close(codes, torch.cat([one for one, _ in pairs]))
+    assert edges == [0, *torch.tensor([len(one) for one, _ in pairs]).cumsum(0).tolist()]
+    decoded = code.decode(codes, torch.empty_like(rows))
+    torch.testing.assert_close(decoded, torch.stack([one for _, one in pairs]))
+    assert (rows - decoded).square().sum() <= rows.square().sum() * (1 + 1e-12)  # a contraction
+    first = seed % slices
+    torch.testing.assert_close(code.encode(rows[first:], first), codes[edges[first] :])
+    torch.testing.assert_close(
+        code.decode(codes[edges[first] :], torch.empty_like(rows[first:]), first), decoded[first:]
+    )
+
+
+@law(*cases, st.integers(1, 12), st.booleans())
+def test_segments_in_any_order_give_the_same_bits(
+    seed: int, slices: int, reuse: int | None, coordinates: int, segments: int, whitening: bool
+) -> None:
+    """Every rank of a ring comes to the segments in another order; what it codes and decodes is what one pass gives."""
+    code, rows = drawn_code(seed, slices, reuse, coordinates)
+    mean = rows.flip(0) / 2 if whitening else None
+    coders = [SliceCoder(rows, code, mean, rows.dtype, segments, seed, Workspace()) for _ in range(2)]
+    orders = [list(range(segments)), random.Random(seed).sample(range(segments), segments)]
+    for coder, order in zip(coders, orders, strict=True):
+        for segment in order:
+            bounds = coder.bounds[segment]
+            coder.receive(*bounds, coder.encode(*bounds).clone())
+    assert torch.equal(coders[0].decoded(), coders[1].decoded())
+    assert torch.equal(coders[0].own(), coders[0].decoded())
+    centred = rows if mean is None else rows - mean
+    expected = code.decode(code.encode(centred), torch.empty_like(rows)) + (rows * 0 if mean is None else mean)
+    torch.testing.assert_close(coders[0].decoded(), expected)
+
+
+def test_codes_that_are_missing_are_noticed() -> None:
+    code, rows = drawn_code(0, 4, None, 2)
+    coder = SliceCoder(rows, code, None, rows.dtype, 3, 0, Workspace())
+    coder.receive(*coder.bounds[0], coder.encode(*coder.bounds[0]))
+    with pytest.raises(RuntimeError, match="codes have not been received"):
+        coder.decoded()
+
+
+@pytest.mark.parametrize("ranks", [4, 6, 8, 16])
+@pytest.mark.parametrize("ratio", [8, 20])
+def test_algorithm_1_has_equal_segments_over_all_fused_layers(ranks: int, ratio: int) -> None:
+    """ResNet-32, its layers fused as one bucket, or as DDP's two: the longest segment is the equal share to 5 %."""
+    model = initialized(channels=3, widths=(16, 32, 64), blocks=(5, 5, 5), classes=100, seed=0)
+    layers = [layer for layer in layers_of(model) if layer.role == "convolution"]
+    assert len(layers) == 31
+    codec = GradiVeQ(GradiVeQ.Settings(ratio=ratio))
+    lengths = []
+    for layer in layers:
+        size = codec.slice_size(layer)
+        code = SliceCode(torch.zeros(1, size, size // ratio), (size // ratio,))
+        coder = SliceCoder(
+            torch.zeros(layer.numel // size, size),
+            code,
+            None,
+            torch.float32,
+            ranks,
+            crc32(layer.name.encode()),
+            Workspace(),
+        )
+        lengths.append(torch.tensor([last - first for first, last in coder.bounds]))
+    for fused in (lengths, lengths[:-4], lengths[-4:], lengths[:12]):
+        total = torch.stack(fused).sum(0)
+        assert int(total.max()) <= 1.05 * float(total.sum()) / ranks
+        assert int(total.min()) > 0
