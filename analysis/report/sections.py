@@ -222,6 +222,7 @@ def _group_table(replays: Json) -> Table:
 
 
 _HALF_LOST = 0.5  # of the energy: among the errors at which codecs stand nearest to the floor
+_REMARK_COLUMNS = ("layer", "series", "what was found")
 _ESTIMATORS = {"copula": "copula", "equal_mass": "equal masses", "ksg": "nearest neighbours"}
 
 
@@ -322,9 +323,10 @@ def _between_tables(between: Json) -> list[Table]:
     )
     tables = [Table("Between ranks, by layer", columns, rows, note, text_columns=2)]
     if remarks := _series_remarks(between["layers"]):
-        remark_columns = ("layer", "series", "what was found")
         hint = "A trend cannot be told from a wandering that is slower than the recording is long."
-        tables.append(Table("Series without an interval, or that drift", remark_columns, remarks, hint, text_columns=3))
+        tables.append(
+            Table("Series without an interval, or that drift", _REMARK_COLUMNS, remarks, hint, text_columns=3)
+        )
     return tables
 
 

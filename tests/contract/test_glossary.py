@@ -22,7 +22,7 @@ COLUMNS = re.compile(r"columns|header|head|\w*_COLUMNS|HEADER")
 # Column heads that mean what a dictionary says.
 PLAIN = {
     "changed", "closed", "computed", "counted", "default", "elements", "lost", "meaning", "paper", "problems", "shape",
-    "time", "values", "what it does", "what it is",
+    "time", "values", "what it does", "what it is", "what was found",
 }  # fmt: skip
 
 
