@@ -32,7 +32,8 @@ COMMAND = re.compile(r"\bgradlab ((?:[a-z]+ )+[^`#\n]*)")
 BLOCK = re.compile(r"^```python(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def test_the_page_of_methods_is_up_to_date(gradlab: Command) -> None:
+def test_the_page_of_methods_is_up_to_date(gradlab: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CODECS, "registered", {})  # what other tests' benchmarks have brought
     code, out, _ = gradlab("methods", "--markdown")
     assert code == 0
     assert out == (DOCS / "methods.md").read_text(), "gradlab methods --markdown > docs/methods.md"
@@ -88,22 +89,6 @@ def test_commands_of_a_page_have_the_options_named(page: Path) -> None:
             command = command.commands[words.pop(0)]
         known = {option for parameter in command.params for option in parameter.opts}
         assert not set(re.findall(r"(?<!\S)--[a-z-]+", line)) - known, line
-
-
-@pytest.mark.parametrize("steps", [2000, 300])
-def test_the_tables_of_text_are_those_of_the_rows_kept(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    text_chars = importlib.import_module("text_chars")
-    table = text_chars.table(text_chars.read(text_chars.ROWS), steps)
-    assert table
-    assert f"```\n{table}\n```\n" in (DOCS / "text.md").read_text(), f"text_chars.py --table --steps {steps}"
-
-
-def test_the_table_of_judgements_is_that_of_the_rows_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    judgements = importlib.import_module("judgements")
-    table = judgements.tables(judgements.tasks())
-    assert f"```\n{table}\n```\n" in (DOCS / "comparison.md").read_text(), "benchmarks/judgements.py"
 
 
 @pytest.mark.parametrize("name", codecs.names())
