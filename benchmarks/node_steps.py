@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from predicted_steps import residual_layers
 from rows import Row, add, read
 from step_time import network
 from torch import nn
@@ -44,7 +45,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab import compress
-from gradlab.layout import layers_of
+from gradlab.layout import Layer, layers_of
 from gradlab.plan import named_plan
 from gradlab.runtime import compress_fsdp
 
@@ -234,6 +235,13 @@ def measure(way: str, base: Contestant, make: Callable[[str], Contestant], optio
     return row
 
 
+def _layers(row: Row) -> tuple[Layer, ...]:
+    """The layers of a row's model: this benchmark's network, or a ResNet-18 that was timed by another program."""
+    if row.get("model") == "resnet18":
+        return residual_layers((64, 128, 256, 512), 2)
+    return layers_of(network(row["width"]))
+
+
 def add_predictions(rows: list[Row]) -> None:
     """Forecast the seconds of every way's step, from the collectives that were timed, and put them into its row."""
     from gradlab.analysis.forecast import Network, forecast
@@ -265,7 +273,7 @@ def add_predictions(rows: list[Row]) -> None:
         cores = row["cores"] / (row["nodes"] * row["local_ranks"])
         network_ = Network(links, [row["nodes"]], Profile(compute, "measured"), cores, cap, node)
         name, settings = CODECS.get(codec, CODECS["int8"]) if codec != "uncompressed" else CODECS["int8"]
-        plan = named_plan(layers_of(network(row["width"])), name, **settings)
+        plan = named_plan(_layers(row), name, **settings)
         (pair,) = forecast(plan, network_, calibration=calibration).nodes[0].links
         dense = {PLAIN: FLAT, NATIVE: HSDP, "DDP, uncompressed": HIERARCHICAL, "FSDP2, uncompressed": HSDP}
         step = pair.ways[dense[row["way"]]] if row["way"] in dense else pair.compressed
