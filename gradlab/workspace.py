@@ -9,6 +9,7 @@ iteration all that no state holds on to.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -53,7 +54,7 @@ class Workspace:
 
 
 class RecyclingWorkspace(Workspace):
-    """Reuses memory that `recycle` takes back. For one thread.
+    """Reuses memory that `recycle` takes back. Several threads may use it.
 
     Small tensors get new memory, and so do tensors on a GPU, where the caching allocator reuses it.
     """
@@ -64,15 +65,17 @@ class RecyclingWorkspace(Workspace):
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self._lent: dict[int, torch.Tensor] = {}  # by address
         self._used: set[int] = set()  # addresses of what was lent since the last `recycle`
+        self._lock = threading.Lock()
 
     def empty(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         numel = math.prod(shape)
         if like.device.type != "cpu" or numel * like.element_size() < self._SMALLEST:
             return super().empty(shape, like)
-        free = self._free.get((numel, like.dtype))
-        flat = free.pop() if free else like.new_empty(numel)
-        self._lent[flat.data_ptr()] = flat
-        self._used.add(flat.data_ptr())
+        with self._lock:
+            free = self._free.get((numel, like.dtype))
+            flat = free.pop() if free else like.new_empty(numel)
+            self._lent[flat.data_ptr()] = flat
+            self._used.add(flat.data_ptr())
         return flat.view(tuple(shape))
 
     def give_back(self, tensors: Iterable[torch.Tensor], held: Iterable[torch.Tensor]) -> None:
@@ -90,9 +93,10 @@ class RecyclingWorkspace(Workspace):
             address = tensor.untyped_storage().data_ptr()
             given[address] = given.get(address, 0) + tensor.nbytes
         kept = {tensor.untyped_storage().data_ptr() for tensor in held}
-        for address in given.keys() - kept:
-            if address in self._lent and given[address] == self._lent[address].nbytes:
-                self._set_free(self._lent.pop(address))
+        with self._lock:
+            for address in given.keys() - kept:
+                if address in self._lent and given[address] == self._lent[address].nbytes:
+                    self._set_free(self._lent.pop(address))
 
     def recycle(self, held: Iterable[torch.Tensor]) -> None:
         """Take back all memory but that of the tensors still held, and give up what was not used since the last time.
@@ -100,12 +104,13 @@ class RecyclingWorkspace(Workspace):
         Memory of a held tensor is taken back by the first `recycle` at which it is not held any more.
         """
         kept = {tensor.untyped_storage().data_ptr() for tensor in held}
-        free, self._free = self._free, {}
-        for flat in (flat for of_size in free.values() for flat in of_size if flat.data_ptr() in self._used):
-            self._set_free(flat)
-        self._used.clear()
-        for address in self._lent.keys() - kept:
-            self._set_free(self._lent.pop(address))
+        with self._lock:
+            free, self._free = self._free, {}
+            for flat in (flat for of_size in free.values() for flat in of_size if flat.data_ptr() in self._used):
+                self._set_free(flat)
+            self._used.clear()
+            for address in self._lent.keys() - kept:
+                self._set_free(self._lent.pop(address))
 
     def _set_free(self, flat: torch.Tensor) -> None:
         self._free.setdefault((flat.numel(), flat.dtype), []).append(flat)

@@ -21,7 +21,7 @@ from gradlab.analysis.forecast.link import Link, Transfer, all_reduce, transfers
 from gradlab.collectives import Mean, Request
 from gradlab.errors import GradlabError
 from gradlab.executor import Ticks
-from gradlab.segments import SEGMENT_BYTES, segments
+from gradlab.segments import SEGMENT_BYTES, SMALL, segments
 
 # What plans run on where a node has several ranks: on the means of nodes that DDP's ranks have averaged
 # (`gradlab.compress(within=)`), on FSDP2's shards (`gradlab.runtime.compress_fsdp`), or on what each rank has.
@@ -373,7 +373,7 @@ def simulate(
         if bucket.in_place_bytes:
             dense = all_reduce(bucket.in_place_bytes, world_size, link.all_reduce)
             in_place.append((bucket.in_place_bytes, wire.send(dense, clock.now)))
-        for segment in segments(bucket.exchanges, lambda exchange: exchange.gradient_bytes, segment_bytes):
+        for segment in segments(bucket.exchanges, lambda exchange: exchange.gradient_bytes, segment_bytes, SMALL):
             ticks.tick([Simulated(exchange, clock) for exchange in segment])
             # Results of earlier segments are spread while this one travels: what is left at the end is the last one's.
             last = sum(exchange.gradient_bytes for exchange in segment)

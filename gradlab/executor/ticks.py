@@ -74,8 +74,19 @@ class Ticks(Generic[OneExchange]):
         Args:
             awaited: says which; by default all. Others advance beside them.
         """
-        while any(awaited(exchange) for exchange in self._running):
+        while self.has(awaited):
             self.tick()
+
+    def has(self, awaited: Callable[[OneExchange], bool]) -> bool:
+        """Say whether an exchange under way is one of those.
+
+        Args:
+            awaited: says which.
+
+        Returns:
+            False once all of them have ended.
+        """
+        return any(awaited(exchange) for exchange in self._running)
 
     def abandon(self) -> None:
         """Let go of everything under way, after an error, because what is in flight refers to collectives."""

@@ -59,11 +59,14 @@ def make_driver(
         communicator(part_of((group,), ranks, None, device.device), options.deterministic, owned=True)
         for ranks in (topology.inside, topology.between)
     )
+    averaging = inside
+    if device.shares_stream:
+        averaging = communicator(part_of((group,), topology.inside, None, device.device), owned=True)
     ownership = share_out(plan, topology.local_ranks)
     mine = ownership.owned(topology.local_rank)
     codecs = {one.name: plan.build(one).to(device.device) for one in plan.compressed_groups if one.name in mine}
     run = PlanRun(plan, topology.node, len(topology.nodes), settings, codecs=codecs, workspace=workspace)
-    nodes = NodeNetwork(ownership, inside, everyone)
+    nodes = NodeNetwork(ownership, inside, averaging, everyone)
     return NodeDriver(run, between, surroundings, workspace, options, nodes)
 
 

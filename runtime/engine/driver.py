@@ -28,6 +28,7 @@ from gradlab.collectives import Coroutine, Request, answer_for, as_requests, pay
 from gradlab.collectives import Step as Requested
 from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun, Step, Ticks
+from gradlab.executor.ticks import InFlight
 from gradlab.executor.watch import GroupMeasures, gradient_norms, measure, residual_norms
 from gradlab.runtime.engine.finiteness import NonFiniteSteps
 from gradlab.runtime.engine.options import RunOptions, Surroundings
@@ -35,8 +36,8 @@ from gradlab.runtime.engine.rules import RuleWatch
 from gradlab.runtime.engine.statistics import Statistics, StepRecord
 from gradlab.runtime.network.communicator import Communicator
 from gradlab.runtime.network.faults import CommunicationError, Reasons
-from gradlab.runtime.network.in_flight import Fused
-from gradlab.segments import segments
+from gradlab.runtime.network.in_flight import InPlaceMean
+from gradlab.segments import SMALL, segments
 from gradlab.workspace import RecyclingWorkspace
 
 Result = TypeVar("Result")
@@ -75,14 +76,14 @@ class Part:
         gradients: by layer name.
         buffer: the flat memory that holds all of them and nothing else; None if there is none.
         arrived: when they came, by time.perf_counter.
-        started: the mean of the buffer, if its collective is on its way already.
+        started: what `StepDriver.start` returned, if the part's first collective is on its way already.
     """
 
     index: int
     gradients: Tensors
     buffer: torch.Tensor | None = None
     arrived: float = field(default_factory=time.perf_counter)
-    started: Fused | None = None
+    started: Any = None
 
     @property
     def memory(self) -> list[torch.Tensor]:
@@ -160,7 +161,7 @@ class Iteration:
     measured: bool = False
     measured_groups: dict[str, GroupMeasures] = field(default_factory=dict)
     parts: list[Part] = field(default_factory=list)
-    dense: dict[int, Fused] = field(default_factory=dict)
+    dense: dict[int, InPlaceMean] = field(default_factory=dict)
 
     def abandon(self) -> None:
         """Let go of what holds collectives, because exchanges refer back to this object."""
@@ -182,10 +183,7 @@ class StepDriver:
         ranks_compared: whether all ranks are known to stand at the same step.
         all_dense: whether no codec will run in the next step.
         rules: what this rank watches.
-        takes_whole_buffers: whether a buffer's mean may be under way before the step begins (`Part.started`).
     """
-
-    takes_whole_buffers = True
 
     def __init__(
         self,
@@ -215,6 +213,23 @@ class StepDriver:
         assert self.everyone.group is not None
         self._reasons = Reasons(self.everyone.group.group_name, self.everyone.rank, self.everyone.world_size)
 
+    @property
+    def may_start(self) -> bool:
+        """Whether `start` may be called for the next step's parts, before it begins: no codec will run in it."""
+        return self.ranks_compared and self.all_dense and not self.communicator.deterministic
+
+    def start(self, part: Part) -> Any:
+        """Issue a part's first collective, in whatever thread: the mean of its buffer.
+
+        Args:
+            part: with a buffer.
+
+        Returns:
+            What `Part.started` is to be.
+        """
+        assert part.buffer is not None
+        return self.communicator.mean_in_place(part.buffer)
+
     def begin(self) -> None:
         """Begin a step. A collective, where ranks have to agree on where they stand, or a refresh is due."""
         if self.current is not None:
@@ -227,7 +242,7 @@ class StepDriver:
         self.rules.see_rates(rates)
         step = self.run.begin(rates, scale, self._surroundings.parameters)
         record = StepRecord(self.run.iteration, step.compressing, loss_scale=scale)
-        self.current = Iteration(step, record, Ticks(self.communicator.issue), self._is_measured(step.compressing))
+        self.current = Iteration(step, record, Ticks(self._issue), self._is_measured(step.compressing))
 
     def add(self, part: Part) -> None:
         """Take in a part: start the exchanges that it completes.
@@ -246,7 +261,7 @@ class StepDriver:
             else:
                 begun = [self._dense(current, part, rest)] if rest else []
                 begun += [self._group(current, part, name) for name in complete]
-                for segment in segments(begun, lambda pair: pair[1], self._options.segment_bytes):
+                for segment in segments(begun, lambda pair: pair[1], self._options.segment_bytes, SMALL):
                     current.ticks.tick([running for running, _ in segment])
 
     def drain(self) -> None:
@@ -278,6 +293,10 @@ class StepDriver:
         self._agree_beside(current)
         return self._commit(current)
 
+    def _issue(self, requests: Sequence[Request]) -> InFlight:
+        """Start the collectives of a tick, which is called when the last one's results are written."""
+        return self.communicator.issue(requests)
+
     def _agree_beside(self, current: Iteration) -> frozenset[str]:
         """Learn what the ranks beside this one, which carry other parts of the gradients, have agreed on.
 
@@ -299,12 +318,21 @@ class StepDriver:
 
     def _complete(self, current: Iteration) -> None:
         """Let the ranks agree, and wait until all results are written."""
+        self._start_agreement(current)
+        self._await_results(current)
+
+    def _start_agreement(self, current: Iteration) -> None:
+        """Let the ranks learn, beside the last part's exchange, whether all gradients were finite."""
         current.step.require_whole()
-        with self._timed(current):
-            if current.step.active:
-                last = current.parts[-1].index if current.parts else 0
-                agreement = current.step.agree(self.communicator.device, notice=bool(self.rules.pending))
+        if current.step.active:
+            last = current.parts[-1].index if current.parts else 0
+            agreement = current.step.agree(self.communicator.device, notice=bool(self.rules.pending))
+            with self._timed(current):
                 current.ticks.tick([Running("finite flag", agreement, last, watch=self._watch)])
+
+    def _await_results(self, current: Iteration) -> None:
+        """Wait until all results are written, and settle parts as far as nothing can change them."""
+        with self._timed(current):
             current.ticks.drain()
             while current.dense:
                 index, fused = next(iter(current.dense.items()))

@@ -5,16 +5,18 @@ addends of what it carries, which it sums in their order. Its groups' codecs run
 just as they would between ranks. When they have ended, their owners broadcast the results inside the node.
 
 While one part's codecs wait for the slow network, the next part is averaged inside, and the results of earlier ones
-are spread. All collectives follow in one order from the parts alone: part p is averaged, then its codecs begin, then
-the results of the part `LAG` before it are spread. Local ranks own different codecs, which take different numbers of
-collectives between nodes, but never another order of those inside.
+are spread. Local ranks own different codecs, which end at different moments, so averages and results need an order that
+all keep. On a CPU each has a group of its own: the hook starts the averages, the worker spreads results as soon as
+codecs are through with a part, and both go by the parts' order. On a GPU, where collectives of two groups can wait for
+each other, both have one group and one order: part p is averaged, its codecs begin, and the results of the part `LAG`
+before it are spread.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -22,17 +24,18 @@ import torch
 import torch.distributed as dist
 
 from gradlab.codec import Tensors
-from gradlab.collectives import mean_of_node
+from gradlab.collectives import Request, mean_of_node
 from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun
 from gradlab.executor.ownership import Ownership
+from gradlab.executor.ticks import InFlight
 from gradlab.runtime.engine.driver import Iteration, Part, StepDriver
 from gradlab.runtime.engine.options import RunOptions, Surroundings
 from gradlab.runtime.engine.statistics import StepRecord
 from gradlab.runtime.network.communicator import Communicator
 from gradlab.workspace import RecyclingWorkspace
 
-LAG = 2  # parts that come in before a complete one is spread: codecs of two rounds have ended by then
+LAG = 2  # parts that come in before a complete one has to be spread: codecs of two rounds have ended by then
 
 
 @dataclass(frozen=True)
@@ -42,17 +45,39 @@ class NodeNetwork:
     Attributes:
         ownership: of the plan's parts.
         inside: of the node's ranks.
+        averaging: of them too, for the averages; `inside` itself, if all collectives of a node have to keep one order.
         everyone: of the ranks of all nodes.
     """
 
     ownership: Ownership
     inside: Communicator
+    averaging: Communicator
     everyone: Communicator
+
+    @property
+    def one_order(self) -> bool:
+        """Whether averages and results go by one order."""
+        return self.averaging is self.inside
 
     @property
     def local_rank(self) -> int:
         """This rank's position in its node."""
         return self.inside.rank
+
+
+@dataclass(frozen=True)
+class Addends:
+    """What a local rank is to sum, on its way.
+
+    Attributes:
+        sizes: elements that each local rank carries.
+        received: the addends of all local ranks, one after another, once `work` has ended.
+        work: None: nothing travels.
+    """
+
+    sizes: list[int]
+    received: torch.Tensor
+    work: dist.Work | None
 
 
 @dataclass(eq=False)
@@ -84,8 +109,6 @@ class NodeDriver(StepDriver):
         nodes: where this rank stands in its node.
     """
 
-    takes_whole_buffers = False
-
     def __init__(
         self,
         run: PlanRun,
@@ -103,6 +126,29 @@ class NodeDriver(StepDriver):
         self._waiting: deque[_Spread] = deque()  # to be spread, in this order
         self._arrived: set[str] = set()  # layers
 
+    @property
+    def may_start(self) -> bool:
+        """Whether `start` may be called for the next step's parts: always, unless all collectives have one order."""
+        return self.ranks_compared and not self._nodes.one_order
+
+    def start(self, part: Part) -> Addends:
+        """Start to bring each local rank the addends of what it carries.
+
+        Args:
+            part: of the node's gradients.
+
+        Returns:
+            What travels.
+        """
+        inside, ownership = self._nodes.averaging, self._nodes.ownership
+        flat = {name: gradient.reshape(-1) for name, gradient in part.gradients.items()}
+        carried = range(inside.world_size)
+        sizes = [sum(ownership.numel(name, local_rank) for name in flat) for local_rank in carried]
+        pieces = [flat[name][ownership.share(name, local_rank)] for local_rank in carried for name in flat]
+        sent = self._workspace.empty((sum(sizes),), pieces[0])
+        torch.cat(pieces, out=sent)
+        return Addends(sizes, *inside.all_to_all(sent, sizes))
+
     def begin(self) -> None:
         super().begin()
         self._spreads, self._waiting = [], deque()
@@ -118,22 +164,24 @@ class NodeDriver(StepDriver):
         self._waiting.append(spread)
         self._arrived |= part.gradients.keys()
         self._note_complete(part.index)
+        self._spread_early(current)
         while self._waiting and self._is_due(self._waiting[0], part.index):
-            self._spread(current, self._waiting.popleft())
+            self._await_and_spread(current, self._waiting[0])
 
     def drain(self) -> None:
         raise GradlabError("between nodes, results are there when a step has ended")
 
     def finish(self) -> StepRecord:
         current = self._in_progress(None)
-        current.step.require_whole()
+        self._start_agreement(current)
         while self._waiting:
-            self._spread(current, self._waiting.popleft())
-        self._complete(current)
+            self._await_and_spread(current, self._waiting[0])
+        self._await_results(current)
         with self._inside(current):
             held = self._agree_beside(current)
             self._write(current, held)
-        _, current.record.inside_wire_bytes = self._nodes.inside.take_counts()
+        for communicator in {self._nodes.inside, self._nodes.averaging}:
+            current.record.inside_wire_bytes += communicator.take_counts()[1]
         record = self._commit(current)
         for spread in self._spreads:
             spread.part.settle()
@@ -146,22 +194,21 @@ class NodeDriver(StepDriver):
         self._spreads, self._waiting = [], deque()
         return parts
 
+    def close(self) -> None:
+        super().close()
+        self._nodes.averaging.close()
+
     # --- inside the node ---
 
     def _average_inside(self, part: Part) -> _Spread:
-        """Bring each local rank the addends of what it carries, and sum them in the order of local ranks."""
-        inside, ownership = self._nodes.inside, self._nodes.ownership
-        flat = {name: gradient.reshape(-1) for name, gradient in part.gradients.items()}
-        carried = range(inside.world_size)
-        sizes = [sum(ownership.numel(name, local_rank) for name in flat) for local_rank in carried]
-        pieces = [flat[name][ownership.share(name, local_rank)] for local_rank in carried for name in flat]
-        sent = self._workspace.empty((sum(sizes),), pieces[0])
-        torch.cat(pieces, out=sent)
-        received, work = inside.all_to_all(sent, sizes)
-        inside.wait(work)
-        addends = received.view(inside.world_size, sizes[inside.rank])
-        own = self._workspace.empty((sizes[inside.rank],), addends)
-        return _Spread(part, mean_of_node(list(addends), own), sizes)
+        """Sum the addends of what this rank carries, in the order of local ranks, once they are there."""
+        addends: Addends = part.started or self.start(part)
+        part.started = None
+        self._nodes.averaging.wait(addends.work)
+        size = addends.sizes[self._nodes.local_rank]
+        rows = addends.received.view(len(addends.sizes), size)
+        own = self._workspace.empty((size,), rows)
+        return _Spread(part, mean_of_node(list(rows), own), addends.sizes)
 
     def _own_gradients(self, spread: _Spread) -> Tensors:
         """What this local rank carries of a part: whole layers in their shape, pieces of others flat."""
@@ -189,10 +236,33 @@ class NodeDriver(StepDriver):
     def _is_due(spread: _Spread, index: int) -> bool:
         return spread.complete is not None and spread.complete + LAG <= index
 
-    def _spread(self, current: Iteration, spread: _Spread) -> None:
-        """Start to bring a part's results to all local ranks, once the codecs are through with it."""
+    def _issue(self, requests: Sequence[Request]) -> InFlight:
+        in_flight = super()._issue(requests)
+        self._spread_early(self._in_progress(None))
+        return in_flight
+
+    def _spread_early(self, current: Iteration) -> None:
+        """Start to spread the results that are there."""
+        while self._waiting and not self._nodes.one_order and self._is_through(current, self._waiting[0]):
+            self._await_and_spread(current, self._waiting[0])
+
+    @staticmethod
+    def _is_through(current: Iteration, spread: _Spread) -> bool:
+        """Whether a part's results are there."""
+        last, mean = spread.complete, current.dense.get(spread.part.index)
+        if last is None or (mean is not None and not mean.has_arrived):
+            return False
+        return not current.ticks.has(lambda running: running.part <= last)
+
+    def _await_and_spread(self, current: Iteration, spread: _Spread) -> None:
+        """Wait until the codecs are through with the first waiting part, and start to spread its results."""
         last = spread.part.index if spread.complete is None else spread.complete
         self._drain_part(current, spread.part.index, last)
+        if self._waiting and self._waiting[0] is spread:  # it was not spread while others were waited for
+            self._spread(current, self._waiting.popleft())
+
+    def _spread(self, current: Iteration, spread: _Spread) -> None:
+        """Start to bring a part's results to all local ranks."""
         with self._inside(current):
             inside = self._nodes.inside
             for owner, size in enumerate(spread.sizes):

@@ -1,8 +1,9 @@
 """DDP's buckets through a plan's steps: one ordered worker thread that overlaps with backward.
 
 DDP hands over buckets in one order on every rank. The worker drives the step with each as a part (`StepDriver`), so
-that the order of collectives follows from buckets and phases alone, never from timing. In an iteration without codecs
-the hook starts a bucket's all-reduce itself, so that it need not wait for a thread to wake.
+that the order of collectives follows from buckets and phases alone, never from timing. What needs no codec the hook
+starts itself, so that it need not wait for the worker: in an iteration without codecs a bucket's all-reduce, and
+between nodes its average inside the node.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import torch
 from gradlab.codec import Tensors
 from gradlab.runtime.engine.device import HostDevice
 from gradlab.runtime.engine.driver import Part, StepDriver
-from gradlab.runtime.network.in_flight import Fused
 
 
 @dataclass(eq=False)
@@ -29,7 +29,7 @@ class Bucket(Part):
         is_last: whether it is the last of its step.
         future: DDP waits for it. It resolves to the buffer.
         ready: what a device's worker has to wait for before it reads the gradients.
-        failure: why the hook could not start the buffer's mean.
+        failure: why the hook could not issue the first collective.
     """
 
     is_last: bool = False
@@ -37,15 +37,14 @@ class Bucket(Part):
     ready: Any = None
     failure: Exception | None = None
 
-    def start(self, mean_in_place: Callable[[torch.Tensor], Fused]) -> None:
-        """Begin averaging the buffer. If that fails, keep the error for the worker to raise.
+    def start(self, first: Callable[[Part], Any]) -> None:
+        """Issue the first collective. If that fails, keep the error for the worker to raise.
 
         Args:
-            mean_in_place: starts the collective.
+            first: issues it.
         """
-        assert self.buffer is not None
         try:
-            self.started = mean_in_place(self.buffer)
+            self.started = first(self)
         except Exception as error:
             self.failure = error
 
@@ -73,7 +72,7 @@ class Engine:
         self._closed = False
         self._driver = driver
         self._device = device
-        self._starting_here = False  # whether the hook starts the all-reduces of the iteration that hands over buckets
+        self._starting_here = False  # whether the hook issues the first collectives of the step that hands over buckets
         self._queue: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -104,7 +103,7 @@ class Engine:
             index, gradients, buffer, is_last=is_last, future=self._device.future(), ready=self._device.ready()
         )
         if self._starts_here(index):
-            bucket.start(self._driver.communicator.mean_in_place)
+            bucket.start(self._driver.start)
         if self._thread is None:
             # A daemon, so that an interpreter that exits without close() is not held up.
             self._thread = threading.Thread(target=self._work, name="gradlab-engine", daemon=True)
@@ -114,12 +113,11 @@ class Engine:
         return bucket.future.then(lambda future: future.value())
 
     def _starts_here(self, index: int) -> bool:
-        """Whether the hook starts a bucket's all-reduce. The worker is idle when an iteration's first bucket comes."""
+        """Whether the hook issues a bucket's first collective. The worker is idle when a step's first bucket comes."""
         if index == 0:
             driver = self._driver
             driver.communicator.timeline.begin(driver.run.iteration)
-            plain = driver.takes_whole_buffers and self._device.shares_stream and not driver.communicator.deterministic
-            self._starting_here = plain and driver.all_dense and driver.ranks_compared
+            self._starting_here = self._device.shares_stream and driver.may_start
         return self._starting_here
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from gradlab.collectives import (
 from gradlab.ddp.agreement import Ranks
 from gradlab.errors import GradlabError
 from gradlab.runtime.network.faults import CommunicationError
-from gradlab.runtime.network.in_flight import Fused, InPlaceMean, fuse
+from gradlab.runtime.network.in_flight import InPlaceMean, fuse
 from gradlab.runtime.timeline import Timeline
 from gradlab.workspace import Workspace
 
@@ -146,7 +146,7 @@ class Communicator:
         self.payload_bytes = self.wire_bytes = 0
         return counts
 
-    def mean_in_place(self, buffer: torch.Tensor) -> Fused:
+    def mean_in_place(self, buffer: torch.Tensor) -> InPlaceMean:
         """Start replacing a buffer by its mean over ranks. Unless deterministic, the arithmetic is exactly plain DDP's.
 
         Args:

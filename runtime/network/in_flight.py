@@ -63,6 +63,11 @@ class InPlaceMean(Fused):
                 buffer.mul_(1.0 / communicator.world_size)
             self._work = communicator.all_reduce(buffer, average)
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `answers` need not wait. False if that cannot be known."""
+        return self._received is None and (self._work is None or self._work.is_completed())
+
     def _scatter(self) -> None:
         world_size = self._communicator.world_size
         chunk = -(-self._buffer.numel() // world_size)

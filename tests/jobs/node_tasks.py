@@ -22,6 +22,7 @@ from gradlab.executor import LockstepPlan
 from gradlab.layout import Layer, layers_of
 from gradlab.plan import FEEDBACK, Group, Plan
 from gradlab.runtime import CompressionState, compression_hook
+from gradlab.runtime.engine.device import HostDevice
 from jobs import refresh_tasks
 from jobs.matrix_cells import node_group
 from support.prescribed import Prescribed, gradients
@@ -248,6 +249,32 @@ def told_once(group: dist.ProcessGroup, level: str) -> dict[str, Any]:
         state.close()
     told = [str(one.message) for one in caught if "gradlab" in str(one.message)]
     return {"told": told, "error": error, "found": found, "nan": everything_is_nan, "steps": steps}
+
+
+def gradients_by_order(group: dist.ProcessGroup, codec: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The gradients of some steps where a node's collectives go by two orders, as on a CPU, and by one, as on a GPU."""
+    rank = dist.get_rank(group)
+    runs, orders, sent = [], [], []
+    for shares_stream in (True, False):
+        model = prescribed(group)
+        with _attribute(HostDevice, "shares_stream", shares_stream):
+            state = attached(group, model, plan_of(model, codec, settings), 2, deterministic=True)
+            runs.append([step_of(model, rank, step) for step in range(4)])
+            orders.append(len({state._driver._nodes.inside, state._driver._nodes.averaging}))  # type: ignore[attr-defined]
+            sent.append(state.statistics.steps[-1].inside_wire_bytes)
+            state.close()
+    same = all(torch.equal(one[name], other[name]) for one, other in zip(*runs, strict=True) for name in SHAPES)
+    return {"same": same, "orders": orders, "sent": sent}
+
+
+@contextmanager
+def _attribute(holder: type, name: str, value: object) -> Iterator[None]:
+    before = getattr(holder, name)
+    setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        setattr(holder, name, before)
 
 
 LARGE = {"first": (220, 130), "second": (130, 220), "third": (220, 130), "empty": (0, 4), "fourth": (200, 143)}

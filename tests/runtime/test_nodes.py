@@ -96,6 +96,15 @@ def test_results_that_wait_to_be_spread_keep_their_memory(
         assert same == [True] * 5
 
 
+@pytest.mark.parametrize(("codec", "settings"), CODECS)
+def test_results_do_not_depend_on_the_order_inside(pool: ProcessPool, codec: str, settings: dict[str, Any]) -> None:
+    """On a GPU averages and results go by one order in one group, on a CPU by two."""
+    for result in pool.run("jobs.node_tasks:gradients_by_order", 4, codec=codec, settings=settings):
+        assert result["same"]
+        assert result["orders"] == [2, 1]
+        assert result["sent"][0] == result["sent"][1]
+
+
 def test_a_resumed_run_is_the_run_that_went_on(pool: ProcessPool) -> None:
     for same in pool.run("jobs.node_tasks:resumed", 4, local_ranks=2):
         assert same == [True] * 3
