@@ -16,9 +16,9 @@ The base of DDP is "computing alone", the model without any exchange, all ranks 
 step", its work inside a node, where nodes wait for one another at every unit: they exchange one number there. "nodes
 apart" has no such wait.
 
---collectives times what a forecast wants to know of the links: all-reduces between nodes by all ranks at once, amid
-computing, and reduce-scatters inside nodes. --predict adds to every way's row the forecast of its step, from the base's
-time and the collectives. FSDP's work inside nodes is in its base.
+--collectives times what a forecast wants to know of the links: all-reduces and all-gathers between nodes by all ranks
+at once, small ones amid computing, and reduce-scatters inside nodes. --predict adds to every way's row the forecast of
+its step, from the base's time and the collectives. FSDP's work inside nodes is in its base.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def seconds_amid_computing(collective: Callable[[], object], batch: int, turns: 
 
 
 def collectives(mesh: DeviceMesh, rate: str, batch: int) -> Row:
-    """Time all-reduces between nodes and a reduce-scatter inside them.
+    """Time all-reduces and all-gathers between nodes and a reduce-scatter inside them.
 
     The bytes are a node's, those of all its ranks, and so is the bandwidth.
     """
@@ -211,11 +211,14 @@ def collectives(mesh: DeviceMesh, rate: str, batch: int) -> Row:
     between, inside = mesh["replicate"].get_group(), mesh["shard"].get_group()
     observations = []
     for numel in (1_000, 30_000, 300_000, 1_300_000):
-        values = torch.randn(numel)
+        values, gathered = torch.randn(numel), torch.empty(nodes * numel)
+        about = {"nodes": nodes, "bytes": ranks * values.nbytes, "bandwidth": rate}
         all_reduce = partial(dist.all_reduce, values, group=between)
         seconds = seconds_of(all_reduce) if numel > 100_000 else seconds_amid_computing(all_reduce, batch)
-        nbytes = ranks * values.nbytes
-        observations.append({"nodes": nodes, "bytes": nbytes, "bandwidth": rate, "seconds": round(seconds, 5)})
+        observations.append({**about, "seconds": round(seconds, 5)})
+        if numel > 100_000:
+            seconds = seconds_of(partial(dist.all_gather_single, gathered, values, group=between))
+            observations.append({**about, "collective": "all-gather", "seconds": round(seconds, 5)})
     output = torch.empty(10_000_000 // ranks)
     whole = torch.randn(ranks * output.numel())
     seconds = seconds_of(partial(dist.reduce_scatter_single, output, whole, group=inside))
@@ -245,7 +248,7 @@ def _layers(row: Row) -> tuple[Layer, ...]:
 def add_predictions(rows: list[Row]) -> None:
     """Forecast the seconds of every way's step, from the collectives that were timed, and put them into its row."""
     from gradlab.analysis.forecast import Network, forecast
-    from gradlab.analysis.forecast.calibration import Observation, calibrate_link
+    from gradlab.analysis.forecast.calibration import ALL_REDUCE, Observation, calibrate_link
     from gradlab.analysis.forecast.link import Link, parse_bandwidth
     from gradlab.analysis.forecast.profile import Profile
     from gradlab.analysis.forecast.simulator import BETWEEN, EVERY_RANK, SHARDS, Node
@@ -253,7 +256,13 @@ def add_predictions(rows: list[Row]) -> None:
 
     timed = [row for row in rows if "measured" in row]
     seen = [
-        Observation(one["nodes"], one["bytes"], parse_bandwidth(one["bandwidth"]), one["seconds"])
+        Observation(
+            one["nodes"],
+            one["bytes"],
+            parse_bandwidth(one["bandwidth"]),
+            one["seconds"],
+            one.get("collective", ALL_REDUCE),
+        )
         for row in timed
         for one in row["measured"]
     ]

@@ -1,11 +1,12 @@
-"""Fit a link's costs beside bandwidth and latency to measured all-reduces on a network whose speed is known.
+"""Fit a link's costs beside bandwidth and latency to measured collectives on a network whose speed is known.
 
 No data sheet has the bytes that the ranks' processors can send per second, or the cost of starting a collective. Times
 on a rate-limited network show both. A byte takes as long as the slower of link and processors.
 
 Between two neighbouring measured speeds it is known which of them is slower, and the time of an all-reduce is linear
 in both costs. Linear least squares within bounds (Stark, Parker 1995, "Bounded-variable least squares") gives the
-costs for each such stretch. The stretch with the smallest error is kept.
+costs for each such stretch. The stretch with the smallest error is kept. What all-gathers take per byte, beside
+all-reduces, is the geometric mean over those that were measured.
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ from typing import Any
 import numpy as np
 from scipy.optimize import lsq_linear
 
-from gradlab.analysis.forecast.link import Link, Transfer, all_reduce, format_rate, json_rate, parse_bandwidth
+from gradlab.analysis.forecast.link import (
+    Link,
+    Transfer,
+    all_gather,
+    all_reduce,
+    format_rate,
+    json_rate,
+    parse_bandwidth,
+)
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_bytes, format_percent, format_seconds
 
@@ -30,6 +39,7 @@ _FORM = (
     "a JSON list of measured all-reduces, such as "
     '[{"nodes": 4, "bytes": 44700000, "bandwidth": "200mbit", "seconds": 2.95}]'
 )
+COLLECTIVES = ALL_REDUCE, ALL_GATHER = "all-reduce", "all-gather"
 # Whole numbers beyond this are not exact in a float.
 _MOST = 2**53
 # A measured time may be shorter than the link allows by this share before a remark asks whether the link was another.
@@ -39,23 +49,28 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class Observation:
-    """One measured all-reduce, by nccl-tests or by a loop of dist.all_reduce.
+    """One measured collective, by nccl-tests or by a loop of dist.all_reduce.
 
     nodes: number of ranks, at least 2.
-    nbytes: bytes on each rank.
+    nbytes: bytes on each rank; of an all-gather, those that it sends.
     bits_per_second: the link's speed.
-    seconds: time of the all-reduce.
+    seconds: time of the collective.
+    collective: one of `COLLECTIVES`.
 
     Raises:
-        GradlabError: for a number outside its range.
+        GradlabError: for a number outside its range, or another collective.
     """
 
     nodes: int
     nbytes: int
     bits_per_second: float
     seconds: float
+    collective: str = ALL_REDUCE
 
     def __post_init__(self) -> None:
+        if self.collective not in COLLECTIVES:
+            known = " or ".join(COLLECTIVES)
+            raise GradlabError(f"collective = {str(self.collective)[:80]!r}, expected {known}")
         for name, value, least in (("nodes", self.nodes, 2), ("bytes", self.nbytes, 1)):
             if type(value) is not int or not least <= value <= _MOST:
                 raise GradlabError(f"{name} = {str(value)[:80]}, expected a whole number from {least}")
@@ -76,7 +91,7 @@ class Observation:
         return replace(link, bits_per_second=self.bits_per_second)
 
     def transfer(self, link: Link) -> Transfer:
-        """Describe the measured all-reduce, by the link's algorithm.
+        """Describe the measured collective; an all-reduce by the link's algorithm.
 
         Args:
             link: whose `all_reduce` names the algorithm.
@@ -84,6 +99,8 @@ class Observation:
         Returns:
             What the link carries.
         """
+        if self.collective == ALL_GATHER:
+            return all_gather(self.nbytes, self.nodes)
         return all_reduce(self.nbytes, self.nodes, link.all_reduce)
 
     def relative_error(self, link: Link) -> float:
@@ -99,7 +116,8 @@ class Observation:
         return (tried.busy_seconds(transfer) + tried.delay_seconds(transfer)) / self.seconds - 1
 
     def __str__(self) -> str:
-        return f"{format_bytes(self.nbytes)} at {self.nodes} nodes over {format_rate(self.bits_per_second)}"
+        what = f"{self.collective} of " if self.collective != ALL_REDUCE else ""
+        return f"{what}{format_bytes(self.nbytes)} at {self.nodes} nodes over {format_rate(self.bits_per_second)}"
 
 
 @dataclass(frozen=True)
@@ -112,6 +130,7 @@ class Calibration:
     collective_fitted: whether the observations' sizes differ, so that the cost per collective could be fitted.
     host_seen: whether processors slowed any observation. If not, their cost is 0.
     too_fast: the first observation that took less time than its link alone needs.
+    gather_factor: as in `Link`; 1 if no all-gather was measured.
     """
 
     host_seconds_per_byte: float
@@ -121,6 +140,7 @@ class Calibration:
     collective_fitted: bool = True
     host_seen: bool = True
     too_fast: Observation | None = None
+    gather_factor: float = 1.0
 
     def applied(self, link: Link) -> Link:
         """Return a copy of a link with the fitted costs.
@@ -129,21 +149,27 @@ class Calibration:
             link: any link.
 
         Returns:
-            The link with this calibration's `host_seconds_per_byte` and `collective_seconds`.
+            The link with this calibration's `host_seconds_per_byte`, `collective_seconds` and `gather_factor`.
         """
         return replace(
-            link, host_seconds_per_byte=self.host_seconds_per_byte, collective_seconds=self.collective_seconds
+            link,
+            host_seconds_per_byte=self.host_seconds_per_byte,
+            collective_seconds=self.collective_seconds,
+            gather_factor=self.gather_factor,
         )
 
     @property
     def remark(self) -> str:
         """The costs, their error and their limits, in words."""
         worst = max(range(len(self.observations)), key=lambda i: abs(self.relative_errors[i]))
-        count = len(self.observations)
+        gathers = sum(seen.collective == ALL_GATHER for seen in self.observations)
+        count = len(self.observations) - gathers
+        also = f" and {gathers} all-gather{'s' * (gathers != 1)}" if gathers else ""
+        slower = f", and {self.gather_factor:.2f} times as much time per byte of a gather" if gathers else ""
         text = (
-            f"Links are calibrated on {count} measured all-reduce{'s' * (count != 1)}: "
+            f"Links are calibrated on {count} measured all-reduce{'s' * (count != 1)}{also}: "
             f"{format_seconds(self.host_seconds_per_byte)} per byte on the ranks' processors and "
-            f"{format_seconds(self.collective_seconds)} per collective; predicted times are off by "
+            f"{format_seconds(self.collective_seconds)} per collective{slower}; predicted times are off by "
             f"{format_percent(abs(self.relative_errors[worst]))} at most ({self.observations[worst]})."
         )
         if not self.collective_fitted:
@@ -166,6 +192,7 @@ class Calibration:
         return {
             "host_seconds_per_byte": self.host_seconds_per_byte,
             "collective_seconds": self.collective_seconds,
+            "gather_factor": self.gather_factor,
             "collective_fitted": self.collective_fitted,
             "host_seen": self.host_seen,
             "observations": [
@@ -174,6 +201,7 @@ class Calibration:
                     "bytes": seen.nbytes,
                     "bits_per_second": json_rate(seen.bits_per_second),
                     "seconds": seen.seconds,
+                    "collective": seen.collective,
                     "relative_error": error,
                 }
                 for seen, error in zip(self.observations, self.relative_errors, strict=True)
@@ -182,23 +210,24 @@ class Calibration:
 
 
 def calibrate_link(link: Link, observations: Sequence[Observation]) -> Calibration:
-    """Fit `host_seconds_per_byte` and `collective_seconds` to measured all-reduces.
+    """Fit `host_seconds_per_byte` and `collective_seconds` to all-reduces, then `gather_factor` to all-gathers.
 
     The squares of relative errors are minimised, as times may span orders of magnitude. Where all observations move
     the same bytes per rank, the two costs cannot be told apart. The link's `collective_seconds` then stay.
 
     Args:
         link: its latency, headers and algorithm are used as they are. Its bandwidth is replaced by each observation's.
-        observations: at least one.
+        observations: at least one all-reduce.
 
     Returns:
         The costs, with the error at each observation.
 
     Raises:
-        GradlabError: for no observations, or times out of all proportion to the link.
+        GradlabError: for no all-reduces, or times out of all proportion to the link.
     """
+    every, observations = observations, [seen for seen in observations if seen.collective == ALL_REDUCE]
     if not observations:
-        raise GradlabError(f"nothing to calibrate a link by: expected {_FORM}")
+        raise GradlabError(f"no all-reduce to calibrate a link by: expected {_FORM}")
     several = len({seen.transfer(link).path_bytes for seen in observations}) > 1
     bare = replace(link, host_seconds_per_byte=0.0, collective_seconds=0.0 if several else link.collective_seconds)
     wires = sorted({seen.on(bare).seconds_per_byte for seen in observations})
@@ -208,15 +237,29 @@ def calibrate_link(link: Link, observations: Sequence[Observation]) -> Calibrati
     best = min(fits, key=lambda fit: sum(seen.relative_error(fit) ** 2 for seen in observations))
     host_seen = best.host_seconds_per_byte > (1 + _ROUNDING) * wires[0]
     fitted = best if host_seen else replace(best, host_seconds_per_byte=0.0)
+    fitted = replace(fitted, gather_factor=_gather_factor(fitted, every))
     return Calibration(
         fitted.host_seconds_per_byte,
         fitted.collective_seconds,
-        tuple(observations),
-        tuple(seen.relative_error(fitted) for seen in observations),
+        tuple(every),
+        tuple(seen.relative_error(fitted) for seen in every),
         several,
         host_seen,
-        next((seen for seen in observations if seen.relative_error(bare) > _NOISE), None),
+        next((seen for seen in every if seen.relative_error(bare) > _NOISE), None),
+        fitted.gather_factor,
     )
+
+
+def _gather_factor(fitted: Link, observations: Sequence[Observation]) -> float:
+    """Compute how much longer a byte of an all-gather takes than costs fitted to all-reduces say; 1 if unknown."""
+    ratios = []
+    for seen in observations:
+        if seen.collective == ALL_GATHER:
+            link, transfer = seen.on(replace(fitted, gather_factor=1.0)), seen.transfer(fitted)
+            fixed = link.collective_seconds + link.delay_seconds(transfer)
+            if seen.seconds > fixed and (expected := link.busy_seconds(transfer) - link.collective_seconds) > 0:
+                ratios.append(math.log((seen.seconds - fixed) / expected))
+    return math.exp(sum(ratios) / len(ratios)) if ratios else 1.0
 
 
 def _fit(bare: Link, observations: Sequence[Observation], low: float, high: float, collective: bool) -> Link:
@@ -249,9 +292,10 @@ def _least_squares(columns: Sequence[Sequence[float]], wanted: Sequence[float], 
 
 
 def read_observations(path: str | os.PathLike[str]) -> list[Observation]:
-    """Read measured all-reduces from a file: a JSON list of objects with nodes, bytes, bandwidth and seconds.
+    """Read measured collectives from a file: a JSON list of objects with nodes, bytes, bandwidth and seconds.
 
-    Other keys are ignored. bandwidth is a text as `gradlab.analysis.forecast.link.parse_bandwidth` reads it.
+    An all-gather has "collective": "all-gather" besides. Other keys are ignored. bandwidth is a text as
+    `gradlab.analysis.forecast.link.parse_bandwidth` reads it.
 
     Args:
         path: the file.
@@ -284,6 +328,7 @@ def _observation(entry: object, where: str) -> Observation:
     if not isinstance(bandwidth, str):
         raise GradlabError(f'{where}: bandwidth = {str(bandwidth)[:80]}, expected a text such as "200mbit"')
     try:
-        return Observation(entry["nodes"], entry["bytes"], parse_bandwidth(bandwidth), float(seconds))
+        kind = entry.get("collective", ALL_REDUCE)
+        return Observation(entry["nodes"], entry["bytes"], parse_bandwidth(bandwidth), float(seconds), kind)
     except GradlabError as error:
         raise GradlabError(f"{where}: {error}") from None

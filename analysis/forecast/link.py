@@ -46,6 +46,7 @@ class Link:
     host_seconds_per_byte: time of the ranks' processors per byte sent, while other bytes are on the link.
     collective_seconds: fixed cost of starting a collective.
     all_reduce: the algorithm of all-reduces, one of `ALL_REDUCES`. All other collectives are Gloo's.
+    gather_factor: time per byte of gathers and all-to-alls, beside that of an all-reduce.
 
     Raises:
         GradlabError: for a number outside its range, or an unknown algorithm.
@@ -57,6 +58,7 @@ class Link:
     host_seconds_per_byte: float = 0.0
     collective_seconds: float = 0.0
     all_reduce: str = "ring"
+    gather_factor: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.bits_per_second > 0:
@@ -65,6 +67,8 @@ class Link:
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise GradlabError(f"link: {name} = {value:g}, expected a number from 0")
+        if not 0 < self.gather_factor < math.inf:
+            raise GradlabError(f"link: gather_factor = {self.gather_factor:g}, expected a number above 0")
         _rule(self.all_reduce)
 
     @property
@@ -81,7 +85,8 @@ class Link:
         Returns:
             Seconds.
         """
-        return self.collective_seconds + transfer.path_bytes * self.seconds_per_byte
+        factor = self.gather_factor if transfer.gathered else 1.0
+        return self.collective_seconds + factor * transfer.path_bytes * self.seconds_per_byte
 
     def delay_seconds(self, transfer: Transfer) -> float:
         """Compute the time that a collective takes beyond `busy_seconds`, because its messages wait for one another.
@@ -102,11 +107,13 @@ class Transfer:
     wire_bytes: bytes that this rank sends (in a double tree, the busiest rank).
     path_bytes: bytes that the busiest link carries, in or out.
     rounds: messages that have to follow one another.
+    gathered: whether it is a gather or an all-to-all, which pass messages on whole.
     """
 
     wire_bytes: int
     path_bytes: int
     rounds: int
+    gathered: bool = False
 
 
 def all_reduce(nbytes: int, world_size: int, algorithm: str = "ring") -> Transfer:
@@ -205,7 +212,7 @@ def all_gather(nbytes: int, world_size: int) -> Transfer:
         What the link carries.
     """
     wire = all_gather_wire_bytes(nbytes, world_size)
-    return Transfer(wire, wire, world_size - 1)
+    return Transfer(wire, wire, world_size - 1, gathered=True)
 
 
 def broadcast(nbytes: int, rank: int, root: int, world_size: int) -> Transfer:
@@ -241,7 +248,7 @@ def all_to_all(sizes: Sequence[int], rank: int, ranks_per_link: int = 1) -> Tran
     parts = _by_link(sizes, ranks_per_link)
     received = max(parts) * (len(sizes) - ranks_per_link)
     sent, most_sent = (ranks_per_link * (sum(sizes) - own) for own in (parts[rank // ranks_per_link], min(parts)))
-    return Transfer(sent, max(most_sent, received), 1 if len(parts) > 1 else 0)
+    return Transfer(sent, max(most_sent, received), 1 if len(parts) > 1 else 0, gathered=True)
 
 
 def gather_of_lengths(sizes: Sequence[int], rank: int, ranks_per_link: int = 1) -> Transfer:
@@ -260,7 +267,7 @@ def gather_of_lengths(sizes: Sequence[int], rank: int, ranks_per_link: int = 1) 
     parts = _by_link(sizes, ranks_per_link)
     others = len(sizes) - ranks_per_link
     path = max(others * max(parts), ranks_per_link * (sum(sizes) - min(parts)))
-    return Transfer(others * parts[rank // ranks_per_link], path, 1 if others else 0)
+    return Transfer(others * parts[rank // ranks_per_link], path, 1 if others else 0, gathered=True)
 
 
 def _by_link(sizes: Sequence[int], ranks_per_link: int) -> list[int]:
@@ -330,6 +337,7 @@ def _fused(together: Sequence[Any], rank: int, world_size: int, algorithm: str, 
         lengths.wire_bytes + values.wire_bytes,
         lengths.path_bytes + values.path_bytes,
         lengths.rounds + values.rounds,
+        gathered=True,
     )
 
 

@@ -49,7 +49,7 @@ def predict(
     ] = "ring",
     measured: Annotated[
         Path | None,
-        typer.Option(metavar="TIMES.json", help="Measured all-reduces, to calibrate links by; see above."),
+        typer.Option(metavar="TIMES.json", help="Measured collectives, to calibrate links by; see above."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FIGURE", help="Draw step time over link speed (.svg, .pdf).")
@@ -75,7 +75,8 @@ def predict(
     replay, else they are taken here. Bytes and rounds come from the codecs' own code at that number of nodes.
 
     --measured takes a list of objects {"nodes": 4, "bytes": 44700000, "bandwidth": "200mbit", "seconds": 2.95}, one
-    per measured all-reduce. Processor time per byte and a cost per collective are fitted to them.
+    per measured all-reduce. Processor time per byte and a cost per collective are fitted to them. With "collective":
+    "all-gather" it is one of those: where they take longer per byte than all-reduces do, gathers are forecast so.
 
     With --local-ranks, --bandwidth is that of a node's link, which its ranks share, and --inside that among them. The
     plan then runs between nodes (docs/training.md), beside the fastest of three dense ways: plain DDP, averages inside

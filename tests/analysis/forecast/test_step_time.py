@@ -159,7 +159,7 @@ def test_a_server_that_all_send_to_is_the_busiest_link() -> None:
     """Seven ranks send 1000 bytes to rank 0: each sends 1000, but rank 0's link carries 7000."""
     transfer = all_to_all([1000, 0, 0, 0, 0, 0, 0, 0], rank=3)
     assert (transfer.wire_bytes, transfer.path_bytes, transfer.rounds) == (1000, 7000, 1)
-    assert all_to_all([10], rank=0) == Transfer(0, 0, 0)
+    assert all_to_all([10], rank=0) == Transfer(0, 0, 0, gathered=True)
 
 
 def test_requests_of_a_kind_travel_as_one() -> None:
@@ -592,6 +592,11 @@ def test_segments_hold_at_least_one_exchange() -> None:
     assert [[e.gradient_bytes for e in segment] for segment in cut] == [[5], [20], [4, 6], [1]]
 
 
+def test_what_is_too_small_for_a_segment_takes_the_next_along() -> None:
+    cut = [list(segments(sizes, float, 10, 0.5)) for sizes in ([5, 20, 4, 6, 1], [4, 20, 1, 1, 30], [4, 5, 6])]
+    assert cut == [[[5], [20], [4, 6], [1]], [[4, 20], [1, 1, 30]], [[4, 5], [6]]]
+
+
 @pytest.mark.parametrize(
     ("compute", "nodes", "speed"), [(-1.0, 2, 1.0), (math.nan, 2, 1.0), (1.0, 0, 1.0), (1.0, 2, 2.0)]
 )
@@ -812,9 +817,43 @@ def test_calibration_says_where_a_link_was_beaten() -> None:
     assert "1.00 kB at 2 nodes over 8.00bit took less than its bandwidth" in fit.remark
 
 
+@law(planted, cases, st.floats(0.3, 3.0))
+def test_measured_gathers_tell_what_their_bytes_take(
+    link: Link, drawn: list[tuple[int, int, float]], factor: float
+) -> None:
+    reduces, slower = measured(link, drawn), replace(link, gather_factor=factor)
+    gathers = []
+    for nodes, nbytes, rate in drawn:
+        on, transfer = replace(slower, bits_per_second=rate), all_gather(nbytes, nodes)
+        seconds = on.busy_seconds(transfer) + on.delay_seconds(transfer)
+        gathers.append(Observation(nodes, nbytes, rate, seconds, "all-gather"))
+    start = Link(2e8, link.latency_seconds, link.header_share, all_reduce=link.all_reduce)
+    alone, fitted = calibrate_link(start, reduces), calibrate_link(start, [*gathers, *reduces])
+    assert alone.gather_factor == 1.0
+    assert fitted.applied(start).collective_seconds == alone.collective_seconds
+    assert fitted.host_seconds_per_byte == alone.host_seconds_per_byte
+    # Where a fixed cost is nearly all of a gather, rounding errors of the fit are the rest.
+    seen = [g for g in gathers if g.seconds > 1.1 * (link.collective_seconds + link.latency_seconds * g.nodes)]
+    if len(seen) == len(gathers) and fitted.host_seen:
+        assert fitted.gather_factor == pytest.approx(factor, rel=1e-4)
+        assert max(map(abs, fitted.relative_errors)) < 1e-4
+    assert f"{len(reduces)} measured all-reduces and {len(gathers)} all-gathers" in fitted.remark
+    assert fitted.to_json()["observations"][0]["collective"] == "all-gather"
+
+
+def test_a_gathers_bytes_take_longer_and_an_all_reduces_do_not() -> None:
+    link = Link(8.0, header_share=0.0, gather_factor=1.5)
+    assert [link.busy_seconds(one) for one in (all_gather(10, 3), all_reduce(10, 2))] == [30.0, 10.0]
+    with pytest.raises(GradlabError, match="gather_factor = 0, expected a number above 0"):
+        Link(8.0, gather_factor=0.0)
+
+
 def test_nothing_is_not_calibrated_by() -> None:
-    with pytest.raises(GradlabError, match="nothing to calibrate"):
-        calibrate_link(Link(1e9), [])
+    for nothing in ([], [Observation(2, 1, 1e9, 1.0, "all-gather")]):
+        with pytest.raises(GradlabError, match="no all-reduce to calibrate a link by"):
+            calibrate_link(Link(1e9), nothing)
+    with pytest.raises(GradlabError, match="collective = 'broadcast', expected all-reduce or all-gather"):
+        Observation(2, 1, 1e9, 1.0, "broadcast")
     with pytest.raises(GradlabError, match="out of all proportion"):
         calibrate_link(Link(1e9), [Observation(2, 1, 1e9, 1e-320)])
 
