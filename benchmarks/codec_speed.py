@@ -1,6 +1,8 @@
 """Encoding and decoding of every codec beside a plain copy of the same tensor, one thread, one run.
 
     python benchmarks/codec_speed.py [--numel 11059200] [--repeats 9] [--codecs sign qsgd topk] [--markdown]
+        [--rows ROWS.jsonl]             keeps what is measured
+    python benchmarks/codec_speed.py --rows ROWS.jsonl --table
 
 Copy, encoding and decoding take turns, so that whatever else the machine does meets all of them; a ratio is that of the
 medians. "encode" is what a codec does before it asks for a collective, and between two; "decode" what it does with the
@@ -11,12 +13,15 @@ codecs with a state it is the second iteration that is timed; of LGC, one after 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from rows import Row, read
 
 from gradlab import codecs
 from gradlab.codec import Codec, Context, Deferred, Exchanged, Tensors
@@ -148,13 +153,26 @@ def compare(
     }
 
 
+def measured(options: argparse.Namespace) -> Iterator[Row]:
+    """Time the codecs that were asked for, one after another."""
+    for name in options.codecs:
+        for settings in CASES[name]:
+            row = {"codec": name, "numel": options.numel, **compare(name, settings, options.numel, options.repeats)}
+            if options.rows:
+                with options.rows.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+            yield row
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=int, default=4096 * 2700)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--codecs", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--rows", type=Path)
+    for flag in ("--markdown", "--table"):
+        parser.add_argument(flag, action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     header = ("case", "copy ms", "encode", "decode", "own", "slowest, of a copy's speed", "aim", "")
@@ -166,13 +184,11 @@ def main() -> None:
     print(form.format(*header))
     if options.markdown:
         print(form.format(*["---"] * len(header)))
-    for name in options.codecs:
-        for settings in CASES[name]:
-            times = compare(name, settings, options.numel, options.repeats)
-            slowest, aim = max(times["encode"], times["decode"]), 100 if name in SORTS else 30
-            numbers = [f"{times[key]:.1f}" for key in ("encode", "decode", "own")]
-            row = (times["case"], f"{times['copy'] * 1e3:.1f}", *numbers, f"1/{slowest:.1f}", f"1/{aim}")
-            print(form.format(*row, "" if slowest <= aim else "missed"), flush=True)
+    for times in read(options.rows) if options.table else measured(options):
+        slowest, aim = max(times["encode"], times["decode"]), 100 if times["codec"] in SORTS else 30
+        numbers = [f"{times[key]:.1f}" for key in ("encode", "decode", "own")]
+        row = (times["case"], f"{times['copy'] * 1e3:.1f}", *numbers, f"1/{slowest:.1f}", f"1/{aim}")
+        print(form.format(*row, "" if slowest <= aim else "missed"), flush=True)
 
 
 if __name__ == "__main__":

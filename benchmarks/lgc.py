@@ -3,7 +3,7 @@
     python benchmarks/lgc.py cifar10 --data cifar10.npz --train rows.jsonl [--methods dense ...] [--seeds 0 1]
     python benchmarks/lgc.py camvid --data camvid.npz --train rows.jsonl
     python benchmarks/lgc.py cifar10 --train rows.jsonl --table
-    python benchmarks/lgc.py times
+    python benchmarks/lgc.py times --train times.jsonl [--table]
 
 cifar10: the images halved to 16 x 16, ResNet-8 (75,290 parameters), 16 images per node; 1200 iterations: 200 dense, 300
 in which the autoencoder learns, 700 with codes. camvid: the pictures halved, a small PSPNet (227,355 parameters), 2
@@ -16,7 +16,7 @@ the last 50 iterations, and over the whole run; "sent" is what a rank sends in o
 server's who sends the common code and who does not, and what all ranks send in the whole run. One line of JSON per run;
 what is there is not done again.
 
-times: encoders and decoders alone, in turns, beside int8 of the same values, with one thread.
+times: encoders and decoders alone, in turns, beside int8 of the same values, with one thread. --table prints kept rows.
 """
 
 from __future__ import annotations
@@ -218,9 +218,9 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def times(repeats: int = 30) -> str:
+def times(repeats: int = 30) -> list[Row]:
     """Medians in ms, one after the other in every repetition."""
-    lines = ["values   ring: encode  decode   server: encode  decode 4   int8: encode  decode 4"]
+    measured = []
     generator = torch.Generator().manual_seed(0)
     ring, server = Architecture(), Architecture(decoders=RANKS, innovation=True)
     of_ring, of_server = ring.initial(generator), server.initial(generator)
@@ -244,9 +244,17 @@ def times(repeats: int = 30) -> str:
                 began = time.perf_counter()
                 case()
                 spent.append(1e3 * (time.perf_counter() - began))
-        ms = [statistics.median(spent) for spent in seconds]
+        measured.append({"values": count, "ms": [round(statistics.median(spent), 4) for spent in seconds]})
+    return measured
+
+
+def table_of_times(rows: list[Row]) -> str:
+    """A line for each number of values."""
+    lines = ["values   ring: encode  decode   server: encode  decode 4   int8: encode  decode 4"]
+    for row in rows:
+        ms = row["ms"]
         lines.append(
-            f"{count:6d}  {ms[0]:13.2f}  {ms[1]:6.2f}  {ms[2]:15.2f}  {ms[3]:8.2f}  {ms[4]:13.3f}  {ms[5]:8.3f}"
+            f"{row['values']:6d}  {ms[0]:13.2f}  {ms[1]:6.2f}  {ms[2]:15.2f}  {ms[3]:8.2f}  {ms[4]:13.3f}  {ms[5]:8.3f}"
         )
     return "\n".join(lines)
 
@@ -263,7 +271,10 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     if chosen.task == "times":
-        print(times())
+        if not chosen.table:
+            for row in times():
+                add(chosen.train, row)
+        print(table_of_times(read(chosen.train)))
         return
     if chosen.data:
         setting = tasks()[chosen.task]

@@ -40,6 +40,7 @@ from predicted_steps import residual_layers
 from rows import Row, add, read
 from step_time import network
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -58,6 +59,34 @@ CODECS: dict[str, tuple[str, dict[str, Any]]] = {
     "top-k 1 %": ("topk", {"density": 0.01}),
 }
 
+# Flat DDP alone runs these, on nodes of one rank. What is timed of GradiVeQ is one phase of its cycle.
+COMPRESSING = {"sample_steps": 2, "compressed_steps": 0}
+SAMPLING = {"sample_steps": 1_000_000}
+FLAT_CODECS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dist-EF-blockSGDM": ("dist-EF-blockSGDM", {}),
+    "dist-EF-blockSGD": ("dist-EF-blockSGD", {}),
+    "signum": ("signum", {}),
+    "QSGD 4 bits, max norm, by ring": ("QSGD, max norm", {"bits": 4, "ring": True}),
+    "GradiVeQ compressing": ("gradiveq", {"ratio": 8, **COMPRESSING}),
+    "GradiVeQ compressing, K = 512": ("gradiveq", {"ratio": 8, "slice_size": 512, **COMPRESSING}),
+    "GradiVeQ compressing, K = 512, by ring": (
+        "gradiveq",
+        {"ratio": 8, "slice_size": 512, "ring": True, **COMPRESSING},
+    ),
+    "GradiVeQ sampling": ("gradiveq", {"ratio": 8, "slice_size": 512, **SAMPLING}),
+    "GradiVeQ sampling, by ring": ("gradiveq", {"ratio": 8, "slice_size": 512, "ring": True, **SAMPLING}),
+    "GradiVeQ, half random, K / d = 20, K = 512": (
+        "gradiveq",
+        {"ratio": 20, "slice_size": 512, "complement": 0.5, **COMPRESSING},
+    ),
+}
+PEERS: dict[str, Callable[[DistributedDataParallel], None]] = {
+    "PyTorch fp16": lambda ddp: ddp.register_comm_hook(None, default_hooks.fp16_compress_hook),
+    "PyTorch PowerSGD rank 1": lambda ddp: ddp.register_comm_hook(
+        powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook
+    ),
+}
+
 ALONE, APART, IN_STEP = "computing alone", "FSDP2, nodes apart", "FSDP2, nodes in step"
 PLAIN, NATIVE, EVERY_RANK = "plain DDP", "native HSDP", "every rank"
 WAYS = (
@@ -68,6 +97,7 @@ WAYS = (
     NATIVE,
     *(f"FSDP2, {codec}" for codec in CODECS),
 )
+FLAT_WAYS = (*PEERS, *(f"{EVERY_RANK}, {codec}" for codec in FLAT_CODECS))
 # Every convolution is a unit of its own: a forecast's units end after this many MiB.
 UNIT_CAP_MB = 0.1
 
@@ -127,7 +157,11 @@ class Contestant:
         if way in (PLAIN, ALONE):
             ddp = DistributedDataParallel(model)
             return ddp, ddp.no_sync if way == ALONE else nullcontext
-        name, settings = CODECS[codec]
+        if way in PEERS:
+            ddp = DistributedDataParallel(model)
+            PEERS[way](ddp)
+            return ddp, nullcontext
+        name, settings = (CODECS | FLAT_CODECS)[codec]
         plan = named_plan(layers_of(model), name, **settings)
         if kind == "FSDP2":
             self.close = compress_fsdp(sharded(model, mesh["shard"]), plan, between=mesh["replicate"]).close
@@ -269,7 +303,7 @@ def add_predictions(rows: list[Row]) -> None:
     calibration = calibrate_link(Link(1e9, 1e-4), seen)
     inside = Link(statistics.mean(row["inside_bits_per_second"] for row in timed), header_share=0.0)
     for row in rows:
-        if "way" not in row or row["way"] == APART:
+        if "way" not in row or row["way"] in (APART, *FLAT_WAYS):
             continue
         kind, _, codec = row["way"].partition(", ")
         on_shards = kind in ("FSDP2", NATIVE)
@@ -295,7 +329,7 @@ def table(rows: list[Row]) -> str:
     rates = list(dict.fromkeys(rate for _, rate in steps))
     columns = " ".join(f"{'base':>6s} {rate:>8s} {'ratio':>6s} {'predicted':>10s}" for rate in rates)
     lines = [f"{'way':27s} {columns} {'sent, MB':>9s}"]
-    for way in WAYS:
+    for way in (*WAYS, *FLAT_WAYS):
         mine = {rate: steps[way, rate] for rate in rates if (way, rate) in steps}
         if not mine:
             continue
@@ -315,7 +349,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("--rounds", 3), ("--steps", 3), ("--width", 96), ("--batch", 24)):
         parser.add_argument(name, type=int, default=default)
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=(*WAYS, *FLAT_WAYS))
     parser.add_argument("--rate", default="unlimited")
     parser.add_argument("--interface", default=os.environ.get("GLOO_SOCKET_IFNAME", "eth0"))
     parser.add_argument("--rows", type=Path, default=ROWS)
