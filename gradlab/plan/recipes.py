@@ -185,12 +185,11 @@ def named_plan(model: nn.Module | Sequence[Layer], name: str, *, warmup_steps: i
 
 def _weight_decay(method: Method, mu: float, rate: float, form: str) -> Wrap:
     """Make the wrapper for lambda = rate: apart it has the momentum that the method gives to gradients."""
-    if form == "gradient":
-        return Wrap("weight_decay", {"rate": rate})
-    settings = {"rate": rate, "form": form}
+    settings: dict[str, Any] = {"rate": rate} if form == "gradient" else {"rate": rate, "form": form}
+    own = method.momentum.settings if form == "apart" and method.momentum is not None else None
     # Dampened momentum is the average that signum votes on; its published code gives weight decay none.
-    if method.momentum is not None and not method.momentum.settings.get("dampening", False):
-        settings |= {"momentum": mu, "nesterov": method.momentum.settings.get("nesterov", False)}
+    if own is not None and not own.get("dampening", False):
+        settings |= {"momentum": mu, "nesterov": own.get("nesterov", False)}
     return Wrap("weight_decay", settings)
 
 

@@ -37,8 +37,13 @@ Method = Annotated[
     ),
 ]
 Momentum = Annotated[float, typer.Option(help="Of the methods that have it; the optimizer's is to be 0.")]
-WeightDecay = Annotated[
-    float, typer.Option(help="In the gradient, before momentum; the optimizer's is to be 0. 0 leaves it there.")
+WeightDecay = Annotated[float, typer.Option(help="In the plan; the optimizer's is to be 0. 0 leaves it there.")]
+WeightDecayForm = Annotated[
+    str | None,
+    typer.Option(
+        help="Of --weight-decay. gradient (by default): in the gradient, before momentum. apart: with a momentum of "
+        "its own, uncompressed, as the published code of dist-EF-blockSGDM has it."
+    ),
 ]
 Server = Annotated[str, typer.Option(help="sharded over the ranks, or rank: all on rank 0, the paper's.")]
 Scales = Annotated[
@@ -59,6 +64,7 @@ def signs(
     method: Method = None,
     momentum: Momentum = 0.9,
     weight_decay: WeightDecay = 0.0,
+    weight_decay_form: WeightDecayForm = None,
     server: Server = "sharded",
     scales: Scales = 1.0,
     samples: Samples = None,
@@ -82,6 +88,8 @@ def signs(
 
       gradlab fit signs trace --method dist-EF-blockSGD --scales 16 --out blocks.safetensors
 
+      gradlab fit signs trace --weight-decay 5e-4 --weight-decay-form apart --out signs.safetensors
+
       gradlab fit signs trace --method signum --out signum.safetensors
     """
     from gradlab.analysis.fit.signs import fit_block_sizes, with_block_sizes
@@ -93,6 +101,8 @@ def signs(
     from gradlab.trace import Trace
 
     require_free(out, overwrite)
+    if weight_decay_form is not None and not weight_decay:
+        raise GradlabError(f"--weight-decay-form {weight_decay_form} says how --weight-decay works, which is 0")
     settings, blocks = parse_settings(setting or []), None
     with Trace(trace, average_ranks=average_ranks) as opened, progress_bars() as progress:
         trained_with = optimizer_of_training(opened, optimizer)
@@ -102,6 +112,7 @@ def signs(
             method,
             momentum=momentum,
             weight_decay=weight_decay,
+            weight_decay_form=weight_decay_form or "gradient",
             server=server,
             warmup_steps=warmup_steps,
             step_size_ratio=_residuals_follow(method, trained_with),

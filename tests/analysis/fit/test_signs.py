@@ -126,6 +126,10 @@ def test_the_command_writes_an_artifact(tmp_path: Path, gradlab: Command) -> Non
     )
     assert code == 0
     assert json.loads(out)["method"] == "signum"
+    words = ("--weight-decay", 0.01, "--weight-decay-form", "apart", "--out", tmp_path / "apart.safetensors")
+    assert gradlab("fit", "signs", tmp_path / "trace", *words)[0] == 0
+    plan = Artifact.load(tmp_path / "apart.safetensors").plan
+    assert plan == method_plan(plan.layers, "dist-EF-blockSGDM", weight_decay=0.01, weight_decay_form="apart")
     for words, message in (
         (("--method", "signum", "--scales", 2), "signum has none: use dist-EF-blockSGD(M)"),
         (("--method", "dist-EF"), "did you mean dist-EF-SGD"),
@@ -134,6 +138,8 @@ def test_the_command_writes_an_artifact(tmp_path: Path, gradlab: Command) -> Non
         (("--momentum", 1), "momentum = 1"),
         (("--scales", 2, "--set", "block_size=64"), "--set block_size chooses them too"),
         (("--weight-decay", -1), "rate = -1"),
+        (("--weight-decay-form", "apart"), "says how --weight-decay works, which is 0"),
+        (("--weight-decay", 0.1, "--weight-decay-form", "beside"), "form = 'beside', expected"),
         (("--server", "both"), "server = 'both'"),
     ):
         code, _, err = gradlab("fit", "signs", tmp_path / "trace", *words, "--out", tmp_path / "c.safetensors")
