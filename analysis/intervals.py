@@ -7,16 +7,20 @@ series are independent and each vary by the long-run variance, so that the mean 
 distribution with B degrees of freedom. They take the place of a bootstrap's blocks: B cosines tell as many
 independent values as B blocks, but are wrong by (B / T)^2 where blocks are by B / T.
 
-B follows from the measured autocorrelation rho of neighbours, less its bias. With kappa = 2 rho / (1 - rho)^2, B
-cosines find the variance too small by a share of pi^2 kappa B^2 / (6 T^2). B is the largest for which that is at most
-5 %, but no more than 0.4 T^(2/3) (their recommendation) or 4. Where fewer than 4 remain, the series is too short for
-how alike its neighbours are, and no interval is given. A slow part below noise without memory leaves rho small: that
-interval is too narrow. `benchmarks/estimators.py` shows how often intervals hold.
+B follows from the autocorrelation of neighbours: from the largest rho that the measured one, less its bias, allows at
+97.7 % confidence, because a short series often looks less alike than it is. With kappa = 2 rho / (1 - rho)^2, B cosines
+find the variance too small by a share of about pi^2 kappa B^2 / (6 T^2). B is the largest for which that is at most
+5 %, but no more than 0.4 T^(2/3) (their recommendation), and 4 at least. What B cosines then find of the long-run
+variance of a first-order series with that rho is known from its spectral density, and the variance is divided by it.
+Where they find less than a fifth, the series is too short for how alike its neighbours may be, and no interval is
+given. A slow part below noise without memory leaves rho small: that interval is too narrow. `benchmarks/estimators.py`
+shows how often intervals hold.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,7 +31,9 @@ from scipy.stats import rankdata
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
 
-_MOST_BIAS = 0.05  # of the long-run variance
+_MOST_BIAS = 0.05  # of the long-run variance, where more cosines than the fewest are taken
+_LEAST_FOUND = 0.2  # of the long-run variance; below it the interval would follow from rho and not from the series
+_DEVIATIONS = 2.0  # of the measured autocorrelation, up to the largest that it allows
 _FEWEST_TERMS = 4  # cosines: Student's t with fewer degrees of freedom says next to nothing
 _FEWEST_ITERATIONS = 12  # fewer have not 4 cosines at any autocorrelation that could be measured
 _DRIFT_LEVEL = 0.99
@@ -82,14 +88,15 @@ def mean_interval(series: np.ndarray, level: float = 0.95) -> SeriesMean:
         refused = f"{count} iterations, expected at least {_FEWEST_ITERATIONS}"
         return SeriesMean(mean, None, None, level, count, refused=refused)
     rho, drift = autocorrelation(values), _drift(values)
-    terms = cosine_terms(count, rho)
-    if terms < _FEWEST_TERMS:
+    largest = largest_autocorrelation(rho, count)
+    terms = cosine_terms(count, largest)
+    if (found := found_share(count, largest, terms)) < _LEAST_FOUND:
         refused = (
             f"neighbours' autocorrelation is {rho:.2f} over {count} iterations, expected at least "
             f"{iterations_needed(rho)} iterations or less autocorrelation"
         )
         return SeriesMean(mean, None, None, level, count, rho, drift, refused)
-    variance = float(np.square(_cosines(values, terms)).mean())
+    variance = float(np.square(_cosines(values, terms)).mean()) / found
     half = float(stdtrit(terms, 0.5 + level / 2)) * math.sqrt(variance / count)
     return SeriesMean(mean, mean - half, mean + half, level, count, rho, drift)
 
@@ -107,19 +114,50 @@ def autocorrelation(values: np.ndarray) -> float:
     return float(np.clip((count * measured + 1) / (count - 4), -1.0, 1.0))
 
 
-def cosine_terms(count: int, rho: float) -> int:
-    """Return B, the number of cosines that an autocorrelation allows in a series of `count` iterations; see the module.
+def largest_autocorrelation(rho: float, count: int) -> float:
+    """Return the largest autocorrelation of neighbours that a measured one allows, at 97.7 % confidence.
 
-    A negative one counts as none, which makes the interval too wide and never too narrow.
+    It varies by (1 - rho^2) / T (Bartlett 1946). A negative one counts as none, which makes the interval too wide and
+    never too narrow.
     """
+    rho = max(rho, 0.0)
+    return min(1.0, rho + _DEVIATIONS * math.sqrt(max(0.0, 1 - rho * rho) / count))
+
+
+def cosine_terms(count: int, rho: float) -> int:
+    """Return B, the number of cosines that an autocorrelation allows in a series of `count` iterations, at least 4."""
     most = max(_FEWEST_TERMS, round(0.4 * count ** (2 / 3)))
-    return int(min(most, _term_share(rho) * count))
+    return max(_FEWEST_TERMS, int(min(most, _term_share(rho) * count)))
+
+
+def found_share(count: int, rho: float, terms: int) -> float:
+    """Return the share of a first-order series' long-run variance that so many cosines find, by its spectral density.
+
+    Args:
+        count: T, iterations.
+        rho: the autocorrelation of neighbours, 0 to 1.
+        terms: B.
+
+    Returns:
+        The mean over the cosines of (1 - rho)^2 / (1 - 2 rho cos(pi j / T) + rho^2), 0 to 1.
+    """
+    waves = 1 - np.cos(np.pi * np.arange(1, terms + 1) / count)
+    return float(np.mean((1 - rho) ** 2 / ((1 - rho) ** 2 + 2 * rho * waves)))
 
 
 def iterations_needed(rho: float) -> str:
-    """Say how many iterations an interval takes at an autocorrelation."""
-    share = _term_share(rho)
-    return str(max(_FEWEST_ITERATIONS, math.ceil(_FEWEST_TERMS / share))) if share > 0 else "infinitely many"
+    """Say how many iterations an interval takes at a measured autocorrelation."""
+    if rho >= 1:
+        return "infinitely many"
+
+    def enough(count: int) -> bool:
+        largest = largest_autocorrelation(rho, count)
+        return found_share(count, largest, cosine_terms(count, largest)) >= _LEAST_FOUND
+
+    most = _FEWEST_ITERATIONS
+    while not enough(most):
+        most *= 2
+    return str(bisect_left(range(most), True, lo=max(_FEWEST_ITERATIONS, most // 2), key=enough))
 
 
 def _term_share(rho: float) -> float:
@@ -147,7 +185,7 @@ def _drift(values: np.ndarray) -> tuple[float, float] | None:
     count = len(values)
     time = np.arange(count) - (count - 1) / 2
     slope = float(time @ values) / float(time @ time)
-    terms = max(_FEWEST_TERMS, cosine_terms(count, autocorrelation(values - slope * time)))
+    terms = cosine_terms(count, autocorrelation(values - slope * time))
     first, *others = _cosines(values, terms + 1)
     if not abs(first) > stdtrit(terms, 0.5 + _DRIFT_LEVEL / 2) * math.sqrt(float(np.square(others).mean())):
         return None

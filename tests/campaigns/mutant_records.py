@@ -664,8 +664,8 @@ MUTANTS = (
     # analysis: estimators
     Mutant(
         file="analysis/intervals.py",
-        old="return int(min(most, _term_share(rho) * count))",
-        new="return most",
+        old="found_share(count, largest, terms)) < _LEAST_FOUND",
+        new="1.0) < _LEAST_FOUND",
         tests=("tests/analysis/test_intervals.py",),
         what="Intervals over iterations take neighbours for independent, however alike they are.",
     ),
