@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rows import Row, add, has, read
@@ -50,8 +51,8 @@ def model_of(vocabulary: int, seed: int) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel  # the table is printed without it
 
     torch.manual_seed(seed)
-    rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    size = {"vocab_size": vocabulary, "n_positions": CONTEXT, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    rates: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    size: dict[str, Any] = {"vocab_size": vocabulary, "n_positions": CONTEXT, "n_embd": 64, "n_layer": 2, "n_head": 4}
     return GPT2LMHeadModel(GPT2Config(**size, **rates, bos_token_id=0, eos_token_id=0))
 
 
@@ -91,7 +92,7 @@ def measured(trace: Trace, axis: str, pooled: int) -> Row:
 def run(rows: Path, data: Data, work: Path, seeds: Sequence[int]) -> None:
     """Add the rows that are missing; a recording that is there is not made again."""
     for seed in seeds:
-        keys = [{"seed": seed, "pooled": pooled, "axis": axis} for pooled in POOLED for axis in SLICE_AXES]
+        keys: list[Row] = [{"seed": seed, "pooled": pooled, "axis": axis} for pooled in POOLED for axis in SLICE_AXES]
         missing = [key for key in keys if not has(read(rows), key)]
         folder = work / f"gpt2-{seed}"
         if missing and not folder.exists():
