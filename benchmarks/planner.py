@@ -1,11 +1,13 @@
 """The exact search beside a general solver and L-GreCo's Algorithm 1: sizes and times, in one run.
 
-    python benchmarks/planner.py [--tables 200] [--traces TRACE ...]
+    python benchmarks/planner.py --rows benchmarks/results/planner.jsonl [--tables 200] [--traces TRACE ...]
+    python benchmarks/planner.py --rows benchmarks/results/planner.jsonl --table
 
 Tables as compressors give them (densities and ranks over layers of equal and of many sizes), at random, and where size
-and error trade at nearly one rate; then those of recorded traces. scipy.optimize.milp is HiGHS with a relative
-gap of 0; "rounded" is Algorithm 1 with D = 10000. Gaps are to the optimum, in share of its size; the budget is that of
-the middle setting for all layers, on traces 0.8 to 1.1 of the uniform plan's error.
+and error trade at nearly one rate; then those of recorded traces, such as `layer_plans.py --record` makes. A row of a
+trace bears the name of its folder. scipy.optimize.milp is HiGHS with a relative gap of 0; "rounded" is Algorithm 1 with
+D = 10000. Gaps are to the optimum, in share of its size; the budget is that of the middle setting for all layers, on
+traces 0.8 to 1.1 of the uniform plan's error. One line of JSON per table and budget; what is there is not done again.
 """
 
 from __future__ import annotations
@@ -14,9 +16,12 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rows import Row, add, has, read
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import block_diag, csr_matrix
 
@@ -25,7 +30,7 @@ from gradlab.errors import GradlabError
 from gradlab.knapsack import allocate, allocate_discretised
 from gradlab.trace import Trace
 
-Rows = Sequence[np.ndarray]
+Rows = Sequence[np.ndarray] | np.ndarray  # a layer each, by setting
 _UNITS = 1e6  # of the solver's budget
 
 
@@ -58,9 +63,17 @@ def one_rate(rng: np.random.Generator, layers: int, settings: int) -> tuple[np.n
     return 1000 - sizes + rng.integers(0, 10, (layers, settings)), sizes
 
 
+SHAPES = ((40, 12), (160, 12), (500, 30))  # layers and settings
+FEW = {(160, 12): 5, (500, 30): 2}  # tables of each kind where a table takes long
+CODECS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("qsgd", {"bits": 4}),
+    ("topk", {"density": 0.01}),
+    ("powersgd", {"rank": 4}),
+)
+ALPHAS = (0.8, 0.9, 1.0, 1.1)
 KINDS: dict[str, Callable[..., tuple[np.ndarray, np.ndarray]]] = {
-    "top-k, few layer sizes": lambda *a: densities(*a, True),
-    "top-k, many layer sizes": lambda *a: densities(*a, False),
+    "top-k, few layer sizes": partial(densities, equal=True),
+    "top-k, many layer sizes": partial(densities, equal=False),
     "PowerSGD": ranks,
     "random": noise,
     "one rate": one_rate,
@@ -87,70 +100,108 @@ def solver(errors: Rows, sizes: Rows, budget: float, seconds: float) -> tuple[fl
     return sum(float(row[c]) for row, c in zip(sizes, choice, strict=True)), choice
 
 
-def measure(errors: Rows, sizes: Rows, budget: float, limit: float) -> dict[str, Any]:
-    """Times and sizes of all three; what is asked of the exact plan is asserted."""
-    began = time.perf_counter()
+def measure(errors: Rows, sizes: Rows, budget: float, limit: float) -> Row:
+    """CPU seconds and sizes of all three; what is asked of the exact plan is asserted."""
+    began = time.process_time()
     exact = allocate(errors, sizes, budget)
-    spent = {"exact": time.perf_counter() - began}
+    spent = {"exact": time.process_time() - began}
     assert np.array([row[c] for row, c in zip(errors, exact.choice, strict=True)]).sum() <= budget
-    began = time.perf_counter()
+    began = time.process_time()
     try:
-        rounded = allocate_discretised(errors, sizes, budget).size / exact.size - 1
+        rounded: float | None = allocate_discretised(errors, sizes, budget).size / exact.size - 1
     except GradlabError:  # once errors are rounded up nothing fits
-        rounded = np.inf
-    spent["rounded"] = time.perf_counter() - began
-    began = time.perf_counter()
+        rounded = None
+    spent["rounded"] = time.process_time() - began
+    began = time.process_time()
     optimum = solver(errors, sizes, budget, limit)
-    spent["milp"] = time.perf_counter() - began
+    spent["milp"] = time.process_time() - began
     gap = None
     if optimum is not None:
         kept = np.array([row[c] for row, c in zip(errors, optimum[1], strict=True)]).sum() <= budget
         gap = exact.size / optimum[0] - 1 if kept else None  # its tolerance lets it exceed the budget a little
-    return {**spent, "proved": exact.gap == 0, "to_milp": gap, "rounded_gap": rounded, "solved": optimum is not None}
+    size = {"layers": len(errors), "settings": max(map(len, errors))}
+    return {**size, **spent, "proved": exact.gap == 0, "to_milp": gap, "rounded_gap": rounded}
 
 
-def report(title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """One line for tables of a kind."""
+def random_tables(path: Path, tables: int, limit: float) -> None:
+    """Add the rows that are missing of tables that are drawn."""
+    for index, (kind, draw) in enumerate(KINDS.items()):
+        for layers, settings in SHAPES:
+            for number in range(FEW.get((layers, settings), tables // len(KINDS))):
+                key = {"kind": kind, "layers": layers, "settings": settings, "number": number}
+                if not has(read(path), key):
+                    errors, sizes = draw(np.random.default_rng([index, layers, number]), layers, settings)
+                    add(path, key | measure(errors, sizes, float(errors[:, settings // 2].sum()), limit))
+
+
+def recorded_tables(path: Path, place: Path, limit: float) -> None:
+    """Add the rows that are missing of a trace."""
+    for codec, reference in CODECS:
+        common: Row = {"kind": "recorded", "recording": place.name, "codec": codec}
+        keys = [common | {"alpha": alpha} for alpha in ALPHAS]
+        missing = [key for key in keys if not has(read(path), key)]
+        if missing:
+            with Trace(place) as trace:
+                problem = fit_lgreco(trace, codec, reference, metric="squared-l2").problem
+                errors = problem.errors("squared-l2", slice(0, 2))
+            for key in missing:
+                add(path, key | measure(errors, problem.costs, key["alpha"], limit))
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Lay out medians of CPU seconds, from the kind with the least to that with the most; then what was proved."""
+    lines = ["| tables | exact | Algorithm 1, D = 10000 | milp | Algorithm 1 above the optimum, at most |"]
+    lines.append("| --- | ---: | ---: | ---: | ---: |")
+    drawn, recorded = ([row for row in rows if (row["kind"] == "recorded") is which] for which in (False, True))
+    for layers, settings in SHAPES:
+        here = [row for row in drawn if (row["layers"], row["settings"]) == (layers, settings)]
+        lines.append(_line(f"{layers} layers x {settings} settings", here, ["kind"]))
+    if recorded:
+        size = " x ".join(f"{_range([row[name] for row in recorded], 'd')} {name}" for name in ("layers", "settings"))
+        lines.append(_line(f"recorded, {size}", recorded, ["recording", "codec"]))
     gaps = [row["to_milp"] for row in rows if row["to_milp"] is not None]
-    rounded = [row["rounded_gap"] for row in rows if np.isfinite(row["rounded_gap"])]
-    seconds = {key: statistics.median(row[key] for row in rows) for key in ("exact", "rounded", "milp")}
-    counts = (
-        sum(row["proved"] for row in rows),
-        sum(abs(gap) < 1e-12 for gap in gaps),
-        sum(gap < -1e-12 for gap in gaps),
-        sum(gap > 1e-12 for gap in gaps),
-        len(rows) - len(gaps),
+    counts = [
+        f"{len(rows)} tables, {sum(row['proved'] for row in rows)} proved",
+        f"milp: equal {sum(abs(gap) < 1e-12 for gap in gaps)}, ours smaller {sum(gap < -1e-12 for gap in gaps)}, "
+        f"larger {sum(gap > 1e-12 for gap in gaps)}, over budget or time {len(rows) - len(gaps)}",
+        f"Algorithm 1 has no plan in {sum(row['rounded_gap'] is None for row in rows)}",
+    ]
+    return "\n".join([*lines, "", *counts])
+
+
+def _line(title: str, rows: Sequence[Row], by: Sequence[str]) -> str:
+    """One row of the table: medians over tables that have the same values of `by`."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in by), []).append(row)
+    medians = (
+        _range([statistics.median(row[name] for row in group) for group in groups.values()], "#.2g")
+        for name in ("exact", "rounded", "milp")
     )
-    beside = "proved {:3d}  milp: equal {:3d}, we smaller {:2d}, larger {:2d}, over budget or time {:2d}".format(
-        *counts
-    )
-    worst = f"rounded +{100 * max(rounded, default=0):.3f} % at most, none {len(rows) - len(rounded)} times"
-    times = ", ".join(f"{key} {value:.3f}" for key, value in seconds.items())
-    print(f"{title:36s} {len(rows):3d}  {beside}  {worst}  s: {times}", flush=True)
+    worst = max((row["rounded_gap"] for row in rows if row["rounded_gap"] is not None), default=0.0)
+    return f"| {title} | {' | '.join(medians)} | {100 * worst:.1f} % |"
+
+
+def _range(values: Sequence[float], form: str) -> str:
+    least, most = f"{min(values):{form}}", f"{max(values):{form}}"
+    return least if least == most else f"{least} to {most}"
 
 
 def main() -> None:
-    """See the module's text."""
+    """Add the rows that are missing; or print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tables", type=int, default=200, help="random ones, over all kinds")
+    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--tables", type=int, default=200, help="random ones of 40 layers, over all kinds")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for the general solver")
-    parser.add_argument("--traces", nargs="*", default=[])
+    parser.add_argument("--traces", type=Path, nargs="*", default=[])
+    parser.add_argument("--table", action="store_true")
     chosen = parser.parse_args()
-    rng = np.random.default_rng(0)
-    for kind, draw in KINDS.items():
-        for layers, settings, count in ((40, 12, chosen.tables // len(KINDS)), (160, 12, 5), (500, 30, 2)):
-            rows = []
-            for _ in range(count):
-                errors, sizes = draw(rng, layers, settings)
-                rows.append(measure(errors, sizes, float(errors[:, settings // 2].sum()), chosen.limit))
-            report(f"{kind}, {layers} x {settings}", rows)
-    for path in chosen.traces:
-        with Trace(path) as trace:
-            for codec, reference in (("qsgd", {"bits": 4}), ("topk", {"density": 0.01}), ("powersgd", {"rank": 4})):
-                problem = fit_lgreco(trace, codec, reference, metric="squared-l2").problem
-                errors = problem.errors("squared-l2", slice(0, 2))
-                rows = [measure(errors, problem.costs, alpha, chosen.limit) for alpha in (0.8, 0.9, 1.0, 1.1)]
-                report(f"{path}: {codec}", rows)
+    if chosen.table:
+        print(table(read(chosen.rows)))
+        return
+    random_tables(chosen.rows, chosen.tables, chosen.limit)
+    for place in chosen.traces:
+        recorded_tables(chosen.rows, place, chosen.limit)
 
 
 if __name__ == "__main__":
