@@ -38,13 +38,15 @@ Micro = list[tuple[torch.Tensor, torch.Tensor]]
 @dataclass(frozen=True)
 class Task:
     """A workload with its recipe and its number of nodes. blocks: of a ResNet of 16, 32, ... channels on images halved
-    to 16 x 16, under bfloat16 autocast, so that seeds by the dozen fit on a CPU; None: the workload as it is."""
+    to 16 x 16, under bfloat16 autocast, so that seeds by the dozen fit on a CPU; None: the workload as it is.
+    full_size: that ResNet on images that are not halved."""
 
     workload: Workload
     recipe: Recipe
     ranks: int = 4
     blocks: tuple[int, ...] | None = None
     autocast: bool = True
+    full_size: bool = False
 
     def model(self, seed: int) -> nn.Module:
         if self.blocks is None:
@@ -56,13 +58,16 @@ class Task:
         if self.blocks is None:
             return self.workload.loss(model(x), y)
         with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
-            scores = model(halved(x))
+            scores = model(self._images(x))
         return self.workload.loss(scores.float(), y)
 
     def score(self, model: nn.Module, data: Any, first: int | None = None) -> float:
         """The workload's metric on the (first) test samples."""
-        x = data.test_x[:first] if self.blocks is None else halved(data.test_x[:first])
+        x = data.test_x[:first] if self.blocks is None else self._images(data.test_x[:first])
         return self.workload.score(model, x, data.test_y[:first], batch_size=16 if self.blocks is None else 500)
+
+    def _images(self, x: torch.Tensor) -> torch.Tensor:
+        return x.contiguous(memory_format=torch.channels_last) if self.full_size else halved(x)
 
     def micro_batches(self, data: Any, seed: int) -> Iterator[Micro]:
         """Inputs and targets of each node, iteration by iteration."""
