@@ -1,22 +1,34 @@
 """Estimators of mutual information beside the known value: bias, interval, and how often the interval holds it.
 
-Bivariate normal pairs with rho = 0, 0.3, 0.6, 0.9, and a pair that is not monotone, y = x^2 + noise, whose value is
-computed by quadrature. A line per number of samples, pair and estimator.
+    python benchmarks/information.py --rows benchmarks/results/information.jsonl --methods histogram equal_mass copula
+    python benchmarks/information.py --rows benchmarks/results/information.jsonl --methods ksg
+                                     --samples 1000 10000 100000 1000000 --repetitions 200 200 40 2
+    python benchmarks/information.py --rows benchmarks/results/information.jsonl --table
 
-    python benchmarks/information.py --samples 1000,10000,100000,1000000 --repetitions 200,200,40,10
+Bivariate normal pairs with rho = 0, 0.3, 0.6, 0.9, and a pair that is not monotone, y = x^2 + noise, whose value is
+computed by quadrature. One line of JSON per number of samples, pair and estimator; what is there is not done again.
+Nearest neighbours take so long at many samples that they are repeated less often there; of rows with more and fewer
+repetitions the table has the later. `estimators.py` has pairs that are unlike normal values.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
+from rows import Row, add, has, read
 from scipy import integrate
 
 from gradlab.analysis.measure.information import METHODS, estimate_information, gaussian_information
 
 RHOS = (0.0, 0.3, 0.6, 0.9)
+PARABOLA = "x^2"
+SEED = 0
+TITLES = {"histogram": "histogram", "equal_mass": "equal masses", "ksg": "nearest", "copula": "copula"}
 
 
 def parabola_information() -> float:
@@ -35,32 +47,72 @@ def draw(pair: float | str, samples: int, generator: np.random.Generator) -> tup
     return (x, x**2 + e) if isinstance(pair, str) else (x, pair * x + np.sqrt(1 - pair**2) * e)
 
 
+def measured(pair: float | str, known: float, samples: int, method: str, repetitions: int) -> Row:
+    """Bias, spread and interval of an estimator on the same samples as all others, in bits, and CPU seconds of one."""
+    generator = np.random.default_rng([SEED, samples])
+    began = time.process_time()
+    found = [estimate_information(*draw(pair, samples, generator), method) for _ in range(repetitions)]
+    seconds = (time.process_time() - began) / repetitions
+    bits = np.array([one.bits for one in found])
+    return {
+        "known": known,
+        "bias": float(bits.mean() - known),
+        "deviation": float(bits.std()),
+        "width": float(np.mean([one.high - one.low for one in found])),
+        "held": sum(one.low <= known <= one.high for one in found),
+        "seconds": seconds,
+    }
+
+
+def run(path: Path, samples: Sequence[int], repetitions: Sequence[int], methods: Sequence[str]) -> None:
+    """Add the rows that are missing."""
+    known: dict[float | str, float] = {rho: abs(float(gaussian_information(rho))) for rho in RHOS}
+    known[PARABOLA] = parabola_information()
+    for size, many in zip(samples, repetitions, strict=True):
+        for pair, bits in known.items():
+            for method in methods:
+                key = {"samples": size, "pair": pair, "method": method, "repetitions": many}
+                if not has(read(path), key):
+                    add(path, key | measured(pair, bits, size, method, many))
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Lay out bias in bits, and how many intervals hold the known value, an estimator a column."""
+    lines = ["      n  pair  known | " + " | ".join(f"{TITLES[method]:<15s}" for method in METHODS).rstrip()]
+    for size in sorted({row["samples"] for row in rows}):
+        for pair in (*RHOS, PARABOLA):
+            here = {row["method"]: row for row in rows if (row["samples"], row["pair"]) == (size, pair)}
+            cells = " | ".join(_cell(here.get(method)) for method in METHODS).rstrip()
+            title = pair if isinstance(pair, str) else f"{pair:g}".removeprefix("0") or "0"
+            known = next((row["known"] for row in here.values()), float("nan"))
+            lines.append(f"{size:>7d}  {title:<4s}  {_short(known, '-'):>5s} | {cells}")
+    return "\n".join(lines)
+
+
+def _cell(row: Row | None) -> str:
+    """Bias and count, such as "+.054   70/200"."""
+    return f"{_short(row['bias'], '+'):>5s}  {row['held']:>3d}/{row['repetitions']:<4d}" if row else f"{'not done':15s}"
+
+
+def _short(bits: float, sign: str) -> str:
+    """Three decimals without the zero before the point; without a sign where they are 0."""
+    text = re.sub(r"\b0\.", ".", f"{bits:{sign}.3f}")
+    return text.strip("+-") if float(text) == 0 else text
+
+
 def main() -> None:
-    """The table, line by line."""
+    """Add the rows that are missing; or print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", default="1000,10000,100000", help="numbers of samples, with commas")
-    parser.add_argument("--repetitions", default="200,200,40", help="as many, one for each")
-    parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    known = {rho: float(gaussian_information(rho)) for rho in RHOS} | {"x^2 + e": parabola_information()}
-    print(f"{'n':>8} {'pair':>8} {'known':>7} {'method':>11} {'mean':>8} {'bias':>8} {'sd':>7} {'95 % width':>10} held")
-    for samples, repetitions in zip(arguments.samples.split(","), arguments.repetitions.split(","), strict=True):
-        for pair, true in known.items():
-            for method in arguments.methods.split(","):
-                generator = np.random.default_rng([arguments.seed, int(samples)])
-                began, estimates = time.perf_counter(), []
-                for _ in range(int(repetitions)):
-                    estimates.append(estimate_information(*draw(pair, int(samples), generator), method))
-                bits = np.array([one.bits for one in estimates])
-                held = sum(one.low <= true <= one.high for one in estimates)
-                width = np.mean([one.high - one.low for one in estimates])
-                seconds = (time.perf_counter() - began) / len(estimates)
-                print(
-                    f"{samples:>8} {pair:>8} {true:7.4f} {method:>11} {bits.mean():8.4f} {bits.mean() - true:+8.4f} "
-                    f"{bits.std():7.4f} {width:10.4f} {held}/{len(estimates)}  {seconds:.3f} s",
-                    flush=True,
-                )
+    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--samples", type=int, nargs="+", default=[1000, 10_000, 100_000, 1_000_000])
+    parser.add_argument("--repetitions", type=int, nargs="+", default=[200, 200, 40, 4], help="one for each of them")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, help="ksg takes longest")
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    if options.table:
+        print(table(read(options.rows)))
+    else:
+        run(options.rows, options.samples, options.repetitions, options.methods)
 
 
 if __name__ == "__main__":
