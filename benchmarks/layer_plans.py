@@ -5,7 +5,8 @@
     python benchmarks/layer_plans.py images --trace TRACE --fit PLANS --online      # plans that are chosen anew, too
     python benchmarks/layer_plans.py images --data cifar10.npz --fit PLANS --train ROWS.jsonl [--seeds 0 1]
     python benchmarks/layer_plans.py images --train ROWS.jsonl --table
-    python benchmarks/layer_plans.py images --trace TRACE --families               # plans of several codecs
+    python benchmarks/layer_plans.py images --trace TRACE --families --rows ROWS.jsonl      # plans of several codecs
+    python benchmarks/layer_plans.py images --rows ROWS.jsonl --table
     python benchmarks/layer_plans.py resnet8 --trace TRACE --metrics ROWS.jsonl    # l2 against squared-l2
     python benchmarks/layer_plans.py resnet8 --metrics ROWS.jsonl --table
 
@@ -15,7 +16,8 @@ of 64, AdamW. 300 iterations, of which the first 50 are dense. QSGD 4 bit, top-k
 (words: 32): uniform, and the smallest plan of the same total error by either metric. One line of JSON per run; what is
 there is not done again. resnet8: images at 16 x 16 too, one block in each of three stages. resnet20: CIFAR-10 as it is,
 float32. chars: the transformer of text_chars, 3 rows of 64 characters a rank. Results in results/layer-plans.jsonl
-(trained) and results/layer-plan-metrics.jsonl (l2 against squared-l2).
+(trained), results/layer-plan-metrics.jsonl (l2 against squared-l2) and results/layer-plan-families.jsonl (plans of
+several codecs).
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from gradlab.analysis.layer_plan.lgreco import LgrecoFit, fit_lgreco
 from gradlab.analysis.layer_plan.provenance import WindowErrors
 from gradlab.artifact import Artifact
 from gradlab.datasets import get
+from gradlab.formatting import format_bytes
 from gradlab.layout import layers_of
 from gradlab.plan import Plan
 from gradlab.plan.metrics import METRICS
@@ -47,6 +50,7 @@ from gradlab.trace import Trace
 RANKS, STEPS, WARMUP = 4, 300, 50
 CHOSEN_EVERY = 50  # iterations, of plans that are chosen anew; Accordion's settings are half and twice the uniform one
 FIRST, EVERY, RECORDED = 50, 4, 60  # of the recording: iterations 50, 54, ..., 286
+FAMILY_COSTS = ("payload", "wire")
 IMAGES, WORDS, CHARS = get("cifar10"), get("text_words"), get("text_chars")
 IMAGE_RECIPE = replace(IMAGES.recipe, batch_size=16, steps=STEPS, schedule="cosine", learning_rate=0.05)
 TASKS = {
@@ -96,25 +100,50 @@ def _errors(errors: WindowErrors) -> str:
     return f"{errors.chosen_on:.3f}, {errors.held_out:.3f}"
 
 
-def families(name: str, trace: Trace, samples: int = 20) -> None:
-    """One plan of several codecs against each codec alone, at the uniform PowerSGD's error."""
+def families(name: str, trace: Trace, out: Path, samples: int = 20) -> None:
+    """One plan of several codecs against each codec alone, at the uniform PowerSGD's error.
+
+    PCA bases are fitted on the first `samples` recorded iterations, errors are measured on the others.
+    """
     reference = REFERENCES[name]["powersgd"]
+    missing = [cost for cost in FAMILY_COSTS if not has(read(out), {"recording": name, "cost": cost})]
+    if not missing:
+        return
     candidates, start = candidates_of_grid(trace, "powersgd", reference, families=["all"], samples=samples)
-    for cost in ("payload", "wire"):
+    for cost in missing:
         provenance = fit_lgreco(
             trace, "powersgd", reference, candidates=candidates, start=start, cost=Cost(cost), metric="squared-l2"
         ).provenance
-        alone = sorted(provenance.alone.items(), key=lambda item: item[1])
-        chosen = Counter(layer.codec for layer in provenance.layers)
-        print(
-            f"{cost:8s} uniform {provenance.uniform_size:.0f}, several codecs {provenance.size:.0f}; alone: "
-            + ", ".join(f"{codec} {size:.0f}" for codec, size in alone)
-            + f"; gain on the best {alone[0][1] / provenance.size:.3f}; error where chosen, later: uniform "
-            + f"{_errors(provenance.relative_error.uniform)}, several {_errors(provenance.relative_error.plan)}; "
-            + "layers: "
-            + ", ".join(f"{count} {codec}" for codec, count in chosen.most_common()),
-            flush=True,
-        )
+        row = {
+            "recording": name,
+            "cost": cost,
+            "reference": reference,
+            "steps": [int(trace.steps[start]), int(trace.steps[-1])],
+            "uniform": provenance.uniform_size,
+            "several": provenance.size,
+            "alone": dict(sorted(provenance.alone.items(), key=lambda item: item[1])),
+            "error": provenance.relative_error.to_json(),
+            "layers": dict(Counter(layer.codec for layer in provenance.layers).most_common()),
+        }
+        add(out, row)
+
+
+def families_table(rows: Sequence[Row]) -> str:
+    """By recording and cost: the best codec alone, several, the gain, and the later error above the uniform plan's."""
+    heads = (f"{cost}: best alone | several | gain | later error, above uniform" for cost in FAMILY_COSTS)
+    lines = ["| recording | " + " | ".join(heads) + " |", "| --- |" + " ---: |" * 4 * len(FAMILY_COSTS)]
+    for name in dict.fromkeys(row["recording"] for row in rows):
+        by_cost = {row["cost"]: row for row in rows if row["recording"] == name}
+        cells = (_family_cells(by_cost[cost]) if cost in by_cost else "- | - | - | -" for cost in FAMILY_COSTS)
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _family_cells(row: Row) -> str:
+    codec, size = min(row["alone"].items(), key=lambda item: item[1])
+    excess = row["error"]["plan"]["held_out"] / row["error"]["uniform"]["held_out"] - 1
+    sizes = f"{codec} {format_bytes(size)} | {format_bytes(row['several'])} | {size / row['several']:.2f}"
+    return f"{sizes} | {100 * excess:+.1f} %"
 
 
 def metrics(name: str, trace: Trace, out: Path) -> None:
@@ -228,7 +257,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=list(TASKS))
     parser.add_argument("--data", help="cifar10.npz, or the folder of WikiText-2")
-    for name in ("record", "trace", "fit", "train", "metrics"):
+    for name in ("record", "trace", "fit", "train", "metrics", "rows"):
         parser.add_argument(f"--{name}", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     for name in ("table", "families", "online"):
@@ -245,16 +274,17 @@ def main() -> None:
                 fit_online(chosen.task, trace, chosen.fit)
             else:
                 fit(chosen.task, trace, chosen.fit)
-    if chosen.trace and chosen.families:
+    if chosen.trace and chosen.families and chosen.rows:
         with Trace(chosen.trace) as trace:
-            families(chosen.task, trace)
+            families(chosen.task, trace, chosen.rows)
     if chosen.trace and chosen.metrics:
         with Trace(chosen.trace) as trace:
             metrics(chosen.task, trace, chosen.metrics)
     if data is not None and chosen.train:
         train_all(chosen.task, data, chosen.fit, chosen.train, chosen.seeds)
     if chosen.table:
-        print(table(read(chosen.train)) if chosen.train else metrics_table(read(chosen.metrics)))
+        tables = (table, chosen.train), (metrics_table, chosen.metrics), (families_table, chosen.rows)
+        print("\n\n".join(lay_out(read(path)) for lay_out, path in tables if path))
 
 
 if __name__ == "__main__":
