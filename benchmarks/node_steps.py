@@ -98,6 +98,7 @@ WAYS = (
     *(f"FSDP2, {codec}" for codec in CODECS),
 )
 FLAT_WAYS = (*PEERS, *(f"{EVERY_RANK}, {codec}" for codec in FLAT_CODECS))
+RATE = 0.001
 # Every convolution is a unit of its own: a forecast's units end after this many MiB.
 UNIT_CAP_MB = 0.1
 
@@ -137,8 +138,10 @@ class Contestant:
         model = network(width)
         assert isinstance(model, nn.Sequential)
         self.close: Callable[[], None] = lambda: None
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=RATE)  # which a plan may ask for its learning rate
         self.model, self.context = self._attached(way, model, mesh)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.001)
+        if isinstance(self.model, FSDPModule):  # whose parameters are others now
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
         generator = torch.Generator().manual_seed(1 + dist.get_rank())
         self.images = torch.randn(batch, 3, 32, 32, generator=generator)
         self.classes = torch.randint(10, (batch,), generator=generator)
@@ -167,7 +170,8 @@ class Contestant:
             self.close = compress_fsdp(sharded(model, mesh["shard"]), plan, between=mesh["replicate"]).close
             return model, nullcontext
         ddp = DistributedDataParallel(model)
-        self.close = compress(ddp, plan, within=None if kind == EVERY_RANK else mesh["shard"]).close
+        within = None if kind == EVERY_RANK else mesh["shard"]
+        self.close = compress(ddp, plan, within=within, optimizer=self.optimizer).close
         return ddp, nullcontext
 
     def step(self) -> float:
