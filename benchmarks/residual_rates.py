@@ -68,6 +68,7 @@ def tasks(text: str | None) -> dict[str, tuple[Task, Any]]:
 
 
 def plan_of(model: torch.nn.Module, name: str, follows: bool) -> Plan:
+    """The plan of a row of `CODECS` with error feedback, whose residuals follow the learning rate or do not."""
     ratio = {"step_size_ratio": follows}
     codec, settings, server = CODECS[name]
     if codec in METHODS:
