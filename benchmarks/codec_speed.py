@@ -2,7 +2,7 @@
 
     python benchmarks/codec_speed.py [--numel 11059200] [--repeats 9] [--codecs sign qsgd topk] [--markdown]
         [--rows ROWS.jsonl]             keeps what is measured
-    python benchmarks/codec_speed.py --rows ROWS.jsonl --table
+    python benchmarks/codec_speed.py --rows ROWS.jsonl --table [--milliseconds]
 
 Copy, encoding and decoding take turns, so that whatever else the machine does meets all of them; a ratio is that of the
 medians. "encode" is what a codec does before it asks for a collective, and between two; "decode" what it does with the
@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--codecs", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--rows", type=Path)
-    for flag in ("--markdown", "--table"):
+    for flag in ("--markdown", "--table", "--milliseconds"):
         parser.add_argument(flag, action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -186,8 +186,9 @@ def main() -> None:
         print(form.format(*["---"] * len(header)))
     for times in read(options.rows) if options.table else measured(options):
         slowest, aim = max(times["encode"], times["decode"]), 100 if times["codec"] in SORTS else 30
-        numbers = [f"{times[key]:.1f}" for key in ("encode", "decode", "own")]
-        row = (times["case"], f"{times['copy'] * 1e3:.1f}", *numbers, f"1/{slowest:.1f}", f"1/{aim}")
+        unit = 1e3 * times["copy"] if options.milliseconds else 1.0
+        numbers = [f"{times[key] * unit:.{2 if options.milliseconds else 1}f}" for key in ("encode", "decode", "own")]
+        row = (times["case"], f"{times['copy'] * 1e3:.3g}", *numbers, f"1/{slowest:.1f}", f"1/{aim}")
         print(form.format(*row, "" if slowest <= aim else "missed"), flush=True)
 
 

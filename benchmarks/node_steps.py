@@ -60,7 +60,8 @@ CODECS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 # Flat DDP alone runs these, on nodes of one rank. What is timed of GradiVeQ is one phase of its cycle.
-COMPRESSING = {"sample_steps": 2, "compressed_steps": 0}
+# Bases need as many samples as they have axes: 256 at K / d = 8 and K near 2048.
+COMPRESSING = {"sample_steps": 8, "pooled": 64, "compressed_steps": 0}
 SAMPLING = {"sample_steps": 1_000_000}
 FLAT_CODECS: dict[str, tuple[str, dict[str, Any]]] = {
     "dist-EF-blockSGDM": ("dist-EF-blockSGDM", {}),
@@ -185,8 +186,8 @@ class Contestant:
         return time.perf_counter() - start
 
     def turn(self, steps: int) -> None:
-        """Take one step that is not counted, three in the first turn, then some that are."""
-        for _ in range(1 if self.turns else 3):
+        """Take one step that is not counted, ten in the first turn, then some that are."""
+        for _ in range(1 if self.turns else 10):
             self.step()
         self.turns += 1
         dist.barrier()
@@ -328,11 +329,12 @@ def add_predictions(rows: list[Row]) -> None:
 
 
 def table(rows: list[Row]) -> str:
-    """One line per way: at each rate its base's median step and its own, forecast, and the bytes a node sends."""
+    """One line per way: at each rate its base's median step, its own, what it takes more, forecast, and the bytes a node sends."""
     steps = {(row["way"], row["rate"]): row for row in rows if "way" in row}
     rates = list(dict.fromkeys(rate for _, rate in steps))
-    columns = " ".join(f"{'base':>6s} {rate:>8s} {'ratio':>6s} {'predicted':>10s}" for rate in rates)
-    lines = [f"{'way':27s} {columns} {'sent, MB':>9s}"]
+    columns = " ".join(f"{'base':>6s} {rate:>8s} {'more':>6s} {'ratio':>6s} {'predicted':>10s}" for rate in rates)
+    width = max(len(way) for way, _ in steps)
+    lines = [f"{'way':{width}s} {columns} {'sent, MB':>9s}"]
     for way in (*WAYS, *FLAT_WAYS):
         mine = {rate: steps[way, rate] for rate in rates if (way, rate) in steps}
         if not mine:
@@ -342,9 +344,9 @@ def table(rows: list[Row]) -> str:
             base, seconds = (statistics.median(row[key]) for key in ("base_seconds", "seconds"))
             other = row.get("predicted")
             off = f"{other:5.2f} {100 * (other / seconds - 1):+3.0f}%" if other else "-"
-            cells.append(f"{base:6.3f} {seconds:8.3f} {seconds / base:6.2f} {off:>10s}")
+            cells.append(f"{base:6.3f} {seconds:8.3f} {seconds - base:6.3f} {seconds / base:6.2f} {off:>10s}")
         sent = next(iter(mine.values()))["sent"]
-        lines.append(f"{way:27s} " + " ".join(cells) + f" {sent / 1e6:9.2f}")
+        lines.append(f"{way:{width}s} " + " ".join(cells) + f" {sent / 1e6:9.2f}")
     return "\n".join(lines)
 
 

@@ -2,6 +2,7 @@
 
     PYTHONPATH=tests python tests/campaigns/convergence.py [--codecs TEXT,TEXT] [--modes TEXT] [--optimizers SGD,AdamW]
         [--steps 300] [--rows FILE]       rows that FILE has are not run again
+    python tests/campaigns/convergence.py --rows benchmarks/results/convergence.jsonl --table
 
 Digits (bundled with scikit-learn), a network of two layers, 4 nodes in lockstep that share the batch, SGD and AdamW.
 Both weights are compressed, as one group. Every tenth step is measured, as by DDP's engine. A run of `--steps` steps
@@ -19,6 +20,7 @@ import math
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -250,6 +252,20 @@ def show(done: Sequence[Row]) -> None:
         print(f"[{number}] {line}")
 
 
+VERDICTS = ("converges", "converges, warned", "warned", "refused", "SILENT")
+
+
+def counts(done: Iterable[Row]) -> str:
+    """Lay out as Markdown how many runs ended how, by wrappers and optimizer."""
+    seen = Counter((row.mode, row.optimizer, row.verdict) for row in done)
+    lines = [f"| wrappers | optimizer | {' | '.join(VERDICTS)} |", "|---" * (2 + len(VERDICTS)) + "|"]
+    for mode in MODES:
+        for optimizer in RATES if mode != "correction" else ("SGD",):
+            ends = " | ".join(str(seen[mode, optimizer, verdict]) for verdict in VERDICTS)
+            lines.append(f"| {mode} | {optimizer} | {ends} |")
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--codecs", default="")
@@ -257,7 +273,11 @@ def main() -> int:
     parser.add_argument("--optimizers", default=",".join(RATES))
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rows", type=Path)
+    parser.add_argument("--table", action="store_true")
     wanted = parser.parse_args()
+    if wanted.table:
+        print(counts(read(wanted.rows).values()))
+        return 0
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     start, losses = dense(wanted.steps)
@@ -285,4 +305,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if code := main():
+        sys.exit(code)
