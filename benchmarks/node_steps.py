@@ -329,7 +329,7 @@ def add_predictions(rows: list[Row]) -> None:
 
 
 def table(rows: list[Row]) -> str:
-    """One line per way: at each rate its base's median step, its own, what it takes more, forecast, and the bytes a node sends."""
+    """One line per way: at each rate its base's median step, its own, the difference, forecast; bytes a node sends."""
     steps = {(row["way"], row["rate"]): row for row in rows if "way" in row}
     rates = list(dict.fromkeys(rate for _, rate in steps))
     columns = " ".join(f"{'base':>6s} {rate:>8s} {'more':>6s} {'ratio':>6s} {'predicted':>10s}" for rate in rates)
