@@ -2,7 +2,7 @@
 
     python benchmarks/judgements.py [--write]
 
-Reads the rows of methods.py (CIFAR-10, ResNet-8) and of text_chars.py (nanoGPT's Shakespeare) in benchmarks/results:
+Reads the rows of methods.py (CIFAR-10 with ResNet-8, Fashion-MNIST with two convolutions and a hidden layer) and of text_chars.py (nanoGPT's Shakespeare) in benchmarks/results:
 methods that were replayed on a recording of another run, and then trained with. Left out are dense training, the
 controls, and on text the methods that bring their own momentum, which is another optimizer there.
 
@@ -78,9 +78,9 @@ def _steps(length: int) -> str:
     return f"{length} step{'s' * (length > 1)}"
 
 
-def cifar10() -> list[Trained]:
-    """The methods of docs/comparison.md."""
-    pairs = joined(read(RESULTS / "methods-replay.jsonl"), read(RESULTS / "methods-training.jsonl"))
+def images(name: str) -> list[Trained]:
+    """The methods of docs/comparison.md, on a task of methods.py."""
+    pairs = joined(read(RESULTS / f"{name}-replay.jsonl"), read(RESULTS / f"{name}-training.jsonl"))
     dense = mean_loss(pairs["dense"][1])
     return [
         trained(name, row, mean_loss(runs) / dense - 1)
@@ -108,7 +108,8 @@ def text(mode: str, steps: int) -> list[Trained]:
 def tasks() -> dict[str, list[Trained]]:
     """All tasks that have replays with windows, by name."""
     found = {
-        "CIFAR-10": cifar10(),
+        "CIFAR-10": images("methods"),
+        "Fashion-MNIST": images("fashion"),
         "text, shared": text("shared", 2000),
         "text, own": text("own", 2000),
     }

@@ -32,7 +32,7 @@ from gradlab.analysis.measure.layer_places import AFTER_ADDITION
 Json = Mapping[str, Any]
 _ESTIMATORS = {
     "copula": ("Gaussian copula", BLUE, "o"),
-    "equal_mass": ("equal masses", ORANGE, "s"),
+    "quantiles": ("quantiles", ORANGE, "s"),
     "ksg": ("nearest neighbours", GREEN, "^"),
 }
 _MOST_LAYERS, _MOST_ROWS = 6, 60

@@ -39,9 +39,11 @@ if TYPE_CHECKING:
 # The paper's constants: after L_c = 400 compressed iterations L_t = 100 are sampled in the run, and bases fitted again.
 # Its eq. (6) is of one compressor: where slices share several (s below M), each has its own d.
 PAPER = GradiVeQ.Settings(own_dimensions=True)
-# The form of GradiVeQ that trained best at the same bytes (docs/gradiveq.md): half of the axes random and new in every
-# iteration, the other half fitted on several slices of each layer, and again on what was decoded.
-RECOMMENDED = GradiVeQ.Settings(ratio=20.0, pooled=8, complement=0.5, whitening=False, refresh="decoded")
+# The form of GradiVeQ that trained best at the same bytes (docs/gradiveq.md): half of a code is random coordinates, new
+# in every iteration, the other half axes fitted on several slices of each layer, and again on what was decoded.
+RECOMMENDED = GradiVeQ.Settings(
+    ratio=20.0, pooled=8, complement=0.5, drawn="coordinates", whitening=False, refresh="decoded"
+)
 # Share of the samples, the latest, that measure what axes hold that were fitted on the others.
 _JUDGES = 0.25
 _BLOCK_VALUES = 2**24  # float32 values of averaged gradients held at a time, while a layer is streamed

@@ -39,7 +39,7 @@ from gradlab.progress import Progress
 if TYPE_CHECKING:
     from gradlab.trace import Trace, TraceSource
 DENSITIES = (0.001, 0.01, 0.1)
-CORRECTED = ("copula", "equal_mass", "ksg")
+CORRECTED = ("copula", "quantiles", "ksg")
 _STRETCHES = 8
 _FEWEST_VALUES = 256  # of a layer: with fewer, estimates say nothing of one iteration
 _KSG_VALUES = 4096  # nearest neighbours take longest

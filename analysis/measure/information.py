@@ -6,14 +6,17 @@ Four estimators of the information between paired scalars, because each is wrong
   with the number of bins whatever the data are (Miller 1955), by about (cells - rows - columns + 1) / (2 n ln 2), and
   reaches log2 n for any pair once every value has a bin of its own. `plug_in` gives it for any number of bins with that
   bias beside it; here it is refused where joint cells outnumber the samples.
-- "equal_mass": on quantiles, entropies corrected: of the cells by Grassberger (2003, arXiv:physics/0307138, eq. 35), of
-  the quantiles by Miller. Sees any dependence; bins blur strong ones. A value that many samples share, such as the zero
-  of an embedding's unused rows, has a level of its own beside the quantiles of the others: variables that are partly
+- "quantiles": on quantiles, entropies corrected: of the cells by Grassberger (2003, arXiv:physics/0307138, eq. 35), of
+  the quantiles by Miller. Sees any dependence; bins blur strong ones. Quantiles are equally far apart in the arcsine of
+  the square root of their mass, so that they are finer in both tails: what two gradients share is often where both are
+  large, and quantiles of equal mass have one bin for all of that. A value that many samples share, such as the zero of
+  an embedding's unused rows, has a level of its own beside the quantiles of the others: variables that are partly
   discrete have such atoms (Gao et al., NeurIPS 2017, arXiv:1709.06212), and a bin that holds an atom and its
   neighbours hides which is which.
-- "ksg": nearest neighbours (Kraskov, Stögbauer, Grassberger, PRE 69, 066138, 2004, algorithm 1), on normal scores.
+- "ksg": nearest neighbours (Kraskov, Stögbauer, Grassberger, PRE 69, 066138, 2004, algorithm 1), on normal scores; of
+  pairs that more than k samples share, the plug-in at the pair, as in Gao et al.
 - "copula": Gaussian copula, -log2(1 - rho^2) / 2 of the normal scores, less its bias (Ince et al., Human Brain Mapping
-  38, 2017). Accurate and fast; blind to dependence that is not monotone.
+  38, 2017). Accurate and fast; a lower bound, blind to dependence that is not monotone.
 
 Samples of one pair of gradients share the scales of their parameters, which alone makes them dependent. What two ranks
 share in an iteration is therefore the excess over pairs that are iterations apart (`excess_information`).
@@ -35,7 +38,7 @@ from gradlab.analysis.intervals import mean_interval
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
 
-METHODS = ("histogram", "equal_mass", "ksg", "copula")
+METHODS = ("histogram", "quantiles", "ksg", "copula")
 # LGC's "uniform quantizer with 2^32-level (32 bit) accuracy".
 PAPER_BINS = 2**32
 
@@ -44,8 +47,10 @@ _FEWEST = 16  # samples of a pair
 _PER_CELL = 10  # samples for a joint cell, where the number of bins is ours to choose
 _MOST_BINS = 256
 _NEIGHBORS = 3  # KSG's k, their recommendation for estimates
-_JITTER = 1e-10  # as in KSG's section on degenerate samples: ties have no nearest neighbour
 _FEWEST_PER_BLOCK, _MOST_BLOCKS = 64, 16
+# Times fewer quantiles. What is lost depends on where they fall, too, so that a single such number may lose nothing.
+_COARSER = (1.15, 1.3, 1.5, 1.75, 2, 2.5, 3)
+_NEIGHBORS_PER_BLOCK = 128  # samples, from which on KSG's spread in a block tells that of the whole
 _MOST_CORRELATED = 1 - 1e-12  # equal gradients share no more than some 20 bits, so that sums stay finite
 
 
@@ -106,26 +111,31 @@ def estimate_information(
 
     The variance of an estimate falls as 1 / n (Holmes & Nemenman, PRE 100, 022404, 2019), so the variance for the whole
     sample is that between blocks over their number. Blocks are contiguous because neighbouring samples may depend on
-    each other. The copula's interval is one for rho (Fisher's z). The "equal_mass" interval is widened by the change
-    that halving the number of bins makes, because bins blur. The interval of "histogram" does not account for its bias.
+    each other. The bias is allowed for by what a coarser look changes: fewer quantiles, more neighbours.
+    The copula's interval is one for rho (Fisher's z), and of the information that rho stands for, a lower bound.
 
-    level: confidence. blocks: None for 16, or as many as hold 64 samples each.
+    method: one of `METHODS` but "histogram", whose bias is many times its spread. level: confidence. blocks: None for
+    16, or as many as hold 64 samples each, for "ksg" 128.
 
     Raises:
-        GradlabError: as `mutual_information`; for a level outside (0, 1), fewer than 2 blocks, or less than 64
-            samples in each.
+        GradlabError: as `mutual_information`; for "histogram", a level outside (0, 1), fewer than 2 blocks, or less
+            than 64 samples in each.
     """
     x, y = _pair(x, y)
+    if method == "histogram":
+        raise GradlabError(
+            'an interval of "histogram": its bias is many times its spread, and plug_in gives that bias; expected one '
+            f"of {', '.join(METHODS[1:])}"
+        )
     if not 0 < level < 1:
         raise GradlabError(f"level = {level:g}, expected between 0 and 1")
-    blocks = min(_MOST_BLOCKS, len(x) // _FEWEST_PER_BLOCK) if blocks is None else blocks
+    blocks = _affordable_blocks(method, len(x)) if blocks is None else blocks
     if blocks < 2 or len(x) < blocks * _FEWEST_PER_BLOCK:
         raise GradlabError(
             f"an interval from {blocks} blocks of {len(x)} samples: expected 2 blocks or more, of at least "
             f"{_FEWEST_PER_BLOCK} samples"
         )
-    chosen = _estimator(method, len(x), bins, neighbors)
-    bits = chosen(x, y)
+    bits = _estimator(method, len(x), bins, neighbors)(x, y)
     parts = list(zip(np.array_split(x, blocks), np.array_split(y, blocks), strict=True))
     quantile = float(stdtrit(blocks - 1, 0.5 + level / 2))
     if method == "copula":
@@ -133,14 +143,21 @@ def estimate_information(
     else:
         # A block carries fewer bins than the whole; how much an estimate varies hardly depends on them.
         smallest = len(x) // blocks
-        carried = min(bins or _affordable_bins(len(x)), math.isqrt(smallest))
-        in_block = _estimator(method, smallest, carried, neighbors)
+        count = bins or _affordable_bins(len(x))
+        in_block = _estimator(method, smallest, min(count, math.isqrt(smallest)), neighbors)
         half = quantile * float(np.std([in_block(*part) for part in parts], ddof=1)) / math.sqrt(blocks)
-        low, high = bits - half, bits + half
-        if method == "equal_mass":
-            count = bins or _affordable_bins(len(x))
-            high += max(0.0, bits - _equal_mass(x, y, count, coarser=2))
+        if method == "quantiles":
+            lost = max(bits - _on_quantiles(x, y, count, coarser) for coarser in _COARSER)
+            low, high = bits - half, bits + half + max(0.0, lost)
+        else:
+            half = math.hypot(half, _edge_bias(bits, x, y, neighbors, 2))
+            low, high = bits - half, bits + half + max(0.0, _edge_bias(bits, x, y, neighbors, 4))
     return InformationEstimate(bits, max(0.0, low), max(0.0, high), level, method, len(x))
+
+
+def _affordable_blocks(method: str, samples: int) -> int:
+    per_block = _NEIGHBORS_PER_BLOCK if method == "ksg" and samples >= 2 * _NEIGHBORS_PER_BLOCK else _FEWEST_PER_BLOCK
+    return min(_MOST_BLOCKS, samples // per_block)
 
 
 def plug_in(x: np.ndarray, y: np.ndarray, bins: int = PAPER_BINS) -> PlugIn:
@@ -275,7 +292,7 @@ def _estimator(
             f"estimator's own; expected at most {math.isqrt(samples)} bins "
             "(gradlab.analysis.measure.information.plug_in computes it all the same, with its bias)"
         )
-    return partial(_equal_mass if method == "equal_mass" else _histogram, bins=count)
+    return partial(_on_quantiles if method == "quantiles" else _histogram, bins=count)
 
 
 def _affordable_bins(samples: int) -> int:
@@ -286,8 +303,8 @@ def _histogram(x: np.ndarray, y: np.ndarray, bins: int) -> float:
     return _plug_in(_levels(x, bins), _levels(y, bins)).information
 
 
-def _equal_mass(x: np.ndarray, y: np.ndarray, bins: int, coarser: int = 1) -> float:
-    """Bits, on so many quantiles of what is not tied, each of which holds `coarser` times as many samples."""
+def _on_quantiles(x: np.ndarray, y: np.ndarray, bins: int, coarser: float = 1) -> float:
+    """Bits, on so many quantiles of what is not tied, or on fewer by a factor of `coarser`."""
     tied = [_is_atom(values, bins) for values in (x, y)]
     # Of the joint cells only those of two quantiles are many: as many as the pairs that are tied in neither can fill.
     untied = float(np.mean(~tied[0] & ~tied[1]))
@@ -317,7 +334,7 @@ def _is_atom(values: np.ndarray, bins: int) -> np.ndarray:
 
 
 def _tied_levels(values: np.ndarray, tied: np.ndarray, quantiles: int) -> np.ndarray:
-    """The level of each value: one for every atom, and `quantiles` of equal mass for the others, int64 (n,).
+    """The level of each value: one for every atom, and `quantiles` for the others, finer in the tails, int64 (n,).
 
     Equal values share a level, so that ties make fewer quantiles, not made-up ones. Values on two sides of an atom
     share none: few as they may be, which side they are on is known.
@@ -326,7 +343,8 @@ def _tied_levels(values: np.ndarray, tied: np.ndarray, quantiles: int) -> np.nda
     atoms, levels[tied] = np.unique(values[tied], return_inverse=True)
     others = values[~tied]
     if len(others):
-        edges = np.unique(np.quantile(others, np.arange(1, quantiles) / quantiles))
+        masses = np.sin(np.pi / 2 * np.arange(1, quantiles) / quantiles) ** 2
+        edges = np.unique(np.quantile(others, masses))
         places = np.searchsorted(atoms, others) * quantiles + np.searchsorted(edges, others, side="right")
         levels[~tied] = len(atoms) + places
     return levels
@@ -392,14 +410,30 @@ def _copula_interval(
 def _nearest_neighbors(x: np.ndarray, y: np.ndarray, neighbors: int) -> float:
     if x.min() == x.max() or y.min() == y.max():
         return 0.0
-    count = len(x)
-    jitter = np.random.default_rng(0)  # of ties alone; the result does not depend on it otherwise
-    u, v = (_normal_scores(values) + _JITTER * jitter.standard_normal(count) for values in (x, y))
-    points = np.stack([u, v], axis=1)
-    distance = cKDTree(points).query(points, k=neighbors + 1, p=np.inf)[0][:, -1]
-    near = [digamma(_within(np.sort(values), values, distance)) for values in (u, v)]
-    nats = digamma(count) + digamma(neighbors) - float(np.mean(near[0] + near[1]))
-    return float(nats / _LN2)
+    u, v = _normal_scores(x), _normal_scores(y)
+    pairs, place, shared = np.unique(np.stack([u, v], axis=1), axis=0, return_inverse=True, return_counts=True)
+    same = shared[place.ravel()]
+    alone, ordered = same <= neighbors, (np.sort(u), np.sort(v))
+    terms = np.empty(len(u))
+    if alone.any():
+        # More than k + 1 samples of one pair make no distance shorter.
+        tree = cKDTree(np.repeat(pairs, np.minimum(shared, neighbors + 1), axis=0))
+        distance = tree.query(np.stack([u, v], axis=1)[alone], k=neighbors + 1, p=np.inf)[0][:, -1]
+        near = [digamma(_within(o, w[alone], distance)) for o, w in zip(ordered, (u, v), strict=True)]
+        terms[alone] = digamma(neighbors) - near[0] - near[1]
+    if not alone.all():
+        tied = [_equal(o, w[~alone]) for o, w in zip(ordered, (u, v), strict=True)]
+        terms[~alone] = digamma(same[~alone]) - digamma(tied[0]) - digamma(tied[1])
+    return float((digamma(len(u)) + terms.mean()) / _LN2)
+
+
+def _edge_bias(bits: float, x: np.ndarray, y: np.ndarray, neighbors: int, times: int) -> float:
+    """What is missing in `bits` because neighbourhoods reach across edges of the density, from more neighbours.
+
+    It grows as far as they reach, in the plane as the root of the number of neighbours.
+    """
+    more = min(times * neighbors, len(x) - 1)
+    return (bits - _nearest_neighbors(x, y, more)) / max(math.sqrt(more / neighbors) - 1, 1e-9)
 
 
 def _within(ordered: np.ndarray, values: np.ndarray, distance: np.ndarray) -> np.ndarray:
@@ -407,3 +441,8 @@ def _within(ordered: np.ndarray, values: np.ndarray, distance: np.ndarray) -> np
     low = np.searchsorted(ordered, values - distance, side="right")
     high = np.searchsorted(ordered, values + distance, side="left")
     return np.maximum(1, high - low)
+
+
+def _equal(ordered: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """How many samples have each value on one axis."""
+    return np.searchsorted(ordered, values, side="right") - np.searchsorted(ordered, values, side="left")

@@ -223,7 +223,7 @@ def _group_table(replays: Json) -> Table:
 
 _HALF_LOST = 0.5  # of the energy: among the errors at which codecs stand nearest to the floor
 _REMARK_COLUMNS = ("layer", "series", "what was found")
-_ESTIMATORS = {"copula": "copula", "equal_mass": "equal masses", "ksg": "nearest neighbours"}
+_ESTIMATORS = {"copula": "copula", "quantiles": "quantiles", "ksg": "nearest neighbours"}
 
 
 def _between_nodes(data: Json) -> Section | None:
@@ -313,7 +313,7 @@ def _between_tables(between: Json) -> list[Table]:
             ]
         )
     columns = (
-        "layer", "place", "entropy (LGC)", "information (LGC)", "shuffled (LGC)", "excess: copula", "equal masses",
+        "layer", "place", "entropy (LGC)", "information (LGC)", "shuffled (LGC)", "excess: copula", "quantiles",
         "nearest neighbours", "cosine", "signal / noise", "top 1 % in common",
     )  # fmt: skip
     note = (
