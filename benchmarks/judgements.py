@@ -1,10 +1,11 @@
-"""Which figure of a replay tells how training ends? Candidates beside each other, each calibrated on another task.
+"""Which figure of a replay tells how training ends? Candidates beside each other, each calibrated on other tasks.
 
     python benchmarks/judgements.py [--write]
 
-Reads the rows of methods.py (CIFAR-10 with ResNet-8, Fashion-MNIST with two convolutions and a hidden layer) and of text_chars.py (nanoGPT's Shakespeare) in benchmarks/results:
-methods that were replayed on a recording of another run, and then trained with. Left out are dense training, the
-controls, and on text the methods that bring their own momentum, which is another optimizer there.
+Reads the rows of methods.py (CIFAR-10 with ResNet-8, Fashion-MNIST with two convolutions and a hidden layer) and of
+text_chars.py (nanoGPT's Shakespeare) in benchmarks/results: methods that were replayed on a recording of another run,
+and then trained with. Left out are dense training, the controls, and on text the methods that bring their own momentum,
+which is another optimizer there.
 
 First tables: Spearman's rank correlation of each candidate with the final loss, with its 95 % interval by Bonett and
 Wright (`rank_correlation`): of all methods, of those that apply gradients of earlier steps ("memory": feedback,

@@ -207,7 +207,7 @@ class Replay:
     def judgement(self) -> WindowErrors | None:
         """What the plan is judged by: of one that applies gradients of earlier steps, sums over windows.
 
-        The windows are of `JUDGED_LENGTH` steps, the length that went best with the loss on both tasks of
+        The windows are of `JUDGED_LENGTH` steps, the length that went best with the loss on the tasks of
         docs/comparison.md. Other plans, and replays of fewer than two windows, are judged by single steps. None where
         no step has an error.
         """
