@@ -47,6 +47,7 @@ _FEWEST = 16  # samples of a pair
 _PER_CELL = 10  # samples for a joint cell, where the number of bins is ours to choose
 _MOST_BINS = 256
 _NEIGHBORS = 3  # KSG's k, their recommendation for estimates
+_MORE_NEIGHBORS = (2, 4, 8)  # times k
 _FEWEST_PER_BLOCK, _MOST_BLOCKS = 64, 16
 # Times fewer quantiles. What is lost depends on where they fall, too, so that a single such number may lose nothing.
 _COARSER = (1.15, 1.3, 1.5, 1.75, 2, 2.5, 3)
@@ -150,8 +151,9 @@ def estimate_information(
             lost = max(bits - _on_quantiles(x, y, count, coarser) for coarser in _COARSER)
             low, high = bits - half, bits + half + max(0.0, lost)
         else:
-            half = math.hypot(half, _edge_bias(bits, x, y, neighbors, 2))
-            low, high = bits - half, bits + half + max(0.0, _edge_bias(bits, x, y, neighbors, 4))
+            lost = [_edge_bias(bits, x, y, neighbors, times) for times in _MORE_NEIGHBORS]
+            half = math.hypot(half, lost[0])
+            low, high = bits - half, bits + half + max(0.0, *lost)
     return InformationEstimate(bits, max(0.0, low), max(0.0, high), level, method, len(x))
 
 
