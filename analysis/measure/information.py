@@ -148,12 +148,11 @@ def estimate_information(
         in_block = _estimator(method, smallest, min(count, math.isqrt(smallest)), neighbors)
         half = quantile * float(np.std([in_block(*part) for part in parts], ddof=1)) / math.sqrt(blocks)
         if method == "quantiles":
-            lost = max(bits - _on_quantiles(x, y, count, coarser) for coarser in _COARSER)
-            low, high = bits - half, bits + half + max(0.0, lost)
+            lost = [bits - _on_quantiles(x, y, count, coarser) for coarser in _COARSER]
         else:
             lost = [_edge_bias(bits, x, y, neighbors, times) for times in _MORE_NEIGHBORS]
             half = math.hypot(half, lost[0])
-            low, high = bits - half, bits + half + max(0.0, *lost)
+        low, high = bits - half, bits + half + max(0.0, *lost)
     return InformationEstimate(bits, max(0.0, low), max(0.0, high), level, method, len(x))
 
 
