@@ -6,10 +6,11 @@
 
 Information: pairs whose information is known in closed form, by exact sums or by quadrature (`CASES`). A copula's
 interval is of the information that the correlation of normal scores stands for, a lower bound: known here from four
-million pairs. A histogram has no interval. Means over
-iterations: first-order series of known autocorrelation. Rank correlations: bivariate normal items. Series and ranks,
-which take no time, are repeated ten times as often. One line of JSON per row; what is there is not done again.
-`information.py` has the same for normal pairs up to a million samples.
+million pairs. A histogram has no interval. Means over iterations: first-order series of known autocorrelation. Rank
+correlations: bivariate normal items. Series and ranks, which take no time, are repeated 2,000 times, and copulas in the
+kept rows 1,000 times (`--methods copula --repetitions 1000`). One line of JSON per row. What is there is not done
+again, and of rows with more and fewer repetitions the table has the later. `information.py` has the same for normal
+pairs up to a million samples.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from gradlab.analysis.measure.information import (
 CORRELATION, ZEROS, TAIL, FREEDOM, APART = 0.6, 0.9, 0.05, 3, 2.0
 AUTOCORRELATIONS, ITERATIONS = (0.0, 0.5, 0.8, 0.95), (24, 100, 400)
 RANK_CORRELATIONS, ITEMS = (0.0, 0.5, 0.9), (5, 7, 13, 27, 40)
+SERIES = 2000  # series, and orders of items: they take no time
 MANY = 2**22  # pairs for what has no closed form
 BEFORE = 400  # iterations after which a series has forgotten its start
 Pairs = tuple[np.ndarray, np.ndarray]
@@ -208,7 +210,7 @@ def rank_row(rho: float, items: int, repetitions: int) -> Row:
 
 def run(out: Path, repetitions: int, samples: Sequence[int], methods: Sequence[str]) -> None:
     """Add the rows that are missing."""
-    rows, many = read(out), 10 * repetitions
+    rows, many = read(out), SERIES
     for size in samples:
         for case in CASES:
             for method in methods:

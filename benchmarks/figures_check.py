@@ -130,7 +130,11 @@ def _run(command: str, there: Connection) -> None:
     sys.path.insert(0, str((ROOT / script).parent))
     told = io.StringIO()
     with contextlib.redirect_stdout(told):
-        runpy.run_path(str(ROOT / script), run_name="__main__")
+        try:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        except SystemExit as stop:
+            if stop.code:
+                raise
     there.send(told.getvalue())
 
 

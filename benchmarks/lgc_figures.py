@@ -1,23 +1,28 @@
-"""LGC's figures 3, 12, 13 and 14 in small: what nodes share, ways to become sparse, how autoencoders learn.
+"""LGC's figures 3, 4, 12, 13 and 14 in small: what nodes share, ways to become sparse, how autoencoders learn.
 
     python benchmarks/lgc_figures.py --data cifar10.npz --rows rows.jsonl --traces FOLDER [--figures 12] [--nodes 4 16]
+    python benchmarks/lgc_figures.py --rows rows.jsonl --claim report/report.json
     python benchmarks/lgc_figures.py --rows rows.jsonl --table --information fig12.svg --sparsification fig13.svg \\
         --reconstruction fig14.svg
 
-ResNet-8 on images halved to 16 x 16. Figures 3 and 12: for each number of emulated nodes (4, 16 and 22), which share a
-batch of about 128 images, every tenth of 400 iterations is recorded, and entropy and information of pairs of nodes are
-measured as `gradlab analyze` does. Figure 13: 4 nodes of 16 images, 600 iterations, the largest 0.1 % of every layer
-of 256 elements with error feedback: from the first iteration on ("fixed"), at a density that falls from 25 % in four
-stages over 200 iterations ("exponential", DGC's), or after 200 dense ones ("warm-up", LGC's). Figure 14: for each
-number of emulated nodes of 4 images each 200 iterations are recorded (a gigabyte or more) after 50, 1 % of every layer
-is selected, and the autoencoders learn on it, an iteration at a time, with Adam and values divided by their layers'
-root mean squares: the ring's, and the server's with and without similarity loss. What is in --rows is not done again.
+Figure 4: a row per layer, from the report that `gradlab analyze TRACE --only between --out report` writes of ResNet-20,
+`gradlab train cifar10 --data cifar10.npz --emulate 4 --batch-size 16 --steps 400 --every 2 --seed 0 --capture TRACE`.
+The others are of ResNet-8 on images halved to 16 x 16. Figures 3 and 12: for each number of emulated nodes (4, 16 and
+22), which share a batch of about 128 images, every tenth of 400 iterations is recorded, and entropy and information are
+measured of pairs of nodes as `gradlab analyze` does. Figure 13: 4 nodes of 16 images, 600 iterations, the largest 0.1 %
+of every layer of 256 elements with error feedback: from the first iteration on ("fixed"), at a density that falls from
+25 % in four stages over 200 iterations ("exponential", DGC's), or after 200 dense ones ("warm-up", LGC's). Figure 14:
+for each number of emulated nodes of 4 images each 200 iterations are recorded (a gigabyte or more) after 50, 1 % of
+every layer is selected, and the autoencoders learn on it, an iteration at a time, with Adam and values divided by their
+layers' root mean squares: the ring's, and the server's with and without similarity loss. What is in --rows is not done
+again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import statistics
 from collections.abc import Sequence
@@ -36,7 +41,8 @@ from gradlab.analysis.figures.lgc import plot_reconstruction, plot_sparsificatio
 from gradlab.analysis.figures.style import drawing
 from gradlab.analysis.fit.lgc.learners import learner_of, reconstruction_errors
 from gradlab.analysis.fit.lgc.selections import collect_selections
-from gradlab.analysis.measure.between_ranks import measure_between_ranks
+from gradlab.analysis.measure.between_ranks import CORRECTED, measure_between_ranks
+from gradlab.analysis.measure.layer_places import AFTER_ADDITION
 from gradlab.datasets import Data
 from gradlab.layout import layers_of
 from gradlab.plan import Group, Plan, Schedule, Wrap, lgc_plan
@@ -144,8 +150,53 @@ def information_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def claimed(report: Path) -> list[Row]:
+    """A row per layer of a report: what the claim's table shows, means over iterations, in bits per parameter."""
+    between, rows = json.loads(report.read_text())["between_nodes"], []
+    for layer in between["layers"]:
+        histograms = {
+            bins: {name: statistics.fmean(found[name]) for name in ("entropy", "information", "shuffled", "shifted")}
+            for bins, found in layer["histograms"].items()
+        }
+        excess = {
+            name: {key: one["excess"][key] for key in ("bits", "low", "high")}
+            for name, one in layer["estimators"].items()
+        }
+        found = {"paper_bins": between["paper_bins"], "values": layer["values"], "place": layer["place"]}
+        row = {"figure": 4, "of": layer["name"], "drawn_with": drawn_with(4, layer["name"])}
+        rows.append(row | {"found": found | {"histograms": histograms, "excess": excess}})
+    return rows
+
+
+def claim_table(rows: Sequence[Row]) -> str:
+    """Tabulate figure 4, a layer a line, and medians: the paper's bins, 1024, and the excess by each estimator."""
+    lines = ["| layer | values | log2 | information | shuffled | shifted | 1024 bins: share | shuffled less |"]
+    lines[0] += " copula | quantiles | nearest |"
+    lines += ["| --- |" + " ---: |" * 10]
+    for row in rows:
+        found = row["found"]
+        paper, fewer = (found["histograms"][key] for key in (str(found["paper_bins"]), "1024"))
+        cells = [f"{found['values']}", f"{math.log2(found['values']):.2f}"]
+        cells += [f"{paper[name]:.2f}" for name in ("information", "shuffled", "shifted")]
+        cells += [f"{100 * fewer['information'] / fewer['entropy']:.0f} %"]
+        cells += [f"{fewer['information'] - fewer['shuffled']:.2f}"]
+        cells += [_excess(found["excess"][name]) for name in CORRECTED]
+        added = " (+)" if AFTER_ADDITION in found["place"] else ""
+        lines.append(f"| {row['of']}{added} | " + " | ".join(cells) + " |")
+    medians = [statistics.median(row["found"]["excess"][name]["bits"] for row in rows) for name in CORRECTED]
+    lines.append("| median |" + " |" * 7 + "".join(f" {bits:.3f} |" for bits in medians))
+    return "\n".join(lines)
+
+
+def _excess(found: Row) -> str:
+    known = found["low"] is not None
+    return f"{found['bits']:.3f} " + (f"({found['low']:.3f} to {found['high']:.3f})" if known else "(no interval)")
+
+
 def drawn_with(figure: int, of: Any) -> str:
     """What a figure's lines were made with, for its caption."""
+    if figure == 4:
+        return "4 nodes of 16 images; ResNet-20, CIFAR-10, one seed; every second of 400 iterations"
     model = "ResNet-8, CIFAR-10 at 16 x 16, SGD at a rate that rises to 1.0 in 200 iterations, one seed"
     if figure == 12:
         return (
@@ -168,8 +219,9 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, help="folder for recordings, which are deleted; with --data")
     parser.add_argument("--figures", type=int, nargs="+", choices=(12, 13, 14), default=[12, 13, 14])
     parser.add_argument("--nodes", type=int, nargs="+", help="of figures 12 and 14, in place of the paper's")
+    parser.add_argument("--claim", type=Path, help="report.json that figure 4's rows are taken from")
     parser.add_argument("--information", type=Path)
-    parser.add_argument("--table", action="store_true", help="of figures 3 and 12")
+    parser.add_argument("--table", action="store_true", help="of figures 3, 4 and 12")
     parser.add_argument("--sparsification", type=Path)
     parser.add_argument("--reconstruction", type=Path)
     chosen = parser.parse_args()
@@ -185,6 +237,9 @@ def main() -> None:
                 if not has(read(chosen.rows), key):
                     result = make(figure, of, setting, data, chosen.traces)
                     add(chosen.rows, key | {"drawn_with": drawn_with(figure, of), "found": result}, unshown=("found",))
+    for row in claimed(chosen.claim) if chosen.claim else []:
+        if not has(read(chosen.rows), {"figure": 4, "of": row["of"]}):
+            add(chosen.rows, row, unshown=("found",))
     rows = read(chosen.rows)
     with drawing():
         for figure, path in ((12, chosen.information), (13, chosen.sparsification), (14, chosen.reconstruction)):
@@ -192,6 +247,7 @@ def main() -> None:
                 draw(figure, [row for row in rows if row["figure"] == figure]).savefig(path)
     if chosen.table:
         print(information_table([row for row in rows if row["figure"] == 12]))
+        print(claim_table([row for row in rows if row["figure"] == 4]))
 
 
 if __name__ == "__main__":

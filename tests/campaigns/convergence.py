@@ -305,5 +305,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if code := main():
-        sys.exit(code)
+    sys.exit(main())

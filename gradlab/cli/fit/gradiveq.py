@@ -98,9 +98,9 @@ def gradiveq(
 ) -> None:
     """GradiVeQ's PCA bases for convolutions, linear layers, embeddings and experts; vectors stay dense.
 
-    Half of a code are fitted axes, half random coordinates of what these leave, new in every iteration, with error
-    feedback, so that nothing is lost for good; bases are fitted again on what was decoded, every four times --samples
-    iterations. Of GradiVeQ's forms that trained best at the same bytes; --paper is the published method, which samples
+    Half of a code is of fitted axes, half random coordinates of what these leave, new in every iteration, with error
+    feedback, so that nothing is lost for good. Bases are fitted again on what was decoded, every four times --samples
+    iterations. Of GradiVeQ's forms this trained best at the same bytes. --paper is the published method, which samples
     again to refit.
 
     Example:

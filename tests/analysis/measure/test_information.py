@@ -193,15 +193,16 @@ def binary_entropy(share: float) -> float:
     return -share * math.log2(share) - (1 - share) * math.log2(1 - share)
 
 
+@pytest.mark.parametrize("method", ["quantiles", "ksg"])
 @pytest.mark.parametrize(("rho", "samples"), [(0.0, 1000), (0.6, 2000), (0.6, 10_000)])
-def test_zeros_that_two_ranks_share_are_a_level_of_their_own(rho: float, samples: int) -> None:
+def test_zeros_that_two_ranks_share_are_a_level_of_their_own(method: str, rho: float, samples: int) -> None:
     """90 % zeros at the same places: I = H(0.9) + 0.1 I(values), by the chain rule; 95 % of 40: at least 34."""
     true = binary_entropy(0.9) + 0.1 * float(gaussian_information(rho))
     estimates = []
     for seed in range(40):
         zero = np.random.default_rng([seed, 1]).random(samples) < 0.9
         x, y = (np.where(zero, 0.0, values) for values in normal_pairs(rho, samples, seed))
-        estimates.append(estimate_information(x, y, "quantiles"))
+        estimates.append(estimate_information(x, y, method))
     assert np.mean([one.bits for one in estimates]) == pytest.approx(true, abs=0.02)
     assert sum(one.low <= true <= one.high for one in estimates) >= 34
 
