@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from gradlab.codec.registry import CODECS
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from support.benchmark_modules import BENCHMARKS, benchmark_modules
 
 
 @pytest.fixture(scope="module")
 def bytes_of_lgc() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        patch.setattr(CODECS, "registered", {})  # the campaign registers its control
-        yield importlib.import_module("lgc_bytes")
+    with benchmark_modules("lgc_bytes") as modules:
+        yield modules["lgc_bytes"]
 
 
 @pytest.mark.parametrize(

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from support.benchmark_modules import benchmark_modules
 
 
 @pytest.fixture(scope="module")
-def campaign() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        return importlib.import_module("text_chars")
+def campaign() -> Iterator[ModuleType]:
+    with benchmark_modules("text_chars") as modules:
+        yield modules["text_chars"]
 
 
 def _row(method: str, validation: float | None, **other: Any) -> dict[str, Any]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -17,8 +15,8 @@ from gradlab.codec.registry import CODECS
 from gradlab.layout import Layer, layers_of
 from gradlab.plan import Plan, method_plan, named_plan
 from gradlab.plan.recipes import METHODS
+from support.benchmark_modules import BENCHMARKS, benchmark_modules
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MODULES = ("accuracy", "compared", "fsdp_text", "lgc", "methods", "node_steps", "residual_rates", "text_chars")
 LAYERS = (
     Layer("conv", (16, 8, 3, 3), "convolution"),
@@ -81,11 +79,8 @@ def resolved(plan: Plan) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def benchmarks() -> Iterator[Mapping[str, ModuleType]]:
-    """The benchmarks' modules. The control codecs that they register are of no concern to other tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CODECS, "registered", dict(CODECS.registered))
-        patch.syspath_prepend(BENCHMARKS)
-        yield {name: importlib.import_module(name) for name in MODULES}
+    with benchmark_modules(*MODULES) as modules:
+        yield modules
 
 
 def test_rows_of_published_methods_are_their_recipes(benchmarks: Mapping[str, ModuleType]) -> None:
@@ -163,6 +158,8 @@ def test_stored_rows_have_titles_that_the_benchmarks_know(benchmarks: Mapping[st
     for file, known in (
         ("methods-training", {*benchmarks["methods"].METHODS}),
         ("methods-replay", {*benchmarks["methods"].METHODS, *alone}),
+        ("fashion-training", {*benchmarks["methods"].METHODS}),
+        ("fashion-replay", {*benchmarks["methods"].METHODS, *alone}),
         ("text-chars", {*benchmarks["text_chars"].METHODS}),
         ("accuracy-16", {*benchmarks["accuracy"].methods(0)}),
         ("accuracy-128", {*benchmarks["accuracy"].methods(0)}),
@@ -172,10 +169,11 @@ def test_stored_rows_have_titles_that_the_benchmarks_know(benchmarks: Mapping[st
         assert {row["method"] for row in rows if "method" in row} <= known, file
 
 
-def test_stored_replays_have_their_rows_settings(benchmarks: Mapping[str, ModuleType]) -> None:
+@pytest.mark.parametrize("file", ["methods-replay", "fashion-replay"])
+def test_stored_replays_have_their_rows_settings(file: str, benchmarks: Mapping[str, ModuleType]) -> None:
     """A replay under a published method's name is the one that the campaign would look for, and not make again."""
     methods = benchmarks["methods"].METHODS
-    rows = [json.loads(line) for line in (BENCHMARKS / "results" / "methods-replay.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (BENCHMARKS / "results" / f"{file}.jsonl").read_text().splitlines()]
     for row in rows:
         if row["feedback"]:
             assert row["settings"] == methods[row["method"]].codec_settings, row["method"]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
-from pathlib import Path
 
 import pytest
 from hypothesis import strategies as st
@@ -13,6 +11,7 @@ from hypothesis import strategies as st
 from gradlab.analysis.forecast.endings import Ending, calibration, ended_at
 from gradlab.errors import GradlabError
 from gradlab.metric import RELATIVE_NOISE
+from support.benchmark_modules import benchmark_modules
 from support.laws import law
 
 COSINES = st.floats(-1, 1)
@@ -56,11 +55,10 @@ def test_ranges_in_prose(excesses: tuple[float, ...], text: str) -> None:
     assert ended_at(0.5, 4, False, endings([(0.5, excess, False) for excess in excesses])).text == text
 
 
-def test_the_calibration_is_what_the_command_makes_of_the_stored_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    benchmarks = Path(__file__).parents[3] / "benchmarks"
-    monkeypatch.syspath_prepend(benchmarks)
-    judgements = importlib.import_module("judgements")
-    made = json.loads(judgements.written(judgements.endings(judgements.tasks())))
+def test_the_calibration_is_what_the_command_makes_of_the_stored_rows() -> None:
+    with benchmark_modules("judgements") as modules:
+        judgements = modules["judgements"]
+        made = json.loads(judgements.written(judgements.endings(judgements.tasks())))
     kept = json.loads(judgements.ENDINGS.read_text())
     assert made == kept
     assert len(calibration()) == len(kept)
