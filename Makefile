@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORK := build/outside
 SOURCES := pyproject.toml $(shell find gradlab capture analysis runtime datasets -name '*.py' -o -name '*.jinja')
 
-.PHONY: demo test explore gpu quality typecheck benchmark speed compare compare-text figures-check lgc matrix faults resume frameworks nodes mutants convergence first-hour install clean
+.PHONY: demo test explore gpu quality typecheck benchmark speed netbench-table compare compare-text figures-check lgc matrix faults resume frameworks nodes mutants convergence first-hour install clean
 
 demo: install
 	$(BIN)/gradlab demo --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -36,14 +36,26 @@ typecheck: install
 benchmark: install
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/step_time.py
 
-# Encoding and decoding of every codec beside a copy; all methods replayed and trained (hours; DATA=cifar10.npz).
+# Encoding and decoding of every codec beside a copy, of one tensor and of real models' layers; steps of many small layers;
+# replays of many ranks (an hour; ROWS=a folder for what is measured).
+ROWS ?= runs/speed
 speed: install
-	$(BIN)/python benchmarks/codec_speed.py $(ARGS)
+	mkdir -p $(ROWS)
+	$(BIN)/python benchmarks/codec_speed.py --rows $(ROWS)/codec-speed.jsonl --layers "one tensor" ResNet-18 "GPT-2 small" $(ARGS)
+	$(BIN)/python benchmarks/small_layers.py --rows $(ROWS)/small-layers.jsonl
+	$(BIN)/python benchmarks/lockstep_ranks.py --rows $(ROWS)/lockstep-ranks.jsonl
+
+# Step over computing alone on limited links, beside PyTorch's hooks (hours, and root; NETBENCH=the folder of its run.sh).
+NETBENCH ?= ../shared/tools/netbench
+netbench-table: install
+	mkdir -p $(ROWS)
+	$(BIN)/python benchmarks/link_table.py --netbench $(NETBENCH) --rows $(ROWS)/link-table.jsonl $(ARGS)
 
 # Every figure of the docs' measured tables against the rows of benchmarks/results.
 figures-check: install
 	$(BIN)/python benchmarks/figures_check.py $(ARGS)
 
+# All methods replayed and trained (hours; DATA=cifar10.npz).
 compare: install
 	mkdir -p runs/compare
 	test -e runs/compare/trace || $(BIN)/python benchmarks/methods.py --data $(DATA) --record runs/compare/trace

@@ -1,13 +1,17 @@
-"""Encoding and decoding of every codec beside a plain copy of the same tensor, one thread, one run.
+"""Encoding and decoding of every codec beside a plain copy of the same gradients, one thread, one run.
 
-    python benchmarks/codec_speed.py [--numel 11059200] [--repeats 9] [--codecs sign qsgd topk] [--markdown]
-        [--rows ROWS.jsonl]             keeps what is measured
+    python benchmarks/codec_speed.py [--layers "one tensor" ResNet-18 "GPT-2 small"] [--repeats 9] [--codecs sign topk]
+        [--markdown] [--rows ROWS.jsonl]             keeps what is measured
     python benchmarks/codec_speed.py --rows ROWS.jsonl --table [--milliseconds]
+
+The gradients are those of one large tensor, or of the layers of a real model as `Plan.uniform` groups them. Memory is
+reused as the engine reuses it: otherwise most of "decode" would be the system's work of providing new pages.
 
 Copy, encoding and decoding take turns, so that whatever else the machine does meets all of them; a ratio is that of the
 medians. "encode" is what a codec does before it asks for a collective, and between two; "decode" what it does with the
-last answers, of one rank; "own" what error feedback then asks of it besides, the contribution or what it left. Of
-codecs with a state it is the second iteration that is timed; of LGC, one after it has learned.
+last answers, of one rank; "own" what error feedback then asks of it besides, the contribution or what it left. The
+first iterations, in which codecs begin or learn, are not timed. The aim is a tenth of a copy's speed, a twentieth on
+GPT-2's layers.
 """
 
 from __future__ import annotations
@@ -16,18 +20,20 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from layer_lists import LISTS
 from rows import Row, read
 
-from gradlab import codecs
-from gradlab.codec import Codec, Context, Deferred, Exchanged, Tensors
-from gradlab.codec.settings import build_settings
-from gradlab.collectives import Mean, answer_for, as_requests, run_lockstep
-from gradlab.workspace import Workspace
+from gradlab.codec import Deferred, Exchanged
+from gradlab.collectives import Mean, answer_for, as_requests
+from gradlab.executor import PlanRun, RunSettings, Step
+from gradlab.layout import Layer
+from gradlab.plan import Plan
+from gradlab.workspace import RecyclingWorkspace
 
 CPU = torch.device("cpu")
 # Two iterations of learning are few, but what they learn is used all the same; it is that phase which is timed.
@@ -36,7 +42,6 @@ _ITERATIONS_BEFORE = {"lgc_ring": 3, "lgc_server": 3, "gradiveq": 2}
 # The recommended form, at d = K / 20: two samples of 32 slices give the fitted half its axes.
 _HALF = {"ratio": 20.0, "complement": 0.5, "whitening": False, "pooled": 32, "sample_steps": 2, "compressed_steps": 0}
 CASES: dict[str, list[dict[str, Any]]] = {
-    "identity": [{}],
     "cast": [{"dtype": "float16"}],
     "natural": [{}],
     "block_scaled": [{"dtype": "int8"}, {"dtype": "int4"}, {"dtype": "float8_e4m3fn"}],
@@ -60,7 +65,8 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {**_HALF, "drawn": "coordinates"},
     ],
 }
-SORTS = {"topk", "sampled_threshold", "threshold", "clt_k", "dct_topk"}
+# Every codec compresses from the first iteration.
+BEFORE = {"gradiveq": {"warmup_steps": 0}, "lgc_ring": {"warmup_steps": 0}, "lgc_server": {"warmup_steps": 0}}
 
 
 class Stopwatch:
@@ -84,72 +90,104 @@ class Stopwatch:
         return float(began.elapsed_time(ended)) / 1e3
 
 
-def exchange(
-    codec: Codec, grads: Tensors, state: Tensors, context: Context, watch: Stopwatch
-) -> tuple[Exchanged, float, float]:
-    """One rank's exchange with itself: what came of it, seconds of encoding and of decoding."""
-    coroutine, answer = codec.exchange(grads, state, context), None
-    spans: list[tuple[Any, Any]] = []
-    while True:
+class Timed:
+    """One rank's steps of a codec over layers, with the engine's memory, which is taken back after each group and step.
+
+    Args:
+        codec: the codec's id.
+        settings: of the codec.
+        layers: that `Plan.uniform` groups and compresses; those that it leaves dense are left out.
+        device: of the gradients.
+    """
+
+    def __init__(self, codec: str, settings: Mapping[str, Any], layers: Sequence[Layer], device: torch.device) -> None:
+        plan = Plan.uniform(layers, codec, wrappers=(), **{**BEFORE.get(codec, {}), **settings})
+        self._memory, self._watch = RecyclingWorkspace(), Stopwatch(device)
+        self._run = PlanRun(plan, 0, 1, RunSettings(device=device), workspace=self._memory)
+        names = {name for group in self._run.groups.values() for name in group.layers}
+        generator = torch.Generator().manual_seed(0)
+        self._gradients = {
+            layer.name: torch.randn(layer.shape, generator=generator).to(device)
+            for layer in layers
+            if layer.name in names
+        }
+        numel = sum(gradient.numel() for gradient in self._gradients.values())
+        self._copied = [torch.empty(numel, device=device) for _ in range(2)]
+
+    def step(self) -> dict[str, float]:
+        """Take a step; seconds of encoding, of decoding, and of what error feedback asks for."""
+        took = {"encode": 0.0, "decode": 0.0, "own": 0.0}
+        step = self._run.begin()
+        step.add(self._gradients)
+        for group in self._run.groups:
+            self._exchange(step, group, took)
+        self._run.end(step)
+        self._memory.recycle(t for state in self._run.states.values() for t in state.values())
+        return took
+
+    def copy(self) -> float:
+        """Copy as much once; seconds."""
+        began = self._watch.now()
+        self._copied[0].copy_(self._copied[1])
+        return self._watch.seconds(began, self._watch.now())
+
+    def _exchange(self, step: Step, group: str, took: dict[str, float]) -> None:
+        coroutine, answer, watch = step.exchange(group), None, self._watch
+        while True:
+            began = watch.now()
+            try:
+                asked = coroutine.send(answer)
+            except StopIteration as stop:
+                took["decode"] += watch.seconds(began, watch.now())
+                done: Exchanged = stop.value
+                break
+            took["encode"] += watch.seconds(began, watch.now())
+            answer = answer_for(asked, [_answer(request) for request in as_requests(asked)])
         began = watch.now()
-        try:
-            step = coroutine.send(answer)
-        except StopIteration as stop:
-            ended = watch.now()
-            return stop.value, sum(watch.seconds(*span) for span in spans), watch.seconds(began, ended)
-        spans.append((began, watch.now()))
-        answer = answer_for(step, [_answer(request) for request in as_requests(step)])
+        left = _own(done)
+        took["own"] += watch.seconds(began, watch.now())
+        used = (*done.mean.values(), *(t for t in left if id(t) not in map(id, self._gradients.values())))
+        self._memory.give_back(used, (*done.state.values(), *self._gradients.values()))
 
 
 def _answer(request: Any) -> Any:
     if isinstance(request, Mean):
-        return request.tensor.clone()
+        return request.tensor
     if hasattr(request, "tensors"):
         return list(request.tensors)
     return request.tensor if hasattr(request, "root") else [request.tensor]
 
 
-def own_seconds(done: Exchanged, watch: Stopwatch) -> float:
-    """Time what error feedback asks of an exchange: compression error or decoded contribution; seconds."""
-    began = watch.now()
+def _own(done: Exchanged) -> list[torch.Tensor]:
+    """What error feedback asks of an exchange: the compression error, or the decoded contribution."""
     if isinstance(done.own, Deferred) and done.own.compression_error is not None:
-        done.own.compression_error()
-    else:
-        dict(done.own)
-        _ = [done.own[name] for name in done.own]
-    return watch.seconds(began, watch.now())
+        return list(done.own.compression_error().values())
+    return [done.own[name] for name in done.own]
 
 
 def compare(
-    name: str, settings: Mapping[str, Any], numel: int, repeats: int, device: torch.device = CPU
+    name: str,
+    settings: Mapping[str, Any],
+    layers: Sequence[Layer],
+    repeats: int,
+    device: torch.device = CPU,
 ) -> dict[str, Any]:
-    """Medians, in copies of the tensor on its device."""
-    method, watch = codecs.get(name), Stopwatch(device)
-    codec = method(build_settings(method, settings)).to(device)
-    shape = (1024, numel // 9216, 3, 3) if name == "gradiveq" else (4096, numel // 4096)
-    grads = {"weight": torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)}
-    target, memory = torch.empty_like(grads["weight"]), Workspace()
-    begun: Tensors = {}
-    for iteration in range(first := _ITERATIONS_BEFORE.get(name, 1)):
-        begun = run_lockstep([codec.exchange(grads, begun, Context(0, 1, iteration, "weight"))])[0].value.state
+    """Medians with quartiles, in copies of the compressed gradients on their device."""
+    timed = Timed(name, settings, layers, device)
     times: dict[str, list[float]] = {"copy": [], "encode": [], "decode": [], "own": []}
-    for turn in range(repeats + 2):
-        began = watch.now()
-        target.copy_(grads["weight"])
-        took = {"copy": watch.seconds(began, watch.now())}
-        context = Context(0, 1, first + turn, "weight", workspace=memory)
-        done, took["encode"], took["decode"] = exchange(codec, grads, begun, context, watch)
-        took["own"] = own_seconds(done, watch)
-        del done
+    for turn in range(repeats + (first := 2 + _ITERATIONS_BEFORE.get(name, 1))):
+        took = {"copy": timed.copy(), **timed.step()}
         for key, value in took.items():
-            if turn > 1:  # the first turns warm up
+            if turn >= first:  # the first turns learn and warm up
                 times[key].append(value)
     middle = {key: statistics.median(values) for key, values in times.items()}
+    spread = {key: statistics.quantiles(values, n=4)[::2] for key, values in times.items()}
     title = name + "".join(f", {key} {value}" for key, value in settings.items())
     return {
         "case": title,
         "copy": middle["copy"],
-        **{k: middle[k] / middle["copy"] for k in ("encode", "decode", "own")},
+        **{key: middle[key] / middle["copy"] for key in ("encode", "decode", "own")},
+        "quartiles": {key: [one / middle["copy"] for one in spread[key]] for key in ("encode", "decode", "own")},
     }
 
 
@@ -157,17 +195,19 @@ def measured(options: argparse.Namespace) -> Iterator[Row]:
     """Time the codecs that were asked for, one after another."""
     for name in options.codecs:
         for settings in CASES[name]:
-            row = {"codec": name, "numel": options.numel, **compare(name, settings, options.numel, options.repeats)}
-            if options.rows:
-                with options.rows.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-            yield row
+            for title in options.layers:
+                row = {"codec": name, "layers": title}
+                row |= compare(name, settings, LISTS[title](), options.repeats)
+                if options.rows:
+                    with options.rows.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
+                yield row
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--numel", type=int, default=4096 * 2700)
+    parser.add_argument("--layers", nargs="+", choices=list(LISTS), default=["one tensor"])
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--codecs", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--rows", type=Path)
@@ -175,20 +215,20 @@ def main() -> None:
         parser.add_argument(flag, action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    header = ("case", "copy ms", "encode", "decode", "own", "slowest, of a copy's speed", "aim", "")
+    header = ("case", "layers", "copy ms", "encode", "decode", "own", "slower, of a copy's speed", "aim", "")
     form = (
-        "| {} | {} | {} | {} | {} | {} | {} | {} |"
+        "| {} | {} | {} | {} | {} | {} | {} | {} | {} |"
         if options.markdown
-        else "{:52s} {:>7s} {:>7s} {:>7s} {:>7s} {:>28s} {:>6s} {}"
+        else "{:52s} {:12s} {:>7s} {:>7s} {:>7s} {:>7s} {:>26s} {:>6s} {}"
     )
     print(form.format(*header))
     if options.markdown:
         print(form.format(*["---"] * len(header)))
     for times in read(options.rows) if options.table else measured(options):
-        slowest, aim = max(times["encode"], times["decode"]), 100 if times["codec"] in SORTS else 30
+        slowest, aim = max(times["encode"], times["decode"]), 20 if times["layers"] == "GPT-2 small" else 10
         unit = 1e3 * times["copy"] if options.milliseconds else 1.0
         numbers = [f"{times[key] * unit:.{2 if options.milliseconds else 1}f}" for key in ("encode", "decode", "own")]
-        row = (times["case"], f"{times['copy'] * 1e3:.3g}", *numbers, f"1/{slowest:.1f}", f"1/{aim}")
+        row = (times["case"], times["layers"], f"{times['copy'] * 1e3:.3g}", *numbers, f"1/{slowest:.1f}", f"1/{aim}")
         print(form.format(*row, "" if slowest <= aim else "missed"), flush=True)
 
 

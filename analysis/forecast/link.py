@@ -317,8 +317,8 @@ def transfers(
 
 def _fused(together: Sequence[Any], rank: int, world_size: int, algorithm: str, ranks_per_link: int) -> Transfer:
     first = together[0]
-    if isinstance(first, AllToAll):
-        return all_to_all([sum(r.tensors[j].nbytes for r in together) for j in range(world_size)], rank, ranks_per_link)
+    if isinstance(first, AllToAll) or (isinstance(first, Gather) and first.lengths is not None):
+        return _all_to_all_of(together, rank, world_size, ranks_per_link)
     if isinstance(first, Ring):
         return ring([sum(sizes) for sizes in zip(*(r.sizes for r in together), strict=True)], rank)
     nbytes = sum(request.tensor.nbytes for request in together)
@@ -326,9 +326,6 @@ def _fused(together: Sequence[Any], rank: int, world_size: int, algorithm: str, 
         return all_reduce(nbytes, world_size, algorithm)
     if isinstance(first, Broadcast):
         return broadcast(nbytes, rank, first.root, world_size)
-    if first.lengths is not None:
-        sizes = [sum(r.lengths[j] * r.tensor.element_size() for r in together) for j in range(world_size)]
-        return gather_of_lengths(sizes, rank, ranks_per_link)
     if not first.varying:
         return all_gather(nbytes, world_size)
     lengths = all_gather(8 * len(together), world_size)
@@ -337,6 +334,22 @@ def _fused(together: Sequence[Any], rank: int, world_size: int, algorithm: str, 
         lengths.wire_bytes + values.wire_bytes,
         lengths.path_bytes + values.path_bytes,
         lengths.rounds + values.rounds,
+        gathered=True,
+    )
+
+
+def _all_to_all_of(together: Sequence[AllToAll | Gather], rank: int, world_size: int, ranks_per_link: int) -> Transfer:
+    """All-to-alls, and gathers of known lengths, as one all-to-all."""
+    parts = [request for request in together if isinstance(request, AllToAll)]
+    gathers = [request for request in together if isinstance(request, Gather)]
+    ranks = range(world_size)
+    scattered = all_to_all([sum(r.tensors[j].nbytes for r in parts) for j in ranks], rank, ranks_per_link)
+    lengths = [sum((r.lengths or ())[j] * r.tensor.element_size() for r in gathers) for j in ranks]
+    gathered = gather_of_lengths(lengths, rank, ranks_per_link)
+    return Transfer(
+        scattered.wire_bytes + gathered.wire_bytes,
+        scattered.path_bytes + gathered.path_bytes,
+        max(scattered.rounds, gathered.rounds),
         gathered=True,
     )
 

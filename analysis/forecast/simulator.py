@@ -1,6 +1,6 @@
 """Simulate one training step as the engine runs it: backward, the worker's ticks, and a link that collectives share.
 
-Buckets become ready while backward runs, in order. The worker cuts each bucket into segments; every segment is a tick.
+Buckets become ready while backward runs, in order. The worker cuts them into ticks by `gradlab.executor.ticks`.
 In a tick the segment's exchanges are encoded up to their first requests, while the last tick's collectives travel. Then
 those collectives are awaited, and the exchanges that asked for them go on. Then all open requests are issued together.
 After the last bucket, ticks go on until nothing is open. Buckets with nothing to compress travel in their own buffers,
@@ -21,7 +21,7 @@ from gradlab.analysis.forecast.link import Link, Transfer, all_reduce, transfers
 from gradlab.collectives import Mean, Request
 from gradlab.errors import GradlabError
 from gradlab.executor import Ticks
-from gradlab.segments import SEGMENT_BYTES, SMALL, segments
+from gradlab.executor.ticks import SEGMENT_BYTES
 
 # What plans run on where a node has several ranks: on the means of nodes that DDP's ranks have averaged
 # (`gradlab.compress(within=)`), on FSDP2's shards (`gradlab.runtime.compress_fsdp`), or on what each rank has.
@@ -359,28 +359,28 @@ def simulate(
     inside = Inside(within, clock)
     compressing = any(bucket.exchanges for bucket in buckets)
     in_place: list[tuple[int, float]] = []  # bytes of a bucket, and the moment at which its average is there
-    last = 0
 
     def issue(requests: Sequence[Request]) -> Arriving:
         together = transfers(requests, rank, world_size, link.all_reduce, ranks_per_link)
         ends = [wire.send(transfer, clock.now) for transfer in together]
         return Arriving(max(ends, default=0.0), len(requests), clock)
 
-    ticks = Ticks[Simulated](issue)
+    ticks = Ticks[Simulated](issue, segment_bytes)
     for bucket, reduced in inside.reduced(buckets):
         clock.wait_for_network(reduced)
         clock.work(bucket.scan_seconds)
         if bucket.in_place_bytes:
             dense = all_reduce(bucket.in_place_bytes, world_size, link.all_reduce)
             in_place.append((bucket.in_place_bytes, wire.send(dense, clock.now)))
-        for segment in segments(bucket.exchanges, lambda exchange: exchange.gradient_bytes, segment_bytes, SMALL):
-            ticks.tick([Simulated(exchange, clock) for exchange in segment])
-            # Results of earlier segments are spread while this one travels: what is left at the end is the last one's.
-            last = sum(exchange.gradient_bytes for exchange in segment)
+        for exchange in bucket.exchanges:
+            ticks.start(Simulated(exchange, clock), exchange.gradient_bytes)
+        ticks.end_part()
     if compressing:
-        ticks.tick([Simulated(Exchange("finite flag", 0, (Turn(0.0, _flag()), Turn(0.0))), clock)])
+        ticks.start(Simulated(Exchange("finite flag", 0, (Turn(0.0, _flag()), Turn(0.0))), clock), 0)
+        ticks.tick()
         ticks.drain()
-        in_place.append((last, clock.now))
+        # Results of earlier ticks were spread while the last one's travelled, which are left.
+        in_place.append((int(ticks.last_bytes), clock.now))
     # Inside, buckets are averaged before the results of earlier ones are spread.
     for nbytes, moment in in_place:
         clock.wait_for_network(inside.spread(nbytes, moment))

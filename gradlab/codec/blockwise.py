@@ -7,23 +7,147 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from gradlab.codec.compressor import Compressor
+from gradlab.codec.compressor import Compressor, Payload
+from gradlab.coding.bits import PIECE, cut, join
 
 WHOLE = 2**62  # elements of a block that has no end
-CACHED = 2**16  # elements worked on at a time
+CACHED = PIECE  # elements worked on at a time
 _ROWS_CACHED = 2**18
+_MANY = 6  # ranks whose small payloads are decoded as one
 Span = tuple[int, int]
-Self = TypeVar("Self", bound="BlockCompressor")
+Kind = int | str
+BYTES, OF_BLOCKS, PAIRS_OF_BLOCKS, NOTHING = "bytes", "numbers of blocks", "pairs of numbers of blocks", "nothing"
+Self = TypeVar("Self", bound="PiecewiseCompressor")
+Blocks = TypeVar("Blocks", bound="BlockCompressor")
 
 
-class BlockCompressor(Compressor):
+class PiecewiseCompressor(Compressor):
+    """A compressor that decodes any part of a vector by itself, so that all ranks' values of a part are added up while
+    they are in the cache."""
+
+    @abstractmethod
+    def prepared(self, payload: Sequence[torch.Tensor], like: torch.Tensor, scale: float) -> Any:
+        """Return what `fill` takes of a payload of one vector.
+
+        Args:
+            payload: as `compress` returned it.
+            like: a vector of the dtype that is decoded to.
+            scale: a factor on all values.
+        """
+
+    @abstractmethod
+    def fill(self, values: torch.Tensor, prepared: Any, start: int) -> torch.Tensor:
+        """Overwrite the part of a vector that begins at element `start` with scale * C(x), and return it.
+
+        Args:
+            values: the part, (n,).
+            prepared: what `prepared` returned.
+            start: the part's first element in the vector, a multiple of 8.
+        """
+
+    def average_into(self, out: torch.Tensor, payloads: Iterable[Sequence[torch.Tensor]], scale: float) -> torch.Tensor:
+        payloads = list(payloads)
+        together = out.numel() * len(payloads)
+        if len(payloads) >= _MANY and 0 < together <= CACHED and self.kinds() and not out.numel() % 8:
+            # As one vector of all ranks', which takes as many calls as one rank's.
+            values = out.new_empty(len(payloads), out.numel())
+            self.repeated(out.numel(), len(payloads)).average_into(values.view(-1), [self.join(payloads)], scale)
+            return torch.sum(values, 0, out=out)
+        # All ranks' values of a piece while it is in the cache.
+        ranks = [self.prepared(payload, out, scale) for payload in payloads]
+        scratch = self._scratch(out) if len(ranks) > 1 else out
+        for start, stop in self.spans(out):
+            piece = self.fill(out[start:stop], ranks[0], start)
+            for rank in ranks[1:]:
+                piece += self.fill(scratch[: stop - start], rank, start)
+        return out
+
+    def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
+        prepared, scratch = self.prepared(payload, total, scale), self._scratch(total)
+        for start, stop in self.spans(total):
+            total[start:stop] += self.fill(scratch[: stop - start], prepared, start)
+
+    def decompress_into(self, out: torch.Tensor, payload: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self.average_into(out, [payload], 1.0)
+
+    def residual_into(self, out: torch.Tensor, vector: torch.Tensor, payload: Sequence[torch.Tensor]) -> torch.Tensor:
+        prepared, scratch = self.prepared(payload, out, 1.0), self._scratch(out)
+        for start, stop in self.spans(out):
+            decoded = self.fill(scratch[: stop - start], prepared, start)
+            torch.sub(vector[start:stop], decoded, out=out[start:stop])
+        return out
+
+    def _scratch(self, like: torch.Tensor) -> torch.Tensor:
+        return like.new_empty(min(self.span(like), like.numel()))
+
+    def kinds(self) -> tuple[Kind, ...]:
+        """Return what each part of a payload holds, so that it can be cut; nothing if it cannot.
+
+        A number of bits: packed codes of that width; `BYTES`: a byte per element; `OF_BLOCKS` and `PAIRS_OF_BLOCKS`: a
+        number per block, or first one of each and then another; `NOTHING`: no number.
+        """
+        return ()
+
+    def repeated(self: Self, numel: int, times: int) -> Self:
+        """Return the compressor of a number of vectors (numel,), one after another."""
+        return self
+
+    def can_be_cut(self, bounds: Sequence[int]) -> bool:
+        """Return whether payloads can be cut where vectors are cut, at these positions."""
+        return bool(self.kinds()) and not any(bound % 8 for bound in bounds[:-1])
+
+    def cut(self, payload: Payload, bounds: Sequence[int]) -> list[Payload]:
+        """Cut a payload into those of parts of the vector.
+
+        Args:
+            payload: as `compress` returned it.
+            bounds: ascending positions 0, ..., numel at which `bounds` may cut, for which `can_be_cut`.
+
+        Returns:
+            What each part's compressor returns for it.
+        """
+        columns = [self._cut(part, kind, bounds) for part, kind in zip(payload, self.kinds(), strict=True)]
+        return list(zip(*columns, strict=True))
+
+    def join(self, payloads: Sequence[Payload]) -> Payload:
+        """Invert `cut`."""
+        kinds = self.kinds()
+        return tuple(_join(parts, kind) for parts, kind in zip(zip(*payloads, strict=True), kinds, strict=True))
+
+    def _cut(self, part: torch.Tensor, kind: Kind, bounds: Sequence[int]) -> list[torch.Tensor]:
+        if kind == BYTES:
+            return list(part.split([b - a for a, b in pairwise(bounds)]))
+        if kind == NOTHING:
+            return [part for _ in bounds[1:]]
+        if isinstance(kind, int):
+            return cut(part, kind, bounds)
+        counts = [self.part(a, b).blocks(b - a) if b > a else 0 for a, b in pairwise(bounds)]
+        if kind == OF_BLOCKS:
+            return list(part.split(counts))
+        halves = [half.split(counts) for half in part.chunk(2)]
+        return [torch.cat(pair) for pair in zip(*halves, strict=True)]
+
+    def span(self, like: torch.Tensor) -> int:
+        """Return the number of elements worked on at a time.
+
+        It is what fits the cache, a multiple of 8. On a GPU it is the whole vector.
+        """
+        return CACHED if like.device.type == "cpu" else max(8, like.numel() + -like.numel() % 8)
+
+    def spans(self, like: torch.Tensor) -> Iterator[Span]:
+        """Return (start, stop) of each run of elements that is worked on at a time, in order."""
+        numel, most = like.numel(), self.span(like)
+        return ((start, min(numel, start + most)) for start in range(0, numel, most))
+
+
+class BlockCompressor(PiecewiseCompressor):
     """A compressor of blocks whose elements share a number.
 
     A block has `block` elements. The last one may have fewer. The compressor that `for_layers` returns also ends its
@@ -45,7 +169,7 @@ class BlockCompressor(Compressor):
         More elements than the layer has mean one block for the whole layer.
         """
 
-    def for_layers(self: Self, shapes: Sequence[Sequence[int]]) -> Self:
+    def for_layers(self: Blocks, shapes: Sequence[Sequence[int]]) -> Blocks:
         key = tuple(map(tuple, shapes))
         if key not in self._relatives:
             if len(shapes) == 1:
@@ -55,7 +179,14 @@ class BlockCompressor(Compressor):
                 self._relatives[key] = self._of_sizes(np.array(sizes, np.int64))
         return self._relatives[key]
 
-    def part(self: Self, start: int, stop: int) -> Self:
+    def repeated(self: Blocks, numel: int, times: int) -> Blocks:
+        key = (-2, numel, times)
+        if key not in self._relatives:
+            sizes = block_sizes(numel, self.block) if self._sizes is None else self._sizes
+            self._relatives[key] = self._of_sizes(np.tile(np.array(sizes, np.int64), times))
+        return self._relatives[key]
+
+    def part(self: Blocks, start: int, stop: int) -> Blocks:
         if self._sizes is None:
             return self
         key = (-1, start, stop)
@@ -64,12 +195,12 @@ class BlockCompressor(Compressor):
             self._relatives[key] = self._of_sizes(self._sizes[first:last])
         return self._relatives[key]
 
-    def _of_sizes(self: Self, sizes: np.ndarray) -> Self:
+    def _of_sizes(self: Blocks, sizes: np.ndarray) -> Blocks:
         relative = self._relative(block=self.block)
         relative._sizes, relative._starts = sizes, np.concatenate([[0], np.cumsum(sizes)])
         return relative
 
-    def _relative(self: Self, block: int) -> Self:
+    def _relative(self: Blocks, block: int) -> Blocks:
         relative = type(self)(self.settings)
         relative.block = block
         return relative
@@ -98,21 +229,44 @@ class BlockCompressor(Compressor):
             if size := int(self._sizes[first]):
                 yield from pieces(vector[self._starts[first] : self._starts[last]], size)
 
-    def span(self, like: torch.Tensor) -> int:
-        """Return the number of elements worked on at a time.
+    def reduced(
+        self,
+        vector: torch.Tensor,
+        of_rows: Callable[[torch.Tensor], torch.Tensor],
+        of_blocks: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    ) -> torch.Tensor:
+        """Reduce each block of a vector to a number or a few: (..., blocks).
 
-        It is what fits the cache, a multiple of 8, and a number of whole blocks if possible. On a GPU it is the whole
-        vector.
+        Args:
+            vector: (numel,).
+            of_rows: reduces equal blocks, (m, n) -> (..., m); for large blocks, and on a GPU.
+            of_blocks: reduces blocks of any sizes on the CPU: values (n,) and the blocks' first positions (m,), as
+                numpy's `reduceat` takes them, to (..., m). Many small layers thus take few calls, and a block gives the
+                same bits alone and among others.
         """
-        if like.device.type != "cpu":
-            return max(8, like.numel() + -like.numel() % 8)
-        together = math.lcm(self.block, 8)
-        return CACHED - CACHED % together if together <= CACHED else CACHED
+        if vector.device.type != "cpu":
+            return torch.cat([of_rows(rows) for rows in self.rows(vector)], -1)
+        parts = []
+        for begin, end, starts in self._runs(vector.numel()):
+            values = vector[begin:end]
+            small = end - begin <= CACHED or len(starts) > 1
+            reduced = torch.from_numpy(of_blocks(values.numpy(), starts)) if small else of_rows(values.view(1, -1))
+            parts.append(reduced)
+        return torch.cat(parts, -1)
 
-    def spans(self, like: torch.Tensor) -> Iterator[Span]:
-        """Return (start, stop) of each run of elements that is worked on at a time, in order."""
-        numel, most = like.numel(), self.span(like)
-        return ((start, min(numel, start + most)) for start in range(0, numel, most))
+    def _runs(self, numel: int) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Cut a vector (numel,) into runs of whole blocks that fit the cache: start, stop, and its blocks' starts.
+
+        A block that is larger is a run by itself.
+        """
+        starts = self._starts[:-1] if self._sizes is not None else np.arange(0, numel, min(self.block, numel))
+        first = 0
+        while first < len(starts):
+            begin = int(starts[first])
+            last = max(first + 1, int(np.searchsorted(starts, begin + CACHED, "right")) - 1)
+            end = numel if last >= len(starts) else int(starts[last])
+            yield begin, end, starts[first:last] - begin
+            first = last
 
     def blocks_of(self, start: int, stop: int) -> Span:
         """Return the indices of the first and the last block of the elements from start to stop."""
@@ -121,40 +275,76 @@ class BlockCompressor(Compressor):
         first, last = np.searchsorted(self._starts, [start, stop - 1], "right") - 1
         return int(first), int(last)
 
-    def scale(self, values: torch.Tensor, factors: torch.Tensor, start: int) -> torch.Tensor:
-        """Multiply a part of a vector by its blocks' factors, in place, and return it.
+    def scale(
+        self, values: torch.Tensor, factors: torch.Tensor, start: int, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Multiply a part of a vector by its blocks' factors, and return it.
 
         Args:
             values: the part, (n,).
             factors: of all the vector's blocks, (blocks,).
             start: the part's first element in the vector.
+            out: where the result goes; None: in place.
         """
-        return self._with_blocks(torch.Tensor.mul_, values, factors, start)
+        return self._with_blocks(torch.mul, values, factors, start, out)
+
+    def divide(
+        self, values: torch.Tensor, divisors: torch.Tensor, start: int, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Divide a part of a vector by its blocks' divisors, and return it. Arguments as for `scale`."""
+        return self._with_blocks(torch.div, values, divisors, start, out)
 
     def shift(self, values: torch.Tensor, terms: torch.Tensor, start: int) -> torch.Tensor:
-        """Add to a part of a vector its blocks' terms, in place, and return it.
+        """Add to a part of a vector its blocks' terms, in place, and return it. Arguments as for `scale`."""
+        return self._with_blocks(torch.add, values, terms, start, None)
 
-        Args:
-            values: the part, (n,).
-            terms: of all the vector's blocks, (blocks,).
-            start: the part's first element in the vector.
-        """
-        return self._with_blocks(torch.Tensor.add_, values, terms, start)
-
-    def _with_blocks(self, change: Any, values: torch.Tensor, numbers: torch.Tensor, start: int) -> torch.Tensor:
+    def _with_blocks(
+        self,
+        function: Callable[..., torch.Tensor],
+        values: torch.Tensor,
+        numbers: torch.Tensor,
+        start: int,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        out = values if out is None else out
+        if not len(values):
+            return out
         first, last = self.blocks_of(start, start + len(values))
         if first == last:
-            return change(values, float(numbers[first]))
+            return function(values, numbers[first], out=out)
         if self._sizes is not None:
-            return change(values, self._spread(numbers, start, start + len(values)))
-        _blockwise(change, values, numbers, start, self.block)
-        return values
+            return function(values, self._spread(numbers, start, start + len(values)), out=out)
+        _blockwise(function, values, numbers, start, self.block, out)
+        return out
 
     def _spread(self, numbers: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Repeat each block's number for its elements from start to stop: (stop - start,)."""
         first, last = int(np.searchsorted(self._starts, start, "right")) - 1, int(np.searchsorted(self._starts, stop))
         counts = np.diff(self._starts[first : last + 1].clip(start, stop))
+        if numbers.device.type == "cpu":  # an eighth of the time
+            return torch.from_numpy(np.repeat(numbers[first:last].numpy(), counts))
         return numbers[first:last].repeat_interleave(torch.from_numpy(counts).to(numbers.device))
+
+
+def _join(parts: Sequence[torch.Tensor], kind: Kind) -> torch.Tensor:
+    if kind == NOTHING:
+        return parts[0]
+    if isinstance(kind, int):
+        return join(parts, kind)
+    if kind == PAIRS_OF_BLOCKS:
+        halves = zip(*(part.chunk(2) if len(part) else (part, part) for part in parts), strict=True)
+        return torch.cat([number for half in halves for number in half])
+    return torch.cat(list(parts))
+
+
+def largest_of_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude of each row, (m, n) -> (m,)."""
+    return torch.maximum(rows.amax(1), -rows.amin(1))
+
+
+def largest_of_blocks(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Return the largest magnitude of each block, for `BlockCompressor.reduced`: (n,), (m,) -> (m,)."""
+    return np.maximum(np.maximum.reduceat(values, starts), -np.minimum.reduceat(values, starts))
 
 
 def block_sizes(numel: int, block: int) -> list[int]:
@@ -175,16 +365,24 @@ def pieces(vector: torch.Tensor, size: int) -> list[torch.Tensor]:
     return [*matrices, rest.view(1, -1)] if rest.numel() else matrices
 
 
-def _blockwise(change: Any, values: torch.Tensor, numbers: torch.Tensor, start: int, size: int) -> None:
+def _blockwise(
+    function: Callable[..., torch.Tensor],
+    values: torch.Tensor,
+    numbers: torch.Tensor,
+    start: int,
+    size: int,
+    out: torch.Tensor,
+) -> None:
     first, offset = divmod(start, size)
     head = min(len(values), size - offset) if offset else 0
     whole = head + (len(values) - head) // size * size
     if head:
-        change(values[:head], numbers[first])
+        function(values[:head], numbers[first], out=out[:head])
         first += 1
     if whole > head:
         count = (whole - head) // size
-        change(values[head:whole].view(count, size), numbers[first : first + count, None])
+        of_rows = numbers[first : first + count, None]
+        function(values[head:whole].view(count, size), of_rows, out=out[head:whole].view(count, size))
         first += count
     if whole < len(values):
-        change(values[whole:], numbers[first])
+        function(values[whole:], numbers[first], out=out[whole:])

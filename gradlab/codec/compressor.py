@@ -2,31 +2,70 @@
 
 from __future__ import annotations
 
+import math
+import zlib
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 
 from gradlab.codec.contract import Codec, Context, Deferred, Exchanged, Tensors, concatenate, separate
+from gradlab.codec.each_layer import EachLayer
+from gradlab.codec.settings import setting
 from gradlab.codec.sparsifier import count_of
 from gradlab.coding.positions import decode, encode, in_order, index_bytes, varies
-from gradlab.collectives import Coroutine, Gather
+from gradlab.collectives import AllToAll, Coroutine, Gather
 from gradlab.layout import Layer
+
+Shard = tuple[int, int]
+SomeSparsifier = TypeVar("SomeSparsifier", bound="Sparsifier")
+Payload = tuple[torch.Tensor, ...]
+AGGREGATIONS = ("auto", "gather", "shards")
+_FEWEST_FOR_SHARDS = 3  # ranks: 2 (N - 1) / N of a payload are then less than the N - 1 of a gather
+
+
+def aggregation_setting() -> Any:
+    """Make the settings field of how a quantizer's values are averaged, see `Compressor.sums_in_shards`."""
+    return setting(
+        "auto",
+        choices=AGGREGATIONS,
+        help='"gather": every rank is sent all ranks\' codes, (N - 1) n bytes of them. "shards": each rank is sent one '
+        "shard of all ranks' codes, sums it in 32 bits, and sends the mean's codes to all, 2 (N - 1) / N n bytes; the "
+        'mean is quantized once more, which costs about what one rank\'s gradient did. "auto": what sends less, from '
+        f"{_FEWEST_FOR_SHARDS} ranks on shards",
+    )
 
 
 class Compressor(Codec):
     """A codec whose C(x) each rank computes from its own gradient alone.
 
-    All ranks' payloads are gathered, decoded and averaged. The sizes of a payload depend on the length of the vector
-    alone, unless the codec is `varying`.
+    All ranks' payloads are gathered, decoded and averaged, or shard by shard: see `sums_in_shards`. The sizes of a
+    payload depend on the length of the vector alone, unless the codec is `varying`.
     """
 
+    frees_gradients = True
     block: int = 1  # elements that must stay together when a vector is cut into shards
 
     @property
     def gathered(self) -> bool:
         """Whether `exchange` gathers payloads as this class does. If not, `two_way` cannot take its place."""
-        return True
+        return getattr(self.settings, "aggregation", "gather") != "shards"
+
+    @property
+    def averages_coarsely(self) -> bool:
+        """Whether quantizing the mean once more would cost too much for it to be the default."""
+        return False
+
+    def sums_in_shards(self, world_size: int) -> bool:
+        """Return whether the ranks average in two rounds: an all-to-all of shards, and a gather of their means.
+
+        The mean is then C((1/N) sum_i C(x_i)), quantized twice. Codecs whose settings have no `aggregation` gather.
+        """
+        chosen = getattr(self.settings, "aggregation", "gather")
+        auto = chosen == "auto" and world_size >= _FEWEST_FOR_SHARDS and not self.averages_coarsely
+        return chosen == "shards" or auto
 
     def for_layers(self, shapes: Sequence[Sequence[int]]) -> Compressor:
         """Return the compressor of a vector that concatenates layers of these shapes."""
@@ -53,6 +92,28 @@ class Compressor(Codec):
         blocks = self.blocks(numel)
         return [min(numel, self.block * (blocks * n // parts)) for n in range(parts + 1)]
 
+    def shards(self, numel: int, world_size: int, name: str = "") -> list[Shard]:
+        """Return each rank's shard (start, stop) of a vector (numel,): whole blocks, or all of it on one rank.
+
+        A vector of one block cannot be cut. Its rank follows from the group's name, so that groups have different ones.
+        """
+        if self.blocks(numel) > 1:
+            return list(pairwise(self.bounds(numel, world_size)))
+        root = zlib.crc32(name.encode()) % world_size
+        return [(0, numel) if rank == root else (numel, numel) for rank in range(world_size)]
+
+    def can_be_cut(self, bounds: Sequence[int]) -> bool:
+        """Return whether a payload can be cut into those of parts of the vector, see `PiecewiseCompressor.cut`."""
+        return False
+
+    def cut(self, payload: Payload, bounds: Sequence[int]) -> list[Payload]:
+        """Cut a payload into those of parts of the vector, if `can_be_cut`."""
+        raise NotImplementedError(f"a payload of {self.name} cannot be cut")
+
+    def join(self, payloads: Sequence[Payload]) -> Payload:
+        """Invert `cut`."""
+        raise NotImplementedError(f"payloads of {self.name} cannot be joined")
+
     @abstractmethod
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Compress a vector to the payload that travels.
@@ -70,7 +131,12 @@ class Compressor(Codec):
         """Return the payload bytes of a float32 vector (numel,); an estimate if the codec is `varying`."""
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        return self.for_layers(self.shapes_of(layers)).compressed_bytes(sum(layer.numel for layer in layers))
+        codec, numel = self.for_layers(self.shapes_of(layers)), sum(layer.numel for layer in layers)
+        if not codec.sums_in_shards(world_size):
+            return codec.compressed_bytes(numel)
+        return sum(codec.part(a, b).compressed_bytes(b - a) for a, b in codec.shards(numel, world_size)) * (
+            1 + 1 / world_size
+        )
 
     def compressed_position_bytes(self, numel: int) -> int:
         """Return how many of `compressed_bytes` name the elements whose values are sent."""
@@ -93,14 +159,16 @@ class Compressor(Codec):
         self.add_decompressed(out.zero_(), payload, 1.0)
         return out
 
-    def add_all(self, total: torch.Tensor, payloads: Iterable[Sequence[torch.Tensor]], scale: float) -> None:
-        """Add scale * C(x) of several ranks to `total` (numel,), in the order of the payloads, in place."""
+    def average_into(self, out: torch.Tensor, payloads: Iterable[Sequence[torch.Tensor]], scale: float) -> torch.Tensor:
+        """Overwrite a vector (numel,) with scale times the sum of C(x) of several ranks, in their order; return it."""
+        out.zero_()
         for payload in payloads:
-            self.add_decompressed(total, payload, scale)
+            self.add_decompressed(out, payload, scale)
+        return out
 
     def residual_into(self, out: torch.Tensor, vector: torch.Tensor, payload: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Overwrite `out` (numel,) with vector - C(vector), and return it."""
-        self.add_decompressed(out.copy_(vector), payload, -1.0)
+        """Overwrite `out` (numel,), which may be the vector itself, with vector - C(vector), and return it."""
+        self.add_decompressed(out if out is vector else out.copy_(vector), payload, -1.0)
         return out
 
     def decompress(self, payload: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
@@ -109,18 +177,106 @@ class Compressor(Codec):
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         vector, codec = concatenate(grads), self.for_layers(self.shapes_of(self.layers_of(grads)))
+        if codec.sums_in_shards(context.world_size) and not context.one_round:
+            return (yield from _averaged_in_shards(codec, vector, grads, context))
         payload = codec.compress(vector, context.rank_generator())
         answers = yield tuple(Gather(part, varying=self.varying) for part in payload)
-        mean = context.workspace.zeros_like(vector)
-        codec.add_all(mean, zip(*answers, strict=True), 1.0 / context.world_size)
+
+        def mean() -> Tensors:
+            total = context.memory_for_mean(vector, grads)
+            return separate(codec.average_into(total, zip(*answers, strict=True), 1.0 / context.world_size), grads)
 
         def own() -> Tensors:
             return separate(codec.decompress_into(context.workspace.empty_like(vector), payload), grads)
 
         def error() -> Tensors:
-            return separate(codec.residual_into(context.workspace.empty_like(vector), vector, payload), grads)
+            out = vector if context.reuse else context.workspace.empty_like(vector)
+            return separate(codec.residual_into(out, vector, payload), grads)
 
-        return Exchanged(separate(mean, grads), Deferred(grads, own, error))
+        return Exchanged(context.alike(mean), Deferred(grads, own, error))
+
+
+class Sharded:
+    """A vector whose shards the ranks average: what each rank sends to every other, and how to decode a whole vector.
+
+    Args:
+        codec: the compressor of the whole vector.
+        vector: this rank's, (numel,).
+        shards: of the ranks, in order.
+        context: of the exchange.
+    """
+
+    def __init__(self, codec: Compressor, vector: torch.Tensor, shards: Sequence[Shard], context: Context) -> None:
+        self.shards = shards
+        self.codecs = [codec.part(a, b) for a, b in shards]
+        self._vector, self._context, self._codec = vector, context, codec
+        generator, bounds = context.rank_generator("shards"), [0, *(stop for _, stop in shards)]
+        # Compressed and decoded as a whole, shards take no calls of their own.
+        self._whole = list(pairwise(bounds)) == list(shards) and codec.can_be_cut(bounds)
+        if self._whole:
+            self.sent = codec.cut(codec.compress(vector, generator), bounds)
+        else:
+            parts = zip(self.codecs, shards, strict=True)
+            self.sent = [part.compress(vector[a:b], generator) for part, (a, b) in parts]
+
+    @property
+    def codec(self) -> Compressor:
+        """The compressor of this rank's shard."""
+        return self.codecs[self._context.rank]
+
+    def average(self) -> Coroutine[torch.Tensor]:
+        """Send every rank its shard, and average what comes for this rank's: (elements of the shard,)."""
+        received = yield tuple(AllToAll(parts) for parts in zip(*self.sent, strict=True))
+        start, stop = self.shards[self._context.rank]
+        average = self._context.workspace.empty_like(self._vector[start:stop])
+        return self.codec.average_into(average, zip(*received, strict=True), 1.0 / self._context.world_size)
+
+    def gathers(self, answer: Payload) -> tuple[Gather, ...]:
+        """Request all ranks' answers, of which each has the sizes of what was sent to its rank."""
+        lengths = [tuple(len(part) for part in shards) for shards in zip(*self.sent, strict=True)]
+        return tuple(Gather(part, lengths=known) for part, known in zip(answer, lengths, strict=True))
+
+    def mean(self, answers: Sequence[Payload], grads: Tensors) -> Tensors:
+        """Decode one answer per shard, by layer."""
+        return separate(self._decoded_into(self._context.memory_for_mean(self._vector, grads), answers), grads)
+
+    def own(self, grads: Tensors) -> Deferred:
+        """Return this rank's decoded contribution, by layer."""
+
+        def decoded() -> Tensors:
+            return separate(self._decoded_into(self._context.workspace.empty_like(self._vector), self.sent), grads)
+
+        return Deferred(grads, decoded, lambda: separate(self._residual(), grads))
+
+    def _decoded_into(self, out: torch.Tensor, payloads: Sequence[Payload]) -> torch.Tensor:
+        if self._whole:
+            return self._codec.decompress_into(out, self._codec.join(payloads))
+        for codec, payload, (start, stop) in zip(self.codecs, payloads, self.shards, strict=True):
+            if stop > start:
+                codec.decompress_into(out[start:stop], payload)
+        return out
+
+    def _residual(self) -> torch.Tensor:
+        vector = self._vector
+        out = vector if self._context.reuse else self._context.workspace.empty_like(vector)
+        if self._whole:
+            return self._codec.residual_into(out, vector, self._codec.join(self.sent))
+        for codec, payload, (start, stop) in zip(self.codecs, self.sent, self.shards, strict=True):
+            if stop > start:
+                part = vector[start:stop]
+                codec.residual_into(part if out is vector else out[start:stop], part, payload)
+        return out
+
+
+def _averaged_in_shards(
+    codec: Compressor, vector: torch.Tensor, grads: Tensors, context: Context
+) -> Coroutine[Exchanged]:
+    sharded = Sharded(codec, vector, codec.shards(vector.numel(), context.world_size, context.group), context)
+    average = yield from sharded.average()
+    answer = sharded.codec.compress(average, context.rank_generator("mean"))
+    answers = yield sharded.gathers(answer)
+    mean = context.alike(lambda: sharded.mean(list(zip(*answers, strict=True)), grads))
+    return Exchanged(mean, sharded.own(grads))
 
 
 class Sparsifier(Compressor):
@@ -132,6 +288,22 @@ class Sparsifier(Compressor):
 
     selects = True
 
+    def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
+        super().__init__(settings, learned)
+        self._each: EachLayer | None = None  # where a share of each layer of a group is selected
+        self._of_groups: dict[tuple[int, ...], Any] = {}
+
+    def for_layers(self: SomeSparsifier, shapes: Sequence[Sequence[int]]) -> SomeSparsifier:
+        if len(shapes) == 1 or getattr(self.settings, "across_layers", True):
+            return self
+        sizes = tuple(map(math.prod, shapes))
+        if sizes not in self._of_groups:
+            relative = type(self)(self.settings)
+            counts = [count_of(self.settings.density, size) for size in sizes]
+            relative._each = EachLayer(sizes, counts, self.settings.index_coding)
+            self._of_groups[sizes] = relative
+        return self._of_groups[sizes]
+
     @property
     def varying(self) -> bool:
         return varies(self.settings.index_coding)
@@ -142,6 +314,9 @@ class Sparsifier(Compressor):
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Return the selected values (count,) and their encoded positions (bytes,), uint8."""
+        if self._each is not None and self._each.numel == vector.numel():
+            positions = self._each.largest(vector)
+            return vector[positions], self._each.encode(positions)
         positions, coding = self.select(vector, generator), self.settings.index_coding
         if in_order(coding, len(positions), vector.numel()):
             positions = positions.sort().values
@@ -149,7 +324,7 @@ class Sparsifier(Compressor):
 
     def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
         values, encoded = payload
-        positions = decode(encoded, len(values), total.numel(), self.settings.index_coding)
+        positions = self._decoded(encoded, len(values), total.numel())
         total.index_add_(0, positions, values if scale == 1.0 else values * scale)
 
     def compressed_bytes(self, numel: int) -> int:
@@ -157,7 +332,16 @@ class Sparsifier(Compressor):
 
         If the size of the coding depends on the positions, random positions stand for them.
         """
-        return 4 * count_of(self.settings.density, numel) + self.compressed_position_bytes(numel)
+        known = self._each is not None and self._each.numel == numel
+        count = self._each.count if self._each is not None and known else count_of(self.settings.density, numel)
+        return 4 * count + self.compressed_position_bytes(numel)
+
+    def _decoded(self, encoded: torch.Tensor, count: int, numel: int) -> torch.Tensor:
+        if self._each is not None and self._each.numel == numel:
+            return self._each.decode(encoded)
+        return decode(encoded, count, numel, self.settings.index_coding)
 
     def compressed_position_bytes(self, numel: int) -> int:
+        if self._each is not None and self._each.numel == numel:
+            return self._each.nbytes
         return index_bytes(self.settings.index_coding, count_of(self.settings.density, numel), numel)

@@ -28,6 +28,7 @@ from gradlab.workspace import Workspace
 
 Tensors = dict[str, torch.Tensor]
 Own = TypeVar("Own", bound="type[Codec]")
+Result = TypeVar("Result")
 
 
 def seeded_generator(*key: object, device: torch.device | str = "cpu") -> torch.Generator:
@@ -42,6 +43,11 @@ def seeded_generator(*key: object, device: torch.device | str = "cpu") -> torch.
     """
     digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def alone(compute: Callable[[], Result]) -> Result:
+    """Compute what all ranks compute alike, where each of them has to."""
+    return compute()
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,12 @@ class Context:
     plain_sgd: whether the optimizer is SGD without momentum of its own.
     parameters: the model's parameters at this iteration, by layer name. Empty if unknown, as in a trace's replay.
     workspace: gives the memory for results as large as gradients.
+    alike: calls a function of what all ranks were sent, whose result is thus the same on all of them. Where all ranks
+        are in this process it is called once, and they share the result. Nobody may change it.
+    one_round: whether the executor serves a single gather, as in a reduce-scatter, whatever the world size.
+    reuse: whether nobody reads the gradients or the codec's input after the exchange, so that their memory may be
+        written in.
+    spare: gradients' memory by layer name, in which the mean may be written.
     """
 
     rank: int
@@ -76,6 +88,21 @@ class Context:
     plain_sgd: bool = False
     parameters: Mapping[str, torch.Tensor] = field(default_factory=dict)
     workspace: Workspace = field(default_factory=Workspace)
+    alike: Callable[[Callable[[], Any]], Any] = alone
+    one_round: bool = False
+    reuse: bool = False
+    spare: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def memory_for_mean(self, vector: torch.Tensor, names: Iterable[str]) -> torch.Tensor:
+        """Return memory for the mean of a group, in the shape and dtype of `vector`, the group's (numel,).
+
+        names: of the group's layers, in order.
+        """
+        spare = [self.spare[name] for name in names if name in self.spare]
+        joined = spare[0].reshape(-1) if len(spare) == 1 and spare[0].is_contiguous() else _joined(spare)
+        if joined is not None and joined.shape == vector.shape and joined.dtype == vector.dtype:
+            return joined
+        return self.workspace.empty_like(vector)
 
     def shared_generator(self, *key: object, every_iteration: bool = True) -> torch.Generator:
         """Make a CPU generator that is in the same state on every rank.
@@ -101,7 +128,7 @@ class Context:
         layer: the layer's name.
         wanted: the wrapper's setting, whether to use the ratio. None: only if the optimizer is SGD without momentum.
         """
-        if not self._follows_rates(wanted):
+        if not self.follows_rates(wanted):
             return 1.0
         now, before = self.learning_rate.get(layer, 0.0), self.previous_learning_rate.get(layer, 0.0)
         return before / now if now > 0 and before > 0 else 1.0
@@ -115,9 +142,10 @@ class Context:
         layer: the layer's name.
         wanted: as in `residual_ratio`.
         """
-        return self._follows_rates(wanted) and self.learning_rate.get(layer) == 0
+        return self.follows_rates(wanted) and self.learning_rate.get(layer) == 0
 
-    def _follows_rates(self, wanted: bool | None) -> bool:
+    def follows_rates(self, wanted: bool | None) -> bool:
+        """Return whether residuals follow the learning rate. wanted: as in `residual_ratio`."""
         return self.plain_sgd if wanted is None else wanted
 
 
@@ -233,7 +261,8 @@ class PlanDefaults:
     roles: of the layers that are compressed.
     minimum_dimensions: the fewest dimensions of a layer that is compressed.
     minimum_numel: the fewest elements of a layer that is compressed.
-    group_bytes: most bytes of gradients in a group of consecutive layers; 0: one group per layer.
+    group_bytes: most bytes of gradients in a group of consecutive layers; 0: one group per layer. None: small layers
+        that follow one another share groups, if they are many; each other layer has one of its own.
     warmup_steps: dense iterations before the first compressed one.
     error_feedback, two_way: whether these wrappers are put around the codec.
     """
@@ -241,7 +270,7 @@ class PlanDefaults:
     roles: tuple[str, ...] = ROLES
     minimum_dimensions: int = 2
     minimum_numel: int = 256
-    group_bytes: int = 0
+    group_bytes: int | None = None
     warmup_steps: int = 0
     error_feedback: bool = True
     two_way: bool = False
@@ -292,6 +321,8 @@ class Codec(ABC):
     defaults: PlanDefaults = PlanDefaults()  # an instance may set its own, where they follow from its settings
     learns: ClassVar[bool] = False
     selects: ClassVar[bool] = False  # whether it sends some of the elements and nothing of the others
+    # Whether `exchange` reads gradients only before its first request, or has put what it reads later elsewhere.
+    frees_gradients: ClassVar[bool] = False
     keeps_dtype: ClassVar[bool] = False  # whether gradients travel in their own dtype, with the loss scale on them
     group_state: ClassVar[frozenset[str]] = frozenset()  # names of state entries that are the group's, not a layer's
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)  # settings worth comparing, for a planner
@@ -578,7 +609,14 @@ def hash_tensor(tensor: torch.Tensor) -> str:
 
 
 def exchange_group(
-    codec: Codec, grads: Tensors, state: Tensors, context: Context, *, scaled_by: float = 1.0, dense: bool = False
+    codec: Codec,
+    grads: Tensors,
+    state: Tensors,
+    context: Context,
+    *,
+    scaled_by: float = 1.0,
+    dense: bool = False,
+    reuse: bool = False,
 ) -> Coroutine[Exchanged]:
     """Run a codec on one group as an executor does: in float32, and without the loss scale.
 
@@ -591,11 +629,14 @@ def exchange_group(
     context: where and when the exchange happens.
     scaled_by: the loss scale that the gradients are multiplied by.
     dense: whether the schedule leaves this iteration uncompressed.
+    reuse: whether nobody reads the gradients after the exchange, so that the mean may be written in their memory.
     """
     if codec.keeps_dtype:
         working, scaled_by = {name: grad.contiguous() for name, grad in grads.items()}, 1.0
     else:
         working = {name: _working(grad, scaled_by) for name, grad in grads.items()}
+    if reuse and codec.frees_gradients:
+        context = replace(context, reuse=True, spare=working)
     run = codec.dense_exchange if dense else codec.exchange
     done = yield from run(working, state, context)
     mean = {name: _rescaled(value, scaled_by).to(grads[name].dtype) for name, value in done.mean.items()}
@@ -626,9 +667,32 @@ def mean_only(grads: Tensors) -> Coroutine[Exchanged]:
 
 
 def concatenate(grads: Tensors) -> torch.Tensor:
-    """Concatenate a group's gradients to one vector (sum of numel,). The vector of a single layer is a view."""
-    pieces = [grad.reshape(-1) for grad in grads.values()]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    """Concatenate a group's gradients to one vector (sum of numel,).
+
+    It is a view where the gradients lie one after another in memory, as those that `separate` cut do.
+    """
+    pieces = list(grads.values())
+    if len(pieces) == 1:
+        return pieces[0].reshape(-1)
+    joined = _joined(pieces)
+    return torch.cat([piece.reshape(-1) for piece in pieces]) if joined is None else joined
+
+
+def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the vector that tensors are consecutive parts of, or None."""
+    if not pieces:
+        return None
+    first = pieces[0]
+    begin = address = first.data_ptr()
+    for piece in pieces:
+        if piece.data_ptr() != address or not piece.is_contiguous():
+            return None
+        address += piece.nbytes
+    memory = first.untyped_storage()
+    # Memory of other tensors may follow by chance: then it ends before the last of these.
+    if address > memory.data_ptr() + memory.nbytes() or any(piece.dtype != first.dtype for piece in pieces):
+        return None
+    return first.as_strided(((address - begin) // first.element_size(),), (1,))
 
 
 def separate(vector: torch.Tensor, like: Tensors) -> Tensors:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from gradlab.codec.blockwise import CACHED
-from gradlab.codec.contract import Codec, Context, Exchanged, Tensors
+from gradlab.codec.contract import Codec, Context, Exchanged, Tensors, alone
 from gradlab.codec.settings import setting
 from gradlab.codec.wrapper import innermost
 from gradlab.collectives import Coroutine, run_lockstep
@@ -88,8 +88,9 @@ def scale_down(value: torch.Tensor, zeta: torch.Tensor, context: Context) -> tor
 
 def first_zeta(codec: Codec, inputs: Tensors, context: Context) -> torch.Tensor:
     """Measure zeta of inputs by one exchange on this rank alone, of which nothing is sent or kept, ()."""
-    alone = replace(context, rank=0, world_size=1, group=f"{context.group}/contraction", workspace=Workspace())
-    [result] = run_lockstep([innermost(codec).exchange(inputs, {}, alone)])
+    group = f"{context.group}/contraction"
+    by_itself = replace(context, rank=0, world_size=1, group=group, workspace=Workspace(), alike=alone)
+    [result] = run_lockstep([innermost(codec).exchange(inputs, {}, by_itself)])
     one = torch.ones((), device=next(iter(inputs.values())).device)
     return next_zeta(one, inputs.values(), result.value.own.values())
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from gradlab.codec.contract import Exchanged
 
+_SMALL = 2**16  # elements of a tensor whose copy costs less than calls of its own
 LayerErrors = dict[str, tuple[float, float]]
 
 
@@ -20,7 +21,20 @@ def is_finite(tensor: torch.Tensor) -> bool:
     if not tensor.numel():
         return True
     least, largest = torch.aminmax(tensor)
+    if tensor.device.type == "cpu":
+        return math.isfinite(float(least)) and math.isfinite(float(largest))
     return bool(torch.isfinite(least) & torch.isfinite(largest))
+
+
+def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether all of several tensors are finite. Small ones are looked at together."""
+    small: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel() < _SMALL:
+            small.setdefault((tensor.dtype, tensor.device), []).append(tensor.reshape(-1))
+        elif not is_finite(tensor):
+            return False
+    return all(is_finite(torch.cat(alike)) for alike in small.values())
 
 
 def squared_norm(tensor: torch.Tensor) -> float:

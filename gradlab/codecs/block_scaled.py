@@ -9,17 +9,27 @@ IEEE TPAMI 2025, Algorithm 1.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
-from gradlab.codec import About, Compressor, Guarantees, PlanDefaults
-from gradlab.codec.blockwise import pieces
+from gradlab.codec import About, Guarantees, PlanDefaults
+from gradlab.codec.blockwise import (
+    BYTES,
+    OF_BLOCKS,
+    BlockCompressor,
+    Kind,
+    largest_of_blocks,
+    largest_of_rows,
+)
+from gradlab.codec.compressor import aggregation_setting
 from gradlab.codec.settings import setting
-from gradlab.coding.bits import pack, packed_bytes, unpack
-from gradlab.coding.random_bits import on_device, sixteen_random_bits
+from gradlab.coding.bits import Packer, packed_bytes, unpack
+from gradlab.coding.random_bits import RandomBits
 from gradlab.layout import Layer
 
 INTEGERS = {"int8": 8, "int4": 4}
@@ -28,7 +38,7 @@ _MANTISSA = {"float8_e4m3fn": 3, "float8_e5m2": 2}  # bits
 _FINEST = {"float8_e4m3fn": 2.0**-9, "float8_e5m2": 2.0**-16}  # steps, below the smallest normal number
 
 
-class BlockScaled(Compressor):
+class BlockScaled(BlockCompressor):
     """C(x) = s Q(x / s) for each block of n elements, where s maps the largest magnitude to the format's.
 
     Q rounds to the nearest value of the format, or with `stochastic` to one of the two neighbours at random, without
@@ -71,14 +81,21 @@ class BlockScaled(Compressor):
             symbol="s",
             help="LoCo's fixed scale, by which all values are multiplied; None: one per block",
         )
+        aggregation: str = aggregation_setting()
 
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
         self.defaults = PlanDefaults(error_feedback=self.settings.dtype == "int4" and not self.settings.stochastic)
-        self.block = self.settings.block_size if self.settings.scale is None else 8
+        self.block = self.block_of(())
         self.bits = INTEGERS.get(self.settings.dtype, 8)
         whole = self.settings.dtype in INTEGERS
         self.largest = float(2 ** (self.bits - 1) - 1) if whole else torch.finfo(FLOATS[self.settings.dtype]).max
+
+    def block_of(self, shape: Sequence[int]) -> int:
+        return self.settings.block_size if self.settings.scale is None else 8
+
+    def for_layers(self, shapes: Sequence[Sequence[int]]) -> BlockScaled:
+        return self if len(shapes) == 1 or self.settings.scale is not None else super().for_layers(shapes)
 
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
         if self.settings.scale is not None:
@@ -102,40 +119,44 @@ class BlockScaled(Compressor):
         return (part * 2.0 ** -_MANTISSA[dtype]) ** 2 + underflow
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """Return scales (ceil(numel / block_size),), float32, or (1,) if the scale is fixed, and codes, uint8."""
-        generator = on_device(generator, vector.device)
-        codes = torch.empty(vector.numel(), dtype=torch.uint8, device=vector.device)
-        scales = [torch.empty(0, dtype=torch.float32, device=vector.device)]
-        size = self.settings.block_size
-        for rows, out in zip(pieces(vector, size), pieces(codes, size), strict=True):
-            scale = self._scales(rows)
-            out.copy_(self._codes(rows / scale.masked_fill(scale == 0, 1.0).to(rows.dtype)[:, None], generator))
-            scales.append(scale)
-        divisors = torch.cat(scales)
-        if self.settings.scale is not None:  # one says it all, and whether something was not finite
-            divisors = divisors.sum(0, keepdim=True) if not divisors.isfinite().all() else divisors[:1]
-        return divisors, codes if self.bits == 8 else pack(codes, self.bits)
+        """Return scales (blocks,), float32, or (1,) if the scale is fixed, and codes, uint8."""
+        bits = RandomBits(generator, vector.device) if self.settings.stochastic else None
+        packer = Packer(vector.numel(), self.bits, vector.device)
+        scales, scratch = self._scales(vector), self._scratch(vector)
+        divisors = scales.masked_fill(scales == 0, 1.0).to(vector.dtype)
+        for start, stop in self.spans(vector):
+            places = self._divided(vector[start:stop], divisors, start, scratch[: stop - start])
+            packer.write(start, self._codes(places, bits).view(torch.uint8))
+        return scales, packer.packed[: vector.numel()] if self.bits == 8 else packer.packed
 
-    def _scales(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the divisors of rows (m, n), (m,), float32; not finite for a row with a value that is not finite."""
-        largest = torch.maximum(rows.amax(1), -rows.amin(1)).float()
+    def _scales(self, vector: torch.Tensor) -> torch.Tensor:
+        """Return the blocks' divisors, float32: (blocks,), or (1,); not finite for values that are not finite."""
+        if not vector.numel():
+            return vector.new_empty(0, dtype=torch.float32)
         if self.settings.scale is None:
-            return largest / self.largest
-        fixed = torch.full_like(largest, 1 / self.settings.scale)
-        return torch.where(largest.isfinite(), fixed, largest)
+            return self.reduced(vector, largest_of_rows, largest_of_blocks).float() / self.largest
+        least, greatest = torch.aminmax(vector)
+        # One says it all, and whether something was not finite.
+        return ((least * 0 + greatest * 0).float() + 1 / self.settings.scale).view(1)
 
-    def _codes(self, places: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Convert values in the format's own unit to codes, uint8. The values are overwritten."""
-        if self.settings.stochastic:
-            chance = sixteen_random_bits(places, generator).to(places.dtype).add_(2.0**15 + 0.5).mul_(2.0**-16)
+    def _divided(self, values: torch.Tensor, divisors: torch.Tensor, start: int, out: torch.Tensor) -> torch.Tensor:
+        if self.settings.scale is None:
+            return self.divide(values, divisors, start, out)
+        return torch.div(values, divisors, out=out)
+
+    def _codes(self, places: torch.Tensor, bits: RandomBits | None) -> torch.Tensor:
+        """Convert values in the format's own unit to codes, int8. The values are overwritten."""
+        if bits is not None:
             step = self._steps(places)
-            places = places.div_(step).add_(chance).floor_().mul_(step)
+            places.div_(step).add_(bits.sixteen(places).to(places.dtype), alpha=2.0**-16).add_(0.5 + 2.0**-17)
+            places.floor_().mul_(step)
+        elif self.settings.dtype in INTEGERS:
+            places.round_()
         if self.settings.dtype in FLOATS:
             ends = self.largest
-            return places.clamp_(-ends, ends).float().to(FLOATS[self.settings.dtype]).view(torch.uint8)
-        least = -self.largest - (self.settings.scale is not None)
-        whole = (places if self.settings.stochastic else places.round_()).clamp_(least, self.largest)
-        return whole.to(torch.int8).view(torch.uint8) if self.bits == 8 else whole.add_(8).to(torch.uint8)
+            return places.clamp_(-ends, ends).float().to(FLOATS[self.settings.dtype]).view(torch.int8)
+        places.clamp_(-self.largest - (self.settings.scale is not None), self.largest)
+        return (places if self.bits == 8 else places.add_(8)).to(torch.int8)
 
     def _steps(self, places: torch.Tensor) -> torch.Tensor | float:
         """Return the distance between the format's values around each place."""
@@ -145,20 +166,38 @@ class BlockScaled(Compressor):
         _, exponents = torch.frexp(places.float())  # |x| in [2^(e-1), 2^e)
         return torch.ldexp(torch.ones_like(places), exponents - 1 - _MANTISSA[dtype]).clamp_(min=_FINEST[dtype])
 
-    def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
-        scales, packed = payload
-        codes = packed if self.bits == 8 else unpack(packed, self.bits)[: total.numel()]
-        size, first = self.settings.block_size, 0
-        for rows, code in zip(pieces(total, size), pieces(codes, size), strict=True):
-            factors = scales[first : first + len(rows)] if self.settings.scale is None else scales
-            rows.add_(self._values(code).to(total.dtype).mul_((factors.to(total.dtype) * scale)[:, None]))
-            first += len(rows)
+    def kinds(self) -> tuple[Kind, ...]:
+        # A fixed scale also tells whether a value of a part was not finite.
+        return (OF_BLOCKS, BYTES if self.bits == 8 else self.bits) if self.settings.scale is None else ()
 
-    def _values(self, codes: torch.Tensor) -> torch.Tensor:
-        if self.settings.dtype in FLOATS:
-            return codes.view(FLOATS[self.settings.dtype]).float()
-        return codes.view(torch.int8) if self.bits == 8 else codes.view(torch.int8) - 8
+    def prepared(self, payload: Sequence[torch.Tensor], like: torch.Tensor, scale: float) -> Any:
+        scales, packed = payload
+        return packed, scales.to(like.dtype) * scale
+
+    def fill(self, values: torch.Tensor, prepared: Any, start: int) -> torch.Tensor:
+        packed, factors = prepared
+        stop = start + len(values)
+        self._write_values(values, packed[start:stop] if self.bits == 8 else unpack(packed, self.bits, start, stop))
+        return self.scale(values, factors, start) if self.settings.scale is None else values.mul_(factors)
+
+    def _write_values(self, values: torch.Tensor, codes: torch.Tensor) -> None:
+        """Overwrite values with those that codes stand for, in the format's own unit."""
+        if self.bits == 4:
+            values.copy_(codes.view(torch.int8)).sub_(8)
+        elif self.settings.dtype in INTEGERS:
+            values.copy_(codes.view(torch.int8))
+        elif values.device.type != "cpu":
+            values.copy_(codes.view(FLOATS[self.settings.dtype]))
+        else:  # a look at a table is five times faster
+            table = _values_of_codes(self.settings.dtype, values.dtype)
+            np.take(table, codes.numpy(), out=values.numpy(), mode="clip")
 
     def compressed_bytes(self, numel: int) -> int:
-        scales = -(-numel // self.settings.block_size) if self.settings.scale is None else min(1, numel)
+        scales = self.blocks(numel) if self.settings.scale is None else min(1, numel)
         return 4 * scales + (numel if self.bits == 8 else packed_bytes(numel, self.bits))
+
+
+@functools.cache
+def _values_of_codes(name: str, dtype: torch.dtype) -> np.ndarray:
+    """Tabulate the values of the 256 codes of a floating-point format."""
+    return torch.arange(256, dtype=torch.uint8).view(FLOATS[name]).to(dtype).numpy()

@@ -67,7 +67,7 @@ class Cast(Codec):
             answers = yield from _mean_of_shards(sent, context)
         else:
             answers = yield tuple(Mean(tensor) for tensor in sent)
-        mean = _widened(answers, grads, scale, context.workspace)
+        mean = context.alike(lambda: _widened(answers, grads, scale, context.workspace))
         return Exchanged(mean, Deferred(grads, lambda: _widened(sent, grads, scale, context.workspace)))
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:

@@ -15,14 +15,21 @@ from typing import Any, ClassVar
 import torch
 
 from gradlab.codec import About, Codec, Context, Deferred, Exchanged, Tensors, concatenate, separate
+from gradlab.codec.each_layer import EachLayer
 from gradlab.codec.settings import setting
-from gradlab.codec.sparsifier import coding_setting, count_of, density_setting, largest, with_non_finite
+from gradlab.codec.sparsifier import (
+    across_layers_setting,
+    coding_setting,
+    count_of,
+    density_setting,
+    largest,
+    with_non_finite,
+)
 from gradlab.codecs.block_scaled import BlockScaled
-from gradlab.coding.positions import decode, encode, in_order, index_bytes
 from gradlab.collectives import Broadcast, Coroutine, Gather, Mean
 from gradlab.layout import Layer
 
-_INT8 = BlockScaled(BlockScaled.Settings("int8"))
+_INT8 = BlockScaled(BlockScaled.Settings("int8", aggregation="gather"))
 
 
 class CLTK(Codec):
@@ -45,6 +52,7 @@ class CLTK(Codec):
         "sparsification", "4 * k + index_bytes(k, n) / N, k = ceil(density * n)", "Chen et al., NeurIPS 2020"
     )  # with chunks ceil(n / ceil(1 / density))
     selects = True
+    frees_gradients = True
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(
         {"density": density} for density in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
     )
@@ -66,6 +74,11 @@ class CLTK(Codec):
             help='"chunks": the largest of each 1 / density elements, without sorting',
         )
         index_coding: str = coding_setting(choices=("fixed", "raw", "packed", "bitmap"))
+        across_layers: bool = across_layers_setting()
+
+    def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
+        super().__init__(settings, learned)
+        self._of_groups: dict[tuple[int, ...], EachLayer] = {}
 
     def leader(self, context: Context) -> int:
         """Return the rank whose positions are taken in this iteration."""
@@ -75,22 +88,34 @@ class CLTK(Codec):
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         vector, leader = concatenate(grads), self.leader(context)
-        numel, coding = vector.numel(), self.settings.index_coding
-        count = self._count(numel)
+        known = self._places([grad.numel() for grad in grads.values()])
         if context.rank == leader:
-            chosen = self._select(vector, count)
-            chosen = chosen.sort().values if in_order(coding, count, numel) else chosen
-            encoded = encode(chosen, numel, coding)
+            encoded = known.encode(known.select(vector, self._select))
         else:
-            encoded = torch.zeros(index_bytes(coding, count, numel), dtype=torch.uint8, device=vector.device)
+            encoded = torch.zeros(known.nbytes, dtype=torch.uint8, device=vector.device)
         encoded = yield Broadcast(encoded, leader)
-        positions = decode(encoded, count, numel, coding)
+        positions = context.alike(lambda: known.decode(encoded))
         mean, own = yield from self._values(with_non_finite(vector[positions], vector), context)
 
-        def spread(values: torch.Tensor) -> Tensors:
-            return separate(context.workspace.zeros_like(vector).index_copy_(0, positions, values), grads)
+        def spread(values: torch.Tensor, out: torch.Tensor) -> Tensors:
+            return separate(out.zero_().index_copy_(0, positions, values), grads)
 
-        return Exchanged(spread(mean), Deferred(grads, lambda: spread(own)))
+        def error() -> Tensors:
+            out = vector if context.reuse else context.workspace.empty_like(vector).copy_(vector)
+            return separate(out.index_copy_(0, positions, out[positions] - own), grads)
+
+        average = context.alike(lambda: spread(mean, context.memory_for_mean(vector, grads)))
+        contribution = Deferred(grads, lambda: spread(own, context.workspace.empty_like(vector)), error)
+        return Exchanged(average, contribution)
+
+    def _places(self, sizes: Sequence[int]) -> EachLayer:
+        """Return where the elements lie that are sent of layers of these sizes."""
+        key = tuple(sizes)
+        if key not in self._of_groups:
+            together = self.settings.across_layers or self.settings.selection == "chunks"
+            parts = [sum(sizes)] if together else sizes
+            self._of_groups[key] = EachLayer(parts, [self._count(part) for part in parts], self.settings.index_coding)
+        return self._of_groups[key]
 
     def _count(self, numel: int) -> int:
         if self.settings.selection == "chunks":
@@ -115,17 +140,14 @@ class CLTK(Codec):
             return mean, values
         payload = _INT8.compress(values, context.rank_generator())
         answers = yield tuple(Gather(part) for part in payload)
-        mean = torch.zeros_like(values)
-        _INT8.add_all(mean, zip(*answers, strict=True), 1.0 / context.world_size)
+        mean = _INT8.average_into(torch.empty_like(values), zip(*answers, strict=True), 1.0 / context.world_size)
         return mean, _INT8.decompress(payload, values)
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        numel = sum(layer.numel for layer in layers)
-        count = self._count(numel)
+        count = self._places([layer.numel for layer in layers]).count
         int8 = self.settings.values == "int8"
         values = _INT8.payload_bytes([Layer("values", (count,))], world_size) if int8 else 4 * count
         return values + self.position_bytes(layers, world_size)
 
     def position_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        numel = sum(layer.numel for layer in layers)
-        return index_bytes(self.settings.index_coding, self._count(numel), numel) / world_size
+        return self._places([layer.numel for layer in layers]).nbytes / world_size

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -104,11 +104,11 @@ class DCTTopK(Compressor):
         return torch.cat(values), torch.cat(places)
 
     def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
-        self.add_all(total, [payload], scale)
+        total += self.average_into(torch.empty_like(total), [payload], scale)
 
-    def add_all(self, total: torch.Tensor, payloads: Iterable[Sequence[torch.Tensor]], scale: float) -> None:
-        """Add up the ranks' coefficients and transform the sum back once."""
-        layout, ranks = self._layout(total.numel()), [(values, places) for values, places in payloads]
+    def average_into(self, out: torch.Tensor, payloads: Iterable[Sequence[torch.Tensor]], scale: float) -> torch.Tensor:
+        # The ranks' coefficients are added up, and their sum is transformed back once.
+        layout, ranks = self._layout(out.numel()), [(values, places) for values, places in payloads]
         first = start = byte = 0
         for h_tiles, h, w_tiles, w in layout:
             chunks, size = h_tiles * w_tiles, h * w
@@ -116,9 +116,9 @@ class DCTTopK(Compressor):
             width = (size - 1).bit_length() if kept < size else 0
             stop, first_byte = first + chunks * kept, byte
             byte += packed_bytes(chunks * kept, width)
-            summed, senders = total.new_zeros(chunks, size), total.new_zeros(chunks, size)
+            summed, senders = out.new_zeros(chunks, size), out.new_zeros(chunks, size)
             for values, places in ranks:
-                coefficients = values[first:stop].to(total.dtype).view(chunks, kept)
+                coefficients = values[first:stop].to(out.dtype).view(chunks, kept)
                 if kept < size:
                     chosen = unpack(places[first_byte:byte], width)[: chunks * kept].to(torch.int64).view(chunks, kept)
                     summed.scatter_add_(1, chosen, coefficients)
@@ -129,15 +129,19 @@ class DCTTopK(Compressor):
             over = senders.clamp_(min=1).reciprocal_().mul_(scale * len(ranks))
             summed.mul_(over if self.settings.average == "senders" else scale)
             numel = chunks * size
-            total[start : start + numel] += restore(summed, (h_tiles, h, w_tiles, w))
+            out[start : start + numel] = restore(summed, (h_tiles, h, w_tiles, w))
             first, start = stop, start + numel
+        return out
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         done = yield from super().exchange(grads, state, context)
-        if self.settings.sign:
-            for tensor in done.mean.values():
-                tensor.copy_(torch.where(tensor.isnan(), tensor, tensor.sign()))  # NaN has the sign 0
-        return done
+        if not self.settings.sign:
+            return done
+        # NaN has the sign 0.
+        signs = context.alike(
+            lambda: {name: torch.where(mean.isnan(), mean, mean.sign()) for name, mean in done.mean.items()}
+        )
+        return replace(done, mean=signs)
 
     def compressed_bytes(self, numel: int) -> int:
         values = sum(4 * h_tiles * w_tiles * self._kept(h * w) for h_tiles, h, w_tiles, w in self._layout(numel))

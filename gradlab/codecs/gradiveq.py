@@ -92,7 +92,7 @@ class GradiVeQ(Codec):
         "Yu et al., NeurIPS 2018",
     )
     # Bases hold the gradients of all of them well, as measured (docs/gradiveq.md).
-    defaults = PlanDefaults(roles=WEIGHTS, warmup_steps=2500, error_feedback=False)
+    defaults = PlanDefaults(roles=WEIGHTS, warmup_steps=2500, error_feedback=False, group_bytes=0)
     learns = True
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(
         {"ratio": ratio} for ratio in (4.0, 8.0, 16.0, 32.0, 64.0)
@@ -386,7 +386,7 @@ class GradiVeQ(Codec):
         summed, rest, *votes = yield tuple(requests)
         if not self.settings.ring:
             coder.receive(*coder.bounds[0], summed)
-        average = coder.decoded()
+        average = context.alike(coder.decoded)
         outvoted = bool(votes) and float(votes[0]) > 0.5
         new = yield from self._after(name, layer_state, position, average, outvoted, context)
         return _Done(joined(average, rest), lambda: joined(coder.own(), tail), new)

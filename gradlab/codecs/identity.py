@@ -34,7 +34,7 @@ class Identity(Codec):
 
     name = "identity"
     about = About("dense", "4 * n")
-    defaults = PlanDefaults(error_feedback=False)
+    defaults = PlanDefaults(error_feedback=False, group_bytes=0)
     keeps_dtype = True
 
     @dataclass(frozen=True)

@@ -114,7 +114,7 @@ class LgcRing(LearnedSelection):
         mode = int(entries["clock"][0])
         own, kept = selected.values, entries
         if mode == COMPRESSING:
-            mean = own = yield from self._averaged_codes(selected, entries["autoencoder"])
+            mean = own = yield from self._averaged_codes(selected, entries["autoencoder"], context)
         elif mode == SELECTING:
             mean = yield Mean(selected.values)
         else:
@@ -126,14 +126,15 @@ class LgcRing(LearnedSelection):
             whole = context.workspace.zeros_like(vector)
             return separate(whole.index_copy_(0, selected.positions, values.to(vector.dtype)), grads)
 
-        average = spread(mean)
+        average = context.alike(lambda: spread(mean))
         return Exchanged(average, average if own is mean else spread(own), prefixed(prefix, kept))
 
-    def _averaged_codes(self, selected: Selection, weights: torch.Tensor) -> Coroutine[torch.Tensor]:
+    def _averaged_codes(self, selected: Selection, weights: torch.Tensor, context: Context) -> Coroutine[torch.Tensor]:
         """Average the codes and decode the average, (count,): eqs. (17) to (19)."""
         architecture, count = self.architecture(), len(selected.values)
         code = yield Mean(architecture.encode(weights, padded(selected.values / selected.scale, architecture)))
-        return architecture.decode(weights, code)[:count].to(selected.values.dtype) * selected.scale
+        dtype, scale = selected.values.dtype, selected.scale
+        return context.alike(lambda: architecture.decode(weights, code)[:count].to(dtype) * scale)
 
     def _bytes(self, layers: Sequence[Layer], world_size: int, mode: int, position: int) -> float:
         count, _ = self._selected(layers)

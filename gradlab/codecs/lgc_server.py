@@ -120,15 +120,18 @@ class LgcServer(LearnedSelection):
                 scales = [selection.scale for selection in every]
                 task = self.task(torch.stack(values), scales, self.counts(sizes), counts, context)
                 kept = yield from self._trained(entries, task, vector, context)
-        mean = context.workspace.zeros_like(vector)
-        for selection, part in zip(every, values, strict=True):
-            mean.index_add_(0, selection.positions, part.to(vector.dtype) / context.world_size)
+
+        def mean() -> Tensors:
+            total = context.workspace.zeros_like(vector)
+            for selection, part in zip(every, values, strict=True):
+                total.index_add_(0, selection.positions, part.to(vector.dtype) / context.world_size)
+            return separate(total, grads)
 
         def decoded() -> Tensors:
             whole = context.workspace.zeros_like(vector)
             return separate(whole.index_copy_(0, own.positions, values[context.rank].to(vector.dtype)), grads)
 
-        return Exchanged(separate(mean, grads), Deferred(grads, decoded), prefixed(prefix, kept))
+        return Exchanged(context.alike(mean), Deferred(grads, decoded), prefixed(prefix, kept))
 
     @property
     def compares_codes(self) -> bool:
@@ -186,13 +189,14 @@ class LgcServer(LearnedSelection):
             Gather(sent[0]),
             Gather(sent[1], varying=varies(coding)),
         )
-        by_rank = []
-        for k, (selection, known, encoded) in enumerate(zip(every, values, positions, strict=True)):
-            at = decode(encoded, len(known), total, coding)
-            innovation = own.values.new_zeros(total).index_copy_(0, at, known) / selection.scale
-            decoded = architecture.decode(weights, code, k, padded(innovation, architecture))[:total]
-            by_rank.append(decoded.to(own.values.dtype) * selection.scale)
-        return by_rank
+
+        def decoded(k: int) -> torch.Tensor:
+            at = decode(positions[k], len(values[k]), total, coding)
+            innovation = own.values.new_zeros(total).index_copy_(0, at, values[k]) / every[k].scale
+            whole = architecture.decode(weights, code, k, padded(innovation, architecture))[:total]
+            return whole.to(own.values.dtype) * every[k].scale
+
+        return context.alike(lambda: [decoded(k) for k in range(context.world_size)])
 
     # --- learning ---
 

@@ -12,18 +12,19 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradlab.codec import About, Compressor, Guarantees, PlanDefaults
-from gradlab.codec.blockwise import CACHED
-from gradlab.codecs.sign import pack_signs
+from gradlab.codec import About, Guarantees, PlanDefaults
+from gradlab.codec.blockwise import BYTES, Kind, PiecewiseCompressor
+from gradlab.codec.compressor import aggregation_setting
+from gradlab.codecs.sign import pack_signs, write_signs
 from gradlab.coding.bits import packed_bytes
-from gradlab.coding.random_bits import on_device, sixteen_random_bits
+from gradlab.coding.random_bits import RandomBits
 from gradlab.layout import Layer
 
 _EXPONENT = 0x7F800000  # of a float32: eight bits; below it 23 of the mantissa
 _LARGEST = 0x7F000000  # 2^127, the largest power of two
 
 
-class Natural(Compressor):
+class Natural(PiecewiseCompressor):
     """C(t) = sign(t) 2^a or sign(t) 2^(a+1), a = floor(log2 |t|), at random with E[C(t)] = t; C(0) = 0 (Definition 1).
 
     The mantissa of a float32 is the probability of the larger power. A number uniform in [0, 1) is added to the
@@ -51,7 +52,7 @@ class Natural(Compressor):
 
     @dataclass(frozen=True)
     class Settings:
-        pass
+        aggregation: str = aggregation_setting()
 
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
         return Guarantees(unbiased=True, omega=1 / 8)
@@ -61,36 +62,30 @@ class Natural(Compressor):
 
         Exponents have float32's bias; 255 stands for a value that is not finite.
         """
-        generator = on_device(generator, vector.device)
+        bits = RandomBits(generator, vector.device)
         exponents = torch.empty(vector.numel(), dtype=torch.uint8, device=vector.device)
-        for values, out in zip(vector.split(_piece(vector)), exponents.split(_piece(vector)), strict=True):
-            magnitudes = values.float().abs().view(torch.int32)
-            # u + 2^15 + 1/2 sixteenths of a mantissa's bits, in the mantissa's unit
-            moved = sixteen_random_bits(values, generator).to(torch.int32).add_(2**15).mul_(2**7).add_(2**6)
-            moved.add_(magnitudes).clamp_(max=_LARGEST | 0x7FFFFF)
-            out.copy_(torch.where(magnitudes >= _EXPONENT, magnitudes, moved).bitwise_right_shift_(23))
-            out.masked_fill_(magnitudes == 0, 0)
+        for start, stop in self.spans(vector):
+            magnitudes = vector[start:stop].float().abs().view(torch.int32)
+            # u in (0, 1) in 2^16 places, in the unit of a mantissa of 23 bits; 0 stays below the first exponent
+            moved = bits.sixteen(magnitudes).to(torch.int32).mul_(2**7).add_(2**22 + 2**6).add_(magnitudes)
+            if magnitudes.device.type != "cpu" or int(magnitudes.max()) >= _LARGEST:
+                # None may be carried to infinity. A GPU is not waited for to learn whether one could be.
+                moved.clamp_(max=_LARGEST | 0x7FFFFF)
+                moved = torch.where(magnitudes >= _EXPONENT, magnitudes, moved)
+            exponents[start:stop] = moved.bitwise_right_shift_(23)
         return exponents, pack_signs(vector)
 
-    def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
-        exponents, packed = payload
-        length = _piece(total)
-        for start in range(0, total.numel(), length):
-            piece = total[start : start + length]
-            bits = exponents[start : start + length].to(torch.int32).bitwise_left_shift_(23)
-            bits |= sign_bits(packed[start // 8 : -(-(start + len(piece)) // 8)], len(piece))
-            piece += bits.view(torch.float32).to(total.dtype) * scale
+    def kinds(self) -> tuple[Kind, ...]:
+        return (BYTES, 1)
+
+    def prepared(self, payload: Sequence[torch.Tensor], like: torch.Tensor, scale: float) -> Any:
+        return (*payload, scale)
+
+    def fill(self, values: torch.Tensor, prepared: Any, start: int) -> torch.Tensor:
+        exponents, packed, scale = prepared
+        write_signs(values, packed[start // 8 : -(-(start + len(values)) // 8)], scale)
+        powers = exponents[start : start + len(values)].to(torch.int32).bitwise_left_shift_(23).view(torch.float32)
+        return values.mul_(powers)
 
     def compressed_bytes(self, numel: int) -> int:
         return numel + packed_bytes(numel, 1)
-
-
-def _piece(like: torch.Tensor) -> int:
-    """Return how many elements are worked on at a time."""
-    return CACHED if like.device.type == "cpu" else max(1, like.numel())
-
-
-def sign_bits(packed: torch.Tensor, numel: int) -> torch.Tensor:
-    """Unpack signs to the sign bits of float32 numbers, (numel,) int32."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return (packed[:, None] >> shifts & 1).view(-1)[:numel].to(torch.int32).bitwise_left_shift_(31)

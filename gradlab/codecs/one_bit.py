@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from gradlab.codec import About, Guarantees, PlanDefaults
-from gradlab.codec.blockwise import CACHED, WHOLE, BlockCompressor
+from gradlab.codec.blockwise import CACHED, PAIRS_OF_BLOCKS, WHOLE, BlockCompressor, Kind
 from gradlab.codec.settings import setting
 from gradlab.codecs.sign import pack_signs, write_signs
 from gradlab.coding.bits import packed_bytes
@@ -74,20 +74,24 @@ class OneBit(BlockCompressor):
 
         The means of all blocks' elements >= 0 come first, then those of elements < 0.
         """
-        none = vector.new_empty(2, 0, dtype=torch.float32)
-        means = torch.cat([none, *(two_means(rows) for rows in self.rows(vector))], 1)
-        return means.view(-1), pack_signs(vector)
+        if not vector.numel():
+            return vector.new_empty(0, dtype=torch.float32), pack_signs(vector)
+        return self.reduced(vector, two_means, two_means_of_blocks).reshape(-1), pack_signs(vector)
 
-    def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
+    def kinds(self) -> tuple[Kind, ...]:
+        return (PAIRS_OF_BLOCKS, 1)
+
+    def prepared(self, payload: Sequence[torch.Tensor], like: torch.Tensor, scale: float) -> Any:
         means, packed = payload
-        above, below = means.to(total.dtype).view(2, -1)
+        above, below = means.to(like.dtype).view(2, -1)
         # sign * half the distance + the middle
         above, below = above * (scale / 2), below * (scale / 2)  # halved first: their sum may be too large
-        half, middle = above - below, above + below
-        scratch = total.new_empty(min(self.span(total), total.numel()))
-        for start, stop in self.spans(total):
-            values = write_signs(scratch[: stop - start], packed[start // 8 : -(-stop // 8)], 1.0)
-            total[start:stop] += self.shift(self.scale(values, half, start), middle, start)
+        return packed, above - below, above + below
+
+    def fill(self, values: torch.Tensor, prepared: Any, start: int) -> torch.Tensor:
+        packed, half, middle = prepared
+        write_signs(values, packed[start // 8 : -(-(start + len(values)) // 8)], 1.0)
+        return self.shift(self.scale(values, half, start), middle, start)
 
     def compressed_bytes(self, numel: int) -> int:
         return 8 * self.blocks(numel) + packed_bytes(numel, 1)
@@ -106,6 +110,16 @@ def two_means(rows: torch.Tensor) -> torch.Tensor:
         above, below, count = map(torch.from_numpy, _sums(rows.numpy()))
     others = (rows.shape[1] - count).clamp(min=1)
     return torch.stack([above / count.clamp(min=1), below / others]).float()
+
+
+def two_means_of_blocks(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Average each block's elements >= 0 and those < 0, for `BlockCompressor.reduced`: (n,), (m,) -> (2, m)."""
+    count = np.add.reduceat(values >= 0, starts, dtype=np.int64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        above = np.add.reduceat(np.maximum(values, 0), starts, dtype=np.float64)
+        below = np.add.reduceat(np.minimum(values, 0), starts, dtype=np.float64)
+        others = np.diff(starts, append=len(values)) - count
+        return np.stack([above / count.clip(1), below / others.clip(1)]).astype(np.float32)
 
 
 def _sums(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

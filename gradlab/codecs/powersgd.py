@@ -88,14 +88,25 @@ class PowerSGD(Codec):
         run = self._alternate if self.settings.alternating else self._iterate
         means, own, kept, sent_dense = yield from run(matrices, dense, state, context)
 
-        def products(left: Tensors, right: Tensors, others: Tensors) -> Tensors:
+        def products(left: Tensors, right: Tensors, others: Tensors, mean: bool = False) -> Tensors:
             decoded = dict(others)
             for name, matrix in matrices.items():
-                out = context.workspace.empty_like(matrix)
-                decoded[name] = torch.matmul(left[name].mT, right[name], out=out).view(grads[name].shape)
-            return decoded
+                whole = matrix.reshape(-1)
+                out = context.memory_for_mean(whole, [name]) if mean else context.workspace.empty_like(whole)
+                decoded[name] = torch.matmul(left[name].mT, right[name], out=out.view(matrix.shape))
+            return {name: decoded[name].view(grads[name].shape) for name in grads}
 
-        return Exchanged(products(*means, sent_dense), Deferred(grads, lambda: products(*own, dense)), kept)
+        def errors() -> Tensors:
+            left, right = own
+            found = {name: torch.zeros_like(grad) for name, grad in dense.items()}
+            for name, matrix in matrices.items():
+                out = matrix if context.reuse else context.workspace.empty_like(matrix)
+                less_product = torch.addmm if matrix.ndim == 2 else torch.baddbmm
+                found[name] = less_product(matrix, left[name].mT, right[name], alpha=-1, out=out)
+            return {name: found[name].view(grad.shape) for name, grad in grads.items()}
+
+        average = context.alike(lambda: products(*means, sent_dense, mean=True))
+        return Exchanged(average, Deferred(grads, lambda: products(*own, dense), errors), kept)
 
     # Factors are kept as rows, P^T (r, n) and Q^T (r, m): products with a wide matrix are then 5 to 9 times faster.
     # Those of an expert stack are (B, r, n) and (B, r, m).

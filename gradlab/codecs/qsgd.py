@@ -16,7 +16,6 @@ import torch
 
 from gradlab.codec import (
     About,
-    Compressor,
     Context,
     Exchanged,
     Guarantees,
@@ -25,19 +24,21 @@ from gradlab.codec import (
     concatenate,
     separate,
 )
-from gradlab.codec.blockwise import pieces
+from gradlab.codec.blockwise import OF_BLOCKS, BlockCompressor, Kind, largest_of_blocks, largest_of_rows
+from gradlab.codec.compressor import aggregation_setting
 from gradlab.codec.settings import require, setting
-from gradlab.coding.bits import pack, packed_bytes, unpack
-from gradlab.coding.random_bits import on_device, sixteen_random_bits
+from gradlab.coding.bits import Packer, packed_bytes, unpack
+from gradlab.coding.random_bits import RandomBits
 from gradlab.collectives import Coroutine, Ring
 from gradlab.collectives.ring import RingCode, segment_bounds
 from gradlab.layout import Layer
 
 NORMS = ("max", "l2")
 CONTRACTIONS = ("none", "bound", "measured")
+_FINE = 4  # bits from which on quantizing a mean once more costs little
 
 
-class QSGD(Compressor):
+class QSGD(BlockCompressor):
     """C(x)_i = norm * sign(x_i) * level_i / s: level_i is |x_i| s / norm rounded up or down at random, E[C(x)] = x.
 
     s = 2^(bits - 1) - 1 levels beside zero: 1, 3, 7, 15, 31, 63, 127 for 2 to 8 bits. At 1 bit there is no zero: an
@@ -89,6 +90,7 @@ class QSGD(Compressor):
             "bucket c = ||x||^2 / E||C(x)||^2, which is larger. The factor travels in the norms. Both need "
             "feedback, and come with it by default",
         )
+        aggregation: str = aggregation_setting()
 
         def __post_init__(self) -> None:
             one, shrinks = self.bits == 1, self.contraction != "none"
@@ -96,6 +98,8 @@ class QSGD(Compressor):
             require(not one or self.stochastic, "qsgd", "stochastic", False, "true at 1 bit")
             require(not shrinks or self.stochastic, "qsgd", "contraction", self.contraction, "'none' without chance")
             require(not shrinks or not self.ring, "qsgd", "contraction", self.contraction, "'none' along a ring")
+            whole = self.aggregation == "auto" or not self.ring
+            require(whole, "qsgd", "aggregation", self.aggregation, "'auto' along a ring, which is a third form")
 
     def __init__(self, settings: QSGD.Settings | None = None, learned: Tensors | None = None) -> None:
         super().__init__(settings, learned)
@@ -106,16 +110,46 @@ class QSGD(Compressor):
         # From one code to the next, in steps of norm / s: at one bit two, from -norm to norm.
         self._stride = 2 if bits == 1 else 1
 
+    def block_of(self, shape: Sequence[int]) -> int:
+        return self.settings.bucket_size
+
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """Return norms (ceil(numel / bucket_size),), float32, and packed codes (ceil(numel / 8) * bits,), uint8."""
-        generator = on_device(generator, vector.device)
-        codes = torch.empty(vector.numel(), dtype=torch.uint8, device=vector.device)
-        size, norms = self.settings.bucket_size, [torch.empty(0, dtype=torch.float32, device=vector.device)]
-        for rows, out in zip(pieces(vector, size), pieces(codes, size), strict=True):
-            norm = bucket_norms(rows, self.settings.norm)
-            out.copy_(self._places(rows, norm, generator))  # truncates
-            norms.append(norm if self.settings.contraction == "none" else norm * self._contraction(rows, norm))
-        return torch.cat(norms), pack(codes, self.settings.bits)
+        """Return norms (buckets,), float32, and packed codes (ceil(numel / 8) * bits,), uint8."""
+        if not vector.numel():
+            return vector.new_empty(0, dtype=torch.float32), torch.empty(0, dtype=torch.uint8, device=vector.device)
+        norms = self.norms(vector)
+        codes = self._codes(vector, norms, generator)
+        if self.settings.contraction == "none":
+            return norms, codes
+        rows = list(self.rows(vector))
+        of_rows = norms.split([len(one) for one in rows])
+        return norms * torch.cat([self._contraction(*pair) for pair in zip(rows, of_rows, strict=True)]), codes
+
+    def norms(self, vector: torch.Tensor) -> torch.Tensor:
+        """Compute the norm of each bucket, (buckets,), float32."""
+        if self.settings.norm == "max":
+            return self.reduced(vector, largest_of_rows, largest_of_blocks).float()
+        return torch.cat([norms_of_rows(rows) for rows in self.rows(vector)])
+
+    def _codes(self, vector: torch.Tensor, norms: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Place elements between -norm and norm and move them at random: the whole part is the code. (bytes,) uint8."""
+        bits = RandomBits(generator, vector.device) if self.settings.stochastic else None
+        steps = norms.to(vector.dtype) / self.levels * self._stride
+        steps.masked_fill_(steps == 0, 1.0)
+        # What was carried past the last code comes back to it: there may be no bit for it.
+        last = 2 * self.levels // self._stride
+        packer = Packer(vector.numel(), self.settings.bits, vector.device)
+        scratch = self._scratch(vector)
+        whole = torch.empty(len(scratch), dtype=torch.int16, device=vector.device)  # that conversion is the fast one
+        for start, stop in self.spans(vector):
+            places = self.divide(vector[start:stop], steps, start, scratch[: stop - start])
+            middle = 0.5 + self.levels / self._stride
+            if bits is not None:  # u - 1/2, u in 2^16 places of (0, 1): the mean is right to 2^-16 of a step
+                places.add_(bits.sixteen(places).to(places.dtype), alpha=2.0**-16)
+                middle += 2.0**-17
+            codes = whole[: stop - start].copy_(places.add_(middle).clamp_(0.0, last + 0.5))
+            packer.write(start, codes.to(torch.uint8))
+        return packer.packed
 
     def _contraction(self, rows: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
         """Compute c of each row, (m, n), (m,) -> (m,), float32: 1 / (1 + bound), or ||x||^2 / (||x||^2 + variance)."""
@@ -156,31 +190,28 @@ class QSGD(Compressor):
             return numel - 1
         return numel / (4 * s**2) if self.settings.norm == "max" else min(numel / s**2, numel**0.5 / s)
 
-    def _places(self, rows: torch.Tensor, norms: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Place elements between -norm and norm and move them at random: the whole part is the code. (m, n), (m,)."""
-        steps = norms.to(rows.dtype) / self.levels * self._stride
-        places = rows / steps.masked_fill_(steps == 0, 1.0)[:, None]
-        if self.settings.stochastic:
-            # u - 1/2 for u uniform in [0, 1), in 2^16 places: the mean is right to 2^-16 of a step.
-            places.add_(sixteen_random_bits(rows, generator), alpha=2.0**-16).add_(2.0**-17)
-        # What was carried past the last code comes back to it: there may be no bit for it.
-        last = 2 * self.levels // self._stride
-        return places.add_(0.5 + self.levels / self._stride).clamp_(0.0, last + 0.5)
-
     @property
     def gathered(self) -> bool:
-        return not self.settings.ring
+        return super().gathered and not self.settings.ring
 
-    def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
+    @property
+    def averages_coarsely(self) -> bool:
+        # Below, the mean's own error would be as large as the mean.
+        return self.settings.bits < _FINE or self.settings.norm == "l2"
+
+    def kinds(self) -> tuple[Kind, ...]:
+        return (OF_BLOCKS, self.settings.bits)
+
+    def prepared(self, payload: Sequence[torch.Tensor], like: torch.Tensor, scale: float) -> Any:
         norms, packed = payload
-        codes = unpack(packed, self.settings.bits)[: total.numel()].mul_(self._stride)
-        levels = codes.sub_(self.levels).view(torch.int8)  # wraps around, to -s..s
-        size, first = self.settings.bucket_size, 0
-        for rows, level in zip(pieces(total, size), pieces(levels, size), strict=True):
-            steps = norms[first : first + len(rows)].to(total.dtype) / self.levels * scale
-            # No addcmul: it rounds once or twice, as the processor pleases, and ranks on different ones must agree.
-            rows.add_(level.to(total.dtype).mul_(steps[:, None]))
-            first += len(rows)
+        return packed, norms.to(like.dtype) / self.levels * scale
+
+    def fill(self, values: torch.Tensor, prepared: Any, start: int) -> torch.Tensor:
+        packed, steps = prepared
+        values.copy_(unpack(packed, self.settings.bits, start, start + len(values)))
+        if self._stride > 1:
+            values.mul_(self._stride)
+        return self.scale(values.sub_(self.levels), steps, start)
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         if not self.settings.ring:
@@ -197,7 +228,7 @@ class QSGD(Compressor):
 
     def compressed_bytes(self, numel: int) -> int:
         """Count the bytes of a vector's norms and codes."""
-        return 4 * -(-numel // self.settings.bucket_size) + packed_bytes(numel, self.settings.bits)
+        return 4 * self.blocks(numel) + packed_bytes(numel, self.settings.bits)
 
 
 class QuantizedRing(RingCode):
@@ -234,14 +265,12 @@ def ring_edges(numel: int, segments: int) -> list[int]:
     return [0, *(min(8 * last, numel) for _, last in segment_bounds(-(-numel // 8), segments))]
 
 
-def bucket_norms(rows: torch.Tensor, norm: str) -> torch.Tensor:
-    """Compute the largest magnitude or Euclidean norm of each row: (m, n) -> (m,), float32.
+def norms_of_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Compute the Euclidean norm of each row: (m, n) -> (m,), float32.
 
     The result has the same bits on every machine, unlike a library's sum. No square over- or underflows.
     """
-    largest = torch.maximum(rows.amax(1), -rows.amin(1))
-    if norm == "max":
-        return largest.float()
+    largest = largest_of_rows(rows)
     squares = sum_of_rows((rows / largest.masked_fill(largest == 0, 1.0)[:, None]).square_())
     # In float64: torch's float32 root (MKL's) is rounded differently on different processors.
     return (largest * squares.double().sqrt().to(largest.dtype)).float()

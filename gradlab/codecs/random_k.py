@@ -54,6 +54,7 @@ class RandomK(Codec):
         "sparsification", "4 * k, k = ceil(density * n)", "Stich et al., NeurIPS 2018; Wangni et al., NeurIPS 2018"
     )
     selects = True
+    frees_gradients = True
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(
         {"density": density} for density in (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
     )
@@ -85,10 +86,16 @@ class RandomK(Codec):
         values = with_non_finite(vector[positions].mul_(factor), vector)
         mean = yield Mean(values)
 
-        def spread(kept: torch.Tensor) -> Tensors:
-            return separate(context.workspace.zeros_like(vector).index_copy_(0, positions, kept), grads)
+        def spread(kept: torch.Tensor, out: torch.Tensor) -> Tensors:
+            return separate(out.zero_().index_copy_(0, positions, kept), grads)
 
-        return Exchanged(spread(mean), Deferred(grads, lambda: spread(values)))
+        def error() -> Tensors:
+            out = vector if context.reuse else context.workspace.empty_like(vector).copy_(vector)
+            return separate(out.index_copy_(0, positions, out[positions] - values), grads)
+
+        average = context.alike(lambda: spread(mean, context.memory_for_mean(vector, grads)))
+        contribution = Deferred(grads, lambda: spread(values, context.workspace.empty_like(vector)), error)
+        return Exchanged(average, contribution)
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         return 4 * count_of(self.settings.density, sum(layer.numel for layer in layers))

@@ -16,7 +16,7 @@ import torch
 
 from gradlab.codec import About, Sparsifier
 from gradlab.codec.settings import setting
-from gradlab.codec.sparsifier import at_least, coding_setting, count_of, density_setting, largest
+from gradlab.codec.sparsifier import across_layers_setting, at_least, coding_setting, count_of, density_setting, largest
 
 _LOWERED = 0.8  # the threshold's factor where it has left too few
 _ADJUSTMENTS = 10
@@ -30,7 +30,8 @@ class SampledThreshold(Sparsifier):
     are sent (hierarchical selection). If fewer than enough * k do, the threshold is lowered by a fifth, at most 10
     times.
 
-    The sample holds at least 16 / density values; a layer of less than twice the sample is sorted instead. How many are
+    The sample holds at least 16 / density values; a layer of less than twice the sample is sorted instead, and so is
+    each layer of a group. How many are
     sent depends on the gradient: message sizes vary. The elements sent are always the largest ones, so C is a
     contraction, but its delta depends on the sample.
 
@@ -58,6 +59,7 @@ class SampledThreshold(Sparsifier):
             0.8, above=0, most=1, unit="share of k", help="found, at which the threshold is no longer lowered"
         )
         index_coding: str = coding_setting()
+        across_layers: bool = across_layers_setting()
 
     def select(self, vector: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         numel, density = vector.numel(), self.settings.density

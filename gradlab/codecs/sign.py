@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from gradlab.codec import About, Guarantees, PlanDefaults
-from gradlab.codec.blockwise import CACHED, WHOLE, BlockCompressor
+from gradlab.codec.blockwise import CACHED, NOTHING, OF_BLOCKS, WHOLE, BlockCompressor, Kind
 from gradlab.codec.settings import setting
 from gradlab.coding.bits import packed_bytes
 from gradlab.layout import Layer
@@ -102,62 +102,28 @@ class Sign(BlockCompressor):
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Return scales (blocks,), float32, none with scale = "one", and signs (ceil(numel / 8),), uint8."""
-        scales = [torch.empty(0, dtype=torch.float32, device=vector.device)]
-        if self.settings.scale == "mean":
-            scales += [mean_magnitudes(rows) for rows in self.rows(vector)]
+        scales = torch.empty(0, dtype=torch.float32, device=vector.device)
+        if self.settings.scale == "mean" and vector.numel():
+            scales = self.reduced(vector, mean_magnitudes, mean_magnitudes_of_blocks)
         if self.settings.zeros == "random":
             vector = _tossed(vector, generator)
-        return torch.cat(scales), pack_signs(vector)
+        return scales, pack_signs(vector)
 
-    def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
-        self.add_all(total, [payload], scale)
+    def average_into(self, out: torch.Tensor, payloads: Iterable[Sequence[torch.Tensor]], scale: float) -> torch.Tensor:
+        if self.settings.scale == "mean":
+            return super().average_into(out, payloads, scale)
+        # Signs are added up, which is exact in whole numbers, before scaling: a tie is zero for any number of ranks.
+        return super().average_into(out, payloads, 1.0).mul_(scale)
 
-    def add_all(self, total: torch.Tensor, payloads: Iterable[Sequence[torch.Tensor]], scale: float) -> None:
-        # All ranks' values of a piece while it is in the cache, and no piece of two ranks at a time.
-        if self.settings.scale == "one":
-            self._add_votes(total, [packed for _, packed in payloads], scale)
-            return
-        scratch = total.new_empty(min(self.span(total), total.numel()))
-        ranks = [(packed, self._factors(scales, total, scale)) for scales, packed in payloads]
-        for start, stop in self.spans(total):
-            piece, values = total[start:stop], scratch[: stop - start]
-            for packed, factors in ranks:
-                piece += self._fill(values, packed, factors, start)
+    def kinds(self) -> tuple[Kind, ...]:
+        return (OF_BLOCKS if self.settings.scale == "mean" else NOTHING, 1)
 
-    def _add_votes(self, total: torch.Tensor, ranks: Sequence[torch.Tensor], scale: float) -> None:
-        """Add the signs up, which is exact in whole numbers, before scaling: a tie is zero for any number of ranks."""
-        scratch = total.new_empty(2, min(self.span(total), total.numel()))
-        one = total.new_ones(1)
-        for start, stop in self.spans(total):
-            sums, values = scratch[0, : stop - start], scratch[1, : stop - start]
-            self._fill(sums, ranks[0], one, start)
-            for packed in ranks[1:]:
-                sums += self._fill(values, packed, one, start)
-            total[start:stop] += sums.mul_(scale)
-
-    def decompress_into(self, out: torch.Tensor, payload: Sequence[torch.Tensor]) -> torch.Tensor:
+    def prepared(self, payload: Sequence[torch.Tensor], like: torch.Tensor, scale: float) -> Any:
         scales, packed = payload
-        factors = self._factors(scales, out, 1.0)
-        for start, stop in self.spans(out):
-            self._fill(out[start:stop], packed, factors, start)
-        return out
+        return packed, self._factors(scales, like, scale)
 
-    def residual_into(self, out: torch.Tensor, vector: torch.Tensor, payload: Sequence[torch.Tensor]) -> torch.Tensor:
-        scales, packed = payload
-        factors = self._factors(scales, out, 1.0)
-        for start, stop in self.spans(out):
-            piece = out[start:stop]
-            torch.sub(vector[start:stop], self._fill(piece, packed, factors, start), out=piece)
-        return out
-
-    def _factors(self, scales: torch.Tensor, like: torch.Tensor, scale: float) -> torch.Tensor:
-        """Return the factors of the blocks' signs, (blocks,); without scales one for all, (1,)."""
-        if self.settings.scale == "one":
-            return like.new_full((1,), scale)
-        return scales.to(like.dtype) * scale
-
-    def _fill(self, values: torch.Tensor, packed: torch.Tensor, factors: torch.Tensor, start: int) -> torch.Tensor:
-        """Overwrite the part of a vector that begins at element `start` with its signs times their blocks' factors."""
+    def fill(self, values: torch.Tensor, prepared: Any, start: int) -> torch.Tensor:
+        packed, factors = prepared
         stop = start + len(values)
         packed = packed[start // 8 : -(-stop // 8)]
         if self.settings.scale == "one":
@@ -166,6 +132,12 @@ class Sign(BlockCompressor):
         if first == last:
             return write_signs(values, packed, float(factors[first]))
         return self.scale(write_signs(values, packed, 1.0), factors, start)
+
+    def _factors(self, scales: torch.Tensor, like: torch.Tensor, scale: float) -> torch.Tensor:
+        """Return the factors of the blocks' signs, (blocks,); without scales one for all, (1,)."""
+        if self.settings.scale == "one":
+            return like.new_full((1,), scale)
+        return scales.to(like.dtype) * scale
 
     def compressed_bytes(self, numel: int) -> int:
         return (4 * self.blocks(numel) if self.settings.scale == "mean" else 0) + packed_bytes(numel, 1)
@@ -186,6 +158,16 @@ def mean_magnitudes(rows: torch.Tensor) -> torch.Tensor:
     if not np.isfinite(total).all():  # a sum of finite numbers may be too large for float32, not their mean
         total = np.abs(values).sum(1, dtype=np.float64)
     return torch.from_numpy((total / values.shape[1]).astype(np.float32))
+
+
+def mean_magnitudes_of_blocks(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Average |x| over each block, for `BlockCompressor.reduced`: (n,), (m,) -> (m,), float32."""
+    magnitudes = np.abs(values)
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = np.add.reduceat(magnitudes, starts)
+        if not np.isfinite(total).all():  # a sum of finite numbers may be too large for float32, not their mean
+            total = np.add.reduceat(magnitudes, starts, dtype=np.float64)
+        return (total / np.diff(starts, append=len(values))).astype(np.float32)
 
 
 def pack_signs(vector: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ NeurIPS 2017, section 3.1 (ternary gradients, scaler sharing) and 3.3 (layer-wis
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -16,10 +16,18 @@ import numpy as np
 import torch
 
 from gradlab.codec import About, Context, Deferred, Exchanged, Guarantees, PlanDefaults, Tensors, concatenate, separate
-from gradlab.codec.blockwise import CACHED, WHOLE, BlockCompressor
+from gradlab.codec.blockwise import (
+    CACHED,
+    OF_BLOCKS,
+    WHOLE,
+    BlockCompressor,
+    Kind,
+    largest_of_blocks,
+    largest_of_rows,
+)
 from gradlab.codec.settings import require, setting
-from gradlab.coding.bits import pack, packed_bytes, unpack
-from gradlab.coding.random_bits import on_device, sixteen_random_bits
+from gradlab.coding.bits import Packer, pack, packed_bytes, unpack
+from gradlab.coding.random_bits import RandomBits
 from gradlab.collectives import AllToAll, Coroutine, Gather
 from gradlab.layout import Layer
 
@@ -88,21 +96,24 @@ class TernGrad(BlockCompressor):
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Return s of each block, (blocks,), float32, and codes 0, 1, 2 for -1, 0, 1, packed, uint8."""
         scales = self.scales(vector)
-        codes = self.ternary(vector, scales, generator)
-        return scales, pack(codes, 2) if self.settings.values_per_byte == 4 else pack_ternary(codes)
+        if self.settings.values_per_byte == 5:
+            return scales, pack_ternary(self.ternary(vector, scales, generator))
+        packer = Packer(vector.numel(), 2, vector.device)
+        for start, codes in self._ternary(vector, scales, generator):
+            packer.write(start, codes)
+        return scales, packer.packed
 
     def scales(self, vector: torch.Tensor) -> torch.Tensor:
         """Compute the blocks' largest magnitudes after clipping, (blocks,), float32."""
-        scales = [torch.empty(0, dtype=torch.float32, device=vector.device)]
-        for rows in self.rows(vector):
-            largest = torch.maximum(rows.amax(1), -rows.amin(1))
-            if self.settings.clip:
-                limits = root_mean_squares(rows).mul_(self.settings.clip)
-                # NaN stays; where squares over- or underflow there is no limit.
-                usable = limits.isfinite() & (limits > 0)
-                largest = torch.where(usable & (limits < largest), limits, largest)
-            scales.append(largest.float())
-        return torch.cat(scales)
+        if not vector.numel():
+            return vector.new_empty(0, dtype=torch.float32)
+        largest = self.reduced(vector, largest_of_rows, largest_of_blocks)
+        if self.settings.clip:
+            limits = self.reduced(vector, root_mean_squares, root_mean_squares_of_blocks).mul_(self.settings.clip)
+            # NaN stays; where squares over- or underflow there is no limit.
+            usable = limits.isfinite() & (limits > 0)
+            largest = torch.where(usable & (limits < largest), limits, largest)
+        return largest.float()
 
     def ternary(
         self,
@@ -119,29 +130,48 @@ class TernGrad(BlockCompressor):
             generator: draws b.
             own: the largest magnitudes after this rank's own clipping, (blocks,), if s is shared by all ranks.
         """
-        generator = on_device(generator, vector.device)
         codes = torch.empty(vector.numel(), dtype=torch.uint8, device=vector.device)
-        factors = scales.to(vector.dtype)
-        for start, stop in self.spans(vector):
-            values = vector[start:stop]
-            # u in (0, 1), in 2^16 places
-            chance = sixteen_random_bits(values, generator).to(vector.dtype).add_(2.0**15 + 0.5).mul_(2.0**-16)
-            if own is not None:
-                most = self.scale(torch.ones_like(values), own.to(values.dtype), start)
-                values = torch.minimum(torch.maximum(values, -most), most)
-            limits = self.scale(chance, factors, start)
-            above = values > limits
-            codes[start:stop] = above.to(torch.uint8).add_(1).sub_((values < limits.neg_()).to(torch.uint8))
+        for start, part in self._ternary(vector, scales, generator, own):
+            codes[start : start + len(part)] = part
         return codes
 
-    def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
-        scales, packed = payload
-        codes = unpack(packed, 2) if self.settings.values_per_byte == 4 else unpack_ternary(packed)
-        self._add(total, codes, 1, scales.to(total.dtype) * scale)
+    def _ternary(
+        self,
+        vector: torch.Tensor,
+        scales: torch.Tensor,
+        generator: torch.Generator,
+        own: torch.Tensor | None = None,
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the first position and the codes of one part after another."""
+        bits = RandomBits(generator, vector.device)
+        most = None if own is None else own.to(vector.dtype)
+        divisors = scales.to(vector.dtype)
+        divisors = divisors.masked_fill(divisors == 0, 1.0)
+        scratch = self._scratch(vector)
+        for start, stop in self.spans(vector):
+            # floor(v + u) is 1 with probability v, or -1 with probability -v; u has 2^16 places in (0, 1).
+            places, values = scratch[: stop - start], vector[start:stop]
+            if most is not None:
+                limits = self.scale(torch.ones_like(places), most, start)
+                values = torch.minimum(torch.maximum(values, -limits, out=places), limits, out=places)
+            self.divide(values, divisors, start, places).clamp_(-1.0, 1.0)
+            places.add_(bits.sixteen(places).to(places.dtype), alpha=2.0**-16).add_(1.5 + 2.0**-17)
+            yield start, places.to(torch.int8).view(torch.uint8)  # cut off, and thus rounded down
 
-    def _add(self, total: torch.Tensor, codes: torch.Tensor, zero: int, factors: torch.Tensor) -> None:
-        for start, stop in self.spans(total):
-            total[start:stop] += self.scale(codes[start:stop].to(total.dtype).sub_(zero), factors, start)
+    def kinds(self) -> tuple[Kind, ...]:
+        return (OF_BLOCKS, 2) if self.settings.values_per_byte == 4 else ()
+
+    def prepared(self, payload: Sequence[torch.Tensor], like: torch.Tensor, scale: float) -> Any:
+        scales, packed = payload
+        if self.settings.values_per_byte == 5:
+            codes = unpack_ternary(packed)
+            return (lambda start, stop: codes[start:stop]), 1, scales.to(like.dtype) * scale
+        return (lambda start, stop: unpack(packed, 2, start, stop)), 1, scales.to(like.dtype) * scale
+
+    def fill(self, values: torch.Tensor, prepared: Any, start: int) -> torch.Tensor:
+        codes, zero, factors = prepared
+        values.copy_(codes(start, start + len(values))).sub_(zero)
+        return self.scale(values, factors, start)
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         if not self.settings.shared_scale:
@@ -160,15 +190,15 @@ class TernGrad(BlockCompressor):
         answer = pack(sums, bits)
         parts = yield Gather(answer, lengths=tuple(packed_bytes(size, bits) for size in sizes))
         total = torch.cat([unpack(part, bits)[:size] for part, size in zip(parts, sizes, strict=True)])
-        mean = context.workspace.zeros_like(vector)
-        codec._add(mean, total, ranks, scales.to(vector.dtype) * (1 / ranks))
 
-        def own() -> Tensors:
-            out = context.workspace.zeros_like(vector)
-            codec._add(out, codes, 1, scales.to(vector.dtype))
+        def filled(codes: torch.Tensor, zero: int, factor: float) -> Tensors:
+            out, factors = context.workspace.empty_like(vector), scales.to(vector.dtype) * factor
+            for start, stop in codec.spans(out):
+                codec.fill(out[start:stop], (lambda a, b: codes[a:b], zero, factors), start)
             return separate(out, grads)
 
-        return Exchanged(separate(mean, grads), Deferred(grads, own))
+        mean = context.alike(lambda: filled(total, ranks, 1 / ranks))
+        return Exchanged(mean, Deferred(grads, lambda: filled(codes, 1, 1.0)))
 
     @property
     def gathered(self) -> bool:
@@ -208,6 +238,13 @@ def root_mean_squares(rows: torch.Tensor) -> torch.Tensor:
             piece = values[:, start : start + CACHED]
             total += np.square(piece, out=scratch[:, : piece.shape[1]], dtype=np.float64).sum(1)
     return torch.from_numpy(np.sqrt(total / rows.shape[1]).astype(values.dtype))
+
+
+def root_mean_squares_of_blocks(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Compute the root mean square of each block, for `BlockCompressor.reduced`: (n,), (m,) -> (m,)."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares = np.add.reduceat(np.square(values, dtype=np.float64), starts)
+    return np.sqrt(squares / np.diff(starts, append=len(values))).astype(values.dtype)
 
 
 def pack_ternary(codes: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from gradlab.codec import About, Codec, Context, Guarantees, Sparsifier
-from gradlab.codec.sparsifier import coding_setting, count_of, density_setting, largest
+from gradlab.codec.sparsifier import across_layers_setting, coding_setting, count_of, density_setting, largest
 from gradlab.layout import Layer
 
 
@@ -44,10 +44,12 @@ class TopK(Sparsifier):
     class Settings:
         density: float = density_setting()
         index_coding: str = coding_setting()
+        across_layers: bool = across_layers_setting()
 
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
-        numel = sum(layer.numel for layer in layers)
-        return Guarantees(delta=self.count(numel) / numel if numel else 1.0)
+        together = [sum(layer.numel for layer in layers)]
+        sizes = together if self.settings.across_layers else [layer.numel for layer in layers]
+        return Guarantees(delta=min([1.0, *(self.count(size) / size for size in sizes if size)]))
 
     def count(self, numel: int) -> int:
         """Return k, the number of elements sent out of `numel`."""

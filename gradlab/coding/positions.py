@@ -33,7 +33,7 @@ def varies(coding: str) -> bool:
 
 def in_order(coding: str, count: int, numel: int) -> bool:
     """Return whether a coding needs positions in ascending order."""
-    return _chosen(coding, count, numel) not in ("raw", "packed")
+    return chosen(coding, count, numel) not in ("raw", "packed")
 
 
 def index_bytes(coding: str, count: int, numel: int) -> int:
@@ -55,7 +55,7 @@ def encode(positions: torch.Tensor, numel: int, coding: str) -> torch.Tensor:
     Returns:
         (bytes,), uint8.
     """
-    coding = _chosen(coding, len(positions), numel)
+    coding = chosen(coding, len(positions), numel)
     if coding != "smallest":
         return _ENCODE[coding](positions, numel)
     known = min(_OF_KNOWN_SIZE, key=lambda one: _known_bytes(one, len(positions), numel))
@@ -82,7 +82,7 @@ def decode(encoded: torch.Tensor, count: int, numel: int, coding: str) -> torch.
     Raises:
         GradlabError: for bytes that do not stand for `count` positions below numel.
     """
-    coding = _chosen(coding, count, numel)
+    coding = chosen(coding, count, numel)
     if coding == "smallest":
         if not len(encoded) or int(encoded[0]) >= len(_ALL):
             raise GradlabError(f"positions: coding {encoded[:1].tolist()}, expected one of 0 to {len(_ALL) - 1}")
@@ -95,8 +95,8 @@ def decode(encoded: torch.Tensor, count: int, numel: int, coding: str) -> torch.
     return positions
 
 
-def _chosen(coding: str, count: int, numel: int) -> str:
-    """The coding that "fixed" stands for; any other coding as it is."""
+def chosen(coding: str, count: int, numel: int) -> str:
+    """Return the coding that "fixed" stands for at these numbers; any other coding as it is."""
     if coding != "fixed":
         return coding
     return min(_OF_KNOWN_SIZE, key=lambda one: _known_bytes(one, count, numel))

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 
-def on_device(generator: torch.Generator, device: torch.device) -> torch.Generator:
-    """Return the generator itself if it is on the device, else one on the device that is seeded from it."""
-    if generator.device.type == device.type:
-        return generator
-    return torch.Generator(device).manual_seed(int(torch.randint(2**62, (), generator=generator)))
+class RandomBits:
+    """A stream of random bits on a device, which follows from a generator's state.
 
+    On the CPU it is numpy's SFC64, which takes half the time of torch's Mersenne twister: bits for rounding need speed
+    and no more than that they are uniform and independent. Blocks may be drawn one after another, so that they stay in
+    the cache.
 
-def sixteen_random_bits(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Draw uniform integers in [-2^15, 2^15), int16, in the shape of `like`.
-
-    They are drawn 64 bits at a time, in a fifth of the time of torch.rand.
+    Args:
+        generator: its next draw seeds the stream.
+        device: where the bits are wanted.
     """
-    words = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
-    return words.random_(-(2**63), None, generator=generator).view(torch.int16)[: like.numel()].view(like.shape)
+
+    def __init__(self, generator: torch.Generator, device: torch.device) -> None:
+        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+        self._fast = np.random.SFC64(seed) if device.type == "cpu" else None
+        self._generator = None if self._fast is not None else torch.Generator(device).manual_seed(seed)
+
+    def sixteen(self, like: torch.Tensor) -> torch.Tensor:
+        """Draw uniform integers in [-2^15, 2^15), int16, in the shape of `like`, 64 bits at a time."""
+        count = -(-like.numel() // 4)
+        if self._fast is not None:
+            words = torch.from_numpy(self._fast.random_raw(count).view(np.int64))
+        else:
+            words = torch.empty(count, dtype=torch.int64, device=like.device)
+            words.random_(-(2**63), None, generator=self._generator)
+        return words.view(torch.int16)[: like.numel()].view(like.shape)

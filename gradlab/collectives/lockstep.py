@@ -88,42 +88,69 @@ def mean_of_node(tensors: Sequence[torch.Tensor], out: torch.Tensor | None = Non
 
 
 def _answers(requests: Sequence[Request]) -> Iterator[Any]:
-    """Yield the answer to one request, for each rank in turn. Every rank gets tensors of its own."""
+    """Yield the answer to one request, for each rank in turn. Ranks share tensors, which none of them may change."""
     first = requests[0]
     # Summed once, or N ranks would cost N^2 additions.
     mean = sum_in_rank_order([r.tensor for r in requests if isinstance(r, Mean)]) if isinstance(first, Mean) else None
     if isinstance(first, Ring):
         yield from pass_around([r.code for r in requests if isinstance(r, Ring)])
         return
-    for rank in range(len(requests)):
-        if mean is not None:
-            yield mean.clone()
-        elif isinstance(first, Gather):
-            yield [r.tensor.detach().clone() for r in requests if isinstance(r, Gather)]
-        elif isinstance(first, Broadcast):
-            root = requests[first.root]
-            assert isinstance(root, Broadcast)
-            yield root.tensor.detach().clone()
-        else:
-            yield [r.tensors[rank].detach().clone() for r in requests if isinstance(r, AllToAll)]
+    if isinstance(first, AllToAll):
+        yield from ([r.tensors[rank] for r in requests if isinstance(r, AllToAll)] for rank in range(len(requests)))
+        return
+    yield from [mean if isinstance(first, Mean) else _same_for_all(first, requests)] * len(requests)
+
+
+def _same_for_all(first: Request, requests: Sequence[Request]) -> Any:
+    """Return the answer of a gather or a broadcast."""
+    if isinstance(first, Gather):
+        return [r.tensor.detach() for r in requests if isinstance(r, Gather)]
+    assert isinstance(first, Broadcast)
+    root = requests[first.root]
+    assert isinstance(root, Broadcast)
+    return root.tensor.detach()
 
 
 def _serve(requests_by_rank: Sequence[tuple[Request, ...]], payload: list[int], wire: list[int]) -> list[list[Any]]:
     """Answer one step of all ranks, and count its bytes."""
     world_size = len(requests_by_rank)
     answers: list[list[Any]] = [[] for _ in range(world_size)]
-    signatures = [[signature(request) for request in requests] for requests in requests_by_rank]
-    for rank, own in enumerate(signatures):
-        if own != signatures[0]:
-            raise GradlabError(f"ranks ask for different collectives: rank 0 {signatures[0]}, rank {rank} {own}")
+    _require_alike(requests_by_rank)
     for requests in zip(*requests_by_rank, strict=True):
         check_request(requests[0], world_size)
-        longest = max(payload_bytes(request, rank) for rank, request in enumerate(requests))
-        for rank, (request, answer) in enumerate(zip(requests, _answers(requests), strict=True)):
-            payload[rank] += payload_bytes(request, rank)
-            wire[rank] += wire_bytes(request, rank, world_size, longest)
+        for rank, (answer, sizes) in enumerate(zip(_answers(requests), _sizes(requests), strict=True)):
+            payload[rank] += sizes[0]
+            wire[rank] += sizes[1]
             answers[rank].append(answer)
     return answers
+
+
+def _require_alike(requests_by_rank: Sequence[tuple[Request, ...]]) -> None:
+    first = [_shapes(request) for request in requests_by_rank[0]]
+    for rank, requests in enumerate(requests_by_rank):
+        if [_shapes(request) for request in requests] != first:
+            own, theirs = ([signature(request) for request in asked] for asked in (requests_by_rank[0], requests))
+            raise GradlabError(f"ranks ask for different collectives: rank 0 {own}, rank {rank} {theirs}")
+
+
+def _shapes(request: Request) -> Any:
+    """What `signature` tells apart; of an all-to-all's N tensors on each of N ranks no more than their shapes."""
+    if isinstance(request, AllToAll):
+        first = request.tensors[0].dtype if request.tensors else None
+        return ("AllToAll", first, [tensor.shape for tensor in request.tensors])
+    return signature(request)
+
+
+def _sizes(requests: Sequence[Request]) -> Iterator[tuple[int, int]]:
+    """Yield the payload and the wire bytes of one request, for each rank in turn."""
+    if isinstance(requests[0], AllToAll):
+        sizes = [tensor.nbytes for tensor in requests[0].tensors]  # the same on all ranks
+        yield from ((sum(sizes), sum(sizes) - own) for own in sizes)
+        return
+    payload = [payload_bytes(request, rank) for rank, request in enumerate(requests)]
+    longest, ranks = max(payload), len(requests)
+    for rank, request in enumerate(requests):
+        yield payload[rank], wire_bytes(request, rank, ranks, longest)
 
 
 def observed(coroutine: Coroutine[Result], seen: list[Request]) -> Coroutine[Result]:

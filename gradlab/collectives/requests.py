@@ -150,7 +150,7 @@ def fusion_key(request: Request) -> tuple[Any, ...]:
     if isinstance(request, Mean):
         return (Mean, request.tensor.dtype)
     if isinstance(request, Gather):
-        return ("varying",) if request.varying else (Gather,) if request.lengths is None else ("lengths",)
+        return ("varying",) if request.varying else (Gather,) if request.lengths is None else (AllToAll,)
     return (Broadcast, request.root) if isinstance(request, Broadcast) else (type(request),)
 
 

@@ -19,6 +19,7 @@ from gradlab.collectives import (
     run_lockstep,
     wire_bytes,
 )
+from gradlab.executor.alike import Shared
 from gradlab.executor.step import PlanRun, RunSettings, Step
 from gradlab.plan import FINITE_FLAG_BYTES, Group, Plan
 from gradlab.plan.replanning import ROOT
@@ -207,8 +208,11 @@ class LockstepPlan:
             self.remarks.append(f"At iteration {iteration} no plan could be chosen, the last one stays: {why}")
 
     def _exchange(self, group: str, steps: Sequence[Step], bill: _Bill) -> tuple[list[Exchanged], GroupCost]:
-        spent = Spent()
-        results = run_lockstep([timed(step.exchange(group), spent) for step in steps])
+        spent, shared = Spent(), Shared(len(steps))
+        results = run_lockstep([timed(step.exchange(group, shared.of_a_rank()), spent) for step in steps])
+        # In a run every rank computes that for itself.
+        spent.seconds += (len(steps) - 1) * shared.seconds
+        spent.wall_seconds += (len(steps) - 1) * shared.wall_seconds
         bill.add(results)
         return [result.value for result in results], _cost(results, spent)
 

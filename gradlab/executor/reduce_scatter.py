@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -68,7 +69,7 @@ def reduce_scatter_group(
         A result per part. The mean is that of all ranks at `mine`; elsewhere it is this rank's own contribution.
     """
     runs = [
-        exchange_group(codec, part, state, context, scaled_by=scaled_by)
+        exchange_group(codec, part, state, replace(context, one_round=True), scaled_by=scaled_by)
         for part, state, context in zip(parts, states, contexts, strict=True)
     ]
     asked = [as_requests(next(run)) for run in runs]

@@ -18,13 +18,14 @@ DDP throws away what a hook returns for a parameter that no rank used.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from gradlab.codec import Codec, Context, Exchanged, Tensors, exchange_group
-from gradlab.codec.measures import is_finite
+from gradlab.codec import Codec, Context, Exchanged, Tensors, alone, exchange_group
+from gradlab.codec.measures import all_finite, is_finite
 from gradlab.codec.wrapper import innermost
 from gradlab.codecs.identity import Identity
 from gradlab.collectives import Coroutine, Mean
@@ -180,7 +181,7 @@ class PlanRun:
             results: the step's means. They have to be finite too, as finite gradients may overflow in their mean.
         """
         if step.active:
-            step.finite = step.finite and all(is_finite(result) for result in results)
+            step.finite = step.finite and all_finite(results)
             if step.finite:
                 self._commit(step)
         if self.replanner is not None:
@@ -275,11 +276,16 @@ class Step:
         """
         return {layer: self.gradients[layer] for layer in self._run.groups[group].layers}
 
-    def exchange(self, group: str) -> Coroutine[Exchanged]:
+    def exchange(
+        self, group: str, alike: Callable[[Callable[[], Any]], Any] = alone, *, reuse: bool = False
+    ) -> Coroutine[Exchanged]:
         """Run a complete group's codec, and stage its new state.
 
         Args:
             group: the group's name.
+            alike: computes what all ranks compute alike, see `Context`.
+            reuse: whether nobody reads the gradients after the exchange, so that the mean may be written in their
+                memory.
 
         Returns:
             The codec's result.
@@ -288,9 +294,10 @@ class Step:
             self._run.codecs[group],
             self.layers_of(group),
             self._run.states.get(group, {}),
-            replace(self.context, group=group),
+            replace(self.context, group=group, alike=alike),
             scaled_by=self._scaled_by,
             dense=not self.compressing,
+            reuse=reuse,
         )
         self.staged[group] = done.state
         return done
@@ -358,7 +365,7 @@ class Step:
 
     def _look_at(self, gradients: Tensors, buffer: torch.Tensor | None) -> None:
         """Note what the ranks will have to agree on: finiteness, and layers without a gradient."""
-        if buffer is None or not is_finite(buffer):
+        if not (all_finite(gradients.values()) if buffer is None else is_finite(buffer)):
             bad = tuple(name for name, gradient in gradients.items() if not is_finite(gradient))
             self.finite = self.finite and not bad and buffer is None
             self.non_finite += bad

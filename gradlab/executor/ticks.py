@@ -1,16 +1,24 @@
 """The loop in which several exchanges of one rank share collectives.
 
-A tick (1) advances new exchanges to their first requests, while the last tick's collectives travel, (2) awaits those
-and advances the exchanges that asked for them, and (3) issues all open requests together, one collective per kind.
-So the order of collectives follows from the exchanges' order and their requests alone, never from timing.
+New exchanges are advanced to their first requests, while the last tick's collectives travel. Once what they ask for is
+worth a message, a tick (1) awaits the last one's collectives and advances the exchanges that asked for them, and (2)
+issues all open requests together, one collective per kind. So which collectives there are, and their order, follows
+from the exchanges' order and the sizes of their requests alone, never from timing.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from gradlab.collectives import Request
+from gradlab.collectives import Gather, Request, payload_bytes
+
+# Bytes of gradients that are encoded before the next collective is issued, unless the user says otherwise.
+SEGMENT_BYTES = 8 * 2**20
+# Bytes of messages below which more gradients are encoded first, and below which a part's last messages wait for the
+# next part's: a collective costs its ranks about a millisecond of their processors, and a turn of each.
+FULL_MESSAGE, LEAST_MESSAGE = 256 * 2**10, 32 * 2**10
 
 
 class Advancing(Protocol):
@@ -49,23 +57,46 @@ class Ticks(Generic[OneExchange]):
     """Exchanges that advance together.
 
     issue: starts the collectives that serve some requests, and returns without waiting for them.
+    segment_bytes: gradients that are encoded before the next tick, in bytes.
+
+    Attributes:
+        last_bytes: of the gradients whose exchanges were new in the last tick that had any.
     """
 
-    def __init__(self, issue: Callable[[Sequence[Request]], InFlight]) -> None:
-        self._issue = issue
+    def __init__(self, issue: Callable[[Sequence[Request]], InFlight], segment_bytes: int = SEGMENT_BYTES) -> None:
+        self._issue, self._segment_bytes = issue, segment_bytes
         self._running: list[OneExchange] = []
+        self._new: list[OneExchange] = []
+        self._new_bytes = self._message_bytes = 0.0
         self._in_flight: InFlight | None = None
+        self.last_bytes = 0.0
 
-    def tick(self, new: Sequence[OneExchange] = ()) -> None:
-        """Start new exchanges, and advance all that are under way by one round of collectives.
+    def start(self, exchange: OneExchange, gradient_bytes: int) -> None:
+        """Start an exchange. Its collectives are issued with those of others.
 
         Args:
-            new: the exchanges to start, in an order that is the same on all ranks.
+            exchange: in an order that is the same on all ranks.
+            gradient_bytes: size of its gradients.
         """
-        for exchange in new:
-            exchange.advance(None)
+        exchange.advance(None)
+        self._new.append(exchange)
+        self._new_bytes += gradient_bytes
+        self._message_bytes += sum(map(_message_bytes, exchange.requests))
+        # Where messages are as large as gradients, as many are sent at a time as are encoded.
+        if self._new_bytes >= self._segment_bytes and self._message_bytes >= min(FULL_MESSAGE, self._segment_bytes):
+            self.tick()
+
+    def end_part(self) -> None:
+        """Issue what the exchanges of a part ask for, unless it is too little."""
+        if self._new and self._message_bytes >= LEAST_MESSAGE:
+            self.tick()
+
+    def tick(self) -> None:
+        """Advance all exchanges that are under way by one round of collectives."""
         self._receive()
-        self._running = [exchange for exchange in (*self._running, *new) if not exchange.done]
+        self._running = [exchange for exchange in (*self._running, *self._new) if not exchange.done]
+        self.last_bytes = self._new_bytes or self.last_bytes
+        self._new, self._new_bytes, self._message_bytes = [], 0.0, 0.0
         self._in_flight = self._issue([request for exchange in self._running for request in exchange.requests])
 
     def drain(self, awaited: Callable[[OneExchange], bool] = lambda _: True) -> None:
@@ -86,12 +117,13 @@ class Ticks(Generic[OneExchange]):
         Returns:
             False once all of them have ended.
         """
-        return any(awaited(exchange) for exchange in self._running)
+        return any(awaited(exchange) for exchange in (*self._running, *self._new))
 
     def abandon(self) -> None:
         """Let go of everything under way, after an error, because what is in flight refers to collectives."""
         self._in_flight = None
         self._running.clear()
+        self._new.clear()
 
     def _receive(self) -> None:
         if self._in_flight is None:
@@ -100,3 +132,10 @@ class Ticks(Generic[OneExchange]):
         self._in_flight = None
         for exchange in self._running:
             exchange.advance([next(answers) for _ in exchange.requests])
+
+
+def _message_bytes(request: Request) -> float:
+    """The size of a request, the same on every rank: one whose size depends on the rank's data counts as full."""
+    if isinstance(request, Gather) and request.varying:
+        return math.inf
+    return request.tensor.nbytes if hasattr(request, "tensor") else payload_bytes(request, 0)

@@ -104,7 +104,7 @@ class LearnedSelection(Codec):
     learns = True
     selects = True
     group_state = frozenset({"clock", "autoencoder", "error", "coded", "codes", *_OPTIMIZER_KEYS})
-    defaults = PlanDefaults(warmup_steps=200)
+    defaults = PlanDefaults(warmup_steps=200, group_bytes=0)
     settings: Any
 
     @abstractmethod

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -26,6 +27,9 @@ from gradlab.segments import segments
 
 # A step with compressed groups also agrees on one float32: are all gradients finite on all ranks?
 FINITE_FLAG_BYTES = 4
+# Bytes of gradients: layers below the first share groups of at most the second, where so many follow one another. On a
+# CPU a layer by itself costs 50 to 500 microseconds of Python and kernel launches in a step.
+SMALL_LAYER_BYTES, SMALL_GROUP_BYTES, FEWEST_SMALL = 2**16, 2**20, 8
 
 
 @dataclass(frozen=True)
@@ -216,8 +220,10 @@ class Plan:
         """Build a plan that gives every layer the same codec with the same settings. The other layers stay dense.
 
         An argument that is None takes the codec's own default (`Codec.defaults`): for most codecs layers of at least
-        two dimensions and 256 elements, of all roles, each in a group of its own, from the first iteration on. Signs
-        take every layer, in groups of 4 MiB; GradiVeQ takes weight matrices, after 2500 iterations.
+        two dimensions and 256 elements, of all roles, from the first iteration on. Eight or more layers below 64 KiB
+        that follow one another share groups of at most 1 MiB: they travel and are computed together, and each keeps its
+        own scales, thresholds and selections. Each other layer has a group of its own. Signs take every layer, in
+        groups of 4 MiB; GradiVeQ takes weight matrices, after 2500 iterations.
 
         Args:
             model: the model, or its layers.
@@ -230,8 +236,8 @@ class Plan:
             minimum_numel: elements that a layer needs to be compressed.
             roles: roles of the layers that are compressed, such as ("convolution",); () compresses none. Where roles
                 leave more than half of the model's bytes dense, a warning names them.
-            group_bytes: bytes of gradients up to which consecutive layers share a group. 0: one group per layer,
-                math.inf: one group of all layers.
+            group_bytes: bytes of gradients up to which consecutive layers share a group, small or not. 0: one group
+                per layer, math.inf: one group of all layers.
             seed: of the random streams that ranks share.
             settings: of the codec, by name.
 
@@ -255,7 +261,11 @@ class Plan:
         if roles is None or roles:
             _check_coverage(codec, layers, compressed, choice)
         members = _consecutive(compressed, choice.group_bytes)
-        groups = [Group(_group_name(names), names, codec, settings, around) for names in members]
+        of_layers = {**_each_by_itself(built, choice), **settings}  # where layers share a group only to travel together
+        groups = [
+            Group(_group_name(names), names, codec, of_layers if len(names) > 1 else settings, around)
+            for names in members
+        ]
         rest = groups_of_the_rest(layers, compressed, around)
         return cls(layers, (*groups, *rest), Schedule(choice.warmup_steps), seed)
 
@@ -499,12 +509,31 @@ def _check_coverage(codec: str, layers: Sequence[Layer], compressed: Sequence[La
     warn_left_dense(line, stacklevel=4)
 
 
-def _consecutive(layers: Sequence[Layer], group_bytes: float) -> list[tuple[str, ...]]:
-    """Names of consecutive layers that share a group of at most group_bytes bytes of float32 gradients."""
+def _consecutive(layers: Sequence[Layer], group_bytes: float | None) -> list[tuple[str, ...]]:
+    """Names of consecutive layers that share a group of at most group_bytes bytes of float32 gradients.
+
+    group_bytes: None: small ones do.
+    """
+    if group_bytes is None:
+        runs = (list(run) for _, run in itertools.groupby(layers, lambda layer: 4 * layer.numel < SMALL_LAYER_BYTES))
+        cut = (segments(run, lambda layer: 4 * layer.numel, _group_bytes_of(run)) for run in runs)
+        return [tuple(layer.name for layer in group) for groups in cut for group in groups]
     if not isinstance(group_bytes, (int, float)) or not group_bytes >= 0:
         raise GradlabError(f"plan: group_bytes = {group_bytes!r}, expected a number from 0")
     runs = segments(layers, lambda layer: 4 * layer.numel, group_bytes)
     return [tuple(layer.name for layer in run) for run in runs]
+
+
+def _each_by_itself(codec: Codec, choice: PlanDefaults) -> dict[str, Any]:
+    """Settings by which each layer of a group that only is to save time keeps its own selection."""
+    selects = codec.selects and any(field.name == "across_layers" for field in fields(codec.settings))
+    return {"across_layers": False} if selects and choice.group_bytes is None else {}
+
+
+def _group_bytes_of(run: Sequence[Layer]) -> int:
+    """The most bytes of a group in a run of layers that are all small, or all not."""
+    many_small = len(run) >= FEWEST_SMALL and 4 * run[0].numel < SMALL_LAYER_BYTES
+    return SMALL_GROUP_BYTES if many_small else 0
 
 
 def _group_name(layers: Sequence[str]) -> str:

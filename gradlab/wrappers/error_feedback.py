@@ -9,13 +9,13 @@ Resets, and the residual in 8 bits: Xie, Lin, Toh, Zhou, "LoCo", IEEE TPAMI 2025
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from gradlab.codec import Codec, Context, Deferred, Exchanged, Tensors
+from gradlab.codec import Codec, Context, Deferred, Exchanged, Tensors, concatenate, separate
 from gradlab.codec.contraction import contraction_setting, exchange_scaled, first_zeta, needs_scaling
 from gradlab.codec.settings import setting
 from gradlab.codec.wrapper import (
@@ -58,6 +58,7 @@ class ErrorFeedback(Wrapper):
     name = "error_feedback"
     keys = ("residual", "zeta")
     keeps_residual = True
+    frees_gradients = True
 
     @dataclass(frozen=True)
     class Settings:
@@ -98,6 +99,10 @@ class ErrorFeedback(Wrapper):
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         residual = self._residual(grads, state, context)
         inputs = add(grads, residual, context)
+        if len(residual) < len(grads):  # a gradient is the compressor's input, and its memory is still read
+            context = replace(context, reuse=False, spare={})
+        elif self.settings.keep == "unselected":
+            context = replace(context, reuse=False)
         done, errors, measured = yield from exchange_contracting(self, inputs, state, context)
         kept_back = unselected(inputs, done.own) if self.settings.keep == "unselected" else errors
         kept = self._held(grads, state, context)
@@ -125,6 +130,10 @@ class ErrorFeedback(Wrapper):
 
     def _residual(self, grads: Tensors, state: Tensors, context: Context) -> Tensors:
         residuals = {}
+        if not context.follows_rates(self.settings.step_size_ratio) and self.settings.buffer == "float32":
+            kept = {name: state[key] for name in grads if (key := f"{name}/residual") in state}
+            factor = self.settings.carried
+            return kept if factor == 1.0 else {name: value * factor for name, value in kept.items()}
         for name in grads:
             residual = load_buffer(state, name, "residual")
             if residual is not None and not context.stands_still(name, self.settings.step_size_ratio):
@@ -141,10 +150,20 @@ class ErrorFeedback(Wrapper):
 
 def add(grads: Tensors, residual: Tensors, context: Context) -> Tensors:
     """Add residuals to gradients, by layer; a layer without a residual keeps its gradient."""
+    if len(grads) > 1 and residual.keys() == grads.keys() and same_dtype((*grads.values(), *residual.values())):
+        # One sum of all layers, which then lie one after another.
+        total = context.workspace.empty((sum(grad.numel() for grad in grads.values()),), next(iter(grads.values())))
+        torch.cat([grad.reshape(-1) for grad in grads.values()], out=total)
+        return separate(total.add_(concatenate({name: residual[name] for name in grads})), grads)
     return {
         name: torch.add(grad, residual[name], out=context.workspace.empty_like(grad)) if name in residual else grad
         for name, grad in grads.items()
     }
+
+
+def same_dtype(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether all tensors have one dtype."""
+    return len({tensor.dtype for tensor in tensors}) == 1
 
 
 def exchange_contracting(

@@ -8,24 +8,20 @@ is the server of one part, so that no link carries more than the others.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 
 from gradlab.codec import Codec, Compressor, Context, Deferred, Exchanged, Tensors, concatenate, separate
+from gradlab.codec.compressor import Payload, Shard, Sharded
 from gradlab.codec.contraction import contraction_setting, needs_scaling, next_zeta, scale_down
 from gradlab.codec.settings import setting
 from gradlab.codec.wrapper import Wrapper, buffer_setting, load_buffer, state_names, step_size_setting, store_buffer
-from gradlab.collectives import AllToAll, Broadcast, Coroutine, Gather
+from gradlab.collectives import Broadcast, Coroutine, Gather
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
-
-Shard = tuple[int, int]
-Payload = tuple[torch.Tensor, ...]
 
 
 class TwoWay(Wrapper):
@@ -74,32 +70,20 @@ class TwoWay(Wrapper):
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         vector, shapes = concatenate(grads), self._shapes(grads)
         shards = self.shards(shapes, context.world_size, context.group)
-        codecs = [self.compressor.for_layers(shapes).part(a, b) for a, b in shards]
-        sent = [
-            codec.compress(vector[a:b], context.rank_generator("shard", a))
-            for codec, (a, b) in zip(codecs, shards, strict=True)
-        ]
-        received = yield tuple(AllToAll(parts) for parts in zip(*sent, strict=True))
-        (start, stop), codec = shards[context.rank], codecs[context.rank]
-        average = context.workspace.zeros_like(vector[start:stop])
-        codec.add_all(average, zip(*received, strict=True), 1.0 / context.world_size)
+        sharded = Sharded(self.compressor.for_layers(shapes), vector, shards, context)
+        average, codec = (yield from sharded.average()), sharded.codec
         held = self._server_residual(grads, state, context, average)
         carried = self._rescaled(held, context)
         average += carried
         zeta = self._zeta(codec, average, grads, state, context)
         scaled = average if zeta is None else scale_down(average, zeta, context)
         answer = codec.compress(scaled, context.rank_generator("server"))
-        answers = yield self._answer_requests(answer, sent, context)
-        mean = self._decoded(vector, shards, codecs, self._by_shard(answers, sent), context)
-        own = Deferred(
-            grads,
-            lambda: separate(self._decoded(vector, shards, codecs, sent, context), grads),
-            lambda: separate(self._decoded(vector, shards, codecs, sent, context, residual=True), grads),
-        )
+        answers = yield self._answer_requests(answer, sharded, context)
+        mean = context.alike(lambda: sharded.mean(self._by_shard(answers, sharded.sent), grads))
         kept = self._kept(held, average, codec, answer, context) | self._measured(zeta, average, codec, answer, grads)
         cuts = [len(piece) for piece in held.values()]
         asked = Deferred(grads, lambda: dict(zip(held, (average - carried).split(cuts), strict=True)))
-        return Exchanged(separate(mean, grads), own, kept, server_input=asked)
+        return Exchanged(mean, sharded.own(grads), kept, server_input=asked)
 
     def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         """Send the servers' residuals along: each server adds N times its residual to its own gradient."""
@@ -120,54 +104,26 @@ class TwoWay(Wrapper):
         return self.compressor.shapes_of(self.compressor.layers_of(grads))
 
     def shards(self, shapes: Sequence[Sequence[int]], world_size: int, group: str = "") -> list[Shard]:
-        """Return each rank's shard (start, stop) of layers of these shapes: whole blocks, or all on one rank.
-
-        A group of one block cannot be cut. Its server follows from its name, so that groups have different servers.
-        """
-        numel, codec = sum(map(math.prod, shapes)), self.compressor.for_layers(shapes)
-        if self.settings.server == "sharded" and codec.blocks(numel) > 1:
-            return list(pairwise(codec.bounds(numel, world_size)))
-        root = self.settings.server_rank if self.settings.server == "rank" else zlib.crc32(group.encode()) % world_size
+        """Return each rank's shard (start, stop) of layers of these shapes: whole blocks, or all on one rank."""
+        numel, root = sum(map(math.prod, shapes)), self.settings.server_rank
+        if self.settings.server == "sharded":
+            return self.compressor.for_layers(shapes).shards(numel, world_size, group)
         if root >= world_size:
             raise GradlabError(f"two_way: server_rank = {root} at world size {world_size}")
         return [(0, numel) if rank == root else (numel, numel) for rank in range(world_size)]
 
-    def _answer_requests(
-        self, answer: Payload, sent: Sequence[Payload], context: Context
-    ) -> tuple[Broadcast | Gather, ...]:
-        """Requests by which the answers reach all ranks: one server's by a broadcast, all servers' by a gather.
-
-        An answer has the sizes of what was sent to its server.
-        """
-        if self.settings.server == "rank":
-            root = self.settings.server_rank
-            parts = answer if context.rank == root else tuple(torch.zeros_like(part) for part in sent[root])
-            return tuple(Broadcast(part, root) for part in parts)
-        lengths = [tuple(len(part) for part in shards) for shards in zip(*sent, strict=True)]
-        return tuple(Gather(part, lengths=known) for part, known in zip(answer, lengths, strict=True))
+    def _answer_requests(self, answer: Payload, sharded: Sharded, context: Context) -> tuple[Broadcast | Gather, ...]:
+        """Requests by which the answers reach all ranks: one server's by a broadcast, all servers' by a gather."""
+        if self.settings.server == "sharded":
+            return sharded.gathers(answer)
+        root = self.settings.server_rank
+        parts = answer if context.rank == root else tuple(torch.zeros_like(part) for part in sharded.sent[root])
+        return tuple(Broadcast(part, root) for part in parts)
 
     def _by_shard(self, answers: Sequence[Any], sent: Sequence[Payload]) -> Sequence[Payload]:
         if self.settings.server == "rank":  # the other shards are empty, and so is what was sent to them
             return [tuple(answers) if rank == self.settings.server_rank else own for rank, own in enumerate(sent)]
         return list(zip(*answers, strict=True))
-
-    def _decoded(
-        self,
-        vector: torch.Tensor,
-        shards: Sequence[Shard],
-        codecs: Sequence[Compressor],
-        payloads: Sequence[Payload],
-        context: Context,
-        residual: bool = False,
-    ) -> torch.Tensor:
-        """Decode one payload per shard to a vector (numel,); residual: `vector` less the decoded one instead."""
-        out = context.workspace.empty_like(vector)
-        for codec, payload, (start, stop) in zip(codecs, payloads, shards, strict=True):
-            if stop > start and residual:
-                codec.residual_into(out[start:stop], vector[start:stop], payload)
-            elif stop > start:
-                codec.decompress_into(out[start:stop], payload)
-        return out
 
     def _server_residual(self, grads: Tensors, state: Tensors, context: Context, like: torch.Tensor) -> Tensors:
         """The server residual of this rank's shard, by layer, (elements in the shard,), in the dtype of `like`."""

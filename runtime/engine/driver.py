@@ -37,7 +37,6 @@ from gradlab.runtime.engine.statistics import Statistics, StepRecord
 from gradlab.runtime.network.communicator import Communicator
 from gradlab.runtime.network.faults import CommunicationError, Reasons
 from gradlab.runtime.network.in_flight import InPlaceMean
-from gradlab.segments import SMALL, segments
 from gradlab.workspace import RecyclingWorkspace
 
 Result = TypeVar("Result")
@@ -242,7 +241,9 @@ class StepDriver:
         self.rules.see_rates(rates)
         step = self.run.begin(rates, scale, self._surroundings.parameters)
         record = StepRecord(self.run.iteration, step.compressing, loss_scale=scale)
-        self.current = Iteration(step, record, Ticks(self._issue), self._is_measured(step.compressing))
+        self.current = Iteration(
+            step, record, Ticks(self._issue, self._options.segment_bytes), self._is_measured(step.compressing)
+        )
 
     def add(self, part: Part) -> None:
         """Take in a part: start the exchanges that it completes.
@@ -261,8 +262,9 @@ class StepDriver:
             else:
                 begun = [self._dense(current, part, rest)] if rest else []
                 begun += [self._group(current, part, name) for name in complete]
-                for segment in segments(begun, lambda pair: pair[1], self._options.segment_bytes, SMALL):
-                    current.ticks.tick([running for running, _ in segment])
+                for running, nbytes in begun:
+                    current.ticks.start(running, nbytes)
+                current.ticks.end_part()
 
     def drain(self) -> None:
         """Wait until the results of all complete groups are written, and the means of all whole buffers."""
@@ -328,7 +330,8 @@ class StepDriver:
             last = current.parts[-1].index if current.parts else 0
             agreement = current.step.agree(self.communicator.device, notice=bool(self.rules.pending))
             with self._timed(current):
-                current.ticks.tick([Running("finite flag", agreement, last, watch=self._watch)])
+                current.ticks.start(Running("finite flag", agreement, last, watch=self._watch), 0)
+                current.ticks.tick()
 
     def _await_results(self, current: Iteration) -> None:
         """Wait until all results are written, and settle parts as far as nothing can change them."""
@@ -475,10 +478,10 @@ class StepDriver:
             still_used = (*done.state.values(), *self.run.states.get(name, {}).values(), *gradients.values())
             self._workspace.give_back((*done.mean.values(), *done.compressor_input.values()), still_used)
 
+        # What is measured is measured on the gradients, after the exchange.
+        exchange = current.step.exchange(name, reuse=not current.measured)
         described = "+".join([innermost(codec).name, *(wrapper.name for wrapper in wrappers_of(codec))])
-        running = Running(
-            name, current.step.exchange(name), part.index, codec=described, finish=finish, watch=self._watch
-        )
+        running = Running(name, exchange, part.index, codec=described, finish=finish, watch=self._watch)
         return running, sum(grad.nbytes for grad in gradients.values())
 
     def _measure(self, current: Iteration, name: str, gradients: Tensors, done: Exchanged) -> None:
@@ -507,5 +510,7 @@ class StepDriver:
 
 def _write(gradients: Tensors, done: Exchanged) -> None:
     """Put a group's mean where its gradients were."""
-    for layer, gradient in gradients.items():
-        gradient.copy_(done.mean[layer])
+    pairs = [(gradient, done.mean[layer]) for layer, gradient in gradients.items()]
+    pairs = [(gradient, mean) for gradient, mean in pairs if mean.data_ptr() != gradient.data_ptr()]
+    if pairs:
+        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))

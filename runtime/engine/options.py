@@ -11,7 +11,7 @@ import torch
 from gradlab.ddp.optimizers import check_optimizer_and_scaler, is_plain_sgd
 from gradlab.errors import GradlabError
 from gradlab.executor.rules import levels
-from gradlab.segments import SEGMENT_BYTES
+from gradlab.executor.ticks import SEGMENT_BYTES
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class ShardReduction:
     def forecast_payload_bytes(self) -> float:
         """Bytes that this rank contributes in a compressed step, by the plan, for float32 gradients: to every shard's
         owner, itself among them."""
-        of_shard = self.plan.payload_bytes(len(self.runs))
+        of_shard = self.plan.payload_bytes(1)  # every part is gathered in one round, whatever the number of ranks
         return len(self.runs) * (of_shard - (FINITE_FLAG_BYTES if self.plan.compressed_groups else 0))
 
     def report(self) -> dict[str, Any]:

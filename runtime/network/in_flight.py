@@ -119,28 +119,6 @@ class _FusedGather(Fused):
         return [list(tensors) for tensors in zip(*by_rank, strict=True)]
 
 
-class _KnownGather(Fused):
-    """Several Gathers of lengths that all ranks know, as one all-to-all of bytes: each sends its own to all."""
-
-    def __init__(self, communicator: Communicator, requests: Sequence[Gather]) -> None:
-        self._communicator = communicator
-        ranks = range(communicator.world_size)
-        tensors = [(request.tensor, request.lengths or ()) for request in requests]
-        self._like = [[tensor.new_empty(lengths[rank]) for tensor, lengths in tensors] for rank in ranks]
-        packed = _pack([request.tensor for request in requests], communicator)
-        self._sizes = [sum(tensor.nbytes for tensor in like) for like in self._like]
-        if packed.numel() != self._sizes[communicator.rank]:
-            raise GradlabError(f"Gather of {packed.numel()} bytes, announced {self._sizes[communicator.rank]}")
-        copies = packed.repeat(communicator.world_size)
-        self._out, self._work = communicator.all_to_all(copies, [packed.numel() for _ in ranks], self._sizes)
-
-    def answers(self) -> list[Any]:
-        self._communicator.wait(self._work)
-        rows = zip(self._out.split(self._sizes), self._like, strict=True)
-        by_rank = [_unpack(row, like, self._communicator) for row, like in rows]
-        return [list(tensors) for tensors in zip(*by_rank, strict=True)]
-
-
 class _VaryingGather(Fused):
     """Several Gathers of varying lengths: an all-gather of the lengths, then one of the bytes, padded."""
 
@@ -181,22 +159,44 @@ class _FusedBroadcast(Fused):
 
 
 class _FusedAllToAll(Fused):
-    """Several AllToAlls as one of bytes; destination j's parts of all requests lie together."""
+    """Several AllToAlls, and Gathers of lengths that all ranks know, as one all-to-all of bytes.
 
-    def __init__(self, communicator: Communicator, requests: Sequence[AllToAll]) -> None:
+    Destination j's parts of all requests lie together. What is gathered goes to all destinations.
+    """
+
+    def __init__(self, communicator: Communicator, requests: Sequence[AllToAll | Gather]) -> None:
         self._communicator = communicator
-        packed = [
-            _pack([request.tensors[j] for request in requests], communicator) for j in range(communicator.world_size)
-        ]
+        ranks = range(communicator.world_size)
+        for request in requests:
+            _check_length(request, communicator.rank)
+        packed = [_pack([_part_for(request, j) for request in requests], communicator) for j in ranks]
+        self._like = [[_part_from(request, j, communicator.rank) for request in requests] for j in ranks]
+        self._sizes = [sum(tensor.nbytes for tensor in like) for like in self._like]
         sizes = [part.numel() for part in packed]
-        self._own = [request.tensors[communicator.rank] for request in requests]
-        self._out, self._work = communicator.all_to_all(_joined(packed, communicator), sizes)
+        self._out, self._work = communicator.all_to_all(_joined(packed, communicator), sizes, self._sizes)
 
     def answers(self) -> list[Any]:
         self._communicator.wait(self._work)
-        rows = self._out.view(self._communicator.world_size, -1)
-        by_rank = [_unpack(row, self._own, self._communicator) for row in rows]
+        rows = zip(self._out.split(self._sizes), self._like, strict=True)
+        by_rank = [_unpack(row, like, self._communicator) for row, like in rows]
         return [list(tensors) for tensors in zip(*by_rank, strict=True)]
+
+
+def _check_length(request: AllToAll | Gather, rank: int) -> None:
+    if isinstance(request, Gather) and request.lengths and request.lengths[rank] != request.tensor.numel():
+        raise GradlabError(f"Gather of {request.tensor.numel()} elements, announced {request.lengths[rank]}")
+
+
+def _part_for(request: AllToAll | Gather, destination: int) -> torch.Tensor:
+    """What a rank is sent of a request."""
+    return request.tensors[destination] if isinstance(request, AllToAll) else request.tensor
+
+
+def _part_from(request: AllToAll | Gather, source: int, rank: int) -> torch.Tensor:
+    """A tensor of the shape of what comes from a rank."""
+    if isinstance(request, AllToAll):
+        return request.tensors[rank]
+    return request.tensor.new_empty((request.lengths or ())[source])
 
 
 class _FusedRing(Fused):
@@ -300,7 +300,6 @@ _FUSED: dict[Any, Any] = {
     Mean: _FusedMean,
     Gather: _FusedGather,
     "varying": _VaryingGather,
-    "lengths": _KnownGather,
     Broadcast: _FusedBroadcast,
     AllToAll: _FusedAllToAll,
     Ring: _FusedRing,

@@ -15,7 +15,7 @@ from gradlab.codecs.block_scaled import BlockScaled
 from gradlab.codecs.natural import Natural
 from gradlab.codecs.one_bit import OneBit
 from gradlab.codecs.terngrad import TernGrad, pack_ternary, unpack_ternary
-from gradlab.coding.random_bits import sixteen_random_bits
+from gradlab.coding.random_bits import RandomBits
 from gradlab.collectives import run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
@@ -54,7 +54,8 @@ def returned(codec: Compressor, vector: torch.Tensor, seed: int = 0) -> torch.Te
 
 def uniform(like: torch.Tensor, seed: int) -> np.ndarray:
     """The numbers in (0, 1) that a codec draws from this seed, 16 bits each."""
-    return (sixteen_random_bits(like, generator(seed)).double().numpy() + 2**15 + 0.5) / 2**16
+    bits = RandomBits(generator(seed), torch.device("cpu"))
+    return (bits.sixteen(like).double().numpy() + 2**15 + 0.5) / 2**16
 
 
 # --- TernGrad -------------------------------------------------------------------------------------------------------
@@ -66,8 +67,9 @@ def ternary(g: np.ndarray, chance: np.ndarray, clip: float, s: float | None = No
         limit = clip * np.sqrt(np.mean(np.square(g)))
         g = np.where(np.abs(g) > limit, np.sign(g) * limit, g)
     s = float(np.float32(np.abs(g).max(initial=0))) if s is None else s
+    # b = 1 with probability |g| / s, on the side of g: the numbers that decide count from the other end for g > 0.
     probability = np.abs(g) / s if s else np.zeros_like(g)
-    b = chance < probability
+    b = np.where(g > 0, 1 - chance, chance) < probability
     return s * np.sign(g) * b
 
 

@@ -238,20 +238,12 @@ def tensors_in(answer: Any) -> list[torch.Tensor]:
     return list(answer) if isinstance(answer, list) else [answer]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_answers_share_no_memory(kind: str) -> None:
-    """A rank may write into its answer: no other rank and no request sees it, as with real processes."""
-    tensors = rank_tensors(3)
-    kept = [tensor.clone() for tensor in tensors]
-    answers = [tensors_in(r.value[0]) for r in run_lockstep([asking(KINDS[kind](t)) for t in tensors])]
-    others = [[tensor.clone() for tensor in answer] for answer in answers]
-    for tensor in answers[0]:
-        tensor.fill_(99.0)
-    for answer, before in zip(answers[1:], others[1:], strict=True):
-        assert all(torch.equal(now, then) for now, then in zip(answer, before, strict=True))
-    assert all(torch.equal(now, then) for now, then in zip(tensors, kept, strict=True))
-    pointers = [t.untyped_storage().data_ptr() for answer in (*answers, tensors) for t in answer]
-    assert len(set(pointers)) == len(pointers)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "all-to-all"])
+def test_ranks_share_what_all_of_them_are_sent(kind: str) -> None:
+    """Copies for each of N ranks would take N^2 of a gather's memory. No rank changes an answer: see the contract."""
+    answers = [tensors_in(r.value[0]) for r in run_lockstep([asking(KINDS[kind](t)) for t in rank_tensors(3)])]
+    pointers = [[t.untyped_storage().data_ptr() for t in answer] for answer in answers]
+    assert pointers[0] == pointers[1] == pointers[2]
 
 
 @pytest.mark.parametrize("kind", ["mean", "gather", "varying", "all-to-all"])

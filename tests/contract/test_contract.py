@@ -13,7 +13,7 @@ import torch
 from gradlab import codecs
 from gradlab.codec import Codec, Context, Exchanged, Tensors, exchange_group
 from gradlab.codec.wrapper import innermost
-from gradlab.collectives import LockstepResult, run_lockstep
+from gradlab.collectives import Coroutine, LockstepResult, run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.layout import Layer
@@ -108,10 +108,29 @@ def exchanged(
     )
 
 
+def noting(coroutine: Coroutine[Exchanged], answers: list[tuple[torch.Tensor, torch.Tensor]]) -> Coroutine[Exchanged]:
+    """Run a coroutine, and keep every tensor that it is sent, with a copy."""
+    answer: Any = None
+    while True:
+        try:
+            step = coroutine.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        answer = yield step
+        answers += [(tensor, tensor.clone()) for tensor in tensors_in(answer)]
+
+
+def tensors_in(answer: Any) -> list[torch.Tensor]:
+    if isinstance(answer, torch.Tensor):
+        return [answer]
+    return [tensor for part in answer for tensor in tensors_in(part)]
+
+
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("feedback", [False, True])
 def test_exchange_is_pure(codec: str, feedback: bool) -> None:
-    """No argument is changed, and no returned state shares memory with the gradients, which DDP will overwrite."""
+    """No argument and no answer is changed, and no returned state shares memory with the gradients, which DDP will
+    overwrite."""
     plan = plan_for(codec, "model", feedback)
     (group,) = plan.groups
     method = plan.build(group)
@@ -121,9 +140,14 @@ def test_exchange_is_pure(codec: str, feedback: bool) -> None:
         kept_grads, kept_states = [clone(g) for g in grads], [clone(s) for s in states]
         learned_before = clone(getattr(method, "codec", method).learned)
         context = Context(0, 2, step, group.name, plan.seed)
+        answers: list[tuple[torch.Tensor, torch.Tensor]] = []
         results = run_lockstep(
-            [exchange_group(method, grads[rank], states[rank], replace(context, rank=rank)) for rank in range(2)]
+            [
+                noting(exchange_group(method, grads[rank], states[rank], replace(context, rank=rank)), answers)
+                for rank in range(2)
+            ]
         )
+        assert all(torch.equal(now, before) for now, before in answers)
         for rank in range(2):
             assert all(torch.equal(grads[rank][name], kept_grads[rank][name]) for name in SHAPES)
             assert all(torch.equal(states[rank][key], kept_states[rank][key]) for key in kept_states[rank])

@@ -115,7 +115,7 @@ def _quantized(codec: BlockScaled) -> Callable[[Selections], torch.Tensor]:
         generator = torch.Generator().manual_seed(0)
         totals = torch.zeros_like(selections.values)
         for total, values in zip(totals.flatten(0, 1), selections.values.flatten(0, 1), strict=True):
-            codec.add_all(total, [codec.compress(values, generator)], 1.0)
+            codec.average_into(total, [codec.compress(values, generator)], 1.0)
         return totals
 
     return decoded

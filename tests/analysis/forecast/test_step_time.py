@@ -592,11 +592,6 @@ def test_segments_hold_at_least_one_exchange() -> None:
     assert [[e.gradient_bytes for e in segment] for segment in cut] == [[5], [20], [4, 6], [1]]
 
 
-def test_what_is_too_small_for_a_segment_takes_the_next_along() -> None:
-    cut = [list(segments(sizes, float, 10, 0.5)) for sizes in ([5, 20, 4, 6, 1], [4, 20, 1, 1, 30], [4, 5, 6])]
-    assert cut == [[[5], [20], [4, 6], [1]], [[4, 20], [1, 1, 30]], [[4, 5], [6]]]
-
-
 @pytest.mark.parametrize(
     ("compute", "nodes", "speed"), [(-1.0, 2, 1.0), (math.nan, 2, 1.0), (1.0, 0, 1.0), (1.0, 2, 2.0)]
 )

@@ -1,0 +1,123 @@
+"""Processor time that a step of many small layers takes, codec by codec, beside the identity plan.
+
+    python benchmarks/small_layers.py [--layers 300 1000] [--codecs topk sign] [--repeats 15] [--rows ROWS.jsonl]
+    python benchmarks/small_layers.py --rows ROWS.jsonl --table
+
+One rank of a real process group takes real steps (`gradlab.runtime.Exchange`), so that what is counted is the machinery
+and the codecs, and no network. "default" is the codec's uniform plan, "per layer" the same with a group for each layer,
+"grouped" with all layers in groups of 4 MiB. The plans take turns, and a figure is the median of the calling thread's
+processor time. "us per layer" is that of the default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from layer_lists import small_layers
+from rows import Row, read
+
+from gradlab.layout import Layer
+from gradlab.plan import Plan
+from gradlab.runtime import Exchange
+
+CODECS: dict[str, dict[str, Any]] = {
+    "identity": {},
+    "cast": {},
+    "natural": {},
+    "block_scaled": {},
+    "qsgd": {},
+    "terngrad": {},
+    "sign": {},
+    "one_bit": {},
+    "topk": {"density": 0.01},
+    "sampled_threshold": {"density": 0.01},
+    "threshold": {},
+    "random_k": {"density": 0.01},
+    "clt_k": {"density": 0.01},
+    "dct_topk": {},
+    "powersgd": {"rank": 1},
+    "gradiveq": {"ratio": 16.0, "complement": 1.0, "drawn": "coordinates", "warmup_steps": 0, "compressed_steps": 0},
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "per layer": {"group_bytes": 0},
+    "grouped": {"group_bytes": 4 * 2**20},
+}
+
+
+def measured(layers: list[Layer], codec: str, repeats: int) -> Iterator[Row]:
+    """Time the forms of one codec's plan, in turns."""
+    generator = torch.Generator().manual_seed(0)
+    gradients = {layer.name: torch.randn(layer.shape, generator=generator) for layer in layers}
+    parameters = {layer.name: torch.zeros(layer.shape, requires_grad=True) for layer in layers}
+    plans = {form: Plan.uniform(layers, codec, **CODECS[codec], **choice) for form, choice in FORMS.items()}
+    exchanges = {form: Exchange(plan, parameters.items()) for form, plan in plans.items()}
+    seconds: dict[str, list[float]] = {form: [] for form in FORMS}
+    for turn in range(repeats + 3):
+        for form, exchange in exchanges.items():
+            given = {name: gradient.clone() for name, gradient in gradients.items()}
+            began = time.thread_time()
+            exchange.step(given)
+            if turn > 2:  # the first steps learn and warm up
+                seconds[form].append(time.thread_time() - began)
+    for form, exchange in exchanges.items():
+        low, middle, high = statistics.quantiles(seconds[form], n=4)
+        yield {
+            "layers": len(layers),
+            "codec": codec,
+            "form": form,
+            "groups": len(plans[form].compressed_groups),
+            "milliseconds": 1e3 * middle,
+            "quartiles": [1e3 * low, 1e3 * high],
+        }
+        exchange.close()
+
+
+def table(rows: list[Row]) -> None:
+    """Print the table."""
+    print(f"{'layers':>6} {'codec':20} {'identity':>9} {'default':>9} {'per layer':>9} {'grouped':>9}   us per layer")
+    by_key = {(row["layers"], row["codec"], row["form"]): row["milliseconds"] for row in rows}
+    for layers, codec in dict.fromkeys((row["layers"], row["codec"]) for row in rows):
+        times = [by_key[layers, codec, form] for form in FORMS]
+        shown = " ".join(f"{one:9.2f}" for one in (by_key.get((layers, "identity", "default"), float("nan")), *times))
+        print(f"{layers:6d} {codec:20} {shown}   {1e3 * times[0] / layers:.1f}")
+
+
+def main() -> None:
+    """Measure, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs="+", default=[300, 1000])
+    parser.add_argument("--codecs", nargs="+", choices=list(CODECS), default=list(CODECS))
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--rows", type=Path)
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    if options.table:
+        table(read(options.rows))
+        return
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    rows = []
+    for count in options.layers:
+        for codec in options.codecs:
+            for row in measured(small_layers(count), codec, options.repeats):
+                rows.append(row)
+                if options.rows:
+                    with options.rows.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
+    table(rows)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Choose and code positions layer by layer in a group of layers, in a few calls for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradlab.codec.sparsifier import largest
+from gradlab.coding.positions import chosen, decode, encode, index_bytes, varies
+
+_TOGETHER = 2**16  # elements of a layer up to which layers of one size are stacked
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Layers of one size, of which as many elements are sent.
+
+    starts: of the layers in the group's vector, (m, 1).
+    size: elements of a layer.
+    count: elements sent of a layer.
+    coding: of their positions: one whose size is known.
+    """
+
+    starts: torch.Tensor
+    size: int
+    count: int
+    coding: str
+
+    @property
+    def positions(self) -> int:
+        """How many positions there are."""
+        return len(self.starts) * self.count
+
+    @property
+    def numel(self) -> int:
+        """What positions are coded below: those of a bit map count through all the layers."""
+        return self.size * (len(self.starts) if self.coding == "bitmap" else 1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all their positions, encoded."""
+        return index_bytes(self.coding, self.positions, self.numel)
+
+
+class EachLayer:
+    """Where a fixed number of elements of each layer of a group lie.
+
+    Layers of one size lie together in the order of values and codes, so that they take one call. A position is coded
+    within its layer, as that of a group of one layer is. A coding whose size depends on the positions is of all of them
+    together.
+
+    Args:
+        sizes: elements of each layer.
+        counts: elements sent of each layer.
+        coding: one of `CODINGS`.
+
+    Attributes:
+        count: elements sent in all.
+        nbytes: of their encoded positions; an estimate if the coding's size depends on them.
+    """
+
+    def __init__(self, sizes: Sequence[int], counts: Sequence[int], coding: str) -> None:
+        self.numel, self.count, self._coding = sum(sizes), sum(counts), coding
+        starts = [0]
+        for size in sizes:
+            starts.append(starts[-1] + size)
+        of_size: dict[tuple[int, int], list[int]] = {}
+        for start, size, count in zip(starts, sizes, counts, strict=False):
+            if count:
+                of_size.setdefault((size, count), []).append(start)
+        self._joint = varies(coding)
+        self._classes = [
+            Alike(torch.tensor(found).view(-1, 1), size, count, chosen(coding, count, size))
+            for (size, count), found in of_size.items()
+        ]
+        of_all = index_bytes(coding, self.count, self.numel) if self._joint else 0
+        self.nbytes = of_all if self._joint else sum(one.nbytes for one in self._classes)
+        self._moved: dict[torch.device, list[torch.Tensor]] = {}
+
+    def largest(self, vector: torch.Tensor) -> torch.Tensor:
+        """Find the positions of the largest magnitudes of each layer, in the order of coding: (count,), int64.
+
+        vector: the group's, (numel,).
+        """
+        return self.select(vector, lambda layer, count: largest(layer, count))
+
+    def select(self, vector: torch.Tensor, choose: Any) -> torch.Tensor:
+        """Find positions in the order of coding, (count,), int64.
+
+        vector: the group's, (numel,).
+        choose: returns the positions (count,) within one large layer, from its values and the count. Of small layers
+            the largest magnitudes are taken.
+        """
+        found = [torch.empty(0, dtype=torch.int64, device=vector.device)]
+        for one, starts in zip(self._classes, self._starts(vector.device), strict=True):
+            layers = [vector[start : start + one.size] for start in one.starts.view(-1).tolist()]
+            if one.size > _TOGETHER or len(layers) == 1:
+                places = torch.stack([choose(layer, one.count) for layer in layers])
+            else:
+                places = torch.stack(layers).abs_().topk(one.count, 1, sorted=False).indices
+            if one.coding == "bitmap":
+                places = places.sort(1).values
+            found.append(places.add_(starts).view(-1))
+        positions = torch.cat(found)
+        return positions.sort().values if self._joint else positions
+
+    def encode(self, positions: torch.Tensor) -> torch.Tensor:
+        """Encode positions in the order of coding: (bytes,), uint8."""
+        if self._joint:
+            return encode(positions, self.numel, self._coding)
+        parts, first = [torch.empty(0, dtype=torch.uint8, device=positions.device)], 0
+        for one, starts in zip(self._classes, self._starts(positions.device), strict=True):
+            within = positions[first : first + one.positions].view(-1, one.count) - self._zero(one, starts)
+            parts.append(encode(within.view(-1), one.numel, one.coding))
+            first += one.positions
+        return torch.cat(parts)
+
+    def decode(self, encoded: torch.Tensor) -> torch.Tensor:
+        """Decode what `encode` returned."""
+        if self._joint:
+            return decode(encoded, self.count, self.numel, self._coding)
+        parts, first = [torch.empty(0, dtype=torch.int64, device=encoded.device)], 0
+        for one, starts in zip(self._classes, self._starts(encoded.device), strict=True):
+            within = decode(encoded[first : first + one.nbytes], one.positions, one.numel, one.coding)
+            parts.append((within.view(-1, one.count) + self._zero(one, starts)).view(-1))
+            first += one.nbytes
+        return torch.cat(parts)
+
+    @staticmethod
+    def _zero(one: Alike, starts: torch.Tensor) -> torch.Tensor:
+        """The positions in the group's vector that are coded as 0, (m, 1)."""
+        if one.coding != "bitmap":
+            return starts
+        return starts - torch.arange(len(starts), device=starts.device).view(-1, 1) * one.size
+
+    def _starts(self, device: torch.device) -> list[torch.Tensor]:
+        if device not in self._moved:
+            self._moved[device] = [one.starts.to(device) for one in self._classes]
+        return self._moved[device]
