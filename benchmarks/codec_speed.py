@@ -42,6 +42,7 @@ _ITERATIONS_BEFORE = {"lgc_ring": 3, "lgc_server": 3, "gradiveq": 2}
 # The recommended form, at d = K / 20: two samples of 32 slices give the fitted half its axes.
 _HALF = {"ratio": 20.0, "complement": 0.5, "whitening": False, "pooled": 32, "sample_steps": 2, "compressed_steps": 0}
 CASES: dict[str, list[dict[str, Any]]] = {
+    "identity": [{}],
     "cast": [{"dtype": "float16"}],
     "natural": [{}],
     "block_scaled": [{"dtype": "int8"}, {"dtype": "int4"}, {"dtype": "float8_e4m3fn"}],

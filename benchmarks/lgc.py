@@ -224,7 +224,7 @@ def times(repeats: int = 30) -> list[Row]:
     generator = torch.Generator().manual_seed(0)
     ring, server = Architecture(), Architecture(decoders=RANKS, innovation=True)
     of_ring, of_server = ring.initial(generator), server.initial(generator)
-    quantizer = BlockScaled(BlockScaled.Settings("int8"))
+    quantizer = BlockScaled(BlockScaled.Settings("int8", aggregation="gather"))
     for count in (750, 2700, 11200):
         values = torch.randn(count, generator=generator)
         vector = padded(values, ring)
@@ -236,7 +236,7 @@ def times(repeats: int = 30) -> list[Row]:
             partial(server.encode, of_server, vector),
             lambda code=code, v=vector: [server.decode(of_server, code, k, v) for k in range(RANKS)],  # type: ignore[misc]
             partial(quantizer.compress, values, generator),
-            partial(quantizer.add_all, total, [payload] * RANKS, 1 / RANKS),
+            partial(quantizer.average_into, total, [payload] * RANKS, 1 / RANKS),
         ]
         seconds: list[list[float]] = [[] for _ in cases]
         for _ in range(repeats):

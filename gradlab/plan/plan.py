@@ -520,8 +520,8 @@ def _consecutive(layers: Sequence[Layer], group_bytes: float | None) -> list[tup
         return [tuple(layer.name for layer in group) for groups in cut for group in groups]
     if not isinstance(group_bytes, (int, float)) or not group_bytes >= 0:
         raise GradlabError(f"plan: group_bytes = {group_bytes!r}, expected a number from 0")
-    runs = segments(layers, lambda layer: 4 * layer.numel, group_bytes)
-    return [tuple(layer.name for layer in run) for run in runs]
+    cut_runs = segments(layers, lambda layer: 4 * layer.numel, group_bytes)
+    return [tuple(layer.name for layer in run) for run in cut_runs]
 
 
 def _each_by_itself(codec: Codec, choice: PlanDefaults) -> dict[str, Any]:

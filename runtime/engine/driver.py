@@ -513,4 +513,4 @@ def _write(gradients: Tensors, done: Exchanged) -> None:
     pairs = [(gradient, done.mean[layer]) for layer, gradient in gradients.items()]
     pairs = [(gradient, mean) for gradient, mean in pairs if mean.data_ptr() != gradient.data_ptr()]
     if pairs:
-        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+        torch._foreach_copy_([gradient for gradient, _ in pairs], [mean for _, mean in pairs])

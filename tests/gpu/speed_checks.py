@@ -13,7 +13,7 @@ from gradlab import codecs
 from gradlab.layout import Layer
 
 SUBJECTS: list[tuple[str, Mapping[str, Any]]] = [
-    (name, settings) for name in codecs.names() if name != "identity" for settings in CASES.get(name, [{}])
+    (name, settings) for name in codecs.names() for settings in CASES.get(name, [{}])
 ]
 
 
