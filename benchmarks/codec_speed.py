@@ -229,7 +229,14 @@ def main() -> None:
         slowest, aim = max(times["encode"], times["decode"]), 20 if times.get("layers") == "GPT-2 small" else 10
         unit = 1e3 * times["copy"] if options.milliseconds else 1.0
         numbers = [f"{times[key] * unit:.{2 if options.milliseconds else 1}f}" for key in ("encode", "decode", "own")]
-        row = (times["case"], times.get("layers", "one tensor"), f"{times['copy'] * 1e3:.3g}", *numbers, f"1/{slowest:.1f}", f"1/{aim}")
+        row = (
+            times["case"],
+            times.get("layers", "one tensor"),
+            f"{times['copy'] * 1e3:.3g}",
+            *numbers,
+            f"1/{slowest:.1f}",
+            f"1/{aim}",
+        )
         print(form.format(*row, "" if slowest <= aim else "missed"), flush=True)
 
 

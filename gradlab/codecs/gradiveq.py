@@ -307,9 +307,15 @@ class GradiVeQ(Codec):
         if self.settings.sample_bits == 0:
             mean = yield Mean(vector)
             return mean, lambda: vector
-        quantizer = QSGD(QSGD.Settings(self.settings.sample_bits, ring=self.settings.ring))
+        quantizer = QSGD(self._sample_settings)
         done = yield from quantizer.exchange({name: vector}, {}, replace(context, group=f"{context.group}/{name}"))
         return done.mean[name], lambda: done.own[name]
+
+    @property
+    def _sample_settings(self) -> QSGD.Settings:
+        """QSGD's for samples. They are not quantized a second time, as bases are fitted to them."""
+        form = "auto" if self.settings.ring else "gather"
+        return QSGD.Settings(self.settings.sample_bits or 8, ring=self.settings.ring, aggregation=form)
 
     def _fit(self, layer_state: Tensors, number: int, slices: int) -> Coroutine[Tensors]:
         """Fit bases to the samples. If ranks come to different ones, all take rank 0's."""
@@ -526,7 +532,7 @@ class GradiVeQ(Codec):
             codes = self._codes_of(whole, layer_state, size) * (2 if settings.bfloat16 else 4)
             return codes + 4 * (tail + (settings.monitor != "off")) + self._digest_bytes(whole) * fits
         bits = settings.sample_bits
-        quantizer = QSGD(QSGD.Settings(bits or 8, ring=settings.ring))
+        quantizer = QSGD(replace(self._sample_settings, bits=bits or 8))
         sampled = quantizer.payload_bytes([layer], world_size) if bits else 4 * layer.numel
         looked = 4 * self._numbers(whole) * self._looks_for_stability(position + 1)
         return sampled + looked + self._digest_bytes(whole) * (position + 1 >= settings.sample_steps)
