@@ -1,8 +1,7 @@
 """Write one segment of a trace: an HDF5 file that a reader may open while it grows and that survives a kill.
 
 HDF5's single-writer-multiple-reader (SWMR) mode with a flush per block keeps every committed row readable after
-kill -9. Rows are written a block of whole steps at a time, which is a chunk's height, with the chunk cache off: of
-small layers eight times the throughput of single rows.
+kill -9. A full block goes to the file as it lies in memory, chunk by chunk: HDF5 neither gathers nor caches it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,9 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+from gradlab.capture.writing.buffers import Block
 from gradlab.capture.writing.folder import NEW
+from gradlab.capture.writing.values import all_finite, chunk_checksums, count_non_finite
 from gradlab.files import sync_folder
 from gradlab.trace.schema import (
     CHUNK_STEPS,
@@ -99,12 +100,38 @@ class SegmentWriter:
     ) -> h5py.Dataset:
         return group.create_dataset(name, shape=(0, *row), maxshape=(None, *row), dtype=dtype, chunks=chunks)
 
+    def append_block(self, block: Block, start: int, stop: int) -> None:
+        """Write and commit steps of a block. Their numbers of non-finite elements are filled in.
+
+        Args:
+            block: of the manifest's layers.
+            start, stop: its rows that are new.
+        """
+        layers, records = range(len(self._gradients)), block.records[start:stop]
+        if (start, stop) != (0, self._rows) or block.rows != self._rows or self.committed % self._rows:
+            rows = [block.stored(position, start, stop) for position in layers]
+            records["non_finite"] = count_non_finite(rows, self._manifest.dtype)
+            self.append(rows, records, block.unused[start:stop])
+            return
+        records["non_finite"] = 0
+        checksums = np.zeros((stop, len(layers)), np.uint32)
+        for position, (dataset, layer) in enumerate(zip(self._gradients, self._manifest.layers, strict=True)):
+            if dataset is not None:
+                chunks = block.chunks[position]
+                if not all_finite(chunks, self._manifest.dtype):
+                    records["non_finite"] += count_non_finite(
+                        [block.stored(position, start, stop)], self._manifest.dtype
+                    )
+                checksums[:, position] = chunk_checksums(chunks, layer.numel)
+                self._write_chunks(dataset, chunks, layer.numel)
+        self._commit(records, block.unused[start:stop], checksums)
+
     def append(self, gradients: Sequence[np.ndarray], records: np.ndarray, unused: np.ndarray) -> None:
         """Write and commit steps.
 
         Args:
             gradients: per layer, stored values (steps, numel).
-            records: `STEP_DTYPE` (steps,), whose checksums are filled in here.
+            records: `STEP_DTYPE` (steps,).
             unused: bool (steps, layers).
         """
         start, stop = self.committed, self.committed + len(records)
@@ -112,7 +139,18 @@ class SegmentWriter:
             if dataset is not None:
                 dataset.resize(stop, axis=0)
                 dataset[start:stop] = rows
-        checksums = np.stack([row_checksums(rows) for rows in gradients], axis=1)
+        self._commit(records, unused, np.stack([row_checksums(rows) for rows in gradients], axis=1))
+
+    def _write_chunks(self, dataset: h5py.Dataset, chunks: np.ndarray, numel: int) -> None:
+        """Write the next chunks of a layer of so many elements, (chunks, rows, columns), as they are."""
+        start, width = self.committed, chunks.shape[2]
+        dataset.id.set_extent((start + self._rows, numel))
+        for at, chunk in enumerate(chunks):
+            dataset.id.write_direct_chunk((start, at * width), chunk)
+
+    def _commit(self, records: np.ndarray, unused: np.ndarray, checksums: np.ndarray) -> None:
+        """Write what steps have beside gradients, then the counter that makes them valid."""
+        start, stop = self.committed, self.committed + len(records)
         bits = np.packbits(unused, axis=1)
         records = records.copy()
         records["checksum"] = record_checksums(records, bits, checksums)
