@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,6 +35,10 @@ from gradlab.trace.schema import (
 from gradlab.trace.segment import header
 
 _RECORDS_PER_CHUNK = 256
+# Bytes of a file that stay in the page cache. A small trace is read from there. Of a large one the cache would keep
+# what nobody reads, instead of what training reads. And writing to memory that a virtual machine has not used lately
+# costs eight times as much.
+CACHED_BYTES = 2**28
 
 
 class SegmentWriter:
@@ -56,6 +61,7 @@ class SegmentWriter:
         self.number = number
         self._part = self.path.with_name(self.path.name + suffix)
         self.committed = 0
+        self._ends: deque[int] = deque()  # sizes of the file after the commits whose bytes may be in the page cache
         self._manifest, self._rows = manifest, rows
         unfinished = self.path.with_name(self.path.name + NEW)
         # The oldest file format that knows SWMR, so that older HDF5 libraries can read a trace as well.
@@ -161,12 +167,28 @@ class SegmentWriter:
         self._counter[0] = stop
         self._file.flush()
         self.committed = stop
+        self._pass_to_disk()
+
+    def _pass_to_disk(self) -> None:
+        """Let the kernel begin to write what is new, and forget what it has written long ago.
+
+        The disk works while a segment grows then, and not when it is closed. What lies before the end of the first
+        commit, such as the headers of data sets, is written again and again and never forgotten.
+        """
+        descriptor = self._file.id.get_vfd_handle()
+        self._ends.append(os.fstat(descriptor).st_size)
+        if len(self._ends) > 1:
+            _forget(descriptor, self._ends[-2], self._ends[-1])  # too early to forget, so it is written only
+        while len(self._ends) > 2 and self._ends[-1] - self._ends[1] > CACHED_BYTES:
+            _forget(descriptor, self._ends.popleft(), self._ends[0])
 
     def finish(self) -> None:
         """Close the file, force it to disk, and give it its final name."""
         self._file.close()
         with open(self._part, "rb") as file:
             os.fsync(file.fileno())
+            if os.fstat(file.fileno()).st_size > CACHED_BYTES:
+                _forget(file.fileno(), 0, 0)
         os.rename(self._part, self.path)
         sync_folder(self.path.parent)
 
@@ -174,3 +196,15 @@ class SegmentWriter:
         """Close the file as far as the disk allows. Committed rows stay readable under the name .part."""
         with contextlib.suppress(OSError, RuntimeError, ValueError):
             self._file.close()
+
+
+def _forget(descriptor: int, start: int, stop: int) -> None:
+    """Start writing a range of a file to disk, and drop from the page cache what is there already. It does not wait.
+
+    Args:
+        descriptor: of the file.
+        start, stop: bytes; stop 0: to the end.
+    """
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):  # advice that a file system does not take
+            os.posix_fadvise(descriptor, start, stop - start if stop else 0, os.POSIX_FADV_DONTNEED)
