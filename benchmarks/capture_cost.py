@@ -12,8 +12,10 @@ recorder in the same round. On two cores one rank leaves a core to the writer's 
 Processor seconds are rank 0's, those that its writer still spends after a turn included: of the threads that train, of
 the recorder's writer, and of other processes that it has started, such as wandb's.
 
+Checksums are computed by zlib, or by ISA-L where it is installed: a run with it keeps rows of its own.
+
 --disk writes a gigabyte in turns: by a plain loop of writes with an fsync at the end, and by recorders of a model whose
-step is little else than its gradients, from the first step to the closed trace. Its folder is --folder, a temporary one
+gradients are there already, from the first step to the closed trace. Its folder is --folder, a temporary one
 by default. wandb.watch is timed where wandb is installed. It runs offline.
 """
 
@@ -41,6 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.capture import TraceRecorder
 from gradlab.datasets import resnet, transformer
+from gradlab.trace.crc import crc32
 
 ROWS = Path(__file__).parent / "results" / "capture-cost.jsonl"
 OFF = "no recorder"
@@ -52,6 +55,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 WATCH = "wandb.watch, every step"
 WAYS = (OFF, *SETTINGS, WATCH)
 PLAIN = "write and fsync"
+CHECKSUMS = crc32.__module__.partition(".")[0]  # "zlib" or "isal"
 WRITER = "gradlab-trace-writer"
 QUIET_SECONDS, QUIET_SHARE = 0.1, 0.05  # work is over when this process takes a smaller share of a core for so long
 
@@ -222,6 +226,7 @@ def compare(options: argparse.Namespace, folder: Path) -> list[Row]:
                 "parameters": contestant.parameters,
                 "batch": batch,
                 "ranks": dist.get_world_size(),
+                "checksums": CHECKSUMS,
                 "way": way,
                 "seconds": [round(value, 5) for value in contestant.seconds],
                 "processor": {who: round(value / counted, 5) for who, value in contestant.processor.items()},
@@ -229,7 +234,8 @@ def compare(options: argparse.Namespace, folder: Path) -> list[Row]:
             }
         )
     missing = [way for way in options.ways if way not in ways]
-    return rows + [{"model": options.model, "ranks": dist.get_world_size(), "way": way} for way in missing]
+    about = {"model": options.model, "ranks": dist.get_world_size(), "checksums": CHECKSUMS}
+    return rows + [{**about, "way": way} for way in missing]
 
 
 @dataclass
@@ -259,25 +265,37 @@ class Disk:
 
     def recorded(self, **settings: Any) -> tuple[int, float]:
         """Record as many steps as come; bytes and seconds."""
-        ddp = DistributedDataParallel(_Gradients(self.model))
+        ddp = DistributedDataParallel(_Gradients(self.model), gradient_as_bucket_view=True)
         path = self.folder / "trace"
         _, close = recording(ddp, None, path, **settings)
         start = time.perf_counter()
         for _ in range(self.steps):
-            ddp(torch.ones(1)).backward()
+            ddp().backward()
         close()
         return size_of(path), time.perf_counter() - start
 
 
 class _Gradients(nn.Module):
-    """Has a model's parameters, and a loss whose gradients take one pass over them."""
+    """Has a model's parameters, and a loss whose gradients are there already."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self._given = [torch.randn_like(parameter) for parameter in model.parameters()]
 
-    def forward(self, scale: torch.Tensor) -> torch.Tensor:
-        return torch.stack([(parameter * scale).sum() for parameter in self.model.parameters()]).sum()
+    def forward(self) -> torch.Tensor:
+        return _Given.apply(self._given, *self.model.parameters())
+
+
+class _Given(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[torch.Tensor], *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: torch.Tensor) -> Any:
+        return (None, *ctx.gradients)
 
 
 def disk_rows(options: argparse.Namespace, folder: Path) -> list[Row]:
@@ -288,7 +306,7 @@ def disk_rows(options: argparse.Namespace, folder: Path) -> list[Row]:
         "every step, float32": disk.recorded,
         "every step, bfloat16": lambda: disk.recorded(dtype="bfloat16"),
     }
-    rows: dict[str, Row] = {way: {"disk": way, "bytes": 0, "seconds": []} for way in ways}
+    rows: dict[str, Row] = {way: {"disk": way, "checksums": CHECKSUMS, "bytes": 0, "seconds": []} for way in ways}
     for turn in range(options.rounds + 1):
         for way, write in ways.items():
             size, seconds = write()
@@ -309,28 +327,37 @@ def table(rows: Sequence[Row]) -> str:
         "|---|---|---|---|---|---|",
     ]
     steps = [row for row in rows if "way" in row]
-    none = {(row["model"], row["ranks"]): row for row in steps if row["way"] == OFF}
-    lines += [_line(row, none[row["model"], row["ranks"]]) for row in steps]
+    none = {_run_of(row): row for row in steps if row["way"] == OFF}
+    lines += [_line(row, none[_run_of(row)]) for row in steps]
     lines += ["", "| written by | MB | seconds (least to most) | MB/s | of plain writing |", "|---|---|---|---|---|"]
-    disk = {row["disk"]: row for row in rows if "disk" in row}
-    speeds = {way: row["bytes"] / statistics.median(row["seconds"]) / 1e6 for way, row in disk.items()}
-    for way, row in disk.items():
+    disk = [row for row in rows if "disk" in row]
+    speeds = {(row["checksums"], row["disk"]): row["bytes"] / statistics.median(row["seconds"]) / 1e6 for row in disk}
+    for row in disk:
         took = f"{statistics.median(row['seconds']):.2f} ({min(row['seconds']):.2f} to {max(row['seconds']):.2f})"
-        lines.append(
-            f"| {way} | {row['bytes'] / 1e6:.0f} | {took} | {speeds[way]:.0f} | {speeds[way] / speeds[PLAIN]:.2f} |"
-        )
+        speed, plain = speeds[row["checksums"], row["disk"]], speeds[row["checksums"], PLAIN]
+        name = row["disk"] if row["disk"] == PLAIN else _titled(row["disk"], row)
+        lines.append(f"| {name} | {row['bytes'] / 1e6:.0f} | {took} | {speed:.0f} | {speed / plain:.2f} |")
     return "\n".join(lines)
 
 
+def _run_of(row: Row) -> tuple[str, int, str]:
+    return row["model"], row["ranks"], row["checksums"]
+
+
+def _titled(way: str, row: Row) -> str:
+    """A way of recording, and what computed its checksums unless that is zlib."""
+    return way if way in (OFF, WATCH) or row["checksums"] == "zlib" else f"{way}, {row['checksums']}"
+
+
 def _line(row: Row, none: Row) -> str:
-    name = f"{row['model']}, {row['ranks']}"
+    name, way = f"{row['model']}, {row['ranks']}", _titled(row["way"], row)
     if "seconds" not in row:
-        return f"| {name} | {row['way']} | not installed | - | - | - |"
+        return f"| {name} | {way} | not installed | - | - | - |"
     ratios = [mine / base for mine, base in zip(row["seconds"], none["seconds"], strict=True)]
     spread = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
     spent = ", ".join(f"{1e3 * row['processor'][who]:.1f}" for who in ("training", "writer", "others"))
     step = f"{1e3 * statistics.median(row['seconds']):.1f}"
-    return f"| {name} | {row['way']} | {step} | {spread} | {spent} | {row['bytes'] / 1e6:.1f} |"
+    return f"| {name} | {way} | {step} | {spread} | {spent} | {row['bytes'] / 1e6:.1f} |"
 
 
 def main() -> None:
