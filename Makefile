@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORK := build/outside
 SOURCES := pyproject.toml $(shell find gradlab capture analysis runtime datasets -name '*.py' -o -name '*.jinja')
 
-.PHONY: demo test explore gpu quality typecheck benchmark speed netbench-table compare compare-text figures-check lgc matrix faults resume frameworks nodes mutants convergence first-hour install clean
+.PHONY: demo test explore gpu quality typecheck benchmark capture-cost speed netbench-table compare compare-text figures-check lgc matrix faults resume frameworks nodes mutants convergence first-hour install clean
 
 demo: install
 	$(BIN)/gradlab demo --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -35,6 +35,14 @@ typecheck: install
 
 benchmark: install
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/step_time.py
+
+# What recording costs: two models, with a core to spare and without (on two cores), and the disk. A run adds its rows.
+capture-cost: install
+	mkdir -p runs
+	export OMP_NUM_THREADS=1; for ranks in 1 2; do for model in resnet18 transformer; do \
+	  $(BIN)/torchrun --standalone --nproc-per-node $$ranks benchmarks/capture_cost.py --model $$model --rows runs/capture-cost.jsonl $(ARGS) || exit 1; \
+	done; done; $(BIN)/torchrun --standalone --nproc-per-node 1 benchmarks/capture_cost.py --disk --rows runs/capture-cost.jsonl --rounds 3
+	$(BIN)/python benchmarks/capture_cost.py --rows runs/capture-cost.jsonl --table
 
 # Encoding and decoding of every codec beside a copy, of one tensor and of real models' layers; steps of many small layers;
 # replays of many ranks (an hour; ROWS=a folder for what is measured).

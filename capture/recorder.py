@@ -66,9 +66,9 @@ class TraceRecorder:
 
     A step is one synchronised backward pass, with what `no_sync` accumulated. Gradients are recorded as the hook
     sees them: with the loss scale, and infinite or NaN where they are. Memory on the host: at most (queue_steps + 2)
-    times the recorded layers, and a block of up to 16 steps or 64 MiB. A trace takes ranks x steps x recorded elements
-    x 4 bytes, half of it in 16 bits. Failing to write never stops training. After `close` the model goes on averaging
-    as plain DDP does: DDP cannot give a hook back.
+    times the recorded layers, and two blocks of up to 16 steps or 64 MiB. A trace takes ranks x steps x recorded
+    elements x 4 bytes, half of it in 16 bits. Failing to write never stops training. After `close` the model goes on
+    averaging as plain DDP does: DDP cannot give a hook back.
 
     Of nodes with several ranks, what travels between nodes can be recorded: the mean of each node, whose first rank
     writes it, so that ranks of the trace are nodes. Under DDP that is `within`. Under FSDP2, where no rank sees a whole
@@ -137,7 +137,6 @@ class TraceRecorder:
         self._settings = replace(self._settings, every=self.size.settings.every, max_steps=self.size.settings.max_steps)
         # Parameters are kept alive with their ids: an id alone could pass to another object.
         self._positions = {id(parameter): (n, parameter) for n, (_, parameter) in enumerate(chosen)}
-        self._shapes = [layer.shape for layer in self.size.layers]
         self._samples = [self.size.sample(layer.name) for layer, _ in chosen]
         self._optimizer, self._scaler, self._wrap, self._group = optimizer, scaler, wrap, source.ranks.group
         self._iteration, self._taken = -1, 0
@@ -282,7 +281,7 @@ class TraceRecorder:
     def _discard_step(self) -> None:
         if self._buffer is not None:
             assert isinstance(self._writer, AsyncWriter)
-            self._writer.discard(self._buffer)
+            self._writer.discard()
             self._buffer = None
 
     @torch.no_grad()
@@ -294,12 +293,7 @@ class TraceRecorder:
             if id(parameter) not in self._positions:
                 continue
             position = self._positions[id(parameter)][0]
-            target = buffer.gradients[position].view(self._shapes[position])
-            sample = self._samples[position]
-            if sample is None:
-                target.copy_(gradient, non_blocking=True)
-            else:
-                sample.copy(target, gradient)
+            buffer.put(position, gradient, self._samples[position])
             buffer.unused[position] = unused
             buffer.seen[position] = True
         if any(gradient.is_cuda for _, gradient, _ in gradients):
@@ -314,13 +308,13 @@ class TraceRecorder:
             return
         assert isinstance(self._writer, AsyncWriter)
         if absent_unused:
-            for position in np.flatnonzero(~buffer.seen):
-                buffer.gradients[position].zero_()
+            for position in np.flatnonzero(~buffer.seen).tolist():
+                buffer.put_zeros(position)
                 buffer.unused[position] = buffer.seen[position] = True
         if buffer.seen.all():
             self._writer.hold(buffer)
         else:
-            self._writer.discard(buffer)
+            self._writer.discard()
 
 
 def _source_of(model: object, wrap: Any, within: Any, between: Any) -> Source:

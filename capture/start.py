@@ -100,7 +100,7 @@ def _start_writer(
     if rank_writer is None:
         return NoWriter(str(path))
     # One more for the step that the hook fills, and one for the step that waits for annotations.
-    pool = BufferPool(manifest.layers, manifest.dtype, settings.queue_steps + 2, pinned)
+    pool = BufferPool(manifest.layers, manifest.dtype, rank_writer.rows, settings.queue_steps + 2, pinned)
     return AsyncWriter(rank_writer, pool, settings, str(path))
 
 

@@ -105,6 +105,7 @@ class AsyncWriter:
         Args:
             buffer: the step.
         """
+        self._pool.keep(buffer)
         self.pending = buffer
 
     def send_pending(self) -> None:
@@ -113,16 +114,11 @@ class AsyncWriter:
             self._queue.put(self.pending)
             self.pending = None
 
-    def discard(self, buffer: StepBuffer) -> None:
-        """Drop a step in which not all layers reached the hook, and count it as lost.
-
-        Args:
-            buffer: the step.
-        """
+    def discard(self) -> None:
+        """Count a step as lost in which not all layers reached the hook. The next one gets its buffer."""
         self._dropped += 1
         if self._dropped == 1 and not self.failed:
             logger.warning("recording %s: a step in which not all layers reached the hook is lost", self._where)
-        self._pool.release(buffer)
 
     def stop(self) -> None:
         """Ask the thread to write what it has, close the trace, and end. Do not wait for it."""
@@ -188,10 +184,11 @@ class AsyncWriter:
             try:
                 if not self._writer.steps_waiting:
                     self._oldest = time.monotonic()
-                self._writer.append(buffer.stored(), buffer.record[0], buffer.unused)
+                self._writer.append(buffer)
             except Exception as error:
                 self._give_up(error)
-        self._pool.release(buffer)
+        if buffer.last:
+            self._pool.release(buffer.block)
 
     def _give_up(self, error: BaseException) -> None:
         self.fail(error)

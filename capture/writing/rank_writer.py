@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from gradlab.capture.settings import SEGMENT_BYTES
+from gradlab.capture.writing.buffers import Block, StepBuffer
 from gradlab.capture.writing.folder import lock_rank, unlock_rank
 from gradlab.capture.writing.segment import SegmentWriter
 from gradlab.trace.schema import (
-    STEP_DTYPE,
-    STORED_DTYPE,
     Manifest,
     RankIndex,
     block_steps,
@@ -28,8 +24,8 @@ SPACE_RESERVE = 4 * 2**20  # bytes of the disk that recording leaves free, for c
 class RankWriter:
     """Writes the recording of one rank, in the thread that calls it.
 
-    Memory: one block, of at most 16 steps (see `block_steps`). A step is safe from a kill once `flush` or a full block
-    has committed it.
+    Steps come in blocks, in order of their rows. A step is safe from a kill once `flush` or a full block has committed
+    it.
 
     Args:
         folder: the trace's folder, which already holds its manifest.
@@ -40,6 +36,10 @@ class RankWriter:
     Raises:
         GradlabError: if another process is recording this rank.
         OSError: if the rank's folder cannot be written; from `append`, `flush` and `close` also if the disk is full.
+
+    Attributes:
+        rows: of the blocks that its steps have to come in, at most 16 (see `block_steps`).
+        steps_committed: number of steps that a kill of this process can no longer lose.
     """
 
     def __init__(
@@ -52,16 +52,14 @@ class RankWriter:
     ) -> None:
         self.steps_committed = 0
         self._folder, self._manifest, self._rank = folder, manifest, rank
-        self._rows = block_steps(manifest.row_bytes, most_steps)
-        self._segment_steps = segment_steps(self._rows, manifest.row_bytes, segment_bytes)
+        self.rows = block_steps(manifest.row_bytes, most_steps)
+        self._segment_steps = segment_steps(self.rows, manifest.row_bytes, segment_bytes)
         self._segment: SegmentWriter | None = None
         self._segments: list[tuple[int, int]] = []
         self._filled = self._written = 0  # rows of the block: filled in memory; of these, committed
         (folder / rank_folder(rank)).mkdir(exist_ok=True)
         self._lock = lock_rank(folder, rank)
-        self._blocks: list[np.ndarray] = []
-        self._records = np.zeros(self._rows, STEP_DTYPE)
-        self._unused = np.zeros((self._rows, len(manifest.layers)), bool)
+        self._block: Block | None = None  # the last one that a step came in
 
     @property
     def bytes_committed(self) -> int:
@@ -73,43 +71,35 @@ class RankWriter:
         """Steps that are in memory only."""
         return self._filled - self._written
 
-    def append(self, gradients: Sequence[np.ndarray], record: np.void, unused: np.ndarray) -> None:
-        """Add one step to the block; commit the block when it is full.
+    def append(self, step: StepBuffer) -> None:
+        """Take one step; commit its block when it is full. A block is read until then, and not afterwards.
 
         Args:
-            gradients: per layer, stored values (numel,).
-            record: one element of `STEP_DTYPE`; unused: bool (layers,).
+            step: the next row of a block.
         """
-        if not self._blocks:
-            stored = STORED_DTYPE[self._manifest.dtype]
-            self._blocks = [np.empty((self._rows, layer.numel), stored) for layer in self._manifest.layers]
-        for block, row in zip(self._blocks, gradients, strict=True):
-            block[self._filled] = row
-        self._records[self._filled] = record
-        self._unused[self._filled] = unused
-        self._filled += 1
-        if self._filled == self._rows:
+        step.wait()
+        self._block, self._filled = step.block, step.index + 1
+        if step.last:
             self.flush()
 
     def flush(self) -> None:
         """Commit all steps that are in memory only."""
-        self._commit(self._rows)
+        self._commit(self.rows)
 
     def _commit(self, chunk_rows: int) -> None:
         """Commit them; chunk_rows: of a segment that begins with them."""
-        new = slice(self._written, self._filled)
-        if self._filled > self._written:
-            require_space(self._folder, self._manifest.world_size * self._rows * self._manifest.row_bytes)
+        block = self._block
+        if block is not None and self._filled > self._written:
+            require_space(self._folder, self._manifest.world_size * self.rows * self._manifest.row_bytes)
             if self._segment is None:
                 number = len(self._segments)
                 self._segment = SegmentWriter(self._folder, self._manifest, self._rank, number, rows=chunk_rows)
-            gradients = [block[new] for block in self._blocks]
-            self._records["non_finite"][new] = _non_finite(gradients, self._manifest.dtype)
-            self._segment.append(gradients, self._records[new], self._unused[new])
+            self._segment.append_block(block, self._written, self._filled)
             self.steps_committed += self._filled - self._written
         self._written = self._filled
-        if self._filled == self._rows:
+        if self._filled == self.rows:
             self._filled = self._written = 0
+            self._block = None
             if self._segment is not None and self._segment.committed >= self._segment_steps:
                 self._finish_segment()
 
@@ -133,7 +123,7 @@ class RankWriter:
             self._segment.abandon()
             self._segment = None
         self._filled = self._written = 0
-        self._blocks = []
+        self._block = None
         self._release()
 
     def _release(self) -> None:
@@ -159,20 +149,3 @@ def require_space(folder: Path, block_bytes: int) -> None:
     disk = os.statvfs(folder)
     if disk.f_bavail * disk.f_frsize < 2 * block_bytes + SPACE_RESERVE:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
-
-
-def _non_finite(layers: Sequence[np.ndarray], dtype: str) -> np.ndarray:
-    """Count the infinite or NaN elements of each step: layers of (steps, numel) -> (steps,)."""
-    return np.add.reduce([_non_finite_rows(rows, dtype) for rows in layers], axis=0)
-
-
-def _non_finite_rows(rows: np.ndarray, dtype: str) -> np.ndarray:
-    if dtype == "bfloat16":
-        exponent = np.uint16(0x7F80)
-        return np.count_nonzero((rows & exponent) == exponent, axis=1)
-    counts = np.zeros(len(rows), np.int64)
-    with np.errstate(all="ignore"):
-        # A row whose sum of squares is finite has nothing to count.
-        doubtful = ~np.isfinite(np.einsum("sn,sn->s", rows, rows)) if dtype == "float32" else np.ones(len(rows), bool)
-    counts[doubtful] = rows.shape[1] - np.count_nonzero(np.isfinite(rows[doubtful]), axis=1)
-    return counts

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from gradlab.capture.settings import SEGMENT_BYTES, check_metadata
-from gradlab.capture.writing.buffers import StepBuffer
+from gradlab.capture.writing.buffers import BufferPool
 from gradlab.capture.writing.folder import require_free, start_folder
 from gradlab.capture.writing.rank_writer import RankWriter
 from gradlab.errors import GradlabError
@@ -68,6 +68,7 @@ class TraceWriter:
         self._ranks = [
             RankWriter(self.path, self._manifest, rank, segment_bytes, most_steps) for rank in range(world_size)
         ]
+        self._pools = [BufferPool(manifest.layers, dtype, writer.rows, 0) for writer in self._ranks]
         self._last = [-1] * world_size
         self._closed = False
 
@@ -104,17 +105,26 @@ class TraceWriter:
         """
         if not 0 <= rank < len(self._ranks) or index <= self._last[rank]:
             raise GradlabError(f"rank {rank}, iteration {index}: expected a rank below {len(self._ranks)}, ascending")
-        buffer = StepBuffer.empty(self._manifest.layers, self._manifest.dtype)
-        buffer.record[:] = (index, loss, learning_rate, loss_scale, accumulation, 0, 0)
+        self._require_whole(gradients)
+        pool = self._pools[rank]
+        step = pool.acquire(lambda: False)
+        assert step is not None
+        step.record[:] = (index, loss, learning_rate, loss_scale, accumulation, 0, 0)
         for position, layer in enumerate(self._manifest.layers):
+            step.put(position, torch.as_tensor(gradients[layer.name]))
+            step.unused[position] = layer.name in unused
+        pool.keep(step)
+        self._ranks[rank].append(step)
+        if step.last:
+            pool.release(step.block)
+        self._last[rank] = index
+
+    def _require_whole(self, gradients: Mapping[str, np.ndarray | torch.Tensor]) -> None:
+        for layer in self._manifest.layers:
             value = gradients.get(layer.name)
             if value is None or tuple(value.shape) != layer.shape:
                 came = "nothing" if value is None else f"shape {tuple(value.shape)}"
                 raise GradlabError(f"layer {layer.name!r}: got {came}, expected shape {layer.shape}")
-            buffer.gradients[position].view(layer.shape).copy_(torch.as_tensor(value))
-            buffer.unused[position] = layer.name in unused
-        self._ranks[rank].append(buffer.stored(), buffer.record[0], buffer.unused)
-        self._last[rank] = index
 
     def close(self) -> None:
         """Commit everything and close the trace."""

@@ -20,7 +20,6 @@ import hashlib
 import json
 import re
 import uuid
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +31,7 @@ from gradlab.errors import GradlabError, NewerFormat
 from gradlab.files import write_whole
 from gradlab.layout import Layer, canonical_json
 from gradlab.roles import FIRST_ROLES
+from gradlab.trace.crc import crc32
 from gradlab.trace.sample import LayerSample
 
 FORMAT = "gradlab-trace"
@@ -115,7 +115,7 @@ def chunk_shape(numel: int, rows: int = CHUNK_STEPS) -> tuple[int, int]:
 def row_checksums(rows: np.ndarray) -> np.ndarray:
     """Compute the CRC-32 of each stored row: (steps, numel) -> uint32 (steps,)."""
     rows = np.ascontiguousarray(rows)
-    return np.array([zlib.crc32(row.view(np.uint8)) if row.size else 0 for row in rows], dtype=np.uint32)
+    return np.array([crc32(row.view(np.uint8)) if row.size else 0 for row in rows], dtype=np.uint32)
 
 
 def record_checksums(records: np.ndarray, unused: np.ndarray, checksums: np.ndarray) -> np.ndarray:
@@ -131,7 +131,7 @@ def record_checksums(records: np.ndarray, unused: np.ndarray, checksums: np.ndar
     sums = np.empty(len(records), dtype=np.uint32)
     for row, (record, bits, layer_sums) in enumerate(zip(records, unused, checksums, strict=True)):
         fields = record.tobytes()[:-4]
-        sums[row] = zlib.crc32(layer_sums.tobytes(), zlib.crc32(bits.tobytes(), zlib.crc32(fields)))
+        sums[row] = crc32(layer_sums.tobytes(), crc32(bits.tobytes(), crc32(fields)))
     return sums
 
 

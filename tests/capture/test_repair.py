@@ -9,14 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from gradlab.capture import TraceWriter, repair
+from gradlab.capture.writing.buffers import BufferPool
 from gradlab.capture.writing.folder import lock_rank, start_folder, unlock_rank
 from gradlab.capture.writing.rank_writer import RankWriter
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.trace import Trace, check
-from gradlab.trace.schema import STEP_DTYPE, Manifest, RankIndex, read_index, write_index
+from gradlab.trace.schema import Manifest, RankIndex, read_index, write_index
 from support.command_line import Command
 from support.torchrun_job import torchrun
 
@@ -103,10 +105,15 @@ def left_open(folder: Path, *steps: int) -> list[np.ndarray]:
     start_folder(folder, manifest, overwrite=False)
     for rank, held in enumerate(by_rank):
         writer = RankWriter(folder, manifest, rank, segment_bytes=1)
+        pool = BufferPool(LAYERS, "float32", writer.rows, held)
         for index, row in enumerate(rows[:held]):
-            record = np.zeros(1, STEP_DTYPE)
-            record["index"] = index
-            writer.append([row, row[:30]], record[0], np.zeros(2, bool))
+            step = pool.acquire(lambda: False)
+            assert step is not None
+            step.record["index"] = index
+            for position, layer in enumerate(LAYERS):
+                step.put(position, torch.from_numpy(row[: layer.numel]).view(layer.shape))
+            pool.keep(step)
+            writer.append(step)
         writer.flush()
         writer.abandon()
     return rows
