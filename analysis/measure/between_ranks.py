@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from scipy.special import ndtri
 
 from gradlab.analysis.gradients import finite_positions, read_positions
 from gradlab.analysis.intervals import SeriesMean, mean_interval
@@ -49,10 +48,10 @@ DENSITIES = (0.001, 0.01, 0.1)
 CORRECTED = ("copula", "quantiles", "ksg")
 _STRETCHES = 8
 _FEWEST_VALUES = 256  # of a layer: with fewer, estimates say nothing of one iteration
-# Values that nearest neighbours look at: the first number that the interval says is enough, else the last.
-_NEIGHBOR_VALUES = (1024, 2048, 4096)
-# It is enough where half of the interval is at most so many bits, or where at most this share of its square comes from
-# the choice of values: with all values it would be at most a seventh narrower.
+# Values that nearest neighbours look at: at first, and at most.
+_FIRST_VALUES, _MOST_VALUES = 1024, 4096
+# It is enough where half of the interval is at most so many bits, or where at most this share of the variance over
+# iterations comes from the choice of values: with all values the interval would be at most a seventh narrower.
 _NARROW, _MOST_OF_CHOICE = 0.02, 0.25
 _TOPK_STEPS, _TOP_VALUES = 4, 2**20  # iterations of lags and largest values, values of the latter
 _LAGS = (0, 1, 2, 5, 10, 20, 50)
@@ -384,18 +383,19 @@ def _by_neighbors(
     generator: np.random.Generator,
 ) -> EstimatorSeries:
     """By nearest neighbours, on as many of the values (T, N, C) as the interval of their excess needs."""
-    for values in _NEIGHBOR_VALUES:
+    values = _FIRST_VALUES
+    while True:
         stride = -(-now.shape[2] // values)
         here, there = (_variables(part[:, :, ::stride], pairs) for part in (now, later))
         paired, shifted = (
             [[neighbor_information(x[a], y[b]) for a, b in pairs] for x, y in zip(here, other, strict=True)]
             for other in (here, there)
         )
-        series = (_means(paired), _means(shifted))
-        excess, error = excess_information(*series, level=chosen.level), _error_of_mean([*paired, *shifted])
-        if stride == 1 or _enough(excess, error):
-            break
-    return _series(here[0], pairs[0], "ksg", series, chosen.level, generator)
+        series = _means(paired), _means(shifted)
+        needed = _needed(*series, len(here[0][pairs[0][0]]), _error_of_mean([*paired, *shifted]), chosen.level)
+        if needed <= values or stride == 1 or values == _MOST_VALUES:
+            return _series(here[0], pairs[0], "ksg", series, chosen.level, generator)
+        values = min(_MOST_VALUES, max(2 * values, needed))
 
 
 def _means(estimates: Sequence[Sequence[NeighborEstimate]]) -> np.ndarray:
@@ -409,12 +409,22 @@ def _error_of_mean(estimates: Sequence[Sequence[NeighborEstimate]]) -> float:
     return 2 * math.sqrt(sum(squares)) / len(squares)
 
 
-def _enough(excess: Excess, error: float) -> bool:
-    """Whether more values would hardly make the interval narrower. Without an interval nothing says so."""
+def _needed(paired: np.ndarray, shifted: np.ndarray, values: int, error: float, level: float) -> int:
+    """How many values it takes until more would hardly make the interval narrower; `values` if these are enough.
+
+    error: of the mean excess, from the choice of so many values; its square falls as their number grows. Without an
+    interval nothing says how many are enough.
+    """
+    excess = excess_information(paired, shifted, level=level)
     if excess.low is None or excess.high is None:
-        return False
-    half = (excess.high - excess.low) / 2
-    return half <= _NARROW or (ndtri(0.5 + excess.level / 2) * error) ** 2 <= _MOST_OF_CHOICE * half**2
+        return _MOST_VALUES
+    varies = float((paired - shifted).var(ddof=1)) / len(paired)
+    if (excess.high - excess.low) / 2 <= _NARROW or error**2 <= _MOST_OF_CHOICE * varies:
+        return values
+    # The variance that is left with all values; e^2 n / n' may be so much of it that the share is as above.
+    own = varies - error**2
+    allowed = own * _MOST_OF_CHOICE / (1 - _MOST_OF_CHOICE)
+    return math.ceil(values * error**2 / allowed) if allowed > 0 else _MOST_VALUES
 
 
 def _by_lag(

@@ -148,7 +148,7 @@ def _what_is_quick(trace: Trace, spectrum: TraceSpectrum, look: Look, parts: Col
         measured.append(f"slices fitted on up to {look.samples} iterations")
     if "signs" in parts:
         measured.append(f"signs of up to {look.signs.iterations(_values_per_step(trace))} iterations")
-    return f"A quick look: {', '.join(measured)}. The report without --quick measures more, and draws every layer."
+    return f"A quick look: {', '.join(measured)}. The report without --quick measures and draws more."
 
 
 def _of_one_rank(examination: Examination, trace: Trace, workers: Workers, progress: Progress | None) -> None:

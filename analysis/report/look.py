@@ -38,6 +38,7 @@ class Look(Jsonable):
         fitted: parameters up to which a GradiVeQ fit of the whole model is made.
         between: how much of what ranks share.
         limits: how much of codecs beside their limit.
+        figures: of a section, the first ones; None: all.
         layer_figures: layers, the largest, that have figures of their own: drawing one takes about as long as
             measuring the layer.
         formats: of figures.
@@ -51,6 +52,7 @@ class Look(Jsonable):
     fitted: int = 4 * 10**6
     between: BetweenRanks = field(default_factory=BetweenRanks)
     limits: LimitExtent = field(default_factory=LimitExtent)
+    figures: int | None = None
     layer_figures: int = 12
     formats: tuple[str, ...] = ("svg", "pdf")
 
@@ -65,6 +67,7 @@ QUICK = Look(
     fitted=0,
     between=BetweenRanks(iterations=12, pairs=1, values=2048),
     limits=LimitExtent(positions=8, windows=1, settings=1, layers=8),
+    figures=1,
     layer_figures=0,
     formats=("svg",),
 )

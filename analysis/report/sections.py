@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import isinf, prod
 from statistics import median
@@ -21,7 +22,7 @@ from gradlab.analysis.report.drawings import (
     slice_structure_drawings,
     spectrum_drawings,
 )
-from gradlab.analysis.report.look import THOROUGH
+from gradlab.analysis.report.look import THOROUGH, Look
 from gradlab.analysis.report.page import Drawing, Section, Table
 from gradlab.analysis.report.tables import (
     comparison_table,
@@ -96,15 +97,16 @@ def comparison_sections(
     return sections
 
 
-def trace_sections(data: Json, layer_figures: int = THOROUGH.layer_figures) -> list[Section]:
+def trace_sections(data: Json, look: Look = THOROUGH) -> list[Section]:
     """Make the pages of a recording.
 
-    data: what report.json holds, "fit" as a `GradiveqMeasurement`, "payoff" as a `SpeedForecast`. layer_figures: how
-    many layers, the largest, have figures of their own.
+    data: what report.json holds, "fit" as a `GradiveqMeasurement`, "payoff" as a `SpeedForecast`. look: how many
+    figures there are.
     """
     makers = (_speed, _replays, _between_nodes, _noise_scale, _limits, _within_node, _signs)
     sections = [section for make in makers if (section := make(data)) is not None]
-    return [*sections, _all_layers(data), *_layers(data, layer_figures)]
+    sections = [replace(section, drawings=section.drawings[: look.figures]) for section in sections]
+    return [*sections, _all_layers(data), *_layers(data, look.layer_figures)]
 
 
 def _speed(data: Json) -> Section | None:

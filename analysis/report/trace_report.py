@@ -129,7 +129,7 @@ def write_trace_report(
         data=data,
         warnings=[*known.remarks, *(fit.warnings if fit else []), *_replay_warnings(judged)],
         facts=_trace_facts(recorded),
-        sections=trace_sections(data, known.look.layer_figures),
+        sections=trace_sections(data, known.look),
         formats=known.look.formats,
     )
     return write_page(page, folder, overwrite=overwrite, workers=workers, progress=progress)

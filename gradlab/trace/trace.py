@@ -32,7 +32,7 @@ from gradlab.trace.schema import CHUNK_STEPS, RankIndex, read_index, read_manife
 
 __all__ = ["RankCheck", "Trace", "TraceCheck", "TraceSource", "TraceStep", "check"]
 
-_BLOCK_BYTES = 96 * 2**20  # most bytes of a block that `iterate` reads ahead
+_BLOCK_BYTES = 32 * 2**20  # most bytes of a block that `iterate` reads ahead
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ class Trace:
     def iterate(
         self, start: int = 0, stop: int | None = None, layers: Sequence[str] | None = None
     ) -> Iterator[TraceStep]:
-        """Go step by step over all ranks, reading blocks of at most 16 steps and about 96 MiB.
+        """Go step by step over all ranks, reading blocks of at most 16 steps and about 32 MiB.
 
         Args:
             start, stop: positions in `steps`.
