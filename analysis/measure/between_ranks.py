@@ -23,7 +23,7 @@ import numpy as np
 
 from gradlab.analysis.gradients import finite_positions, read_positions
 from gradlab.analysis.intervals import SeriesMean, mean_interval
-from gradlab.analysis.measure.agreement import index_overlap, rank_cosine, signal_to_noise
+from gradlab.analysis.measure.agreement import index_overlaps, rank_cosine, signal_to_noise
 from gradlab.analysis.measure.information import (
     PAPER_BINS,
     Excess,
@@ -474,12 +474,10 @@ def _top_overlap(trace: Trace, layer: Layer, positions: np.ndarray) -> tuple[Top
     numel = sum(part.stop - part.start for part in columns)
     few = [int(p) for p in positions[spread(len(positions), _TOPK_STEPS)]] if len(positions) else []
     read = [[_row(trace, layer, rank, p, columns) for rank in range(trace.world_size)] for p in few]
-    for density in DENSITIES:
-        count = max(1, round(density * numel))
-        if count >= numel:
-            continue
-        by_step = [index_overlap(gradients, count) for gradients in read]
-        if by_step:
-            overlap, energy = (float(value) for value in np.mean(by_step, axis=0))
+    counts = {density: count for density in DENSITIES if (count := max(1, round(density * numel))) < numel}
+    if read and counts:
+        by_step = [index_overlaps(gradients, list(counts.values())) for gradients in read]
+        for (density, count), values in zip(counts.items(), np.mean(by_step, axis=0), strict=True):
+            overlap, energy = map(float, values)
             rows.append(TopOverlap(density, count, overlap, count / numel, energy))
     return tuple(rows)

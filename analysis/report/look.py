@@ -65,7 +65,7 @@ QUICK = Look(
     replays=Bounded(2, 4, 2**24),
     samples=24,
     fitted=0,
-    between=BetweenRanks(iterations=12, pairs=1, values=2048),
+    between=BetweenRanks(iterations=12, pairs=1, values=1024),
     limits=LimitExtent(positions=8, windows=1, settings=1, layers=8),
     figures=1,
     layer_figures=0,
