@@ -149,7 +149,10 @@ def _compute(number: int, function: Callable[..., Result], *call: Any) -> tuple[
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Within, this process computes with one thread: PyTorch's sums and BLAS's products depend on their number."""
+    """Within, this process computes with one thread: PyTorch's sums and BLAS's products depend on their number.
+
+    The engine's worker has one thread too, where every rank has one core for its codecs.
+    """
     from threadpoolctl import threadpool_limits
 
     threads = torch.get_num_threads()
