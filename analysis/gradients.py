@@ -9,6 +9,8 @@ import numpy as np
 if TYPE_CHECKING:
     from gradlab.trace import Trace, TraceStep
 
+_GAP = 4  # positions from one to the next, up to which what lies between is read too
+
 
 def loss_scales(trace: Trace) -> np.ndarray:
     """Read the loss scales of N ranks at the trace's T common steps.
@@ -49,6 +51,35 @@ def read_unscaled(
     """
     gradients = trace.read(layer, rank, start, stop, columns)
     return _divided(gradients, trace.scalars(rank)["loss_scale"][start:stop])
+
+
+def read_positions(
+    trace: Trace, layer: str, rank: int, positions: np.ndarray, columns: slice | None = None
+) -> np.ndarray:
+    """Read one rank's gradients of a layer at positions that need not be neighbours, divided by the loss scale.
+
+    Positions that lie close together are read at once, with those between them.
+
+    Args:
+        trace: the recording.
+        layer: name of the layer.
+        rank: from 0.
+        positions: (n,), rising, at least one.
+        columns: elements of the row-major flattening. None: all.
+
+    Returns:
+        float32 (n, columns).
+
+    Raises:
+        GradlabError: as in `Trace.read`.
+    """
+    cuts = np.flatnonzero(np.diff(positions) > _GAP) + 1
+    parts = []
+    for run in np.split(positions, cuts):
+        first = int(run[0])
+        block = read_unscaled(trace, layer, rank, first, int(run[-1]) + 1, columns)
+        parts.append(block if len(block) == len(run) else block[run - first])
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def mean_unscaled(trace: Trace, layer: str, start: int, stop: int) -> np.ndarray:

@@ -1,13 +1,17 @@
 """Share work out, by layer or by figure. Calls take (path, layer, ...), never arrays: any process can do any of them.
 
-A worker opens the trace itself and reads only what it needs: memory depends on a layer, not on the trace.
+A worker opens the trace itself and reads only what it needs: memory depends on a layer, not on the trace. Every call
+computes with one thread, wherever it runs, so that results do not depend on the number of workers.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +23,20 @@ Result = TypeVar("Result")
 
 _CONNECT_SECONDS = 10
 _MOST_WORKERS = 4  # by default: each holds PyTorch and a layer
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The workers of a dask.distributed scheduler, which see files under the same paths.
+
+    address: of the scheduler, such as tcp://10.0.0.1:8786.
+    """
+
+    address: str
+
+
+# A number of processes on this machine, or a cluster.
+Workers = int | Cluster
 
 
 def default_workers() -> int:
@@ -35,9 +53,9 @@ def share_out(
     function: Callable[..., Result],
     calls: Sequence[tuple[Any, ...]],
     *,
-    workers: int = 1,
-    cluster: str | None = None,
+    workers: Workers = 1,
     what: str = "layers",
+    sizes: Sequence[int] | None = None,
     progress: Progress | None = None,
 ) -> list[Result]:
     """Compute [function(*call) for call in calls], in several processes with one thread each.
@@ -45,52 +63,109 @@ def share_out(
     Args:
         function: called in a worker process.
         calls: the arguments of each call.
-        workers: number of processes; 1 computes in this process.
-        cluster: address of a dask.distributed scheduler to use instead, whose workers see files under the same paths.
+        workers: number of processes, of which 1 computes in this process; or a cluster.
         what: the name of the work, for `progress`.
-        progress: called after each result, but not with a cluster.
+        sizes: how much work each call is, in any unit, at least 0. The largest calls begin first, so that none is left
+            to one worker at the end, and progress is counted in that unit. None: all calls are alike.
+        progress: called at the beginning and after each result.
+
     Returns:
         The results, in the order of the calls.
+
     Raises:
         GradlabError: for fewer than 1 worker, a missing extra, or no scheduler at that address.
     """
-    if workers < 1:
+    if isinstance(workers, int) and workers < 1:
         raise GradlabError(f"workers = {workers}, expected at least 1")
-    if cluster is not None:
-        return _on_cluster(function, calls, cluster)
-    if workers == 1 or len(calls) < 2:
-        return list(_counted((function(*call) for call in calls), len(calls), what, progress))
+    if not calls:
+        return []
+    work = [1] * len(calls) if sizes is None else [max(1, size) for size in sizes]
+    order = sorted(range(len(calls)), key=lambda number: -work[number])
+    numbered = [(number, function, *calls[number]) for number in order]
+    report = progress or _silent
+    results: dict[int, Result] = {}
+    done, total = 0, sum(work)
+    report(what, done, total)
+    for number, result in _computed(numbered, workers):
+        results[number] = result
+        done += work[number]
+        report(what, done, total)
+    return [results[number] for number in range(len(calls))]
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """Report no progress."""
+
+
+def _computed(numbered: Sequence[tuple[Any, ...]], workers: Workers) -> Iterator[tuple[int, Any]]:
+    """Yield the number and the result of each (number, function, *call), in the order in which they are done."""
+    if isinstance(workers, Cluster):
+        yield from _on_cluster(numbered, workers.address)
+    elif workers == 1 or len(numbered) < 2:
+        with one_thread():
+            for call in numbered:
+                yield _compute(*call)
+    else:
+        yield from _in_processes(numbered, workers)
+
+
+def _in_processes(numbered: Sequence[tuple[Any, ...]], workers: int) -> Iterator[tuple[int, Any]]:
     from joblib import Parallel, delayed
 
-    parallel = Parallel(n_jobs=min(workers, len(calls)), return_as="generator", inner_max_num_threads=1)
+    count = min(workers, len(numbered))
+    parallel = Parallel(n_jobs=count, return_as="generator_unordered", inner_max_num_threads=1)
     with warnings.catch_warnings():
         # Idle processes end after some minutes and new ones begin; a user can do nothing about that.
         warnings.filterwarnings("ignore", message="A worker stopped while some jobs were given")
-        return list(_counted(parallel(delayed(_in_worker)(function, *c) for c in calls), len(calls), what, progress))
+        yield from parallel(delayed(_in_worker)(*call) for call in numbered)
 
 
-def _on_cluster(function: Callable[..., Result], calls: Sequence[tuple[Any, ...]], address: str) -> list[Result]:
+def _on_cluster(numbered: Sequence[tuple[Any, ...]], address: str) -> Iterator[tuple[int, Any]]:
     try:
-        from dask.distributed import Client
+        from dask.distributed import Client, as_completed
     except ImportError:
         raise GradlabError("a dask cluster needs dask.distributed: pip install 'gradlab[cluster]'") from None
-    from joblib import Parallel, delayed, parallel_config
-
     try:
         client = Client(address, timeout=_CONNECT_SECONDS)
     except (OSError, ValueError) as error:
         raise GradlabError(f"no dask scheduler at {address}: {error}") from None
-    with client, parallel_config(backend="dask"):
-        return list(Parallel()(delayed(_in_worker)(function, *call) for call in calls))
+    with client, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sending large graph")  # a plan with what its codecs learned
+        futures = [client.submit(_in_worker, *call, pure=False) for call in numbered]
+        for future in as_completed(futures):
+            yield future.result()
 
 
-def _counted(results: Iterable[Result], total: int, what: str, progress: Progress | None) -> Iterable[Result]:
-    for done, result in enumerate(results):
-        if progress:
-            progress(what, done + 1, total)
-        yield result
+def _in_worker(number: int, function: Callable[..., Result], *call: Any) -> tuple[int, Result]:
+    with one_thread():
+        done = _compute(number, function, *call)
+    _give_memory_back()
+    return done
 
 
-def _in_worker(function: Callable[..., Result], *call: Any) -> Result:
+def _compute(number: int, function: Callable[..., Result], *call: Any) -> tuple[int, Result]:
+    return number, function(*call)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Within, this process computes with one thread: PyTorch's sums and BLAS's products depend on their number.
+
+    The engine's worker has one thread too, where every rank has one core for its codecs.
+    """
+    from threadpoolctl import threadpool_limits
+
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    return function(*call)
+    try:
+        with threadpool_limits(1):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _give_memory_back() -> None:
+    """Return what a call freed to the system: otherwise a worker holds the sum of what its calls needed, in pieces."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None  # glibc's alone
+    if trim is not None:
+        trim(0)

@@ -25,6 +25,8 @@ _SPARE_COLORS = (ORANGE, PURPLE, SKY, "#8C6D31", "#5F4690", GREY)
 _METHOD_MARKERS = {"dense": "o", "gradiveq": "s", "topk": "^", "powersgd": "D"}
 _SPARE_MARKERS = ("v", "P", "X", "<", ">", "*", "h", "d", "p")
 
+FORMATS = ("svg", "pdf")
+
 # More layers than this are told apart by a colour bar, not by a legend.
 _MOST_NAMED_LAYERS = 7
 WIDTH = 6.6
@@ -200,15 +202,16 @@ def smoothing_window(count: int) -> int:
     return max(1, count // 30)
 
 
-def render(figure: Figure, name: str) -> dict[str, bytes]:
-    """Write a figure in both formats. Equal figures give equal bytes. Call it inside `drawing`.
+def render(figure: Figure, name: str, formats: Sequence[str] = FORMATS) -> dict[str, bytes]:
+    """Write a figure in several formats. Equal figures give equal bytes. Call it inside `drawing`.
 
     Args:
         figure: what to write.
         name: the figure's, from which the ids in the SVG follow.
+        formats: out of "svg" and "pdf".
 
     Returns:
-        The files' contents by format, "svg" and "pdf".
+        The files' contents by format.
     """
     files = {}
     _drop_empty_log_scales(figure)
@@ -223,6 +226,8 @@ def render(figure: Figure, name: str) -> dict[str, bytes]:
             ("svg", canvas.print_svg, {"Date": None, "Creator": "gradlab"}),
             ("pdf", FigureCanvasPdf(figure).print_pdf, {"CreationDate": None, "Creator": "gradlab"}),
         ):
+            if kind not in formats:
+                continue
             figure.set_dpi(image_dpi)  # of what is drawn as pixels; writing changes it
             buffer = io.BytesIO()
             write(buffer, metadata=metadata)

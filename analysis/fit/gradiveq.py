@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
 from gradlab.analysis.gradients import mean_unscaled
-from gradlab.analysis.measure.holdout import HoldOut, holdout_by_age, losses_by_slice, random_basis_plan
+from gradlab.analysis.measure.holdout import HoldOut, holdouts_by_age, losses_by_slice, random_basis_plan
+from gradlab.analysis.parallel import Workers, share_out
 from gradlab.analysis.replay.sampled import require_whole
 from gradlab.artifact import Artifact
 from gradlab.codec.settings import build_settings
@@ -34,7 +35,9 @@ from gradlab.progress import Progress
 from gradlab.saving import Saving
 
 if TYPE_CHECKING:
-    from gradlab.trace import Trace
+    from gradlab.trace import Trace, TraceSource
+
+Result = TypeVar("Result")
 
 # The paper's constants: after L_c = 400 compressed iterations L_t = 100 are sampled in the run, and bases fitted again.
 # Its eq. (6) is of one compressor: where slices share several (s below M), each has its own d.
@@ -46,7 +49,7 @@ RECOMMENDED = GradiVeQ.Settings(
 )
 # Share of the samples, the latest, that measure what axes hold that were fitted on the others.
 _JUDGES = 0.25
-_BLOCK_VALUES = 2**24  # float32 values of averaged gradients held at a time, while a layer is streamed
+_BLOCK_VALUES = 2**22  # float32 values of averaged gradients held at a time, while a layer is streamed
 _TOLERATED = 2.0  # held-out loss above this multiple of lambda gets a warning
 
 
@@ -207,7 +210,12 @@ class GradiveqFit:
 
 
 def fit_gradiveq(
-    trace: Trace, options: GradiveqOptions | None = None, *, progress: Progress | None = None, **changes: Any
+    trace: Trace,
+    options: GradiveqOptions | None = None,
+    *,
+    workers: Workers = 1,
+    progress: Progress | None = None,
+    **changes: Any,
 ) -> GradiveqFit:
     """Fit bases of slices for each layer of the given roles, and measure their loss on later steps.
 
@@ -218,6 +226,8 @@ def fit_gradiveq(
     Args:
         trace: gradients of all ranks, or their averages.
         options: what to fit, and on which steps.
+        workers: processes, or a cluster, that share the layers out.
+        progress: called as the work goes on.
         changes: fields of `GradiveqOptions` by name, which differ from `options`.
 
     Raises:
@@ -239,10 +249,10 @@ def fit_gradiveq(
     window = _fit_window(trace, options.start, options.samples, options.warmup_steps)
     if options.warmup_steps == 0:
         schedule = Schedule(int(trace.steps[window.stop - 1]) + 1)
-    chosen = _with_measured_axes(trace, window, chosen, progress)
+    chosen = _with_measured_axes(trace, window, chosen, workers, progress)
     if total_ratio is not None:
-        chosen = _within_budget(trace, window, chosen, total_ratio)
-    learned, layers, skipped = _fit_layers(trace, window, chosen, progress)
+        chosen = _within_budget(trace, window, chosen, total_ratio, workers, progress)
+    learned, layers, skipped = _fit_layers(trace, window, chosen, workers, progress)
     if not learned:
         reasons = "; ".join(f"{name}: {why}" for name, why in skipped.items()) or "the trace holds none"
         raise NotFittable(
@@ -252,8 +262,8 @@ def fit_gradiveq(
     groups = tuple(_group(name, chosen[name]) for name in learned)
     plan = Plan(trace.model_layers, groups, schedule, seed, learned)
     plan = spread_refits(plan) if options.spread_refits else plan
-    held = holdout_by_age(trace, plan, start=window.stop, progress=progress)
-    control = holdout_by_age(trace, random_basis_plan(plan, seed), start=window.stop, progress=None)
+    both = [plan, random_basis_plan(plan, seed)]
+    held, control = holdouts_by_age(trace, both, start=window.stop, workers=workers, progress=progress)
     measured = GradiveqMeasurement(
         trace=trace.digest,
         world_size=trace.world_size,
@@ -343,22 +353,42 @@ def _group(name: str, settings: GradiVeQ.Settings) -> Group:
 
 
 def _with_measured_axes(
-    trace: Trace, window: range, chosen: Mapping[str, GradiVeQ.Settings], progress: Progress | None
+    trace: Trace,
+    window: range,
+    chosen: Mapping[str, GradiVeQ.Settings],
+    workers: Workers,
+    progress: Progress | None,
 ) -> dict[str, GradiVeQ.Settings]:
     """The settings, with the axis that slices of each matrix lie along, where these leave the choice."""
     layers = [layer for layer in trace.layers if layer.name in chosen and _leaves_axis(layer, chosen[layer.name])]
-    measured = dict(chosen)
-    for done, layer in enumerate(layers):
-        losses = {}
-        for axis in possible_axes(layer):
-            settings = dataclasses.replace(chosen[layer.name], slice_axis=axis)
-            losses[axis] = _later_loss(trace, window, layer, settings)
-        if len(losses) > 1 and not any(map(math.isnan, losses.values())):
-            axis = min(losses, key=losses.__getitem__)
-            measured[layer.name] = dataclasses.replace(chosen[layer.name], slice_axis=axis)
-        if progress:
-            progress("slice axes", done + 1, len(layers))
-    return measured
+    measured = _by_layer(_measured_axis, trace, window, layers, chosen, "slice axes", workers, progress)
+    return {**chosen, **measured}
+
+
+def _by_layer(
+    function: Callable[..., Result],
+    trace: Trace,
+    window: range,
+    layers: Sequence[Layer],
+    chosen: Mapping[str, GradiVeQ.Settings],
+    what: str,
+    workers: Workers,
+    progress: Progress | None,
+) -> dict[str, Result]:
+    """Compute function(source, window, layer, settings) of each layer, by its name."""
+    calls = [(trace.source, window, layer, chosen[layer.name]) for layer in layers]
+    trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
+    sizes = [layer.numel for layer in layers]
+    results = share_out(function, calls, workers=workers, what=what, sizes=sizes, progress=progress)
+    return {layer.name: result for layer, result in zip(layers, results, strict=True)}
+
+
+def _measured_axis(source: TraceSource, window: range, layer: Layer, settings: GradiVeQ.Settings) -> GradiVeQ.Settings:
+    """The settings with the axis along which slices of the layer lose least later."""
+    axes = [dataclasses.replace(settings, slice_axis=axis) for axis in possible_axes(layer)]
+    with source.open([layer.name]) as trace:
+        losses = [_later_loss(trace, window, layer, along) for along in axes]
+    return settings if any(map(math.isnan, losses)) else axes[int(np.argmin(losses))]
 
 
 def _leaves_axis(layer: Layer, settings: GradiVeQ.Settings) -> bool:
@@ -380,36 +410,42 @@ def _later_loss(trace: Trace, window: range, layer: Layer, settings: GradiVeQ.Se
 
 
 def _within_budget(
-    trace: Trace, window: range, chosen: Mapping[str, GradiVeQ.Settings], total_ratio: float
+    trace: Trace,
+    window: range,
+    chosen: Mapping[str, GradiVeQ.Settings],
+    total_ratio: float,
+    workers: Workers,
+    progress: Progress | None,
 ) -> dict[str, GradiVeQ.Settings]:
     """The settings with each layer's d, so that the whole model is total_ratio smaller in a compressed iteration."""
-    energies, prices, sizes = [], [], dict[str, int]()
     free = 4.0 * sum(layer.numel for layer in trace.model_layers) / total_ratio
-    for layer in trace.model_layers:
-        settings = chosen.get(layer.name)
-        slice_size = GradiVeQ(settings).slice_size(layer) if settings else layer.numel + 1
-        if settings is None or layer.numel < slice_size:
-            free -= 4 * layer.numel
-            continue
-        codec = GradiVeQ(settings)
-        chosen_slices = codec.fitted_slices(layer.numel // slice_size)[0]
-        slices, _ = _samples(trace, window, layer, codec, chosen_slices)
-        judges = max(1, round(_JUDGES * len(slices)))
-        # The slices looked at stand for all of the layer's.
-        scale = layer.numel // slice_size / len(chosen_slices)
-        energies.append(scale * _energy_per_axis(slices.double(), judges, settings.complement))
-        prices.append(float(layer.numel // slice_size * (2 if settings.bfloat16 else 4)))
-        free -= 4 * (layer.numel % slice_size)
-        sizes[layer.name] = slice_size
+    sizes = {name: GradiVeQ(settings).slice_size(trace.layer(name)) for name, settings in chosen.items()}
+    cut = [layer for layer in trace.model_layers if layer.numel >= sizes.get(layer.name, layer.numel + 1)]
+    free -= 4 * sum(layer.numel % sizes[layer.name] if layer in cut else layer.numel for layer in trace.model_layers)
+    energies = _by_layer(_layer_energies, trace, window, cut, chosen, "energies", workers, progress)
+    prices = [layer.numel // sizes[layer.name] * (2.0 if chosen[layer.name].bfloat16 else 4.0) for layer in cut]
     try:
-        dimensions = dict(zip(sizes, shared_dimensions(energies, prices, free), strict=True))
+        shared = shared_dimensions(list(energies.values()), prices, free)
     except GradlabError as error:
         raise GradlabError(f"total ratio {total_ratio:g} is out of reach: {error}") from None
+    dimensions = {layer.name: kept for layer, kept in zip(cut, shared, strict=True)}
     return {
         name: dataclasses.replace(settings, max_dimension=None, ratio=sizes[name] / dimensions[name])
         for name, settings in chosen.items()
         if name in dimensions
     } | {name: settings for name, settings in chosen.items() if name not in dimensions}
+
+
+def _layer_energies(source: TraceSource, window: range, layer: Layer, settings: GradiVeQ.Settings) -> torch.Tensor:
+    """Energy that each further axis holds of all slices of a layer."""
+    codec = GradiVeQ(settings)
+    count = layer.numel // codec.slice_size(layer)
+    fitted = codec.fitted_slices(count)[0]
+    with source.open([layer.name]) as trace:
+        slices, _ = _samples(trace, window, layer, codec, fitted)
+    judges = max(1, round(_JUDGES * len(slices)))
+    # The slices looked at stand for all of the layer's.
+    return count / len(fitted) * _energy_per_axis(slices.double(), judges, settings.complement)
 
 
 def _energy_per_axis(slices: torch.Tensor, judges: int, complement: float) -> torch.Tensor:
@@ -431,26 +467,22 @@ def _energy_per_axis(slices: torch.Tensor, judges: int, complement: float) -> to
 
 
 def _fit_layers(
-    trace: Trace, window: range, chosen: Mapping[str, GradiVeQ.Settings], progress: Progress | None
+    trace: Trace,
+    window: range,
+    chosen: Mapping[str, GradiVeQ.Settings],
+    workers: Workers,
+    progress: Progress | None,
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, FittedLayer], dict[str, str]]:
     """Learned tensors, losses where they were fitted, and reasons for leaving a layer dense; each by layer name."""
     learned: dict[str, dict[str, torch.Tensor]] = {}
     fitted: dict[str, FittedLayer] = {}
     skipped: dict[str, str] = {}
     layers = [layer for layer in trace.layers if layer.name in chosen]
-    for done, layer in enumerate(layers):
-        settings = chosen[layer.name]
-        slice_size = GradiVeQ(settings).slice_size(layer)
-        if layer.numel < slice_size:
-            skipped[layer.name] = f"{layer.numel} elements, fewer than a slice of {slice_size}"
+    for name, result in _by_layer(_fit_layer, trace, window, layers, chosen, "fit", workers, progress).items():
+        if isinstance(result, str):
+            skipped[name] = result
         else:
-            codec, measured = _fit_layer(trace, window, layer, settings)
-            if codec.next_payload_bytes([layer], 1, {}) < 4 * layer.numel:
-                learned[layer.name], fitted[layer.name] = codec.learned, measured
-            else:
-                skipped[layer.name] = f"d = K = {slice_size}: nothing would be saved"
-        if progress:
-            progress("fit", done + 1, len(layers))
+            learned[name], fitted[name] = result
     return learned, fitted, skipped
 
 
@@ -482,12 +514,21 @@ def _samples(
     return torch.cat(parts), (total / count).float() if whitening else None
 
 
-def _fit_layer(trace: Trace, window: range, layer: Layer, settings: GradiVeQ.Settings) -> tuple[GradiVeQ, FittedLayer]:
-    codec, samples = _fitted_codec(trace, window, layer, settings)
-    by_slice = _losses_by_slice(trace, window, layer, codec)
+def _fit_layer(
+    source: TraceSource, window: range, layer: Layer, settings: GradiVeQ.Settings
+) -> tuple[dict[str, torch.Tensor], FittedLayer] | str:
+    """Learned tensors of a layer with their losses, or why it is left dense."""
+    slice_size = GradiVeQ(settings).slice_size(layer)
+    if layer.numel < slice_size:
+        return f"{layer.numel} elements, fewer than a slice of {slice_size}"
+    with source.open([layer.name]) as trace:
+        codec, samples = _fitted_codec(trace, window, layer, settings)
+        by_slice = _losses_by_slice(trace, window, layer, codec)
+    if codec.next_payload_bytes([layer], 1, {}) >= 4 * layer.numel:
+        return f"d = K = {slice_size}: nothing would be saved"
     chosen = [m for run in codec.fitted_slices(len(by_slice)) for m in run]
     axis = possible_axes(layer)[0] if settings.slice_axis == "auto" else settings.slice_axis
-    return codec, FittedLayer(
+    return dict(codec.learned), FittedLayer(
         slice_axis=axis,
         slice_size=codec.slice_size(layer),
         dimension=int(codec.learned[f"{layer.name}/width"].max()),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gradlab.analysis.measure.sign_blocks import gather_statistics, share_out_blocks, sizes_of
+from gradlab.analysis.parallel import Workers
 from gradlab.analysis.replay.sampled import require_whole
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
@@ -47,7 +48,12 @@ class BlockFit(Jsonable):
 
 
 def fit_block_sizes(
-    trace: Trace, scales_per_tensor: float, samples: int, *, progress: Progress | None = None
+    trace: Trace,
+    scales_per_tensor: float,
+    samples: int,
+    *,
+    workers: Workers = 1,
+    progress: Progress | None = None,
 ) -> BlockFit:
     """Share out scales among the layers where they keep most energy.
 
@@ -55,6 +61,8 @@ def fit_block_sizes(
         trace: gradients of all ranks.
         scales_per_tensor: scales for each tensor, on average.
         samples: iterations at the start of the trace to fit on; as many later ones, at most, are held out.
+        workers: processes, or a cluster, that share the layers out.
+        progress: called as the work goes on.
 
     Raises:
         GradlabError: for fewer scales than tensors, or a trace that leaves nothing to hold out.
@@ -69,8 +77,8 @@ def fit_block_sizes(
             "to check the fit on"
         )
     last = min(len(trace.steps), 2 * samples)
-    seen = gather_statistics(trace, range(samples), progress=progress)
-    later = gather_statistics(trace, range(samples, last), progress=progress)
+    seen = gather_statistics(trace, range(samples), workers=workers, progress=progress)
+    later = gather_statistics(trace, range(samples, last), workers=workers, progress=progress)
     chosen = share_out_blocks(seen.numels, seen.kept, round(scales_per_tensor * len(layers)))
     sizes = sizes_of(seen.numels, chosen)
     whole = [0] * len(chosen)

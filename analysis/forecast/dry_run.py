@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -32,20 +31,6 @@ from gradlab.workspace import RecyclingWorkspace
 _REPEATS, _LONG_SECONDS = 5, 0.5
 _SCANNED = 2**20
 _COPIED_BYTES = 2**28
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Set PyTorch to one thread while the context lasts.
-
-    The engine's worker has one thread too, where every rank has one core for its codecs.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def fabricate(request: Request, rank: int, world_size: int) -> tuple[Any, float]:

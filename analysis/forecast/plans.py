@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gradlab.analysis.forecast.calibration import Calibration
-from gradlab.analysis.forecast.dry_run import DryRuns, one_thread, scan_seconds_per_byte
+from gradlab.analysis.forecast.dry_run import DryRuns, scan_seconds_per_byte
 from gradlab.analysis.forecast.link import Link, format_rate, json_rate
 from gradlab.analysis.forecast.network import Network
 from gradlab.analysis.forecast.profile import Profile
 from gradlab.analysis.forecast.simulator import BETWEEN, EVERY_RANK, SHARDS, Bucket
 from gradlab.analysis.forecast.step_time import WAYS, Comparison, Job, break_even, compare, cut_for_shards, make_job
+from gradlab.analysis.parallel import one_thread
 from gradlab.analysis.replay import methods_of, refresh_remark
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_ratio, format_seconds

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradlab.analysis.forecast.dry_run import DryRuns, one_thread
+from gradlab.analysis.forecast.dry_run import DryRuns
 from gradlab.analysis.forecast.link import Link, Transfer, transfers
 from gradlab.analysis.forecast.simulator import Exchange
+from gradlab.analysis.parallel import one_thread
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan import Plan

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gradlab import codecs
-from gradlab.analysis.fit.gradiveq import RECOMMENDED, fit_gradiveq
+from gradlab.analysis.fit.gradiveq import RECOMMENDED, GradiveqOptions, fit_gradiveq
+from gradlab.analysis.parallel import Workers
 from gradlab.codecs.gradiveq import GradiVeQ
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
@@ -52,6 +53,7 @@ def family_candidates(
     start: int = 0,
     samples: int = 0,
     extra: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+    workers: Workers = 1,
     progress: Progress | None = None,
 ) -> dict[str, list[Candidate]]:
     """List candidates by layer name: each codec's own grid, and dense. Vectors and small layers are left out.
@@ -62,6 +64,8 @@ def family_candidates(
         start: position of the first recorded step that bases are fitted on.
         samples: how many steps bases are fitted on; errors must be measured on other steps. 0 leaves PCA out.
         extra: further settings by codec, such as a reference's.
+        workers: processes, or a cluster, that share the layers out.
+        progress: called as the work goes on.
 
     Raises:
         GradlabError: for an unknown family, or a trace that bases cannot be fitted on.
@@ -79,7 +83,7 @@ def family_candidates(
             if layer.role in method.defaults.roles:
                 candidates[layer.name] += [Candidate(codec, settings, {}, around) for settings in grid]
     if "PCA" in names and samples:
-        _add_bases(trace, layers, candidates, start, samples, progress)
+        _add_bases(trace, layers, candidates, start, samples, workers, progress)
     return candidates
 
 
@@ -100,13 +104,15 @@ def _add_bases(
     candidates: dict[str, list[Candidate]],
     start: int,
     samples: int,
+    workers: Workers,
     progress: Progress | None,
 ) -> None:
     if not any(layer.role in GradiVeQ.defaults.roles for layer in layers):
         return
     for ratio in _PCA_RATIOS:
         settings = dataclasses.replace(RECOMMENDED, ratio=ratio, sample_steps=samples, compressed_steps=4 * samples)
-        fitted = fit_gradiveq(trace, samples=samples, start=start, settings=settings, progress=progress)
+        options = GradiveqOptions(samples=samples, start=start, settings=settings)
+        fitted = fit_gradiveq(trace, options, workers=workers, progress=progress)
         for group in fitted.plan.groups:
             if len(group.layers) == 1 and group.layers[0] in candidates and group.name in fitted.plan.learned:
                 learned = dict(fitted.plan.learned[group.name])

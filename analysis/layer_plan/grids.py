@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradlab import codecs
 from gradlab.analysis.layer_plan.families import FAMILIES, family_candidates, known_families
+from gradlab.analysis.parallel import Workers
 from gradlab.codec import Codec
 from gradlab.codec.settings import build_settings
 from gradlab.errors import GradlabError
@@ -95,6 +96,7 @@ def candidates_of_grid(
     families: Sequence[str] = (),
     start: int = 0,
     samples: int = 0,
+    workers: Workers = 1,
     progress: Progress | None = None,
 ) -> tuple[dict[str, list[Candidate]] | None, int]:
     """List what `fit_lgreco` chooses from.
@@ -106,6 +108,8 @@ def candidates_of_grid(
         families: in place of the grid, families to choose among; "all" is every one.
         start: position of the first recorded step to look at.
         samples: steps that PCA bases are fitted on.
+        workers: processes, or a cluster, that share fits out.
+        progress: called as the work goes on.
 
     Returns:
         Candidates by layer name, None for the paper's grid, which `fit_lgreco` makes; and the position of the first
@@ -127,7 +131,9 @@ def candidates_of_grid(
     chosen = list(FAMILIES) if [name.lower() for name in families] == ["all"] else known_families(families)
     fitted = samples if "PCA" in chosen else 0
     extra = {codec: paper_settings(codec, reference)}
-    candidates = family_candidates(trace, chosen, start=start, samples=fitted, extra=extra, progress=progress)
+    candidates = family_candidates(
+        trace, chosen, start=start, samples=fitted, extra=extra, workers=workers, progress=progress
+    )
     return candidates, start + fitted
 
 

@@ -29,6 +29,7 @@ from gradlab.analysis.layer_plan.planners import Choice, total
 from gradlab.analysis.layer_plan.problem import Problem
 from gradlab.analysis.layer_plan.provenance import LayerSetting, LgrecoProvenance, PlanErrors, WindowErrors
 from gradlab.analysis.layer_plan.step_time_search import FastestPlan, StepTimes, fastest_plan, require_one_step
+from gradlab.analysis.parallel import Workers
 from gradlab.analysis.replay.error_tables import ErrorTable, LayerTable, measure_errors, windows_of
 from gradlab.artifact import Artifact
 from gradlab.codec.settings import build_settings
@@ -74,8 +75,7 @@ class LgrecoOptions:
         accordion: with a refresh, the most and the least compressed value of the codec's main setting, between which
             Accordion chooses the reference of every choice; see `gradlab.plan.accordion`.
         seed: of the plan, and of random codecs while errors are measured.
-        workers: processes that measure errors.
-        cluster: address of a dask.distributed scheduler to measure errors on.
+        workers: processes, or a cluster, that measure errors.
     """
 
     candidates: Mapping[str, Sequence[Candidate]] | None = None
@@ -93,8 +93,7 @@ class LgrecoOptions:
     refresh_every: int = 0
     accordion: tuple[float, float] | None = None
     seed: int = 0
-    workers: int = 1
-    cluster: str | None = None
+    workers: Workers = 1
 
     @property
     def cost_name(self) -> str:
@@ -294,8 +293,7 @@ def _measure(
     """Errors and costs of every layer's candidates."""
     windows = _windows(trace, options.start, options.window)
     rows = _candidates(base, uniform, options.candidates)
-    seed, workers, cluster = options.seed, options.workers, options.cluster
-    table = measure_errors(trace, rows, windows, seed=seed, workers=workers, cluster=cluster, progress=progress)
+    table = measure_errors(trace, rows, windows, seed=options.seed, workers=options.workers, progress=progress)
     layers = [(t.layer, t.candidates) for t in table.layers]
     costs = candidate_costs(layers, runs.world_size, options.cost, runs=runs, progress=progress)
     reference = np.array([_index_of(uniform, t.candidates) for t in table.layers])

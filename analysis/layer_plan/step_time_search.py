@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from gradlab.analysis.forecast.dry_run import DryRuns, one_thread, scan_seconds_per_byte
+from gradlab.analysis.forecast.dry_run import DryRuns, scan_seconds_per_byte
 from gradlab.analysis.forecast.link import Link, Transfer, all_reduce, format_rate, transfers
 from gradlab.analysis.forecast.network import Network
 from gradlab.analysis.forecast.simulator import Exchange
@@ -32,6 +32,7 @@ from gradlab.analysis.layer_plan.bucket_time import (
 from gradlab.analysis.layer_plan.costs import candidate_exchange
 from gradlab.analysis.layer_plan.planners import Rows
 from gradlab.analysis.layer_plan.problem import Problem
+from gradlab.analysis.parallel import one_thread
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
 from gradlab.knapsack import allocate

@@ -46,11 +46,30 @@ def index_overlap(gradients: Sequence[np.ndarray], count: int) -> tuple[float, f
         Two means over pairs of gradients: the share of the k largest magnitudes at the same positions; and a gradient's
         energy at the other's positions over its energy at its own positions.
     """
-    largest = [np.argpartition(np.abs(gradient), -count)[-count:].copy() for gradient in gradients]
+    return index_overlaps(gradients, [count])[0]
+
+
+def index_overlaps(gradients: Sequence[np.ndarray], counts: Sequence[int]) -> list[tuple[float, float]]:
+    """`index_overlap` for several k: what is largest is looked for once, for the largest k."""
+    ordered = [_largest(gradient, max(counts)) for gradient in gradients]
+    return [_overlap(gradients, [positions[:count] for positions in ordered]) for count in counts]
+
+
+def _largest(gradient: np.ndarray, count: int) -> np.ndarray:
+    """Positions of the largest magnitudes, falling: (count,)."""
+    magnitudes = np.abs(gradient)
+    largest = np.argpartition(magnitudes, -count)[-count:]
+    return np.asarray(largest[np.argsort(-magnitudes[largest], kind="stable")])
+
+
+def _overlap(gradients: Sequence[np.ndarray], largest: Sequence[np.ndarray]) -> tuple[float, float]:
+    chosen = np.zeros((len(gradients), len(gradients[0])), bool)
+    for rank, positions in enumerate(largest):
+        chosen[rank, positions] = True
     energies = [float(np.square(g[own], dtype=np.float64).sum()) for g, own in zip(gradients, largest, strict=True)]
     overlaps, kept = [], []
     for a, b in itertools.permutations(range(len(gradients)), 2):
-        overlaps.append(len(np.intersect1d(largest[a], largest[b], assume_unique=True)) / count)
+        overlaps.append(int(chosen[a][largest[b]].sum()) / len(largest[b]))
         if energies[a] > 0:
             kept.append(float(np.square(gradients[a][largest[b]], dtype=np.float64).sum()) / energies[a])
     return float(np.mean(overlaps)), float(np.mean(kept)) if kept else 0.0

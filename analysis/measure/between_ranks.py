@@ -6,31 +6,37 @@ their bias, and two nulls. Shuffled pairs show what an estimator finds where the
 `shift` iterations apart show what two gradients share by belonging to the same parameters; only the excess over that is
 common to ranks in an iteration. ScaleCom's CLT-k (Chen et al., NeurIPS 2020) relies on the overlap of top-k positions.
 
-A sample of each layer's values, in contiguous stretches, is read at a sample of iterations and pairs of ranks.
+A sample of each layer's values, in contiguous stretches, is read at a sample of iterations and pairs of ranks. Each
+gradient in it is sorted once for all its pairs. Nearest neighbours take longest: they look at every n-th of these
+values first, and at more only while the interval over iterations is wide because of that.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradlab.analysis.gradients import finite_positions, read_unscaled
+from gradlab.analysis.gradients import finite_positions, read_positions
 from gradlab.analysis.intervals import SeriesMean, mean_interval
-from gradlab.analysis.measure.agreement import index_overlap, rank_cosine, signal_to_noise
+from gradlab.analysis.measure.agreement import index_overlaps, rank_cosine, signal_to_noise
 from gradlab.analysis.measure.information import (
     PAPER_BINS,
     Excess,
+    NeighborEstimate,
+    Variable,
     excess_information,
     mutual_information,
+    neighbor_information,
     plug_in,
 )
 from gradlab.analysis.measure.layer_places import layer_places
 from gradlab.analysis.measure.spectrum import spread
-from gradlab.analysis.parallel import share_out
+from gradlab.analysis.parallel import Workers, share_out
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
 from gradlab.layout import Layer
@@ -42,7 +48,11 @@ DENSITIES = (0.001, 0.01, 0.1)
 CORRECTED = ("copula", "quantiles", "ksg")
 _STRETCHES = 8
 _FEWEST_VALUES = 256  # of a layer: with fewer, estimates say nothing of one iteration
-_KSG_VALUES = 4096  # nearest neighbours take longest
+# Values that nearest neighbours look at: at first, and at most.
+_FIRST_VALUES, _MOST_VALUES = 1024, 4096
+# It is enough where half of the interval is at most so many bits, or where at most this share of the variance over
+# iterations comes from the choice of values: with all values the interval would be at most a seventh narrower.
+_NARROW, _MOST_OF_CHOICE = 0.02, 0.25
 _TOPK_STEPS, _TOP_VALUES = 4, 2**20  # iterations of lags and largest values, values of the latter
 _LAGS = (0, 1, 2, 5, 10, 20, 50)
 
@@ -89,7 +99,8 @@ class HistogramSeries(Jsonable):
 class EstimatorSeries(Jsonable):
     """A corrected estimator per iteration, means over pairs of ranks, in bits.
 
-    samples: values per estimate; paired, shifted: (T,); shuffled: of one shuffled pair; excess: of paired over shifted.
+    samples: values per estimate, which for nearest neighbours are as many as the interval needs; paired, shifted: (T,);
+    shuffled: of one shuffled pair; excess: of paired over shifted.
     """
 
     samples: int
@@ -182,14 +193,14 @@ def measure_between_ranks(
     *,
     layers: Sequence[str] | None = None,
     after_addition: Sequence[str] = (),
-    workers: int = 1,
+    workers: Workers = 1,
     progress: Progress | None = None,
 ) -> TraceBetweenRanks:
     """Measure what ranks share of each layer's gradient.
 
     layers: names, None for all of two or more dimensions and at least 256 values. after_addition: patterns of names of
     layers that read the sum of a residual connection, empty for those that the trace's metadata names. workers:
-    processes.
+    processes, or a cluster, that share the layers out.
 
     Raises:
         GradlabError: for a trace of one rank, fewer than 8 recorded iterations, settings out of range, an unknown
@@ -201,11 +212,11 @@ def measure_between_ranks(
     large = [x for x in named if x.numel >= _FEWEST_VALUES and (layers is not None or len(x.shape) > 1)]
     if not large:
         raise GradlabError(f"{trace.path}: no layer of {_FEWEST_VALUES} values or more to measure between ranks")
-    source, order = trace.source, sorted(range(len(large)), key=lambda i: -large[i].numel)
-    places = layer_places(trace, after_addition)
+    source, places = trace.source, layer_places(trace, after_addition)
     trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
-    calls = [(source, large[i], chosen, shift, places[large[i].name]) for i in order]
-    measured = share_out(measure_layer, calls, workers=workers, what="between ranks", progress=progress)
+    calls = [(source, layer, chosen, shift, places[layer.name]) for layer in large]
+    sizes = [min(layer.numel, chosen.values) for layer in large]
+    measured = share_out(measure_layer, calls, workers=workers, what="between ranks", sizes=sizes, progress=progress)
     rows = {row.name: row for row in measured if row is not None}
     return TraceBetweenRanks(
         chosen,
@@ -271,8 +282,9 @@ def measure_layer(
     now, later = now[finite], later[finite]
     if len(steps) < 4:
         return None
-    inner = np.einsum("tnc,tmc->tnm", now, now)
+    inner = np.einsum("tnc,tmc->tnm", now, now, dtype=np.float64)
     cosines = rank_cosine(inner)
+    here, there = _variables(now, pairs), _variables(later, pairs)
     return LayerBetweenRanks(
         layer.name,
         layer.role,
@@ -280,8 +292,11 @@ def measure_layer(
         values=int(now.shape[2]),
         iterations=steps,
         pairs=pairs,
-        histograms={bins: _by_histogram(now, later, pairs, bins, generator) for bins in (PAPER_BINS, chosen.bins)},
-        estimators={name: _by_estimator(now, later, pairs, name, chosen, generator) for name in CORRECTED},
+        histograms={bins: _by_histogram(here, there, pairs, bins, generator) for bins in (PAPER_BINS, chosen.bins)},
+        estimators={
+            **{name: _by_estimator(here, there, pairs, name, chosen, generator) for name in ("copula", "quantiles")},
+            "ksg": _by_neighbors(now, later, pairs, chosen, generator),
+        },
         lags=lags,
         top_indices=top,
         cosine=cosines,
@@ -292,30 +307,35 @@ def measure_layer(
 
 
 def _read(trace: Trace, layer: Layer, positions: np.ndarray, columns: Sequence[slice]) -> np.ndarray:
-    """Sampled values (T, N, C) of every rank at positions (T,)."""
-    ranks = range(trace.world_size)
-    rows = [np.stack([_row(trace, layer, rank, int(position), columns) for rank in ranks]) for position in positions]
-    return np.stack(rows).astype(np.float64)
+    """Sampled values (T, N, C) of every rank at positions (T,), float32."""
+    return np.stack([_read_rank(trace, layer, rank, positions, columns) for rank in range(trace.world_size)], axis=1)
 
 
-def _row(trace: Trace, layer: Layer, rank: int, position: int, columns: Sequence[slice]) -> np.ndarray:
-    parts = [read_unscaled(trace, layer.name, rank, position, position + 1, part)[0] for part in columns]
-    return np.concatenate(parts)
+def _read_rank(trace: Trace, layer: Layer, rank: int, positions: np.ndarray, columns: Sequence[slice]) -> np.ndarray:
+    """Sampled values (T, C) of a rank at positions (T,), float32."""
+    parts = [read_positions(trace, layer.name, rank, positions, part) for part in columns]
+    return np.concatenate(parts, axis=1)
+
+
+# The variables of the ranks that are in a pair, by rank, at each of several iterations.
+_Sorted = list[dict[int, Variable]]
+
+
+def _variables(values: np.ndarray, pairs: Sequence[tuple[int, int]]) -> _Sorted:
+    """Sort gradients (T, N, C), each once."""
+    ranks = sorted({rank for pair in pairs for rank in pair})
+    return [{rank: Variable.of(row[rank]) for rank in ranks} for row in values]
 
 
 def _by_histogram(
-    now: np.ndarray,
-    later: np.ndarray,
-    pairs: Sequence[tuple[int, int]],
-    bins: int,
-    generator: np.random.Generator,
+    now: _Sorted, later: _Sorted, pairs: Sequence[tuple[int, int]], bins: int, generator: np.random.Generator
 ) -> HistogramSeries:
     rows = []
     for here, there in zip(now, later, strict=True):
         by_pair = []
         for a, b in pairs:
             paired = plug_in(here[a], here[b], bins)
-            shuffled = plug_in(here[a], generator.permutation(here[b]), bins).information
+            shuffled = plug_in(here[a], here[b].permuted(generator), bins).information
             shifted = plug_in(here[a], there[b], bins).information
             values = (paired.entropy_y, paired.conditional, paired.information, paired.bias)
             by_pair.append((*values, shuffled, shifted))
@@ -324,27 +344,87 @@ def _by_histogram(
 
 
 def _by_estimator(
-    now: np.ndarray,
-    later: np.ndarray,
+    now: _Sorted,
+    later: _Sorted,
     pairs: Sequence[tuple[int, int]],
     method: str,
     chosen: BetweenRanks,
     generator: np.random.Generator,
 ) -> EstimatorSeries:
-    stride = -(-now.shape[2] // _KSG_VALUES) if method == "ksg" else 1
-    here, there = now[:, :, ::stride], later[:, :, ::stride]
     paired, shifted = (
-        np.array([_over_pairs(x, y, pairs, method) for x, y in zip(here, other, strict=True)])
-        for other in (here, there)
+        np.array([_over_pairs(x, y, pairs, method) for x, y in zip(now, other, strict=True)]) for other in (now, later)
     )
-    x, y = here[0, pairs[0][0]], here[0, pairs[0][1]]
-    excess = excess_information(paired, shifted, level=chosen.level)
-    shuffled = mutual_information(x, generator.permutation(y), method)
-    return EstimatorSeries(here.shape[2], paired, shifted, shuffled, excess)
+    return _series(now[0], pairs[0], method, (paired, shifted), chosen.level, generator)
 
 
-def _over_pairs(x: np.ndarray, y: np.ndarray, pairs: Sequence[tuple[int, int]], method: str) -> float:
+def _over_pairs(x: dict[int, Variable], y: dict[int, Variable], pairs: Sequence[tuple[int, int]], method: str) -> float:
     return float(np.mean([mutual_information(x[a], y[b], method) for a, b in pairs]))
+
+
+def _series(
+    first: dict[int, Variable],
+    pair: tuple[int, int],
+    method: str,
+    series: tuple[np.ndarray, np.ndarray],
+    level: float,
+    generator: np.random.Generator,
+) -> EstimatorSeries:
+    """Put a result together; a pair of the first iteration is shuffled. series: paired and shifted, (T,) each."""
+    x, y = (first[rank] for rank in pair)
+    excess = excess_information(*series, level=level)
+    return EstimatorSeries(len(x), *series, mutual_information(x, y.permuted(generator), method), excess)
+
+
+def _by_neighbors(
+    now: np.ndarray,
+    later: np.ndarray,
+    pairs: Sequence[tuple[int, int]],
+    chosen: BetweenRanks,
+    generator: np.random.Generator,
+) -> EstimatorSeries:
+    """By nearest neighbours, on as many of the values (T, N, C) as the interval of their excess needs."""
+    values = _FIRST_VALUES
+    while True:
+        stride = -(-now.shape[2] // values)
+        here, there = (_variables(part[:, :, ::stride], pairs) for part in (now, later))
+        paired, shifted = (
+            [[neighbor_information(x[a], y[b]) for a, b in pairs] for x, y in zip(here, other, strict=True)]
+            for other in (here, there)
+        )
+        series = _means(paired), _means(shifted)
+        needed = _needed(*series, len(here[0][pairs[0][0]]), _error_of_mean([*paired, *shifted]), chosen.level)
+        if needed <= values or stride == 1 or values == _MOST_VALUES:
+            return _series(here[0], pairs[0], "ksg", series, chosen.level, generator)
+        values = min(_MOST_VALUES, max(2 * values, needed))
+
+
+def _means(estimates: Sequence[Sequence[NeighborEstimate]]) -> np.ndarray:
+    """Means over pairs, (T,)."""
+    return np.array([np.mean([one.bits for one in row]) for row in estimates])
+
+
+def _error_of_mean(estimates: Sequence[Sequence[NeighborEstimate]]) -> float:
+    """The standard error that the choice of values gives the mean excess; estimates: paired and shifted, (2 T, P)."""
+    squares = [one.error**2 for row in estimates for one in row]
+    return 2 * math.sqrt(sum(squares)) / len(squares)
+
+
+def _needed(paired: np.ndarray, shifted: np.ndarray, values: int, error: float, level: float) -> int:
+    """How many values it takes until more would hardly make the interval narrower; `values` if these are enough.
+
+    error: of the mean excess, from the choice of so many values; its square falls as their number grows. Without an
+    interval nothing says how many are enough.
+    """
+    excess = excess_information(paired, shifted, level=level)
+    if excess.low is None or excess.high is None:
+        return _MOST_VALUES
+    varies = float((paired - shifted).var(ddof=1)) / len(paired)
+    if (excess.high - excess.low) / 2 <= _NARROW or error**2 <= _MOST_OF_CHOICE * varies:
+        return values
+    # The variance that is left with all values; e^2 n / n' may be so much of it that the share is as above.
+    own = varies - error**2
+    allowed = own * _MOST_OF_CHOICE / (1 - _MOST_OF_CHOICE)
+    return math.ceil(values * error**2 / allowed) if allowed > 0 else _MOST_VALUES
 
 
 def _by_lag(
@@ -357,16 +437,35 @@ def _by_lag(
     """Means over iterations and pairs; a lag at which no pair is finite is left out."""
     series = LagSeries([], [])
     few = positions[spread(len(positions), _TOPK_STEPS)] if len(positions) else positions
+    known: dict[tuple[int, int], Variable | None] = {}
     for lag in _LAGS:
         bits = []
         for p, (first, second) in itertools.product(map(int, few[few + lag < len(trace.steps)]), pairs):
-            x, y = _row(trace, layer, first, p, columns), _row(trace, layer, second, p + lag, columns)
-            if np.isfinite(x).all() and np.isfinite(y).all():
+            x, y = (_known(known, trace, layer, columns, place) for place in ((first, p), (second, p + lag)))
+            if x is not None and y is not None:
                 bits.append(mutual_information(x, y, "copula"))
         if bits:
             series.lags.append(lag)
             series.information.append(float(np.mean(bits)))
     return series
+
+
+def _known(
+    known: dict[tuple[int, int], Variable | None],
+    trace: Trace,
+    layer: Layer,
+    columns: Sequence[slice],
+    place: tuple[int, int],
+) -> Variable | None:
+    """The gradient of a (rank, position), read and sorted once; None if it is not finite."""
+    if place not in known:
+        values = _row(trace, layer, *place, columns)
+        known[place] = Variable.of(values) if np.isfinite(values).all() else None
+    return known[place]
+
+
+def _row(trace: Trace, layer: Layer, rank: int, position: int, columns: Sequence[slice]) -> np.ndarray:
+    return _read_rank(trace, layer, rank, np.array([position]), columns)[0]
 
 
 def _top_overlap(trace: Trace, layer: Layer, positions: np.ndarray) -> tuple[TopOverlap, ...]:
@@ -375,12 +474,10 @@ def _top_overlap(trace: Trace, layer: Layer, positions: np.ndarray) -> tuple[Top
     numel = sum(part.stop - part.start for part in columns)
     few = [int(p) for p in positions[spread(len(positions), _TOPK_STEPS)]] if len(positions) else []
     read = [[_row(trace, layer, rank, p, columns) for rank in range(trace.world_size)] for p in few]
-    for density in DENSITIES:
-        count = max(1, round(density * numel))
-        if count >= numel:
-            continue
-        by_step = [index_overlap(gradients, count) for gradients in read]
-        if by_step:
-            overlap, energy = (float(value) for value in np.mean(by_step, axis=0))
+    counts = {density: count for density in DENSITIES if (count := max(1, round(density * numel))) < numel}
+    if read and counts:
+        by_step = [index_overlaps(gradients, list(counts.values())) for gradients in read]
+        for (density, count), values in zip(counts.items(), np.mean(by_step, axis=0), strict=True):
+            overlap, energy = map(float, values)
             rows.append(TopOverlap(density, count, overlap, count / numel, energy))
     return tuple(rows)

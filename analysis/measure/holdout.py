@@ -7,7 +7,7 @@ same ghat for N ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from gradlab.analysis.gradients import mean_unscaled
+from gradlab.analysis.parallel import Workers, share_out
 from gradlab.codec import Codec, Context, Tensors, exchange_group
 from gradlab.codec.measures import squared_norm
 from gradlab.codec.wrapper import innermost
@@ -28,10 +29,10 @@ from gradlab.plan import Plan
 from gradlab.progress import Progress
 
 if TYPE_CHECKING:
-    from gradlab.trace import Trace
+    from gradlab.trace import Trace, TraceSource
 
 # Averaged gradients held at a time: float32 values.
-_BLOCK_VALUES = 2**24
+_BLOCK_VALUES = 2**22
 
 
 @dataclass(frozen=True)
@@ -103,29 +104,64 @@ def holdout_by_age(
     *,
     start: int,
     stop: int | None = None,
+    workers: Workers = 1,
     progress: Progress | None = None,
 ) -> HoldOut:
     """Measure the loss of the plan's linear groups on positions start..stop, by age of the fit in iterations.
 
-    Age 1 is the first iteration after position start - 1. Wrappers are left out.
+    Age 1 is the first iteration after position start - 1. Wrappers are left out. workers: processes, or a cluster, that
+    share the groups out.
 
     Raises:
         GradlabError: for nothing to hold out, or a group whose codec is neither linear nor fitted (replay those).
+    """
+    return holdouts_by_age(trace, [plan], start=start, stop=stop, workers=workers, progress=progress)[0]
+
+
+def holdouts_by_age(
+    trace: Trace,
+    plans: Sequence[Plan],
+    *,
+    start: int,
+    stop: int | None = None,
+    workers: Workers = 1,
+    progress: Progress | None = None,
+) -> list[HoldOut]:
+    """Measure several plans of the same groups as `holdout_by_age` does each: what is read is handed to all of them.
+
+    Raises:
+        GradlabError: as `holdout_by_age`.
     """
     stop = len(trace.steps) if stop is None else stop
     if not 0 < start < stop <= len(trace.steps):
         raise GradlabError(f"{trace.path}: nothing to hold out in positions {start}..{stop} of {len(trace.steps)}")
     steps = np.asarray(trace.steps)
     ages = steps[start:stop] - steps[start - 1]
-    groups = plan.compressed_groups
-    rows = {}
-    for done, group in enumerate(groups):
-        codec = innermost(plan.build(group))
-        if not (codec.learned or (codec.guarantees(plan.members(group)).linear and not codec.learns)):
-            raise GradlabError(f"group {group.name}: codec {group.codec} is not linear; replay the plan instead")
-        rows[group.name] = _group_losses(trace, codec, group.layers, start, stop)
-        if progress:
-            progress("hold out", done + 1, len(groups))
+    groups = plans[0].compressed_groups
+    calls = [
+        (trace.source, [_linear(plan, at) for plan in plans], group.layers, start, stop)
+        for at, group in enumerate(groups)
+    ]
+    sizes = [sum(layer.numel for layer in plans[0].members(group)) for group in groups]
+    trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
+    losses = share_out(_group_losses, calls, workers=workers, what="hold out", sizes=sizes, progress=progress)
+    return [
+        _by_age({group.name: rows[number] for group, rows in zip(groups, losses, strict=True)}, ages)
+        for number in range(len(plans))
+    ]
+
+
+def _linear(plan: Plan, number: int) -> Codec:
+    """The codec of a plan's compressed group, which must be linear or fitted."""
+    group = plan.compressed_groups[number]
+    codec = innermost(plan.build(group))
+    if not (codec.learned or (codec.guarantees(plan.members(group)).linear and not codec.learns)):
+        raise GradlabError(f"group {group.name}: codec {group.codec} is not linear; replay the plan instead")
+    return codec
+
+
+def _by_age(rows: Mapping[str, np.ndarray], ages: np.ndarray) -> HoldOut:
+    """The curves of groups' rows (T, 2)."""
     bins = age_bins(ages)
     pooled = np.sum(list(rows.values()), axis=0) if rows else np.full((len(ages), 2), np.nan)
     return HoldOut(
@@ -136,18 +172,23 @@ def holdout_by_age(
     )
 
 
-def _group_losses(trace: Trace, codec: Codec, names: tuple[str, ...], start: int, stop: int) -> np.ndarray:
-    layers = [trace.layer(name) for name in names]
-    length = max(1, _BLOCK_VALUES // max(1, sum(layer.numel for layer in layers)))
-    parts = []
-    for first in range(start, stop, length):
-        last = min(first + length, stop)
-        averaged = {
-            layer.name: torch.from_numpy(mean_unscaled(trace, layer.name, first, last)).reshape(-1, *layer.shape)
-            for layer in layers
-        }
-        parts.append(losses_by_step(codec, averaged))
-    return np.concatenate(parts)
+def _group_losses(
+    source: TraceSource, codecs: Sequence[Codec], names: tuple[str, ...], start: int, stop: int
+) -> list[np.ndarray]:
+    """`losses_by_step` of a group under each of several codecs: (T, 2) each."""
+    parts: list[list[np.ndarray]] = [[] for _ in codecs]
+    with source.open(names) as trace:
+        layers = [trace.layer(name) for name in names]
+        length = max(1, _BLOCK_VALUES // max(1, sum(layer.numel for layer in layers)))
+        for first in range(start, stop, length):
+            last = min(first + length, stop)
+            averaged = {
+                layer.name: torch.from_numpy(mean_unscaled(trace, layer.name, first, last)).reshape(-1, *layer.shape)
+                for layer in layers
+            }
+            for codec, rows in zip(codecs, parts, strict=True):
+                rows.append(losses_by_step(codec, averaged))
+    return [np.concatenate(rows) for rows in parts]
 
 
 def _curve(rows: np.ndarray, ages: np.ndarray, bins: list[tuple[int, int]]) -> AgeCurve:

@@ -20,19 +20,21 @@ Four estimators of the information between paired scalars, because each is wrong
 
 Samples of one pair of gradients share the scales of their parameters, which alone makes them dependent. What two ranks
 share in an iteration is therefore the excess over pairs that are iterations apart (`excess_information`).
+
+Everything that an estimator needs of one variable alone follows from its order. A `Variable` holds that order, so that
+many pairs of few variables sort each of them once.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 import numpy as np
 from scipy.spatial import cKDTree
 from scipy.special import digamma, ndtri, stdtrit
-from scipy.stats import rankdata
 
 from gradlab.analysis.intervals import mean_interval
 from gradlab.errors import GradlabError
@@ -46,6 +48,7 @@ _LN2 = math.log(2)
 _FEWEST = 16  # samples of a pair
 _PER_CELL = 10  # samples for a joint cell, where the number of bins is ours to choose
 _MOST_BINS = 256
+_DENSE_CELLS = 8  # joint cells per sample up to which all are counted, beyond it those that hold any
 _NEIGHBORS = 3  # KSG's k, their recommendation for estimates
 _MORE_NEIGHBORS = (2, 4, 8)  # times k
 _FEWEST_PER_BLOCK, _MOST_BLOCKS = 64, 16
@@ -82,25 +85,142 @@ class InformationEstimate(Jsonable):
     samples: int
 
 
+@dataclass(frozen=True, eq=False)
+class Variable:
+    """Samples of one variable, sorted once: all that estimators take from one variable is computed once and kept.
+
+    kinds: (k,), the different values, rising; place: (n,), the kind of each sample; counts: (k,), samples of each kind.
+    """
+
+    kinds: np.ndarray
+    place: np.ndarray
+    counts: np.ndarray
+    _kept: dict[tuple[str, float], _Levels] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def of(cls, values: np.ndarray | Variable) -> Variable:
+        """Sort values (n,); a variable is returned as it is.
+
+        Raises:
+            GradlabError: for values that are not finite.
+        """
+        if isinstance(values, Variable):
+            return values
+        values = np.asarray(values, np.float64).ravel()
+        if not np.isfinite(values).all():
+            raise GradlabError("mutual information: values must be finite")
+        return cls(*np.unique(values, return_inverse=True, return_counts=True))
+
+    def __len__(self) -> int:
+        return len(self.place)
+
+    @property
+    def values(self) -> np.ndarray:
+        """The samples, (n,)."""
+        return self.kinds[self.place]
+
+    @property
+    def constant(self) -> bool:
+        """Whether all samples are equal."""
+        return len(self.kinds) == 1
+
+    @property
+    def distinct(self) -> bool:
+        """Whether no two samples are equal."""
+        return len(self.kinds) == len(self.place)
+
+    def permuted(self, generator: np.random.Generator) -> Variable:
+        """The same samples in a random order."""
+        return Variable(self.kinds, generator.permutation(self.place), self.counts)
+
+    @cached_property
+    def scores(self) -> np.ndarray:
+        """Normal scores (n,): the normal quantiles of ranks, ties at their mean rank."""
+        return np.asarray(self._kind_scores[self.place])
+
+    @cached_property
+    def ordered_scores(self) -> np.ndarray:
+        """Normal scores, rising: (n,)."""
+        return np.repeat(self._kind_scores, self.counts)
+
+    @cached_property
+    def score_energy(self) -> float:
+        """Squared norm of the scores."""
+        return float(self.scores @ self.scores)
+
+    @cached_property
+    def _kind_scores(self) -> np.ndarray:
+        ends = np.cumsum(self.counts)
+        return np.asarray(ndtri((2 * ends - self.counts + 1) / 2 / (len(self) + 1)))
+
+    def atoms(self, bins: int) -> np.ndarray:
+        """Whether each kind occurs at least as often as a quantile has samples: bool (k,)."""
+        return np.asarray(self.counts * bins >= len(self)) & (self.counts > 1)
+
+    def equal_bins(self, bins: int) -> _Levels:
+        """Levels of equal width, over the samples' own range."""
+        return self._once("equal", bins, lambda: _levels(self.kinds, bins))
+
+    def quantiles(self, bins: int, count: int) -> _Levels:
+        """Levels: one for each atom of `bins`, and `count` quantiles of the others, finer in the tails.
+
+        Equal values share a level, so that ties make fewer quantiles, not made-up ones. Values on two sides of an atom
+        share none: few as they may be, which side they are on is known.
+        """
+        return self._once(f"quantiles {bins}", count, lambda: self._tied_levels(self.atoms(bins), count))
+
+    def _tied_levels(self, atoms: np.ndarray, count: int) -> np.ndarray:
+        """The level of each kind, int64 (k,): atoms have the first ones."""
+        levels = np.empty(len(self.kinds), np.int64)
+        levels[atoms] = np.arange(atoms.sum())
+        others = self.kinds[~atoms]
+        if len(others):
+            masses = np.sin(np.pi / 2 * np.arange(1, count) / count) ** 2
+            edges = np.unique(np.quantile(np.repeat(others, self.counts[~atoms]), masses))
+            places = np.searchsorted(self.kinds[atoms], others) * count + np.searchsorted(edges, others, side="right")
+            levels[~atoms] = atoms.sum() + places
+        return levels
+
+    def _once(self, what: str, count: float, of_kinds: Callable[[], np.ndarray]) -> _Levels:
+        if (what, count) not in self._kept:
+            _, number = np.unique(of_kinds(), return_inverse=True)
+            counts = np.bincount(number, weights=self.counts).astype(np.int64)
+            self._kept[what, count] = _Levels(number[self.place], counts)
+        return self._kept[what, count]
+
+
+@dataclass(frozen=True)
+class _Levels:
+    """Samples on a grid: the number of each one's level, (n,), and the samples in each, (levels,), none of them 0."""
+
+    number: np.ndarray
+    counts: np.ndarray
+
+
 def mutual_information(
-    x: np.ndarray, y: np.ndarray, method: str = "histogram", *, bins: int | None = None, neighbors: int = _NEIGHBORS
+    x: np.ndarray | Variable,
+    y: np.ndarray | Variable,
+    method: str = "histogram",
+    *,
+    bins: int | None = None,
+    neighbors: int = _NEIGHBORS,
 ) -> float:
     """I(x; y) in bits from paired samples x, y (n,); corrected estimators may fall below 0 where there is none.
 
-    method: one of `METHODS`, see the module. bins: per variable, of the two histograms; None: as many as leave about 10
-    samples per joint cell. neighbors: KSG's k.
+    x, y: arrays, or variables that many pairs share. method: one of `METHODS`, see the module. bins: per variable, of
+    the two histograms; None: as many as leave about 10 samples per joint cell. neighbors: KSG's k.
 
     Raises:
         GradlabError: for an unknown method, fewer than 16 pairs, values that are not finite, lengths that differ, or
             bins whose joint cells outnumber the pairs.
     """
-    x, y = _pair(x, y)
-    return _estimator(method, len(x), bins, neighbors)(x, y)
+    first, second = _pair(x, y)
+    return _estimator(method, len(first), bins, neighbors)(first, second)
 
 
 def estimate_information(
-    x: np.ndarray,
-    y: np.ndarray,
+    x: np.ndarray | Variable,
+    y: np.ndarray | Variable,
     method: str = "copula",
     *,
     bins: int | None = None,
@@ -122,7 +242,7 @@ def estimate_information(
         GradlabError: as `mutual_information`; for "histogram", a level outside (0, 1), fewer than 2 blocks, or less
             than 64 samples in each.
     """
-    x, y = _pair(x, y)
+    first, second = _pair(x, y)
     if method == "histogram":
         raise GradlabError(
             'an interval of "histogram": its bias is many times its spread, and plug_in gives that bias; expected one '
@@ -130,30 +250,35 @@ def estimate_information(
         )
     if not 0 < level < 1:
         raise GradlabError(f"level = {level:g}, expected between 0 and 1")
-    blocks = _affordable_blocks(method, len(x)) if blocks is None else blocks
-    if blocks < 2 or len(x) < blocks * _FEWEST_PER_BLOCK:
+    blocks = _affordable_blocks(method, len(first)) if blocks is None else blocks
+    if blocks < 2 or len(first) < blocks * _FEWEST_PER_BLOCK:
         raise GradlabError(
-            f"an interval from {blocks} blocks of {len(x)} samples: expected 2 blocks or more, of at least "
+            f"an interval from {blocks} blocks of {len(first)} samples: expected 2 blocks or more, of at least "
             f"{_FEWEST_PER_BLOCK} samples"
         )
-    bits = _estimator(method, len(x), bins, neighbors)(x, y)
-    parts = list(zip(np.array_split(x, blocks), np.array_split(y, blocks), strict=True))
+    bits = _estimator(method, len(first), bins, neighbors)(first, second)
+    parts = list(zip(_blocks_of(first, blocks), _blocks_of(second, blocks), strict=True))
     quantile = float(stdtrit(blocks - 1, 0.5 + level / 2))
     if method == "copula":
-        low, high = _copula_interval(x, y, parts, quantile)
+        low, high = _copula_interval(first, second, parts, quantile)
     else:
         # A block carries fewer bins than the whole; how much an estimate varies hardly depends on them.
-        smallest = len(x) // blocks
-        count = bins or _affordable_bins(len(x))
+        smallest = len(first) // blocks
+        count = bins or _affordable_bins(len(first))
         in_block = _estimator(method, smallest, min(count, math.isqrt(smallest)), neighbors)
         half = quantile * float(np.std([in_block(*part) for part in parts], ddof=1)) / math.sqrt(blocks)
         if method == "quantiles":
-            lost = [bits - _on_quantiles(x, y, count, coarser) for coarser in _COARSER]
+            lost = [bits - _on_quantiles(first, second, count, coarser) for coarser in _COARSER]
         else:
-            lost = [_edge_bias(bits, x, y, neighbors, times) for times in _MORE_NEIGHBORS]
+            lost = [_edge_bias(bits, first, second, neighbors, times) for times in _MORE_NEIGHBORS]
             half = math.hypot(half, lost[0])
         low, high = bits - half, bits + half + max(0.0, *lost)
-    return InformationEstimate(bits, max(0.0, low), max(0.0, high), level, method, len(x))
+    return InformationEstimate(bits, max(0.0, low), max(0.0, high), level, method, len(first))
+
+
+def _blocks_of(variable: Variable, blocks: int) -> list[Variable]:
+    """Contiguous blocks of the samples."""
+    return [Variable.of(part) for part in np.array_split(variable.values, blocks)]
 
 
 def _affordable_blocks(method: str, samples: int) -> int:
@@ -161,7 +286,7 @@ def _affordable_blocks(method: str, samples: int) -> int:
     return min(_MOST_BLOCKS, samples // per_block)
 
 
-def plug_in(x: np.ndarray, y: np.ndarray, bins: int = PAPER_BINS) -> PlugIn:
+def plug_in(x: np.ndarray | Variable, y: np.ndarray | Variable, bins: int = PAPER_BINS) -> PlugIn:
     """LGC's eq. (1): entropies and information of samples x, y (n,) on `bins` of equal width over each one's range.
 
     Any number of bins is accepted, so that the bias can be seen. Fewer bins than 2^32 are more informative.
@@ -172,7 +297,7 @@ def plug_in(x: np.ndarray, y: np.ndarray, bins: int = PAPER_BINS) -> PlugIn:
     x, y = _pair(x, y)
     if bins < 1:
         raise GradlabError(f"bins = {bins}, expected at least 1")
-    return _plug_in(_levels(x, bins), _levels(y, bins))
+    return _plug_in(x.equal_bins(bins), y.equal_bins(bins))
 
 
 def entropy(x: np.ndarray, bins: int) -> float:
@@ -192,12 +317,36 @@ def gaussian_information(correlation: float | np.ndarray) -> float | np.ndarray:
     return float(bits) if np.ndim(bits) == 0 else bits
 
 
+@dataclass(frozen=True)
+class NeighborEstimate:
+    """Information by nearest neighbours, in bits, with the standard error that the spread of its terms says."""
+
+    bits: float
+    error: float
+
+
+def neighbor_information(
+    x: np.ndarray | Variable, y: np.ndarray | Variable, neighbors: int = _NEIGHBORS
+) -> NeighborEstimate:
+    """`mutual_information` by "ksg", with the error that follows from its terms, of which the estimate is a mean.
+
+    A term belongs to a sample and its neighbourhood. Terms of neighbours depend on each other, but little: the error
+    says how far an estimate varies with the samples that are drawn, and is no interval.
+
+    Raises:
+        GradlabError: as `mutual_information`.
+    """
+    first, second = _pair(x, y)
+    _estimator("ksg", len(first), None, neighbors)
+    return _neighbor_terms(first, second, neighbors)
+
+
 # --- nulls ----------------------------------------------------------------------------------------------------------
 
 
 def shuffled_information(
-    x: np.ndarray,
-    y: np.ndarray,
+    x: np.ndarray | Variable,
+    y: np.ndarray | Variable,
     method: str,
     generator: np.random.Generator,
     *,
@@ -209,7 +358,10 @@ def shuffled_information(
     Raises:
         GradlabError: as `mutual_information`.
     """
-    return float(np.mean([mutual_information(x, generator.permutation(y), method, bins=bins) for _ in range(repeats)]))
+    first, second = _pair(x, y)
+    return float(
+        np.mean([mutual_information(first, second.permuted(generator), method, bins=bins) for _ in range(repeats)])
+    )
 
 
 @dataclass(frozen=True)
@@ -262,20 +414,16 @@ def excess_information(paired: np.ndarray, shifted: np.ndarray, *, level: float 
 # --- estimators -----------------------------------------------------------------------------------------------------
 
 
-def _pair(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    x, y = (np.asarray(values, np.float64).ravel() for values in (x, y))
-    if len(x) != len(y):
-        raise GradlabError(f"mutual information: {len(x)} values of one and {len(y)} of the other, expected pairs")
-    if len(x) < _FEWEST:
-        raise GradlabError(f"mutual information: {len(x)} pairs, expected at least {_FEWEST}")
-    if not (np.isfinite(x).all() and np.isfinite(y).all()):
-        raise GradlabError("mutual information: values must be finite")
-    return x, y
+def _pair(x: np.ndarray | Variable, y: np.ndarray | Variable) -> tuple[Variable, Variable]:
+    sizes = [len(values) if isinstance(values, Variable) else np.size(values) for values in (x, y)]
+    if sizes[0] != sizes[1]:
+        raise GradlabError(f"mutual information: {sizes[0]} values of one and {sizes[1]} of the other, expected pairs")
+    if sizes[0] < _FEWEST:
+        raise GradlabError(f"mutual information: {sizes[0]} pairs, expected at least {_FEWEST}")
+    return Variable.of(x), Variable.of(y)
 
 
-def _estimator(
-    method: str, samples: int, bins: int | None, neighbors: int
-) -> Callable[[np.ndarray, np.ndarray], float]:
+def _estimator(method: str, samples: int, bins: int | None, neighbors: int) -> Callable[[Variable, Variable], float]:
     if method not in METHODS:
         raise GradlabError(f"method {method!r}, expected one of {', '.join(METHODS)}")
     if method == "copula":
@@ -300,26 +448,26 @@ def _affordable_bins(samples: int) -> int:
     return int(np.clip(round(math.sqrt(samples / _PER_CELL)), 2, _MOST_BINS))
 
 
-def _histogram(x: np.ndarray, y: np.ndarray, bins: int) -> float:
-    return _plug_in(_levels(x, bins), _levels(y, bins)).information
+def _histogram(x: Variable, y: Variable, bins: int) -> float:
+    return _plug_in(x.equal_bins(bins), y.equal_bins(bins)).information
 
 
-def _on_quantiles(x: np.ndarray, y: np.ndarray, bins: int, coarser: float = 1) -> float:
+def _on_quantiles(x: Variable, y: Variable, bins: int, coarser: float = 1) -> float:
     """Bits, on so many quantiles of what is not tied, or on fewer by a factor of `coarser`."""
-    tied = [_is_atom(values, bins) for values in (x, y)]
+    tied = [variable.atoms(bins) for variable in (x, y)]
     # Of the joint cells only those of two quantiles are many: as many as the pairs that are tied in neither can fill.
-    untied = float(np.mean(~tied[0] & ~tied[1]))
-    quantiles = max(1, round(bins * math.sqrt(untied) / coarser))
-    rows, columns, cells = _counts(*(_tied_levels(v, t, quantiles) for v, t in zip((x, y), tied, strict=True)))
-    if len(rows) == 1 or len(columns) == 1:
+    untied = float(np.mean(~tied[0][x.place] & ~tied[1][y.place])) if any(map(np.any, tied)) else 1.0
+    count = max(1, round(bins * math.sqrt(untied) / coarser))
+    rows, columns = x.quantiles(bins, count), y.quantiles(bins, count)
+    if len(rows.counts) == 1 or len(columns.counts) == 1:
         return 0.0
-    margins = _entropy(rows) + _entropy(columns) + (len(rows) + len(columns) - 2) / (2 * len(x) * _LN2)
-    return margins - _corrected_entropy(cells)
+    corners = (len(rows.counts) + len(columns.counts) - 2) / (2 * len(x) * _LN2)
+    return _entropy(rows.counts) + _entropy(columns.counts) + corners - _corrected_entropy(_joint(rows, columns))
 
 
 def _levels(values: np.ndarray, bins: int) -> np.ndarray:
-    """The bin of equal width, over the values' own range, that each falls into: int64 (n,)."""
-    low, high = float(values.min()), float(values.max())
+    """The bin of equal width, over their own range, that each of rising values falls into: int64 (k,)."""
+    low, high = float(values[0]), float(values[-1])
     # Halves, because the width of the whole range may overflow.
     width = high / 2 - low / 2
     if not width > 0:
@@ -328,41 +476,23 @@ def _levels(values: np.ndarray, bins: int) -> np.ndarray:
     return np.minimum(places.astype(np.int64), bins - 1)
 
 
-def _is_atom(values: np.ndarray, bins: int) -> np.ndarray:
-    """Whether each value occurs at least as often as a quantile has samples: bool (n,)."""
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return np.asarray(counts[place] * bins >= len(values)) & (counts[place] > 1)
-
-
-def _tied_levels(values: np.ndarray, tied: np.ndarray, quantiles: int) -> np.ndarray:
-    """The level of each value: one for every atom, and `quantiles` for the others, finer in the tails, int64 (n,).
-
-    Equal values share a level, so that ties make fewer quantiles, not made-up ones. Values on two sides of an atom
-    share none: few as they may be, which side they are on is known.
-    """
-    levels = np.empty(len(values), np.int64)
-    atoms, levels[tied] = np.unique(values[tied], return_inverse=True)
-    others = values[~tied]
-    if len(others):
-        masses = np.sin(np.pi / 2 * np.arange(1, quantiles) / quantiles) ** 2
-        edges = np.unique(np.quantile(others, masses))
-        places = np.searchsorted(atoms, others) * quantiles + np.searchsorted(edges, others, side="right")
-        levels[~tied] = len(atoms) + places
-    return levels
-
-
-def _plug_in(rows: np.ndarray, columns: np.ndarray) -> PlugIn:
-    row, column, cells = _counts(rows, columns)
-    entropy_x, entropy_y, both = (_entropy(counts) for counts in (row, column, cells))
-    bias = (len(cells) - len(row) - len(column) + 1) / (2 * len(rows) * _LN2)
+def _plug_in(rows: _Levels, columns: _Levels) -> PlugIn:
+    cells = _joint(rows, columns)
+    entropy_x, entropy_y, both = (_entropy(counts) for counts in (rows.counts, columns.counts, cells))
+    bias = (len(cells) - len(rows.counts) - len(columns.counts) + 1) / (2 * len(rows.number) * _LN2)
     return PlugIn(entropy_x, entropy_y, max(0.0, both - entropy_x), entropy_x + entropy_y - both, bias)
 
 
-def _counts(rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """How many samples are in each row, column and joint cell that holds any."""
-    _, row, in_row = np.unique(rows, return_inverse=True, return_counts=True)
-    _, column, in_column = np.unique(columns, return_inverse=True, return_counts=True)
-    return in_row, in_column, np.unique(row * len(in_column) + column, return_counts=True)[1]
+def _joint(rows: _Levels, columns: _Levels) -> np.ndarray:
+    """How many samples are in each joint cell that holds any."""
+    count, cells = len(rows.number), len(rows.counts) * len(columns.counts)
+    if count in (len(rows.counts), len(columns.counts)):  # every sample has a level of its own
+        return np.ones(count, np.int64)
+    cell = rows.number * len(columns.counts) + columns.number
+    if cells <= _DENSE_CELLS * count:
+        counts = np.bincount(cell, minlength=cells)
+        return counts[counts > 0]
+    return np.unique(cell, return_counts=True)[1]
 
 
 def _entropy(counts: np.ndarray) -> float:
@@ -378,17 +508,12 @@ def _corrected_entropy(counts: np.ndarray) -> float:
     return float(np.log2(total) - (sizes * logs).sum() / total / _LN2)
 
 
-def _normal_scores(values: np.ndarray) -> np.ndarray:
-    return np.asarray(ndtri(rankdata(values) / (len(values) + 1)))
+def _score_correlation(x: Variable, y: Variable) -> float:
+    scale = math.sqrt(x.score_energy * y.score_energy)
+    return float(x.scores @ y.scores) / scale if scale > 0 else 0.0
 
 
-def _score_correlation(x: np.ndarray, y: np.ndarray) -> float:
-    u, v = _normal_scores(x), _normal_scores(y)
-    scale = math.sqrt(float(u @ u) * float(v @ v))
-    return float(u @ v) / scale if scale > 0 else 0.0
-
-
-def _copula(x: np.ndarray, y: np.ndarray) -> float:
+def _copula(x: Variable, y: Variable) -> float:
     count = len(x)
     rho = float(np.clip(_score_correlation(x, y), -_MOST_CORRELATED, _MOST_CORRELATED))
     # Two entropies of one dimension less one of two: of Ince et al.'s terms these remain.
@@ -397,7 +522,7 @@ def _copula(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def _copula_interval(
-    x: np.ndarray, y: np.ndarray, parts: list[tuple[np.ndarray, np.ndarray]], quantile: float
+    x: Variable, y: Variable, parts: list[tuple[Variable, Variable]], quantile: float
 ) -> tuple[float, float]:
     limit = 1 - 1e-15
     z = [math.atanh(float(np.clip(_score_correlation(*part), -limit, limit))) for part in parts]
@@ -408,27 +533,36 @@ def _copula_interval(
     return float(gaussian_information(nearest)), float(gaussian_information(max(ends)))
 
 
-def _nearest_neighbors(x: np.ndarray, y: np.ndarray, neighbors: int) -> float:
-    if x.min() == x.max() or y.min() == y.max():
-        return 0.0
-    u, v = _normal_scores(x), _normal_scores(y)
-    pairs, place, shared = np.unique(np.stack([u, v], axis=1), axis=0, return_inverse=True, return_counts=True)
-    same = shared[place.ravel()]
-    alone, ordered = same <= neighbors, (np.sort(u), np.sort(v))
-    terms = np.empty(len(u))
+def _nearest_neighbors(x: Variable, y: Variable, neighbors: int) -> float:
+    return _neighbor_terms(x, y, neighbors).bits
+
+
+def _neighbor_terms(x: Variable, y: Variable, neighbors: int) -> NeighborEstimate:
+    if x.constant or y.constant:
+        return NeighborEstimate(0.0, 0.0)
+    u, v, count = x.scores, y.scores, len(x)
+    points = np.stack([u, v], axis=1)
+    if x.distinct or y.distinct:
+        pairs, shared, same = points, np.ones(count, np.int64), np.ones(count, np.int64)
+    else:
+        pairs, place, shared = np.unique(points, axis=0, return_inverse=True, return_counts=True)
+        same = shared[place.ravel()]
+    alone, ordered = same <= neighbors, (x.ordered_scores, y.ordered_scores)
+    terms = np.empty(count)
     if alone.any():
         # More than k + 1 samples of one pair make no distance shorter.
         tree = cKDTree(np.repeat(pairs, np.minimum(shared, neighbors + 1), axis=0))
-        distance = tree.query(np.stack([u, v], axis=1)[alone], k=neighbors + 1, p=np.inf)[0][:, -1]
+        distance = tree.query(points[alone], k=[neighbors + 1], p=np.inf)[0][:, 0]
         near = [digamma(_within(o, w[alone], distance)) for o, w in zip(ordered, (u, v), strict=True)]
         terms[alone] = digamma(neighbors) - near[0] - near[1]
     if not alone.all():
         tied = [_equal(o, w[~alone]) for o, w in zip(ordered, (u, v), strict=True)]
         terms[~alone] = digamma(same[~alone]) - digamma(tied[0]) - digamma(tied[1])
-    return float((digamma(len(u)) + terms.mean()) / _LN2)
+    error = float(terms.std()) / math.sqrt(count)
+    return NeighborEstimate(float((digamma(count) + terms.mean()) / _LN2), error / _LN2)
 
 
-def _edge_bias(bits: float, x: np.ndarray, y: np.ndarray, neighbors: int, times: int) -> float:
+def _edge_bias(bits: float, x: Variable, y: Variable, neighbors: int, times: int) -> float:
     """What is missing in `bits` because neighbourhoods reach across edges of the density, from more neighbours.
 
     It grows as far as they reach, in the plane as the root of the number of neighbours.

@@ -27,7 +27,7 @@ from scipy.special import digamma
 from gradlab import codecs
 from gradlab.analysis.gradients import finite_positions, read_unscaled
 from gradlab.analysis.measure.spectrum import spread
-from gradlab.analysis.parallel import share_out
+from gradlab.analysis.parallel import Workers, share_out
 from gradlab.analysis.replay.error_tables import measure_errors
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
@@ -42,13 +42,11 @@ if TYPE_CHECKING:
     from gradlab.trace import Trace, TraceSource
 # Squared errors relative to the gradient's energy.
 RELATIVE_ERRORS = tuple(float(value) for value in np.geomspace(1e-7, 0.98, 56))
-_POSITIONS = 24
-# Iterations that codecs are measured in: one for models so large that many values stand for the others.
-_WINDOWS, _MANY_VALUES = 2, 2 * 10**6
+# Values of layers from which on codecs are measured in one iteration, as many values stand for other iterations.
+_MANY_VALUES = 2 * 10**6
 _SLICES_PER_ROW = 64
 _LARGEST_SLICE = 512
 _ROWS_PER_AXIS = 4
-_SETTINGS_PER_CODEC = 3
 _FEWEST_VALUES = 256
 _MOST_COORDINATES = 2**18
 
@@ -104,13 +102,27 @@ class Limits(Jsonable):
     plans: tuple[PlanPoint, ...] = ()
 
 
-def limit_candidates() -> list[Candidate]:
-    """Every codec that needs no fit, with up to three settings spread over its `candidates`."""
+@dataclass(frozen=True)
+class LimitExtent(Jsonable):
+    """How much of a trace is measured.
+
+    positions: most iterations that floors are computed from; windows: most iterations that codecs are measured in;
+    settings: most settings of a codec; layers: most layers, spread from the first to the last, None for all.
+    """
+
+    positions: int = 24
+    windows: int = 2
+    settings: int = 3
+    layers: int | None = None
+
+
+def limit_candidates(settings: int = 3) -> list[Candidate]:
+    """Every codec that needs no fit, with up to so many settings spread over its `candidates`."""
     candidates = []
     for name in codecs.names():
         method = codecs.get(name)
         if name != "identity" and not method.learns:
-            picked = spread(len(method.candidates), _SETTINGS_PER_CODEC)
+            picked = spread(len(method.candidates), settings)
             candidates += [Candidate(name, dict(method.candidates[i])) for i in picked]
     return candidates
 
@@ -153,14 +165,16 @@ def held_out_energies(fitted: np.ndarray, later: np.ndarray) -> np.ndarray:
 def measure_limits(
     trace: Trace,
     *,
+    extent: LimitExtent | None = None,
     candidates: Sequence[Candidate] | None = None,
     layers: Sequence[str] | None = None,
-    workers: int = 1,
+    workers: Workers = 1,
     progress: Progress | None = None,
 ) -> Limits:
     """Measure floors and codecs by layer; layers that are never finite are left out.
 
-    candidates: None for `limit_candidates`; layers: names, None for all of two or more dimensions and 256 values.
+    candidates: None for `limit_candidates`; layers: names, None for all of two or more dimensions and 256 values, or as
+    many of them as `extent` says. workers: processes, or a cluster, that share the layers out.
 
     Raises:
         GradlabError: for an unknown layer, none to measure, or fewer than 4 iterations.
@@ -171,16 +185,19 @@ def measure_limits(
     chosen = [x for x in named if x.numel >= _FEWEST_VALUES and (layers is not None or len(x.shape) > 1)]
     if not chosen:
         raise GradlabError(f"{trace.path}: no layer of {_FEWEST_VALUES} values or more to set limits for")
-    tried = list(limit_candidates() if candidates is None else candidates)
+    extent = extent or LimitExtent()
+    if layers is None and extent.layers is not None:
+        chosen = [chosen[place] for place in spread(len(chosen), extent.layers)]
+    tried = list(limit_candidates(extent.settings) if candidates is None else candidates)
     source = trace.source
     trace.close()
-    floors = share_out(_floor, [(source, x) for x in chosen], workers=workers, what="limits", progress=progress)
+    calls, sizes = [(source, layer, extent.positions) for layer in chosen], [layer.numel for layer in chosen]
+    floors = share_out(_floor, calls, workers=workers, what="limits", sizes=sizes, progress=progress)
     live = [row for row in floors if row is not None]
     values = sum(layer.numel for layer in chosen)
-    windows = [(p, p + 1) for p in _finite_positions(live, 1 if values > _MANY_VALUES else _WINDOWS)]
-    table = measure_errors(
-        trace, {row.name: tried for row in live}, windows, workers=workers, progress=progress
-    )  # fmt: skip
+    windows = [(p, p + 1) for p in _finite_positions(live, 1 if values > _MANY_VALUES else extent.windows)]
+    by_layer = {row.name: tried for row in live}
+    table = measure_errors(trace, by_layer, windows, workers=workers, progress=progress)
     layer_rows = []
     for row, errors in zip(live, table.layers, strict=True):
         energy = float(errors.squared_norm.mean())
@@ -223,12 +240,12 @@ def floor_slice_size(layer: Layer, rows: int) -> int:
     return size
 
 
-def _floor(source: TraceSource, layer: Layer) -> LayerLimits | None:
-    """The floors of one layer of a trace; None where a half of it holds no finite gradient."""
+def _floor(source: TraceSource, layer: Layer, most: int) -> LayerLimits | None:
+    """The floors of one layer, from at most so many iterations; None where a half of them holds no finite gradient."""
     squares, count = np.zeros(layer.numel), 0
     halves: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
     with source.open([layer.name]) as trace:
-        positions = spread(len(trace.steps), _POSITIONS)
+        positions = spread(len(trace.steps), most)
         middle = len(trace.steps) // 2
         size = floor_slice_size(layer, trace.world_size * int((positions < middle).sum()))
         finite = [int(p) for p in np.intersect1d(positions, finite_positions(trace))]

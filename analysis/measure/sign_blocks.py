@@ -2,28 +2,33 @@
 
 Zheng, Huang, Kwok, "Communication-efficient distributed blockwise momentum SGD with error-feedback", NeurIPS 2019,
 section 3.2. Of a block v of d elements, C(v) = ||v||_1 / d sign(v) keeps ||v||_1^2 / d of the energy ||v||_2^2.
+
+Sums of magnitudes and energies add up over tensors, so that work is shared out by layer and a worker holds one layer.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from gradlab.analysis.gradients import step_gradients
+from gradlab.analysis.gradients import read_positions
 from gradlab.analysis.measure.spectrum import spread
+from gradlab.analysis.parallel import Workers, share_out
 from gradlab.codecs.sign import Sign
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
+from gradlab.layout import Layer
 from gradlab.progress import Progress
 
 if TYPE_CHECKING:
-    from gradlab.trace import Trace
+    from gradlab.trace import Trace, TraceSource
 
+_BLOCK_VALUES = 2**22  # of one rank, read at a time
 _SMALLEST_BLOCK = 16  # elements: below it the scale weighs two bits per value and more
 
 
@@ -51,6 +56,24 @@ def kept_energy(vector: np.ndarray, block_size: int) -> float:
     if len(sums):
         sizes[-1] = len(magnitudes) - block_size * (len(sums) - 1)
     return float((sums**2 / sizes).sum())
+
+
+def kept_energies(vector: np.ndarray) -> np.ndarray:
+    """`kept_energy` for every size of `candidate_sizes`, (candidates,): large blocks add up from small ones."""
+    count, sizes = len(vector), candidate_sizes(len(vector))
+    if not count:
+        return np.zeros(len(sizes))
+    magnitudes, kept = np.abs(vector), {}
+    smallest = sizes[-1]
+    sums = np.add.reduceat(magnitudes, np.arange(0, count, smallest), dtype=np.float64)
+    for size in reversed(sizes[1:]):
+        while smallest < size:
+            sums = np.add.reduceat(sums, np.arange(0, len(sums), 2))
+            smallest *= 2
+        last = count - size * (len(sums) - 1)
+        kept[size] = float(np.square(sums[:-1]).sum() / size + sums[-1] ** 2 / last)
+    kept[sizes[0]] = float(sums.sum() ** 2 / count)
+    return np.array([kept[size] for size in sizes])
 
 
 METHODS = ("full-precision SGD", "signSGD with majority vote", "dist-EF-blockSGD")
@@ -181,7 +204,12 @@ class SignBlocks(Jsonable):
 
 
 def measure_sign_blocks(
-    trace: Trace, window: int | None = None, *, most_steps: int = 400, progress: Progress | None = None
+    trace: Trace,
+    window: int | None = None,
+    *,
+    most_steps: int = 400,
+    workers: Workers = 1,
+    progress: Progress | None = None,
 ) -> SignBlocks:
     """Measure Fig. 1 and Table 1 on a trace, and suggest block sizes by layer.
 
@@ -189,75 +217,127 @@ def measure_sign_blocks(
     not hold. Gradients that are zero or not finite are left out.
 
     window: recorded iterations behind a point of Fig. 1 (the paper's epoch), None for 20 points. most_steps: most
-    iterations read, spread evenly.
+    iterations read, spread evenly. workers: processes, or a cluster, that share the layers out.
 
     Raises:
         GradlabError: if there is none that is finite and not zero.
     """
     window = window or -(-len(trace.steps) // 20)
     positions = spread(len(trace.steps), most_steps)
-    statistics, steps = gather_statistics(trace, positions, window, progress), np.asarray(trace.steps).tolist()
+    statistics = gather_statistics(trace, positions, window, workers=workers, progress=progress)
+    steps = np.asarray(trace.steps).tolist()
     return SignBlocks(
         window,
         [steps[position] for position in positions],
         statistics.figure_1(steps, window),
         bits_per_iteration(sum(statistics.numels), len(statistics.numels), trace.world_size),
-        counted_bits(statistics.example, trace.world_size),
+        counted_bits([np.zeros(numel, np.float32) for numel in statistics.numels], trace.world_size),
         statistics.suggestion([layer.name for layer in trace.layers]),
     )
 
 
 def gather_statistics(
-    trace: Trace, positions: Iterable[int], window: int = 1, progress: Progress | None = None
+    trace: Trace,
+    positions: Sequence[int] | np.ndarray,
+    window: int = 1,
+    *,
+    workers: Workers = 1,
+    progress: Progress | None = None,
 ) -> BlockStatistics:
-    """Sum up the energy that signs would keep of all ranks' gradients at these positions of a trace.
+    """Sum up the energy that signs would keep of all ranks' gradients at these positions of a trace, rising.
 
     Raises:
         GradlabError: if there is none that is finite and not zero.
     """
-    layers, wanted = trace.layers, [int(position) for position in positions]
-    statistics = BlockStatistics([layer.numel for layer in layers])
-    for done, position in enumerate(wanted):
-        step = next(iter(trace.iterate(position, position + 1)))
-        for rank, gradients in enumerate(step_gradients(step)):
-            if not step.non_finite[rank]:
-                statistics.add(position // window, [gradients[layer.name].reshape(-1) for layer in layers])
-        if progress:
-            progress("sign blocks", done + 1, len(wanted))
+    wanted = np.asarray(positions, np.int64)
+    calls = [(trace.source, layer, wanted) for layer in trace.layers]
+    sizes = [layer.numel for layer in trace.layers]
+    trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
+    found = share_out(_tensor_sums, calls, workers=workers, what="sign blocks", sizes=sizes, progress=progress)
+    windows = np.repeat(wanted // window, trace.world_size)
+    statistics = BlockStatistics([layer.numel for layer in trace.layers], found, windows)
     if not statistics.count:
         raise GradlabError(f"{trace.path}: no gradient that is finite and not zero")
     return statistics
 
 
+@dataclass(frozen=True)
+class _TensorSums:
+    """Of one tensor, over G gradients: those of all ranks at each position, one position after the other.
+
+    variation: see `variation`; magnitude, energy: sums of |v| and v^2; each (G,), NaN of a rank's gradient that is not
+    finite. kept: (candidates,), summed over the gradients, see `kept_energies`.
+    """
+
+    variation: np.ndarray
+    magnitude: np.ndarray
+    energy: np.ndarray
+    kept: np.ndarray
+
+
+def _tensor_sums(source: TraceSource, layer: Layer, positions: np.ndarray) -> _TensorSums:
+    most = max(1, _BLOCK_VALUES // max(1, layer.numel))
+    kept = np.zeros(len(candidate_sizes(layer.numel)))
+    with source.open([layer.name]) as trace:
+        rows = np.full((len(positions), trace.world_size, 3), np.nan)
+        for first in range(0, len(positions), most):
+            at = positions[first : first + most]
+            for rank in range(trace.world_size):
+                finite = trace.scalars(rank)["non_finite"][at] == 0
+                block = read_positions(trace, layer.name, rank, at)
+                for place in np.flatnonzero(finite):
+                    rows[first + place, rank] = _sums(block[place])
+                    kept += kept_energies(block[place])
+    variations, magnitudes, energies = rows.reshape(-1, 3).T
+    return _TensorSums(variations, magnitudes, energies, kept)
+
+
+def _sums(tensor: np.ndarray) -> tuple[float, float, float]:
+    """Variation, sum of magnitudes and energy of a tensor (numel,)."""
+    energy = float(np.square(tensor, dtype=np.float64).sum())
+    return variation(tensor), float(np.abs(tensor).sum(dtype=np.float64)), energy
+
+
+def _mean_known(values: np.ndarray) -> np.ndarray:
+    """Means over columns (G, n) that are not NaN."""
+    known = np.isfinite(values)
+    return np.where(known, values, 0.0).sum(1) / known.sum(1)
+
+
 class BlockStatistics:
-    """Sums over the gradients seen. numels: of the tensors."""
+    """Sums over the gradients seen.
 
-    def __init__(self, numels: Sequence[int]) -> None:
+    numels: of the tensors; count: of gradients; kept: by tensor, energy by candidate.
+
+    Args:
+        numels: of the tensors.
+        tensors: sums by tensor.
+        windows: (G,), the number of the window that each gradient belongs to.
+    """
+
+    def __init__(self, numels: Sequence[int], tensors: Sequence[_TensorSums], windows: np.ndarray) -> None:
         self.numels = list(numels)
-        self.count = 0
-        self.example: Sequence[np.ndarray] = ()  # the last gradient
-        self._windows: dict[int, list[tuple[float, float, float]]] = {}
-        self.kept = [np.zeros(len(candidate_sizes(numel))) for numel in numels]
-        self._kept_by_model = self._energy = 0.0
-
-    def add(self, window: int, tensors: Sequence[np.ndarray]) -> None:
-        """Add one rank's gradient of one iteration. tensors: (numel,) each."""
-        whole = np.concatenate(tensors)
-        deltas = [delta(tensor) for tensor in tensors]
-        if not np.isfinite(deltas).any():
-            return  # all of it is zero
-        self.count, self.example = self.count + 1, tensors
-        row = (float(np.nanmean([variation(tensor) for tensor in tensors])), float(np.nanmin(deltas)), delta(whole))
-        self._windows.setdefault(window, []).append(row)
-        self._energy += float(np.square(whole, dtype=np.float64).sum())
-        self._kept_by_model += kept_energy(whole, len(whole))
-        for kept, tensor in zip(self.kept, tensors, strict=True):
-            kept += [kept_energy(tensor, size) for size in candidate_sizes(len(tensor))]
+        self.kept = [tensor.kept for tensor in tensors]
+        magnitude, energy, variations = (
+            np.stack([getattr(tensor, name) for tensor in tensors], axis=1)
+            for name in ("magnitude", "energy", "variation")
+        )
+        # Left out are gradients that are not finite, and those that are zero throughout.
+        seen = np.isfinite(energy).all(1) & (energy > 0).any(1)
+        magnitude, energy, variations = magnitude[seen], energy[seen], variations[seen]
+        self.count, self._numbers = len(energy), windows[seen]
+        with np.errstate(invalid="ignore", divide="ignore"):  # of tensors that are zero
+            deltas = magnitude**2 / (np.array(self.numels) * energy)
+        whole = magnitude.sum(1) ** 2 / sum(self.numels)
+        self._energy, self._kept_by_model = float(energy.sum()), float(whole.sum())
+        self._rows = np.stack(
+            [_mean_known(variations), np.nanmin(deltas, axis=1, initial=np.inf), whole / energy.sum(1)], axis=1
+        )
 
     def figure_1(self, steps: Sequence[int], window: int) -> SignSeries:
         """Fig. 1; steps: iterations by position of the trace."""
-        numbers = sorted(self._windows)
-        rows = [np.array(self._windows[number]) for number in numbers]
+        numbers = np.unique(self._numbers).tolist()
+        rows = [self._rows[self._numbers == number] for number in numbers]
         return SignSeries(
             iterations=[steps[number * window] for number in numbers],
             variation=[float(row[:, 0].mean()) for row in rows],

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gradlab.analysis.gradients import read_unscaled
+from gradlab.analysis.gradients import read_positions
 from gradlab.analysis.measure.agreement import rank_cosine, signal_to_noise
-from gradlab.analysis.parallel import share_out
+from gradlab.analysis.parallel import Workers, share_out
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
 from gradlab.layout import Layer
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gradlab.trace import Trace, TraceSource
 LOSS_THRESHOLDS = (0.01, 0.05, 0.1)
 # Values held at a time while a layer is streamed, over all ranks; in float64, and again while they are put together.
-_BLOCK_VALUES = 2**24
+_BLOCK_VALUES = 2**23
 
 
 # --- pure functions over arrays -------------------------------------------------------------------------------------
@@ -148,12 +148,13 @@ def measure_spectrum(
     options: SpectrumOptions | None = None,
     *,
     layers: Sequence[str] | None = None,
-    workers: int = 1,
+    workers: Workers = 1,
     progress: Progress | None = None,
 ) -> TraceSpectrum:
     """Measure spectra, norms and agreement between ranks for layers of a trace.
 
-    layers: names, None for all of two or more dimensions. workers: processes that share the layers out.
+    layers: names, None for all of two or more dimensions. workers: processes, or a cluster, that share
+    the layers out.
 
     Raises:
         GradlabError: for fewer than two usable steps, or no layer to measure.
@@ -166,7 +167,8 @@ def measure_spectrum(
         raise GradlabError(f"{trace.path}: no layer to measure among {len(trace.layers)} recorded")
     calls = [(trace.source, layer, positions, options) for layer in measured]
     trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
-    products = share_out(_layer_products, calls, workers=workers, what="spectrum", progress=progress)
+    sizes = [layer.numel for layer in measured]
+    products = share_out(_layer_products, calls, workers=workers, what="spectrum", sizes=sizes, progress=progress)
     ever = [bool(np.isfinite(p.inner).all((1, 2)).any()) for p in products]
     never = tuple(p.layer.name for p, finite in zip(products, ever, strict=True) if not finite)
     if any(ever):  # a layer that is never finite must not take the others along
@@ -226,7 +228,9 @@ def _products(trace: Trace, layer: Layer, positions: np.ndarray, options: Spectr
     width = int(np.clip(_BLOCK_VALUES // (count * ranks), 256, 2**16))
     for first in range(0, layer.numel, width):
         columns = slice(first, min(first + width, layer.numel))
-        block = np.stack([_rows(trace, layer, rank, positions, columns) for rank in range(ranks)], axis=1)
+        block = np.empty((count, ranks, columns.stop - columns.start))
+        for rank in range(ranks):
+            block[:, rank] = read_positions(trace, layer.name, rank, positions, columns)
         inner += np.einsum("tnc,tmc->tnm", block, block, optimize=True)
         average = block.mean(1)
         gram += average @ average.T
@@ -234,15 +238,6 @@ def _products(trace: Trace, layer: Layer, positions: np.ndarray, options: Spectr
             part = average[:, belongs[columns] == m]
             slice_grams[m] += part @ part.T
     return _Products(layer, slice_size, inner, gram, slice_grams)
-
-
-def _rows(trace: Trace, layer: Layer, rank: int, positions: np.ndarray, columns: slice) -> np.ndarray:
-    """One rank's gradients (T, C) at positions, in float64."""
-    first, last = int(positions[0]), int(positions[-1]) + 1
-    if last - first == len(positions):
-        return read_unscaled(trace, layer.name, rank, first, last, columns).astype(np.float64)
-    rows = [read_unscaled(trace, layer.name, rank, int(p), int(p) + 1, columns) for p in positions]
-    return np.concatenate(rows).astype(np.float64)
 
 
 def _layer_spectrum(products: _Products, finite: np.ndarray) -> LayerSpectrum:

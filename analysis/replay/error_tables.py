@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from gradlab.analysis.gradients import finite_positions, read_unscaled
-from gradlab.analysis.parallel import share_out
+from gradlab.analysis.parallel import Workers, share_out
 from gradlab.analysis.replay.sampled import require_whole
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
@@ -134,14 +134,12 @@ def measure_errors(
     windows: Sequence[tuple[int, int]],
     *,
     seed: int = 0,
-    workers: int = 1,
-    cluster: str | None = None,
+    workers: Workers = 1,
     progress: Progress | None = None,
 ) -> ErrorTable:
     """Measure the errors of candidates by layer name, over windows [start, stop) of positions of a trace.
 
-    seed: of the codecs' draws. workers: processes that share the layers out, each with one thread. cluster: address of
-    a dask.distributed scheduler to use instead, whose workers see the trace under the same path.
+    seed: of the codecs' draws. workers: processes, or a cluster, that share the layers out.
 
     Raises:
         GradlabError: for a layer that the trace lacks, gradients that are not finite in a window, no window, or a
@@ -153,16 +151,13 @@ def measure_errors(
         if any(candidate.learned for candidate in tried):
             require_whole(trace, [name], "a fitted basis is of slices of the whole layer")
     tasks = [(trace.layer(name), tuple(tried)) for name, tried in candidates.items()]
-    # The largest first, so that none is left to one worker at the end.
-    order = sorted(range(len(tasks)), key=lambda i: -tasks[i][0].numel)
-    calls = [(trace.source, *tasks[i], tuple(windows), seed) for i in order]
+    calls = [(trace.source, *task, tuple(windows), seed) for task in tasks]
+    sizes = [layer.numel * len(tried) for layer, tried in tasks]
     trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
-    measured = share_out(
-        _measure_layer, calls, workers=workers, cluster=cluster, what="errors by layer", progress=progress
-    )
-    tables = {place: _of_whole_layer(trace, table) for place, table in zip(order, measured, strict=True)}
+    measured = share_out(_measure_layer, calls, workers=workers, what="errors by layer", sizes=sizes, progress=progress)
+    tables = tuple(_of_whole_layer(trace, table) for table in measured)
     spans = tuple((int(trace.steps[first]), int(trace.steps[stop - 1])) for first, stop in windows)
-    return ErrorTable(tuple(tables[i] for i in range(len(tasks))), spans, trace.world_size, trace.digest)
+    return ErrorTable(tables, spans, trace.world_size, trace.digest)
 
 
 def _of_whole_layer(trace: Trace, table: LayerTable) -> LayerTable:

@@ -16,7 +16,7 @@ import torch
 
 from gradlab import codecs, wrappers
 from gradlab.analysis.gradients import step_gradients
-from gradlab.analysis.parallel import share_out
+from gradlab.analysis.parallel import Cluster, Workers, one_thread, share_out
 from gradlab.analysis.replay.result import Replay, ReplayStep
 from gradlab.analysis.replay.sampled import for_whole_layers, layer_weights, plan_on_samples, sample_remark
 from gradlab.analysis.replay.windows import Overlap, RunningSums, WindowSums, added, joined, overlap
@@ -36,7 +36,7 @@ from gradlab.progress import Progress
 if TYPE_CHECKING:
     from gradlab.trace import Trace, TraceSource
 # Values, over all ranks, of groups that are replayed together; gradients, states and results are held some ten times.
-_PART_VALUES = 2**23
+_PART_VALUES = 2**21
 # A wrapper with at most so many settings is described by all of them, one with more by those that are not its defaults.
 _FEW_SETTINGS = 2
 
@@ -47,12 +47,13 @@ def replay(
     *,
     start: int = 0,
     stop: int | None = None,
-    workers: int = 1,
+    workers: Workers = 1,
     progress: Progress | None = None,
 ) -> Replay:
     """Run the plan over positions start..stop of a trace.
 
-    Groups of a large model are independent of one another, and are replayed in parts, which `workers` processes share.
+    Groups of a large model are independent of one another, and are replayed in parts, which workers share: processes,
+    or a cluster.
     Layers that the plan compresses must be in the trace; layers it sends dense may be missing from it. Of a layer that
     the trace holds a sample of, the sample is replayed: see `gradlab.analysis.replay.sampled`. Errors on the iterations
     that a plan was fitted on are no prediction: see `Replay.held_out`.
@@ -61,18 +62,91 @@ def replay(
         GradlabError: for a plan of another model, a trace without the layers the plan compresses, positions out of
             range, a range in which nothing would be compressed, or samples of layers that a method needs whole.
     """
+    result = replay_plans(trace, {"": plan}, start=start, stop=stop, workers=workers, progress=progress)[""]
+    if isinstance(result, GradlabError):
+        raise result
+    return result
+
+
+def replay_plans(
+    trace: Trace,
+    plans: Mapping[str, Plan],
+    *,
+    start: int = 0,
+    stop: int | None = None,
+    workers: Workers = 1,
+    progress: Progress | None = None,
+) -> dict[str, Replay | GradlabError]:
+    """Replay several plans as `replay` does each; workers share the parts of all plans.
+
+    Args:
+        trace: the recording.
+        plans: by name.
+        start, stop: positions, as `replay` takes them.
+        workers: processes, or a cluster.
+        progress: called after each part, or, of a single part in this process, after each step.
+
+    Returns:
+        By name, a replay, or the error of a plan that cannot be replayed on this trace.
+
+    Raises:
+        GradlabError: for fewer than 1 worker, where there is work to share.
+    """
     stop = len(trace.steps) if stop is None else stop
-    check_replay(trace, plan, start, stop)
-    held = plan_on_samples(trace, plan)
-    parts = parts_of(held, trace.world_size)
-    if len(parts) == 1:
-        results = [_replay_part(trace, held, None, start, stop, progress)]
+    works = {name: _work_of(trace, plan, start, stop) for name, plan in plans.items()}
+    jobs = [work for work in works.values() if isinstance(work, _Work)]
+    calls = [(trace.source, work.held, part, start, stop) for work in jobs for part in work.parts]
+    if len(calls) == 1 and not isinstance(workers, Cluster):
+        with one_thread():
+            done = [_attempt(trace, jobs[0].held, None, start, stop, progress)]
     else:
-        calls = [(trace.source, held, part, start, stop) for part in parts]
         trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
-        results = share_out(_replay_in_worker, calls, workers=workers, what="replay by parts", progress=progress)
-    remarks = list(dict.fromkeys(line for part in results for line in part.remarks))
-    done = [_step(together) for together in zip(*(part.steps for part in results), strict=True)]
+        sizes = [size for work in jobs for size in work.sizes]
+        done = share_out(_replay_in_worker, calls, workers=workers, what="replays", sizes=sizes, progress=progress)
+    parts = iter(done)
+    return {
+        name: _replay_of(trace, work, [next(parts) for _ in work.parts]) if isinstance(work, _Work) else work
+        for name, work in works.items()
+    }
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A plan to replay.
+
+    plan: as it was asked for; held: of the layers as the trace holds them; parts: names of groups that are replayed
+    together, None for the whole plan; sizes: values of each part.
+    """
+
+    plan: Plan
+    held: Plan
+    parts: tuple[tuple[str, ...] | None, ...]
+    sizes: tuple[int, ...]
+
+
+def _work_of(trace: Trace, plan: Plan, start: int, stop: int) -> _Work | GradlabError:
+    try:
+        check_replay(trace, plan, start, stop)
+        held = plan_on_samples(trace, plan)
+    except GradlabError as error:
+        return error
+    parts = parts_of(held, trace.world_size)
+    numels = {group.name: sum(layer.numel for layer in held.members(group)) for group in held.groups}
+    sizes = tuple(sum(numels[name] for name in part) for part in parts)
+    # The whole plan reads the layers that it sends dense, too, where they may be unused.
+    return _Work(plan, held, tuple(parts) if len(parts) > 1 else (None,), sizes)
+
+
+def _replay_of(trace: Trace, work: _Work, results: Sequence[_Part | GradlabError]) -> Replay | GradlabError:
+    """Join the parts of a plan; the first error of a part is the plan's."""
+    parts = []
+    for result in results:
+        if isinstance(result, GradlabError):
+            return result
+        parts.append(result)
+    plan, held = work.plan, work.held
+    remarks = list(dict.fromkeys(line for part in parts for line in part.remarks))
+    done = [_step(together) for together in zip(*(part.steps for part in parts), strict=True)]
     if held is not plan:
         done = [for_whole_layers(step, plan, held, trace.world_size) for step in done]
         remarks.append(sample_remark(trace))
@@ -85,57 +159,17 @@ def replay(
         dense_payload_bytes=plan.payload_bytes(trace.world_size, compressing=False),
         forecast_payload_bytes=plan.payload_bytes(trace.world_size),
         remarks=tuple(remarks),
-        rules=tuple({one.key: one for part in results for one in part.findings}.values()),
-        windows=joined([part.windows for part in results]),
+        rules=tuple({one.key: one for part in parts for one in part.findings}.values()),
+        windows=joined([part.windows for part in parts]),
         memory=any(applies_earlier_gradients(plan.build(group)) for group in plan.compressed_groups),
     )
 
 
-def replay_plans(
-    trace: Trace,
-    plans: Mapping[str, Plan],
-    *,
-    start: int = 0,
-    stop: int | None = None,
-    workers: int = 1,
-    progress: Progress | None = None,
-) -> dict[str, Replay | GradlabError]:
-    """Replay several plans as `replay` does each. `workers` processes share the plans, or the parts of a single one.
-
-    Args:
-        trace: the recording.
-        plans: by name.
-        start, stop: positions, as `replay` takes them.
-        workers: number of processes.
-        progress: called after each plan, or, with one process, after each step.
-
-    Returns:
-        By name, a replay, or the error of a plan that cannot be replayed on this trace.
-
-    Raises:
-        GradlabError: for fewer than 1 worker, where there is work to share.
-    """
-    if workers == 1 or len(plans) < 2:
-        return {name: _attempt(trace, plan, start, stop, workers, progress) for name, plan in plans.items()}
-    calls = [(trace.source, plan, start, stop) for plan in plans.values()]
-    trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
-    results = share_out(_plan_in_worker, calls, workers=workers, what="replay plans", progress=progress)
-    return dict(zip(plans, results, strict=True))
-
-
 def _attempt(
-    trace: Trace, plan: Plan, start: int, stop: int | None, workers: int = 1, progress: Progress | None = None
-) -> Replay | GradlabError:
+    trace: Trace, plan: Plan, part: tuple[str, ...] | None, start: int, stop: int, progress: Progress | None = None
+) -> _Part | GradlabError:
     try:
-        return replay(trace, plan, start=start, stop=stop, workers=workers, progress=progress)
-    except GradlabError as error:
-        return error
-
-
-def _plan_in_worker(source: TraceSource, plan: Plan, start: int, stop: int | None) -> Replay | GradlabError:
-    try:
-        with source.open() as trace:  # of all layers: those that travel dense are read too, where they may be unused
-            return _attempt(trace, plan, start, stop)
+        return _replay_part(trace, plan, part, start, stop, progress)
     except GradlabError as error:
         return error
 
@@ -201,10 +235,15 @@ class _Part:
     findings: tuple[Finding, ...]
 
 
-def _replay_in_worker(source: TraceSource, plan: Plan, part: tuple[str, ...], start: int, stop: int) -> _Part:
-    read = {name for group in plan.groups if group.name in part for name in group.layers}
-    with source.open(read) as trace:
-        return _replay_part(trace, plan, part, start, stop, None)
+def _replay_in_worker(
+    source: TraceSource, plan: Plan, part: tuple[str, ...] | None, start: int, stop: int
+) -> _Part | GradlabError:
+    read = None if part is None else {name for group in plan.groups if group.name in part for name in group.layers}
+    try:
+        with source.open(read) as trace:
+            return _attempt(trace, plan, part, start, stop)
+    except GradlabError as error:
+        return error
 
 
 def _replay_part(

@@ -21,9 +21,11 @@ from gradlab.analysis.measure.limits import measure_limits, place_plans
 from gradlab.analysis.measure.noise_scale import TraceNoise, measure_noise_scale
 from gradlab.analysis.measure.sign_blocks import measure_sign_blocks
 from gradlab.analysis.measure.slices.of_trace import measure_slice_structure
-from gradlab.analysis.measure.spectrum import TraceSpectrum, measure_spectrum
+from gradlab.analysis.measure.spectrum import SpectrumOptions, TraceSpectrum, measure_spectrum
+from gradlab.analysis.parallel import Workers
 from gradlab.analysis.replay import check_replay, replay_plans
 from gradlab.analysis.replay.result import Replay
+from gradlab.analysis.report.look import THOROUGH, Look
 from gradlab.analysis.report.trace_report import Examination
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_count
@@ -37,14 +39,6 @@ Result = TypeVar("Result")
 
 # Parts by the names of a report's pages; layers, their spectra and agreement are always measured.
 PARTS = ("payoff", "between", "noise", "limits", "within", "signs")
-# GradiVeQ's L_t. Of a shorter trace the first half is fitted, so that the other half can be held out.
-SAMPLES = 100
-# Parameters up to which a GradiVeQ fit of the whole model is made, gradient values whose signs are measured, and
-# the fewest steps of signs.
-_MOST_FITTED, _SIGN_VALUES, _FEWEST_SIGN_STEPS = 4 * 10**6, 2**27, 4
-_MOST_SIGN_STEPS = 400
-# Steps replayed for a first look: values over all ranks that bound them, the fewest, and the most.
-_REPLAYED_VALUES, _FEWEST_STEPS, _MOST_STEPS = 4 * 10**8, 8, 40
 
 
 def examine(
@@ -55,7 +49,8 @@ def examine(
     network: Network | None = None,
     after_addition: Sequence[str] = (),
     parts: Collection[str] = PARTS,
-    workers: int = 1,
+    look: Look = THOROUGH,
+    workers: Workers = 1,
     progress: Progress | None = None,
 ) -> Examination:
     """Measure a trace in every way, or in the ways that `parts` names.
@@ -68,7 +63,8 @@ def examine(
         network: what the plans' steps are forecast for. None: `Network()`.
         after_addition: patterns of layers that read a residual sum, as `layer_places` takes them.
         parts: names out of `PARTS`.
-        workers: number of processes that share the layers.
+        look: how much is measured.
+        workers: processes, or a cluster, that share the layers and the plans.
         progress: called as the work goes on.
 
     Returns:
@@ -83,24 +79,32 @@ def examine(
             raise GradlabError(f"unknown part {part!r}, expected some of {', '.join(PARTS)}")
     layer_places(trace, after_addition)
     for plan in (plans or {}).values():  # before the work, not after it
-        check_replay(trace, plan, replay_start(trace), len(trace.steps))
-    spectrum = measure_spectrum(trace, workers=workers, progress=progress)
-    examination = Examination(spectrum)
+        check_replay(trace, plan, replay_start(trace, look), len(trace.steps))
+    options = SpectrumOptions(max_samples=look.spectrum.iterations(_values_per_step(trace)))
+    spectrum = measure_spectrum(trace, options, workers=workers, progress=progress)
+    examination = Examination(spectrum, look=look)
+    if look.quick:
+        examination.remarks.append(_what_is_quick(trace, spectrum, look, parts))
     if trace.samples:
         examination.remarks.append(f"Measured on a sample: the trace holds {trace.extent}.")
     if spectrum.never_finite_layers:
         layers = ", ".join(spectrum.never_finite_layers)
         examination.remarks.append(f"Never finite on all ranks, and left out: {layers}.")
     if "within" in parts:
-        _of_one_rank(examination, trace, progress)
+        _of_one_rank(examination, trace, workers, progress)
     if "signs" in parts:
-        steps = max(_FEWEST_SIGN_STEPS, _SIGN_VALUES // max(1, _values_per_step(trace)))
-        signs = partial(measure_sign_blocks, trace, most_steps=min(steps, _MOST_SIGN_STEPS), progress=progress)
+        steps = look.signs.iterations(_values_per_step(trace))
+        signs = partial(measure_sign_blocks, trace, most_steps=steps, workers=workers, progress=progress)
         examination.measured["sign_blocks"] = _attempt(examination, "Nothing to say of signs", signs)
     if trace.world_size > 1:
         if "between" in parts:
             between = partial(
-                measure_between_ranks, trace, after_addition=after_addition, workers=workers, progress=progress
+                measure_between_ranks,
+                trace,
+                look.between,
+                after_addition=after_addition,
+                workers=workers,
+                progress=progress,
             )
             examination.measured["between_nodes"] = _attempt(examination, "Nothing to say of what ranks share", between)
         if "noise" in parts:
@@ -111,7 +115,7 @@ def examine(
     else:
         examination.remarks.append("Recorded on one rank: what ranks share and what plans do is not measured.")
     if "limits" in parts:
-        measure = partial(measure_limits, trace, workers=workers, progress=progress)
+        measure = partial(measure_limits, trace, extent=look.limits, workers=workers, progress=progress)
         limits = _attempt(examination, "No limits", measure)
         if limits is not None:
             known = {name: plan for name, plan in _plans(trace, plans).items() if name in examination.replays}
@@ -129,19 +133,39 @@ def _attempt(examination: Examination, what: str, measure: Callable[[], Result])
         return None
 
 
-def _of_one_rank(examination: Examination, trace: Trace, progress: Progress | None) -> None:
-    parameters = sum(layer.numel for layer in trace.model_layers)
-    if parameters > _MOST_FITTED:
+def _what_is_quick(trace: Trace, spectrum: TraceSpectrum, look: Look, parts: Collection[str]) -> str:
+    """Say how little a quick look measures."""
+    recorded, between = len(trace.steps), look.between
+    measured = [f"spectra of {len(spectrum.steps)} of {recorded} iterations"]
+    if "between" in parts:
+        pair = f"{between.pairs} pair{'s' * (between.pairs != 1)} of ranks"
+        measured.append(f"{pair} in up to {between.iterations} iterations at up to {between.values} values of a layer")
+    if "payoff" in parts:
+        measured.append(f"plans over the last {recorded - replay_start(trace, look)} iterations")
+    if "limits" in parts:
+        measured.append(f"codecs in one iteration of up to {look.limits.layers} layers, at one setting each")
+    if "within" in parts:
+        measured.append(f"slices fitted on up to {look.samples} iterations")
+    if "signs" in parts:
+        measured.append(f"signs of up to {look.signs.iterations(_values_per_step(trace))} iterations")
+    return f"A quick look: {', '.join(measured)}. The report without --quick measures and draws more."
+
+
+def _of_one_rank(examination: Examination, trace: Trace, workers: Workers, progress: Progress | None) -> None:
+    look, parameters = examination.look, sum(layer.numel for layer in trace.model_layers)
+    if look.fitted == 0:
+        examination.remarks.append("No GradiVeQ fit, which is not made for a quick look.")
+    elif parameters > look.fitted:
         examination.remarks.append(
             f"No GradiVeQ fit: of {format_count(parameters)} parameters it takes long; `gradlab fit gradiveq` makes it."
         )
     else:
         try:
-            samples = max(2, min(SAMPLES, len(trace.steps) // 2))
-            examination.fit = fit_gradiveq(trace, samples=samples, progress=progress)
+            samples = max(2, min(look.samples, len(trace.steps) // 2))
+            examination.fit = fit_gradiveq(trace, samples=samples, workers=workers, progress=progress)
         except NotFittable as reason:
             examination.remarks.append(f"No GradiVeQ fit: {reason}")
-    structure = partial(measure_slice_structure, trace, samples=SAMPLES, progress=progress)
+    structure = partial(measure_slice_structure, trace, samples=look.samples, workers=workers, progress=progress)
     if trace.samples:
         examination.measured["slice_structure"] = _attempt(examination, "Nothing to say of slices", structure)
     else:
@@ -164,11 +188,11 @@ def _of_plans(
     plans: Mapping[str, Plan] | None,
     provenances: Mapping[str, Mapping[str, Any]],
     network: Network,
-    workers: int,
+    workers: Workers,
     progress: Progress | None,
 ) -> None:
     tried = _plans(trace, plans)
-    start = replay_start(trace)
+    start = replay_start(trace, examination.look)
     for name, result in replay_plans(trace, tried, start=start, workers=workers, progress=progress).items():
         if isinstance(result, Replay):
             examination.replays[name] = result.held_out(provenances.get(name, {}))
@@ -186,19 +210,19 @@ def _plans(trace: Trace, plans: Mapping[str, Plan] | None) -> Mapping[str, Plan]
     return usual_plans(trace.model_layers) if plans is None else plans
 
 
-def replay_start(trace: Trace) -> int:
-    """Find the position from which plans are replayed for a first look.
+def replay_start(trace: Trace, look: Look = THOROUGH) -> int:
+    """Find the position from which plans are replayed for a report.
 
     The last steps are replayed, as many as take little time.
 
     Args:
         trace: the recording.
+        look: how much is measured.
 
     Returns:
         A position among the trace's common steps.
     """
-    steps = int(np.clip(_REPLAYED_VALUES // max(1, _values_per_step(trace)), _FEWEST_STEPS, _MOST_STEPS))
-    return max(0, len(trace.steps) - steps)
+    return max(0, len(trace.steps) - look.replays.iterations(_values_per_step(trace)))
 
 
 def _values_per_step(trace: Trace) -> int:

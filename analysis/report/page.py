@@ -20,9 +20,9 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from gradlab.analysis.figures.data import figure_data
-from gradlab.analysis.figures.style import drawing, render
+from gradlab.analysis.figures.style import FORMATS, drawing, render
 from gradlab.analysis.outputs import REPORT_FILES, require_free
-from gradlab.analysis.parallel import share_out
+from gradlab.analysis.parallel import Cluster, Workers, default_workers, share_out
 from gradlab.errors import GradlabError
 from gradlab.jsonable import plain
 from gradlab.progress import Progress
@@ -89,6 +89,7 @@ class Page:
     warnings: one line each.
     facts: names with values, about the recording or the runs.
     sections: in order.
+    formats: of the figures' files, "svg" and perhaps "pdf".
     """
 
     title: str
@@ -97,6 +98,7 @@ class Page:
     warnings: Sequence[str] = ()
     facts: Sequence[tuple[str, str]] = ()
     sections: Sequence[Section] = field(default=())
+    formats: Sequence[str] = FORMATS
 
     @property
     def drawings(self) -> list[Drawing]:
@@ -105,7 +107,7 @@ class Page:
 
 
 def write_page(
-    page: Page, out: Path, *, overwrite: bool = False, workers: int = 1, progress: Progress | None = None
+    page: Page, out: Path, *, overwrite: bool = False, workers: Workers = 1, progress: Progress | None = None
 ) -> Path:
     """Write report.html, report.json and figures/ into a folder.
 
@@ -113,7 +115,7 @@ def write_page(
         page: what to write.
         out: the folder, made if it is missing.
         overwrite: whether to replace a report that is there.
-        workers: processes that draw.
+        workers: processes that draw. A cluster does not: this machine's processes draw what its workers measured.
         progress: called after each figure.
 
     Returns:
@@ -123,8 +125,9 @@ def write_page(
         GradlabError: if there is a report already and overwrite is false, or the folder cannot be written.
     """
     require_free(out, overwrite, contents=REPORT_FILES)
-    calls = [(item,) for item in page.drawings]
-    drawn = share_out(_drawn, calls, workers=workers, what="draw", progress=progress)
+    calls = [(item, page.formats) for item in page.drawings]
+    here = default_workers() if isinstance(workers, Cluster) else workers
+    drawn = share_out(_drawn, calls, workers=here, what="draw", progress=progress)
     files = {item.name: kinds for item, kinds in zip(page.drawings, drawn, strict=True)}
     text = render_html(page, {name: kinds["svg"] for name, kinds in files.items()})
     figures = [{"name": item.name, "title": item.title, "caption": item.caption} for item in page.drawings]
@@ -142,12 +145,12 @@ def write_page(
     return out / "report.html"
 
 
-def _drawn(item: Drawing) -> dict[str, bytes]:
-    """Draw a figure: its files' contents by format."""
+def _drawn(item: Drawing, formats: Sequence[str]) -> dict[str, bytes]:
+    """Draw a figure: its files' contents by format, and its data as JSON."""
     with drawing():
         figure = item.draw()
         shown = json.dumps({"name": item.name, "title": item.title, **figure_data(figure)}, allow_nan=False)
-        return {**render(figure, item.name), "json": shown.encode()}
+        return {**render(figure, item.name, formats), "json": shown.encode()}
 
 
 def render_html(page: Page, svgs: dict[str, bytes]) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import isinf, prod
 from statistics import median
@@ -21,6 +22,7 @@ from gradlab.analysis.report.drawings import (
     slice_structure_drawings,
     spectrum_drawings,
 )
+from gradlab.analysis.report.look import THOROUGH, Look
 from gradlab.analysis.report.page import Drawing, Section, Table
 from gradlab.analysis.report.tables import (
     comparison_table,
@@ -51,8 +53,6 @@ if TYPE_CHECKING:
 
 Json = Mapping[str, Any]
 
-# Drawing one takes about as long as measuring the layer.
-_MOST_LAYER_FIGURES = 12
 _MOST_ROWS = 60
 # Residual norm under error feedback: its growth from the last but one quarter of the steps to the last.
 _GROWING, _SETTLED = 1.2, 200  # steps after a cold start, during which it grows in any case
@@ -97,14 +97,16 @@ def comparison_sections(
     return sections
 
 
-def trace_sections(data: Json) -> list[Section]:
+def trace_sections(data: Json, look: Look = THOROUGH) -> list[Section]:
     """Make the pages of a recording.
 
-    data: what report.json holds, "fit" as a `GradiveqMeasurement`, "payoff" as a `SpeedForecast`.
+    data: what report.json holds, "fit" as a `GradiveqMeasurement`, "payoff" as a `SpeedForecast`. look: how many
+    figures there are.
     """
     makers = (_speed, _replays, _between_nodes, _noise_scale, _limits, _within_node, _signs)
     sections = [section for make in makers if (section := make(data)) is not None]
-    return [*sections, _all_layers(data), *_layers(data)]
+    sections = [replace(section, drawings=section.drawings[: look.figures]) for section in sections]
+    return [*sections, _all_layers(data), *_layers(data, look.layer_figures)]
 
 
 def _speed(data: Json) -> Section | None:
@@ -292,6 +294,12 @@ def _between_nodes(data: Json) -> Section | None:
     return Section("between", "What do ranks share?", answer, _between_tables(between), drawings)
 
 
+def _numbers(values: Iterable[int]) -> str:
+    """One number, or the least and the most of several."""
+    known = sorted(values)
+    return str(known[0]) if known[0] == known[-1] else f"{known[0]} to {known[-1]}"
+
+
 def _mean_of(layer: Json, bins: str, name: str) -> float:
     values = layer["histograms"][bins][name]
     return float(sum(values) / len(values))
@@ -319,7 +327,9 @@ def _between_tables(between: Json) -> list[Table]:
     note = (
         "Bits per parameter. Excess: beyond the shifted null, with its interval over iterations. Estimators looked at "
         "up to "
-        f"{between['values']} values of a layer in {between['iterations']} iterations."
+        f"{between['values']} values of a layer in {between['iterations']} iterations, nearest neighbours at "
+        f"{_numbers(layer['estimators']['ksg']['samples'] for layer in between['layers'])}, as many as their intervals "
+        "need."
     )
     tables = [Table("Between ranks, by layer", columns, rows, note, text_columns=2)]
     if remarks := _series_remarks(between["layers"]):
@@ -484,10 +494,10 @@ def _all_layers(data: Json) -> Section:
     return Section("layers", "All layers", "", [layer_table(data["spectrum"])])
 
 
-def _layers(data: Json) -> list[Section]:
+def _layers(data: Json, figures: int) -> list[Section]:
     """Make a page per layer. The largest layers have figures, the others words alone."""
     layers = data["spectrum"]["layers"]
-    largest = sorted(layers, key=lambda layer: -prod(layer["shape"]))[:_MOST_LAYER_FIGURES]
+    largest = sorted(layers, key=lambda layer: -prod(layer["shape"]))[:figures]
     drawn = {layer["name"] for layer in largest}
     return [_layer(data, layer, place, layer["name"] in drawn) for place, layer in enumerate(layers)]
 

@@ -12,8 +12,10 @@ from gradlab.analysis.fit.gradiveq import GradiveqFit
 from gradlab.analysis.forecast.speed import SpeedForecast
 from gradlab.analysis.measure.spectrum import TraceSpectrum, measure_spectrum
 from gradlab.analysis.outputs import REPORT_FILES, require_free
+from gradlab.analysis.parallel import Workers
 from gradlab.analysis.replay.ranking import ranking_stability
 from gradlab.analysis.replay.result import Replay
+from gradlab.analysis.report.look import THOROUGH, Look
 from gradlab.analysis.report.page import Page, write_page
 from gradlab.analysis.report.sections import comparison_sections, trace_sections
 from gradlab.analysis.report.verdict import comparison_verdict, trace_verdict
@@ -64,6 +66,7 @@ class Examination:
     measured: further parts by their names in report.json: between_nodes, noise_scale, limits, slice_structure,
         sign_blocks. A part that is missing or None has no page.
     remarks: warnings, one line each.
+    look: how much was measured.
     """
 
     spectrum: TraceSpectrum | None = None
@@ -72,6 +75,7 @@ class Examination:
     speed: SpeedForecast | None = None
     measured: dict[str, Any] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
+    look: Look = THOROUGH
 
 
 def write_trace_report(
@@ -80,7 +84,7 @@ def write_trace_report(
     examination: Examination | None = None,
     *,
     overwrite: bool = False,
-    workers: int = 1,
+    workers: Workers = 1,
     progress: Progress | None = None,
 ) -> Path:
     """Write what was measured of a trace into a folder: report.html, report.json, figures/.
@@ -93,7 +97,7 @@ def write_trace_report(
         out: the folder, made if it is missing.
         examination: what was measured. If it is None or has no spectrum, the spectrum is measured now.
         overwrite: whether to replace a report that is there.
-        workers: processes that draw.
+        workers: processes that draw, or a cluster, with which this machine's processes draw.
         progress: called after each figure.
 
     Returns:
@@ -111,7 +115,8 @@ def write_trace_report(
     data: dict[str, Any] = {
         "kind": "trace",
         "trace": recorded,
-        "spectrum": dict(plain(known.spectrum or measure_spectrum(trace, progress=progress))),
+        "look": plain(known.look),
+        "spectrum": dict(plain(known.spectrum or measure_spectrum(trace, workers=workers, progress=progress))),
         "fit": fit.measured if fit else None,
         "replays": replays,
         "ranking": plain(ranking_stability(judged)),
@@ -124,7 +129,8 @@ def write_trace_report(
         data=data,
         warnings=[*known.remarks, *(fit.warnings if fit else []), *_replay_warnings(judged)],
         facts=_trace_facts(recorded),
-        sections=trace_sections(data),
+        sections=trace_sections(data, known.look),
+        formats=known.look.formats,
     )
     return write_page(page, folder, overwrite=overwrite, workers=workers, progress=progress)
 

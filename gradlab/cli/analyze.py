@@ -10,7 +10,7 @@ import typer
 from gradlab.cli.console import OUT, print_json, print_warnings, progress_bars
 from gradlab.cli.network_options import InsideLink, LocalRanks, node_counts, node_of
 from gradlab.cli.trace_options import AverageRanks
-from gradlab.errors import GradlabError
+from gradlab.cli.worker_options import Dask, Processes, workers_of
 
 if TYPE_CHECKING:
     from gradlab.analysis.forecast.profile import Profile
@@ -42,7 +42,12 @@ def analyze(
         str | None,
         typer.Option(metavar="PARTS", help="Some pages alone, with commas: payoff,between,noise,limits,within,signs."),
     ] = None,
-    workers: Annotated[int | None, typer.Option(help="Processes; default: as many as cores, at most 4.")] = None,
+    quick: Annotated[
+        bool,
+        typer.Option(help="A first look in seconds: fewer iterations, values and settings, which the report names."),
+    ] = False,
+    workers: Processes = None,
+    dask: Dask = None,
     average_ranks: AverageRanks = 1,
     overwrite: Annotated[bool, typer.Option(help="Replace a report that is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the measurements as JSON too.")] = False,
@@ -56,6 +61,8 @@ def analyze(
 
       gradlab analyze trace --out report --compute-seconds 0.36s
 
+      gradlab analyze trace --out report --quick
+
       gradlab analyze trace --out report --nodes 8,64 --bandwidth 200mbit,1gbit,25gbit --plan powersgd.safetensors
 
       gradlab analyze trace --out report --average-ranks 8 --nodes 8 --local-ranks 8 --inside 400gbit
@@ -65,16 +72,14 @@ def analyze(
     from gradlab.analysis.forecast import Network
     from gradlab.analysis.forecast.link import Link, parse_bandwidth, parse_seconds
     from gradlab.analysis.outputs import REPORT_FILES, require_free
-    from gradlab.analysis.parallel import default_workers
     from gradlab.analysis.report.examine import PARTS, examine
+    from gradlab.analysis.report.look import QUICK, THOROUGH
     from gradlab.analysis.report.trace_report import write_trace_report
     from gradlab.artifact import Artifact
     from gradlab.trace import Trace
 
     require_free(out, overwrite, contents=REPORT_FILES)
-    if workers is not None and workers < 1:
-        raise GradlabError(f"workers = {workers}, expected at least 1")
-    processes = workers or default_workers()
+    sharing = workers_of(workers, dask)
     delay = parse_seconds(latency)
     links = [Link(parse_bandwidth(rate), delay) for rate in bandwidth.split(",")]
     profile = _profile(run, parse_seconds(compute_seconds) if compute_seconds is not None else None)
@@ -91,10 +96,11 @@ def analyze(
             network=network,
             after_addition=after_addition or (),
             parts=PARTS if only is None else [part.strip() for part in only.split(",")],
-            workers=processes,
+            look=QUICK if quick else THOROUGH,
+            workers=sharing,
             progress=progress,
         )
-        page = write_trace_report(opened, out, examination, overwrite=overwrite, workers=processes, progress=progress)
+        page = write_trace_report(opened, out, examination, overwrite=overwrite, workers=sharing, progress=progress)
     written = json.loads((page.parent / "report.json").read_text())
     if as_json:
         print_json(written)

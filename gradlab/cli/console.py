@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
@@ -21,11 +21,15 @@ ERR = Console(stderr=True, highlight=False, soft_wrap=True)
 
 @contextmanager
 def progress_bars() -> Iterator[Progress]:
-    """Yield a function (what, done, total) that draws a bar per kind of work, or nothing without a terminal."""
+    """Yield a function (what, done, total) that draws a bar per kind of work, or nothing without a terminal.
+
+    A bar shows the share that is done, the time since it began and the time left. What is counted differs from work to
+    work (values, iterations, figures), so that no numbers are shown.
+    """
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
+        TaskProgressColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )

@@ -11,6 +11,7 @@ import typer
 from gradlab.cli.console import OUT, print_json, print_table, print_warnings, progress_bars
 from gradlab.cli.figures import require_figure, write_figure
 from gradlab.cli.trace_options import AverageRanks
+from gradlab.cli.worker_options import Dask, Processes, workers_of
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ def evaluate(
             "(.svg, .pdf).",
         ),
     ] = None,
+    workers: Processes = None,
+    dask: Dask = None,
     average_ranks: AverageRanks = 1,
     overwrite: Annotated[bool, typer.Option(help="Replace a report that is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every step.")] = False,
@@ -48,11 +51,12 @@ def evaluate(
       gradlab evaluate trace gradiveq.safetensors --cycle iterations.svg
     """
     from gradlab.analysis.outputs import REPORT_FILES, require_free
-    from gradlab.analysis.replay import check_replay, replay
+    from gradlab.analysis.replay import check_replay, replay_plans
     from gradlab.analysis.report.trace_report import Examination, write_trace_report
     from gradlab.artifact import Artifact
     from gradlab.trace import Trace
 
+    sharing = workers_of(workers, dask)
     if out is not None:
         require_free(out, overwrite, contents=REPORT_FILES)
     if cycle is not None:
@@ -72,10 +76,14 @@ def evaluate(
                 check_replay(opened, artifact.plan, start, last)
             except GradlabError as error:
                 raise GradlabError(f"{path}: {error}") from None
-        replays = {
-            name: replay(opened, artifact.plan, start=start, stop=stop, progress=progress).held_out(artifact.provenance)
-            for name, artifact in zip(names, loaded, strict=True)
-        }
+        known = dict(zip(names, loaded, strict=True))
+        plans = {name: artifact.plan for name, artifact in known.items()}
+        results = replay_plans(opened, plans, start=start, stop=stop, workers=sharing, progress=progress)
+        replays = {}
+        for name, result in results.items():
+            if isinstance(result, GradlabError):
+                raise result
+            replays[name] = result.held_out(known[name].provenance)
         if cycle is not None:
             from gradlab.analysis.figures.cycle import plot_cycle
             from gradlab.analysis.replay.cycle import training_cycle
@@ -84,7 +92,9 @@ def evaluate(
             write_figure(lambda: plot_cycle(iterations), cycle)
         page = None
         if out is not None:
-            page = write_trace_report(opened, out, Examination(replays=replays), overwrite=overwrite, progress=progress)
+            page = write_trace_report(
+                opened, out, Examination(replays=replays), overwrite=overwrite, workers=sharing, progress=progress
+            )
     if as_json:
         print_json(replays)
     else:

@@ -32,7 +32,7 @@ from gradlab.trace.schema import CHUNK_STEPS, RankIndex, read_index, read_manife
 
 __all__ = ["RankCheck", "Trace", "TraceCheck", "TraceSource", "TraceStep", "check"]
 
-_BLOCK_BYTES = 96 * 2**20  # most bytes of a block that `iterate` reads ahead
+_BLOCK_BYTES = 32 * 2**20  # most bytes of a block that `iterate` reads ahead
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,7 @@ class Trace:
             self.close()
             raise
         self._rows = [np.searchsorted(rank.iterations, self.steps) for rank in self._ranks]
+        self._scalars: dict[int, dict[str, np.ndarray]] = {}
         self.steps_lost: tuple[int, ...] = tuple(index.steps_lost for index in indices)
 
     def __enter__(self) -> Trace:
@@ -250,7 +251,7 @@ class Trace:
     def iterate(
         self, start: int = 0, stop: int | None = None, layers: Sequence[str] | None = None
     ) -> Iterator[TraceStep]:
-        """Go step by step over all ranks, reading blocks of at most 16 steps and about 96 MiB.
+        """Go step by step over all ranks, reading blocks of at most 16 steps and about 32 MiB.
 
         Args:
             start, stop: positions in `steps`.
@@ -296,17 +297,27 @@ class Trace:
     def scalars(self, rank: int) -> dict[str, np.ndarray]:
         """Return what one rank stored beside gradients of each of the T common steps.
 
+        It is put together once: whoever reads gradients in small blocks asks for the loss scale of each.
+
         Returns:
             By name: index, loss, learning_rate, loss_scale, accumulation and non_finite, each (T,); and unused, bool
-            (T, layers).
+            (T, layers). None can be written to.
         """
         if not 0 <= rank < self.world_size:
             raise GradlabError(f"{self.path}: no rank {rank}; expected 0 to {self.world_size - 1}")
+        if rank not in self._scalars:
+            self._scalars[rank] = self._collect_scalars(rank)
+        return dict(self._scalars[rank])
+
+    def _collect_scalars(self, rank: int) -> dict[str, np.ndarray]:
         names = [name for name in self._ranks[rank].records.dtype.names or () if name != "checksum"]
         members = [(self._ranks[one], self._rows[one]) for one in self._members(rank)]
         unused: np.ndarray = np.all(np.stack([located.unused[rows] for located, rows in members]), axis=0)
         by_name = {name: np.stack([located.records[name][rows] for located, rows in members], 1) for name in names}
-        return {name: _averaged(name, values) for name, values in by_name.items()} | {"unused": unused}
+        collected = {name: _averaged(name, values) for name, values in by_name.items()} | {"unused": unused}
+        for values in collected.values():
+            values.flags.writeable = False
+        return collected
 
     def _range(self, start: int, stop: int | None) -> tuple[int, int]:
         stop = len(self.steps) if stop is None else stop

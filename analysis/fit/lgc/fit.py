@@ -19,6 +19,7 @@ from gradlab.analysis.fit.lgc.learners import Learner, code_spread, in_units, le
 from gradlab.analysis.fit.lgc.selection_codes import Code, codes_without_learning
 from gradlab.analysis.fit.lgc.selections import Selections, collect_selections
 from gradlab.analysis.measure.holdout import age_bins
+from gradlab.analysis.parallel import Cluster, Workers, one_thread, share_out
 from gradlab.analysis.replay.sampled import require_whole
 from gradlab.artifact import Artifact
 from gradlab.codec import Tensors, seeded_generator
@@ -35,7 +36,7 @@ from gradlab.progress import Progress
 
 if TYPE_CHECKING:
     from gradlab.plan import Plan
-    from gradlab.trace import Trace
+    from gradlab.trace import Trace, TraceSource
 
 # Shares of the recorded iterations: the first are learned from, the next say when to stop, the rest are held out.
 _LEARNED, _STOPPED_BY = 0.6, 0.15
@@ -227,18 +228,21 @@ def fit_lgc(
     pattern: str = "ring",
     options: LgcOptions | None = None,
     *,
+    workers: Workers = 1,
     progress: Progress | None = None,
     **changes: Any,
 ) -> LgcFit:
     """Learn an autoencoder from what the plan would select.
 
     The first 60 % of the recorded iterations are learned from, the next 15 % say when to stop, the rest are held out.
-    The same seed and number of threads give the same weights.
+    The same seed gives the same weights: one thread computes.
 
     Args:
         trace: gradients of each rank.
         pattern: "ring" or "server".
         options: the plan, and how to learn.
+        workers: a cluster learns on one of its workers. Processes are not used, as each epoch needs the one before it.
+        progress: called as the work goes on.
         changes: fields of `LgcOptions` by name, which differ from `options`.
 
     Raises:
@@ -246,6 +250,19 @@ def fit_lgc(
             last layer, or a setting out of range.
     """
     options = replace(options or LgcOptions(), **changes)
+    if isinstance(workers, Cluster):
+        call = (trace.source, pattern, options)
+        return share_out(_fit_in_worker, [call], workers=workers, what="autoencoder", progress=progress)[0]
+    with one_thread():
+        return _fit(trace, pattern, options, progress)
+
+
+def _fit_in_worker(source: TraceSource, pattern: str, options: LgcOptions) -> LgcFit:
+    with source.open() as trace:
+        return _fit(trace, pattern, options, None)
+
+
+def _fit(trace: Trace, pattern: str, options: LgcOptions, progress: Progress | None) -> LgcFit:
     fitting, settings = options.fitting or Fitting(), dict(options.settings or {})
     # Refuses what is no setting of the codec, before it is taken for a field of the recipe.
     of_codec: LearnedSettings = build_settings(LgcServer if pattern == "server" else LgcRing, settings)

@@ -36,6 +36,7 @@ from gradlab.analysis.measure.slices.structure import (
     whole_slices,
 )
 from gradlab.analysis.measure.spectrum import spread
+from gradlab.analysis.parallel import Workers, share_out
 from gradlab.analysis.replay.sampled import require_whole
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
@@ -44,7 +45,7 @@ from gradlab.learning.slice_pca import default_slice_size, slice_order, slice_vi
 from gradlab.progress import Progress
 
 if TYPE_CHECKING:
-    from gradlab.trace import Trace
+    from gradlab.trace import Trace, TraceSource
 
 Result = TypeVar("Result")
 
@@ -157,13 +158,14 @@ def measure_slice_structure(
     rule: DimensionRule | None = None,
     thresholds: Sequence[float] = THRESHOLDS,
     tolerance: float = 0.25,
+    workers: Workers = 1,
     progress: Progress | None = None,
 ) -> SliceStructure:
     """Measure everything in `gradlab.analysis.measure.slices.structure` for layers of a trace.
 
     layer_names: None for at most 4 convolutions, the largest, the first, the last and one between (of other matrices if
     there are none). samples: L_t, at most half of the trace. start: position of the first sample. rule: None for
-    eq. (6) with lambda = 0.01. tolerance: see `staleness`.
+    eq. (6) with lambda = 0.01. tolerance: see `staleness`. workers: processes, or a cluster, that share the layers out.
 
     At most 5 L_t + 72 averaged gradients of a layer are read, of which 2 L_t are compared. At most 65 536 values, K up
     to 4096, and 16 slices against 16 are looked at: some 10^10 operations at L_t = 100, besides reading.
@@ -188,11 +190,12 @@ def measure_slice_structure(
             f"{recorded - start} iterations are recorded: L_t = {places.fit[1] - start} in place of {samples}, so that "
             "as many are held out."
         )
-    measured = []
-    for done, layer in enumerate(layers):
-        measured.append(_measure_layer(_sample(trace, layer, places), places, rule, thresholds, tolerance))
-        if progress:
-            progress("slice structure", done + 1, len(layers))
+    calls = [(trace.source, layer, places, rule, tuple(thresholds), tolerance) for layer in layers]
+    sizes = [min(layer.numel, _MOST_VALUES) for layer in layers]
+    trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
+    measured = share_out(
+        _measure_in_worker, calls, workers=workers, what="slice structure", sizes=sizes, progress=progress
+    )
     steps = np.asarray(trace.steps).tolist()
     return SliceStructure(
         tolerance,
@@ -263,6 +266,19 @@ def _sample(trace: Trace, layer: Layer, places: _Positions) -> _Sampled:
         values[rows] = block[:, native]
     kept = places.read[finite]
     return _Sampled(layer, values[finite], kept, np.asarray(trace.steps)[kept], columns, int((~finite).sum()))
+
+
+def _measure_in_worker(
+    source: TraceSource,
+    layer: Layer,
+    places: _Positions,
+    rule: DimensionRule | None,
+    thresholds: Sequence[float],
+    tolerance: float,
+) -> LayerStructure:
+    with source.open([layer.name]) as trace:
+        sampled = _sample(trace, layer, places)
+    return _measure_layer(sampled, places, rule, thresholds, tolerance)
 
 
 def _measure_layer(

@@ -23,6 +23,7 @@ from gradlab.cli.fit.options import (
     setting_help,
 )
 from gradlab.cli.trace_options import AverageRanks
+from gradlab.cli.worker_options import Dask, Processes, workers_of
 
 if TYPE_CHECKING:
     from gradlab.analysis.fit.gradiveq import GradiveqMeasurement
@@ -92,6 +93,8 @@ def gradiveq(
     warmup_steps: Warmup = 0,
     spread_refits: SpreadRefits = False,
     seed: Seed = 0,
+    workers: Processes = None,
+    dask: Dask = None,
     average_ranks: AverageRanks = 1,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -118,6 +121,7 @@ def gradiveq(
     from gradlab.trace import Trace
 
     require_free(out, overwrite)
+    sharing = workers_of(workers, dask)
     given = {
         "loss_threshold": loss_threshold,
         "slice_size": slice_size,
@@ -138,7 +142,7 @@ def gradiveq(
         seed=seed,
     )
     with Trace(trace, average_ranks=average_ranks) as opened, progress_bars() as progress:
-        fit = fit_gradiveq(opened, options, progress=progress)
+        fit = fit_gradiveq(opened, options, workers=sharing, progress=progress)
     fit.artifact().save(out, overwrite)
     print_fit(fit.provenance, as_json, partial(print_gradiveq, fit.measured), out)
 

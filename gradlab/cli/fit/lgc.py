@@ -25,6 +25,7 @@ from gradlab.cli.fit.options import (
     setting_help,
 )
 from gradlab.cli.trace_options import AverageRanks
+from gradlab.cli.worker_options import Dask, Processes, workers_of
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ def lgc(
     optimizer: TrainedWith = None,
     warmup_steps: Warmup = 200,
     seed: Seed = 0,
+    workers: Processes = None,
+    dask: Dask = None,
     average_ranks: AverageRanks = 1,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -102,6 +105,7 @@ def lgc(
         require_figure(figure, overwrite)
         if figure == out:
             raise GradlabError(f"{out}: given for the artifact and for the figure, expected two names")
+    sharing = workers_of(workers, dask)
     settings = {"density": density, "normalise": normalise, **parse_settings(setting or [])}
     if pattern == "ring" or order != "position":
         settings = {"order": order, **settings}
@@ -119,7 +123,7 @@ def lgc(
     with Trace(trace, average_ranks=average_ranks) as opened, progress_bars() as progress:
         wrapper = None if momentum is None else "momentum_correction"
         note = require_trainable(optimizer_of_training(opened, optimizer), wrapper, remedy="leave --momentum out")
-        fit = fit_lgc(opened, pattern, options, progress=progress)
+        fit = fit_lgc(opened, pattern, options, workers=sharing, progress=progress)
         note = "\n".join(filter(None, [note, _beyond_the_trace(fit.plan, int(opened.steps[-1])), _instead(fit, trace)]))
     fit.artifact().save(out, overwrite)
     if figure is not None:

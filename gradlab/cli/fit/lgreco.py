@@ -14,6 +14,7 @@ from gradlab.cli.console import OUT, print_table, progress_bars
 from gradlab.cli.fit.options import AsJson, Folder, Overwrite, Seed, Target, Warmup, parse_settings, print_fit
 from gradlab.cli.network_options import InsideLink, LocalRanks, node_of
 from gradlab.cli.trace_options import AverageRanks
+from gradlab.cli.worker_options import Dask, Processes, workers_of
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
@@ -79,8 +80,6 @@ ComputeSeconds = Annotated[
     str | None, typer.Option(help="A step without gradient exchange, for --cost step: 0.36s, 120ms.")
 ]
 Cores = Annotated[float, typer.Option(help="Per rank, for computing and codecs, for --cost step.")]
-Workers = Annotated[int, typer.Option(help="Processes that measure errors.")]
-Dask = Annotated[str | None, typer.Option(metavar="ADDRESS", help="A dask.distributed scheduler to measure them on.")]
 Layers = Annotated[Path | None, typer.Option(metavar="FIGURE", help="Draw what every layer got (.svg, .pdf).")]
 Frontier = Annotated[
     Path | None, typer.Option(metavar="FIGURE", help="Draw size over error for all planners (.svg, .pdf).")
@@ -123,7 +122,7 @@ def lgreco(
     inside: InsideLink = "400gbit",
     compute_seconds: ComputeSeconds = None,
     cores: Cores = 2.0,
-    workers: Workers = 1,
+    workers: Processes = None,
     dask: Dask = None,
     figure: Layers = None,
     frontier: Frontier = None,
@@ -163,6 +162,7 @@ def lgreco(
     from gradlab.trace import Trace
 
     _require_free(out, (figure, frontier, over_time), overwrite)
+    sharing = workers_of(workers, dask)
     reference = parse_settings(setting or [])
     with Trace(trace, average_ranks=average_ranks) as opened, progress_bars() as progress:
         ranks = opened.world_size if nodes is None else nodes
@@ -170,12 +170,20 @@ def lgreco(
         node = node_of(local_ranks, inside)
         small, step = replace(small, local_ranks=local_ranks), step and replace(step, node=node)
         candidates, first = candidates_of_grid(
-            opened, codec, reference, grid=grid, families=family or (), start=start, samples=samples, progress=progress
+            opened,
+            codec,
+            reference,
+            grid=grid,
+            families=family or (),
+            start=start,
+            samples=samples,
+            workers=sharing,
+            progress=progress,
         )
         options = LgrecoOptions(candidates, alpha=alpha, hold=hold, metric=metric, window=window, start=first)
         options = replace(options, cost=small, step=step, weights=_weights(weights, opened.model_layers, bucket_cap_mb))
         options = replace(options, world_size=ranks, warmup_steps=warmup_steps, refresh_every=refresh, seed=seed)
-        options = replace(options, accordion=_between(accordion), workers=workers, cluster=dask)
+        options = replace(options, accordion=_between(accordion), workers=sharing)
         fit = fit_lgreco(opened, codec, reference, options, progress=progress)
         windows = None if over_time is None else _plans_by_window(opened, fit.problem, options, bucket_cap_mb)
     fit.artifact().save(out, overwrite)

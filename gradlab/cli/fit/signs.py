@@ -22,6 +22,7 @@ from gradlab.cli.fit.options import (
     require_trainable,
 )
 from gradlab.cli.trace_options import AverageRanks
+from gradlab.cli.worker_options import Dask, Processes, workers_of
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ def signs(
     setting: Setting = None,
     warmup_steps: Warmup = 0,
     seed: Seed = 0,
+    workers: Processes = None,
+    dask: Dask = None,
     average_ranks: AverageRanks = 1,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -101,6 +104,7 @@ def signs(
     from gradlab.trace import Trace
 
     require_free(out, overwrite)
+    sharing = workers_of(workers, dask)
     if weight_decay_form is not None and not weight_decay:
         raise GradlabError(f"--weight-decay-form {weight_decay_form} says how --weight-decay works, which is 0")
     settings, blocks = parse_settings(setting or []), None
@@ -125,9 +129,9 @@ def signs(
         if scales != 1:
             _require_blocks(method, settings)
             half = min(100, max(1, len(opened.steps) // 2)) if samples is None else samples
-            blocks = fit_block_sizes(opened, scales, half, progress=progress)
+            blocks = fit_block_sizes(opened, scales, half, workers=sharing, progress=progress)
             plan = with_block_sizes(plan, blocks.block_sizes)
-        replayed = replay(opened, plan, progress=progress)
+        replayed = replay(opened, plan, workers=sharing, progress=progress)
     artifact = uniform_artifact(plan, replayed, method=method, blocks=blocks, optimizer=trained_with)
     artifact.save(out, overwrite)
 

@@ -25,6 +25,7 @@ from gradlab.cli.fit.options import (
     require_trainable,
 )
 from gradlab.cli.trace_options import AverageRanks
+from gradlab.cli.worker_options import Dask, Processes, workers_of
 
 Codec = Annotated[
     str, typer.Option(help="Any codec that needs no fit: topk, powersgd, qsgd, sign, ... (see gradlab methods).")
@@ -53,6 +54,8 @@ def uniform(
     warmup_steps: Warmup = None,
     optimizer: TrainedWith = None,
     seed: Seed = 0,
+    workers: Processes = None,
+    dask: Dask = None,
     average_ranks: AverageRanks = 1,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -76,6 +79,7 @@ def uniform(
     from gradlab.trace import Trace
 
     require_free(out, overwrite)
+    sharing = workers_of(workers, dask)
     settings = parse_settings(setting or [])
     build_settings(codecs.get(codec), settings)  # names the codec's settings; Plan.uniform has arguments of its own
     with Trace(trace, average_ranks=average_ranks) as opened, progress_bars() as progress:
@@ -92,7 +96,7 @@ def uniform(
         trained_with = optimizer_of_training(opened, optimizer)
         remedy = "leave such wrappers out of --wrap"
         note = require_trainable(trained_with, plan.applies_momentum, plan.applies_weight_decay, remedy)
-        replayed = replay(opened, plan, progress=progress)
+        replayed = replay(opened, plan, workers=sharing, progress=progress)
     artifact = uniform_artifact(plan, replayed, optimizer=trained_with)
     artifact.save(out, overwrite)
     print_fit(artifact.provenance, as_json, partial(print_replays, {out.stem: replayed}), out, note=note)

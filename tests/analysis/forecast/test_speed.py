@@ -18,6 +18,7 @@ from gradlab.analysis.forecast.profile import NOT_MEASURED, CodecTime, Profile
 from gradlab.analysis.forecast.speed import USUAL, SpeedForecast, forecast_speed, usual_plans
 from gradlab.analysis.replay import replay
 from gradlab.analysis.report.examine import examine, replay_start
+from gradlab.analysis.report.look import QUICK, Bounded
 from gradlab.analysis.report.page import inline_svg
 from gradlab.analysis.report.sections import trace_sections
 from gradlab.analysis.report.trace_report import write_trace_report
@@ -202,6 +203,29 @@ def test_everything_of_a_small_trace(tmp_path: Path) -> None:
     histograms = [layer["histograms"]["4294967296"] for layer in data["between_nodes"]["layers"]]
     expected = [np.mean(histogram["information"]) for histogram in histograms]
     assert labels["information of the pair"]["x"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_quick_look_says_what_it_left_out(tmp_path: Path) -> None:
+    """Fewer iterations, no PDF, a figure of each section: the first warning and report.json say so."""
+    with record(tmp_path / "t", random_gradients(0, 40, 2, LAYERS), LAYERS) as trace:
+        assert replay_start(trace, QUICK) == 36
+        examination = examine(trace, look=QUICK, parts=["payoff", "noise", "signs"])
+        page = write_trace_report(trace, tmp_path / "r", examination)
+    data, text = json.loads((page.parent / "report.json").read_text()), page.read_text()
+    assert data["warnings"][0] == (
+        "A quick look: spectra of 32 of 40 iterations, plans over the last 4 iterations, signs of up to 12 iterations. "
+        "The report without --quick measures and draws more."
+    )
+    assert data["look"]["quick"] is True
+    assert len(data["spectrum"]["steps"]) == 32
+    files = {path.suffix for path in (page.parent / "figures").iterdir()}
+    assert (files, ".pdf" in text) == ({".svg", ".json"}, False)
+    assert all(section.split("</section>")[0].count("<figure>") <= 1 for section in text.split("<section")[1:])
+
+
+def test_iterations_of_a_look_follow_from_their_values() -> None:
+    bound = Bounded(fewest=4, most=100, values=1000)
+    assert [bound.iterations(values) for values in (0, 10, 50, 10**6)] == [100, 100, 20, 4]
 
 
 def test_named_plans_of_another_model_are_an_error(tmp_path: Path) -> None:

@@ -171,6 +171,25 @@ def test_iterations_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     assert len(result.iterations) == 5
 
 
+def test_nearest_neighbours_look_at_as_many_values_as_their_interval_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What changes from iteration to iteration makes an interval wide whatever the values; noise does not."""
+    monkeypatch.setattr("gradlab.analysis.measure.between_ranks._FIRST_VALUES", 512)
+    monkeypatch.setattr("gradlab.analysis.measure.between_ranks._NARROW", 0.0)
+    share = np.random.default_rng(1).uniform(0, 0.9, 40)[:, None, None]
+    common, own = planted(1.0, nodes=2, steps=40, seed=1), planted(0.0, nodes=2, steps=40, seed=2)
+    changing = measured(tmp_path / "a", np.sqrt(share) * common + np.sqrt(1 - share) * own, WITH_INTERVALS)
+    noise = measured(tmp_path / "b", own, WITH_INTERVALS)
+    assert changing.values == noise.values == 2048
+    assert changing.estimators["ksg"].samples == 512
+    assert noise.estimators["ksg"].samples == 2048  # nothing says that fewer are enough
+    monkeypatch.setattr("gradlab.analysis.measure.between_ranks._NARROW", 0.1)
+    few = measured(tmp_path / "c", own, WITH_INTERVALS).estimators["ksg"]
+    assert few.samples == 512
+    assert few.excess.high - few.excess.low <= 0.2
+
+
 @pytest.mark.parametrize(
     ("steps", "nodes", "settings", "message"),
     [

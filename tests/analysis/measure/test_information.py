@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -13,6 +14,7 @@ from gradlab.analysis.intervals import mean_interval
 from gradlab.analysis.measure.information import (
     METHODS,
     PAPER_BINS,
+    Variable,
     _corrected_entropy,
     conditional_entropy,
     entropy,
@@ -20,6 +22,7 @@ from gradlab.analysis.measure.information import (
     excess_information,
     gaussian_information,
     mutual_information,
+    neighbor_information,
     plug_in,
     shuffled_information,
 )
@@ -50,6 +53,26 @@ def test_dependence_that_is_not_monotone_is_seen_by_all_but_the_copula() -> None
     assert estimates["ksg"] == pytest.approx(0.620, abs=0.03)
     assert estimates["quantiles"] == pytest.approx(0.620, abs=0.08)
     assert abs(estimates["copula"]) < 0.01
+
+
+@law(seeds, st.integers(40, 300), st.sampled_from(METHODS), st.booleans(), examples=60)
+def test_variables_that_pairs_share_give_what_arrays_do(seed: int, count: int, method: str, tied: bool) -> None:
+    arrays = np.random.default_rng(seed).standard_normal((3, count))
+    arrays = np.round(arrays) if tied else arrays
+    shared = [Variable.of(values) for values in arrays]
+    for a, b in itertools.permutations(range(3), 2):
+        assert mutual_information(shared[a], shared[b], method) == mutual_information(arrays[a], arrays[b], method)
+    assert [list(one.values) for one in shared] == [list(values) for values in arrays]
+    order = np.random.default_rng(seed).permutation(count)
+    again = shared[0].permuted(np.random.default_rng(seed))
+    assert list(again.values) == list(arrays[0][order])
+
+
+def test_the_error_of_nearest_neighbours_is_how_far_they_vary() -> None:
+    """To a third: terms of neighbours depend on each other."""
+    estimates = [neighbor_information(*normal_pairs(0.5, 1000, seed)) for seed in range(60)]
+    varied = float(np.std([one.bits for one in estimates], ddof=1))
+    assert np.mean([one.error for one in estimates]) == pytest.approx(varied, rel=1 / 3)
 
 
 @pytest.mark.parametrize("method", ["quantiles", "ksg", "copula"])

@@ -1,0 +1,73 @@
+"""How much of a recording a report measures: as much as an interval needs, or as little as a first look does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gradlab.analysis.measure.between_ranks import BetweenRanks
+from gradlab.analysis.measure.limits import LimitExtent
+from gradlab.jsonable import Jsonable
+
+
+@dataclass(frozen=True)
+class Bounded(Jsonable):
+    """A number of iterations that follows from how many values each of them holds.
+
+    fewest, most: iterations; values: over all ranks, at most, where that leaves `fewest` iterations.
+    """
+
+    fewest: int
+    most: int
+    values: int
+
+    def iterations(self, values: int) -> int:
+        """The number of iterations where one holds so many values over all ranks."""
+        return int(np.clip(self.values // max(1, values), self.fewest, self.most))
+
+
+@dataclass(frozen=True)
+class Look(Jsonable):
+    """What is measured for a report.
+
+    Attributes:
+        quick: whether this is a quick look, which its report then says.
+        spectrum, signs, replays: iterations of spectra, of signs and of replays.
+        samples: GradiVeQ's L_t. Of a shorter trace the first half is fitted, so that the other half can be held out.
+        fitted: parameters up to which a GradiVeQ fit of the whole model is made.
+        between: how much of what ranks share.
+        limits: how much of codecs beside their limit.
+        figures: of a section, the first ones; None: all.
+        layer_figures: layers, the largest, that have figures of their own: drawing one takes about as long as
+            measuring the layer.
+        formats: of figures.
+    """
+
+    quick: bool = False
+    spectrum: Bounded = Bounded(32, 200, 2**31)
+    signs: Bounded = Bounded(4, 400, 2**27)
+    replays: Bounded = Bounded(8, 40, 4 * 10**8)
+    samples: int = 100
+    fitted: int = 4 * 10**6
+    between: BetweenRanks = field(default_factory=BetweenRanks)
+    limits: LimitExtent = field(default_factory=LimitExtent)
+    figures: int | None = None
+    layer_figures: int = 12
+    formats: tuple[str, ...] = ("svg", "pdf")
+
+
+THOROUGH = Look()
+QUICK = Look(
+    quick=True,
+    spectrum=Bounded(4, 32, 2**26),
+    signs=Bounded(2, 12, 2**24),
+    replays=Bounded(2, 4, 2**24),
+    samples=24,
+    fitted=0,
+    between=BetweenRanks(iterations=12, pairs=1, values=1024),
+    limits=LimitExtent(positions=8, windows=1, settings=1, layers=8),
+    figures=1,
+    layer_figures=0,
+    formats=("svg",),
+)

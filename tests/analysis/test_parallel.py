@@ -1,0 +1,161 @@
+"""Work that is shared out: in order, counted, with one thread, and the same on a cluster as on this machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gradlab.analysis.parallel import Cluster, one_thread, share_out
+from gradlab.analysis.report.examine import examine
+from gradlab.analysis.report.look import QUICK
+from gradlab.artifact import Artifact
+from gradlab.errors import GradlabError
+from gradlab.jsonable import plain
+from gradlab.layout import Layer
+from gradlab.plan import Plan
+from gradlab.trace import Trace
+from support.command_line import Command
+from support.recorded import random_gradients, record
+
+LAYERS = (
+    Layer("stem.weight", (8, 4, 3, 3), "convolution"),
+    Layer("body.weight", (24, 16), "linear"),
+    Layer("head.weight", (12, 24), "linear"),
+    Layer("head.bias", (12,), "bias"),
+)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_results_are_in_order_and_progress_counts_their_sizes(workers: int) -> None:
+    seen: list[tuple[str, int, int]] = []
+    results = share_out(
+        divmod,
+        [(number, 2) for number in range(4)],
+        workers=workers,
+        what="halves",
+        sizes=[1, 0, 30, 5],
+        progress=lambda *call: seen.append(call),
+    )
+    assert results == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [what for what, _, _ in seen] == ["halves"] * 5
+    done = [count for _, count, _ in seen]
+    assert (done[0], done[-1], done) == (0, 37, sorted(done))
+    if workers == 1:
+        assert done == [0, 30, 35, 36, 37]  # the largest first
+
+
+def test_one_thread_computes_and_threads_are_given_back() -> None:
+    threads = torch.get_num_threads() + 1
+    torch.set_num_threads(threads)
+    assert share_out(torch.get_num_threads, [()]) == [1]
+    assert torch.get_num_threads() == threads
+    with pytest.raises(ValueError, match="within"), one_thread():
+        raise ValueError("within")
+    assert torch.get_num_threads() == threads
+    torch.set_num_threads(threads - 1)
+
+
+def test_nothing_to_do_and_nobody_to_do_it() -> None:
+    assert share_out(divmod, [], workers=2) == []
+    with pytest.raises(GradlabError, match="workers = 0, expected at least 1"):
+        share_out(divmod, [(1, 1)], workers=0)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """The address of a scheduler with a worker in a process of its own."""
+    distributed = pytest.importorskip("distributed")
+    with distributed.LocalCluster(1, threads_per_worker=1, dashboard_address=None) as running:
+        yield running.scheduler_address
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `trace`, of 2 ranks, and two artifacts."""
+    folder = tmp_path_factory.mktemp("shared")
+    record(folder / "trace", random_gradients(0, 24, 2, LAYERS), LAYERS).close()
+    for name, settings in (("topk", {"density": 0.1}), ("powersgd", {"rank": 2})):
+        Artifact(Plan.uniform(LAYERS, name, warmup_steps=0, **settings)).save(folder / f"{name}.safetensors")
+    return folder
+
+
+def measured(value: Any) -> Any:
+    """JSON without what differs from run to run: times."""
+    if isinstance(value, dict):
+        return {
+            key: measured(part)
+            for key, part in value.items()
+            if not any(word in key for word in ("seconds", "codec_wall"))
+        }
+    return [measured(part) for part in value] if isinstance(value, list) else value
+
+
+def test_everything_is_measured_the_same_by_a_cluster(cluster: str, folder: Path) -> None:
+    plans = {name: Artifact.load(folder / f"{name}.safetensors").plan for name in ("topk", "powersgd")}
+    found = []
+    for workers in (1, Cluster(cluster)):
+        with Trace(folder / "trace") as trace:
+            result = examine(trace, plans=plans, look=QUICK, workers=workers)
+        parts = {"spectrum": result.spectrum, "replays": result.replays, "remarks": result.remarks, **result.measured}
+        found.append(measured(plain(parts)))
+    here, there = found
+    assert here == there
+    assert {"between_nodes", "limits", "noise_scale", "sign_blocks", "slice_structure"} <= set(here)
+    assert set(here["replays"]) == set(plans)
+
+
+def test_analyze_asks_the_scheduler_that_is_named(
+    gradlab: Command, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("distributed")
+    monkeypatch.setattr("gradlab.analysis.parallel._CONNECT_SECONDS", 0.5)
+    words = ["analyze", folder / "trace", "--out", tmp_path / "r", "--dask", "tcp://127.0.0.1:9"]
+    code, _, error = gradlab(*words)
+    assert (code, "no dask scheduler at tcp://127.0.0.1:9" in error) == (2, True)
+
+
+def test_replays_are_the_same_from_a_cluster(gradlab: Command, cluster: str, folder: Path) -> None:
+    artifacts = [folder / "topk.safetensors", folder / "powersgd.safetensors"]
+    replays = []
+    for words in (["--workers", 1], ["--dask", cluster]):
+        code, text, error = gradlab("evaluate", folder / "trace", *artifacts, "--json", *words)
+        assert code == 0, error
+        replays.append(measured(json.loads(text)))
+    assert replays[0] == replays[1]
+    assert set(replays[0]) == {"topk", "powersgd"}
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        ["gradiveq", "--samples", 8, "--slice-size", 48, "--total-ratio", 4],
+        ["lgreco", "--codec", "topk", "--set", "density=0.1"],
+        ["lgc", "--density", 0.1, "--epochs", 2, "--warmup-steps", 0],
+        ["signs", "--scales", 4],
+        ["uniform", "--codec", "qsgd", "--set", "bits=4"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_fits_are_the_same_from_a_cluster(
+    gradlab: Command, cluster: str, folder: Path, tmp_path: Path, method: list[object]
+) -> None:
+    artifacts = []
+    for words in (["--workers", 1], ["--dask", cluster]):
+        out = tmp_path / f"{words[0]}.safetensors"
+        code, _, error = gradlab("fit", method[0], folder / "trace", *method[1:], "--out", out, *words)
+        assert code == 0, error
+        artifacts.append(Artifact.load(out))
+    here, there = artifacts
+    assert here.plan.digest == there.plan.digest  # what was learned included
+    assert measured(here.provenance) == measured(there.provenance)
+
+
+def test_processes_and_a_cluster_exclude_each_other(gradlab: Command, folder: Path, tmp_path: Path) -> None:
+    words = ["--workers", 2, "--dask", "tcp://127.0.0.1:9"]
+    code, _, error = gradlab("analyze", folder / "trace", "--out", tmp_path / "r", *words)
+    assert (code, "--workers and --dask: a cluster has workers of its own" in error) == (2, True)
