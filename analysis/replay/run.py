@@ -301,8 +301,10 @@ def replay_steps(
         ]
         now = learning_rates(lockstep.plan, step.learning_rate)
         finite = not lockstep.partial or not step.non_finite.any()
-        yield lockstep.step(step.index, gradients, now, float(step.loss_scale[0]), finite=finite), gradients
-        del gradients, step
+        index, scale = step.index, float(step.loss_scale[0])
+        del step  # before the codecs need memory of their own
+        yield lockstep.step(index, gradients, now, scale, finite=finite), gradients
+        del gradients
 
 
 def _sums(result: StepResult, gradients: list[Tensors], weights: Mapping[str, float], windows: RunningSums) -> _Sums:

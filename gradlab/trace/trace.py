@@ -272,10 +272,14 @@ class Trace:
                 }
                 for rank in range(self.world_size)
             ]
-            for offset in range(last - first):
-                gradients = [{name: rows[offset] for name, rows in rank.items()} for rank in block]
-                yield self._step(first + offset, gradients)
-            del block, gradients  # before the next block is read
+            # What is handed out is not held here: whoever is done with a block's last step has its memory back.
+            steps = [
+                self._step(first + offset, [{name: rows[offset] for name, rows in rank.items()} for rank in block])
+                for offset in reversed(range(last - first))
+            ]
+            del block
+            while steps:
+                yield steps.pop()
 
     def _step(self, position: int, gradients: list[dict[str, np.ndarray]]) -> TraceStep:
         rows = [rank_rows[position] for rank_rows in self._rows]

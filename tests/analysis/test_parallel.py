@@ -70,7 +70,7 @@ def test_nothing_to_do_and_nobody_to_do_it() -> None:
 def cluster() -> Iterator[str]:
     """The address of a scheduler with a worker in a process of its own."""
     distributed = pytest.importorskip("distributed")
-    with distributed.LocalCluster(1, threads_per_worker=1, dashboard_address=None) as running:
+    with distributed.LocalCluster(1, threads_per_worker=1, dashboard_address=":0") as running:
         yield running.scheduler_address
 
 
