@@ -31,6 +31,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+from layer_lists import resnet
 from rows import Row, add, read
 
 from gradlab.analysis.forecast import Network
@@ -47,25 +48,9 @@ _WIDTH = 2**18
 _COMPUTE = "0.36s"
 
 
-def _resnet(widths: Sequence[int], blocks: int, classes: int) -> list[Layer]:
-    """Its weight matrices and batch norms, CIFAR form."""
-    channels = widths[0]
-    layers = [Layer("conv1.weight", (channels, 3, 3, 3), "convolution")]
-    for stage, width in enumerate(widths):
-        for block in range(blocks):
-            name = f"layer{stage + 1}.{block}"
-            layers.append(Layer(f"{name}.conv1.weight", (width, channels, 3, 3), "convolution"))
-            layers.append(Layer(f"{name}.bn1.weight", (width,), "normalization"))
-            layers.append(Layer(f"{name}.conv2.weight", (width, width, 3, 3), "convolution"))
-            if channels != width:
-                layers.append(Layer(f"{name}.downsample.weight", (width, channels, 1, 1), "convolution"))
-            channels = width
-    return [*layers, Layer("fc.weight", (classes, channels), "linear")]
-
-
 MODELS: dict[str, tuple[str, Callable[[], list[Layer]]]] = {
-    "resnet20": ("ResNet-20", lambda: _resnet((16, 32, 64), 3, 10)),
-    "resnet18": ("ResNet-18", lambda: _resnet((64, 128, 256, 512), 2, 1000)),
+    "resnet20": ("ResNet-20", lambda: resnet((16, 32, 64), 3, 10)),
+    "resnet18": ("ResNet-18", lambda: resnet((64, 128, 256, 512), 2, 1000)),
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from gradlab.layout import Layer
 
@@ -15,11 +15,12 @@ def one_tensor() -> list[Layer]:
     return [Layer("weight", (4096, 2700), "linear")]
 
 
-def resnet18(classes: int = 1000) -> list[Layer]:
-    """ResNet-18's weight matrices and the scales of its batch norms, CIFAR form: 11.2 million values in 41 layers."""
-    layers, channels = [Layer("conv1.weight", (64, 3, 3, 3), "convolution")], 64
-    for stage, width in enumerate((64, 128, 256, 512)):
-        for block in range(2):
+def resnet(widths: Sequence[int], blocks: int, classes: int) -> list[Layer]:
+    """List a residual network's weight matrices and the scales of its batch norms, CIFAR form; a stage per width."""
+    channels = widths[0]
+    layers = [Layer("conv1.weight", (channels, 3, 3, 3), "convolution")]
+    for stage, width in enumerate(widths):
+        for block in range(blocks):
             name = f"layer{stage + 1}.{block}"
             layers.append(Layer(f"{name}.conv1.weight", (width, channels, 3, 3), "convolution"))
             layers.append(Layer(f"{name}.bn1.weight", (width,), "normalization"))
@@ -27,7 +28,12 @@ def resnet18(classes: int = 1000) -> list[Layer]:
             if channels != width:
                 layers.append(Layer(f"{name}.downsample.weight", (width, channels, 1, 1), "convolution"))
             channels = width
-    return [*layers, Layer("fc.weight", (classes, 512), "linear")]
+    return [*layers, Layer("fc.weight", (classes, channels), "linear")]
+
+
+def resnet18() -> list[Layer]:
+    """ResNet-18: 11.7 million values."""
+    return resnet((64, 128, 256, 512), 2, 1000)
 
 
 def gpt2_small() -> list[Layer]:

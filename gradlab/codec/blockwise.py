@@ -58,10 +58,12 @@ class PiecewiseCompressor(Compressor):
         if len(payloads) >= _MANY and 0 < together <= CACHED and self.kinds() and not out.numel() % 8:
             # As one vector of all ranks', which takes as many calls as one rank's.
             values = out.new_empty(len(payloads), out.numel())
-            self.repeated(out.numel(), len(payloads)).average_into(
-                values.view(-1), [self.join([tuple(one) for one in payloads])], scale
-            )
-            return torch.sum(values, 0, out=out)
+            joined = self.join([tuple(one) for one in payloads])
+            self.repeated(out.numel(), len(payloads)).average_into(values.view(-1), [joined], scale)
+            out.copy_(values[0])
+            for of_rank in values[1:].unbind():  # in rank order, as below: a library's sum has an order of its own
+                out += of_rank
+            return out
         # All ranks' values of a piece while it is in the cache.
         ranks = [self.prepared(payload, out, scale) for payload in payloads]
         scratch = self._scratch(out) if len(ranks) > 1 else out

@@ -196,6 +196,36 @@ class Compressor(Codec):
         return Exchanged(context.alike(mean), Deferred(grads, own, error))
 
 
+def exchanged_at(
+    positions: torch.Tensor,
+    mean: torch.Tensor,
+    own: torch.Tensor,
+    vector: torch.Tensor,
+    grads: Tensors,
+    context: Context,
+) -> Exchanged:
+    """Make the result of an exchange of values at positions that all ranks know.
+
+    Args:
+        positions: (count,), int64.
+        mean: of all ranks' values there, (count,).
+        own: this rank's decoded values there, (count,).
+        vector: this rank's, (numel,).
+        grads: that it concatenates.
+        context: of the exchange.
+    """
+
+    def spread(values: torch.Tensor, out: torch.Tensor) -> Tensors:
+        return separate(out.zero_().index_copy_(0, positions, values), grads)
+
+    def error() -> Tensors:
+        out = vector if context.reuse else context.workspace.empty_like(vector).copy_(vector)
+        return separate(out.index_copy_(0, positions, out[positions] - own), grads)
+
+    average = context.alike(lambda: spread(mean, context.memory_for_mean(vector, grads)))
+    return Exchanged(average, Deferred(grads, lambda: spread(own, context.workspace.empty_like(vector)), error))
+
+
 class Sharded:
     """A vector whose shards the ranks average: what each rank sends to every other, and how to decode a whole vector.
 

@@ -69,7 +69,8 @@ class Context:
     parameters: the model's parameters at this iteration, by layer name. Empty if unknown, as in a trace's replay.
     workspace: gives the memory for results as large as gradients.
     alike: calls a function of what all ranks were sent, whose result is thus the same on all of them. Where all ranks
-        are in this process it is called once, and they share the result. Nobody may change it.
+        are in this process it is called once, and they share the result. Nobody may change it. All ranks call it as
+        often and in the same order, whatever their data are.
     one_round: whether the executor serves a single gather, as in a reduce-scatter, whatever the world size.
     reuse: whether nobody reads the gradients or the codec's input after the exchange, so that their memory may be
         written in.

@@ -86,11 +86,8 @@ def at_least(vector: torch.Tensor, threshold: torch.Tensor | float) -> torch.Ten
     if vector.device.type != "cpu":
         return (vector.abs() < threshold).logical_not_().nonzero().view(-1)
     # By numpy, which compares and looks for what is true in a third of the time, and piece by piece in the cache.
-    values, level, found = (
-        vector.detach().numpy(),
-        torch.as_tensor(threshold, dtype=vector.dtype).numpy(),
-        [np.zeros(0, np.int64)],
-    )
+    values, level = vector.detach().numpy(), torch.as_tensor(threshold, dtype=vector.dtype).numpy()
+    found = [np.zeros(0, np.int64)]
     magnitudes = np.empty(min(_PIECE, len(values)), values.dtype)
     for start in range(0, len(values), _PIECE):
         part = values[start : start + _PIECE]

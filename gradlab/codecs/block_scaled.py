@@ -97,6 +97,12 @@ class BlockScaled(BlockCompressor):
     def for_layers(self, shapes: Sequence[Sequence[int]]) -> BlockScaled:
         return self if len(shapes) == 1 or self.settings.scale is not None else super().for_layers(shapes)
 
+    @property
+    def averages_coarsely(self) -> bool:
+        # What four bits, or a scale made for single gradients, round to zero in every mean no residual brings back.
+        nearest = self.bits == 4 and not self.settings.stochastic
+        return nearest or self.settings.scale is not None
+
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
         if self.settings.scale is not None:
             return Guarantees()

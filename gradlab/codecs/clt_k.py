@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradlab.codec import About, Codec, Context, Deferred, Exchanged, Tensors, concatenate, separate
+from gradlab.codec import About, Codec, Context, Exchanged, Tensors, concatenate
+from gradlab.codec.compressor import exchanged_at
 from gradlab.codec.each_layer import EachLayer
 from gradlab.codec.settings import setting
 from gradlab.codec.sparsifier import (
@@ -96,17 +97,7 @@ class CLTK(Codec):
         encoded = yield Broadcast(encoded, leader)
         positions = context.alike(lambda: known.decode(encoded))
         mean, own = yield from self._values(with_non_finite(vector[positions], vector), context)
-
-        def spread(values: torch.Tensor, out: torch.Tensor) -> Tensors:
-            return separate(out.zero_().index_copy_(0, positions, values), grads)
-
-        def error() -> Tensors:
-            out = vector if context.reuse else context.workspace.empty_like(vector).copy_(vector)
-            return separate(out.index_copy_(0, positions, out[positions] - own), grads)
-
-        average = context.alike(lambda: spread(mean, context.memory_for_mean(vector, grads)))
-        contribution = Deferred(grads, lambda: spread(own, context.workspace.empty_like(vector)), error)
-        return Exchanged(average, contribution)
+        return exchanged_at(positions, mean, own, vector, grads, context)
 
     def _places(self, sizes: Sequence[int]) -> EachLayer:
         """Return where the elements lie that are sent of layers of these sizes."""

@@ -100,6 +100,8 @@ class QSGD(BlockCompressor):
             require(not shrinks or not self.ring, "qsgd", "contraction", self.contraction, "'none' along a ring")
             whole = self.aggregation == "auto" or not self.ring
             require(whole, "qsgd", "aggregation", self.aggregation, "'auto' along a ring, which is a third form")
+            unshrunk = self.aggregation != "shards" or not shrinks
+            require(unshrunk, "qsgd", "aggregation", "shards", "'gather' or 'auto' with a contraction")
 
     def __init__(self, settings: QSGD.Settings | None = None, learned: Tensors | None = None) -> None:
         super().__init__(settings, learned)
@@ -196,8 +198,9 @@ class QSGD(BlockCompressor):
 
     @property
     def averages_coarsely(self) -> bool:
-        # Below, the mean's own error would be as large as the mean.
-        return self.settings.bits < _FINE or self.settings.norm == "l2"
+        # With fewer bits, or few values that are not zero, the mean's own error would be as large as the mean. A
+        # contraction would shrink it once more, and no residual makes up for that.
+        return self.settings.bits < _FINE or self.settings.norm == "l2" or self.settings.contraction != "none"
 
     def kinds(self) -> tuple[Kind, ...]:
         return (OF_BLOCKS, self.settings.bits)

@@ -16,14 +16,13 @@ from gradlab.codec import (
     About,
     Codec,
     Context,
-    Deferred,
     Exchanged,
     Guarantees,
     PlanDefaults,
     Tensors,
     concatenate,
-    separate,
 )
+from gradlab.codec.compressor import exchanged_at
 from gradlab.codec.settings import setting
 from gradlab.codec.sparsifier import count_of, density_setting, with_non_finite
 from gradlab.collectives import Coroutine, Mean
@@ -85,17 +84,7 @@ class RandomK(Codec):
         factor = vector.numel() / count if self.settings.unbiased and count else 1.0
         values = with_non_finite(vector[positions].mul_(factor), vector)
         mean = yield Mean(values)
-
-        def spread(kept: torch.Tensor, out: torch.Tensor) -> Tensors:
-            return separate(out.zero_().index_copy_(0, positions, kept), grads)
-
-        def error() -> Tensors:
-            out = vector if context.reuse else context.workspace.empty_like(vector).copy_(vector)
-            return separate(out.index_copy_(0, positions, out[positions] - values), grads)
-
-        average = context.alike(lambda: spread(mean, context.memory_for_mean(vector, grads)))
-        contribution = Deferred(grads, lambda: spread(values, context.workspace.empty_like(vector)), error)
-        return Exchanged(average, contribution)
+        return exchanged_at(positions, mean, values, vector, grads, context)
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         return 4 * count_of(self.settings.density, sum(layer.numel for layer in layers))

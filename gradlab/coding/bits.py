@@ -140,34 +140,50 @@ def _fold(field: torch.Tensor, out: torch.Tensor, width: int) -> None:
     """Pack bytes below 2^width, eight or a multiple of them."""
     if width == 8:
         out.copy_(field)
-    elif field.device.type != "cpu":
-        columns = field.view(-1, 8 // width).unbind(1)
-        out.copy_(columns[0])
-        for place, column in enumerate(columns[1:], 1):
-            out |= column.bitwise_left_shift(place * width)
-    elif width == 1:
-        out.numpy()[:] = np.packbits(field.numpy(), bitorder="little")
+    elif field.device.type == "cpu":
+        out.numpy()[:] = fold_by_numpy(field.numpy(), width)
     else:
-        # Two neighbours in one 16-bit number are moved together, on the CPU by numpy, three times as fast as torch.
-        pairs = field.numpy().view(np.uint16)
-        joined = (pairs | pairs >> (8 - width)).astype(np.uint8)
-        if width == 4:
-            out.numpy()[:] = joined
-        else:
-            _fold(torch.from_numpy(joined), out, 2 * width)
+        out.copy_(fold_by_torch(field, width))
 
 
 def _unfold(packed: torch.Tensor, width: int) -> torch.Tensor:
     """Unpack what `_fold` packed."""
     if width == 8:
         return packed
-    if packed.device.type != "cpu":
-        shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
-        return (packed[:, None] >> shifts & 2**width - 1).view(-1)
+    if packed.device.type == "cpu":
+        return torch.from_numpy(unfold_by_numpy(packed.numpy(), width))
+    return unfold_by_torch(packed, width)
+
+
+def fold_by_torch(field: torch.Tensor, width: int) -> torch.Tensor:
+    """Pack bytes (n,) below 2^width, width 1, 2 or 4: (n * width / 8,). It is the GPU's way."""
+    columns = field.view(-1, 8 // width).unbind(1)
+    packed = columns[0].clone()
+    for place, column in enumerate(columns[1:], 1):
+        packed |= column.bitwise_left_shift(place * width)
+    return packed
+
+
+def unfold_by_torch(packed: torch.Tensor, width: int) -> torch.Tensor:
+    """Invert `fold_by_torch`."""
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
+    return (packed[:, None] >> shifts & 2**width - 1).view(-1)
+
+
+def fold_by_numpy(field: np.ndarray, width: int) -> np.ndarray:
+    """Do what `fold_by_torch` does, on a CPU in a third of the time: two neighbours move in one 16-bit number."""
     if width == 1:
-        return torch.from_numpy(np.unpackbits(packed.numpy(), bitorder="little"))
-    halves = packed if width == 4 else _unfold(packed, 2 * width)
-    pairs = halves.numpy().astype(np.uint16)
+        return np.packbits(field, bitorder="little")
+    pairs = field.view("<u2")
+    joined = (pairs | pairs >> (8 - width)).astype(np.uint8)
+    return joined if width == 4 else fold_by_numpy(joined, 2 * width)
+
+
+def unfold_by_numpy(packed: np.ndarray, width: int) -> np.ndarray:
+    """Invert `fold_by_numpy`."""
+    if width == 1:
+        return np.unpackbits(packed, bitorder="little")
+    pairs = (packed if width == 4 else unfold_by_numpy(packed, 2 * width)).astype("<u2")
     pairs |= pairs * np.uint16(2 ** (8 - width))
     pairs &= np.uint16(_WIDER[width])
-    return torch.from_numpy(pairs.view(np.uint8))
+    return pairs.view(np.uint8)

@@ -138,4 +138,6 @@ def _message_bytes(request: Request) -> float:
     """The size of a request, the same on every rank: one whose size depends on the rank's data counts as full."""
     if isinstance(request, Gather) and request.varying:
         return math.inf
+    if isinstance(request, Gather) and request.lengths is not None:
+        return max(request.lengths) * request.tensor.element_size()
     return request.tensor.nbytes if hasattr(request, "tensor") else payload_bytes(request, 0)

@@ -22,6 +22,29 @@ class Mutant:
 
 
 MUTANTS = (
+    # messages, memory, shards
+    Mutant(
+        file="gradlab/executor/ticks.py",
+        old="return max(request.lengths) * request.tensor.element_size()",
+        new="return request.tensor.nbytes",
+        tests=("tests/runtime/test_ticks.py",),
+        what="Whether a message is full is decided by each rank's own part of it.",
+    ),
+    Mutant(
+        file="gradlab/wrappers/error_feedback.py",
+        old="context = replace(context, reuse=False, spare={})",
+        new="context = replace(context, reuse=True)",
+        tests=("tests/contract/test_contract.py",),
+        what="A mean is written over a gradient that error feedback still reads.",
+        select="memory_that",
+    ),
+    Mutant(
+        file="gradlab/codecs/qsgd.py",
+        old=' or self.settings.contraction != "none"',
+        new="",
+        tests=("tests/codecs/test_shards.py",),
+        what="A contraction shrinks the mean once more.",
+    ),
     # codecs: what selects
     Mutant(
         file="gradlab/codec/sparsifier.py",

@@ -159,6 +159,44 @@ def test_exchange_is_pure(codec: str, feedback: bool) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("grouping", GROUPINGS)
+@pytest.mark.parametrize("feedback", [False, True])
+def test_memory_that_is_used_again_changes_no_bit(codec: str, grouping: str, feedback: bool) -> None:
+    """Where the executor lets gradients be overwritten: the same means and states, and no state in their memory."""
+    plan = plan_for(codec, grouping, feedback)
+    for group in plan.groups:
+        method, shapes = plan.build(group), {name: SHAPES[name] for name in group.layers}
+        states: dict[bool, list[Tensors]] = {reuse: [{}, {}, {}] for reuse in (False, True)}
+        for step in range(3):
+            context, means = Context(0, 3, step, group.name, plan.seed), {}
+            for reuse, kept in states.items():
+                grads = [gradients(shapes, rank, step) for rank in range(3)]
+                results = run_lockstep(
+                    [
+                        exchange_group(method, grads[rank], kept[rank], replace(context, rank=rank), reuse=reuse)
+                        for rank in range(3)
+                    ]
+                )
+                means[reuse] = clone(results[0].value.mean)
+                states[reuse] = [result.value.state for result in results]
+                memory = {grad.untyped_storage().data_ptr() for own in grads for grad in own.values() if grad.numel()}
+                new = [value for state in states[reuse] for value in state.values() if value.numel()]
+                assert not any(value.untyped_storage().data_ptr() in memory for value in new)
+            assert all(same(means[True][name], mean) for name, mean in means[False].items())
+            for one, other in zip(states[True], states[False], strict=True):
+                assert one.keys() == other.keys()
+                assert all(same(one[key], value) for key, value in other.items())
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        torch.equal(one.nan_to_num(nan=7.0), other.nan_to_num(nan=7.0))
+        if one.is_floating_point()
+        else torch.equal(one, other)
+    )
+
+
+@pytest.mark.parametrize("codec", CODECS)
 def test_non_contiguous_gradients(codec: str) -> None:
     """A transposed view gives what its contiguous copy gives."""
     plan = plan_for(codec, "layer", feedback=False)

@@ -84,6 +84,18 @@ def test_small_messages_wait_for_more_within_a_part_and_least_ones_for_the_next_
     assert network.ticks == ([2] * 6 if varying else [8])
 
 
+@pytest.mark.parametrize("own", [8, LEAST_MESSAGE // 4])
+def test_of_known_lengths_the_longest_counts_on_every_rank(own: int) -> None:
+    """Ranks whose own part is short decide as the others do."""
+    network = Network()
+    ticks = Ticks[Asking](network.issue, FULL_MESSAGE)
+    exchange = Asking("g", 0)
+    exchange._request = Gather(torch.empty(own, device="meta"), lengths=(8, LEAST_MESSAGE // 4))
+    ticks.start(exchange, 100)
+    ticks.end_part()
+    assert network.ticks == [1]
+
+
 def test_a_full_message_is_sent_at_once() -> None:
     network = Network()
     ticks = Ticks[Asking](network.issue, 1000)
