@@ -33,8 +33,8 @@ def aggregation_setting() -> Any:
         choices=AGGREGATIONS,
         help='"gather": every rank is sent all ranks\' codes, (N - 1) n bytes of them. "shards": each rank is sent one '
         "shard of all ranks' codes, sums it in 32 bits, and sends the mean's codes to all, 2 (N - 1) / N n bytes; the "
-        'mean is quantized once more, which costs about what one rank\'s gradient did. "auto": what sends less, from '
-        f"{_FEWEST_FOR_SHARDS} ranks on shards",
+        "mean is quantized once more, which makes its error 1.5 times as large at 4 ranks and 1.8 times at 8. "
+        f'"auto": what sends less, from {_FEWEST_FOR_SHARDS} ranks on shards, where the codec is fine enough',
     )
 
 
