@@ -65,7 +65,8 @@ class Exchange:
         scaler: the torch.amp.GradScaler, if one is in use. Residuals are then kept without its factor.
         deterministic: take means by all-to-all, a sum in rank order and all-gather, bit-identical to the offline
             replay, instead of by the backend's all-reduce.
-        segment_bytes: gradients encoded before the next collective is issued, in bytes.
+        segment_bytes: gradients encoded before the next collective is issued, in bytes. It also waits until messages
+            are a thirty-second of that, and those of a bucket that are less than a 256th travel with the next one's.
         measure_every: steps from one whose errors, norms and bytes by layer are measured (two passes over the
             gradients, five without feedback) to the next. 0: none is measured.
         trace_steps: iterations whose spans are kept for `chrome_trace`.

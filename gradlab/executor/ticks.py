@@ -16,9 +16,9 @@ from gradlab.collectives import Gather, Request, payload_bytes
 
 # Bytes of gradients that are encoded before the next collective is issued, unless the user says otherwise.
 SEGMENT_BYTES = 8 * 2**20
-# Bytes of messages below which more gradients are encoded first, and below which a part's last messages wait for the
-# next part's: a collective costs its ranks about a millisecond of their processors, and a turn of each.
-FULL_MESSAGE, LEAST_MESSAGE = 256 * 2**10, 32 * 2**10
+# Shares of it: messages below the first, 256 KiB, wait until more gradients are encoded, and a part's last ones below
+# the second, 32 KiB, for the next part's: a collective costs its ranks about a millisecond of their processors.
+FULL_MESSAGE, LEAST_MESSAGE = 1 / 32, 1 / 256
 
 
 class Advancing(Protocol):
@@ -82,13 +82,12 @@ class Ticks(Generic[OneExchange]):
         self._new.append(exchange)
         self._new_bytes += gradient_bytes
         self._message_bytes += sum(map(_message_bytes, exchange.requests))
-        # Where messages are as large as gradients, as many are sent at a time as are encoded.
-        if self._new_bytes >= self._segment_bytes and self._message_bytes >= min(FULL_MESSAGE, self._segment_bytes):
+        if self._new_bytes >= self._segment_bytes and self._message_bytes >= FULL_MESSAGE * self._segment_bytes:
             self.tick()
 
     def end_part(self) -> None:
         """Issue what the exchanges of a part ask for, unless it is too little."""
-        if self._new and self._message_bytes >= LEAST_MESSAGE:
+        if self._new and self._message_bytes >= LEAST_MESSAGE * self._segment_bytes:
             self.tick()
 
     def tick(self) -> None:

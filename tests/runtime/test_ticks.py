@@ -10,8 +10,12 @@ import torch
 from hypothesis import strategies as st
 
 from gradlab.collectives import Gather, Mean, Request
-from gradlab.executor.ticks import FULL_MESSAGE, LEAST_MESSAGE, Ticks
+from gradlab.executor import ticks as rule
+from gradlab.executor.ticks import Ticks
 from support.laws import law
+
+SEGMENT = 2**20  # bytes of gradients
+FULL, LEAST = int(rule.FULL_MESSAGE * SEGMENT), int(rule.LEAST_MESSAGE * SEGMENT)  # of messages
 
 
 class Asking:
@@ -75,22 +79,22 @@ def test_every_exchange_gets_its_answers_in_order_and_no_tick_is_empty(
 @pytest.mark.parametrize("varying", [False, True])
 def test_small_messages_wait_for_more_within_a_part_and_least_ones_for_the_next_part(varying: bool) -> None:
     network = Network()
-    ticks = Ticks[Asking](network.issue, FULL_MESSAGE)
+    ticks = Ticks[Asking](network.issue, SEGMENT)
     for part in range(3):
         for layer in range(4):
-            ticks.start(Asking(f"{part}.{layer}", LEAST_MESSAGE // 8, varying=varying), FULL_MESSAGE // 2)
+            ticks.start(Asking(f"{part}.{layer}", LEAST // 8, varying=varying), SEGMENT // 2)
         ticks.end_part()
     # A message whose size ranks do not know alike is taken for a full one, as it must not decide.
     assert network.ticks == ([2] * 6 if varying else [8])
 
 
-@pytest.mark.parametrize("own", [8, LEAST_MESSAGE // 4])
+@pytest.mark.parametrize("own", [8, LEAST // 4])
 def test_of_known_lengths_the_longest_counts_on_every_rank(own: int) -> None:
     """Ranks whose own part is short decide as the others do."""
     network = Network()
-    ticks = Ticks[Asking](network.issue, FULL_MESSAGE)
+    ticks = Ticks[Asking](network.issue, SEGMENT)
     exchange = Asking("g", 0)
-    exchange._request = Gather(torch.empty(own, device="meta"), lengths=(8, LEAST_MESSAGE // 4))
+    exchange._request = Gather(torch.empty(own, device="meta"), lengths=(8, LEAST // 4))
     ticks.start(exchange, 100)
     ticks.end_part()
     assert network.ticks == [1]
@@ -98,7 +102,7 @@ def test_of_known_lengths_the_longest_counts_on_every_rank(own: int) -> None:
 
 def test_a_full_message_is_sent_at_once() -> None:
     network = Network()
-    ticks = Ticks[Asking](network.issue, 1000)
+    ticks = Ticks[Asking](network.issue, SEGMENT)
     for layer in range(3):
-        ticks.start(Asking(str(layer), FULL_MESSAGE), 1000)
+        ticks.start(Asking(str(layer), FULL), SEGMENT)
         assert len(network.ticks) == layer + 1
