@@ -33,6 +33,7 @@ from gradlab.runtime.engine.driver import Iteration, Part, StepDriver
 from gradlab.runtime.engine.options import RunOptions, Surroundings
 from gradlab.runtime.engine.statistics import StepRecord
 from gradlab.runtime.network.communicator import Communicator
+from gradlab.runtime.network.messages import Messages
 from gradlab.workspace import RecyclingWorkspace
 
 LAG = 2  # parts that come in before a complete one has to be spread: codecs of two rounds have ended by then
@@ -77,7 +78,7 @@ class Addends:
 
     sizes: list[int]
     received: torch.Tensor
-    work: dist.Work | None
+    work: dist.Work | Messages | None
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +30,7 @@ from gradlab.ddp.agreement import Ranks
 from gradlab.errors import GradlabError
 from gradlab.runtime.network.faults import CommunicationError
 from gradlab.runtime.network.in_flight import InPlaceMean, fuse
+from gradlab.runtime.network.messages import LEAST_BYTES, Messages
 from gradlab.runtime.timeline import Timeline
 from gradlab.workspace import Workspace
 
@@ -41,16 +42,12 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class Transfer:
     """A message on its way to the next rank of the ring, and one from the rank before.
 
-    Both are where the backend can send from: on a GPU, for Gloo, in the host's memory.
-
-    began: when both were started, by time.perf_counter.
-    device: where the messages are wanted.
+    incoming: where the backend can send from: on a GPU, for Gloo, in the host's memory.
+    device: where it is wanted.
     """
 
     incoming: torch.Tensor
-    works: tuple[dist.Work, ...]
-    outgoing: torch.Tensor  # alive until it is sent
-    began: float
+    messages: Messages
     device: torch.device
 
 
@@ -97,6 +94,7 @@ class Communicator:
         self.wait_seconds = 0.0
         self.device = device or torch.device("cpu")
         self._owned = owned
+        self._backends = dist.get_backend_config(group).split(",")  # "cpu:gloo", ...
         self.averages = averages
         self.timeline = timeline or Timeline()
         self.workspace = workspace or Workspace()
@@ -158,7 +156,7 @@ class Communicator:
         self.payload_bytes += buffer.nbytes
         return InPlaceMean(self, buffer)
 
-    def wait(self, work: dist.Work | None) -> None:
+    def wait(self, work: dist.Work | Messages | None) -> None:
         """Wait for a collective, and note how long that took.
 
         Args:
@@ -219,14 +217,20 @@ class Communicator:
         return self._start("broadcast", buffer.nbytes, dist.broadcast, buffer, dist.get_global_rank(self.group, root))
 
     def all_to_all(
-        self, parts: torch.Tensor, sizes: Sequence[int], incoming: Sequence[int] | None = None
-    ) -> tuple[torch.Tensor, dist.Work | None]:
+        self,
+        parts: torch.Tensor,
+        sizes: Sequence[int],
+        incoming: Sequence[int] | None = None,
+        largest: int | None = None,
+    ) -> tuple[torch.Tensor, dist.Work | Messages | None]:
         """Start sending a part of a vector to each rank.
 
         Args:
             parts: the parts, one after another.
             sizes: number of elements for each rank.
             incoming: number of elements that each rank sends this one. None: as many as `sizes` has for this rank.
+            largest: at least the number of elements of any part of any rank, the same on all ranks. None: that of
+                `sizes`.
 
         Returns:
             The vector that will hold what comes in, and what to wait for.
@@ -234,10 +238,44 @@ class Communicator:
         incoming = [sizes[self.rank]] * self.world_size if incoming is None else list(incoming)
         out = self.workspace.empty((sum(incoming),), parts)
         self.wire_bytes += all_to_all_wire_bytes([n * parts.element_size() for n in sizes], self.rank)
+        largest = max(sizes) if largest is None else largest
+        if (
+            "cpu:gloo" in self._backends
+            and parts.device.type == "cpu"
+            and largest * parts.element_size() >= LEAST_BYTES
+        ):
+            return out, self._send_parts(out, parts, incoming, sizes)
         # Empty only if it is on all ranks: one that sends nothing is still sent something, or the other way round.
         nbytes = parts.nbytes or out.nbytes
         work = self._start("all-to-all", nbytes, dist.all_to_all_single, out, parts, incoming, list(sizes))
         return out, work
+
+    def _send_parts(
+        self, out: torch.Tensor, parts: torch.Tensor, incoming: Sequence[int], sizes: Sequence[int]
+    ) -> Messages:
+        """Start an all-to-all as messages between pairs, of which the first begins with the next rank."""
+        if self.group is None:
+            raise CommunicationError("all-to-all could not start: the process group is closed")
+        received, sent = out.split(list(incoming)), parts.split(list(sizes))
+        received[self.rank].copy_(sent[self.rank])
+        before, after = (
+            [(self.rank + step * i) % self.world_size for i in range(1, self.world_size)] for step in (-1, 1)
+        )
+        return self._send(
+            self.group, "all-to-all", {rank: received[rank] for rank in before}, {rank: sent[rank] for rank in after}
+        )
+
+    def _send(
+        self,
+        group: dist.ProcessGroup,
+        name: str,
+        received: Mapping[int, torch.Tensor],
+        sent: Mapping[int, torch.Tensor],
+    ) -> Messages:
+        try:
+            return Messages(group, name, received, sent, self.timeline)
+        except RuntimeError as error:
+            raise CommunicationError(f"{name} could not start: {error}") from error
 
     def pass_on(self, message: torch.Tensor, expected: int) -> Transfer:
         """Start sending a message to the next rank, and receiving one from the rank before.
@@ -256,21 +294,16 @@ class Communicator:
         if group is None:
             raise CommunicationError("a ring could not go on: the process group is closed")
         device = message.device
-        if device.type != "cpu" and "nccl" not in dist.get_backend(group):
+        if device.type != "cpu" and f"{device.type}:nccl" not in self._backends:
             message = message.cpu()  # Gloo's collectives copy it there by themselves, its send and receive do not
         incoming = self.workspace.empty((expected,), message)
         self.wire_bytes += message.nbytes if self.world_size > 1 else 0
-        after, before = (dist.get_global_rank(group, (self.rank + i) % self.world_size) for i in (1, -1))
-        operations = []
-        if self.world_size > 1 and message.numel():
-            operations.append(dist.P2POp(dist.isend, message, after, group))
-        if self.world_size > 1 and expected:
-            operations.append(dist.P2POp(dist.irecv, incoming, before, group))
-        try:
-            works = dist.batch_isend_irecv(operations) if operations else []
-        except RuntimeError as error:
-            raise CommunicationError(f"a ring could not go on: {error}") from error
-        return Transfer(incoming, tuple(works), message, time.perf_counter(), device)
+        if self.world_size > 1:
+            after, before = ((self.rank + i) % self.world_size for i in (1, -1))
+            messages = self._send(group, "ring", {before: incoming}, {after: message})
+        else:
+            messages = self._send(group, "ring", {}, {})
+        return Transfer(incoming, messages, device)
 
     def arrived(self, transfer: Transfer) -> torch.Tensor:
         """Wait for both directions of a transfer.
@@ -284,10 +317,7 @@ class Communicator:
         Raises:
             CommunicationError: if one of them failed.
         """
-        for work in transfer.works:
-            self.wait(work)
-        # Point-to-point work has no future to tell when it was over, so that the span ends with the wait for it.
-        self.timeline.add("network", "ring", transfer.began, time.perf_counter(), bytes=transfer.outgoing.nbytes)
+        self.wait(transfer.messages)
         return transfer.incoming.to(transfer.device)
 
     @contextmanager

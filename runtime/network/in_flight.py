@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from gradlab.collectives import AllToAll, Broadcast, Gather, Mean, Ring, fusion_key, sum_in_rank_order
 from gradlab.errors import GradlabError
+from gradlab.runtime.network.messages import Messages
 
 if TYPE_CHECKING:
     from gradlab.runtime.network.communicator import Communicator, Transfer
@@ -53,7 +54,7 @@ class InPlaceMean(Fused):
     def __init__(self, communicator: Communicator, buffer: torch.Tensor, scaled: bool = False) -> None:
         self._communicator, self._buffer = communicator, buffer
         self._received: torch.Tensor | None = None
-        self._work: dist.Work | None = None
+        self._work: dist.Work | Messages | None = None
         if communicator.deterministic and buffer.numel():
             self._scatter()
         elif buffer.numel():
@@ -173,7 +174,9 @@ class _FusedAllToAll(Fused):
         self._like = [[_part_from(request, j, communicator.rank) for request in requests] for j in ranks]
         self._sizes = [sum(tensor.nbytes for tensor in like) for like in self._like]
         sizes = [part.numel() for part in packed]
-        self._out, self._work = communicator.all_to_all(_joined(packed, communicator), sizes, self._sizes)
+        self._out, self._work = communicator.all_to_all(
+            _joined(packed, communicator), sizes, self._sizes, sum(map(_largest, requests))
+        )
 
     def answers(self) -> list[Any]:
         self._communicator.wait(self._work)
@@ -185,6 +188,13 @@ class _FusedAllToAll(Fused):
 def _check_length(request: AllToAll | Gather, rank: int) -> None:
     if isinstance(request, Gather) and request.lengths and request.lengths[rank] != request.tensor.numel():
         raise GradlabError(f"Gather of {request.tensor.numel()} elements, announced {request.lengths[rank]}")
+
+
+def _largest(request: AllToAll | Gather) -> int:
+    """Bytes of the largest part that any rank sends another of a request, as all ranks know them."""
+    if isinstance(request, AllToAll):
+        return max(part.nbytes for part in request.tensors)
+    return max(request.lengths or ()) * request.tensor.element_size()
 
 
 def _part_for(request: AllToAll | Gather, destination: int) -> torch.Tensor:

@@ -24,6 +24,22 @@ class Mutant:
 MUTANTS = (
     # messages, memory, shards
     Mutant(
+        file="runtime/network/in_flight.py",
+        old="    return max(request.lengths or ()) * request.tensor.element_size()",
+        new="    return request.tensor.nbytes",
+        tests=("tests/runtime/test_runtime.py",),
+        what="Whether an all-to-all is sent as messages is decided by each rank's own part of it.",
+        select="every_request",
+    ),
+    Mutant(
+        file="runtime/network/communicator.py",
+        old="        received[self.rank].copy_(sent[self.rank])\n",
+        new="",
+        tests=("tests/runtime/test_runtime.py",),
+        what="What a rank sends itself in an all-to-all of messages is not there.",
+        select="every_request",
+    ),
+    Mutant(
         file="gradlab/executor/ticks.py",
         old="return max(request.lengths) * request.tensor.element_size()",
         new="return request.tensor.nbytes",

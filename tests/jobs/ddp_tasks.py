@@ -24,6 +24,7 @@ from gradlab.ddp.model import synchronised_layers
 from gradlab.errors import GradlabError
 from gradlab.plan import FEEDBACK, Group, Plan, Schedule, Wrap
 from gradlab.runtime import Communicator, CompressionState, compression_hook, drive
+from gradlab.runtime.network.messages import LEAST_BYTES
 from support.contract import agree, lockstep, plan_for
 from support.image_network import image_network
 from support.pool_groups import SPARE
@@ -215,7 +216,23 @@ def _asks_everything(rank: int, world_size: int) -> Coroutine[list[torch.Tensor]
     answers += [first, second]
     parts = yield AllToAll(tuple(torch.full((to + 1,), 10 * rank + to, dtype=torch.int64) for to in range(world_size)))
     answers += parts
+    answers += yield from _large_parts(rank, world_size)
     answers.append((yield Mean(torch.empty(0))))
+    return answers
+
+
+def _large_parts(rank: int, world_size: int) -> Coroutine[list[torch.Tensor]]:
+    """Parts that are worth messages between pairs, though not on all ranks: of one size or of each rank its own."""
+    answers: list[torch.Tensor] = []
+    for count in (LEAST_BYTES // 4 - 1, LEAST_BYTES // 4):
+        sizes = [count if to == 0 else to - 1 for to in range(world_size)]
+        answers += yield AllToAll(tuple(torch.full((n,), float(10 * rank + to)) for to, n in enumerate(sizes)))
+        lengths = tuple(count if source == world_size - 1 else source for source in range(world_size))
+        known, parts = yield (
+            Gather(torch.arange(float(lengths[rank])) + rank, lengths=lengths),
+            AllToAll(tuple(torch.full((2,), float(rank - to)) for to in range(world_size))),
+        )
+        answers += [*known, *parts]
     return answers
 
 
