@@ -38,7 +38,7 @@ from gradlab.workspace import RecyclingWorkspace
 CPU = torch.device("cpu")
 # Two iterations of learning are few, but what they learn is used all the same; it is that phase which is timed.
 _LEARNED = {"density": 0.01, "training_steps": 2, "optimizer": "adam", "most_error": 1e9}
-_ITERATIONS_BEFORE = {"lgc_ring": 3, "lgc_server": 3, "gradiveq": 2}
+ITERATIONS_BEFORE = {"lgc_ring": 3, "lgc_server": 3, "gradiveq": 2}
 # The recommended form, at d = K / 20: two samples of 32 slices give the fitted half its axes.
 _HALF = {"ratio": 20.0, "complement": 0.5, "whitening": False, "pooled": 32, "sample_steps": 2, "compressed_steps": 0}
 CASES: dict[str, list[dict[str, Any]]] = {
@@ -176,7 +176,7 @@ def compare(
     """Medians with quartiles, in copies of the compressed gradients on their device."""
     timed = Timed(name, settings, layers, device)
     times: dict[str, list[float]] = {"copy": [], "encode": [], "decode": [], "own": []}
-    for turn in range(repeats + (first := 2 + _ITERATIONS_BEFORE.get(name, 1))):
+    for turn in range(repeats + (first := 2 + ITERATIONS_BEFORE.get(name, 1))):
         took = {"copy": timed.copy(), **timed.step()}
         for key, value in took.items():
             if turn >= first:  # the first turns learn and warm up

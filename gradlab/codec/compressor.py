@@ -15,7 +15,7 @@ from gradlab.codec.contract import Codec, Context, Deferred, Exchanged, Tensors,
 from gradlab.codec.each_layer import EachLayer
 from gradlab.codec.settings import setting
 from gradlab.codec.sparsifier import count_of
-from gradlab.coding.positions import decode, encode, in_order, index_bytes, varies
+from gradlab.coding.positions import decode, decode_all, encode, in_order, index_bytes, varies
 from gradlab.collectives import AllToAll, Coroutine, Gather
 from gradlab.layout import Layer
 
@@ -353,9 +353,18 @@ class Sparsifier(Compressor):
         return vector[positions], encode(positions, vector.numel(), coding)
 
     def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
-        values, encoded = payload
-        positions = self._decoded(encoded, len(values), total.numel())
-        total.index_add_(0, positions, values if scale == 1.0 else values * scale)
+        self._add(total, [payload], scale)
+
+    def average_into(self, out: torch.Tensor, payloads: Iterable[Sequence[torch.Tensor]], scale: float) -> torch.Tensor:
+        self._add(out.zero_(), list(payloads), scale)
+        return out
+
+    def _add(self, total: torch.Tensor, payloads: Sequence[Sequence[torch.Tensor]], scale: float) -> None:
+        """Add scale * C(x) of several ranks, in their order."""
+        for values, positions in zip(
+            [values for values, _ in payloads], self._decoded(payloads, total.numel()), strict=True
+        ):
+            total.index_add_(0, positions, values if scale == 1.0 else values * scale)
 
     def compressed_bytes(self, numel: int) -> int:
         """Return the bytes of ceil(density * numel) values and their positions.
@@ -366,10 +375,14 @@ class Sparsifier(Compressor):
         count = self._each.count if self._each is not None and known else count_of(self.settings.density, numel)
         return 4 * count + self.compressed_position_bytes(numel)
 
-    def _decoded(self, encoded: torch.Tensor, count: int, numel: int) -> torch.Tensor:
+    def _decoded(self, payloads: Sequence[Sequence[torch.Tensor]], numel: int) -> list[torch.Tensor]:
+        """Return the positions of each payload, those of as many values in one pass."""
         if self._each is not None and self._each.numel == numel:
-            return self._each.decode(encoded)
-        return decode(encoded, count, numel, self.settings.index_coding)
+            return self._each.decode([encoded for _, encoded in payloads])
+        coding, counts = self.settings.index_coding, {len(values) for values, _ in payloads}
+        if len(counts) == 1:
+            return decode_all([encoded for _, encoded in payloads], counts.pop(), numel, coding)
+        return [decode(encoded, len(values), numel, coding) for values, encoded in payloads]
 
     def compressed_position_bytes(self, numel: int) -> int:
         if self._each is not None and self._each.numel == numel:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gradlab.codec.sparsifier import largest
-from gradlab.coding.positions import chosen, decode, encode, index_bytes, varies
+from gradlab.coding.positions import chosen, decode_all, encode, index_bytes, varies
 
 _TOGETHER = 2**16  # elements of a layer up to which layers of one size are stacked
 
@@ -118,16 +118,18 @@ class EachLayer:
             first += one.positions
         return torch.cat(parts)
 
-    def decode(self, encoded: torch.Tensor) -> torch.Tensor:
-        """Decode what `encode` returned."""
+    def decode(self, messages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Decode several ranks' messages that `encode` returned: positions (count,), int64, of each."""
         if self._joint:
-            return decode(encoded, self.count, self.numel, self._coding)
-        parts, first = [torch.empty(0, dtype=torch.int64, device=encoded.device)], 0
-        for one, starts in zip(self._classes, self._starts(encoded.device), strict=True):
-            within = decode(encoded[first : first + one.nbytes], one.positions, one.numel, one.coding)
-            parts.append((within.view(-1, one.count) + self._zero(one, starts)).view(-1))
+            return decode_all(messages, self.count, self.numel, self._coding)
+        parts = [[torch.empty(0, dtype=torch.int64, device=message.device)] for message in messages]
+        first = 0
+        for one, starts in zip(self._classes, self._starts(messages[0].device), strict=True):
+            of_class = [message[first : first + one.nbytes] for message in messages]
+            for part, within in zip(parts, decode_all(of_class, one.positions, one.numel, one.coding), strict=True):
+                part.append((within.view(-1, one.count) + self._zero(one, starts)).view(-1))
             first += one.nbytes
-        return torch.cat(parts)
+        return [torch.cat(part) for part in parts]
 
     @staticmethod
     def _zero(one: Alike, starts: torch.Tensor) -> torch.Tensor:

@@ -26,15 +26,33 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(least) & torch.isfinite(largest))
 
 
+def largest_magnitudes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Compute max |x| of each of L tensors on one device, without waiting for it: (L,), float64.
+
+    NaN and infinity show in the result. A tensor without elements has 0.
+    """
+    numbers = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
+    norms = torch._foreach_norm(numbers, math.inf)
+    alike = all(norm.dtype == norms[0].dtype for norm in norms)
+    return torch.stack(norms if alike else [norm.double() for norm in norms]).double()
+
+
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether all of several tensors are finite. Small ones are looked at together."""
+    """Return whether all of several tensors are finite.
+
+    Small ones are looked at together, and those on a GPU all at once, so that it is waited for once.
+    """
     small: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    on_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
-        if tensor.numel() < _SMALL:
+        if tensor.device.type != "cpu":
+            on_device.setdefault(tensor.device, []).append(tensor)
+        elif tensor.numel() < _SMALL:
             small.setdefault((tensor.dtype, tensor.device), []).append(tensor.reshape(-1))
         elif not is_finite(tensor):
             return False
-    return all(is_finite(torch.cat(alike)) for alike in small.values())
+    together = all(is_finite(torch.cat(alike)) for alike in small.values())
+    return together and all(bool(largest_magnitudes(some).isfinite().all()) for some in on_device.values())
 
 
 def squared_norm(tensor: torch.Tensor) -> float:

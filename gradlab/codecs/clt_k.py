@@ -95,7 +95,7 @@ class CLTK(Codec):
         else:
             encoded = torch.zeros(known.nbytes, dtype=torch.uint8, device=vector.device)
         encoded = yield Broadcast(encoded, leader)
-        positions = context.alike(lambda: known.decode(encoded))
+        positions = context.alike(lambda: known.decode([encoded])[0])
         mean, own = yield from self._values(with_non_finite(vector[positions], vector), context)
         return exchanged_at(positions, mean, own, vector, grads, context)
 

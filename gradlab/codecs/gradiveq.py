@@ -196,6 +196,7 @@ class GradiVeQ(Codec):
         super().__init__(settings, learned)
         # Of each layer: what its last draw belongs to, the basis it was drawn beside, and the draw.
         self._last_drawn: dict[str, tuple[tuple[object, ...], torch.Tensor, torch.Tensor]] = {}
+        self._last_widths: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
         for key, basis in list(self.learned.items()):
             if key.endswith("/basis") and basis.ndim == 3:  # artifacts of format 2 have no width
                 self.learned.setdefault(f"{key.removesuffix('/basis')}/width", torch.tensor(float(basis.shape[2])))
@@ -413,11 +414,11 @@ class GradiVeQ(Codec):
 
     def _code(self, name: str, layer_state: Tensors, dtype: torch.dtype, context: Context) -> SliceCode:
         """Return the code of this iteration: the fitted axes, and what is drawn beside them."""
-        basis, width = layer_state["basis"], layer_state["width"]
+        basis = layer_state["basis"]
+        widths = self._widths(name, layer_state["width"])
         if self.settings.complement == 0:
-            widths = tuple(map(int, width.expand(len(basis)).tolist()))
-            return SliceCode(basis.to(dtype), widths, self.settings.reuse)
-        missing = int(width) - basis.shape[2]
+            return SliceCode(basis.to(dtype), widths * (len(basis) // len(widths)), self.settings.reuse)
+        missing = widths[0] - basis.shape[2]
         fitted = (basis.shape[2],) * len(basis)
         if missing == 0:
             return SliceCode(basis.to(dtype), fitted, self.settings.reuse)
@@ -426,6 +427,13 @@ class GradiVeQ(Codec):
             return SliceCode(basis.to(dtype), fitted, self.settings.reuse, drawn)
         whole = torch.cat([basis, drawn], dim=2)
         return SliceCode(whole.to(dtype), (whole.shape[2],) * len(whole), self.settings.reuse)
+
+    def _widths(self, name: str, width: torch.Tensor) -> tuple[int, ...]:
+        """Return a layer's d, of each basis or one for all. A GPU is waited for once, not in every iteration."""
+        last = self._last_widths.get(name)
+        if last is None or last[0] is not width:
+            last = self._last_widths[name] = (width, tuple(map(int, width.reshape(-1).tolist())))
+        return last[1]
 
     def _drawn(self, name: str, basis: torch.Tensor, count: int, context: Context) -> torch.Tensor:
         """Draw `count` axes (B, K, count), or coordinates (B, count), beside each basis (B, K, d)."""

@@ -7,6 +7,7 @@ Bernstein, Wang, Azizzadenesheli, Anandkumar, "signSGD", ICML 2018; inside `two_
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -127,16 +128,16 @@ class Sign(BlockCompressor):
         stop = start + len(values)
         packed = packed[start // 8 : -(-stop // 8)]
         if self.settings.scale == "one":
-            return write_signs(values, packed, float(factors))
+            return write_signs(values, packed, factors)
         first, last = self.blocks_of(start, stop)
-        if first == last:
+        if first == last and values.device.type == "cpu":  # elsewhere the number would have to be waited for
             return write_signs(values, packed, float(factors[first]))
         return self.scale(write_signs(values, packed, 1.0), factors, start)
 
-    def _factors(self, scales: torch.Tensor, like: torch.Tensor, scale: float) -> torch.Tensor:
-        """Return the factors of the blocks' signs, (blocks,); without scales one for all, (1,)."""
+    def _factors(self, scales: torch.Tensor, like: torch.Tensor, scale: float) -> torch.Tensor | float:
+        """Return the factors of the blocks' signs, (blocks,); without scales one number for all."""
         if self.settings.scale == "one":
-            return like.new_full((1,), scale)
+            return scale
         return scales.to(like.dtype) * scale
 
     def compressed_bytes(self, numel: int) -> int:
@@ -173,8 +174,10 @@ def mean_magnitudes_of_blocks(values: np.ndarray, starts: np.ndarray) -> np.ndar
 def pack_signs(vector: torch.Tensor) -> torch.Tensor:
     """Pack which elements of a vector (numel,) are negative: bit i % 8 of byte i // 8, (ceil(numel / 8),), uint8."""
     if vector.device.type != "cpu":
-        negative = torch.nn.functional.pad(vector < 0, (0, -vector.numel() % 8)).view(-1, 8)
-        return (negative * (1 << torch.arange(8, device=vector.device))).sum(1).to(torch.uint8)
+        negative, rest = vector < 0, -vector.numel() % 8
+        eight = (torch.nn.functional.pad(negative, (0, rest)) if rest else negative).view(torch.int64)
+        # The product's highest byte has the lowest bit of each of the number's eight bytes.
+        return eight.mul_(_LOWEST_BITS).bitwise_right_shift_(56).to(torch.uint8)
     packed = np.empty(-(-vector.numel() // 8), np.uint8)
     for start, part in zip(range(0, vector.numel(), CACHED), vector.split(CACHED), strict=False):
         bits = np.packbits(part.numpy() < 0, bitorder="little")
@@ -185,8 +188,8 @@ def pack_signs(vector: torch.Tensor) -> torch.Tensor:
 def write_signs(values: torch.Tensor, packed: torch.Tensor, factor: float) -> torch.Tensor:
     """Overwrite values (numel,) with factor or -factor, as `pack_signs` packed their signs, and return them."""
     if values.device.type != "cpu":
-        bits = packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1
-        return values.copy_((1 - 2 * bits.reshape(-1)[: len(values)].to(values.dtype)).mul_(factor))
+        signs = _signs_on(values.device, values.dtype).index_select(0, packed.int()).view(-1)
+        return torch.mul(signs[: len(values)], factor, out=values)
     table = _SIGNS[values.dtype] if factor == 1 else _SIGNS[values.dtype] * factor
     whole = len(values) // 8
     np.take(table, packed[:whole].numpy(), axis=0, out=values[: 8 * whole].view(-1, 8).numpy(), mode="clip")
@@ -195,12 +198,19 @@ def write_signs(values: torch.Tensor, packed: torch.Tensor, factor: float) -> to
     return values
 
 
+_LOWEST_BITS = 0x0102040810204080
+
 # The eight signs that a byte stands for: (256, 8).
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _SIGNS: dict[torch.dtype, Any] = {
     torch.float32: 1 - 2 * _BITS.astype(np.float32),
     torch.float64: 1 - 2 * _BITS.astype(np.float64),
 }
+
+
+@functools.lru_cache
+def _signs_on(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(_SIGNS[torch.float32]).to(device, dtype)
 
 
 def _tossed(vector: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -64,12 +64,14 @@ class Threshold(Sparsifier):
         if self.settings.threshold is not None:
             return (yield from super().exchange(grads, state, context))
         key, wanted = f"{next(iter(grads))}/threshold", self.settings.density
-        known = state.get(key)
+        known = state[key].cpu() if key in state else None
         if known is None or float(known[1]) != torch.tensor(wanted, dtype=known.dtype):  # a warm-up lowers the density
             vector = concatenate(grads)
-            known = torch.cat([(yield Mean(self._measured(vector))), vector.new_tensor([wanted])])
-        measured = float(known[0])
-        fixed = Threshold(replace(self.settings, threshold=measured if 0 < measured < torch.inf else None))
+            measured = yield Mean(self._measured(vector))
+            # In the host's memory, so that no later step waits for a GPU to tell it.
+            known = torch.cat([measured.cpu(), torch.tensor([wanted], dtype=vector.dtype)])
+        level = float(known[0])
+        fixed = Threshold(replace(self.settings, threshold=level if 0 < level < torch.inf else None))
         done = yield from super(Threshold, fixed).exchange(grads, state, context)
         return replace(done, state={key: known} if fixed.settings.threshold is not None else {})
 

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import functools
 import zlib
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from gradlab.coding.bits import pack, packed_bytes, unpack
+from gradlab.coding.bits import join, pack, packed_bytes, unpack
 from gradlab.errors import GradlabError
 
 CODINGS = ("fixed", "smallest", "raw", "packed", "bitmap", "deflate")
@@ -87,12 +88,37 @@ def decode(encoded: torch.Tensor, count: int, numel: int, coding: str) -> torch.
         if not len(encoded) or int(encoded[0]) >= len(_ALL):
             raise GradlabError(f"positions: coding {encoded[:1].tolist()}, expected one of 0 to {len(_ALL) - 1}")
         coding, encoded = _ALL[int(encoded[0])], encoded[1:]
-    positions = _DECODE[coding](encoded, count, numel)
+    return _checked(_DECODE[coding](encoded, count, numel), count, numel)
+
+
+def _checked(positions: torch.Tensor, count: int, numel: int) -> torch.Tensor:
     # On a GPU looking at them would wait for it; they come from ranks of the same run.
     wrong = len(positions) != count or (positions.device.type == "cpu" and count > 0 and int(positions.max()) >= numel)
     if wrong:
         raise GradlabError(f"positions: {len(positions)}, expected {count} below {numel}")
     return positions
+
+
+def decode_all(messages: Sequence[torch.Tensor], count: int, numel: int, coding: str) -> list[torch.Tensor]:
+    """Decode several ranks' messages of as many positions each, in one pass where their bytes say where each begins.
+
+    Args:
+        messages: as `encode` returned them.
+        count, numel, coding: as for `decode`.
+
+    Returns:
+        Positions (count,), int64, of each.
+
+    Raises:
+        GradlabError: as `decode`.
+    """
+    width = _width(numel)
+    one_pass = len(messages) > 1 and count and width and chosen(coding, count, numel) == "packed"
+    if not one_pass or any(len(message) != packed_bytes(count, width) for message in messages):
+        return [decode(message, count, numel, coding) for message in messages]
+    # Each stands for a multiple of 8 codes: those beyond `count` are zeros.
+    every = _checked(unpack(join(messages, width), width).long(), -(-count // 8) * 8 * len(messages), numel)
+    return list(every.view(len(messages), -1)[:, :count])
 
 
 def chosen(coding: str, count: int, numel: int) -> str:

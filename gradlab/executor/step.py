@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from gradlab.codec import Codec, Context, Exchanged, Tensors, alone, exchange_group
-from gradlab.codec.measures import all_finite, is_finite
+from gradlab.codec.measures import all_finite, is_finite, largest_magnitudes
 from gradlab.codec.wrapper import innermost
 from gradlab.codecs.identity import Identity
 from gradlab.collectives import Coroutine, Mean
@@ -231,6 +231,8 @@ class Step:
         self._run = run
         self._scaled_by = scaled_by
         self._empty: dict[str, bool] = {}  # by layer of an active group: whether its gradient is zero
+        # Layers on a GPU with their largest magnitudes, which say both of it, once the GPU is waited for.
+        self._unread: list[tuple[list[str], torch.Tensor]] = []
         self._waiting = {name: len(run.groups[name].layers) for name in self.active}
 
     def add(self, gradients: Tensors, buffer: torch.Tensor | None = None) -> list[str]:
@@ -351,21 +353,53 @@ class Step:
             device: of the flags that the ranks exchange.
             notice: whether this rank has something to tell the others.
         """
-        # One number says both: N ranks that are finite sum up to N at least, and to less with one that is not.
-        own = 1.0 + notice if self.finite else -float(self._run.world_size)
-        flags = [own, *(float(not empty) for empty in self._empty.values())]
-        mean = yield Mean(torch.tensor(flags, device=device))
+        unread, magnitudes = self._unread_of(device)
+        mean = yield Mean(self._flags(device, notice, unread, magnitudes))
         shares = mean.tolist()
         world_size = self._run.world_size
         self.finite = shares[0] > 1.0 - 0.5 / world_size  # N times 1/N is not quite 1 in float32
         self.noticed = shares[0] > 1.0 + 0.5 / world_size
+        held = [*self._empty, *filter(self._is_asked, unread)]
         self.held = self._left_out | frozenset(
-            layer for layer, share in zip(self._empty, shares[1:], strict=True) if share < 0.5 / world_size
+            layer for layer, share in zip(held, shares[1:], strict=True) if share < 0.5 / world_size
         )
+        if not self.finite and unread:
+            sound = magnitudes.isfinite().tolist()
+            self.non_finite += tuple(name for name, one in zip(unread, sound, strict=True) if not one)
+
+    def _unread_of(self, device: torch.device | str) -> tuple[list[str], torch.Tensor]:
+        """List the layers that a GPU has looked at, and their largest magnitudes, (L,)."""
+        names = [name for layers, _ in self._unread for name in layers]
+        parts = [magnitudes.to(device) for _, magnitudes in self._unread]
+        return names, torch.cat(parts) if parts else torch.zeros(0, device=device)
+
+    def _is_asked(self, layer: str) -> bool:
+        """Say whether the ranks agree on a layer's being without a gradient."""
+        return self._run.settings.hold_unused and self.is_active(layer)
+
+    def _flags(
+        self, device: torch.device | str, notice: bool, unread: list[str], magnitudes: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what this rank tells the others, without waiting for a GPU: (1 + layers asked for,), float32."""
+        # One number says both: N ranks that are finite sum up to N at least, and to less with one that is not.
+        infinite = -float(self._run.world_size)
+        own = 1.0 + notice if self.finite else infinite
+        flags = torch.tensor([own, *(float(not empty) for empty in self._empty.values())], device=device)
+        if not unread:
+            return flags
+        flags[:1] = torch.where(magnitudes.isfinite().all(), flags[:1], infinite)
+        if asked := [position for position, name in enumerate(unread) if self._is_asked(name)]:
+            seen = magnitudes[asked] if len(asked) < len(unread) else magnitudes
+            flags = torch.cat([flags, seen.ne(0).to(flags.dtype)])
+        return flags
 
     def _look_at(self, gradients: Tensors, buffer: torch.Tensor | None) -> None:
         """Note what the ranks will have to agree on: finiteness, and layers without a gradient."""
-        if not (all_finite(gradients.values()) if buffer is None else is_finite(buffer)):
+        values = list(gradients.values())
+        if values and values[0].device.type != "cpu":
+            self._unread.append((list(gradients), largest_magnitudes(values)))
+            return
+        if not (all_finite(values) if buffer is None else is_finite(buffer)):
             bad = tuple(name for name, gradient in gradients.items() if not is_finite(gradient))
             self.finite = self.finite and not bad and buffer is None
             self.non_finite += bad

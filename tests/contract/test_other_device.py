@@ -1,0 +1,122 @@
+"""Codecs on tensors of a device that is not the CPU: the same step, without a wait for the device.
+
+The device is `benchmarks/device_calls.py`'s, which computes on the CPU, so that the way that codecs take on a GPU runs
+where there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from gradlab.executor import PlanRun, RunSettings
+from gradlab.layout import Layer
+from gradlab.plan import Plan
+from support.benchmark_modules import benchmark_modules
+
+RANKS = 3
+LAYERS = [
+    Layer("large", (96, 200), "linear"),
+    Layer("convolution", (32, 24, 3, 3), "convolution"),
+    *(Layer(f"small {n}", (16, 8 + n), "linear") for n in range(9)),
+]
+EVERY_STEP = {"tolist": 1, "_local_scalar_dense": 1}  # whether gradients were finite, and whether means are
+# What draws its random numbers on the device, and another way there, has other rounding, not another mean.
+DRAWS = {"qsgd", "natural", "terngrad"}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("cast", {"dtype": "float16"}),
+    ("natural", {}),
+    ("block_scaled", {"dtype": "int8"}),
+    ("block_scaled", {"dtype": "int4"}),
+    ("block_scaled", {"dtype": "float8_e4m3fn"}),
+    ("qsgd", {"bits": 4}),
+    ("qsgd", {"bits": 8, "norm": "l2"}),
+    ("terngrad", {}),
+    ("terngrad", {"values_per_byte": 5}),
+    ("sign", {}),
+    ("sign", {"block_size": 64}),
+    ("sign", {"scale": "one"}),
+    ("one_bit", {}),
+    ("topk", {"density": 0.01}),
+    ("random_k", {"density": 0.01}),
+    ("clt_k", {"density": 0.01}),
+    ("dct_topk", {"chunk": 64, "count": 8}),
+    ("powersgd", {"rank": 2}),
+    ("gradiveq", {"ratio": 8.0, "complement": 1.0, "drawn": "coordinates", "warmup_steps": 0}),
+    ("gradiveq", {"ratio": 4.0, "slice_size": 16, "sample_steps": 2, "sample_bits": 0, "warmup_steps": 0}),
+]
+
+
+@pytest.fixture(scope="module")
+def calls() -> Iterator[ModuleType]:
+    with benchmark_modules("device_calls") as modules:
+        yield modules["device_calls"]
+
+
+def gradients(rank: int, step: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(100 * rank + step)
+    return {layer.name: torch.randn(layer.shape, generator=draw) for layer in LAYERS}
+
+
+def steps(
+    calls: ModuleType, plan: Plan, count: int, far: bool
+) -> tuple[list[dict[str, torch.Tensor]], Mapping[str, int]]:
+    """Rank 0's means, step by step; and the waits of the last step."""
+    means = []
+    with calls.far_device() as device:
+        runs = [
+            PlanRun(plan, rank, RANKS, RunSettings(device=calls.FAR if far else calls.CPU)) for rank in range(RANKS)
+        ]
+        for step in range(count):
+            device.waits.clear()
+            given = [gradients(rank, step) for rank in range(RANKS)]
+            if far:
+                given = [{name: calls.FarTensor(value) for name, value in mine.items()} for mine in given]
+            [mean, *others] = calls.step(runs, given, device)
+            assert all(
+                torch.equal(calls.near(other[name]), calls.near(mean[name])) for other in others for name in mean
+            )
+            means.append({name: calls.near(value).clone() for name, value in mean.items()})
+    return means, {name: count for name, count in device.waits.items() if count}
+
+
+@pytest.mark.parametrize(("codec", "settings"), CASES, ids=[f"{codec} {settings}" for codec, settings in CASES])
+def test_a_step_is_the_same_and_waits_for_nothing(calls: ModuleType, codec: str, settings: dict[str, Any]) -> None:
+    plan = Plan.uniform(LAYERS, codec, **settings)
+    there, waits = steps(calls, plan, 4, far=True)
+    assert waits == EVERY_STEP
+    here, _ = steps(calls, plan, 4, far=False)
+    for mean, expected in zip(there, here, strict=True):
+        assert mean.keys() == expected.keys()
+        for name in mean:
+            if codec in DRAWS:  # an error of a rounding's size, as far as one may be from another
+                assert (mean[name] - expected[name]).norm() < 2 * expected[name].norm()
+            else:
+                torch.testing.assert_close(mean[name], expected[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_what_is_not_finite_is_named(calls: ModuleType, held: bool) -> None:
+    """The largest magnitudes say it, and which layers have no gradient, once the step is over."""
+    plan = Plan.uniform(LAYERS, "sign")
+    for bad in ({}, {1: ["large", "small 4"]}, {0: ["convolution"], 2: ["small 0"]}):
+        with calls.far_device():
+            runs = [PlanRun(plan, r, RANKS, RunSettings(device=calls.FAR, hold_unused=held)) for r in range(RANKS)]
+            given = [gradients(rank, 0) for rank in range(RANKS)]
+            for mine in given:
+                mine["small 7"].zero_()
+            for rank, names in bad.items():
+                for name in names:
+                    given[rank][name].view(-1)[3] = torch.nan if rank else torch.inf
+            one = [run.begin() for run in runs]
+            for step, mine in zip(one, given, strict=True):
+                step.add({name: calls.FarTensor(value) for name, value in mine.items()})
+            calls.run_lockstep([step.agree(calls.FAR) for step in one])
+            for rank, step in enumerate(one):
+                assert step.finite == (not bad)
+                assert sorted(step.non_finite) == sorted(bad.get(rank, []))
+                assert step.held == (frozenset({"small 7"}) if held else frozenset())
