@@ -165,6 +165,9 @@ class _Made(TorchFunctionMode):
             kwargs["device"] = CPU
             kwargs.setdefault("dtype", None if far else args[0].dtype)
             return FarTensor(torch.tensor(*args[0 if far else 1 :], **kwargs))
+        if function is torch.Tensor.__getitem__ and isinstance(args[0], FarTensor):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            args = (args[0], tuple(FarTensor(torch.tensor(i)) if isinstance(i, list) else i for i in index))
         return function(*args, **kwargs)
 
 

@@ -43,11 +43,11 @@ class SliceCode:
         more = 0 if self.coordinates is None else self.coordinates.shape[1]
         return tuple(dimension + more for dimension in self.dimensions)
 
-    def edges(self, slices: int) -> Sequence[int]:
+    def edges(self, slices: int) -> list[int]:
         """List where the codes of each of M slices begin, and where the last ones end: M + 1 places."""
         widths = self.widths
         if len(set(widths)) == 1:
-            return range(0, slices * widths[0] + 1, widths[0]) if widths[0] else [0] * (slices + 1)
+            return [widths[0] * m for m in range(slices + 1)]
         return list(accumulate((widths[m // (self.reuse or slices)] for m in range(slices)), initial=0))
 
     def encode(self, slices: torch.Tensor, first: int = 0) -> torch.Tensor:
