@@ -38,6 +38,7 @@ from gradlab.executor import PlanRun, RunSettings
 from gradlab.layout import Layer
 from gradlab.plan import Plan
 
+GROUP_BYTES = 25 * 2**20
 CPU, FAR = torch.device("cpu"), torch.device("meta")
 # Operations whose result's value or size the host needs before it goes on.
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique", "_unique2", "bincount", "is_nonzero")
@@ -142,7 +143,8 @@ class Device(TorchDispatchMode):
             isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in _indices(near_args)
         )
         to_host = name == "copy_" and not isinstance(args[0], FarTensor)
-        if name in WAITS or by_mask or to_host or asked_near:
+        unsized = name == "repeat_interleave" and kwargs.get("output_size") is None
+        if name in WAITS or by_mask or unsized or to_host or asked_near:
             self.waited("copy to the host" if to_host or asked_near else name)
         if to_host or asked_near:
             return result
@@ -231,9 +233,12 @@ def far_device() -> Iterator[Device]:
         yield device
 
 
-def count(codec: str, settings: Mapping[str, Any], layers: Sequence[Layer], ranks: int) -> Row:
-    """Count what one step gives to the device."""
-    plan = Plan.uniform(layers, codec, **{**BEFORE.get(codec, {}), **settings})
+def count(
+    codec: str, settings: Mapping[str, Any], layers: Sequence[Layer], ranks: int, group_bytes: int | None = None
+) -> Row:
+    """Count what one step gives to the device. group_bytes: of the plan's groups; None: as they are by default."""
+    grouping = {} if group_bytes is None else {"group_bytes": group_bytes}
+    plan = Plan.uniform(layers, codec, **{**BEFORE.get(codec, {}), **settings, **grouping})
     generator = torch.Generator().manual_seed(0)
     values = [{layer.name: torch.randn(layer.shape, generator=generator) for layer in layers} for _ in range(ranks)]
     with far_device() as device:
@@ -254,7 +259,10 @@ def measured(options: argparse.Namespace) -> Iterator[Row]:
         for settings in CASES[codec]:
             case = codec + "".join(f", {key} {value}" for key, value in settings.items())
             for title in options.layers:
-                row = {"case": case, "layers": title, **count(codec, settings, LISTS[title](), options.ranks)}
+                row = {"case": case, "layers": title}
+                row |= count(codec, settings, LISTS[title](), options.ranks)
+                grouped = count(codec, settings, LISTS[title](), options.ranks, GROUP_BYTES)
+                row |= {f"{key} grouped": grouped[key] for key in ("groups", "operations")}
                 if options.rows:
                     with options.rows.open("a") as file:
                         file.write(json.dumps(row) + "\n")
@@ -270,10 +278,12 @@ def main() -> None:
     parser.add_argument("--rows", type=Path)
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
-    print("| case | layers | groups | operations | waits for the device |\n|---|---|---|---|---|")
+    print("| case | layers | groups | operations | in groups of 25 MiB | operations | waits for the device |")
+    print("|---" * 7 + "|")
     for row in read(options.rows) if options.table else measured(options):
         waits = ", ".join(f"{n} {name}" for name, n in row["waits"].items() if n)
-        print(f"| {row['case']} | {row['layers']} | {row['groups']} | {row['operations']} | {waits} |", flush=True)
+        counts = [row["groups"], row["operations"], row["groups grouped"], row["operations grouped"]]
+        print(f"| {row['case']} | {row['layers']} | " + " | ".join(map(str, counts)) + f" | {waits} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ WHOLE = 2**62  # elements of a block that has no end
 CACHED = PIECE  # elements worked on at a time
 _ROWS_CACHED = 2**18
 _MANY = 6  # ranks whose small payloads are decoded as one
+_MOST_ON_DEVICE = 2**26  # elements that a GPU decodes at once, where calls cost more than memory: 256 MiB in float32
 Span = tuple[int, int]
 Kind = int | str
 BYTES, OF_BLOCKS, PAIRS_OF_BLOCKS, NOTHING = "bytes", "numbers of blocks", "pairs of numbers of blocks", "nothing"
@@ -55,7 +56,8 @@ class PiecewiseCompressor(Compressor):
     def average_into(self, out: torch.Tensor, payloads: Iterable[Sequence[torch.Tensor]], scale: float) -> torch.Tensor:
         payloads = list(payloads)
         together = out.numel() * len(payloads)
-        if len(payloads) >= _MANY and 0 < together <= CACHED and self.kinds() and not out.numel() % 8:
+        fewest, most = (_MANY, CACHED) if out.device.type == "cpu" else (2, _MOST_ON_DEVICE)
+        if len(payloads) >= fewest and 0 < together <= most and self.kinds() and not out.numel() % 8:
             # As one vector of all ranks', which takes as many calls as one rank's.
             values = out.new_empty(len(payloads), out.numel())
             joined = self.join([tuple(one) for one in payloads])
@@ -186,8 +188,12 @@ class BlockCompressor(PiecewiseCompressor):
     def repeated(self: Blocks, numel: int, times: int) -> Blocks:
         key = (-2, numel, times)
         if key not in self._relatives:
-            sizes = block_sizes(numel, self.block) if self._sizes is None else self._sizes
-            self._relatives[key] = self._of_sizes(np.tile(np.array(sizes, np.int64), times))
+            size = min(self.block, numel)
+            if self._sizes is None and numel % size == 0:
+                self._relatives[key] = self._relative(block=size)
+            else:
+                sizes = block_sizes(numel, self.block) if self._sizes is None else self._sizes
+                self._relatives[key] = self._of_sizes(np.tile(np.array(sizes, np.int64), times))
         return self._relatives[key]
 
     def part(self: Blocks, start: int, stop: int) -> Blocks:
@@ -327,7 +333,9 @@ class BlockCompressor(PiecewiseCompressor):
         counts = np.diff(self._starts[first : last + 1].clip(start, stop))
         if numbers.device.type == "cpu":  # an eighth of the time
             return torch.from_numpy(np.repeat(numbers[first:last].numpy(), counts))
-        return numbers[first:last].repeat_interleave(torch.from_numpy(counts).to(numbers.device))
+        # Told how many there will be, a GPU need not be waited for.
+        repeats = torch.from_numpy(counts).to(numbers.device)
+        return numbers[first:last].repeat_interleave(repeats, output_size=stop - start)
 
 
 def _join(parts: Sequence[torch.Tensor], kind: Kind) -> torch.Tensor:

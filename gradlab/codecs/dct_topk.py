@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -61,7 +61,7 @@ class DCTTopK(Compressor):
 
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
-        self._tiles: list[Tiles] | None = None
+        self._chunks: list[Alike] | None = None
         self.block = 2**62  # a chunk is no run of elements: it cannot be shared out
 
     def shapes_of(self, layers: Sequence[Layer]) -> list[tuple[int, ...]]:
@@ -69,7 +69,7 @@ class DCTTopK(Compressor):
 
     def for_layers(self, shapes: Sequence[Sequence[int]]) -> DCTTopK:
         codec = DCTTopK(self.settings)
-        codec._tiles = [tiles(shape, self.settings.chunk) for shape in shapes]
+        codec._chunks = alike_chunks([tiles(shape, self.settings.chunk) for shape in shapes])
         return codec
 
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
@@ -83,22 +83,22 @@ class DCTTopK(Compressor):
     def _kept(self, size: int) -> int:
         return min(self.settings.count, size)
 
-    def _layout(self, numel: int) -> list[Tiles]:
+    def _layout(self, numel: int) -> list[Alike]:
         """Return the layers' chunks; a vector without layers, or a shard without elements, counts as one layer."""
-        known = self._tiles is not None and numel == sum(math.prod(tile) for tile in self._tiles)
-        return self._tiles if known and self._tiles is not None else [tiles((numel,), self.settings.chunk)]
+        known = self._chunks is not None and numel == sum(alike.count * alike.size for alike in self._chunks)
+        return (
+            self._chunks if known and self._chunks is not None else alike_chunks([tiles((numel,), self.settings.chunk)])
+        )
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Return the coefficients sent, one vector, and their indices within the chunks, packed, uint8."""
         values, places = [vector.new_empty(0)], [torch.empty(0, dtype=torch.uint8, device=vector.device)]
-        layout = self._layout(vector.numel())
-        for part, tile in zip(vector.split([math.prod(tile) for tile in layout]), layout, strict=True):
-            coefficients = transform(part, tile)
-            size = coefficients.shape[1]
-            if (kept := self._kept(size)) < size:
+        for alike in self._layout(vector.numel()):
+            coefficients = transform(alike.chunks_of(vector))
+            if (kept := self._kept(alike.size)) < alike.size:
                 chosen = coefficients.abs().topk(kept, sorted=False).indices
                 coefficients = coefficients.gather(1, chosen)
-                width = (size - 1).bit_length()
+                width = (alike.size - 1).bit_length()
                 places.append(pack(chosen.view(-1) if width > 8 else chosen.view(-1).to(torch.uint8), width))
             values.append(coefficients.reshape(-1))
         return torch.cat(values), torch.cat(places)
@@ -108,19 +108,19 @@ class DCTTopK(Compressor):
 
     def average_into(self, out: torch.Tensor, payloads: Iterable[Sequence[torch.Tensor]], scale: float) -> torch.Tensor:
         # The ranks' coefficients are added up, and their sum is transformed back once.
-        layout, ranks = self._layout(out.numel()), [(values, places) for values, places in payloads]
-        first = start = byte = 0
-        for h_tiles, h, w_tiles, w in layout:
-            chunks, size = h_tiles * w_tiles, h * w
-            kept = self._kept(size)
+        ranks = [(values, places) for values, places in payloads]
+        first = byte = 0
+        for alike in self._layout(out.numel()):
+            size, kept = alike.size, self._kept(alike.size)
             width = (size - 1).bit_length() if kept < size else 0
-            stop, first_byte = first + chunks * kept, byte
-            byte += packed_bytes(chunks * kept, width)
-            summed, senders = out.new_zeros(chunks, size), out.new_zeros(chunks, size)
+            stop, first_byte = first + alike.count * kept, byte
+            byte += packed_bytes(alike.count * kept, width)
+            summed, senders = out.new_zeros(alike.count, size), out.new_zeros(alike.count, size)
             for values, places in ranks:
-                coefficients = values[first:stop].to(out.dtype).view(chunks, kept)
+                coefficients = values[first:stop].to(out.dtype).view(alike.count, kept)
                 if kept < size:
-                    chosen = unpack(places[first_byte:byte], width)[: chunks * kept].to(torch.int64).view(chunks, kept)
+                    chosen = unpack(places[first_byte:byte], width)[: alike.count * kept]
+                    chosen = chosen.to(torch.int64).view(alike.count, kept)
                     summed.scatter_add_(1, chosen, coefficients)
                     senders.scatter_add_(1, chosen, torch.ones_like(coefficients))
                 else:
@@ -128,9 +128,8 @@ class DCTTopK(Compressor):
                     senders += 1
             over = senders.clamp_(min=1).reciprocal_().mul_(scale * len(ranks))
             summed.mul_(over if self.settings.average == "senders" else scale)
-            numel = chunks * size
-            out[start : start + numel] = restore(summed, (h_tiles, h, w_tiles, w))
-            first, start = stop, start + numel
+            alike.put(restore(summed, alike.h, alike.w), out)
+            first = stop
         return out
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
@@ -144,15 +143,64 @@ class DCTTopK(Compressor):
         return replace(done, mean=signs)
 
     def compressed_bytes(self, numel: int) -> int:
-        values = sum(4 * h_tiles * w_tiles * self._kept(h * w) for h_tiles, h, w_tiles, w in self._layout(numel))
+        values = sum(4 * alike.count * self._kept(alike.size) for alike in self._layout(numel))
         return values + self.compressed_position_bytes(numel)
 
     def compressed_position_bytes(self, numel: int) -> int:
         total = 0
-        for h_tiles, h, w_tiles, w in self._layout(numel):
-            size, kept = h * w, self._kept(h * w)
-            total += packed_bytes(h_tiles * w_tiles * kept, (size - 1).bit_length()) if kept < size else 0
+        for alike in self._layout(numel):
+            kept = self._kept(alike.size)
+            total += packed_bytes(alike.count * kept, (alike.size - 1).bit_length()) if kept < alike.size else 0
         return total
+
+
+@dataclass(frozen=True)
+class Alike:
+    """The chunks (h, w) of those layers of a vector that are cut into chunks of this shape.
+
+    layers: where each begins in the vector, and how many chunks it has along n and m.
+    """
+
+    h: int
+    w: int
+    layers: tuple[tuple[int, int, int], ...]
+
+    @property
+    def size(self) -> int:
+        """Elements of a chunk."""
+        return self.h * self.w
+
+    @property
+    def count(self) -> int:
+        """Number of chunks."""
+        return sum(y * x for _, y, x in self.layers)
+
+    def _views(self, vector: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield each layer as (y, x, h, w)."""
+        for start, y, x in self.layers:
+            yield vector[start : start + y * x * self.size].view(y, self.h, x, self.w).transpose(1, 2)
+
+    def chunks_of(self, vector: torch.Tensor) -> torch.Tensor:
+        """Cut them out of a vector (numel,): (chunks, h, w)."""
+        every = [view.reshape(-1, self.h, self.w) for view in self._views(vector)]
+        return every[0] if len(every) == 1 else torch.cat(every)
+
+    def put(self, chunks: torch.Tensor, out: torch.Tensor) -> None:
+        """Write chunks (chunks, h, w) to where they lie in a vector (numel,)."""
+        views = list(self._views(out))
+        parts = chunks.split([view.shape[0] * view.shape[1] for view in views])
+        for view, part in zip(views, parts, strict=True):
+            view.copy_(part.view(view.shape))
+
+
+def alike_chunks(layers: Sequence[Tiles]) -> list[Alike]:
+    """Put layers, one after another in a vector, together by the shape of their chunks."""
+    found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    start = 0
+    for y, h, x, w in layers:
+        found.setdefault((h, w), []).append((start, y, x))
+        start += y * h * x * w
+    return [Alike(h, w, tuple(members)) for (h, w), members in found.items()]
 
 
 def tiles(shape: Sequence[int], chunk: int) -> Tiles:
@@ -168,19 +216,15 @@ def largest_divisor(number: int, most: int) -> int:
     return max((d for d in range(1, min(number, most) + 1) if number % d == 0), default=1)
 
 
-def transform(vector: torch.Tensor, tile: Tiles) -> torch.Tensor:
-    """Compute the DCT-II of a layer's chunks: (numel,) -> (chunks, h w)."""
-    y, h, x, w = tile
-    chunks = vector.view(y, h, x, w).transpose(1, 2)  # (y, x, h, w)
-    transformed = cosines(h, vector) @ chunks @ cosines(w, vector).T
-    return transformed.reshape(y * x, h * w)
+def transform(chunks: torch.Tensor) -> torch.Tensor:
+    """Compute the DCT-II of chunks: (m, h, w) -> (m, h w)."""
+    _, h, w = chunks.shape
+    return (cosines(h, chunks) @ chunks @ cosines(w, chunks).T).view(-1, h * w)
 
 
-def restore(coefficients: torch.Tensor, tile: Tiles) -> torch.Tensor:
-    """Invert `transform`: (chunks, h w) -> (numel,)."""
-    y, h, x, w = tile
-    chunks = cosines(h, coefficients).T @ coefficients.view(y, x, h, w) @ cosines(w, coefficients)
-    return chunks.transpose(1, 2).reshape(-1)
+def restore(coefficients: torch.Tensor, h: int, w: int) -> torch.Tensor:
+    """Invert `transform`: (m, h w) -> (m, h, w)."""
+    return cosines(h, coefficients).T @ coefficients.view(-1, h, w) @ cosines(w, coefficients)
 
 
 def cosines(size: int, like: torch.Tensor) -> torch.Tensor:

@@ -121,6 +121,7 @@ def decode_all(messages: Sequence[torch.Tensor], count: int, numel: int, coding:
     return list(every.view(len(messages), -1)[:, :count])
 
 
+@functools.lru_cache(maxsize=4096)
 def chosen(coding: str, count: int, numel: int) -> str:
     """Return the coding that "fixed" stands for at these numbers; any other coding as it is."""
     if coding != "fixed":

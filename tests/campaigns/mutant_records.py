@@ -22,7 +22,36 @@ class Mutant:
 
 
 MUTANTS = (
+    # devices
+    Mutant(
+        file="gradlab/executor/step.py",
+        old="flags[:1] = torch.where(magnitudes.isfinite().all(), flags[:1], infinite)",
+        new="pass",
+        tests=("tests/contract/test_other_device.py",),
+        what="On a GPU gradients that are not finite are not noticed.",
+    ),
+    Mutant(
+        file="gradlab/executor/step.py",
+        old="seen = magnitudes[asked] if len(asked) < len(unread) else magnitudes",
+        new="seen = magnitudes",
+        tests=("tests/contract/test_other_device.py",),
+        what="On a GPU ranks also tell of layers that they were not asked about.",
+    ),
+    Mutant(
+        file="gradlab/codecs/sign.py",
+        old='        if first == last and values.device.type == "cpu":',
+        new="        if first == last:",
+        tests=("tests/contract/test_other_device.py",),
+        what="A GPU is waited for by every group of signs.",
+    ),
     # messages, memory, shards
+    Mutant(
+        file="gradlab/coding/positions.py",
+        old="return list(every.view(len(messages), -1)[:, :count])",
+        new="return list(every[: len(messages) * count].view(len(messages), count))",
+        tests=("tests/codecs/test_sparsifiers.py", "tests/plan/test_small_layers.py"),
+        what="Positions of several ranks, decoded together, run into one another.",
+    ),
     Mutant(
         file="runtime/network/in_flight.py",
         old="    return max(request.lengths or ()) * request.tensor.element_size()",
