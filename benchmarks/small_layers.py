@@ -60,7 +60,7 @@ def measured(layers: list[Layer], codec: str, repeats: int) -> Iterator[Row]:
     gradients = {layer.name: torch.randn(layer.shape, generator=generator) for layer in layers}
     parameters = {layer.name: torch.zeros(layer.shape, requires_grad=True) for layer in layers}
     plans = {form: Plan.uniform(layers, codec, **CODECS[codec], **choice) for form, choice in FORMS.items()}
-    exchanges = {form: Exchange(plan, parameters.items(), threads=1) for form, plan in plans.items()}
+    exchanges = {form: Exchange(plan, parameters.items()) for form, plan in plans.items()}
     seconds: dict[str, list[float]] = {form: [] for form in FORMS}
     for turn in range(repeats + 3):
         for form, exchange in exchanges.items():

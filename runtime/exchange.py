@@ -76,8 +76,6 @@ class Exchange:
         hold_unused: whether a layer whose gradient is zero on all ranks keeps its state and gets no gradient.
         rules: what the rules of `gradlab.executor.rules` do that watch the run, by name: "warn" (each once, on rank 0),
             "error" (raised on all ranks) or "ignore"; one of these words for all rules.
-        threads: that codecs of different groups run on at once, on a CPU. None: the cores that this rank's share of the
-            machine has beyond torch's own threads, 1 to 8. Results do not depend on it.
 
     Raises:
         GradlabError: if the plan is for other parameters (with a difference by layer), the plan and the optimizer both

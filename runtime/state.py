@@ -51,8 +51,8 @@ class CompressionState(Exchange):
             by LOCAL_RANK and LOCAL_WORLD_SIZE. "node" takes ranks together only where several machines have as many
             ranks each, and more than one. None: every rank compresses for itself.
         options: optimizer, scaler, deterministic, segment_bytes, measure_every, trace_steps, non_finite_limit, rules,
-            check_requests, history and threads of `Exchange`; hold_unused follows from the model's
-            find_unused_parameters and static_graph.
+            check_requests and history of `Exchange`; hold_unused follows from the model's find_unused_parameters and
+            static_graph.
 
     Raises:
         GradlabError: if the model is not in DDP or is not the plan's (with a layer-by-layer difference), the plan and

@@ -50,12 +50,6 @@ class InFlight(Protocol):
         """
 
 
-def one_after_another(turns: Sequence[tuple[Advancing, Sequence[Any] | None]]) -> None:
-    """Advance exchanges, each with its answers, in their order."""
-    for exchange, answers in turns:
-        exchange.advance(answers)
-
-
 OneExchange = TypeVar("OneExchange", bound=Advancing)
 
 
@@ -64,22 +58,13 @@ class Ticks(Generic[OneExchange]):
 
     issue: starts the collectives that serve some requests, and returns without waiting for them.
     segment_bytes: gradients that are encoded before the next tick, in bytes.
-    advance: advances several exchanges, each with its answers.
-    at_once: new exchanges that are advanced together. Ticks do not depend on it, so that ranks may differ in it.
 
     Attributes:
         last_bytes: of the gradients whose exchanges were new in the last tick that had any.
     """
 
-    def __init__(
-        self,
-        issue: Callable[[Sequence[Request]], InFlight],
-        segment_bytes: int = SEGMENT_BYTES,
-        advance: Callable[[Sequence[tuple[OneExchange, Sequence[Any] | None]]], None] = one_after_another,
-        at_once: int = 1,
-    ) -> None:
+    def __init__(self, issue: Callable[[Sequence[Request]], InFlight], segment_bytes: int = SEGMENT_BYTES) -> None:
         self._issue, self._segment_bytes = issue, segment_bytes
-        self._advance, self._at_once = advance, at_once
         self._running: list[OneExchange] = []
         self._new: list[OneExchange] = []
         self._new_bytes = self._message_bytes = 0.0
@@ -93,21 +78,7 @@ class Ticks(Generic[OneExchange]):
             exchange: in an order that is the same on all ranks.
             gradient_bytes: size of its gradients.
         """
-        self.start_all([(exchange, gradient_bytes)])
-
-    def start_all(self, exchanges: Sequence[tuple[OneExchange, int]]) -> None:
-        """Start several exchanges, as `start` does one after another.
-
-        Args:
-            exchanges: with the sizes of their gradients, in bytes.
-        """
-        for first in range(0, len(exchanges), self._at_once):
-            some = exchanges[first : first + self._at_once]
-            self._advance([(exchange, None) for exchange, _ in some])
-            for exchange, gradient_bytes in some:
-                self._started(exchange, gradient_bytes)
-
-    def _started(self, exchange: OneExchange, gradient_bytes: int) -> None:
+        exchange.advance(None)
         self._new.append(exchange)
         self._new_bytes += gradient_bytes
         self._message_bytes += sum(map(_message_bytes, exchange.requests))
@@ -158,7 +129,8 @@ class Ticks(Generic[OneExchange]):
             return
         answers = iter(self._in_flight.answers())
         self._in_flight = None
-        self._advance([(exchange, [next(answers) for _ in exchange.requests]) for exchange in self._running])
+        for exchange in self._running:
+            exchange.advance([next(answers) for _ in exchange.requests])
 
 
 def _message_bytes(request: Request) -> float:

@@ -12,7 +12,6 @@ become NaN on every rank, so that a loss scaler skips it everywhere.
 from __future__ import annotations
 
 import hashlib
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +30,6 @@ from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun, Step, Ticks
 from gradlab.executor.ticks import InFlight
 from gradlab.executor.watch import GroupMeasures, gradient_norms, measure, residual_norms
-from gradlab.runtime.engine.cores import Cores, spare_cores
 from gradlab.runtime.engine.finiteness import NonFiniteSteps
 from gradlab.runtime.engine.options import RunOptions, Surroundings
 from gradlab.runtime.engine.rules import RuleWatch
@@ -209,10 +207,6 @@ class StepDriver:
         self._options = options
         self._workspace = workspace
         self._timeline = communicator.timeline
-        # On a GPU each thread would need the worker's stream, and kernels queue up all the same.
-        threads = options.threads or spare_cores()
-        self._cores = Cores(threads if communicator.device.type == "cpu" else 1)
-        self._watching = threading.Lock()
         self.rules = RuleWatch(run, options, self.everyone)
         self._non_finite = NonFiniteSteps(options.non_finite_limit, options.scaled)
         assert self.everyone.group is not None
@@ -248,10 +242,7 @@ class StepDriver:
         step = self.run.begin(rates, scale, self._surroundings.parameters)
         record = StepRecord(self.run.iteration, step.compressing, loss_scale=scale)
         self.current = Iteration(
-            step,
-            record,
-            Ticks(self._issue, self._options.segment_bytes, self._cores.advance, self._cores.threads),
-            self._is_measured(step.compressing),
+            step, record, Ticks(self._issue, self._options.segment_bytes), self._is_measured(step.compressing)
         )
 
     def add(self, part: Part) -> None:
@@ -271,7 +262,8 @@ class StepDriver:
             else:
                 begun = [self._dense(current, part, rest)] if rest else []
                 begun += [self._group(current, part, name) for name in complete]
-                current.ticks.start_all(begun)
+                for running, nbytes in begun:
+                    current.ticks.start(running, nbytes)
                 current.ticks.end_part()
 
     def drain(self) -> None:
@@ -403,7 +395,6 @@ class StepDriver:
     def close(self) -> None:
         """Let go of the step in progress, if there is one, and of the process group. Idempotent."""
         self.abandon()
-        self._cores.close()
         for one in (self.communicator, self.everyone, self.beside):
             if one is not None:
                 one.close()
@@ -504,10 +495,6 @@ class StepDriver:
 
     def _watch(self, one: Running, began: float, stop: float, first: bool) -> None:
         """Note a stretch of an exchange's code, and the bytes of the requests that it ended with."""
-        with self._watching:
-            self._note(one, began, stop, first)
-
-    def _note(self, one: Running, began: float, stop: float, first: bool) -> None:
         current = self._in_progress(None)
         record, spent = current.record, stop - began
         record.encode_seconds += spent if first else 0.0

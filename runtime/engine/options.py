@@ -29,7 +29,6 @@ class RunOptions:
     history: int = 1000
     hold_unused: bool = False
     rules: Mapping[str, str] | str | None = None
-    threads: int | None = None
 
     @property
     def plain_sgd(self) -> bool:
@@ -56,8 +55,6 @@ class RunOptions:
         for name, least in (("segment_bytes", 1), ("measure_every", 0), ("non_finite_limit", 1), ("history", 1)):
             _require_whole(name, getattr(self, name), least)
         levels(self.rules)
-        if self.threads is not None:
-            _require_whole("threads", self.threads, 1)
         for step in self.trace_steps:
             _require_whole("a step of trace_steps", step, 0)
 

@@ -501,7 +501,6 @@ def bad_options(group: dist.ProcessGroup) -> dict[str, str]:
         "trace_steps": {"trace_steps": 5},
         "a step of trace_steps": {"trace_steps": "ab"},
         "history": {"history": -1},
-        "threads": {"threads": 0},
         "timeout": {"timeout": 30},
         "optimizer": {"optimizer": "sgd"},
         "scaler": {"scaler": "s"},

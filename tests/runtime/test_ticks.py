@@ -10,10 +10,8 @@ import torch
 from hypothesis import strategies as st
 
 from gradlab.collectives import Gather, Mean, Request
-from gradlab.errors import GradlabError
 from gradlab.executor import ticks as rule
 from gradlab.executor.ticks import Ticks
-from gradlab.runtime.engine.cores import Cores, spare_cores
 from support.laws import law
 
 SEGMENT = 2**20  # bytes of gradients
@@ -76,46 +74,6 @@ def test_every_exchange_gets_its_answers_in_order_and_no_tick_is_empty(
         assert len(exchange.answers) == rounds
         assert exchange.answers == sorted(exchange.answers)
     assert sum(network.ticks) == sum(rounds for _, _, rounds in given)
-
-
-@law(
-    st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 3 * 10**5), st.integers(0, 3)), max_size=12),
-    st.integers(1, 10**6),
-    st.integers(1, 4),
-)
-def test_ticks_do_not_depend_on_threads(given: list[tuple[int, int, int]], segment_bytes: int, threads: int) -> None:
-    seen = []
-    for cores in (Cores(1), Cores(threads)):
-        network = Network()
-        ticks = Ticks[Asking](network.issue, segment_bytes, cores.advance, cores.threads)
-        exchanges = [Asking(str(i), nbytes, rounds) for i, (_, nbytes, rounds) in enumerate(given)]
-        ticks.start_all([(exchange, given[i][0]) for i, exchange in enumerate(exchanges)])
-        ticks.end_part()
-        ticks.drain()
-        seen.append((network.ticks, [exchange.answers for exchange in exchanges]))
-        cores.close()
-        cores.close()
-    assert seen[0] == seen[1]
-
-
-def test_an_error_on_a_thread_is_raised_when_all_have_stopped() -> None:
-    class Broken(Asking):
-        def advance(self, answers: Sequence[Any] | None) -> None:
-            raise GradlabError(self.name)
-
-    cores, sound = Cores(3), [Asking(str(i), 8) for i in range(4)]
-    with pytest.raises(GradlabError, match="first"):
-        cores.advance([(one, None) for one in (sound[0], Broken("first", 8), *sound[1:], Broken("second", 8))])
-    assert all(one.requests for one in sound)
-    cores.close()
-
-
-def test_a_rank_takes_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16))
-    own = torch.get_num_threads()
-    for ranks, cores in (("1", 8), ("4", max(1, 4 - own)), ("16", 1), ("not a number", 8), ("0", 8)):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        assert spare_cores() == min(cores, max(1, 16 - own))
 
 
 @pytest.mark.parametrize("varying", [False, True])

@@ -243,7 +243,6 @@ def engine_against_lockstep(
         check_requests=True,
         segment_bytes=4096,
         process_group=SPARE.get(world_size),
-        threads=1 + rank,  # of which nothing may depend
     ) as state:
         model.register_comm_hook(state, compression_hook)
         for step in range(STEPS):
