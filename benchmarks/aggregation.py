@@ -99,7 +99,10 @@ def table(rows: list[Row]) -> None:
     """Print errors, and wire bytes over those of the gather."""
     if training := [row for row in rows if "trained" in row]:
         training_table(training)
-        rows = [row for row in rows if "trained" not in row]
+        print()
+    rows = [row for row in rows if "trained" not in row]
+    if not rows:
+        return
     kept = {(row["codec"], row["ranks"], row["form"]): row for row in rows}
     ranks = sorted({row["ranks"] for row in rows})
     heads = [f"N = {count}: gather | shards | bytes" for count in ranks]
