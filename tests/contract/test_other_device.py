@@ -39,6 +39,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("terngrad", {}),
     ("terngrad", {"values_per_byte": 5}),
     ("sign", {}),
+    ("sign", {"group_bytes": 0}),
     ("sign", {"block_size": 64}),
     ("sign", {"scale": "one"}),
     ("one_bit", {}),
