@@ -17,7 +17,6 @@ GPT-2's layers.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch
 from layer_lists import LISTS
-from rows import Row, read
+from rows import Row, keep, read
 
 from gradlab.codec import Deferred, Exchanged
 from gradlab.collectives import Mean, answer_for, as_requests
@@ -199,10 +198,7 @@ def measured(options: argparse.Namespace) -> Iterator[Row]:
             for title in options.layers:
                 row = {"codec": name, "layers": title}
                 row |= compare(name, settings, LISTS[title](), options.repeats)
-                if options.rows:
-                    with options.rows.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
-                yield row
+                yield keep(options.rows, row)
 
 
 def main() -> None:

@@ -17,7 +17,6 @@ gradients of all ranks were finite, and whether the means are.
 from __future__ import annotations
 
 import argparse
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 from codec_speed import BEFORE, CASES, ITERATIONS_BEFORE
 from layer_lists import LISTS
-from rows import Row, read
+from rows import Row, keep, read
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -263,10 +262,7 @@ def measured(options: argparse.Namespace) -> Iterator[Row]:
                 row |= count(codec, settings, LISTS[title](), options.ranks)
                 grouped = count(codec, settings, LISTS[title](), options.ranks, GROUP_BYTES)
                 row |= {f"{key} grouped": grouped[key] for key in ("groups", "operations")}
-                if options.rows:
-                    with options.rows.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
-                yield row
+                yield keep(options.rows, row)
 
 
 def main() -> None:

@@ -20,8 +20,15 @@ def has(rows: Sequence[Row], key: Row) -> bool:
     return any(key.items() <= row.items() for row in rows)
 
 
+def keep(path: Path | None, row: Row) -> Row:
+    """Append a row to a file, if there is one, and return it."""
+    if path:
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    return row
+
+
 def add(path: Path, row: Row, unshown: Collection[str] = ()) -> None:
     """Append a row to a file, and print it without what is too long for a line."""
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    keep(path, row)
     print(json.dumps({key: value for key, value in row.items() if key not in unshown}), flush=True)

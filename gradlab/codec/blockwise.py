@@ -96,8 +96,8 @@ class PiecewiseCompressor(Compressor):
     def kinds(self) -> tuple[Kind, ...]:
         """Return what each part of a payload holds, so that it can be cut; nothing if it cannot.
 
-        A number of bits: packed codes of that width; `BYTES`: a byte per element; `OF_BLOCKS` and `PAIRS_OF_BLOCKS`: a
-        number per block, or first one of each and then another; `NOTHING`: no number.
+        A number stands for packed codes of so many bits, `BYTES` for a byte per element. `OF_BLOCKS` is a number per
+        block, `PAIRS_OF_BLOCKS` first one of each block and then another of each. `NOTHING` is no number at all.
         """
         return ()
 

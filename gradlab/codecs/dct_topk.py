@@ -61,7 +61,7 @@ class DCTTopK(Compressor):
 
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
-        self._chunks: list[Alike] | None = None
+        self._chunks: list[AlikeChunks] | None = None
         self.block = 2**62  # a chunk is no run of elements: it cannot be shared out
 
     def shapes_of(self, layers: Sequence[Layer]) -> list[tuple[int, ...]]:
@@ -83,7 +83,7 @@ class DCTTopK(Compressor):
     def _kept(self, size: int) -> int:
         return min(self.settings.count, size)
 
-    def _layout(self, numel: int) -> list[Alike]:
+    def _layout(self, numel: int) -> list[AlikeChunks]:
         """Return the layers' chunks; a vector without layers, or a shard without elements, counts as one layer."""
         known = self._chunks is not None and numel == sum(alike.count * alike.size for alike in self._chunks)
         return (
@@ -155,7 +155,7 @@ class DCTTopK(Compressor):
 
 
 @dataclass(frozen=True)
-class Alike:
+class AlikeChunks:
     """The chunks (h, w) of those layers of a vector that are cut into chunks of this shape.
 
     layers: where each begins in the vector, and how many chunks it has along n and m.
@@ -193,14 +193,14 @@ class Alike:
             view.copy_(part.view(view.shape))
 
 
-def alike_chunks(layers: Sequence[Tiles]) -> list[Alike]:
+def alike_chunks(layers: Sequence[Tiles]) -> list[AlikeChunks]:
     """Put layers, one after another in a vector, together by the shape of their chunks."""
     found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     start = 0
     for y, h, x, w in layers:
         found.setdefault((h, w), []).append((start, y, x))
         start += y * h * x * w
-    return [Alike(h, w, tuple(members)) for (h, w), members in found.items()]
+    return [AlikeChunks(h, w, tuple(members)) for (h, w), members in found.items()]
 
 
 def tiles(shape: Sequence[int], chunk: int) -> Tiles:
