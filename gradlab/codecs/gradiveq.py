@@ -13,6 +13,7 @@ bytes (`slice_axis`).
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,6 +51,7 @@ PHASES = ("sampled", "compressed", "dense")
 MONITORS = ("off", "absolute", "normalised")
 ANSWERS = ("refresh", "dense", "stop")
 COMPLEMENTS = ("axes", "coordinates")
+_BATCHED_UP_TO = 2**18  # elements of a layer that is copied beside alike ones; larger ones gain nothing
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,20 @@ class _Done:
     mean: torch.Tensor
     own: Callable[[], torch.Tensor]
     state: Tensors
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """One layer's gradient in GradiVeQ's order, (numel,), as slices (M, K) and a tail, and the layer's state."""
+
+    name: str
+    view: Layer
+    vector: torch.Tensor
+    slices: torch.Tensor
+    tail: torch.Tensor
+    state: Tensors
+    mode: int
+    position: int
 
 
 class GradiVeQ(Codec):
@@ -92,7 +108,7 @@ class GradiVeQ(Codec):
         "Yu et al., NeurIPS 2018",
     )
     # Bases hold the gradients of all of them well, as measured (docs/gradiveq.md).
-    defaults = PlanDefaults(roles=WEIGHTS, warmup_steps=2500, error_feedback=False, group_bytes=0)
+    defaults = PlanDefaults(roles=WEIGHTS, warmup_steps=2500, error_feedback=False)
     learns = True
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(
         {"ratio": ratio} for ratio in (4.0, 8.0, 16.0, 32.0, 64.0)
@@ -194,6 +210,7 @@ class GradiVeQ(Codec):
 
     def __init__(self, settings: GradiVeQ.Settings | None = None, learned: Mapping[str, torch.Tensor] | None = None):
         super().__init__(settings, learned)
+        self._learned_by_layer: tuple[Tensors, dict[str, Tensors]] | None = None
         # Of each layer: what its last draw belongs to, the basis it was drawn beside, and the draw.
         self._last_drawn: dict[str, tuple[tuple[object, ...], torch.Tensor, torch.Tensor]] = {}
         self._last_widths: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
@@ -215,8 +232,9 @@ class GradiVeQ(Codec):
 
     def phase(self, layer: Layer, state: Tensors) -> str:
         """Say what a layer's next exchange is under a state: "sampled", "compressed" or "dense"."""
-        mode = DENSE if layer.numel < self.slice_size(layer) else int(self._of(layer.name, state)["clock"][0])
-        return PHASES[mode]
+        if layer.numel < self.slice_size(layer):
+            return PHASES[DENSE]
+        return PHASES[int(self._of(layer.name, _by_layer(state).get(layer.name, {}))["clock"][0])]
 
     @property
     def _own_dimensions(self) -> bool:
@@ -225,26 +243,40 @@ class GradiVeQ(Codec):
     # --- the exchange ---
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        parts = [self._layer(name, grad, self._of(name, state), context) for name, grad in grads.items()]
-        done = dict(zip(grads, (yield from together(parts)), strict=True))
+        states = _by_layer(state)
+        layers = zip(self.layers_of(grads), grads.values(), strict=True)
+        opened = [self._opened(layer, grad, states.get(layer.name, {}), context) for layer, grad in layers]
+        batches = self._batches(opened)
+        parts = yield from together([self._exchanged(batch, context) for batch in batches])
+        done: dict[str, tuple[_Gradient, _Done]] = {
+            one.name: (one, layer)
+            for batch, layers_done in zip(batches, parts, strict=True)
+            for one, layer in zip(batch, layers_done, strict=True)
+        }
 
         def shaped(name: str, vector: torch.Tensor) -> torch.Tensor:
-            [layer] = self.layers_of({name: grads[name]})
-            view = self.slice_view(layer)
-            return unflatten(vector, view.shape, "gradiveq", context.workspace, view.role).reshape(layer.shape)
+            view = done[name][0].view
+            return unflatten(vector, view.shape, "gradiveq", context.workspace, view.role).reshape(grads[name].shape)
 
         return Exchanged(
-            {name: shaped(name, layer.mean) for name, layer in done.items()},
-            Deferred(grads, lambda: {name: shaped(name, layer.own()) for name, layer in done.items()}),
-            {key: value for name, layer in done.items() for key, value in self._kept(name, layer.state)},
+            {name: shaped(name, done[name][1].mean) for name in grads},
+            Deferred(grads, lambda: {name: shaped(name, done[name][1].own()) for name in grads}),
+            {key: value for name in grads for key, value in self._kept(name, done[name][1].state)},
         )
 
-    def _of(self, name: str, state: Tensors) -> Tensors:
-        """Return a layer's state; its learned tensors, if any, are what it begins with."""
-        learned = _below(name, self.learned)
+    def _of(self, name: str, layer_state: Tensors) -> Tensors:
+        """Complete a layer's state: its learned tensors, if any, are what it begins with."""
+        learned = self._learned_of(name)
+        if "clock" in layer_state:
+            return {**learned, **layer_state}
         unfitted = DENSE if self.learned else SAMPLING
         mode = COMPRESSING if learned or self.settings.complement == 1 else unfitted
-        return {"clock": _clock(mode, -self.settings.delay), **learned, **_below(name, state)}
+        return {"clock": _clock(mode, -self.settings.delay), **learned, **layer_state}
+
+    def _learned_of(self, name: str) -> Tensors:
+        if self._learned_by_layer is None or self._learned_by_layer[0] is not self.learned:
+            self._learned_by_layer = (self.learned, _by_layer(self.learned))
+        return self._learned_by_layer[1].get(name, {})
 
     def _kept(self, name: str, layer_state: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield a layer's state under the layer's name, without tensors that are still the learned ones."""
@@ -252,27 +284,46 @@ class GradiVeQ(Codec):
             if value is not self.learned.get(f"{name}/{key}"):
                 yield f"{name}/{key}", value
 
-    def _layer(self, name: str, grad: torch.Tensor, layer_state: Tensors, context: Context) -> Coroutine[_Done]:
-        [layer] = self.layers_of({name: grad})
-        view = self.slice_view(layer)
+    def _opened(self, layer: Layer, grad: torch.Tensor, layer_state: Tensors, context: Context) -> _Gradient:
+        """Cut a layer's gradient into slices, and read what its state says is to be done."""
+        layer_state, view = self._of(layer.name, layer_state), self.slice_view(layer)
         vector = flatten(grad.reshape(view.shape), "gradiveq", context.workspace, view.role)
         mode, position = map(int, layer_state["clock"].tolist())
         size = layer_state["basis"].shape[1] if "basis" in layer_state else self.slice_size(layer)
         slices, tail = split_slices(vector, size)
-        if mode == DENSE or not slices.numel():
-            mean = yield Mean(vector)
-            return _Done(mean, lambda: vector, layer_state)
-        if mode == SAMPLING:
-            return (yield from self._sample(name, vector, slices.shape, layer_state, position, context))
-        return (yield from self._compress(name, slices, tail, layer_state, position, context))
+        mode = mode if slices.numel() else DENSE
+        return _Gradient(layer.name, view, vector, slices, tail, layer_state, mode, position)
+
+    def _batches(self, layers: Sequence[_Gradient]) -> list[list[_Gradient]]:
+        """Put together the small layers that are compressed alike: they take as many calls as one."""
+        batches: dict[Any, list[_Gradient]] = {}
+        for one in layers:
+            key: Any = one.name
+            small = one.vector.numel() <= _BATCHED_UP_TO and one.mode == COMPRESSING
+            if small and self.settings.reuse is None and not self.settings.ring:
+                state = one.state
+                widths = self._widths(one.name, state["width"]) if "width" in state else ()
+                shapes = [(key, value.shape) for key, value in state.items() if key in ("basis", "mean")]
+                key = (one.slices.shape, one.tail.shape, one.vector.dtype, one.position, widths, *shapes)
+            batches.setdefault(key, []).append(one)
+        return list(batches.values())
+
+    def _exchanged(self, batch: Sequence[_Gradient], context: Context) -> Coroutine[list[_Done]]:
+        """Exchange layers that are compressed alike, or one of any kind."""
+        one = batch[0]
+        if one.mode == DENSE:
+            mean = yield Mean(one.vector)
+            return [_Done(mean, lambda: one.vector, one.state)]
+        if one.mode == SAMPLING:
+            return [(yield from self._sample(one, context))]
+        return (yield from self._compress(batch, context))
 
     # --- sampling ---
 
-    def _sample(
-        self, name: str, vector: torch.Tensor, shape: torch.Size, layer_state: Tensors, position: int, context: Context
-    ) -> Coroutine[_Done]:
-        """Exchange an iteration whose mean is a sample, and fit the bases after the last one. shape: (M, K)."""
-        mean, own = yield from self._quantized(name, vector, context)
+    def _sample(self, layer: _Gradient, context: Context) -> Coroutine[_Done]:
+        """Exchange an iteration whose mean is a sample, and fit the bases after the last one."""
+        layer_state, position, shape = layer.state, layer.position, layer.slices.shape
+        mean, own = yield from self._quantized(layer.name, layer.vector, context)
         if position < 0:
             return _Done(mean, own, layer_state | {"clock": _clock(SAMPLING, position + 1)})
         layer_state = self._with_sample(layer_state, position, mean[: shape.numel()].view(shape), context)
@@ -376,27 +427,40 @@ class GradiVeQ(Codec):
 
     # --- compression ---
 
-    def _compress(
-        self, name: str, slices: torch.Tensor, tail: torch.Tensor, layer_state: Tensors, position: int, context: Context
-    ) -> Coroutine[_Done]:
+    def _compress(self, batch: Sequence[_Gradient], context: Context) -> Coroutine[list[_Done]]:
+        """Exchange codes of layers that are compressed alike: slices of all, one basis after another."""
+        names = [one.name for one in batch]
+        slices, tail = _stacked([one.slices for one in batch]), _stacked([one.tail for one in batch])
+        states = [one.state for one in batch]
         if self.settings.complement == 1:
-            layer_state = self._nothing_fitted(slices)
-        code, mean = self._code(name, layer_state, slices.dtype, context), layer_state.get("mean")
-        mean = None if mean is None else mean.to(slices.dtype)
+            states = [self._nothing_fitted(one.slices) for one in batch]
+        code = _one_code([self._code(*pair, slices.dtype, context) for pair in zip(names, states, strict=True)], batch)
+        mean = _stacked([state["mean"].to(slices.dtype) for state in states]) if "mean" in states[0] else None
         dtype = torch.bfloat16 if self.settings.bfloat16 else slices.dtype
         segments = context.world_size if self.settings.ring else 1
-        turn = zlib.crc32(name.encode())  # the same on all ranks, another one for each layer
+        turn = zlib.crc32(names[0].encode())  # the same on all ranks, another one for each layer
         coder = SliceCoder(slices, code, mean, dtype, segments, turn, context.workspace)
         requests: list[Request] = [self._codes(coder), Mean(tail)]
         if self.settings.monitor != "off":
-            requests.append(Mean(self._vote(slices, coder.own())))
+            requests.append(Mean(self._votes(batch, coder.own())))
         summed, rest, *votes = yield tuple(requests)
         if not self.settings.ring:
             coder.receive(*coder.bounds[0], summed)
-        average = context.alike(coder.decoded)
-        outvoted = bool(votes) and float(votes[0]) > 0.5
-        new = yield from self._after(name, layer_state, position, average, outvoted, context)
-        return _Done(joined(average, rest), lambda: joined(coder.own(), tail), new)
+        averages, rests = _split(context.alike(coder.decoded), batch), rest.chunk(len(batch))
+        outvoted = [vote > 0.5 for vote in votes[0].tolist()] if votes else [False] * len(batch)
+        rows = zip(names, states, averages, outvoted, strict=True)
+        new = yield from together(
+            [self._after(name, state, batch[0].position, average, out, context) for name, state, average, out in rows]
+        )
+        own = functools.cache(lambda: _split(coder.own(), batch))  # of all layers, decoded once
+
+        def own_of(number: int) -> torch.Tensor:
+            return joined(own()[number], batch[number].tail)
+
+        return [
+            _Done(joined(average, ended), functools.partial(own_of, number), state)
+            for number, (average, ended, state) in enumerate(zip(averages, rests, new, strict=True))
+        ]
 
     def _codes(self, coder: SliceCoder) -> Request:
         """Request the mean of codes: at once, or segment by segment."""
@@ -449,12 +513,17 @@ class GradiVeQ(Codec):
             last = self._last_drawn[name] = (key, basis, drawn)
         return last[2]
 
-    def _vote(self, slices: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-        """Return 1 if this rank's loss, eq. (7), is above the threshold, else 0: shape (1,)."""
+    def _votes(self, batch: Sequence[_Gradient], decoded: torch.Tensor) -> torch.Tensor:
+        """Return for each layer 1 if this rank's loss, eq. (7), is above the threshold, else 0: shape (layers,)."""
+        return decoded.new_tensor(
+            [float(self._votes_for(one.slices, own)) for one, own in zip(batch, _split(decoded, batch), strict=True)]
+        )
+
+    def _votes_for(self, slices: torch.Tensor, decoded: torch.Tensor) -> bool:
         loss, norm = squared_norm(slices - decoded), 1.0
         if self.settings.monitor == "normalised":
             norm = squared_norm(slices)
-        return slices.new_tensor([float(loss > self.settings.monitor_threshold * norm)])
+        return bool(loss > self.settings.monitor_threshold * norm)
 
     def _after(
         self, name: str, layer_state: Tensors, position: int, average: torch.Tensor, outvoted: bool, context: Context
@@ -526,7 +595,8 @@ class GradiVeQ(Codec):
         return total
 
     def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
-        return sum(self._bytes(layer, self._of(layer.name, state), world_size) for layer in layers)
+        states = _by_layer(state)
+        return sum(self._bytes(layer, self._of(layer.name, states.get(layer.name, {})), world_size) for layer in layers)
 
     def _bytes(self, layer: Layer, layer_state: Tensors, world_size: int) -> float:
         size = layer_state["basis"].shape[1] if "basis" in layer_state else self.slice_size(layer)
@@ -566,7 +636,7 @@ class GradiVeQ(Codec):
         if unknown := sorted(set(self.learned) - {f"{layer.name}/{key}" for layer in layers for key in keys}):
             raise GradlabError(f"codec gradiveq: learned tensors {unknown} belong to no layer of the group")
         for layer in layers:
-            layer_state = _below(layer.name, self.learned)
+            layer_state = self._learned_of(layer.name)
             check_bases(
                 "gradiveq", layer, layer_state.get("basis"), layer_state.get("mean"), self.settings.reuse, whitening
             )
@@ -585,9 +655,35 @@ class GradiVeQ(Codec):
             )
 
 
-def _below(name: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    prefix = f"{name}/"
-    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+def _by_layer(tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensors]:
+    """Sort tensors called "layer/key" by their layers."""
+    found: dict[str, Tensors] = {}
+    for name, value in tensors.items():
+        layer, _, key = name.rpartition("/")
+        found.setdefault(layer, {})[key] = value
+    return found
+
+
+def _stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def _split(slices: torch.Tensor, batch: Sequence[_Gradient]) -> list[torch.Tensor]:
+    """Cut slices of alike layers (L M, K) into those of each, (M, K)."""
+    return [slices] if len(batch) == 1 else list(slices.split(len(batch[0].slices)))
+
+
+def _one_code(codes: Sequence[SliceCode], batch: Sequence[_Gradient]) -> SliceCode:
+    """Return the code of the slices of alike layers, each of which has one basis."""
+    if len(codes) == 1:
+        return codes[0]
+    drawn = [code.coordinates for code in codes if code.coordinates is not None]
+    return SliceCode(
+        [code.basis[0] for code in codes],
+        tuple(code.dimensions[0] for code in codes),
+        len(batch[0].slices),
+        torch.cat(drawn) if drawn else None,
+    )
 
 
 def _samples(layer_state: Tensors, number: int) -> tuple[torch.Tensor, torch.Tensor | None]:

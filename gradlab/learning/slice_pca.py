@@ -8,6 +8,7 @@ fitted on the first of them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -35,6 +36,7 @@ _TURNED = {
 }
 
 
+@functools.lru_cache(maxsize=4096)
 def slice_view(layer: Layer, axis: str = "auto") -> Layer:
     """Describe a layer as slices see it: its values in GradiVeQ's order are what slices are cut from.
 
@@ -62,6 +64,7 @@ def slice_view(layer: Layer, axis: str = "auto") -> Layer:
     return replace(layer, role=_TURNED.get(layer.role, "transposed_convolution"))
 
 
+@functools.lru_cache(maxsize=4096)
 def possible_axes(layer: Layer) -> tuple[str, ...]:
     """List the axes that slices of a layer may lie along, the one that "auto" stands for first.
 
@@ -111,6 +114,7 @@ def slice_order(layer: Layer) -> torch.Tensor:
     return flatten(torch.arange(layer.numel).reshape(view.shape), "gradiveq", role=view.role)
 
 
+@functools.lru_cache(maxsize=4096)
 def default_slice_size(view: Layer) -> int:
     """Choose K: the largest multiple of F D (GradiVeQ, section 3) that divides the layer and is at most 2048, or F D.
 

@@ -350,3 +350,48 @@ def test_feedback_helps_only_where_the_basis_changes(share: float, drawn: str, s
 def test_settings_out_of_range(settings: dict[str, object], match: str) -> None:
     with pytest.raises(GradlabError, match=match):
         GradiVeQ.Settings(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"slice_size": 10, "whitening": False},
+        {"ratio": 3.0, "complement": 1.0, "drawn": "coordinates", "compressed_steps": 0},
+        {"ratio": 3.0, "complement": 0.5, "refresh": "decoded", "compressed_steps": 7, "slice_size": 10},
+        {"ratio": 3.0, "complement": 0.5, "drawn": "coordinates"},
+        {"monitor": "normalised", "monitor_threshold": 0.001, "on_loss": "dense"},
+        {"reuse": 2, "own_dimensions": True},
+    ],
+    ids=str,
+)
+def test_layers_that_are_alike_give_together_what_each_gives_alone(settings: dict[str, object]) -> None:
+    """They are coded in one go. Means, contributions, states and bytes are those of one layer after another."""
+    names, ranks = ["a", "b", "c", "other"], range(2)
+    method = codec(**settings)
+    together: list[Tensors] = [{} for _ in ranks]
+    alone: dict[str, list[Tensors]] = {name: [{} for _ in ranks] for name in names}
+
+    def step(iteration: int, rank: int) -> Tensors:
+        grads = {name: gradient(rank + 10 * at, iteration) for at, name in enumerate(names)}
+        return {**grads, "other": grads["other"][:, :2].contiguous()}
+
+    def run(chosen: list[str], states: list[Tensors], iteration: int) -> list[LockstepResult[Exchanged]]:
+        context = Context(0, 2, iteration, "g", seed=5)
+        grads = [{name: step(iteration, rank)[name] for name in chosen} for rank in ranks]
+        contexts = [replace(context, rank=rank) for rank in ranks]
+        rows = zip(grads, states, contexts, strict=True)
+        return run_lockstep([exchange_group(method, given, state, of_rank) for given, state, of_rank in rows])
+
+    for iteration in range(14):
+        of_all = run(names, together, iteration)
+        of_each = {name: run([name], alone[name], iteration) for name in names}
+        together = [result.value.state for result in of_all]
+        alone = {name: [result.value.state for result in results] for name, results in of_each.items()}
+        for rank, result in enumerate(of_all):
+            assert result.payload_bytes == sum(results[rank].payload_bytes for results in of_each.values())
+            assert set(result.value.state) == {key for states in alone.values() for key in states[rank]}
+            for name, results in of_each.items():
+                assert torch.equal(result.value.mean[name], results[rank].value.mean[name])
+                assert torch.equal(result.value.own[name], results[rank].value.own[name])
+                assert all(torch.equal(result.value.state[key], value) for key, value in alone[name][rank].items())
