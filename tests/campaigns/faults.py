@@ -58,18 +58,27 @@ NAMED = ("the defect", "ArithmeticError", "topk", "wide", "step 5")
 # What is compressed under FSDP2, and the arguments of compress_fsdp that say so.
 FSDP = {"between": ("between",), "within": ("within",), "both": ("between", "within", "inside")}
 SHAPES = {"conv": (64, 32, 3, 3), "wide": (48, 600), "tall": (600, 40), "vector": (65,), "last": (60, 60)}
+# In int8 a rank's shards are large enough to travel as messages between pairs.
+LARGE = {"large": (1024, 1024), "second": (1100, 1000)}
 
 
 @dataclass(frozen=True)
 class Fault:
     """kind: "kill", "stop" or "raise"; victim: a rank; delay: seconds of training before it (for "raise": none);
-    local_ranks: of a node, where nodes exchange means; fsdp: under FSDP2, what is compressed, a key of `FSDP`."""
+    local_ranks: of a node, where nodes exchange means; fsdp: under FSDP2, what is compressed, a key of `FSDP`; large:
+    whether shards travel as messages between pairs of ranks."""
 
     kind: str
     victim: int
     delay: float
     local_ranks: int = 1
     fsdp: str = ""
+    large: bool = False
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the layers that DDP trains."""
+        return dict(LARGE if self.large else SHAPES)
 
 
 @dataclass(frozen=True)
@@ -116,6 +125,7 @@ class Outcome:
         steps = sorted({answer["step"] for answer in self.answers.values()})
         nodes = f", nodes of {fault.local_ranks}" if fault.local_ranks > 1 else ""
         nodes += f", FSDP2 compressed {fault.fsdp}" if fault.fsdp else ""
+        nodes += ", large shards" if fault.large else ""
         head = f"{fault.kind} rank {fault.victim}{nodes} after {fault.delay:.3f} s (survivors in step {steps})"
         knew = max((answer["failed"] for rank, answer in self.answers.items() if rank in self.ended), default=math.inf)
         reason = max(errors, key=lambda text: "step " in text, default="").replace("\n", " ")[:200]
@@ -157,8 +167,9 @@ def rank_main(rank: int, port: int, folder: Path, fault: Fault) -> None:
 
 def _under_ddp(rank: int, fault: Fault) -> tuple[Exchange, Callable[[int], None]]:
     """What a rank holds under DDP, and its pass of one step."""
-    model = DistributedDataParallel(Prescribed(SHAPES), bucket_cap_mb=0.05)
-    state = CompressionState(_plan(model), model, within=node_group(dist.group.WORLD, fault.local_ranks))
+    model = DistributedDataParallel(Prescribed(fault.shapes), bucket_cap_mb=0.05)
+    plan = Plan.uniform(model, "block_scaled") if fault.large else _plan(model)
+    state = CompressionState(plan, model, within=node_group(dist.group.WORLD, fault.local_ranks))
     if fault.kind == "raise" and "wide" in state.run.codecs:
         Breaking.victim = fault.victim
         state.run.codecs["wide"] = Breaking()
@@ -166,7 +177,7 @@ def _under_ddp(rank: int, fault: Fault) -> tuple[Exchange, Callable[[int], None]
 
     def backward(step: int) -> None:
         model.zero_grad()
-        model(gradients(SHAPES, rank, step)).backward()
+        model(gradients(fault.shapes, rank, step)).backward()
 
     return state, backward
 
@@ -287,14 +298,16 @@ def _free_port() -> int:
 
 
 def under_ddp(kills: int, stops: int, draw: random.Random) -> Iterator[Fault]:
-    """The trials: kills at random moments, ranks that stop, and a defect on one rank; of ranks, and of nodes in turn.
+    """The trials: kills at random moments, ranks that stop, and a defect on one rank; of ranks, of nodes, and of ranks
+    that exchange large shards in turn.
 
     Between nodes the codec with the defect is that of ranks 0 and 2.
     """
     for trial_number in range(kills):
-        yield Fault("kill", draw.randrange(RANKS), draw.uniform(0, 0.5), 1 + trial_number % 2)
+        nodes = 1 + (trial_number % 3 == 1)
+        yield Fault("kill", draw.randrange(RANKS), draw.uniform(0, 0.5), nodes, large=trial_number % 3 == 2)
     for victim in (2, 0)[:stops]:
-        yield Fault("stop", victim, draw.uniform(0, 0.2), 1 + victim // 2)
+        yield Fault("stop", victim, draw.uniform(0, 0.2), 1 + victim // 2, large=victim == 0)
         yield Fault("raise", victim, 0.0, 1 + victim // 2)
 
 

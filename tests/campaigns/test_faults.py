@@ -11,7 +11,7 @@ from support.warm_python import python
 
 def test_survivors_end_with_a_reason() -> None:
     """A rank is killed, stopped or has a defect in a codec, or is killed under FSDP2: faults.py says what is asked."""
-    counts = {"--kills": 2, "--stops": 1, "--fsdp-kills": 1, "--fsdp-stops": 0}
+    counts = {"--kills": 3, "--stops": 1, "--fsdp-kills": 1, "--fsdp-stops": 0}
     words = [str(word) for pair in counts.items() for word in pair]
     command = [python(), str(Path(__file__).with_name("faults.py")), *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
