@@ -30,6 +30,8 @@ from gradlab.codec.wrapper import (
 from gradlab.collectives import Coroutine
 from gradlab.errors import GradlabError
 
+_WORTH_A_CALL = 2**14  # elements of a layer from which a sum of its own takes less than a copy beside others
+
 
 def keep_setting() -> Any:
     """Make the settings field that says which part of the input a residual keeps."""
@@ -151,8 +153,11 @@ class ErrorFeedback(Wrapper):
 def add(grads: Tensors, residual: Tensors, context: Context) -> Tensors:
     """Add residuals to gradients, by layer; a layer without a residual keeps its gradient."""
     if len(grads) > 1 and residual.keys() == grads.keys() and same_dtype((*grads.values(), *residual.values())):
-        # One sum of all layers, which then lie one after another.
+        # Sums of all layers, which then lie one after another.
         total = context.workspace.empty((sum(grad.numel() for grad in grads.values()),), next(iter(grads.values())))
+        if total.numel() >= _WORTH_A_CALL * len(grads):
+            sums = separate(total, grads)
+            return {name: torch.add(grad, residual[name], out=sums[name]) for name, grad in grads.items()}
         torch.cat([grad.reshape(-1) for grad in grads.values()], out=total)
         return separate(total.add_(concatenate({name: residual[name] for name in grads})), grads)
     return {
