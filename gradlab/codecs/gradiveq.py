@@ -30,6 +30,7 @@ from gradlab.collectives import Broadcast, Coroutine, Gather, Mean, Request, Rin
 from gradlab.collectives.ring import SummedRing
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, flatten, split_slices, unflatten
+from gradlab.learning.alike_layers import SlicedGradient, alike_batches, code_of_alike, split_alike, stacked
 from gradlab.learning.slice_code import SliceCode, SliceCoder, random_coordinates
 from gradlab.learning.slice_pca import (
     SLICE_AXES,
@@ -51,7 +52,6 @@ PHASES = ("sampled", "compressed", "dense")
 MONITORS = ("off", "absolute", "normalised")
 ANSWERS = ("refresh", "dense", "stop")
 COMPLEMENTS = ("axes", "coordinates")
-_BATCHED_UP_TO = 2**18  # elements of a layer that is copied beside alike ones; larger ones gain nothing
 
 
 @dataclass(frozen=True)
@@ -61,20 +61,6 @@ class _Done:
     mean: torch.Tensor
     own: Callable[[], torch.Tensor]
     state: Tensors
-
-
-@dataclass(frozen=True)
-class _Gradient:
-    """One layer's gradient in GradiVeQ's order, (numel,), as slices (M, K) and a tail, and the layer's state."""
-
-    name: str
-    view: Layer
-    vector: torch.Tensor
-    slices: torch.Tensor
-    tail: torch.Tensor
-    state: Tensors
-    mode: int
-    position: int
 
 
 class GradiVeQ(Codec):
@@ -248,7 +234,7 @@ class GradiVeQ(Codec):
         opened = [self._opened(layer, grad, states.get(layer.name, {}), context) for layer, grad in layers]
         batches = self._batches(opened)
         parts = yield from together([self._exchanged(batch, context) for batch in batches])
-        done: dict[str, tuple[_Gradient, _Done]] = {
+        done: dict[str, tuple[SlicedGradient, _Done]] = {
             one.name: (one, layer)
             for batch, layers_done in zip(batches, parts, strict=True)
             for one, layer in zip(batch, layers_done, strict=True)
@@ -284,7 +270,7 @@ class GradiVeQ(Codec):
             if value is not self.learned.get(f"{name}/{key}"):
                 yield f"{name}/{key}", value
 
-    def _opened(self, layer: Layer, grad: torch.Tensor, layer_state: Tensors, context: Context) -> _Gradient:
+    def _opened(self, layer: Layer, grad: torch.Tensor, layer_state: Tensors, context: Context) -> SlicedGradient:
         """Cut a layer's gradient into slices, and read what its state says is to be done."""
         layer_state, view = self._of(layer.name, layer_state), self.slice_view(layer)
         vector = flatten(grad.reshape(view.shape), "gradiveq", context.workspace, view.role)
@@ -292,23 +278,18 @@ class GradiVeQ(Codec):
         size = layer_state["basis"].shape[1] if "basis" in layer_state else self.slice_size(layer)
         slices, tail = split_slices(vector, size)
         mode = mode if slices.numel() else DENSE
-        return _Gradient(layer.name, view, vector, slices, tail, layer_state, mode, position)
+        return SlicedGradient(layer.name, view, vector, slices, tail, layer_state, mode, position)
 
-    def _batches(self, layers: Sequence[_Gradient]) -> list[list[_Gradient]]:
+    def _batches(self, layers: Sequence[SlicedGradient]) -> list[list[SlicedGradient]]:
         """Put together the small layers that are compressed alike: they take as many calls as one."""
-        batches: dict[Any, list[_Gradient]] = {}
-        for one in layers:
-            key: Any = one.name
-            small = one.vector.numel() <= _BATCHED_UP_TO and one.mode == COMPRESSING
-            if small and self.settings.reuse is None and not self.settings.ring:
-                state = one.state
-                widths = self._widths(one.name, state["width"]) if "width" in state else ()
-                shapes = [(key, value.shape) for key, value in state.items() if key in ("basis", "mean")]
-                key = (one.slices.shape, one.tail.shape, one.vector.dtype, one.position, widths, *shapes)
-            batches.setdefault(key, []).append(one)
-        return list(batches.values())
 
-    def _exchanged(self, batch: Sequence[_Gradient], context: Context) -> Coroutine[list[_Done]]:
+        def widths_of(one: SlicedGradient) -> tuple[int, ...] | None:
+            alone = one.mode != COMPRESSING or self.settings.reuse is not None or self.settings.ring
+            return None if alone else self._widths(one.name, one.state["width"]) if "width" in one.state else ()
+
+        return alike_batches(layers, [widths_of(one) for one in layers])
+
+    def _exchanged(self, batch: Sequence[SlicedGradient], context: Context) -> Coroutine[list[_Done]]:
         """Exchange layers that are compressed alike, or one of any kind."""
         one = batch[0]
         if one.mode == DENSE:
@@ -320,7 +301,7 @@ class GradiVeQ(Codec):
 
     # --- sampling ---
 
-    def _sample(self, layer: _Gradient, context: Context) -> Coroutine[_Done]:
+    def _sample(self, layer: SlicedGradient, context: Context) -> Coroutine[_Done]:
         """Exchange an iteration whose mean is a sample, and fit the bases after the last one."""
         layer_state, position, shape = layer.state, layer.position, layer.slices.shape
         mean, own = yield from self._quantized(layer.name, layer.vector, context)
@@ -427,15 +408,17 @@ class GradiVeQ(Codec):
 
     # --- compression ---
 
-    def _compress(self, batch: Sequence[_Gradient], context: Context) -> Coroutine[list[_Done]]:
+    def _compress(self, batch: Sequence[SlicedGradient], context: Context) -> Coroutine[list[_Done]]:
         """Exchange codes of layers that are compressed alike: slices of all, one basis after another."""
         names = [one.name for one in batch]
-        slices, tail = _stacked([one.slices for one in batch]), _stacked([one.tail for one in batch])
+        slices, tail = stacked([one.slices for one in batch]), stacked([one.tail for one in batch])
         states = [one.state for one in batch]
         if self.settings.complement == 1:
             states = [self._nothing_fitted(one.slices) for one in batch]
-        code = _one_code([self._code(*pair, slices.dtype, context) for pair in zip(names, states, strict=True)], batch)
-        mean = _stacked([state["mean"].to(slices.dtype) for state in states]) if "mean" in states[0] else None
+        code = code_of_alike(
+            [self._code(*pair, slices.dtype, context) for pair in zip(names, states, strict=True)], batch
+        )
+        mean = stacked([state["mean"].to(slices.dtype) for state in states]) if "mean" in states[0] else None
         dtype = torch.bfloat16 if self.settings.bfloat16 else slices.dtype
         segments = context.world_size if self.settings.ring else 1
         turn = zlib.crc32(names[0].encode())  # the same on all ranks, another one for each layer
@@ -446,13 +429,13 @@ class GradiVeQ(Codec):
         summed, rest, *votes = yield tuple(requests)
         if not self.settings.ring:
             coder.receive(*coder.bounds[0], summed)
-        averages, rests = _split(context.alike(coder.decoded), batch), rest.chunk(len(batch))
+        averages, rests = split_alike(context.alike(coder.decoded), batch), rest.chunk(len(batch))
         outvoted = [vote > 0.5 for vote in votes[0].tolist()] if votes else [False] * len(batch)
         rows = zip(names, states, averages, outvoted, strict=True)
         new = yield from together(
             [self._after(name, state, batch[0].position, average, out, context) for name, state, average, out in rows]
         )
-        own = functools.cache(lambda: _split(coder.own(), batch))  # of all layers, decoded once
+        own = functools.cache(lambda: split_alike(coder.own(), batch))  # of all layers, decoded once
 
         def own_of(number: int) -> torch.Tensor:
             return joined(own()[number], batch[number].tail)
@@ -513,10 +496,13 @@ class GradiVeQ(Codec):
             last = self._last_drawn[name] = (key, basis, drawn)
         return last[2]
 
-    def _votes(self, batch: Sequence[_Gradient], decoded: torch.Tensor) -> torch.Tensor:
+    def _votes(self, batch: Sequence[SlicedGradient], decoded: torch.Tensor) -> torch.Tensor:
         """Return for each layer 1 if this rank's loss, eq. (7), is above the threshold, else 0: shape (layers,)."""
         return decoded.new_tensor(
-            [float(self._votes_for(one.slices, own)) for one, own in zip(batch, _split(decoded, batch), strict=True)]
+            [
+                float(self._votes_for(one.slices, own))
+                for one, own in zip(batch, split_alike(decoded, batch), strict=True)
+            ]
         )
 
     def _votes_for(self, slices: torch.Tensor, decoded: torch.Tensor) -> bool:
@@ -662,28 +648,6 @@ def _by_layer(tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensors]:
         layer, _, key = name.rpartition("/")
         found.setdefault(layer, {})[key] = value
     return found
-
-
-def _stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
-
-
-def _split(slices: torch.Tensor, batch: Sequence[_Gradient]) -> list[torch.Tensor]:
-    """Cut slices of alike layers (L M, K) into those of each, (M, K)."""
-    return [slices] if len(batch) == 1 else list(slices.split(len(batch[0].slices)))
-
-
-def _one_code(codes: Sequence[SliceCode], batch: Sequence[_Gradient]) -> SliceCode:
-    """Return the code of the slices of alike layers, each of which has one basis."""
-    if len(codes) == 1:
-        return codes[0]
-    drawn = [code.coordinates for code in codes if code.coordinates is not None]
-    return SliceCode(
-        [code.basis[0] for code in codes],
-        tuple(code.dimensions[0] for code in codes),
-        len(batch[0].slices),
-        torch.cat(drawn) if drawn else None,
-    )
 
 
 def _samples(layer_state: Tensors, number: int) -> tuple[torch.Tensor, torch.Tensor | None]:
