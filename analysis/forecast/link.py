@@ -343,7 +343,8 @@ def _all_to_all_of(together: Sequence[AllToAll | Gather], rank: int, world_size:
     parts = [request for request in together if isinstance(request, AllToAll)]
     gathers = [request for request in together if isinstance(request, Gather)]
     ranks = range(world_size)
-    scattered = all_to_all([sum(r.tensors[j].nbytes for r in parts) for j in ranks], rank, ranks_per_link)
+    sizes = [request.sizes for request in parts]
+    scattered = all_to_all([sum(of_request[j] for of_request in sizes) for j in ranks], rank, ranks_per_link)
     lengths = [sum((r.lengths or ())[j] * r.tensor.element_size() for r in gathers) for j in ranks]
     gathered = gather_of_lengths(lengths, rank, ranks_per_link)
     return Transfer(

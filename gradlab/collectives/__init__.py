@@ -2,6 +2,7 @@
 
 from gradlab.collectives.lockstep import (
     LockstepResult,
+    Received,
     mean_of_node,
     observed,
     run_lockstep,
@@ -14,6 +15,7 @@ from gradlab.collectives.requests import (
     Coroutine,
     Gather,
     Mean,
+    Parts,
     Request,
     Result,
     Ring,
@@ -39,6 +41,8 @@ __all__ = [
     "Gather",
     "LockstepResult",
     "Mean",
+    "Parts",
+    "Received",
     "Request",
     "Result",
     "Ring",

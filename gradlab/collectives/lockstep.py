@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -14,6 +14,7 @@ from gradlab.collectives.requests import (
     Coroutine,
     Gather,
     Mean,
+    Parts,
     Request,
     Ring,
     Step,
@@ -42,6 +43,46 @@ class LockstepResult(Generic[Result]):
     value: Result
     payload_bytes: int
     wire_bytes: int
+
+
+class Received(Sequence[torch.Tensor]):
+    """What all ranks sent to one of them in an all-to-all of `Parts`, where all ranks are in this process.
+
+    Attributes:
+        whole: the vectors that the ranks cut, in rank order.
+
+    Args:
+        sent: every rank's parts.
+        rank: whose answer this is.
+        results: of `once`, one dict for all ranks.
+    """
+
+    def __init__(self, sent: Sequence[Parts], rank: int, results: dict[str, Any]) -> None:
+        self._sent, self._rank, self._results = sent, rank, results
+
+    def __getitem__(self, source: Any) -> Any:
+        of_ranks = self._sent[source]
+        return of_ranks[self._rank] if isinstance(of_ranks, Parts) else [parts[self._rank] for parts in of_ranks]
+
+    def __len__(self) -> int:
+        return len(self._sent)
+
+    @property
+    def whole(self) -> list[torch.Tensor]:
+        return [parts.whole for parts in self._sent]
+
+    def once(self, compute: Callable[[], Result]) -> Result:
+        """Compute what the ranks would have computed a part of each: the first one that asks computes it for all.
+
+        Args:
+            compute: the same on every rank. It takes as long as all ranks' own work together.
+
+        Returns:
+            One result for all ranks, which none of them may change.
+        """
+        if "once" not in self._results:
+            self._results["once"] = compute()
+        return self._results["once"]
 
 
 def sum_in_rank_order(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -96,9 +137,16 @@ def _answers(requests: Sequence[Request]) -> Iterator[Any]:
         yield from pass_around([r.code for r in requests if isinstance(r, Ring)])
         return
     if isinstance(first, AllToAll):
-        yield from ([r.tensors[rank] for r in requests if isinstance(r, AllToAll)] for rank in range(len(requests)))
+        yield from _scattered([r.tensors for r in requests if isinstance(r, AllToAll)])
         return
     yield from [mean if isinstance(first, Mean) else _same_for_all(first, requests)] * len(requests)
+
+
+def _scattered(sent: Sequence[Sequence[torch.Tensor]]) -> Iterator[Sequence[torch.Tensor]]:
+    """Yield for each rank in turn what all ranks sent it."""
+    parts, results = [tensors for tensors in sent if isinstance(tensors, Parts)], dict[str, Any]()
+    for rank in range(len(sent)):
+        yield Received(parts, rank, results) if parts else [tensors[rank] for tensors in sent]
 
 
 def _same_for_all(first: Request, requests: Sequence[Request]) -> Any:
@@ -135,7 +183,7 @@ def _require_alike(requests_by_rank: Sequence[tuple[Request, ...]]) -> None:
 
 def _shapes(request: Request) -> Any:
     """What `signature` tells apart; of an all-to-all's N tensors on each of N ranks no more than their shapes."""
-    if isinstance(request, AllToAll):
+    if isinstance(request, AllToAll) and not isinstance(request.tensors, Parts):
         first = request.tensors[0].dtype if request.tensors else None
         return ("AllToAll", first, [tensor.shape for tensor in request.tensors])
     return signature(request)
@@ -144,8 +192,9 @@ def _shapes(request: Request) -> Any:
 def _sizes(requests: Sequence[Request]) -> Iterator[tuple[int, int]]:
     """Yield the payload and the wire bytes of one request, for each rank in turn."""
     if isinstance(requests[0], AllToAll):
-        sizes = [tensor.nbytes for tensor in requests[0].tensors]  # the same on all ranks
-        yield from ((sum(sizes), sum(sizes) - own) for own in sizes)
+        sizes = requests[0].sizes  # the same on all ranks
+        total = sum(sizes)
+        yield from ((total, total - own) for own in sizes)
         return
     payload = [payload_bytes(request, rank) for rank, request in enumerate(requests)]
     longest, ranks = max(payload), len(requests)

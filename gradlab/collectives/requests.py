@@ -12,8 +12,9 @@ Two sizes are counted from the tensors that pass, in bytes:
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -53,14 +54,55 @@ class Broadcast:
     root: int
 
 
-@dataclass(frozen=True)
-class AllToAll:
-    """One tensor for each rank. Answer: a list of N tensors, what each rank meant for this one.
+class Parts(Sequence[torch.Tensor]):
+    """A vector's parts for all ranks, which are cut off when one of them is read.
 
-    tensors[j] goes to rank j and has the same shape on every rank (shapes may differ between destinations).
+    N ranks of one process would cut N^2 parts. Of these requests only the lengths are compared, and read are the whole
+    vectors, see `Received`.
+
+    Attributes:
+        whole: the vector.
+        lengths: elements of each part. It takes no time to compare where ranks share the tuple.
+
+    Args:
+        whole: the vector.
+        lengths: elements of each part.
+        cut: returns the parts, vectors of these lengths; None: they follow one another in the vector.
     """
 
-    tensors: tuple[torch.Tensor, ...]
+    def __init__(
+        self, whole: torch.Tensor, lengths: tuple[int, ...], cut: Callable[[], Sequence[torch.Tensor]] | None = None
+    ) -> None:
+        self.whole, self.lengths = whole, lengths
+        self._cut = cut
+
+    def __getitem__(self, rank: Any) -> Any:
+        return self._parts[rank]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @cached_property
+    def _parts(self) -> Sequence[torch.Tensor]:
+        return self.whole.split(list(self.lengths)) if self._cut is None else self._cut()
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """One tensor for each rank. Answer: a sequence of N tensors, what each rank meant for this one.
+
+    tensors[j] goes to rank j and has the same shape on every rank (shapes may differ between destinations). `Parts` of
+    a vector cost less where many ranks are in one process.
+    """
+
+    tensors: Sequence[torch.Tensor]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes for each rank."""
+        if isinstance(self.tensors, Parts):
+            return [length * self.tensors.whole.element_size() for length in self.tensors.lengths]
+        return [tensor.nbytes for tensor in self.tensors]
 
 
 @dataclass(frozen=True)
@@ -125,6 +167,8 @@ def signature(request: Request) -> tuple[Any, ...]:
     Returns:
         A tuple to compare.
     """
+    if isinstance(request, AllToAll) and isinstance(request.tensors, Parts):
+        return ("AllToAll", request.tensors.lengths, str(request.tensors.whole.dtype))
     if isinstance(request, AllToAll):
         return ("AllToAll", *((str(t.dtype), tuple(t.shape)) for t in request.tensors))
     if isinstance(request, Ring):
@@ -182,9 +226,7 @@ def payload_bytes(request: Request, rank: int) -> int:
     Returns:
         Bytes.
     """
-    if isinstance(request, AllToAll):
-        return sum(tensor.nbytes for tensor in request.tensors)
-    if isinstance(request, Ring):
+    if isinstance(request, AllToAll | Ring):
         return sum(request.sizes)
     if isinstance(request, Broadcast) and request.root != rank:
         return 0
@@ -267,7 +309,7 @@ def wire_bytes(request: Request, rank: int, world_size: int, longest: int | None
     if isinstance(request, Broadcast):
         return broadcast_wire_bytes(request.tensor.nbytes, rank, request.root, world_size)
     if isinstance(request, AllToAll):
-        return all_to_all_wire_bytes([tensor.nbytes for tensor in request.tensors], rank)
+        return all_to_all_wire_bytes(request.sizes, rank)
     if isinstance(request, Ring):
         return ring_wire_bytes(request.sizes, rank)
     if not request.varying:
@@ -283,19 +325,28 @@ def check_request(request: Request, world_size: int) -> None:
     """Refuse a request that no process group could serve.
 
     Raises:
-        GradlabError: a Mean of integers, a root or a number of tensors that does not fit the world size, a varying
-            gather of anything but a vector, or of a length that is not among `lengths`.
+        GradlabError: a Mean of integers, a root or a number of tensors that does not fit the world size, parts whose
+            lengths are not the vector's, a varying gather of anything but a vector, or of a length that is not among
+            `lengths`.
     """
     if isinstance(request, Mean) and not request.tensor.is_floating_point():
         raise GradlabError(f"Mean needs a floating-point tensor, not {request.tensor.dtype}")
     if isinstance(request, Broadcast) and not 0 <= request.root < world_size:
         raise GradlabError(f"Broadcast from rank {request.root}, but ranks are 0..{world_size - 1}")
-    if isinstance(request, AllToAll) and len(request.tensors) != world_size:
-        raise GradlabError(f"AllToAll of {len(request.tensors)} tensors at world size {world_size}")
+    if isinstance(request, AllToAll):
+        _check_all_to_all(request, world_size)
     if isinstance(request, Ring) and request.code.segments != world_size:
         raise GradlabError(f"Ring of {request.code.segments} segments at world size {world_size}")
     if isinstance(request, Gather):
         _check_gather(request, world_size)
+
+
+def _check_all_to_all(request: AllToAll, world_size: int) -> None:
+    if len(request.tensors) != world_size:
+        raise GradlabError(f"AllToAll of {len(request.tensors)} tensors at world size {world_size}")
+    if isinstance(request.tensors, Parts) and sum(request.tensors.lengths) != request.tensors.whole.numel():
+        together, numel = sum(request.tensors.lengths), request.tensors.whole.numel()
+        raise GradlabError(f"AllToAll of a vector of {numel} elements: the lengths of its parts add up to {together}")
 
 
 def _check_gather(request: Gather, world_size: int) -> None:

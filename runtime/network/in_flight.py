@@ -193,7 +193,7 @@ def _check_length(request: AllToAll | Gather, rank: int) -> None:
 def _largest(request: AllToAll | Gather) -> int:
     """Bytes of the largest part that any rank sends another of a request, as all ranks know them."""
     if isinstance(request, AllToAll):
-        return max(part.nbytes for part in request.tensors)
+        return max(request.sizes)
     return max(request.lengths or ()) * request.tensor.element_size()
 
 

@@ -17,6 +17,8 @@ from gradlab.collectives import (
     Coroutine,
     Gather,
     Mean,
+    Parts,
+    Received,
     Request,
     Step,
     all_gather_wire_bytes,
@@ -196,6 +198,45 @@ def test_every_kind_gives_each_rank_its_answer() -> None:
         assert all(torch.equal(ours, t[: r + 1]) for r, (ours, t) in enumerate(zip(varying, tensors, strict=True)))
 
 
+@law(st.lists(st.integers(0, 5), min_size=1, max_size=6).map(tuple), st.sampled_from([torch.float32, torch.uint8]))
+def test_parts_of_a_vector_are_served_as_tensors_are(lengths: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Answers and bytes are the same. Ranks in one process have the whole vectors beside them."""
+    ranks = len(lengths)
+    vectors = [(torch.arange(sum(lengths)) + 40 * rank).to(dtype) for rank in range(ranks)]
+    of_vectors = [AllToAll(Parts(vector, lengths)) for vector in vectors]
+    of_tensors = [AllToAll(vector.split(list(lengths))) for vector in vectors]
+    lazy, plain = (run_lockstep([asking(request) for request in form]) for form in (of_vectors, of_tensors))
+    for rank in range(ranks):
+        (received,), (expected,) = lazy[rank].value, plain[rank].value
+        assert isinstance(received, Received)
+        assert len(received) == ranks
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(received, expected, strict=True))
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(received[1:], expected[1:], strict=True))
+        assert all(ours is theirs for ours, theirs in zip(received.whole, vectors, strict=True))
+        assert lazy[rank].payload_bytes == plain[rank].payload_bytes == payload_bytes(of_vectors[rank], rank)
+        assert lazy[rank].wire_bytes == plain[rank].wire_bytes == wire_bytes(of_vectors[rank], rank, ranks)
+        assert of_vectors[rank].sizes == of_tensors[rank].sizes
+        assert received.once(lambda rank=rank: rank) == 0  # what the first rank computed
+
+
+def test_nobody_cuts_parts_that_nobody_reads() -> None:
+    """And what is read is cut once, as the request says."""
+    cut: list[int] = []
+
+    def parts(rank: int) -> Parts:
+        def halves() -> list[torch.Tensor]:
+            cut.append(rank)
+            return [A[2:], A[:2]]
+
+        return Parts(A, (2, 2), halves)
+
+    first, second = run_lockstep([asking(AllToAll(parts(rank))) for rank in range(2)])
+    assert not cut
+    assert all(torch.equal(part, A[2:]) for part in first.value[0])
+    assert all(torch.equal(part, A[:2]) for part in second.value[0])
+    assert cut == [0, 1]
+
+
 def test_the_form_of_the_answer_follows_the_form_of_the_step() -> None:
     """A single request gets its answer, a tuple a tuple, even of one or none."""
     tensor = torch.ones(3)
@@ -282,6 +323,9 @@ A, B = torch.zeros(4), torch.zeros(2, 2)
         (Broadcast(A, 0), Broadcast(B, 0)),
         (AllToAll((A, A)), AllToAll((A, B))),
         (AllToAll((A, A)), AllToAll((A,))),
+        (AllToAll(Parts(A, (1, 3))), AllToAll(Parts(A, (3, 1)))),
+        (AllToAll(Parts(A, (1, 3))), AllToAll(Parts(A.double(), (1, 3)))),
+        (AllToAll(Parts(A, (1, 3))), AllToAll((A[:1], A[1:]))),
         ((Mean(A), Mean(B)), (Mean(B), Mean(A))),
         ((Mean(A),), (Mean(A), Mean(A))),
         ((), (Mean(A),)),
@@ -314,6 +358,8 @@ def test_a_yield_of_anything_else_is_refused(step: Any) -> None:
         (Broadcast(A, -1), r"from rank -1, but ranks are 0\.\.1"),
         (AllToAll((A, A, A)), "AllToAll of 3 tensors at world size 2"),
         (AllToAll(()), "AllToAll of 0 tensors at world size 2"),
+        (AllToAll(Parts(A, (1, 2, 1))), "AllToAll of 3 tensors at world size 2"),
+        (AllToAll(Parts(A, (1, 2))), "AllToAll of a vector of 4 elements: the lengths of its parts add up to 3"),
         (Gather(B, varying=True), r"takes vectors, not shape \[2, 2\]"),
         (Gather(torch.tensor(1.0), varying=True), r"takes vectors, not shape \[\]"),
     ],

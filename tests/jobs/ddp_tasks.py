@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradlab.artifact import Artifact
 from gradlab.codec import Context, Exchanged, Tensors
 from gradlab.codecs.identity import Identity
-from gradlab.collectives import AllToAll, Broadcast, Coroutine, Gather, Mean, run_lockstep
+from gradlab.collectives import AllToAll, Broadcast, Coroutine, Gather, Mean, Parts, run_lockstep
 from gradlab.ddp.model import synchronised_layers
 from gradlab.errors import GradlabError
 from gradlab.plan import FEEDBACK, Group, Plan, Schedule, Wrap
@@ -216,6 +216,8 @@ def _asks_everything(rank: int, world_size: int) -> Coroutine[list[torch.Tensor]
     answers += [first, second]
     parts = yield AllToAll(tuple(torch.full((to + 1,), 10 * rank + to, dtype=torch.int64) for to in range(world_size)))
     answers += parts
+    lengths = tuple(range(world_size))
+    answers += yield AllToAll(Parts(torch.arange(float(sum(lengths))) + 100 * rank, lengths))
     answers += yield from _large_parts(rank, world_size)
     answers.append((yield Mean(torch.empty(0))))
     return answers
