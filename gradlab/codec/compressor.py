@@ -14,14 +14,13 @@ import torch
 from gradlab.codec.contract import Codec, Context, Deferred, Exchanged, Tensors, concatenate, separate
 from gradlab.codec.each_layer import EachLayer
 from gradlab.codec.settings import setting
+from gradlab.codec.shards import Payload, Shards, averaged_in_shards
 from gradlab.codec.sparsifier import count_of
 from gradlab.coding.positions import decode, decode_all, encode, in_order, index_bytes, varies
-from gradlab.collectives import AllToAll, Coroutine, Gather
+from gradlab.collectives import Coroutine, Gather
 from gradlab.layout import Layer
 
-Shard = tuple[int, int]
 SomeSparsifier = TypeVar("SomeSparsifier", bound="Sparsifier")
-Payload = tuple[torch.Tensor, ...]
 AGGREGATIONS = ("auto", "gather", "shards")
 _FEWEST_FOR_SHARDS = 3  # ranks: 2 (N - 1) / N of a payload are then less than the N - 1 of a gather
 
@@ -47,6 +46,10 @@ class Compressor(Codec):
 
     frees_gradients = True
     block: int = 1  # elements that must stay together when a vector is cut into shards
+
+    def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
+        super().__init__(settings, learned)
+        self._shards: dict[tuple[int, int, int | None], Shards] = {}
 
     @property
     def gathered(self) -> bool:
@@ -92,15 +95,29 @@ class Compressor(Codec):
         blocks = self.blocks(numel)
         return [min(numel, self.block * (blocks * n // parts)) for n in range(parts + 1)]
 
-    def shards(self, numel: int, world_size: int, name: str = "") -> list[Shard]:
+    def shards(self, numel: int, world_size: int, name: str = "") -> Shards:
         """Return each rank's shard (start, stop) of a vector (numel,): whole blocks, or all of it on one rank.
 
         A vector of one block cannot be cut. Its rank follows from the group's name, so that groups have different ones.
         """
         if self.blocks(numel) > 1:
-            return list(pairwise(self.bounds(numel, world_size)))
-        root = zlib.crc32(name.encode()) % world_size
-        return [(0, numel) if rank == root else (numel, numel) for rank in range(world_size)]
+            return self._kept_shards(numel, world_size, None)
+        return self.shards_on(zlib.crc32(name.encode()) % world_size, numel, world_size)
+
+    def shards_on(self, root: int, numel: int, world_size: int) -> Shards:
+        """Return each rank's shard (start, stop) of a vector (numel,) of which rank `root` has all."""
+        return self._kept_shards(numel, world_size, root)
+
+    def _kept_shards(self, numel: int, world_size: int, root: int | None) -> Shards:
+        """Return the shards that all ranks of a process share, and all steps. Root None: equal ones."""
+        key = numel, world_size, root
+        if key not in self._shards:
+            if root is None:
+                of_ranks = list(pairwise(self.bounds(numel, world_size)))
+            else:
+                of_ranks = [(0, numel) if rank == root else (numel, numel) for rank in range(world_size)]
+            self._shards[key] = Shards(self, of_ranks)
+        return self._shards[key]
 
     def can_be_cut(self, bounds: Sequence[int]) -> bool:
         """Return whether a payload can be cut into those of parts of the vector, see `PiecewiseCompressor.cut`."""
@@ -178,7 +195,7 @@ class Compressor(Codec):
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         vector, codec = concatenate(grads), self.for_layers(self.shapes_of(self.layers_of(grads)))
         if codec.sums_in_shards(context.world_size) and not context.one_round:
-            return (yield from _averaged_in_shards(codec, vector, grads, context))
+            return (yield from averaged_in_shards(codec, vector, grads, context))
         payload = codec.compress(vector, context.rank_generator())
         answers = yield tuple(Gather(part, varying=self.varying) for part in payload)
 
@@ -224,89 +241,6 @@ def exchanged_at(
 
     average = context.alike(lambda: spread(mean, context.memory_for_mean(vector, grads)))
     return Exchanged(average, Deferred(grads, lambda: spread(own, context.workspace.empty_like(vector)), error))
-
-
-class Sharded:
-    """A vector whose shards the ranks average: what each rank sends to every other, and how to decode a whole vector.
-
-    Args:
-        codec: the compressor of the whole vector.
-        vector: this rank's, (numel,).
-        shards: of the ranks, in order.
-        context: of the exchange.
-    """
-
-    def __init__(self, codec: Compressor, vector: torch.Tensor, shards: Sequence[Shard], context: Context) -> None:
-        self.shards = shards
-        self.codecs = [codec.part(a, b) for a, b in shards]
-        self._vector, self._context, self._codec = vector, context, codec
-        generator, bounds = context.rank_generator("shards"), [0, *(stop for _, stop in shards)]
-        # Compressed and decoded as a whole, shards take no calls of their own.
-        self._whole = list(pairwise(bounds)) == list(shards) and codec.can_be_cut(bounds)
-        if self._whole:
-            self.sent = codec.cut(codec.compress(vector, generator), bounds)
-        else:
-            parts = zip(self.codecs, shards, strict=True)
-            self.sent = [part.compress(vector[a:b], generator) for part, (a, b) in parts]
-
-    @property
-    def codec(self) -> Compressor:
-        """The compressor of this rank's shard."""
-        return self.codecs[self._context.rank]
-
-    def average(self) -> Coroutine[torch.Tensor]:
-        """Send every rank its shard, and average what comes for this rank's: (elements of the shard,)."""
-        received = yield tuple(AllToAll(parts) for parts in zip(*self.sent, strict=True))
-        start, stop = self.shards[self._context.rank]
-        average = self._context.workspace.empty_like(self._vector[start:stop])
-        return self.codec.average_into(average, zip(*received, strict=True), 1.0 / self._context.world_size)
-
-    def gathers(self, answer: Payload) -> tuple[Gather, ...]:
-        """Request all ranks' answers, of which each has the sizes of what was sent to its rank."""
-        lengths = [tuple(len(part) for part in shards) for shards in zip(*self.sent, strict=True)]
-        return tuple(Gather(part, lengths=known) for part, known in zip(answer, lengths, strict=True))
-
-    def mean(self, answers: Sequence[Payload], grads: Tensors) -> Tensors:
-        """Decode one answer per shard, by layer."""
-        return separate(self._decoded_into(self._context.memory_for_mean(self._vector, grads), answers), grads)
-
-    def own(self, grads: Tensors) -> Deferred:
-        """Return this rank's decoded contribution, by layer."""
-
-        def decoded() -> Tensors:
-            return separate(self._decoded_into(self._context.workspace.empty_like(self._vector), self.sent), grads)
-
-        return Deferred(grads, decoded, lambda: separate(self._residual(), grads))
-
-    def _decoded_into(self, out: torch.Tensor, payloads: Sequence[Payload]) -> torch.Tensor:
-        if self._whole:
-            return self._codec.decompress_into(out, self._codec.join(payloads))
-        for codec, payload, (start, stop) in zip(self.codecs, payloads, self.shards, strict=True):
-            if stop > start:
-                codec.decompress_into(out[start:stop], payload)
-        return out
-
-    def _residual(self) -> torch.Tensor:
-        vector = self._vector
-        out = vector if self._context.reuse else self._context.workspace.empty_like(vector)
-        if self._whole:
-            return self._codec.residual_into(out, vector, self._codec.join(self.sent))
-        for codec, payload, (start, stop) in zip(self.codecs, self.sent, self.shards, strict=True):
-            if stop > start:
-                part = vector[start:stop]
-                codec.residual_into(part if out is vector else out[start:stop], part, payload)
-        return out
-
-
-def _averaged_in_shards(
-    codec: Compressor, vector: torch.Tensor, grads: Tensors, context: Context
-) -> Coroutine[Exchanged]:
-    sharded = Sharded(codec, vector, codec.shards(vector.numel(), context.world_size, context.group), context)
-    average = yield from sharded.average()
-    answer = sharded.codec.compress(average, context.rank_generator("mean"))
-    answers = yield sharded.gathers(answer)
-    mean = context.alike(lambda: sharded.mean(list(zip(*answers, strict=True)), grads))
-    return Exchanged(mean, sharded.own(grads))
 
 
 class Sparsifier(Compressor):

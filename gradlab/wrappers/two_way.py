@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from gradlab.codec import Codec, Compressor, Context, Deferred, Exchanged, Tensors, concatenate, separate
-from gradlab.codec.compressor import Payload, Shard, Sharded
 from gradlab.codec.contraction import contraction_setting, needs_scaling, next_zeta, scale_down
 from gradlab.codec.settings import setting
+from gradlab.codec.shards import Payload, Shard, Sharded, Shards
 from gradlab.codec.wrapper import Wrapper, buffer_setting, load_buffer, state_names, step_size_setting, store_buffer
 from gradlab.collectives import Broadcast, Coroutine, Gather
 from gradlab.errors import GradlabError
@@ -103,14 +103,15 @@ class TwoWay(Wrapper):
     def _shapes(self, grads: Tensors) -> list[tuple[int, ...]]:
         return self.compressor.shapes_of(self.compressor.layers_of(grads))
 
-    def shards(self, shapes: Sequence[Sequence[int]], world_size: int, group: str = "") -> list[Shard]:
+    def shards(self, shapes: Sequence[Sequence[int]], world_size: int, group: str = "") -> Shards:
         """Return each rank's shard (start, stop) of layers of these shapes: whole blocks, or all on one rank."""
         numel, root = sum(map(math.prod, shapes)), self.settings.server_rank
+        codec = self.compressor.for_layers(shapes)
         if self.settings.server == "sharded":
-            return self.compressor.for_layers(shapes).shards(numel, world_size, group)
+            return codec.shards(numel, world_size, group)
         if root >= world_size:
             raise GradlabError(f"two_way: server_rank = {root} at world size {world_size}")
-        return [(0, numel) if rank == root else (numel, numel) for rank in range(world_size)]
+        return codec.shards_on(root, numel, world_size)
 
     def _answer_requests(self, answer: Payload, sharded: Sharded, context: Context) -> tuple[Broadcast | Gather, ...]:
         """Requests by which the answers reach all ranks: one server's by a broadcast, all servers' by a gather."""

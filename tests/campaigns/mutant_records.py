@@ -594,10 +594,24 @@ MUTANTS = (
     ),
     Mutant(
         file="gradlab/collectives/lockstep.py",
-        old="[r.tensors[rank] for r",
-        new="[r.tensors[-1 - rank] for r",
+        old="[tensors[rank] for tensors",
+        new="[tensors[-1 - rank] for tensors",
         tests=("tests/collectives/test_collectives.py",),
         what="An all-to-all's parts go to the wrong ranks.",
+    ),
+    Mutant(
+        file="gradlab/collectives/requests.py",
+        old="sum(request.tensors.lengths) != request.tensors.whole.numel()",
+        new="sum(request.tensors.lengths) > request.tensors.whole.numel()",
+        tests=("tests/collectives/test_collectives.py",),
+        what="An all-to-all of a part of a vector is served.",
+    ),
+    Mutant(
+        file="gradlab/codec/shards.py",
+        old="average.copy_(whole[start:stop])",
+        new="average.copy_(whole[: stop - start])",
+        tests=("tests/codecs/test_shards.py",),
+        what="In one process every rank takes the first shard's mean.",
     ),
     Mutant(
         file="gradlab/collectives/ring.py",

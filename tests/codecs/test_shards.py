@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from gradlab import codecs
 from gradlab.codec import Compressor, Context
-from gradlab.collectives import run_lockstep
+from gradlab.codec.shards import Payload, Sharded, Shards
+from gradlab.codecs.block_scaled import BlockScaled
+from gradlab.collectives import AllToAll, run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from support.laws import law
@@ -79,6 +81,99 @@ def test_small_payloads_of_many_ranks_are_added_up_in_rank_order(
         codec.add_decompressed(decoded, payload, 0.25)
         total = decoded if at == 0 else total + decoded
     assert torch.equal(codec.average_into(torch.empty(numel), payloads, 0.25), total)
+
+
+def sharded_of(
+    codec: Compressor, vectors: list[torch.Tensor], shards: Shards | None = None, seed: int = 0
+) -> list[Sharded]:
+    """What each rank has of a vector; shards None: those of the codec."""
+    cut = codec.shards(len(vectors[0]), len(vectors), "g") if shards is None else shards
+    at = [Context(rank, len(vectors), 0, "g", seed) for rank in range(len(vectors))]
+    return [Sharded(codec, vector, cut, context) for vector, context in zip(vectors, at, strict=True)]
+
+
+def averages_apart(ranks: list[Sharded]) -> list[torch.Tensor]:
+    """Each rank's average of the parts that it is sent, as on a process group: it sees nothing of other ranks'."""
+    running = [one.average() for one in ranks]
+    asked = [next(coroutine) for coroutine in running]
+    averages = []
+    for rank, coroutine in enumerate(running):
+        answers = []
+        for requests in zip(*asked, strict=True):
+            assert all(isinstance(request, AllToAll) for request in requests)
+            answers.append([request.tensors[rank].clone() for request in requests])
+        with pytest.raises(StopIteration) as stop:
+            coroutine.send(tuple(answers))
+        averages.append(stop.value.value)
+    return averages
+
+
+def draws_of(codec: Compressor, vector: torch.Tensor, shards: Shards, generator: torch.Generator) -> list[Payload]:
+    """Every shard's payload, compressed one after another."""
+    return [codec.part(a, b).compress(vector[a:b], generator) for a, b in shards]
+
+
+# Sizes that are multiples of eight, so that payloads are cut, and others, so that shards are compressed apart.
+UNEVEN = st.sampled_from([(SHAPES["a"], SHAPES["b"], SHAPES["c"]), ((48, 24),), ((7, 9), (30,), (5, 11)), ((3, 3),)])
+
+
+@law(st.sampled_from(CUTTABLE), UNEVEN, st.integers(1, 9), seeds)
+def test_ranks_in_one_process_average_the_whole_with_the_bits_of_its_shards(
+    case: tuple[str, dict[str, Any]], shapes: tuple[tuple[int, ...], ...], ranks: int, seed: int
+) -> None:
+    numel = sum(torch.Size(shape).numel() for shape in shapes)
+    codec, vectors = compressor(*case).for_layers(shapes), [draw(numel, seed + rank) for rank in range(ranks)]
+    together = run_lockstep([one.average() for one in sharded_of(codec, vectors, seed=seed)])
+    apart = averages_apart(sharded_of(codec, vectors, seed=seed))
+    for result, average, (start, stop) in zip(together, apart, codec.shards(numel, ranks, "g"), strict=True):
+        assert len(average) == stop - start
+        assert torch.equal(result.value, average)
+    together[0].value.fill_(7.0)  # each rank has memory of its own: a server adds its residual in place
+    assert all(torch.equal(one.value, average) for one, average in zip(together[1:], apart[1:], strict=True))
+
+
+def test_in_one_process_payloads_are_cut_once_for_all_ranks_and_steps() -> None:
+    """N ranks' parts would be N^2. The first payload's tell how long all are."""
+
+    class Counted(BlockScaled):
+        cuts = 0
+
+        def cut(self, payload: Payload, bounds: Any) -> list[Payload]:
+            Counted.cuts += 1
+            return super().cut(payload, bounds)
+
+    codec = Counted(BlockScaled.Settings(block_size=16))
+    for step in range(3):
+        grads = [{"w": draw(16 * 24, rank).view(16, 24)} for rank in range(8)]
+        run_lockstep([codec.exchange(grads[rank], {}, Context(rank, 8, step, "w")) for rank in range(8)])
+    assert Counted.cuts == 1
+
+
+def test_ranks_and_steps_share_what_follows_from_shapes() -> None:
+    codec = compressor("qsgd", {})
+    assert codec.shards(4096, 4) is codec.shards(4096, 4)
+    assert codec.shards(4096, 4) is not codec.shards(4096, 5)
+    assert list(codec.shards_on(1, 8, 3)) == [(8, 8), (0, 8), (8, 8)]
+    assert codec.shards_on(1, 8, 3).occupied == [1]
+
+
+@law(
+    st.sampled_from([*CUTTABLE, ("block_scaled", {"stochastic": True}), ("topk", {"density": 0.3}), ("random_k", {})]),
+    st.integers(1, 40),
+    st.integers(2, 7),
+    st.data(),
+)
+def test_where_one_rank_has_it_all_payloads_are_those_of_all_shards_in_turn(
+    case: tuple[str, dict[str, Any]], numel: int, ranks: int, data: st.DataObject
+) -> None:
+    """Empty shards' payloads too, whether or not random numbers are drawn for them."""
+    codec, root, seed = compressor(*case), data.draw(st.integers(0, ranks - 1)), data.draw(seeds)
+    shards, vector = codec.shards_on(root, numel, ranks), draw(numel, seed)
+    assume(not shards.whole)
+    [sharded, *_] = sharded_of(codec, [vector] * ranks, shards, seed)
+    alone = draws_of(codec, vector, shards, Context(0, ranks, 0, "g", seed).rank_generator("shards"))
+    for one, other in zip(sharded.sent, alone, strict=True):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize(

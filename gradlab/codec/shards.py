@@ -1,0 +1,214 @@
+"""Averages in shards: every rank sums one part of a vector, and sends the mean of it to all.
+
+Compressed as a whole, a vector takes as many calls as one shard would. So its payload is cut where shards end, if the
+codec can do that (`PiecewiseCompressor.cut`); else every shard is compressed by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from itertools import pairwise, starmap
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradlab.codec.contract import Context, Deferred, Exchanged, Tensors, separate
+from gradlab.collectives import AllToAll, Coroutine, Gather, Parts, Received
+
+if TYPE_CHECKING:
+    from gradlab.codec.compressor import Compressor
+
+Shard = tuple[int, int]
+Payload = tuple[torch.Tensor, ...]
+
+
+class Shards(Sequence[Shard]):
+    """Each rank's shard (start, stop) of a vector, in rank order, and what follows from them.
+
+    It takes N steps to work out. `Compressor.shards` keeps it, so that ranks of one process share it, and all steps.
+
+    Attributes:
+        bounds: where the vector is cut, N + 1 positions.
+        whole: whether payloads of the whole vector can be cut there.
+        occupied: the ranks whose shards are not empty.
+
+    Args:
+        codec: the compressor of the whole vector.
+        of_ranks: the shards.
+    """
+
+    def __init__(self, codec: Compressor, of_ranks: Iterable[Shard]) -> None:
+        self._codec, self._of_ranks = codec, tuple(of_ranks)
+        self._lengths: list[tuple[int, ...]] = []
+        self.bounds = [0, *(stop for _, stop in self._of_ranks)]
+        self.occupied = [rank for rank, (start, stop) in enumerate(self._of_ranks) if stop > start]
+        self.whole = tuple(pairwise(self.bounds)) == self._of_ranks and codec.can_be_cut(self.bounds)
+
+    def __getitem__(self, rank: Any) -> Any:
+        return self._of_ranks[rank]
+
+    def __len__(self) -> int:
+        return len(self._of_ranks)
+
+    def part(self, rank: int) -> Compressor:
+        """Return the compressor of a rank's shard."""
+        return self._codec.part(*self._of_ranks[rank])
+
+    def cut(self, payload: Payload) -> list[Payload]:
+        """Cut a payload of the whole vector into the shards' payloads."""
+        return self._codec.cut(payload, self.bounds)
+
+    def lengths(self, sent: Callable[[], Sequence[Payload]]) -> list[tuple[int, ...]]:
+        """Return the elements of the shards' payloads, for each tensor of a payload: they do not follow from values.
+
+        Args:
+            sent: returns the shards' payloads of any vector; it is called once.
+        """
+        if not self._lengths:
+            self._lengths = [tuple(map(len, column)) for column in zip(*sent(), strict=True)]
+        return self._lengths
+
+
+class Sharded:
+    """A vector whose shards the ranks average: what each rank sends to every other, and how to decode a whole vector.
+
+    Args:
+        codec: the compressor of the whole vector.
+        vector: this rank's, (numel,).
+        shards: of the ranks, in order.
+        context: of the exchange.
+    """
+
+    def __init__(self, codec: Compressor, vector: torch.Tensor, shards: Shards, context: Context) -> None:
+        self._codec, self._vector, self._shards, self._context = codec, vector, shards, context
+        generator = context.rank_generator("shards")
+        self._payload: Payload = ()
+        if shards.whole:
+            self._payload = codec.compress(vector, generator)
+        else:
+            self.sent = _compressed_apart(vector, shards, generator)
+
+    @cached_property
+    def sent(self) -> Sequence[Payload]:
+        """What each rank is sent. A whole payload is cut when somebody asks: in one process nobody does."""
+        return self._shards.cut(self._payload)
+
+    @property
+    def _lengths(self) -> list[tuple[int, ...]]:
+        return self._shards.lengths(lambda: self.sent)
+
+    @property
+    def codec(self) -> Compressor:
+        """The compressor of this rank's shard."""
+        return self._shards.part(self._context.rank)
+
+    def average(self) -> Coroutine[torch.Tensor]:
+        """Send every rank its shard, and average what comes for this rank's: (elements of the shard,)."""
+        received = yield tuple(map(AllToAll, self._parts()))
+        start, stop = self._shards[self._context.rank]
+        average = self._context.workspace.empty_like(self._vector[start:stop])
+        if start == stop:
+            return average
+        if isinstance(received[0], Received):
+            whole = received[0].once(lambda: self._average_of_whole([column.whole for column in received]))
+            return average.copy_(whole[start:stop])
+        return self.codec.average_into(average, zip(*received, strict=True), 1.0 / self._context.world_size)
+
+    def _parts(self) -> list[Sequence[torch.Tensor]]:
+        """Return the parts for each rank of each tensor of a payload."""
+        if not self._shards.whole:
+            return list(zip(*self.sent, strict=True))
+
+        def column(at: int, lengths: tuple[int, ...]) -> Parts:
+            return Parts(self._payload[at], lengths, lambda: [payload[at] for payload in self.sent])
+
+        return list(starmap(column, enumerate(self._lengths)))
+
+    def _average_of_whole(self, columns: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+        """Average the whole vector, in as many calls as one rank takes for its shard, and with the same bits."""
+        out = self._context.workspace.empty_like(self._vector)
+        return self._codec.average_into(out, zip(*columns, strict=True), 1.0 / self._context.world_size)
+
+    def gathers(self, answer: Payload) -> tuple[Gather, ...]:
+        """Request all ranks' answers, of which each has the sizes of what was sent to its rank."""
+        return tuple(Gather(part, lengths=known) for part, known in zip(answer, self._lengths, strict=True))
+
+    def mean(self, answers: Sequence[Payload], grads: Tensors) -> Tensors:
+        """Decode one answer per shard, by layer."""
+        out = self._context.memory_for_mean(self._vector, grads)
+        if self._shards.whole:
+            return separate(self._codec.decompress_into(out, self._codec.join(answers)), grads)
+        return separate(self._decoded_into(out, answers), grads)
+
+    def own(self, grads: Tensors) -> Deferred:
+        """Return this rank's decoded contribution, by layer."""
+
+        def decoded() -> Tensors:
+            out = self._context.workspace.empty_like(self._vector)
+            if self._shards.whole:
+                return separate(self._codec.decompress_into(out, self._payload), grads)
+            return separate(self._decoded_into(out, self.sent), grads)
+
+        return Deferred(grads, decoded, lambda: separate(self._residual(), grads))
+
+    def _decoded_into(self, out: torch.Tensor, payloads: Sequence[Payload]) -> torch.Tensor:
+        for rank in self._shards.occupied:
+            self._shards.part(rank).decompress_into(out[slice(*self._shards[rank])], payloads[rank])
+        return out
+
+    def _residual(self) -> torch.Tensor:
+        vector = self._vector
+        out = vector if self._context.reuse else self._context.workspace.empty_like(vector)
+        if self._shards.whole:
+            return self._codec.residual_into(out, vector, self._payload)
+        for rank in self._shards.occupied:
+            part = vector[slice(*self._shards[rank])]
+            of_part = part if out is vector else out[slice(*self._shards[rank])]
+            self._shards.part(rank).residual_into(of_part, part, self.sent[rank])
+        return out
+
+
+def averaged_in_shards(
+    codec: Compressor, vector: torch.Tensor, grads: Tensors, context: Context
+) -> Coroutine[Exchanged]:
+    """Average in two rounds: an all-to-all of shards, and a gather of their means, quantized once more.
+
+    Args:
+        codec: the compressor of the whole vector.
+        vector: this rank's, (numel,).
+        grads: that it concatenates.
+        context: of the exchange.
+
+    Returns:
+        The result, without a state.
+    """
+    sharded = Sharded(codec, vector, codec.shards(vector.numel(), context.world_size, context.group), context)
+    average = yield from sharded.average()
+    answer = sharded.codec.compress(average, context.rank_generator("mean"))
+    answers = yield sharded.gathers(answer)
+    mean = context.alike(lambda: sharded.mean(list(zip(*answers, strict=True)), grads))
+    return Exchanged(mean, sharded.own(grads))
+
+
+def _compressed_apart(vector: torch.Tensor, shards: Shards, generator: torch.Generator) -> list[Payload]:
+    """Compress each shard by itself. Empty ones, which are most where one rank has it all, are compressed once."""
+    sent: list[Payload] = []
+    for rank, (start, stop) in enumerate(shards):
+        before = generator.get_state() if start == stop else None
+        sent.append(shards.part(rank).compress(vector[start:stop], generator))
+        # Without a random number drawn for it, the next empty shard's payload is the same.
+        if before is not None and torch.equal(before, generator.get_state()):
+            return _compressed_around(sent[-1], sent, vector, shards, generator)
+    return sent
+
+
+def _compressed_around(
+    nothing: Payload, done: Sequence[Payload], vector: torch.Tensor, shards: Shards, generator: torch.Generator
+) -> list[Payload]:
+    """Compress what shards are left, those that are not empty."""
+    sent = [*done, *[nothing] * (len(shards) - len(done))]
+    for rank in shards.occupied:
+        if rank >= len(done):
+            sent[rank] = shards.part(rank).compress(vector[slice(*shards[rank])], generator)
+    return sent
