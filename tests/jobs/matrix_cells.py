@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from gradlab import codecs
-from gradlab.codec import Context, Tensors, exchange_group
+from gradlab.codec import Compressor, Context, Tensors, exchange_group
+from gradlab.codec.wrapper import innermost
 from gradlab.codecs.identity import Identity
 from gradlab.collectives import mean_of_node, run_lockstep
 from gradlab.ddp.groups import part_of
@@ -122,7 +123,9 @@ OPTIONS: dict[str, Option] = {
 def rows() -> dict[str, Stack]:
     """The matrix's other axis: every codec with feedback, and the other kinds of wrappers once."""
     stacks = {f"{codec} + feedback": Stack(codec, "feedback") for codec in codecs.names()}
-    return stacks | {
+    quantizers = [codec for codec in codecs.names() if hasattr(codecs.make(codec).settings, "aggregation")]
+    gathered = {f"{codec} gathered + feedback": Stack(codec, "feedback", gathered=True) for codec in quantizers}
+    return stacks | gathered | {
         "topk + correction": Stack("topk", "correction"),
         "qsgd + two-way": Stack("qsgd", "two-way under feedback"),
     }
@@ -344,6 +347,9 @@ class _Training:
         if self.cell.stack.wrapping != "feedback":
             return
         for group in self.plan.compressed_groups:
+            codec = innermost(self.plan.build(group))
+            if isinstance(codec, Compressor) and codec.sums_in_shards(self.cell.nodes):
+                continue  # the mean is quantized once more, which nobody's residual holds
             for name in group.layers:
                 own = self.state.states.get(group.name, {}).get(f"{name}/residual")
                 due = torch.zeros_like(self.given[name]) if own is None else own.double()

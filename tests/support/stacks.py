@@ -69,11 +69,13 @@ MINIMUM_NUMEL = 256
 
 @dataclass(frozen=True)
 class Stack:
-    """A codec with its wrappers. refusal: what `Plan` says of it; empty if it is valid."""
+    """A codec with its wrappers. refusal: what `Plan` says of it; empty if it is valid. gathered: whether the codec
+    gathers where its default would average in shards."""
 
     codec: str
     wrapping: str
     refusal: str = ""
+    gathered: bool = False
 
     @property
     def name(self) -> str:
@@ -97,6 +99,8 @@ class Stack:
         settings = SETTINGS.get(self.codec, {})
         if "training_steps" in settings and self.wrapping == "feedback":
             settings = {**settings, "training_steps": 5}  # saved while it learns; in other wrappings after that
+        if self.gathered:
+            settings = {**settings, "aggregation": "gather"}
         groups = [Group(layer.name, (layer.name,), self.codec, settings, self.wrappers) for layer in chosen]
         for wrap in self.wrappers:
             if wrap.name == "momentum_correction":
