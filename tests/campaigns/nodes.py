@@ -8,6 +8,7 @@ prints one line per trial; the exit code is 1 if one went wrong. What a trial as
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
 import sys
 import tempfile
@@ -128,17 +129,30 @@ def _of_fitted_plans(nodes: int, local_ranks: int, folder: Path) -> Iterator[Tri
         )
 
 
+def _misforecast(pairs: list[tuple[float, float]]) -> str:
+    """What is wrong with (bytes counted, bytes forecast) of all ranks.
+
+    Shards of whole blocks are not equal, so that ranks of one place on different nodes send different numbers of bytes;
+    the forecast, which is the same for them, is the mean.
+    """
+    for forecast in {forecast for _, forecast in pairs}:
+        counted = [count for count, expected in pairs if expected == forecast]
+        if not math.isclose(sum(counted) / len(counted), forecast, rel_tol=1e-9, abs_tol=0):
+            return f"counted {counted}, forecast {forecast}"
+    return ""
+
+
 def _wrong_bytes(results: list[Any]) -> str:
-    if any(one["payload"] != one["forecast"] for one in results):
-        return f"counted {[one['payload'] for one in results]}, forecast {[one['forecast'] for one in results]}"
+    if misforecast := _misforecast([(one["payload"], one["forecast"]) for one in results]):
+        return misforecast
     if any(one["gradients"] != results[0]["gradients"] for one in results):
         return "ranks disagree"
     return "" if results[0]["groups"] or max(one["farthest"] for one in results) < 4e-7 else "far from plain DDP"
 
 
 def _wrong_agreement(results: list[Any]) -> str:
-    if any(one["counted"] != one["forecast"] for one in results):
-        return f"counted {[one['counted'] for one in results]}, forecast {[one['forecast'] for one in results]}"
+    if misforecast := _misforecast([(one["counted"], one["forecast"]) for one in results]):
+        return misforecast
     return "" if all(one["agree"] and one["finite"] for one in results) else "nodes disagree"
 
 

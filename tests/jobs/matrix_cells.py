@@ -125,10 +125,14 @@ def rows() -> dict[str, Stack]:
     stacks = {f"{codec} + feedback": Stack(codec, "feedback") for codec in codecs.names()}
     quantizers = [codec for codec in codecs.names() if hasattr(codecs.make(codec).settings, "aggregation")]
     gathered = {f"{codec} gathered + feedback": Stack(codec, "feedback", gathered=True) for codec in quantizers}
-    return stacks | gathered | {
-        "topk + correction": Stack("topk", "correction"),
-        "qsgd + two-way": Stack("qsgd", "two-way under feedback"),
-    }
+    return (
+        stacks
+        | gathered
+        | {
+            "topk + correction": Stack("topk", "correction"),
+            "qsgd + two-way": Stack("qsgd", "two-way under feedback"),
+        }
+    )
 
 
 def run_cell(group: dist.ProcessGroup, row: str, option: str) -> str:
