@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gradlab.codec import Codec, Compressor, Context, Tensors
 from gradlab.codecs.block_scaled import BlockScaled
 from gradlab.codecs.natural import Natural
-from gradlab.codecs.one_bit import OneBit
+from gradlab.codecs.one_bit import OneBit, two_means, two_means_of_blocks
 from gradlab.codecs.terngrad import TernGrad, pack_ternary, unpack_ternary
 from gradlab.coding.random_bits import RandomBits
 from gradlab.collectives import run_lockstep
@@ -158,6 +158,15 @@ def test_one_bit_is_two_means_of_each_unit(rows: int, columns: int, unit: bool, 
     expected = one_bit(matrix if by_unit else matrix.reshape(1, -1)).reshape(matrix.shape)
     np.testing.assert_allclose(result.value.own["w"].numpy(), expected, rtol=1e-5, atol=1e-6)
     assert result.payload_bytes == 8 * (rows if by_unit else 1) + -(-rows * columns // 8)
+
+
+@law(st.integers(1, 9), st.integers(1, 60), seeds)
+def test_one_bit_has_the_same_means_for_large_blocks_as_for_small_ones(rows: int, columns: int, seed: int) -> None:
+    """Blocks beyond the cache are averaged in pieces, by another function."""
+    matrix = np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
+    starts = np.arange(0, rows * columns, columns)
+    expected = two_means_of_blocks(matrix.reshape(-1), starts)
+    np.testing.assert_allclose(two_means(torch.from_numpy(matrix)).numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_one_bit_both_ways_in_stripes_is_the_papers_aggregation() -> None:
