@@ -3,11 +3,15 @@
     python benchmarks/compiled_kernels.py [--repeats 9] [--rows ROWS.jsonl]
     python benchmarks/compiled_kernels.py --rows ROWS.jsonl --table
 
-11 million values, one thread. A kernel is what a codec does between a block's number and its codes: for `block_scaled`
-in int8 dividing, rounding, cutting off and converting; for `qsgd` dividing, moving by random bits, cutting off and
-converting (the bits are drawn before); for `natural` moving and shifting exponents; for GradiVeQ the order of a
-convolution. Eager kernels work in pieces of 64 Ki values, as codecs do; compiled ones in such pieces and in one. All
-three give the same bits, or the benchmark fails.
+11 million values, one thread. A kernel is what a codec does between a block's number and its codes, as small as that:
+
+- int8: `block_scaled` divides, rounds, cuts off and converts.
+- qsgd: `qsgd` divides, adds random bits that were drawn before, cuts off and converts.
+- natural: `natural` adds random bits to magnitudes and takes their exponents.
+- order: GradiVeQ turns a convolution of 512 x 512 x 3 x 3.
+
+Eager kernels work in pieces of 64 Ki values, compiled ones in such pieces and in one. All give the same bits, or the
+benchmark fails.
 """
 
 from __future__ import annotations

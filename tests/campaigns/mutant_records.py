@@ -339,9 +339,8 @@ MUTANTS = (
         file="gradlab/learning/slice_pca.py",
         old="edges = [first, *range((first // reuse + 1) * reuse, last, reuse), last]",
         new="edges = [first, *range(first + reuse, last, reuse), last]",
-        tests=("tests/learning/test_slice_pca.py",),
+        tests=("tests/learning/test_slice_code.py",),
         what="In a ring's later segment bases serve the wrong slices.",
-        select="as_all_of_them",
     ),
     Mutant(
         file="gradlab/learning/slice_pca.py",
