@@ -5,14 +5,16 @@
 
 One rank of a real process group takes real steps (`gradlab.runtime.Exchange`), so that what is counted is the machinery
 and the codecs, and no network. "default" is the codec's uniform plan, "per layer" the same with a group for each layer,
-"grouped" with all layers in groups of 4 MiB. The plans take turns, and a figure is the median of the calling thread's
-processor time. "us per layer" is that of the default.
+"grouped" with all layers in groups of 4 MiB, "one layer" a plan of one matrix of as many values. The plans take turns,
+and a figure is the median of the calling thread's processor time. "us per layer" is that of the default, "for layers"
+what of it the matrix does not take.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 import warnings
@@ -52,44 +54,68 @@ FORMS: dict[str, dict[str, Any]] = {
     "per layer": {"group_bytes": 0},
     "grouped": {"group_bytes": 4 * 2**20},
 }
+ONE = "one layer"
+
+
+def one_layer(layers: list[Layer]) -> list[Layer]:
+    """Return a matrix of as many values as the layers have, as square as can be."""
+    numel = sum(layer.numel for layer in layers)
+    rows = next(rows for rows in range(math.isqrt(numel), 0, -1) if numel % rows == 0)
+    return [Layer("matrix", (rows, numel // rows), "linear")]
+
+
+class Run:
+    """One plan at work on gradients of its layers."""
+
+    def __init__(self, layers: list[Layer], codec: str, **choice: Any) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.plan = Plan.uniform(layers, codec, **CODECS[codec], **choice)
+        self._gradients = {layer.name: torch.randn(layer.shape, generator=generator) for layer in layers}
+        parameters = {layer.name: torch.zeros(layer.shape, requires_grad=True) for layer in layers}
+        self.exchange = Exchange(self.plan, parameters.items())
+
+    def seconds(self) -> float:
+        """Take a step, and return its processor seconds."""
+        given = {name: gradient.clone() for name, gradient in self._gradients.items()}
+        began = time.thread_time()
+        self.exchange.step(given)
+        return time.thread_time() - began
 
 
 def measured(layers: list[Layer], codec: str, repeats: int) -> Iterator[Row]:
     """Time the forms of one codec's plan, in turns."""
-    generator = torch.Generator().manual_seed(0)
-    gradients = {layer.name: torch.randn(layer.shape, generator=generator) for layer in layers}
-    parameters = {layer.name: torch.zeros(layer.shape, requires_grad=True) for layer in layers}
-    plans = {form: Plan.uniform(layers, codec, **CODECS[codec], **choice) for form, choice in FORMS.items()}
-    exchanges = {form: Exchange(plan, parameters.items()) for form, plan in plans.items()}
-    seconds: dict[str, list[float]] = {form: [] for form in FORMS}
+    runs = {form: Run(layers, codec, **choice) for form, choice in FORMS.items()}
+    runs[ONE] = Run(one_layer(layers), codec)
+    seconds: dict[str, list[float]] = {form: [] for form in runs}
     for turn in range(repeats + 3):
-        for form, exchange in exchanges.items():
-            given = {name: gradient.clone() for name, gradient in gradients.items()}
-            began = time.thread_time()
-            exchange.step(given)
+        for form, run in runs.items():
+            taken = run.seconds()
             if turn > 2:  # the first steps learn and warm up
-                seconds[form].append(time.thread_time() - began)
-    for form, exchange in exchanges.items():
+                seconds[form].append(taken)
+    for form, run in runs.items():
         low, middle, high = statistics.quantiles(seconds[form], n=4)
         yield {
             "layers": len(layers),
             "codec": codec,
             "form": form,
-            "groups": len(plans[form].compressed_groups),
+            "groups": len(run.plan.compressed_groups),
             "milliseconds": 1e3 * middle,
             "quartiles": [1e3 * low, 1e3 * high],
         }
-        exchange.close()
+        run.exchange.close()
 
 
 def table(rows: list[Row]) -> None:
     """Print the table."""
-    print(f"{'layers':>6} {'codec':20} {'identity':>9} {'default':>9} {'per layer':>9} {'grouped':>9}   us per layer")
+    forms = (*FORMS, ONE)
+    print("| layers | codec | identity | " + " | ".join(forms) + " | us per layer | for layers |")
+    print("|---" * (len(forms) + 5) + "|")
     by_key = {(row["layers"], row["codec"], row["form"]): row["milliseconds"] for row in rows}
     for layers, codec in dict.fromkeys((row["layers"], row["codec"]) for row in rows):
-        times = [by_key[layers, codec, form] for form in FORMS]
-        shown = " ".join(f"{one:9.2f}" for one in (by_key.get((layers, "identity", "default"), float("nan")), *times))
-        print(f"{layers:6d} {codec:20} {shown}   {1e3 * times[0] / layers:.1f}")
+        times = [by_key[layers, codec, form] for form in forms]
+        per_layer = [1e3 * one / layers for one in (times[0], times[0] - times[-1])]
+        shown = [f"{one:.1f}" for one in (by_key[layers, "identity", "default"], *times, *per_layer)]
+        print(f"| {layers} | {codec} | " + " | ".join(shown) + " |")
 
 
 def main() -> None:

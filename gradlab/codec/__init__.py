@@ -12,19 +12,17 @@ from gradlab.codec.contract import (
     Guarantees,
     Own,
     PlanDefaults,
-    Tensors,
     alone,
-    concatenate,
     exchange_group,
     hash_tensor,
     mean_only,
     register,
     seeded_generator,
-    separate,
     shown_settings,
 )
 from gradlab.codec.settings import setting
 from gradlab.codec.sparsifier import count_of, largest
+from gradlab.codec.vectors import Tensors, concatenate, separate
 from gradlab.coding.bits import pack, packed_bytes, unpack
 from gradlab.coding.positions import decode, encode, index_bytes
 from gradlab.collectives.requests import Coroutine, Mean

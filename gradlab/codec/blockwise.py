@@ -20,6 +20,7 @@ from gradlab.coding.bits import PIECE, cut, join
 WHOLE = 2**62  # elements of a block that has no end
 CACHED = PIECE  # elements worked on at a time
 _ROWS_CACHED = 2**18
+_WORTH_A_ROW = 32  # elements of a block from which the largest of a row is found faster than that of a run
 _MANY = 6  # ranks whose small payloads are decoded as one
 _MOST_ON_DEVICE = 2**26  # elements that a GPU decodes at once, where calls cost more than memory: 256 MiB in float32
 Span = tuple[int, int]
@@ -264,6 +265,12 @@ class BlockCompressor(PiecewiseCompressor):
             parts.append(reduced)
         return torch.cat(parts, -1)
 
+    def largest_magnitudes(self, vector: torch.Tensor) -> torch.Tensor:
+        """Find the largest magnitude of each block of a vector (numel,): (blocks,)."""
+        if self._sizes is None and _WORTH_A_ROW <= self.block <= CACHED and vector.device.type == "cpu":
+            return torch.cat([largest_of_rows(rows) for rows in self.rows(vector)])
+        return self.reduced(vector, largest_of_rows, largest_of_blocks)
+
     def _runs(self, numel: int) -> Iterator[tuple[int, int, np.ndarray]]:
         """Cut a vector (numel,) into runs of whole blocks that fit the cache: start, stop, and its blocks' starts.
 
@@ -303,6 +310,20 @@ class BlockCompressor(PiecewiseCompressor):
     ) -> torch.Tensor:
         """Divide a part of a vector by its blocks' divisors, and return it. Arguments as for `scale`."""
         return self._with_blocks(torch.div, values, divisors, start, out)
+
+    def divide_and_shift(
+        self, values: torch.Tensor, divisors: torch.Tensor, start: int, term: float, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Write term + values / divisors, in one pass where that can be. Arguments as for `scale`."""
+
+        def quotient_and_term(values: torch.Tensor, divisors: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+            if divisors.ndim == 0:
+                return torch.div(values, divisors, out=out).add_(term)
+            # One of three operands at most may be a number where elements lie side by side, or the loop is a slow one.
+            terms = values.new_full(values.shape[1:] if divisors.ndim > 1 else (), term)
+            return torch.addcdiv(terms, values, divisors, out=out)
+
+        return self._with_blocks(quotient_and_term, values, divisors, start, out)
 
     def shift(self, values: torch.Tensor, terms: torch.Tensor, start: int) -> torch.Tensor:
         """Add to a part of a vector its blocks' terms, in place, and return it. Arguments as for `scale`."""

@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from gradlab.codec.contract import Codec, Context, Deferred, Exchanged, Tensors, concatenate, separate
+from gradlab.codec.contract import Codec, Context, Deferred, Exchanged
 from gradlab.codec.each_layer import EachLayer
 from gradlab.codec.settings import setting
 from gradlab.codec.shards import Payload, Shards, averaged_in_shards
 from gradlab.codec.sparsifier import count_of
+from gradlab.codec.vectors import Tensors, concatenate, separate
 from gradlab.coding.positions import decode, decode_all, encode, in_order, index_bytes, varies
 from gradlab.collectives import Coroutine, Gather
 from gradlab.layout import Layer

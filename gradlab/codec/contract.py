@@ -21,12 +21,13 @@ import torch
 
 from gradlab.codec.registry import CODECS
 from gradlab.codec.settings import build_settings, check_ranges, fields_of
+from gradlab.codec.vectors import Tensors, concatenate, consecutive, separate
 from gradlab.collectives import Coroutine, Mean, run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.layout import ROLES, Layer
 from gradlab.workspace import Workspace
 
-Tensors = dict[str, torch.Tensor]
+_SMALL = 2**13  # elements of a layer whose copy costs less than a request of its own
 Own = TypeVar("Own", bound="type[Codec]")
 Result = TypeVar("Result")
 
@@ -100,7 +101,7 @@ class Context:
         names: of the group's layers, in order.
         """
         spare = [self.spare[name] for name in names if name in self.spare]
-        joined = spare[0].reshape(-1) if len(spare) == 1 and spare[0].is_contiguous() else _joined(spare)
+        joined = spare[0].reshape(-1) if len(spare) == 1 and spare[0].is_contiguous() else consecutive(spare)
         if joined is not None and joined.shape == vector.shape and joined.dtype == vector.dtype:
             return joined
         return self.workspace.empty_like(vector)
@@ -640,7 +641,7 @@ def exchange_group(
         context = replace(context, reuse=True, spare=working)
     run = codec.dense_exchange if dense else codec.exchange
     done = yield from run(working, state, context)
-    mean = {name: _rescaled(value, scaled_by).to(grads[name].dtype) for name, value in done.mean.items()}
+    mean = {name: _rescaled(value, scaled_by, grads[name].dtype) for name, value in done.mean.items()}
     return replace(done, mean=mean, compressor_input=done.compressor_input or working)
 
 
@@ -656,47 +657,18 @@ def _working(grad: torch.Tensor, scaled_by: float) -> torch.Tensor:
     return (wide if scaled_by == 1.0 else wide / scaled_by).contiguous()
 
 
-def _rescaled(mean: torch.Tensor, scaled_by: float) -> torch.Tensor:
-    return mean if scaled_by == 1.0 else mean * scaled_by
+def _rescaled(mean: torch.Tensor, scaled_by: float, dtype: torch.dtype) -> torch.Tensor:
+    scaled = mean if scaled_by == 1.0 else mean * scaled_by
+    return scaled if scaled.dtype == dtype else scaled.to(dtype)
 
 
 def mean_only(grads: Tensors) -> Coroutine[Exchanged]:
-    """Exchange gradients uncompressed, by one Mean per layer."""
-    names = list(grads)
-    answers = yield tuple(Mean(grads[name]) for name in names)
-    return Exchanged(dict(zip(names, answers, strict=True)), dict(grads))
-
-
-def concatenate(grads: Tensors) -> torch.Tensor:
-    """Concatenate a group's gradients to one vector (sum of numel,).
-
-    It is a view where the gradients lie one after another in memory, as those that `separate` cut do.
-    """
-    pieces = list(grads.values())
-    if len(pieces) == 1:
-        return pieces[0].reshape(-1)
-    joined = _joined(pieces)
-    return torch.cat([piece.reshape(-1) for piece in pieces]) if joined is None else joined
-
-
-def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return the vector that tensors are consecutive parts of, or None."""
-    if not pieces:
-        return None
-    first = pieces[0]
-    begin = address = first.data_ptr()
-    for piece in pieces:
-        if piece.data_ptr() != address or not piece.is_contiguous():
-            return None
-        address += piece.nbytes
-    memory = first.untyped_storage()
-    # Memory of other tensors may follow by chance: then it ends before the last of these.
-    if address > memory.data_ptr() + memory.nbytes() or any(piece.dtype != first.dtype for piece in pieces):
-        return None
-    return first.as_strided(((address - begin) // first.element_size(),), (1,))
-
-
-def separate(vector: torch.Tensor, like: Tensors) -> Tensors:
-    """Cut a vector (sum of numel,) into views with the names and shapes of `like`: the inverse of `concatenate`."""
-    pieces = vector.split([grad.numel() for grad in like.values()])
-    return {name: piece.reshape(grad.shape) for (name, grad), piece in zip(like.items(), pieces, strict=True)}
+    """Exchange gradients uncompressed, by one Mean per large layer, and one for the small ones of each dtype."""
+    parts: dict[Any, Tensors] = {}
+    for name, grad in grads.items():
+        parts.setdefault(grad.dtype if grad.numel() < _SMALL else name, {})[name] = grad
+    answers = yield tuple(Mean(concatenate(part)) for part in parts.values())
+    mean: Tensors = {}
+    for part, answer in zip(parts.values(), answers, strict=True):
+        mean |= separate(answer, part)
+    return Exchanged({name: mean[name] for name in grads}, dict(grads))

@@ -24,8 +24,9 @@ import numpy as np
 import torch
 
 from gradlab.codec.blockwise import CACHED
-from gradlab.codec.contract import Codec, Context, Exchanged, Tensors, alone
+from gradlab.codec.contract import Codec, Context, Exchanged, alone
 from gradlab.codec.settings import setting
+from gradlab.codec.vectors import Tensors
 from gradlab.codec.wrapper import innermost
 from gradlab.collectives import Coroutine, run_lockstep
 from gradlab.layout import Layer

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
+from torch._utils import _flatten_dense_tensors
 
 from gradlab.codec.contract import Exchanged
 
 _SMALL = 2**16  # elements of a tensor whose copy costs less than calls of its own
+_CACHED = 2**17  # elements that are copied together
 LayerErrors = dict[str, tuple[float, float]]
 
 
@@ -42,17 +44,31 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
 
     Small ones are looked at together, and those on a GPU all at once, so that it is waited for once.
     """
-    small: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    small: dict[torch.dtype, list[torch.Tensor]] = {}
     on_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.device.type != "cpu":
             on_device.setdefault(tensor.device, []).append(tensor)
         elif tensor.numel() < _SMALL:
-            small.setdefault((tensor.dtype, tensor.device), []).append(tensor.reshape(-1))
+            small.setdefault(tensor.dtype, []).append(tensor)
         elif not is_finite(tensor):
             return False
-    together = all(is_finite(torch.cat(alike)) for alike in small.values())
+    together = all(is_finite(joined) for alike in small.values() for joined in _joined(alike))
     return together and all(bool(largest_magnitudes(some).isfinite().all()) for some in on_device.values())
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield vectors of several tensors' elements that fit the cache."""
+    batch: list[torch.Tensor] = []
+    room = _CACHED
+    for tensor in tensors:
+        batch.append(tensor)
+        room -= tensor.numel()
+        if room <= 0:
+            yield _flatten_dense_tensors(batch)
+            batch, room = [], _CACHED
+    if batch:
+        yield _flatten_dense_tensors(batch)
 
 
 def squared_norm(tensor: torch.Tensor) -> float:

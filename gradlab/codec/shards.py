@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradlab.codec.contract import Context, Deferred, Exchanged, Tensors, separate
+from gradlab.codec.contract import Context, Deferred, Exchanged
+from gradlab.codec.vectors import Tensors, separate
 from gradlab.collectives import AllToAll, Coroutine, Gather, Parts, Received
 
 if TYPE_CHECKING:

@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradlab.codec.contract import About, Codec, Tensors, shown_settings
+from gradlab.codec.contract import About, Codec, shown_settings
 from gradlab.codec.settings import setting
+from gradlab.codec.vectors import Tensors
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 

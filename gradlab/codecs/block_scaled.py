@@ -23,8 +23,6 @@ from gradlab.codec.blockwise import (
     OF_BLOCKS,
     BlockCompressor,
     Kind,
-    largest_of_blocks,
-    largest_of_rows,
 )
 from gradlab.codec.compressor import aggregation_setting
 from gradlab.codec.settings import setting
@@ -34,6 +32,9 @@ from gradlab.layout import Layer
 
 INTEGERS = {"int8": 8, "int4": 4}
 FLOATS = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
+# float32 numbers of this size are whole: what is added is rounded to the nearest one, or the even one of two, and then
+# stands in the lowest bits.
+_WHOLE_NUMBERS = 1.5 * 2.0**23
 _MANTISSA = {"float8_e4m3fn": 3, "float8_e5m2": 2}  # bits
 _FINEST = {"float8_e4m3fn": 2.0**-9, "float8_e5m2": 2.0**-16}  # steps, below the smallest normal number
 
@@ -130,17 +131,31 @@ class BlockScaled(BlockCompressor):
         packer = Packer(vector.numel(), self.bits, vector.device)
         scales, scratch = self._scales(vector), self._scratch(vector)
         divisors = scales.masked_fill(scales == 0, 1.0).to(vector.dtype)
+        quick, zero = self._rounds_in_a_sum(divisors), _WHOLE_NUMBERS + (8 if self.bits == 4 else 0)
         for start, stop in self.spans(vector):
-            places = self._divided(vector[start:stop], divisors, start, scratch[: stop - start])
-            packer.write(start, self._codes(places, bits).view(torch.uint8))
+            values, room = vector[start:stop], scratch[: stop - start]
+            if quick:
+                sums = self.divide_and_shift(values, divisors, start, zero, room)
+                codes = sums.view(torch.int32).to(torch.int8)
+            else:
+                codes = self._codes(self._divided(values, divisors, start, room), bits)
+            packer.write(start, codes.view(torch.uint8))
         return scales, packer.packed[: vector.numel()] if self.bits == 8 else packer.packed
+
+    def _rounds_in_a_sum(self, divisors: torch.Tensor) -> bool:
+        """Return whether values / divisors may be rounded by adding `_WHOLE_NUMBERS`, as none comes out too large."""
+        chosen, dtype = self.settings, divisors.dtype
+        plain = chosen.dtype in INTEGERS and chosen.scale is None and not chosen.stochastic and dtype == torch.float32
+        # A scale below the normal numbers is far from what the largest value asks for. NaN is not above it either.
+        on_cpu = divisors.device.type == "cpu" and divisors.numel() > 0
+        return plain and on_cpu and bool(divisors.min() >= torch.finfo(dtype).tiny)
 
     def _scales(self, vector: torch.Tensor) -> torch.Tensor:
         """Return the blocks' divisors, float32: (blocks,), or (1,); not finite for values that are not finite."""
         if not vector.numel():
             return vector.new_empty(0, dtype=torch.float32)
         if self.settings.scale is None:
-            return self.reduced(vector, largest_of_rows, largest_of_blocks).float() / self.largest
+            return self.largest_magnitudes(vector).float() / self.largest
         least, greatest = torch.aminmax(vector)
         # One says it all, and whether something was not finite.
         return ((least * 0 + greatest * 0).float() + 1 / self.settings.scale).view(1)

@@ -30,7 +30,7 @@ from gradlab.collectives import Broadcast, Coroutine, Gather, Mean, Request, Rin
 from gradlab.collectives.ring import SummedRing
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, flatten, split_slices, unflatten
-from gradlab.learning.alike_layers import SlicedGradient, alike_batches, code_of_alike, split_alike, stacked
+from gradlab.learning.alike_layers import AlikeCodes, SlicedGradient, alike_batches, split_alike, stacked
 from gradlab.learning.slice_code import SliceCode, SliceCoder, random_coordinates
 from gradlab.learning.slice_pca import (
     SLICE_AXES,
@@ -200,6 +200,7 @@ class GradiVeQ(Codec):
         # Of each layer: what its last draw belongs to, the basis it was drawn beside, and the draw.
         self._last_drawn: dict[str, tuple[tuple[object, ...], torch.Tensor, torch.Tensor]] = {}
         self._last_widths: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
+        self._alike_codes = AlikeCodes()
         for key, basis in list(self.learned.items()):
             if key.endswith("/basis") and basis.ndim == 3:  # artifacts of format 2 have no width
                 self.learned.setdefault(f"{key.removesuffix('/basis')}/width", torch.tensor(float(basis.shape[2])))
@@ -415,9 +416,8 @@ class GradiVeQ(Codec):
         states = [one.state for one in batch]
         if self.settings.complement == 1:
             states = [self._nothing_fitted(one.slices) for one in batch]
-        code = code_of_alike(
-            [self._code(*pair, slices.dtype, context) for pair in zip(names, states, strict=True)], batch
-        )
+        codes = [self._code(*pair, slices.dtype, context) for pair in zip(names, states, strict=True)]
+        code = self._alike_codes.of(codes, batch)
         mean = stacked([state["mean"].to(slices.dtype) for state in states]) if "mean" in states[0] else None
         dtype = torch.bfloat16 if self.settings.bfloat16 else slices.dtype
         segments = context.world_size if self.settings.ring else 1

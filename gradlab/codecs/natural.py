@@ -22,6 +22,7 @@ from gradlab.layout import Layer
 
 _EXPONENT = 0x7F800000  # of a float32: eight bits; below it 23 of the mantissa
 _LARGEST = 0x7F000000  # 2^127, the largest power of two
+_MAGNITUDE = 0x7FFFFFFF
 
 
 class Natural(PiecewiseCompressor):
@@ -62,14 +63,14 @@ class Natural(PiecewiseCompressor):
 
         Exponents have float32's bias; 255 stands for a value that is not finite.
         """
-        bits = RandomBits(generator, vector.device)
+        bits, tame = RandomBits(generator, vector.device), _is_tame(vector)
         exponents = torch.empty(vector.numel(), dtype=torch.uint8, device=vector.device)
         for start, stop in self.spans(vector):
-            magnitudes = vector[start:stop].float().abs().view(torch.int32)
+            magnitudes = vector[start:stop].float().view(torch.int32).bitwise_and(_MAGNITUDE)
             # u in (0, 1) in 2^16 places, in the unit of a mantissa of 23 bits; 0 stays below the first exponent
-            moved = bits.sixteen(magnitudes).to(torch.int32).mul_(2**7).add_(2**22 + 2**6).add_(magnitudes)
-            if magnitudes.device.type != "cpu" or int(magnitudes.max()) >= _LARGEST:
-                # None may be carried to infinity. A GPU is not waited for to learn whether one could be.
+            drawn = bits.sixteen(magnitudes).to(torch.int32)
+            moved = torch.add(magnitudes, drawn, alpha=2**7, out=drawn).add_(2**22 + 2**6)
+            if not tame:
                 moved.clamp_(max=_LARGEST | 0x7FFFFF)
                 moved = torch.where(magnitudes >= _EXPONENT, magnitudes, moved)
             exponents[start:stop] = moved.bitwise_right_shift_(23)
@@ -89,3 +90,14 @@ class Natural(PiecewiseCompressor):
 
     def compressed_bytes(self, numel: int) -> int:
         return numel + packed_bytes(numel, 1)
+
+
+def _is_tame(vector: torch.Tensor) -> bool:
+    """Return whether all values are known to be finite, and none may be carried to infinity.
+
+    A GPU is not waited for to learn that.
+    """
+    if vector.device.type != "cpu" or not vector.numel():
+        return False
+    least, greatest = map(float, torch.aminmax(vector))
+    return max(-least, greatest) < 0.99 * 2.0**127

@@ -115,30 +115,31 @@ class PowerSGD(Codec):
         """Compute both factors in one iteration (Algorithm 1)."""
         start = {name: self._start(name, matrix, state, context) for name, matrix in matrices.items()}
         # Q is as large as the gradient: a product with the next one might over- or underflow.
-        unit = {name: normalized(q) for name, q in start.items()}
+        unit = _stacked(normalized, start)
         left = multiplied(unit, {name: matrix.mT for name, matrix in matrices.items()})
         answers = yield tuple(Mean(tensor) for tensor in (*left.values(), *dense.values()))
-        left = orthogonalized(dict(zip(left, answers, strict=False)))
+        of_left = dict(zip(left, answers, strict=False))
+        left = context.alike(lambda: orthogonalized(of_left))
         sent_dense = dict(zip(dense, answers[len(left) :], strict=True))
         right = multiplied(left, matrices)
         answers = (yield tuple(Mean(q) for q in right.values())) if right else ()
         mean = dict(zip(right, answers, strict=True))
         # A gradient of zeros says nothing of the next one, but a Q of zeros could hide rows of it for ever.
-        kept = {_key(name, "q"): torch.where(q.any(-1, keepdim=True), q, start[name]) for name, q in mean.items()}
+        kept = context.alike(lambda: _stacked(_with_spares, mean, start))
+        kept = {_key(name, "q"): q for name, q in kept.items()}
         return (left, mean), (left, right), kept, sent_dense
 
     def _alternate(self, matrices: Tensors, dense: Tensors, state: Tensors, context: Context) -> Coroutine[Factors]:
         """Compute one factor from the other one, which the last iteration left."""
         flipped = {name for name in matrices if _key(name, "p") in state}  # those whose turn it is to compute Q
         start = {name: self._start(name, matrix, state, context, name in flipped) for name, matrix in matrices.items()}
-        basis = orthogonalized(start)
+        basis = context.alike(lambda: orthogonalized(start))
         factors = multiplied(basis, {name: m if name in flipped else m.mT for name, m in matrices.items()})
         answers = yield tuple(Mean(tensor) for tensor in (*factors.values(), *dense.values()))
         mean = dict(zip(factors, answers, strict=False))
-        kept = {}
-        for name, factor in mean.items():
-            spare = self._spare(name, factor, context)
-            kept[_key(name, "q" if name in flipped else "p")] = torch.where(factor.any(-1, keepdim=True), factor, spare)
+        spares = {name: self._spare(name, factor, context) for name, factor in mean.items()}
+        kept = context.alike(lambda: _stacked(_with_spares, mean, spares))
+        kept = {_key(name, "q" if name in flipped else "p"): factor for name, factor in kept.items()}
 
         def ordered(computed: Tensors) -> tuple[Tensors, Tensors]:
             """Return the left and right factors of each product."""
@@ -306,13 +307,23 @@ def normalized(rows: torch.Tensor) -> torch.Tensor:
     return rows / torch.where(largest > 0, largest, torch.ones_like(largest))
 
 
+def _with_spares(rows: torch.Tensor, spares: torch.Tensor) -> torch.Tensor:
+    """Replace rows (..., r, n) of zeros by others."""
+    return torch.where(rows.any(-1, keepdim=True), rows, spares)
+
+
 def orthogonalized(factors: Tensors) -> Tensors:
     """Orthonormalize factors, each given as rows (..., r, n); those of one shape in one call."""
-    orthonormal: Tensors = {}
-    for names in _of_one_shape(factors):
-        together = orthogonalize(torch.stack([factors[name].mT for name in names]))
-        orthonormal |= {name: basis.mT.contiguous() for name, basis in zip(names, together, strict=True)}
-    return {name: orthonormal[name] for name in factors}
+    return _stacked(lambda rows: orthogonalize(rows.mT).mT.contiguous(), factors)
+
+
+def _stacked(function: Callable[..., torch.Tensor], *factors: Tensors) -> Tensors:
+    """Apply a function to stacks of the factors of one shape: to the same names of each argument."""
+    found: Tensors = {}
+    for names in _of_one_shape(factors[0]):
+        stacks = [torch.stack([given[name] for name in names]) for given in factors]
+        found |= dict(zip(names, function(*stacks).unbind(), strict=True))
+    return {name: found[name] for name in factors[0]}
 
 
 def multiplied(factors: Tensors, matrices: Tensors) -> Tensors:

@@ -24,7 +24,7 @@ from gradlab.codec import (
     concatenate,
     separate,
 )
-from gradlab.codec.blockwise import OF_BLOCKS, BlockCompressor, Kind, largest_of_blocks, largest_of_rows
+from gradlab.codec.blockwise import OF_BLOCKS, BlockCompressor, Kind, largest_of_rows
 from gradlab.codec.compressor import aggregation_setting
 from gradlab.codec.settings import require, setting
 from gradlab.coding.bits import Packer, packed_bytes, unpack
@@ -130,7 +130,7 @@ class QSGD(BlockCompressor):
     def norms(self, vector: torch.Tensor) -> torch.Tensor:
         """Compute the norm of each bucket, (buckets,), float32."""
         if self.settings.norm == "max":
-            return self.reduced(vector, largest_of_rows, largest_of_blocks).float()
+            return self.largest_magnitudes(vector).float()
         return torch.cat([norms_of_rows(rows) for rows in self.rows(vector)])
 
     def _codes(self, vector: torch.Tensor, norms: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -22,8 +22,6 @@ from gradlab.codec.blockwise import (
     WHOLE,
     BlockCompressor,
     Kind,
-    largest_of_blocks,
-    largest_of_rows,
 )
 from gradlab.codec.settings import require, setting
 from gradlab.coding.bits import Packer, pack, packed_bytes, unpack
@@ -107,7 +105,7 @@ class TernGrad(BlockCompressor):
         """Compute the blocks' largest magnitudes after clipping, (blocks,), float32."""
         if not vector.numel():
             return vector.new_empty(0, dtype=torch.float32)
-        largest = self.reduced(vector, largest_of_rows, largest_of_blocks)
+        largest = self.largest_magnitudes(vector)
         if self.settings.clip:
             limits = self.reduced(vector, root_mean_squares, root_mean_squares_of_blocks).mul_(self.settings.clip)
             # NaN stays; where squares over- or underflow there is no limit.

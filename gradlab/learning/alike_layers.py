@@ -70,14 +70,33 @@ def split_alike(slices: torch.Tensor, batch: Sequence[SlicedGradient]) -> list[t
     return [slices] if len(batch) == 1 else list(slices.split(len(batch[0].slices)))
 
 
-def code_of_alike(codes: Sequence[SliceCode], batch: Sequence[SlicedGradient]) -> SliceCode:
-    """Return the code of the slices of alike layers from those of each, which have one basis."""
-    if len(codes) == 1:
-        return codes[0]
-    drawn = [code.coordinates for code in codes if code.coordinates is not None]
-    return SliceCode(
-        [code.basis[0] for code in codes],
-        tuple(code.dimensions[0] for code in codes),
-        len(batch[0].slices),
-        torch.cat(drawn) if drawn else None,
-    )
+class AlikeCodes:
+    """The codes of batches of alike layers. The bases of a batch are joined once, and again when one is another."""
+
+    def __init__(self) -> None:
+        self._joined: dict[tuple[str, ...], tuple[list[torch.Tensor], torch.Tensor]] = {}
+
+    def of(self, codes: Sequence[SliceCode], batch: Sequence[SlicedGradient]) -> SliceCode:
+        """Return the code of the slices of alike layers from those of each, which have one basis."""
+        if len(codes) == 1:
+            return codes[0]
+        bases = [code.basis for code in codes]
+        drawn = [code.coordinates for code in codes if code.coordinates is not None]
+        return SliceCode(
+            self._together(tuple(one.name for one in batch), bases) if bases[0].numel() else _empty(bases),
+            tuple(code.dimensions[0] for code in codes),
+            len(batch[0].slices),
+            torch.cat(drawn) if drawn else None,
+        )
+
+    def _together(self, names: tuple[str, ...], bases: list[torch.Tensor]) -> torch.Tensor:
+        known, joined = self._joined.get(names, ([], bases[0]))
+        if len(known) != len(bases) or any(one is not before for one, before in zip(bases, known, strict=True)):
+            joined = torch.cat(bases)
+            self._joined[names] = bases, joined
+        return joined
+
+
+def _empty(bases: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Join bases without columns."""
+    return bases[0].expand(len(bases), -1, -1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -28,13 +27,13 @@ class SliceCode:
     A slice x is coded as U^T x, followed by the chosen coordinates of what U leaves, x - U U^T x, if there are any.
 
     Args:
-        basis: (B, K, D), or B matrices (K, D); orthonormal columns. Basis b codes with its first `dimensions[b]` ones.
+        basis: (B, K, D), orthonormal columns. Basis b codes with its first `dimensions[b]` ones.
         dimensions: columns in use, B of them, at most D.
         reuse: consecutive slices that one basis serves; None: one basis serves all.
         coordinates: int64 (B, R), different ones of each basis; None: none.
     """
 
-    basis: torch.Tensor | Sequence[torch.Tensor]
+    basis: torch.Tensor
     dimensions: tuple[int, ...]
     reuse: int | None = None
     coordinates: torch.Tensor | None = None
@@ -56,6 +55,8 @@ class SliceCode:
         """Code slices (m, K), the first of which has the index `first` in its layer, eq. (3); returns a vector."""
         if (places := self._drawn_alone(slices, first)) is not None:
             return slices.gather(1, places).view(-1)
+        if (shape := self._runs_alike(slices, first)) is not None:
+            return self._encode_alike(slices.view(shape))
         parts = [self._encode(rows, b).reshape(-1) for rows, b in served_rows(slices, self.reuse, first)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -63,6 +64,9 @@ class SliceCode:
         """Write the slices (m, K) that a vector of codes stands for into `out`, eq. (5); `first` as in `encode`."""
         if (places := self._drawn_alone(out, first)) is not None:
             return out.zero_().scatter_(1, places, codes.view(places.shape))
+        if (shape := self._runs_alike(out, first)) is not None:
+            self._decode_alike(codes.view(*shape[:2], -1), out.view(shape))
+            return out
         runs, done = served_rows(out, self.reuse, first), 0
         for rows, b in runs:
             count = len(rows) * self.widths[b]
@@ -79,6 +83,34 @@ class SliceCode:
             return None
         bases, count = self.coordinates.shape
         return self.coordinates[:, None].expand(bases, served, count).reshape(-1, count)
+
+    def _runs_alike(self, slices: torch.Tensor, first: int) -> tuple[int, int, int] | None:
+        """Return the shape (B, m, K) of slices of which several bases serve m each, with one dimension."""
+        bases, served = len(self.basis), len(slices) // len(self.basis)
+        alike = len(set(self.dimensions)) == 1 and served == (self.reuse or served)
+        if bases == 1 or not served or first or len(slices) % bases or not alike:
+            return None
+        return bases, served, slices.shape[1]
+
+    def _encode_alike(self, runs: torch.Tensor) -> torch.Tensor:
+        """Code runs of slices (B, m, K), each with its basis, by one product; returns a vector."""
+        axes = self.basis[:, :, : self.dimensions[0]]
+        if self.coordinates is None:
+            return torch.bmm(runs, axes).view(-1)
+        chosen, codes = self.coordinates[:, None], runs.new_empty(*runs.shape[:2], self.widths[0])
+        fitted, left = codes.split([axes.shape[2], chosen.shape[2]], dim=2)
+        fitted.copy_(torch.bmm(runs, axes))
+        chosen_axes = axes.gather(1, chosen.mT.expand(-1, -1, axes.shape[2]))
+        chosen_values = runs.gather(2, chosen.expand(-1, runs.shape[1], -1))
+        left.copy_(torch.baddbmm(chosen_values, fitted, chosen_axes.mT, alpha=-1))
+        return codes.view(-1)
+
+    def _decode_alike(self, codes: torch.Tensor, out: torch.Tensor) -> None:
+        axes = self.basis[:, :, : self.dimensions[0]]
+        torch.bmm(codes[:, :, : axes.shape[2]], axes.mT, out=out)
+        if self.coordinates is not None:
+            chosen = self.coordinates[:, None].expand(-1, out.shape[1], -1)
+            out.scatter_add_(2, chosen, codes[:, :, axes.shape[2] :])
 
     def _encode(self, rows: torch.Tensor, b: int) -> torch.Tensor:
         axes = self.basis[b][:, : self.dimensions[b]]

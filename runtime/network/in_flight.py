@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from gradlab.codec.vectors import cut_like
 from gradlab.collectives import AllToAll, Broadcast, Gather, Mean, Ring, fusion_key, sum_in_rank_order
 from gradlab.errors import GradlabError
 from gradlab.runtime.network.messages import Messages
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 
 _NEW_TENSORS_BEGIN = 64  # bytes: at multiples of it, on the CPU
+_WORTH_A_CALL = 2**13  # elements of a vector, on average
 
 
 def fuse(communicator: Communicator, requests: Sequence[Any]) -> Fused:
@@ -90,8 +92,8 @@ class _FusedMean(InPlaceMean):
     """Several Means of one dtype as one."""
 
     def __init__(self, communicator: Communicator, requests: Sequence[Mean]) -> None:
-        self._shapes = [request.tensor.shape for request in requests]
-        vectors = [request.tensor.reshape(-1) for request in requests]
+        self._like = [request.tensor for request in requests]
+        vectors = [tensor.reshape(-1) for tensor in self._like]
         if communicator.deterministic:
             super().__init__(communicator, _joined(vectors, communicator))
         else:
@@ -99,10 +101,7 @@ class _FusedMean(InPlaceMean):
 
     def answers(self) -> list[Any]:
         (buffer,) = super().answers()
-        pieces = buffer.split([shape.numel() for shape in self._shapes])
-        return [
-            _aligned(piece, self._communicator).view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)
-        ]
+        return [_aligned(piece, self._communicator) for piece in cut_like(buffer, self._like)]
 
 
 class _FusedGather(Fused):
@@ -275,11 +274,13 @@ def _joined(vectors: Sequence[torch.Tensor], communicator: Communicator) -> torc
 
 
 def _joined_and_scaled(vectors: Sequence[torch.Tensor], communicator: Communicator) -> torch.Tensor:
-    """The same, times 1/N, in one pass."""
+    """The same, times 1/N: in one pass, or in two of fewer calls where vectors are small."""
     sizes = [vector.numel() for vector in vectors]
-    out = communicator.workspace.empty((sum(sizes),), vectors[0])
+    out, share = communicator.workspace.empty((sum(sizes),), vectors[0]), 1.0 / communicator.world_size
+    if sum(sizes) < _WORTH_A_CALL * len(sizes):
+        return torch.cat(list(vectors), out=out).mul_(share)
     for vector, piece in zip(vectors, out.split(sizes), strict=True):
-        torch.mul(vector, 1.0 / communicator.world_size, out=piece)
+        torch.mul(vector, share, out=piece)
     return out
 
 

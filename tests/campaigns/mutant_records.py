@@ -293,10 +293,31 @@ MUTANTS = (
     ),
     Mutant(
         file="gradlab/codecs/powersgd.py",
-        old="torch.where(q.any(-1, keepdim=True), q, start[name])",
-        new="torch.where(q.any(-1, keepdim=True), q, q)",
+        old="return torch.where(rows.any(-1, keepdim=True), rows, spares)",
+        new="return torch.where(rows.any(-1, keepdim=True), rows, rows)",
         tests=("tests/codecs/test_powersgd.py",),
         what="A gradient of zeros leaves PowerSGD a factor of zeros.",
+    ),
+    Mutant(
+        file="gradlab/codecs/block_scaled.py",
+        old="bool(divisors.min() >= torch.finfo(dtype).tiny)",
+        new="True",
+        tests=("tests/codecs/test_quantizers.py",),
+        what="Codes leave int8 where a block's scale is below the normal numbers.",
+    ),
+    Mutant(
+        file="gradlab/codecs/natural.py",
+        old="< 0.99 * 2.0**127",
+        new="< 2.0**200",
+        tests=("tests/codecs/test_quantizers.py",),
+        what="Natural compression carries the largest numbers to infinity.",
+    ),
+    Mutant(
+        file="gradlab/learning/alike_layers.py",
+        old="any(one is not before for one, before in zip(bases, known, strict=True))",
+        new="False",
+        tests=("tests/codecs/test_gradiveq.py",),
+        what="Alike layers are coded under bases of an earlier cycle.",
     ),
     Mutant(
         file="gradlab/codecs/powersgd.py",

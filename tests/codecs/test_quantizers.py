@@ -15,6 +15,7 @@ from gradlab.codecs.block_scaled import BlockScaled
 from gradlab.codecs.natural import Natural
 from gradlab.codecs.one_bit import OneBit, two_means, two_means_of_blocks
 from gradlab.codecs.terngrad import TernGrad, pack_ternary, unpack_ternary
+from gradlab.coding.bits import unpack
 from gradlab.coding.random_bits import RandomBits
 from gradlab.collectives import run_lockstep
 from gradlab.errors import GradlabError
@@ -254,6 +255,25 @@ def test_the_nearest_value_of_the_format_is_sent(dtype: str, numel: int, size: i
         # The scale is a float32: a tie may fall either way.
         assert (errors <= gaps.min(1) + 1e-6 * np.abs(block / s)).all()
         assert (np.abs(values - sent[:, None]).min(1) <= 1e-6 * np.abs(sent) + 1e-12).all()
+
+
+@law(st.sampled_from(["int8", "int4"]), st.integers(1, 300), st.integers(-150, 120), st.integers(1, 100), seeds)
+def test_codes_are_rounded_quotients_at_any_magnitude(
+    dtype: str, numel: int, exponent: int, size: int, seed: int
+) -> None:
+    """Ties go to the even one, and no code leaves the format where a block's scale is below the normal numbers."""
+    vector = torch.randn(numel, generator=generator(seed)) * 2.0**exponent
+    vector[::3] = vector.abs().max() * torch.randint(-15, 15, vector[::3].shape, generator=generator(seed)) / 14
+    codec = BlockScaled(BlockScaled.Settings(dtype, size))
+    scales, packed = codec.compress(vector, generator())
+    blocks = np.arange(numel) // size
+    largest = np.array([np.abs(vector.numpy()[blocks == block]).max() for block in range(blocks[-1] + 1)])
+    ends = {"int8": 127, "int4": 7}[dtype]
+    np.testing.assert_array_equal(scales.numpy(), largest / np.float32(ends))
+    divisors = np.where(scales == 0, np.float32(1), scales.numpy())[blocks]
+    expected = np.rint(vector.numpy() / divisors).clip(-ends, ends)
+    codes = packed.view(torch.int8) if dtype == "int8" else unpack(packed, 4, 0, numel).to(torch.int8) - 8
+    np.testing.assert_array_equal(codes.numpy(), expected)
 
 
 @law(st.sampled_from(sorted(FORMATS)), st.integers(1, 300), seeds)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from gradlab.codec.contract import Tensors
+from gradlab.codec import Tensors
 from gradlab.collectives import mean_of_node
 from gradlab.ddp.groups import part_of
 from gradlab.errors import GradlabError

@@ -1,0 +1,52 @@
+"""A group's gradients as one vector, and back, in one call for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch._utils import _unflatten_dense_tensors
+
+Tensors = dict[str, torch.Tensor]
+
+
+def concatenate(grads: Tensors) -> torch.Tensor:
+    """Concatenate a group's gradients to one vector (sum of numel,).
+
+    It is a view where the gradients lie one after another in memory, as those that `separate` cut do.
+    """
+    pieces = list(grads.values())
+    if len(pieces) == 1:
+        return pieces[0].reshape(-1)
+    joined = consecutive(pieces)
+    return torch.cat([piece.reshape(-1) for piece in pieces]) if joined is None else joined
+
+
+def consecutive(pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the vector that tensors are consecutive parts of, or None."""
+    if not pieces:
+        return None
+    first = pieces[0]
+    begin = address = first.data_ptr()
+    for piece in pieces:
+        if piece.data_ptr() != address or not piece.is_contiguous():
+            return None
+        address += piece.nbytes
+    memory = first.untyped_storage()
+    # Memory of other tensors may follow by chance: then it ends before the last of these.
+    if address > memory.data_ptr() + memory.nbytes() or any(piece.dtype != first.dtype for piece in pieces):
+        return None
+    return first.as_strided(((address - begin) // first.element_size(),), (1,))
+
+
+def separate(vector: torch.Tensor, like: Tensors) -> Tensors:
+    """Cut a vector (sum of numel,) into views with the names and shapes of `like`: the inverse of `concatenate`."""
+    return dict(zip(like, cut_like(vector, list(like.values())), strict=True))
+
+
+def cut_like(vector: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Cut a vector (sum of numel,) into views with the shapes of several tensors, in one call."""
+    if all(one.numel() for one in like):
+        return _unflatten_dense_tensors(vector, like)
+    pieces = vector.split([one.numel() for one in like])  # the call forgets the shape of what is empty
+    return [piece.view(one.shape) for piece, one in zip(pieces, like, strict=True)]
