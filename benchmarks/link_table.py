@@ -51,6 +51,7 @@ PLANS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "int8": ("block_scaled", {"dtype": "int8"}),
     "natural": ("natural", {}),
     "terngrad": ("terngrad", {}),
+    "ecsq": ("ecsq", {"bits": 0.25}),
     "lgc_ring": ("lgc_ring", {"training_steps": 2, "optimizer": "adam", "most_error": 1e9, "warmup_steps": 0}),
 }
 WAYS = (*PEERS, *PLANS)

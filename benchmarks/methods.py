@@ -112,6 +112,10 @@ METHODS: dict[str, Compared] = {
     "DeMo, 2 of 8": published("DeMo", momentum=False, rate=0.01, chunk=8, count=2),
     "PowerSGD rank 2": published("PowerSGD", rank=2),
     "PowerSGD rank 4, alternating": published("PowerSGD", rank=4, alternating=True),
+    **{
+        f"ecsq {bits:g} bits": Compared("ecsq", {"bits": bits, "group_bytes": 2**62})
+        for bits in (1.25, 0.5, 0.32, 0.16)
+    },
     "GradiVeQ, half PCA": Compared("gradiveq", {**PCA, "complement": 0.5, "compressed_steps": 0}, FEEDBACK),
 }
 
@@ -179,7 +183,7 @@ def replay_all(trace: Trace, out: Path) -> None:
 
 def required_settings(name: str) -> dict[str, Any]:
     """Settings without which a codec alone is not what it is for."""
-    return {"chunk": 8} if name == "dct_topk" else {}
+    return {"dct_topk": {"chunk": 8}, "ecsq": {"group_bytes": 2**62}}.get(name, {})
 
 
 def floor(trace: Trace, bits: Sequence[float]) -> list[float]:

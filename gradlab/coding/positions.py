@@ -13,13 +13,13 @@ smallest  the smallest of all four, with a byte that says which; its size depend
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from gradlab.coding.bits import join, pack, packed_bytes, unpack
+from gradlab.coding.deflate import deflated, inflated
 from gradlab.errors import GradlabError
 
 CODINGS = ("fixed", "smallest", "raw", "packed", "bitmap", "deflate")
@@ -198,10 +198,7 @@ def _deflated(positions: torch.Tensor, numel: int) -> torch.Tensor:
     planes = max(1, -(-int(gaps.max(initial=0)).bit_length() // 8))
     written = [bytes([planes])]
     for plane in range(planes):
-        data = (gaps >> 8 * plane & 255).astype(np.uint8).tobytes()
-        deflater = zlib.compressobj(6, zlib.DEFLATED, -zlib.MAX_WBITS)
-        deflated = deflater.compress(data) + deflater.flush()
-        written.append(b"\1" + deflated if len(deflated) < len(data) else b"\0" + data)
+        written.append(deflated((gaps >> 8 * plane & 255).astype(np.uint8)))
     return torch.from_numpy(np.frombuffer(b"".join(written), np.uint8).copy()).to(positions.device)
 
 
@@ -213,28 +210,12 @@ def _inflated(encoded: torch.Tensor, count: int, numel: int) -> torch.Tensor:
         raise GradlabError(f"positions: {planes} bytes each, expected 1 to {most}")
     gaps = np.zeros(count, np.int64)
     for plane in range(planes):
-        low, rest = _plane(rest, count)
+        low, rest = inflated(rest, count, "positions")
         gaps += np.frombuffer(low, np.uint8).astype(np.int64) << 8 * plane
     if rest:
         raise GradlabError(f"positions: {len(rest)} bytes more than there should be")
     positions = np.cumsum(gaps + 1) - 1
     return torch.from_numpy(positions).to(encoded.device)
-
-
-def _plane(data: bytes, count: int) -> tuple[bytes, bytes]:
-    """The first plane's bytes, and what follows it."""
-    if data[:1] == b"\1":
-        inflater = zlib.decompressobj(-zlib.MAX_WBITS)
-        try:
-            plane = inflater.decompress(data[1:], count + 1)  # never more than there should be
-        except zlib.error as error:
-            raise GradlabError(f"positions: not what was compressed: {error}") from error
-        rest = inflater.unused_data
-    else:
-        plane, rest = data[1 : 1 + count], data[1 + count :]
-    if len(plane) != count or data[:1] not in (b"\0", b"\1"):
-        raise GradlabError(f"positions: {len(plane)} bytes in a plane, expected {count}")
-    return plane, rest
 
 
 _ENCODE = {"raw": _raw, "packed": _packed, "bitmap": _bitmap, "deflate": _deflated}

@@ -85,8 +85,8 @@ def test_codes_of_any_width_are_packed(bits: int, numel: int, seed: int) -> None
         ([], "deflate", "0 bytes each"),
         ([9, 1, 2], "deflate", "9 bytes each"),
         ([1, 1, 7, 3], "deflate", "not what was compressed"),
-        ([1, 0, 7, 3], "deflate", "2 bytes in a plane, expected 3"),
-        ([1, 2, 7, 3, 1], "deflate", "in a plane, expected 3"),
+        ([1, 0, 7, 3], "deflate", "2 bytes, expected 3"),
+        ([1, 2, 7, 3, 1], "deflate", "expected a byte 0 or 1"),
         ([1, 0, 7, 3, 1, 1], "deflate", "1 bytes more"),
     ],
 )
@@ -100,7 +100,7 @@ def test_deflated_bytes_of_another_number_of_positions_are_refused() -> None:
     """Nor does a small message unfold into a large one."""
     encoded = encode(drawn(10_000, 100, 0), 10_000, "deflate")
     for count in (99, 101):
-        with pytest.raises(GradlabError, match=r"expected (99|101)|more than"):
+        with pytest.raises(GradlabError, match=r"expected (99|101|a byte 0 or 1)|more than"):
             decode(encoded, count, 10_000, "deflate")
     with pytest.raises(GradlabError, match="1 to 1"):
         decode(encoded, 100, 50, "deflate")

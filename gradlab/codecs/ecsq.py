@@ -1,0 +1,288 @@
+"""Entropy-coded scalar quantization: one step for all values, a dead zone, and codes as long as values are rare.
+
+Uniform quantization with entropy coding is within a quarter of a bit of the rate-distortion function at high rates
+(Gish, Pierce, "Asymptotically efficient quantizing", IEEE Transactions on Information Theory, 1968), and with a dead
+zone near it at low ones (Sullivan, "Efficient scalar quantization of exponential and Laplacian random variables", IEEE
+Transactions on Information Theory, 1996). One step for values of different variances is what reverse water-filling
+asks for (Cover, Thomas, "Elements of information theory", section 10.3.3): each is distorted alike, and bits go where
+the energy is.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from gradlab.codec import About, Compressor, Context, Deferred, Exchanged, PlanDefaults, Tensors, concatenate, separate
+from gradlab.codec.settings import require, setting
+from gradlab.codec.sparsifier import at_least
+from gradlab.coding.levels import LARGEST, decode_levels, encode_levels
+from gradlab.collectives import Coroutine, Gather
+from gradlab.errors import GradlabError
+
+_HEADER = struct.Struct("<f3bf")  # the step, where values lie above three classes of levels, the squared error's share
+_CENTROIDS = 3
+_UNIT = 1 / 128  # of a step: resolution of centroids
+_SAMPLE = 2**18  # values from which a first step is found
+_SLOPE = 2.5  # bits that a doubling of the step saves, per bit, at low rates; at high ones it saves one bit
+_SEARCH = 30  # halvings of the interval in which the first step is looked for
+
+
+class ECSQ(Compressor):
+    """C(x)_i = sign(x_i) (k_i + c(k_i)) step, with k_i = floor(|x_i| / step - dead_zone) + 1, or 0 below the dead zone.
+
+    k is entropy-coded layer by layer (`gradlab.coding.levels`). c says how far from k steps the values of level 1, 2
+    and of all higher ones lie on average: each message carries its own, with its step. So whatever has to be known to
+    decode travels, and all ranks decode alike.
+
+    The step follows from one of three settings. With `bits` it is controlled from iteration to iteration so that
+    messages take so many bits per value, with `error` so that C(x) misses so much of x. All ranks know the last
+    iteration's messages and come to the same next step. The first one is found by every rank on its own gradient.
+    With `step` it is fixed.
+
+    Message sizes vary. Their forecast is what was asked for. Values that are not zero are few at low rates, so that
+    error feedback is on by default. A plan has one group of all layers by default, so that there is one step.
+
+    >>> done = codecs.make("ecsq", step=1.0).apply(torch.tensor([0.1, -3.0, 0.2, 5.0]))
+    >>> done.decoded.tolist()
+    [0.0, -3.0, 0.0, 5.0]
+    """
+
+    name = "ecsq"
+    about = About("quantization", "ceil(bits * n / 8) + 11", "Gish & Pierce, 1968; Sullivan, 1996")
+    varying = True
+    defaults = PlanDefaults(group_bytes=2**62)
+    group_state = frozenset({"step"})
+    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(
+        {"bits": bits} for bits in (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
+    )
+
+    @dataclass(frozen=True)
+    class Settings:
+        bits: float = setting(
+            0.25,
+            above=0,
+            most=16,
+            unit="bits per value",
+            help="that messages take, unless the error or the step is set",
+        )
+        error: float | None = setting(
+            None, above=0, below=1, unit="share of the norm", help="that a rank's values miss; None: `bits` decides"
+        )
+        step: float | None = setting(
+            None, above=0, help="in the gradient's unit; None: controlled, so that messages have the size or the error"
+        )
+        dead_zone: float = setting(
+            0.65, least=0.5, most=1, unit="steps", help="below which values are zero; 0.5: all are rounded"
+        )
+
+        def __post_init__(self) -> None:
+            both = self.error is not None and self.step is not None
+            require(not both, "ecsq", "error", self.error, "None where the step is set")
+
+    def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
+        super().__init__(settings, learned)
+        self._sizes: tuple[int, ...] = ()
+        self._of_groups: dict[tuple[int, ...], ECSQ] = {}
+
+    def for_layers(self, shapes: Sequence[Sequence[int]]) -> ECSQ:
+        sizes = tuple(map(math.prod, shapes))
+        if sizes not in self._of_groups:
+            relative = type(self)(self.settings)
+            relative._sizes = sizes
+            self._of_groups[sizes] = relative
+        return self._of_groups[sizes]
+
+    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        vector, codec = concatenate(grads), self.for_layers(self.shapes_of(self.layers_of(grads)))
+        key = f"{next(iter(grads), '')}/step"
+        before = float(state[key]) if key in state else None
+        quantized = codec.quantized(vector, before)
+        (answers,) = yield (Gather(quantized.message, varying=True),)
+        after = codec.next_step(before, answers, vector.numel())
+
+        def mean() -> Tensors:
+            total = context.memory_for_mean(vector, grads).zero_()
+            for message in answers:
+                codec.add_decompressed(total, (message,), 1.0 / context.world_size)
+            return separate(total, grads)
+
+        def own() -> Tensors:
+            return separate(quantized.added_to(context.workspace.zeros_like(vector), 1.0), grads)
+
+        def error() -> Tensors:
+            out = vector if context.reuse else context.workspace.empty_like(vector).copy_(vector)
+            return separate(quantized.added_to(out, -1.0), grads)
+
+        kept = {} if after is None else {key: torch.tensor(after, dtype=torch.float64)}
+        return Exchanged(context.alike(mean), Deferred(grads, own, error), kept)
+
+    # --- one rank's message ---
+
+    def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        """Return the message, (bytes,), uint8, under the step that is set, or the one found on this vector."""
+        return (self.quantized(vector, None).message,)
+
+    def quantized(self, vector: torch.Tensor, step: float | None) -> Quantized:
+        """Quantize a vector (numel,).
+
+        step: of the last iteration's control; None: as set, or found on the vector.
+        """
+        step = self.settings.step or step or self._found_step(vector)
+        largest = max(map(abs, map(float, torch.aminmax(vector)))) if vector.numel() else 0.0
+        step = max(step, largest / LARGEST)  # also where nothing is known of the vector
+        if not math.isfinite(largest):
+            return Quantized(_message(vector, _HEADER.pack(math.nan, 0, 0, 0, math.nan)), None, None)
+        step = _float32(step)
+        positions = at_least(vector, self.settings.dead_zone * step) if step > 0 else vector.new_zeros(0).long()
+        values = vector[positions]
+        scaled = values.abs() / step
+        levels = (scaled - self.settings.dead_zone).floor_().add_(1).clamp_(1, LARGEST)
+        centroids = _centroids(scaled - levels, levels)
+        levels = torch.where(values < 0, -levels, levels).to(torch.int32)
+        decoded = _values(levels, step, centroids, vector.dtype)
+        share = self._missed(vector, values, decoded) if self.settings.error is not None else 0.0
+        data = encode_levels(positions.cpu().numpy(), levels.cpu().numpy(), self._sizes or (vector.numel(),))
+        return Quantized(_message(vector, _HEADER.pack(step, *centroids, share) + data), positions, decoded)
+
+    @staticmethod
+    def _missed(vector: torch.Tensor, values: torch.Tensor, decoded: torch.Tensor) -> float:
+        """Compute ||C(x) - x||^2 / ||x||^2; 0 if x is zero."""
+        whole = float(torch.linalg.vector_norm(vector)) ** 2
+        sent, left = (float(torch.linalg.vector_norm(one)) ** 2 for one in (values, values - decoded))
+        return min(1.0, max(0.0, whole - sent + left) / whole) if whole > 0 else 0.0
+
+    def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
+        data = payload[0].cpu().numpy().tobytes()
+        if len(data) < _HEADER.size:
+            raise GradlabError(f"ecsq: a message of {len(data)} bytes, expected {_HEADER.size} or more")
+        step, *centroids, _ = _HEADER.unpack_from(data)
+        if math.isnan(step):
+            total.fill_(math.nan)
+            return
+        positions, levels = decode_levels(data[_HEADER.size :], self._sizes or (total.numel(),))
+        values = _values(torch.from_numpy(levels).to(total.device), step, centroids, total.dtype)
+        Quantized(payload[0], torch.from_numpy(positions).to(total.device), values).added_to(total, scale)
+
+    # --- the step ---
+
+    def next_step(self, step: float | None, messages: Sequence[torch.Tensor], numel: int) -> float | None:
+        """Return the step of the next iteration, the same on all ranks, or None if no rank had anything to send.
+
+        step: of this one; None: each rank had found its own.
+        messages: of all ranks.
+        numel: of the vector.
+        """
+        headers = [_HEADER.unpack(bytes(message[: _HEADER.size].tolist())) for message in messages]
+        known = [header for header in headers if header[0] > 0]  # NaN is not
+        if self.settings.step is not None or not known:
+            return step
+        step = math.fsum(header[0] for header in known) / len(known) if step is None else step
+        if self.settings.error is not None:
+            found = math.fsum(header[-1] for header in known) / len(known)
+            wanted = self.settings.error**2
+            return step * _correction((wanted - found) / max(wanted, found))
+        bits, wanted = 8 * sum(map(len, messages)) / len(messages) / numel, self.settings.bits
+        return step * _correction((bits - wanted) / min(1.0, _SLOPE * wanted))
+
+    def _found_step(self, vector: torch.Tensor) -> float:
+        """Find the step that gives the size or the error asked for, on a sample; 0 if all of the vector is zero."""
+        every = max(1, vector.numel() // _SAMPLE)
+        sample = vector[::every].abs().double()
+        low, high = 0.0, float(sample.max()) / self.settings.dead_zone if sample.numel() else 0.0
+        if not (0 < high < math.inf):
+            return 0.0
+        low = high * 2.0**-_SEARCH
+        for _ in range(_SEARCH):
+            step = math.sqrt(low * high)
+            low, high = (step, high) if self._is_too_fine(sample, step) else (low, step)
+        return high
+
+    def _is_too_fine(self, sample: torch.Tensor, step: float) -> bool:
+        levels = (sample / step - self.settings.dead_zone).floor_().add_(1)
+        if self.settings.error is not None:
+            missed = torch.where(levels > 0, levels * step, 0.0).sub_(sample)
+            return float(missed.square().sum()) < self.settings.error**2 * float(sample.square().sum())
+        counts = levels.clamp_(max=255).to(torch.int64).bincount().double()
+        shares = counts[counts > 0] / len(sample)
+        bits = -float((shares * shares.log2()).sum()) + float((levels > 0).double().mean())  # and a sign each
+        return bits > self.settings.bits
+
+    def adopted_state(self, state: Tensors) -> Tensors:
+        """Continue from the step of other settings."""
+        return dict(state)
+
+    # --- forecasts ---
+
+    def compressed_bytes(self, numel: int) -> int:
+        """Return the bytes asked for; an error or a step asks for as many bits as a Gaussian would take at that error.
+
+        A step alone says nothing of a size: a bit per value stands for it.
+        """
+        bits = self.settings.bits
+        if self.settings.step is not None:
+            bits = 1.0
+        elif self.settings.error is not None:
+            bits = max(0.02, -math.log2(self.settings.error))
+        return _HEADER.size + math.ceil(bits * numel / 8)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """One rank's message, and what it stands for.
+
+    message: (bytes,), uint8.
+    positions: of values other than zero, (count,), int64; None: the vector was not finite.
+    values: there, (count,).
+    """
+
+    message: torch.Tensor
+    positions: torch.Tensor | None
+    values: torch.Tensor | None
+
+    def added_to(self, total: torch.Tensor, scale: float) -> torch.Tensor:
+        """Add scale * C(x) to a vector (numel,), in place, and return it."""
+        if self.positions is None or self.values is None:
+            return total.fill_(math.nan)
+        return total.index_add_(0, self.positions, self.values if scale == 1.0 else self.values * scale)
+
+
+def _message(vector: torch.Tensor, data: bytes) -> torch.Tensor:
+    """Bytes as a tensor where the vector is."""
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy()).to(vector.device)
+
+
+def _float32(number: float) -> float:
+    return struct.unpack("<f", struct.pack("<f", min(number, 3e38)))[0]
+
+
+def _centroids(offsets: torch.Tensor, levels: torch.Tensor) -> list[int]:
+    """Average the offsets of levels 1, 2 and of all higher ones, in 128ths of a step."""
+    found = []
+    for which in (levels == 1, levels == 2, levels >= _CENTROIDS):
+        mean = float(offsets[which].mean()) if bool(which.any()) else 0.0
+        found.append(max(-128, min(127, round(mean / _UNIT))))
+    return found
+
+
+def _values(levels: torch.Tensor, step: float, centroids: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Decode levels (count,), int32: the same arithmetic in whoever sends and whoever receives."""
+    table = torch.tensor([0.0, *(one * _UNIT for one in centroids)], dtype=dtype, device=levels.device)
+    magnitudes = levels.abs()
+    values = (magnitudes.to(dtype) + table[magnitudes.clamp(max=_CENTROIDS).long()]).mul_(step)
+    return torch.where(levels < 0, -values, values)
+
+
+def _correction(doublings: float) -> float:
+    """Return the factor on the step that takes half of so many doublings, and at most one.
+
+    Sums, products and quotients alone, so that it is the same bits on every processor.
+    """
+    half = min(1.0, max(-1.0, doublings / 2))
+    return (3 + half) / (3 - half)

@@ -1,0 +1,158 @@
+"""Entropy-coded scalar quantization against its definition, and the control of its step."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from gradlab.codec import Context, Exchanged, Tensors, exchange_group
+from gradlab.codecs.ecsq import ECSQ
+from gradlab.collectives import LockstepResult, run_lockstep
+from gradlab.errors import GradlabError
+from gradlab.wrappers.error_feedback import ErrorFeedback
+from support.laws import law
+
+SHAPES = {"w": (40, 300), "b": (70,), "v": (8000,)}
+
+
+def draw(rank: int, step: int = 0, scale: float = 1.0) -> Tensors:
+    """Layers whose standard deviations differ by a factor of 20."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    widths = zip(SHAPES.items(), (1.0, 5.0, 0.25), strict=True)
+    return {name: scale * width * torch.randn(shape, generator=generator) for (name, shape), width in widths}
+
+
+def exchange(codec: ECSQ, states: list[Tensors], step: int, scale: float = 1.0) -> list[LockstepResult[Exchanged]]:
+    contexts = [Context(rank, len(states), step, "g") for rank in range(len(states))]
+    grads = [draw(rank, step, scale) for rank in range(len(states))]
+    rows = zip(grads, states, contexts, strict=True)
+    return run_lockstep([exchange_group(codec, own, state, context) for own, state, context in rows])
+
+
+@law(
+    st.integers(1, 400),
+    st.floats(0.01, 30.0),
+    st.floats(0.5, 1.0),
+    st.integers(-100, 100),
+    st.integers(0, 999),
+    st.booleans(),
+)
+def test_a_value_is_its_level_and_the_middle_of_that_level(
+    numel: int, step: float, dead_zone: float, exponent: int, seed: int, double: bool
+) -> None:
+    dtype = torch.float64 if double else torch.float32
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(seed), dtype=dtype) * 2.0**exponent
+    step = float(np.float32(step * 2.0**exponent))
+    codec = ECSQ(ECSQ.Settings(step=step, dead_zone=dead_zone))
+    decoded = codec.decompress(codec.compress(x, torch.Generator()), x).double().numpy()
+    scaled = np.abs(x.double().numpy()) / step
+    levels = np.maximum(0, np.floor(scaled - dead_zone) + 1)
+    edge = np.abs(scaled - dead_zone - np.round(scaled - dead_zone)) < 1e-5  # rounding decides there
+    expected = np.zeros(numel)
+    for which in (levels == 1, levels == 2, levels >= 3):
+        if which.any():
+            expected[which] = (levels[which] + (scaled - levels)[which].mean()) * step
+    expected = np.copysign(expected, x.numpy())
+    # The middle of a level is known to half a 128th of a step; a value on an edge may move it further.
+    allowed = step * (1 / 256 + 1e-4 + edge.sum())
+    assert (np.abs(decoded - expected)[~edge] <= allowed).all()
+    assert np.square(decoded - x.double().numpy()).sum() <= np.square(x.double().numpy()).sum() * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("bits", [0.1, 0.25, 1.0, 3.0])
+def test_messages_take_the_bits_asked_for(bits: float) -> None:
+    """From the second iteration on, for gradients that grow a hundredfold too; all ranks have one step."""
+    codec, states, numel = ECSQ(ECSQ.Settings(bits=bits)), [{}, {}, {}], sum(map(math.prod, SHAPES.values()))
+    counted = []
+    for step in range(60):
+        results = exchange(codec, states, step, 1.0 if step < 20 else 100.0)
+        states = [result.value.state for result in results]
+        assert states[0]["w/step"].dtype == torch.float64
+        assert all(torch.equal(state["w/step"], states[0]["w/step"]) for state in states)
+        assert all(torch.equal(r.value.mean["w"], results[0].value.mean["w"]) for r in results)
+        counted.append(8 * sum(result.payload_bytes for result in results) / 3 / numel)
+    assert np.mean(counted[5:20]) == pytest.approx(bits, rel=0.05)
+    assert np.mean(counted[-10:]) == pytest.approx(bits, rel=0.05)
+
+
+def test_ranks_miss_as_much_as_asked_for() -> None:
+    codec, states = ECSQ(ECSQ.Settings(error=0.4)), [{}, {}]
+    missed = []
+    for step in range(40):
+        results = exchange(codec, states, step)
+        states = [result.value.state for result in results]
+        for rank, result in enumerate(results):
+            x, own = (torch.cat([one[n].reshape(-1) for n in SHAPES]) for one in (draw(rank, step), result.value.own))
+            missed.append(float((x - own).norm() / x.norm()))
+    assert np.mean(missed[20:]) == pytest.approx(0.4, rel=0.02)
+
+
+@pytest.mark.parametrize("bits", [0.25, 1.2, 3.0])
+def test_one_step_is_near_reverse_water_filling(bits: float) -> None:
+    """Gaussian layers of different variances: at most 0.3 bits above the rate-distortion function of these variances
+    (a uniform quantizer with entropy coding costs 0.25 bits at high rates), and the coder's 3 percent."""
+    x = torch.cat([s * torch.randn(60_000, generator=torch.Generator().manual_seed(3)) for s in (4.0, 1.0, 0.25)])
+    codec = ECSQ(ECSQ.Settings(bits=bits)).for_layers([(60_000,)] * 3)
+    (message,) = codec.compress(x, torch.Generator())
+    missed = float((codec.decompress((message,), x) - x).square().mean())
+    variances, low, high = np.array([16.0, 1.0, 0.0625]), 0.0, 16.0
+    for _ in range(60):
+        level = (low + high) / 2
+        low, high = (level, high) if np.minimum(level, variances).mean() < missed else (low, level)
+    least = float(np.maximum(0, np.log2(variances / level) / 2).mean())
+    assert least <= 8 * len(message) / len(x) <= 1.03 * least + 0.3
+
+
+def test_nothing_to_send_and_what_is_not_finite() -> None:
+    codec = ECSQ()
+    for value in (0.0, 1e-45, 3e38):
+        x = torch.full((300,), value)
+        done = codec.apply(x)
+        assert torch.allclose(done.decoded, x, rtol=1e-2)
+    x = torch.randn(300, generator=torch.Generator().manual_seed(0))
+    for bad in (math.nan, math.inf, -math.inf):
+        x[7] = bad
+        assert codec.apply(x).decoded.isnan().all()
+    # A rank without a gradient leaves the step to the others, and a step of zeros keeps it.
+    one, other = torch.zeros(1000), torch.randn(1000, generator=torch.Generator().manual_seed(1))
+    contexts = [Context(rank, 2, 0, "g") for rank in range(2)]
+    first = run_lockstep([codec.exchange({"w": g}, {}, c) for g, c in zip((one, other), contexts, strict=True)])
+    step = first[0].value.state["w/step"]
+    assert float(step) > 0
+    again = run_lockstep([codec.exchange({"w": one}, r.value.state, c) for r, c in zip(first, contexts, strict=True)])
+    assert float(again[0].value.state["w/step"]) > 0
+    empty = run_lockstep([codec.exchange({"w": one}, {}, contexts[0]), codec.exchange({"w": one}, {}, contexts[1])])
+    assert empty[0].value.state == {}
+
+
+def test_feedback_keeps_what_is_not_sent() -> None:
+    codec, states = ErrorFeedback(ECSQ(ECSQ.Settings(bits=0.2))), [{}, {}]
+    sent = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    given = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    for step in range(20):
+        results = exchange(codec, states, step)  # type: ignore[arg-type]
+        states = [result.value.state for result in results]
+        for name in SHAPES:
+            sent[name] += results[0].value.mean[name]
+            given[name] += (draw(0, step)[name] + draw(1, step)[name]) / 2
+    for name in SHAPES:
+        left = (states[0][f"{name}/residual"] + states[1][f"{name}/residual"]) / 2
+        torch.testing.assert_close(sent[name] + left, given[name], rtol=1e-4, atol=1e-4)
+
+
+def test_a_damaged_message_is_refused() -> None:
+    codec, x = ECSQ(), torch.randn(500, generator=torch.Generator().manual_seed(0))
+    (message,) = codec.compress(x, torch.Generator())
+    with pytest.raises(GradlabError, match="ecsq: a message of 3 bytes, expected 11 or more"):
+        codec.decompress((message[:3],), x)
+    with pytest.raises(GradlabError, match="levels: "):
+        codec.decompress((message[:-1],), x)
+
+
+def test_an_error_and_a_step_together_are_refused() -> None:
+    with pytest.raises(GradlabError, match=r"ecsq: setting error = 0.1, expected None where the step is set"):
+        ECSQ.Settings(error=0.1, step=1.0)

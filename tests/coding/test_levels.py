@@ -1,0 +1,94 @@
+"""The coder of whole numbers that are mostly zero: loses nothing, comes near the entropy, and believes no message."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from gradlab.coding.deflate import CODES_ALONE, deflated, inflated
+from gradlab.coding.levels import LARGEST, decode_levels, encode_levels
+from gradlab.errors import GradlabError
+from support.laws import law
+
+
+def drawn(seed: int, sizes: list[int], shares: list[float], spread: float) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers other than zero of layers with these shares of them, and where they are."""
+    draw = np.random.default_rng(seed)
+    here = np.concatenate([draw.random(size) < share for size, share in zip(sizes, shares, strict=True)])
+    positions = np.flatnonzero(here)
+    magnitudes = np.minimum(LARGEST, 1 + np.floor(draw.exponential(spread, len(positions)) ** 2)).astype(np.int32)
+    return positions, np.where(draw.random(len(positions)) < 0.5, -magnitudes, magnitudes).astype(np.int32)
+
+
+layers = st.lists(
+    st.tuples(st.integers(0, 3000), st.sampled_from([0.0, 0.001, 0.02, 0.3, 0.49, 0.51, 0.9, 1.0])),
+    min_size=1,
+    max_size=6,
+)
+
+
+@law(layers, st.sampled_from([0.3, 1.0, 20.0, 3e4]), st.integers(0, 999))
+def test_what_is_decoded_is_what_was_encoded(described: list[tuple[int, float]], spread: float, seed: int) -> None:
+    sizes, shares = [size for size, _ in described], [share for _, share in described]
+    positions, levels = drawn(seed, sizes, shares, spread)
+    found, there = decode_levels(encode_levels(positions, levels, sizes), sizes)
+    np.testing.assert_array_equal(found, positions)
+    np.testing.assert_array_equal(there, levels)
+
+
+def entropy(positions: np.ndarray, levels: np.ndarray, sizes: list[int]) -> float:
+    """Bits of all numbers under a table of each layer's own frequencies."""
+    whole = np.zeros(sum(sizes), np.int64)
+    whole[positions] = levels
+    bits = 0.0
+    for layer in np.split(whole, np.cumsum(sizes)[:-1]):
+        _, counts = np.unique(layer, return_counts=True)
+        bits -= float((counts * np.log2(counts / len(layer))).sum())
+    return bits
+
+
+@pytest.mark.parametrize("share", [0.005, 0.02, 0.1, 0.3, 0.45, 0.6, 0.9])
+def test_bytes_are_within_a_twentieth_of_the_entropy(share: float) -> None:
+    """Independent numbers, geometric magnitudes, layers with shares of their own."""
+    sizes = [400_000, 200_000, 300_000]
+    positions, levels = drawn(1, sizes, [share, min(1.0, share * 1.5), share / 4], 0.7)
+    assert 8 * len(encode_levels(positions, levels, sizes)) < 1.05 * entropy(positions, levels, sizes)
+
+
+@law(layers, st.integers(0, 999), st.integers(0, 10**6), st.integers(0, 255))
+def test_a_damaged_message_is_refused_or_stays_in_its_layers(
+    described: list[tuple[int, float]], seed: int, place: int, value: int
+) -> None:
+    """A byte is another one, or the end is missing: an error that says so, or numbers where numbers can be."""
+    sizes, shares = [size for size, _ in described], [share for _, share in described]
+    data = bytearray(encode_levels(*drawn(seed, sizes, shares, 2.0), sizes))
+    damaged = bytearray(data)
+    damaged[place % len(data)] = value
+    for given in (bytes(damaged), bytes(data[: place % len(data)]), bytes(data) + b"\0"):
+        try:
+            positions, levels = decode_levels(given, sizes)
+        except GradlabError:
+            continue
+        assert given != bytes(data) + b"\0"
+        assert (np.diff(positions) > 0).all()
+        assert not len(positions) or (positions[0] >= 0 and positions[-1] < sum(sizes))
+        assert (np.abs(levels.astype(np.int64)) <= LARGEST).all()
+        assert (levels != 0).all()
+
+
+def test_a_small_message_takes_no_more_than_its_layer() -> None:
+    """A megabyte of zeros, deflated to a kilobyte, is announced as ten bytes: eleven are inflated, and refused."""
+    bomb = deflated(np.zeros(2**20, np.uint8))
+    assert len(bomb) < 2000
+    with pytest.raises(GradlabError, match="test: 11 bytes, expected 10"):
+        inflated(bomb, 10, "test")
+    assert inflated(bomb + b"rest", 2**20, "test") == (bytes(2**20), b"rest")
+    with pytest.raises(GradlabError, match="test: not whole"):
+        inflated(deflated(np.arange(200, dtype=np.uint8) // 30, CODES_ALONE)[:-1], 200, "test")
+
+
+def test_more_numbers_than_a_layer_has_are_refused() -> None:
+    data = encode_levels(np.array([0, 2]), np.array([1, -1], np.int32), [3])
+    with pytest.raises(GradlabError, match="levels: 2 numbers in layer 0, expected at most 1"):
+        decode_levels(data, [1])
