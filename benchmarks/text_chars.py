@@ -105,6 +105,8 @@ METHODS: dict[str, Compared] = {
     "QSGD 4 bits, L2 norm": published("QSGD", bits=4),
     "QSGD 2 bits, max norm": published("QSGD, max norm", bits=2),
     "GradiVeQ": Compared("gradiveq", {"roles": ("linear",)}),
+    "ecsq 1.25 bits": Compared("ecsq", {"bits": 1.25}),
+    "ecsq 0.25 bits": Compared("ecsq", {"bits": 0.25}),
     "LGC 1 %": published("LGC", density=0.01),
     # The control of methods that bring their own momentum: the same, and nothing compressed.
     CONTROL: Compared("identity", {}, (Wrap("local_momentum", {"momentum": 0.9, "nesterov": True}),), momentum=False),

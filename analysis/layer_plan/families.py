@@ -26,6 +26,7 @@ FAMILIES: Mapping[str, tuple[str, tuple[Wrap, ...] | None]] = {
     "PowerSGD": ("powersgd", None),
     "top-k": ("topk", None),
     "QSGD": ("qsgd", None),
+    "ECSQ": ("ecsq", None),
     "signs": ("sign", FEEDBACK),
     "cast": ("cast", None),
 }

@@ -1,13 +1,14 @@
 """Encode whole numbers that are mostly zero as bytes, near their entropy.
 
-A layer in which at most half of the numbers are other than zero is sent as gaps: how many zeros stand before each other
-number. The class of a gap's high part and the class of a magnitude are a byte that gets a Huffman code. Where they lie
-in their classes, a gap's low bits, and signs are next to uniform and are sent as they are. How many bits are low
+A layer in which at most two fifths of the numbers are other than zero is sent as gaps: how many zeros stand before each
+of these. The class of a gap's high part and the class of a magnitude are a byte that gets a Huffman code. Where they
+lie in their classes, a gap's low bits, and signs are next to uniform and are sent as they are. How many bits are low
 follows from the layer's share of zeros, so that gaps of layers whose shares differ share one table. A denser layer is
-sent number by number, each a byte that gets a Huffman code. What is too large for a class or a byte takes four bytes.
+sent number by number: a byte of one number or two gets a Huffman code. What is too large for that takes four bytes.
 
-Tables come with the bytes, as DEFLATE writes them anew for every 32 thousand codes or so. Nothing has to be known
-but the layers' sizes.
+Large layers are cut into parts, and parts and layers in a row make blocks that fit the cache and decode by themselves.
+Tables come with the bytes, as DEFLATE writes them anew for every 32 thousand codes or so. Nothing has to be known but
+the layers' sizes.
 """
 
 from __future__ import annotations
@@ -29,14 +30,17 @@ _INSIDE = np.array([0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 3, 3, 5, 6, 7, 0], np.uint8)
 _ENDLESS = len(_LEAST) - 1
 _CLASS = (np.searchsorted(_LEAST, np.arange(_LEAST[-1] + 1), "right") - 1).astype(np.uint8)  # of 0 to 256
 _MIDDLE = 127  # byte of a zero in a dense layer; 255 stands for a number in four bytes
-_COUNT = struct.Struct("<I")
+_PAIRED = 7  # half a byte of a zero, where two numbers share a byte; 15 stands for a number in four bytes
+_FEW = 200  # so many numbers up to 7 for each larger one, and two share a byte
+_COUNT, _HEADER = struct.Struct("<I"), struct.Struct("<II")
+_PART, _BLOCK = 2**18, 2**16  # elements of a layer's part, and numbers other than zero that a block holds
 
 
 @dataclass(frozen=True)
 class _Layers:
-    """How the numbers of several layers are sent.
+    """How the numbers of a block's layers, or parts of layers, are sent.
 
-    edges: where layers begin in the vector, and its end: (L + 1,).
+    edges: where layers begin in the block, and its end: (L + 1,).
     counts: numbers other than zero of each layer, (L,).
     dense: whether a layer is sent number by number, (L,).
     low_bits: of the gaps of each layer, (L,).
@@ -53,13 +57,11 @@ class _Layers:
         return np.repeat(self.dense, self.counts)
 
 
-def _layers(sizes: Sequence[int], counts: np.ndarray) -> _Layers:
-    numels = np.array(sizes, np.int64)
-    if len(numels) and numels.max() >= 2**31:
-        raise GradlabError(f"levels: a layer of {numels.max()} elements, expected fewer than 2^31")
+def _layers(edges: np.ndarray, counts: np.ndarray) -> _Layers:
+    numels = np.diff(edges)
     mean_gap = np.maximum(1, numels // np.maximum(1, counts))
     low_bits = np.maximum(0, np.frexp(mean_gap.astype(np.float64))[1] - 1 - _KEPT).astype(np.uint8)
-    return _Layers(np.concatenate([[0], np.cumsum(numels)]), counts, 2 * counts > numels, low_bits)
+    return _Layers(edges, counts, 5 * counts > 2 * numels, low_bits)
 
 
 def encode_levels(positions: np.ndarray, levels: np.ndarray, sizes: Sequence[int]) -> bytes:
@@ -71,22 +73,19 @@ def encode_levels(positions: np.ndarray, levels: np.ndarray, sizes: Sequence[int
         sizes: of the layers that positions count through, in elements.
 
     Returns:
-        The bytes.
+        The bytes: blocks, each of some layers or parts of layers in a row, after how many these are and its bytes.
     """
-    edges = np.concatenate([[0], np.cumsum(np.array(sizes, np.int64))])
-    layers = _layers(sizes, np.diff(np.searchsorted(positions, edges)))
-    counts = deflated(np.ascontiguousarray(layers.counts.astype("<u4").view(np.uint8).reshape(-1, 4).T), MATCHES)
-    in_dense = layers.in_dense
-    if not in_dense.any():
-        return b"".join([counts, *_gaps(positions, levels, layers)])
-    sparse = ~in_dense
-    return b"".join(
-        [
-            counts,
-            *_gaps(positions[sparse], levels[sparse], layers),
-            *_numbers(positions[in_dense], levels[in_dense], layers),
-        ]
-    )
+    edges = _edges(sizes)
+    ends = np.searchsorted(positions, edges)
+    written, first = [], 0
+    while first < len(edges) - 1:
+        # As many parts as hold so many numbers together, at least one.
+        last = max(first + 1, int(np.searchsorted(ends, ends[first] + _BLOCK, "right")) - 1)
+        part, of_part = slice(ends[first], ends[last]), edges[first : last + 1] - edges[first]
+        block = _block(positions[part] - edges[first], levels[part], of_part)
+        written += [_HEADER.pack(last - first, len(block)), block]
+        first = last
+    return b"".join(written)
 
 
 def decode_levels(data: bytes, sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -102,21 +101,64 @@ def decode_levels(data: bytes, sizes: Sequence[int]) -> tuple[np.ndarray, np.nda
     Raises:
         GradlabError: for bytes that do not stand for such numbers of such layers.
     """
+    edges, first, at = _edges(sizes), 0, 0
+    positions, levels = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
+    while first < len(edges) - 1:
+        count, nbytes = _HEADER.unpack_from(data, at) if len(data) >= at + _HEADER.size else (0, 0)
+        if not 0 < count < len(edges) - first or len(data) < at + _HEADER.size + nbytes:
+            raise GradlabError(f"levels: a block of {count} layers, expected 1 to {len(edges) - 1 - first}, and whole")
+        at += _HEADER.size
+        found, there = _from_block(data[at : at + nbytes], edges[first : first + count + 1] - edges[first])
+        positions.append(found + edges[first])
+        levels.append(there)
+        first, at = first + count, at + nbytes
+    if at < len(data):
+        raise GradlabError(f"levels: {len(data) - at} bytes more than there should be")
+    return np.concatenate(positions), np.concatenate(levels)
+
+
+def _edges(sizes: Sequence[int]) -> np.ndarray:
+    """Cut layers into parts, so that what is worked on together fits the cache: where parts begin, and the end."""
+    lengths = [min(_PART, size - start) for size in sizes for start in range(0, max(1, size), _PART)]
+    return np.concatenate([[0], np.cumsum(np.array(lengths, np.int64))])
+
+
+def _block(positions: np.ndarray, levels: np.ndarray, edges: np.ndarray) -> bytes:
+    """Encode one block. edges: of its layers."""
+    layers = _layers(edges, np.diff(np.searchsorted(positions, edges)))
+    counts = deflated(np.ascontiguousarray(layers.counts.astype("<u4").view(np.uint8).reshape(-1, 4).T), MATCHES)
+    in_dense = layers.in_dense
+    if not in_dense.any():
+        return b"".join([counts, *_gaps(positions, levels, layers)])
+    sparse, of_dense = ~in_dense, _numbers(positions[in_dense], levels[in_dense], layers)
+    return b"".join([counts, *_gaps(positions[sparse], levels[sparse], layers), *of_dense])
+
+
+def _from_block(data: bytes, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Decode one block."""
+    sizes = np.diff(edges)
     planes, rest = inflated(data, 4 * len(sizes), "levels: counts")
     counts = np.frombuffer(planes, np.uint8).reshape(4, -1).T.copy().view("<u4").reshape(-1).astype(np.int64)
-    if len(counts) and (counts > np.array(sizes, np.int64)).any():
-        worst = int(np.argmax(counts - np.array(sizes, np.int64)))
+    if (counts > sizes).any():
+        worst = int(np.argmax(counts - sizes))
         raise GradlabError(f"levels: {counts[worst]} numbers in layer {worst}, expected at most {sizes[worst]}")
-    layers = _layers(sizes, counts)
+    layers = _layers(edges, counts)
     positions, levels, rest = _from_gaps(rest, layers)
     if layers.dense.any():
         of_dense, levels_there, rest = _from_numbers(rest, layers)
-        positions, levels = np.concatenate([positions, of_dense]), np.concatenate([levels, levels_there])
-        order = np.argsort(positions, kind="stable")  # two runs, each in order: a merge
-        positions, levels = positions[order], levels[order]
+        positions, levels = (
+            _merged(layers.in_dense, *pair) for pair in ((positions, of_dense), (levels, levels_there))
+        )
     if rest:
-        raise GradlabError(f"levels: {len(rest)} bytes more than there should be")
+        raise GradlabError(f"levels: {len(rest)} bytes more in a block than there should be")
     return positions, levels
+
+
+def _merged(in_dense: np.ndarray, sparse: np.ndarray, dense: np.ndarray) -> np.ndarray:
+    """Put what belongs to dense layers where these are."""
+    merged = np.empty(len(in_dense), sparse.dtype)
+    merged[~in_dense], merged[in_dense] = sparse, dense
+    return merged
 
 
 # --- layers that are mostly zero -----------------------------------------------------------------------------------
@@ -258,28 +300,38 @@ def _spans(layers: _Layers) -> list[tuple[int, int]]:
 
 
 def _numbers(positions: np.ndarray, levels: np.ndarray, layers: _Layers) -> list[bytes]:
+    """Write dense layers: two numbers to a byte where next to all fit that, else one."""
     within, total = _within(positions, layers)
-    codes = np.full(total, _MIDDLE, np.uint8)
-    large = np.abs(levels) > _MIDDLE
-    codes[within] = np.where(large, 255, levels + _MIDDLE).astype(np.uint8)
-    return [deflated(codes, CODES_ALONE), *_escaped(levels[large])]
+    paired = bool(_FEW * np.count_nonzero(np.abs(levels) > _PAIRED) <= len(levels))
+    middle, kind = (_PAIRED, np.uint8(15)) if paired else (_MIDDLE, np.uint8(255))
+    codes = np.full(total + (total & 1 if paired else 0), middle, np.uint8)
+    large = np.abs(levels) > middle
+    codes[within] = np.where(large, kind, levels + middle).astype(np.uint8)
+    written = codes[0::2] << 4 | codes[1::2] if paired else codes
+    return [bytes([paired]), deflated(written, CODES_ALONE), *_escaped(levels[large])]
 
 
 def _from_numbers(data: bytes, layers: _Layers) -> tuple[np.ndarray, np.ndarray, bytes]:
     spans = _spans(layers)
-    found, rest = inflated(data, sum(stop - start for start, stop in spans), "levels: dense codes")
+    total, paired = sum(stop - start for start, stop in spans), data[:1] == b"\1"
+    found, rest = inflated(data[1:], -(-total // 2) if paired else total, "levels: dense codes")
     codes = np.frombuffer(found, np.uint8)
-    within = np.flatnonzero(codes != _MIDDLE)
-    levels = codes[within].astype(np.int64) - _MIDDLE
-    levels, rest = _unescaped(rest, levels, levels == 255 - _MIDDLE)
-    if (np.abs(levels) > LARGEST).any() or (levels == 0).any():
+    if paired:
+        codes = np.stack([codes >> 4, codes & 15], 1).reshape(-1)[:total]
+    middle, large = (_PAIRED, 15) if paired else (_MIDDLE, 255)
+    other = codes != middle
+    within = np.flatnonzero(other)
+    levels = codes[within].astype(np.int32)
+    there = levels == large
+    levels, rest = _unescaped(rest, levels - middle, there)
+    if len(levels) and ((np.abs(levels.astype(np.int64)) > LARGEST).any() or (levels == 0).any()):
         raise GradlabError(f"levels: a magnitude of 0 or beyond {LARGEST}")
-    counted = np.add.reduceat(codes != _MIDDLE, np.cumsum([0, *(stop - start for start, stop in spans[:-1])]))
+    firsts = np.cumsum([0, *(stop - start for start, stop in spans[:-1])])
+    counted = np.add.reduceat(other, firsts, dtype=np.int64)
     if (counted != layers.counts[layers.dense]).any():
         raise GradlabError("levels: a dense layer has not as many numbers as it announces")
     starts = np.array([start for start, _ in spans])
-    firsts = np.cumsum([0, *(stop - start for start, stop in spans[:-1])])
-    return within + np.repeat(starts - firsts, counted), levels.astype(np.int32), rest
+    return within + np.repeat(starts - firsts, counted), levels, rest
 
 
 def _within(positions: np.ndarray, layers: _Layers) -> tuple[np.ndarray, int]:

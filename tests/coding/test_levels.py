@@ -48,12 +48,17 @@ def entropy(positions: np.ndarray, levels: np.ndarray, sizes: list[int]) -> floa
     return bits
 
 
-@pytest.mark.parametrize("share", [0.005, 0.02, 0.1, 0.3, 0.45, 0.6, 0.9])
-def test_bytes_are_within_a_twentieth_of_the_entropy(share: float) -> None:
-    """Independent numbers, geometric magnitudes, layers with shares of their own."""
+@pytest.mark.parametrize("spread", [0.3, 0.7, 1.5])
+@pytest.mark.parametrize("share", [0.005, 0.02, 0.1, 0.3, 0.39, 0.45, 0.6, 0.9])
+def test_bytes_are_within_a_twentieth_of_the_entropy(share: float, spread: float) -> None:
+    """Independent numbers, layers with shares of their own, in several parts and blocks; and nothing is lost."""
     sizes = [400_000, 200_000, 300_000]
-    positions, levels = drawn(1, sizes, [share, min(1.0, share * 1.5), share / 4], 0.7)
-    assert 8 * len(encode_levels(positions, levels, sizes)) < 1.05 * entropy(positions, levels, sizes)
+    positions, levels = drawn(1, sizes, [share, min(1.0, share * 1.5), share / 4], spread)
+    data = encode_levels(positions, levels, sizes)
+    assert 8 * len(data) < 1.05 * entropy(positions, levels, sizes)
+    found, there = decode_levels(data, sizes)
+    np.testing.assert_array_equal(found, positions)
+    np.testing.assert_array_equal(there, levels)
 
 
 @law(layers, st.integers(0, 999), st.integers(0, 10**6), st.integers(0, 255))

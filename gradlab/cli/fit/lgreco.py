@@ -45,7 +45,7 @@ Grid = Annotated[
 ]
 Families = Annotated[
     list[str] | None,
-    typer.Option(help="Choose among families: PCA, PowerSGD, top-k, QSGD, signs, cast, or all; repeatable."),
+    typer.Option(help="Choose among families: PCA, PowerSGD, top-k, QSGD, ECSQ, signs, cast, or all; repeatable."),
 ]
 Samples = Annotated[
     int, typer.Option(help="Iterations that PCA bases are fitted on, ahead of those that errors are measured on.")
