@@ -313,6 +313,27 @@ MUTANTS = (
         what="Natural compression carries the largest numbers to infinity.",
     ),
     Mutant(
+        file="gradlab/codecs/ecsq.py",
+        old="_correction((bits - wanted) / min(1.0, _SLOPE * wanted))",
+        new="_correction((wanted - bits) / min(1.0, _SLOPE * wanted))",
+        tests=("tests/codecs/test_ecsq.py",),
+        what="The step grows where messages are too small.",
+    ),
+    Mutant(
+        file="gradlab/coding/deflate.py",
+        old="if len(found) == count and not inflater.eof:",
+        new="if False:",
+        tests=("tests/coding/test_levels.py",),
+        what="A deflated stream without its end is taken for whole.",
+    ),
+    Mutant(
+        file="gradlab/coding/levels.py",
+        old="(ends >= layers.edges[1:][counts > 0]).any() or (gaps < 0).any()",
+        new="(gaps < 0).any()",
+        tests=("tests/coding/test_levels.py",),
+        what="A damaged gap leads to another layer's elements.",
+    ),
+    Mutant(
         file="gradlab/learning/alike_layers.py",
         old="any(one is not before for one, before in zip(bases, known, strict=True))",
         new="False",
