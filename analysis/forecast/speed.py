@@ -38,6 +38,7 @@ USUAL: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "PowerSGD rank 4": ("PowerSGD", {"rank": 4}),
     "top-k 1 %": ("topk", {"density": 0.01}),
     "signs, both ways": ("sign", {}),
+    "ecsq 0.5 bits": ("ecsq", {"bits": 0.5}),
 }
 
 
