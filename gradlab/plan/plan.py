@@ -223,7 +223,7 @@ class Plan:
         two dimensions and 256 elements, of all roles, from the first iteration on. Eight or more layers below 64 KiB
         that follow one another share groups of at most 1 MiB: they travel and are computed together, and each keeps its
         own scales, thresholds and selections. Each other layer has a group of its own. Signs take every layer, in
-        groups of 4 MiB; GradiVeQ takes weight matrices, after 2500 iterations.
+        groups of 4 MiB; GradiVeQ takes weight matrices, after 2500 iterations; ecsq has one group of all layers.
 
         Args:
             model: the model, or its layers.
