@@ -6,7 +6,7 @@ A table of measured figures, or a block of them, stands below a comment that nam
 
     <!-- printed by: benchmarks/accuracy.py --out benchmarks/results/accuracy-16.jsonl --table -->
 
-Several commands are parted by semicolons. Each is run in a fork of this process, which has imported torch for all. A
+Several commands are parted by semicolons. Each is run in a fork of this process, which imports for all. A
 block has to consist of lines that they print. Of a table every number outside its header and first column has to be
 among the numbers that they print, rounded as it is in the table. What is not measured, or has no rows yet, says so:
 
@@ -20,6 +20,7 @@ or a table has no comment.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import multiprocessing
 import re
@@ -30,8 +31,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import gradlab.plan  # noqa: F401
-
+# What most commands import, so that their forks have it already.
+_FOR_ALL = (
+    *("matplotlib.figure", "scipy.stats", "torch.nn.parallel"),
+    *(f"gradlab.{name}" for name in ("analysis.layer_plan.lgreco", "analysis.report.examine", "plan", "runtime")),
+)
 FORK = multiprocessing.get_context("fork")
 ROOT = Path(__file__).resolve().parent.parent
 # Written by commands of gradlab and held by tests of their own, or prose about names alone.
@@ -157,6 +161,8 @@ def _is_among(figure: str, numbers: Sequence[float]) -> bool:
 
 def main(pages: Sequence[str]) -> int:
     """Check pages, all by default, and print one line per table."""
+    for name in _FOR_ALL:
+        importlib.import_module(name)
     paths = [Path(page) for page in pages] or [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
     printed, found, lost, without = Printed(), 0, 0, 0
     for table in (one for page in paths if page.name not in GENERATED for one in tables(page)):
