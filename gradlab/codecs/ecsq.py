@@ -31,7 +31,7 @@ _CENTROIDS = 3
 _UNIT = 1 / 128  # of a step: resolution of centroids
 _SAMPLE = 2**18  # values from which a first step is found
 _SLOPE = 2.5  # bits that a doubling of the step saves, per bit, at low rates; at high ones it saves one bit
-_SEARCH = 30  # halvings of the interval in which the first step is looked for
+_OCTAVES, _HALVINGS = 30, 14  # of the interval in which the first step is looked for: it is found to 0.002 octaves
 
 
 class ECSQ(Compressor):
@@ -105,7 +105,7 @@ class ECSQ(Compressor):
         before = float(state[key]) if key in state else None
         quantized = codec.quantized(vector, before)
         (answers,) = yield (Gather(quantized.message, varying=True),)
-        after = codec.next_step(before, answers, vector.numel())
+        after = codec.next_step(answers, vector.numel())
 
         def mean() -> Tensors:
             total = context.memory_for_mean(vector, grads).zero_()
@@ -120,6 +120,7 @@ class ECSQ(Compressor):
             out = vector if context.reuse else context.workspace.empty_like(vector).copy_(vector)
             return separate(quantized.added_to(out, -1.0), grads)
 
+        after = before if after is None else after
         kept = {} if after is None else {key: torch.tensor(after, dtype=torch.float64)}
         return Exchanged(context.alike(mean), Deferred(grads, own, error), kept)
 
@@ -160,9 +161,7 @@ class ECSQ(Compressor):
 
     def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
         data = payload[0].cpu().numpy().tobytes()
-        if len(data) < _HEADER.size:
-            raise GradlabError(f"ecsq: a message of {len(data)} bytes, expected {_HEADER.size} or more")
-        step, *centroids, _ = _HEADER.unpack_from(data)
+        step, *centroids, _ = _header(data)
         if math.isnan(step):
             total.fill_(math.nan)
             return
@@ -172,18 +171,20 @@ class ECSQ(Compressor):
 
     # --- the step ---
 
-    def next_step(self, step: float | None, messages: Sequence[torch.Tensor], numel: int) -> float | None:
-        """Return the step of the next iteration, the same on all ranks, or None if no rank had anything to send.
+    def next_step(self, messages: Sequence[torch.Tensor], numel: int) -> float | None:
+        """Return the step of the next iteration, the same on all ranks, or None if it stays as it is.
 
-        step: of this one; None: each rank had found its own.
+        It follows from the steps that were sent. The smallest that can be sent bounds it, where no step is small enough
+        to give the size asked for, as with few values other than zero.
+
         messages: of all ranks.
         numel: of the vector.
         """
-        headers = [_HEADER.unpack(bytes(message[: _HEADER.size].tolist())) for message in messages]
+        headers = [_header(bytes(message[: _HEADER.size].tolist())) for message in messages]
         known = [header for header in headers if header[0] > 0]  # NaN is not
         if self.settings.step is not None or not known:
-            return step
-        step = math.fsum(header[0] for header in known) / len(known) if step is None else step
+            return None
+        step = math.fsum(header[0] for header in known) / len(known)
         if self.settings.error is not None:
             found = math.fsum(header[-1] for header in known) / len(known)
             wanted = self.settings.error**2
@@ -198,8 +199,8 @@ class ECSQ(Compressor):
         low, high = 0.0, float(sample.max()) / self.settings.dead_zone if sample.numel() else 0.0
         if not (0 < high < math.inf):
             return 0.0
-        low = high * 2.0**-_SEARCH
-        for _ in range(_SEARCH):
+        low = high * 2.0**-_OCTAVES
+        for _ in range(_HALVINGS):
             step = math.sqrt(low * high)
             low, high = (step, high) if self._is_too_fine(sample, step) else (low, step)
         return high
@@ -251,6 +252,13 @@ class Quantized:
         if self.positions is None or self.values is None:
             return total.fill_(math.nan)
         return total.index_add_(0, self.positions, self.values if scale == 1.0 else self.values * scale)
+
+
+def _header(data: bytes) -> tuple[Any, ...]:
+    """Read what a message begins with: the step, three centroids, the squared error's share."""
+    if len(data) < _HEADER.size:
+        raise GradlabError(f"ecsq: a message of {len(data)} bytes, expected {_HEADER.size} or more")
+    return _HEADER.unpack_from(data)
 
 
 def _message(vector: torch.Tensor, data: bytes) -> torch.Tensor:

@@ -294,14 +294,17 @@ def _unescaped(data: bytes, numbers: np.ndarray, where: np.ndarray) -> tuple[np.
 # --- denser layers -------------------------------------------------------------------------------------------------
 
 
-def _spans(layers: _Layers) -> list[tuple[int, int]]:
-    """List where dense layers begin and end."""
-    return [(int(layers.edges[at]), int(layers.edges[at + 1])) for at in np.flatnonzero(layers.dense)]
+def _moved(layers: _Layers) -> tuple[np.ndarray, np.ndarray, int]:
+    """Lay dense layers end to end: where each begins then, how far it is moved for that, and their elements."""
+    starts, lengths = layers.edges[:-1][layers.dense], np.diff(layers.edges)[layers.dense]
+    firsts = np.cumsum(lengths) - lengths
+    return firsts, starts - firsts, int(lengths.sum())
 
 
 def _numbers(positions: np.ndarray, levels: np.ndarray, layers: _Layers) -> list[bytes]:
     """Write dense layers: two numbers to a byte where next to all fit that, else one."""
-    within, total = _within(positions, layers)
+    _, moved, total = _moved(layers)
+    within = positions - np.repeat(moved, layers.counts[layers.dense])
     paired = bool(_FEW * np.count_nonzero(np.abs(levels) > _PAIRED) <= len(levels))
     middle, kind = (_PAIRED, np.uint8(15)) if paired else (_MIDDLE, np.uint8(255))
     codes = np.full(total + (total & 1 if paired else 0), middle, np.uint8)
@@ -312,8 +315,7 @@ def _numbers(positions: np.ndarray, levels: np.ndarray, layers: _Layers) -> list
 
 
 def _from_numbers(data: bytes, layers: _Layers) -> tuple[np.ndarray, np.ndarray, bytes]:
-    spans = _spans(layers)
-    total, paired = sum(stop - start for start, stop in spans), data[:1] == b"\1"
+    (firsts, moved, total), paired = _moved(layers), data[:1] == b"\1"
     found, rest = inflated(data[1:], -(-total // 2) if paired else total, "levels: dense codes")
     codes = np.frombuffer(found, np.uint8)
     if paired:
@@ -326,18 +328,7 @@ def _from_numbers(data: bytes, layers: _Layers) -> tuple[np.ndarray, np.ndarray,
     levels, rest = _unescaped(rest, levels - middle, there)
     if len(levels) and ((np.abs(levels.astype(np.int64)) > LARGEST).any() or (levels == 0).any()):
         raise GradlabError(f"levels: a magnitude of 0 or beyond {LARGEST}")
-    firsts = np.cumsum([0, *(stop - start for start, stop in spans[:-1])])
     counted = np.add.reduceat(other, firsts, dtype=np.int64)
     if (counted != layers.counts[layers.dense]).any():
         raise GradlabError("levels: a dense layer has not as many numbers as it announces")
-    starts = np.array([start for start, _ in spans])
-    return within + np.repeat(starts - firsts, counted), levels, rest
-
-
-def _within(positions: np.ndarray, layers: _Layers) -> tuple[np.ndarray, int]:
-    """Count positions through the dense layers alone; and their elements."""
-    spans = _spans(layers)
-    starts = np.array([start for start, _ in spans])
-    lengths = np.array([stop - start for start, stop in spans])
-    firsts = np.cumsum(lengths) - lengths
-    return positions - np.repeat(starts - firsts, layers.counts[layers.dense]), int(lengths.sum())
+    return within + np.repeat(moved, counted), levels, rest

@@ -129,6 +129,22 @@ def test_nothing_to_send_and_what_is_not_finite() -> None:
     assert empty[0].value.state == {}
 
 
+def test_a_size_that_cannot_be_reached_leaves_the_step_where_it_can_return() -> None:
+    """Ten values cannot fill a message, however small the step. After 200 such iterations dense gradients are coded in
+    the bits asked for as soon as the step has doubled as often as the largest level has digits."""
+    codec, numel, state = ECSQ(ECSQ.Settings(bits=0.25)), 20_000, {}
+    draw = torch.Generator().manual_seed(0)
+    few = torch.zeros(numel)
+    few[::2000] = torch.randn(10, generator=draw)
+    counted = []
+    for iteration in range(250):
+        x = few if iteration < 200 else torch.randn(numel, generator=draw)
+        (result,) = run_lockstep([codec.exchange({"w": x}, state, Context(0, 1, iteration, "g"))])
+        state = result.value.state
+        counted.append(8 * result.payload_bytes / numel)
+    assert np.mean(counted[-10:]) == pytest.approx(0.25, rel=0.05)
+
+
 def test_feedback_keeps_what_is_not_sent() -> None:
     codec, states = ErrorFeedback(ECSQ(ECSQ.Settings(bits=0.2))), [{}, {}]
     sent = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
@@ -149,6 +165,8 @@ def test_a_damaged_message_is_refused() -> None:
     (message,) = codec.compress(x, torch.Generator())
     with pytest.raises(GradlabError, match="ecsq: a message of 3 bytes, expected 11 or more"):
         codec.decompress((message[:3],), x)
+    with pytest.raises(GradlabError, match="ecsq: a message of 3 bytes, expected 11 or more"):
+        codec.next_step([message, message[:3]], 500)
     with pytest.raises(GradlabError, match="levels: "):
         codec.decompress((message[:-1],), x)
 
