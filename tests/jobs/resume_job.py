@@ -186,19 +186,19 @@ def _shared_kept(after: dict[str, Any], before: dict[str, torch.Tensor], stack: 
     return all(torch.equal(after[key.partition("::")[0]][key.partition("::")[2]], t) for key, t in shared.items())
 
 
-DRAWN = {"clt_k", "qsgd", "random_k", "sign", "threshold"}
+# Codecs with a state or shared draws, which are part of the selection with feedback.
+SELECTED = {"topk", "powersgd", "gradiveq", "lgc_ring", "clt_k", "qsgd", "random_k", "sign", "threshold"}
 
 
 def selection(world_size: int) -> list[Stack]:
-    """Codecs with a state or shared draws, with feedback, and wrappings around one codec: those of several wrappers
-    where there are more than 2 ranks, those that are rescaled at both."""
-    combined = {name for name, around in WRAPPINGS.items() if len(around) > 1}
-    around = combined | set(RESCALED) if world_size > 2 else set(RESCALED)
-    kept = {"topk", "powersgd", "gradiveq", "lgc_ring"} | (DRAWN if world_size > 2 else set())
+    """Those codecs, and wrappings around one codec: of several wrappers, and at 2 ranks too those that are rescaled."""
+    if world_size == 2:
+        return [s for s in valid_stacks() if s.codec == "topk" and s.wrapping in RESCALED]
+    around = {name for name, wraps in WRAPPINGS.items() if len(wraps) > 1} | set(RESCALED)
     return [
         s
         for s in valid_stacks()
-        if (s.wrapping == "feedback" and s.codec in kept) or (s.codec == "topk" and s.wrapping in around)
+        if (s.wrapping == "feedback" and s.codec in SELECTED) or (s.codec == "topk" and s.wrapping in around)
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -51,9 +52,18 @@ def gradients(
     shapes: Mapping[str, Sequence[int]], rank: int, step: int, dtype: torch.dtype = torch.float32
 ) -> dict[str, torch.Tensor]:
     """Gradients of one rank at one step, the same wherever they are drawn: a part shared by all ranks, and noise."""
+    drawn = _drawn(tuple((name, tuple(shape)) for name, shape in shapes.items()), rank, step, dtype)
+    return {name: grad.clone() for name, grad in drawn.items()}
+
+
+@functools.lru_cache(maxsize=256)
+def _drawn(
+    shapes: tuple[tuple[str, tuple[int, ...]], ...], rank: int, step: int, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Gradients to be copied: tests ask for the same ones again and again."""
     shared = torch.Generator().manual_seed(1000 + step)
     own = torch.Generator().manual_seed(1_000_000 * (rank + 1) + step)
     return {
-        name: (torch.randn(tuple(shape), generator=shared) + torch.randn(tuple(shape), generator=own)).to(dtype)
-        for name, shape in shapes.items()
+        name: (torch.randn(shape, generator=shared) + torch.randn(shape, generator=own)).to(dtype)
+        for name, shape in shapes
     }
