@@ -30,8 +30,11 @@ from typing import Any
 
 from rows import Row, add, read
 
+from gradlab.plan import FEEDBACK, Wrap
+
 SETTINGS = ("50mbit:4", "200mbit:4", "1gbit:4", "100mbit:3")
 MODELS = ("resnet18", "transformer")
+BOTH_WAYS = (*FEEDBACK, Wrap("two_way"))
 PEERS = ("none", "fp16", "powersgd_r1@1000", "powersgd_r2@1000")
 PLANS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "identity": ("identity", {}),
@@ -52,6 +55,8 @@ PLANS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "natural": ("natural", {}),
     "terngrad": ("terngrad", {}),
     "ecsq": ("ecsq", {"bits": 0.25}),
+    "ecsq_both_ways": ("ecsq", {"bits": 0.25, "wrappers": BOTH_WAYS}),
+    "ecsq_both_ways_groups": ("ecsq", {"bits": 0.25, "wrappers": BOTH_WAYS, "group_bytes": 8 * 2**20}),
     "lgc_ring": ("lgc_ring", {"training_steps": 2, "optimizer": "adam", "most_error": 1e9, "warmup_steps": 0}),
 }
 WAYS = (*PEERS, *PLANS)

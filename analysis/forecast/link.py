@@ -294,7 +294,7 @@ def transfers(
 ) -> list[Transfer]:
     """List the collectives that serve simultaneous requests: those of a kind, a root and a dtype travel as one.
 
-    In a varying gather all ranks are taken to send as much as this one. Empty collectives are left out.
+    Where sizes vary all ranks are taken to send as much as this one. Empty collectives are left out.
 
     Args:
         requests: one rank's.
@@ -318,7 +318,10 @@ def transfers(
 def _fused(together: Sequence[Any], rank: int, world_size: int, algorithm: str, ranks_per_link: int) -> Transfer:
     first = together[0]
     if isinstance(first, AllToAll) or (isinstance(first, Gather) and first.lengths is not None):
-        return _all_to_all_of(together, rank, world_size, ranks_per_link)
+        values = _all_to_all_of(together, rank, world_size, ranks_per_link)
+        varying = isinstance(first, AllToAll) and first.varying
+        told = all_to_all([8 * len(together)] * world_size, rank, ranks_per_link)
+        return _after(told, values) if varying else values
     if isinstance(first, Ring):
         return ring([sum(sizes) for sizes in zip(*(r.sizes for r in together), strict=True)], rank)
     nbytes = sum(request.tensor.nbytes for request in together)
@@ -328,8 +331,11 @@ def _fused(together: Sequence[Any], rank: int, world_size: int, algorithm: str, 
         return broadcast(nbytes, rank, first.root, world_size)
     if not first.varying:
         return all_gather(nbytes, world_size)
-    lengths = all_gather(8 * len(together), world_size)
-    values = all_gather(nbytes, world_size)
+    return _after(all_gather(8 * len(together), world_size), all_gather(nbytes, world_size))
+
+
+def _after(lengths: Transfer, values: Transfer) -> Transfer:
+    """Lengths, and then what has them, as one."""
     return Transfer(
         lengths.wire_bytes + values.wire_bytes,
         lengths.path_bytes + values.path_bytes,
@@ -365,7 +371,7 @@ def weightless(request: Request) -> Request:
         A request of the same kind, shapes and dtypes, on the device "meta".
     """
     if isinstance(request, AllToAll):
-        return AllToAll(tuple(_empty(tensor) for tensor in request.tensors))
+        return AllToAll(tuple(_empty(tensor) for tensor in request.tensors), request.varying)
     if isinstance(request, Mean):
         return Mean(_empty(request.tensor))
     if isinstance(request, Gather):

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from gradlab.codec.contract import Codec, Context, Deferred, Exchanged
 from gradlab.codec.each_layer import EachLayer
 from gradlab.codec.settings import setting
-from gradlab.codec.shards import Payload, Shards, averaged_in_shards
+from gradlab.codec.shards import Payload, Shard, Shards, averaged_in_shards
 from gradlab.codec.sparsifier import count_of
-from gradlab.codec.vectors import Tensors, concatenate, separate
+from gradlab.codec.vectors import Tensors, concatenate, piece_of, separate
 from gradlab.coding.positions import decode, decode_all, encode, in_order, index_bytes, varies
 from gradlab.collectives import Coroutine, Gather
 from gradlab.layout import Layer
@@ -47,10 +48,11 @@ class Compressor(Codec):
 
     frees_gradients = True
     block: int = 1  # elements that must stay together when a vector is cut into shards
+    spreads: ClassVar[bool] = False  # whether shards are pieces of every layer, so that messages are of like size
 
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
-        self._shards: dict[tuple[int, int, int | None], Shards] = {}
+        self._shards: dict[tuple[Any, ...], Shards] = {}
 
     @property
     def gathered(self) -> bool:
@@ -75,6 +77,10 @@ class Compressor(Codec):
         """Return the compressor of a vector that concatenates layers of these shapes."""
         return self
 
+    def for_pieces(self, numels: tuple[int, ...], world_size: int) -> Compressor:
+        """Return the compressor of a vector of pieces of layers, see `vectors.spread`."""
+        return self.for_layers(_shapes_of_pieces(numels, world_size))
+
     def shapes_of(self, layers: Sequence[Layer]) -> list[tuple[int, ...]]:
         """Return the shapes that `for_layers` takes for layers: each layer's own."""
         return [layer.shape for layer in layers]
@@ -82,6 +88,21 @@ class Compressor(Codec):
     def part(self, start: int, stop: int) -> Compressor:
         """Return the compressor of the shard vector[start:stop], whose ends `bounds` has chosen."""
         return self
+
+    def held(self, vector: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor | None:
+        """Return what `at` takes for a vector (numel,), if what is sent depends on earlier messages; by default None.
+
+        before: what `held_after` returned after the last message; None at the first.
+        """
+        return None
+
+    def at(self, held: torch.Tensor | None) -> Compressor:
+        """Return the compressor that sends under what it holds of earlier messages, see `held`."""
+        return self
+
+    def held_after(self, held: torch.Tensor | None, sent: Sequence[Payload], numel: int) -> torch.Tensor | None:
+        """Return what is held after messages that describe a vector (numel,) together."""
+        return None
 
     def blocks(self, numel: int) -> int:
         """Return how many pieces a vector (numel,) can be cut into."""
@@ -102,22 +123,31 @@ class Compressor(Codec):
         A vector of one block cannot be cut. Its rank follows from the group's name, so that groups have different ones.
         """
         if self.blocks(numel) > 1:
-            return self._kept_shards(numel, world_size, None)
+            return self._kept_shards((numel, world_size, "equal"), lambda: pairwise(self.bounds(numel, world_size)))
         return self.shards_on(zlib.crc32(name.encode()) % world_size, numel, world_size)
 
     def shards_on(self, root: int, numel: int, world_size: int) -> Shards:
         """Return each rank's shard (start, stop) of a vector (numel,) of which rank `root` has all."""
-        return self._kept_shards(numel, world_size, root)
+        ranks = range(world_size)
+        return self._kept_shards(
+            (numel, world_size, root), lambda: ((0, numel) if rank == root else (numel, numel) for rank in ranks)
+        )
 
-    def _kept_shards(self, numel: int, world_size: int, root: int | None) -> Shards:
-        """Return the shards that all ranks of a process share, and all steps. Root None: equal ones."""
-        key = numel, world_size, root
+    def shards_of_pieces(self, numels: Sequence[int], world_size: int) -> Shards:
+        """Return each rank's shard (start, stop) of a vector of pieces of layers, see `vectors.spread`.
+
+        numels: of the layers.
+        """
+
+        def ends() -> Iterable[int]:
+            return (sum(piece_of(numel, rank, world_size)[1] for numel in numels) for rank in range(world_size))
+
+        return self._kept_shards((tuple(numels), world_size), lambda: pairwise([0, *ends()]))
+
+    def _kept_shards(self, key: tuple[Any, ...], of_ranks: Callable[[], Iterable[Shard]]) -> Shards:
+        """Return the shards that all ranks of a process share, and all steps."""
         if key not in self._shards:
-            if root is None:
-                of_ranks = list(pairwise(self.bounds(numel, world_size)))
-            else:
-                of_ranks = [(0, numel) if rank == root else (numel, numel) for rank in range(world_size)]
-            self._shards[key] = Shards(self, of_ranks)
+            self._shards[key] = Shards(self, of_ranks())
         return self._shards[key]
 
     def can_be_cut(self, bounds: Sequence[int]) -> bool:
@@ -212,6 +242,12 @@ class Compressor(Codec):
             return separate(codec.residual_into(out, vector, payload), grads)
 
         return Exchanged(context.alike(mean), Deferred(grads, own, error))
+
+
+@functools.cache
+def _shapes_of_pieces(numels: tuple[int, ...], world_size: int) -> list[tuple[int, ...]]:
+    cuts = (piece_of(numel, rank, world_size) for rank in range(world_size) for numel in numels)
+    return [(stop - start,) for start, stop in cuts]
 
 
 def exchanged_at(

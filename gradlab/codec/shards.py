@@ -79,16 +79,24 @@ class Sharded:
         vector: this rank's, (numel,).
         shards: of the ranks, in order.
         context: of the exchange.
+        held: see `Compressor.at`.
     """
 
-    def __init__(self, codec: Compressor, vector: torch.Tensor, shards: Shards, context: Context) -> None:
+    def __init__(
+        self,
+        codec: Compressor,
+        vector: torch.Tensor,
+        shards: Shards,
+        context: Context,
+        held: torch.Tensor | None = None,
+    ) -> None:
         self._codec, self._vector, self._shards, self._context = codec, vector, shards, context
         generator = context.rank_generator("shards")
         self._payload: Payload = ()
         if shards.whole:
-            self._payload = codec.compress(vector, generator)
+            self._payload = codec.at(held).compress(vector, generator)
         else:
-            self.sent = _compressed_apart(vector, shards, generator)
+            self.sent = _compressed_apart(vector, shards, held, generator)
 
     @cached_property
     def sent(self) -> Sequence[Payload]:
@@ -106,7 +114,7 @@ class Sharded:
 
     def average(self) -> Coroutine[torch.Tensor]:
         """Send every rank its shard, and average what comes for this rank's: (elements of the shard,)."""
-        received = yield tuple(map(AllToAll, self._parts()))
+        received = yield tuple(AllToAll(part, self._codec.varying) for part in self._parts())
         start, stop = self._shards[self._context.rank]
         average = self._context.workspace.empty_like(self._vector[start:stop])
         if start == stop:
@@ -132,7 +140,9 @@ class Sharded:
         return self._codec.average_into(out, zip(*columns, strict=True), 1.0 / self._context.world_size)
 
     def gathers(self, answer: Payload) -> tuple[Gather, ...]:
-        """Request all ranks' answers, of which each has the sizes of what was sent to its rank."""
+        """Request all ranks' answers. Unless sizes vary, each has the sizes of what was sent to its rank."""
+        if self._codec.varying:
+            return tuple(Gather(part, varying=True) for part in answer)
         return tuple(Gather(part, lengths=known) for part, known in zip(answer, self._lengths, strict=True))
 
     def mean(self, answers: Sequence[Payload], grads: Tensors) -> Tensors:
@@ -192,24 +202,31 @@ def averaged_in_shards(
     return Exchanged(mean, sharded.own(grads))
 
 
-def _compressed_apart(vector: torch.Tensor, shards: Shards, generator: torch.Generator) -> list[Payload]:
+def _compressed_apart(
+    vector: torch.Tensor, shards: Shards, held: torch.Tensor | None, generator: torch.Generator
+) -> list[Payload]:
     """Compress each shard by itself. Empty ones, which are most where one rank has it all, are compressed once."""
     sent: list[Payload] = []
     for rank, (start, stop) in enumerate(shards):
         before = generator.get_state() if start == stop else None
-        sent.append(shards.part(rank).compress(vector[start:stop], generator))
+        sent.append(shards.part(rank).at(held).compress(vector[start:stop], generator))
         # Without a random number drawn for it, the next empty shard's payload is the same.
         if before is not None and torch.equal(before, generator.get_state()):
-            return _compressed_around(sent[-1], sent, vector, shards, generator)
+            return _compressed_around(sent[-1], sent, vector, shards, held, generator)
     return sent
 
 
 def _compressed_around(
-    nothing: Payload, done: Sequence[Payload], vector: torch.Tensor, shards: Shards, generator: torch.Generator
+    nothing: Payload,
+    done: Sequence[Payload],
+    vector: torch.Tensor,
+    shards: Shards,
+    held: torch.Tensor | None,
+    generator: torch.Generator,
 ) -> list[Payload]:
     """Compress what shards are left, those that are not empty."""
     sent = [*done, *[nothing] * (len(shards) - len(done))]
     for rank in shards.occupied:
         if rank >= len(done):
-            sent[rank] = shards.part(rank).compress(vector[slice(*shards[rank])], generator)
+            sent[rank] = shards.part(rank).at(held).compress(vector[slice(*shards[rank])], generator)
     return sent

@@ -19,7 +19,8 @@ from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 
 POLICIES = ("sum", "split", "drop")
-MEASURED = ("zeta", "server_zeta")  # of a wrapped codec, see `gradlab.codec.contraction`
+# Of a wrapped codec, see `gradlab.codec.contraction` and `Compressor.held`.
+MEASURED = ("zeta", "server_zeta", "sent_held", "server_held")
 _BLOCK = 256  # elements that share one scale in an int8 buffer
 
 

@@ -10,10 +10,12 @@ the energy is.
 
 from __future__ import annotations
 
+import copy
 import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,6 +23,7 @@ import torch
 
 from gradlab.codec import About, Compressor, Context, Deferred, Exchanged, PlanDefaults, Tensors, concatenate, separate
 from gradlab.codec.settings import require, setting
+from gradlab.codec.shards import Payload
 from gradlab.codec.sparsifier import at_least
 from gradlab.coding.levels import LARGEST, decode_levels, encode_levels
 from gradlab.collectives import Coroutine, Gather
@@ -57,6 +60,7 @@ class ECSQ(Compressor):
     name = "ecsq"
     about = About("quantization", "ceil(bits * n / 8) + 11", "Gish & Pierce, 1968; Sullivan, 1996")
     varying = True
+    spreads = True
     defaults = PlanDefaults(group_bytes=2**62)
     group_state = frozenset({"step"})
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(
@@ -89,7 +93,9 @@ class ECSQ(Compressor):
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
         self._sizes: tuple[int, ...] = ()
+        self._step: float | None = None  # of `at`
         self._of_groups: dict[tuple[int, ...], ECSQ] = {}
+        self._parts: dict[tuple[int, int], ECSQ] = {}
 
     def for_layers(self, shapes: Sequence[Sequence[int]]) -> ECSQ:
         sizes = tuple(map(math.prod, shapes))
@@ -99,13 +105,32 @@ class ECSQ(Compressor):
             self._of_groups[sizes] = relative
         return self._of_groups[sizes]
 
+    def part(self, start: int, stop: int) -> ECSQ:
+        if (start, stop) not in self._parts:
+            ends = zip(self._sizes, accumulate(self._sizes), strict=True)
+            self._parts[start, stop] = self.for_layers([(size,) for size, end in ends if start < end <= stop])
+        return self._parts[start, stop]
+
+    def held(self, vector: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+        """Return the step, (), float64, see `quantized`."""
+        return torch.tensor(self._step_for(vector, before if before is None else float(before)), dtype=torch.float64)
+
+    def at(self, held: torch.Tensor | None) -> ECSQ:
+        bound = copy.copy(self)
+        bound._step = held if held is None else float(held)
+        return bound
+
+    def held_after(self, held: torch.Tensor | None, sent: Sequence[Payload], numel: int) -> torch.Tensor | None:
+        after = self.next_step([message for (message,) in sent], numel)
+        return held if after is None else torch.tensor(after, dtype=torch.float64)
+
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         vector, codec = concatenate(grads), self.for_layers(self.shapes_of(self.layers_of(grads)))
         key = f"{next(iter(grads), '')}/step"
         before = float(state[key]) if key in state else None
         quantized = codec.quantized(vector, before)
         (answers,) = yield (Gather(quantized.message, varying=True),)
-        after = codec.next_step(answers, vector.numel())
+        after = codec.next_step(answers, vector.numel() * len(answers))
 
         def mean() -> Tensors:
             total = context.memory_for_mean(vector, grads).zero_()
@@ -135,7 +160,7 @@ class ECSQ(Compressor):
 
         step: of the last iteration's control; None: as set, or found on the vector.
         """
-        step = self.settings.step or step or self._found_step(vector)
+        step = self._step_for(vector, step)
         largest = max(map(abs, map(float, torch.aminmax(vector)))) if vector.numel() else 0.0
         step = max(step, largest / LARGEST)  # also where nothing is known of the vector
         if not math.isfinite(largest):
@@ -151,6 +176,9 @@ class ECSQ(Compressor):
         share = self._missed(vector, values, decoded) if self.settings.error is not None else 0.0
         data = encode_levels(positions.cpu().numpy(), levels.cpu().numpy(), self._sizes or (vector.numel(),))
         return Quantized(_message(vector, _HEADER.pack(step, *centroids, share) + data), positions, decoded)
+
+    def _step_for(self, vector: torch.Tensor, before: float | None) -> float:
+        return self.settings.step or before or self._step or self._found_step(vector)
 
     @staticmethod
     def _missed(vector: torch.Tensor, values: torch.Tensor, decoded: torch.Tensor) -> float:
@@ -177,8 +205,8 @@ class ECSQ(Compressor):
         It follows from the steps that were sent. The smallest that can be sent bounds it, where no step is small enough
         to give the size asked for, as with few values other than zero.
 
-        messages: of all ranks.
-        numel: of the vector.
+        messages: of all ranks, or one rank's to all servers.
+        numel: values that they describe, all together.
         """
         headers = [_header(bytes(message[: _HEADER.size].tolist())) for message in messages]
         known = [header for header in headers if header[0] > 0]  # NaN is not
@@ -189,7 +217,7 @@ class ECSQ(Compressor):
             found = math.fsum(header[-1] for header in known) / len(known)
             wanted = self.settings.error**2
             return step * _correction((wanted - found) / max(wanted, found))
-        bits, wanted = 8 * sum(map(len, messages)) / len(messages) / numel, self.settings.bits
+        bits, wanted = 8 * sum(map(len, messages)) / numel, self.settings.bits
         return step * _correction((bits - wanted) / min(1.0, _SLOPE * wanted))
 
     def _found_step(self, vector: torch.Tensor) -> float:

@@ -183,7 +183,7 @@ def _require_alike(requests_by_rank: Sequence[tuple[Request, ...]]) -> None:
 
 def _shapes(request: Request) -> Any:
     """What `signature` tells apart; of an all-to-all's N tensors on each of N ranks no more than their shapes."""
-    if isinstance(request, AllToAll) and not isinstance(request.tensors, Parts):
+    if isinstance(request, AllToAll) and not request.varying and not isinstance(request.tensors, Parts):
         first = request.tensors[0].dtype if request.tensors else None
         return ("AllToAll", first, [tensor.shape for tensor in request.tensors])
     return signature(request)
@@ -191,7 +191,7 @@ def _shapes(request: Request) -> Any:
 
 def _sizes(requests: Sequence[Request]) -> Iterator[tuple[int, int]]:
     """Yield the payload and the wire bytes of one request, for each rank in turn."""
-    if isinstance(requests[0], AllToAll):
+    if isinstance(requests[0], AllToAll) and not requests[0].varying:
         sizes = requests[0].sizes  # the same on all ranks
         total = sum(sizes)
         yield from ((total, total - own) for own in sizes)

@@ -91,11 +91,13 @@ class Parts(Sequence[torch.Tensor]):
 class AllToAll:
     """One tensor for each rank. Answer: a sequence of N tensors, what each rank meant for this one.
 
-    tensors[j] goes to rank j and has the same shape on every rank (shapes may differ between destinations). `Parts` of
-    a vector cost less where many ranks are in one process.
+    tensors: those at j go to rank j, and have the same shape on every rank (shapes may differ between destinations).
+        `Parts` of a vector cost less where many ranks are in one process.
+    varying: whether the tensors are vectors whose lengths differ between ranks, too; lengths then travel first.
     """
 
     tensors: Sequence[torch.Tensor]
+    varying: bool = False
 
     @property
     def sizes(self) -> list[int]:
@@ -159,7 +161,7 @@ def answer_for(step: Step, answers: Sequence[Any]) -> Any:
 
 
 def signature(request: Request) -> tuple[Any, ...]:
-    """List what all ranks' requests must agree on: kind, root, dtype and shapes (not the length of a varying gather).
+    """List what all ranks' requests must agree on: kind, root, dtype and shapes (not lengths that vary).
 
     Args:
         request: one rank's.
@@ -167,6 +169,8 @@ def signature(request: Request) -> tuple[Any, ...]:
     Returns:
         A tuple to compare.
     """
+    if isinstance(request, AllToAll) and request.varying:
+        return ("AllToAll", "varying", *((str(t.dtype), t.ndim) for t in request.tensors))
     if isinstance(request, AllToAll) and isinstance(request.tensors, Parts):
         return ("AllToAll", request.tensors.lengths, str(request.tensors.whole.dtype))
     if isinstance(request, AllToAll):
@@ -195,6 +199,8 @@ def fusion_key(request: Request) -> tuple[Any, ...]:
         return (Mean, request.tensor.dtype)
     if isinstance(request, Gather):
         return ("varying",) if request.varying else (Gather,) if request.lengths is None else (AllToAll,)
+    if isinstance(request, AllToAll) and request.varying:
+        return ("varying parts",)
     return (Broadcast, request.root) if isinstance(request, Broadcast) else (type(request),)
 
 
@@ -298,8 +304,8 @@ def wire_bytes(request: Request, rank: int, world_size: int, longest: int | None
         request: the rank's.
         rank: from 0.
         world_size: number of ranks N.
-        longest: of a varying gather, the largest rank's size in bytes, to which all are padded. Each size travels too,
-            in 8 bytes. None: this rank's size.
+        longest: of a varying gather, the largest rank's size in bytes, to which all are padded. None: this rank's size.
+            Each size that varies travels too, in 8 bytes.
 
     Returns:
         Bytes.
@@ -309,7 +315,7 @@ def wire_bytes(request: Request, rank: int, world_size: int, longest: int | None
     if isinstance(request, Broadcast):
         return broadcast_wire_bytes(request.tensor.nbytes, rank, request.root, world_size)
     if isinstance(request, AllToAll):
-        return all_to_all_wire_bytes(request.sizes, rank)
+        return all_to_all_wire_bytes([size + 8 * request.varying for size in request.sizes], rank)
     if isinstance(request, Ring):
         return ring_wire_bytes(request.sizes, rank)
     if not request.varying:
@@ -326,8 +332,8 @@ def check_request(request: Request, world_size: int) -> None:
 
     Raises:
         GradlabError: a Mean of integers, a root or a number of tensors that does not fit the world size, parts whose
-            lengths are not the vector's, a varying gather of anything but a vector, or of a length that is not among
-            `lengths`.
+            lengths are not the vector's, a varying request of anything but vectors, or a gather of a length that is not
+            among `lengths`.
     """
     if isinstance(request, Mean) and not request.tensor.is_floating_point():
         raise GradlabError(f"Mean needs a floating-point tensor, not {request.tensor.dtype}")
@@ -347,6 +353,8 @@ def _check_all_to_all(request: AllToAll, world_size: int) -> None:
     if isinstance(request.tensors, Parts) and sum(request.tensors.lengths) != request.tensors.whole.numel():
         together, numel = sum(request.tensors.lengths), request.tensors.whole.numel()
         raise GradlabError(f"AllToAll of a vector of {numel} elements: the lengths of its parts add up to {together}")
+    if request.varying and (others := [list(tensor.shape) for tensor in request.tensors if tensor.ndim != 1]):
+        raise GradlabError(f"a varying AllToAll takes vectors, not shape {others[0]}")
 
 
 def _check_gather(request: Gather, world_size: int) -> None:

@@ -35,11 +35,10 @@ def check_alone(plan: Plan) -> None:
     """
     for group in plan.compressed_groups:
         codec = innermost(plan.build(group))
-        if not isinstance(codec, Compressor) or not codec.gathered or codec.varying:
-            what = "messages whose size depends on the gradient" if codec.varying else "means over ranks on its way"
+        if not isinstance(codec, Compressor) or not codec.gathered:
             raise GradlabError(
-                f"group {group.name}: codec {group.codec} takes {what}; a reduce-scatter is for codecs that one rank "
-                "computes alone, such as block_scaled, qsgd, sign or topk"
+                f"group {group.name}: codec {group.codec} takes means over ranks on its way; a reduce-scatter is for "
+                "codecs that one rank computes alone, such as block_scaled, qsgd, sign or topk"
             )
         if others := [wrap.name for wrap in group.wrappers if wrap.name not in ALLOWED]:
             raise GradlabError(
@@ -74,7 +73,8 @@ def reduce_scatter_group(
     ]
     asked = [as_requests(next(run)) for run in runs]
     messages = [[_gathered(request) for request in requests] for requests in asked]
-    answers = yield tuple(AllToAll(tuple(of_part)) for of_part in zip(*messages, strict=True))
+    varying = [isinstance(request, Gather) and request.varying for request in asked[mine]]
+    answers = yield tuple(map(AllToAll, zip(*messages, strict=True), varying))
     results = []
     for place, (run, own) in enumerate(zip(runs, messages, strict=True)):
         try:
@@ -127,6 +127,6 @@ def reduce_scatter_dense(parts: Sequence[Tensors], mine: int) -> Coroutine[Tenso
 
 
 def _gathered(request: object) -> torch.Tensor:
-    if not isinstance(request, Gather) or request.varying or request.lengths is not None:
+    if not isinstance(request, Gather) or request.lengths is not None:
         raise GradlabError(f"a reduce-scatter cannot serve {type(request).__name__}")
     return request.tensor

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from gradlab.collectives import Gather, Request, payload_bytes
+from gradlab.collectives import AllToAll, Gather, Request, payload_bytes
 
 # Bytes of gradients that are encoded before the next collective is issued, unless the user says otherwise.
 SEGMENT_BYTES = 8 * 2**20
@@ -135,7 +135,7 @@ class Ticks(Generic[OneExchange]):
 
 def _message_bytes(request: Request) -> float:
     """The size of a request, the same on every rank: one whose size depends on the rank's data counts as full."""
-    if isinstance(request, Gather) and request.varying:
+    if isinstance(request, Gather | AllToAll) and request.varying:
         return math.inf
     if isinstance(request, Gather) and request.lengths is not None:
         return max(request.lengths) * request.tensor.element_size()

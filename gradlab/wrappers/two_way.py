@@ -18,6 +18,7 @@ from gradlab.codec import Codec, Compressor, Context, Deferred, Exchanged, Tenso
 from gradlab.codec.contraction import contraction_setting, needs_scaling, next_zeta, scale_down
 from gradlab.codec.settings import setting
 from gradlab.codec.shards import Payload, Shard, Sharded, Shards
+from gradlab.codec.vectors import piece_of, put_together, spread
 from gradlab.codec.wrapper import Wrapper, buffer_setting, load_buffer, state_names, step_size_setting, store_buffer
 from gradlab.collectives import Broadcast, Coroutine, Gather
 from gradlab.errors import GradlabError
@@ -30,11 +31,12 @@ class TwoWay(Wrapper):
     The ranks' own compression errors, x_i - C(x_i), are not kept here: put error feedback or momentum correction around
     this wrapper. The servers' compression errors are kept: each rank holds that of its shard as "server_residual".
     After a change of the world size every rank has the whole layers' as "server_whole", until the next exchange cuts
-    it.
+    it. What a codec holds of earlier messages (`Compressor.held`) every rank holds for its own, as "sent_held", and for
+    the answers of its shard, as "server_held"; after a change of the world size it starts anew.
     """
 
     name = "two_way"
-    keys = ("server_residual", "server_whole", "server_zeta")
+    keys = ("server_residual", "server_whole", "server_zeta", "sent_held", "server_held")
     server_residual = True
 
     @dataclass(frozen=True)
@@ -60,40 +62,51 @@ class TwoWay(Wrapper):
                 f"two_way around {codec.name} with a form of exchange of its own ({codec.settings}): inside, it would "
                 "not have that"
             )
-        if codec.varying:
+        if codec.varying and self.settings.server == "rank":
             raise GradlabError(
-                f"two_way around {codec.name} with messages whose sizes vary: a server's must be known to all; choose "
-                "settings that fix them"
+                f"two_way around {codec.name} with messages whose sizes vary: that of one server's answer must be "
+                'known to all; choose settings that fix it, or server = "sharded"'
             )
         self.compressor = codec
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        vector, shapes = concatenate(grads), self._shapes(grads)
-        shards = self.shards(shapes, context.world_size, context.group)
-        sharded = Sharded(self.compressor.for_layers(shapes), vector, shards, context)
+        pieces, shapes = self._pieces(grads, context.world_size), self._shapes(grads)
+        vector, whole = concatenate(pieces), self._of_pieces(shapes, context.world_size)
+        sending = whole.held(vector, state.get(_key(grads, "sent_held")))
+        sharded = Sharded(whole, vector, self.shards(shapes, context.world_size, context.group), context, sending)
         average, codec = (yield from sharded.average()), sharded.codec
         held = self._server_residual(grads, state, context, average)
         carried = self._rescaled(held, context)
         average += carried
         zeta = self._zeta(codec, average, grads, state, context)
         scaled = average if zeta is None else scale_down(average, zeta, context)
+        serving = codec.held(scaled, state.get(_key(grads, "server_held")))
+        codec = codec.at(serving)
         answer = codec.compress(scaled, context.rank_generator("server"))
         answers = yield self._answer_requests(answer, sharded, context)
-        mean = context.alike(lambda: sharded.mean(self._by_shard(answers, sharded.sent), grads))
         kept = self._kept(held, average, codec, answer, context) | self._measured(zeta, average, codec, answer, grads)
+        after = {
+            "sent_held": whole.held_after(sending, sharded.sent, len(vector)) if sending is not None else None,
+            "server_held": codec.held_after(serving, [answer], len(average)),
+        }
+        kept |= {_key(grads, what): value for what, value in after.items() if value is not None}
+
+        def mean() -> Tensors:
+            of_pieces = sharded.mean(self._by_shard(answers, sharded.sent), pieces)
+            return self._joined(of_pieces, grads, context, context.memory_for_mean(vector, grads))
+
         cuts = [len(piece) for piece in held.values()]
         asked = Deferred(grads, lambda: dict(zip(held, (average - carried).split(cuts), strict=True)))
-        return Exchanged(mean, sharded.own(grads), kept, server_input=asked)
+        return Exchanged(context.alike(mean), self._own(sharded.own(pieces), grads, context), kept, server_input=asked)
 
     def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         """Send the servers' residuals along: each server adds N times its residual to its own gradient."""
-        vector = concatenate(grads)
-        shapes = self._shapes(grads)
-        start, stop = self.shards(shapes, context.world_size, context.group)[context.rank]
-        total = vector.clone()
-        held = self._server_residual(grads, state, context, total[start:stop])
-        total[start:stop] += context.world_size * self._rescaled(held, context)
-        done = yield from self.codec.dense_exchange(separate(total, grads), {}, context)
+        total = separate(concatenate(grads).clone(), grads)
+        held = self._server_residual(grads, state, context, next(iter(grads.values())))
+        added = self._rescaled(held, context).split([len(piece) for piece in held.values()])
+        for (name, (a, b)), piece in zip(self._cuts(grads, context).items(), added, strict=True):
+            total[name].view(-1)[a:b] += context.world_size * piece
+        done = yield from self.codec.dense_exchange(total, {}, context)
         kept: Tensors = {}
         for name, piece in held.items() if self.settings.error_feedback else ():
             if context.stands_still(name, self.settings.step_size_ratio):
@@ -103,10 +116,42 @@ class TwoWay(Wrapper):
     def _shapes(self, grads: Tensors) -> list[tuple[int, ...]]:
         return self.compressor.shapes_of(self.compressor.layers_of(grads))
 
+    def _pieces(self, grads: Tensors, world_size: int) -> Tensors:
+        """Return the gradients as the shards take them, one after another."""
+        return spread(grads, world_size) if self.compressor.spreads else grads
+
+    def _of_pieces(self, shapes: Sequence[Sequence[int]], world_size: int) -> Compressor:
+        """Return the compressor of layers of these shapes, as the shards take them."""
+        if not self.compressor.spreads:
+            return self.compressor.for_layers(shapes)
+        return self.compressor.for_pieces(tuple(map(math.prod, shapes)), world_size)
+
+    def _joined(self, pieces: Tensors, grads: Tensors, context: Context, out: torch.Tensor) -> Tensors:
+        """Return layers of which the shards take pieces; out: memory (numel,) for them, if they are not there yet."""
+        return put_together(pieces, grads, context.world_size, out) if self.compressor.spreads else pieces
+
+    def _own(self, own: Deferred, grads: Tensors, context: Context) -> Deferred:
+        if not self.compressor.spreads:
+            return own
+        missed = own.compression_error
+        assert missed is not None
+
+        def joined(pieces: Tensors) -> Tensors:
+            first = next(iter(pieces.values()))
+            numel = sum(grad.numel() for grad in grads.values())
+            return self._joined(pieces, grads, context, context.workspace.empty((numel,), first))
+
+        return Deferred(grads, lambda: joined(dict(own)), lambda: joined(missed()))
+
     def shards(self, shapes: Sequence[Sequence[int]], world_size: int, group: str = "") -> Shards:
-        """Return each rank's shard (start, stop) of layers of these shapes: whole blocks, or all on one rank."""
-        numel, root = sum(map(math.prod, shapes)), self.settings.server_rank
-        codec = self.compressor.for_layers(shapes)
+        """Return each rank's shard (start, stop): whole blocks, or all on one rank, or a piece of every layer.
+
+        shapes: of the layers.
+        """
+        numels, root = list(map(math.prod, shapes)), self.settings.server_rank
+        codec, numel = self._of_pieces(shapes, world_size), sum(numels)
+        if self.compressor.spreads:
+            return codec.shards_of_pieces(numels, world_size)
         if self.settings.server == "sharded":
             return codec.shards(numel, world_size, group)
         if root >= world_size:
@@ -148,6 +193,9 @@ class TwoWay(Wrapper):
 
     def _cuts(self, grads: Tensors, context: Context) -> dict[str, Shard]:
         """Return the part of each layer that lies in this rank's shard: (start, stop) in the layer."""
+        if self.compressor.spreads:
+            ranks = context.rank, context.world_size
+            return {name: piece_of(grad.numel(), *ranks) for name, grad in grads.items()}
         start, stop = self.shards(self._shapes(grads), context.world_size, context.group)[context.rank]
         cuts, first = {}, 0
         for name, grad in grads.items():
@@ -181,7 +229,7 @@ class TwoWay(Wrapper):
         asked = self.settings.error_feedback and self.settings.contraction != "none"
         if not asked or not needs_scaling(self.compressor, shapes):
             return None
-        if (known := state.get(_zeta_key(grads))) is not None:
+        if (known := state.get(_key(grads, "server_zeta"))) is not None:
             return known
         sent = codec.decompress(codec.compress(average, context.rank_generator("server", "contraction")), average)
         return next_zeta(torch.ones((), device=average.device), [average], [sent])
@@ -191,7 +239,7 @@ class TwoWay(Wrapper):
     ) -> Tensors:
         if zeta is None:
             return {}
-        return {_zeta_key(grads): next_zeta(zeta, [average], [codec.decompress(answer, average)])}
+        return {_key(grads, "server_zeta"): next_zeta(zeta, [average], [codec.decompress(answer, average)])}
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         sizes = [codec.compressed_bytes(numel) for codec, numel in self._parts(layers, world_size)]
@@ -204,7 +252,7 @@ class TwoWay(Wrapper):
     def _parts(self, layers: Sequence[Layer], world_size: int) -> list[tuple[Compressor, int]]:
         """The compressor of each rank's shard, and the shard's elements."""
         shapes = self.compressor.shapes_of(layers)
-        codec = self.compressor.for_layers(shapes)
+        codec = self._of_pieces(shapes, world_size)
         return [(codec.part(a, b), b - a) for a, b in self.shards(shapes, world_size)]
 
     def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
@@ -222,6 +270,6 @@ class TwoWay(Wrapper):
         return whole
 
 
-def _zeta_key(grads: Tensors) -> str:
-    """Return the state's key of what a group's server measured, which is under the first layer's name."""
-    return f"{next(iter(grads), '')}/server_zeta"
+def _key(grads: Tensors, what: str) -> str:
+    """Return the state's key of what belongs to a whole group: it is under the first layer's name."""
+    return f"{next(iter(grads), '')}/{what}"

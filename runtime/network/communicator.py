@@ -245,8 +245,8 @@ class Communicator:
             and largest * parts.element_size() >= LEAST_BYTES
         ):
             return out, self._send_parts(out, parts, incoming, sizes)
-        # Empty only if it is on all ranks: one that sends nothing is still sent something, or the other way round.
-        nbytes = parts.nbytes or out.nbytes
+        # Left out only where no rank sends anything: one that neither sends nor is sent anything takes part.
+        nbytes = parts.nbytes or out.nbytes or largest
         work = self._start("all-to-all", nbytes, dist.all_to_all_single, out, parts, incoming, list(sizes))
         return out, work
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from gradlab.codec.vectors import cut_like
 from gradlab.collectives import AllToAll, Broadcast, Gather, Mean, Ring, fusion_key, sum_in_rank_order
 from gradlab.errors import GradlabError
-from gradlab.runtime.network.messages import Messages
+from gradlab.runtime.network.messages import LEAST_BYTES, Messages
 
 if TYPE_CHECKING:
     from gradlab.runtime.network.communicator import Communicator, Transfer
@@ -184,6 +184,35 @@ class _FusedAllToAll(Fused):
         return [list(tensors) for tensors in zip(*by_rank, strict=True)]
 
 
+class _VaryingAllToAll(Fused):
+    """Several AllToAlls of varying lengths: an all-to-all of the lengths, then one of the bytes."""
+
+    def __init__(self, communicator: Communicator, requests: Sequence[AllToAll]) -> None:
+        self._communicator = communicator
+        self._by_rank = list(zip(*(request.tensors for request in requests), strict=True))
+        lengths = [tensor.numel() for parts in self._by_rank for tensor in parts]
+        device = requests[0].tensors[0].device
+        counts = [len(requests)] * communicator.world_size
+        self._lengths, self._work = communicator.all_to_all(torch.tensor(lengths, device=device), counts)
+
+    def answers(self) -> list[Any]:
+        communicator = self._communicator
+        communicator.wait(self._work)
+        lengths = self._lengths.view(communicator.world_size, -1).tolist()
+        mine = self._by_rank[communicator.rank]
+        like = [[tensor.new_empty(n) for tensor, n in zip(mine, row, strict=True)] for row in lengths]
+        incoming = [sum(tensor.nbytes for tensor in tensors) for tensors in like]
+        packed = [_pack(parts, communicator) for parts in self._by_rank]
+        # No rank knows the largest part of all, and all have to send alike: as if it were large.
+        out, work = communicator.all_to_all(
+            _joined(packed, communicator), [part.numel() for part in packed], incoming, LEAST_BYTES
+        )
+        communicator.wait(work)
+        rows = zip(out.split(incoming), like, strict=True)
+        by_rank = [_unpack(row, tensors, communicator) for row, tensors in rows]
+        return [list(tensors) for tensors in zip(*by_rank, strict=True)]
+
+
 def _check_length(request: AllToAll | Gather, rank: int) -> None:
     if isinstance(request, Gather) and request.lengths and request.lengths[rank] != request.tensor.numel():
         raise GradlabError(f"Gather of {request.tensor.numel()} elements, announced {request.lengths[rank]}")
@@ -313,5 +342,6 @@ _FUSED: dict[Any, Any] = {
     "varying": _VaryingGather,
     Broadcast: _FusedBroadcast,
     AllToAll: _FusedAllToAll,
+    "varying parts": _VaryingAllToAll,
     Ring: _FusedRing,
 }

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from gradlab.codec import Context, Exchanged, Tensors, exchange_group
 from gradlab.codecs.ecsq import ECSQ
-from gradlab.collectives import LockstepResult, run_lockstep
+from gradlab.collectives import LockstepResult, Request, observed, run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.wrappers.error_feedback import ErrorFeedback
+from gradlab.wrappers.two_way import TwoWay
 from support.laws import law
 
 SHAPES = {"w": (40, 300), "b": (70,), "v": (8000,)}
@@ -158,6 +159,36 @@ def test_feedback_keeps_what_is_not_sent() -> None:
     for name in SHAPES:
         left = (states[0][f"{name}/residual"] + states[1][f"{name}/residual"]) / 2
         torch.testing.assert_close(sent[name] + left, given[name], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_both_ways_every_message_has_the_size_asked_for(ranks: int) -> None:
+    """Each server has a piece of every layer, though layers differ by a factor of 20. What servers keep is not lost:
+    what was applied and what all have kept is what was given."""
+    bits, numel = 0.5, sum(map(math.prod, SHAPES.values()))
+    codec, states = ErrorFeedback(TwoWay(ECSQ(ECSQ.Settings(bits=bits)))), [dict[str, torch.Tensor]()] * ranks
+    left = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    counted, to_servers = [], []
+    for step in range(40):
+        seen: list[Request] = []
+        contexts = [Context(rank, ranks, step, "g") for rank in range(ranks)]
+        rows = [
+            exchange_group(codec, draw(rank, step), state, context)
+            for rank, (state, context) in enumerate(zip(states, contexts, strict=True))
+        ]
+        results = run_lockstep([observed(rows[0], seen), *rows[1:]])
+        states = [result.value.state for result in results]
+        assert all(torch.equal(r.value.mean["w"], results[0].value.mean["w"]) for r in results)
+        counted.append([8 * result.payload_bytes / numel for result in results])
+        to_servers.append([tensor.nbytes for tensor in seen[0].tensors])  # type: ignore[union-attr]
+        for name in SHAPES:
+            left[name] += sum(draw(rank, step)[name] for rank in range(ranks)) / ranks - results[0].value.mean[name]
+    assert np.mean(counted[10:], 0) == pytest.approx(bits * (1 + 1 / ranks), rel=0.05)
+    assert np.mean(to_servers[10:], 0) == pytest.approx(bits * numel / 8 / ranks, rel=0.1)
+    for name, shape in SHAPES.items():
+        of_ranks = sum(state[f"{name}/residual"] for state in states) / ranks
+        of_servers = torch.cat([state[f"{name}/server_residual"] for state in states]).view(shape)
+        torch.testing.assert_close(of_ranks + of_servers, left[name], rtol=1e-4, atol=2e-3)
 
 
 def test_a_damaged_message_is_refused() -> None:

@@ -145,6 +145,20 @@ def test_a_varying_gather_is_padded_to_the_longest_and_tells_sizes() -> None:
     assert [result.payload_bytes for result in results] == [12, 40, 12]
 
 
+@law(st.lists(st.lists(st.integers(0, 5), min_size=3, max_size=3), min_size=3, max_size=3), st.booleans())
+def test_parts_whose_lengths_differ_between_ranks(lengths: list[list[int]], of_a_vector: bool) -> None:
+    """lengths[i][j] values go from rank i to rank j. Each length travels too, and nothing is padded."""
+    vectors = [torch.arange(float(sum(row))) + 100 * rank for rank, row in enumerate(lengths)]
+    cut = [vector.split(row) for vector, row in zip(vectors, lengths, strict=True)]
+    parts = [Parts(v, tuple(row)) for v, row in zip(vectors, lengths, strict=True)] if of_a_vector else cut
+    results = run_lockstep([asking(AllToAll(one, varying=True)) for one in parts])
+    for rank, result in enumerate(results):
+        (received,) = result.value
+        assert all(torch.equal(part, cut[source][rank]) for source, part in enumerate(received))
+        assert result.payload_bytes == 4 * sum(lengths[rank])
+        assert result.wire_bytes == sum(4 * lengths[rank][to] + 8 for to in range(3) if to != rank)
+
+
 # --- lockstep -------------------------------------------------------------------------------------------------------
 
 
@@ -319,6 +333,8 @@ A, B = torch.zeros(4), torch.zeros(2, 2)
         (Gather(A), Gather(A[:3])),
         (Gather(A), Gather(A, varying=True)),
         (Gather(A, varying=True), Gather(A.double(), varying=True)),
+        (AllToAll((A, A)), AllToAll((A, A), varying=True)),
+        (AllToAll((A, A), varying=True), AllToAll((A, A.double()), varying=True)),
         (Broadcast(A, 0), Broadcast(A, 1)),
         (Broadcast(A, 0), Broadcast(B, 0)),
         (AllToAll((A, A)), AllToAll((A, B))),
@@ -362,6 +378,7 @@ def test_a_yield_of_anything_else_is_refused(step: Any) -> None:
         (AllToAll(Parts(A, (1, 2))), "AllToAll of a vector of 4 elements: the lengths of its parts add up to 3"),
         (Gather(B, varying=True), r"takes vectors, not shape \[2, 2\]"),
         (Gather(torch.tensor(1.0), varying=True), r"takes vectors, not shape \[\]"),
+        (AllToAll((A, B), varying=True), r"a varying AllToAll takes vectors, not shape \[2, 2\]"),
     ],
 )
 def test_requests_no_process_group_could_serve_are_refused(request_: Request, message: str) -> None:

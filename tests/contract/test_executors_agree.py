@@ -40,7 +40,12 @@ def test_nodes_do_what_lockstep_does_with_their_means(pool: ProcessPool, row: st
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize(
     ("codec", "wrapping"),
-    [("topk", "feedback"), ("powersgd", "feedback, step-size ratio"), ("sign", "two-way under feedback")],
+    [
+        ("topk", "feedback"),
+        ("powersgd", "feedback, step-size ratio"),
+        ("sign", "two-way under feedback"),
+        ("ecsq", "two-way under feedback"),
+    ],
 )
 def test_the_inline_driver_does_what_lockstep_does(
     pool: ProcessPool, codec: str, wrapping: str, at_once: bool, ranks: int

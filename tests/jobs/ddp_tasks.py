@@ -218,6 +218,15 @@ def _asks_everything(rank: int, world_size: int) -> Coroutine[list[torch.Tensor]
     answers += parts
     lengths = tuple(range(world_size))
     answers += yield AllToAll(Parts(torch.arange(float(sum(lengths))) + 100 * rank, lengths))
+    # Rank 0 sends nothing, and the last rank is sent nothing: alone they take part without a byte.
+    ragged, pairs = yield (
+        AllToAll(
+            tuple(torch.arange(float(rank * (world_size - 1 - to))) + 10 * rank for to in range(world_size)),
+            varying=True,
+        ),
+        AllToAll(tuple(torch.full((rank,), to, dtype=torch.uint8) for to in range(world_size)), varying=True),
+    )
+    answers += [*ragged, *pairs]
     answers += yield from _large_parts(rank, world_size)
     answers.append((yield Mean(torch.empty(0))))
     return answers

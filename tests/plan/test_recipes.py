@@ -184,12 +184,14 @@ def test_what_is_exchanged_in_its_own_way_is_not_taken_two_ways(codec: str, sett
         Plan.uniform(LAYERS, codec, wrappers=[Wrap("two_way")], **settings)
 
 
-@pytest.mark.parametrize("codec", ["threshold", "sampled_threshold"])
-def test_messages_of_unknown_size_are_not_taken_two_ways(codec: str) -> None:
+@pytest.mark.parametrize("codec", ["threshold", "sampled_threshold", "ecsq"])
+def test_one_servers_answer_of_unknown_size_is_refused(codec: str) -> None:
+    one = [Wrap("two_way", {"server": "rank"})]
     with pytest.raises(GradlabError, match=f"two_way around {codec} with messages whose sizes vary"):
-        Plan.uniform(LAYERS, codec, wrappers=[Wrap("two_way")])
+        Plan.uniform(LAYERS, codec, wrappers=one)
     with pytest.raises(GradlabError, match="sizes vary"):
-        Plan.uniform(LAYERS, "topk", index_coding="smallest", wrappers=[Wrap("two_way")])
+        Plan.uniform(LAYERS, "topk", index_coding="smallest", wrappers=one)
+    Plan.uniform(LAYERS, codec, wrappers=[Wrap("two_way")])
 
 
 @pytest.mark.parametrize(
