@@ -116,17 +116,21 @@ METHODS: dict[str, Compared] = {
         f"ecsq {bits:g} bits": Compared("ecsq", {"bits": bits, "group_bytes": 2**62})
         for bits in (1.25, 0.5, 0.32, 0.16)
     },
+    **{
+        f"ecsq {bits:g} bits, both ways": Compared("ecsq", {"bits": bits, "group_bytes": 2**62}, BOTH_WAYS)
+        for bits in (0.5, 0.25)
+    },
     "GradiVeQ, half PCA": Compared("gradiveq", {**PCA, "complement": 0.5, "compressed_steps": 0}, FEEDBACK),
 }
 
 
-def task_of(name: str, method: Compared, steps: int) -> emulated.Task:
-    """Make a task with a method's learning rate, so many steps and a cosine schedule."""
+def task_of(name: str, method: Compared, steps: int, images: int = BATCH, rate: float | None = None) -> emulated.Task:
+    """Make a task with a method's share of the learning rate, steps, images per rank, and a cosine schedule."""
     workload = datasets.get(name)
     recipe = replace(
         workload.recipe,
-        learning_rate=RATES[name] * method.rate,
-        batch_size=BATCH,
+        learning_rate=(rate or RATES[name]) * method.rate,
+        batch_size=images,
         steps=steps,
         warmup_steps=0,
         schedule="cosine",
@@ -201,10 +205,12 @@ def train_all(options: argparse.Namespace, data: Any) -> None:
     for seed in options.seeds:
         for name in options.methods:
             key = {"method": name, "seed": seed, "steps": options.steps}
+            if options.images != BATCH or options.rate is not None:
+                key |= {"images": options.images, "rate": options.rate or RATES[options.task]}
             if has(rows, key):
                 continue
             method = METHODS[name]
-            task = task_of(options.task, method, options.steps)
+            task = task_of(options.task, method, options.steps, options.images, options.rate)
             plan = method.plan(layers_of(task.model(seed)), WARMUP, **SCOPE)
             trained = emulated.train(task, plan, data, seed)
             row = key | {"accuracy": trained["score"]} | {kept: trained[kept] for kept in KEPT}
@@ -290,6 +296,8 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--images", type=int, default=BATCH, help="per rank and step")
+    parser.add_argument("--rate", type=float, help="learning rate of dense training")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)

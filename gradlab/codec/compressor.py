@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import zlib
 from abc import abstractmethod
@@ -14,10 +13,11 @@ import torch
 
 from gradlab.codec.contract import Codec, Context, Deferred, Exchanged
 from gradlab.codec.each_layer import EachLayer
+from gradlab.codec.pieces import Pieces
 from gradlab.codec.settings import setting
 from gradlab.codec.shards import Payload, Shard, Shards, averaged_in_shards
 from gradlab.codec.sparsifier import count_of
-from gradlab.codec.vectors import Tensors, concatenate, piece_of, separate
+from gradlab.codec.vectors import Tensors, concatenate, separate
 from gradlab.coding.positions import decode, decode_all, encode, in_order, index_bytes, varies
 from gradlab.collectives import Coroutine, Gather
 from gradlab.layout import Layer
@@ -48,7 +48,7 @@ class Compressor(Codec):
 
     frees_gradients = True
     block: int = 1  # elements that must stay together when a vector is cut into shards
-    spreads: ClassVar[bool] = False  # whether shards are pieces of every layer, so that messages are of like size
+    spreads: ClassVar[bool] = False  # whether shards are pieces of every layer, see `compress_pieces`
 
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
@@ -77,10 +77,6 @@ class Compressor(Codec):
         """Return the compressor of a vector that concatenates layers of these shapes."""
         return self
 
-    def for_pieces(self, numels: tuple[int, ...], world_size: int) -> Compressor:
-        """Return the compressor of a vector of pieces of layers, see `vectors.spread`."""
-        return self.for_layers(_shapes_of_pieces(numels, world_size))
-
     def shapes_of(self, layers: Sequence[Layer]) -> list[tuple[int, ...]]:
         """Return the shapes that `for_layers` takes for layers: each layer's own."""
         return [layer.shape for layer in layers]
@@ -103,6 +99,21 @@ class Compressor(Codec):
     def held_after(self, held: torch.Tensor | None, sent: Sequence[Payload], numel: int) -> torch.Tensor | None:
         """Return what is held after messages that describe a vector (numel,) together."""
         return None
+
+    def compress_pieces(
+        self, vector: torch.Tensor, pieces: Pieces
+    ) -> tuple[list[Payload], Callable[[torch.Tensor, float], torch.Tensor]]:
+        """Compress every shard of a vector (numel,), if the codec `spreads`.
+
+        Returns:
+            A payload for each shard, as the compressor of `pieces.shapes` decodes it; and a function that adds a
+            multiple of C(x) to a vector (numel,), in place, and returns it.
+        """
+        raise NotImplementedError(f"shards of {self.name} are no pieces of layers")
+
+    def add_pieces(self, total: torch.Tensor, payload: Payload, rank: int, pieces: Pieces) -> None:
+        """Add C(x) of one rank's shard to a vector (numel,) of layers, in place, if the codec `spreads`."""
+        raise NotImplementedError(f"shards of {self.name} are no pieces of layers")
 
     def blocks(self, numel: int) -> int:
         """Return how many pieces a vector (numel,) can be cut into."""
@@ -132,17 +143,6 @@ class Compressor(Codec):
         return self._kept_shards(
             (numel, world_size, root), lambda: ((0, numel) if rank == root else (numel, numel) for rank in ranks)
         )
-
-    def shards_of_pieces(self, numels: Sequence[int], world_size: int) -> Shards:
-        """Return each rank's shard (start, stop) of a vector of pieces of layers, see `vectors.spread`.
-
-        numels: of the layers.
-        """
-
-        def ends() -> Iterable[int]:
-            return (sum(piece_of(numel, rank, world_size)[1] for numel in numels) for rank in range(world_size))
-
-        return self._kept_shards((tuple(numels), world_size), lambda: pairwise([0, *ends()]))
 
     def _kept_shards(self, key: tuple[Any, ...], of_ranks: Callable[[], Iterable[Shard]]) -> Shards:
         """Return the shards that all ranks of a process share, and all steps."""
@@ -242,12 +242,6 @@ class Compressor(Codec):
             return separate(codec.residual_into(out, vector, payload), grads)
 
         return Exchanged(context.alike(mean), Deferred(grads, own, error))
-
-
-@functools.cache
-def _shapes_of_pieces(numels: tuple[int, ...], world_size: int) -> list[tuple[int, ...]]:
-    cuts = (piece_of(numel, rank, world_size) for rank in range(world_size) for numel in numels)
-    return [(stop - start,) for start, stop in cuts]
 
 
 def exchanged_at(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradlab.codec.contract import Context, Deferred, Exchanged
+from gradlab.codec.pieces import Pieces
 from gradlab.codec.vectors import Tensors, separate
 from gradlab.collectives import AllToAll, Coroutine, Gather, Parts, Received
 
@@ -178,6 +179,60 @@ class Sharded:
             of_part = part if out is vector else out[slice(*self._shards[rank])]
             self._shards.part(rank).residual_into(of_part, part, self.sent[rank])
         return out
+
+
+class Spread:
+    """The same for shards that have a piece of every layer, whose messages vary in size.
+
+    Args:
+        codec: the compressor of the whole vector.
+        vector: this rank's, (numel,).
+        pieces: of the layers.
+        context: of the exchange.
+        held: see `Compressor.at`.
+    """
+
+    def __init__(
+        self, codec: Compressor, vector: torch.Tensor, pieces: Pieces, context: Context, held: torch.Tensor | None
+    ) -> None:
+        self._codec, self._vector, self._pieces, self._context = codec, vector, pieces, context
+        self.sent, self._add_own = codec.at(held).compress_pieces(vector, pieces)
+
+    @property
+    def codec(self) -> Compressor:
+        """The compressor of this rank's shard."""
+        return self._codec.for_layers(self._pieces.shapes(self._context.rank))
+
+    def average(self) -> Coroutine[torch.Tensor]:
+        """Send every rank its shard, and average what comes for this rank's: (elements of the shard,)."""
+        received = yield tuple(AllToAll(column, varying=True) for column in zip(*self.sent, strict=True))
+        numel = self._pieces.numel(self._context.rank)
+        average = self._context.workspace.empty((numel,), self._vector)
+        return self.codec.average_into(average, zip(*received, strict=True), 1.0 / self._context.world_size)
+
+    def gathers(self, answer: Payload) -> tuple[Gather, ...]:
+        """Request all ranks' answers."""
+        return tuple(Gather(part, varying=True) for part in answer)
+
+    def mean(self, answers: Sequence[Payload], grads: Tensors) -> Tensors:
+        """Decode one answer per shard, by layer."""
+        out = self._context.memory_for_mean(self._vector, grads).zero_()
+        for rank, answer in enumerate(answers):
+            self._codec.add_pieces(out, answer, rank, self._pieces)
+        return separate(out, grads)
+
+    def own(self, grads: Tensors) -> Deferred:
+        """Return this rank's decoded contribution, by layer."""
+
+        def decoded() -> Tensors:
+            return separate(self._add_own(self._context.workspace.zeros_like(self._vector), 1.0), grads)
+
+        def missed() -> Tensors:
+            vector = self._vector
+            out = vector if self._context.reuse else self._context.workspace.empty_like(vector).copy_(vector)
+            return separate(self._add_own(out, -1.0), grads)
+
+        return Deferred(grads, decoded, missed)
 
 
 def averaged_in_shards(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch._utils import _unflatten_dense_tensors
@@ -50,33 +50,3 @@ def cut_like(vector: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[tor
         return _unflatten_dense_tensors(vector, like)
     pieces = vector.split([one.numel() for one in like])  # the call forgets the shape of what is empty
     return [piece.view(one.shape) for piece, one in zip(pieces, like, strict=True)]
-
-
-def spread(grads: Tensors, parts: int) -> Tensors:
-    """Cut each gradient into equal pieces, as far as that goes: all first ones, then all second ones, and so on.
-
-    Returns:
-        Views under names of their own: the pieces (elements,) of contiguous gradients.
-    """
-    vectors = {name: grad.reshape(-1) for name, grad in grads.items()}
-    return {
-        f"{name}/{part}": vector[slice(*piece_of(len(vector), part, parts))]
-        for part in range(parts)
-        for name, vector in vectors.items()
-    }
-
-
-def piece_of(numel: int, part: int, parts: int) -> tuple[int, int]:
-    """Return where a piece of a gradient (numel,) begins and ends, see `spread`."""
-    return numel * part // parts, numel * (part + 1) // parts
-
-
-def put_together(pieces: Mapping[str, torch.Tensor], like: Tensors, parts: int, out: torch.Tensor) -> Tensors:
-    """Invert `spread`.
-
-    pieces: of all gradients.
-    like: the gradients that they are of.
-    parts: pieces of each.
-    out: memory for all of them (sum of numel,), of which they will be views.
-    """
-    return separate(torch.cat([pieces[f"{name}/{part}"] for name in like for part in range(parts)], out=out), like)

@@ -11,17 +11,18 @@ the energy is.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from gradlab.codec import About, Compressor, Context, Deferred, Exchanged, PlanDefaults, Tensors, concatenate, separate
+from gradlab.codec.pieces import Pieces
 from gradlab.codec.settings import require, setting
 from gradlab.codec.shards import Payload
 from gradlab.codec.sparsifier import at_least
@@ -95,7 +96,6 @@ class ECSQ(Compressor):
         self._sizes: tuple[int, ...] = ()
         self._step: float | None = None  # of `at`
         self._of_groups: dict[tuple[int, ...], ECSQ] = {}
-        self._parts: dict[tuple[int, int], ECSQ] = {}
 
     def for_layers(self, shapes: Sequence[Sequence[int]]) -> ECSQ:
         sizes = tuple(map(math.prod, shapes))
@@ -104,12 +104,6 @@ class ECSQ(Compressor):
             relative._sizes = sizes
             self._of_groups[sizes] = relative
         return self._of_groups[sizes]
-
-    def part(self, start: int, stop: int) -> ECSQ:
-        if (start, stop) not in self._parts:
-            ends = zip(self._sizes, accumulate(self._sizes), strict=True)
-            self._parts[start, stop] = self.for_layers([(size,) for size, end in ends if start < end <= stop])
-        return self._parts[start, stop]
 
     def held(self, vector: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
         """Return the step, (), float64, see `quantized`."""
@@ -128,8 +122,8 @@ class ECSQ(Compressor):
         vector, codec = concatenate(grads), self.for_layers(self.shapes_of(self.layers_of(grads)))
         key = f"{next(iter(grads), '')}/step"
         before = float(state[key]) if key in state else None
-        quantized = codec.quantized(vector, before)
-        (answers,) = yield (Gather(quantized.message, varying=True),)
+        message, quantized = codec.quantized(vector, before)
+        (answers,) = yield (Gather(message, varying=True),)
         after = codec.next_step(answers, vector.numel() * len(answers))
 
         def mean() -> Tensors:
@@ -153,29 +147,68 @@ class ECSQ(Compressor):
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Return the message, (bytes,), uint8, under the step that is set, or the one found on this vector."""
-        return (self.quantized(vector, None).message,)
+        return (self.quantized(vector, None)[0],)
 
-    def quantized(self, vector: torch.Tensor, step: float | None) -> Quantized:
-        """Quantize a vector (numel,).
+    def compress_pieces(
+        self, vector: torch.Tensor, pieces: Pieces
+    ) -> tuple[list[Payload], Callable[[torch.Tensor, float], torch.Tensor]]:
+        quantized = self._quantized(vector, None)
+        if quantized is None:
+            lost = Contribution(None, None)
+            return [(_not_finite(vector),) for _ in range(pieces.world_size)], lost.added_to
+        positions, levels = (one.cpu().numpy() for one in (quantized.positions, quantized.levels))
+        sent: list[Payload] = []
+        for rank, (there, of_shard) in enumerate(pieces.deal(positions, levels)):
+            data = encode_levels(there, of_shard, pieces.sizes[rank].tolist())
+            sent.append((_message(vector, quantized.header + data),))
+        return sent, quantized.contribution.added_to
+
+    def quantized(self, vector: torch.Tensor, step: float | None) -> tuple[torch.Tensor, Contribution]:
+        """Compress a vector (numel,).
 
         step: of the last iteration's control; None: as set, or found on the vector.
+
+        Returns:
+            The message, (bytes,), uint8, and what it stands for.
         """
-        step = self._step_for(vector, step)
-        largest = max(map(abs, map(float, torch.aminmax(vector)))) if vector.numel() else 0.0
-        step = max(step, largest / LARGEST)  # also where nothing is known of the vector
-        if not math.isfinite(largest):
-            return Quantized(_message(vector, _HEADER.pack(math.nan, 0, 0, 0, math.nan)), None, None)
+        quantized = self._quantized(vector, step)
+        if quantized is None:
+            return _not_finite(vector), Contribution(None, None)
+        positions, levels = (one.cpu().numpy() for one in (quantized.positions, quantized.levels))
+        data = encode_levels(positions, levels, self._sizes or (vector.numel(),))
+        return _message(vector, quantized.header + data), quantized.contribution
+
+    def _quantized(self, vector: torch.Tensor, step: float | None) -> _Quantized | None:
+        """Quantize a vector (numel,); None if it is not finite."""
+        step, positions, values = self._selected(vector, self._step_for(vector, step))
+        if not math.isfinite(step):
+            return None
         step = _float32(step)
-        positions = at_least(vector, self.settings.dead_zone * step) if step > 0 else vector.new_zeros(0).long()
-        values = vector[positions]
         scaled = values.abs() / step
         levels = (scaled - self.settings.dead_zone).floor_().add_(1).clamp_(1, LARGEST)
         centroids = _centroids(scaled - levels, levels)
-        levels = torch.where(values < 0, -levels, levels).to(torch.int32)
+        levels = levels.copysign_(values).to(torch.int32)
         decoded = _values(levels, step, centroids, vector.dtype)
         share = self._missed(vector, values, decoded) if self.settings.error is not None else 0.0
-        data = encode_levels(positions.cpu().numpy(), levels.cpu().numpy(), self._sizes or (vector.numel(),))
-        return Quantized(_message(vector, _HEADER.pack(step, *centroids, share) + data), positions, decoded)
+        return _Quantized(_HEADER.pack(step, *centroids, share), positions, levels, Contribution(positions, decoded))
+
+    def _selected(self, vector: torch.Tensor, step: float) -> tuple[float, torch.Tensor, torch.Tensor]:
+        """Return the step, the positions of the values that are not zero under it, and these values.
+
+        The step is the least one under which all levels can be sent, if it was smaller; not finite if a value is not.
+        """
+        positions = self._reaching(vector, step)
+        values = vector.index_select(0, positions)
+        least = _largest(values if step > 0 else vector) / LARGEST
+        if least <= step:  # False with NaN
+            return step, positions, values
+        positions = self._reaching(vector, least)
+        return least, positions, vector.index_select(0, positions)
+
+    def _reaching(self, vector: torch.Tensor, step: float) -> torch.Tensor:
+        if 0 < step < math.inf:
+            return at_least(vector, self.settings.dead_zone * step)
+        return torch.zeros(0, dtype=torch.int64, device=vector.device)
 
     def _step_for(self, vector: torch.Tensor, before: float | None) -> float:
         return self.settings.step or before or self._step or self._found_step(vector)
@@ -188,14 +221,31 @@ class ECSQ(Compressor):
         return min(1.0, max(0.0, whole - sent + left) / whole) if whole > 0 else 0.0
 
     def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
+        self._decoded(payload, total, self._sizes or (total.numel(),)).added_to(total, scale)
+
+    def add_pieces(self, total: torch.Tensor, payload: Payload, rank: int, pieces: Pieces) -> None:
+        in_vector = functools.partial(pieces.in_vector, rank)
+        self._decoded(payload, total, pieces.sizes[rank].tolist(), in_vector).added_to(total, 1.0)
+
+    def _decoded(
+        self,
+        payload: Sequence[torch.Tensor],
+        like: torch.Tensor,
+        sizes: Sequence[int],
+        moved: Callable[[np.ndarray], np.ndarray] = lambda positions: positions,
+    ) -> Contribution:
+        """Decode a message of layers of these sizes.
+
+        like: of the values' device and dtype.
+        moved: where positions lie in the vector that they are added to.
+        """
         data = payload[0].cpu().numpy().tobytes()
         step, *centroids, _ = _header(data)
         if math.isnan(step):
-            total.fill_(math.nan)
-            return
-        positions, levels = decode_levels(data[_HEADER.size :], self._sizes or (total.numel(),))
-        values = _values(torch.from_numpy(levels).to(total.device), step, centroids, total.dtype)
-        Quantized(payload[0], torch.from_numpy(positions).to(total.device), values).added_to(total, scale)
+            return Contribution(None, None)
+        positions, levels = decode_levels(data[_HEADER.size :], sizes)
+        values = _values(torch.from_numpy(levels).to(like.device), step, centroids, like.dtype)
+        return Contribution(torch.from_numpy(moved(positions)).to(like.device), values)
 
     # --- the step ---
 
@@ -263,15 +313,13 @@ class ECSQ(Compressor):
 
 
 @dataclass(frozen=True)
-class Quantized:
-    """One rank's message, and what it stands for.
+class Contribution:
+    """What one rank's message stands for.
 
-    message: (bytes,), uint8.
     positions: of values other than zero, (count,), int64; None: the vector was not finite.
     values: there, (count,).
     """
 
-    message: torch.Tensor
     positions: torch.Tensor | None
     values: torch.Tensor | None
 
@@ -282,6 +330,16 @@ class Quantized:
         return total.index_add_(0, self.positions, self.values if scale == 1.0 else self.values * scale)
 
 
+@dataclass(frozen=True)
+class _Quantized:
+    """One rank's vector before it is coded: what a message begins with, and levels other than zero."""
+
+    header: bytes
+    positions: torch.Tensor
+    levels: torch.Tensor
+    contribution: Contribution
+
+
 def _header(data: bytes) -> tuple[Any, ...]:
     """Read what a message begins with: the step, three centroids, the squared error's share."""
     if len(data) < _HEADER.size:
@@ -289,9 +347,19 @@ def _header(data: bytes) -> tuple[Any, ...]:
     return _HEADER.unpack_from(data)
 
 
+def _not_finite(vector: torch.Tensor) -> torch.Tensor:
+    """Say in a message that a vector is not finite."""
+    return _message(vector, _HEADER.pack(math.nan, 0, 0, 0, math.nan))
+
+
 def _message(vector: torch.Tensor, data: bytes) -> torch.Tensor:
     """Bytes as a tensor where the vector is."""
     return torch.from_numpy(np.frombuffer(data, np.uint8).copy()).to(vector.device)
+
+
+def _largest(values: torch.Tensor) -> float:
+    """Return the largest magnitude, infinite or NaN if a value is; 0 of nothing."""
+    return max(map(abs, map(float, torch.aminmax(values)))) if values.numel() else 0.0
 
 
 def _float32(number: float) -> float:
@@ -300,19 +368,21 @@ def _float32(number: float) -> float:
 
 def _centroids(offsets: torch.Tensor, levels: torch.Tensor) -> list[int]:
     """Average the offsets of levels 1, 2 and of all higher ones, in 128ths of a step."""
-    found = []
-    for which in (levels == 1, levels == 2, levels >= _CENTROIDS):
-        mean = float(offsets[which].mean()) if bool(which.any()) else 0.0
-        found.append(max(-128, min(127, round(mean / _UNIT))))
-    return found
+    of_class = [(levels == level).to(offsets.dtype) for level in range(1, _CENTROIDS)]
+    counts = [int(which.sum(dtype=torch.float64)) for which in of_class]
+    sums = [float(torch.dot(offsets, which)) for which in of_class]
+    counts.append(len(levels) - sum(counts))
+    sums.append(float(offsets.sum()) - sum(sums))
+    means = (total / count if count else 0.0 for total, count in zip(sums, counts, strict=True))
+    return [max(-128, min(127, round(mean / _UNIT))) for mean in means]
 
 
 def _values(levels: torch.Tensor, step: float, centroids: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Decode levels (count,), int32: the same arithmetic in whoever sends and whoever receives."""
-    table = torch.tensor([0.0, *(one * _UNIT for one in centroids)], dtype=dtype, device=levels.device)
-    magnitudes = levels.abs()
-    values = (magnitudes.to(dtype) + table[magnitudes.clamp(max=_CENTROIDS).long()]).mul_(step)
-    return torch.where(levels < 0, -values, values)
+    upwards = [one * _UNIT for one in centroids]
+    offsets = torch.tensor([*(-one for one in reversed(upwards)), 0.0, *upwards], dtype=dtype, device=levels.device)
+    classes = levels.clamp(-_CENTROIDS, _CENTROIDS).add_(_CENTROIDS)
+    return levels.to(dtype).add_(offsets.index_select(0, classes)).mul_(step)
 
 
 def _correction(doublings: float) -> float:

@@ -16,9 +16,9 @@ import torch
 
 from gradlab.codec import Codec, Compressor, Context, Deferred, Exchanged, Tensors, concatenate, separate
 from gradlab.codec.contraction import contraction_setting, needs_scaling, next_zeta, scale_down
+from gradlab.codec.pieces import piece_of, pieces_of
 from gradlab.codec.settings import setting
-from gradlab.codec.shards import Payload, Shard, Sharded, Shards
-from gradlab.codec.vectors import piece_of, put_together, spread
+from gradlab.codec.shards import Payload, Shard, Sharded, Shards, Spread
 from gradlab.codec.wrapper import Wrapper, buffer_setting, load_buffer, state_names, step_size_setting, store_buffer
 from gradlab.collectives import Broadcast, Coroutine, Gather
 from gradlab.errors import GradlabError
@@ -70,10 +70,10 @@ class TwoWay(Wrapper):
         self.compressor = codec
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        pieces, shapes = self._pieces(grads, context.world_size), self._shapes(grads)
-        vector, whole = concatenate(pieces), self._of_pieces(shapes, context.world_size)
+        vector, shapes = concatenate(grads), self._shapes(grads)
+        whole = self.compressor.for_layers(shapes)
         sending = whole.held(vector, state.get(_key(grads, "sent_held")))
-        sharded = Sharded(whole, vector, self.shards(shapes, context.world_size, context.group), context, sending)
+        sharded = self._sharded(whole, vector, shapes, context, sending)
         average, codec = (yield from sharded.average()), sharded.codec
         held = self._server_residual(grads, state, context, average)
         carried = self._rescaled(held, context)
@@ -90,14 +90,10 @@ class TwoWay(Wrapper):
             "server_held": codec.held_after(serving, [answer], len(average)),
         }
         kept |= {_key(grads, what): value for what, value in after.items() if value is not None}
-
-        def mean() -> Tensors:
-            of_pieces = sharded.mean(self._by_shard(answers, sharded.sent), pieces)
-            return self._joined(of_pieces, grads, context, context.memory_for_mean(vector, grads))
-
+        mean = context.alike(lambda: sharded.mean(self._by_shard(answers, sharded.sent), grads))
         cuts = [len(piece) for piece in held.values()]
         asked = Deferred(grads, lambda: dict(zip(held, (average - carried).split(cuts), strict=True)))
-        return Exchanged(context.alike(mean), self._own(sharded.own(pieces), grads, context), kept, server_input=asked)
+        return Exchanged(mean, sharded.own(grads), kept, server_input=asked)
 
     def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         """Send the servers' residuals along: each server adds N times its residual to its own gradient."""
@@ -116,49 +112,31 @@ class TwoWay(Wrapper):
     def _shapes(self, grads: Tensors) -> list[tuple[int, ...]]:
         return self.compressor.shapes_of(self.compressor.layers_of(grads))
 
-    def _pieces(self, grads: Tensors, world_size: int) -> Tensors:
-        """Return the gradients as the shards take them, one after another."""
-        return spread(grads, world_size) if self.compressor.spreads else grads
-
-    def _of_pieces(self, shapes: Sequence[Sequence[int]], world_size: int) -> Compressor:
-        """Return the compressor of layers of these shapes, as the shards take them."""
-        if not self.compressor.spreads:
-            return self.compressor.for_layers(shapes)
-        return self.compressor.for_pieces(tuple(map(math.prod, shapes)), world_size)
-
-    def _joined(self, pieces: Tensors, grads: Tensors, context: Context, out: torch.Tensor) -> Tensors:
-        """Return layers of which the shards take pieces; out: memory (numel,) for them, if they are not there yet."""
-        return put_together(pieces, grads, context.world_size, out) if self.compressor.spreads else pieces
-
-    def _own(self, own: Deferred, grads: Tensors, context: Context) -> Deferred:
-        if not self.compressor.spreads:
-            return own
-        missed = own.compression_error
-        assert missed is not None
-
-        def joined(pieces: Tensors) -> Tensors:
-            first = next(iter(pieces.values()))
-            numel = sum(grad.numel() for grad in grads.values())
-            return self._joined(pieces, grads, context, context.workspace.empty((numel,), first))
-
-        return Deferred(grads, lambda: joined(dict(own)), lambda: joined(missed()))
+    def _sharded(
+        self,
+        codec: Compressor,
+        vector: torch.Tensor,
+        shapes: Sequence[Sequence[int]],
+        context: Context,
+        held: torch.Tensor | None,
+    ) -> Sharded | Spread:
+        if codec.spreads:
+            return Spread(codec, vector, pieces_of(tuple(map(math.prod, shapes)), context.world_size), context, held)
+        return Sharded(codec, vector, self.shards(shapes, context.world_size, context.group), context, held)
 
     def shards(self, shapes: Sequence[Sequence[int]], world_size: int, group: str = "") -> Shards:
-        """Return each rank's shard (start, stop): whole blocks, or all on one rank, or a piece of every layer.
-
-        shapes: of the layers.
-        """
-        numels, root = list(map(math.prod, shapes)), self.settings.server_rank
-        codec, numel = self._of_pieces(shapes, world_size), sum(numels)
-        if self.compressor.spreads:
-            return codec.shards_of_pieces(numels, world_size)
+        """Return each rank's shard (start, stop) of layers of these shapes: whole blocks, or all on one rank."""
+        numel, root = sum(map(math.prod, shapes)), self.settings.server_rank
+        codec = self.compressor.for_layers(shapes)
         if self.settings.server == "sharded":
             return codec.shards(numel, world_size, group)
         if root >= world_size:
             raise GradlabError(f"two_way: server_rank = {root} at world size {world_size}")
         return codec.shards_on(root, numel, world_size)
 
-    def _answer_requests(self, answer: Payload, sharded: Sharded, context: Context) -> tuple[Broadcast | Gather, ...]:
+    def _answer_requests(
+        self, answer: Payload, sharded: Sharded | Spread, context: Context
+    ) -> tuple[Broadcast | Gather, ...]:
         """Requests by which the answers reach all ranks: one server's by a broadcast, all servers' by a gather."""
         if self.settings.server == "sharded":
             return sharded.gathers(answer)
@@ -252,7 +230,11 @@ class TwoWay(Wrapper):
     def _parts(self, layers: Sequence[Layer], world_size: int) -> list[tuple[Compressor, int]]:
         """The compressor of each rank's shard, and the shard's elements."""
         shapes = self.compressor.shapes_of(layers)
-        codec = self._of_pieces(shapes, world_size)
+        if self.compressor.spreads:
+            pieces = pieces_of(tuple(map(math.prod, shapes)), world_size)
+            ranks = range(world_size)
+            return [(self.compressor.for_layers(pieces.shapes(rank)), pieces.numel(rank)) for rank in ranks]
+        codec = self.compressor.for_layers(shapes)
         return [(codec.part(a, b), b - a) for a, b in self.shards(shapes, world_size)]
 
     def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:

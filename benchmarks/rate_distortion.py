@@ -1,0 +1,154 @@
+"""Errors of single contributions over counted bits: every codec on several recordings, beside the least there can be.
+
+    python benchmarks/rate_distortion.py --recordings ResNet-8=trace1 nanoGPT=trace2 --rows rates.jsonl
+    python benchmarks/rate_distortion.py --rows rates.jsonl --table [--figure rates.svg]
+
+Each codec at each of its candidate settings, as `Plan.uniform` has it but without feedback, so that every iteration is
+judged for itself; top-k also in one group of all layers. Codecs that need a fit or learn while they run are left out.
+Bits are those counted of what is compressed, per value of it, medians over iterations; the error is
+||C(x) - x|| / ||x|| of a rank's compressed layers. The floor is the rate-distortion function of independent Gaussian
+values with each value's own mean square over iterations and ranks, known to both sides. One line of JSON per codec and
+setting, and per rate of the floor; what is there is not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from rows import Row, add, has, read
+
+from gradlab import codecs
+from gradlab.analysis.figures.style import drawing, method_colors, panels, render
+from gradlab.analysis.measure.rate_distortion import distortion_at, mean_squares
+from gradlab.analysis.replay import replay
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+from gradlab.plan import Plan
+from gradlab.trace import Trace
+
+RATES = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0)  # bits per value
+LEFT_OUT = ("gradiveq", "identity", "lgc_ring", "lgc_server")
+FLOOR = "floor"
+ONE_GROUP = "topk, one group"
+
+
+def plans(layers: Sequence[Layer]) -> Iterator[tuple[str, dict[str, Any], Plan]]:
+    """Yield every codec's plans, with their names and settings, but those that these layers refuse."""
+    whole: dict[str, Any] = {"group_bytes": 2**62}
+    wanted = [(name, name, {}) for name in codecs.names() if name not in LEFT_OUT]
+    for title, name, more in [*wanted, (ONE_GROUP, "topk", whole)]:
+        for settings in codecs.get(name).candidates:
+            try:
+                yield title, dict(settings), Plan.uniform(layers, name, wrappers=(), **more, **settings)
+            except GradlabError as error:
+                print(f"{title} {settings}: {error}", flush=True)
+
+
+def compressed_layers(plan: Plan) -> list[str]:
+    return [name for group in plan.compressed_groups for name in group.layers]
+
+
+def row_of(trace: Trace, plan: Plan) -> Row:
+    """Replay a plan: its bits per compressed value, and its error."""
+    steps = replay(trace, plan).compressed
+    compressed = set(compressed_layers(plan))
+    dense = sum(4 * layer.numel for layer in trace.layers if layer.name not in compressed)
+    numel = sum(layer.numel for layer in trace.layers if layer.name in compressed)
+    return {
+        "bits": 8 * (statistics.median(step.payload_bytes_mean for step in steps) - dense) / numel,
+        "error": statistics.median(step.contribution_error or 0.0 for step in steps),
+    }
+
+
+def measure(title: str, trace: Trace, out: Path) -> None:
+    rows = read(out)
+    for name, settings, plan in plans(trace.layers):
+        key = {"recording": title, "codec": name, "settings": settings}
+        if not has(rows, key):
+            add(out, key | row_of(trace, plan))
+    names = compressed_layers(Plan.uniform(trace.layers, "ecsq"))
+    variances = np.concatenate([mean_squares(trace, name) for name in names])
+    for bits in RATES:
+        key = {"recording": title, "codec": FLOOR, "bits": bits}
+        if not has(rows, key):
+            least = math.sqrt(distortion_at(variances, bits * len(variances)) / variances.sum())
+            add(out, key | {"error": least, "values": len(variances)})
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Lay out ecsq's errors by recording and rate, with the best of the others at no more bits, and the floor."""
+    lines = ["| recording | ecsq, bits | error | best other codec | its bits | its error | floor at ecsq's rate |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for recording in dict.fromkeys(row["recording"] for row in rows):
+        here = [row for row in rows if row["recording"] == recording]
+        floors = {row["bits"]: row["error"] for row in here if row["codec"] == FLOOR}
+        others = [row for row in here if row["codec"] not in ("ecsq", FLOOR)]
+        for row in (row for row in here if row["codec"] == "ecsq"):
+            allowed = [other for other in others if other["bits"] <= 1.02 * row["bits"] and other["error"] < 1]
+            best = min(allowed, key=lambda other: other["error"], default=None)
+            other = (
+                ("none below 1", "", "")
+                if best is None
+                else (titled(best), f"{best['bits']:.3f}", f"{best['error']:.3f}")
+            )
+            cells = [recording, f"{row['bits']:.3f}", f"{row['error']:.3f}", *other]
+            lines.append(f"| {' | '.join(cells)} | {floors[row['settings']['bits']]:.3f} |")
+    return "\n".join(lines)
+
+
+def titled(row: Row) -> str:
+    words = ", ".join(f"{key}={value}" for key, value in row["settings"].items())
+    return f"{row['codec']} ({words})" if words else row["codec"]
+
+
+def figure(rows: Sequence[Row]) -> Figure:
+    """Draw error over bits, a panel per recording and a line per codec."""
+    recordings = list(dict.fromkeys(row["recording"] for row in rows))
+    names = sorted({row["codec"] for row in rows} - {FLOOR})
+    colors = method_colors(names)
+    drawn, places = panels(len(recordings), 2, height=3.2)
+    for panel, recording in zip(places, recordings, strict=True):
+        for name in (*names, FLOOR):
+            mine = [row for row in rows if (row["recording"], row["codec"]) == (recording, name) and row["error"] < 1.5]
+            points = sorted((row["bits"], row["error"]) for row in mine)
+            style = {"color": "black", "linestyle": "--"} if name == FLOOR else {"color": colors[name]}
+            width = 2.2 if name == "ecsq" else 1.0
+            panel.plot(*zip(*points, strict=True), marker=".", label=name, linewidth=width, **style)
+        panel.set_xscale("log")
+        panel.set_xlim(0.04, 9)
+        panel.set_ylim(0, 1.2)
+        panel.set_title(recording)
+        panel.set_xlabel("counted bits per value")
+        panel.set_ylabel("||C(x) - x|| / ||x||")
+    places[0].legend(fontsize="x-small", ncols=2)
+    return drawn
+
+
+def main() -> None:
+    """See the module's text."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recordings", nargs="+", default=[], metavar="TITLE=TRACE")
+    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--figure", type=Path)
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for title, _, path in (one.partition("=") for one in options.recordings):
+        measure(title, Trace(path), options.rows)
+    if options.table:
+        print(table(read(options.rows)))
+    if options.figure:
+        with drawing():
+            options.figure.write_bytes(render(figure(read(options.rows)), "rate distortion")["svg"])
+
+
+if __name__ == "__main__":
+    main()
