@@ -5,7 +5,7 @@
 
 Each codec at each of its candidate settings, as `Plan.uniform` has it but without feedback, so that every iteration is
 judged for itself; top-k also in one group of all layers. Codecs that need a fit or learn while they run are left out.
-Bits are those counted of what is compressed, per value of it, medians over iterations; the error is
+Bits are those counted of what is compressed, per value of it, means over iterations; the error is
 ||C(x) - x|| / ||x|| of a rank's compressed layers. The floor is the rate-distortion function of independent Gaussian
 values with each value's own mean square over iterations and ranks, known to both sides. One line of JSON per codec and
 setting, and per rate of the floor; what is there is not done again.
@@ -63,8 +63,8 @@ def row_of(trace: Trace, plan: Plan) -> Row:
     dense = sum(4 * layer.numel for layer in trace.layers if layer.name not in compressed)
     numel = sum(layer.numel for layer in trace.layers if layer.name in compressed)
     return {
-        "bits": 8 * (statistics.median(step.payload_bytes_mean for step in steps) - dense) / numel,
-        "error": statistics.median(step.contribution_error or 0.0 for step in steps),
+        "bits": 8 * (statistics.fmean(step.payload_bytes_mean for step in steps) - dense) / numel,
+        "error": statistics.fmean(step.contribution_error or 0.0 for step in steps),
     }
 
 

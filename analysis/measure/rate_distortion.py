@@ -100,10 +100,13 @@ def _positive(variances: np.ndarray) -> np.ndarray:
     return np.sort(values[values > 0])[::-1]
 
 
-def mean_squares(trace: Trace, layer: str) -> np.ndarray:
-    """Mean square of each of a layer's coordinates over all ranks and the steps that are finite, (numel,)."""
+def mean_squares(trace: Trace, layer: str, start: int = 0) -> np.ndarray:
+    """Mean square of each of a layer's coordinates over all ranks and the steps that are finite, (numel,).
+
+    start: position of the first step.
+    """
     total, count = np.zeros(next(x.numel for x in trace.layers if x.name == layer)), 0
-    for step in trace.iterate(0, len(trace.steps), [layer]):
+    for step in trace.iterate(start, len(trace.steps), [layer]):
         for rank in step_gradients(step):
             values = np.asarray(rank[layer], np.float64).ravel()
             if np.isfinite(values).all():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from gradlab.cli.fit.ecsq import ecsq
 from gradlab.cli.fit.gradiveq import gradiveq
 from gradlab.cli.fit.lgc import lgc
 from gradlab.cli.fit.lgreco import lgreco
@@ -17,5 +18,5 @@ app = typer.Typer(
     rich_markup_mode=None,
     add_completion=False,
 )
-for command in (gradiveq, signs, lgreco, lgc, uniform):
+for command in (gradiveq, ecsq, signs, lgreco, lgc, uniform):
     app.command(command.__name__, cls=CodecCommand)(command)
