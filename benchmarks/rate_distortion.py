@@ -5,7 +5,7 @@
 
 Each codec at each of its candidate settings, as `Plan.uniform` has it but without feedback, so that every iteration is
 judged for itself; top-k also in one group of all layers. Codecs that need a fit or learn while they run are left out.
-Bits are those counted of what is compressed, per value of it, means over iterations; the error is
+Bits are those counted of what is compressed, per value of it, means over a recording's later half; the error is
 ||C(x) - x|| / ||x|| of a rank's compressed layers. The floor is the rate-distortion function of independent Gaussian
 values with each value's own mean square over iterations and ranks, known to both sides. One line of JSON per codec and
 setting, and per rate of the floor; what is there is not done again.
@@ -58,7 +58,7 @@ def compressed_layers(plan: Plan) -> list[str]:
 
 def row_of(trace: Trace, plan: Plan) -> Row:
     """Replay a plan: its bits per compressed value, and its error."""
-    steps = replay(trace, plan).compressed
+    steps = replay(trace, plan).compressed[len(trace.steps) // 2 :]
     compressed = set(compressed_layers(plan))
     dense = sum(4 * layer.numel for layer in trace.layers if layer.name not in compressed)
     numel = sum(layer.numel for layer in trace.layers if layer.name in compressed)
@@ -75,7 +75,7 @@ def measure(title: str, trace: Trace, out: Path) -> None:
         if not has(rows, key):
             add(out, key | row_of(trace, plan))
     names = compressed_layers(Plan.uniform(trace.layers, "ecsq"))
-    variances = np.concatenate([mean_squares(trace, name) for name in names])
+    variances = np.concatenate([mean_squares(trace, name, len(trace.steps) // 2) for name in names])
     for bits in RATES:
         key = {"recording": title, "codec": FLOOR, "bits": bits}
         if not has(rows, key):

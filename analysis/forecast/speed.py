@@ -22,7 +22,7 @@ from gradlab.errors import GradlabError
 from gradlab.formatting import format_percent, format_seconds
 from gradlab.jsonable import Jsonable, plain
 from gradlab.layout import Layer
-from gradlab.plan import Plan, named_plan
+from gradlab.plan import FEEDBACK, Plan, Wrap, named_plan
 from gradlab.progress import Progress
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ USUAL: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "PowerSGD rank 4": ("PowerSGD", {"rank": 4}),
     "top-k 1 %": ("topk", {"density": 0.01}),
     "signs, both ways": ("sign", {}),
-    "ecsq 0.5 bits": ("ecsq", {"bits": 0.5}),
+    "ecsq 0.5 bits, both ways": ("ecsq", {"bits": 0.5, "wrappers": (*FEEDBACK, Wrap("two_way"))}),
 }
 
 
