@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.artifact import Artifact
 from gradlab.codec import Context, Exchanged, Tensors
+from gradlab.codecs import get
 from gradlab.codecs.identity import Identity
 from gradlab.collectives import AllToAll, Broadcast, Coroutine, Gather, Mean, Parts, run_lockstep
 from gradlab.ddp.model import synchronised_layers
@@ -39,12 +40,17 @@ def train(
     steps: int,
     plan: Callable[[nn.Module], Plan] | None = None,
     bucket_cap_mb: float = SMALL_BUCKETS,
+    adaptive: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train the network on random images; with a plan, compressed. Parameters as one vector, and what was seen."""
+    """Train the network on random images; with a plan, compressed. Parameters as one vector, and what was seen.
+
+    adaptive: with AdamW in place of SGD with momentum.
+    """
     rank = dist.get_rank(group)
     model = DistributedDataParallel(image_network(), process_group=group, bucket_cap_mb=bucket_cap_mb)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    kind = torch.optim.AdamW(model.parameters(), lr=1e-3) if adaptive else None
+    optimizer = kind or torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     buckets: list[int] = []
     state = None
     if plan is not None:
@@ -96,10 +102,22 @@ def warm_up_equals_plain_ddp(group: dist.ProcessGroup) -> dict[str, Any]:
     }
 
 
-def long_run(group: dist.ProcessGroup, codec: str, steps: int, settings: dict[str, Any]) -> dict[str, Any]:
-    done = train(group, steps, lambda model: Plan.uniform(model, codec, **settings))
-    flat = done["parameters"]
+def long_run(
+    group: dist.ProcessGroup,
+    codec: str,
+    steps: int,
+    settings: dict[str, Any],
+    wrappers: Sequence[str] | None = None,
+    adaptive: bool = False,
+) -> dict[str, Any]:
+    """Whether all ranks hold the same parameters after many steps, and the same state of what is the group's."""
+    around = {} if wrappers is None else {"wrappers": [Wrap(name) for name in wrappers]}
+    done = train(group, steps, lambda model: Plan.uniform(model, codec, **around, **settings), adaptive=adaptive)
+    flat, states = done["parameters"], done["state"].run.states
+    kept = [(key, value) for one in states.values() for key, value in sorted(one.items())]
+    shared = [value.float().reshape(-1) for key, value in kept if key.rpartition("/")[2] in get(codec).group_state]
     return {
+        "shared": [len(shared), agree(torch.cat([flat.new_zeros(0), *shared]), group)],
         "agree": agree(flat, group),
         "finite": bool(flat.isfinite().all()),
         "buckets": done["buckets"],
