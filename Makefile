@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORK := build/outside
 SOURCES := pyproject.toml $(shell find gradlab capture analysis runtime datasets -name '*.py' -o -name '*.jinja')
 
-.PHONY: demo test explore gpu quality typecheck benchmark capture-cost speed netbench-table compare compare-text figures-check lgc matrix faults resume frameworks nodes mutants convergence first-hour install clean
+.PHONY: demo test explore gpu quality typecheck benchmark capture-cost speed rates netbench-table compare compare-text figures-check lgc matrix faults resume frameworks nodes mutants convergence first-hour install clean
 
 demo: install
 	$(BIN)/gradlab demo --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -52,6 +52,14 @@ speed: install
 	$(BIN)/python benchmarks/codec_speed.py --rows $(ROWS)/codec-speed.jsonl --layers "one tensor" ResNet-18 "GPT-2 small" $(ARGS)
 	$(BIN)/python benchmarks/small_layers.py --rows $(ROWS)/small-layers.jsonl
 	$(BIN)/python benchmarks/lockstep_ranks.py --rows $(ROWS)/lockstep-ranks.jsonl
+
+# Errors over bits of every codec on recordings, beside the least there can be, and what would make ecsq better
+# (RECORDINGS="TITLE=FOLDER ...", 10 minutes each).
+RECORDINGS ?= ResNet-8=runs/compare/trace
+rates: install
+	mkdir -p $(ROWS)
+	$(BIN)/python benchmarks/rate_distortion.py --rows $(ROWS)/rate-distortion.jsonl --recordings $(RECORDINGS)
+	$(BIN)/python benchmarks/ecsq_refinements.py --rows $(ROWS)/ecsq-refinements.jsonl --recordings $(RECORDINGS)
 
 # Step over computing alone on limited links, beside PyTorch's hooks (hours, and root; NETBENCH=the folder of its run.sh).
 NETBENCH ?= ../shared/tools/netbench

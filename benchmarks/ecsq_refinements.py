@@ -17,6 +17,8 @@ fills the tables. No feedback.
     both            tables by second moment and neighbours
     scales          the step by coordinate, in proportion to the fourth root of that mean square
     low rank first  the best approximation of rank 1 of every matrix subtracted beforehand, factors in 16 bits
+    subtractive dither  unbiased: a random number that both sides know is added before rounding and subtracted after it
+    random rounding     unbiased: to one of the two nearest levels by chance, and zero stays zero
 """
 
 from __future__ import annotations
@@ -48,6 +50,8 @@ VARIANTS = (
     "both",
     "scales",
     "low rank first",
+    "subtractive dither",
+    "random rounding",
 )
 FROM_EARLIER = ("last mean", "second moment", "both", "scales")
 
@@ -83,6 +87,7 @@ class Run:
 
     def __init__(self, variant: str, step: float) -> None:
         self.variant, self.step, self.tables = variant, step, Tables()
+        self.random = np.random.default_rng(0)
         self.dead_zone = float(variant.rpartition(" ")[2]) if variant.startswith("dead zone") else DEAD_ZONE
         self.last: dict[str, np.ndarray] = {}
         self.squares: dict[str, np.ndarray] = {}
@@ -112,6 +117,8 @@ class Run:
             u, s, v = np.linalg.svd(matrix, full_matrices=False)
             first, bits = s[0] * np.outer(u[:, 0], v[0]), 16.0 * sum(matrix.shape)
         scale = self._scale(name, matrix.shape) if self.variant == "scales" else 1.0
+        if self.variant in ("subtractive dither", "random rounding"):
+            return self._unbiased(name, matrix)
         scaled = np.abs(matrix - first) / (self.step * scale)
         magnitudes = np.maximum(0, np.floor(scaled - self.dead_zone) + 1)
         levels = np.copysign(magnitudes, matrix - first).astype(np.int64)
@@ -120,6 +127,12 @@ class Run:
         contexts, signs = self._contexts(name, levels)
         bits += self.tables.bits(name, (levels.reshape(-1) * signs), contexts)
         return bits, first + np.copysign(magnitudes, levels) * self.step * scale
+
+    def _unbiased(self, name: str, matrix: np.ndarray) -> tuple[float, np.ndarray]:
+        drawn = self.random.random(matrix.shape, np.float32)
+        levels = np.floor(matrix / self.step + drawn).astype(np.int64)
+        seen = levels - drawn + 0.5 if self.variant == "subtractive dither" else levels
+        return self.tables.bits(name, levels.reshape(-1), None), seen * self.step
 
     def _contexts(self, name: str, levels: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | int]:
         """What tables are chosen by, and what signs are relative to."""

@@ -37,6 +37,7 @@ from gradlab.trace import Trace
 RATES = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0)  # bits per value
 LEFT_OUT = ("gradiveq", "identity", "lgc_ring", "lgc_server")
 FLOOR = "floor"
+MARKERS = "os^DvPX*<>ph"
 ONE_GROUP = "topk, one group"
 
 
@@ -83,30 +84,29 @@ def measure(title: str, trace: Trace, out: Path) -> None:
             add(out, key | {"error": least, "values": len(variances)})
 
 
+def at_rate(points: Sequence[tuple[float, float]], bits: float) -> float:
+    """Read an error off between a codec's settings, or at the one of the most bits; infinite below the fewest bits."""
+    rates, errors = zip(*sorted(points), strict=True)
+    return math.inf if bits < 0.98 * rates[0] else float(np.interp(math.log(bits), np.log(rates), errors))
+
+
 def table(rows: Sequence[Row]) -> str:
-    """Lay out ecsq's errors by recording and rate, with the best of the others at no more bits, and the floor."""
-    lines = ["| recording | ecsq, bits | error | best other codec | its bits | its error | floor at ecsq's rate |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    """Lay out ecsq's errors by recording and rate, with the best of the others at as many bits, and the floor."""
+    lines = ["| recording | bits per value | ecsq | floor | best of the others | second |", "|---|---|---|---|---|---|"]
     for recording in dict.fromkeys(row["recording"] for row in rows):
         here = [row for row in rows if row["recording"] == recording]
         floors = {row["bits"]: row["error"] for row in here if row["codec"] == FLOOR}
-        others = [row for row in here if row["codec"] not in ("ecsq", FLOOR)]
+        lines_of: dict[str, list[tuple[float, float]]] = {}
+        for row in here:
+            lines_of.setdefault(row["codec"], []).append((row["bits"], row["error"]))
         for row in (row for row in here if row["codec"] == "ecsq"):
-            allowed = [other for other in others if other["bits"] <= 1.02 * row["bits"] and other["error"] < 1]
-            best = min(allowed, key=lambda other: other["error"], default=None)
-            other = (
-                ("none below 1", "", "")
-                if best is None
-                else (titled(best), f"{best['bits']:.3f}", f"{best['error']:.3f}")
+            others = sorted(
+                (at_rate(points, row["bits"]), name) for name, points in lines_of.items() if name not in ("ecsq", FLOOR)
             )
-            cells = [recording, f"{row['bits']:.3f}", f"{row['error']:.3f}", *other]
-            lines.append(f"| {' | '.join(cells)} | {floors[row['settings']['bits']]:.3f} |")
+            cells = [f"{error:.3f} {name}" for error, name in others[:2]]
+            floor = f"{at_rate(sorted(floors.items()), row['bits']):.3f}"
+            lines.append(f"| {recording} | {row['bits']:.3f} | {row['error']:.3f} | {floor} | {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def titled(row: Row) -> str:
-    words = ", ".join(f"{key}={value}" for key, value in row["settings"].items())
-    return f"{row['codec']} ({words})" if words else row["codec"]
 
 
 def figure(rows: Sequence[Row]) -> Figure:
@@ -116,19 +116,20 @@ def figure(rows: Sequence[Row]) -> Figure:
     colors = method_colors(names)
     drawn, places = panels(len(recordings), 2, height=3.2)
     for panel, recording in zip(places, recordings, strict=True):
-        for name in (*names, FLOOR):
+        for place, name in enumerate((*names, FLOOR)):
             mine = [row for row in rows if (row["recording"], row["codec"]) == (recording, name) and row["error"] < 1.5]
             points = sorted((row["bits"], row["error"]) for row in mine)
             style = {"color": "black", "linestyle": "--"} if name == FLOOR else {"color": colors[name]}
             width = 2.2 if name == "ecsq" else 1.0
-            panel.plot(*zip(*points, strict=True), marker=".", label=name, linewidth=width, **style)
+            marker = MARKERS[place % len(MARKERS)]
+            panel.plot(*zip(*points, strict=True), marker=marker, markersize=3, label=name, linewidth=width, **style)
         panel.set_xscale("log")
         panel.set_xlim(0.04, 9)
         panel.set_ylim(0, 1.2)
         panel.set_title(recording)
         panel.set_xlabel("counted bits per value")
         panel.set_ylabel("||C(x) - x|| / ||x||")
-    places[0].legend(fontsize="x-small", ncols=2)
+    drawn.legend(*places[0].get_legend_handles_labels(), loc="outside lower center", fontsize="x-small", ncols=6)
     return drawn
 
 
