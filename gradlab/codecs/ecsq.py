@@ -263,7 +263,7 @@ class ECSQ(Compressor):
         """
         headers = [_header(bytes(message[: _HEADER.size].tolist())) for message in messages]
         known = [header for header in headers if header[0] > 0]  # NaN is not
-        if self.settings.step is not None or not known:
+        if self.settings.step is not None or not known or not numel:
             return None
         step = math.fsum(header[0] for header in known) / len(known)
         if self.settings.error is not None:

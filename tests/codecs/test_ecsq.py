@@ -140,6 +140,15 @@ def test_nothing_to_send_and_what_is_not_finite() -> None:
     assert empty[0].value.state == {}
 
 
+def test_an_empty_shard_leaves_the_step() -> None:
+    """As of a layer of fewer elements than ranks, from another step than zero."""
+    codec, empty = ECSQ(), torch.zeros(0)
+    held = torch.tensor(2.0, dtype=torch.float64)
+    payload = codec.at(held).compress(empty, torch.Generator())
+    assert codec.held_after(held, [payload], 0) is held
+    assert codec.decompress(received(payload), empty).numel() == 0
+
+
 def test_a_size_that_cannot_be_reached_leaves_the_step_where_it_can_return() -> None:
     """Ten values cannot fill a message, however small the step. After 200 such iterations dense gradients are coded in
     the bits asked for as soon as the step has doubled as often as the largest level has digits."""
