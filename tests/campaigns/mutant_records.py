@@ -516,8 +516,8 @@ MUTANTS = (
     ),
     Mutant(
         file="gradlab/wrappers/two_way.py",
-        old="total[start:stop] += context.world_size * self._rescaled",
-        new="total[start:stop] += self._rescaled",
+        old="total[name].view(-1)[a:b] += context.world_size * piece",
+        new="total[name].view(-1)[a:b] += piece",
         tests=("tests/wrappers/test_wrappers.py",),
         what="A server's residual is sent dense at 1 / N of its size.",
         select="server or owed",
@@ -1081,8 +1081,8 @@ MUTANTS = (
     ),
     Mutant(
         file="analysis/forecast/link.py",
-        old="lengths = all_gather(8 * len(together), world_size)",
-        new="lengths = all_gather(8, world_size)",
+        old="_after(all_gather(8 * len(together), world_size),",
+        new="_after(all_gather(8, world_size),",
         tests=("tests/analysis/forecast/test_step_time.py",),
         what="Several varying gathers are forecast with one length.",
         select="of_a_kind or tells_a_length",
