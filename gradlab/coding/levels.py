@@ -28,6 +28,7 @@ _KEPT = 2  # binary digits of the mean gap that its high part has
 _LEAST = np.array([0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64, 128, 256], np.int32)
 _INSIDE = np.array([0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 3, 3, 5, 6, 7, 0], np.uint8)
 _ENDLESS = len(_LEAST) - 1
+_ALONE = 8  # the first class that is not of one number alone
 _CLASS = (np.searchsorted(_LEAST, np.arange(_LEAST[-1] + 1), "right") - 1).astype(np.uint8)  # of 0 to 256
 _MIDDLE = 127  # byte of a zero in a dense layer; 255 stands for a number in four bytes
 _PAIRED = 7  # half a byte of a zero, where two numbers share a byte; 15 stands for a number in four bytes
@@ -185,8 +186,7 @@ def _from_gaps(data: bytes, layers: _Layers) -> tuple[np.ndarray, np.ndarray, by
     more, rest = _of_classes(rest, joined & 15, np.zeros_like(shifts))
     if len(more) and (more.min() < 0 or more.max() >= LARGEST):
         raise GradlabError(f"levels: a magnitude beyond {LARGEST}")
-    magnitudes = (more + 1).astype(np.int32)
-    return _positions(gaps, layers), np.where(negative, -magnitudes, magnitudes), rest
+    return _positions(gaps, layers), (more + 1) * (1 - 2 * negative.view(np.int8)), rest
 
 
 def _classes(numbers: np.ndarray) -> np.ndarray:
@@ -196,12 +196,20 @@ def _classes(numbers: np.ndarray) -> np.ndarray:
 
 def _in_classes(numbers: np.ndarray, classes: np.ndarray, shifts: np.ndarray) -> list[bytes]:
     """Write where numbers are in the classes of their high parts, and those of the class without an end."""
+    told = (classes >= _ALONE) | (shifts > 0)
+    if not told.all():  # the class of the others says it all
+        return _in_classes(numbers[told], classes[told], shifts[told])
     endless, widths = _widths(classes, shifts)
     return [*_planes(numbers - (_LEAST.take(classes) << shifts), widths), *_escaped(numbers[endless])]
 
 
 def _of_classes(data: bytes, classes: np.ndarray, shifts: np.ndarray) -> tuple[np.ndarray, bytes]:
     """Invert `_in_classes`, and return what follows."""
+    told = (classes >= _ALONE) | (shifts > 0)
+    if not told.all():
+        numbers, places = _LEAST.take(classes), np.flatnonzero(told)
+        numbers[places], data = _of_classes(data, classes[places], shifts[places])
+        return numbers, data
     endless, widths = _widths(classes, shifts)
     numbers = _LEAST.take(classes) << shifts
     places = None  # of the numbers that have so many bits; None: all
