@@ -34,10 +34,7 @@ _HEADER = struct.Struct("<f3bf")  # the step, where values lie above three class
 _CENTROIDS = 3
 _UNIT = 1 / 128  # of a step: resolution of centroids
 _SAMPLE = 2**18  # values from which a first step is found
-_KNEE = (
-    0.9  # bits, below which a doubling of the step saves a share of exp(-1 / knee), and above which it saves one bit
-)
-_LN_2 = 0.6931471805599453
+_SLOPE = 2.5  # bits that a doubling of the step saves, per bit, at low rates; at high ones it saves one bit
 _OCTAVES, _HALVINGS = 30, 14  # of the interval in which the first step is looked for: it is found to 0.002 octaves
 
 
@@ -271,7 +268,7 @@ class ECSQ(Compressor):
             wanted = self.settings.error**2
             return step * _correction((wanted - found) / max(wanted, found))
         bits, wanted = 8 * sum(map(len, messages)) / numel, self.settings.bits
-        return step * _correction(_place(bits) - _place(wanted))
+        return step * _correction((bits - wanted) / min(1.0, _SLOPE * wanted))
 
     def _found_step(self, vector: torch.Tensor) -> float:
         """Find the step that gives the size or the error asked for, on a sample; 0 if all of the vector is zero."""
@@ -386,17 +383,6 @@ def _values(levels: torch.Tensor, step: float, centroids: Sequence[int], dtype: 
     offsets = torch.tensor([*(-one for one in reversed(upwards)), 0.0, *upwards], dtype=dtype, device=levels.device)
     classes = levels.clamp(-_CENTROIDS, _CENTROIDS).add_(_CENTROIDS)
     return levels.to(dtype).add_(offsets.index_select(0, classes)).mul_(step)
-
-
-def _place(bits: float) -> float:
-    """Return how many times a step was halved that gives so many bits per value, from where it gives `_KNEE` bits."""
-    if bits >= _KNEE:
-        return bits - _KNEE
-    ratio = max(bits / _KNEE, 1e-3)
-    whole = 0.0
-    while ratio < 0.5:  # a logarithm of sums and products, see `_correction`
-        ratio, whole = 2 * ratio, whole - _LN_2
-    return _KNEE * (whole + 3 * (ratio * ratio - 1) / (ratio * ratio + 4 * ratio + 1))
 
 
 def _correction(doublings: float) -> float:

@@ -314,8 +314,8 @@ MUTANTS = (
     ),
     Mutant(
         file="gradlab/codecs/ecsq.py",
-        old="_correction(_place(bits) - _place(wanted))",
-        new="_correction(_place(wanted) - _place(bits))",
+        old="_correction((bits - wanted) / min(1.0, _SLOPE * wanted))",
+        new="_correction((wanted - bits) / min(1.0, _SLOPE * wanted))",
         tests=("tests/codecs/test_ecsq.py",),
         what="The step grows where messages are too small.",
     ),

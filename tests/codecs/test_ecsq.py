@@ -88,6 +88,23 @@ def test_messages_take_the_bits_asked_for(bits: float) -> None:
     assert np.mean(counted[-10:]) == pytest.approx(bits, rel=0.05)
 
 
+def test_feedback_does_not_make_bits_swing() -> None:
+    """Of a gradient that never changes, few values now are many in the next iteration: a step that follows by half of
+    their logarithm swings between a third and three times the bits."""
+    draw = torch.Generator().manual_seed(0)
+    tails = [
+        scale * torch.randn(20_000, generator=draw) * torch.randn(20_000, generator=draw).exp() for scale in (1, 9)
+    ]
+    gradient, state, counted = torch.cat(tails), dict[str, torch.Tensor](), []
+    codec = ErrorFeedback(ECSQ(ECSQ.Settings(bits=0.25)))
+    for iteration in range(60):
+        (result,) = run_lockstep([exchange_group(codec, {"w": gradient}, state, Context(0, 1, iteration, "g"))])
+        state = result.value.state
+        counted.append(8 * result.payload_bytes / len(gradient))
+    assert np.mean(counted[30:]) == pytest.approx(0.25, rel=0.15)
+    assert np.std(counted[30:]) < 0.6 * 0.25
+
+
 def test_ranks_miss_as_much_as_asked_for() -> None:
     codec, states = ECSQ(ECSQ.Settings(error=0.4)), [{}, {}]
     missed = []
