@@ -34,7 +34,7 @@ from gradlab.layout import Layer
 from gradlab.plan import Plan
 from gradlab.trace import Trace
 
-RATES = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0)  # bits per value
+RATES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0)  # bits per value
 LEFT_OUT = ("gradiveq", "identity", "lgc_ring", "lgc_server")
 FLOOR = "floor"
 MARKERS = "os^DvPX*<>ph"
@@ -103,7 +103,7 @@ def table(rows: Sequence[Row]) -> str:
             others = sorted(
                 (at_rate(points, row["bits"]), name) for name, points in lines_of.items() if name not in ("ecsq", FLOOR)
             )
-            cells = [f"{error:.3f} {name}" for error, name in others[:2]]
+            cells = [f"{error:.3f} {name}" if error < math.inf else "-" for error, name in others[:2]]
             floor = f"{at_rate(sorted(floors.items()), row['bits']):.3f}"
             lines.append(f"| {recording} | {row['bits']:.3f} | {row['error']:.3f} | {floor} | {' | '.join(cells)} |")
     return "\n".join(lines)
