@@ -207,8 +207,8 @@ def _of_classes(data: bytes, classes: np.ndarray, shifts: np.ndarray) -> tuple[n
     """Invert `_in_classes`, and return what follows."""
     told = (classes >= _ALONE) | (shifts > 0)
     if not told.all():
-        numbers, places = _LEAST.take(classes), np.flatnonzero(told)
-        numbers[places], data = _of_classes(data, classes[places], shifts[places])
+        numbers, there = _LEAST.take(classes), np.flatnonzero(told)
+        numbers[there], data = _of_classes(data, classes[there], shifts[there])
         return numbers, data
     endless, widths = _widths(classes, shifts)
     numbers = _LEAST.take(classes) << shifts
