@@ -118,6 +118,6 @@ def print_comparison(compared: AtEqualBytes) -> None:
     first, last = compared.iterations
     print_table(
         f"a rank's error without feedback, iterations {first} to {last}",
-        ("codec", "settings", "bits per value", "error"),
+        ("codec", "setting", "bits per value", "error"),
         [floor, *map(row, (compared.ecsq, *compared.others))],
     )
