@@ -170,6 +170,7 @@ def points(trace: Trace, variant: str) -> Iterator[tuple[float, float]]:
 
 
 def measure(title: str, trace: Trace, out: Path) -> None:
+    """Append the rows of one recording that the file does not have yet, one per refinement."""
     rows = read(out)
     consecutive = bool((np.diff(trace.steps) == 1).all())
     for variant in VARIANTS if consecutive else [name for name in VARIANTS if name not in FROM_EARLIER]:

@@ -70,6 +70,7 @@ def row_of(trace: Trace, plan: Plan) -> Row:
 
 
 def measure(title: str, trace: Trace, out: Path) -> None:
+    """Append the rows of one recording that the file does not have yet: every codec's, and the floor's."""
     rows = read(out)
     for name, settings, plan in plans(trace.layers):
         key = {"recording": title, "codec": name, "settings": settings}
