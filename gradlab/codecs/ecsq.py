@@ -183,7 +183,6 @@ class ECSQ(Compressor):
         step, positions, values = self._selected(vector, self._step_for(vector, step))
         if not math.isfinite(step):
             return None
-        step = _float32(step)
         scaled = values.abs() / step
         levels = (scaled - self.settings.dead_zone).floor_().add_(1).clamp_(1, LARGEST)
         centroids = _centroids(scaled - levels, levels)
@@ -193,15 +192,17 @@ class ECSQ(Compressor):
         return _Quantized(_HEADER.pack(step, *centroids, share), positions, levels, Contribution(positions, decoded))
 
     def _selected(self, vector: torch.Tensor, step: float) -> tuple[float, torch.Tensor, torch.Tensor]:
-        """Return the step, the positions of the values that are not zero under it, and these values.
+        """Return the step as it is sent, the positions of the values that are not zero under it, and these values.
 
         The step is the least one under which all levels can be sent, if it was smaller; not finite if a value is not.
         """
+        step = _float32(step)
         positions = self._reaching(vector, step)
         values = vector.index_select(0, positions)
         least = _largest(values if step > 0 else vector) / LARGEST
         if least <= step:  # False with NaN
             return step, positions, values
+        least = _float32(least) if math.isfinite(least) else least
         positions = self._reaching(vector, least)
         return least, positions, vector.index_select(0, positions)
 

@@ -139,6 +139,9 @@ def test_nothing_to_send_and_what_is_not_finite() -> None:
         x = torch.full((300,), value)
         done = codec.apply(x)
         assert torch.allclose(done.decoded, x, rtol=1e-2)
+    # No step that can be sent is small enough for them: nothing is.
+    (message,) = codec.compress(torch.full((300,), 1e-60, dtype=torch.float64), torch.Generator())
+    assert len(message) < 40
     x = torch.randn(300, generator=torch.Generator().manual_seed(0))
     for bad, fixed in itertools.product((math.nan, math.inf, -math.inf), (None, 1e-30, 1.0)):
         x[7] = bad
