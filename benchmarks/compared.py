@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gradlab.analysis.layer_plan.lgreco import fit_lgreco
 from gradlab.layout import Layer
 from gradlab.plan import Plan, Wrap, lgc_plan, method_plan
 from gradlab.plan.recipes import METHODS
+from gradlab.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,20 @@ class Compared:
             return Plan(tuple(layers))
         around = {} if self.wrappers is None else {"wrappers": self.wrappers}
         return Plan.uniform(layers, self.codec, warmup_steps=warmup, **around, **settings)
+
+    def fitted(self, trace: Trace | None, warmup: int, layers: Sequence[Layer], **more: Any) -> Plan:
+        """Make the plan: on a recording, where L-GreCo chooses the settings.
+
+        Raises:
+            SystemExit: there is no recording, and L-GreCo needs one.
+        """
+        if not self.by_layer:
+            return self.plan(layers, warmup, **more)
+        if trace is None:
+            raise SystemExit("a plan by layer is fitted on a recording: give one")
+        return (
+            fit_lgreco(trace, self.codec, dict(self.settings), warmup_steps=warmup, metric="squared-l2").artifact().plan
+        )
 
     @property
     def codec_settings(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
     python benchmarks/methods.py --data cifar10.npz --record trace                  # a dense run, 4 nodes
     python benchmarks/methods.py --trace trace --replay replay.jsonl                # every method and every setting
-    python benchmarks/methods.py --data cifar10.npz --train training.jsonl [--methods topk sign] [--seeds 0 1]
+    python benchmarks/methods.py --data cifar10.npz --trace trace --train training.jsonl [--methods top-k] [--seeds 0 1]
     python benchmarks/methods.py --replay replay.jsonl --train training.jsonl --table [--figure errors.svg]
     --task fashion_mnist with any of these
 
@@ -120,6 +120,8 @@ METHODS: dict[str, Compared] = {
         f"ecsq {bits:g} bits, both ways": Compared("ecsq", {"bits": bits, "group_bytes": 2**62}, BOTH_WAYS)
         for bits in (0.5, 0.25)
     },
+    "L-GreCo, top-k 2.6 %": Compared("topk", {"density": 0.026}, by_layer=True),
+    "L-GreCo, PowerSGD rank 2": Compared("powersgd", {"rank": 2}, by_layer=True),
     "GradiVeQ, half PCA": Compared("gradiveq", {**PCA, "complement": 0.5, "compressed_steps": 0}, FEEDBACK),
 }
 
@@ -148,7 +150,7 @@ def record(task: str, data: Any, folder: str, seed: int = 0) -> None:
 def replay_row(trace: Trace, name: str, method: Compared, settings: dict[str, Any], feedback: bool) -> Row:
     """What a replay says. feedback: with the method's own wrappers; without, each iteration is judged for itself."""
     chosen = method if feedback else replace(method, wrappers=())
-    plan = chosen.plan(trace.layers, 0, **SCOPE, **settings)
+    plan = chosen.fitted(trace, 0, trace.layers, **SCOPE, **settings)
     replayed = replay(trace, plan)
     steps = replayed.compressed[-40:]  # what is fitted or fed back has settled
     compressed = {name for group in plan.compressed_groups for name in group.layers} or {x.name for x in trace.layers}
@@ -199,8 +201,11 @@ def floor(trace: Trace, bits: Sequence[float]) -> list[float]:
     return [math.sqrt(distortion_at(variances, rate * len(variances)) / variances.sum()) for rate in bits]
 
 
-def train_all(options: argparse.Namespace, data: Any) -> None:
-    """Train every method with every seed that the file has no row of yet, and append its row there."""
+def train_all(options: argparse.Namespace, data: Any, trace: Trace | None) -> None:
+    """Train every method with every seed that the file has no row of yet, and append its row there.
+
+    trace: of the same training, for plans by layer.
+    """
     rows = read(options.train)
     for seed in options.seeds:
         for name in options.methods:
@@ -211,7 +216,7 @@ def train_all(options: argparse.Namespace, data: Any) -> None:
                 continue
             method = METHODS[name]
             task = task_of(options.task, method, options.steps, options.images, options.rate)
-            plan = method.plan(layers_of(task.model(seed)), WARMUP, **SCOPE)
+            plan = method.fitted(trace, WARMUP, layers_of(task.model(seed)), **SCOPE)
             trained = emulated.train(task, plan, data, seed)
             row = key | {"accuracy": trained["score"]} | {kept: trained[kept] for kept in KEPT}
             row["loss"] = row["loss"] if math.isfinite(row["loss"]) else None  # JSON knows no NaN
@@ -315,7 +320,7 @@ def main() -> None:
     if options.replay and trace is not None:
         replay_all(trace, options.replay)
     if options.train:
-        train_all(options, data)
+        train_all(options, data, trace)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,6 @@ from gradlab.analysis.forecast.link import Link
 from gradlab.analysis.forecast.profile import Profile
 from gradlab.analysis.forecast.speed import Configuration, forecast_speed, usual_plans
 from gradlab.analysis.intervals import rank_correlation
-from gradlab.analysis.layer_plan.lgreco import fit_lgreco
 from gradlab.analysis.replay import replay
 from gradlab.artifact import Artifact
 from gradlab.datasets import get
@@ -50,7 +49,7 @@ from gradlab.datasets.recipe import Recipe
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_seconds
 from gradlab.layout import layers_of
-from gradlab.plan import Plan, Wrap
+from gradlab.plan import FEEDBACK, Plan, Wrap
 from gradlab.trace import Trace
 
 WORKLOAD = get("text_chars")
@@ -63,7 +62,16 @@ LINKS = (Link(1e8, 1e-4), Link(1e9, 1e-4))  # that the report is asked about
 AS_REPORTED = {"16-bit floats": "float16", "1-bit SGD, matrices alone": "1-bit SGD"}
 
 
-BOTH_WAYS = (Wrap("error_feedback"), Wrap("two_way"))
+BOTH_WAYS = (*FEEDBACK, Wrap("two_way"))
+GRADIVEQ_HALF = {
+    "roles": ("linear",),
+    "ratio": 25,
+    "pooled": 16,
+    "whitening": False,
+    "sample_steps": 50,
+    "complement": 0.5,
+    "compressed_steps": 0,
+}
 CONTROL = "dense, momentum in the plan"
 # In the order of their importance, as a campaign may be ended early.
 METHODS: dict[str, Compared] = {
@@ -105,8 +113,9 @@ METHODS: dict[str, Compared] = {
     "QSGD 4 bits, L2 norm": published("QSGD", bits=4),
     "QSGD 2 bits, max norm": published("QSGD, max norm", bits=2),
     "GradiVeQ": Compared("gradiveq", {"roles": ("linear",)}),
-    "ecsq 1.25 bits": Compared("ecsq", {"bits": 1.25}),
-    "ecsq 0.25 bits": Compared("ecsq", {"bits": 0.25}),
+    "GradiVeQ, half PCA": Compared("gradiveq", GRADIVEQ_HALF, FEEDBACK),
+    **{f"ecsq {bits:g} bits": Compared("ecsq", {"bits": bits}) for bits in (1.25, 0.5, 0.25, 0.12)},
+    "ecsq 0.5 bits, both ways": Compared("ecsq", {"bits": 0.5}, BOTH_WAYS),
     "LGC 1 %": published("LGC", density=0.01),
     # The control of methods that bring their own momentum: the same, and nothing compressed.
     CONTROL: Compared("identity", {}, (Wrap("local_momentum", {"momentum": 0.9, "nesterov": True}),), momentum=False),
@@ -217,10 +226,7 @@ class Campaign:
         file = self.work / f"{mode}-{method.codec}-{warmup}.safetensors"
         if not file.exists():
             with Trace(self._recording(mode)) as trace:
-                fitted = fit_lgreco(
-                    trace, method.codec, dict(method.settings), warmup_steps=warmup, metric="squared-l2"
-                )
-            fitted.artifact().save(file)
+                Artifact(method.fitted(trace, warmup, self.layers)).save(file)
         return Artifact.load(file).plan
 
     def _recording(self, mode: str) -> Path:
