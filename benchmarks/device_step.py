@@ -4,10 +4,11 @@
     python benchmarks/device_step.py --rows ROWS.jsonl --table
 
 One rank under NCCL, so that nothing travels: what is measured is what compression adds to a step on the device. A rank
-of N decodes N messages where messages are gathered, and one here. 124 million parameters of random weights
-(transformers; no download), random tokens, bfloat16 autocast, AdamW. Each way has a model of its own, and
-plain DDP goes first and last. Medians; kernels and waits (of the host for the device, as the driver counts them) are
-those of one more step under PyTorch's profiler.
+of N decodes N messages where messages are gathered, and one here. Plans are `Plan.uniform`'s for a model on a GPU, and
+no step is measured by the engine unless a way says so. 124 million parameters of random weights (transformers; no
+download), random tokens, bfloat16 autocast, AdamW. Each way has a model of its own, and plain DDP is measured first and
+last. Medians; kernels and waits (of the host for the device, as the driver counts them) are those of one more step
+under PyTorch's profiler.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ WARMUP = 8
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
 
 
-def ours(codec: str, **settings: Any) -> Attach:
-    """Attach a codec's uniform plan."""
+def ours(codec: str, measure_every: int = 0, **settings: Any) -> Attach:
+    """Attach a codec's uniform plan. measure_every: steps from one that is measured; 0: none is."""
 
     def attach(model: DistributedDataParallel) -> CompressionState:
-        state = CompressionState(Plan.uniform(model, codec, **settings), model)
+        state = CompressionState(Plan.uniform(model, codec, **settings), model, measure_every=measure_every)
         model.register_comm_hook(state, compression_hook)
         return state
 
@@ -64,22 +65,25 @@ WAYS: dict[str, Attach] = {
     "identity": ours("identity"),
     "cast bfloat16": ours("cast", dtype="bfloat16"),
     "powersgd 4": ours("powersgd", rank=4),
-    "powersgd 4, groups": ours("powersgd", rank=4, **GROUPED),
+    "powersgd 4, layer by layer": ours("powersgd", rank=4, group_bytes=0),
     "topk 1 %": ours("topk", density=0.01),
-    "topk 1 %, groups": ours("topk", density=0.01, across_layers=False, **GROUPED),
+    "topk 1 %, layer by layer": ours("topk", density=0.01, group_bytes=0),
+    "topk 1 %, across layers": ours("topk", density=0.01, **GROUPED),
+    "topk 1 %, measured at every step": ours("topk", 1, density=0.01),
     "threshold 1 %": ours("threshold", density=0.01),
     "sampled_threshold 1 %": ours("sampled_threshold", density=0.01),
     "random_k 1 %": ours("random_k", density=0.01),
-    "clt_k 1 %, chunks": ours("clt_k", density=0.01, selection="chunks", **GROUPED),
+    "clt_k 1 %, chunks": ours("clt_k", density=0.01, selection="chunks"),
     "sign": ours("sign"),
-    "sign, groups": ours("sign", **GROUPED),
-    "one_bit": ours("one_bit", **GROUPED),
+    "one_bit": ours("one_bit"),
     "block_scaled int8": ours("block_scaled", dtype="int8"),
-    "block_scaled int8, groups": ours("block_scaled", dtype="int8", **GROUPED),
-    "qsgd 4 bits, groups": ours("qsgd", bits=4, **GROUPED),
-    "natural, groups": ours("natural", **GROUPED),
-    "terngrad, groups": ours("terngrad", **GROUPED),
-    "dct_topk 64:32, groups": ours("dct_topk", chunk=64, count=32, **GROUPED),
+    "qsgd 4 bits": ours("qsgd", bits=4),
+    "natural": ours("natural"),
+    "terngrad": ours("terngrad"),
+    "dct_topk 64:32": ours("dct_topk", chunk=64, count=32),
+    "gradiveq 1/16, coordinates": ours(
+        "gradiveq", ratio=16.0, complement=1.0, drawn="coordinates", compressed_steps=0, warmup_steps=0
+    ),
     "ecsq 0.25 bits": ours("ecsq", bits=0.25),
     "ecsq 0.25 bits, groups": ours("ecsq", bits=0.25, **GROUPED),
 }
@@ -149,12 +153,21 @@ def looked_at(training: Training) -> Row:
     """What one step asks of the device: kernels and their seconds, and the host's waits by name."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         training.step()
-    on_device = [one for one in seen.events() if one.device_type == torch.autograd.DeviceType.CUDA]
-    waits = Counter(one.name for one in seen.events() if one.name in WAITS)
+    on_device = [
+        one
+        for one in seen.events()
+        if one.device_type == torch.autograd.DeviceType.CUDA and not getattr(one, "is_user_annotation", False)
+    ]
+    took: Counter[str] = Counter()
+    for one in on_device:
+        took[one.name] += one.time_range.elapsed_us()
+    counts = Counter(one.name for one in on_device)
     return {
         "kernels": len(on_device),
-        "busy": sum(one.time_range.elapsed_us() for one in on_device) / 1e6,
-        "waits": dict(waits),
+        "busy": sum(took.values()) / 1e6,
+        "waits": dict(Counter(one.name for one in seen.events() if one.name in WAITS)),
+        "longest": [[name[:120], counts[name], round(time)] for name, time in took.most_common(8)],
+        "most": [[name[:120], count, round(took[name])] for name, count in counts.most_common(8)],
     }
 
 

@@ -235,8 +235,7 @@ class BlockCompressor(PiecewiseCompressor):
         if self._sizes is None:
             yield from pieces(vector, min(self.block, vector.numel()))
             return
-        ends = [*(np.flatnonzero(np.diff(self._sizes)) + 1).tolist(), len(self._sizes)]
-        for first, last in pairwise([0, *ends]):
+        for first, last in _alike(self._sizes):
             if size := int(self._sizes[first]):
                 yield from pieces(vector[self._starts[first] : self._starts[last]], size)
 
@@ -343,20 +342,20 @@ class BlockCompressor(PiecewiseCompressor):
         first, last = self.blocks_of(start, start + len(values))
         if first == last:
             return function(values, numbers[first], out=out)
-        if self._sizes is not None:
-            return function(values, self._spread(numbers, start, start + len(values)), out=out)
-        _blockwise(function, values, numbers, start, self.block, out)
+        if self._sizes is None:
+            _blockwise(function, values, numbers, start, self.block, out)
+            return out
+        counts = np.diff(self._starts[first : last + 2].clip(start, start + len(values)))
+        if numbers.device.type == "cpu":
+            return function(values, torch.from_numpy(np.repeat(numbers[first : last + 1].numpy(), counts)), out=out)
+        # A GPU repeats a number by 32 threads, however often. And it would have to be given the counts.
+        at = 0
+        for begin, end in _alike(counts):
+            rows, shape = numbers[first + begin : first + end, None], (end - begin, int(counts[begin]))
+            stop = at + math.prod(shape)
+            function(values[at:stop].view(shape), rows, out=out[at:stop].view(shape))
+            at = stop
         return out
-
-    def _spread(self, numbers: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Repeat each block's number for its elements from start to stop: (stop - start,)."""
-        first, last = int(np.searchsorted(self._starts, start, "right")) - 1, int(np.searchsorted(self._starts, stop))
-        counts = np.diff(self._starts[first : last + 1].clip(start, stop))
-        if numbers.device.type == "cpu":  # an eighth of the time
-            return torch.from_numpy(np.repeat(numbers[first:last].numpy(), counts))
-        # Told how many there will be, a GPU need not be waited for.
-        repeats = torch.from_numpy(counts).to(numbers.device)
-        return numbers[first:last].repeat_interleave(repeats, output_size=stop - start)
 
 
 def _join(parts: Sequence[torch.Tensor], kind: Kind) -> torch.Tensor:
@@ -396,6 +395,12 @@ def pieces(vector: torch.Tensor, size: int) -> list[torch.Tensor]:
     matrices = [vector[a:b].view(-1, size) for a, b in pairwise([*range(0, whole, most), whole])]
     rest = vector[whole:]
     return [*matrices, rest.view(1, -1)] if rest.numel() else matrices
+
+
+def _alike(sizes: np.ndarray) -> Iterator[Span]:
+    """Yield the first and the last place, exclusive, of each run of equal numbers (n,)."""
+    ends = [*(np.flatnonzero(np.diff(sizes)) + 1).tolist(), len(sizes)]
+    return pairwise([0, *ends])
 
 
 def _blockwise(

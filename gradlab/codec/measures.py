@@ -72,12 +72,24 @@ def _joined(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def squared_norm(tensor: torch.Tensor) -> float:
-    """Compute ||tensor||^2 from the L2 norm in at least float32. In float64 it would take 30 times longer.
+    """Compute ||tensor||^2, see `squared_norms`."""
+    return squared_norms([tensor])[0]
+
+
+def squared_norms(tensors: Iterable[torch.Tensor]) -> list[float]:
+    """Compute ||tensor||^2 of each, from the L2 norm in at least float32. In float64 it would take 30 times longer.
 
     NaN and infinity show in the result. A norm beyond the range of float32 (3e38) becomes infinite.
     """
-    norm = float(torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)))
-    return norm * norm
+    norms = [
+        torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors
+    ]
+    return [norm * norm for norm in numbers(norms)]
+
+
+def numbers(scalars: Sequence[torch.Tensor]) -> list[float]:
+    """Return the values of tensors (), all on one device, which is waited for once."""
+    return torch.stack([scalar.double() for scalar in scalars]).tolist() if scalars else []
 
 
 def contribution_error(done: Exchanged) -> LayerErrors:
@@ -86,11 +98,9 @@ def contribution_error(done: Exchanged) -> LayerErrors:
     Returns:
         By layer name, the squared L2 norms of one rank's compression error and of its compressor input.
     """
-    errors = {}
-    for name, value in done.compressor_input.items():
-        error = done.compression_error[name] if name in done.compression_error else value - done.own[name]
-        errors[name] = (squared_norm(error), squared_norm(value))
-    return errors
+    inputs, known = done.compressor_input, done.compression_error
+    errors = (known[name] if name in known else value - done.own[name] for name, value in inputs.items())
+    return dict(zip(inputs, zip(squared_norms(errors), squared_norms(inputs.values()), strict=True), strict=True))
 
 
 def add_errors(total: LayerErrors, more: Mapping[str, Sequence[float]]) -> LayerErrors:

@@ -18,7 +18,7 @@ import torch
 from gradlab.codec import About, Guarantees, PlanDefaults
 from gradlab.codec.blockwise import CACHED, NOTHING, OF_BLOCKS, WHOLE, BlockCompressor, Kind
 from gradlab.codec.settings import setting
-from gradlab.coding.bits import packed_bytes
+from gradlab.coding.bits import fold_by_torch, packed_bytes
 from gradlab.layout import Layer
 
 SCALES = ("mean", "one")
@@ -130,8 +130,8 @@ class Sign(BlockCompressor):
         if self.settings.scale == "one":
             return write_signs(values, packed, factors)
         first, last = self.blocks_of(start, stop)
-        if first == last and values.device.type == "cpu":  # elsewhere the number would have to be waited for
-            return write_signs(values, packed, float(factors[first]))
+        if first == last:
+            return write_signs(values, packed, factors[first])
         return self.scale(write_signs(values, packed, 1.0), factors, start)
 
     def _factors(self, scales: torch.Tensor, like: torch.Tensor, scale: float) -> torch.Tensor | float:
@@ -151,7 +151,7 @@ def mean_magnitudes(rows: torch.Tensor) -> torch.Tensor:
     torch's sums depend on the address in the last bit.
     """
     if rows.device.type != "cpu":
-        return (rows.abs().sum(1, dtype=torch.float64) / rows.shape[1]).float()
+        return (torch.linalg.vector_norm(rows, 1, 1, dtype=torch.float64) / rows.shape[1]).float()
     values, total = rows.numpy(), np.zeros(len(rows))
     with np.errstate(over="ignore", invalid="ignore"):
         for start in range(0, values.shape[1], CACHED):
@@ -175,9 +175,7 @@ def pack_signs(vector: torch.Tensor) -> torch.Tensor:
     """Pack which elements of a vector (numel,) are negative: bit i % 8 of byte i // 8, (ceil(numel / 8),), uint8."""
     if vector.device.type != "cpu":
         negative, rest = vector < 0, -vector.numel() % 8
-        eight = (torch.nn.functional.pad(negative, (0, rest)) if rest else negative).view(torch.int64)
-        # The product's highest byte has the lowest bit of each of the number's eight bytes.
-        return eight.mul_(_LOWEST_BITS).bitwise_right_shift_(56).to(torch.uint8)
+        return fold_by_torch((torch.nn.functional.pad(negative, (0, rest)) if rest else negative).view(torch.uint8), 1)
     packed = np.empty(-(-vector.numel() // 8), np.uint8)
     for start, part in zip(range(0, vector.numel(), CACHED), vector.split(CACHED), strict=False):
         bits = np.packbits(part.numpy() < 0, bitorder="little")
@@ -185,11 +183,16 @@ def pack_signs(vector: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(packed)
 
 
-def write_signs(values: torch.Tensor, packed: torch.Tensor, factor: float) -> torch.Tensor:
-    """Overwrite values (numel,) with factor or -factor, as `pack_signs` packed their signs, and return them."""
+def write_signs(values: torch.Tensor, packed: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
+    """Overwrite values (numel,) with factor or -factor, as `pack_signs` packed their signs, and return them.
+
+    A factor on a GPU, (), is not waited for.
+    """
     if values.device.type != "cpu":
-        signs = _signs_on(values.device, values.dtype).index_select(0, packed.int()).view(-1)
-        return torch.mul(signs[: len(values)], factor, out=values)
+        one = factor if isinstance(factor, torch.Tensor) else values.new_full((), factor)
+        negative = packed[:, None].bitwise_and(_masks(packed.device)).view(-1)[: len(values)] != 0
+        return torch.where(negative, -one, one, out=values)
+    factor = float(factor)
     table = _SIGNS[values.dtype] if factor == 1 else _SIGNS[values.dtype] * factor
     whole = len(values) // 8
     np.take(table, packed[:whole].numpy(), axis=0, out=values[: 8 * whole].view(-1, 8).numpy(), mode="clip")
@@ -197,8 +200,6 @@ def write_signs(values: torch.Tensor, packed: torch.Tensor, factor: float) -> to
         values[8 * whole :] = torch.from_numpy(table[int(packed[whole]), :rest])
     return values
 
-
-_LOWEST_BITS = 0x0102040810204080
 
 # The eight signs that a byte stands for: (256, 8).
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
@@ -208,9 +209,10 @@ _SIGNS: dict[torch.dtype, Any] = {
 }
 
 
-@functools.lru_cache
-def _signs_on(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    return torch.from_numpy(_SIGNS[torch.float32]).to(device, dtype)
+@functools.cache
+def _masks(device: torch.device) -> torch.Tensor:
+    """The eight bits of a byte, (8,), uint8."""
+    return torch.tensor([2**place for place in range(8)], dtype=torch.uint8, device=device)
 
 
 def _tossed(vector: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

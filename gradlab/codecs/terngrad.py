@@ -228,7 +228,7 @@ def shard_sizes(numel: int, world_size: int) -> list[int]:
 def root_mean_squares(rows: torch.Tensor) -> torch.Tensor:
     """Compute the root mean square of each row, (m, n) -> (m,), from the row alone: numpy's order follows from n."""
     if rows.device.type != "cpu":
-        return (rows.double().square().mean(1)).sqrt().to(rows.dtype)
+        return (torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) / rows.shape[1] ** 0.5).to(rows.dtype)
     values, total = rows.numpy(), np.zeros(len(rows))
     scratch = np.empty((len(rows), min(CACHED, rows.shape[1])))  # in float32 squares would underflow
     with np.errstate(over="ignore", invalid="ignore"):

@@ -14,7 +14,7 @@ from statistics import fmean
 import torch
 
 from gradlab.codec import Codec, Exchanged, Tensors
-from gradlab.codec.measures import squared_norm
+from gradlab.codec.measures import numbers, squared_norms
 from gradlab.codec.wrapper import load_buffer, wrappers_of
 from gradlab.executor import rules
 from gradlab.executor.lateness import LateWatch
@@ -77,7 +77,8 @@ def measure(
 
 def residual_norms(done: Exchanged) -> dict[str, float]:
     """Compute the norms of compression errors, by layer; empty where no wrapper has computed these errors."""
-    return {layer: squared_norm(error) ** 0.5 for layer, error in done.compression_error.items()}
+    errors = done.compression_error
+    return {layer: norm**0.5 for layer, norm in zip(errors, squared_norms(errors.values()), strict=True)}
 
 
 def gradient_norms(
@@ -94,36 +95,43 @@ def gradient_norms(
     """
     decays = [one for one in wrappers_of(codec) if one.applies_weight_decay and not one.changes_mean]
     rate = sum(wrapper.settings.rate for wrapper in decays)
-    norms = {layer: squared_norm(gradients[layer]) ** 0.5 / scale for layer in done.compression_error}
+    layers = list(done.compression_error)
+    squares = squared_norms(gradients[layer] for layer in layers)
+    norms = {layer: square**0.5 / scale for layer, square in zip(layers, squares, strict=True)}
     if rate:
-        for layer in norms.keys() & parameters.keys():
-            norms[layer] += rate * squared_norm(parameters[layer]) ** 0.5
+        decayed = [layer for layer in layers if layer in parameters]
+        for layer, square in zip(decayed, squared_norms(parameters[layer] for layer in decayed), strict=True):
+            norms[layer] += rate * square**0.5
     return norms
 
 
 def _sent(codec: Codec, done: Exchanged, scale: float, ranks: int) -> Sent:
     inputs = done.compressor_input
-    energy = sum(squared_norm(value) for value in inputs.values())
-    contributed = sum(_product(value, done.own[layer]) for layer, value in inputs.items())
+    energy, contributed = sum(squared_norms(inputs.values())), _products(inputs, done.own)
     around = list(wrappers_of(codec))
     if any(one.changes_mean or (one.applies_momentum and not one.before_compression) for one in around):
         return Sent(energy, contributed)
-    mean_product = sum(_product(value, done.mean[layer]) for layer, value in inputs.items()) / scale
+    mean_product = _products(inputs, done.mean) / scale
     if any(wrapper.server_residual and wrapper.settings.error_feedback for wrapper in around):
         # The mean holds the server's residual. The ranks' own errors are taken as independent.
-        error = energy - 2 * contributed + sum(squared_norm(done.own[layer]) for layer in inputs)
+        error = energy - 2 * contributed + sum(squared_norms(done.own[layer] for layer in inputs))
         return Sent(energy, contributed, mean_product + error / ranks, mean_product)
-    mean_energy = sum(squared_norm(value) for value in done.mean.values()) / scale**2
+    mean_energy = sum(squared_norms(done.mean.values())) / scale**2
     return Sent(energy, contributed, mean_energy, mean_product)
 
 
 def _norm(tensors: Iterable[torch.Tensor]) -> float:
-    return math.hypot(*(squared_norm(tensor) ** 0.5 for tensor in tensors))
+    return math.hypot(*(square**0.5 for square in squared_norms(tensors)))
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> float:
+def _products(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> float:
+    """Sum <a, b> over layers."""
+    return sum(numbers([_product(value, others[layer]) for layer, value in some.items()]))
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
-    return float(torch.dot(a.reshape(-1).to(wide), b.reshape(-1).to(wide)))
+    return torch.dot(a.reshape(-1).to(wide), b.reshape(-1).to(wide))
 
 
 class RankWatch:

@@ -240,8 +240,12 @@ def optimized(
 
 
 def gradient_of(loss: Callable[[torch.Tensor], torch.Tensor], weights: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """Compute the value and the gradient (numel,) of a loss at weights (numel,)."""
-    with torch.enable_grad():
+    """Compute the value and the gradient (numel,) of a loss at weights (numel,).
+
+    It is computed in the calling thread, on a GPU too: autograd's own thread of that GPU may be held by a backward
+    which waits for this very gradient, as DDP's is until its buckets are averaged.
+    """
+    with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
         leaf = weights.detach().requires_grad_()
         value = loss(leaf)
         (gradient,) = torch.autograd.grad(value, leaf)

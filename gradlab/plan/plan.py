@@ -30,6 +30,7 @@ FINITE_FLAG_BYTES = 4
 # Bytes of gradients: layers below the first share groups of at most the second, where so many follow one another. On a
 # CPU a layer by itself costs 50 to 500 microseconds of Python and kernel launches in a step.
 SMALL_LAYER_BYTES, SMALL_GROUP_BYTES, FEWEST_SMALL = 2**16, 2**20, 8
+GPU_GROUP_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True)
@@ -225,8 +226,11 @@ class Plan:
         own scales, thresholds and selections. Each other layer has a group of its own. Signs take every layer, in
         groups of 4 MiB; GradiVeQ takes weight matrices, after 2500 iterations; ecsq has one group of all layers.
 
+        Of a model that is not on the CPU all layers that follow one another share groups, of at most 25 MiB, in the
+        same way: a GPU takes a group's kernels as fast as one layer's, and the time goes into launching them.
+
         Args:
-            model: the model, or its layers.
+            model: the model, or its layers, of which nobody knows where they are.
             codec: the codec's id, such as "topk".
             error_feedback: whether error feedback is put around the codec; not together with `wrappers`.
             wrappers: around the codec, outermost first, in place of the default ones. Where one of them applies
@@ -237,7 +241,8 @@ class Plan:
             roles: roles of the layers that are compressed, such as ("convolution",); () compresses none. Where roles
                 leave more than half of the model's bytes dense, a warning names them.
             group_bytes: bytes of gradients up to which consecutive layers share a group, small or not. 0: one group
-                per layer, math.inf: one group of all layers.
+                per layer, math.inf: one group of all layers. Such groups are one to a codec that selects, unless it is
+                given across_layers = False.
             seed: of the random streams that ranks share.
             settings: of the codec, by name.
 
@@ -257,11 +262,19 @@ class Plan:
             "group_bytes": group_bytes,
         }
         choice = replace(built.defaults, **{name: value for name, value in given.items() if value is not None})
+        alone = choice.group_bytes is None and _may_span(built)
+        if (
+            group_bytes is None
+            and isinstance(model, nn.Module)
+            and any(p.device.type != "cpu" for p in model.parameters())
+        ):
+            choice = replace(choice, group_bytes=_on_gpu(choice.group_bytes))
         compressed = _compressed(layers, choice)
         if roles is None or roles:
             _check_coverage(codec, layers, compressed, choice)
         members = _consecutive(compressed, choice.group_bytes)
-        of_layers = {**_each_by_itself(built, choice), **settings}  # where layers share a group only to travel together
+        # Where layers share a group only to travel together, each keeps its own selection.
+        of_layers = {**(_EACH_BY_ITSELF if alone else {}), **settings}
         groups = [
             Group(_group_name(names), names, codec, of_layers if len(names) > 1 else settings, around)
             for names in members
@@ -524,10 +537,17 @@ def _consecutive(layers: Sequence[Layer], group_bytes: float | None) -> list[tup
     return [tuple(layer.name for layer in run) for run in cut_runs]
 
 
-def _each_by_itself(codec: Codec, choice: PlanDefaults) -> dict[str, Any]:
-    """Settings by which each layer of a group that only is to save time keeps its own selection."""
-    selects = codec.selects and any(field.name == "across_layers" for field in fields(codec.settings))
-    return {"across_layers": False} if selects and choice.group_bytes is None else {}
+_EACH_BY_ITSELF = {"across_layers": False}
+
+
+def _may_span(codec: Codec) -> bool:
+    """Whether a codec can select from all layers of a group together."""
+    return codec.selects and any(field.name == "across_layers" for field in fields(codec.settings))
+
+
+def _on_gpu(group_bytes: float | None) -> float:
+    """Return the group_bytes of a model on a GPU, where they are these on a CPU. 0 stays: a layer has to be alone."""
+    return 0 if group_bytes == 0 else max(group_bytes or 0, GPU_GROUP_BYTES)
 
 
 def _group_bytes_of(run: Sequence[Layer]) -> int:

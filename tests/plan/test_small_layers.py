@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.layout import Layer
@@ -63,3 +65,21 @@ def test_only_many_small_layers_in_a_row_share_a_group() -> None:
     assert max(of_groups) <= SMALL_GROUP_BYTES
     assert len(of_groups) == 3
     assert Plan.uniform(many, "topk", across_layers=True).groups[0].settings["across_layers"] is True
+
+
+def test_layers_of_a_model_on_another_device_share_large_groups() -> None:
+    """Each keeps its own selection, unless groups are asked for."""
+    modules = [nn.Linear(1024, width, bias=False) for width in (1024, 2048, 512, 512, 2048, 1024)]
+    model = nn.Sequential(*modules)
+    assert [len(group.layers) for group in Plan.uniform(model, "topk").groups] == [1] * 6
+    far = model.to("meta")
+    for codec in ("topk", "qsgd"):
+        groups = Plan.uniform(far, codec).groups
+        assert [len(group.layers) for group in groups] == [5, 1]
+        assert groups[0].settings == ({"across_layers": False} if codec == "topk" else {})
+    assert Plan.uniform(far, "topk", group_bytes=math.inf).groups[0].settings == {}
+    assert len(Plan.uniform(far, "topk", group_bytes=0).groups) == 6
+    assert len(Plan.uniform(far, "sign").groups) == 2
+    assert len(Plan.uniform(far, "ecsq").groups) == 1
+    for alone in ("identity", "lgc_ring"):
+        assert len(Plan.uniform(far, alone).groups) == 6
