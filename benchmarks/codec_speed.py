@@ -207,7 +207,7 @@ def measured(options: argparse.Namespace) -> Iterator[Row]:
     """Time the codecs that were asked for, one after another."""
     for name in options.codecs:
         for settings in CASES[name]:
-            for title in options.layers:
+            for title in options.layers or ["one tensor"]:
                 row = {"codec": name, "layers": title}
                 device = torch.device(options.device)
                 row |= compare(name, settings, LISTS[title](), options.repeats, device, options.group_bytes)
@@ -219,7 +219,7 @@ def measured(options: argparse.Namespace) -> Iterator[Row]:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", nargs="+", choices=list(LISTS), default=["one tensor"])
+    parser.add_argument("--layers", nargs="+", choices=list(LISTS), help="(default: one tensor; of a table, all)")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--codecs", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -238,7 +238,8 @@ def main() -> None:
     print(form.format(*header))
     if options.markdown:
         print(form.format(*["---"] * len(header)))
-    for times in read(options.rows) if options.table else measured(options):
+    kept = [row for row in read(options.rows) if not options.layers or row["layers"] in options.layers]
+    for times in kept if options.table else measured(options):
         aim = 3 if "device" in times else 20 if times.get("layers") == "GPT-2 small" else 10
         slowest = max(times["encode"], times["decode"])
         unit = 1e3 * times["copy"] if options.milliseconds else 1.0

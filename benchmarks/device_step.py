@@ -129,7 +129,8 @@ class Training:
 
 
 def measured(way: str, device: torch.device, options: argparse.Namespace) -> Row:
-    """Time a way's steps, and look at one of them."""
+    """Time a way's steps, and look at one of them. memory: bytes at most, without what was there before."""
+    held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     training = Training(WAYS[way], device, options)
     for _ in range(WARMUP):
         training.step()
@@ -141,7 +142,7 @@ def measured(way: str, device: torch.device, options: argparse.Namespace) -> Row
     row: Row = {"way": way, "seconds": statistics.median(seconds), "quartiles": statistics.quantiles(seconds, n=4)[::2]}
     if device.type == "cuda":
         row |= {
-            "memory": torch.cuda.max_memory_allocated(),
+            "memory": torch.cuda.max_memory_allocated() - held,
             "device": torch.cuda.get_device_name(),
             **looked_at(training),
         }
@@ -172,18 +173,21 @@ def looked_at(training: Training) -> Row:
 
 
 def table(rows: list[Row]) -> None:
-    """Print the table: ratios to the mean of plain DDP's medians."""
+    """Print the table: ratios to the mean of plain DDP's medians, and differences to its first row."""
     plain = [row for row in rows if row["way"] == "plain"]
     base = statistics.fmean(row["seconds"] for row in plain)
-    print("| way | step, ms | over plain | kernels more | device busy, ms more | waits of the host more | GB more |")
-    print("|---" * 7 + "|")
+    titles = ("way", "step, ms", "over plain", "kernels more", "device busy, ms more", "waits more", "GB more")
+    print(f"| {' | '.join(titles)} |")
+    print("|---" * len(titles) + "|")
     for row in rows:
         cells = [f"{1e3 * row['seconds']:.1f}", f"{row['seconds'] / base:.2f}"]
         if "kernels" in row:
-            more = {key: row[key] - plain[0][key] for key in ("kernels", "busy", "memory")}
             waits = sum(row["waits"].values()) - sum(plain[0]["waits"].values())
-            cells += [f"{more['kernels']}", f"{1e3 * more['busy']:.1f}", f"{waits}", f"{more['memory'] / 1e9:.2f}"]
-        print(f"| {row['way']} | " + " | ".join([*cells, *[""] * (6 - len(cells))]) + " |", flush=True)
+            busy = 1e3 * (row["busy"] - plain[0]["busy"])
+            cells += [f"{row['kernels'] - plain[0]['kernels']}", f"{busy:.1f}", f"{waits}"]
+        if "memory" in row:
+            cells.append(f"{(row['memory'] - plain[0]['memory']) / 1e9:.2f}")
+        print(f"| {row['way']} | " + " | ".join([*cells, *[""] * (len(titles) - 1 - len(cells))]) + " |", flush=True)
 
 
 def run(options: argparse.Namespace) -> list[Row]:

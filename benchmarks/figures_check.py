@@ -25,6 +25,7 @@ import io
 import multiprocessing
 import re
 import runpy
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -129,7 +130,7 @@ class Printed:
 
 def _run(command: str, there: Connection) -> None:
     """Run a script in this process, and send what it prints."""
-    script, *arguments = command.split()
+    script, *arguments = shlex.split(command)
     sys.argv = [script, *(str(ROOT / word) if word.startswith("benchmarks/") else word for word in arguments)]
     sys.path.insert(0, str((ROOT / script).parent))
     told = io.StringIO()
