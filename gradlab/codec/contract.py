@@ -272,7 +272,7 @@ class PlanDefaults:
     roles: tuple[str, ...] = ROLES
     minimum_dimensions: int = 2
     minimum_numel: int = 256
-    group_bytes: int | None = None
+    group_bytes: float | None = None
     warmup_steps: int = 0
     error_feedback: bool = True
     two_way: bool = False

@@ -39,8 +39,8 @@ MUTANTS = (
     ),
     Mutant(
         file="gradlab/codecs/sign.py",
-        old='        if first == last and values.device.type == "cpu":',
-        new="        if first == last:",
+        old="return write_signs(values, packed, factors[first])",
+        new="return write_signs(values, packed, float(factors[first]))",
         tests=("tests/contract/test_other_device.py",),
         what="A GPU is waited for by every group of signs.",
     ),
@@ -122,8 +122,8 @@ MUTANTS = (
     ),
     Mutant(
         file="gradlab/codecs/random_k.py",
-        old="count, context.shared_generator())",
-        new="count, context.rank_generator())",
+        old="count, context.shared_generator(), vector",
+        new="count, context.rank_generator(), vector",
         tests=("tests/codecs/test_sparsifiers.py",),
         what="Every rank draws random-k's positions from a seed of its own.",
     ),
