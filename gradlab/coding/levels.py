@@ -14,12 +14,13 @@ the layers' sizes.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from gradlab.coding.deflate import CODES_ALONE, MATCHES, deflated, inflated
+from gradlab.coding.threads import each
 from gradlab.errors import GradlabError
 
 LARGEST = 2**30  # magnitude
@@ -78,15 +79,26 @@ def encode_levels(positions: np.ndarray, levels: np.ndarray, sizes: Sequence[int
     """
     edges = _edges(sizes)
     ends = np.searchsorted(positions, edges)
-    written, first = [], 0
-    while first < len(edges) - 1:
-        # As many parts as hold so many numbers together, at least one.
-        last = max(first + 1, int(np.searchsorted(ends, ends[first] + _BLOCK, "right")) - 1)
+
+    def written(block: tuple[int, int]) -> bytes:
+        first, last = block
         part, of_part = slice(ends[first], ends[last]), edges[first : last + 1] - edges[first]
-        block = _block(positions[part] - edges[first], levels[part], of_part)
-        written += [_HEADER.pack(last - first, len(block)), block]
+        data = _block(positions[part] - edges[first], levels[part], of_part)
+        return _HEADER.pack(last - first, len(data)) + data
+
+    return b"".join(each(written, list(_blocks(ends))))
+
+
+def _blocks(ends: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Cut layers into blocks: the first and the last one, exclusive, of as many as hold so many numbers together.
+
+    ends: how many numbers come before each layer, and all of them.
+    """
+    first = 0
+    while first < len(ends) - 1:
+        last = max(first + 1, int(np.searchsorted(ends, ends[first] + _BLOCK, "right")) - 1)
+        yield first, last
         first = last
-    return b"".join(written)
 
 
 def decode_levels(data: bytes, sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -102,20 +114,30 @@ def decode_levels(data: bytes, sizes: Sequence[int]) -> tuple[np.ndarray, np.nda
     Raises:
         GradlabError: for bytes that do not stand for such numbers of such layers.
     """
-    edges, first, at = _edges(sizes), 0, 0
-    positions, levels = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
-    while first < len(edges) - 1:
+    edges = _edges(sizes)
+
+    def read(block: tuple[bytes, int, int]) -> tuple[np.ndarray, np.ndarray]:
+        message, first, last = block
+        found, there = _from_block(message, edges[first : last + 1] - edges[first])
+        return found + edges[first], there
+
+    found = each(read, list(_cut(data, len(edges) - 1)))
+    positions, levels = zip((np.zeros(0, np.int64), np.zeros(0, np.int32)), *found, strict=True)
+    return np.concatenate(positions), np.concatenate(levels)
+
+
+def _cut(data: bytes, layers: int) -> Iterator[tuple[bytes, int, int]]:
+    """Cut a message into its blocks: the bytes of each, and the first and the last of its layers, exclusive."""
+    first = at = 0
+    while first < layers:
         count, nbytes = _HEADER.unpack_from(data, at) if len(data) >= at + _HEADER.size else (0, 0)
-        if not 0 < count < len(edges) - first or len(data) < at + _HEADER.size + nbytes:
-            raise GradlabError(f"levels: a block of {count} layers, expected 1 to {len(edges) - 1 - first}, and whole")
+        if not 0 < count <= layers - first or len(data) < at + _HEADER.size + nbytes:
+            raise GradlabError(f"levels: a block of {count} layers, expected 1 to {layers - first}, and whole")
         at += _HEADER.size
-        found, there = _from_block(data[at : at + nbytes], edges[first : first + count + 1] - edges[first])
-        positions.append(found + edges[first])
-        levels.append(there)
+        yield data[at : at + nbytes], first, first + count
         first, at = first + count, at + nbytes
     if at < len(data):
         raise GradlabError(f"levels: {len(data) - at} bytes more than there should be")
-    return np.concatenate(positions), np.concatenate(levels)
 
 
 def _edges(sizes: Sequence[int]) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import strategies as st
 
 from gradlab.coding.deflate import CODES_ALONE, deflated, inflated
@@ -97,3 +98,20 @@ def test_more_numbers_than_a_layer_has_are_refused() -> None:
     data = encode_levels(np.array([0, 2]), np.array([1, -1], np.int32), [3])
     with pytest.raises(GradlabError, match="levels: 2 numbers in layer 0, expected at most 1"):
         decode_levels(data, [1])
+
+
+def test_threads_change_no_byte_and_hide_no_damage() -> None:
+    sizes = [400_000, 200_000, 300_000]
+    positions, levels = drawn(2, sizes, [0.3, 0.6, 0.01], 0.7)
+    alone, threads = encode_levels(positions, levels, sizes), torch.get_num_threads()
+    for count in (2, 5):
+        torch.set_num_threads(count)
+        try:
+            assert encode_levels(positions, levels, sizes) == alone
+            found, there = decode_levels(alone, sizes)
+            with pytest.raises(GradlabError, match="levels"):
+                decode_levels(alone[: len(alone) // 2], sizes)
+        finally:
+            torch.set_num_threads(threads)
+        np.testing.assert_array_equal(found, positions)
+        np.testing.assert_array_equal(there, levels)
