@@ -17,6 +17,8 @@ fills the tables. No feedback.
     both            tables by second moment and neighbours
     scales          the step by coordinate, in proportion to the fourth root of that mean square
     low rank first  the best approximation of rank 1 of every matrix subtracted beforehand, factors in 16 bits
+    trellis         two quantizers in turns, and a search for the cheapest levels (`trellis.py`), at the best of several
+                    prices of a bit in that search
     subtractive dither  unbiased: a random number that both sides know is added before rounding and subtracted after it
     random rounding     unbiased: to one of the two nearest levels by chance, and zero stays zero
 """
@@ -32,6 +34,7 @@ from typing import Any
 
 import numpy as np
 from rows import Row, add, has, read
+from trellis import Trellis
 
 from gradlab.analysis.gradients import step_gradients
 from gradlab.plan import Plan
@@ -50,6 +53,7 @@ VARIANTS = (
     "both",
     "scales",
     "low rank first",
+    "trellis",
     "subtractive dither",
     "random rounding",
 )
@@ -156,14 +160,18 @@ class Run:
         return (root / math.exp(float(np.log(root).mean()))).reshape(shape)
 
 
-def points(trace: Trace, variant: str) -> Iterator[tuple[float, float]]:
-    """Yield bits per value and the relative error, at one step after another."""
+MULTIPLIERS = (0.1, 0.2, 0.4, 0.8)  # of bits in the trellis, in squared steps
+
+
+def points(trace: Trace, variant: str, multiplier: float | None = None) -> Iterator[tuple[float, float]]:
+    """Yield bits per value and the relative error, at one step after another. multiplier: of the trellis."""
     names = [name for group in Plan.uniform(trace.layers, "ecsq").compressed_groups for name in group.layers]
     numel = sum(layer.numel for layer in trace.layers if layer.name in set(names))
     everyone = [step_gradients(step) for step in trace.iterate(0, len(trace.steps), names)]
     squares = sum(float(np.square(everyone[0][0][name]).sum()) for name in names)
     for step in STEPS:
-        run = Run(variant, step * math.sqrt(squares / numel))
+        length = step * math.sqrt(squares / numel)
+        run = Run(variant, length) if multiplier is None else Trellis(length, multiplier)
         done = [run.iteration(ranks, names) for ranks in everyone][len(everyone) // 2 :]
         bits, missed, energy = map(sum, zip(*done, strict=True))
         yield bits / (numel * len(everyone[0]) * len(done)), math.sqrt(missed / energy)
@@ -177,10 +185,16 @@ def measure(title: str, trace: Trace, out: Path) -> None:
         key = {"recording": title, "variant": variant}
         if has(rows, key):
             continue
-        found = sorted(points(trace, variant))
-        bits, errors = np.log([b for b, _ in found]), [e for _, e in found]
-        at = {f"{rate:g}": float(np.interp(math.log(rate), bits, errors)) for rate in RATES}
-        add(out, key | {"errors": at, "points": found}, unshown=("points",))
+        ways = MULTIPLIERS if variant == "trellis" else (None,)
+        lines = [sorted(points(trace, variant, way)) for way in ways]
+        at = {f"{rate:g}": min(at_rate(line, rate) for line in lines) for rate in RATES}
+        add(out, key | {"errors": at, "points": lines[0] if len(lines) == 1 else lines}, unshown=("points",))
+
+
+def at_rate(line: Sequence[tuple[float, float]], bits: float) -> float:
+    """Read an error off between steps."""
+    rates, errors = zip(*line, strict=True)
+    return float(np.interp(math.log(bits), np.log(rates), errors))
 
 
 def table(rows: Sequence[Row]) -> str:

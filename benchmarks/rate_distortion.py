@@ -16,7 +16,9 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from rows import Row, add, has, read
 
 from gradlab import codecs
 from gradlab.analysis.figures.style import drawing, method_colors, panels, render
+from gradlab.analysis.fit.lgc.fit import fit_lgc
 from gradlab.analysis.measure.rate_distortion import distortion_at, mean_squares
 from gradlab.analysis.replay import replay
 from gradlab.errors import GradlabError
@@ -53,6 +56,28 @@ def plans(layers: Sequence[Layer]) -> Iterator[tuple[str, dict[str, Any], Plan]]
                 print(f"{title} {settings}: {error}", flush=True)
 
 
+def fitted_plans(trace: Trace) -> Iterator[tuple[str, dict[str, Any], Callable[[], Plan]]]:
+    """Yield what makes the plans of codecs that are fitted on the first half: GradiVeQ's half, and LGC in a ring."""
+    half = len(trace.steps) // 2
+    common = {"complement": 0.5, "whitening": False, "pooled": 16, "bfloat16": True, "sample_bits": 0}
+    phases = {"sample_steps": half - 1, "compressed_steps": 0, "warmup_steps": 0}
+    for ratio in (4.0, 8.0, 16.0, 32.0, 64.0, 128.0):
+        settings = {"ratio": ratio, **common}
+        yield (
+            "gradiveq, half PCA",
+            {"ratio": ratio},
+            partial(Plan.uniform, trace.layers, "gradiveq", wrappers=(), **settings, **phases),
+        )
+    for density in (0.003, 0.01, 0.03):
+        yield "lgc_ring", {"density": density}, partial(lgc, trace, density)
+
+
+def lgc(trace: Trace, density: float) -> Plan:
+    """Learn LGC's autoencoder, which takes the first 75 % of a recording; without feedback."""
+    plan = fit_lgc(trace, "ring", settings={"density": density}).plan
+    return replace(plan, groups=tuple(replace(group, wrappers=()) for group in plan.groups))
+
+
 def compressed_layers(plan: Plan) -> list[str]:
     return [name for group in plan.compressed_groups for name in group.layers]
 
@@ -76,6 +101,13 @@ def measure(title: str, trace: Trace, out: Path) -> None:
         key = {"recording": title, "codec": name, "settings": settings}
         if not has(rows, key):
             add(out, key | row_of(trace, plan))
+    for name, settings, make in fitted_plans(trace):
+        key = {"recording": title, "codec": name, "settings": settings}
+        if not has(rows, key):
+            try:
+                add(out, key | row_of(trace, make()))
+            except GradlabError as error:
+                print(f"{name} {settings}: {error}", flush=True)
     names = compressed_layers(Plan.uniform(trace.layers, "ecsq"))
     variances = np.concatenate([mean_squares(trace, name, len(trace.steps) // 2) for name in names])
     for bits in RATES:
