@@ -101,9 +101,9 @@ class Compressor(Codec):
         return None
 
     def compress_pieces(
-        self, vector: torch.Tensor, pieces: Pieces
+        self, vector: torch.Tensor, pieces: Pieces, generator: torch.Generator
     ) -> tuple[list[Payload], Callable[[torch.Tensor, float], torch.Tensor]]:
-        """Compress every shard of a vector (numel,), if the codec `spreads`.
+        """Compress every shard of a vector (numel,), if the codec `spreads`. generator: as for `compress`.
 
         Returns:
             A payload for each shard, as the compressor of `pieces.shapes` decodes it; and a function that adds a

@@ -196,7 +196,7 @@ class Spread:
         self, codec: Compressor, vector: torch.Tensor, pieces: Pieces, context: Context, held: torch.Tensor | None
     ) -> None:
         self._codec, self._vector, self._pieces, self._context = codec, vector, pieces, context
-        self.sent, self._add_own = codec.at(held).compress_pieces(vector, pieces)
+        self.sent, self._add_own = codec.at(held).compress_pieces(vector, pieces, context.rank_generator("shards"))
 
     @property
     def codec(self) -> Compressor:

@@ -15,20 +15,33 @@ import functools
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from gradlab.codec import About, Compressor, Context, Deferred, Exchanged, PlanDefaults, Tensors, concatenate, separate
+from gradlab.codec import (
+    About,
+    Compressor,
+    Context,
+    Deferred,
+    Exchanged,
+    Guarantees,
+    PlanDefaults,
+    Tensors,
+    concatenate,
+    separate,
+)
 from gradlab.codec.pieces import Pieces
 from gradlab.codec.settings import require, setting
 from gradlab.codec.shards import Payload
 from gradlab.codec.sparsifier import at_least
 from gradlab.coding.levels import LARGEST, decode_levels, encode_levels
+from gradlab.coding.random_bits import RandomBits
 from gradlab.collectives import Coroutine, Gather
 from gradlab.errors import GradlabError
+from gradlab.layout import Layer
 
 _HEADER = struct.Struct("<f3bf")  # the step, where values lie above three classes of levels, the squared error's share
 _CENTROIDS = 3
@@ -52,6 +65,12 @@ class ECSQ(Compressor):
 
     Message sizes vary. Their forecast is what was asked for. Values that are not zero are few at low rates, so that
     error feedback is on by default. A plan has one group of all layers by default, so that there is one step.
+
+    With `unbiased`, values are rounded to one of the two nearest levels by chance, without dead zone and centroids:
+    E C(x) = x, and feedback is off by default. The step is at most the largest magnitude, whatever bits are asked for,
+    so that E||C(x) - x||^2 <= (sqrt(numel) - 1) ||x||^2. A value far below the step is then sent as noise of the step's
+    size; docs/ecsq.md has what that costs. Subtractive dither, which is as unbiased, has a larger error below a bit,
+    and every rank would have to draw all ranks' dither.
 
     >>> done = codecs.make("ecsq", step=1.0).apply(torch.tensor([0.1, -3.0, 0.2, 5.0]))
     >>> done.decoded.tolist()
@@ -86,6 +105,9 @@ class ECSQ(Compressor):
         dead_zone: float = setting(
             0.65, least=0.5, most=1, unit="steps", help="below which values are zero; 0.5: all are rounded"
         )
+        unbiased: bool = setting(
+            False, help="round to one of the two nearest levels by chance, without a dead zone and centroids"
+        )
 
         def __post_init__(self) -> None:
             both = self.error is not None and self.step is not None
@@ -93,9 +115,15 @@ class ECSQ(Compressor):
 
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
+        self.defaults = replace(type(self).defaults, error_feedback=not self.settings.unbiased)
         self._sizes: tuple[int, ...] = ()
         self._step: float | None = None  # of `at`
         self._of_groups: dict[tuple[int, ...], ECSQ] = {}
+
+    def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
+        if not self.settings.unbiased:
+            return super().guarantees(layers)
+        return Guarantees(unbiased=True, omega=max(0.0, sum(layer.numel for layer in layers) ** 0.5 - 1))
 
     def for_layers(self, shapes: Sequence[Sequence[int]]) -> ECSQ:
         sizes = tuple(map(math.prod, shapes))
@@ -122,7 +150,7 @@ class ECSQ(Compressor):
         vector, codec = concatenate(grads), self.for_layers(self.shapes_of(self.layers_of(grads)))
         key = f"{next(iter(grads), '')}/step"
         before = float(state[key]) if key in state else None
-        message, quantized = codec.quantized(vector, before)
+        message, quantized = codec.quantized(vector, before, context.rank_generator())
         (answers,) = yield (Gather(message, varying=True),)
         after = codec.next_step(answers, vector.numel() * len(answers))
 
@@ -147,12 +175,12 @@ class ECSQ(Compressor):
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Return the message, (bytes,), uint8, under the step that is set, or the one found on this vector."""
-        return (self.quantized(vector, None)[0],)
+        return (self.quantized(vector, None, generator)[0],)
 
     def compress_pieces(
-        self, vector: torch.Tensor, pieces: Pieces
+        self, vector: torch.Tensor, pieces: Pieces, generator: torch.Generator
     ) -> tuple[list[Payload], Callable[[torch.Tensor, float], torch.Tensor]]:
-        quantized = self._quantized(vector, None)
+        quantized = self._quantized(vector, None, generator)
         if quantized is None:
             lost = Contribution(None, None)
             return [(_not_finite(vector),) for _ in range(pieces.world_size)], lost.added_to
@@ -163,33 +191,61 @@ class ECSQ(Compressor):
             sent.append((_message(vector, quantized.header + data),))
         return sent, quantized.contribution.added_to
 
-    def quantized(self, vector: torch.Tensor, step: float | None) -> tuple[torch.Tensor, Contribution]:
+    def quantized(
+        self, vector: torch.Tensor, step: float | None, generator: torch.Generator
+    ) -> tuple[torch.Tensor, Contribution]:
         """Compress a vector (numel,).
 
         step: of the last iteration's control; None: as set, or found on the vector.
+        generator: of the chance with `unbiased`.
 
         Returns:
             The message, (bytes,), uint8, and what it stands for.
         """
-        quantized = self._quantized(vector, step)
+        quantized = self._quantized(vector, step, generator)
         if quantized is None:
             return _not_finite(vector), Contribution(None, None)
         positions, levels = (one.cpu().numpy() for one in (quantized.positions, quantized.levels))
         data = encode_levels(positions, levels, self._sizes or (vector.numel(),))
         return _message(vector, quantized.header + data), quantized.contribution
 
-    def _quantized(self, vector: torch.Tensor, step: float | None) -> _Quantized | None:
+    def _quantized(self, vector: torch.Tensor, step: float | None, generator: torch.Generator) -> _Quantized | None:
         """Quantize a vector (numel,); None if it is not finite."""
-        step, positions, values = self._selected(vector, self._step_for(vector, step))
+        step = self._step_for(vector, step)
+        if self.settings.unbiased:
+            step, positions, values, levels = self._drawn(vector, step, generator)
+            centroids = [0] * _CENTROIDS
+        else:
+            step, positions, values = self._selected(vector, step)
+            scaled = values.abs() / step
+            levels = (scaled - self.settings.dead_zone).floor_().add_(1).clamp_(1, LARGEST)
+            centroids = _centroids(scaled - levels, levels) if math.isfinite(step) else []
         if not math.isfinite(step):
             return None
-        scaled = values.abs() / step
-        levels = (scaled - self.settings.dead_zone).floor_().add_(1).clamp_(1, LARGEST)
-        centroids = _centroids(scaled - levels, levels)
         levels = levels.copysign_(values).to(torch.int32)
         decoded = _values(levels, step, centroids, vector.dtype)
         share = self._missed(vector, values, decoded) if self.settings.error is not None else 0.0
         return _Quantized(_HEADER.pack(step, *centroids, share), positions, levels, Contribution(positions, decoded))
+
+    def _drawn(
+        self, vector: torch.Tensor, step: float, generator: torch.Generator
+    ) -> tuple[float, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Round |x| / step up or down by chance: the step as it is sent, and positions, values and levels above zero.
+
+        The step is at most the largest magnitude, and at least such that all levels can be sent; not finite if a value
+        is not.
+        """
+        largest = _largest(vector)
+        step = _float32(min(max(step, largest / LARGEST), largest)) if math.isfinite(largest) else math.nan
+        if not 0 < step < math.inf:
+            nothing = vector.new_zeros(0)
+            return step, nothing.long(), nothing, nothing
+        # u in (0, 1) in 2^16 places
+        places = RandomBits(generator, vector.device).sixteen(vector).to(vector.dtype).mul_(2.0**-16)
+        levels = places.add_(vector.abs() / step).add_(0.5 + 2.0**-17).floor_()
+        positions = at_least(levels, 1.0)
+        values, above = (one.index_select(0, positions) for one in (vector, levels))
+        return step, positions, values, above.clamp_(max=LARGEST)
 
     def _selected(self, vector: torch.Tensor, step: float) -> tuple[float, torch.Tensor, torch.Tensor]:
         """Return the step as it is sent, the positions of the values that are not zero under it, and these values.
@@ -285,7 +341,10 @@ class ECSQ(Compressor):
         return high
 
     def _is_too_fine(self, sample: torch.Tensor, step: float) -> bool:
-        levels = (sample / step - self.settings.dead_zone).floor_().add_(1)
+        if self.settings.unbiased:
+            levels = (sample / step + _evenly(len(sample), sample)).floor_()
+        else:
+            levels = (sample / step - self.settings.dead_zone).floor_().add_(1)
         if self.settings.error is not None:
             missed = torch.where(levels > 0, levels * step, 0.0).sub_(sample)
             return float(missed.square().sum()) < self.settings.error**2 * float(sample.square().sum())
@@ -339,6 +398,11 @@ class _Quantized:
     positions: torch.Tensor
     levels: torch.Tensor
     contribution: Contribution
+
+
+def _evenly(count: int, like: torch.Tensor) -> torch.Tensor:
+    """Return numbers in [0, 1) that are spread evenly, (count,): multiples of the golden ratio."""
+    return torch.arange(count, dtype=like.dtype, device=like.device).mul_((5**0.5 - 1) / 2).remainder_(1.0)
 
 
 def _header(data: bytes) -> tuple[Any, ...]:

@@ -88,6 +88,30 @@ def test_messages_take_the_bits_asked_for(bits: float) -> None:
     assert np.mean(counted[-10:]) == pytest.approx(bits, rel=0.05)
 
 
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_unbiased_messages_take_the_bits_asked_for_and_are_right_on_average(both_ways: bool) -> None:
+    """Down to those of a step as large as the largest value."""
+    codec = ECSQ(ECSQ.Settings(bits=2.0, unbiased=True))
+    states, counted, numel = [dict[str, torch.Tensor](), {}, {}], [], sum(map(math.prod, SHAPES.values()))
+    wrapped = TwoWay(codec, TwoWay.Settings(error_feedback=False)) if both_ways else codec
+    means = []
+    for step in range(60):
+        rows = [
+            exchange_group(wrapped, draw(rank), state, Context(rank, 3, step, "g")) for rank, state in enumerate(states)
+        ]
+        results = run_lockstep(rows)
+        states = [result.value.state for result in results]
+        counted.append(8 * sum(result.payload_bytes for result in results) / 3 / numel)
+        means.append(results[0].value.mean["v"])
+    assert np.mean(counted[10:]) == pytest.approx(2.0 * (4 / 3 if both_ways else 1), rel=0.05)
+    drawn, true = torch.stack(means[10:]), sum(draw(rank)["v"] for rank in range(3)) / 3
+    directions = torch.randn(len(true), 20, generator=torch.Generator().manual_seed(0))
+    missed = (drawn - true) @ directions
+    assert float((missed.mean(0) / (missed.std(0) / len(drawn) ** 0.5)).abs().max()) < 4.5
+    (message,) = ECSQ(ECSQ.Settings(bits=1e-3, unbiased=True)).compress(true, torch.Generator().manual_seed(0))
+    assert len(message) < 1.2 * len(true) / 8
+
+
 def test_feedback_does_not_make_bits_swing() -> None:
     """Of a gradient that never changes, few values now are many in the next iteration: a step that follows by half of
     their logarithm swings between a third and three times the bits."""
