@@ -23,6 +23,7 @@ BATCHES = (*(f"data_batch_{n}" for n in range(1, 6)), "test_batch")
 PIXELS = 3072  # 3 colour planes of 32 x 32
 MAX_BATCH_BYTES = 64 << 20  # a published batch has 31 MB
 MAX_TAR_BYTES = 512 << 20  # unpacked; the published archives have 186 MB
+_PIECE = 1 << 20
 
 Batch = tuple[np.ndarray, np.ndarray]  # pixels (samples, 3072) as bytes, labels (samples,)
 _DAMAGE = (tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, ValueError, RecursionError)
@@ -59,6 +60,7 @@ def read_tar(path: Path) -> Splits:
             bounded = _Bounded(stream, str(path))  # type: ignore[arg-type]
             with tarfile.open(fileobj=bounded, mode="r|") as archive:  # type: ignore[call-overload]
                 contents = _tar_members(archive, str(path))
+            bounded.drain()
     except GradlabError:
         raise
     except _DAMAGE as error:
@@ -78,6 +80,11 @@ class _Bounded:
         if self._left < 0:
             raise GradlabError(f"{self._source}: unpacks to more than {MAX_TAR_BYTES} bytes, not a CIFAR-10 archive")
         return data
+
+    def drain(self) -> None:
+        """Read what follows the archive: a gzip stream compares its checksum at its end."""
+        while self.read(_PIECE):
+            pass
 
 
 def _members() -> list[str]:

@@ -17,6 +17,7 @@ from gradlab.datasets.convnet import initialized
 from gradlab.datasets.idx import read_idx
 from gradlab.datasets.image_npz import read_npz
 from gradlab.datasets.metric import ACCURACY
+from gradlab.datasets.published import FASHION_MNIST, fashion_mnist_files, others, tell
 from gradlab.datasets.recipe import Recipe
 from gradlab.datasets.splits import CLASSES, Splits, checked
 from gradlab.datasets.workload import Data, Workload, limited_data
@@ -78,23 +79,30 @@ def normalized(images: np.ndarray) -> torch.Tensor:
 def read_splits(path: str) -> Splits:
     """Read the images and labels of an .npz or of a folder of IDX files.
 
+    As many images as were published, which are not the published ones, are warned of.
+
     Raises:
         GradlabError: if the path is missing, cannot be read, or does not hold Fashion-MNIST.
     """
     place = Path(path)
     try:
-        if place.is_dir():
-            arrays = {key: read_idx(_file(place, name), _item(key)) for key, name in FILES.items()}
-            return checked(Splits(**arrays), IMAGE, path)
-        if not place.is_file():
-            what = "not a regular file" if place.exists() else "no such file or folder"
-            raise GradlabError(f"{path}: {what}, give {_EXPECTED}")
-        with place.open("rb") as stream:
-            head = stream.read(2)
-        if head == b"PK":
-            return checked(read_npz(place, IMAGE), IMAGE, path)
+        splits = checked(_read(place, path), IMAGE, path)
     except OSError as error:
         raise GradlabError(f"{path}: cannot be read ({error.strerror or error})") from error
+    tell(path, others(splits, FASHION_MNIST, fashion_mnist_files(splits), (60_000, 10_000)))
+    return splits
+
+
+def _read(place: Path, path: str) -> Splits:
+    if place.is_dir():
+        return Splits(**{key: read_idx(_file(place, name), _item(key)) for key, name in FILES.items()})
+    if not place.is_file():
+        what = "not a regular file" if place.exists() else "no such file or folder"
+        raise GradlabError(f"{path}: {what}, give {_EXPECTED}")
+    with place.open("rb") as stream:
+        head = stream.read(2)
+    if head == b"PK":
+        return read_npz(place, IMAGE)
     raise GradlabError(f"{path}: not an .npz file, give {_EXPECTED}")
 
 

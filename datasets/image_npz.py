@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import lzma
+import tokenize
 import zipfile
 import zlib
 from pathlib import Path
@@ -13,7 +14,10 @@ import numpy as np
 from gradlab.datasets.splits import MAX_SIDE, Splits, check_header, reason
 from gradlab.errors import GradlabError
 
-_DAMAGE = (zipfile.BadZipFile, lzma.LZMAError, zlib.error, EOFError, ValueError, NotImplementedError, RuntimeError)
+_DAMAGE = (
+    *(zipfile.BadZipFile, lzma.LZMAError, zlib.error, EOFError, ValueError, NotImplementedError, RuntimeError),
+    *(SyntaxError, MemoryError, tokenize.TokenError),  # of headers, which are Python's literals, of any nesting
+)
 
 
 def read_npz(path: Path, image: tuple[int, ...] | None, target: tuple[int, ...] = ()) -> Splits:
@@ -64,7 +68,10 @@ def _read_array(
 ) -> np.ndarray:
     check_header(key, *_member_header(archive, key, source), image, source, target)
     with archive.open(f"{key}.npy") as stream:
-        return np.lib.format.read_array(stream, allow_pickle=False)
+        array = np.lib.format.read_array(stream, allow_pickle=False)
+        if stream.read(1):  # at a member's end its checksum is compared
+            raise GradlabError(f"{source}: {key} goes on behind the values that its header announces")
+    return array
 
 
 def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import os
 import pickle
@@ -21,11 +22,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradlab import datasets
+from gradlab.datasets import cifar_files
 from gradlab.datasets.array_cache import cached
 from gradlab.datasets.cifar10 import CHANNEL_DEVIATION, CHANNEL_MEAN, random_crop, random_flip
 from gradlab.datasets.cifar_archive import BATCHES
 from gradlab.datasets.cifar_files import IMAGE, read_splits
 from gradlab.datasets.cifar_pickle import read_batch
+from gradlab.datasets.published import CIFAR10, cifar10_files, fashion_mnist_files, others
 from gradlab.datasets.resnet import BasicBlock
 from gradlab.datasets.splits import MAX_IMAGES, Splits
 from gradlab.errors import GradlabError
@@ -262,11 +265,11 @@ def test_a_file_that_changes_while_it_is_read_is_not_cached(tmp_path: Path, user
         os.utime(path, ns=(10**18, 10**18))
         return _splits(0)
 
-    assert _same(cached(path, IMAGE, read), _splits(0))
+    assert _same(cached(path, IMAGE, read, lambda _: [])[0], _splits(0))
     assert not user_cache.exists()
 
 
-@pytest.mark.parametrize("damage", ["truncated", "empty", "gone", "foreign", "labels"])
+@pytest.mark.parametrize("damage", ["truncated", "empty", "gone", "foreign", "labels", "a bit", "digests"])
 def test_a_damaged_cache_is_replaced(damage: str, tmp_path: Path, user_cache: Path) -> None:
     path = _npz(tmp_path / "a.npz", _splits())
     read_splits(str(path))
@@ -275,6 +278,12 @@ def test_a_damaged_cache_is_replaced(damage: str, tmp_path: Path, user_cache: Pa
         file.unlink()
     elif damage == "labels":
         np.save(file, np.full(20, 10))
+    elif damage == "a bit":
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    elif damage == "digests":
+        file.with_name("digests.json").write_text("[" * 100_000)
     else:
         file.write_bytes({"truncated": file.read_bytes()[:-1], "empty": b"", "foreign": b"x" * 99}[damage])
     assert _same(read_splits(str(path)), _splits())
@@ -294,7 +303,7 @@ def test_many_readers_at_once_leave_one_sound_cache(tmp_path: Path, user_cache: 
         results = list(pool.map(read_splits, [str(path)] * 16))
     assert all(_same(result, _splits()) for result in results)
     names = [file.name for file in user_cache.glob("*/*")]
-    assert sorted(names) == sorted(f"{key}.npy" for key in Splits._fields)
+    assert sorted(names) == sorted(["digests.json", *(f"{key}.npy" for key in Splits._fields)])
 
 
 # --- bad input ---------------------------------------------------------------------------------------------------
@@ -368,9 +377,60 @@ def test_a_flipped_bit_never_ends_in_another_error(
     try:
         splits = read_splits(str(path))
     except GradlabError as error:
-        assert "\n" not in str(error)  # noqa: PT017 - either outcome is right, a traceback is not
+        assert "\n" not in str(error)  # noqa: PT017 - either outcome is right, a traceback or other data are not
     else:
-        assert splits.x_train.shape == (20, 32, 32, 3)
+        assert _same(splits, _splits())  # a bit that means nothing, as of a time
+
+
+@pytest.mark.parametrize("opened", ["(", "[", "{0:", "-"])
+def test_a_header_of_any_nesting_is_one_line(opened: str, tmp_path: Path) -> None:
+    for depth in (50, 1000, 9000):
+        header = b"{'descr': '|u1', 'fortran_order': False, 'shape': " + opened.encode() * (depth // len(opened))
+        path = tmp_path / f"{depth}.npz"
+        with zipfile.ZipFile(path, "w") as archive:
+            member = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header) + 1) + header + b"\n"
+            archive.writestr("x_train.npy", member)
+        assert "damaged or truncated" in _refused(path)
+
+
+def test_a_member_that_goes_on_behind_its_values_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        for key, array in _splits()._asdict().items():
+            stream = io.BytesIO()
+            np.save(stream, array)
+            archive.writestr(f"{key}.npy", stream.getvalue() + (b"x" if key == "y_test" else b""))
+    assert "y_test goes on behind the values" in _refused(tmp_path / "a.npz")
+
+
+def test_what_is_not_the_published_set_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the binary form's SHA-256, for every form, and when it comes from the cache."""
+    splits = _splits()
+    files = [
+        _records(np.ascontiguousarray(x.transpose(0, 3, 1, 2)).reshape(len(x), -1), y)
+        for x, y in ((splits.x_train, splits.y_train), (splits.x_test, splits.y_test))
+    ]
+    known = {name: hashlib.sha256(file).hexdigest() for name, file in zip("ab", files, strict=True)}
+    counts = len(splits.x_train), len(splits.x_test)
+    assert others(splits, known, cifar10_files(splits), counts) == []
+    assert others(splits, CIFAR10, iter(()), (50_000, 10_000)) == []  # somebody's own images
+    altered = splits._replace(x_test=splits.x_test ^ 1)
+    monkeypatch.setattr(cifar_files, "_others", lambda given: others(given, known, cifar10_files(given), counts))
+    for form, make in FORMS.items():
+        (folder := tmp_path / form).mkdir()
+        path = make(folder, altered)
+        for _ in range(2):
+            with pytest.warns(UserWarning, match=r"not the same \(by SHA-256, b\): a damaged copy"):
+                read_splits(str(path))
+
+
+def test_the_published_fashion_mnist_is_told_by_its_idx_files() -> None:
+    images, labels = np.arange(2 * 28 * 28).reshape(2, 28, 28).astype(np.uint8), np.array([3, 9])
+    splits = Splits(images, labels, images[:1], labels[:1])
+    written = [
+        *(b"\0\0\x08\x03" + struct.pack(">3I", 2, 28, 28) + images.tobytes(), b"\0\0\x08\x01\0\0\0\2\3\x09"),
+        *(b"\0\0\x08\x03" + struct.pack(">3I", 1, 28, 28) + images[:1].tobytes(), b"\0\0\x08\x01\0\0\0\1\3"),
+    ]
+    assert list(fashion_mnist_files(splits)) == written
 
 
 def test_what_is_no_data_file_is_refused(tmp_path: Path) -> None:
