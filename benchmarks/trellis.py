@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 LENGTH = 128
-MOST = 31  # magnitudes beyond it count as it and an Elias gamma code
+MOST = 255  # magnitudes beyond it count as it and an Elias gamma code
 FORGET = 0.5
 _NEXT = ((0, 2), (2, 0), (1, 3), (3, 1))  # by state and parity; states 0 and 1 have the first quantizer
 _BEFORE = tuple([(s, p) for s in range(4) for p in range(2) if _NEXT[s][p] == state] for state in range(4))
@@ -41,7 +41,7 @@ class Trellis:
                 layers.append(np.full(len(lanes[-1]), number))
         scaled, layer = np.concatenate(lanes) / self.step, np.concatenate(layers)
         if self.counts is None:
-            start = 0.5 ** np.arange(1, MOST + 2)
+            start = 0.5 ** np.minimum(30.0, np.arange(1, MOST + 2))
             self.counts = np.tile(start + 1e-3, (len(names), 2, 1))
         tables = -np.log2(self.counts / self.counts.sum(2, keepdims=True))
         tables[:, :, 1:] += 1  # the sign

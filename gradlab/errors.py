@@ -1,8 +1,13 @@
 """Errors that a user can act on: commands print them as one line and exit with code 2."""
 
+from gradlab.printable import printable
+
 
 class GradlabError(ValueError):
-    """Bad input. The message names the thing, what came, what was expected, and what to do."""
+    """Bad input. The message names the thing, what came, what was expected, and what to do. It can be printed."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class NewerFormat(GradlabError):

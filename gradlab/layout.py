@@ -40,11 +40,18 @@ class Layer:
     name: the parameter's name in the bare model.
     shape: in elements.
     role: one of `ROLES`.
+
+    Raises:
+        GradlabError: for a name that cannot be written as UTF-8.
     """
 
     name: str
     shape: tuple[int, ...]
     role: str = "other"
+
+    def __post_init__(self) -> None:
+        if any("\ud800" <= letter <= "\udfff" for letter in self.name):
+            raise GradlabError(f"layer {self.name}: a name with half of a UTF-16 pair cannot be written: rename it")
 
     @property
     def numel(self) -> int:

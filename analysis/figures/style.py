@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,10 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.ticker import FixedFormatter, FuncFormatter, LogFormatterSciNotation
+
+from gradlab.printable import printable
 
 # Okabe & Ito, "Color universal design", 2008.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
@@ -30,6 +36,7 @@ FORMATS = ("svg", "pdf")
 # More layers than this are told apart by a colour bar, not by a legend.
 _MOST_NAMED_LAYERS = 7
 WIDTH = 6.6
+_LONGEST_WORD = 80  # characters of a name
 _CAPTION_COLUMNS = 150  # characters of 6 points in a line of that width
 _POINTS_PER_INCH = 72  # the resolution of both formats
 
@@ -55,7 +62,9 @@ RC: Any = {
     "lines.markersize": 4,
     "svg.fonttype": "none",
     "pdf.fonttype": 42,
+    "text.parse_math": False,  # a layer's name is no formula; powers of ten are written without
 }
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def method_colors(names: Iterable[str]) -> dict[str, str]:
@@ -215,6 +224,7 @@ def render(figure: Figure, name: str, formats: Sequence[str] = FORMATS) -> dict[
     """
     files = {}
     _drop_empty_log_scales(figure)
+    _make_printable(figure)
     with rc_context({**RC, "svg.hashsalt": name}):
         canvas, image_dpi = FigureCanvasSVG(figure), figure.dpi
         figure.set_dpi(_POINTS_PER_INCH)
@@ -245,6 +255,42 @@ def _drop_empty_log_scales(figure: Figure) -> None:
             drawn = [np.asarray(getattr(line, get)(), float) for line in axes.lines]
             if scale() == "log" and not any((values > 0).any() for values in drawn):
                 put("linear")
+
+
+def _make_printable(figure: Figure) -> None:
+    """Let all text be such as a document can hold, and powers of ten be text: names come from files."""
+    for text in figure.findobj(Text):
+        text.set_text(_shown(text.get_text()))
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            for get, put in (
+                (axis.get_major_formatter, axis.set_major_formatter),
+                (axis.get_minor_formatter, axis.set_minor_formatter),
+            ):
+                formatter = get()
+                if isinstance(formatter, LogFormatterSciNotation):
+                    put(_PowersOfTen())
+                elif isinstance(formatter, FixedFormatter):
+                    formatter.seq = [_shown(label) for label in formatter.seq]
+                elif isinstance(formatter, FuncFormatter):  # which labels of given ticks become
+                    put(FuncFormatter(partial(_printed, formatter.func)))
+
+
+def _shown(text: str) -> str:
+    return printable(text, longest=_LONGEST_WORD)
+
+
+def _printed(label: Callable[..., str], *given: Any) -> str:
+    return _shown(label(*given))
+
+
+class _PowersOfTen(LogFormatterSciNotation):
+    """matplotlib's labels of logarithmic axes, without its mathematics."""
+
+    def __call__(self, value: float, pos: int | None = None) -> str:
+        label = super().__call__(value, pos).removeprefix(r"$\mathdefault{").removesuffix("}$")
+        label = re.sub(r"\^\{([-0-9]+)\}", lambda power: power[1].translate(_RAISED), label)
+        return label.replace(r"\times", "\u00d7").replace("-", "\u2212")
 
 
 def drawing() -> Any:

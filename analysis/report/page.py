@@ -25,6 +25,7 @@ from gradlab.analysis.outputs import REPORT_FILES, require_free
 from gradlab.analysis.parallel import Cluster, Workers, default_workers, share_out
 from gradlab.errors import GradlabError
 from gradlab.jsonable import plain
+from gradlab.printable import visible
 from gradlab.progress import Progress
 from gradlab.version import VERSION
 
@@ -166,7 +167,8 @@ def render_html(page: Page, svgs: dict[str, bytes]) -> str:
     source = resources.files("gradlab.analysis.report").joinpath("report.html.jinja").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     inline = {item.name: Markup(inline_svg(svgs[item.name], item.name, item.title)) for item in page.drawings}
-    return environment.from_string(source).render(page=page, svg=inline, version=VERSION)
+    # Names come from files: nothing in the document may hide, or turn what follows it around.
+    return visible(environment.from_string(source).render(page=page, svg=inline, version=VERSION))
 
 
 def inline_svg(svg: bytes, name: str, title: str) -> str:

@@ -9,14 +9,25 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
+from rich.text import Text
 
+from gradlab.printable import printable
 from gradlab.progress import Progress
 
-OUT = Console(highlight=False, soft_wrap=True)
-ERR = Console(stderr=True, highlight=False, soft_wrap=True)
+
+class _Printable(Console):
+    """A console that prints no text which would drive the terminal: layer names come from files."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*(printable(one) if isinstance(one, str) else one for one in objects), **options)
+
+
+OUT = _Printable(highlight=False, soft_wrap=True)
+ERR = _Printable(stderr=True, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -38,7 +49,7 @@ def progress_bars() -> Iterator[Progress]:
 
         def report(what: str, done: int, total: int) -> None:
             if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
+                tasks[what] = bars.add_task(escape(printable(what, one_line=True)), total=total)
             bars.update(tasks[what], completed=done, total=total)
 
         yield report
@@ -80,7 +91,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
     for column, name in enumerate(header):
         table.add_column(name, justify="left" if column < left else "right")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(printable(cell, one_line=True)) for cell in row))
     # Never narrower than its content: a table in a log file must not lose digits.
     console = OUT if OUT.is_terminal else Console(highlight=False, width=200)
     console.print(table, markup=False)

@@ -12,6 +12,7 @@ from gradlab.cli.console import warnings_as_lines
 from gradlab.cli.fit import command as fit
 from gradlab.cli.train import command as train
 from gradlab.errors import GradlabError
+from gradlab.printable import printable
 from gradlab.version import VERSION
 
 app = typer.Typer(
@@ -57,7 +58,8 @@ def main() -> None:
         sys.exit(2)
     except OSError as error:
         # A path that cannot be used, in the system's own words.
-        print(f"gradlab: {error.filename or 'input or output'}: {error.strerror or error}", file=sys.stderr)
+        said = f"gradlab: {error.filename or 'input or output'}: {error.strerror or error}"
+        print(printable(said), file=sys.stderr)
         sys.exit(2)
     except SystemExit as end:
         if end.code == 130:  # Typer's answer to Ctrl-C, without a word
