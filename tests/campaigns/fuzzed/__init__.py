@@ -1,0 +1,18 @@
+"""Formats that `fuzz.py` attacks: sound files, what is done to them, and how each is read and used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from campaigns.fuzzed.artifact import ArtifactFiles
+from campaigns.fuzzed.case import Case, Format
+from campaigns.fuzzed.images import Cifar10, Cifar10Arrays, FashionMnist
+
+FORMATS: dict[str, Callable[[], Format]] = {
+    "artifact": ArtifactFiles,
+    "cifar10": Cifar10,
+    "npz": Cifar10Arrays,
+    "idx": FashionMnist,
+}
+
+__all__ = ["FORMATS", "Case", "Format"]
