@@ -171,7 +171,7 @@ def points(trace: Trace, variant: str, multiplier: float | None = None) -> Itera
     squares = sum(float(np.square(everyone[0][0][name]).sum()) for name in names)
     for step in STEPS:
         length = step * math.sqrt(squares / numel)
-        run = Run(variant, length) if multiplier is None else Trellis(length, multiplier)
+        run = Run(variant, length) if multiplier is None else Trellis(length / 2, multiplier)
         done = [run.iteration(ranks, names) for ranks in everyone][len(everyone) // 2 :]
         bits, missed, energy = map(sum, zip(*done, strict=True))
         yield bits / (numel * len(everyone[0]) * len(done)), math.sqrt(missed / energy)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from gradlab.errors import GradlabError
+from gradlab.printable import can_be_written
 from gradlab.roles import ROLES, STACKS, TRANSPOSED, module_role
 from gradlab.workspace import Workspace
 
@@ -50,7 +51,7 @@ class Layer:
     role: str = "other"
 
     def __post_init__(self) -> None:
-        if any("\ud800" <= letter <= "\udfff" for letter in self.name):
+        if not can_be_written(self.name):
             raise GradlabError(f"layer {self.name}: a name with half of a UTF-16 pair cannot be written: rename it")
 
     @property

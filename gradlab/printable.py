@@ -13,6 +13,11 @@ _HIDDEN = re.compile(
 _LONGEST = 400  # characters without a space
 
 
+def can_be_written(text: str) -> bool:
+    """Return whether a text has no half of a UTF-16 pair, which no file can hold."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
 def visible(text: str) -> str:
     r"""Write characters that would drive a terminal or break a document as escapes.
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
+from gradlab.plan import Group
 from gradlab.printable import printable, visible
 from support.laws import law
 
@@ -46,3 +47,5 @@ def test_a_layer_whose_name_cannot_be_written_is_refused() -> None:
     with pytest.raises(GradlabError, match=r"layer a\\ud800b: a name with half of a UTF-16 pair cannot be written"):
         Layer("a\ud800b", (3,))
     assert Layer("Größe\0", (3,)).name == "Größe\0"
+    with pytest.raises(GradlabError, match=r"group a\\ud800b: a name with half of a UTF-16 pair cannot be written"):
+        Group("a\ud800b", ("w",), "topk")

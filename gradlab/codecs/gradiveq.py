@@ -633,11 +633,14 @@ class GradiVeQ(Codec):
         """Refuse a number of codes that is not the basis's, or with a complement not between the basis's and K."""
         bases, size, columns = basis.shape
         shapes = [(), (bases,)] if self._own_dimensions else [()]
-        least, most = (1, columns) if self._own_dimensions else (columns, size)
-        if tuple(width.shape) not in shapes or not bool(((width >= least) & (width <= most)).all()):
+        least = 1 if self._own_dimensions else columns
+        most = columns if self._own_dimensions or self.settings.complement == 0 else size
+        numbers = width.double()
+        whole = (numbers >= least) & (numbers <= most) & (numbers == numbers.round())
+        if tuple(width.shape) not in shapes or width.dtype == torch.bool or not bool(whole.all()):
             raise GradlabError(
                 f"codec gradiveq: layer {name}: width is {width.tolist()}, expected {' or '.join(map(str, shapes))} "
-                f"from {least} to {most}"
+                f"of whole numbers from {least} to {most}"
             )
 
 

@@ -23,6 +23,7 @@ from gradlab.workspace import Workspace
 # Most elements of a slice, where the layer leaves a choice: a basis has K x d floats.
 _PREFERRED_SLICE = 2048
 _LARGEST_SLICE = 4096
+_NOT_ORTHONORMAL = 1e-3  # by which products of two axes are off; those of a fit are off by 1e-6
 SLICE_AXES = ("auto", "outputs", "inputs")
 # Roles that the paper does not treat.
 _MATRICES = frozenset({"embedding", "linear", "transposed_linear", "experts", "transposed_experts"})
@@ -337,14 +338,14 @@ def check_bases(
     if basis is None or (mean is None) == whitening:
         expected = "a basis and a mean" if whitening else "a basis and no mean (whitening is off)"
         raise GradlabError(f"codec {codec}: layer {layer.name}: expected {expected}, or neither")
-    mean = basis.new_zeros(layer.numel // max(1, basis.shape[1]), basis.shape[1]) if mean is None else mean
+    sound = basis.ndim == 3 and 1 <= basis.shape[2] <= basis.shape[1] <= layer.numel
+    slices = layer.numel // basis.shape[1] if sound else 0
+    mean = basis.new_zeros(slices, basis.shape[1] if sound else 0) if mean is None else mean
     if not {basis.dtype, mean.dtype} <= {torch.float32, torch.float64}:
         raise GradlabError(
             f"codec {codec}: layer {layer.name} has a basis of {basis.dtype} and a mean of {mean.dtype}, "
             "expected float32"
         )
-    sound = basis.ndim == 3 and 1 <= basis.shape[2] <= basis.shape[1] <= layer.numel
-    slices = layer.numel // basis.shape[1] if sound else 0
     bases = len(fitted_slices(slices, reuse))
     if not sound or basis.shape[0] != bases or tuple(mean.shape) != (slices, basis.shape[1]):
         raise GradlabError(
@@ -353,3 +354,9 @@ def check_bases(
         )
     if not bool(basis.isfinite().all() and mean.isfinite().all()):
         raise GradlabError(f"codec {codec}: layer {layer.name} has non-finite values in its basis or mean")
+    products = basis.mT @ basis - torch.eye(basis.shape[2], dtype=basis.dtype)
+    if not bool((products.abs() < _NOT_ORTHONORMAL).all()):
+        worst = float(products.abs().max())
+        raise GradlabError(
+            f"codec {codec}: layer {layer.name}: axes of its basis are not orthonormal: a product is off by {worst:.2g}"
+        )

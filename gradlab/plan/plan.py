@@ -23,6 +23,7 @@ from gradlab.errors import GradlabError
 from gradlab.layout import Layer, canonical_json, describe_difference, fingerprint, layers_of
 from gradlab.plan.coverage import known_roles, left_dense, require_compressed, warn_left_dense
 from gradlab.plan.refresh import Refresh
+from gradlab.printable import can_be_written
 from gradlab.segments import segments
 
 # A step with compressed groups also agrees on one float32: are all gradients finite on all ranks?
@@ -67,6 +68,9 @@ class Group:
     codec: the codec's id.
     settings: of the codec, plain JSON values.
     wrappers: around the codec, outermost first.
+
+    Raises:
+        GradlabError: for a name that cannot be written as UTF-8.
     """
 
     name: str
@@ -77,6 +81,8 @@ class Group:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", plain(self.settings))
+        if not can_be_written(self.name):
+            raise GradlabError(f"group {self.name}: a name with half of a UTF-16 pair cannot be written: rename it")
 
     @property
     def plainly_dense(self) -> bool:

@@ -192,7 +192,7 @@ class Manifest:
             raise GradlabError(f"{where}: 'run' is {run!r}, expected 32 hexadecimal digits")
         if type(size) is not int or not 1 <= size <= _MAX_WORLD_SIZE:
             raise GradlabError(f"{where}: 'world_size' is {size!r}, expected a number of ranks from 1 on")
-        if dtype not in STORED_DTYPE:
+        if not isinstance(dtype, str) or dtype not in STORED_DTYPE:
             raise GradlabError(f"{where}: 'dtype' is {dtype!r}, expected one of {', '.join(STORED_DTYPE)}")
         metadata = value.get("metadata")
         if not isinstance(metadata, dict):

@@ -402,3 +402,28 @@ def test_layers_that_are_alike_give_together_what_each_gives_alone(settings: dic
                 assert_close(result.value.own[name], results[rank].value.own[name])
                 for key, value in alone[name][rank].items():
                     assert_close(result.value.state[key], value)
+
+
+@pytest.mark.parametrize(
+    ("basis", "width", "settings", "said"),
+    [
+        (torch.eye(8)[None, :, :3] * 2, 3.0, {}, r"axes of its basis are not orthonormal: a product is off by 3"),
+        (torch.zeros(1, 8, 3), 3.0, {}, r"axes of its basis are not orthonormal: a product is off by 1"),
+        (torch.eye(8)[None, :, :3], 4.0, {}, r"width is 4.0, expected \(\) of whole numbers from 3 to 3"),
+        (
+            torch.eye(8)[None, :, :3],
+            3.5,
+            {"complement": 0.5},
+            r"width is 3.5, expected \(\) of whole numbers from 3 to 8",
+        ),
+        (torch.tensor(1.0), 3.0, {}, r"got a basis \[\] and a mean"),
+        (torch.eye(8, dtype=torch.float16)[None, :, :3], 3.0, {}, r"a basis of torch.float16"),
+    ],
+)
+def test_learned_bases_that_are_none_are_refused(
+    basis: torch.Tensor, width: float, settings: dict[str, float], said: str
+) -> None:
+    layer, learned = Layer("w", (8, 8)), {"w/basis": basis, "w/width": torch.tensor(width)}
+    codec = GradiVeQ(GradiVeQ.Settings(slice_size=8, whitening=False, **settings), learned)
+    with pytest.raises(GradlabError, match=said):
+        codec.check([layer])

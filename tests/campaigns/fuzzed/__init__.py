@@ -7,9 +7,11 @@ from collections.abc import Callable
 from campaigns.fuzzed.artifact import ArtifactFiles
 from campaigns.fuzzed.case import Case, Format
 from campaigns.fuzzed.images import Cifar10, Cifar10Arrays, FashionMnist
+from campaigns.fuzzed.trace import TraceFiles
 
 FORMATS: dict[str, Callable[[], Format]] = {
     "artifact": ArtifactFiles,
+    "trace": TraceFiles,
     "cifar10": Cifar10,
     "npz": Cifar10Arrays,
     "idx": FashionMnist,

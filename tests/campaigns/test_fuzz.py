@@ -1,0 +1,35 @@
+"""Files under attack: some cases of each format; `make fuzz` runs more of them."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from campaigns.fuzz import REFUSED, TAKEN, outcome
+from campaigns.fuzzed import FORMATS
+
+
+@pytest.fixture(autouse=True)
+def late() -> Iterator[None]:
+    def ring(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    yield
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.filterwarnings("ignore")  # numpy's, of kinds of numbers that a damaged header names
+@pytest.mark.parametrize("name", FORMATS)
+def test_nothing_falls(name: str, tmp_path: Path) -> None:
+    form = FORMATS[name]()
+    ended = []
+    for number in range(60):
+        case = form.case(np.random.default_rng([number]))
+        ended.append(outcome(case, tmp_path / form.file_name))
+        assert ended[-1] in (REFUSED, TAKEN), f"{name}:{number} {case.kind}: {ended[-1]}"
+    assert REFUSED in ended
