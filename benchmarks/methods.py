@@ -9,10 +9,10 @@
 Two tasks, of 4 ranks with 16 images each, SGD with momentum 0.9: "cifar10", images of 16 x 16 and ResNet-8 (75,290
 parameters), the training of accuracy.py; and "fashion_mnist", the workload's own network (1,663,370 parameters, 97 %
 of them in one matrix). Methods compress all matrices, at about 1.25 bits per value where they can, else at the fewest
-they have;
-vectors are dense. All start after 50 dense iterations and train at one learning rate, but those whose updates are
-signs, which get a hundredth of it. "frozen" applies no gradient to what the others compress: what dense vectors alone
-achieve. One line of JSON per replay and per run; what is there is not done again.
+they have; vectors are dense, unless a title says "every tensor". All start after 50 dense iterations and train at one
+learning rate, but those whose updates are signs, which get a hundredth of it. "frozen" applies no gradient to what the
+others compress: what dense vectors alone achieve. One line of JSON per replay and per run; what is there is not done
+again.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from gradlab.codec import About, Codec, Context, Deferred, Exchanged, PlanDefaul
 from gradlab.collectives import Coroutine
 from gradlab.layout import Layer, layers_of
 from gradlab.plan import FEEDBACK, Wrap
+from gradlab.roles import ROLES
 from gradlab.trace import Trace
 
 WARMUP, BATCH, RANKS, STEPS = 50, 16, 4, 600
@@ -80,6 +81,7 @@ SCOPE: dict[str, Any] = {
     "roles": ("convolution", "linear"),
     "group_bytes": 0,
 }
+EVERY_TENSOR = {"minimum_dimensions": 0, "minimum_numel": 1, "roles": ROLES, "group_bytes": 2**62}
 BOTH_WAYS = (*FEEDBACK, Wrap("two_way"))
 PCA = {"ratio": 25, "pooled": 16, "whitening": False, "sample_steps": FITTED}
 RAMP = {"sparsity_warmup": {"steps": 100}}
@@ -119,6 +121,10 @@ METHODS: dict[str, Compared] = {
     **{
         f"ecsq {bits:g} bits, both ways": Compared("ecsq", {"bits": bits, "group_bytes": 2**62}, BOTH_WAYS)
         for bits in (0.5, 0.25)
+    },
+    **{
+        f"ecsq {bits:g} bits, every tensor": Compared("ecsq", {"bits": bits, **EVERY_TENSOR})
+        for bits in (0.5, 0.32, 0.16)
     },
     "L-GreCo, top-k 2.6 %": Compared("topk", {"density": 0.026}, by_layer=True),
     "L-GreCo, PowerSGD rank 2": Compared("powersgd", {"rank": 2}, by_layer=True),

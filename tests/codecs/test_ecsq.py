@@ -224,7 +224,7 @@ def test_feedback_keeps_what_is_not_sent() -> None:
         torch.testing.assert_close(sent[name] + left, given[name], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_both_ways_every_message_has_the_size_asked_for(ranks: int) -> None:
     """Each server has a piece of every layer, though layers differ by a factor of 20. What servers keep is not lost:
     what was applied and what all have kept is what was given."""
