@@ -81,7 +81,7 @@ SCOPE: dict[str, Any] = {
     "roles": ("convolution", "linear"),
     "group_bytes": 0,
 }
-EVERY_TENSOR = {"minimum_dimensions": 0, "minimum_numel": 1, "roles": ROLES, "group_bytes": 2**62}
+EVERY_TENSOR = {"minimum_dimensions": 0, "minimum_numel": 1, "roles": list(ROLES), "group_bytes": 2**62}
 BOTH_WAYS = (*FEEDBACK, Wrap("two_way"))
 PCA = {"ratio": 25, "pooled": 16, "whitening": False, "sample_steps": FITTED}
 RAMP = {"sparsity_warmup": {"steps": 100}}
