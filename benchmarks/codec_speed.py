@@ -12,7 +12,7 @@ Copy, encoding and decoding take turns, so that whatever else the machine does m
 medians. "encode" is what a codec does before it asks for a collective, and between two; "decode" what it does with the
 last answers, of one rank; "own" what error feedback then asks of it besides, the contribution or what it left. The
 first iterations, in which codecs begin or learn, are not timed. The aim is a tenth of a copy's speed, a twentieth on
-GPT-2's layers; on a GPU a third of a copy's within the device.
+GPT-2's layers. On a GPU it is a third of a copy's within the device.
 """
 
 from __future__ import annotations

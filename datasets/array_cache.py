@@ -80,14 +80,8 @@ def _load(place: Path, image: tuple[int, ...]) -> tuple[Splits, list[str]] | Non
             return None
         arrays = [np.load(file, mmap_mode="r", allow_pickle=False) for file in files.values()]
         return checked(Splits(*arrays), image, str(place)), [str(name) for name in kept["others"]]
-    except (
-        OSError,
-        EOFError,
-        ValueError,
-        LookupError,
-        TypeError,
-        RecursionError,
-    ):  # in every such case the source is read
+    except (OSError, EOFError, ValueError, LookupError, TypeError, RecursionError):
+        # In every such case the source is read.
         return None
 
 

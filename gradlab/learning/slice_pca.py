@@ -354,7 +354,7 @@ def check_bases(
         )
     if not bool(basis.isfinite().all() and mean.isfinite().all()):
         raise GradlabError(f"codec {codec}: layer {layer.name} has non-finite values in its basis or mean")
-    products = basis.mT @ basis - torch.eye(basis.shape[2], dtype=basis.dtype)
+    products = basis.mT @ basis - torch.eye(basis.shape[2]).to(basis)
     if not bool((products.abs() < _NOT_ORTHONORMAL).all()):
         worst = float(products.abs().max())
         raise GradlabError(

@@ -69,7 +69,7 @@ class TraceFiles(Format):
                 "renamed": lambda: file.move(one, f"{one} x"),
                 "a second name": lambda: self._replace(file, other, lambda: file.__setitem__(other, file[one])),
                 "a link outside": lambda: self._replace(
-                    file, one, lambda: file.__setitem__(one, h5py.ExternalLink("/etc/passwd", "/x"))
+                    file, one, lambda: file.__setitem__(one, h5py.ExternalLink("elsewhere.h5", "/x"))
                 ),
                 "a link to nowhere": lambda: self._replace(
                     file, one, lambda: file.__setitem__(one, h5py.SoftLink("/nowhere"))
