@@ -10,6 +10,8 @@ all ranks know. Errors at 0.1, 0.25 and 1.2 bits per value are read off between 
 fills the tables. No feedback.
 
     base            one step, dead zone 0.65, centroids, tables by layer
+    first half's tables   frequencies of the recording's first half, as an artifact could hold them, and no later ones
+    tables sent     what ecsq does: the bytes of its messages, which hold their own tables
     dead zone z     another dead zone: what choosing zero where a value costs more than it gives comes to
     neighbours      tables by how many steps the two values before it in its row have
     last mean       tables by the size of the last iteration's mean there, and signs relative to the mean's
@@ -37,6 +39,7 @@ from rows import Row, add, has, read
 from trellis import Trellis
 
 from gradlab.analysis.gradients import step_gradients
+from gradlab.coding.levels import encode_levels
 from gradlab.plan import Plan
 from gradlab.trace import Trace
 
@@ -46,6 +49,8 @@ STEPS = tuple(2.0 ** (octave / 2) for octave in range(-4, 9))  # in root mean sq
 MOST = 64  # levels beyond it count as it and an Elias gamma code
 VARIANTS = (
     "base",
+    "first half's tables",
+    "tables sent",
     *(f"dead zone {zone}" for zone in (0.5, 0.55, 0.6, 0.7, 0.8)),
     "neighbours",
     "last mean",
@@ -80,17 +85,19 @@ class Tables:
             self.new[key, context] += found
         return total
 
-    def advance(self) -> None:
+    def advance(self, kept: float) -> None:
+        """Add an iteration's frequencies to this share of the earlier ones."""
         for key, found in self.new.items():
-            self.counts[key] = self.counts[key] * FORGET + found
+            self.counts[key] = self.counts[key] * kept + found
         self.new.clear()
 
 
 class Run:
     """One refinement at one step."""
 
-    def __init__(self, variant: str, step: float) -> None:
+    def __init__(self, variant: str, step: float, learning: int) -> None:
         self.variant, self.step, self.tables = variant, step, Tables()
+        self.learning = learning  # iterations left in the recording's first half
         self.random = np.random.default_rng(0)
         self.dead_zone = float(variant.rpartition(" ")[2]) if variant.startswith("dead zone") else DEAD_ZONE
         self.last: dict[str, np.ndarray] = {}
@@ -99,11 +106,12 @@ class Run:
     def iteration(self, ranks: Sequence[Mapping[str, np.ndarray]], names: Sequence[str]) -> tuple[float, float, float]:
         """Bits, squared errors and squares of all ranks' layers."""
         bits = missed = energy = 0.0
+        levels: list[list[np.ndarray]] = [[] for _ in ranks]
         for name in names:
             decoded = []
-            for rank in ranks:
+            for number, rank in enumerate(ranks):
                 values = np.asarray(rank[name], np.float32)
-                taken, seen = self._layer(name, values.reshape(len(values), -1))
+                taken, seen = self._layer(name, values.reshape(len(values), -1), levels[number])
                 bits += taken
                 missed += float(np.square(values.reshape(seen.shape) - seen).sum(dtype=np.float64))
                 energy += float(np.square(values).sum(dtype=np.float64))
@@ -112,10 +120,16 @@ class Run:
             self.last[name] = mean
             before = self.squares.get(name, np.square(mean))
             self.squares[name] = MEMORY * before + (1 - MEMORY) * np.square(mean)
-        self.tables.advance()
+        if self.variant == "tables sent":
+            bits = sum(map(bits_sent, levels))
+        if self.variant != "first half's tables":
+            self.tables.advance(FORGET)
+        elif self.learning > 0:
+            self.tables.advance(1.0)
+        self.learning -= 1
         return bits, missed, energy
 
-    def _layer(self, name: str, matrix: np.ndarray) -> tuple[float, np.ndarray]:
+    def _layer(self, name: str, matrix: np.ndarray, noted: list[np.ndarray]) -> tuple[float, np.ndarray]:
         first, bits = np.zeros_like(matrix), 0.0
         if self.variant == "low rank first":
             u, s, v = np.linalg.svd(matrix, full_matrices=False)
@@ -128,6 +142,7 @@ class Run:
         levels = np.copysign(magnitudes, matrix - first).astype(np.int64)
         for which in (magnitudes == 1, magnitudes == 2, magnitudes > 2):
             magnitudes[which] += (scaled - magnitudes)[which].mean() if which.any() else 0.0
+        noted.append(levels.reshape(-1).astype(np.int32))
         contexts, signs = self._contexts(name, levels)
         bits += self.tables.bits(name, (levels.reshape(-1) * signs), contexts)
         return bits, first + np.copysign(magnitudes, levels) * self.step * scale
@@ -160,6 +175,13 @@ class Run:
         return (root / math.exp(float(np.log(root).mean()))).reshape(shape)
 
 
+def bits_sent(levels: Sequence[np.ndarray]) -> float:
+    """Count the bits of one rank's message, with its step and centroids. levels: by layer."""
+    flat = np.concatenate(levels)
+    positions = np.flatnonzero(flat)
+    return 8.0 * (11 + len(encode_levels(positions, flat[positions], list(map(len, levels)))))
+
+
 MULTIPLIERS = (0.1, 0.2, 0.4, 0.8)  # of bits in the trellis, in squared steps
 
 
@@ -171,7 +193,7 @@ def points(trace: Trace, variant: str, multiplier: float | None = None) -> Itera
     squares = sum(float(np.square(everyone[0][0][name]).sum()) for name in names)
     for step in STEPS:
         length = step * math.sqrt(squares / numel)
-        run = Run(variant, length) if multiplier is None else Trellis(length / 2, multiplier)
+        run = Run(variant, length, len(everyone) // 2) if multiplier is None else Trellis(length / 2, multiplier)
         done = [run.iteration(ranks, names) for ranks in everyone][len(everyone) // 2 :]
         bits, missed, energy = map(sum, zip(*done, strict=True))
         yield bits / (numel * len(everyone[0]) * len(done)), math.sqrt(missed / energy)

@@ -44,6 +44,7 @@ from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 
 _HEADER = struct.Struct("<f3bf")  # the step, where values lie above three classes of levels, the squared error's share
+_SEED = struct.Struct("<q")  # of the dither, behind the header
 _CENTROIDS = 3
 _UNIT = 1 / 128  # of a step: resolution of centroids
 _SAMPLE = 2**18  # values from which a first step is found
@@ -69,8 +70,11 @@ class ECSQ(Compressor):
     With `unbiased`, values are rounded to one of the two nearest levels by chance, without dead zone and centroids:
     E C(x) = x, and feedback is off by default. The step is at most the largest magnitude, whatever bits are asked for,
     so that E||C(x) - x||^2 <= (sqrt(numel) - 1) ||x||^2. A value far below the step is then sent as noise of the step's
-    size; docs/ecsq.md has what that costs. Subtractive dither, which is as unbiased, has a larger error below a bit,
-    and every rank would have to draw all ranks' dither.
+    size; docs/ecsq.md has what that costs. With `dither` too, the random numbers that decide are subtracted from the
+    levels again (subtractive dither; Roberts, "Picture coding using pseudo-random noise", IRE Transactions on
+    Information Theory, 1962): they follow from a seed of 8 bytes in the message. Levels and bits are the same, all
+    values are off by step^2 / 12 on average whatever they are, and E||C(x) - x||^2 <= numel / 12 ||x||^2. That is less
+    than without where most values reach the step, and more where few do.
 
     >>> done = codecs.make("ecsq", step=1.0).apply(torch.tensor([0.1, -3.0, 0.2, 5.0]))
     >>> done.decoded.tolist()
@@ -108,10 +112,12 @@ class ECSQ(Compressor):
         unbiased: bool = setting(
             False, help="round to one of the two nearest levels by chance, without a dead zone and centroids"
         )
+        dither: bool = setting(False, help="subtract the chance again where levels are decoded, with `unbiased`")
 
         def __post_init__(self) -> None:
             both = self.error is not None and self.step is not None
             require(not both, "ecsq", "error", self.error, "None where the step is set")
+            require(self.unbiased or not self.dither, "ecsq", "dither", self.dither, "False without `unbiased`")
 
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
@@ -123,7 +129,8 @@ class ECSQ(Compressor):
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
         if not self.settings.unbiased:
             return super().guarantees(layers)
-        return Guarantees(unbiased=True, omega=max(0.0, sum(layer.numel for layer in layers) ** 0.5 - 1))
+        numel = sum(layer.numel for layer in layers)
+        return Guarantees(unbiased=True, omega=numel / 12 if self.settings.dither else max(0.0, numel**0.5 - 1))
 
     def for_layers(self, shapes: Sequence[Sequence[int]]) -> ECSQ:
         sizes = tuple(map(math.prod, shapes))
@@ -180,7 +187,7 @@ class ECSQ(Compressor):
     def compress_pieces(
         self, vector: torch.Tensor, pieces: Pieces, generator: torch.Generator
     ) -> tuple[list[Payload], Callable[[torch.Tensor, float], torch.Tensor]]:
-        quantized = self._quantized(vector, None, generator)
+        quantized = self._quantized(vector, None, generator, pieces)
         if quantized is None:
             lost = Contribution(None, None)
             return [(_not_finite(vector),) for _ in range(pieces.world_size)], lost.added_to
@@ -188,7 +195,7 @@ class ECSQ(Compressor):
         sent: list[Payload] = []
         for rank, (there, of_shard) in enumerate(pieces.deal(positions, levels)):
             data = encode_levels(there, of_shard, pieces.sizes[rank].tolist())
-            sent.append((_message(vector, quantized.header + data),))
+            sent.append((_message(vector, quantized.headers[rank] + data),))
         return sent, quantized.contribution.added_to
 
     def quantized(
@@ -207,45 +214,64 @@ class ECSQ(Compressor):
             return _not_finite(vector), Contribution(None, None)
         positions, levels = (one.cpu().numpy() for one in (quantized.positions, quantized.levels))
         data = encode_levels(positions, levels, self._sizes or (vector.numel(),))
-        return _message(vector, quantized.header + data), quantized.contribution
+        return _message(vector, quantized.headers[0] + data), quantized.contribution
 
-    def _quantized(self, vector: torch.Tensor, step: float | None, generator: torch.Generator) -> _Quantized | None:
-        """Quantize a vector (numel,); None if it is not finite."""
+    def _quantized(
+        self, vector: torch.Tensor, step: float | None, generator: torch.Generator, pieces: Pieces | None = None
+    ) -> _Quantized | None:
+        """Quantize a vector (numel,), for a message to every shard if there are pieces; None if it is not finite."""
         step = self._step_for(vector, step)
         if self.settings.unbiased:
-            step, positions, values, levels = self._drawn(vector, step, generator)
-            centroids = [0] * _CENTROIDS
-        else:
-            step, positions, values = self._selected(vector, step)
-            scaled = values.abs() / step
-            levels = (scaled - self.settings.dead_zone).floor_().add_(1).clamp_(1, LARGEST)
-            centroids = _centroids(scaled - levels, levels) if math.isfinite(step) else []
+            return self._drawn(vector, step, generator, pieces)
+        step, positions, values = self._selected(vector, step)
         if not math.isfinite(step):
             return None
+        scaled = values.abs() / step
+        levels = (scaled - self.settings.dead_zone).floor_().add_(1).clamp_(1, LARGEST)
+        centroids = _centroids(scaled - levels, levels)
         levels = levels.copysign_(values).to(torch.int32)
         decoded = _values(levels, step, centroids, vector.dtype)
-        share = self._missed(vector, values, decoded) if self.settings.error is not None else 0.0
-        return _Quantized(_HEADER.pack(step, *centroids, share), positions, levels, Contribution(positions, decoded))
+        header = _HEADER.pack(step, *centroids, self._missed(vector, values, decoded))
+        return _Quantized([header] * _shards(pieces), positions, levels, Contribution(positions, decoded))
 
     def _drawn(
-        self, vector: torch.Tensor, step: float, generator: torch.Generator
-    ) -> tuple[float, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Round |x| / step up or down by chance: the step as it is sent, and positions, values and levels above zero.
+        self, vector: torch.Tensor, step: float, generator: torch.Generator, pieces: Pieces | None
+    ) -> _Quantized | None:
+        """Round x / step up or down by chance.
 
-        The step is at most the largest magnitude, and at least such that all levels can be sent; not finite if a value
-        is not.
+        The step is at most the largest magnitude, and at least such that all levels can be sent.
         """
         largest = _largest(vector)
-        step = _float32(min(max(step, largest / LARGEST), largest)) if math.isfinite(largest) else math.nan
-        if not 0 < step < math.inf:
-            nothing = vector.new_zeros(0)
-            return step, nothing.long(), nothing, nothing
-        # u in (0, 1) in 2^16 places
-        places = RandomBits(generator, vector.device).sixteen(vector).to(vector.dtype).mul_(2.0**-16)
-        levels = places.add_(vector.abs() / step).add_(0.5 + 2.0**-17).floor_()
-        positions = at_least(levels, 1.0)
-        values, above = (one.index_select(0, positions) for one in (vector, levels))
-        return step, positions, values, above.clamp_(max=LARGEST)
+        if not math.isfinite(largest):
+            return None
+        step = _float32(min(max(step, largest / LARGEST), largest))
+        seeds, places = self._places(vector, generator, pieces)
+        rounded = (vector / (step or 1.0)).add_(places).floor_()  # no value is above a step of 0
+        positions = at_least(rounded, 1.0)
+        levels = rounded.index_select(0, positions).clamp_(-LARGEST, LARGEST).to(torch.int32)
+        if self.settings.dither:
+            told, values, decoded = None, vector, _undithered(places, positions, levels, step)
+        else:
+            told, values = positions, vector.index_select(0, positions)
+            decoded = _values(levels, step, [0] * _CENTROIDS, vector.dtype)
+        header = _HEADER.pack(step, *[0] * _CENTROIDS, self._missed(vector, values, decoded))
+        return _Quantized([header + seed for seed in seeds], positions, levels, Contribution(told, decoded))
+
+    def _places(
+        self, vector: torch.Tensor, generator: torch.Generator, pieces: Pieces | None
+    ) -> tuple[list[bytes], torch.Tensor]:
+        """Draw numbers in (0, 1), (numel,), and return them after what each message says of those of its shard."""
+        if not self.settings.dither:
+            return [b""] * _shards(pieces), _uniform(RandomBits(generator, vector.device), vector)
+        drawn = torch.randint(2**62, (_shards(pieces),), generator=generator, device=generator.device).tolist()
+        seeds = [_SEED.pack(seed) for seed in drawn]
+        if pieces is None:
+            return seeds, _dither(seeds[0], vector)
+        places = torch.empty_like(vector)
+        for rank, seed in enumerate(seeds):
+            there = torch.from_numpy(pieces.in_vector(rank, np.arange(pieces.numel(rank)))).to(vector.device)
+            places[there] = _dither(seed, places[: pieces.numel(rank)])
+        return seeds, places
 
     def _selected(self, vector: torch.Tensor, step: float) -> tuple[float, torch.Tensor, torch.Tensor]:
         """Return the step as it is sent, the positions of the values that are not zero under it, and these values.
@@ -270,9 +296,13 @@ class ECSQ(Compressor):
     def _step_for(self, vector: torch.Tensor, before: float | None) -> float:
         return self.settings.step or before or self._step or self._found_step(vector)
 
-    @staticmethod
-    def _missed(vector: torch.Tensor, values: torch.Tensor, decoded: torch.Tensor) -> float:
-        """Compute ||C(x) - x||^2 / ||x||^2; 0 if x is zero."""
+    def _missed(self, vector: torch.Tensor, values: torch.Tensor, decoded: torch.Tensor) -> float:
+        """Compute ||C(x) - x||^2 / ||x||^2 where the step follows from it; 0 if x is zero.
+
+        values, decoded: of what is not decoded as zero.
+        """
+        if self.settings.error is None:
+            return 0.0
         whole = float(torch.linalg.vector_norm(vector)) ** 2
         sent, left = (float(torch.linalg.vector_norm(one)) ** 2 for one in (values, values - decoded))
         return min(1.0, max(0.0, whole - sent + left) / whole) if whole > 0 else 0.0
@@ -300,8 +330,16 @@ class ECSQ(Compressor):
         step, *centroids, _ = _header(data)
         if math.isnan(step):
             return Contribution(None, None)
-        positions, levels = decode_levels(data[_HEADER.size :], sizes)
-        values = _values(torch.from_numpy(levels).to(like.device), step, centroids, like.dtype)
+        begins = _HEADER.size + (_SEED.size if self.settings.dither else 0)
+        _check_length(data, begins)
+        positions, levels = decode_levels(data[begins:], sizes)
+        there = torch.from_numpy(levels).to(like.device)
+        if self.settings.dither:
+            places = _dither(data[_HEADER.size : begins], like.new_empty(sum(sizes)))
+            values = _undithered(places, torch.from_numpy(positions).to(like.device), there, step)
+            positions = np.arange(len(values))
+        else:
+            values = _values(there, step, centroids, like.dtype)
         return Contribution(torch.from_numpy(moved(positions)).to(like.device), values)
 
     # --- the step ---
@@ -346,8 +384,9 @@ class ECSQ(Compressor):
         else:
             levels = (sample / step - self.settings.dead_zone).floor_().add_(1)
         if self.settings.error is not None:
-            missed = torch.where(levels > 0, levels * step, 0.0).sub_(sample)
-            return float(missed.square().sum()) < self.settings.error**2 * float(sample.square().sum())
+            missed = (levels * step).sub_(sample).square_().sum()
+            wanted = self.settings.error**2 * float(sample.square().sum())
+            return (len(sample) * step**2 / 12 if self.settings.dither else float(missed)) < wanted
         counts = levels.clamp_(max=255).to(torch.int64).bincount().double()
         shares = counts[counts > 0] / len(sample)
         bits = -float((shares * shares.log2()).sum()) + float((levels > 0).double().mean())  # and a sign each
@@ -376,8 +415,8 @@ class ECSQ(Compressor):
 class Contribution:
     """What one rank's message stands for.
 
-    positions: of values other than zero, (count,), int64; None: the vector was not finite.
-    values: there, (count,).
+    positions: of values other than zero, ascending, (count,), int64; None: all.
+    values: there, (count,); None: the vector was not finite.
     """
 
     positions: torch.Tensor | None
@@ -385,19 +424,46 @@ class Contribution:
 
     def added_to(self, total: torch.Tensor, scale: float) -> torch.Tensor:
         """Add scale * C(x) to a vector (numel,), in place, and return it."""
-        if self.positions is None or self.values is None:
+        if self.values is None:
             return total.fill_(math.nan)
+        if self.positions is None:
+            return total.add_(self.values, alpha=scale)
         return total.index_add_(0, self.positions, self.values if scale == 1.0 else self.values * scale)
 
 
 @dataclass(frozen=True)
 class _Quantized:
-    """One rank's vector before it is coded: what a message begins with, and levels other than zero."""
+    """One rank's vector before it is coded: what the message to each shard begins with, and levels other than zero."""
 
-    header: bytes
+    headers: list[bytes]
     positions: torch.Tensor
     levels: torch.Tensor
     contribution: Contribution
+
+
+def _shards(pieces: Pieces | None) -> int:
+    """Count the messages of a vector."""
+    return 1 if pieces is None else pieces.world_size
+
+
+def _uniform(bits: RandomBits, like: torch.Tensor) -> torch.Tensor:
+    """Draw numbers in (0, 1) in 2^16 places, in the shape of `like`."""
+    return bits.sixteen(like).to(like.dtype).mul_(2.0**-16).add_(0.5 + 2.0**-17)
+
+
+def _dither(seed: bytes, like: torch.Tensor) -> torch.Tensor:
+    """Draw what a message's seed stands for, the same in whoever sends and whoever receives: on the host."""
+    generator = torch.Generator().manual_seed(*_SEED.unpack(seed))
+    return _uniform(RandomBits(generator, torch.device("cpu")), like.cpu()).to(like.device)
+
+
+def _undithered(places: torch.Tensor, positions: torch.Tensor, levels: torch.Tensor, step: float) -> torch.Tensor:
+    """Decode (k + 1/2 - u) step, (numel,): the same arithmetic in whoever sends and whoever receives.
+
+    places: u, changed.
+    positions, levels: of k other than zero.
+    """
+    return places.neg_().add_(0.5).index_add_(0, positions, levels.to(places.dtype)).mul_(step)
 
 
 def _evenly(count: int, like: torch.Tensor) -> torch.Tensor:
@@ -407,9 +473,13 @@ def _evenly(count: int, like: torch.Tensor) -> torch.Tensor:
 
 def _header(data: bytes) -> tuple[Any, ...]:
     """Read what a message begins with: the step, three centroids, the squared error's share."""
-    if len(data) < _HEADER.size:
-        raise GradlabError(f"ecsq: a message of {len(data)} bytes, expected {_HEADER.size} or more")
+    _check_length(data, _HEADER.size)
     return _HEADER.unpack_from(data)
+
+
+def _check_length(data: bytes, least: int) -> None:
+    if len(data) < least:
+        raise GradlabError(f"ecsq: a message of {len(data)} bytes, expected {least} or more")
 
 
 def _not_finite(vector: torch.Tensor) -> torch.Tensor:

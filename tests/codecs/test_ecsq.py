@@ -89,9 +89,10 @@ def test_messages_take_the_bits_asked_for(bits: float) -> None:
 
 
 @pytest.mark.parametrize("both_ways", [False, True])
-def test_unbiased_messages_take_the_bits_asked_for_and_are_right_on_average(both_ways: bool) -> None:
+@pytest.mark.parametrize("dither", [False, True])
+def test_unbiased_messages_take_the_bits_asked_for_and_are_right_on_average(both_ways: bool, dither: bool) -> None:
     """Down to those of a step as large as the largest value."""
-    codec = ECSQ(ECSQ.Settings(bits=2.0, unbiased=True))
+    codec = ECSQ(ECSQ.Settings(bits=2.0, unbiased=True, dither=dither))
     states, counted, numel = [dict[str, torch.Tensor](), {}, {}], [], sum(map(math.prod, SHAPES.values()))
     wrapped = TwoWay(codec, TwoWay.Settings(error_feedback=False)) if both_ways else codec
     means = []
@@ -108,8 +109,37 @@ def test_unbiased_messages_take_the_bits_asked_for_and_are_right_on_average(both
     directions = torch.randn(len(true), 20, generator=torch.Generator().manual_seed(0))
     missed = (drawn - true) @ directions
     assert float((missed.mean(0) / (missed.std(0) / len(drawn) ** 0.5)).abs().max()) < 4.5
-    (message,) = ECSQ(ECSQ.Settings(bits=1e-3, unbiased=True)).compress(true, torch.Generator().manual_seed(0))
-    assert len(message) < 1.2 * len(true) / 8
+    fewest = ECSQ(ECSQ.Settings(bits=1e-3, unbiased=True, dither=dither))
+    (message,) = fewest.compress(true, torch.Generator().manual_seed(0))
+    assert len(message) < 1.2 * len(true) / 8 + 8 * dither
+
+
+@pytest.mark.parametrize("step", [0.02, 0.3, 2.0])
+def test_dither_leaves_the_same_noise_on_every_value(step: float) -> None:
+    """Uniform in half a step around it, whatever it is and whatever the others are, in the bits of rounding by chance;
+    and less than that where values reach the step."""
+    x = torch.linspace(-1.0, 1.0, 40_000)[torch.randperm(40_000, generator=torch.Generator().manual_seed(1))]
+    x, draw = x.sign() * x.abs() ** 3, torch.Generator().manual_seed(0)
+    rounded, dithered = (ECSQ(ECSQ.Settings(step=step, unbiased=True, dither=dither)) for dither in (False, True))
+    (plain,), (message,) = rounded.compress(x, draw), dithered.compress(x, draw)
+    assert len(message) == pytest.approx(len(plain) + 8, rel=0.02)
+    missed = (dithered.decompress(received((message,)), x) - x) / min(step, float(x.abs().max()))
+    assert float(missed.abs().max()) <= 0.5 + 1e-4
+    order = x.argsort()
+    for part in missed[order].split(4_000):
+        assert float(part.mean()) == pytest.approx(0, abs=0.02)
+        assert float(part.square().mean()) == pytest.approx(1 / 12, rel=0.1)
+    if step < 1:
+        assert float(missed.norm()) < 0.95 * float((rounded.decompress(received((plain,)), x) - x).norm()) / step
+
+
+def test_dither_needs_its_seed_and_what_it_is_taken_from() -> None:
+    with pytest.raises(GradlabError, match="setting dither = True, expected False without `unbiased`"):
+        ECSQ.Settings(dither=True)
+    codec = ECSQ(ECSQ.Settings(step=1.0, unbiased=True, dither=True))
+    for length in range(19):
+        with pytest.raises(GradlabError, match=f"a message of {length} bytes, expected"):
+            codec.decompress((torch.zeros(length, dtype=torch.uint8),), torch.zeros(5))
 
 
 def test_feedback_does_not_make_bits_swing() -> None:
