@@ -19,13 +19,14 @@ from gradlab.capture.writing.folder import DAMAGED, NEW, REPAIR, lock_rank, unlo
 from gradlab.capture.writing.segment import SegmentWriter
 from gradlab.errors import GradlabError, NewerFormat
 from gradlab.trace.checking import committed_segments
-from gradlab.trace.rules import index_problems
+from gradlab.trace.rules import folder_problems, index_problems
 from gradlab.trace.schema import (
     PART,
     Manifest,
     RankIndex,
     block_steps,
     rank_folder,
+    ranks_there,
     read_index,
     read_manifest,
     segment_name,
@@ -53,7 +54,8 @@ def repair(path: str | os.PathLike[str]) -> list[RepairedRank]:
         path: the trace's folder.
 
     Returns:
-        One row per rank. A rank that cannot be repaired says why, and the others are repaired all the same.
+        One row per rank that has a folder, and one for the first that has none. A rank that cannot be repaired says
+        why, and the others are repaired all the same.
 
     Raises:
         GradlabError: if there is no manifest that can be read.
@@ -61,8 +63,13 @@ def repair(path: str | os.PathLike[str]) -> list[RepairedRank]:
     folder = Path(path)
     manifest = read_manifest(folder)
     # All ranks take the same steps, so whatever one of them recorded was due on every other.
-    due = reduce(np.union1d, [_readable_iterations(folder, manifest, rank) for rank in range(manifest.world_size)])
-    return [_repair_rank(folder, manifest, rank, due) for rank in range(manifest.world_size)]
+    there = sorted(rank for rank in ranks_there(folder) if rank < manifest.world_size)
+    due = reduce(np.union1d, [_readable_iterations(folder, manifest, rank) for rank in there], np.zeros(0, np.int64))
+    rows = [_repair_rank(folder, manifest, rank, due) for rank in there]
+    if len(there) == manifest.world_size:
+        return rows
+    absent = next(rank for rank, other in enumerate([*there, None]) if rank != other)
+    return [*rows, RepairedRank(absent, 0, 0, False, tuple(folder_problems(folder, manifest)[-1:]))]
 
 
 def _readable_iterations(folder: Path, manifest: Manifest, rank: int) -> np.ndarray:
@@ -79,9 +86,7 @@ def _readable_iterations(folder: Path, manifest: Manifest, rank: int) -> np.ndar
 
 
 def _repair_rank(folder: Path, manifest: Manifest, rank: int, due: np.ndarray) -> RepairedRank:
-    here = folder / rank_folder(rank)
     try:
-        here.mkdir(exist_ok=True)
         lock = lock_rank(folder, rank)
         try:
             index = _sound_index(folder, rank)

@@ -16,6 +16,7 @@ from gradlab.trace.schema import (
     Manifest,
     RankIndex,
     rank_folder,
+    ranks_there,
     read_index,
     read_manifest,
     rows_at_once,
@@ -79,12 +80,15 @@ def check(path: str | os.PathLike[str]) -> TraceCheck:
     """
     folder = Path(path)
     manifest = read_manifest(folder)
-    rows, iterations = [], []
+    rows, iterations, there = [], [], ranks_there(folder)
     for rank in range(manifest.world_size):
+        if rank not in there:
+            rows.append(RankCheck(rank, 0, False, 0, 0, ()))
+            continue
         row, committed = _check_rank(folder, manifest, rank)
         rows.append(row)
         iterations.append(committed)
-    common = len(reduce(np.intersect1d, iterations))
+    common = len(reduce(np.intersect1d, iterations)) if len(iterations) == len(rows) else 0
     shared = folder_problems(folder, manifest)
     if all(row.closed for row in rows):  # an open recording may still get steps
         shared += empty_problems(folder, [row.steps for row in rows], common)
@@ -147,7 +151,7 @@ def _row_problems(segment: SegmentReader, manifest: Manifest) -> list[str]:
         rows = rows_at_once(layer.numel)
         for start in range(0, segment.committed, rows):
             try:
-                segment.read_stored(layer, start, min(start + rows, segment.committed))
+                segment.verify(layer, start, min(start + rows, segment.committed))
             except GradlabError as error:
                 problems.append(str(error))
     return problems

@@ -5,22 +5,20 @@ Every rule returns a line per violation, so that `Trace` can raise the first and
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from gradlab.trace.schema import Manifest, RankIndex, rank_folder, segment_name, segment_numbers
+from gradlab.trace.schema import Manifest, RankIndex, rank_folder, ranks_there, segment_name, segment_numbers
 
 
 def folder_problems(folder: Path, manifest: Manifest) -> list[str]:
     """Check that the folders are those of the manifest's ranks, no more and no fewer."""
-    there = {entry.name for entry in folder.iterdir() if re.fullmatch(r"rank-\d{5,}", entry.name)}
-    expected = {rank_folder(rank) for rank in range(manifest.world_size)}
+    there, expected = ranks_there(folder), set(range(manifest.world_size))
     head = f"{folder}: ranks disagree, the manifest has {manifest.world_size}, but"
-    surplus = [f"{head} {name} is there" for name in sorted(there - expected)[:1]]
-    return surplus + [f"{head} no {name}" for name in sorted(expected - there)[:1]]
+    surplus = [f"{head} {rank_folder(rank)} is there" for rank in sorted(there - expected)[:1]]
+    return surplus + [f"{head} no {rank_folder(rank)}" for rank in sorted(expected - there)[:1]]
 
 
 def index_problems(folder: Path, manifest: Manifest, rank: int, index: RankIndex) -> list[str]:

@@ -46,7 +46,7 @@ PART = ".part"  # suffix of a segment that is still open, or that a killed run l
 CHUNK_STEPS = 16  # most rows of a chunk: a whole block of steps goes to disk in one write
 CHUNK_COLUMNS = 16384  # most columns of a chunk of so many rows: 1 MiB of float32
 BLOCK_BYTES = 2**26  # bytes of a block of steps, unless one step is larger
-_READ_VALUES = 2**24  # most values of one layer that are read at a time
+VALUES_AT_ONCE = 2**24  # most values of one layer that are read at a time
 STORED_DTYPE: dict[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),
     "float16": np.dtype("<f2"),
@@ -66,7 +66,8 @@ STEP_DTYPE: np.dtype[Any] = np.dtype(
 
 _MAX_JSON_BYTES = 64 * 2**20
 _MAX_NUMEL = 2**40
-_MAX_WORLD_SIZE = 2**20
+_MAX_JSON_VALUES = 2**20  # a few characters of JSON may stand for an object of a hundred bytes
+_MAX_WORLD_SIZE = 2**17
 
 
 def rank_folder(rank: int) -> str:
@@ -103,7 +104,7 @@ def block_steps(row_bytes: int, most_steps: int | None = None) -> int:
 
 def rows_at_once(numel: int) -> int:
     """Return the number of a layer's rows to read at a time: at most 16, and about 64 MiB of float32."""
-    return max(1, min(CHUNK_STEPS, _READ_VALUES // max(1, numel)))
+    return max(1, min(CHUNK_STEPS, VALUES_AT_ONCE // max(1, numel)))
 
 
 def chunk_shape(numel: int, rows: int = CHUNK_STEPS) -> tuple[int, int]:
@@ -313,7 +314,10 @@ def read_document(path: Path, document_format: str) -> dict[str, Any]:
     try:
         if path.stat().st_size > _MAX_JSON_BYTES:
             raise GradlabError(f"{path}: larger than {_MAX_JSON_BYTES} bytes, not a file that gradlab wrote")
-        content = json.loads(path.read_text(encoding="utf-8"))
+        written = path.read_bytes()
+        if sum(map(written.count, b"[{:,")) > _MAX_JSON_VALUES:
+            raise GradlabError(f"{path}: more than {_MAX_JSON_VALUES} values, not a file that gradlab wrote")
+        content = json.loads(written.decode())
     except OSError as error:
         raise GradlabError(f"{path}: cannot be read ({error.strerror})") from None
     except GradlabError:
@@ -341,6 +345,12 @@ def _check_sha256(content: dict[str, Any], path: Path) -> None:
         actual = ""
     if claimed != actual:
         raise GradlabError(f"{path}: damaged, its content does not match its sha256")
+
+
+def ranks_there(folder: Path) -> frozenset[int]:
+    """Return the ranks that have a folder in the trace's folder, whatever its manifest says."""
+    names = (entry.name for entry in folder.iterdir())
+    return frozenset(int(match[1]) for name in names if (match := re.fullmatch(r"rank-(\d{5,9})", name)))
 
 
 def segment_numbers(folder: Path, suffix: str = "") -> list[int]:

@@ -1,8 +1,9 @@
 """Read one segment of a trace: an HDF5 file that is checked before any value is used.
 
 A segment may come from an untrusted source. Everything in HDF5 that can reach outside the file or claim more than the
-file holds is refused: links that are not hard links, external storage, virtual datasets, filters other than HDF5's
-own, shapes that the file's size cannot carry.
+file holds is refused: links that are not hard links, one object under two names, external storage, virtual datasets,
+filters (the writer uses none; a compressed file may claim a thousand times its size), and data sets that together need
+more bytes than the file has.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import numpy as np
 
 from gradlab.errors import GradlabError, NewerFormat
 from gradlab.layout import Layer, canonical_json, fingerprint
+from gradlab.trace.crc import crc32
 from gradlab.trace.schema import (
     FORMAT,
     STEP_DTYPE,
     STORED_DTYPE,
+    VALUES_AT_ONCE,
     VERSION,
     Manifest,
     dataset_name,
@@ -31,8 +34,6 @@ from gradlab.trace.schema import (
     row_checksums,
 )
 
-_FILTERS = (h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32)
-_MAX_DEFLATE_RATIO = 1100  # deflate cannot do better than 1032:1
 _MAX_CHUNK_BYTES = 64 * 2**20
 _MAX_HEADER_BYTES = 2**16
 _READ_ATTEMPTS = 26  # with pauses of 67 ms in all
@@ -123,6 +124,10 @@ class SegmentReader:
         self._position = {layer.name: position for position, layer in enumerate(manifest.layers)}
         self._stored = STORED_DTYPE[manifest.dtype]
         self._dtype = manifest.dtype
+        self._seen: set[int] = set()  # addresses of the data sets in the file
+        self._claimed = 0  # bytes that these need together
+        if not path.is_file():
+            raise GradlabError(f"{path}: not a file")
         with _one_line(path, "not a readable HDF5 file, or truncated"):
             self._file = _open_growing(path) if swmr else h5py.File(path, "r")
         try:
@@ -213,13 +218,17 @@ class SegmentReader:
             raise GradlabError(f"{self.path}: {name!r} is a virtual data set; data outside a trace is refused")
         if properties.get_external_count():
             raise GradlabError(f"{self.path}: {name!r} has external storage; data outside a trace is refused")
-        filters = [properties.get_filter(i)[0] for i in range(properties.get_nfilters())]
-        if unknown := [code for code in filters if code not in _FILTERS]:
-            raise GradlabError(f"{self.path}: {name!r} uses the unknown HDF5 filter {unknown[0]}")
-        self._check_shape(dataset, name, dtype, shape, bool(filters))
+        if properties.get_nfilters():
+            filter_code = properties.get_filter(0)[0]
+            raise GradlabError(f"{self.path}: {name!r} uses the HDF5 filter {filter_code}; gradlab writes without any")
+        address = h5py.h5o.get_info(dataset.id).addr
+        if address in self._seen:
+            raise GradlabError(f"{self.path}: {name!r} is a data set that has another name, too")
+        self._seen.add(address)
+        self._check_shape(dataset, name, dtype, shape)
         return dataset
 
-    def _check_shape(self, dataset: Any, name: str, dtype: np.dtype, shape: tuple[int, ...], packed: bool) -> None:
+    def _check_shape(self, dataset: Any, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> None:
         if dataset.dtype != dtype:
             raise GradlabError(f"{self.path}: {name!r} holds {dataset.dtype}, expected {dtype}")
         if len(dataset.shape) != len(shape) or dataset.shape[0] < shape[0] or dataset.shape[1:] != shape[1:]:
@@ -227,14 +236,35 @@ class SegmentReader:
         if dataset.chunks is not None and np.prod(dataset.chunks, dtype=float) * dtype.itemsize > _MAX_CHUNK_BYTES:
             raise GradlabError(f"{self.path}: {name!r} has chunks of an absurd shape {dataset.chunks}")
         needed = int(np.prod(shape, dtype=object)) * dtype.itemsize
-        stored = dataset.id.get_storage_size() * (_MAX_DEFLATE_RATIO if packed else 1)
-        if needed > min(stored, self.path.stat().st_size * (_MAX_DEFLATE_RATIO if packed else 1)):
+        self._claimed += needed
+        if needed > dataset.id.get_storage_size() or self._claimed > self.path.stat().st_size:
             raise GradlabError(f"{self.path}: {name!r} claims {needed} bytes of data that the file does not hold")
 
     @property
     def unused(self) -> np.ndarray:
         """Layers without a gradient on this rank: bool (committed, layers)."""
         return np.unpackbits(self._unused_bits, axis=1, count=len(self.layers)).astype(bool)
+
+    def verify(self, layer: Layer, start: int, stop: int) -> None:
+        """Compare rows start..stop with their checksums, in pieces of about 64 MiB however long a row is.
+
+        Raises:
+            GradlabError: if the file cannot be read, or a row does not match its checksum.
+        """
+        if layer.numel <= VALUES_AT_ONCE:
+            self.read_stored(layer, start, stop)
+            return
+        for row in range(start, stop):
+            checksum = 0
+            for column in range(0, layer.numel, VALUES_AT_ONCE):
+                columns = slice(column, min(column + VALUES_AT_ONCE, layer.numel))
+                checksum = crc32(self.read_stored(layer, row, row + 1, columns).view(np.uint8), checksum)
+            if checksum != self._checksums[row, self._position[layer.name]]:
+                raise self._damaged(layer, row)
+
+    def _damaged(self, layer: Layer, row: int) -> GradlabError:
+        step = int(self.records["index"][row])
+        return GradlabError(f"{self.path}: layer {layer.name!r} at iteration {step} is damaged (checksum)")
 
     def read_stored(self, layer: Layer, start: int, stop: int, columns: slice = slice(None)) -> np.ndarray:
         """Read rows start..stop as stored: float32, float16, or uint16 for bfloat16; (stop - start, columns).
@@ -252,8 +282,7 @@ class SegmentReader:
             expected = self._checksums[start:stop, self._position[layer.name]]
             wrong = np.flatnonzero(row_checksums(rows) != expected)
             if wrong.size:
-                step = int(self.records["index"][start + wrong[0]])
-                raise GradlabError(f"{self.path}: layer {layer.name!r} at iteration {step} is damaged (checksum)")
+                raise self._damaged(layer, start + int(wrong[0]))
         return rows
 
     def read(self, layer: Layer, start: int, stop: int, columns: slice = slice(None)) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gradlab.capture import TraceWriter
+from gradlab.capture import TraceWriter, repair
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.trace import Trace, check
@@ -554,6 +555,11 @@ def _unknown_filter(file: h5py.File, name: str, old: h5py.Dataset) -> None:
     h5py.h5d.create(file.id, name.encode(), old.id.get_type(), old.id.get_space(), properties)
 
 
+def _deflated(file: h5py.File, name: str, old: h5py.Dataset) -> None:
+    """The same values under the same checksums: it is not what they are, but what such a file may claim."""
+    file.create_dataset(name, data=old[:], maxshape=old.maxshape, chunks=old.chunks, compression="gzip")
+
+
 def _absurd_shape(file: h5py.File, name: str, old: h5py.Dataset) -> None:
     file.create_dataset(name, shape=(2**40, 48), maxshape=(None, 48), dtype="<f4", chunks=(16, 48))
     file["committed"][0] = 2**40
@@ -570,7 +576,8 @@ WIDE = "gradients/conv%2Fone.weight"
         (replaced("steps", lambda f, n, _: f.__setitem__(n, h5py.ExternalLink("x.h5", "/x"))), "is a ExternalLink"),
         (replaced(WIDE, _virtual), "virtual data set"),
         (replaced(WIDE, _external), "external storage"),
-        (replaced(WIDE, _unknown_filter), "unknown HDF5 filter 5"),
+        (replaced(WIDE, _unknown_filter), "uses the HDF5 filter 5; gradlab writes without any"),
+        (replaced(WIDE, _deflated), "uses the HDF5 filter 1; gradlab writes without any"),
         (replaced(WIDE, lambda f, n, _: f.create_group(n)), "not a data set"),
         (replaced(WIDE, lambda f, n, o: f.create_dataset(n, data=o[:].astype("f8"))), "holds float64"),
         (replaced(WIDE, lambda f, n, o: f.create_dataset(n, data=o[:, :5])), "has shape"),
@@ -597,6 +604,77 @@ def test_a_segment_that_is_not_what_it_claims(
     edit(trace_path, change)
     refused(trace_path, match)
     assert not check(trace_path).ok
+
+
+def test_one_data_set_under_two_names(tmp_path: Path) -> None:
+    """A file of one layer's size would be read once per name."""
+    path, layers = tmp_path / "t", [Layer("a", (500,)), Layer("b", (500,))]
+    with TraceWriter(path, layers, 1) as writer:
+        writer.append(0, 0, {"a": np.ones(500), "b": np.ones(500)})
+    edit(path, replaced("gradients/b", lambda file, name, _: file.__setitem__(name, file["gradients/a"])))
+    refused(path, "'b' is a data set that has another name, too")
+
+
+def test_two_data_sets_in_one_place_of_the_file(tmp_path: Path) -> None:
+    """Each has storage of its size and an object of its own: together they need more than the file has."""
+    path, values = tmp_path / "t", np.ones(50_000, np.float32)
+    with TraceWriter(path, [Layer("a", (50_000,)), Layer("b", (50_000,))], 1) as writer:
+        writer.append(0, 0, {"a": values, "b": values})
+    segment, smaller = path / "rank-00000" / "000000.h5", tmp_path / "smaller.h5"
+    with h5py.File(segment) as file, h5py.File(smaller, "w") as out:
+        out.attrs["gradlab"] = file.attrs["gradlab"]
+        for name in ("steps", "unused", "checksums", "committed"):
+            file.copy(name, out)
+        out.create_dataset("gradients/a", data=values[None])
+        address = out["gradients/a"].id.get_offset()
+        out.create_dataset("gradients/b", shape=(1, 50_000), dtype="<f4")  # without a place in the file yet
+    content, nbytes = smaller.read_bytes(), values.nbytes.to_bytes(8, "little")
+    nowhere = b"\x03\x01" + b"\xff" * 8 + nbytes  # a contiguous layout: its address and bytes
+    assert content.count(nowhere) == 1
+    segment.write_bytes(content.replace(nowhere, b"\x03\x01" + address.to_bytes(8, "little") + nbytes))
+    with h5py.File(segment) as file:
+        np.testing.assert_array_equal(file["gradients/b"][0], values)
+    refused(path, "'b' claims 200000 bytes of data that the file does not hold")
+
+
+@pytest.mark.parametrize("damaged", [None, 3, 700, 999])
+def test_long_rows_are_verified_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: int | None) -> None:
+    monkeypatch.setattr("gradlab.trace.segment.VALUES_AT_ONCE", 300)
+    values, path = np.arange(2000, dtype=np.float32).reshape(2, 1000), tmp_path / "t"
+    with TraceWriter(path, [Layer("x", (1000,))], 1) as writer:
+        for index in range(2):
+            writer.append(0, index, {"x": values[index]})
+    segment = path / "rank-00000" / "000000.h5"
+    content = bytearray(segment.read_bytes())
+    if damaged is not None:
+        content[content.index(values[1].tobytes()) + 4 * damaged] ^= 1
+    segment.write_bytes(content)
+    expected = [] if damaged is None else [f"{segment}: layer 'x' at iteration 1 is damaged (checksum)"]
+    assert list(check(path).problems) == expected
+
+
+def test_a_world_size_without_folders_costs_nothing(trace_path: Path) -> None:
+    """No rank is looked for, and none made, where there is no folder of it."""
+    rewrite(trace_path / "manifest.json", world_size=2**17)
+    report = check(trace_path)
+    line = "ranks disagree, the manifest has 131072, but no rank-00002"
+    assert report.shared_problems == (f"{trace_path}: {line}",)
+    assert repair(trace_path)[-1].problems == report.shared_problems
+    assert not (trace_path / "rank-00002").exists()
+    refused(trace_path, line)
+
+
+def test_json_that_stands_for_much_more_than_its_bytes(trace_path: Path) -> None:
+    (trace_path / "manifest.json").write_text("[" + "{}," * 2**20 + "1]")
+    refused(trace_path, "more than 1048576 values, not a file that gradlab wrote")
+
+
+def test_a_segment_that_is_no_file(trace_path: Path) -> None:
+    """A pipe would be waited for."""
+    segment = trace_path / "rank-00000" / "000000.h5"
+    segment.unlink()
+    os.mkfifo(segment)
+    refused(trace_path, "000000.h5: not a file")
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import h5py
 import numpy as np
 
 from campaigns.fuzzed.case import Case, Format, altered_json, damaged
+from campaigns.fuzzed.trace_bombs import bombs
 from gradlab.errors import GradlabError
 from gradlab.layout import canonical_json
 from gradlab.trace import Trace, check
@@ -39,8 +40,12 @@ class TraceFiles(Format):
             packed = Path(folder) / self.file_name
             packed.write_bytes(pack(self._files))
             self._expected = read(packed)
+        self._bombs = list(bombs())
 
     def case(self, draw: np.random.Generator) -> Case:
+        if draw.random() < 0.04:
+            kind, make = self._bombs[int(draw.integers(len(self._bombs)))]
+            return Case(kind, pack(make()), True, self._expected, read)
         files = dict(self._files)
         way, altered = int(draw.integers(4)), False
         if way == 0:
@@ -83,6 +88,7 @@ class TraceFiles(Format):
                         one, shape=(2**34,), dtype="f4", chunks=(2**20,), compression="gzip", fillvalue=0
                     ),
                 ),
+                "compressed": lambda: self._replace(file, one, self._copied(file, one, compression="gzip")),
                 "other values": lambda: self._replace(
                     file, one, lambda: file.create_dataset(one, data=draw.standard_normal((6, 72)).astype(np.float32))
                 ),
@@ -96,6 +102,12 @@ class TraceFiles(Format):
             ways[kind]()
         files[SEGMENT] = held.getvalue()
         return f"HDF5: {kind}"
+
+    @staticmethod
+    def _copied(file: h5py.File, name: str, **how: Any) -> Callable[[], object]:
+        """The same values, stored in another way."""
+        values = file[name][()] if isinstance(file[name], h5py.Dataset) else np.zeros(1)
+        return lambda: file.create_dataset(name, data=values, **how)
 
     @staticmethod
     def _replace(file: h5py.File, name: str, make: Callable[[], object]) -> None:
